@@ -1,0 +1,93 @@
+"""What all recipes share, and the shapes of GPT-2."""
+
+from __future__ import annotations
+
+from train.engine import (  # before torchtitan: see train/titan_cpu.py
+    CosineSchedule,
+    HeldOut,
+    MarsOptimizers,
+    MarsTrainer,
+    TitanGPT2,
+    TitanTokenizer,
+    TokenLoader,
+    parallelize,
+)
+from train.gpt2 import Shape
+from train.progress import Progress
+
+import torch  # isort: skip
+from torchtitan.components.checkpointer import CheckpointManager  # isort: skip
+from torchtitan.components.loss import CrossEntropyLoss  # isort: skip
+from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig  # isort: skip
+from torchtitan.protocols.model_spec import ModelSpec  # isort: skip
+
+# vocab 50257 padded to a multiple of 128, as the authors do
+SHAPES = {
+    "small": Shape(num_layers=12, num_heads=12, width=768, block_size=1024, vocab_size=50304),
+    "medium": Shape(num_layers=24, num_heads=16, width=1024, block_size=1024, vocab_size=50304),
+    "large": Shape(num_layers=36, num_heads=20, width=1280, block_size=1024, vocab_size=50304),
+    "xl": Shape(num_layers=48, num_heads=25, width=1600, block_size=1024, vocab_size=50304),
+}
+
+
+def gpt2_recipe(
+    *,
+    name: str,
+    shape: Shape,
+    tokenizer: str,
+    data: str,
+    optimizer: MarsOptimizers.Config,
+    lr_scheduler: CosineSchedule.Config,
+    training: TrainingConfig,
+    validation_samples: int,
+    validation_interval: int,
+    checkpoint_interval: int,
+    log_freq: int,
+    compile_model: bool,
+) -> MarsTrainer.Config:
+    """A complete configuration. ``name`` is the function that returns it: its runs lie in runs/NAME."""
+    return MarsTrainer.Config(
+        model_spec=ModelSpec(
+            name="gpt2",
+            flavor=name,
+            model=TitanGPT2.Config(shape=shape),
+            parallelize_fn=parallelize,
+            pipelining_fn=None,
+            post_optimizer_build_fn=None,
+            state_dict_adapter=None,
+        ),
+        dump_folder=f"runs/{name}",
+        hf_assets_path=".",  # torchtitan warns where this does not exist; nothing is read from it
+        tokenizer=TitanTokenizer.Config(name=tokenizer),
+        dataloader=TokenLoader.Config(dataset_path=data),
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        loss=CrossEntropyLoss.Config(),
+        training=training,
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        metrics=Progress.Config(log_freq=log_freq, enable_tensorboard=True, disable_color_printing=True),
+        checkpoint=CheckpointManager.Config(
+            enable=True, interval=checkpoint_interval, last_save_model_only=False, keep_latest_k=2
+        ),
+        activation_checkpoint=None,
+        compile=CompileConfig(enable=compile_model),
+        validator=HeldOut.Config(
+            enable=True,
+            freq=validation_interval,
+            steps=1,  # replaced: see HeldOut
+            samples=validation_samples,
+            dataloader=TokenLoader.Config(split="val"),
+        ),
+        debug=DebugConfig(seed=0, enable_structured_logging=False),
+    )
+
+
+def training(**kwargs) -> TrainingConfig:
+    """torchtitan's section, for machines with and without a GPU."""
+    on_cpu = not torch.cuda.is_available()
+    return TrainingConfig(
+        max_norm=1.0,
+        disable_cuda_graphs=True,  # exact MARS sets gradients aside between two passes
+        mixed_precision_param="float32" if on_cpu else "bfloat16",
+        **kwargs,
+    )

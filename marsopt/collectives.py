@@ -1,0 +1,56 @@
+"""The verbs by which a rule meets a mesh, over lists of leaves; here for tensors that live whole in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from marsopt.newton_schulz import NewtonSchulz
+
+
+class Collectives(Protocol):
+    """What a step needs of the world. ``leaves`` are the parameters as their owner holds them."""
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """The piece of ``tensor`` that this process holds, sharing its storage."""
+
+    def wrap(self, local: Tensor, like: Tensor) -> Tensor:
+        """Inverse of ``local``: ``local`` as a piece of a tensor laid out as ``like``."""
+
+    def sum(self, partial: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+        """Sum ``partial`` (len(leaves), K) over the shards of each leaf; what is replicated counts once."""
+
+    def orthogonalize(self, matrices: Sequence[Tensor], ns: NewtonSchulz, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """The orthogonal factor of each whole matrix, given and returned as this process's pieces."""
+
+
+class LocalCollectives:
+    """One process holds everything: sums are complete, matrices are whole."""
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """``tensor`` itself.
+
+        Raises:
+            ValueError: ``tensor`` is sharded (a DTensor): its norm would silently be that of one shard.
+        """
+        if is_traceable_wrapper_subclass(tensor):
+            raise ValueError(
+                f"got a {type(tensor).__name__} of shape {tuple(tensor.shape)} without collectives, expected a plain "
+                "tensor: pass collectives=MeshCollectives(mesh) (from marsopt.parallel)"
+            )
+        return tensor
+
+    def wrap(self, local: Tensor, like: Tensor) -> Tensor:
+        return local
+
+    def sum(self, partial: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+        return partial
+
+    def orthogonalize(self, matrices: Sequence[Tensor], ns: NewtonSchulz, leaves: Sequence[Tensor]) -> list[Tensor]:
+        return ns.many(matrices)
+
+
+LOCAL = LocalCollectives()

@@ -1,0 +1,1 @@
+"""One rule per file: a page that reads like its algorithm box."""

@@ -1,0 +1,1 @@
+"""The application: pretrain a GPT-2 with marsopt on torchtitan."""

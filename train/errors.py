@@ -1,0 +1,19 @@
+"""Bad input, told in one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+class UserError(Exception):
+    """Something that the user gave cannot be used. The message says: got, expected, do."""
+
+
+def command(main: Callable[[], None]) -> None:
+    """Run a command: a UserError becomes one line on stderr and exit code 2."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,75 @@
+"""Text to token ids and back: bytes, or GPT-2's BPE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from train.errors import UserError
+
+
+class Tokenizer(Protocol):
+    """vocab_size counts end_of_text, the id that closes a document."""
+
+    name: str
+    vocab_size: int
+    end_of_text: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Bytes:
+    """UTF-8 bytes 0..255, and 256 as end of text."""
+
+    name = "bytes"
+    vocab_size = 257
+    end_of_text = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class GPT2:
+    """GPT-2's byte pairs by tiktoken, which downloads the vocabulary once (or reads TIKTOKEN_CACHE_DIR)."""
+
+    name = "gpt2"
+    vocab_size = 50257
+    end_of_text = 50256
+
+    def __init__(self) -> None:
+        try:
+            import tiktoken
+
+            self._encoding = tiktoken.get_encoding("gpt2")
+        except ImportError as error:
+            raise UserError("got no package tiktoken, expected it for --tokenizer gpt2: pip install tiktoken") from error
+        except Exception as error:  # tiktoken passes on whatever its download ran into
+            raise UserError(
+                f"got {type(error).__name__} while loading GPT-2's vocabulary, expected a network or a cache: set "
+                "TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bytes"
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._encoding.decode([i for i in ids if i < self.end_of_text])
+
+
+TOKENIZERS: dict[str, type] = {"bytes": Bytes, "gpt2": GPT2}
+
+
+def tokenizer(name: str) -> Tokenizer:
+    """The tokenizer called ``name``.
+
+    Raises:
+        UserError: an unknown name, or a vocabulary that cannot be had.
+    """
+    if name not in TOKENIZERS:
+        raise UserError(f"got tokenizer {name!r}, expected one of {sorted(TOKENIZERS)}: choose one of these names")
+    return TOKENIZERS[name]()
