@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from train.engine import (  # before torchtitan: see train/titan_cpu.py
+import torch
+
+from train.engine import (
     CosineSchedule,
     HeldOut,
     MarsOptimizers,
@@ -14,19 +16,30 @@ from train.engine import (  # before torchtitan: see train/titan_cpu.py
 )
 from train.gpt2 import Shape
 from train.progress import Progress
-
-import torch  # isort: skip
-from torchtitan.components.checkpointer import CheckpointManager  # isort: skip
-from torchtitan.components.loss import CrossEntropyLoss  # isort: skip
-from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig  # isort: skip
-from torchtitan.protocols.model_spec import ModelSpec  # isort: skip
+from train.titan import (
+    CheckpointManager,
+    CompileConfig,
+    CrossEntropyLoss,
+    DebugConfig,
+    ModelSpec,
+    ParallelismConfig,
+    TrainingConfig,
+)
 
 # vocab 50257 padded to a multiple of 128, as the authors do
 SHAPES = {
-    "small": Shape(num_layers=12, num_heads=12, width=768, block_size=1024, vocab_size=50304),
-    "medium": Shape(num_layers=24, num_heads=16, width=1024, block_size=1024, vocab_size=50304),
-    "large": Shape(num_layers=36, num_heads=20, width=1280, block_size=1024, vocab_size=50304),
-    "xl": Shape(num_layers=48, num_heads=25, width=1600, block_size=1024, vocab_size=50304),
+    "small": Shape(
+        num_layers=12, num_heads=12, width=768, block_size=1024, vocab_size=50304
+    ),
+    "medium": Shape(
+        num_layers=24, num_heads=16, width=1024, block_size=1024, vocab_size=50304
+    ),
+    "large": Shape(
+        num_layers=36, num_heads=20, width=1280, block_size=1024, vocab_size=50304
+    ),
+    "xl": Shape(
+        num_layers=48, num_heads=25, width=1600, block_size=1024, vocab_size=50304
+    ),
 }
 
 
@@ -45,7 +58,9 @@ def gpt2_recipe(
     log_freq: int,
     compile_model: bool,
 ) -> MarsTrainer.Config:
-    """A complete configuration. ``name`` is the function that returns it: its runs lie in runs/NAME."""
+    """A complete configuration. ``name`` is the function that returns it: its runs lie
+    in runs/NAME.
+    """
     return MarsTrainer.Config(
         model_spec=ModelSpec(
             name="gpt2",
@@ -57,7 +72,7 @@ def gpt2_recipe(
             state_dict_adapter=None,
         ),
         dump_folder=f"runs/{name}",
-        hf_assets_path=".",  # torchtitan warns where this does not exist; nothing is read from it
+        hf_assets_path=".",  # has to exist; nothing is read from it
         tokenizer=TitanTokenizer.Config(name=tokenizer),
         dataloader=TokenLoader.Config(dataset_path=data),
         optimizer=optimizer,
@@ -65,9 +80,14 @@ def gpt2_recipe(
         loss=CrossEntropyLoss.Config(),
         training=training,
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
-        metrics=Progress.Config(log_freq=log_freq, enable_tensorboard=True, disable_color_printing=True),
+        metrics=Progress.Config(
+            log_freq=log_freq, enable_tensorboard=True, disable_color_printing=True
+        ),
         checkpoint=CheckpointManager.Config(
-            enable=True, interval=checkpoint_interval, last_save_model_only=False, keep_latest_k=2
+            enable=True,
+            interval=checkpoint_interval,
+            last_save_model_only=False,
+            keep_latest_k=2,
         ),
         activation_checkpoint=None,
         compile=CompileConfig(enable=compile_model),

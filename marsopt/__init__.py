@@ -1,4 +1,6 @@
-"""MARS: variance reduction for preconditioned optimizers, faithful to its authors, functional, compiled, sharded."""
+"""MARS: variance reduction for preconditioned optimizers, faithful to its authors,
+functional, compiled, sharded.
+"""
 
 from marsopt.collectives import LOCAL, Collectives
 from marsopt.newton_schulz import NewtonSchulz, newton_schulz, polar_factor

@@ -1,4 +1,6 @@
-"""Ranges of hyperparameters, checked where they come in. Tensors are taken as they are: looking would be a sync."""
+"""Ranges of hyperparameters, checked where they come in. Tensors are taken as they are:
+looking would be a sync.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +12,56 @@ from torch import Tensor
 Number = float | Tensor
 
 
-def _check(name: str, value: object, expected: str, holds: Callable[[float], bool], do: str) -> None:
+def _check(
+    name: str, value: object, expected: str, holds: Callable[[float], bool], do: str
+) -> None:
     if isinstance(value, Tensor):
         if value.ndim:
-            raise ValueError(f"got {name} of shape {tuple(value.shape)}, expected a number or 0-D tensor: {do}")
+            raise ValueError(
+                f"got {name} of shape {tuple(value.shape)}, expected a number or 0-D "
+                f"tensor: {do}"
+            )
         return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not holds(float(value)):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not holds(float(value))
+    ):
         raise ValueError(f"got {name}={value!r}, expected {expected}: {do}")
 
 
 def at_least_zero(name: str, value: Number) -> None:
     """A finite number >= 0."""
-    _check(name, value, "a finite number >= 0", lambda v: 0 <= v < math.inf, f"pass {name}=0 or more")
+    _check(
+        name,
+        value,
+        "a finite number >= 0",
+        lambda v: 0 <= v < math.inf,
+        f"pass {name}=0 or more",
+    )
 
 
 def positive(name: str, value: Number) -> None:
     """A finite number > 0."""
-    _check(name, value, "a finite number > 0", lambda v: 0 < v < math.inf, f"pass {name} above 0")
+    _check(
+        name,
+        value,
+        "a finite number > 0",
+        lambda v: 0 < v < math.inf,
+        f"pass {name} above 0",
+    )
 
 
 def positive_or_none(name: str, value: Number | None) -> None:
     """None or a finite number > 0."""
     if value is not None:
-        _check(name, value, "None or a finite number > 0", lambda v: 0 < v < math.inf, "None switches it off")
+        _check(
+            name,
+            value,
+            "None or a finite number > 0",
+            lambda v: 0 < v < math.inf,
+            "None switches it off",
+        )
 
 
 def finite(name: str, value: Number) -> None:
@@ -42,12 +71,20 @@ def finite(name: str, value: Number) -> None:
 
 def decay_rate(name: str, value: Number) -> None:
     """A number in [0, 1)."""
-    _check(name, value, "a number in [0, 1)", lambda v: 0 <= v < 1, "common values are 0.9 to 0.99")
+    _check(
+        name,
+        value,
+        "a number in [0, 1)",
+        lambda v: 0 <= v < 1,
+        "common values are 0.9 to 0.99",
+    )
 
 
 def betas(name: str, value: tuple[Number, Number]) -> None:
     """A pair of numbers in [0, 1)."""
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise ValueError(f"got {name}={value!r}, expected a pair: pass e.g. {name}=(0.95, 0.99)")
+        raise ValueError(
+            f"got {name}={value!r}, expected a pair: pass e.g. {name}=(0.95, 0.99)"
+        )
     for i, beta in enumerate(value):
         decay_rate(f"{name}[{i}]", beta)

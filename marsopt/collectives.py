@@ -1,4 +1,6 @@
-"""The verbs by which a rule meets a mesh, over lists of leaves; here for tensors that live whole in one process."""
+"""The verbs by which a rule meets a mesh, over lists of leaves; here for tensors that
+live whole in one process.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,27 @@ from marsopt.newton_schulz import NewtonSchulz
 
 
 class Collectives(Protocol):
-    """What a step needs of the world. ``leaves`` are the parameters as their owner holds them."""
+    """What a step needs of the world. ``leaves`` are the parameters as their owner
+    holds them.
+    """
 
     def local(self, tensor: Tensor) -> Tensor:
         """The piece of ``tensor`` that this process holds, sharing its storage."""
 
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:
-        """Inverse of ``local``: ``local`` as a piece of a tensor laid out as ``like``."""
+        """Inverse of ``local``: a piece of a tensor laid out as ``like``."""
 
     def sum(self, partial: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-        """Sum ``partial`` (len(leaves), K) over the shards of each leaf; what is replicated counts once."""
+        """Sum ``partial`` (len(leaves), K) over the shards of each leaf; what is
+        replicated counts once.
+        """
 
-    def orthogonalize(self, matrices: Sequence[Tensor], ns: NewtonSchulz, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """The orthogonal factor of each whole matrix, given and returned as this process's pieces."""
+    def orthogonalize(
+        self, matrices: Sequence[Tensor], ns: NewtonSchulz, leaves: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The orthogonal factor of each whole matrix, given and returned as this
+        process's pieces.
+        """
 
 
 class LocalCollectives:
@@ -34,11 +44,13 @@ class LocalCollectives:
         """``tensor`` itself.
 
         Raises:
-            ValueError: ``tensor`` is sharded (a DTensor): its norm would silently be that of one shard.
+            ValueError: ``tensor`` is sharded (a DTensor): its norm would silently be
+                that of one shard.
         """
         if is_traceable_wrapper_subclass(tensor):
             raise ValueError(
-                f"got a {type(tensor).__name__} of shape {tuple(tensor.shape)} without collectives, expected a plain "
+                f"got a {type(tensor).__name__} of shape {tuple(tensor.shape)} without "
+                "collectives, expected a plain "
                 "tensor: pass collectives=MeshCollectives(mesh) (from marsopt.parallel)"
             )
         return tensor
@@ -49,7 +61,9 @@ class LocalCollectives:
     def sum(self, partial: Tensor, leaves: Sequence[Tensor]) -> Tensor:
         return partial
 
-    def orthogonalize(self, matrices: Sequence[Tensor], ns: NewtonSchulz, leaves: Sequence[Tensor]) -> list[Tensor]:
+    def orthogonalize(
+        self, matrices: Sequence[Tensor], ns: NewtonSchulz, leaves: Sequence[Tensor]
+    ) -> list[Tensor]:
         return ns.many(matrices)
 
 

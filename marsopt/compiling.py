@@ -1,4 +1,6 @@
-"""Whether this machine can compile, and compiled functions that do not share their cache."""
+"""Whether this machine can compile, and compiled functions that do not share their
+cache.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ log = logging.getLogger(__name__)
 def missing_for(device_type: str) -> str | None:
     """What torch.compile lacks here for ``device_type``, or None."""
     if device_type == "cpu":
-        compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "cl"]
+        compilers = (
+            [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "cl"]
+        )
         if not any(shutil.which(name) for name in compilers):
             return f"no C++ compiler (looked for {', '.join(compilers)})"
         if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
@@ -41,10 +45,15 @@ def decide(compile: bool | None, device_type: str) -> bool:
         return False
     missing = missing_for(device_type)
     if missing is None:
-        log.info("marsopt: the optimizer step is compiled (compile=False turns this off)")
+        log.info(
+            "marsopt: the optimizer step is compiled (compile=False turns this off)"
+        )
         return True
     if compile:
-        raise RuntimeError(f"got compile=True, expected a working compiler, found {missing}: install it or pass compile=False")
+        raise RuntimeError(
+            f"got compile=True, expected a working compiler, found {missing}: install "
+            "it or pass compile=False"
+        )
     log.warning("marsopt: the optimizer step runs eagerly, since there is %s", missing)
     return False
 
@@ -52,10 +61,15 @@ def decide(compile: bool | None, device_type: str) -> bool:
 def own_compile(function: Callable) -> Callable:
     """torch.compile with a cache of its own.
 
-    Dynamo keeps compiled code by code object: two optimizers that compile one function would share the limit on recompiles.
+    Dynamo keeps compiled code by code object: two optimizers that compile one function
+    would share the limit on recompiles.
     """
     own = types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     own.__kwdefaults__ = function.__kwdefaults__
     return torch.compile(own, fullgraph=True, dynamic=False)

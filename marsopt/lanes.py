@@ -1,4 +1,6 @@
-"""Lanes: the parameters of one group that take one rule, with their state, made ready for the pure step."""
+"""Lanes: the parameters of one group that take one rule, with their state, made ready
+for the pure step.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,32 @@ from marsopt.checks import Number
 from marsopt.rule import LeafRule
 from marsopt.step import Route, Scales, Verdict, move, scalar_dtype, scale, settle
 
-# Symbols of the rules, and what torch.optim (and, for h, the authors) call them in a state dict.
-STATE_KEYS = {"m": "exp_avg", "v": "exp_avg_sq", "v_max": "max_exp_avg_sq", "b": "momentum_buffer", "h": "last_grad"}
+# Symbols of the rules, and what torch.optim (and, for h, the authors) call them in a
+# state dict.
+STATE_KEYS = {
+    "m": "exp_avg",
+    "v": "exp_avg_sq",
+    "v_max": "max_exp_avg_sq",
+    "b": "momentum_buffer",
+    "h": "last_grad",
+}
 SCALARS = ("eps", "weight_decay", "gamma", "clip", "weight_decay_1d")
 PAIRS = ("betas", "betas_1d")
 
 
 def pair_of(values: dict[str, Any], options: dict[str, Any]) -> routing.Pair:
-    """The rules behind a group's hyperparameters, which may be numbers (checked) or tensors."""
+    """The rules behind a group's hyperparameters, which may be numbers (checked) or
+    tensors.
+    """
     wanted = (*SCALARS, *PAIRS, "mars_type", "amsgrad", "epsilon_hat", "optimize_1d")
     kept = {key: options[key] for key in ("is_approx", "ns", "state_dtype")}
     return routing.pair(**{key: values[key] for key in wanted}, **kept)
 
 
 class Numbers:
-    """A group's hyperparameters as 0-D tensors on the device: compiled code reads them and never recompiles."""
+    """A group's hyperparameters as 0-D tensors on the device: compiled code reads them
+    and never recompiles.
+    """
 
     def __init__(self, group: dict[str, Any], options: dict[str, Any]) -> None:
         self._group, self._options = group, options
@@ -49,27 +62,42 @@ class Numbers:
         values = {
             **group,
             **{key: self._cells.get(key) for key in SCALARS},
-            **{key: tuple(self._cells[f"{key}[{i}]"] for i in range(2)) for key in PAIRS},
+            **{
+                key: tuple(self._cells[f"{key}[{i}]"] for i in range(2))
+                for key in PAIRS
+            },
         }
         self.pair = pair_of(values, options)
-        self._needs_ratio = self.pair.own_rate and any(not routing.is_matrix(p) for p in group["params"])
+        self._needs_ratio = self.pair.own_rate and any(
+            not routing.is_matrix(p) for p in group["params"]
+        )
         self.refresh()
 
     def refresh(self) -> None:
-        """Take over what has changed in the group since the last call, checking its range."""
+        """Take over what has changed in the group since the last call, checking its
+        range.
+        """
         group = self._group
-        now: dict[str, Number] = {key: group[key] for key in SCALARS if group[key] is not None}
+        now: dict[str, Number] = {
+            key: group[key] for key in SCALARS if group[key] is not None
+        }
         for key in PAIRS:
             now.update({f"{key}[{i}]": beta for i, beta in enumerate(group[key])})
         now |= {"lr": group["lr"], "lr_1d": self._rate_1d()}
-        changed = {key: v for key, v in now.items() if isinstance(v, Tensor) or self._seen.get(key) != v}
+        changed = {
+            key: v
+            for key, v in now.items()
+            if isinstance(v, Tensor) or self._seen.get(key) != v
+        }
         if any(not isinstance(v, Tensor) for v in changed.values()):
             pair_of(group, self._options)
             checks.at_least_zero("lr", group["lr"])
             checks.at_least_zero("lr_1d", group["lr_1d"])
         cells = {**self._cells, "lr": self.lr, "lr_1d": self.lr_1d}
         for key, value in changed.items():
-            cells[key].copy_(value) if isinstance(value, Tensor) else cells[key].fill_(value)
+            cells[key].copy_(value) if isinstance(value, Tensor) else cells[key].fill_(
+                value
+            )
         self._seen = now
 
     def _rate_1d(self) -> Number:
@@ -78,7 +106,8 @@ class Numbers:
             return lr * (self._group["lr_1d"] / base)
         if self._needs_ratio and not isinstance(lr, Tensor) and lr != 0:
             raise ValueError(
-                f"got lr={lr} for a group that was added with lr=0, expected a base rate: lr_1d is measured against it; "
+                f"got lr={lr} for a group that was added with lr=0, expected a base "
+                "rate: lr_1d is measured against it; "
                 "add the group with its peak lr, or set group['base_lr'] to it"
             )
         return 0.0 * lr
@@ -97,7 +126,9 @@ class Lane:
     h: list[Tensor]
     buffers: list[tuple[Tensor, ...]]
 
-    def route(self, grads: MutableMapping[Tensor, Tensor], options: dict[str, Any]) -> Route:
+    def route(
+        self, grads: MutableMapping[Tensor, Tensor], options: dict[str, Any]
+    ) -> Route:
         """This lane as arguments of the pure step."""
         return Route(
             rule=self.rule,
@@ -114,14 +145,21 @@ class Lane:
 
 
 def build(
-    group: dict[str, Any], numbers: Numbers, state: MutableMapping[Tensor, dict], options: dict[str, Any]
+    group: dict[str, Any],
+    numbers: Numbers,
+    state: MutableMapping[Tensor, dict],
+    options: dict[str, Any],
 ) -> list[Lane]:
     """The group's lanes, over existing state and fresh zeros where there is none.
 
     A frozen parameter gets no state before its first gradient.
     """
     chosen = numbers.pair
-    moving = [i for i, p in enumerate(group["params"]) if p.requires_grad or p.grad is not None or state.get(p)]
+    moving = [
+        i
+        for i, p in enumerate(group["params"])
+        if p.requires_grad or p.grad is not None or state.get(p)
+    ]
     if chosen.matrix is chosen.rest:
         sides = [(chosen.matrix, numbers.lr, moving)]
     else:
@@ -130,7 +168,11 @@ def build(
         rest_rate = numbers.lr_1d if chosen.own_rate else numbers.lr
         sides = [(chosen.matrix, numbers.lr, matrix), (chosen.rest, rest_rate, rest)]
     names = group.get("param_names", [f"{i}" for i in range(len(group["params"]))])
-    return [_lane(rule, rate, group, part, names, numbers, state, options) for rule, rate, part in sides if part]
+    return [
+        _lane(rule, rate, group, part, names, numbers, state, options)
+        for rule, rate, part in sides
+        if part
+    ]
 
 
 def _lane(
@@ -154,7 +196,9 @@ def _lane(
         kept["step"] = step
         for symbol in symbols:
             if STATE_KEYS[symbol] not in kept:
-                kept[STATE_KEYS[symbol]] = torch.zeros_like(p, dtype=options["state_dtype"] or p.dtype)
+                kept[STATE_KEYS[symbol]] = torch.zeros_like(
+                    p, dtype=options["state_dtype"] or p.dtype
+                )
     return Lane(
         rule=rule,
         lr=rate,
@@ -163,11 +207,14 @@ def _lane(
         labels=[names[i] for i in part],
         steps=steps,
         h=[local(state[p]["last_grad"]) for p in params] if wants_h else [],
-        buffers=[tuple(local(state[p][STATE_KEYS[s]]) for s in rule.buffers) for p in params],
+        buffers=[
+            tuple(local(state[p][STATE_KEYS[s]]) for s in rule.buffers) for p in params
+        ],
     )
 
 
-# ---- the one commit at the rim: what the pure step returned, into the tensors that hold it --------------------------
+# ---- the one commit at the rim: what the pure step returned, into the tensors that
+# hold it --------------------------
 
 
 def _commit(route: Route, new: Route) -> None:
@@ -182,7 +229,11 @@ def _commit(route: Route, new: Route) -> None:
 
 
 def scale_(
-    routes: list[Route], sums: Tensor, max_norm: Tensor | None, live: Tensor | None, skipped: Tensor
+    routes: list[Route],
+    sums: Tensor,
+    max_norm: Tensor | None,
+    live: Tensor | None,
+    skipped: Tensor,
 ) -> tuple[list[Scales], Verdict]:
     """``step.scale``, which also counts a step that is not finite."""
     scales, verdict = scale(routes, sums, max_norm, live)
@@ -200,7 +251,9 @@ def move_(routes: list[Route], scales: list[Scales]) -> list[list[Tensor | None]
     return matrices
 
 
-def settle_(routes: Sequence[Route], scales: Sequence[Scales], factors: Sequence[list[Tensor]]) -> None:
+def settle_(
+    routes: Sequence[Route], scales: Sequence[Scales], factors: Sequence[list[Tensor]]
+) -> None:
     """``step.settle`` of every route, in place."""
     for route, s, o in zip(routes, scales, factors, strict=True):
         for x, new in zip(route.x, settle(route, s, o).x, strict=True):

@@ -8,25 +8,59 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Each set lists (a, b, c) per iteration of X <- aX + b(XX^T)X + c(XX^T)^2 X; the last triple repeats.
+# Each set lists (a, b, c) per iteration of X <- aX + b(XX^T)X + c(XX^T)^2 X; the last
+# triple repeats.
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
-    # K. Jordan, "Muon" (2024), and the MARS authors' optimizers/mars.py: largest slope at zero that keeps
+    # K. Jordan, "Muon" (2024), and the MARS authors' optimizers/mars.py: largest slope
+    # at zero that keeps
     # singular values within about 0.7..1.2.
     "quintic": ((3.4445, -4.7750, 2.0315),),
-    # Amsel, Persson, Musco, Gower, "The Polar Express" (arXiv 2505.16932), Algorithm 1: minimax quintics for
-    # singular values in [1e-3, 1], cushion 0.02407327424182761; recomputed in tests/test_newton_schulz.py.
-    # All but the last (the fixed point 15/8, -5/4, 3/8) are damped by 1.01, the paper's safety factor.
+    # Amsel, Persson, Musco, Gower, "The Polar Express" (arXiv 2505.16932), Algorithm 1:
+    # minimax quintics for
+    # singular values in [1e-3, 1], cushion 0.02407327424182761; recomputed in
+    # tests/test_newton_schulz.py.
+    # All but the last (the fixed point 15/8, -5/4, 3/8) are damped by 1.01, the paper's
+    # safety factor.
     "polar_express": (
-        (8.28721201814563 / 1.01, -23.595886519098837 / 1.01**3, 17.300387312530933 / 1.01**5),
-        (4.107059111542203 / 1.01, -2.9478499167379106 / 1.01**3, 0.5448431082926601 / 1.01**5),
-        (3.9486908534822946 / 1.01, -2.908902115962949 / 1.01**3, 0.5518191394370137 / 1.01**5),
-        (3.3184196573706015 / 1.01, -2.488488024314874 / 1.01**3, 0.51004894012372 / 1.01**5),
-        (2.300652019954817 / 1.01, -1.6689039845747493 / 1.01**3, 0.4188073119525673 / 1.01**5),
-        (1.891301407787398 / 1.01, -1.2679958271945868 / 1.01**3, 0.37680408948524835 / 1.01**5),
-        (1.8750014808534479 / 1.01, -1.2500016453999487 / 1.01**3, 0.3750001645474248 / 1.01**5),
+        (
+            8.28721201814563 / 1.01,
+            -23.595886519098837 / 1.01**3,
+            17.300387312530933 / 1.01**5,
+        ),
+        (
+            4.107059111542203 / 1.01,
+            -2.9478499167379106 / 1.01**3,
+            0.5448431082926601 / 1.01**5,
+        ),
+        (
+            3.9486908534822946 / 1.01,
+            -2.908902115962949 / 1.01**3,
+            0.5518191394370137 / 1.01**5,
+        ),
+        (
+            3.3184196573706015 / 1.01,
+            -2.488488024314874 / 1.01**3,
+            0.51004894012372 / 1.01**5,
+        ),
+        (
+            2.300652019954817 / 1.01,
+            -1.6689039845747493 / 1.01**3,
+            0.4188073119525673 / 1.01**5,
+        ),
+        (
+            1.891301407787398 / 1.01,
+            -1.2679958271945868 / 1.01**3,
+            0.37680408948524835 / 1.01**5,
+        ),
+        (
+            1.8750014808534479 / 1.01,
+            -1.2500016453999487 / 1.01**3,
+            0.3750001645474248 / 1.01**5,
+        ),
         (1.875, -1.25, 0.375),
     ),
-    # The Taylor coefficients of 1/sqrt at 1, order two (Higham, "Functions of Matrices", 2008, section 8.3):
+    # The Taylor coefficients of 1/sqrt at 1, order two (Higham, "Functions of
+    # Matrices", 2008, section 8.3):
     # converges to the exact factor, slowly from small singular values.
     "taylor": ((1.875, -1.25, 0.375),),
 }
@@ -34,13 +68,16 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
 
 @dataclass(frozen=True)
 class NewtonSchulz:
-    """How matrices are orthogonalized: a value that rules hold and collectives carry out.
+    """How matrices are orthogonalized: a value that rules hold and collectives carry
+    out.
 
     Args:
         steps: number of iterations.
         coefficients: a name in ``COEFFICIENTS``.
-        dtype: working precision of the iteration. The input is normalized before it is cast.
-        eps: added to the Frobenius norm that divides the input, so that a zero matrix stays zero.
+        dtype: working precision of the iteration. The input is normalized before it is
+            cast.
+        eps: added to the Frobenius norm that divides the input, so that a zero matrix
+            stays zero.
     """
 
     steps: int = 5
@@ -51,19 +88,29 @@ class NewtonSchulz:
     def __post_init__(self) -> None:
         if self.coefficients not in COEFFICIENTS:
             raise ValueError(
-                f"got coefficients={self.coefficients!r}, expected one of {sorted(COEFFICIENTS)}: "
+                f"got coefficients={self.coefficients!r}, expected one of "
+                f"{sorted(COEFFICIENTS)}: "
                 "choose one of these names"
             )
         if self.steps < 1:
-            raise ValueError(f"got steps={self.steps}, expected at least 1: pass a positive number of iterations")
+            raise ValueError(
+                f"got steps={self.steps}, expected at least 1: pass a positive number "
+                "of iterations"
+            )
         if not self.dtype.is_floating_point:
-            raise ValueError(f"got dtype={self.dtype}, expected a floating point type: pass e.g. torch.bfloat16")
+            raise ValueError(
+                f"got dtype={self.dtype}, expected a floating point type: pass e.g. "
+                "torch.bfloat16"
+            )
 
     def __call__(self, matrices: Tensor) -> Tensor:
-        """The approximate polar factor of ``matrices`` (..., rows, cols), in their own dtype."""
+        """The approximate polar factor of ``matrices`` (..., rows, cols), in their own
+        dtype.
+        """
         if matrices.ndim < 2:
             raise ValueError(
-                f"got a tensor of shape {tuple(matrices.shape)}, expected (..., rows, cols): "
+                f"got a tensor of shape {tuple(matrices.shape)}, expected (..., rows, "
+                "cols): "
                 "give tensors that are not matrices to an elementwise rule"
             )
         norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
@@ -79,9 +126,11 @@ class NewtonSchulz:
         return (x.mT if tall else x).to(matrices.dtype)
 
     def many(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Orthogonalize a list of matrices (rows, cols), one batched iteration per shape and dtype.
+        """Orthogonalize a list of matrices (rows, cols), one batched iteration per
+        shape and dtype.
 
-        A matrix and the transpose of another share a batch: the factor of X^T is the transpose of the factor of X.
+        A matrix and the transpose of another share a batch: the factor of X^T is the
+        transpose of the factor of X.
         """
         wide = [x.mT if x.shape[-2] > x.shape[-1] else x for x in matrices]
         batches: dict[tuple, list[int]] = {}
@@ -103,23 +152,30 @@ def newton_schulz(
     dtype: torch.dtype = torch.bfloat16,
     eps: float = 1e-8,
 ) -> Tensor:
-    """Approximate the orthogonal factor U V^T of ``matrices`` = U S V^T (..., rows, cols), batched over leading dims.
+    """Approximate the orthogonal factor U V^T of ``matrices`` = U S V^T (..., rows,
+    cols), batched over leading dims.
 
-    With X_0 = M / (||M||_F + eps), iterates X <- aX + b(XX^T)X + c(XX^T)^2 X on the short side (MARS paper,
-    arXiv 2411.10438, section 3.3; the authors' ``zeropower_via_newtonschulz5``). "quintic" with five steps, the
-    default, leaves singular values in about 0.7..1.2. Zero rows and columns stay zero. Returns the input's dtype.
+    With X_0 = M / (||M||_F + eps), iterates X <- aX + b(XX^T)X + c(XX^T)^2 X on the
+    short side (MARS paper, arXiv 2411.10438, section 3.3; the authors'
+    ``zeropower_via_newtonschulz5``). "quintic" with five steps, the default, leaves
+    singular values in about 0.7..1.2. Zero rows and columns stay zero. Returns the
+    input's dtype.
 
     Raises:
-        ValueError: fewer than two dims, an unknown coefficient set, a non-positive ``steps``, a non-float ``dtype``.
+        ValueError: fewer than two dims, an unknown coefficient set, a non-positive
+            ``steps``, a non-float ``dtype``.
     """
     return NewtonSchulz(steps, coefficients, dtype, eps)(matrices)
 
 
 def polar_factor(matrices: Tensor) -> Tensor:
-    """The exact orthogonal factor U V^T by SVD (..., rows, cols): the reference that Newton-Schulz approximates.
+    """The exact orthogonal factor U V^T by SVD (..., rows, cols): the reference that
+    Newton-Schulz approximates.
 
     Directions whose singular value is zero stay zero, as Newton-Schulz leaves them.
     """
     u, s, vh = torch.linalg.svd(matrices, full_matrices=False)
-    tolerance = torch.finfo(s.dtype).eps * max(matrices.shape[-2:]) * s.amax(-1, keepdim=True)
+    tolerance = (
+        torch.finfo(s.dtype).eps * max(matrices.shape[-2:]) * s.amax(-1, keepdim=True)
+    )
     return (u * (s > tolerance).to(s.dtype).unsqueeze(-2)) @ vh

@@ -24,16 +24,27 @@ from marsopt.rules.muon import Muon
 from marsopt.step import advance
 from marsopt.trees import Tree, flatten, match_names, names, rebuild
 
-MARS_TYPES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "adamw", "lion", "muon", "moonlight")
+MARS_TYPES = (
+    "mars-adamw",
+    "mars-lion",
+    "mars-shampoo",
+    "mars-m",
+    "adamw",
+    "lion",
+    "muon",
+    "moonlight",
+)
 
 
 def is_matrix(x: Tensor) -> bool:
-    """Exactly two dims: a convolution kernel is no matrix, an embedding is one (the authors' rule)."""
+    """Exactly two dims: a convolution kernel is no matrix, an embedding is one (the
+    authors' rule).
+    """
     return x.ndim == 2
 
 
 class Pair(NamedTuple):
-    """Who moves what. ``rest`` is ``matrix`` itself where one rule takes every tensor."""
+    """Who moves what. ``rest`` is ``matrix`` where one rule takes every tensor."""
 
     matrix: LeafRule
     rest: LeafRule
@@ -60,19 +71,26 @@ def pair(
     """The two rules behind a ``mars_type``, from the authors' hyperparameters.
 
     Raises:
-        ValueError: an unknown type, ``optimize_1d`` for a baseline, a hyperparameter out of its range.
+        ValueError: an unknown type, ``optimize_1d`` for a baseline, a hyperparameter
+            out of its range.
     """
     if mars_type not in MARS_TYPES:
-        raise ValueError(f"got mars_type={mars_type!r}, expected one of {MARS_TYPES}: choose one of these names")
+        raise ValueError(
+            f"got mars_type={mars_type!r}, expected one of {MARS_TYPES}: choose one of "
+            "these names"
+        )
     is_mars = mars_type.startswith("mars-")
     if optimize_1d and not is_mars:
         raise ValueError(
-            f"got optimize_1d=True with mars_type={mars_type!r}, expected a MARS type: a baseline corrects nothing, "
+            f"got optimize_1d=True with mars_type={mars_type!r}, expected a MARS type: "
+            "a baseline corrects nothing, "
             "leave optimize_1d False"
         )
     common: dict[str, Any] = dict(weight_decay=weight_decay, state_dtype=state_dtype)
     corrected = dict(common, gamma=gamma, clip=clip, is_approx=is_approx)
-    adam: dict[str, Any] = dict(betas=betas, eps=eps, amsgrad=amsgrad, epsilon_hat=epsilon_hat)
+    adam: dict[str, Any] = dict(
+        betas=betas, eps=eps, amsgrad=amsgrad, epsilon_hat=epsilon_hat
+    )
     beta1 = betas[0]
 
     if mars_type == "adamw":
@@ -90,18 +108,33 @@ def pair(
     elif mars_type == "mars-m":
         rule = MarsM(**corrected, momentum=beta1, ns=ns)
     else:
-        rule = {"muon": Muon, "moonlight": Moonlight}[mars_type](**common, momentum=beta1, ns=ns)
+        rule = {"muon": Muon, "moonlight": Moonlight}[mars_type](
+            **common, momentum=beta1, ns=ns
+        )
 
     if optimize_1d:
-        return Pair(rule, MarsAdamW(**corrected, **adam) if rule.matrix_only else rule, False)
-    rest: dict[str, Any] = dict(betas=betas_1d, eps=eps, amsgrad=amsgrad, state_dtype=state_dtype)
-    if mars_type in ("mars-m", "moonlight"):  # the same lr and weight decay for everything, and eps on the raw v
-        return Pair(rule, AdamW(**rest, weight_decay=weight_decay, epsilon_hat=True), False)
-    return Pair(rule, AdamW(**rest, weight_decay=weight_decay_1d, epsilon_hat=epsilon_hat), True)
+        return Pair(
+            rule, MarsAdamW(**corrected, **adam) if rule.matrix_only else rule, False
+        )
+    rest: dict[str, Any] = dict(
+        betas=betas_1d, eps=eps, amsgrad=amsgrad, state_dtype=state_dtype
+    )
+    if mars_type in (
+        "mars-m",
+        "moonlight",
+    ):  # the same lr and weight decay for everything, and eps on the raw v
+        return Pair(
+            rule, AdamW(**rest, weight_decay=weight_decay, epsilon_hat=True), False
+        )
+    return Pair(
+        rule, AdamW(**rest, weight_decay=weight_decay_1d, epsilon_hat=epsilon_hat), True
+    )
 
 
 class RoutedState(NamedTuple):
-    """The states of both rules, over mappings from name (or position) to tensor; None where a rule has no tensor."""
+    """The states of both rules, over mappings from name (or position) to tensor; None
+    where a rule has no tensor.
+    """
 
     matrix: Any
     rest: Any
@@ -109,7 +142,9 @@ class RoutedState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Routed(Rule):
-    """Matrices by one rule, the rest by another, in one step with one global clip. Made by ``mars``."""
+    """Matrices by one rule, the rest by another, in one step with one global clip. Made
+    by ``mars``.
+    """
 
     pair: Pair
     ratio: Number
@@ -122,15 +157,25 @@ class Routed(Rule):
         matrix = [n for n in names(params) if one or is_matrix(params[n])]
         rest = [n for n in names(params) if not (one or is_matrix(params[n]))]
         if not matrix + rest:
-            raise ValueError("got no parameters, expected at least one tensor: pass those of the model")
-        return {side: part for side, part in (("matrix", matrix), ("rest", rest)) if part}
+            raise ValueError(
+                "got no parameters, expected at least one tensor: pass those of the "
+                "model"
+            )
+        return {
+            side: part for side, part in (("matrix", matrix), ("rest", rest)) if part
+        }
 
     def init(self, params: Tree) -> RoutedState:
         sides = self.sides(params).items()
-        states = {side: getattr(self.pair, side).init(_subtree(params, part)) for side, part in sides}
+        states = {
+            side: getattr(self.pair, side).init(_subtree(params, part))
+            for side, part in sides
+        }
         return RoutedState(**{"matrix": None, "rest": None, **states})
 
-    def step(self, params, grads, state, *, lr, gamma=None, reference=None, collectives=LOCAL):
+    def step(
+        self, params, grads, state, *, lr, gamma=None, reference=None, collectives=LOCAL
+    ):
         checks.at_least_zero("lr", lr)
         match_names(params, grads, "grads")
         if reference is not None:
@@ -139,7 +184,8 @@ class Routed(Rule):
         routes, leaves = [], []
         for side, part in sides.items():
             rule = getattr(self.pair, side)
-            # AdamW on the rest corrects nothing, so that gamma and reference are not its concern
+            # AdamW on the rest corrects nothing, so that gamma and reference are not
+            # its concern
             concerned = side == "matrix" or isinstance(rule, MarsRule)
             route, own = rule.route(
                 _subtree(params, part),
@@ -147,7 +193,9 @@ class Routed(Rule):
                 getattr(state, side),
                 lr * self.ratio if side == "rest" else lr,
                 gamma if concerned else None,
-                _subtree(reference, part) if concerned and reference is not None else None,
+                _subtree(reference, part)
+                if concerned and reference is not None
+                else None,
                 collectives,
             )
             routes.append(route)
@@ -156,7 +204,12 @@ class Routed(Rule):
         moved, states = {}, state._asdict()
         for (side, part), route, own in zip(sides.items(), routes, leaves, strict=True):
             new, states[side] = getattr(self.pair, side).unroute(
-                _subtree(params, part), route, own, states[side], verdict.finite, collectives
+                _subtree(params, part),
+                route,
+                own,
+                states[side],
+                verdict.finite,
+                collectives,
             )
             moved.update(new)
         return rebuild(params, [moved[n] for n in names(params)]), RoutedState(**states)
@@ -186,17 +239,21 @@ def mars(
     ns: NewtonSchulz = NewtonSchulz(),
     state_dtype: torch.dtype | None = None,
 ) -> Routed:
-    """The authors' routing as one rule: tensors of exactly two dims by ``mars_type``, the others by AdamW.
+    """The authors' routing as one rule: tensors of exactly two dims by ``mars_type``,
+    the others by AdamW.
 
     Args:
-        mars_type: "mars-adamw", "mars-lion", "mars-shampoo", "mars-m", or a baseline: "adamw", "lion" (these two take
-            every tensor), "muon", "moonlight".
-        lr: the peak rate that ``lr_1d`` is measured against; the rate of a step is given to ``step``.
-        betas, eps, weight_decay, amsgrad, epsilon_hat, gamma, is_approx, clip, max_norm: as in ``mars_adamw``; rules with one
-            momentum take betas[0].
-        optimize_1d: give the other tensors to the MARS rule too (mars-shampoo and mars-m: to MARS-AdamW).
-        lr_1d, betas_1d, weight_decay_1d: of the AdamW for the others; its rate is the step's lr times lr_1d / lr, so that
-            it follows the schedule. "mars-m" and "moonlight" give it lr and weight_decay, as their authors do.
+        mars_type: "mars-adamw", "mars-lion", "mars-shampoo", "mars-m", or a baseline:
+            "adamw", "lion" (these two take every tensor), "muon", "moonlight".
+        lr: the peak rate that ``lr_1d`` is measured against; the rate of a step is
+            given to ``step``.
+        betas, eps, weight_decay, amsgrad, epsilon_hat, gamma, is_approx, clip,
+            max_norm: as in ``mars_adamw``; rules with one momentum take betas[0].
+        optimize_1d: give the other tensors to the MARS rule too (mars-shampoo and
+            mars-m: to MARS-AdamW).
+        lr_1d, betas_1d, weight_decay_1d: of the AdamW for the others; its rate is the
+            step's lr times lr_1d / lr, so that it follows the schedule. "mars-m" and
+            "moonlight" give it lr and weight_decay, as their authors do.
         ns: how matrices are orthogonalized.
         state_dtype: dtype of the state buffers; None = the parameter's own.
 
@@ -222,4 +279,6 @@ def mars(
         ns=ns,
         state_dtype=state_dtype,
     )
-    return Routed(pair=chosen, ratio=lr_1d / lr if chosen.own_rate else 1.0, max_norm=max_norm)
+    return Routed(
+        pair=chosen, ratio=lr_1d / lr if chosen.own_rate else 1.0, max_norm=max_norm
+    )

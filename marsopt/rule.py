@@ -1,4 +1,4 @@
-"""Rule: a pure pair init/step. LeafRule: the frame in which a rule's page states only its own formulas."""
+"""A rule is a pure pair init/step; its page states only its own formulas."""
 
 from __future__ import annotations
 
@@ -12,24 +12,30 @@ from torch import Tensor
 from marsopt import checks
 from marsopt.checks import Number
 from marsopt.collectives import LOCAL, Collectives
-from marsopt.newton_schulz import NewtonSchulz
 from marsopt.step import Route, advance
 from marsopt.trees import Tree, check_parameter, flatten, match, names, rebuild
 
 
 class Rule(ABC):
-    """A stateless optimizer: ``state = rule.init(params)``, ``params, state = rule.step(params, grads, state, lr=...)``."""
+    """A stateless optimizer.
+
+    state = rule.init(params)
+    params, state = rule.step(params, grads, state, lr=...)
+    """
 
     @abstractmethod
     def init(self, params: Tree) -> NamedTuple:
-        """The state before the first step: zeros, in a NamedTuple that holds what this rule needs and no more.
+        """The state before the first step: zeros, in a NamedTuple that holds what this
+        rule needs and no more.
 
         Args:
-            params: sequence or mapping of real floating point tensors; each buffer of the state has its container.
+            params: sequence or mapping of real floating point tensors; each buffer of
+                the state has its container.
 
         Raises:
             TypeError: ``params`` is no sequence or mapping of tensors.
-            ValueError: a tensor that this rule cannot move (complex, sparse, or not a matrix for a matrix rule).
+            ValueError: a tensor that this rule cannot move (complex, sparse, or not a
+                matrix for a matrix rule).
         """
 
     @abstractmethod
@@ -50,21 +56,26 @@ class Rule(ABC):
             params: as given to ``init``.
             grads: same container, names, shapes and dtypes.
             state: what ``init`` or the last step returned.
-            lr: learning rate, a number or a 0-D tensor (a tensor may change under torch.compile without recompiling).
-            gamma: scale of the variance reduction in this step; None takes the rule's own. Rules without a correction
-                have none.
-            reference: None = approximate MARS (h is the previous gradient, kept in the state). Given = exact MARS
-                (h, the current batch's gradient at the previous parameters). At the first step there is no
-                previous gradient: exact MARS starts with zeros, as the authors' script does.
-            collectives: who sums over shards and orthogonalizes; ``LOCAL`` for whole tensors.
+            lr: learning rate, a number or a 0-D tensor (a tensor may change under
+                torch.compile without recompiling).
+            gamma: scale of the variance reduction in this step; None takes the rule's
+                own. Rules without a correction have none.
+            reference: None = approximate MARS (h is the previous gradient, kept in the
+                state). Given = exact MARS (h, the current batch's gradient at the
+                previous parameters). At the first step there is no previous gradient:
+                exact MARS starts with zeros, as the authors' script does.
+            collectives: who sums over shards and orthogonalizes; ``LOCAL`` for whole
+                tensors.
 
         Returns:
-            The new parameters, in the container of ``params``, and the new state. Where the gradient (or reference)
-            holds a NaN or infinity anywhere, both are unchanged but for ``state.skipped``, which counts such steps.
+            The new parameters, in the container of ``params``, and the new state. Where
+            the gradient (or reference) holds a NaN or infinity anywhere, both are
+            unchanged but for ``state.skipped``, which counts such steps.
 
         Raises:
             TypeError: an argument that is no sequence or mapping of tensors.
-            ValueError: names, shapes or dtypes that differ from ``params``; a hyperparameter out of its range.
+            ValueError: names, shapes or dtypes that differ from ``params``; a
+                hyperparameter out of its range.
         """
 
 
@@ -74,8 +85,8 @@ class LeafRule(Rule):
 
     Args:
         weight_decay: decoupled: x <- (1 - lr weight_decay) x - ... . Default 0.
-        max_norm: threshold of the global gradient norm, applied inside the step (clip_grad_norm_ is then not needed);
-            None = off.
+        max_norm: threshold of the global gradient norm, applied inside the step
+            (clip_grad_norm_ is then not needed); None = off.
         state_dtype: dtype of the state buffers; None = the parameter's own.
     """
 
@@ -93,11 +104,13 @@ class LeafRule(Rule):
     @property
     @abstractmethod
     def buffers(self) -> tuple[str, ...]:
-        """Names of the moments in the state, in the order in which ``update`` takes them."""
+        """Names of the moments in the state, in the order in which ``update`` takes
+        them.
+        """
 
     @property
     def corrected(self) -> bool:
-        """Whether the step computes c = g + k (g - h) and its clip; otherwise c is g."""
+        """Whether the step computes c = g + k (g - h) and clips it; else c is g."""
         return False
 
     @property
@@ -107,16 +120,24 @@ class LeafRule(Rule):
 
     @abstractmethod
     def scalars(self, t: Tensor, lr: Number, gamma: Number) -> tuple[Number, ...]:
-        """What is one number for a whole leaf, from t = 1, 2, ... (N,): numbers or (N,) tensors."""
+        """What is one number for a whole leaf, from t = 1, 2, ... (N,): numbers or (N,)
+        tensors.
+        """
 
     @abstractmethod
     def update(
         self, x: Tensor, c: Tensor, buffers: tuple[Tensor, ...], s: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-        """(new x, new buffers); for a matrix rule (matrix to orthogonalize, or None for buffers[0]; new buffers)."""
+        """(new x, new buffers); for a matrix rule (matrix to orthogonalize, or None for
+        buffers[0]; new buffers).
+        """
 
-    def apply(self, x: Tensor, o: Tensor, s: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-        """New x of a matrix rule, from the orthogonal factor o. ``shape`` is that of the whole matrix."""
+    def apply(
+        self, x: Tensor, o: Tensor, s: tuple[Tensor, ...], shape: torch.Size
+    ) -> Tensor:
+        """New x of a matrix rule, from the orthogonal factor o. ``shape`` is that of
+        the whole matrix.
+        """
         raise NotImplementedError(f"{type(self).__name__} is elementwise")
 
     @property
@@ -129,19 +150,30 @@ class LeafRule(Rule):
         check_parameter(x, what)
         if self.matrix_only and x.ndim != 2:
             raise ValueError(
-                f"got {what} of shape {tuple(x.shape)}, expected a matrix (ndim 2) for {type(self).__name__}: "
-                "use marsopt.mars(...), which gives other tensors to AdamW, or route them yourself"
+                f"got {what} of shape {tuple(x.shape)}, expected a matrix (ndim 2) for "
+                f"{type(self).__name__}: "
+                "use marsopt.mars(...), which gives other tensors to AdamW, or route "
+                "them yourself"
             )
 
     def init(self, params: Tree) -> Any:
         leaves = flatten(params, "params")
         if not leaves:
-            raise ValueError("got no parameters, expected at least one tensor: pass those of the model")
+            raise ValueError(
+                "got no parameters, expected at least one tensor: pass those of the "
+                "model"
+            )
         for name, x in zip(names(params), leaves, strict=True):
             self.check(x, f"params[{name!r}]")
 
-        def zeros() -> Tree:  # separate storage for every buffer: a shared one would cost torch.compile a second graph
-            return rebuild(params, [torch.zeros_like(x, dtype=self.state_dtype or x.dtype) for x in leaves])
+        # separate storage for every buffer: a shared one costs torch.compile a graph
+        def zeros() -> Tree:
+            dtypes = [self.state_dtype or x.dtype for x in leaves]
+            fresh = [
+                torch.zeros_like(x, dtype=d)
+                for x, d in zip(leaves, dtypes, strict=True)
+            ]
+            return rebuild(params, fresh)
 
         device = leaves[0].device
         state = {
@@ -153,23 +185,33 @@ class LeafRule(Rule):
             state["h"] = zeros() if self.keeps_h else None
         return self.State(**state)
 
-    def step(self, params, grads, state, *, lr, gamma=None, reference=None, collectives=LOCAL):
+    def step(
+        self, params, grads, state, *, lr, gamma=None, reference=None, collectives=LOCAL
+    ):
         checks.at_least_zero("lr", lr)
-        route, leaves = self.route(params, grads, state, lr, gamma, reference, collectives)
+        route, leaves = self.route(
+            params, grads, state, lr, gamma, reference, collectives
+        )
         (route,), verdict = advance([route], [leaves], self.max_norm, collectives)
         return self.unroute(params, route, leaves, state, verdict.finite, collectives)
 
-    def route(self, params, grads, state, lr, gamma, reference, collectives) -> tuple[Route, list[Tensor]]:
+    def route(
+        self, params, grads, state, lr, gamma, reference, collectives
+    ) -> tuple[Route, list[Tensor]]:
         """The arguments of ``step`` as a checked route of local leaves."""
         if gamma is not None and not isinstance(self, MarsRule):
-            raise ValueError(f"got gamma={gamma!r} for {type(self).__name__}, which has none: leave gamma out")
+            raise ValueError(
+                f"got gamma={gamma!r} for {type(self).__name__}, which has none: leave "
+                "gamma out"
+            )
         leaves = flatten(params, "params")
         g = match(params, grads, "grads")
         kept = flatten(state.h, "state.h") if self.keeps_h else []
         if self.corrected:
             if reference is None and not self.keeps_h:
                 raise ValueError(
-                    "got reference=None for a rule with is_approx=False, expected the current batch's gradient at the "
+                    "got reference=None for a rule with is_approx=False, expected the "
+                    "current batch's gradient at the "
                     "previous parameters: pass reference=, zeros at the first step"
                 )
             h = kept if reference is None else match(params, reference, "reference")
@@ -177,7 +219,8 @@ class LeafRule(Rule):
             h = []
         else:
             raise ValueError(
-                f"got a reference for {self!r}, expected a rule that corrects the gradient: leave reference out, "
+                f"got a reference for {self!r}, expected a rule that corrects the "
+                "gradient: leave reference out, "
                 "or build a MARS rule with is_approx=False"
             )
         local = collectives.local
@@ -191,36 +234,54 @@ class LeafRule(Rule):
             g=[local(x) for x in g],
             h=[local(x) for x in h],
             kept=[local(x) for x in kept],
-            buffers=[tuple(local(b) for b in leaf) for leaf in zip(*buffers, strict=True)],
+            buffers=[
+                tuple(local(b) for b in leaf) for leaf in zip(*buffers, strict=True)
+            ],
             shapes=[x.shape for x in leaves],
         )
         return route, leaves
 
-    def unroute(self, params, route: Route, leaves, state, finite: Tensor, collectives) -> tuple[Tree, Any]:
+    def unroute(
+        self, params, route: Route, leaves, state, finite: Tensor, collectives
+    ) -> tuple[Tree, Any]:
         """The route after the step as what ``step`` returns."""
 
         def tree(parts):
-            return rebuild(params, [collectives.wrap(new, like) for new, like in zip(parts, leaves, strict=True)])
+            return rebuild(
+                params,
+                [
+                    collectives.wrap(new, like)
+                    for new, like in zip(parts, leaves, strict=True)
+                ],
+            )
 
-        new = {name: tree([b[i] for b in route.buffers]) for i, name in enumerate(self.buffers)}
+        new = {
+            name: tree([b[i] for b in route.buffers])
+            for i, name in enumerate(self.buffers)
+        }
         if self.keeps_h:
             new["h"] = tree(route.kept)
         went = finite.to(state.t.dtype)
-        state = state._replace(t=state.t + went, skipped=state.skipped + 1 - went, **new)
+        state = state._replace(
+            t=state.t + went, skipped=state.skipped + 1 - went, **new
+        )
         return tree(route.x), state
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MarsRule(LeafRule):
-    """A rule on the corrected gradient (MARS, arXiv 2411.10438, Algorithm 1; the authors' optimizers/mars.py):
+    """A rule on the corrected gradient (MARS, arXiv 2411.10438, Algorithm 1; the
+    authors' optimizers/mars.py):
 
-        c = g + gamma beta1/(1 - beta1) (g - h),   c <- c / max(1, ||c||_F / clip)   per tensor
+        c = g + gamma beta1/(1 - beta1) (g - h),   c <- c / max(1, ||c||_F / clip)   per
+        tensor
 
     Args:
         gamma: scale of the variance reduction; 0 turns it off.
         clip: threshold of the per-tensor norm of c; None = off.
-        is_approx: True keeps the previous gradient as h (approximate MARS; a ``reference`` given to ``step`` takes its
-            place). False keeps nothing: every step needs its ``reference`` (exact MARS).
+        is_approx: True keeps the previous gradient as h (approximate MARS; a
+            ``reference`` given to ``step`` takes its place). False keeps nothing: every
+            step needs its ``reference`` (exact MARS).
     """
 
     gamma: Number = 0.025
@@ -247,7 +308,8 @@ class MarsRule(LeafRule):
     def quasi_hyperbolic(self) -> bool:
         """Whether m is kept as the plain average e of g, so that h need not be kept.
 
-        Unclipped, m_t = gamma g_t + (1 - gamma) e_t with e_t = beta1 e_{t-1} + (1 - beta1) g_t (for a constant gamma).
+        Unclipped, m_t = gamma g_t + (1 - gamma) e_t with e_t = beta1 e_{t-1} + (1 -
+        beta1) g_t (for a constant gamma).
         """
         return self.linear and self.clip is None and self.is_approx
 

@@ -1,7 +1,9 @@
-"""One optimizer step over routes of leaves: measure, scale, move, orthogonalize, settle. Everything here is pure.
+"""One optimizer step over routes of leaves: measure, scale, move, orthogonalize,
+settle. Everything here is pure.
 
-Symbols, here and in every rule: x parameter, g gradient, h reference gradient, c corrected and clipped gradient,
-m and v moments, o orthogonal factor, t step, k = gamma beta1 / (1 - beta1).
+Symbols, here and in every rule: x parameter, g gradient, h reference gradient, c
+corrected and clipped gradient, m and v moments, o orthogonal factor, t step, k = gamma
+beta1 / (1 - beta1).
 """
 
 from __future__ import annotations
@@ -24,23 +26,32 @@ class Route(NamedTuple):
     rule: LeafRule
     lr: Number
     gamma: Number
-    t: Tensor  # (N,) steps that each leaf has taken
+    # (N,) steps that each leaf has taken
+    t: Tensor
     x: list[Tensor]
     g: list[Tensor]
-    h: list[Tensor]  # empty where the rule corrects nothing
-    kept: list[Tensor]  # where g is kept as the next h (approximate MARS: h itself); empty where it is not
-    buffers: list[tuple[Tensor, ...]]  # per leaf, in the order of rule.buffers
-    shapes: list[torch.Size]  # of the whole leaves, of which x, g, h and buffers may be shards
+    # empty where the rule corrects nothing
+    h: list[Tensor]
+    # where g is kept as the next h (approximate MARS: h itself); else empty
+    kept: list[Tensor]
+    # per leaf, in the order of rule.buffers
+    buffers: list[tuple[Tensor, ...]]
+    # of the whole leaves, of which x, g, h and buffers may be shards
+    shapes: list[torch.Size]
 
 
 class Scales(NamedTuple):
-    """Everything that is one number for a whole leaf, as vectors over the N leaves of one route."""
+    """What is one number for a whole leaf, as vectors over the N leaves of a route."""
 
-    ok: Tensor  # bool: the step is finite and the leaf has a gradient
-    keep: Tensor  # a: what the gradient is multiplied with before it is kept as h
-    g: Tensor  # c = scales.g g + scales.h h
+    # bool: the step is finite and the leaf has a gradient
+    ok: Tensor
+    # a: what the gradient is multiplied with before it is kept as h
+    keep: Tensor
+    # c = scales.g g + scales.h h
+    g: Tensor
     h: Tensor
-    rule: tuple[Tensor, ...]  # the rule's own: rates and bias corrections
+    # the rule's own: rates and bias corrections
+    rule: tuple[Tensor, ...]
 
 
 class Verdict(NamedTuple):
@@ -61,9 +72,11 @@ def working(tensor: Tensor) -> Tensor:
 
 
 def measure(routes: Sequence[Route]) -> Tensor:
-    """<g,g>, <g,h> and <h,h> of every leaf from one read of (g, h): (N of all routes, 3), partial over shards.
+    """<g,g>, <g,h> and <h,h> of every leaf from one read of (g, h): (N of all routes,
+    3), partial over shards.
 
-    Written as sums of products, not as norms: inductor then keeps them in one graph with what divides by them.
+    Written as sums of products, not as norms: inductor then keeps them in one graph
+    with what divides by them.
     """
     rows = []
     for route in routes:
@@ -79,11 +92,16 @@ def measure(routes: Sequence[Route]) -> Tensor:
 
 
 def scale(
-    routes: Sequence[Route], sums: Tensor, max_norm: Number | None, live: Tensor | None = None
+    routes: Sequence[Route],
+    sums: Tensor,
+    max_norm: Number | None,
+    live: Tensor | None = None,
 ) -> tuple[list[Scales], Verdict]:
-    """From the complete sums (N, 3): the global clip, each leaf's clip, and each rule's own scalars.
+    """From the complete sums (N, 3): the global clip, each leaf's clip, and each rule's
+    own scalars.
 
-    ``live`` (N,) is False for leaves that have no gradient in this step: they stay as they are.
+    ``live`` (N,) is False for leaves that have no gradient in this step: they stay as
+    they are.
     """
     sums = sums.to(scalar_dtype(sums.device))
     if live is not None:
@@ -92,7 +110,11 @@ def scale(
     grad_norm = gg.sum().sqrt()
     finite = torch.isfinite(sums).all()
     # torch.nn.utils.clip_grad_norm_, its 1e-6 included
-    a = torch.ones_like(grad_norm) if max_norm is None else (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+    a = (
+        torch.ones_like(grad_norm)
+        if max_norm is None
+        else (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+    )
     ok = finite.expand(len(gg)) if live is None else live & finite
 
     scales, start = [], 0
@@ -102,7 +124,9 @@ def scale(
     return scales, Verdict(grad_norm, finite)
 
 
-def _scale_route(route: Route, gg: Tensor, gh: Tensor, hh: Tensor, a: Tensor, ok: Tensor) -> Scales:
+def _scale_route(
+    route: Route, gg: Tensor, gh: Tensor, hh: Tensor, a: Tensor, ok: Tensor
+) -> Scales:
     rule, ones = route.rule, torch.ones_like(gg)
     c_g, c_h = a * ones, 0 * ones
     if rule.corrected:
@@ -110,7 +134,8 @@ def _scale_route(route: Route, gg: Tensor, gh: Tensor, hh: Tensor, a: Tensor, ok
         k = route.gamma * beta1 / (1 - beta1)
         s = ones
         if rule.clip is not None:
-            # ||(1+k) a g - k h||^2 expanded, so that neither c nor a second pass is needed for its norm
+            # ||(1+k) a g - k h||^2 expanded, so that neither c nor a second pass is
+            # needed for its norm
             cc = (1 + k) ** 2 * a * a * gg - 2 * k * (1 + k) * a * gh + k * k * hh
             s = rule.clip / cc.clamp(min=0).sqrt().clamp(min=rule.clip)
         c_g, c_h = s * (1 + k) * a, -s * k
@@ -122,8 +147,9 @@ def _scale_route(route: Route, gg: Tensor, gh: Tensor, hh: Tensor, a: Tensor, ok
 def move(route: Route, scales: Scales) -> tuple[Route, list[Tensor | None]]:
     """Moments, h and, for an elementwise rule, x one step on.
 
-    For a matrix rule x stays, and the second result holds the matrices to orthogonalize; None stands for the leaf's
-    own first buffer, so that no second full-size tensor is made. It is empty for an elementwise rule.
+    For a matrix rule x stays, and the second result holds the matrices to
+    orthogonalize; None stands for the leaf's own first buffer, so that no second
+    full-size tensor is made. It is empty for an elementwise rule.
     """
     rule = route.rule
     ok, keep, c_g, c_h = (v.unbind() for v in scales[:4])
@@ -135,7 +161,9 @@ def move(route: Route, scales: Scales) -> tuple[Route, list[Tensor | None]]:
         if rule.corrected:
             c = c + c_h[i] * working(route.h[i])
         out, new = rule.update(working(x), c, tuple(working(b) for b in old), own[i])
-        new = tuple(torch.where(ok[i], n.to(b.dtype), b) for n, b in zip(new, old, strict=True))
+        new = tuple(
+            torch.where(ok[i], n.to(b.dtype), b) for n, b in zip(new, old, strict=True)
+        )
         if rule.matrix_only:
             matrices.append(out)
         else:
@@ -145,13 +173,21 @@ def move(route: Route, scales: Scales) -> tuple[Route, list[Tensor | None]]:
             h = route.kept[i]
             kept.append(torch.where(ok[i], (keep[i] * g).to(h.dtype), h))
     return route._replace(
-        x=xs or route.x, kept=kept, buffers=buffers, t=route.t + scales.ok.to(route.t.dtype)
+        x=xs or route.x,
+        kept=kept,
+        buffers=buffers,
+        t=route.t + scales.ok.to(route.t.dtype),
     ), matrices
 
 
 def settle(route: Route, scales: Scales, factors: Sequence[Tensor]) -> Route:
-    """x of a matrix rule one step on, given the orthogonal factors of what ``move`` returned."""
-    ok, own = scales.ok.unbind(), list(zip(*(v.unbind() for v in scales.rule), strict=True))
+    """x of a matrix rule one step on, given the orthogonal factors of what ``move``
+    returned.
+    """
+    ok, own = (
+        scales.ok.unbind(),
+        list(zip(*(v.unbind() for v in scales.rule), strict=True)),
+    )
     xs = []
     for i, (x, o) in enumerate(zip(route.x, factors, strict=True)):
         new = route.rule.apply(working(x), working(o), own[i], route.shapes[i])
@@ -165,18 +201,27 @@ def orthogonalize(
     leaves: Sequence[Sequence[Tensor]],
     collectives: Collectives,
 ) -> list[list[Tensor]]:
-    """The factors of what ``move`` returned, route by route: one call of the verb per way of orthogonalizing."""
+    """The factors of what ``move`` returned, route by route: one call of the verb per
+    way of orthogonalizing.
+    """
     matrices = [
-        [own[0] if u is None else u for u, own in zip(part, route.buffers, strict=False)]
+        [
+            own[0] if u is None else u
+            for u, own in zip(part, route.buffers, strict=False)
+        ]
         for route, part in zip(routes, matrices, strict=True)
     ]
     factors: list[list[Tensor]] = [[] for _ in routes]
     ways = {route.rule.ns for route, part in zip(routes, matrices, strict=True) if part}
     for ns in sorted(ways, key=repr):  # the same order on every rank
-        mine = [i for i, route in enumerate(routes) if matrices[i] and route.rule.ns == ns]
+        mine = [
+            i for i, route in enumerate(routes) if matrices[i] and route.rule.ns == ns
+        ]
         found = iter(
             collectives.orthogonalize(
-                [u for i in mine for u in matrices[i]], ns, [p for i in mine for p in leaves[i]]
+                [u for i in mine for u in matrices[i]],
+                ns,
+                [p for i in mine for p in leaves[i]],
             )
         )
         for i in mine:
@@ -190,10 +235,17 @@ def advance(
     max_norm: Number | None,
     collectives: Collectives,
 ) -> tuple[list[Route], Verdict]:
-    """The whole step. ``leaves`` are, route by route, the parameters as their owner holds them (DTensors too)."""
+    """The whole step. ``leaves`` are, route by route, the parameters as their owner
+    holds them (DTensors too).
+    """
     sums = collectives.sum(measure(routes), [p for part in leaves for p in part])
     scales, verdict = scale(routes, sums, max_norm)
-    moved, matrices = zip(*(move(r, s) for r, s in zip(routes, scales, strict=True)), strict=True)
+    moved, matrices = zip(
+        *(move(r, s) for r, s in zip(routes, scales, strict=True)), strict=True
+    )
     factors = orthogonalize(moved, matrices, leaves, collectives)
-    done = [settle(r, s, o) if o else r for r, s, o in zip(moved, scales, factors, strict=True)]
+    done = [
+        settle(r, s, o) if o else r
+        for r, s, o in zip(moved, scales, factors, strict=True)
+    ]
     return done, verdict

@@ -11,7 +11,9 @@ Tree = Sequence[Tensor] | Mapping[str, Tensor]
 
 
 def names(tree: Tree) -> list:
-    """What the leaves are called in messages: keys of a mapping, positions in a sequence."""
+    """What the leaves are called in messages: keys of a mapping, positions in a
+    sequence.
+    """
     return list(tree) if isinstance(tree, Mapping) else list(range(len(tree)))
 
 
@@ -23,21 +25,25 @@ def flatten(tree: Tree, what: str) -> list[Tensor]:
     """
     if isinstance(tree, Tensor) or not isinstance(tree, Mapping | Sequence):
         raise TypeError(
-            f"got {what} of type {type(tree).__name__}, expected a sequence or mapping of tensors: "
+            f"got {what} of type {type(tree).__name__}, expected a sequence or mapping "
+            "of tensors: "
             f"pass [{what}] or {{name: tensor}}"
         )
     flat = list(tree.values()) if isinstance(tree, Mapping) else list(tree)
     for name, leaf in zip(names(tree), flat, strict=True):
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"got {what}[{name!r}] of type {type(leaf).__name__}, expected a tensor: "
+                f"got {what}[{name!r}] of type {type(leaf).__name__}, expected a "
+                "tensor: "
                 "leave out parameters without a gradient, on both sides"
             )
     return flat
 
 
 def rebuild(like: Tree, leaves: Sequence[Tensor]) -> Tree:
-    """``leaves`` in the container of ``like``: a dict for a mapping, a list for a list, else a tuple."""
+    """``leaves`` in the container of ``like``: a dict for a mapping, a list for a list,
+    else a tuple.
+    """
     if isinstance(like, Mapping):
         return dict(zip(like, leaves, strict=True))
     return list(leaves) if isinstance(like, list) else tuple(leaves)
@@ -46,9 +52,12 @@ def rebuild(like: Tree, leaves: Sequence[Tensor]) -> Tree:
 def match_names(params: Tree, other: Tree, what: str) -> None:
     """Raises ValueError where ``other`` is no tree over the leaves of ``params``."""
     flatten(other, what)
-    if isinstance(params, Mapping) != isinstance(other, Mapping) or set(names(params)) != set(names(other)):
+    if isinstance(params, Mapping) != isinstance(other, Mapping) or set(
+        names(params)
+    ) != set(names(other)):
         raise ValueError(
-            f"got {what} for {sorted(names(other), key=str)}, expected {sorted(names(params), key=str)}: "
+            f"got {what} for {sorted(names(other), key=str)}, expected "
+            f"{sorted(names(params), key=str)}: "
             f"give {what} the same container and names as the parameters"
         )
 
@@ -70,12 +79,15 @@ def check_like(x: Tensor, g: Tensor, what: str) -> None:
     """Raises ValueError where ``g`` cannot be the gradient of ``x``."""
     if g.shape != x.shape or g.dtype != x.dtype:
         raise ValueError(
-            f"got {what} of shape {tuple(g.shape)} and dtype {g.dtype}, expected {tuple(x.shape)} and {x.dtype}: "
-            "compute it from the parameter itself, and cast it if it was reduced in another precision"
+            f"got {what} of shape {tuple(g.shape)} and dtype {g.dtype}, expected "
+            f"{tuple(x.shape)} and {x.dtype}: "
+            "compute it from the parameter itself, and cast it if it was reduced in "
+            "another precision"
         )
     if g.layout != torch.strided:
         raise ValueError(
-            f"got {what} of layout {g.layout}, expected torch.strided: make it dense (nn.Embedding(sparse=False))"
+            f"got {what} of layout {g.layout}, expected torch.strided: make it dense "
+            "(nn.Embedding(sparse=False))"
         )
 
 
@@ -87,4 +99,6 @@ def check_parameter(x: Tensor, what: str) -> None:
             "leave it out, or optimize torch.view_as_real of a complex tensor"
         )
     if x.layout != torch.strided:
-        raise ValueError(f"got {what} of layout {x.layout}, expected torch.strided: make it dense")
+        raise ValueError(
+            f"got {what} of layout {x.layout}, expected torch.strided: make it dense"
+        )

@@ -1,4 +1,6 @@
-"""The mesh: collectives that carry marsopt's rules over sharded parameters. From a wheel: marsopt.parallel."""
+"""The mesh: collectives that carry marsopt's rules over sharded parameters. From a
+wheel: marsopt.parallel.
+"""
 
 from .collectives import MeshCollectives
 

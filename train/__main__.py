@@ -1,4 +1,4 @@
-"""python -m train --config NAME [--section.option VALUE ...], alone or under torchrun."""
+"""python -m train --config NAME [--section.option VALUE ...]; torchrun too."""
 
 from train.errors import command
 from train.launch import main

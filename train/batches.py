@@ -1,4 +1,4 @@
-"""Which tokens make up sample number s: a function of (data, seed, s) alone, whatever the number of ranks."""
+"""Sample number s: a function of (data, seed, s), whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from train.errors import UserError
 
 
 class Batches:
-    """Batches of one rank, out of global batches that are the same for any number of ranks.
+    """One rank's share of global batches that are the same for any number of ranks.
 
-    A training sample is a window at a random place (nanoGPT's sampling: uniform, with replacement), drawn from a counter
-    based generator keyed by the seed, so that the state is one integer: the samples that all ranks have been served. Validation
+    A training sample is a window at a random place (nanoGPT's sampling: uniform, with
+    replacement), drawn from a counter based generator keyed by the seed, so that the
+    state is one integer: the samples that all ranks have been served. Validation
     samples are consecutive windows from the start of the file.
 
     Args:
@@ -43,11 +44,16 @@ class Batches:
     ) -> None:
         if len(tokens) < seq_len + 1:
             raise UserError(
-                f"got {len(tokens):,} tokens, expected at least one sample of seq_len + 1 = {seq_len + 1:,}: prepare more "
+                f"got {len(tokens):,} tokens, expected at least one sample of seq_len "
+                f"+ 1 = {seq_len + 1:,}: prepare more "
                 "text, or lower training.seq_len"
             )
-        self._tokens, self._rank, self._world = tokens, rank, world
-        self._local_batch, self._seq_len, self._vocab_size = local_batch, seq_len, vocab_size
+        self._tokens, self.rank, self.world = tokens, rank, world
+        self._local_batch, self._seq_len, self._vocab_size = (
+            local_batch,
+            seq_len,
+            vocab_size,
+        )
         self._seed, self._consecutive = seed, consecutive
         self.samples = 0  # served so far, over all ranks
 
@@ -59,7 +65,9 @@ class Batches:
     def _start(self, sample: int) -> int:
         if self._consecutive:
             return sample % self.num_windows * self._seq_len
-        draw = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, 0, 0, sample]))
+        draw = np.random.Generator(
+            np.random.Philox(key=self._seed, counter=[0, 0, 0, sample])
+        )
         return int(draw.integers(len(self._tokens) - self._seq_len))
 
     def next(self) -> tuple[Tensor, Tensor]:
@@ -68,14 +76,17 @@ class Batches:
         Raises:
             UserError: a token id outside the vocabulary.
         """
-        first = self.samples + self._rank * self._local_batch
+        first = self.samples + self.rank * self._local_batch
         starts = [self._start(first + i) for i in range(self._local_batch)]
-        window = np.stack([self._tokens[at : at + self._seq_len + 1] for at in starts]).astype(np.int64)
+        window = np.stack(
+            [self._tokens[at : at + self._seq_len + 1] for at in starts]
+        ).astype(np.int64)
         if window.max() >= self._vocab_size:
             raise UserError(
-                f"got token id {window.max()} in the data, expected ids below the model's vocabulary of {self._vocab_size}: "
+                f"got token id {window.max()} in the data, expected ids below the "
+                f"model's vocabulary of {self._vocab_size}: "
                 "prepare the data with this configuration's tokenizer"
             )
-        self.samples += self._local_batch * self._world
+        self.samples += self._local_batch * self.world
         both = torch.from_numpy(window)
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()

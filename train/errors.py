@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class UserError(Exception):
-    """Something that the user gave cannot be used. The message says: got, expected, do."""
+    """The user gave something unusable. The message says: got, expected, do."""
 
 
 def command(main: Callable[[], None]) -> None:

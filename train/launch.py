@@ -1,8 +1,7 @@
-"""From the command line to a checked run, and what is shown when it ends."""
+"""From the command line to a run: python -m train."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -12,34 +11,23 @@ from pathlib import Path
 
 from train.errors import UserError
 
-# What may differ between two calls that continue one run: how it is executed and shown, not what is computed.
-EXECUTION = {
-    "dump_folder",
-    "parallelism",
-    "checkpoint",
-    "metrics",
-    "profiler",
-    "comm",
-    "compile",
-    "activation_checkpoint",
-    "hf_assets_path",
-}
-EXECUTION_WITHIN = {
-    "training": {"steps", "local_batch_size", "gc_freq", "gc_debug", "disable_cuda_graphs"},
-    "optimizer": {"compile"},
-    "validator": {"freq", "samples", "steps", "enable", "last_step"},
-    "debug": {"print_config", "save_config_file", "enable_structured_logging"},
-}
+# torchtitan says these on every machine without a GPU, or for every run
+NOISE = (
+    "Peak flops undefined",
+    "Error running lspci",
+    "initial_load_model_only=True has no effect",
+)
 
 
 def parse(argv: list[str]):
     """The configuration named by --config with the options after it.
 
     Raises:
-        UserError: no or an unknown name. Unknown options and values of the wrong type end in tyro's own message (exit 2).
+        UserError: no or an unknown name. Unknown options and values of the wrong type
+            end in tyro's own message (exit 2).
     """
     import configs
-    from torchtitan.config import ConfigManager
+    from train.titan import ConfigManager
 
     name, rest = None, []
     args = iter(argv)
@@ -51,122 +39,22 @@ def parse(argv: list[str]):
         else:
             rest.append(arg)
     if name not in configs.__all__:
-        raise UserError(f"got --config {name}, expected one of {configs.__all__}: name a function of configs/__init__.py")
-    try:
-        return ConfigManager().parse_args(["--module", "configs", "--config", name, *rest])
-    except (ValueError, AssertionError) as error:  # torchtitan's checks of single fields
-        raise UserError(f"got options that torchtitan refuses ({error}), expected valid ones: see --help") from error
-
-
-def resolve(config, world: int) -> None:
-    """Fill in what follows from other fields, and check everything that can be checked before processes meet.
-
-    Raises:
-        UserError: data that is missing or damaged, shapes that do not fit, hyperparameters out of range, a run folder that
-            belongs to other settings.
-    """
-    from marsopt import mars
-    from train.batches import Batches
-    from train.tokens import open_tokens
-
-    shape, t, opt = config.model_spec.model.shape, config.training, config.optimizer
-    if t.seq_len > shape.block_size:
         raise UserError(
-            f"got training.seq_len={t.seq_len}, expected at most the model's block size {shape.block_size}: lower it"
-        )
-    if t.steps < 1:
-        raise UserError(f"got training.steps={t.steps}, expected at least 1: give a number of steps")
-    per_pass = t.local_batch_size * world
-    if t.global_batch_size < 0:
-        t.global_batch_size = per_pass
-    if t.local_batch_size < 1 or t.global_batch_size % per_pass or t.global_batch_size == 0:
-        raise UserError(
-            f"got training.global_batch_size={t.global_batch_size} with {world} ranks of local_batch_size="
-            f"{t.local_batch_size}, expected a multiple of {per_pass}: change one of the three"
-        )
-    total = config.lr_scheduler.total_steps or t.steps
-    if config.lr_scheduler.warmup_steps >= total:
-        raise UserError(
-            f"got lr_scheduler.warmup_steps={config.lr_scheduler.warmup_steps}, expected less than the schedule's {total} "
-            "steps: shorten the warm-up"
+            f"got --config {name}, expected one of {configs.__all__}: name a function "
+            "of configs/__init__.py"
         )
     try:
-        group = opt.group()
-        lr = group.pop("lr")
-        mars(**group, lr=lr if lr else 1.0, is_approx=not opt.exact)
-        mars(mars_type="mars-adamw", weight_decay=opt.embedding_weight_decay)
-        if not 0 <= config.lr_scheduler.min_lr <= lr:
-            raise ValueError(
-                f"got lr_scheduler.min_lr={config.lr_scheduler.min_lr}, expected a number from 0 to optimizer.lr={lr}: "
-                "it is the rate at the end"
-            )
-    except (ValueError, TypeError) as error:
-        raise UserError(str(error)) from error
-    if opt.exact and not opt.mars_type.startswith("mars-"):
-        raise UserError(f"got optimizer.exact with {opt.mars_type}, expected a MARS type: baselines correct nothing")
-
-    folder = Path(config.dataloader.dataset_path)
-    if config.validator.dataloader.dataset_path is None:
-        config.validator.dataloader.dataset_path = str(folder)
-    for loader in (config.dataloader, config.validator.dataloader):
-        loader.vocab_size, loader.seed = shape.vocab_size, config.debug.seed or 0
-        tokens, meta = open_tokens(Path(loader.dataset_path), loader.split, vocab_size=shape.vocab_size)
-        batches = Batches(
-            tokens, rank=0, world=1, local_batch=1, seq_len=t.seq_len, vocab_size=shape.vocab_size
+        return ConfigManager().parse_args(
+            ["--module", "configs", "--config", name, *rest]
         )
-    config.tokenizer.name = meta.tokenizer
-    if config.validator.enable:
-        samples = config.validator.samples
-        if samples % per_pass or not 0 < samples <= batches.num_windows:
-            raise UserError(
-                f"got validator.samples={samples} with {world} ranks of local_batch_size={t.local_batch_size}, expected a "
-                f"multiple of {per_pass} up to the {batches.num_windows} windows of {t.seq_len} tokens held out in {folder}"
-            )
-    config.validator.last_step = config.metrics.total_steps = t.steps
-
-
-def settings(config) -> dict:
-    """What two calls must agree on to be one run, flat: {"section.option": value}."""
-    flat = {}
-    raw = json.loads(json.dumps(config.to_dict(), default=str))
-    raw["schedule_steps"] = config.lr_scheduler.total_steps or config.training.steps
-    raw["lr_scheduler"].pop("total_steps")
-    for section, values in raw.items():
-        if section in EXECUTION:
-            continue
-        if not isinstance(values, dict):
-            flat[section] = values
-            continue
-        for key, value in values.items():
-            if key not in EXECUTION_WITHIN.get(section, ()):
-                flat[f"{section}.{key}"] = value
-    return flat
-
-
-def claim(config) -> None:
-    """Write the settings into the run folder, or find that they are those of the run in it.
-
-    Raises:
-        UserError: the folder holds another run, or something that is no run.
-    """
-    folder = Path(config.dump_folder)
-    path, mine = folder / "settings.json", settings(config)
-    if path.exists():
-        theirs = json.loads(path.read_text())
-        changed = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
-        if changed:
-            what = "; ".join(f"{key}={mine.get(key)!r} where it has {theirs.get(key)!r}" for key in changed[:3])
-            raise UserError(
-                f"got {what}{' and more' if len(changed) > 3 else ''}, expected the settings of the run in {folder}: give "
-                "these to continue it, or another --dump-folder to start a new one"
-            )
-    elif (folder / config.checkpoint.folder).exists():
-        raise UserError(f"got {folder}, which holds checkpoints but no settings.json, expected a run of ours or a new folder")
-    elif os.environ["RANK"] == "0":
-        folder.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".tmp")
-        draft.write_text(json.dumps(mine, indent=1) + "\n")
-        draft.rename(path)
+    except (
+        ValueError,
+        AssertionError,
+    ) as error:  # torchtitan's checks of single fields
+        raise UserError(
+            f"got options that torchtitan refuses ({error}), expected valid ones: see "
+            "--help"
+        ) from error
 
 
 def announce(config, world: int) -> None:
@@ -174,7 +62,7 @@ def announce(config, world: int) -> None:
     from train.run import last_step
 
     folder = Path(config.dump_folder)
-    done, steps = last_step(folder, config.checkpoint.folder), config.training.steps
+    done, steps = last_step(folder), config.training.steps
     where = f"{folder} ({world} process{'es' if world > 1 else ''})"
     if done == 0:
         print(f"starting a new run in {where}: {steps} steps", flush=True)
@@ -182,7 +70,8 @@ def announce(config, world: int) -> None:
         print(f"continuing the run in {where} after step {done} of {steps}", flush=True)
     else:
         print(
-            f"the run in {where} is complete at step {done}: nothing to train. Start another with --dump-folder NEW "
+            f"the run in {where} is complete at step {done}: nothing to train. Start "
+            "another with --dump-folder NEW "
             "(make train RUN=NEW)",
             flush=True,
         )
@@ -196,40 +85,52 @@ def standalone() -> None:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     os.environ.update(
-        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
 
 
-def quiet(folder: Path, rank: int) -> None:
-    """torchtitan's log goes to a file; warnings of rank 0 come to the console too."""
+def console(rank: int) -> None:
+    """Warnings of rank 0 come to the console."""
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     root.handlers.clear()
-    file = logging.FileHandler(folder / f"rank{rank}.log")
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root.addHandler(file)
+    handler: logging.Handler = logging.NullHandler()
     if rank == 0:
-        console = logging.StreamHandler(sys.stderr)
-        console.setLevel(logging.WARNING)
-        console.addFilter(lambda record: "Peak flops undefined" not in record.getMessage())
-        root.addHandler(console)
-    logging.captureWarnings(True)
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setLevel(logging.WARNING)
+        handler.addFilter(lambda record: not record.getMessage().startswith(NOISE))
+    root.addHandler(handler)
+    if rank > 0:
+        warnings.simplefilter("ignore")  # rank 0 says it
+
+
+def log_to(path: Path) -> None:
+    """Everything that torchtitan logs goes to a file."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    )
+    logging.getLogger().addHandler(handler)
 
 
 def main() -> None:
     """The command."""
     standalone()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if rank > 0:
-        warnings.simplefilter("ignore")  # rank 0 says it
-    import train.titan_cpu  # noqa: F401
-
+    console(rank)
     config = parse(sys.argv[1:])
+    from train.settings import claim, resolve
+
     resolve(config, world)
     claim(config)
     folder = Path(config.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    quiet(folder, rank)
+    log_to(folder / f"rank{rank}.log")
     if rank == 0:
         announce(config, world)
 
@@ -245,4 +146,6 @@ def main() -> None:
     if rank == 0:
         from train.report import report
 
-        report(folder, config)
+        report(
+            folder, title=f"{config.model_spec.flavor}: {config.optimizer.mars_type}"
+        )

@@ -17,13 +17,25 @@ from train.errors import UserError, command
 from train.tokenizers import TOKENIZERS, Tokenizer, tokenizer
 from train.tokens import SPLITS, Meta, Writer, open_tokens
 
-NOT_SOURCE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+NOT_SOURCE = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+}
 
 
 def standard_library() -> list[Path]:
-    """The installed Python's own modules, without tests: 10 to 13 MB of text that every machine has."""
+    """The installed Python's own modules, without tests: 10 to 13 MB of text that every
+    machine has.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
-    return sorted(p for p in root.rglob("*.py") if not NOT_SOURCE & set(p.relative_to(root).parts))
+    return sorted(
+        p for p in root.rglob("*.py") if not NOT_SOURCE & set(p.relative_to(root).parts)
+    )
 
 
 def read(path: Path) -> str:
@@ -35,7 +47,10 @@ def read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"got {path}: {error}, expected a readable UTF-8 text file: leave it out or convert it") from error
+        raise UserError(
+            f"got {path}: {error}, expected a readable UTF-8 text file: leave it out "
+            "or convert it"
+        ) from error
 
 
 def by_document(texts: Iterator[str], fraction: float) -> Iterator[tuple[str, str]]:
@@ -53,41 +68,76 @@ def by_tail(texts: Iterator[str], fraction: float) -> Iterator[tuple[str, str]]:
         yield "val", text[cut:]
 
 
-def write(pieces: Iterator[tuple[str, str]], coder: Tokenizer, source: dict, folder: Path) -> Meta:
-    """Token files and meta.json of (split, text) pieces, each closed by an end-of-text token."""
+def write(
+    pieces: Iterator[tuple[str, str]], coder: Tokenizer, source: dict, folder: Path
+) -> Meta:
+    """Token files and meta.json of (split, text) pieces, each closed by an end-of-text
+    token.
+    """
     writers = {split: Writer(folder / f"{split}.bin") for split in SPLITS}
     for split, text in pieces:
         if text:
-            writers[split].add([*coder.encode(text), coder.end_of_text], len(text.encode()))
-    meta = Meta(coder.name, coder.vocab_size, source, **{split: w.close() for split, w in writers.items()})
+            writers[split].add(
+                [*coder.encode(text), coder.end_of_text], len(text.encode())
+            )
+    meta = Meta(
+        coder.name,
+        coder.vocab_size,
+        source,
+        **{split: w.close() for split, w in writers.items()},
+    )
     for split in SPLITS:
         if getattr(meta, split).tokens == 0:
-            raise UserError(f"got no text for the {split} split, expected some: give more files, or another --val-fraction")
+            raise UserError(
+                f"got no text for the {split} split, expected some: give more files, "
+                "or another --val-fraction"
+            )
     meta.save(folder)
     return meta
 
 
-def prepare(source: str, tokenizer_name: str, out: Path, files: list[Path], val_fraction: float) -> Meta:
+def prepare(
+    source: str, tokenizer_name: str, out: Path, files: list[Path], val_fraction: float
+) -> Meta:
     """Make the token files in ``out``, or recognise that they are there already.
 
     Raises:
         UserError: unreadable input, or an ``out`` that holds something else.
     """
     if not 0 < val_fraction < 1:
-        raise UserError(f"got --val-fraction {val_fraction}, expected a number between 0 and 1: 0.05 holds out a twentieth")
+        raise UserError(
+            f"got --val-fraction {val_fraction}, expected a number between 0 and 1: "
+            "0.05 holds out a twentieth"
+        )
     if source == "python" and files:
-        raise UserError(f"got {len(files)} files with --source python, expected none: use --source text for files")
+        raise UserError(
+            f"got {len(files)} files with --source python, expected none: use --source "
+            "text for files"
+        )
     if source == "text" and not files:
-        raise UserError("got no files with --source text, expected at least one: name UTF-8 text files at the end")
+        raise UserError(
+            "got no files with --source text, expected at least one: name UTF-8 text "
+            "files at the end"
+        )
     paths = standard_library() if source == "python" else files
-    listing = hashlib.sha256("\n".join(f"{p}:{p.stat().st_size if p.exists() else -1}" for p in paths).encode())
-    made_from = {"source": source, "files": len(paths), "listing": listing.hexdigest(), "val_fraction": val_fraction}
+    listing = hashlib.sha256(
+        "\n".join(
+            f"{p}:{p.stat().st_size if p.exists() else -1}" for p in paths
+        ).encode()
+    )
+    made_from = {
+        "source": source,
+        "files": len(paths),
+        "listing": listing.hexdigest(),
+        "val_fraction": val_fraction,
+    }
 
     if out.exists() and any(out.iterdir()):
         meta = Meta.load(out)
         if (meta.source, meta.tokenizer) != (made_from, tokenizer_name):
             raise UserError(
-                f"got --out {out}, which holds data made from something else, expected an empty or new folder: choose "
+                f"got --out {out}, which holds data made from something else, expected "
+                "an empty or new folder: choose "
                 "another, or delete it"
             )
         for split in SPLITS:
@@ -96,8 +146,14 @@ def prepare(source: str, tokenizer_name: str, out: Path, files: list[Path], val_
         return meta
 
     coder = tokenizer(tokenizer_name)
-    texts = (read(path) for path in tqdm(paths, desc="tokenize", unit="file", disable=None))
-    pieces = by_document(texts, val_fraction) if source == "python" else by_tail(texts, val_fraction)
+    texts = (
+        read(path) for path in tqdm(paths, desc="tokenize", unit="file", disable=None)
+    )
+    pieces = (
+        by_document(texts, val_fraction)
+        if source == "python"
+        else by_tail(texts, val_fraction)
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     # made beside, then moved: a run that is cut off leaves nothing that looks complete
     draft = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
@@ -121,16 +177,36 @@ def _umask() -> int:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m train.prepare", description="Turn text into token files.")
-    parser.add_argument("--source", choices=("python", "text"), default="python", help="python: the standard library's source")
+    parser = argparse.ArgumentParser(
+        prog="python -m train.prepare", description="Turn text into token files."
+    )
+    parser.add_argument(
+        "--source",
+        choices=("python", "text"),
+        default="python",
+        help="python: the standard library's source",
+    )
     parser.add_argument("--tokenizer", choices=sorted(TOKENIZERS), default="bytes")
-    parser.add_argument("--out", type=Path, required=True, help="folder for train.bin, val.bin and meta.json")
-    parser.add_argument("--val-fraction", type=float, default=0.05, help="share of the text held out (default 0.05)")
-    parser.add_argument("files", nargs="*", type=Path, help="text files, for --source text")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="folder for train.bin, val.bin and meta.json",
+    )
+    parser.add_argument(
+        "--val-fraction",
+        type=float,
+        default=0.05,
+        help="share of the text held out (default 0.05)",
+    )
+    parser.add_argument(
+        "files", nargs="*", type=Path, help="text files, for --source text"
+    )
     args = parser.parse_args()
     meta = prepare(args.source, args.tokenizer, args.out, args.files, args.val_fraction)
     print(
-        f"{meta.train.tokens:,} training and {meta.val.tokens:,} held-out {meta.tokenizer} tokens of "
+        f"{meta.train.tokens:,} training and {meta.val.tokens:,} held-out "
+        f"{meta.tokenizer} tokens of "
         f"{meta.source['files']} files in {args.out}"
     )
 

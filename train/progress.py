@@ -1,4 +1,6 @@
-"""What a run shows: a bar on a terminal, steady lines in a log; everything also goes to TensorBoard."""
+"""What a run shows: a bar on a terminal, steady lines in a log; everything also goes to
+TensorBoard.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
-import train.titan_cpu  # noqa: F401  isort: skip  (must come before torchtitan)
 import torch.distributed as dist
-from torchtitan.components.metrics import MetricsProcessor
 from tqdm import tqdm
 
+from train.titan import MetricsProcessor
 from train.tokens import Meta
 
 
@@ -44,27 +45,49 @@ class Progress(MetricsProcessor):
         self._bar: tqdm | None = None
         self._speaks = dist.get_rank() == 0
 
-    def log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None) -> None:
-        tokens = self.ntokens_since_last_log * self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
+    def log(
+        self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None
+    ) -> None:
+        tokens = (
+            self.ntokens_since_last_log
+            * self.parallel_dims.dp_replicate
+            * self.parallel_dims.dp_shard
+        )
         now = time.perf_counter()
         speed = tokens / (now - self.time_last_log)
         skipped = self.optimizers.mars.num_skipped
         with _silent():
             super().log(
-                step, global_avg_loss, global_max_loss, grad_norm, {**(extra_metrics or {}), "optim/num_skipped": skipped}
+                step,
+                global_avg_loss,
+                global_max_loss,
+                grad_norm,
+                {**(extra_metrics or {}), "optim/num_skipped": skipped},
             )
         if self._started is None:
             self._started = (step, now)
         first, began = self._started
-        left = (now - began) / (step - first) * (self.config.total_steps - step) if step > first else None
-        line = f"loss {global_avg_loss:.5f}  grad norm {grad_norm:.3f}  {speed:,.0f} tokens/s"
+        left = (
+            (now - began) / (step - first) * (self.config.total_steps - step)
+            if step > first
+            else None
+        )
+        line = (
+            f"loss {global_avg_loss:.5f}  grad norm {grad_norm:.3f}  "
+            f"{speed:,.0f} tokens/s"
+        )
         if skipped:
             line += f"  {skipped} skipped"
         if not self._speaks:
             return
         if sys.stderr.isatty():
             if self._bar is None:
-                self._bar = tqdm(total=self.config.total_steps, initial=step, unit="step", dynamic_ncols=True)
+                self._bar = tqdm(
+                    total=self.config.total_steps,
+                    initial=step,
+                    unit="step",
+                    dynamic_ncols=True,
+                )
             self._bar.update(step - self._bar.n)
             self._bar.set_postfix_str(line)
         else:
@@ -74,9 +97,16 @@ class Progress(MetricsProcessor):
     def log_validation(self, loss, step, extra_metrics=None) -> None:
         per_byte = loss * self._per_byte
         with _silent():
-            super().log_validation(loss, step, {"validation_metrics/nats_per_byte": per_byte, **(extra_metrics or {})})
+            super().log_validation(
+                loss,
+                step,
+                {"validation_metrics/nats_per_byte": per_byte, **(extra_metrics or {})},
+            )
         if self._speaks:
-            self._say(f"step {step}/{self.config.total_steps}  validation loss {loss:.5f}  ({per_byte:.4f} nats/byte)")
+            self._say(
+                f"step {step}/{self.config.total_steps}  validation loss {loss:.5f}  "
+                f"({per_byte:.4f} nats/byte)"
+            )
 
     def _say(self, line: str) -> None:
         tqdm.write(line, file=sys.stdout)

@@ -6,14 +6,18 @@ import json
 from pathlib import Path
 
 from train.run import generate, last_step, load_model
+from train.settings import describe
 from train.tokenizers import tokenizer
 
 TRAIN, VAL = "loss_metrics/global_avg_loss", "validation_metrics/loss"
+PER_BYTE = "validation_metrics/nats_per_byte"
 PROMPT = "def main():\n"
 
 
 def read_scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """{tag: {step: value}} of all TensorBoard files below ``folder``; what was written last counts."""
+    """{tag: {step: value}} of all TensorBoard files below ``folder``; what was written
+    last counts.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     stamped: dict[str, dict[int, tuple[float, float]]] = {}
@@ -24,7 +28,10 @@ def read_scalars(folder: Path) -> dict[str, dict[int, float]]:
                 row = stamped.setdefault(tag, {})
                 if e.step not in row or row[e.step][0] <= e.wall_time:
                     row[e.step] = (e.wall_time, e.value)
-    return {tag: {step: v for step, (_, v) in sorted(row.items())} for tag, row in stamped.items()}
+    return {
+        tag: {step: v for step, (_, v) in sorted(row.items())}
+        for tag, row in stamped.items()
+    }
 
 
 def plot(scalars: dict[str, dict[int, float]], title: str, path: Path) -> None:
@@ -38,10 +45,22 @@ def plot(scalars: dict[str, dict[int, float]], title: str, path: Path) -> None:
     for tag, style, label in ((TRAIN, "-", "training"), (VAL, "o--", "held-out text")):
         row = scalars.get(tag, {})
         if row:
-            axes.plot(list(row), list(row.values()), style, color="black" if tag == VAL else "0.55", label=label)
+            axes.plot(
+                list(row),
+                list(row.values()),
+                style,
+                color="black" if tag == VAL else "0.55",
+                label=label,
+            )
     if val := scalars.get(VAL):
         step, loss = max(val.items())
-        axes.annotate(f"{loss:.3f}", (step, loss), textcoords="offset points", xytext=(-4, 8), ha="right")
+        axes.annotate(
+            f"{loss:.3f}",
+            (step, loss),
+            textcoords="offset points",
+            xytext=(-4, 8),
+            ha="right",
+        )
     axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -49,31 +68,43 @@ def plot(scalars: dict[str, dict[int, float]], title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def report(folder: Path, config) -> None:
-    """Print and draw what a finished run has to show."""
-    scalars = read_scalars(folder / config.metrics.save_tb_folder)
+def report(folder: Path, title: str) -> None:
+    """Print and draw what the finished run in ``folder`` has to show."""
+    scalars = read_scalars(folder / "tb")
     picture = folder / "loss.png"
-    plot(scalars, f"{config.model_spec.flavor}: {config.optimizer.mars_type}", picture)
+    plot(scalars, title, picture)
 
-    model = load_model(folder, config.model_spec.model.shape, config.checkpoint.folder)
-    coder = tokenizer(config.tokenizer.name)
-    ids = generate(model, coder.encode(PROMPT), num_tokens=240, temperature=0.7, top_k=50, seed=0)
+    shape, tokenizer_name = describe(folder)
+    coder = tokenizer(tokenizer_name)
+    ids = generate(
+        load_model(folder, shape),
+        coder.encode(PROMPT),
+        num_tokens=240,
+        temperature=0.7,
+        top_k=50,
+        seed=0,
+    )
     sample = PROMPT + coder.decode(ids)
     (folder / "sample.txt").write_text(sample + "\n")
     print(f"\nsample:\n{sample}\n")
 
-    summary = {"step": last_step(folder, config.checkpoint.folder)}
-    if val := scalars.get(VAL):
-        summary["validation_loss"] = val[max(val)]
-        per_byte = scalars["validation_metrics/nats_per_byte"]
-        summary["nats_per_byte"] = per_byte[max(per_byte)]
-        print(f"validation loss {summary['validation_loss']:.4f}, {summary['nats_per_byte']:.4f} nats per byte of held-out text")
+    summary: dict[str, float] = {"step": last_step(folder)}
+    if losses := scalars.get(VAL):
+        per_byte = scalars[PER_BYTE]
+        summary |= {
+            "validation_loss": losses[max(losses)],
+            "nats_per_byte": per_byte[max(per_byte)],
+        }
+        print(
+            f"validation loss {summary['validation_loss']:.4f}, "
+            f"{summary['nats_per_byte']:.4f} nats per byte of held-out text"
+        )
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     for what, where in (
         ("loss curve", picture),
         ("sample", folder / "sample.txt"),
-        ("TensorBoard", folder / config.metrics.save_tb_folder),
-        ("checkpoint", folder / config.checkpoint.folder / f"step-{summary['step']}"),
+        ("TensorBoard", folder / "tb"),
+        ("checkpoint", folder / "checkpoint" / f"step-{summary['step']}"),
         ("log", folder / "rank0.log"),
     ):
         print(f"{what:12} {where}")

@@ -1,4 +1,6 @@
-"""The recipes' learning rate: linear from 0, then cosine to min_lr (the authors' get_lr)."""
+"""The recipes' learning rate: linear from 0, then cosine to min_lr (the authors'
+get_lr).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ import math
 
 
 def cosine(step: int, *, warmup: int, total: int, floor: float) -> float:
-    """Factor on the peak rate at 0-based ``step``: step/warmup, then cosine to ``floor`` at ``total``, then ``floor``."""
+    """Factor on the peak rate at 0-based ``step``: step/warmup, then cosine to
+    ``floor`` at ``total``, then ``floor``.
+    """
     if step < warmup:
         return step / warmup
     if step >= total:

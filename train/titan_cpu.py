@@ -1,6 +1,8 @@
-"""Import before anything of torchtitan: makes version 0.3.0 run where there is no accelerator, Triton or torch 2.14.
+"""Makes torchtitan 0.3.0 run where there is no
+accelerator, Triton or torch 2.14.
 
-torchtitan reads the device once, when ``torchtitan.tools.utils`` is imported, and many modules copy what it found.
+torchtitan reads the device once, when ``torchtitan.tools.utils`` is imported, and many
+modules copy what it found.
 """
 
 from __future__ import annotations
@@ -24,14 +26,15 @@ class _CpuDevice(types.ModuleType):
         return getattr(torch.cpu, name)
 
     def current_device(self) -> int:
-        return 0  # torch.cpu's is the string "cpu", and barrier(device_ids=...) wants a number
+        return 0  # torch.cpu's is "cpu", and barrier(device_ids=...) wants a number
 
     def get_device_name(self, device=None) -> str:
         return "cpu"
 
     def get_device_properties(self, device=None) -> types.SimpleNamespace:
         return types.SimpleNamespace(
-            name="cpu", total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            name="cpu",
+            total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         )
 
     def reset_peak_memory_stats(self, device=None) -> None: ...
@@ -56,7 +59,9 @@ class _NeedsTriton(types.ModuleType):
             raise AttributeError(name)
 
         def missing(*args, **kwargs):
-            raise RuntimeError(f"{self.__name__}.{name} needs triton, which is not installed")
+            raise RuntimeError(
+                f"{self.__name__}.{name} needs triton, which is not installed"
+            )
 
         return missing
 
@@ -64,7 +69,10 @@ class _NeedsTriton(types.ModuleType):
 def prepare() -> None:
     """Idempotent."""
     if importlib.util.find_spec("triton") is None:
-        for name in ("torchtitan.models.moe.kernels", "torchtitan.distributed.minimal_async_ep.kernels"):
+        for name in (
+            "torchtitan.models.moe.kernels",
+            "torchtitan.distributed.minimal_async_ep.kernels",
+        ):
             sys.modules.setdefault(name, _NeedsTriton(name))
     if not hasattr(torch.distributed, "set_timeout"):  # public from torch 2.14
         from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -73,10 +81,9 @@ def prepare() -> None:
     if torch._utils._get_available_device_type() is None:
         device = _CpuDevice("torchtitan_cpu_device")
         with (
-            mock.patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"),
+            mock.patch.object(
+                torch._utils, "_get_available_device_type", lambda: "cpu"
+            ),
             mock.patch.object(torch._utils, "_get_device_module", lambda _: device),
         ):
-            import torchtitan.tools.utils
-
-
-prepare()
+            import torchtitan.tools.utils  # noqa: F401

@@ -35,7 +35,9 @@ class Bytes:
 
 
 class GPT2:
-    """GPT-2's byte pairs by tiktoken, which downloads the vocabulary once (or reads TIKTOKEN_CACHE_DIR)."""
+    """GPT-2's byte pairs by tiktoken, which downloads the vocabulary once (or reads
+    TIKTOKEN_CACHE_DIR).
+    """
 
     name = "gpt2"
     vocab_size = 50257
@@ -47,10 +49,14 @@ class GPT2:
 
             self._encoding = tiktoken.get_encoding("gpt2")
         except ImportError as error:
-            raise UserError("got no package tiktoken, expected it for --tokenizer gpt2: pip install tiktoken") from error
+            raise UserError(
+                "got no package tiktoken, expected it for --tokenizer gpt2: pip "
+                "install tiktoken"
+            ) from error
         except Exception as error:  # tiktoken passes on whatever its download ran into
             raise UserError(
-                f"got {type(error).__name__} while loading GPT-2's vocabulary, expected a network or a cache: set "
+                f"got {type(error).__name__} while loading GPT-2's vocabulary, "
+                "expected a network or a cache: set "
                 "TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bytes"
             ) from error
 
@@ -71,5 +77,8 @@ def tokenizer(name: str) -> Tokenizer:
         UserError: an unknown name, or a vocabulary that cannot be had.
     """
     if name not in TOKENIZERS:
-        raise UserError(f"got tokenizer {name!r}, expected one of {sorted(TOKENIZERS)}: choose one of these names")
+        raise UserError(
+            f"got tokenizer {name!r}, expected one of {sorted(TOKENIZERS)}: choose one "
+            "of these names"
+        )
     return TOKENIZERS[name]()

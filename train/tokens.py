@@ -1,4 +1,6 @@
-"""Token files: train.bin and val.bin as raw uint16 (nanoGPT reads them too), meta.json beside them."""
+"""Token files: train.bin and val.bin as raw uint16 (nanoGPT reads them too), meta.json
+beside them.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,16 @@ import numpy as np
 from train.errors import UserError
 
 SPLITS = ("train", "val")
-VERIFY_LIMIT = 1 << 30  # bytes; larger files are checked for their size, and every batch for its ids
+VERIFY_LIMIT = (
+    1 << 30
+)  # bytes; larger files are checked for their size, and every batch for its ids
 
 
 @dataclass(frozen=True)
 class Split:
-    """One token file: how many tokens, the bytes of text behind them, and the file's SHA-256."""
+    """One token file: how many tokens, the bytes of text behind them, and the file's
+    SHA-256.
+    """
 
     tokens: int
     text_bytes: int
@@ -27,7 +33,9 @@ class Split:
 
 @dataclass(frozen=True)
 class Meta:
-    """What meta.json says. ``source`` is what the files were made from, to recognise them again."""
+    """What meta.json says. ``source`` is what the files were made from, to recognise
+    them again.
+    """
 
     tokenizer: str
     vocab_size: int
@@ -49,7 +57,8 @@ class Meta:
         path = folder / "meta.json"
         if not path.exists():
             raise UserError(
-                f"got no {path}, expected the output of train.prepare: python -m train.prepare --source python --out {folder}"
+                f"got no {path}, expected the output of train.prepare: python -m "
+                f"train.prepare --source python --out {folder}"
             )
         try:
             raw = json.loads(path.read_text())
@@ -57,12 +66,15 @@ class Meta:
             return cls(**raw, **splits)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
-                f"got a {path} that does not read ({error}), expected the output of train.prepare: prepare the data again "
+                f"got a {path} that does not read ({error}), expected the output of "
+                "train.prepare: prepare the data again "
                 "into another folder"
             ) from error
 
     def nats_per_byte(self, split: str) -> float:
-        """What a loss in nats per token is multiplied with to give nats per byte of text."""
+        """What a loss in nats per token is multiplied with to give nats per byte of
+        text.
+        """
         part = getattr(self, split)
         return part.tokens / part.text_bytes
 
@@ -88,7 +100,9 @@ class Writer:
         return Split(self.tokens, self.text_bytes, self._hash.hexdigest())
 
 
-def open_tokens(folder: Path, split: str, *, vocab_size: int, verify: bool = True) -> tuple[np.ndarray, Meta]:
+def open_tokens(
+    folder: Path, split: str, *, vocab_size: int, verify: bool = True
+) -> tuple[np.ndarray, Meta]:
     """The tokens of one split as a read-only uint16 memory map, checked.
 
     Args:
@@ -98,30 +112,39 @@ def open_tokens(folder: Path, split: str, *, vocab_size: int, verify: bool = Tru
         verify: compare the checksum of files up to 1 GiB.
 
     Raises:
-        UserError: missing, truncated or altered file; a vocabulary larger than the model's.
+        UserError: missing, truncated or altered file; a vocabulary larger than the
+            model's.
     """
     meta = Meta.load(folder)
     path, expected = folder / f"{split}.bin", getattr(meta, split)
     if not path.exists():
-        raise UserError(f"got no {path}, expected {expected.tokens:,} tokens: prepare the data again into another folder")
+        raise UserError(
+            f"got no {path}, expected {expected.tokens:,} tokens: prepare the data "
+            "again into another folder"
+        )
     size = path.stat().st_size
     if size != 2 * expected.tokens:
         raise UserError(
-            f"got {size:,} bytes in {path}, expected {2 * expected.tokens:,} (two a token): the file is truncated or not "
-            "the one that meta.json describes; prepare the data again into another folder"
+            f"got {size:,} bytes in {path}, expected {2 * expected.tokens:,} (two a "
+            "token): the file is truncated or not "
+            "the one that meta.json describes; prepare the data again into another "
+            "folder"
         )
     if verify and size <= VERIFY_LIMIT:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != expected.sha256:
             raise UserError(
-                f"got checksum {found[:12]}... of {path}, expected {expected.sha256[:12]}... from meta.json: the file was "
+                f"got checksum {found[:12]}... of {path}, expected "
+                f"{expected.sha256[:12]}... from meta.json: the file was "
                 "altered; prepare the data again into another folder"
             )
     if meta.vocab_size > vocab_size:
         raise UserError(
-            f"got data of {meta.vocab_size:,} token ids ({meta.tokenizer}) in {folder}, expected at most the model's "
-            f"{vocab_size:,}: choose a configuration for this tokenizer, or prepare the data with another"
+            f"got data of {meta.vocab_size:,} token ids ({meta.tokenizer}) in "
+            f"{folder}, expected at most the model's "
+            f"{vocab_size:,}: choose a configuration for this tokenizer, or prepare "
+            "the data with another"
         )
     if expected.tokens == 0:
         return np.empty(0, dtype="<u2"), meta

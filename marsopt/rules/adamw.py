@@ -15,7 +15,9 @@ from marsopt.trees import Tree
 
 
 class AdamWState(NamedTuple):
-    """Steps taken and skipped (0-D), first and second moment, with amsgrad the largest second moment so far."""
+    """Steps taken and skipped (0-D), first and second moment, with amsgrad the largest
+    second moment so far.
+    """
 
     t: Tensor
     skipped: Tensor
@@ -26,15 +28,17 @@ class AdamWState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AdamW(LeafRule):
-    """m <- beta1 m + (1 - beta1) c;  v <- beta2 v + (1 - beta2) c^2;
-    x <- (1 - lr weight_decay) x - lr m/(1 - beta1^t) / (sqrt(v/(1 - beta2^t)) + eps),   with c the gradient.
+    """m <- beta1 m + (1 - beta1) c;  v <- beta2 v + (1 - beta2) c^2; x <- (1 - lr
+    weight_decay) x - lr m/(1 - beta1^t) / (sqrt(v/(1 - beta2^t)) + eps),   with c the
+    gradient.
 
     Args:
         betas: decay rates of m and v.
         eps: added to the root of the debiased v.
-        amsgrad: divide by the root of the largest v so far (debiased after the maximum, as torch.optim.AdamW does).
-        epsilon_hat: add eps to the root of v *before* debiasing, as the MARS-M and Moonlight scripts do
-            (Kingma and Ba, arXiv 1412.6980, end of section 2).
+        amsgrad: divide by the root of the largest v so far (debiased after the maximum,
+            as torch.optim.AdamW does).
+        epsilon_hat: add eps to the root of v *before* debiasing, as the MARS-M and
+            Moonlight scripts do (Kingma and Ba, arXiv 1412.6980, end of section 2).
         weight_decay: default 0.01, as torch.optim.AdamW.
     """
 

@@ -1,4 +1,6 @@
-"""MARS-AdamW (arXiv 2411.10438, Algorithm 2; the authors' optimizers/mars.py, mars_type "mars-adamw")."""
+"""MARS-AdamW (arXiv 2411.10438, Algorithm 2; the authors' optimizers/mars.py, mars_type
+"mars-adamw").
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from marsopt.trees import Tree
 
 
 class MarsAdamWState(NamedTuple):
-    """Steps taken and skipped (0-D), previous gradient (None for exact MARS), moments, with amsgrad the largest v."""
+    """Steps taken and skipped (0-D), previous gradient (None for exact MARS), moments,
+    with amsgrad the largest v.
+    """
 
     t: Tensor
     skipped: Tensor
@@ -26,8 +30,9 @@ class MarsAdamWState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MarsAdamW(AdamW, MarsRule):
-    """AdamW on the corrected and clipped gradient c: v too averages c^2, as the paper's algorithm and the code do
-    (the authors' README has g^2). Arguments are those of ``MarsRule`` and ``AdamW``, with the authors' defaults.
+    """AdamW on the corrected and clipped gradient c: v too averages c^2, as the paper's
+    algorithm and the code do (the authors' README has g^2). Arguments are those of
+    ``MarsRule`` and ``AdamW``, with the authors' defaults.
     """
 
     betas: tuple[Number, Number] = (0.95, 0.99)

@@ -1,4 +1,6 @@
-"""MARS-Lion (arXiv 2411.10438, Algorithm 3; the authors' optimizers/mars.py, mars_type "mars-lion")."""
+"""MARS-Lion (arXiv 2411.10438, Algorithm 3; the authors' optimizers/mars.py, mars_type
+"mars-lion").
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from marsopt.trees import Tree
 
 
 class MarsLionState(NamedTuple):
-    """Steps taken and skipped (0-D), previous gradient (None for exact MARS and without clip), momentum."""
+    """Steps taken and skipped (0-D), previous gradient (None for exact MARS and without
+    clip), momentum.
+    """
 
     t: Tensor
     skipped: Tensor
@@ -25,7 +29,8 @@ class MarsLionState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MarsLion(MarsRule):
-    """m <- beta1 m + (1 - beta1) c;  x <- (1 - lr weight_decay) x - lr sign(m), with the new m and no second beta.
+    """m <- beta1 m + (1 - beta1) c;  x <- (1 - lr weight_decay) x - lr sign(m), with
+    the new m and no second beta.
 
     Args:
         momentum: beta1, the decay rate of m; default 0.95, the authors' betas[0].

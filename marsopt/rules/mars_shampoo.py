@@ -1,4 +1,6 @@
-"""MARS-Shampoo (arXiv 2411.10438, Algorithm 4; the authors' optimizers/mars.py, mars_type "mars-shampoo")."""
+"""MARS-Shampoo (arXiv 2411.10438, Algorithm 4; the authors' optimizers/mars.py,
+mars_type "mars-shampoo").
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from marsopt.trees import Tree
 
 
 class MarsMatrixState(NamedTuple):
-    """Steps taken and skipped (0-D), previous gradient (None for exact MARS and without clip), momentum."""
+    """Steps taken and skipped (0-D), previous gradient (None for exact MARS and without
+    clip), momentum.
+    """
 
     t: Tensor
     skipped: Tensor
@@ -24,10 +28,12 @@ class MarsMatrixState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MarsShampoo(MatrixRule, MarsRule):
-    """m <- beta1 m + (1 - beta1) c;  x <- (1 - lr weight_decay) x - lr sqrt(max(1, rows/cols)) NS(m).
+    """m <- beta1 m + (1 - beta1) c;  x <- (1 - lr weight_decay) x - lr sqrt(max(1,
+    rows/cols)) NS(m).
 
-    The authors orthogonalize m/(1 - beta1); Newton-Schulz normalizes its input, so m gives the same factor.
-    Arguments are those of ``MarsRule`` and ``MatrixRule``; ``momentum`` is beta1, the authors' betas[0].
+    The authors orthogonalize m/(1 - beta1); Newton-Schulz normalizes its input, so m
+    gives the same factor. Arguments are those of ``MarsRule`` and ``MatrixRule``;
+    ``momentum`` is beta1, the authors' betas[0].
     """
 
     State = MarsMatrixState

@@ -16,7 +16,8 @@ from marsopt.rule import LeafRule
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MatrixRule(LeafRule):
-    """x <- (1 - lr weight_decay) x - lr sqrt(max(1, rows/cols)) NS(u), with u from the page's ``update``.
+    """x <- (1 - lr weight_decay) x - lr sqrt(max(1, rows/cols)) NS(u), with u from the
+    page's ``update``.
 
     Args:
         momentum: decay rate of the one moment; default 0.95.
@@ -36,17 +37,23 @@ class MatrixRule(LeafRule):
         return lr, 1 - lr * self.weight_decay, gamma
 
     def lr_scale(self, shape: torch.Size) -> float:
-        """What a matrix of this shape multiplies the learning rate with (K. Jordan, Muon, 2024)."""
+        """What a matrix of this shape multiplies the learning rate with (K. Jordan,
+        Muon, 2024).
+        """
         rows, cols = shape
         return max(1, rows / cols) ** 0.5
 
-    def apply(self, x: Tensor, o: Tensor, s: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+    def apply(
+        self, x: Tensor, o: Tensor, s: tuple[Tensor, ...], shape: torch.Size
+    ) -> Tensor:
         rate, decay, _ = s
         return decay * x - (rate * self.lr_scale(shape)) * o
 
 
 class RmsScale:
-    """0.2 sqrt(max(rows, cols)): an orthogonal step of AdamW's root mean square (Moonlight, arXiv 2502.16982, eq. 4)."""
+    """0.2 sqrt(max(rows, cols)): an orthogonal step of AdamW's root mean square
+    (Moonlight, arXiv 2502.16982, eq. 4).
+    """
 
     def lr_scale(self, shape: torch.Size) -> float:
         """What a matrix of this shape multiplies the learning rate with."""

@@ -10,4 +10,6 @@ from marsopt.rules.muon import Muon
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Moonlight(RmsScale, Muon):
-    """Muon with x <- (1 - lr weight_decay) x - lr 0.2 sqrt(max(rows, cols)) u. Arguments are those of ``Muon``."""
+    """Muon with x <- (1 - lr weight_decay) x - lr 0.2 sqrt(max(rows, cols)) u.
+    Arguments are those of ``Muon``.
+    """

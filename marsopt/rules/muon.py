@@ -1,4 +1,6 @@
-"""Muon (K. Jordan, kellerjordan.github.io/posts/muon, 2024), as the MARS authors run it as a baseline."""
+"""Muon (K. Jordan, kellerjordan.github.io/posts/muon, 2024), as the MARS authors run it
+as a baseline.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,15 @@ class MuonState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Muon(MatrixRule):
-    """b <- mu b + g;  u = NS(g + mu b), or NS(b);  x <- (1 - lr weight_decay) x - lr sqrt(max(1, rows/cols)) u.
+    """b <- mu b + g;  u = NS(g + mu b), or NS(b);  x <- (1 - lr weight_decay) x - lr
+    sqrt(max(1, rows/cols)) u.
 
     Args:
         momentum: mu.
         nesterov: orthogonalize g + mu b (default) instead of b.
         ns: how matrices are orthogonalized.
-        weight_decay: default 0.1, as torch.optim.Muon; the MARS authors' baseline has 0.
+        weight_decay: default 0.1, as torch.optim.Muon; the MARS authors' baseline has
+            0.
     """
 
     nesterov: bool = True

@@ -1,0 +1,65 @@
+"""python -m train.sample: continue a prompt with a trained model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from train.errors import UserError, command
+from train.run import generate, load_model
+from train.settings import describe
+from train.tokenizers import tokenizer
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m train.sample",
+        description="Continue a prompt with a trained model.",
+    )
+    parser.add_argument(
+        "--run",
+        type=Path,
+        required=True,
+        help="a run's folder, e.g. runs/tiny_mars_adamw",
+    )
+    parser.add_argument("--prompt", default="def main():\n")
+    parser.add_argument(
+        "--tokens", type=int, default=300, help="how many to generate (default 300)"
+    )
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument(
+        "--top-k", type=int, default=50, help="sample from this many likeliest tokens"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    for name, value in (
+        ("tokens", args.tokens),
+        ("temperature", args.temperature),
+        ("top-k", args.top_k),
+    ):
+        if value <= 0:
+            raise UserError(
+                f"got --{name} {value}, expected a number above 0: give a positive one"
+            )
+    if not args.prompt:
+        raise UserError(
+            "got an empty --prompt, expected some text to continue: give at least one "
+            "character"
+        )
+
+    shape, tokenizer_name = describe(args.run)
+    coder, model = tokenizer(tokenizer_name), load_model(args.run, shape)
+    ids = generate(
+        model,
+        coder.encode(args.prompt),
+        num_tokens=args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+    )
+    print(args.prompt + coder.decode(ids))
+
+
+if __name__ == "__main__":
+    command(main)
