@@ -4,16 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from train.engine import (
-    CosineSchedule,
-    HeldOut,
-    MarsOptimizers,
-    MarsTrainer,
-    TitanGPT2,
-    TitanTokenizer,
-    TokenLoader,
-    parallelize,
-)
 from train.gpt2 import Shape
 from train.progress import Progress
 from train.titan import (
@@ -25,6 +15,10 @@ from train.titan import (
     ParallelismConfig,
     TrainingConfig,
 )
+from train.titan_data import HeldOut, TitanTokenizer, TokenLoader
+from train.titan_model import TitanGPT2, parallelize
+from train.titan_optim import CosineSchedule, MarsOptimizers
+from train.trainer import MarsTrainer
 
 # vocab 50257 padded to a multiple of 128, as the authors do
 SHAPES = {

@@ -5,7 +5,8 @@ step, 100,000 steps, 50B tokens.
 from __future__ import annotations
 
 from configs.base import SHAPES, gpt2_recipe, training
-from train.engine import CosineSchedule, MarsOptimizers, MarsTrainer
+from train.titan_optim import CosineSchedule, MarsOptimizers
+from train.trainer import MarsTrainer
 
 
 def small_mars_adamw() -> MarsTrainer.Config:

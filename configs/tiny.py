@@ -5,8 +5,9 @@ source.
 from __future__ import annotations
 
 from configs.base import gpt2_recipe, training
-from train.engine import CosineSchedule, MarsOptimizers, MarsTrainer
 from train.gpt2 import Shape
+from train.titan_optim import CosineSchedule, MarsOptimizers
+from train.trainer import MarsTrainer
 
 
 def tiny_mars_adamw() -> MarsTrainer.Config:

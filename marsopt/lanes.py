@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsopt import checks, routing
-from marsopt.checks import Number
+from marsopt import routing
+from marsopt.numbers import Numbers
 from marsopt.rule import LeafRule
-from marsopt.step import Route, Scales, Verdict, move, scalar_dtype, scale, settle
+from marsopt.step import Route, Scales, Verdict, move, scale, settle
 
 # Symbols of the rules, and what torch.optim (and, for h, the authors) call them in a
 # state dict.
@@ -25,92 +25,6 @@ STATE_KEYS = {
     "b": "momentum_buffer",
     "h": "last_grad",
 }
-SCALARS = ("eps", "weight_decay", "gamma", "clip", "weight_decay_1d")
-PAIRS = ("betas", "betas_1d")
-
-
-def pair_of(values: dict[str, Any], options: dict[str, Any]) -> routing.Pair:
-    """The rules behind a group's hyperparameters, which may be numbers (checked) or
-    tensors.
-    """
-    wanted = (*SCALARS, *PAIRS, "mars_type", "amsgrad", "epsilon_hat", "optimize_1d")
-    kept = {key: options[key] for key in ("is_approx", "ns", "state_dtype")}
-    return routing.pair(**{key: values[key] for key in wanted}, **kept)
-
-
-class Numbers:
-    """A group's hyperparameters as 0-D tensors on the device: compiled code reads them
-    and never recompiles.
-    """
-
-    def __init__(self, group: dict[str, Any], options: dict[str, Any]) -> None:
-        self._group, self._options = group, options
-        device = group["params"][0].device
-        self._seen: dict[str, Any] = {}
-
-        def cell() -> Tensor:
-            return torch.zeros((), dtype=scalar_dtype(device), device=device)
-
-        self._cells: dict[str, Tensor] = {}
-        for key in SCALARS:
-            if group[key] is not None:
-                self._cells[key] = cell()
-        for key in PAIRS:
-            for i in range(2):
-                self._cells[f"{key}[{i}]"] = cell()
-        self.lr, self.lr_1d, self.gamma = cell(), cell(), self._cells["gamma"]
-        values = {
-            **group,
-            **{key: self._cells.get(key) for key in SCALARS},
-            **{
-                key: tuple(self._cells[f"{key}[{i}]"] for i in range(2))
-                for key in PAIRS
-            },
-        }
-        self.pair = pair_of(values, options)
-        self._needs_ratio = self.pair.own_rate and any(
-            not routing.is_matrix(p) for p in group["params"]
-        )
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Take over what has changed in the group since the last call, checking its
-        range.
-        """
-        group = self._group
-        now: dict[str, Number] = {
-            key: group[key] for key in SCALARS if group[key] is not None
-        }
-        for key in PAIRS:
-            now.update({f"{key}[{i}]": beta for i, beta in enumerate(group[key])})
-        now |= {"lr": group["lr"], "lr_1d": self._rate_1d()}
-        changed = {
-            key: v
-            for key, v in now.items()
-            if isinstance(v, Tensor) or self._seen.get(key) != v
-        }
-        if any(not isinstance(v, Tensor) for v in changed.values()):
-            pair_of(group, self._options)
-            checks.at_least_zero("lr", group["lr"])
-            checks.at_least_zero("lr_1d", group["lr_1d"])
-        cells = {**self._cells, "lr": self.lr, "lr_1d": self.lr_1d}
-        for key, value in changed.items():
-            cells[key].copy_(value) if isinstance(value, Tensor) else cells[key].fill_(
-                value
-            )
-        self._seen = now
-
-    def _rate_1d(self) -> Number:
-        lr, base = self._group["lr"], self._group["base_lr"]
-        if base > 0:
-            return lr * (self._group["lr_1d"] / base)
-        if self._needs_ratio and not isinstance(lr, Tensor) and lr != 0:
-            raise ValueError(
-                f"got lr={lr} for a group that was added with lr=0, expected a base "
-                "rate: lr_1d is measured against it; "
-                "add the group with its peak lr, or set group['base_lr'] to it"
-            )
-        return 0.0 * lr
 
 
 @dataclass
@@ -251,10 +165,9 @@ def move_(routes: list[Route], scales: list[Scales]) -> list[list[Tensor | None]
     return matrices
 
 
-def settle_(
-    routes: Sequence[Route], scales: Sequence[Scales], factors: Sequence[list[Tensor]]
-) -> None:
-    """``step.settle`` of every route, in place."""
-    for route, s, o in zip(routes, scales, factors, strict=True):
-        for x, new in zip(route.x, settle(route, s, o).x, strict=True):
-            x.copy_(new)
+def settle_(parts: Sequence[tuple[Route, Scales, list[Tensor]]]) -> None:
+    """``step.settle`` of every matrix route with its factors, in place."""
+    for route, scales, factors in parts:
+        new = settle(route, scales, factors)
+        for x, fresh in zip(route.x, new.x, strict=True):
+            x.copy_(fresh)

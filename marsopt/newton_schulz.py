@@ -8,61 +8,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Amsel, Persson, Musco, Gower, "The Polar Express" (arXiv 2505.16932), Algorithm 1:
+# minimax quintics for singular values in [1e-3, 1], cushion 0.02407327424182761;
+# recomputed in tests/test_newton_schulz.py.
+_POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+)
+# The Taylor coefficients of 1/sqrt at 1, order two (Higham, "Functions of Matrices",
+# 2008, section 8.3): converges to the exact factor, slowly from small singular values.
+_TAYLOR = (1.875, -1.25, 0.375)
+
 # Each set lists (a, b, c) per iteration of X <- aX + b(XX^T)X + c(XX^T)^2 X; the last
 # triple repeats.
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     # K. Jordan, "Muon" (2024), and the MARS authors' optimizers/mars.py: largest slope
-    # at zero that keeps
-    # singular values within about 0.7..1.2.
+    # at zero that keeps singular values within about 0.7..1.2.
     "quintic": ((3.4445, -4.7750, 2.0315),),
-    # Amsel, Persson, Musco, Gower, "The Polar Express" (arXiv 2505.16932), Algorithm 1:
-    # minimax quintics for
-    # singular values in [1e-3, 1], cushion 0.02407327424182761; recomputed in
-    # tests/test_newton_schulz.py.
-    # All but the last (the fixed point 15/8, -5/4, 3/8) are damped by 1.01, the paper's
-    # safety factor.
+    # damped by 1.01, the paper's safety factor, up to the fixed point
     "polar_express": (
-        (
-            8.28721201814563 / 1.01,
-            -23.595886519098837 / 1.01**3,
-            17.300387312530933 / 1.01**5,
-        ),
-        (
-            4.107059111542203 / 1.01,
-            -2.9478499167379106 / 1.01**3,
-            0.5448431082926601 / 1.01**5,
-        ),
-        (
-            3.9486908534822946 / 1.01,
-            -2.908902115962949 / 1.01**3,
-            0.5518191394370137 / 1.01**5,
-        ),
-        (
-            3.3184196573706015 / 1.01,
-            -2.488488024314874 / 1.01**3,
-            0.51004894012372 / 1.01**5,
-        ),
-        (
-            2.300652019954817 / 1.01,
-            -1.6689039845747493 / 1.01**3,
-            0.4188073119525673 / 1.01**5,
-        ),
-        (
-            1.891301407787398 / 1.01,
-            -1.2679958271945868 / 1.01**3,
-            0.37680408948524835 / 1.01**5,
-        ),
-        (
-            1.8750014808534479 / 1.01,
-            -1.2500016453999487 / 1.01**3,
-            0.3750001645474248 / 1.01**5,
-        ),
-        (1.875, -1.25, 0.375),
+        *((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in _POLAR_EXPRESS),
+        _TAYLOR,
     ),
-    # The Taylor coefficients of 1/sqrt at 1, order two (Higham, "Functions of
-    # Matrices", 2008, section 8.3):
-    # converges to the exact factor, slowly from small singular values.
-    "taylor": ((1.875, -1.25, 0.375),),
+    "taylor": (_TAYLOR,),
 }
 
 
@@ -77,13 +50,14 @@ class NewtonSchulz:
         dtype: working precision of the iteration. The input is normalized before it is
             cast.
         eps: added to the Frobenius norm that divides the input, so that a zero matrix
-            stays zero.
+            stays zero. The authors add 1e-8 to the norm of m/(1 - beta1); for m itself
+            that is 5e-10 at beta1 = 0.95.
     """
 
     steps: int = 5
     coefficients: str = "quintic"
     dtype: torch.dtype = torch.bfloat16
-    eps: float = 1e-8
+    eps: float = 5e-10
 
     def __post_init__(self) -> None:
         if self.coefficients not in COEFFICIENTS:
@@ -118,11 +92,15 @@ class NewtonSchulz:
         tall = x.shape[-2] > x.shape[-1]
         if tall:  # iterate on the short side
             x = x.mT
+        shape, x = x.shape, x.reshape(-1, *x.shape[-2:])
         table = COEFFICIENTS[self.coefficients]
         for i in range(self.steps):
             a, b, c = table[min(i, len(table) - 1)]
+            # baddbmm rounds once where a sum of products rounds twice: half the error
             gram = x @ x.mT
-            x = a * x + (b * gram + c * gram @ gram) @ x
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.baddbmm(x, polynomial, x, beta=a)
+        x = x.reshape(shape)
         return (x.mT if tall else x).to(matrices.dtype)
 
     def many(self, matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -150,7 +128,7 @@ def newton_schulz(
     steps: int = 5,
     coefficients: str = "quintic",
     dtype: torch.dtype = torch.bfloat16,
-    eps: float = 1e-8,
+    eps: float = 5e-10,
 ) -> Tensor:
     """Approximate the orthogonal factor U V^T of ``matrices`` = U S V^T (..., rows,
     cols), batched over leading dims.

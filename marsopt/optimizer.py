@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,9 +12,18 @@ from torch.optim import Optimizer
 from marsopt import checks, lanes
 from marsopt.collectives import LOCAL, Collectives
 from marsopt.compiling import decide, own_compile
-from marsopt.lanes import Lane, Numbers
+from marsopt.exact import NextReference
+from marsopt.layout import Layout, label
+from marsopt.loading import check_complete, restore
 from marsopt.newton_schulz import NewtonSchulz
-from marsopt.step import Verdict, measure, orthogonalize, scalar_dtype
+from marsopt.numbers import check_group
+from marsopt.step import (
+    Verdict,
+    global_clip,
+    measure,
+    orthogonalize,
+    scalar_dtype,
+)
 from marsopt.trees import check_parameter
 
 
@@ -113,7 +121,9 @@ class MARS(Optimizer):
             compile=compile,
             nonfinite=nonfinite,
         )
-        self._reset()
+        self._layout: Layout | None = None
+        self._verdict: Verdict | None = None
+        self._next = NextReference()
         defaults = dict(
             lr=lr,
             betas=betas,
@@ -135,38 +145,26 @@ class MARS(Optimizer):
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._build()
 
-    # ---- construction ----------------------------------------------------------------
-    # ---------------------------
-
-    def _reset(self) -> None:
-        """What is derived from groups and state, and made anew when they change."""
-        self._lanes: list[Lane] = []
-        self._numbers: list[Numbers] = []
-        self._max_norm: Tensor | None = None
-        self._signature: tuple = ()
-        self._known: set[Tensor] = set()
-        self._previous: dict[Tensor, Tensor] = {}
-        self._zeros: dict[Tensor, Tensor] = {}
-        self._verdict: Verdict | None = None
-        self._compiled: dict[str, Callable] = {}
+    # ---- construction --------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its state is made at once. Raises as the constructor does, and
-        then adds nothing.
+        """Add a group; its state is made at once.
+
+        Raises:
+            TypeError, ValueError: as the constructor; then nothing was added.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
             group.setdefault("base_lr", float(group["lr"]))
-            lanes.pair_of(group, self._options)  # checks ranges
-            checks.at_least_zero("lr", group["lr"])
-            checks.at_least_zero("lr_1d", group["lr_1d"])
+            check_group(group, self._options)
             for i, p in enumerate(group["params"]):
-                self._check_parameter(p, self._label(group, i))
+                what = label(self.param_groups, len(self.param_groups) - 1, i)
+                self._check_parameter(p, what)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        if self._lanes:  # not while the constructor adds its groups
+        if self._layout is not None:  # else the constructor is still adding groups
             self._build()
 
     def _check_parameter(self, p: Tensor, what: str) -> None:
@@ -182,59 +180,28 @@ class MARS(Optimizer):
                 f"got {what} on {p.device}, expected {first}, where the first "
                 "parameter is: use one MARS per device"
             )
-        self._options["collectives"].local(
-            p
-        )  # raises for a sharded parameter without collectives
-
-    def _label(self, group: dict[str, Any], index: int) -> str:
-        """What a parameter is called in messages."""
-        if "param_names" in group:
-            return f"parameter {group['param_names'][index]!r}"
-        number = next(i for i, g in enumerate(self.param_groups) if g is group)
-        return f"parameter {index} of group {number}"
+        # raises for a sharded parameter without collectives
+        self._options["collectives"].local(p)
 
     def _build(self) -> None:
-        """Make missing state, and lanes over it. Existing state is kept."""
-        self._numbers = [Numbers(group, self._options) for group in self.param_groups]
-        self._lanes = [
-            lane
-            for group, numbers in zip(self.param_groups, self._numbers, strict=True)
-            for lane in lanes.build(group, numbers, self.state, self._options)
-        ]
-        self._known = {p for lane in self._lanes for p in lane.params}
-        self._signature = self._structure()
-        device = self._skipped.device
-        bound = self._options["max_norm"]
-        self._max_norm = (
-            None
-            if bound is None
-            else torch.tensor(bound, dtype=scalar_dtype(device), device=device)
-        )
-        functions = dict(
-            measure=measure, scale=lanes.scale_, move=lanes.move_, settle=lanes.settle_
-        )
-        self._compiled = {
-            name: own_compile(f) if self._compile else f
-            for name, f in functions.items()
-        }
+        """Make missing state, lanes over it, and functions that move them."""
+        self._layout = Layout(self.param_groups, self.state, self._options)
+        bound, device = self._options["max_norm"], self._skipped.device
+        self._max_norm = None
+        if bound is not None:
+            self._max_norm = torch.tensor(bound, dtype=scalar_dtype(device)).to(device)
+        functions = (measure, lanes.scale_, lanes.move_, lanes.settle_)
+        if self._compile:
+            functions = tuple(own_compile(f) for f in functions)
+        self._measure, self._scale, self._move, self._settle = functions
 
-    def _structure(self) -> tuple:
-        """What, when it changes in a group, changes the formulas and not only their
-        numbers.
-        """
-        keys = ("mars_type", "optimize_1d", "amsgrad", "epsilon_hat")
-        return tuple(
-            (id(g), g["clip"] is None, *(g[key] for key in keys))
-            for g in self.param_groups
-        )
-
-    # ---- the step --------------------------------------------------------------------
-    # ---------------------------
+    # ---- the step ------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on the parameters that have a gradient; the others, and their state,
-        stay as they are.
+        """One step on the parameters that have a gradient.
+
+        The others, and their state, stay as they are.
 
         Args:
             closure: reevaluates the model and returns the loss.
@@ -253,194 +220,120 @@ class MARS(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        grads, live = self._gradients()
-        for numbers in self._numbers:
-            numbers.refresh()
-        leaves = [lane.params for lane in self._lanes]
-        routes = [lane.route(grads, self._options) for lane in self._lanes]
-        collectives = self._options["collectives"]
-
-        sums = collectives.sum(
-            self._compiled["measure"](routes), list(chain.from_iterable(leaves))
-        )
-        scales, self._verdict = self._compiled["scale"](
+        layout, collectives = self._fitting(), self._options["collectives"]
+        grads, live = layout.gradients()
+        routes = layout.routes(grads)
+        sums = collectives.sum(self._measure(routes), layout.params)
+        scales, self._verdict = self._scale(
             routes, sums, self._max_norm, live, self._skipped
         )
-        matrices = self._compiled["move"](routes, scales)
+        matrices = self._move(routes, scales)
         if any(matrices):
-            factors = orthogonalize(routes, matrices, leaves, collectives)
-            parts = [
-                (r, s, o) for r, s, o in zip(routes, scales, factors, strict=True) if o
-            ]
-            self._compiled["settle"](*zip(*parts, strict=True))
+            factors = orthogonalize(routes, matrices, layout.leaves, collectives)
+            parts = zip(routes, scales, factors, strict=True)
+            self._settle([(r, s, o) for r, s, o in parts if o])
         if self._options["nonfinite"] == "raise" and not self._verdict.finite:
             raise FloatingPointError(self._blame(sums))
         return loss
 
-    def _gradients(self) -> tuple[dict[Tensor, Tensor], Tensor | None]:
-        """Local gradients of all lanes' parameters, and which are real (None: all)."""
-        for i, group in enumerate(self.param_groups):
-            for j, p in enumerate(group["params"]):
-                if p.grad is None:
-                    continue
-                if p.grad.layout != torch.strided:
-                    raise ValueError(
-                        f"got a gradient of layout {p.grad.layout} for "
-                        f"{self._label(self.param_groups[i], j)}, expected "
-                        "torch.strided: make it dense (nn.Embedding(sparse=False))"
-                    )
-                if p not in self._known:
-                    self._signature = ()
-        if self._signature != self._structure():
+    def _fitting(self) -> Layout:
+        """The layout, made anew where a group or a frozen parameter has changed."""
+        if not self._layout.fits():
             self._build()
-        local = self._options["collectives"].local
-        grads: dict[Tensor, Tensor] = {}
-        live = []
-        for p in chain.from_iterable(lane.params for lane in self._lanes):
-            live.append(p.grad is not None)
-            if p.grad is None and p not in self._zeros:
-                self._zeros[p] = torch.zeros_like(local(p))
-            grads[p] = self._zeros[p] if p.grad is None else local(p.grad)
-        return grads, None if all(live) else torch.tensor(
-            live, device=self._skipped.device
-        )
+        return self._layout
 
     def _blame(self, sums: Tensor) -> str:
         rows = torch.isfinite(sums).all(1).logical_not().nonzero().flatten().tolist()
-        everyone = list(chain.from_iterable(lane.labels for lane in self._lanes))
+        everyone = [name for lane in self._layout.lanes for name in lane.labels]
         named = ", ".join(everyone[i] for i in rows[:3])
+        more = ", ..." if len(rows) > 3 else ""
         return (
             f"got a gradient that is not finite in {len(rows)} of {len(everyone)} "
-            f"parameters ({named}"
-            f"{', ...' if len(rows) > 3 else ''}), expected numbers: parameters and "
-            "state are unchanged; lower the learning "
-            "rate, or pass nonfinite='skip' to go on"
+            f"parameters ({named}{more}), expected numbers: nothing has changed; lower "
+            "the learning rate, or pass nonfinite='skip' to go on"
         )
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Global gradient norm of the last step before any clip, 0-D on the device;
-        None before the first step.
-        """
+        """Global gradient norm of the last step before any clip, 0-D."""
         return None if self._verdict is None else self._verdict.grad_norm
 
     @property
     def num_skipped(self) -> int:
-        """Steps since construction that changed nothing because a gradient was not
-        finite. Reading it is a host sync.
-        """
+        """Steps since construction that a non-finite gradient voided. Costs a sync."""
         return int(self._skipped)
 
-    # ---- exact MARS: the authors' protocol
-    # ----------------------------------------------------------------------
+    # ---- exact MARS: the authors' protocol -----------------------------------------
 
     @torch.no_grad()
     def update_previous_grad(self) -> None:
-        """Exact MARS, before ``step``: keep ``p.grad``, now that of the *next* batch at
-        the current parameters.
+        """Exact MARS, before ``step``: keep the *next* batch's gradient, in ``p.grad``.
 
-        With ``max_norm`` it gets a global clip of its own, as in the authors' script.
-        Parameters without gradient keep zeros. With ``is_approx`` this does nothing, as
-        in the authors' class.
+        It has to be that at the current parameters. With ``max_norm`` it gets a global
+        clip of its own, as in the authors' script. Parameters without a gradient keep
+        zeros. With ``is_approx`` this does nothing, as in the authors' class.
         """
         if self._options["is_approx"]:
             return
-        grads, _ = self._gradients()
-        everyone = [p for lane in self._lanes for p in lane.params]
+        layout = self._fitting()
+        grads, _ = layout.gradients()
         a = None
         if self._max_norm is not None:
-            routes = [
-                lane.route(grads, self._options)._replace(h=[]) for lane in self._lanes
-            ]
-            sums = self._options["collectives"].sum(measure(routes), everyone)
-            a = (self._max_norm / (sums[:, 0].sum().sqrt() + 1e-6)).clamp(max=1.0)
-        for p in (p for lane in self._lanes if lane.h for p in lane.params):
-            self._previous.setdefault(p, torch.empty_like(grads[p])).copy_(
-                grads[p] if a is None else a * grads[p]
-            )
+            plain = [route._replace(h=[]) for route in layout.routes(grads)]
+            sums = self._options["collectives"].sum(measure(plain), layout.params)
+            a = global_clip(sums[:, 0].sum().sqrt(), self._max_norm)
+        self._next.keep(layout.lanes, grads, a)
 
     @torch.no_grad()
     def update_last_grad(self) -> None:
-        """Exact MARS, after ``step``: what ``update_previous_grad`` kept becomes the
-        next step's reference h.
+        """Exact MARS, after ``step``: what was kept becomes the next step's h.
 
         Raises:
-            RuntimeError: nothing was kept since the last call.
+            RuntimeError: ``update_previous_grad`` was not called since the last time.
         """
-        if self._options["is_approx"]:
-            return
-        if not self._previous:
-            raise RuntimeError(
-                "got update_last_grad() with nothing kept, expected "
-                "update_previous_grad() before the step: compute the next "
-                "batch's gradient at the current parameters and call it"
-            )
-        for lane in self._lanes:
-            for p, h in zip(lane.params, lane.h, strict=bool(lane.h)):
-                h.copy_(self._previous[p])
+        if not self._options["is_approx"]:
+            self._next.hand_over(self._layout.lanes)
 
-    # ---- state -----------------------------------------------------------------------
-    # ---------------------------
+    # ---- state ---------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict()`` returned, into the existing state tensors, bit for
-        bit in their own dtype.
+        """Load what ``state_dict()`` returned, bit for bit in the state's own dtype.
+
+        Hyperparameters come from ``state_dict`` too, as in torch.optim.
 
         Raises:
-            ValueError: other groups, or state that this optimizer has and
+            ValueError: other groups or shapes, or state that this optimizer has and
                 ``state_dict`` lacks (the parameter is named).
         """
-        seen: list[dict[str, Any]] = [state_dict]
+        given = [state_dict]
 
-        def remember(_: Optimizer, given: dict[str, Any]) -> None:
-            seen.append(given)  # after the hooks of others, which may replace it
+        def remember(_: Optimizer, after_hooks: dict[str, Any]) -> None:
+            given.append(after_hooks)  # hooks of others may have replaced it
 
+        labelled = [
+            (p, label(self.param_groups, number, i))
+            for number, group in enumerate(self.param_groups)
+            for i, p in enumerate(group["params"])
+        ]
+        ids = check_complete(self.state, labelled, state_dict)
         mine = self.state
         handle = self.register_load_state_dict_pre_hook(remember)
         try:
-            ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-            self._check_complete(state_dict, ids)
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+        for p, loaded in self.state.items():
+            mine.setdefault(p, loaded)  # of a parameter that is frozen here
         self.state = mine
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        for i, p in zip(ids, params, strict=True):
-            for key, tensor in mine.get(p, {}).items():
-                tensor.copy_(seen[-1]["state"][i][key])
+        restore(mine, [p for p, _ in labelled], ids, given[-1])
         self._build()
 
-    def _check_complete(self, state_dict: dict[str, Any], ids: Sequence[int]) -> None:
-        labelled = [
-            (p, self._label(g, i))
-            for g in self.param_groups
-            for i, p in enumerate(g["params"])
-        ]
-        if len(ids) != len(labelled):
-            raise ValueError(
-                f"got a state dict of {len(ids)} parameters, expected {len(labelled)}: "
-                "build MARS over the same parameters"
-            )
-        for i, (p, label) in zip(ids, labelled, strict=True):
-            missing = set(self.state.get(p, {})) - set(state_dict["state"].get(i, {}))
-            if missing:
-                raise ValueError(
-                    f"got a state dict without {sorted(missing)} of {label}, expected "
-                    f"{sorted(self.state[p])}: it was saved "
-                    "by another optimizer or mars_type; load it into the one that "
-                    "saved it"
-                )
-
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
-            "_options": self._options,
-            "_compile": self._compile,
-            "_skipped": self._skipped,
-        }
+        kept = ("_options", "_compile", "_skipped")
+        return {**super().__getstate__(), **{key: getattr(self, key) for key in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_options" in state:  # from a pickle or deepcopy, not from load_state_dict
-            self._reset()
+            self._layout, self._verdict, self._next = None, None, NextReference()
             self._build()

@@ -91,6 +91,11 @@ def measure(routes: Sequence[Route]) -> Tensor:
     return torch.stack(rows).view(-1, 3)
 
 
+def global_clip(grad_norm: Tensor, max_norm: Number) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_'s factor on every gradient, its 1e-6 included."""
+    return (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+
+
 def scale(
     routes: Sequence[Route],
     sums: Tensor,
@@ -109,12 +114,9 @@ def scale(
     gg, gh, hh = sums.unbind(1)
     grad_norm = gg.sum().sqrt()
     finite = torch.isfinite(sums).all()
-    # torch.nn.utils.clip_grad_norm_, its 1e-6 included
-    a = (
-        torch.ones_like(grad_norm)
-        if max_norm is None
-        else (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-    )
+    a = torch.ones_like(grad_norm)
+    if max_norm is not None:
+        a = global_clip(grad_norm, max_norm)
     ok = finite.expand(len(gg)) if live is None else live & finite
 
     scales, start = [], 0
@@ -212,8 +214,11 @@ def orthogonalize(
         for route, part in zip(routes, matrices, strict=True)
     ]
     factors: list[list[Tensor]] = [[] for _ in routes]
-    ways = {route.rule.ns for route, part in zip(routes, matrices, strict=True) if part}
-    for ns in sorted(ways, key=repr):  # the same order on every rank
+    # a dict keeps the routes' order, which is the same on every rank
+    ways = dict.fromkeys(
+        route.rule.ns for route, part in zip(routes, matrices, strict=True) if part
+    )
+    for ns in ways:
         mine = [
             i for i, route in enumerate(routes) if matrices[i] and route.rule.ns == ns
         ]

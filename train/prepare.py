@@ -9,6 +9,7 @@ import shutil
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from tqdm import tqdm
@@ -74,18 +75,17 @@ def write(
     """Token files and meta.json of (split, text) pieces, each closed by an end-of-text
     token.
     """
-    writers = {split: Writer(folder / f"{split}.bin") for split in SPLITS}
-    for split, text in pieces:
-        if text:
-            writers[split].add(
-                [*coder.encode(text), coder.end_of_text], len(text.encode())
-            )
-    meta = Meta(
-        coder.name,
-        coder.vocab_size,
-        source,
-        **{split: w.close() for split, w in writers.items()},
-    )
+    with ExitStack() as files:
+        writers = {
+            split: files.enter_context(Writer(folder / f"{split}.bin"))
+            for split in SPLITS
+        }
+        for split, text in pieces:
+            if text:
+                ids = [*coder.encode(text), coder.end_of_text]
+                writers[split].add(ids, len(text.encode()))
+    made = {split: writer.split for split, writer in writers.items()}
+    meta = Meta(coder.name, coder.vocab_size, source, **made)
     for split in SPLITS:
         if getattr(meta, split).tokens == 0:
             raise UserError(

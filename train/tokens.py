@@ -94,10 +94,16 @@ class Writer:
         self.tokens += len(data) // 2
         self.text_bytes += text_bytes
 
-    def close(self) -> Split:
-        """Close the file and tell what it holds."""
-        self._file.close()
+    @property
+    def split(self) -> Split:
+        """What the file holds."""
         return Split(self.tokens, self.text_bytes, self._hash.hexdigest())
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
 
 
 def open_tokens(

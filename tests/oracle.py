@@ -1,0 +1,115 @@
+"""The papers' algorithm boxes in float64 NumPy: literal, slow, sharing no code.
+
+One tensor at a time, one plain loop, letters as in MARS (arXiv 2411.10438) and MARS-M
+(arXiv 2510.21800); where the authors' code deviates, as in their code.
+"""
+
+import numpy as np
+
+A, B, C = 3.4445, -4.7750, 2.0315
+
+
+def ns5(m, eps=5e-10):
+    x = m / (np.linalg.norm(m) + eps)
+    if m.shape[0] > m.shape[1]:
+        x = x.T
+    for _ in range(5):
+        gram = x @ x.T
+        x = A * x + (B * gram + C * gram @ gram) @ x
+    return x.T if m.shape[0] > m.shape[1] else x
+
+
+class Oracle:
+    """One tensor under one algorithm; call step(g, lr, h=None) for each gradient."""
+
+    def __init__(
+        self,
+        x,
+        kind,
+        *,
+        beta1=0.95,
+        beta2=0.99,
+        eps=1e-8,
+        wd=0.0,
+        gamma=0.025,
+        clip=1.0,
+        amsgrad=False,
+        epsilon_hat=False,
+    ):
+        self.x = np.array(x, dtype=np.float64)
+        self.kind, self.beta1, self.beta2, self.eps, self.wd = (
+            kind,
+            beta1,
+            beta2,
+            eps,
+            wd,
+        )
+        self.gamma, self.clip, self.amsgrad, self.hat = (
+            gamma,
+            clip,
+            amsgrad,
+            epsilon_hat,
+        )
+        self.t = 0
+        self.m = np.zeros_like(self.x)
+        self.v = np.zeros_like(self.x)
+        self.v_max = np.zeros_like(self.x)
+        self.last = np.zeros_like(self.x)
+
+    def step(self, g, lr, h=None):
+        g = np.array(g, dtype=np.float64)
+        self.t += 1
+        c = g
+        if self.kind.startswith("mars"):
+            reference = self.last if h is None else np.array(h, dtype=np.float64)
+            c = g + self.gamma * self.beta1 / (1 - self.beta1) * (g - reference)
+            if self.clip is not None and np.linalg.norm(c) > self.clip:
+                c = c / np.linalg.norm(c) * self.clip
+        self.last = g
+        getattr(self, self.kind.replace("-", "_"))(c, lr)
+        return self.x
+
+    def adamw(self, c, lr):
+        self.m = self.beta1 * self.m + (1 - self.beta1) * c
+        self.v = self.beta2 * self.v + (1 - self.beta2) * c**2
+        self.v_max = np.maximum(self.v_max, self.v)
+        v = self.v_max if self.amsgrad else self.v
+        m_hat = self.m / (1 - self.beta1**self.t)
+        root = np.sqrt(1 - self.beta2**self.t)
+        denominator = (
+            (np.sqrt(v) + self.eps) / root if self.hat else np.sqrt(v) / root + self.eps
+        )
+        self.x = self.x - lr * (self.wd * self.x + m_hat / denominator)
+
+    mars_adamw = adamw
+
+    def lion(self, c, lr):
+        direction = np.sign(self.beta1 * self.m + (1 - self.beta1) * c)
+        self.m = self.beta2 * self.m + (1 - self.beta2) * c
+        self.x = self.x - lr * (self.wd * self.x + direction)
+
+    def mars_lion(self, c, lr):
+        self.m = self.beta1 * self.m + (1 - self.beta1) * c
+        self.x = self.x - lr * (self.wd * self.x + np.sign(self.m))
+
+    def mars_shampoo(self, c, lr):
+        self.m = self.beta1 * self.m + (1 - self.beta1) * c
+        rows, cols = c.shape
+        o = ns5(self.m / (1 - self.beta1), eps=1e-8)
+        self.x = self.x - lr * (np.sqrt(max(1, rows / cols)) * o + self.wd * self.x)
+
+    def mars_m(self, c, lr):
+        self.m = self.beta1 * self.m + (1 - self.beta1) * c
+        self.x = self.x * (1 - lr * self.wd)
+        self.x = self.x - lr * 0.2 * np.sqrt(max(c.shape)) * ns5(self.m)
+
+    def muon(self, c, lr):
+        self.m = self.beta1 * self.m + c
+        rows, cols = c.shape
+        o = ns5(c + self.beta1 * self.m)
+        self.x = self.x * (1 - lr * self.wd) - lr * np.sqrt(max(1, rows / cols)) * o
+
+    def moonlight(self, c, lr):
+        self.m = self.beta1 * self.m + c
+        o = ns5(c + self.beta1 * self.m)
+        self.x = self.x * (1 - lr * self.wd) - lr * 0.2 * np.sqrt(max(c.shape)) * o

@@ -1,0 +1,95 @@
+"""The table of rules that the laws run over. A new rule is one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+import marsopt
+
+NS = marsopt.NewtonSchulz(dtype=torch.float64)
+SHAPES = {"wide": (6, 20), "tall": (24, 8), "square": (8, 8), "bias": (7,)}
+MATRICES = ("wide", "tall", "square")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rule, the oracle's arguments for it, and what its state may hold."""
+
+    make: Callable[..., marsopt.Rule]
+    oracle: dict
+    buffers: int
+    matrix_only: bool = False
+    kwargs: dict = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return MATRICES if self.matrix_only else tuple(SHAPES)
+
+    @property
+    def exact(self) -> bool:
+        return self.oracle["kind"].startswith("mars")
+
+    def rule(self, **more) -> marsopt.Rule:
+        return self.make(**{**self.kwargs, **more})
+
+
+ROWS = {
+    "mars_adamw": Row(
+        marsopt.mars_adamw,
+        dict(kind="mars-adamw", wd=0.1),
+        3,
+        kwargs=dict(weight_decay=0.1),
+    ),
+    "mars_adamw-noclip": Row(
+        marsopt.mars_adamw,
+        dict(kind="mars-adamw", clip=None),
+        3,
+        kwargs=dict(clip=None),
+    ),
+    "mars_adamw-amsgrad": Row(
+        marsopt.mars_adamw,
+        dict(kind="mars-adamw", amsgrad=True),
+        4,
+        kwargs=dict(amsgrad=True),
+    ),
+    "mars_lion": Row(marsopt.mars_lion, dict(kind="mars-lion"), 2),
+    "mars_lion-noclip": Row(
+        marsopt.mars_lion, dict(kind="mars-lion", clip=None), 1, kwargs=dict(clip=None)
+    ),
+    "mars_shampoo": Row(
+        marsopt.mars_shampoo,
+        dict(kind="mars-shampoo", wd=0.1),
+        2,
+        True,
+        dict(ns=NS, weight_decay=0.1),
+    ),
+    "mars_shampoo-noclip": Row(
+        marsopt.mars_shampoo,
+        dict(kind="mars-shampoo", clip=None),
+        1,
+        True,
+        dict(ns=NS, clip=None),
+    ),
+    "mars_m": Row(marsopt.mars_m, dict(kind="mars-m"), 2, True, dict(ns=NS)),
+    "mars_m-noclip": Row(
+        marsopt.mars_m, dict(kind="mars-m", clip=None), 1, True, dict(ns=NS, clip=None)
+    ),
+    "adamw": Row(marsopt.adamw, dict(kind="adamw", beta1=0.9, beta2=0.999, wd=0.01), 2),
+    "lion": Row(marsopt.lion, dict(kind="lion", beta1=0.9, beta2=0.99), 1),
+    "muon": Row(marsopt.muon, dict(kind="muon", wd=0.1), 1, True, dict(ns=NS)),
+    "moonlight": Row(
+        marsopt.moonlight, dict(kind="moonlight", wd=0.1), 1, True, dict(ns=NS)
+    ),
+}
+
+
+def tensors(names, seed: int, scale: float = 1.0, dtype=torch.float32) -> dict:
+    """{name: random tensor}"""
+    g = torch.Generator().manual_seed(seed)
+    return {
+        n: (scale * torch.randn(SHAPES[n], generator=g, dtype=torch.float64)).to(dtype)
+        for n in names
+    }

@@ -1,0 +1,209 @@
+"""Token files, their checks, and the order of batches."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from train import prepare
+from train.batches import Batches
+from train.errors import UserError
+from train.tokenizers import Bytes, tokenizer
+from train.tokens import Meta, open_tokens
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("Nur wer im Wohlstand lebt, lebt angenehm. äöü€ " * 40)
+    return file
+
+
+@pytest.fixture
+def data(tmp_path, text):
+    prepare.prepare("text", "bytes", tmp_path / "data", [text], 0.1)
+    return tmp_path / "data"
+
+
+def test_prepare_text(data, text):
+    meta = Meta.load(data)
+    raw = text.read_text()
+    cut = round(len(raw) * 0.9)
+    want = [*raw[:cut].encode(), 256]
+    tokens, _ = open_tokens(data, "train", vocab_size=257)
+    assert tokens.tolist() == want
+    assert (meta.tokenizer, meta.vocab_size) == ("bytes", 257)
+    assert (meta.train.tokens, meta.train.text_bytes) == (len(want), len(want) - 1)
+    assert meta.nats_per_byte("train") == len(want) / (len(want) - 1)
+    # nanoGPT's own way of reading
+    assert np.memmap(data / "train.bin", dtype=np.uint16, mode="r").tolist() == want
+    assert Bytes().decode(want) == raw[:cut]
+
+
+def test_prepare_python_holds_out_whole_files(tmp_path, monkeypatch):
+    files = []
+    for i in range(40):
+        files.append(tmp_path / f"m{i}.py")
+        files[-1].write_text(f"# {i}\n" * 5)
+    monkeypatch.setattr(prepare, "standard_library", lambda: files)
+    meta = prepare.prepare("python", "bytes", tmp_path / "data", [], 0.3)
+    train, _ = open_tokens(tmp_path / "data", "train", vocab_size=257)
+    val, _ = open_tokens(tmp_path / "data", "val", vocab_size=257)
+    assert (train == 256).sum() + (val == 256).sum() == 40
+    assert 4 <= (val == 256).sum() <= 20
+    assert meta.train.text_bytes + meta.val.text_bytes == sum(
+        f.stat().st_size for f in files
+    )
+
+
+def test_the_standard_library_is_found_without_tests():
+    found = prepare.standard_library()
+    assert len(found) > 300
+    assert any(p.name == "argparse.py" for p in found)
+    assert not any("test" in p.parts or "site-packages" in p.parts for p in found)
+
+
+def test_prepare_twice_recognises_its_work(data, text, capsys):
+    stamp = (data / "train.bin").stat().st_mtime_ns
+    prepare.prepare("text", "bytes", data, [text], 0.1)
+    assert "prepared already" in capsys.readouterr().out
+    assert (data / "train.bin").stat().st_mtime_ns == stamp
+    with pytest.raises(UserError, match="made from something else"):
+        prepare.prepare("text", "bytes", data, [text], 0.2)
+
+
+def test_a_failed_prepare_leaves_nothing(tmp_path):
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(UserError, match="UTF-8"):
+        prepare.prepare("text", "bytes", tmp_path / "data", [bad], 0.1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.txt"]
+
+
+def truncate(folder):
+    with (folder / "train.bin").open("r+b") as f:
+        f.truncate(100)
+
+
+def flip(folder):
+    with (folder / "train.bin").open("r+b") as f:
+        f.write(b"\x01")
+
+
+BAD_FILES = {
+    "no meta": (lambda d: (d / "meta.json").unlink(), "got no .*meta.json"),
+    "no file": (lambda d: (d / "train.bin").unlink(), "got no .*train.bin"),
+    "truncated": (truncate, "got 100 bytes"),
+    "altered": (flip, "got checksum"),
+    "broken meta": (lambda d: (d / "meta.json").write_text("{}"), "does not read"),
+    "meta is no object": (
+        lambda d: (d / "meta.json").write_text("[1]"),
+        "does not read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_damaged_files_are_refused(name, data):
+    damage, message = BAD_FILES[name]
+    damage(data)
+    with pytest.raises(UserError, match=message):
+        open_tokens(data, "train", vocab_size=257)
+
+
+def test_vocabulary_larger_than_the_models(data):
+    with pytest.raises(UserError, match="got data of 257 token ids"):
+        open_tokens(data, "train", vocab_size=256)
+
+
+def test_other_bad_input(tmp_path, text):
+    with pytest.raises(UserError, match="got tokenizer 'words'"):
+        tokenizer("words")
+    with pytest.raises(UserError, match="got no files"):
+        prepare.prepare("text", "bytes", tmp_path / "d", [], 0.1)
+    with pytest.raises(UserError, match="got 1 files with --source python"):
+        prepare.prepare("python", "bytes", tmp_path / "d", [text], 0.1)
+    with pytest.raises(UserError, match="got --val-fraction 1.5"):
+        prepare.prepare("text", "bytes", tmp_path / "d", [text], 1.5)
+    with pytest.raises(UserError, match="No such file"):
+        prepare.prepare("text", "bytes", tmp_path / "d", [tmp_path / "none"], 0.1)
+
+
+def test_gpt2_without_its_vocabulary_is_one_line(tmp_path, monkeypatch):
+    tiktoken = pytest.importorskip("tiktoken")
+
+    def offline(name):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    with pytest.raises(UserError, match="got ConnectionError .* TIKTOKEN_CACHE_DIR"):
+        tokenizer("gpt2")
+
+
+# ---- order -------------------------------------------------------------------------
+
+
+def batches(rank=0, world=1, local=4, n=1000, **kw):
+    tokens = np.arange(n, dtype=np.uint16)
+    return Batches(
+        tokens,
+        rank=rank,
+        world=world,
+        local_batch=local,
+        seq_len=16,
+        vocab_size=n,
+        seed=3,
+        **kw,
+    )
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_order_does_not_depend_on_the_number_of_ranks(consecutive):
+    one = batches(local=8, consecutive=consecutive)
+    two = [batches(r, 2, 4, consecutive=consecutive) for r in range(2)]
+    four = [batches(r, 2, 2, consecutive=consecutive) for r in range(2)]
+    for _ in range(5):
+        want = one.next()
+        got = [b.next() for b in two]
+        small = [[b.next() for b in four] for _ in range(2)]  # two accumulation steps
+        for i in range(2):
+            assert torch.equal(torch.cat([g[i] for g in got]), want[i])
+            assert torch.equal(
+                torch.cat([g[i] for step in small for g in step]), want[i]
+            )
+
+
+def test_labels_are_one_ahead_and_state_is_one_integer():
+    a, b = batches(), batches()
+    for _ in range(3):
+        x, y = a.next()
+        assert torch.equal(x[:, 1:], y[:, :-1])
+        assert (x.dtype, x.shape) == (torch.int64, (4, 16))
+    b.samples = a.samples
+    assert torch.equal(a.next()[0], b.next()[0])
+
+
+def test_samples_differ_and_cover_the_file():
+    b = batches(local=500)
+    starts = b.next()[0][:, 0]
+    assert len(starts.unique()) > 300
+    assert int(starts.min()) < 20
+    assert int(starts.max()) > 960
+
+
+def test_too_little_text_and_foreign_ids():
+    with pytest.raises(UserError, match="got 10 tokens, expected at least one sample"):
+        batches(n=10)
+    tokens = np.full(100, 300, dtype=np.uint16)
+    b = Batches(tokens, rank=0, world=1, local_batch=1, seq_len=8, vocab_size=257)
+    with pytest.raises(UserError, match="got token id 300"):
+        b.next()
+
+
+def test_meta_is_json(data):
+    assert set(json.loads((data / "meta.json").read_text())) == {
+        "tokenizer", "vocab_size", "source", "train", "val"
+    }  # fmt: skip

@@ -1,0 +1,140 @@
+"""Trajectories that the authors' own code computed; golden/cases.json says how."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import marsopt
+from marsopt import MARS, NewtonSchulz
+
+HERE = Path(__file__).parent / "golden"
+TABLE = json.loads((HERE / "cases.json").read_text())
+SHAPES = {name: tuple(shape) for name, shape in TABLE["shapes"].items()}
+MATRIX_TYPES = {
+    "mars-m": "mars-m",
+    "mars-m-efficient": "mars-m",
+    "moonlight": "moonlight",
+}
+
+pytestmark = [
+    pytest.mark.golden,
+    pytest.mark.parametrize("case", TABLE["cases"]),
+]
+
+
+def unpack(flat, steps):
+    """[{name: tensor}] of a concatenation over steps and names."""
+    size = sum(int(np.prod(s)) for s in SHAPES.values())
+    out = []
+    for t in range(steps):
+        at, row = t * size, {}
+        for name, shape in SHAPES.items():
+            n = int(np.prod(shape))
+            row[name] = torch.from_numpy(flat[at : at + n].reshape(shape).copy())
+            at += n
+        out.append(row)
+    return out
+
+
+@pytest.fixture
+def golden(case):
+    entry = TABLE["cases"][case]
+    with np.load(HERE / "trajectories.npz") as z:
+        entry = dict(entry)
+        entry["init"] = unpack(z[entry["init"]], 1)[0]
+        entry["grad"] = unpack(z[entry["grad"]], entry["steps"])
+        if entry.get("exact"):
+            entry["prev"] = unpack(z[entry["prev"]], entry["steps"])
+        kept = unpack(z[f"param/{case}"], len(TABLE["kept_steps"]))
+        entry["param"] = dict(zip(TABLE["kept_steps"], kept, strict=True))
+        entry["ns_dtype"] = (
+            torch.bfloat16 if entry.get("ns") == "bf16" else torch.float64
+        )
+        entry["atol"] = 2e-2 if entry.get("ns") == "bf16" else 1e-6
+        entry["lrs"] = [
+            entry["kw"]["lr"] * f for f in entry.get("lr_sched", [1.0] * entry["steps"])
+        ]
+    return entry
+
+
+def check(golden, t, params):
+    if t in golden["param"]:
+        for name, want in golden["param"][t].items():
+            torch.testing.assert_close(
+                params[name].detach(),
+                want,
+                rtol=0,
+                atol=golden["atol"],
+                msg=lambda m, n=name: f"{n} at step {t}: {m}",
+            )
+
+
+def test_through_the_class(golden):
+    params = {n: torch.nn.Parameter(x) for n, x in golden["init"].items()}
+    kw = dict(golden["kw"], ns_dtype=golden["ns_dtype"], compile=False)
+    if golden["kind"] == "MARS":
+        optimizer = MARS(params.items(), **kw)
+    else:
+        kw["weight_decay"] = kw.pop("wd")
+        embedding = dict(mars_type="adamw", betas=(0.9, 0.95), epsilon_hat=True)
+        optimizer = MARS(
+            [
+                {"params": [params[n] for n in SHAPES if n != "emb"]},
+                {"params": [params["emb"]], **embedding},
+            ],
+            mars_type=MATRIX_TYPES[golden["kind"]],
+            clip=None if golden["kind"] == "mars-m-efficient" else 1.0,
+            **kw,
+        )
+    for t, lr in enumerate(golden["lrs"]):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if golden.get("exact"):
+            for n, p in params.items():
+                p.grad = golden["prev"][t][n].clone()
+            optimizer.update_previous_grad()
+        for n, p in params.items():
+            p.grad = golden["grad"][t][n].clone()
+        optimizer.step()
+        if golden.get("exact"):
+            optimizer.update_last_grad()
+        check(golden, t, params)
+
+
+def test_through_the_rules(golden):
+    kw, ns = dict(golden["kw"]), NewtonSchulz(dtype=golden["ns_dtype"])
+    exact = golden.get("exact", False)
+    if golden["kind"] == "MARS":
+        kw |= {"is_approx": not exact, "ns": ns}
+        sides = [(marsopt.mars(**kw), tuple(SHAPES))]
+    else:
+        matrix = {
+            "mars-m": lambda **k: marsopt.mars_m(**k),
+            "mars-m-efficient": lambda **k: marsopt.mars_m(clip=None, **k),
+            "moonlight": lambda **k: marsopt.moonlight(**k),
+        }[golden["kind"]](weight_decay=kw["wd"], ns=ns)
+        adamw = marsopt.adamw(
+            betas=(0.9, 0.95), weight_decay=kw["wd"], epsilon_hat=True
+        )
+        sides = [(matrix, golden["matrix"]), (adamw, golden["adamw"])]
+    params = golden["init"]
+    states = [rule.init({n: params[n] for n in names}) for rule, names in sides]
+    h = {n: torch.zeros_like(x) for n, x in params.items()}
+    for t, lr in enumerate(golden["lrs"]):
+        for i, (rule, names) in enumerate(sides):
+            new, states[i] = rule.step(
+                {n: params[n] for n in names},
+                {n: golden["grad"][t][n] for n in names},
+                states[i],
+                lr=lr,
+                reference=h if exact else None,
+            )
+            params = {**params, **new}
+        if exact:
+            h = golden["prev"][t]
+        check(golden, t, params)

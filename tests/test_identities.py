@@ -1,0 +1,160 @@
+"""Limits and identities of the algorithms (MARS and MARS-M papers), one test each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import marsopt
+from marsopt.step import Route, measure, scale
+from tests.table import MATRICES, NS, SHAPES, tensors
+
+STEPS = 30
+LR = 0.01
+
+
+def trajectory(rule, names=SHAPES, scale=1.0, dtype=torch.float64, steps=STEPS):
+    """Parameters after each step on a fixed sequence of gradients."""
+    x = tensors(names, 0, dtype=dtype)
+    state, out = rule.init(x), []
+    for t in range(steps):
+        g = tensors(names, 1 + t, scale, dtype)
+        x, state = rule.step(x, g, state, lr=LR)
+        out.append(x)
+    return out, state
+
+
+def assert_same(a, b, atol=1e-12):
+    for t, (x, y) in enumerate(zip(a, b, strict=True)):
+        for n in x:
+            torch.testing.assert_close(
+                x[n],
+                y[n],
+                rtol=0,
+                atol=atol,
+                msg=lambda m, n=n, t=t: f"{n}, step {t}: {m}",
+            )
+
+
+def test_gamma_zero_without_clip_is_adamw():
+    betas = dict(betas=(0.9, 0.99), weight_decay=0.1)
+    mars, _ = trajectory(marsopt.mars_adamw(gamma=0.0, clip=None, **betas))
+    adamw, _ = trajectory(marsopt.adamw(**betas))
+    assert_same(mars, adamw)
+
+
+def test_moonlight_is_mars_m_with_gamma_one_minus_mu():
+    mars, _ = trajectory(marsopt.mars_m(gamma=0.05, clip=None, ns=NS), MATRICES)
+    moonlight, _ = trajectory(marsopt.moonlight(weight_decay=0.0, ns=NS), MATRICES)
+    assert_same(mars, moonlight, 1e-9)
+
+
+def test_lion_is_mars_lion_in_its_own_betas():
+    """gamma = (beta2 - beta1) / beta2, momentum = beta2."""
+    beta1, beta2 = 0.9, 0.99
+    mars, _ = trajectory(
+        marsopt.mars_lion(momentum=beta2, gamma=(beta2 - beta1) / beta2, clip=None)
+    )
+    lion, _ = trajectory(marsopt.lion(betas=(beta1, beta2)))
+    assert_same(mars, lion)
+
+
+@pytest.mark.parametrize(
+    ("make", "names", "atol"),
+    [
+        (marsopt.mars_lion, SHAPES, 1e-12),
+        (lambda **k: marsopt.mars_shampoo(ns=NS, **k), MATRICES, 1e-9),
+        (lambda **k: marsopt.mars_m(ns=NS, **k), MATRICES, 1e-9),
+    ],
+    ids=["mars_lion", "mars_shampoo", "mars_m"],
+)
+def test_one_buffer_is_two_buffers(make, names, atol):
+    """Unclipped momentum is quasi-hyperbolic: h need not be kept."""
+    one, small = trajectory(make(clip=None), names)
+    two, large = trajectory(make(clip=1e9), names)
+    assert small.h is None
+    assert large.h is not None
+    assert_same(one, two, atol)
+
+
+def test_momentum_is_quasi_hyperbolic():
+    """m_t = gamma g_t + (1 - gamma) EMA(g)_t."""
+    rule, gamma, e = marsopt.mars_lion(clip=1e9, gamma=0.1), 0.1, 0.0
+    x = tensors(SHAPES, 0, dtype=torch.float64)
+    state = rule.init(x)
+    for t in range(STEPS):
+        g = tensors(SHAPES, 1 + t, dtype=torch.float64)
+        x, state = rule.step(x, g, state, lr=LR)
+        e = 0.95 * e + 0.05 * g["wide"]
+        want = gamma * g["wide"] + (1 - gamma) * e
+        torch.testing.assert_close(state.m["wide"], want, rtol=0, atol=1e-12)
+
+
+def test_a_norm_below_one_leaves_the_clip_idle():
+    idle, _ = trajectory(marsopt.mars_adamw(clip=1.0), scale=1e-3)
+    off, _ = trajectory(marsopt.mars_adamw(clip=None), scale=1e-3)
+    assert_same(idle, off, 0.0)
+
+
+def test_the_clip_bounds_the_corrected_gradient():
+    """The first moment after one step is (1 - beta1) c with ||c|| = clip."""
+    rule = marsopt.mars_lion(clip=0.25)
+    x = tensors(SHAPES, 0)
+    _, state = rule.step(x, tensors(SHAPES, 1, 50.0), rule.init(x), lr=LR)
+    for m in state.m.values():
+        assert float(m.norm()) == pytest.approx(0.05 * 0.25, rel=1e-5)
+
+
+def test_approximate_is_exact_on_the_previous_gradient():
+    approximate, exact = marsopt.mars_adamw(), marsopt.mars_adamw(is_approx=False)
+    x = y = tensors(SHAPES, 0)
+    s, e = approximate.init(x), exact.init(y)
+    h = {n: torch.zeros_like(v) for n, v in x.items()}
+    for t in range(5):
+        g = tensors(SHAPES, 1 + t)
+        x, s = approximate.step(x, g, s, lr=LR)
+        y, e = exact.step(y, g, e, lr=LR, reference=h)
+        h = g
+        assert all(torch.equal(x[n], y[n]) for n in x)
+
+
+def test_the_global_clip_inside_is_clip_grad_norm_before():
+    inside, outside = marsopt.mars_adamw(max_norm=0.5), marsopt.mars_adamw()
+    x = y = tensors(SHAPES, 0)
+    s, o = inside.init(x), outside.init(y)
+    for t in range(5):
+        g = tensors(SHAPES, 1 + t)
+        x, s = inside.step(x, g, s, lr=LR)
+        shells = [torch.nn.Parameter(v) for v in y.values()]
+        for p, v in zip(shells, g.values(), strict=True):
+            p.grad = v.clone()
+        torch.nn.utils.clip_grad_norm_(shells, 0.5)
+        clipped = {n: p.grad for n, p in zip(g, shells, strict=True)}
+        y, o = outside.step(y, clipped, o, lr=LR)
+        for n in x:
+            torch.testing.assert_close(x[n], y[n], rtol=0, atol=1e-6)
+            torch.testing.assert_close(s.h[n], o.h[n], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.7])
+def test_the_clip_norm_from_three_inner_products(max_norm):
+    """||c||^2 = (1+k)^2 a^2 gg - 2k(1+k) a gh + k^2 hh, to 1.5e-7 in float32."""
+    rule = marsopt.mars_adamw(clip=1e-3, gamma=0.025)
+    g, h = torch.randn(64, 96), torch.randn(64, 96)
+    route = Route(rule, LR, 0.025, torch.zeros(1), [g], [g], [h], [], [()], [g.shape])
+    (scales,), verdict = scale([route], measure([route]), max_norm)
+    a = 1.0 if max_norm is None else max_norm / (g.double().norm() + 1e-6)
+    k = 0.025 * 0.95 / 0.05
+    c = a * g.double() + k * (a * g.double() - h.double())
+    clipped = scales.g[0] * g.double() + scales.h[0] * h.double()
+    torch.testing.assert_close(clipped, 1e-3 * c / c.norm(), rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(verdict.grad_norm, g.double().norm(), rtol=1e-6, atol=0)
+
+
+def test_first_step_is_scaled_by_one_plus_k():
+    """h = 0 at t = 1, so that c_1 = 1.475 g_1 at the defaults (the authors' code)."""
+    rule = marsopt.mars_lion(clip=1e9)
+    x = tensors(SHAPES, 0, dtype=torch.float64)
+    g = tensors(SHAPES, 1, dtype=torch.float64)
+    _, state = rule.step(x, g, rule.init(x), lr=LR)
+    torch.testing.assert_close(state.m["wide"], 0.05 * 1.475 * g["wide"])

@@ -1,0 +1,588 @@
+"""MARS as a torch.optim.Optimizer: groups, state, and the authors' defects.
+
+Numbers in test names are rows of the list of defects in docs/fidelity.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import marsopt
+from marsopt import MARS, compiling
+from marsopt.routing import MARS_TYPES
+
+LR = 0.01
+
+
+def parameters(*shapes, dtype=torch.float32):
+    return [nn.Parameter(0.1 * torch.randn(s, dtype=dtype)) for s in shapes]
+
+
+def eager(params, **kwargs):
+    return MARS(params, compile=False, **kwargs)
+
+
+def fill(params, seed, scale=1.0):
+    """A fresh gradient for every parameter."""
+    g = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = (scale * torch.randn(p.shape, generator=g)).to(p.dtype)
+
+
+def run(optimizer, params, steps, start=0):
+    for t in range(start, start + steps):
+        fill(params, t)
+        optimizer.step()
+
+
+def twins(*shapes):
+    a = parameters(*shapes)
+    return a, [nn.Parameter(p.detach().clone()) for p in a]
+
+
+def equal(a, b, atol=0.0):
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x.detach(), y.detach(), rtol=0, atol=atol)
+
+
+SHAPES = ((6, 4), (4,), (3, 5), (2, 3, 2, 2))
+
+
+# ---- the authors' interface --------------------------------------------------------
+
+
+def test_signature_and_defaults_are_the_authors():
+    import inspect
+
+    named = inspect.signature(MARS).parameters
+    positional = [n for n, p in named.items() if p.kind is not p.KEYWORD_ONLY]
+    assert positional == [
+        "params",
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "amsgrad",
+        "gamma",
+        "is_approx",
+        "mars_type",
+        "optimize_1d",
+        "lr_1d",
+        "betas_1d",
+        "weight_decay_1d",
+    ]
+    defaults = [named[n].default for n in positional[1:]]
+    assert defaults == [
+        3e-3, (0.95, 0.99), 1e-8, 0.0, False, 0.025, True,
+        "mars-adamw", False, 3e-3, (0.9, 0.95), 0.1,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mars_type", MARS_TYPES)
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_the_class_is_the_rule(mars_type, max_norm):
+    """Five steps of MARS are five steps of mars(...), with a schedule."""
+    params = parameters(*SHAPES)
+    x = [p.detach().clone() for p in params]
+    kw = dict(mars_type=mars_type, weight_decay=0.1, lr=LR, max_norm=max_norm)
+    optimizer = eager(params, ns_dtype=torch.float32, **kw)
+    rule = marsopt.mars(ns=marsopt.NewtonSchulz(dtype=torch.float32), **kw)
+    state = rule.init(x)
+    for t in range(5):
+        optimizer.param_groups[0]["lr"] = LR / (1 + t)
+        fill(params, t)
+        optimizer.step()
+        x, state = rule.step(x, [p.grad for p in params], state, lr=LR / (1 + t))
+        equal(params, x, 1e-7)
+
+
+@pytest.mark.parametrize("mars_type", MARS_TYPES)
+def test_compiled_is_eager(mars_type):
+    """The shipped path: no recompile after the first step, whatever changes."""
+    a, b = twins((6, 4), (4,))
+    kw = dict(mars_type=mars_type, ns_dtype=torch.float32, max_norm=1.0, lr=LR)
+    slow, fast = eager(a, **kw), MARS(b, compile=True, **kw)
+    for t in range(4):
+        for optimizer, params in ((slow, a), (fast, b)):
+            fill(params, t, 3.0)
+            optimizer.param_groups[0].update(
+                lr=LR / (1 + t), gamma=0.01 * t, weight_decay=0.1 * t
+            )
+            with torch.compiler.set_stance("fail_on_recompile" if t else "default"):
+                optimizer.step()
+        equal(a, b, 1e-6)
+
+
+def test_named_parameters_and_closure():
+    model = nn.Linear(4, 2)
+    optimizer = eager(model.named_parameters(), lr=LR)
+    x = torch.randn(8, 4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    losses = [float(optimizer.step(closure).detach()) for _ in range(20)]
+    assert losses[-1] < losses[0]
+    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+
+
+def test_schedulers_move_both_rates():
+    params = parameters((3, 3), (3,))
+    optimizer = eager(params, lr=0.1, lr_1d=0.02)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t))
+    for t in range(3):
+        fill(params, t)
+        optimizer.step()
+        matrix, vector = optimizer._layout.lanes
+        assert float(matrix.lr) == pytest.approx(0.1 / (1 + t))
+        assert float(vector.lr) == pytest.approx(0.02 / (1 + t))
+        scheduler.step()
+
+
+def test_a_tensor_lr_is_followed():
+    a, b = twins(*SHAPES)
+    lr = torch.tensor(LR, dtype=torch.float64)
+    x, y = eager(a, lr=lr), eager(b, lr=LR)
+    for t in range(3):
+        lr.fill_(LR * (1 + t))
+        y.param_groups[0]["lr"] = LR * (1 + t)
+        run(x, a, 1, t)
+        run(y, b, 1, t)
+    equal(a, b)
+
+
+# ---- param groups (defect 2) -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(lr=0.05),
+        dict(betas=(0.8, 0.9)),
+        dict(eps=1e-2),
+        dict(weight_decay=0.3),
+        dict(amsgrad=True),
+        dict(gamma=0.2),
+        dict(clip=0.1),
+        dict(mars_type="mars-lion"),
+        dict(optimize_1d=True),
+        dict(lr_1d=0.05),
+        dict(betas_1d=(0.5, 0.9)),
+        dict(weight_decay_1d=0.4),
+    ],
+    ids=lambda c: next(iter(c)),
+)
+def test_every_hyperparameter_is_per_group_and_live(change):
+    """2: the authors read most of them from the object."""
+    plain, set_in_group = twins(*SHAPES)
+    changed, set_later = twins(*SHAPES)
+    for p, q, r in zip(set_in_group, changed, set_later, strict=True):
+        q.data.copy_(p.data)
+        r.data.copy_(p.data)
+    base_lr = change.get("lr", 3e-3)
+    optimizers = [
+        (eager(plain, lr=3e-3), plain),
+        (eager([{"params": set_in_group, **change}], lr=3e-3), set_in_group),
+        (eager(changed, **{"lr": 3e-3, **change}), changed),
+    ]
+    late = eager(set_later, lr=3e-3)
+    late.param_groups[0].update(change, base_lr=base_lr)
+    optimizers.append((late, set_later))
+    for optimizer, params in optimizers:
+        run(optimizer, params, 4)
+    equal(set_in_group, changed)
+    equal(set_later, changed)
+    assert any(not torch.equal(a, b) for a, b in zip(plain, changed, strict=True))
+
+
+def test_lr_of_zero_at_construction():
+    """2: the authors divide by it."""
+    matrices = parameters((3, 3))
+    optimizer = eager(matrices, lr=0.0)
+    run(optimizer, matrices, 1)
+    optimizer.param_groups[0]["lr"] = 0.1
+    run(optimizer, matrices, 1)
+    mixed = parameters((3, 3), (3,))
+    before = [p.detach().clone() for p in mixed]
+    optimizer = eager(mixed, lr=0.0)
+    run(optimizer, mixed, 1)
+    equal(mixed, before)
+    optimizer.param_groups[0]["lr"] = 0.1
+    with pytest.raises(ValueError, match="set group\\['base_lr'\\]"):
+        run(optimizer, mixed, 1)
+    optimizer.param_groups[0]["base_lr"] = 0.1
+    run(optimizer, mixed, 1)
+
+
+def test_add_param_group():
+    first, second = parameters((3, 3)), parameters((4, 2), (4,))
+    optimizer = eager(first, lr=LR)
+    run(optimizer, first, 2)
+    optimizer.add_param_group(
+        {"params": second, "lr": 0.1, "mars_type": "mars-shampoo"}
+    )
+    assert all("exp_avg" in optimizer.state[p] for p in second)
+    run(optimizer, first + second, 1, 2)
+    assert [float(optimizer.state[p]["step"]) for p in first + second] == [3, 1, 1]
+    with pytest.raises(ValueError, match="got mars_type='sgd'"):
+        optimizer.add_param_group({"params": parameters((2, 2)), "mars_type": "sgd"})
+    assert len(optimizer.param_groups) == 2
+
+
+# ---- gradients (defects 1, 4, 5) ---------------------------------------------------
+
+
+def test_reused_gradient_storage_does_not_turn_mars_off():
+    """1: the authors alias p.grad; zeroing it in place then makes h equal to 0 or g."""
+    a, b = twins(*SHAPES)
+    fresh, reused = eager(a, lr=LR), eager(b, lr=LR)
+    for p in b:
+        p.grad = torch.zeros_like(p)
+    for t in range(4):
+        fill(a, t)
+        fresh.step()
+        for p, q in zip(a, b, strict=True):
+            q.grad.copy_(p.grad)  # the same storage, again and again
+        reused.step()
+        reused.zero_grad(set_to_none=False)
+    equal(a, b)
+
+
+def test_parameters_without_gradient_stay_as_they_are():
+    """torch.optim's convention; a later gradient starts at step 1."""
+    used, idle = parameters((3, 4), (4,)), parameters((2, 5))
+    optimizer = eager(used + idle, lr=LR, weight_decay=0.5)
+    before = idle[0].detach().clone()
+    run(optimizer, used, 3)
+    equal(idle, [before])
+    assert float(optimizer.state[idle[0]]["step"]) == 0
+    twin = [nn.Parameter(before.clone())]
+    alone = eager(twin, lr=LR, weight_decay=0.5)
+    fill(used + idle, 9)
+    twin[0].grad = idle[0].grad.clone()
+    optimizer.step()
+    alone.step()
+    equal(idle, twin)
+
+
+def test_frozen_parameters_cost_nothing_until_they_thaw():
+    params = parameters((3, 3), (2, 2))
+    params[1].requires_grad_(False)
+    optimizer = eager(params, lr=LR)
+    assert params[1] not in optimizer.state
+    run(optimizer, params[:1], 1)
+    params[1].requires_grad_(True)
+    run(optimizer, params, 1, 1)
+    assert [float(optimizer.state[p]["step"]) for p in params] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("mars_type", "compiled"),
+    [*((name, False) for name in MARS_TYPES), ("mars-shampoo", True)],
+)
+def test_a_nan_skips_the_whole_step(mars_type, compiled):
+    """5: with the authors one NaN stays in m, v and h for ever."""
+    params = parameters((6, 4), (4,))
+    optimizer = MARS(params, lr=LR, mars_type=mars_type, compile=compiled)
+    run(optimizer, params, 2)
+    before = copy.deepcopy([p.detach() for p in params])
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    fill(params, 9)
+    params[0].grad[1, 1] = float("nan")
+    optimizer.step()
+    equal(params, before)
+    for i, entry in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(v, state[i][k]) for k, v in entry.items())
+    assert optimizer.num_skipped == 1
+    run(optimizer, params, 1)
+    assert optimizer.num_skipped == 1
+    assert all(torch.isfinite(p).all() for p in params)
+
+
+def test_nonfinite_may_raise():
+    params = parameters((3, 3), (3,))
+    optimizer = eager([("weight", params[0]), ("bias", params[1])], nonfinite="raise")
+    fill(params, 0)
+    params[1].grad[0] = float("inf")
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(FloatingPointError, match="in 1 of 2 parameters .*bias"):
+        optimizer.step()
+    equal(params, before)
+
+
+def test_sparse_gradients_are_refused():
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = eager(table.parameters())
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"sparse=False"):
+        optimizer.step()
+
+
+def test_noncontiguous_gradients_and_parameters():
+    a, b = twins((4, 6))
+    a[0].data = a[0].data.mT.contiguous().mT  # same values, other strides
+    for optimizer, params in ((eager(a, lr=LR), a), (eager(b, lr=LR), b)):
+        for t in range(3):
+            fill(params, t)
+            params[0].grad = params[0].grad.mT.contiguous().mT
+            optimizer.step()
+    equal(a, b, 1e-7)
+
+
+def test_bf16_parameters_with_float32_state():
+    params = parameters((4, 4), (4,), dtype=torch.bfloat16)
+    optimizer = eager(params, lr=LR, state_dtype=torch.float32)
+    run(optimizer, params, 2)
+    assert {s[k].dtype for s in optimizer.state.values() for k in s} == {torch.float32}
+    other = eager(
+        [nn.Parameter(p.detach().clone()) for p in params],
+        lr=LR,
+        state_dtype=torch.float32,
+    )
+    other.load_state_dict(optimizer.state_dict())
+    for p, q in zip(params, other.param_groups[0]["params"], strict=True):
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(value, other.state[q][key])  # not rounded through bf16
+
+
+def test_gradient_norm_is_that_of_clip_grad_norm():
+    params = parameters(*SHAPES)
+    optimizer = eager(params)
+    assert optimizer.grad_norm is None
+    fill(params, 0)
+    want = torch.nn.utils.get_total_norm([p.grad for p in params])
+    optimizer.step()
+    torch.testing.assert_close(optimizer.grad_norm.float(), want)
+
+
+def test_gradients_are_never_rewritten():
+    params = parameters(*SHAPES)
+    optimizer = eager(params, max_norm=0.1)
+    fill(params, 0, 5.0)
+    before = [p.grad.clone() for p in params]
+    optimizer.step()
+    equal([p.grad for p in params], before)
+
+
+# ---- exact MARS (defect 4 and the authors' protocol) -------------------------------
+
+
+@pytest.mark.parametrize(
+    "mars_type", ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m"]
+)
+def test_exact_protocol_is_the_exact_rule(mars_type):
+    params = parameters(*SHAPES)
+    x = [p.detach().clone() for p in params]
+    kw = dict(mars_type=mars_type, is_approx=False, lr=LR)
+    optimizer = eager(params, ns_dtype=torch.float32, **kw)
+    rule = marsopt.mars(ns=marsopt.NewtonSchulz(dtype=torch.float32), **kw)
+    state, h = rule.init(x), [torch.zeros_like(v) for v in x]
+    for t in range(4):
+        fill(params, 100 + t)
+        following = [p.grad.clone() for p in params]
+        optimizer.update_previous_grad()
+        fill(params, t)
+        optimizer.step()
+        optimizer.update_last_grad()
+        x, state = rule.step(x, [p.grad for p in params], state, lr=LR, reference=h)
+        h = following
+        equal(params, x, 1e-7)
+
+
+def test_exact_differs_from_approximate_and_survives_missing_gradients():
+    """4: the authors crash on a parameter that never had a gradient."""
+    a, b = twins((4, 3), (2, 2))
+    exact, approximate = eager(a, lr=LR, is_approx=False), eager(b, lr=LR)
+    for t in range(3):
+        for optimizer, params in ((exact, a), (approximate, b)):
+            fill(params[:1], 50 + t)
+            optimizer.update_previous_grad()
+            fill(params[:1], t)
+            optimizer.step()
+            optimizer.update_last_grad()
+    assert not torch.equal(a[0], b[0])
+    equal(a[1:], b[1:])
+
+
+def test_exact_reference_gets_its_own_global_clip():
+    a, b = twins((4, 3), (3, 3))
+    inside = eager(a, lr=LR, is_approx=False, max_norm=0.5)
+    outside = eager(b, lr=LR, is_approx=False)
+    for t in range(3):
+        for seed, call in ((50 + t, "update_previous_grad"), (t, "step")):
+            fill(a, seed)
+            getattr(inside, call)()
+            fill(b, seed)
+            torch.nn.utils.clip_grad_norm_(b, 0.5)
+            getattr(outside, call)()
+        inside.update_last_grad()
+        outside.update_last_grad()
+    equal(a, b, 1e-6)
+
+
+def test_exact_protocol_out_of_order():
+    optimizer = eager(parameters((2, 2)), is_approx=False)
+    with pytest.raises(RuntimeError, match="update_previous_grad"):
+        optimizer.update_last_grad()
+
+
+# ---- state -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mars_type", MARS_TYPES)
+@pytest.mark.parametrize("is_approx", [True, False])
+def test_state_dict_round_trip_is_bitwise(mars_type, is_approx):
+    """Through a file, into a fresh optimizer; hyperparameters are restored too."""
+    a = parameters(*SHAPES)
+    optimizer = eager(a, lr=LR, gamma=0.05, mars_type=mars_type, is_approx=is_approx)
+    run(optimizer, a, 3)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    b = [nn.Parameter(p.detach().clone()) for p in a]
+    resumed = eager(b, lr=0.5, gamma=0.5, mars_type=mars_type, is_approx=is_approx)
+    resumed.load_state_dict(torch.load(file))
+    assert resumed.param_groups[0]["gamma"] == 0.05
+    run(optimizer, a, 3, 3)
+    run(resumed, b, 3, 3)
+    equal(a, b)
+
+
+def test_state_is_made_at_construction_and_only_what_is_needed():
+    """9: the authors keep three buffers for every parameter of every type."""
+    want = {
+        "mars-adamw": {"step", "exp_avg", "exp_avg_sq", "last_grad"},
+        "mars-lion": {"step", "exp_avg", "last_grad"},
+        "mars-shampoo": {"step", "exp_avg", "last_grad"},
+        "mars-m": {"step", "exp_avg", "last_grad"},
+        "adamw": {"step", "exp_avg", "exp_avg_sq"},
+        "lion": {"step", "exp_avg"},
+        "muon": {"step", "momentum_buffer"},
+        "moonlight": {"step", "momentum_buffer"},
+    }
+    for mars_type in MARS_TYPES:
+        matrix, vector = parameters((3, 3), (3,))
+        optimizer = eager([matrix, vector], mars_type=mars_type)
+        assert set(optimizer.state[matrix]) == want[mars_type]
+        rest = want["lion"] if mars_type == "lion" else want["adamw"]
+        assert set(optimizer.state[vector]) == rest
+    unclipped = parameters((3, 3))
+    assert set(eager(unclipped, mars_type="mars-m", clip=None).state[unclipped[0]]) == {
+        "step",
+        "exp_avg",
+    }
+
+
+def test_incomplete_state_is_refused_by_name():
+    """6: a resume that silently starts from zeros."""
+    params = parameters((3, 3), (3,))
+    named = [("weight", params[0]), ("bias", params[1])]
+    optimizer = eager(named)
+    saved = optimizer.state_dict()
+    del saved["state"][0]["last_grad"]
+    with pytest.raises(
+        ValueError, match=r"without \['last_grad'\] of parameter 'weight'"
+    ):
+        eager(named).load_state_dict(saved)
+    with pytest.raises(ValueError, match="of 1 parameters, expected 2"):
+        eager(named).load_state_dict(eager(params[:1]).state_dict())
+
+
+def test_load_state_dict_hooks_are_honoured():
+    a, b = twins((3, 3))
+    optimizer, other = eager(a, lr=LR), eager(b, lr=LR)
+    run(optimizer, a, 2)
+
+    def zero(_, state_dict):
+        out = copy.deepcopy(state_dict)
+        out["state"][0]["exp_avg"].zero_()
+        return out
+
+    other.register_load_state_dict_pre_hook(zero)
+    other.load_state_dict(optimizer.state_dict())
+    assert not other.state[b[0]]["exp_avg"].any()
+    assert optimizer.state[a[0]]["exp_avg"].any()
+
+
+def test_deepcopy_and_pickle():
+    model = nn.Linear(3, 3)
+    optimizer = eager(model.parameters(), lr=LR)
+    run(optimizer, list(model.parameters()), 2)
+    both = copy.deepcopy((model, optimizer))
+    for m, o in ((model, optimizer), both):
+        run(o, list(m.parameters()), 2, 2)
+    equal(model.parameters(), both[0].parameters())
+
+
+# ---- bad input and options ---------------------------------------------------------
+
+BAD = {
+    "negative lr": (dict(lr=-1e-3), "got lr=-0.001"),
+    "betas": (dict(betas=(0.9, 1.0)), r"got betas\[1\]=1.0"),
+    "betas_1d": (dict(betas_1d=(-0.1, 0.9)), r"got betas_1d\[0\]|got betas\[0\]=-0.1"),
+    "mars_type": (dict(mars_type="mars_adamw"), "got mars_type='mars_adamw'"),
+    "clip": (dict(clip=-1.0), "got clip=-1.0"),
+    "max_norm": (dict(max_norm=0.0), "got max_norm=0.0"),
+    "nonfinite": (dict(nonfinite="ignore"), "got nonfinite='ignore'"),
+    "ns_coefficients": (dict(ns_coefficients="cubic"), "got coefficients='cubic'"),
+    "lr as text": (dict(lr="1e-3"), "got lr='1e-3'"),
+    "eps": (dict(eps=-1.0), "got eps=-1.0"),
+    "lr_1d": (dict(lr_1d=-1.0), "got lr_1d=-1.0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name):
+    kwargs, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        eager(parameters((2, 2), (2,)), **kwargs)
+
+
+def test_bad_parameters():
+    with pytest.raises(ValueError, match="view_as_real"):
+        eager([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match="to_empty"):
+        eager([nn.Parameter(torch.zeros(2, device="meta"))])
+    with pytest.raises(ValueError, match="empty parameter list"):
+        eager([])
+
+
+def test_a_live_value_out_of_range_is_caught():
+    params = parameters((2, 2))
+    optimizer = eager(params)
+    optimizer.param_groups[0]["betas"] = (0.9, 2.0)
+    before = params[0].detach().clone()
+    with pytest.raises(ValueError, match=r"got betas\[1\]=2.0"):
+        run(optimizer, params, 1)
+    equal(params, [before])
+
+
+def test_compile_says_what_it_decided(monkeypatch, caplog):
+    monkeypatch.setattr(compiling, "missing_for", lambda device: "no C++ compiler")
+    with pytest.raises(RuntimeError, match="got compile=True"):
+        MARS(parameters((2, 2)), compile=True)
+    with caplog.at_level(logging.WARNING):
+        params = parameters((2, 2))
+        run(MARS(params), params, 1)
+    assert "runs eagerly, since there is no C++ compiler" in caplog.text
+
+
+def test_two_optimizers_do_not_share_the_limit_on_recompiles():
+    """Each compiles functions of its own: the twentieth still runs as one graph."""
+    for width in range(2, 22):
+        params = parameters((width, 3))
+        optimizer = MARS(params, compile=True)
+        for name in ("_measure", "_scale", "_move", "_settle"):
+            own = getattr(optimizer, name)._torchdynamo_orig_callable
+            fast = torch.compile(own, backend="eager", fullgraph=True)
+            setattr(optimizer, name, fast)
+        run(optimizer, params, 1)

@@ -1,0 +1,332 @@
+"""Laws that every rule obeys, run over the table of rules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call, grad
+
+import marsopt
+from tests.oracle import Oracle
+from tests.table import NS, ROWS, SHAPES, tensors
+
+rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
+LR = 0.01
+
+
+def buffers(state):
+    """The state's fields that are trees of tensors."""
+    return {
+        k: v for k, v in state._asdict().items() if isinstance(v, dict | list | tuple)
+    }
+
+
+@pytest.mark.parametrize("scale", [3.0, 1e-3], ids=["clip active", "clip idle"])
+@pytest.mark.parametrize("exact", [False, True], ids=["approximate", "exact"])
+@pytest.mark.parametrize("name", ROWS)
+def test_equals_the_oracle(name, exact, scale):
+    """Eight steps of the algorithm box in float64: no tolerance hides a wrong formula.
+
+    (Matrix rules: the authors' eps stands beside the norm of m/(1 - beta1), ours beside
+    that of m.) A baseline has no exact form: giving it a reference is an error.
+    """
+    row = ROWS[name]
+    atol = 1e-7 if row.matrix_only else 1e-12
+    more = {"is_approx": False} if exact and row.exact else {}
+    rule = row.rule(**more)
+    x = tensors(row.names, 0, dtype=torch.float64)
+    oracles = {n: Oracle(v.numpy(), **row.oracle) for n, v in x.items()}
+    state = rule.init(x)
+    for t in range(8):
+        lr = LR * (1 + t) / 8
+        g = tensors(row.names, 1 + t, scale, torch.float64)
+        h = tensors(row.names, 100 + t, scale, torch.float64) if exact else None
+        if exact and not row.exact:
+            with pytest.raises(ValueError, match="got a reference"):
+                rule.step(x, g, state, lr=lr, reference=h)
+            return
+        x, state = rule.step(x, g, state, lr=lr, reference=h)
+        for n in row.names:
+            want = oracles[n].step(
+                g[n].numpy(), lr, None if h is None else h[n].numpy()
+            )
+            torch.testing.assert_close(
+                x[n],
+                torch.from_numpy(want),
+                rtol=0,
+                atol=atol,
+                msg=lambda m, n=n: f"{n}: {m}",
+            )
+
+
+@rows
+def test_is_pure(row):
+    rule, x = row.rule(), tensors(row.names, 0)
+    g, state = tensors(row.names, 1), rule.init(x)
+    given = [*x.values(), *g.values(), state.t, state.skipped]
+    given += [b for tree in buffers(state).values() for b in tree.values()]
+    versions, copies = [p._version for p in given], [p.clone() for p in given]
+    rule.step(x, g, state, lr=LR)
+    assert [p._version for p in given] == versions
+    assert all(torch.equal(p, c) for p, c in zip(given, copies, strict=True))
+
+
+@rows
+def test_state_holds_what_the_rule_needs_and_no_more(row):
+    x = tensors(row.names, 0)
+    state = row.rule().init(x)
+    size = sum(b.numel() for tree in buffers(state).values() for b in tree.values())
+    assert size == row.buffers * sum(p.numel() for p in x.values())
+    if row.exact:
+        exact = row.rule(is_approx=False, clip=1.0).init(x)
+        assert exact.h is None
+
+
+@rows
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_dtypes_and_structure_are_stable(row, dtype):
+    rule, x = row.rule(), tensors(row.names, 0, dtype=dtype)
+    before = rule.init(x)
+    new, after = rule.step(x, tensors(row.names, 1, dtype=dtype), before, lr=LR)
+    assert all(new[n].dtype == dtype and new[n].shape == x[n].shape for n in x)
+    assert type(after) is type(before)
+    for name, tree in buffers(before).items():
+        assert {n: (b.shape, b.dtype) for n, b in tree.items()} == {
+            n: (b.shape, b.dtype) for n, b in buffers(after)[name].items()
+        }
+    assert float(after.t) == 1
+
+
+@rows
+def test_half_parameters_may_have_float32_state(row):
+    rule = row.rule(state_dtype=torch.float32)
+    x = tensors(row.names, 0, dtype=torch.bfloat16)
+    state = rule.init(x)
+    new, state = rule.step(x, tensors(row.names, 1, dtype=torch.bfloat16), state, lr=LR)
+    assert {b.dtype for t in buffers(state).values() for b in t.values()} == {
+        torch.float32
+    }
+    assert {p.dtype for p in new.values()} == {torch.bfloat16}
+
+
+@rows
+def test_containers_are_alike(row):
+    rule, x, g = row.rule(), tensors(row.names, 0), tensors(row.names, 1)
+    as_dict, _ = rule.step(x, g, rule.init(x), lr=LR)
+    for kind in (list, tuple):
+        xs, gs = kind(x.values()), kind(g.values())
+        new, state = rule.step(xs, gs, rule.init(xs), lr=LR)
+        assert type(new) is kind
+        assert all(
+            torch.equal(a, b) for a, b in zip(new, as_dict.values(), strict=True)
+        )
+
+
+@rows
+def test_one_leaf_is_as_many_leaves(row):
+    rule, x, g = row.rule(), tensors(row.names, 0), tensors(row.names, 1)
+    together, _ = rule.step(x, g, rule.init(x), lr=LR)
+    for n in row.names:
+        alone, _ = rule.step([x[n]], [g[n]], rule.init([x[n]]), lr=LR)
+        torch.testing.assert_close(alone[0], together[n], rtol=0, atol=1e-6)
+
+
+@rows
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_changes_nothing(row, bad):
+    rule, x = row.rule(), tensors(row.names, 0)
+    x1, s1 = rule.step(x, tensors(row.names, 1), rule.init(x), lr=LR)
+    g = tensors(row.names, 2)
+    g[row.names[0]][0, 0] = bad
+    x2, s2 = rule.step(x1, g, s1, lr=LR)
+    assert all(torch.equal(x2[n], x1[n]) for n in x1)
+    for name, tree in buffers(s1).items():
+        assert all(torch.equal(b, buffers(s2)[name][n]) for n, b in tree.items())
+    assert (float(s2.t), float(s2.skipped)) == (1, 1)
+
+
+@rows
+def test_no_host_sync(row):
+    """Under FakeTensorMode, reading a value on the host raises."""
+    with FakeTensorMode():
+        x = {n: torch.empty(SHAPES[n]) for n in row.names}
+        rule = row.rule(max_norm=1.0)
+        lr = torch.tensor(LR, dtype=torch.float64)
+        rule.step(x, x, rule.init(x), lr=lr, gamma=lr if row.exact else None)
+
+
+@rows
+def test_compiles_once_and_equals_eager(row):
+    """No recompile while lr, gamma and the step change; inductor equals eager."""
+    count = CompileCounter()
+    rule = row.rule(max_norm=1.0)
+    x = tensors(row.names, 0)
+
+    def step(x, g, state, lr, gamma):
+        return rule.step(x, g, state, lr=lr, gamma=gamma)
+
+    counted = torch.compile(step, backend=count, fullgraph=True)
+    fast = torch.compile(step, fullgraph=True)
+    a, b, c = ((x, rule.init(x)) for _ in range(3))
+    for t in range(4):
+        lr = torch.tensor(LR / (1 + t), dtype=torch.float64)
+        gamma = torch.tensor(0.01 * t, dtype=torch.float64) if row.exact else None
+        g = tensors(row.names, 1 + t)
+        a, b, c = (
+            step(a[0], g, a[1], lr, gamma),
+            fast(b[0], g, b[1], lr, gamma),
+            counted(c[0], g, c[1], lr, gamma),
+        )
+    assert count.frame_count == 1
+    for n in row.names:
+        torch.testing.assert_close(b[0][n], a[0][n], rtol=0, atol=1e-6)
+        torch.testing.assert_close(c[0][n], a[0][n], rtol=0, atol=1e-6)
+
+
+def test_a_whole_train_step_is_one_graph():
+    """torch.func.grad, model and rule under one torch.compile(fullgraph=True)."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)
+    )
+    rule = marsopt.mars(mars_type="mars-shampoo", lr=0.02, ns=NS, max_norm=1.0)
+    count = CompileCounter()
+
+    def loss(params, inputs, labels):
+        return torch.nn.functional.mse_loss(
+            functional_call(model, params, inputs), labels
+        )
+
+    def train_step(params, state, inputs, labels, lr):
+        grads = grad(loss)(params, inputs, labels)
+        return rule.step(params, grads, state, lr=lr)
+
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    inputs, labels = torch.randn(32, 8), torch.randn(32, 4)
+    compiled = torch.compile(train_step, backend=count, fullgraph=True)
+    state, eager, eager_state = rule.init(params), params, rule.init(params)
+    first = float(loss(params, inputs, labels))
+    for t in range(5):
+        lr = torch.tensor(0.2 / (1 + t))
+        params, state = compiled(params, state, inputs, labels, lr)
+        eager, eager_state = train_step(eager, eager_state, inputs, labels, lr)
+    assert count.frame_count == 1
+    assert float(loss(params, inputs, labels)) < 0.9 * first
+    for n in params:
+        torch.testing.assert_close(params[n], eager[n], rtol=0, atol=1e-6)
+
+
+def test_routing_by_ndim():
+    """Matrices go to the named rule, the rest to AdamW at lr * lr_1d / lr."""
+    rule = marsopt.mars(mars_type="mars-lion", lr=0.01, lr_1d=0.002, weight_decay=0.1)
+    x, g = tensors(SHAPES, 0), tensors(SHAPES, 1)
+    new, state = rule.step(x, g, rule.init(x), lr=0.005)
+    lion = marsopt.mars_lion(weight_decay=0.1)
+    adamw = marsopt.adamw(betas=(0.9, 0.95), weight_decay=0.1)
+    for n in SHAPES:
+        one, lr = (adamw, 0.001) if n == "bias" else (lion, 0.005)
+        want, _ = one.step([x[n]], [g[n]], one.init([x[n]]), lr=lr)
+        torch.testing.assert_close(new[n], want[0], rtol=0, atol=1e-7)
+    assert set(state.matrix.m) == {"wide", "tall", "square"}
+    assert set(state.rest.m) == {"bias"}
+
+
+def test_the_global_clip_spans_both_sides_of_the_routing():
+    x, g = tensors(SHAPES, 0), tensors(SHAPES, 1)
+    clipped = {n: v.clone().requires_grad_() for n, v in x.items()}
+    for n, p in clipped.items():
+        p.grad = g[n].clone()
+    torch.nn.utils.clip_grad_norm_(clipped.values(), 0.5)
+    rule, inside = (marsopt.mars(clip=None, max_norm=bound) for bound in (None, 0.5))
+    want, _ = rule.step(x, {n: p.grad for n, p in clipped.items()}, rule.init(x), lr=LR)
+    got, _ = inside.step(x, g, inside.init(x), lr=LR)
+    for n in x:
+        torch.testing.assert_close(got[n], want[n], rtol=0, atol=1e-6)
+
+
+BAD = {
+    "negative lr": (lambda x: step(marsopt.mars_adamw(), x, lr=-1.0), "got lr=-1.0"),
+    "beta of 1": (
+        lambda x: marsopt.mars_adamw(betas=(1.0, 0.99)),
+        r"got betas\[0\]=1.0",
+    ),
+    "one beta": (lambda x: marsopt.mars_adamw(betas=(0.9,)), "expected a pair"),
+    "negative decay": (
+        lambda x: marsopt.lion(weight_decay=-0.1),
+        "got weight_decay=-0.1",
+    ),
+    "clip of 0": (lambda x: marsopt.mars_m(clip=0.0), "got clip=0.0"),
+    "gamma of nan": (lambda x: marsopt.mars_lion(gamma=float("nan")), "got gamma=nan"),
+    "unknown type": (lambda x: marsopt.mars(mars_type="mars"), "got mars_type='mars'"),
+    "1-D to a matrix rule": (
+        lambda x: marsopt.muon().init(x),
+        r"got params\['bias'\] of shape \(7,\), expected a matrix",
+    ),
+    "gradient of another shape": (
+        lambda x: step(marsopt.adamw(), x, bias=torch.zeros(8)),
+        r"got grads\['bias'\] of shape \(8,\)",
+    ),
+    "gradient of another dtype": (
+        lambda x: step(marsopt.adamw(), x, bias=torch.zeros(7, dtype=torch.float64)),
+        "dtype torch.float64",
+    ),
+    "missing gradient": (
+        lambda x: marsopt.adamw().step(
+            x, {"bias": x["bias"]}, marsopt.adamw().init(x), lr=1.0
+        ),
+        "got grads for",
+    ),
+    "sparse gradient": (
+        lambda x: step(marsopt.adamw(), x, bias=torch.zeros(7).to_sparse()),
+        "make it dense",
+    ),
+    "complex": (
+        lambda x: marsopt.adamw().init([torch.zeros(2, dtype=torch.complex64)]),
+        "view_as_real",
+    ),
+    "no parameters": (lambda x: marsopt.adamw().init([]), "got no parameters"),
+    "gamma for a baseline": (
+        lambda x: step(marsopt.adamw(), x, gamma=0.1),
+        "which has none",
+    ),
+    "no reference": (
+        lambda x: step(marsopt.mars_adamw(is_approx=False), x),
+        "got reference=None",
+    ),
+    "reference for one buffer": (
+        lambda x: step(marsopt.mars_lion(clip=None), x, reference=x),
+        "got a reference",
+    ),
+    "unknown coefficients": (
+        lambda x: marsopt.NewtonSchulz(coefficients="cubic"),
+        "got coefficients='cubic'",
+    ),
+    "optimize_1d of a baseline": (
+        lambda x: marsopt.mars(mars_type="muon", optimize_1d=True),
+        "got optimize_1d=True",
+    ),
+}
+
+
+def step(rule, x, *, lr=LR, gamma=None, reference=None, **replaced):
+    return rule.step(
+        x, {**x, **replaced}, rule.init(x), lr=lr, gamma=gamma, reference=reference
+    )
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_says_got_expected_do(name):
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=message) as info:
+        call(tensors(SHAPES, 0))
+    text = str(info.value)
+    assert (
+        ("expected" in text or "has none" in text) and ":" in text and "\n" not in text
+    )
+
+
+def test_a_single_tensor_is_no_tree():
+    with pytest.raises(TypeError, match=r"pass \[params\]"):
+        marsopt.adamw().init(torch.zeros(3))

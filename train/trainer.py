@@ -1,0 +1,76 @@
+"""torchtitan's trainer, and the second pass of exact MARS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from train.titan import Trainer, clip_grad_norm_
+from train.titan_data import HeldOut, TitanTokenizer, TokenLoader
+from train.titan_optim import CosineSchedule, MarsOptimizers
+
+
+class MarsTrainer(Trainer):
+    """torchtitan's trainer; exact MARS adds one pass over the next batch before each
+    step.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        optimizer: MarsOptimizers.Config = field(default_factory=MarsOptimizers.Config)
+        lr_scheduler: CosineSchedule.Config = field(
+            default_factory=CosineSchedule.Config
+        )
+        tokenizer: TitanTokenizer.Config = field(default_factory=TitanTokenizer.Config)
+        dataloader: TokenLoader.Config = field(default_factory=TokenLoader.Config)
+        validator: HeldOut.Config = field(default_factory=HeldOut.Config)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.metrics_processor.begin(self.dataloader.meta)
+        self._exact = config.optimizer.exact
+        if self._exact:
+            self._ahead = config.dataloader.build(
+                dp_world_size=self.dataloader.batches.world,
+                dp_rank=self.dataloader.batches.rank,
+                tokenizer=self.tokenizer,
+                seq_len=config.training.seq_len,
+                local_batch_size=config.training.local_batch_size,
+            )
+
+    def train_step(self, data_iterator) -> None:
+        if self._exact:
+            self._look_ahead()
+        super().train_step(data_iterator)
+        if self._exact:
+            self.optimizers.mars.update_last_grad()
+
+    def _look_ahead(self) -> None:
+        """The next global batch's gradient at the current parameters, clipped by its
+        own norm, given to MARS.
+
+        It becomes h of the next step (mars.py of the authors: update_previous_grad). A
+        loader of its own reads one global batch ahead, so that the state of the real
+        one stays what training has consumed.
+        """
+        training = self.config.training
+        batches = self._ahead.batches
+        per_step = (
+            self.gradient_accumulation_steps * training.local_batch_size * batches.world
+        )
+        batches.samples = self.dataloader.batches.samples + per_step
+        tokens = torch.tensor(per_step * training.seq_len, device=self.device)
+        self.optimizers.zero_grad(set_to_none=True)
+        seen = self.ntokens_seen
+        for _ in range(self.gradient_accumulation_steps):
+            inputs, labels = batches.next()
+            self.forward_backward_step(
+                input_dict={"input": inputs.to(self.device)},
+                labels=labels.to(self.device),
+                global_valid_tokens=tokens,
+            )
+        self.ntokens_seen = seen  # these tokens are counted when they are trained on
+        params = [p for model in self.model_parts for p in model.parameters()]
+        clip_grad_norm_(params, training.max_norm, foreach=True)
+        self.optimizers.mars.update_previous_grad()
