@@ -31,7 +31,7 @@ def tiny_mars_adamw() -> MarsTrainer.Config:
         ),
         lr_scheduler=CosineSchedule.Config(warmup_steps=100, min_lr=6e-4),
         training=training(
-            local_batch_size=8, global_batch_size=16, seq_len=128, steps=800
+            local_batch_size=8, global_batch_size=16, seq_len=128, steps=1400
         ),
         validation_samples=1024,
         validation_interval=350,

@@ -1,0 +1,317 @@
+"""python -m train, from the outside: processes, resumes, exact mode, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import configs
+from marsopt import MARS
+from train import prepare
+from train.batches import Batches
+from train.errors import UserError
+from train.gpt2 import GPT2
+from train.schedule import cosine
+from train.settings import claim, resolve
+from train.tokens import open_tokens
+
+pytestmark = pytest.mark.application
+
+ROOT = Path(__file__).parent.parent
+STEPS, SEQ, BATCH = 8, 32, 8
+TINY = [
+    "--training.seq-len", str(SEQ),
+    "--training.global-batch-size", str(BATCH),
+    "--training.local-batch-size", "4",
+    "--lr-scheduler.warmup-steps", "2",
+    "--lr-scheduler.total-steps", str(STEPS),
+    "--metrics.log-freq", "1",
+    "--validator.samples", "16",
+    "--validator.freq", "4",
+    "--checkpoint.interval", "4",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    out = tmp_path_factory.mktemp("text") / "data"
+    prepare.prepare("text", "bytes", out, [Path(json.__file__), Path(re.__file__)], 0.2)
+    return out
+
+
+def command(*args, ranks=1):
+    """Run python -m train ... on ``ranks`` processes; (exit code, stdout, stderr)."""
+    head = [sys.executable, "-m"]
+    if ranks > 1:
+        head += ["torch.distributed.run", "--nproc-per-node", str(ranks), "-m"]
+    done = subprocess.run(
+        [*head, *map(str, args)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def run(data, folder, *options, steps=STEPS, ranks=1):
+    """Train; {step: printed loss}, {step: printed validation loss}, stdout."""
+    code, out, err = command(
+        "train", "--config", "tiny_mars_adamw", *TINY, "--training.steps", steps,
+        "--dataloader.dataset-path", data, "--dump-folder", folder, *options,
+        ranks=ranks,
+    )  # fmt: skip
+    assert code == 0, out + err
+    found = re.findall(r"step (\d+)/\d+  (loss|validation loss) (\d+\.\d{5})", out)
+    losses = {int(s): v for s, what, v in found if what == "loss"}
+    held_out = {int(s): v for s, what, v in found if what == "validation loss"}
+    return losses, held_out, out
+
+
+@pytest.fixture(scope="session")
+def one(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    return folder, *run(data, folder)
+
+
+@pytest.fixture(scope="session")
+def exact(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "exact"
+    return folder, *run(data, folder, "--optimizer.exact")
+
+
+def plain_loop(data, is_exact):
+    """The same training in plain PyTorch: one process, the whole batch at once."""
+    config = configs.tiny_mars_adamw()
+    opt, shape = config.optimizer, config.model_spec.model.shape
+    model = GPT2(shape)
+    model.init_weights(seed=0)
+    named = dict(model.named_parameters())
+    embeddings = {n for n in named if n.startswith(("wte", "wpe"))}
+    optimizer = MARS(
+        [
+            {"params": [p for n, p in named.items() if n not in embeddings]},
+            {"params": [named[n] for n in embeddings], "weight_decay": 0.0},
+        ],
+        lr=opt.lr,
+        weight_decay=opt.weight_decay,
+        lr_1d=opt.lr_1d,
+        is_approx=not is_exact,
+        compile=False,
+    )
+    tokens, _ = open_tokens(data, "train", vocab_size=257)
+    kw = dict(rank=0, world=1, local_batch=BATCH, seq_len=SEQ, vocab_size=257)
+    stream = Batches(tokens, **kw)
+    batches = [stream.next() for _ in range(STEPS + 1)]
+
+    def gradient(batch):
+        optimizer.zero_grad()
+        inputs, labels = batch
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return loss.item()
+
+    floor = config.lr_scheduler.min_lr / opt.lr
+    losses = {}
+    for t in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = opt.lr * cosine(t, warmup=2, total=STEPS, floor=floor)
+        if is_exact:
+            gradient(batches[t + 1])
+            optimizer.update_previous_grad()
+        losses[t + 1] = gradient(batches[t])
+        optimizer.step()
+        if is_exact:
+            optimizer.update_last_grad()
+    return losses
+
+
+def test_a_run_shows_everything(one):
+    folder, losses, held_out, out = one
+    assert list(losses) == list(range(1, STEPS + 1))
+    assert list(held_out) == [1, 4, 8]
+    assert float(losses[STEPS]) < float(losses[1]) - 0.5
+    assert f"starting a new run in {folder} (1 process): {STEPS} steps" in out
+    assert re.search(r"step 4/8 .* tokens/s  ETA 0:00:0\d", out)
+    assert "nats per byte of held-out text" in out
+    assert (folder / "loss.png").stat().st_size > 10_000
+    assert (folder / "sample.txt").read_text() in out
+    assert list((folder / "tb").rglob("events.out.tfevents.*"))
+    assert (folder / "checkpoint" / f"step-{STEPS}" / ".metadata").exists()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["validation_loss"] == pytest.approx(float(held_out[8]), abs=1e-5)
+
+
+@pytest.mark.parametrize("is_exact", [False, True], ids=["approximate", "exact"])
+def test_the_engine_is_a_plain_loop(data, request, is_exact):
+    _, losses, _, _ = request.getfixturevalue("exact" if is_exact else "one")
+    for step, loss in plain_loop(data, is_exact).items():
+        assert float(losses[step]) == pytest.approx(loss, abs=2e-5), f"step {step}"
+
+
+def test_exact_is_not_approximate(one, exact):
+    assert one[1][1] == exact[1][1]
+    assert one[1][STEPS] != exact[1][STEPS]
+
+
+def test_two_processes_print_the_same_losses(data, one, tmp_path):
+    _, losses, held_out, _ = one
+    assert run(data, tmp_path / "two", ranks=2)[:2] == (losses, held_out)
+
+
+@pytest.mark.parametrize("is_exact", [False, True], ids=["approximate", "exact"])
+def test_stopped_and_resumed_on_another_number_of_processes(
+    data, request, tmp_path, is_exact
+):
+    _, losses, held_out, _ = request.getfixturevalue("exact" if is_exact else "one")
+    options = ["--optimizer.exact"] if is_exact else []
+    first, val_first, _ = run(data, tmp_path / "r", *options, steps=4, ranks=2)
+    rest, val_rest, out = run(data, tmp_path / "r", *options)
+    assert (
+        f"continuing the run in {tmp_path / 'r'} (1 process) after step 4 of 8" in out
+    )
+    assert {**first, **rest} == losses
+    assert {**val_first, **val_rest} == held_out
+    assert list(rest) == [5, 6, 7, 8]
+
+
+def test_a_second_call_says_that_the_run_is_complete(data, one):
+    folder, *_ = one
+    stamp = (folder / "checkpoint" / "step-8" / ".metadata").stat().st_mtime_ns
+    losses, _, out = run(data, folder)
+    assert losses == {}
+    assert "is complete at step 8: nothing to train" in out
+    assert (folder / "checkpoint/step-8/.metadata").stat().st_mtime_ns == stamp
+
+
+def test_sample_command(one):
+    folder, *_ = one
+    args = ["train.sample", "--run", folder, "--tokens", 20, "--prompt", "import "]
+    code, out, err = command(*args)
+    assert (code, err) == (0, "")
+    assert out.startswith("import ")
+    assert command(*args)[1] == out
+
+
+# ---- errors: one line, exit code 2 ---------------------------------------------------
+
+COMMANDS = {
+    "unknown config": (
+        ["train", "--config", "tiny"],
+        "got --config tiny, expected one",
+    ),
+    "negative lr": (
+        ["train", "--config", "tiny_mars_adamw", "--optimizer.lr", "-1"],
+        "got lr=-1.0, expected a finite number > 0",
+    ),
+    "no data": (
+        ["train", "--config", "small_mars_adamw", "--dataloader.dataset-path", "/none"],
+        "got no /none/meta.json",
+    ),
+    "prepare": (
+        ["train.prepare", "--source", "text", "--out", "/none/x", "/none/y"],
+        "got /none/y",
+    ),
+    "sample": (["train.sample", "--run", "/none"], "got no /none/settings.json"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_fail_in_one_line(name):
+    args, message = COMMANDS[name]
+    code, _, err = command(*args)
+    told = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == 2, err
+    assert len(told) == 1, err
+    assert message in told[0]
+    assert "Traceback" not in err
+
+
+def tiny(data, **changes):
+    """A checked configuration with ``section__option=value`` changed."""
+    config = configs.tiny_mars_adamw()
+    config.dataloader.dataset_path = str(data)
+    config.training.seq_len, config.validator.samples = SEQ, 16
+    for path, value in changes.items():
+        section, option = path.split("__")
+        setattr(getattr(config, section), option, value)
+    return config
+
+
+SETTINGS = {
+    "sequence too long": (dict(training__seq_len=129), "got training.seq_len=129"),
+    "no steps": (dict(training__steps=0), "got training.steps=0"),
+    "batch that does not divide": (
+        dict(training__global_batch_size=12),
+        "got training.global_batch_size=12 with 2 ranks",
+    ),
+    "warm-up beyond the end": (
+        dict(lr_scheduler__warmup_steps=1400),
+        "got lr_scheduler.warmup_steps=1400",
+    ),
+    "unknown mars_type": (dict(optimizer__mars_type="mars"), "got mars_type='mars'"),
+    "betas": (dict(optimizer__betas=(0.9, 1.0)), r"got betas\[1\]=1.0"),
+    "min_lr above lr": (dict(lr_scheduler__min_lr=1.0), "got lr_scheduler.min_lr=1.0"),
+    "embedding decay": (
+        dict(optimizer__embedding_weight_decay=-1.0),
+        "got weight_decay=-1.0",
+    ),
+    "exact baseline": (
+        dict(optimizer__mars_type="muon", optimizer__exact=True),
+        "got optimizer.exact with muon",
+    ),
+    "validation samples": (
+        dict(validator__samples=17),
+        "got validator.samples=17 with 2 ranks",
+    ),
+    "more than held out": (dict(validator__samples=16 * 10**6), "windows of 32 tokens"),
+    "other folder": (dict(checkpoint__folder="elsewhere"), "change --dump-folder"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_are_checked_before_processes_meet(name, data):
+    changes, message = SETTINGS[name]
+    with pytest.raises(UserError, match=message):
+        resolve(tiny(data, **changes), world=2)
+
+
+def test_text_shorter_than_a_sample(tmp_path):
+    file = tmp_path / "short.txt"
+    file.write_text("x" * 100)
+    prepare.prepare("text", "bytes", tmp_path / "data", [file], 0.1)
+    with pytest.raises(UserError, match="got 11 tokens, expected at least one sample"):
+        resolve(tiny(tmp_path / "data"), world=1)
+
+
+def test_a_folder_belongs_to_one_run(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+
+    def claimed(**changes):
+        config = tiny(data, **changes)
+        config.dump_folder = str(tmp_path / "run")
+        resolve(config, world=1)
+        claim(config)
+
+    claimed()
+    claimed()
+    # how it is executed may change, and how long it is shown
+    claimed(training__local_batch_size=4, metrics__log_freq=1, validator__freq=7)
+    with pytest.raises(UserError, match=r"got optimizer.lr=0.1 where it has 0.006"):
+        claimed(optimizer__lr=0.1)
+    with pytest.raises(UserError, match=r"schedule_steps=999 where it has 1400"):
+        claimed(training__steps=999)
+    (tmp_path / "run" / "settings.json").unlink()
+    (tmp_path / "run" / "checkpoint").mkdir()
+    with pytest.raises(UserError, match="checkpoints but no settings.json"):
+        claimed()

@@ -1,0 +1,235 @@
+"""Two processes move sharded parameters exactly as one moves whole ones."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import marsopt
+from marsopt import MARS
+from marsopt.routing import MARS_TYPES
+from parallel import MeshCollectives
+from tests.processes import spawn
+
+pytestmark = pytest.mark.processes
+
+STEPS = 4
+CASES = [
+    (t, a) for t in MARS_TYPES for a in ((True, False) if "mars-" in t else (True,))
+]
+
+
+class Model(nn.Module):
+    """Uneven shards (5 and 3 rows on two ranks) and an empty one (1 row)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.norm = nn.LayerNorm(5)
+        self.second = nn.Linear(5, 3, bias=False)
+        self.last = nn.Linear(3, 1, bias=False)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.second(self.norm(self.first(x)))))
+
+
+def train(model, optimizer, exact):
+    """STEPS steps on seeded batches; returns the gradient norms."""
+
+    def gradient(seed):
+        g = torch.Generator().manual_seed(seed)
+        x, y = torch.randn(8, 6, generator=g), torch.randn(8, 1, generator=g)
+        optimizer.zero_grad()
+        (30 * nn.functional.mse_loss(model(x), y)).backward()
+
+    norms = []
+    for t in range(STEPS):
+        if exact:
+            gradient(t + 1)
+            optimizer.update_previous_grad()
+        gradient(t)
+        optimizer.step()
+        norms.append(float(optimizer.grad_norm))
+        if exact:
+            optimizer.update_last_grad()
+    return norms
+
+
+def make(mars_type, is_approx, sharded, compiled=False):
+    torch.manual_seed(1)
+    model = Model()
+    kw = dict(
+        lr=0.02,
+        mars_type=mars_type,
+        is_approx=is_approx,
+        weight_decay=0.1,
+        max_norm=2.0,
+        ns_dtype=torch.float32,
+        compile=compiled,
+    )
+    if not sharded:
+        return model, MARS(model.named_parameters(), **kw)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model.first, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(dist.get_world_size())
+            module.set_force_sum_reduction_for_comms(True)
+    collectives = MeshCollectives(mesh)
+    return model, MARS(model.named_parameters(), collectives=collectives, **kw)
+
+
+def whole(model):
+    return {
+        n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for n, p in model.named_parameters()
+    }
+
+
+def train_sharded(rank, world, cases):
+    out = []
+    for mars_type, is_approx, compiled in cases:
+        model, optimizer = make(mars_type, is_approx, True, compiled)
+        norms = train(model, optimizer, not is_approx)
+        out.append((whole(model), norms))
+    return out
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_sharded_is_whole(world):
+    cases = [(*case, False) for case in CASES]
+    per_rank = spawn(train_sharded, world, cases)
+    for i, (mars_type, is_approx, _) in enumerate(cases):
+        model, optimizer = make(mars_type, is_approx, False)
+        norms = train(model, optimizer, not is_approx)
+        for results in per_rank:
+            params, their_norms = results[i]
+            assert their_norms == pytest.approx(norms, rel=1e-5)
+            for n, p in whole(model).items():
+                torch.testing.assert_close(
+                    params[n],
+                    p,
+                    rtol=0,
+                    atol=1e-5
+                    if optimizer.param_groups[0]["mars_type"] in MATRIX
+                    else 1e-6,
+                    msg=lambda m, n=n, t=mars_type, a=is_approx: f"{t} {a} {n}: {m}",
+                )
+
+
+MATRIX = ("mars-shampoo", "mars-m", "muon", "moonlight")
+
+
+def test_compiled_and_sharded():
+    (params, _), (more, _) = spawn(
+        train_sharded, 2, [("mars-adamw", True, True), ("mars-shampoo", True, True)]
+    )[0]
+    for mars_type, found in (("mars-adamw", params), ("mars-shampoo", more)):
+        model, optimizer = make(mars_type, True, False)
+        train(model, optimizer, False)
+        for n, p in whole(model).items():
+            torch.testing.assert_close(found[n], p, rtol=0, atol=1e-5)
+
+
+def count_and_skip(rank, world):
+    """One all-reduce a step; a NaN in one rank's shard is skipped by all."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    model, optimizer = make("mars-adamw", True, True)
+    train(model, optimizer, False)
+    with CommDebugMode() as comm:
+        optimizer.step()
+    reductions = sum(comm.get_comm_counts().values())
+    before = whole(model)
+    if rank == 1:
+        model.first.weight.grad.to_local()[0, 0] = float("nan")
+    optimizer.step()
+    same = all(torch.equal(before[n], p) for n, p in whole(model).items())
+    return reductions, same, optimizer.num_skipped
+
+
+def test_one_all_reduce_and_common_skips():
+    assert spawn(count_and_skip, 2) == [(1, True, 1)] * 2
+
+
+def functional(rank, world):
+    """Rule.step over DTensors, with a replicated and a plain tensor beside them."""
+    mesh = init_device_mesh("cpu", (world,))
+    collectives = MeshCollectives(mesh)
+    from torch.distributed.tensor import Replicate, Shard
+
+    g = torch.Generator().manual_seed(0)
+    x = {n: torch.randn(5, 3, generator=g) for n in ("rows", "cols", "copy", "plain")}
+    grads = {n: 3 * torch.randn(5, 3, generator=g) for n in x}
+    places = {"rows": Shard(0), "cols": Shard(1), "copy": Replicate()}
+
+    def spread(tree):
+        return {
+            n: distribute_tensor(v, mesh, [places[n]]) if n in places else v
+            for n, v in tree.items()
+        }
+
+    ns = marsopt.NewtonSchulz(dtype=torch.float64)
+    error = 0.0
+    for rule in (marsopt.mars_adamw(max_norm=1.0), marsopt.mars_m(max_norm=1.0, ns=ns)):
+        want, _ = rule.step(x, grads, rule.init(x), lr=0.1)
+        sharded = spread(x)
+        got, _ = rule.step(
+            sharded, spread(grads), rule.init(sharded), lr=0.1, collectives=collectives
+        )
+        for n in x:
+            full = got[n].full_tensor() if n in places else got[n]
+            error = max(error, float((full - want[n]).abs().max()))
+    return error
+
+
+def test_rules_over_dtensors():
+    assert max(spawn(functional, 2)) < 1e-6
+
+
+def refuse(rank, world):
+    model, _ = make("adamw", True, True)
+    told = []
+    for collectives in (None, MeshCollectives(init_device_mesh("cpu", (1, world)))):
+        try:
+            kw = {} if collectives is None else {"collectives": collectives}
+            MARS(model.parameters(), compile=False, **kw)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_sharded_parameters_without_their_mesh_are_refused():
+    for none, other in spawn(refuse, 2):
+        assert "pass collectives=MeshCollectives(mesh)" in none
+        assert "pass the mesh that fully_shard was given" in other
+
+
+def save_and_load(rank, world):
+    """A state dict of DTensors, through a file per rank, continues bit for bit."""
+    model, optimizer = make("mars-adamw", True, True)
+    train(model, optimizer, False)
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=False)
+    other, resumed = make("mars-adamw", True, True)
+    other.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    kinds = {type(v).__name__ for s in state["state"].values() for v in s.values()}
+    for m, o in ((model, optimizer), (other, resumed)):
+        train(m, o, False)
+    a, b = whole(model), whole(other)
+    return kinds, all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_state_is_dtensors_and_resumes_bitwise():
+    assert spawn(save_and_load, 2) == [({"DTensor", "Tensor"}, True)] * 2
