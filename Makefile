@@ -1,0 +1,44 @@
+# make train    train the small default model and show it
+# make test     lint and the whole test suite
+#
+# Both create .venv on first use. make train takes RUN=name (a folder below runs/),
+# CONFIG=recipe, RANKS=processes and OPTIONS='--section.option value ...'.
+
+PYTHON  ?= python3
+VENV    ?= .venv
+CONFIG  ?= tiny_mars_adamw
+RUN     ?= $(CONFIG)
+RANKS   ?= 1
+OPTIONS ?=
+BIN     := $(VENV)/bin
+
+LAUNCH := $(BIN)/python -m
+ifneq ($(RANKS),1)
+LAUNCH := $(BIN)/torchrun --nproc-per-node $(RANKS) -m
+endif
+
+.PHONY: train test lint clean
+
+train: $(VENV)/ready $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
+	$(LAUNCH) train --config $(CONFIG) --dump-folder runs/$(RUN) $(OPTIONS)
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+data/python/meta.json: | $(VENV)/ready
+	$(BIN)/python -m train.prepare --source python --out data/python
+
+# torch first: what depends on it would otherwise choose a build of it
+$(VENV)/ready: requirements.txt constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "got Python %d.%d, expected 3.11 or newer: make PYTHON=python3.12" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache build dist
