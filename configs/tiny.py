@@ -34,8 +34,8 @@ def tiny_mars_adamw() -> MarsTrainer.Config:
             local_batch_size=8, global_batch_size=16, seq_len=128, steps=1400
         ),
         validation_samples=1024,
-        validation_interval=350,
-        checkpoint_interval=350,
+        validation_interval=200,
+        checkpoint_interval=200,
         log_freq=10,
         compile_model=False,
     )

@@ -21,9 +21,13 @@ MATRIX_TYPES = {
     "moonlight": "moonlight",
 }
 
+# The whole recordings (8 steps, every step kept) where they lie beside the checkout.
+WHOLE = Path(__file__).parents[2] / "shared" / "golden"
+
 pytestmark = [
     pytest.mark.golden,
     pytest.mark.parametrize("case", TABLE["cases"]),
+    pytest.mark.parametrize("source", ["copied", "whole"]),
 ]
 
 
@@ -41,24 +45,45 @@ def unpack(flat, steps):
     return out
 
 
-@pytest.fixture
-def golden(case):
-    entry = TABLE["cases"][case]
+def read_copied(case):
+    entry = dict(TABLE["cases"][case])
+    steps = entry["steps"]
     with np.load(HERE / "trajectories.npz") as z:
-        entry = dict(entry)
         entry["init"] = unpack(z[entry["init"]], 1)[0]
-        entry["grad"] = unpack(z[entry["grad"]], entry["steps"])
-        if entry.get("exact"):
-            entry["prev"] = unpack(z[entry["prev"]], entry["steps"])
+        entry["grad"] = unpack(z[entry["grad"]], steps)
+        entry["prev"] = unpack(z[entry["prev"]], steps) if "prev" in entry else None
         kept = unpack(z[f"param/{case}"], len(TABLE["kept_steps"]))
-        entry["param"] = dict(zip(TABLE["kept_steps"], kept, strict=True))
-        entry["ns_dtype"] = (
-            torch.bfloat16 if entry.get("ns") == "bf16" else torch.float64
-        )
-        entry["atol"] = 2e-2 if entry.get("ns") == "bf16" else 1e-6
-        entry["lrs"] = [
-            entry["kw"]["lr"] * f for f in entry.get("lr_sched", [1.0] * entry["steps"])
-        ]
+    entry["param"] = dict(zip(TABLE["kept_steps"], kept, strict=True))
+    return entry
+
+
+def read_whole(case):
+    if not WHOLE.exists():
+        pytest.skip("the whole recordings are not beside this checkout")
+    entry = dict(json.loads((WHOLE / "official.json").read_text())[case])
+    with np.load(WHOLE / "official.npz") as z:
+
+        def row(*key):
+            at = "/".join(map(str, (case, *key)))
+            return {n: torch.from_numpy(z[f"{at}/{n}"]) for n in SHAPES}
+
+        steps = range(entry["steps"])
+        entry["init"] = row("init")
+        entry["grad"] = [row("grad", t) for t in steps]
+        entry["param"] = {t: row("param", t) for t in steps}
+        exact = entry.get("exact", False)
+        entry["prev"] = [row("prev", t) for t in steps] if exact else None
+    return entry
+
+
+@pytest.fixture
+def golden(case, source):
+    entry = {"copied": read_copied, "whole": read_whole}[source](case)
+    in_bf16 = entry.get("ns") == "bf16"
+    entry["ns_dtype"] = torch.bfloat16 if in_bf16 else torch.float64
+    entry["atol"] = 2e-2 if in_bf16 else 1e-6
+    schedule = entry.get("lr_sched", [1.0] * entry["steps"])
+    entry["lrs"] = [entry["kw"]["lr"] * factor for factor in schedule]
     return entry
 
 

@@ -11,7 +11,7 @@ from train.tokenizers import tokenizer
 
 TRAIN, VAL = "loss_metrics/global_avg_loss", "validation_metrics/loss"
 PER_BYTE = "validation_metrics/nats_per_byte"
-PROMPT = "def main():\n"
+PROMPT = "class "
 
 
 def read_scalars(folder: Path) -> dict[str, dict[int, float]]:
@@ -80,7 +80,7 @@ def report(folder: Path, title: str) -> None:
         load_model(folder, shape),
         coder.encode(PROMPT),
         num_tokens=240,
-        temperature=0.7,
+        temperature=0.8,
         top_k=50,
         seed=0,
     )

@@ -23,11 +23,11 @@ def main() -> None:
         required=True,
         help="a run's folder, e.g. runs/tiny_mars_adamw",
     )
-    parser.add_argument("--prompt", default="def main():\n")
+    parser.add_argument("--prompt", default="class ")
     parser.add_argument(
         "--tokens", type=int, default=300, help="how many to generate (default 300)"
     )
-    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument(
         "--top-k", type=int, default=50, help="sample from this many likeliest tokens"
     )
