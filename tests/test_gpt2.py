@@ -120,9 +120,9 @@ def test_small_mars_adamw_is_the_published_recipe():
     c = configs.small_mars_adamw()
     assert c.model_spec.model.shape == Shape(12, 12, 768, 1024, 50304, True)
     assert c.optimizer.group() == dict(
-        mars_type="mars-adamw", lr=6e-3, betas=(0.95, 0.99), eps=1e-8, weight_decay=0.01,
-        amsgrad=False, gamma=0.025, optimize_1d=False, clip=1.0, lr_1d=3e-3,
-        betas_1d=(0.9, 0.95), weight_decay_1d=0.1,
+        mars_type="mars-adamw", lr=6e-3, betas=(0.95, 0.99), eps=1e-8,
+        weight_decay=0.01, amsgrad=False, gamma=0.025, optimize_1d=False, clip=1.0,
+        lr_1d=3e-3, betas_1d=(0.9, 0.95), weight_decay_1d=0.1,
     )  # fmt: skip
     assert (c.optimizer.exact, c.optimizer.embedding_weight_decay) == (False, 0.0)
     assert (c.lr_scheduler.warmup_steps, c.lr_scheduler.min_lr) == (2000, 3e-5)
