@@ -103,6 +103,44 @@ class NewtonSchulz:
         x = x.reshape(shape)
         return (x.mT if tall else x).to(matrices.dtype)
 
+    def from_gram(self, gram: Tensor) -> Tensor:
+        """Q (..., k, k) with X Q the factor of X, from X^T X (..., k, k) alone.
+
+        Every iterate is X times a polynomial in X^T X, so that a matrix cut into rows
+        needs its Gram matrix summed once, and no other exchange. Q is computed in the
+        dtype of ``gram``, which has to be float32 or wider: a Gram matrix has the
+        square of the condition number.
+        """
+        k = gram.shape[-1]
+        one = torch.eye(k, dtype=gram.dtype, device=gram.device)
+        norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp(min=0).sqrt() + self.eps
+        norm = norm[..., None, None]
+        gram, q = gram / norm / norm, one / norm
+        table = COEFFICIENTS[self.coefficients]
+        for i in range(self.steps):
+            a, b, c = table[min(i, len(table) - 1)]
+            p = a * one + b * gram + c * gram @ gram
+            gram, q = p @ gram @ p, q @ p
+        return q
+
+    def payload(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
+        """What a matrix of ``dtype`` may travel in before it is normalized.
+
+        bf16 where the iteration is bf16: it has the range of float32, so that
+        normalizing can wait until the whole matrix is together. fp16 has not.
+        """
+        return torch.bfloat16 if self.dtype == torch.bfloat16 else dtype
+
+    def num_flops(self, rows: int, cols: int) -> int:
+        """Of the iteration on one matrix: two products with it and one Gram square."""
+        short, long = sorted((rows, cols))
+        return self.steps * (4 * long * short**2 + 2 * short**3)
+
+    def num_gram_flops(self, rows: int, cols: int, num_ranks: int) -> int:
+        """Of the Gram form on one of ``num_ranks``: its share of rows, and k x k."""
+        short, long = sorted((rows, cols))
+        return 4 * long * short**2 // num_ranks + self.steps * 8 * short**3
+
     def many(self, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Orthogonalize a list of matrices (rows, cols), one batched iteration per
         shape and dtype.

@@ -88,8 +88,8 @@ class Progress(MetricsProcessor):
                     unit="step",
                     dynamic_ncols=True,
                 )
+            self._bar.set_postfix_str(line, refresh=False)
             self._bar.update(step - self._bar.n)
-            self._bar.set_postfix_str(line)
         else:
             eta = "" if left is None else f"  ETA {timedelta(seconds=round(left))}"
             self._say(f"step {step}/{self.config.total_steps}  {line}{eta}")

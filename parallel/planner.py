@@ -1,0 +1,215 @@
+"""Who orthogonalizes which matrix, and how: a pure function, the same on every rank.
+
+FLOPs and bytes are those of docs/scaling.md. Times are a model, for choosing; they are
+not measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from marsopt import NewtonSchulz
+
+Strategy = Literal["owner", "gram", "replicate"]
+STRATEGIES: tuple[Strategy, ...] = ("owner", "gram", "replicate")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the model of time assumes.
+
+    Args:
+        link: bytes a second that one rank sends.
+        flops: of Newton-Schulz in its working precision, a second.
+        flops_fp32: of the Gram form, which is computed in float32.
+    """
+
+    link: float = 50e9
+    flops: float = 400e12
+    flops_fp32: float = 50e12
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix that one mesh axis cuts along ``dim``."""
+
+    rows: int
+    cols: int
+    dim: int
+
+    @property
+    def may_gram(self) -> bool:
+        """Whether the Gram matrix of its short side is a sum over shards."""
+        return self.cols <= self.rows if self.dim == 0 else self.rows <= self.cols
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of each matrix: strategy, owner (or -1) and bucket."""
+
+    num_ranks: int
+    strategies: tuple[Strategy, ...]
+    owners: tuple[int, ...]
+    buckets: tuple[int, ...]
+
+    def members(self, strategy: Strategy, bucket: int = 0) -> list[int]:
+        """Indices of the matrices of one strategy (and, of "owner", one bucket)."""
+        return [
+            i
+            for i, s in enumerate(self.strategies)
+            if s == strategy and (s != "owner" or self.buckets[i] == bucket)
+        ]
+
+    @property
+    def num_buckets(self) -> int:
+        """Of the owner exchange."""
+        used = [
+            b
+            for s, b in zip(self.strategies, self.buckets, strict=True)
+            if s == "owner"
+        ]
+        return max(used, default=-1) + 1
+
+
+@dataclass
+class Cost:
+    """Of one step on the slowest rank."""
+
+    bytes_sent: float = 0.0
+    seconds: float = 0.0
+    owner_flops: list[float] = field(default_factory=list)
+
+    @property
+    def imbalance(self) -> float:
+        """FLOPs of the slowest owner over the mean; 1 is even."""
+        mean = sum(self.owner_flops) / max(1, len(self.owner_flops))
+        return max(self.owner_flops, default=0.0) / mean if mean else 1.0
+
+
+def assign(flops: Sequence[int], num_ranks: int) -> tuple[list[int], list[float]]:
+    """Owners by longest processing time first, and the load of each rank.
+
+    Ties go to the earlier matrix and the lower rank, so that every rank agrees.
+    """
+    owners, loads = [0] * len(flops), [0.0] * num_ranks
+    for i in sorted(range(len(flops)), key=lambda i: (-flops[i], i)):
+        owners[i] = min(range(num_ranks), key=lambda r: (loads[r], r))
+        loads[owners[i]] += flops[i]
+    return owners, loads
+
+
+def plan(
+    matrices: Sequence[Matrix],
+    num_ranks: int,
+    ns: NewtonSchulz,
+    *,
+    strategy: Strategy | Literal["auto"] = "auto",
+    max_buckets: int = 2,
+    machine: Machine = Machine(),
+) -> Plan:
+    """Choose for each matrix by the model of time, or as ``strategy`` says.
+
+    "auto" gives every matrix an owner, balanced by FLOPs over all shapes together, and
+    then moves matrices to the Gram form, largest first, while that makes the step
+    faster: one tall embedding that would keep an owner busy alone, or few ranks.
+
+    Raises:
+        ValueError: an unknown strategy, or ``max_buckets`` below 1.
+    """
+    if strategy not in ("auto", *STRATEGIES):
+        raise ValueError(
+            f"got strategy={strategy!r}, expected 'auto' or one of {STRATEGIES}: "
+            "choose one of these names"
+        )
+    if max_buckets < 1:
+        raise ValueError(
+            f"got max_buckets={max_buckets}, expected 1 or more: 2 overlaps"
+        )
+    if strategy == "replicate" or num_ranks == 1:
+        return _plan(matrices, num_ranks, ns, ["replicate"] * len(matrices), 1)
+    if strategy == "gram":
+        chosen: list[Strategy] = ["gram" if m.may_gram else "owner" for m in matrices]
+        return _plan(matrices, num_ranks, ns, chosen, max_buckets)
+    chosen = ["owner"] * len(matrices)
+    best = _plan(matrices, num_ranks, ns, chosen, max_buckets)
+    if strategy == "owner":
+        return best
+    seconds = cost(matrices, best, ns, machine).seconds
+    for shape in _largest_first(matrices, ns):
+        trial = [
+            "gram" if m == shape and m.may_gram else s
+            for m, s in zip(matrices, chosen, strict=True)
+        ]
+        other = _plan(matrices, num_ranks, ns, trial, max_buckets)
+        if (faster := cost(matrices, other, ns, machine).seconds) < seconds:
+            best, chosen, seconds = other, trial, faster
+    return best
+
+
+def _largest_first(matrices: Sequence[Matrix], ns: NewtonSchulz) -> list[Matrix]:
+    """The distinct matrices that have a Gram form. Equal ones are moved together."""
+    distinct = {m for m in matrices if m.may_gram}
+    return sorted(
+        distinct, key=lambda m: (-ns.num_flops(m.rows, m.cols), m.dim, m.rows)
+    )
+
+
+def _plan(
+    matrices: Sequence[Matrix],
+    num_ranks: int,
+    ns: NewtonSchulz,
+    strategies: Sequence[Strategy],
+    max_buckets: int,
+) -> Plan:
+    """Owners and buckets for given strategies."""
+    owned = [i for i, s in enumerate(strategies) if s == "owner"]
+    flops = [ns.num_flops(matrices[i].rows, matrices[i].cols) for i in owned]
+    found, _ = assign(flops, num_ranks)
+    owners, buckets = [-1] * len(matrices), [0] * len(matrices)
+    for i, owner in zip(owned, found, strict=True):
+        owners[i] = owner
+    for rank in range(num_ranks):
+        mine = [
+            (i, f) for i, f, o in zip(owned, flops, found, strict=True) if o == rank
+        ]
+        parts, _ = assign([f for _, f in mine], max_buckets)
+        for (i, _), bucket in zip(mine, parts, strict=True):
+            buckets[i] = bucket
+    return Plan(num_ranks, tuple(strategies), tuple(owners), tuple(buckets))
+
+
+def cost(
+    matrices: Sequence[Matrix],
+    plan: Plan,
+    ns: NewtonSchulz,
+    machine: Machine = Machine(),
+) -> Cost:
+    """Bytes that a rank sends, FLOPs of each owner, and the model's time of one step.
+
+    Bytes: 2 mn s / p of a matrix with an owner, less what stays on its rank; 8 k^2
+    (p - 1)/p of a Gram matrix, by a ring all-reduce in float32; mn s (p - 1)/p of a
+    gathered one.
+    """
+    p, away = plan.num_ranks, (plan.num_ranks - 1) / plan.num_ranks
+    size = ns.payload().itemsize + ns.dtype.itemsize
+    total, gram_seconds, everywhere = Cost(owner_flops=[0.0] * p), 0.0, 0.0
+    for m, strategy, owner in zip(matrices, plan.strategies, plan.owners, strict=True):
+        numel, short = m.rows * m.cols, min(m.rows, m.cols)
+        if strategy == "owner":
+            total.bytes_sent += size * numel / p * away
+            total.owner_flops[owner] += ns.num_flops(m.rows, m.cols)
+        elif strategy == "gram":
+            total.bytes_sent += 8 * short**2 * away
+            flops = ns.num_gram_flops(m.rows, m.cols, p)
+            gram_seconds += flops / machine.flops_fp32
+        else:
+            total.bytes_sent += ns.payload().itemsize * numel * away
+            everywhere += ns.num_flops(m.rows, m.cols)
+    total.seconds = (
+        total.bytes_sent / machine.link
+        + (max(total.owner_flops) + everywhere) / machine.flops
+        + gram_seconds
+    )
+    return total

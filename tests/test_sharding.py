@@ -1,0 +1,350 @@
+"""Sharded equals unsharded: every rule, strategy, placement and number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from marsopt import MARS
+from marsopt.routing import MARS_TYPES
+from parallel import MeshCollectives
+from tests.processes import spawn
+
+pytestmark = pytest.mark.processes
+
+# GPT-2's shapes scaled down; 5 rows are uneven on 2 to 4 ranks, 1 row leaves empty shards
+SHAPES = {
+    "wte": (50, 16), "attn_in": (48, 16), "attn_out": (16, 16), "mlp_in": (64, 16),
+    "mlp_out": (16, 64), "mlp_out2": (16, 64), "five": (5, 16), "one": (1, 16),
+    "norm": (16,), "small": (3,),
+}  # fmt: skip
+MATRIX = ("mars-shampoo", "mars-m", "muon", "moonlight")
+STEPS = 3
+FORMS = {t: (False, True) if "mars-" in t else (False,) for t in MARS_TYPES}
+EVERY = [(t, exact) for t, forms in FORMS.items() for exact in forms]
+
+
+def values(seed, scale=1.0):
+    g = torch.Generator().manual_seed(seed)
+    return {n: scale * torch.randn(s, generator=g) for n, s in SHAPES.items()}
+
+
+def rows(name):
+    return [Shard(0)]
+
+
+def columns(name):
+    """shard_placement_fn may cut dim 1 where it divides."""
+    return [Shard(1)] if name.startswith(("mlp", "attn")) else [Shard(0)]
+
+
+def hybrid(name):
+    return [Replicate(), Shard(0)]
+
+
+def mixed(name):
+    """Sharded, replicated and plain tensors side by side."""
+    if name in ("attn_out", "norm"):
+        return [Replicate()]
+    return None if name in ("five", "small") else [Shard(0)]
+
+
+def grid(name):
+    """FSDP x TP, row-wise: two axes cut one matrix."""
+    by_both = name.startswith(("mlp", "attn"))
+    return [Shard(0), Shard(1) if by_both else Replicate()]
+
+
+def train(place, mesh, collectives, mars_type, exact, scale, compiled=False):
+    """STEPS steps on given gradients; whole parameters afterwards."""
+
+    def spread(tree):
+        if place is None:
+            return dict(tree)
+        at = {n: place(n) for n in tree}
+        return {
+            n: v if at[n] is None else distribute_tensor(v, mesh, at[n])
+            for n, v in tree.items()
+        }
+
+    params = {n: nn.Parameter(v) for n, v in spread(values(0, 0.1)).items()}
+    kw = {} if collectives is None else dict(collectives=collectives)
+    optimizer = MARS(
+        params.items(), lr=0.02, weight_decay=0.1, mars_type=mars_type, max_norm=2.0,
+        is_approx=not exact, ns_dtype=torch.float32, compile=compiled, **kw,
+    )  # fmt: skip
+
+    def give(seed):
+        for n, g in spread(values(seed, scale)).items():
+            params[n].grad = g
+
+    for t in range(STEPS):
+        if exact:
+            give(100 + t)
+            optimizer.update_previous_grad()
+        give(1 + t)
+        optimizer.step()
+        if exact:
+            optimizer.update_last_grad()
+    whole = {n: p.detach() for n, p in params.items()}
+    return {
+        n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in whole.items()
+    }
+
+
+def compare(rank, world, cases, mesh_shape, place, strategies):
+    """Largest differences to the same steps on whole tensors, by kind of rule."""
+    torch.set_grad_enabled(False)
+    mesh = init_device_mesh("cpu", mesh_shape)
+    worst = {"elementwise": 0.0, "matrix": 0.0}
+    for mars_type, exact in cases:
+        kind = "matrix" if mars_type in MATRIX else "elementwise"
+        for scale in (1.0, 1e-3):  # the per-tensor clip acts, and does not
+            want = train(None, None, None, mars_type, exact, scale)
+            for strategy in strategies if kind == "matrix" else ("auto",):
+                collectives = MeshCollectives(mesh, strategy=strategy)
+                got = train(place, mesh, collectives, mars_type, exact, scale)
+                error = max(float((got[n] - want[n]).abs().max()) for n in SHAPES)
+                worst[kind] = max(worst[kind], error)
+    return worst
+
+
+ALL = ("owner", "gram", "replicate")
+ADAMW, SHAMPOO, SHAMPOO_EXACT = (
+    ("mars-adamw", False),
+    ("mars-shampoo", False),
+    ("mars-shampoo", True),
+)
+# mesh, placements, (mars_type, exact), strategies
+CASES = {
+    "1 rank": ((1,), rows, EVERY, ("auto",)),
+    "2 ranks": ((2,), rows, EVERY, (*ALL, "auto")),
+    "3 ranks": ((3,), rows, [ADAMW, SHAMPOO_EXACT], ("owner", "gram")),
+    "4 ranks": ((4,), rows, EVERY, ("owner",)),
+    "8 ranks": ((8,), rows, [("mars-adamw", True), ("mars-m", False)], ("owner",)),
+    "Shard(1)": ((2,), columns, [ADAMW, SHAMPOO], ALL),
+    "HSDP 2x2": ((2, 2), hybrid, [("mars-adamw", True), SHAMPOO], ALL),
+    "FSDP x TP 2x2": ((2, 2), grid, [ADAMW, ("mars-m", True)], ("owner",)),
+    "mixed": ((2,), mixed, [("mars-lion", False), SHAMPOO], ("owner", "auto")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sharded_equals_unsharded(name):
+    mesh_shape, place, cases, strategies = CASES[name]
+    world = torch.Size(mesh_shape).numel()
+    for worst in spawn(
+        compare, world, cases, mesh_shape, place, strategies, seconds=240
+    ):
+        assert worst["elementwise"] < 1e-6
+        assert worst["matrix"] < 1e-5
+
+
+# ---- tensor parallelism by torch's own API -------------------------------------------
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12, bias=False), nn.Linear(12, 8, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+def tensor_parallel(rank, world):
+    """Column-wise (striped shards) and row-wise, under fully_shard on a 2x2 mesh."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def steps(parallel):
+        torch.manual_seed(0)
+        model, kw = Mlp(), {}
+        if parallel:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(model, mesh["tp"], plan)
+            fully_shard(model, mesh=mesh["dp"])
+            model.set_gradient_divide_factor(2.0)
+            model.set_force_sum_reduction_for_comms(True)
+            found = next(model.parameters()).device_mesh
+            kw = dict(collectives=MeshCollectives(found))
+        optimizer = MARS(
+            model.parameters(), lr=0.02, mars_type="mars-shampoo", max_norm=0.5,
+            ns_dtype=torch.float32, compile=False, **kw,
+        )  # fmt: skip
+        for t in range(STEPS):
+            g = torch.Generator().manual_seed(t)
+            optimizer.zero_grad()
+            model(torch.randn(4, 8, generator=g)).square().mean().backward()
+            optimizer.step()
+        return model
+
+    places = {str(p.placements) for p in steps(True).parameters()}
+    got = [p.full_tensor().detach() for p in steps(True).parameters()]
+    want = [p.detach() for p in steps(False).parameters()]
+    return places, max(
+        float((a - b).abs().max()) for a, b in zip(got, want, strict=True)
+    )
+
+
+def test_fsdp_and_tensor_parallelism():
+    for places, error in spawn(tensor_parallel, 4):
+        assert any("StridedShard" in p or "_S" in p for p in places), places
+        assert error < 1e-5
+
+
+# ---- what is sent --------------------------------------------------------------------
+
+
+def count(rank, world, strategy):
+    """Collectives and bytes of one step after the first, as torch sees them called."""
+    mesh = init_device_mesh("cpu", (world,))
+    collectives = MeshCollectives(mesh, strategy=strategy)
+    names = ("wte", "attn_in", "attn_out", "mlp_in", "mlp_out", "norm")
+    params = {
+        n: nn.Parameter(distribute_tensor(v, mesh, [Shard(0)]))
+        for n, v in values(0).items()
+        if n in names
+    }
+    optimizer = MARS(
+        params.items(), mars_type="mars-shampoo", collectives=collectives, compile=True
+    )
+    calls = []
+    real = dist.all_reduce, dist.all_to_all_single
+
+    def all_reduce(tensor, *args, **kw):
+        calls.append(("all_reduce", tensor.numel() * tensor.element_size()))
+        return real[0](tensor, *args, **kw)
+
+    def all_to_all_single(out, flat, of, to, *args, **kw):
+        kept = to[dist.get_rank()]
+        calls.append(("all_to_all", (flat.numel() - kept) * flat.element_size()))
+        return real[1](out, flat, of, to, *args, **kw)
+
+    def step():
+        for n, p in params.items():
+            p.grad = distribute_tensor(values(1)[n], mesh, [Shard(0)])
+        optimizer.step()
+
+    step()
+    dist.all_reduce, dist.all_to_all_single = all_reduce, all_to_all_single
+    try:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for t in range(3):
+                calls.clear()
+                optimizer.param_groups[0].update(lr=0.01 * t, gamma=0.01 * t)
+                step()
+    finally:
+        dist.all_reduce, dist.all_to_all_single = real
+    ((_, division),) = collectives._divisions.values()
+    return list(calls), division.teams[0].matrices, division.teams[0].plan
+
+
+def test_collectives_and_bytes_are_those_of_the_plan():
+    """One all-reduce for all norms, two all-to-all per bucket, 2mn/p bytes a matrix."""
+    from marsopt import NewtonSchulz
+    from parallel.planner import cost
+
+    world = 2
+    results = spawn(count, world, "owner")
+    total = 0
+    matrices, plan = results[0][1:]
+    for calls, _, _ in results:
+        reduced = [size for what, size in calls if what == "all_reduce"]
+        assert len(reduced) == 1
+        assert reduced[0] == 6 * 3 * 4  # leaves x inner products x float32
+        sent = [size for what, size in calls if what == "all_to_all"]
+        assert len(sent) == 2 * plan.num_buckets
+        assert plan.num_buckets <= 2
+        total += sum(sent)
+    model = cost(matrices, plan, NewtonSchulz()).bytes_sent
+    assert total / world == pytest.approx(model, rel=0.05)
+    numel = sum(m.rows * m.cols for m in matrices)
+    assert total / world <= 1.05 * 2 * numel * 2 / world
+
+
+# ---- faults --------------------------------------------------------------------------
+
+
+def different_lists(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    params = []
+    for rows in (4, 6) if rank == 0 else (4,):
+        whole = torch.ones(rows, 4)
+        # src_data_rank=None: else making them would be a collective, and hang
+        cut = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        params.append(nn.Parameter(cut))
+    optimizer = MARS(params, compile=False, collectives=MeshCollectives(mesh))
+    for p in params:
+        p.grad = torch.ones_like(p)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_different_parameter_lists_are_an_error_not_a_hang():
+    first, second = spawn(different_lists, 2, seconds=60)
+    assert "got 2 parameters on rank 0, expected the same shapes" in first
+    assert "got 1 parameters on rank 1" in second
+
+
+def missing_gradient(rank, world):
+    """A parameter without a gradient on one rank only counts as zero there."""
+    mesh = init_device_mesh("cpu", (world,))
+    params = [
+        nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+        for _ in range(2)
+    ]
+    optimizer = MARS(
+        params, mars_type="mars-m", compile=False, collectives=MeshCollectives(mesh)
+    )
+    for p in params:
+        p.grad = torch.ones_like(p)
+    if rank == 1:
+        params[1].grad = None
+    optimizer.step()
+    return [p.full_tensor().detach() for p in params]
+
+
+def test_a_missing_gradient_on_one_rank_does_not_hang():
+    (a, b), (c, d) = spawn(missing_gradient, 2, seconds=60)
+    assert torch.equal(a, c)
+    assert torch.equal(b, d)
+    assert torch.isfinite(b).all()
+
+
+def lone_nan(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    plain = nn.Parameter(torch.ones(3, 3))
+    params = [
+        nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])),
+        plain,
+    ]
+    optimizer = MARS(params, compile=False, collectives=MeshCollectives(mesh))
+    out = []
+    for broken in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        if rank == 1 and broken == 0:
+            params[0].grad.to_local()[0, 0] = float("nan")
+        if rank == 0 and broken == 1:  # rank 0 speaks for what is replicated
+            plain.grad[0, 0] = float("nan")
+        optimizer.step()
+        out.append((optimizer.num_skipped, bool((plain == 1).all())))
+    return out
+
+
+def test_all_ranks_skip_together():
+    assert spawn(lone_nan, 2) == [[(1, True), (2, True)]] * 2
