@@ -170,7 +170,7 @@ def _plan(
     owners, buckets = [-1] * len(matrices), [0] * len(matrices)
     for i, owner in zip(owned, found, strict=True):
         owners[i] = owner
-    for rank in range(num_ranks):
+    for rank in set(found):
         mine = [
             (i, f) for i, f, o in zip(owned, flops, found, strict=True) if o == rank
         ]

@@ -16,7 +16,8 @@ from tests.processes import spawn
 
 pytestmark = pytest.mark.processes
 
-# GPT-2's shapes scaled down; 5 rows are uneven on 2 to 4 ranks, 1 row leaves empty shards
+# GPT-2's shapes scaled down; 5 rows are uneven on 2 to 4 ranks, 1 row leaves empty
+# shards
 SHAPES = {
     "wte": (50, 16), "attn_in": (48, 16), "attn_out": (16, 16), "mlp_in": (64, 16),
     "mlp_out": (16, 64), "mlp_out2": (16, 64), "five": (5, 16), "one": (1, 16),

@@ -1,0 +1,179 @@
+"""python -m parallel.plan: who does what on a mesh, before any process is started."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from .forecast import Forecast, Hardware, Job, forecast
+from .planner import Machine
+
+SWEEP = [2**i for i in range(13)]
+
+
+def job_of(config_name: str) -> Job:
+    """The model and optimizer of a recipe of this checkout.
+
+    Raises:
+        ValueError: no recipes here, or none of this name.
+    """
+    try:
+        recipes = importlib.import_module("configs")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "got --config without recipes, expected the project's checkout: run this "
+            "in the folder that holds configs/"
+        ) from error
+    if config_name not in recipes.__all__:
+        raise ValueError(
+            f"got --config {config_name}, expected one of {recipes.__all__}: name a "
+            "function of configs/__init__.py"
+        )
+    logging.disable(logging.WARNING)  # torchtitan's, about options that nobody set
+    config = getattr(recipes, config_name)()
+    logging.disable(logging.NOTSET)
+    with torch.device("meta"):
+        model = config.model_spec.model.build()
+    seq_len = config.training.seq_len
+    _, flops = config.model_spec.model.get_nparams_and_flops(model, seq_len)
+    return Job(
+        shapes={name: tuple(p.shape) for name, p in model.named_parameters()},
+        mars_type=config.optimizer.mars_type,
+        tokens=config.training.global_batch_size * seq_len,
+        flops_per_token=flops,
+    )
+
+
+def table(job: Job, found: Forecast, every: bool) -> str:
+    """Each matrix's strategy and owner, and the totals."""
+    names, matrices = list(job.matrices()), list(job.matrices().values())
+    lines = []
+    if every:
+        for name, m, s, owner in zip(
+            names, matrices, found.plan.strategies, found.plan.owners, strict=True
+        ):
+            who = f"rank {owner}" if s == "owner" else "every rank"
+            lines.append(f"{name:32} {m.rows:6} x {m.cols:<6} {s:10} {who}")
+    else:
+        kinds = Counter(
+            (m.rows, m.cols, s)
+            for m, s in zip(matrices, found.plan.strategies, strict=True)
+        )
+        for (rows, cols, s), count in kinds.items():
+            lines.append(f"{count:4} x {rows:6} x {cols:<6} {s}")
+    mega, giga = 1e6, 2**30
+    flops = found.cost.owner_flops
+    mean = sum(flops) / len(flops) / 1e12
+    lines += [
+        f"sent per rank and step     {found.cost.bytes_sent / mega:10.1f} MB",
+        f"owner FLOPs, mean and max  {mean:10.3f} {max(flops) / 1e12:.3f} TFLOP "
+        f"(imbalance {found.cost.imbalance:.3f})",
+        f"optimizer state per GPU    {found.state_bytes / giga:10.2f} GiB",
+        f"peak memory per GPU        {found.peak_bytes / giga:10.2f} GiB "
+        "(parameters, gradients, state, exchange; no activations)",
+        f"optimizer step, predicted  {found.optimizer_seconds * 1e3:10.2f} ms",
+        f"training step, predicted   {found.training_seconds * 1e3:10.2f} ms "
+        f"(optimizer's share of both {found.share:.1%})",
+    ]
+    return "\n".join(lines)
+
+
+def sweep(job: Job, hardware: Hardware, replicas: int) -> list[tuple[int, Forecast]]:
+    """Forecasts for 1 to 4096 ranks."""
+    ranks = [n for n in SWEEP if n % replicas == 0]
+    return [(n, forecast(job, n, replicas=replicas, hardware=hardware)) for n in ranks]
+
+
+def sweep_table(rows: list[tuple[int, Forecast]]) -> str:
+    """One line per number of ranks."""
+    head = (
+        " ranks  owner  gram   MB sent  max TFLOP  imbalance  state GiB  optimizer ms"
+        "  training ms  share"
+    )
+    lines = [head]
+    for n, f in rows:
+        kinds = Counter(f.plan.strategies)
+        lines.append(
+            f"{n:6} {kinds['owner']:6} {kinds['gram']:5} {f.cost.bytes_sent / 1e6:9.1f}"
+            f" {max(f.cost.owner_flops) / 1e12:10.3f} {f.cost.imbalance:10.3f}"
+            f" {f.state_bytes / 2**30:10.2f} {f.optimizer_seconds * 1e3:13.2f}"
+            f" {f.training_seconds * 1e3:12.2f} {f.share:6.1%}"
+        )
+    return "\n".join(lines)
+
+
+def draw(rows: list[tuple[int, Forecast]], title: str, path: Path) -> None:
+    """Predicted times against ranks, readable in black and white."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2), constrained_layout=True)
+    ranks = [n for n, _ in rows]
+    training = [f.training_seconds * 1e3 for _, f in rows]
+    optimizer = [f.optimizer_seconds * 1e3 for _, f in rows]
+    axes.loglog(ranks, training, "o--", color="0.5", label="forward and backward")
+    axes.loglog(ranks, optimizer, "s-", color="black", label="optimizer step")
+    axes.set_xscale("log", base=2)
+    axes.set(title=title, xlabel="ranks", ylabel="predicted time (ms)")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m parallel.plan",
+        description="Plan the sharded optimizer step of a recipe. A model, not a "
+        "measurement.",
+    )
+    parser.add_argument("--config", required=True, help="a recipe of configs/")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--replicas", type=int, default=1, help="HSDP replicas")
+    parser.add_argument("--link-gbps", type=float, default=400, help="Gbit/s a rank")
+    parser.add_argument("--tflops", type=float, default=400, help="bf16 matmul rate")
+    parser.add_argument("--memory-gbs", type=float, default=3000, help="GB/s a rank")
+    parser.add_argument("--all", action="store_true", help="list every matrix")
+    parser.add_argument("--sweep", action="store_true", help="1 to 4096 ranks")
+    parser.add_argument("--picture", type=Path, help="PNG of the sweep")
+    args = parser.parse_args()
+    for name in ("ranks", "replicas", "link_gbps", "tflops", "memory_gbs"):
+        if getattr(args, name) <= 0:
+            raise ValueError(
+                f"got --{name.replace('_', '-')} {getattr(args, name)}, expected a "
+                "number above 0: give a positive one"
+            )
+    flops = args.tflops * 1e12
+    machine = Machine(link=args.link_gbps / 8 * 1e9, flops=flops, flops_fp32=flops / 8)
+    hardware = Hardware(machine=machine, memory=args.memory_gbs * 1e9)
+    job = job_of(args.config)
+    print(
+        f"{args.config}: {job.num_params:,} parameters, {job.mars_type}, "
+        f"{len(job.matrices())} matrices for Newton-Schulz"
+    )
+    if args.sweep:
+        rows = sweep(job, hardware, args.replicas)
+        print(sweep_table(rows))
+        if args.picture:
+            draw(rows, f"{args.config}, {args.replicas} replica(s)", args.picture)
+            print(f"picture {args.picture}")
+        return
+    found = forecast(job, args.ranks, replicas=args.replicas, hardware=hardware)
+    print(table(job, found, args.all))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

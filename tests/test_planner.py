@@ -1,0 +1,161 @@
+"""The planner: balance, choice, and what it says of GPT-2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from marsopt import NewtonSchulz
+from parallel.forecast import Job, forecast
+from parallel.placement import shard_sizes
+from parallel.plan import job_of
+from parallel.planner import Machine, Matrix, assign, cost, plan
+
+NS = NewtonSchulz()
+BLOCK = [(3840, 1280), (1280, 1280), (5120, 1280), (1280, 5120)]
+LARGE = [Matrix(r, c, 0) for r, c in BLOCK * 36]
+
+
+@pytest.mark.parametrize(("ranks", "bound"), [(8, 1.05), (64, 1.15)])
+def test_owners_of_gpt2_large_are_balanced(ranks, bound):
+    found = cost(LARGE, plan(LARGE, ranks, NS, strategy="owner"), NS)
+    assert 1.0 <= found.imbalance <= bound
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gathered", "owner", "flops"),
+    [(8, 1239e6, 310e6, 2.66e12), (64, 1393e6, 43.5e6, 0.38e12)],
+)
+def test_bytes_and_flops_of_gpt2_large(ranks, gathered, owner, flops):
+    """The arithmetic of docs/scaling.md, by hand: 2mn s/p against mn s (p-1)/p."""
+    by_owner = cost(LARGE, plan(LARGE, ranks, NS, strategy="owner"), NS)
+    by_all = cost(LARGE, plan(LARGE, ranks, NS, strategy="replicate"), NS)
+    assert by_owner.bytes_sent == pytest.approx(owner, rel=0.005)
+    assert by_all.bytes_sent == pytest.approx(gathered, rel=0.005)
+    assert max(by_owner.owner_flops) == pytest.approx(flops, rel=0.02)
+
+
+def test_a_tall_embedding_is_taken_from_its_owner():
+    """One owner would be alone with it: at 64 ranks the Gram form is faster."""
+    matrices = [*LARGE, Matrix(50304, 1280, 0)]
+    few, many = plan(matrices, 8, NS), plan(matrices, 64, NS)
+    assert few.strategies[-1] == "owner"
+    assert many.strategies[-1] == "gram"
+    assert set(many.strategies[:-1]) == {"owner"}
+
+
+def test_the_choice_follows_the_machine():
+    matrices = [Matrix(4096, 512, 0)]
+    slow_link = Machine(link=1e6, flops=1e15, flops_fp32=1e15)
+    slow_fp32 = Machine(link=1e12, flops=1e12, flops_fp32=1e6)
+    assert plan(matrices, 2, NS, machine=slow_link).strategies == ("gram",)
+    assert plan(matrices, 2, NS, machine=slow_fp32).strategies == ("owner",)
+
+
+def test_a_gram_matrix_needs_its_short_side_whole():
+    assert Matrix(5120, 1280, 0).may_gram
+    assert not Matrix(1280, 5120, 0).may_gram
+    assert Matrix(1280, 5120, 1).may_gram
+    assert plan([Matrix(8, 32, 0)], 2, NS, strategy="gram").strategies == ("owner",)
+
+
+def test_plans_are_deterministic_and_complete():
+    first, second = plan(LARGE, 7, NS), plan(LARGE, 7, NS)
+    assert first == second
+    assert set(first.owners) == set(range(7))
+    assert first.num_buckets == 2
+    everyone = sorted(i for b in range(2) for i in first.members("owner", b))
+    assert everyone == list(range(len(LARGE)))
+
+
+def test_longest_processing_time_first():
+    owners, loads = assign([3, 3, 2, 2, 2], 2)
+    assert loads == [7, 5]
+    assert owners == [0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 5, 8, 257])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_shard_sizes_are_those_of_torch(size, ranks):
+    pieces = [len(c) for c in torch.arange(size).chunk(ranks)] if size else []
+    want = pieces + [0] * (ranks - len(pieces))
+    assert shard_sizes(size, ranks) == want
+
+
+@pytest.mark.parametrize("shape", [(40, 8), (12, 12)])
+def test_the_gram_form_is_the_iteration(shape):
+    """X Q of the Gram matrix is Newton-Schulz of X."""
+    ns = NewtonSchulz(dtype=torch.float64)
+    x = torch.randn(shape, dtype=torch.float64)
+    torch.testing.assert_close(x @ ns.from_gram(x.mT @ x), ns(x), rtol=0, atol=1e-8)
+    exact, single = ns(x), x.float() @ ns.from_gram(x.float().mT @ x.float())
+    assert float((single - exact).norm() / exact.norm()) < 1e-3
+    assert not ns.from_gram(torch.zeros(3, 3)).isnan().any()
+
+
+def test_state_is_what_the_optimizer_keeps():
+    """The forecast's bytes per GPU on one rank are those of MARS's own state."""
+    from marsopt import MARS
+
+    shapes = {"a": (12, 8), "b": (8, 12), "c": (8,)}
+    for mars_type in ("mars-adamw", "mars-shampoo", "mars-m", "muon", "adamw"):
+        job = Job(shapes, mars_type, tokens=1, flops_per_token=1)
+        params = [torch.nn.Parameter(torch.zeros(s)) for s in shapes.values()]
+        kw = {} if mars_type == "adamw" else {"optimize_1d": False}
+        optimizer = MARS(params, mars_type=mars_type, compile=False, **kw)
+        kept = sum(
+            v.numel() * v.element_size()
+            for s in optimizer.state.values()
+            for k, v in s.items()
+            if k != "step"
+        )
+        assert forecast(job, 1).state_bytes == kept, mars_type
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="got strategy='fast'"):
+        plan(LARGE, 2, NS, strategy="fast")
+    with pytest.raises(ValueError, match="got max_buckets=0"):
+        plan(LARGE, 2, NS, max_buckets=0)
+    with pytest.raises(ValueError, match="got 8 ranks and 3 replicas"):
+        forecast(Job({}, "muon", 1, 1), 8, replicas=3)
+
+
+def test_the_jobs_of_recipes():
+    job = job_of("large_mars_shampoo")
+    assert job.num_params == 773_582_080
+    assert len(job.matrices()) == 36 * 4 + 2
+    assert job_of("small_mars_adamw").matrices() == {}
+
+
+def command(*args):
+    done = subprocess.run(
+        [sys.executable, "-m", "parallel.plan", *args],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command(tmp_path):
+    picture = tmp_path / "sweep.png"
+    code, out, err = command(
+        "--config", "large_mars_shampoo", "--sweep", "--picture", str(picture)
+    )
+    assert (code, err) == (0, "")
+    assert [int(line.split()[0]) for line in out.splitlines()[2:-1]] == [
+        2**i for i in range(13)
+    ]
+    assert picture.stat().st_size > 10_000
+    code, out, _ = command("--config", "small_mars_shampoo", "--ranks", "4", "--all")
+    assert out.count("rank ") >= 48
+    code, _, err = command("--config", "none")
+    assert code == 2
+    assert err.startswith("error: got --config none")
+    assert command("--config", "small_mars_shampoo", "--ranks", "0")[0] == 2
