@@ -41,6 +41,11 @@ def decide(compile: bool | None, device_type: str) -> bool:
     Raises:
         RuntimeError: ``compile=True`` where nothing can compile.
     """
+    if compile not in (None, True, False):
+        raise ValueError(
+            f"got compile={compile!r}, expected None, True or False: None compiles "
+            "where this machine can"
+        )
     if compile is False:
         return False
     missing = missing_for(device_type)

@@ -24,6 +24,7 @@ STATE_KEYS = {
     "v_max": "max_exp_avg_sq",
     "b": "momentum_buffer",
     "h": "last_grad",
+    "e": "grad_avg",
 }
 
 
@@ -108,11 +109,12 @@ def _lane(
     for p, step in zip(params, steps.unbind(), strict=True):
         kept = state[p]
         kept["step"] = step
-        for symbol in symbols:
-            if STATE_KEYS[symbol] not in kept:
-                kept[STATE_KEYS[symbol]] = torch.zeros_like(
-                    p, dtype=options["state_dtype"] or p.dtype
-                )
+        wanted = {"step", *(STATE_KEYS[symbol] for symbol in symbols)}
+        for key in set(kept) - wanted:
+            del kept[key]  # of another rule: it would be stale when that one returns
+        for key in (STATE_KEYS[symbol] for symbol in symbols):
+            if key not in kept:
+                kept[key] = torch.zeros_like(p, dtype=options["state_dtype"] or p.dtype)
     return Lane(
         rule=rule,
         lr=rate,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -26,7 +27,15 @@ def label(groups: Sequence[dict[str, Any]], number: int, index: int) -> str:
 
 
 def _structure(groups: Sequence[dict[str, Any]]) -> list[tuple]:
-    return [(id(g), g["clip"] is None, *(g[key] for key in STRUCTURE)) for g in groups]
+    return [
+        (
+            id(g),
+            g["clip"] is None,
+            *(g[key] for key in STRUCTURE),
+            *map(id, g["params"]),
+        )
+        for g in groups
+    ]
 
 
 class Layout:
@@ -46,19 +55,22 @@ class Layout:
     ) -> None:
         self._groups, self._options = groups, options
         self._structure = _structure(groups)
-        self._numbers = [Numbers(group, options) for group in groups]
+        filled = [group for group in groups if group["params"]]
+        self._numbers = [Numbers(group, options) for group in filled]
         self.lanes = [
             lane
-            for group, numbers in zip(groups, self._numbers, strict=True)
+            for group, numbers in zip(filled, self._numbers, strict=True)
             for lane in lanes.build(group, numbers, state, options)
         ]
         self.leaves = [lane.params for lane in self.lanes]
         self.params = list(chain.from_iterable(self.leaves))
         self._known = set(self.params)
+        # what the lanes hold views of: whoever replaces it gets a new layout
+        self._held = [(p, state[p], tuple(state[p].values())) for p in self.params]
         self._zeros: dict[Tensor, Tensor] = {}
 
-    def fits(self) -> bool:
-        """Whether the groups still have the structure that this was made for.
+    def fits(self, state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
+        """Whether groups and state are still those that this was made for.
 
         Raises:
             ValueError: a sparse gradient.
@@ -75,7 +87,14 @@ class Layout:
                         "make it dense (nn.Embedding(sparse=False))"
                     )
                 known = known and p in self._known  # else it has thawed
-        return known and self._structure == _structure(self._groups)
+        return (
+            known
+            and self._structure == _structure(self._groups)
+            and all(
+                state.get(p) is entry and all(map(is_, entry.values(), tensors))
+                for p, entry, tensors in self._held
+            )
+        )
 
     def gradients(self) -> tuple[dict[Tensor, Tensor], Tensor | None]:
         """Local gradients of all parameters, and which of them are real (None: all).

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
-def check_complete(
-    mine: Mapping[Tensor, Mapping[str, Tensor]],
-    labelled: Sequence[tuple[Tensor, str]],
-    saved: Mapping[str, Any],
-) -> list[int]:
+def check_ids(labelled: Sequence[tuple[Tensor, str]], saved: Mapping[str, Any]) -> list:
     """The ids under which ``saved`` knows the parameters, in their order.
 
     Raises:
-        ValueError: another number of parameters, or state that ``mine`` has and
-            ``saved`` lacks.
+        ValueError: another number of parameters.
     """
     ids = [i for group in saved["param_groups"] for i in group["params"]]
     if len(ids) != len(labelled):
@@ -25,29 +21,43 @@ def check_complete(
             f"got a state dict of {len(ids)} parameters, expected {len(labelled)}: "
             "build MARS over the same parameters"
         )
+    return ids
+
+
+def check_complete(
+    wanted: Mapping[Tensor, Mapping[str, Tensor]],
+    labelled: Sequence[tuple[Tensor, str]],
+    ids: Sequence[Any],
+    saved: Mapping[str, Any],
+) -> None:
+    """Whether ``saved`` has every tensor of ``wanted``, the state that it leads to.
+
+    Raises:
+        ValueError: something is missing, or has another shape.
+    """
     for i, (p, label) in zip(ids, labelled, strict=True):
-        found = saved["state"].get(i, {})
-        missing = sorted(set(mine.get(p, {})) - set(found))
+        found, mine = saved["state"].get(i, {}), wanted.get(p, {})
+        missing = sorted(set(mine) - set(found))
         if missing:
             raise ValueError(
                 f"got a state dict without {missing} of {label}, expected "
-                f"{sorted(mine[p])}: it was saved by another optimizer or mars_type; "
-                "load it into one like that"
+                f"{sorted(mine)}: it was saved by another optimizer or mars_type; load "
+                "it into one like that"
             )
-        for key, tensor in mine.get(p, {}).items():
-            if found[key].shape != tensor.shape:
+        for key, tensor in mine.items():
+            shape = torch.as_tensor(found[key]).shape
+            if shape != tensor.shape:
                 raise ValueError(
-                    f"got {key} of shape {tuple(found[key].shape)} for {label}, "
-                    f"expected {tuple(tensor.shape)}: build MARS over the same "
-                    "parameters in the same order"
+                    f"got {key} of shape {tuple(shape)} for {label}, expected "
+                    f"{tuple(tensor.shape)}: build MARS over the same parameters in "
+                    "the same order"
                 )
-    return ids
 
 
 def restore(
     mine: Mapping[Tensor, Mapping[str, Tensor]],
     params: Sequence[Tensor],
-    ids: Sequence[int],
+    ids: Sequence[Any],
     saved: Mapping[str, Any],
 ) -> None:
     """Copy the saved state into the tensors of ``mine``, in their own dtype.
@@ -57,4 +67,5 @@ def restore(
     """
     for i, p in zip(ids, params, strict=True):
         for key, tensor in mine.get(p, {}).items():
-            tensor.copy_(saved["state"][i][key])
+            value = saved["state"][i][key]  # the authors' step is an int
+            tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)

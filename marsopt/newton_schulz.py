@@ -92,7 +92,7 @@ class NewtonSchulz:
         tall = x.shape[-2] > x.shape[-1]
         if tall:  # iterate on the short side
             x = x.mT
-        shape, x = x.shape, x.reshape(-1, *x.shape[-2:])
+        shape, x = x.shape, x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
         table = COEFFICIENTS[self.coefficients]
         for i in range(self.steps):
             a, b, c = table[min(i, len(table) - 1)]

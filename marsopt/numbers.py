@@ -13,6 +13,7 @@ from marsopt.step import scalar_dtype
 
 SCALARS = ("eps", "weight_decay", "gamma", "clip", "weight_decay_1d")
 PAIRS = ("betas", "betas_1d")
+LIVE = (*SCALARS, *PAIRS, "lr", "lr_1d", "base_lr")
 
 
 def pair_of(values: dict[str, Any], options: dict[str, Any]) -> routing.Pair:
@@ -26,9 +27,13 @@ def pair_of(values: dict[str, Any], options: dict[str, Any]) -> routing.Pair:
 
 def check_group(group: dict[str, Any], options: dict[str, Any]) -> None:
     """Raises ValueError where a group's hyperparameter is out of its range."""
+    for key in ("lr", "lr_1d", "base_lr", "eps", "weight_decay", "weight_decay_1d"):
+        checks.at_least_zero(key, group.get(key))
+    for key in PAIRS:
+        checks.betas(key, group[key])
+    checks.finite("gamma", group["gamma"])
+    checks.positive_or_none("clip", group["clip"])
     pair_of(group, options)
-    checks.at_least_zero("lr", group["lr"])
-    checks.at_least_zero("lr_1d", group["lr_1d"])
 
 
 class Numbers:
@@ -67,28 +72,29 @@ class Numbers:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take over what has changed in the group since the last call, checking its
-        range.
+        """Take over what has changed in the group since the last call.
+
+        Raises:
+            ValueError: a value out of its range.
         """
         group = self._group
-        now: dict[str, Number] = {
-            key: group[key] for key in SCALARS if group[key] is not None
-        }
-        for key in PAIRS:
-            now.update({f"{key}[{i}]": beta for i, beta in enumerate(group[key])})
-        now |= {"lr": group["lr"], "lr_1d": self._rate_1d()}
-        changed = {
-            key: v
-            for key, v in now.items()
-            if isinstance(v, Tensor) or self._seen.get(key) != v
-        }
-        if any(not isinstance(v, Tensor) for v in changed.values()):
+        now: dict[str, Any] = {key: group.get(key) for key in LIVE}
+        changed = [
+            key
+            for key, value in now.items()
+            if isinstance(value, Tensor) or self._seen.get(key, ...) != value
+        ]
+        if any(self._seen.get(key, ...) is not now[key] for key in changed):
             check_group(group, self._options)
-        cells = {**self._cells, "lr": self.lr, "lr_1d": self.lr_1d}
-        for key, value in changed.items():
-            cells[key].copy_(value) if isinstance(value, Tensor) else cells[key].fill_(
-                value
-            )
+        for key in changed:
+            if key in PAIRS:
+                for i, beta in enumerate(now[key]):
+                    _set(self._cells[f"{key}[{i}]"], beta)
+            elif key in self._cells:
+                _set(self._cells[key], now[key])
+        if changed:
+            _set(self.lr, now["lr"])
+            _set(self.lr_1d, self._rate_1d())
         self._seen = now
 
     def _rate_1d(self) -> Number:
@@ -102,3 +108,7 @@ class Numbers:
                 "add the group with its peak lr, or set group['base_lr'] to it"
             )
         return 0.0 * lr
+
+
+def _set(cell: Tensor, value: Number) -> None:
+    cell.copy_(value) if isinstance(value, Tensor) else cell.fill_(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +15,7 @@ from marsopt.collectives import LOCAL, Collectives
 from marsopt.compiling import decide, own_compile
 from marsopt.exact import NextReference
 from marsopt.layout import Layout, label
-from marsopt.loading import check_complete, restore
+from marsopt.loading import check_complete, check_ids, restore
 from marsopt.newton_schulz import NewtonSchulz
 from marsopt.numbers import check_group
 from marsopt.step import (
@@ -32,8 +33,11 @@ class MARS(Optimizer):
     same frame.
 
     Tensors of exactly two dims take ``mars_type``; others take AdamW with ``lr_1d``,
-    ``betas_1d`` and ``weight_decay_1d`` unless ``optimize_1d``. Every argument up to
-    ``clip`` may be set per param group and changed between steps, as in torch.optim;
+    ``betas_1d`` and ``weight_decay_1d`` unless ``optimize_1d``. Every hyperparameter up
+    to ``clip``, and ``epsilon_hat``, may be set per param group and changed between
+    steps, as in torch.optim (``is_approx`` belongs to the optimizer). A change of
+    ``mars_type``, or of ``clip`` to or from None, restarts the state that the two rules
+    do not share;
     the learning rate of the others is lr * lr_1d / base_lr, where the group's
     ``base_lr`` is its lr when it was added, so that it follows the schedule.
 
@@ -112,6 +116,16 @@ class MARS(Optimizer):
                 "of the two"
             )
         checks.positive_or_none("max_norm", max_norm)
+        if collectives is None:
+            raise ValueError(
+                "got collectives=None, expected an object with the verbs of "
+                "marsopt.Collectives: leave it out for whole tensors"
+            )
+        if state_dtype is not None and not state_dtype.is_floating_point:
+            raise ValueError(
+                f"got state_dtype={state_dtype}, expected a floating point type or "
+                "None: pass e.g. torch.float32"
+            )
         self._options: dict[str, Any] = dict(
             is_approx=is_approx,
             max_norm=max_norm,
@@ -140,7 +154,13 @@ class MARS(Optimizer):
             epsilon_hat=epsilon_hat,
         )
         super().__init__(params, defaults)
-        device = self.param_groups[0]["params"][0].device
+        every = [p for group in self.param_groups for p in group["params"]]
+        if not every:
+            raise ValueError(
+                "got param groups without parameters, expected at least one tensor: "
+                "pass those of the model"
+            )
+        device = every[0].device
         self._compile = decide(compile, device.type)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._build()
@@ -156,6 +176,13 @@ class MARS(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            foreign = sorted(set(group) & set(self._options))
+            if foreign:
+                raise ValueError(
+                    f"got {foreign} in a param group, expected them for the whole "
+                    "optimizer: pass them to MARS itself"
+                )
+            checks.at_least_zero("lr", group["lr"])
             group.setdefault("base_lr", float(group["lr"]))
             check_group(group, self._options)
             for i, p in enumerate(group["params"]):
@@ -174,7 +201,7 @@ class MARS(Optimizer):
                 f"got {what} on the meta device, expected real storage: build MARS "
                 "after model.to_empty(...)"
             )
-        first = self.param_groups[0]["params"][0].device
+        first = next(p for g in self.param_groups for p in g["params"]).device
         if p.device != first:
             raise ValueError(
                 f"got {what} on {p.device}, expected {first}, where the first "
@@ -183,9 +210,9 @@ class MARS(Optimizer):
         # raises for a sharded parameter without collectives
         self._options["collectives"].local(p)
 
-    def _build(self) -> None:
+    def _build(self, layout: Layout | None = None) -> None:
         """Make missing state, lanes over it, and functions that move them."""
-        self._layout = Layout(self.param_groups, self.state, self._options)
+        self._layout = layout or Layout(self.param_groups, self.state, self._options)
         bound, device = self._options["max_norm"], self._skipped.device
         self._max_norm = None
         if bound is not None:
@@ -212,6 +239,7 @@ class MARS(Optimizer):
         Raises:
             ValueError: a sparse gradient, or a hyperparameter that was changed to
                 something out of its range.
+            RuntimeError: exact MARS without its protocol (``update_previous_grad``).
             FloatingPointError: a gradient that is not finite, with
                 ``nonfinite="raise"``; nothing has changed.
         """
@@ -221,6 +249,10 @@ class MARS(Optimizer):
                 loss = closure()
 
         layout, collectives = self._fitting(), self._options["collectives"]
+        if not self._options["is_approx"]:
+            self._next.use()
+        if not layout.lanes:  # everything is frozen
+            return loss
         grads, live = layout.gradients()
         routes = layout.routes(grads)
         sums = collectives.sum(self._measure(routes), layout.params)
@@ -238,7 +270,7 @@ class MARS(Optimizer):
 
     def _fitting(self) -> Layout:
         """The layout, made anew where a group or a frozen parameter has changed."""
-        if not self._layout.fits():
+        if not self._layout.fits(self.state):
             self._build()
         return self._layout
 
@@ -248,9 +280,10 @@ class MARS(Optimizer):
         named = ", ".join(everyone[i] for i in rows[:3])
         more = ", ..." if len(rows) > 3 else ""
         return (
-            f"got a gradient that is not finite in {len(rows)} of {len(everyone)} "
-            f"parameters ({named}{more}), expected numbers: nothing has changed; lower "
-            "the learning rate, or pass nonfinite='skip' to go on"
+            "got a gradient that is not finite, or whose square overflows, in "
+            f"{len(rows)} of {len(everyone)} parameters ({named}{more}), expected "
+            "numbers: nothing has changed; lower the learning rate, or pass "
+            "nonfinite='skip' to go on"
         )
 
     @property
@@ -266,23 +299,29 @@ class MARS(Optimizer):
     # ---- exact MARS: the authors' protocol -----------------------------------------
 
     @torch.no_grad()
-    def update_previous_grad(self) -> None:
+    def update_previous_grad(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Exact MARS, before ``step``: keep the *next* batch's gradient, in ``p.grad``.
 
         It has to be that at the current parameters. With ``max_norm`` it gets a global
         clip of its own, as in the authors' script. Parameters without a gradient keep
         zeros. With ``is_approx`` this does nothing, as in the authors' class.
+
+        Args:
+            grad_scale: what the loss was multiplied with (``GradScaler.get_scale()``),
+                to be divided out here: the scaler itself unscales once per step.
         """
         if self._options["is_approx"]:
             return
         layout = self._fitting()
         grads, _ = layout.gradients()
-        a = None
+        factor = None if grad_scale is None else 1.0 / grad_scale
         if self._max_norm is not None:
             plain = [route._replace(h=[]) for route in layout.routes(grads)]
             sums = self._options["collectives"].sum(measure(plain), layout.params)
-            a = global_clip(sums[:, 0].sum().sqrt(), self._max_norm)
-        self._next.keep(layout.lanes, grads, a)
+            norm = sums[:, 0].sum().sqrt()
+            scale = 1.0 if factor is None else factor
+            factor = scale * global_clip(norm * scale, self._max_norm)
+        self._next.keep(layout.lanes, grads, factor)
 
     @torch.no_grad()
     def update_last_grad(self) -> None:
@@ -299,11 +338,13 @@ class MARS(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned, bit for bit in the state's own dtype.
 
-        Hyperparameters come from ``state_dict`` too, as in torch.optim.
+        Hyperparameters come from ``state_dict`` too, as in torch.optim; what its groups
+        lack keeps its default.
 
         Raises:
-            ValueError: other groups or shapes, or state that this optimizer has and
-                ``state_dict`` lacks (the parameter is named).
+            ValueError: other groups or shapes, a hyperparameter out of its range, or
+                state that the loaded hyperparameters need and ``state_dict`` lacks (the
+                parameter is named). Nothing has changed then.
         """
         given = [state_dict]
 
@@ -315,18 +356,33 @@ class MARS(Optimizer):
             for number, group in enumerate(self.param_groups)
             for i, p in enumerate(group["params"])
         ]
-        ids = check_complete(self.state, labelled, state_dict)
-        mine = self.state
+        check_ids(labelled, state_dict)
+        before = self.param_groups, self.state
         handle = self.register_load_state_dict_pre_hook(remember)
         try:
             super().load_state_dict(state_dict)
+            saved = given[-1]
+            ids = check_ids(labelled, saved)
+            for group in self.param_groups:
+                for key, value in self.defaults.items():
+                    group.setdefault(key, value)
+                group.setdefault("base_lr", float(group["lr"]))
+                check_group(group, self._options)
+            # the tensors that are there already, under the loaded structure
+            self.state = defaultdict(dict)
+            for i, (p, _) in zip(ids, labelled, strict=True):
+                if i in saved["state"]:
+                    self.state[p] = dict(before[1].get(p) or {"step": torch.zeros(())})
+            layout = Layout(self.param_groups, self.state, self._options)
+            check_complete(self.state, labelled, ids, saved)
+            restore(self.state, [p for p, _ in labelled], ids, saved)
+        except BaseException:
+            self.param_groups, self.state = before
+            raise
         finally:
             handle.remove()
-        for p, loaded in self.state.items():
-            mine.setdefault(p, loaded)  # of a parameter that is frozen here
-        self.state = mine
-        restore(mine, [p for p, _ in labelled], ids, given[-1])
-        self._build()
+        self._next = NextReference(fresh=True)
+        self._build(layout)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("_options", "_compile", "_skipped")

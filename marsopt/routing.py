@@ -177,6 +177,11 @@ class Routed(Rule):
         self, params, grads, state, *, lr, gamma=None, reference=None, collectives=LOCAL
     ):
         checks.at_least_zero("lr", lr)
+        if type(state) is not RoutedState:
+            raise ValueError(
+                f"got a {type(state).__name__}, expected RoutedState: make the state "
+                "by init of this rule"
+            )
         match_names(params, grads, "grads")
         if reference is not None:
             match_names(params, reference, "reference")

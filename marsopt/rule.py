@@ -13,7 +13,15 @@ from marsopt import checks
 from marsopt.checks import Number
 from marsopt.collectives import LOCAL, Collectives
 from marsopt.step import Route, advance
-from marsopt.trees import Tree, check_parameter, flatten, match, names, rebuild
+from marsopt.trees import (
+    Tree,
+    check_parameter,
+    flatten,
+    match,
+    match_state,
+    names,
+    rebuild,
+)
 
 
 class Rule(ABC):
@@ -206,7 +214,18 @@ class LeafRule(Rule):
             )
         leaves = flatten(params, "params")
         g = match(params, grads, "grads")
-        kept = flatten(state.h, "state.h") if self.keeps_h else []
+        if type(state) is not self.State:
+            raise ValueError(
+                f"got a {type(state).__name__}, expected {self.State.__name__}: make "
+                f"the state by init of this {type(self).__name__}"
+            )
+        for name in (*self.buffers, *(("h",) if self.keeps_h else ())):
+            if getattr(state, name) is None:
+                raise ValueError(
+                    f"got a state without {name}, expected one of a rule with the same "
+                    "options: clip, amsgrad and is_approx decide what it holds"
+                )
+        kept = match_state(params, state.h, "state.h") if self.keeps_h else []
         if self.corrected:
             if reference is None and not self.keeps_h:
                 raise ValueError(
@@ -224,7 +243,10 @@ class LeafRule(Rule):
                 "or build a MARS rule with is_approx=False"
             )
         local = collectives.local
-        buffers = [flatten(getattr(state, name), name) for name in self.buffers]
+        buffers = [
+            match_state(params, getattr(state, name), f"state.{name}")
+            for name in self.buffers
+        ]
         route = Route(
             rule=self,
             lr=lr,

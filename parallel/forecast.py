@@ -106,9 +106,10 @@ def forecast(
     chosen = plan(matrices, p, ns, machine=machine)
     spent = cost(matrices, chosen, ns, machine)
     owned = sum(m.rows * m.cols for m in matrices)
-    state = 4 * (BUFFERS[job.mars_type] * owned + 2 * (n - owned)) / p
-    if job.mars_type not in MATRIX_TYPES:
-        state = 4 * BUFFERS[job.mars_type] * n / p
+    # what is no matrix takes AdamW, except under the elementwise baselines
+    two_dim = sum(_numel(s) for s in job.shapes.values() if len(s) == 2)
+    ruled = n if job.mars_type in ("adamw", "lion") else two_dim
+    state = 4 * (BUFFERS[job.mars_type] * ruled + 2 * (n - ruled)) / p
     # parameters and gradients, then shards under way and the largest owner's matrices
     under_way = (ns.payload().itemsize + ns.dtype.itemsize) * owned / p
     iterating = (

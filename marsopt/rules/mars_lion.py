@@ -17,14 +17,17 @@ from marsopt.trees import Tree
 
 
 class MarsLionState(NamedTuple):
-    """Steps taken and skipped (0-D), previous gradient (None for exact MARS and without
-    clip), momentum.
+    """Steps taken and skipped (0-D), previous gradient, momentum.
+
+    Without clip, approximate MARS keeps neither but e, the plain average of g. Exact
+    MARS keeps no h.
     """
 
     t: Tensor
     skipped: Tensor
-    h: Tree | None
-    m: Tree
+    h: Tree | None = None
+    m: Tree | None = None
+    e: Tree | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,7 +54,7 @@ class MarsLion(MarsRule):
 
     @property
     def buffers(self) -> tuple[str, ...]:
-        return ("m",)
+        return ("e",) if self.quasi_hyperbolic else ("m",)
 
     def scalars(self, t: Tensor, lr: Number, gamma: Number) -> tuple[Number, ...]:
         return lr, 1 - lr * self.weight_decay, gamma

@@ -16,14 +16,17 @@ from marsopt.trees import Tree
 
 
 class MarsMatrixState(NamedTuple):
-    """Steps taken and skipped (0-D), previous gradient (None for exact MARS and without
-    clip), momentum.
+    """Steps taken and skipped (0-D), previous gradient, momentum.
+
+    Without clip, approximate MARS keeps neither but e, the plain average of g. Exact
+    MARS keeps no h.
     """
 
     t: Tensor
     skipped: Tensor
-    h: Tree | None
-    m: Tree
+    h: Tree | None = None
+    m: Tree | None = None
+    e: Tree | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +48,7 @@ class MarsShampoo(MatrixRule, MarsRule):
 
     @property
     def buffers(self) -> tuple[str, ...]:
-        return ("m",)
+        return ("e",) if self.quasi_hyperbolic else ("m",)
 
     def update(self, x, c, buffers, s):
         stored, m = self.average(buffers[0], c, s[2])

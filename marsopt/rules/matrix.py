@@ -41,7 +41,7 @@ class MatrixRule(LeafRule):
         Muon, 2024).
         """
         rows, cols = shape
-        return max(1, rows / cols) ** 0.5
+        return max(1, rows / max(1, cols)) ** 0.5
 
     def apply(
         self, x: Tensor, o: Tensor, s: tuple[Tensor, ...], shape: torch.Size

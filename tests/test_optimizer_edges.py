@@ -1,0 +1,400 @@
+"""MARS whose groups or state change from outside, and exact mode's protocol."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import marsopt
+from marsopt import MARS
+from tests.test_optimizer import LR, SHAPES, eager, equal, fill, parameters, run, twins
+
+
+def keys(optimizer, p):
+    return set(optimizer.state[p]) - {"step"}
+
+
+# ---- loading into another structure (defect 6) ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("saved", "into"),
+    [
+        (dict(mars_type="mars-adamw"), dict(mars_type="mars-lion")),
+        (dict(mars_type="mars-lion"), dict(mars_type="mars-adamw")),
+        (dict(amsgrad=True), dict(amsgrad=False)),
+        (dict(mars_type="mars-m"), dict(mars_type="mars-m", clip=None)),
+        (dict(optimize_1d=True), dict(optimize_1d=False)),
+    ],
+    ids=["wider", "narrower", "amsgrad", "clip", "optimize_1d"],
+)
+def test_a_state_dict_brings_its_structure_and_loses_nothing(saved, into):
+    """6: what the saved hyperparameters need is loaded, not made anew as zeros."""
+    a, b = twins(*SHAPES)
+    optimizer, other = eager(a, lr=LR, **saved), eager(b, lr=0.5, **into)
+    run(optimizer, a, 3)
+    for p, q in zip(a, b, strict=True):
+        q.data.copy_(p.data)
+    other.load_state_dict(optimizer.state_dict())
+    for p, q in zip(a, b, strict=True):
+        assert keys(optimizer, p) == keys(other, q)
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(value, other.state[q][key])
+    run(optimizer, a, 2, 3)
+    run(other, b, 2, 3)
+    equal(a, b)
+
+
+def test_a_refused_load_changes_nothing():
+    a, b = twins((3, 3), (3,))
+    optimizer, theirs = eager(a, lr=LR), torch.optim.AdamW(b, lr=0.7)
+    run(optimizer, a, 2)
+    fill(b, 0)
+    theirs.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    bad = copy.deepcopy(before)
+    bad["param_groups"][0]["lr"] = -1.0
+    for state_dict, message in ((theirs.state_dict(), "last_grad"), (bad, "lr=-1.0")):
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(state_dict)
+        after = optimizer.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        for i, entry in before["state"].items():
+            assert all(torch.equal(v, after["state"][i][k]) for k, v in entry.items())
+    run(optimizer, a, 1)
+
+
+def test_torch_adamw_state_is_taken_over():
+    """A plain AdamW may be continued by mars_type="adamw"."""
+    a, b = twins((3, 4), (4,))
+    theirs = torch.optim.AdamW(a, lr=LR, betas=(0.9, 0.99), weight_decay=0.1)
+    for t in range(3):
+        fill(a, t)
+        theirs.step()
+    for p, q in zip(a, b, strict=True):
+        q.data.copy_(p.data)
+    ours = eager(b, mars_type="adamw")
+    ours.load_state_dict(theirs.state_dict())
+    for t in range(3, 6):
+        fill(a, t)
+        theirs.step()
+    run(ours, b, 3, 3)
+    equal(a, b, 1e-7)
+
+
+def test_frozen_parameters_keep_loaded_state_in_its_dtype():
+    a, b = twins((3, 3), (2, 2))
+    for p in (*a, *b):
+        p.data = p.data.bfloat16()
+    kw = dict(lr=LR, state_dtype=torch.float32)
+    optimizer = eager(a, **kw)
+    run(optimizer, a, 2)
+    b[1].requires_grad_(False)
+    other = eager(b, **kw)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.state[b[1]]["exp_avg"].dtype == torch.float32
+    assert torch.equal(other.state[b[1]]["exp_avg"], optimizer.state[a[1]]["exp_avg"])
+
+
+def test_a_shape_mismatch_is_refused():
+    saved = eager(parameters((3, 3), (2, 2))).state_dict()
+    with pytest.raises(ValueError, match=r"got exp_avg of shape \(3, 3\)"):
+        eager(parameters((2, 2), (3, 3))).load_state_dict(saved)
+
+
+# ---- state and groups changed from outside -------------------------------------------
+
+
+def test_a_detour_through_another_rule_leaves_no_stale_state():
+    (p,) = params = parameters((4, 4))
+    optimizer = eager(params, lr=LR)
+    run(optimizer, params, 2)
+    optimizer.param_groups[0]["mars_type"] = "adamw"
+    run(optimizer, params, 2, 2)
+    assert keys(optimizer, p) == {"exp_avg", "exp_avg_sq"}
+    optimizer.param_groups[0]["mars_type"] = "mars-adamw"
+    optimizer.state_dict()
+    fill(params, 9)
+    optimizer._fitting()
+    assert not optimizer.state[p]["last_grad"].any()
+
+
+def test_the_one_buffer_form_has_a_name_of_its_own():
+    (p,) = params = parameters((4, 4))
+    optimizer = eager(params, lr=LR, mars_type="mars-lion", clip=None)
+    assert keys(optimizer, p) == {"grad_avg"}
+    run(optimizer, params, 2)
+    optimizer.param_groups[0]["clip"] = 1.0
+    run(optimizer, params, 1, 2)
+    assert keys(optimizer, p) == {"exp_avg", "last_grad"}
+
+
+def test_a_parameter_taken_out_of_its_group_stays():
+    params = parameters((3, 3), (2, 2))
+    optimizer = eager(params, lr=LR)
+    run(optimizer, params, 1)
+    del optimizer.param_groups[0]["params"][1]
+    before = params[1].detach().clone()
+    run(optimizer, params, 1, 1)
+    equal(params[1:], [before])
+
+
+def test_replaced_and_cleared_state_is_seen():
+    (p,) = params = parameters((3, 3))
+    optimizer = eager(params, lr=LR)
+    run(optimizer, params, 1)
+    optimizer.state[p]["exp_avg"] = torch.full_like(p, 7.0)
+    run(optimizer, params, 1, 1)
+    assert float(optimizer.state[p]["exp_avg"].mean()) == pytest.approx(6.65, abs=0.1)
+    optimizer.state.clear()
+    run(optimizer, params, 1)
+    assert float(optimizer.state[p]["step"]) == 1
+
+
+def test_empty_groups_and_all_frozen():
+    params = parameters((3, 3), (3,))
+    optimizer = eager([{"params": []}, {"params": params}, {"params": []}], lr=LR)
+    run(optimizer, params, 1)
+    for p in params:
+        p.requires_grad_(False)
+        p.grad = None
+    eager(params).step()
+    with pytest.raises(ValueError, match="without parameters"):
+        eager([{"params": []}])
+
+
+def test_an_empty_matrix_is_no_obstacle():
+    params = parameters((3, 0), (4, 4))
+    run(eager(params, lr=LR, mars_type="mars-shampoo"), params, 2)
+
+
+def test_pickle_keeps_what_was_skipped():
+    params = parameters((3, 3))
+    optimizer = eager(params, lr=LR)
+    fill(params, 0)
+    params[0].grad[0, 0] = float("nan")
+    optimizer.step()
+    other = pickle.loads(pickle.dumps(optimizer))
+    assert other.num_skipped == 1
+    run(other, other.param_groups[0]["params"], 1)
+
+
+# ---- no sync -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-shampoo"])
+def test_the_class_step_has_no_host_sync(mars_type):
+    """3: under FakeTensorMode, reading a value on the host raises."""
+    with FakeTensorMode():
+        params = [nn.Parameter(torch.empty(4, 4)), nn.Parameter(torch.empty(4))]
+        # construction may read; a first layout over fake steps cannot be made
+        optimizer = eager(params, lr=LR, mars_type=mars_type, max_norm=1.0)
+        for p in params:
+            p.grad = torch.empty_like(p)
+        optimizer.step()
+        optimizer.step()
+
+
+# ---- options that reach where they should --------------------------------------------
+
+
+def test_newton_schulz_options_reach_the_step():
+    outcomes = []
+    for kw in ({}, {"ns_steps": 2}, {"ns_coefficients": "polar_express"}):
+        torch.manual_seed(0)
+        params = parameters((4, 6))
+        run(
+            eager(params, lr=LR, mars_type="muon", ns_dtype=torch.float32, **kw),
+            params,
+            1,
+        )
+        outcomes.append(params[0].detach())
+    assert not torch.equal(outcomes[0], outcomes[1])
+    assert not torch.equal(outcomes[0], outcomes[2])
+
+
+def test_gamma_of_a_step_overrides_the_rules():
+    x, g = [torch.randn(4, 4)], [torch.randn(4, 4)]
+    one, two = marsopt.mars_adamw(gamma=0.3), marsopt.mars_adamw(gamma=0.025)
+    _, state = one.step(x, g, one.init(x), lr=LR)
+    g = [torch.randn(4, 4)]
+    a, _ = one.step(x, g, state, lr=LR)
+    b, _ = two.step(x, g, state, lr=LR, gamma=0.3)
+    c, _ = two.step(x, g, state, lr=LR)
+    assert torch.equal(a[0], b[0])
+    assert not torch.equal(a[0], c[0])
+
+
+def test_state_dtype_reaches_the_rest_and_nesterov_matters():
+    rule = marsopt.mars(state_dtype=torch.float64)
+    state = rule.init([torch.zeros(2, 2), torch.zeros(2)])
+    assert state.rest.m[1].dtype == torch.float64
+    x, g = [torch.randn(4, 6)], [torch.randn(4, 6)]
+    found = []
+    for nesterov in (True, False):
+        muon = marsopt.muon(nesterov=nesterov)
+        y, state = muon.step(x, g, muon.init(x), lr=LR)
+        found.append(muon.step(y, [torch.ones(4, 6)], state, lr=LR)[0][0])
+    assert not torch.equal(*found)
+
+
+def test_state_is_matched_by_name():
+    rule = marsopt.lion()
+    x = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    _, state = rule.step(
+        x, {"a": torch.ones(2), "b": 5 * torch.ones(2)}, rule.init(x), lr=0
+    )
+    turned = {"b": x["b"], "a": x["a"]}
+    zeros = {"b": torch.zeros(2), "a": torch.zeros(2)}
+    _, state = rule.step(turned, zeros, state, lr=0)
+    assert float(state.m["b"][0]) == pytest.approx(5 * float(state.m["a"][0]))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda r, x: r.init({**x, "c": torch.zeros(2)}), "got state.m for"),
+        (lambda r, x: r.init({"a": torch.zeros(3)}), r"of shape \(3,\)"),
+        (lambda r, x: marsopt.muon().init([torch.zeros(2, 2)]), "got a MuonState"),
+    ],
+    ids=["more leaves", "another shape", "another rule"],
+)  # fmt: skip
+def test_a_foreign_state_is_refused(make, message):
+    rule, x = marsopt.lion(), {"a": torch.zeros(2)}
+    with pytest.raises(ValueError, match=message):
+        rule.step(x, x, make(rule, x), lr=LR)
+
+
+# ---- exact mode (defects 1 and 4) ----------------------------------------------------
+
+
+def test_exact_mode_does_not_alias_the_next_gradient():
+    """1: the gradient that was handed over may be overwritten at once."""
+    a, b = twins((4, 3))
+    fresh, reused = (eager(p, lr=LR, is_approx=False) for p in (a, b))
+    b[0].grad = torch.zeros_like(b[0])
+    for t in range(3):
+        for seed, call in ((50 + t, "update_previous_grad"), (t, "step")):
+            fill(a, seed)
+            getattr(fresh, call)()
+            b[0].grad.copy_(a[0].grad)  # the same storage, again and again
+            getattr(reused, call)()
+        fresh.update_last_grad()
+        reused.update_last_grad()
+    equal(a, b)
+
+
+def test_exact_mode_without_its_protocol_is_an_error():
+    params = parameters((3, 3))
+    optimizer = eager(params, is_approx=False)
+    fill(params, 0)
+    with pytest.raises(RuntimeError, match="expected the protocol"):
+        optimizer.step()
+    run(optimizer, params, 2)
+    optimizer.step()  # h was handed over: the last step needs no next batch
+    with pytest.raises(RuntimeError, match="expected the protocol"):
+        optimizer.step()
+
+
+def test_exact_mode_around_a_new_group():
+    first, second = parameters((3, 3)), parameters((2, 2))
+    optimizer = eager(first, lr=LR, is_approx=False)
+    fill(first, 0)
+    optimizer.update_previous_grad()
+    optimizer.add_param_group({"params": second})
+    fill(first + second, 1)
+    optimizer.step()
+    optimizer.update_last_grad()
+    assert not optimizer.state[second[0]]["last_grad"].any()
+
+
+def test_loading_forgets_what_was_kept():
+    params = parameters((3, 3))
+    optimizer = eager(params, lr=LR, is_approx=False)
+    run(optimizer, params, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    fill(params, 5)
+    optimizer.update_previous_grad()
+    optimizer.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="nothing kept"):
+        optimizer.update_last_grad()
+
+
+def test_exact_mode_under_a_grad_scaler():
+    """4: the scaler unscales once per step, and the kept gradient by its own factor."""
+    (a,), (b,) = twins((4, 3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaled = eager([a], lr=LR, is_approx=False, max_norm=0.5)
+    plain = eager([b], lr=LR, is_approx=False, max_norm=0.5)
+
+    def gradient(p, seed, scale):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+        p.grad = None
+        scale((p * x).sum()).backward()
+
+    for t in range(3):
+        gradient(a, 50 + t, scaler.scale)
+        scaled.update_previous_grad(grad_scale=scaler.get_scale())
+        gradient(a, t, scaler.scale)
+        scaler.step(scaled)
+        scaler.update()
+        scaled.update_last_grad()
+        gradient(b, 50 + t, lambda loss: loss)
+        plain.update_previous_grad()
+        gradient(b, t, lambda loss: loss)
+        plain.step()
+        plain.update_last_grad()
+    equal([a], [b], 1e-6)
+
+
+# ---- live values out of their range --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("betas", 0.9, "expected a pair"),
+        ("weight_decay", None, "got weight_decay=None"),
+        ("gamma", None, "got gamma=None"),
+        ("base_lr", -1.0, "got base_lr=-1.0"),
+        ("lr", None, "got lr=None"),
+        ("lr", torch.tensor([1.0, 2.0]), r"got lr of shape \(2,\)"),
+        ("clip", 0.0, "got clip=0.0"),
+    ],
+)
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "adamw"])
+def test_values_out_of_range(key, value, message, mars_type):
+    params = parameters((2, 2), (2,))
+    with pytest.raises(ValueError, match=message):
+        eager([{"params": params, key: value}], mars_type=mars_type)
+    optimizer = eager(params, mars_type=mars_type)
+    optimizer.param_groups[0][key] = value
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match=message):
+        run(optimizer, params, 1)
+    equal(params, before)
+
+
+def test_options_of_the_whole_optimizer():
+    params = parameters((2, 2))
+    with pytest.raises(ValueError, match=r"got \['is_approx'\] in a param group"):
+        eager([{"params": params, "is_approx": False}])
+    with pytest.raises(ValueError, match=r"got state_dtype=torch\.int64"):
+        eager(params, state_dtype=torch.int64)
+    with pytest.raises(ValueError, match="got compile='yes'"):
+        MARS(params, compile="yes")
+    with pytest.raises(ValueError, match="got collectives=None"):
+        eager(params, collectives=None)
+
+
+def test_overflow_of_the_square_is_named():
+    params = parameters((2, 2))
+    optimizer = eager(params, nonfinite="raise")
+    params[0].grad = torch.full_like(params[0], 1e20)
+    with pytest.raises(FloatingPointError, match="or whose square overflows"):
+        optimizer.step()
