@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +20,9 @@ from train import prepare
 from train.batches import Batches
 from train.errors import UserError
 from train.gpt2 import GPT2
+from train.resolve import resolve
 from train.schedule import cosine
-from train.settings import claim, resolve
+from train.settings import claim, describe, settings
 from train.tokens import open_tokens
 
 pytestmark = pytest.mark.application
@@ -237,6 +239,19 @@ def test_commands_fail_in_one_line(name):
     assert "Traceback" not in err
 
 
+def test_help_names_the_recipes():
+    code, out, _ = command("train", "--help")
+    assert code == 0
+    assert "tiny_mars_adamw" in out
+
+
+def test_under_torchrun_one_rank_says_it(data):
+    args = ["train", "--config", "tiny_mars_adamw", "--optimizer.lr", "-1"]
+    code, _, err = command(*args, ranks=2)
+    assert code != 0
+    assert err.count("error: got lr=-1.0") == 1
+
+
 def tiny(data, **changes):
     """A checked configuration with ``section__option=value`` changed."""
     config = configs.tiny_mars_adamw()
@@ -250,7 +265,30 @@ def tiny(data, **changes):
 
 SETTINGS = {
     "sequence too long": (dict(training__seq_len=129), "got training.seq_len=129"),
+    "empty sequence": (dict(training__seq_len=0), "got training.seq_len=0"),
     "no steps": (dict(training__steps=0), "got training.steps=0"),
+    "ascent": (dict(training__max_norm=-1.0), "got training.max_norm=-1.0"),
+    "negative warm-up": (
+        dict(lr_scheduler__warmup_steps=-5),
+        "got lr_scheduler.warmup_steps=-5",
+    ),
+    "never validating": (dict(validator__freq=0), "got validator.freq=0"),
+    "never logging": (dict(metrics__log_freq=0), "got metrics.log_freq=0"),
+    "negative seed": (dict(debug__seed=-1), "got debug.seed=-1"),
+    "an option of no effect": (
+        dict(lr_scheduler__decay_type="sqrt"),
+        "got lr_scheduler.decay_type=sqrt",
+    ),
+    "another implementation": (
+        dict(optimizer__implementation="foreach"),
+        "got optimizer.implementation=foreach",
+    ),
+    "no checkpoints": (dict(checkpoint__enable=False), "got checkpoint.enable=False"),
+    "an old checkpoint": (dict(checkpoint__load_step=2), "got checkpoint.load_step=2"),
+    "tensor parallelism": (
+        dict(parallelism__tensor_parallel_degree=2),
+        "got parallelism.tensor_parallel_degree=2",
+    ),
     "batch that does not divide": (
         dict(training__global_batch_size=12),
         "got training.global_batch_size=12 with 2 ranks",
@@ -275,7 +313,10 @@ SETTINGS = {
         "got validator.samples=17 with 2 ranks",
     ),
     "more than held out": (dict(validator__samples=16 * 10**6), "windows of 32 tokens"),
-    "other folder": (dict(checkpoint__folder="elsewhere"), "change --dump-folder"),
+    "other folder": (
+        dict(checkpoint__folder="elsewhere"),
+        "got checkpoint.folder=elsewhere",
+    ),
 }
 
 
@@ -296,22 +337,50 @@ def test_text_shorter_than_a_sample(tmp_path):
 
 def test_a_folder_belongs_to_one_run(data, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
+    folder = tmp_path / "run"
 
-    def claimed(**changes):
-        config = tiny(data, **changes)
-        config.dump_folder = str(tmp_path / "run")
+    def claimed(where=data, **changes):
+        config = tiny(where, **changes)
+        config.dump_folder = str(folder)
         resolve(config, world=1)
         claim(config)
 
-    claimed()
+    claimed(optimizer__lr=0.1)
+    claimed()  # nothing was trained yet: the folder is free
+    (folder / "checkpoint" / "step-4").mkdir(parents=True)
+    (folder / "checkpoint" / "step-4" / ".metadata").touch()
     claimed()
     # how it is executed may change, and how long it is shown
     claimed(training__local_batch_size=4, metrics__log_freq=1, validator__freq=7)
+    shutil.copytree(data, tmp_path / "moved")
+    claimed(tmp_path / "moved")  # the same data elsewhere
     with pytest.raises(UserError, match=r"got optimizer.lr=0.1 where it has 0.006"):
         claimed(optimizer__lr=0.1)
     with pytest.raises(UserError, match=r"schedule_steps=999 where it has 1400"):
         claimed(training__steps=999)
-    (tmp_path / "run" / "settings.json").unlink()
-    (tmp_path / "run" / "checkpoint").mkdir()
-    with pytest.raises(UserError, match="checkpoints but no settings.json"):
+    other = tmp_path / "other"
+    prepare.prepare("text", "bytes", other, [Path(shutil.__file__)], 0.2)
+    with pytest.raises(UserError, match=r"got data\.train="):
+        claimed(other)
+    (folder / "settings.json").write_text("{")
+    with pytest.raises(UserError, match=r"settings\.json that does not read"):
         claimed()
+    with pytest.raises(UserError, match=r"settings\.json that does not read"):
+        describe(folder)
+    (folder / "settings.json").unlink()
+    with pytest.raises(UserError, match=r"checkpoints but no settings\.json"):
+        claimed()
+    folder = tmp_path / "file"
+    folder.touch()
+    with pytest.raises(UserError, match="which is a file"):
+        claimed()
+
+
+def test_every_setting_of_a_run_is_recognised(data):
+    """Only what is listed as execution may differ; new fields of torchtitan count."""
+    config = tiny(data)
+    resolve(config, world=1)
+    found = settings(config)
+    for name in ("optimizer.gamma", "training.global_batch_size", "debug.seed"):
+        assert name in found
+    assert "dataloader.dataset_path" not in found

@@ -73,6 +73,12 @@ def test_prepare_twice_recognises_its_work(data, text, capsys):
     assert (data / "train.bin").stat().st_mtime_ns == stamp
     with pytest.raises(UserError, match="made from something else"):
         prepare.prepare("text", "bytes", data, [text], 0.2)
+    raw = text.read_text()
+    text.write_text(raw[::-1])  # of the same size
+    with pytest.raises(UserError, match="made from something else"):
+        prepare.prepare("text", "bytes", data, [text], 0.1)
+    with pytest.raises(UserError, match="which is a file"):
+        prepare.prepare("text", "bytes", text, [text], 0.1)
 
 
 def test_a_failed_prepare_leaves_nothing(tmp_path):

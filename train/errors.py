@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -15,5 +16,6 @@ def command(main: Callable[[], None]) -> None:
     try:
         main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # under torchrun, one of them says it
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

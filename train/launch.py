@@ -29,6 +29,13 @@ def parse(argv: list[str]):
     import configs
     from train.titan import ConfigManager
 
+    if not argv or {"-h", "--help"} & set(argv) and "--config" not in " ".join(argv):
+        print(
+            "usage: python -m train --config NAME [--section.option VALUE ...]\n\n"
+            f"recipes: {', '.join(configs.__all__)}\n\n"
+            "python -m train --config NAME --help lists the options of a recipe."
+        )
+        sys.exit(0 if argv else 2)
     name, rest = None, []
     args = iter(argv)
     for arg in args:
@@ -124,7 +131,8 @@ def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     console(rank)
     config = parse(sys.argv[1:])
-    from train.settings import claim, resolve
+    from train.resolve import resolve
+    from train.settings import claim
 
     resolve(config, world)
     claim(config)

@@ -120,18 +120,20 @@ def prepare(
             "files at the end"
         )
     paths = standard_library() if source == "python" else files
-    listing = hashlib.sha256(
-        "\n".join(
-            f"{p}:{p.stat().st_size if p.exists() else -1}" for p in paths
-        ).encode()
-    )
+    contents = hashlib.sha256()
+    for path in paths:
+        contents.update(f"{path.name}:{read(path)}\n".encode())
     made_from = {
         "source": source,
         "files": len(paths),
-        "listing": listing.hexdigest(),
+        "contents": contents.hexdigest(),
         "val_fraction": val_fraction,
     }
 
+    if out.exists() and not out.is_dir():
+        raise UserError(
+            f"got --out {out}, which is a file, expected a folder: choose one"
+        )
     if out.exists() and any(out.iterdir()):
         meta = Meta.load(out)
         if (meta.source, meta.tokenizer) != (made_from, tokenizer_name):

@@ -38,9 +38,9 @@ def main() -> None:
         ("temperature", args.temperature),
         ("top-k", args.top_k),
     ):
-        if value <= 0:
+        if not 1e-3 <= value < 1e9:
             raise UserError(
-                f"got --{name} {value}, expected a number above 0: give a positive one"
+                f"got --{name} {value}, expected a number from 0.001: give a larger one"
             )
     if not args.prompt:
         raise UserError(

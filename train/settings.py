@@ -1,6 +1,4 @@
-"""A configuration made complete and checked, and the settings by which a run folder is
-recognised.
-"""
+"""The settings by which a run is recognised, and the folder that belongs to it."""
 
 from __future__ import annotations
 
@@ -8,11 +6,10 @@ import json
 import os
 from pathlib import Path
 
-from marsopt import mars
-from train.batches import Batches
 from train.errors import UserError
 from train.gpt2 import Shape
-from train.tokens import open_tokens
+from train.run import last_step
+from train.tokens import SPLITS, Meta
 
 # What may differ between two calls that continue one run: how it is executed and shown,
 # not what is computed.
@@ -41,107 +38,17 @@ EXECUTION_WITHIN = {
 }
 
 
-def resolve(config, world: int) -> None:
-    """Fill in what follows from other fields, and check everything that can be checked
-    before processes meet.
-
-    Raises:
-        UserError: data that is missing or damaged, shapes that do not fit,
-            hyperparameters out of range, a run folder that belongs to other settings.
-    """
-    shape, t, opt = config.model_spec.model.shape, config.training, config.optimizer
-    if t.seq_len > shape.block_size:
-        raise UserError(
-            f"got training.seq_len={t.seq_len}, expected at most the model's block "
-            f"size {shape.block_size}: lower it"
-        )
-    if t.steps < 1:
-        raise UserError(
-            f"got training.steps={t.steps}, expected at least 1: give a number of steps"
-        )
-    per_pass = t.local_batch_size * world
-    if t.global_batch_size < 0:
-        t.global_batch_size = per_pass
-    if (
-        t.local_batch_size < 1
-        or t.global_batch_size % per_pass
-        or t.global_batch_size == 0
-    ):
-        raise UserError(
-            f"got training.global_batch_size={t.global_batch_size} with {world} ranks "
-            "of local_batch_size="
-            f"{t.local_batch_size}, expected a multiple of {per_pass}: change one of "
-            "the three"
-        )
-    total = config.lr_scheduler.total_steps or t.steps
-    if config.lr_scheduler.warmup_steps >= total:
-        raise UserError(
-            f"got lr_scheduler.warmup_steps={config.lr_scheduler.warmup_steps}, "
-            f"expected less than the schedule's {total} "
-            "steps: shorten the warm-up"
-        )
-    try:
-        group = opt.group()
-        lr = group.pop("lr")
-        mars(**group, lr=lr if lr else 1.0, is_approx=not opt.exact)
-        mars(mars_type="mars-adamw", weight_decay=opt.embedding_weight_decay)
-        if not 0 <= config.lr_scheduler.min_lr <= lr:
-            raise ValueError(
-                f"got lr_scheduler.min_lr={config.lr_scheduler.min_lr}, expected a "
-                f"number from 0 to optimizer.lr={lr}: "
-                "it is the rate at the end"
-            )
-    except (ValueError, TypeError) as error:
-        raise UserError(str(error)) from error
-    if opt.exact and not opt.mars_type.startswith("mars-"):
-        raise UserError(
-            f"got optimizer.exact with {opt.mars_type}, expected a MARS type: "
-            "baselines correct nothing"
-        )
-
-    folder = Path(config.dataloader.dataset_path)
-    if config.validator.dataloader.dataset_path is None:
-        config.validator.dataloader.dataset_path = str(folder)
-    for loader in (config.dataloader, config.validator.dataloader):
-        loader.vocab_size, loader.seed = shape.vocab_size, config.debug.seed or 0
-        tokens, meta = open_tokens(
-            Path(loader.dataset_path), loader.split, vocab_size=shape.vocab_size
-        )
-        batches = Batches(
-            tokens,
-            rank=0,
-            world=1,
-            local_batch=1,
-            seq_len=t.seq_len,
-            vocab_size=shape.vocab_size,
-        )
-    config.tokenizer.name = meta.tokenizer
-    if config.validator.enable:
-        samples = config.validator.samples
-        if samples % per_pass or not 0 < samples <= batches.num_windows:
-            raise UserError(
-                f"got validator.samples={samples} with {world} ranks of "
-                f"local_batch_size={t.local_batch_size}, expected a "
-                f"multiple of {per_pass} up to the {batches.num_windows} windows of "
-                f"{t.seq_len} tokens held out in {folder}"
-            )
-    if (
-        config.checkpoint.folder != "checkpoint"
-        or config.metrics.save_tb_folder != "tb"
-    ):
-        raise UserError(
-            "got another checkpoint.folder or metrics.save_tb_folder, expected their "
-            "defaults: change --dump-folder"
-        )
-    config.validator.last_step = config.metrics.total_steps = t.steps
-
-
 def settings(config) -> dict:
     """What two calls must agree on to be one run, flat: {"section.option": value}."""
     flat = {}
     raw = json.loads(json.dumps(config.to_dict(), default=str))
     raw["schedule_steps"] = config.lr_scheduler.total_steps or config.training.steps
     raw["lr_scheduler"].pop("total_steps")
+    # what the data is, not where it lies
+    for section in (raw["dataloader"], raw["validator"]["dataloader"]):
+        section.pop("dataset_path")
+    meta = Meta.load(Path(config.dataloader.dataset_path))
+    raw["data"] = {split: getattr(meta, split).sha256 for split in SPLITS}
     for section, values in raw.items():
         if section in EXECUTION:
             continue
@@ -155,16 +62,24 @@ def settings(config) -> dict:
 
 
 def claim(config) -> None:
-    """Write the settings into the run folder, or find that they are those of the run in
-    it.
+    """Write the settings into the run folder, or find that they are those in it.
+
+    A folder without a checkpoint belongs to nobody yet: a run that failed at its start
+    does not pin what it was given.
 
     Raises:
         UserError: the folder holds another run, or something that is no run.
     """
     folder = Path(config.dump_folder)
     path, mine = folder / "settings.json", settings(config)
-    if path.exists():
-        theirs = json.loads(path.read_text())
+    if folder.exists() and not folder.is_dir():
+        raise UserError(
+            f"got --dump-folder {folder}, which is a file, expected a folder: choose "
+            "another"
+        )
+    begun = last_step(folder) > 0
+    if path.exists() and begun:
+        theirs = read(path)
         changed = sorted(
             key
             for key in mine.keys() | theirs.keys()
@@ -180,7 +95,7 @@ def claim(config) -> None:
                 f"settings of the run in {folder}: give "
                 "these to continue it, or another --dump-folder to start a new one"
             )
-    elif (folder / "checkpoint").exists():
+    elif begun:
         raise UserError(
             f"got {folder}, which holds checkpoints but no settings.json, expected a "
             "run of ours or a new folder"
@@ -190,6 +105,21 @@ def claim(config) -> None:
         draft = path.with_suffix(".tmp")
         draft.write_text(json.dumps(mine, indent=1) + "\n")
         draft.rename(path)
+
+
+def read(path: Path) -> dict:
+    """The settings that ``claim`` wrote.
+
+    Raises:
+        UserError: a file that does not read.
+    """
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"got a {path} that does not read ({error}), expected what a run wrote: "
+            "restore it, or give another --dump-folder"
+        ) from error
 
 
 def describe(folder: Path) -> tuple[Shape, str]:
@@ -204,5 +134,5 @@ def describe(folder: Path) -> tuple[Shape, str]:
             f"got no {path}, expected the folder of a run: python -m train --config "
             "NAME makes one"
         )
-    theirs = json.loads(path.read_text())
+    theirs = read(path)
     return Shape(**theirs["model_spec.model"]["shape"]), theirs["tokenizer.name"]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from marsopt import LOCAL, MARS
 from parallel import MeshCollectives
 from train import schedule
-from train.titan import TORCH_DTYPE_MAP, LRSchedulersContainer, OptimizersContainer
+from train.titan import LRSchedulersContainer, OptimizersContainer
 
 
 class MarsOptimizers(OptimizersContainer):
@@ -84,7 +84,7 @@ class MarsOptimizers(OptimizersContainer):
             ],
             **config.group(),
             is_approx=not config.exact,
-            ns_dtype=TORCH_DTYPE_MAP.get(config.ns_dtype, torch.float16),
+            ns_dtype=getattr(torch, config.ns_dtype),
             collectives=LOCAL if mesh is None else MeshCollectives(mesh),
             compile=config.compile,
         )

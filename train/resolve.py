@@ -1,0 +1,163 @@
+"""A configuration made complete, and checked before processes meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from marsopt import mars
+from train.batches import Batches
+from train.errors import UserError
+from train.tokens import open_tokens
+
+
+def resolve(config, world: int) -> None:
+    """Fill in what follows from other fields, and check all that can be checked.
+
+    Raises:
+        UserError: an option out of its range or without effect here, data that is
+            missing or damaged, shapes that do not fit.
+    """
+    _check_ranges(config)
+    _check_unused(config)
+    _check_batches(config, world)
+    _check_optimizer(config)
+    _check_data(config, world)
+    config.validator.last_step = config.metrics.total_steps = config.training.steps
+
+
+def _check_ranges(config) -> None:
+    """Single numbers."""
+    block = config.model_spec.model.shape.block_size
+
+    def above(bound: float) -> tuple[Callable, str]:
+        return lambda v: bound < v < math.inf, f"a number above {bound}"
+
+    def at_least(bound: float) -> tuple[Callable, str]:
+        return lambda v: bound <= v < math.inf, f"a number of at least {bound}"
+
+    for path, (holds, expected) in {
+        "training.steps": at_least(1),
+        "training.local_batch_size": at_least(1),
+        "training.seq_len": (
+            lambda v: 1 <= v <= block,
+            f"1 to the model's block size {block}",
+        ),
+        "training.max_norm": above(0),
+        "lr_scheduler.warmup_steps": at_least(0),
+        "validator.freq": at_least(1),
+        "validator.samples": at_least(1),
+        "metrics.log_freq": at_least(1),
+        "debug.seed": at_least(0),
+    }.items():
+        section, field = path.split(".")
+        value = getattr(getattr(config, section), field)
+        if value is None or not holds(value):
+            raise UserError(f"got {path}={value}, expected {expected}: change it")
+
+
+def _check_unused(config) -> None:
+    """Options that torchtitan has and this application does not use."""
+    wanted = {
+        "lr_scheduler": {"decay_ratio", "decay_type", "min_lr_factor"},
+        "optimizer": {
+            "param_groups",
+            "implementation",
+            "optimizer_factory_kwargs_by_name",
+        },
+        "checkpoint": {"enable", "folder", "load_step", "last_save_model_only"},
+        "metrics": {"save_tb_folder"},
+        "parallelism": {
+            "tensor_parallel_degree",
+            "context_parallel_degree",
+            "pipeline_parallel_degree",
+            "expert_parallel_degree",
+        },
+    }
+    ours = {
+        "checkpoint.enable": True,
+        "checkpoint.last_save_model_only": False,
+    }
+    for section, names in wanted.items():
+        values = getattr(config, section)
+        defaults = {f.name: f for f in dataclasses.fields(values)}
+        for name in sorted(names):
+            field, path = defaults[name], f"{section}.{name}"
+            usual = field.default
+            if field.default_factory is not dataclasses.MISSING:
+                usual = field.default_factory()
+            usual = ours.get(path, usual)
+            if getattr(values, name) != usual:
+                raise UserError(
+                    f"got {path}={getattr(values, name)}, expected {usual}: this "
+                    "application does not use another value; leave it out"
+                )
+
+
+def _check_batches(config, world: int) -> None:
+    t = config.training
+    per_pass = t.local_batch_size * world
+    if t.global_batch_size < 0:
+        t.global_batch_size = per_pass
+    if t.global_batch_size % per_pass or t.global_batch_size == 0:
+        raise UserError(
+            f"got training.global_batch_size={t.global_batch_size} with {world} ranks "
+            f"of local_batch_size={t.local_batch_size}, expected a multiple of "
+            f"{per_pass}: change one of the three"
+        )
+    total = config.lr_scheduler.total_steps or t.steps
+    if config.lr_scheduler.warmup_steps >= total:
+        raise UserError(
+            f"got lr_scheduler.warmup_steps={config.lr_scheduler.warmup_steps}, "
+            f"expected less than the schedule's {total} steps: shorten the warm-up"
+        )
+
+
+def _check_optimizer(config) -> None:
+    opt, min_lr = config.optimizer, config.lr_scheduler.min_lr
+    try:
+        mars(**opt.group(), is_approx=not opt.exact)
+        mars(weight_decay=opt.embedding_weight_decay)
+    except (ValueError, TypeError) as error:
+        raise UserError(str(error)) from error
+    if not 0 <= min_lr <= opt.lr:
+        raise UserError(
+            f"got lr_scheduler.min_lr={min_lr}, expected a number from 0 to "
+            f"optimizer.lr={opt.lr}: it is the rate at the end"
+        )
+    if opt.exact and not opt.mars_type.startswith("mars-"):
+        raise UserError(
+            f"got optimizer.exact with {opt.mars_type}, expected a MARS type: "
+            "baselines correct nothing"
+        )
+
+
+def _check_data(config, world: int) -> None:
+    vocab_size, t = config.model_spec.model.shape.vocab_size, config.training
+    held_out = config.validator.dataloader
+    if held_out.dataset_path is None:
+        held_out.dataset_path = config.dataloader.dataset_path
+    for loader in (config.dataloader, held_out):
+        loader.vocab_size, loader.seed = vocab_size, config.debug.seed
+        folder = Path(loader.dataset_path)
+        tokens, meta = open_tokens(folder, loader.split, vocab_size=vocab_size)
+        batches = Batches(
+            tokens,
+            rank=0,
+            world=1,
+            local_batch=1,
+            seq_len=t.seq_len,
+            vocab_size=vocab_size,
+        )
+    config.tokenizer.name = meta.tokenizer
+    samples, per_pass = config.validator.samples, t.local_batch_size * world
+    if config.validator.enable and (
+        samples % per_pass or samples > batches.num_windows
+    ):
+        raise UserError(
+            f"got validator.samples={samples} with {world} ranks of local_batch_size="
+            f"{t.local_batch_size}, expected a multiple of {per_pass} up to the "
+            f"{batches.num_windows} windows of {t.seq_len} tokens held out in {folder}"
+        )
