@@ -20,6 +20,7 @@ from train import prepare
 from train.batches import Batches
 from train.errors import UserError
 from train.gpt2 import GPT2
+from train.report import read_scalars
 from train.resolve import resolve
 from train.schedule import cosine
 from train.settings import claim, describe, settings
@@ -164,6 +165,13 @@ def test_the_engine_is_a_plain_loop(data, request, is_exact):
 def test_exact_is_not_approximate(one, exact):
     assert one[1][1] == exact[1][1]
     assert one[1][STEPS] != exact[1][STEPS]
+
+
+def test_tokens_are_counted_once(one, exact):
+    """The second pass of exact MARS sees the next batch, which is counted later."""
+    for folder, *_ in (one, exact):
+        seen = read_scalars(folder / "tb")["n_tokens_seen"]
+        assert seen == {t: t * BATCH * SEQ for t in range(1, STEPS + 1)}
 
 
 def test_two_processes_print_the_same_losses(data, one, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import zipfile
@@ -67,25 +68,37 @@ def test_files_stay_small():
             assert len(path.read_text().splitlines()) < 400, path
 
 
-def test_the_wheel_holds_marsopt_alone(tmp_path):
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "build",
-            "--wheel",
-            "--no-isolation",
-            "--outdir",
-            tmp_path,
-            ROOT,
-        ],
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Names in the built wheel, and a folder that it was unpacked into."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir"]
+    subprocess.run([*build, folder, ROOT], check=True, capture_output=True)
+    (path,) = folder.glob("*.whl")
+    with zipfile.ZipFile(path) as z:
+        z.extractall(folder / "site")
+        return z.namelist(), folder / "site"
+
+
+def run_with(site, cwd, *args):
+    """Run Python beside torch with the wheel alone: no checkout on the path."""
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=cwd,
+        env={
+            "PYTHONPATH": str(site),
+            "PATH": os.environ["PATH"],
+            "OMP_NUM_THREADS": "1",
+        },
         check=True,
         capture_output=True,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as z:
-        names = z.namelist()
-        z.extractall(tmp_path / "site")
+        text=True,
+        timeout=240,
+    ).stdout
+
+
+def test_the_wheel_holds_marsopt_alone(wheel, tmp_path):
+    names, site = wheel
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"marsopt"}
     assert "marsopt/py.typed" in names
     assert "marsopt/parallel/collectives.py" in names
@@ -93,12 +106,53 @@ def test_the_wheel_holds_marsopt_alone(tmp_path):
         "import marsopt, marsopt.parallel as p; from marsopt import MARS;"
         "print(marsopt.__file__, p.MeshCollectives)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(tmp_path / "site"), "PATH": ""},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert str(tmp_path / "site") in done.stdout
+    assert str(site) in run_with(site, tmp_path, "-c", code)
+
+
+FSDP_LOOP = """
+import os, sys
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from marsopt import MARS
+from marsopt.parallel import MeshCollectives
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)
+)
+kw = {}
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    model.set_gradient_divide_factor(dist.get_world_size())
+    model.set_force_sum_reduction_for_comms(True)
+    kw = dict(collectives=MeshCollectives(mesh))
+optimizer = MARS(
+    model.parameters(), lr=0.02, mars_type="mars-shampoo", max_norm=1.0,
+    ns_dtype=torch.float32, compile=False, **kw,
+)
+for step in range(10):
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{loss:.5f}", flush=True)
+if "RANK" in os.environ:
+    dist.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.processes
+def test_the_wheel_alone_trains_on_two_processes_as_on_one(wheel, tmp_path):
+    _, site = wheel
+    (tmp_path / "loop.py").write_text(FSDP_LOOP)
+    one = run_with(site, tmp_path, "loop.py").split()
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "loop.py")
+    assert run_with(site, tmp_path, *launch).split() == one
+    assert len(one) == 10
+    assert float(one[-1]) < float(one[0])

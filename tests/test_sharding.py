@@ -92,9 +92,10 @@ def train(place, mesh, collectives, mars_type, exact, scale, compiled=False):
         if exact:
             optimizer.update_last_grad()
     whole = {n: p.detach() for n, p in params.items()}
-    return {
+    whole = {
         n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in whole.items()
     }
+    return whole, float(optimizer.grad_norm)
 
 
 def compare(rank, world, cases, mesh_shape, place, strategies):
@@ -105,10 +106,12 @@ def compare(rank, world, cases, mesh_shape, place, strategies):
     for mars_type, exact in cases:
         kind = "matrix" if mars_type in MATRIX else "elementwise"
         for scale in (1.0, 1e-3):  # the per-tensor clip acts, and does not
-            want = train(None, None, None, mars_type, exact, scale)
+            want, norm = train(None, None, None, mars_type, exact, scale)
             for strategy in strategies if kind == "matrix" else ("auto",):
                 collectives = MeshCollectives(mesh, strategy=strategy)
-                got = train(place, mesh, collectives, mars_type, exact, scale)
+                got, mine = train(place, mesh, collectives, mars_type, exact, scale)
+                # what is replicated counts once
+                assert abs(mine - norm) < 1e-5 * norm, f"{mine} where whole has {norm}"
                 error = max(float((got[n] - want[n]).abs().max()) for n in SHAPES)
                 worst[kind] = max(worst[kind], error)
     return worst

@@ -1,0 +1,124 @@
+"""Optimizer state through torch.distributed.checkpoint, on another number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from marsopt import MARS
+from parallel import MeshCollectives
+from tests.processes import spawn
+from tests.test_collectives import Model, whole
+
+pytestmark = pytest.mark.processes
+
+LEG = 3  # steps between two checkpoints
+
+
+def build(world, mars_type, is_approx, hybrid):
+    torch.manual_seed(1)
+    model = Model()
+    shape = (2, world // 2) if hybrid else (world,)
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    fully_shard(model.first, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(world)
+            module.set_force_sum_reduction_for_comms(True)
+    optimizer = MARS(
+        model.parameters(), lr=0.02, mars_type=mars_type, is_approx=is_approx,
+        max_norm=2.0, ns_dtype=torch.float32, compile=False,
+        collectives=MeshCollectives(mesh),
+    )  # fmt: skip
+    return model, optimizer
+
+
+def gradient(model, optimizer, seed):
+    g = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(8, 6, generator=g), torch.randn(8, 1, generator=g)
+    optimizer.zero_grad()
+    (30 * torch.nn.functional.mse_loss(model(x), y)).backward()
+
+
+def legs(rank, world, mars_type, is_approx, hybrid, folder, first, last):
+    """Train legs first..last-1, loading before and saving after; whole parameters."""
+    model, optimizer = build(world, mars_type, is_approx, hybrid)
+    if first:
+        weights, state = get_state_dict(model, optimizer)
+        both = {"model": weights, "optimizer": state}
+        dcp.load(both, checkpoint_id=f"{folder}/{first}")
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=both["model"],
+            optim_state_dict=both["optimizer"],
+        )
+    for t in range(first * LEG, last * LEG):
+        gradient(model, optimizer, t + 1)
+        optimizer.update_previous_grad()
+        gradient(model, optimizer, t)
+        optimizer.step()
+        optimizer.update_last_grad()
+    weights, state = get_state_dict(model, optimizer)
+    both = {"model": weights, "optimizer": state}
+    dcp.save(both, checkpoint_id=f"{folder}/{last}")
+    names = sorted({n for entry in state["state"].values() for n in entry})
+    return whole(model), names
+
+
+FORMS = {
+    "mars-adamw": ("mars-adamw", True),
+    "mars-adamw exact": ("mars-adamw", False),
+    "mars-shampoo": ("mars-shampoo", True),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_resumes_on_other_numbers_of_ranks(name, tmp_path):
+    """2 -> 1 -> 4 (HSDP) -> 2 is the uninterrupted run, h included."""
+    form = FORMS[name]
+    want, names = spawn(legs, 2, *form, False, str(tmp_path / "whole"), 0, 4)[0]
+    assert "last_grad" in names
+    folder = str(tmp_path / "parts")
+    for i, (world, hybrid) in enumerate(
+        ((2, False), (1, False), (4, True), (2, False))
+    ):
+        got, _ = spawn(legs, world, *form, hybrid, folder, i, i + 1)[0]
+    for n, p in want.items():
+        torch.testing.assert_close(
+            got[n], p, rtol=0, atol=1e-6, msg=lambda m, n=n: n + m
+        )
+
+
+def test_equal_ranks_resume_bitwise(tmp_path):
+    form = FORMS["mars-adamw"]
+    want, _ = spawn(legs, 2, *form, False, str(tmp_path / "whole"), 0, 2)[0]
+    for i in range(2):
+        got, _ = spawn(legs, 2, *form, False, str(tmp_path / "parts"), i, i + 1)[0]
+    assert all(torch.equal(got[n], want[n]) for n in want)
+
+
+def load_into_another(rank, world, folder):
+    """A checkpoint of AdamW has no h."""
+    legs(rank, world, "adamw", True, False, folder, 0, 1)
+    model, optimizer = build(world, "mars-adamw", True, False)
+    weights, state = get_state_dict(model, optimizer)
+    both = {"model": weights, "optimizer": state}
+    try:
+        dcp.load(both, checkpoint_id=f"{folder}/1")
+    except CheckpointException as error:
+        return str(error)
+    return "no error"
+
+
+def test_state_that_is_missing_is_named(tmp_path):
+    for told in spawn(load_into_another, 2, str(tmp_path / "adamw")):
+        assert "last_grad" in told
+        assert "weight" in told
