@@ -39,6 +39,9 @@ class Team(NamedTuple):
     matrices: list[Matrix]
     plan: Plan
     buckets: list[Bucket]
+    # over replicas that share the owners' work, and what each of them has; else None
+    replicas: dist.ProcessGroup | None
+    shares: list[list[int]]
 
 
 class Division(NamedTuple):
@@ -193,6 +196,8 @@ class MeshCollectives:
         for team in division.teams:
             local = [matrices[i] for i in team.members]
             found = exchange.orthogonalize(local, team.buckets, ns, team.group)
+            if team.replicas is not None:
+                found = exchange.share(found, team.shares, local, ns, team.replicas)
             found |= self._by_gram(local, team, ns)
             whole = team.plan.members("replicate")
             found |= self._gathered(
@@ -226,14 +231,8 @@ class MeshCollectives:
                 by_axis.setdefault((place.mesh, place.axes[0]), []).append(i)
         teams = []
         for (mesh, axis), members in by_axis.items():
-            group, rank = mesh.get_group(axis), mesh.get_local_rank(axis)
             found = [Matrix(*shapes[i], places[i].dim) for i in members]
-            chosen = plan(found, mesh.size(axis), ns, **self._options)
-            buckets = [
-                Bucket(found, chosen, chosen.members("owner", b), rank)
-                for b in range(chosen.num_buckets)
-            ]
-            teams.append(Team(members, group, found, chosen, buckets))
+            teams.append(self._team(mesh, axis, members, found, ns))
         if scattered:
             log.warning(
                 "marsopt.parallel: %d matrices are cut by several mesh axes or in "
@@ -244,6 +243,44 @@ class MeshCollectives:
         division = Division(teams, alone, scattered)
         self._divisions[key] = (list(leaves), division)
         return division
+
+    def _team(
+        self,
+        mesh: DeviceMesh,
+        axis: int,
+        members: list[int],
+        matrices: list[Matrix],
+        ns: NewtonSchulz,
+    ) -> Team:
+        """Plan for the matrices that ``axis`` of ``mesh`` cuts."""
+        others = [a for a in range(mesh.ndim) if a != axis]
+        # one replicate axis beside the shard axis is HSDP
+        copies = mesh.size(others[0]) if len(others) == 1 else 1
+        chosen = plan(matrices, mesh.size(axis), ns, replicas=copies, **self._options)
+        replica = mesh.get_local_rank(others[0]) if chosen.replicas > 1 else 0
+        shares: list[list[int]] = [[] for _ in range(chosen.replicas)]
+        for bucket in range(chosen.num_buckets):
+            for i in chosen.members("owner", bucket):
+                shares[chosen.owners[i] // chosen.num_ranks].append(i)
+        mine = set(shares[replica])
+        buckets = [
+            Bucket(
+                matrices,
+                chosen,
+                [i for i in chosen.members("owner", b) if i in mine],
+                mesh.get_local_rank(axis),
+            )
+            for b in range(chosen.num_buckets)
+        ]
+        return Team(
+            members,
+            mesh.get_group(axis),
+            matrices,
+            chosen,
+            [b for b in buckets if b.members],
+            mesh.get_group(others[0]) if chosen.replicas > 1 and any(shares) else None,
+            shares,
+        )
 
     def _by_gram(
         self, local: Sequence[Tensor], team: Team, ns: NewtonSchulz

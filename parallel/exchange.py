@@ -25,11 +25,12 @@ class Bucket:
     def __init__(
         self, matrices: Sequence[Matrix], plan: Plan, members: list[int], rank: int
     ) -> None:
-        self._plan, self._rank, self.num_ranks = plan, rank, plan.num_ranks
-        self._matrices = matrices
+        self._rank, self.num_ranks, self._matrices = rank, plan.num_ranks, matrices
+        # owners of other replicas are not met here: ``members`` are those of one
+        owners = {i: plan.owners[i] % plan.num_ranks for i in members}
         # ordered by owner: how all ranks lay out what goes to, or comes from, owners
-        self.members = sorted(members, key=lambda i: (plan.owners[i], i))
-        self.mine = [i for i in self.members if plan.owners[i] == rank]
+        self.members = sorted(members, key=lambda i: (owners[i], i))
+        self.mine = [i for i in self.members if owners[i] == rank]
         self._sizes = {
             i: shard_sizes(
                 (matrices[i].rows, matrices[i].cols)[matrices[i].dim], plan.num_ranks
@@ -37,7 +38,7 @@ class Bucket:
             for i in self.members
         }
         self.to_owners = [
-            sum(self._numel(i, rank) for i in self.members if plan.owners[i] == owner)
+            sum(self._numel(i, rank) for i in self.members if owners[i] == owner)
             for owner in range(plan.num_ranks)
         ]
         self.from_shards = [
@@ -126,3 +127,34 @@ def _send(
     out = flat.new_empty(sum(of))
     work = dist.all_to_all_single(out, flat, of, to, group=group, async_op=True)
     return out, work
+
+
+def share(
+    mine: dict[int, Tensor],
+    shares: Sequence[Sequence[int]],
+    local: Sequence[Tensor],
+    ns: NewtonSchulz,
+    group: dist.ProcessGroup,
+) -> dict[int, Tensor]:
+    """Every replica's factors to all replicas: one all-gather, padded to the largest.
+
+    Args:
+        mine: this replica's shards of factors.
+        shares: for each replica the matrices that it had, in order.
+        local: shards of all matrices, for their shapes.
+    """
+    lengths = [sum(local[i].numel() for i in part) for part in shares]
+    widest = max(lengths)
+    flat = torch.zeros(widest, dtype=ns.dtype, device=local[0].device)
+    part = shares[dist.get_rank(group)]
+    if part:
+        own = torch.cat([mine[i].reshape(-1) for i in part]).to(ns.dtype)
+        flat[: len(own)] = own
+    everyone = flat.new_empty(len(shares) * widest)
+    dist.all_gather_into_tensor(everyone, flat, group=group)
+    out = {}
+    for r, part in enumerate(shares):
+        cuts = _cut(everyone[r * widest :], [local[i].numel() for i in part])
+        for i, piece in zip(part, cuts, strict=True):
+            out[i] = piece.view(local[i].shape).to(local[i].dtype)
+    return out

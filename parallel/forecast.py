@@ -103,7 +103,7 @@ def forecast(
         )
     p, n, machine = num_ranks // replicas, job.num_params, hardware.machine
     matrices = list(job.matrices().values())
-    chosen = plan(matrices, p, ns, machine=machine)
+    chosen = plan(matrices, p, ns, replicas=replicas, machine=machine)
     spent = cost(matrices, chosen, ns, machine)
     owned = sum(m.rows * m.cols for m in matrices)
     # what is no matrix takes AdamW, except under the elementwise baselines

@@ -47,9 +47,14 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of each matrix: strategy, owner (or -1) and bucket."""
+    """Of each matrix: strategy, owner (or -1) and bucket.
+
+    With ``replicas`` above 1 the owners' work is split over HSDP replicas: owners count
+    through the ranks of the first replica, then of the second, and so on.
+    """
 
     num_ranks: int
+    replicas: int
     strategies: tuple[Strategy, ...]
     owners: tuple[int, ...]
     buckets: tuple[int, ...]
@@ -107,13 +112,16 @@ def plan(
     *,
     strategy: Strategy | Literal["auto"] = "auto",
     max_buckets: int = 2,
+    replicas: int = 1,
     machine: Machine = Machine(),
 ) -> Plan:
     """Choose for each matrix by the model of time, or as ``strategy`` says.
 
     "auto" gives every matrix an owner, balanced by FLOPs over all shapes together, and
     then moves matrices to the Gram form, largest first, while that makes the step
-    faster: one tall embedding that would keep an owner busy alone, or few ranks.
+    faster: one tall embedding that would keep an owner busy alone, or few ranks. With
+    HSDP ``replicas`` it also compares each replica doing all of the owners' work with
+    the replicas sharing it, and their factors.
 
     Raises:
         ValueError: an unknown strategy, or ``max_buckets`` below 1.
@@ -127,13 +135,21 @@ def plan(
         raise ValueError(
             f"got max_buckets={max_buckets}, expected 1 or more: 2 overlaps"
         )
+
+    def draft(strategies: Sequence[Strategy]) -> Plan:
+        shared = {1, replicas} if strategy == "auto" else {replicas}
+        drafts = [
+            _plan(matrices, num_ranks, ns, strategies, max_buckets, split)
+            for split in sorted(shared)
+        ]
+        return min(drafts, key=lambda d: cost(matrices, d, ns, machine).seconds)
+
     if strategy == "replicate" or num_ranks == 1:
-        return _plan(matrices, num_ranks, ns, ["replicate"] * len(matrices), 1)
+        return _plan(matrices, num_ranks, ns, ["replicate"] * len(matrices), 1, 1)
     if strategy == "gram":
-        chosen: list[Strategy] = ["gram" if m.may_gram else "owner" for m in matrices]
-        return _plan(matrices, num_ranks, ns, chosen, max_buckets)
-    chosen = ["owner"] * len(matrices)
-    best = _plan(matrices, num_ranks, ns, chosen, max_buckets)
+        return draft(["gram" if m.may_gram else "owner" for m in matrices])
+    chosen: list[Strategy] = ["owner"] * len(matrices)
+    best = draft(chosen)
     if strategy == "owner":
         return best
     seconds = cost(matrices, best, ns, machine).seconds
@@ -142,7 +158,7 @@ def plan(
             "gram" if m == shape and m.may_gram else s
             for m, s in zip(matrices, chosen, strict=True)
         ]
-        other = _plan(matrices, num_ranks, ns, trial, max_buckets)
+        other = draft(trial)
         if (faster := cost(matrices, other, ns, machine).seconds) < seconds:
             best, chosen, seconds = other, trial, faster
     return best
@@ -162,11 +178,12 @@ def _plan(
     ns: NewtonSchulz,
     strategies: Sequence[Strategy],
     max_buckets: int,
+    replicas: int,
 ) -> Plan:
     """Owners and buckets for given strategies."""
     owned = [i for i, s in enumerate(strategies) if s == "owner"]
     flops = [ns.num_flops(matrices[i].rows, matrices[i].cols) for i in owned]
-    found, _ = assign(flops, num_ranks)
+    found, _ = assign(flops, num_ranks * replicas)
     owners, buckets = [-1] * len(matrices), [0] * len(matrices)
     for i, owner in zip(owned, found, strict=True):
         owners[i] = owner
@@ -177,7 +194,7 @@ def _plan(
         parts, _ = assign([f for _, f in mine], max_buckets)
         for (i, _), bucket in zip(mine, parts, strict=True):
             buckets[i] = bucket
-    return Plan(num_ranks, tuple(strategies), tuple(owners), tuple(buckets))
+    return Plan(num_ranks, replicas, tuple(strategies), tuple(owners), tuple(buckets))
 
 
 def cost(
@@ -188,17 +205,21 @@ def cost(
 ) -> Cost:
     """Bytes that a rank sends, FLOPs of each owner, and the model's time of one step.
 
-    Bytes: 2 mn s / p of a matrix with an owner, less what stays on its rank; 8 k^2
+    Bytes: 2 mn s / p of a matrix with an owner, less what stays on its rank (split over
+    R replicas: 2 mn s / (p R), and mn s (R - 1)/(p R) for their factors); 8 k^2
     (p - 1)/p of a Gram matrix, by a ring all-reduce in float32; mn s (p - 1)/p of a
     gathered one.
     """
     p, away = plan.num_ranks, (plan.num_ranks - 1) / plan.num_ranks
-    size = ns.payload().itemsize + ns.dtype.itemsize
-    total, gram_seconds, everywhere = Cost(owner_flops=[0.0] * p), 0.0, 0.0
+    split = plan.replicas
+    both = (ns.payload().itemsize + ns.dtype.itemsize) * away / split
+    sharing = ns.dtype.itemsize * (split - 1) / split
+    total = Cost(owner_flops=[0.0] * (p * split))
+    gram_seconds = everywhere = 0.0
     for m, strategy, owner in zip(matrices, plan.strategies, plan.owners, strict=True):
         numel, short = m.rows * m.cols, min(m.rows, m.cols)
         if strategy == "owner":
-            total.bytes_sent += size * numel / p * away
+            total.bytes_sent += (both + sharing) * numel / p
             total.owner_flops[owner] += ns.num_flops(m.rows, m.cols)
         elif strategy == "gram":
             total.bytes_sent += 8 * short**2 * away

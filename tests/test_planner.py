@@ -72,6 +72,22 @@ def test_plans_are_deterministic_and_complete():
     assert everyone == list(range(len(LARGE)))
 
 
+def test_replicas_share_the_work():
+    """Under HSDP each replica has a part of the owners' work, and gives its factors.
+
+    2mn s (p-1)/p^2 bytes become that over R, and mn s (R-1)/(p R) for the factors.
+    """
+    shared = plan(LARGE, 4, NS, replicas=4)
+    assert shared.replicas == 4
+    assert set(shared.owners) == set(range(16))
+    alone, split = (
+        cost(LARGE, plan(LARGE, 4, NS, strategy="owner", replicas=r), NS)
+        for r in (1, 4)
+    )
+    assert max(split.owner_flops) < 0.3 * max(alone.owner_flops)
+    assert split.bytes_sent / alone.bytes_sent == pytest.approx(1 / 4 + 0.75 / 1.5)
+
+
 def test_longest_processing_time_first():
     owners, loads = assign([3, 3, 2, 2, 2], 2)
     assert loads == [7, 5]

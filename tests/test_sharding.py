@@ -131,7 +131,7 @@ CASES = {
     "4 ranks": ((4,), rows, EVERY, ("owner",)),
     "8 ranks": ((8,), rows, [("mars-adamw", True), ("mars-m", False)], ("owner",)),
     "Shard(1)": ((2,), columns, [ADAMW, SHAMPOO], ALL),
-    "HSDP 2x2": ((2, 2), hybrid, [("mars-adamw", True), SHAMPOO], ALL),
+    "HSDP 2x2": ((2, 2), hybrid, [("mars-adamw", True), SHAMPOO], (*ALL, "auto")),
     "FSDP x TP 2x2": ((2, 2), grid, [ADAMW, ("mars-m", True)], ("owner",)),
     "mixed": ((2,), mixed, [("mars-lion", False), SHAMPOO], ("owner", "auto")),
 }
