@@ -112,6 +112,8 @@ def console(rank: int) -> None:
         handler.setLevel(logging.WARNING)
         handler.addFilter(lambda record: not record.getMessage().startswith(NOISE))
     root.addHandler(handler)
+    # torchtitan seeds DTensor's generator; our weights are drawn without it
+    warnings.filterwarnings("ignore", message="DTensor manual_seed")
     if rank > 0:
         warnings.simplefilter("ignore")  # rank 0 says it
 
