@@ -34,11 +34,11 @@ data/python/meta.json: | $(VENV)/ready
 
 # torch first: what depends on it would otherwise choose a build of it
 $(VENV)/ready: requirements.txt constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "got Python %d.%d, expected 3.11 or newer: make PYTHON=python3.12" % sys.version_info[:2])'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "got Python %d.%d, expected 3.11 or newer: make PYTHON=python3.12" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt
-	touch $@
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build dist

@@ -176,7 +176,8 @@ class MARS(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            foreign = sorted(set(group) & set(self._options))
+            own = {*self._options, "ns_steps", "ns_coefficients", "ns_dtype"}
+            foreign = sorted(set(group) & own)
             if foreign:
                 raise ValueError(
                     f"got {foreign} in a param group, expected them for the whole "

@@ -12,7 +12,7 @@ from marsopt import checks
 from marsopt.checks import Number
 from marsopt.collectives import LOCAL
 from marsopt.newton_schulz import NewtonSchulz
-from marsopt.rule import LeafRule, MarsRule, Rule
+from marsopt.rule import LeafRule, Rule
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.lion import Lion
 from marsopt.rules.mars_adamw import MarsAdamW
@@ -191,7 +191,7 @@ class Routed(Rule):
             rule = getattr(self.pair, side)
             # AdamW on the rest corrects nothing, so that gamma and reference are not
             # its concern
-            concerned = side == "matrix" or isinstance(rule, MarsRule)
+            concerned = side == "matrix" or rule.has_gamma
             route, own = rule.route(
                 _subtree(params, part),
                 _subtree(grads, part),

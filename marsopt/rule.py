@@ -104,6 +104,7 @@ class LeafRule(Rule):
 
     State: ClassVar[type]  # a page's own NamedTuple
     matrix_only: ClassVar[bool] = False
+    has_gamma: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         checks.at_least_zero("weight_decay", self.weight_decay)
@@ -207,7 +208,7 @@ class LeafRule(Rule):
         self, params, grads, state, lr, gamma, reference, collectives
     ) -> tuple[Route, list[Tensor]]:
         """The arguments of ``step`` as a checked route of local leaves."""
-        if gamma is not None and not isinstance(self, MarsRule):
+        if gamma is not None and not self.has_gamma:
             raise ValueError(
                 f"got gamma={gamma!r} for {type(self).__name__}, which has none: leave "
                 "gamma out"
@@ -288,62 +289,3 @@ class LeafRule(Rule):
             t=state.t + went, skipped=state.skipped + 1 - went, **new
         )
         return tree(route.x), state
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MarsRule(LeafRule):
-    """A rule on the corrected gradient (MARS, arXiv 2411.10438, Algorithm 1; the
-    authors' optimizers/mars.py):
-
-        c = g + gamma beta1/(1 - beta1) (g - h),   c <- c / max(1, ||c||_F / clip)   per
-        tensor
-
-    Args:
-        gamma: scale of the variance reduction; 0 turns it off.
-        clip: threshold of the per-tensor norm of c; None = off.
-        is_approx: True keeps the previous gradient as h (approximate MARS; a
-            ``reference`` given to ``step`` takes its place). False keeps nothing: every
-            step needs its ``reference`` (exact MARS).
-    """
-
-    gamma: Number = 0.025
-    clip: Number | None = 1.0
-    is_approx: bool = True
-
-    linear: ClassVar[bool] = False  # whether c enters the state through m alone
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.finite("gamma", self.gamma)
-        checks.positive_or_none("clip", self.clip)
-
-    @property
-    @abstractmethod
-    def beta1(self) -> Number:
-        """The decay rate of m, which scales the correction."""
-
-    @property
-    def own_gamma(self) -> Number:
-        return self.gamma
-
-    @property
-    def quasi_hyperbolic(self) -> bool:
-        """Whether m is kept as the plain average e of g, so that h need not be kept.
-
-        Unclipped, m_t = gamma g_t + (1 - gamma) e_t with e_t = beta1 e_{t-1} + (1 -
-        beta1) g_t (for a constant gamma).
-        """
-        return self.linear and self.clip is None and self.is_approx
-
-    @property
-    def corrected(self) -> bool:
-        return not self.quasi_hyperbolic
-
-    @property
-    def keeps_h(self) -> bool:
-        return self.corrected and self.is_approx
-
-    def average(self, m: Tensor, c: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
-        """(what is stored, m_t): the same tensor but in the one-buffer form."""
-        m = self.beta1 * m + (1 - self.beta1) * c
-        return m, (gamma * c + (1 - gamma) * m if self.quasi_hyperbolic else m)

@@ -28,9 +28,12 @@ class AdamWState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AdamW(LeafRule):
-    """m <- beta1 m + (1 - beta1) c;  v <- beta2 v + (1 - beta2) c^2; x <- (1 - lr
-    weight_decay) x - lr m/(1 - beta1^t) / (sqrt(v/(1 - beta2^t)) + eps),   with c the
-    gradient.
+    """With c the gradient:
+
+        m <- beta1 m + (1 - beta1) c
+        v <- beta2 v + (1 - beta2) c^2
+        x <- (1 - lr weight_decay) x
+             - lr m/(1 - beta1^t) / (sqrt(v/(1 - beta2^t)) + eps)
 
     Args:
         betas: decay rates of m and v.

@@ -24,8 +24,10 @@ class LionState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lion(LeafRule):
-    """x <- (1 - lr weight_decay) x - lr sign(beta1 m + (1 - beta1) g);  m <- beta2 m +
-    (1 - beta2) g.
+    """With g the gradient:
+
+        x <- (1 - lr weight_decay) x - lr sign(beta1 m + (1 - beta1) g)
+        m <- beta2 m + (1 - beta2) g
 
     Args:
         betas: weights of m in the update and in its own average.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from marsopt.checks import Number
-from marsopt.rule import MarsRule
+from marsopt.mars_rule import MarsRule
 from marsopt.rules.adamw import AdamW
 from marsopt.trees import Tree
 

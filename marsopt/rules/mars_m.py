@@ -12,8 +12,10 @@ from marsopt.rules.matrix import RmsScale
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MarsM(RmsScale, MarsShampoo):
-    """m <- mu m + (1 - mu) c;  x <- (1 - lr weight_decay) x - lr 0.2 sqrt(max(rows,
-    cols)) NS(m).
+    """With c the corrected and clipped gradient and NS Newton-Schulz:
+
+        m <- mu m + (1 - mu) c
+        x <- (1 - lr weight_decay) x - lr 0.2 sqrt(max(rows, cols)) NS(m)
 
     With ``clip=None`` (approximate) this is the authors' MARS-M-efficient, up to a
     scale that Newton-Schulz removes: one buffer, the plain average e of g, and NS(gamma

@@ -10,6 +10,7 @@ from marsopt.rules.muon import Muon
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Moonlight(RmsScale, Muon):
-    """Muon with x <- (1 - lr weight_decay) x - lr 0.2 sqrt(max(rows, cols)) u.
-    Arguments are those of ``Muon``.
+    """Muon with another scale; arguments are those of ``Muon``:
+
+    x <- (1 - lr weight_decay) x - lr 0.2 sqrt(max(rows, cols)) u
     """

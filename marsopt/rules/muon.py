@@ -24,8 +24,11 @@ class MuonState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Muon(MatrixRule):
-    """b <- mu b + g;  u = NS(g + mu b), or NS(b);  x <- (1 - lr weight_decay) x - lr
-    sqrt(max(1, rows/cols)) u.
+    """With g the gradient, mu the momentum and NS Newton-Schulz:
+
+        b <- mu b + g
+        u = NS(g + mu b)  (nesterov), or NS(b)
+        x <- (1 - lr weight_decay) x - lr sqrt(max(1, rows/cols)) u
 
     Args:
         momentum: mu.
