@@ -24,6 +24,9 @@ class Collectives(Protocol):
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:
         """Inverse of ``local``: a piece of a tensor laid out as ``like``."""
 
+    def agree(self, what: str) -> None:
+        """Raise on every rank unless all were given the same ``what``."""
+
     def sum(self, partial: Tensor, leaves: Sequence[Tensor]) -> Tensor:
         """Sum ``partial`` (len(leaves), K) over the shards of each leaf; what is
         replicated counts once.
@@ -57,6 +60,9 @@ class LocalCollectives:
 
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:
         return local
+
+    def agree(self, what: str) -> None:
+        pass
 
     def sum(self, partial: Tensor, leaves: Sequence[Tensor]) -> Tensor:
         return partial

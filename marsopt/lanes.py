@@ -148,11 +148,10 @@ def scale_(
     routes: list[Route],
     sums: Tensor,
     max_norm: Tensor | None,
-    live: Tensor | None,
     skipped: Tensor,
 ) -> tuple[list[Scales], Verdict]:
     """``step.scale``, which also counts a step that is not finite."""
-    scales, verdict = scale(routes, sums, max_norm, live)
+    scales, verdict = scale(routes, sums, max_norm)
     skipped += verdict.finite.logical_not()
     return scales, verdict
 

@@ -138,6 +138,7 @@ class MARS(Optimizer):
         self._layout: Layout | None = None
         self._verdict: Verdict | None = None
         self._next = NextReference()
+        self._agreed = False  # whether all ranks were found to hold the same options
         defaults = dict(
             lr=lr,
             betas=betas,
@@ -256,10 +257,8 @@ class MARS(Optimizer):
             return loss
         grads, live = layout.gradients()
         routes = layout.routes(grads)
-        sums = collectives.sum(self._measure(routes), layout.params)
-        scales, self._verdict = self._scale(
-            routes, sums, self._max_norm, live, self._skipped
-        )
+        sums = collectives.sum(self._measure(routes, live), layout.params)
+        scales, self._verdict = self._scale(routes, sums, self._max_norm, self._skipped)
         matrices = self._move(routes, scales)
         if any(matrices):
             factors = orthogonalize(routes, matrices, layout.leaves, collectives)
@@ -271,6 +270,14 @@ class MARS(Optimizer):
 
     def _fitting(self) -> Layout:
         """The layout, made anew where a group or a frozen parameter has changed."""
+        if not self._agreed:  # once: later changes need not come on all ranks at once
+            told = [
+                {k: str(v) for k, v in group.items() if k not in ("params", "lr")}
+                for group in self.param_groups
+            ]
+            options = {k: v for k, v in self._options.items() if k != "collectives"}
+            self._options["collectives"].agree(repr((told, options)))
+            self._agreed = True
         if not self._layout.fits(self.state):
             self._build()
         return self._layout
@@ -314,11 +321,12 @@ class MARS(Optimizer):
         if self._options["is_approx"]:
             return
         layout = self._fitting()
-        grads, _ = layout.gradients()
+        grads, live = layout.gradients()
         factor = None if grad_scale is None else 1.0 / grad_scale
         if self._max_norm is not None:
             plain = [route._replace(h=[]) for route in layout.routes(grads)]
-            sums = self._options["collectives"].sum(measure(plain), layout.params)
+            partial = measure(plain, live)
+            sums = self._options["collectives"].sum(partial, layout.params)
             norm = sums[:, 0].sum().sqrt()
             scale = 1.0 if factor is None else factor
             factor = scale * global_clip(norm * scale, self._max_norm)
@@ -393,4 +401,5 @@ class MARS(Optimizer):
         super().__setstate__(state)
         if "_options" in state:  # from a pickle or deepcopy, not from load_state_dict
             self._layout, self._verdict, self._next = None, None, NextReference()
+            self._agreed = False
             self._build()

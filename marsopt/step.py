@@ -71,12 +71,19 @@ def working(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def measure(routes: Sequence[Route]) -> Tensor:
-    """<g,g>, <g,h> and <h,h> of every leaf from one read of (g, h): (N of all routes,
-    3), partial over shards.
+def measure(routes: Sequence[Route], live: Tensor | None = None) -> Tensor:
+    """<g,g>, <g,h>, <h,h> of every leaf from one read of (g, h), and whether it lives.
 
     Written as sums of products, not as norms: inductor then keeps them in one graph
     with what divides by them.
+
+    Args:
+        routes: N leaves in all.
+        live: (N,) bool, False for leaves without a gradient here; None = all have one.
+
+    Returns:
+        (N, 4), partial over shards. Zeros for a leaf without a gradient; the last
+        column counts the ranks that have one.
     """
     rows = []
     for route in routes:
@@ -88,7 +95,11 @@ def measure(routes: Sequence[Route]) -> Tensor:
             else:
                 gg = (g * g).sum()
                 rows += [gg, torch.zeros_like(gg), torch.zeros_like(gg)]
-    return torch.stack(rows).view(-1, 3)
+    sums = torch.stack(rows).view(-1, 3)
+    if live is None:
+        return torch.cat([sums, torch.ones_like(sums[:, :1])], 1)
+    live = live[:, None]
+    return torch.cat([torch.where(live, sums, 0.0), live.to(sums.dtype)], 1)
 
 
 def global_clip(grad_norm: Tensor, max_norm: Number) -> Tensor:
@@ -97,27 +108,21 @@ def global_clip(grad_norm: Tensor, max_norm: Number) -> Tensor:
 
 
 def scale(
-    routes: Sequence[Route],
-    sums: Tensor,
-    max_norm: Number | None,
-    live: Tensor | None = None,
+    routes: Sequence[Route], sums: Tensor, max_norm: Number | None
 ) -> tuple[list[Scales], Verdict]:
-    """From the complete sums (N, 3): the global clip, each leaf's clip, and each rule's
-    own scalars.
+    """From the complete sums (N, 4): global clip, clip per leaf, and rules' scalars.
 
-    ``live`` (N,) is False for leaves that have no gradient in this step: they stay as
-    they are.
+    A leaf that has a gradient on no rank stays as it is; where some ranks have none,
+    theirs counts as zero, so that all ranks go on alike.
     """
     sums = sums.to(scalar_dtype(sums.device))
-    if live is not None:
-        sums = torch.where(live[:, None], sums, 0.0)
-    gg, gh, hh = sums.unbind(1)
+    gg, gh, hh, living = sums.unbind(1)
     grad_norm = gg.sum().sqrt()
     finite = torch.isfinite(sums).all()
     a = torch.ones_like(grad_norm)
     if max_norm is not None:
         a = global_clip(grad_norm, max_norm)
-    ok = finite.expand(len(gg)) if live is None else live & finite
+    ok = (living > 0) & finite
 
     scales, start = [], 0
     for route in routes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from marsopt import NewtonSchulz
 
 from . import exchange
 from .exchange import Bucket
+from .memory import Memory
 from .placement import Placement
 from .planner import Machine, Matrix, Plan, Strategy, plan
 
@@ -84,9 +86,8 @@ class MeshCollectives:
         self._options = dict(
             strategy=strategy, max_buckets=max_buckets, machine=machine
         )
-        # found once per list of leaves, which is kept so that its ids stay taken
-        self._sums: dict[tuple, tuple[list[Tensor], list[Reduction]]] = {}
-        self._divisions: dict[tuple, tuple[list[Tensor], Division]] = {}
+        self._sums: Memory[list[Reduction]] = Memory()
+        self._divisions: Memory[Division] = Memory()
 
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's piece, sharing storage.
@@ -118,36 +119,43 @@ class MeshCollectives:
 
     # ---- sum -----------------------------------------------------------------------
 
-    def sum(self, partial: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-        """Sum ``partial`` (len(leaves), K) over the shards of each leaf.
+    def sum(self, sums: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+        """Sum ``sums`` (len(leaves), K) over the shards of each leaf.
 
         What is replicated counts once, and is taken from the first rank of an axis that
-        is summed over anyway, so that all ranks go on with the same numbers.
+        is summed over anyway, so that all ranks go on with the same numbers. Replicas
+        (HSDP) are taken to hold the same gradients, as FSDP2 leaves them.
 
         Raises:
-            RuntimeError: at the first call, ranks that hold different lists of leaves.
+            RuntimeError: at the first call with a list, ranks that hold different ones.
         """
-        for reduction in self._reductions(leaves):
-            part = partial
+        for reduction in self._sums.of(leaves, (), self._reductions):
+            part = sums
             if reduction.rows is not None:
-                part = partial[reduction.rows]
+                part = sums[reduction.rows]
             if reduction.speaks is not None:
-                part = torch.where(reduction.speaks[:, None], part, 0.0)
+                # another rank speaks, but what is not finite here is heard
+                silent = torch.where(torch.isfinite(part), 0.0, torch.nan)
+                part = torch.where(reduction.speaks[:, None], part, silent)
             part = part.contiguous()
             dist.all_reduce(part, group=reduction.group)
             if reduction.rows is None:
-                partial = part
+                sums = part
             else:
-                partial = partial.index_copy(0, reduction.rows, part)
-        return partial
+                sums = sums.index_copy(0, reduction.rows, part)
+        return sums
 
     def _reductions(self, leaves: Sequence[Tensor]) -> list[Reduction]:
-        """The all-reduces of one list of leaves, found once."""
-        key = tuple(map(id, leaves))
-        if key in self._sums:
-            return self._sums[key][1]
+        """The all-reduces of one list of leaves."""
         places = [Placement.of(leaf) for leaf in leaves]
-        self._agree(leaves, places)
+        self.agree(
+            repr(
+                [
+                    (tuple(x.shape), x.dtype, p.axes, p.dim)
+                    for x, p in zip(leaves, places, strict=True)
+                ]
+            )
+        )
         device = self.mesh.device_type
         spread = dict.fromkeys((p.mesh, axis) for p in places for axis in p.axes)
         found = []
@@ -164,26 +172,28 @@ class MeshCollectives:
             if len(rows) < len(leaves):
                 index = torch.tensor(rows, device=device)
             found.append(Reduction(mesh.get_group(axis), index, speaks))
-        self._sums[key] = (list(leaves), found)  # leaves, so that no id is used again
         return found
 
-    def _agree(self, leaves: Sequence[Tensor], places: Sequence[Placement]) -> None:
-        """Whether all ranks of the mesh hold the same leaves, and would plan alike.
+    def agree(self, what: str) -> None:
+        """Whether all ranks of the mesh were given the same, and would plan alike.
 
         Collectives on different lists would hang, or add what does not belong together.
+
+        Raises:
+            RuntimeError: on every rank, where they differ.
         """
-        both = zip(leaves, places, strict=True)
-        mine = repr(([(tuple(x.shape), p.axes, p.dim) for x, p in both], self._options))
+        mine = repr((what, self._options, tuple(self.mesh.shape)))
         digest = int.from_bytes(hashlib.sha256(mine.encode()).digest()[:6], "big")
-        for axis in range(self.mesh.ndim):
-            ends = torch.tensor([digest, -digest], device=self.mesh.device_type)
+        ends = torch.tensor([digest, -digest], device=self.mesh.device_type)
+        for axis in range(self.mesh.ndim):  # all axes, so that nobody waits for ever
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
-            if ends[0] != -ends[1]:
-                raise RuntimeError(
-                    f"got {len(leaves)} parameters on rank {dist.get_rank()}, expected "
-                    "the same shapes, placements and options on every rank: build the "
-                    "same model, param groups and MeshCollectives everywhere"
-                )
+        if ends[0] != -ends[1]:
+            short = what if len(what) < 200 else f"{what[:200]}..."
+            raise RuntimeError(
+                "got different things on the ranks of one mesh, expected the same "
+                f"everywhere (rank {dist.get_rank()} has {short}): build the same "
+                "model, param groups, options and MeshCollectives on every rank"
+            )
 
     # ---- orthogonalize -------------------------------------------------------------
 
@@ -191,7 +201,7 @@ class MeshCollectives:
         self, matrices: Sequence[Tensor], ns: NewtonSchulz, leaves: Sequence[Tensor]
     ) -> list[Tensor]:
         """The orthogonal factor of each whole matrix, given and returned as pieces."""
-        division = self._divide(ns, leaves)
+        division = self._divisions.of(leaves, (ns,), partial(self._divide, ns))
         out: dict[int, Tensor] = {}
         for team in division.teams:
             local = [matrices[i] for i in team.members]
@@ -215,9 +225,6 @@ class MeshCollectives:
         return [out[i] for i in range(len(matrices))]
 
     def _divide(self, ns: NewtonSchulz, leaves: Sequence[Tensor]) -> Division:
-        key = (ns, *map(id, leaves))
-        if key in self._divisions:
-            return self._divisions[key][1]
         places = [Placement.of(leaf) for leaf in leaves]
         shapes = [tuple(leaf.shape) for leaf in leaves]
         by_axis: dict[tuple, list[int]] = {}
@@ -240,9 +247,9 @@ class MeshCollectives:
                 "Newton-Schulz, which is slow",
                 len(scattered),
             )
-        division = Division(teams, alone, scattered)
-        self._divisions[key] = (list(leaves), division)
-        return division
+        plans = [team.plan for team in teams]
+        self.agree(repr((ns, shapes, [leaf.dtype for leaf in leaves], plans)))
+        return Division(teams, alone, scattered)
 
     def _team(
         self,
@@ -290,19 +297,28 @@ class MeshCollectives:
         if not members:
             return {}
         cut_rows = [team.matrices[i].dim == 0 for i in members]
+        wide = torch.float64 if ns.dtype == torch.float64 else torch.float32
+        for i in members:
+            wide = torch.promote_types(wide, local[i].dtype)
         x = [
-            local[i].float() if rows else local[i].float().mT
+            local[i].to(wide) if rows else local[i].to(wide).mT
             for i, rows in zip(members, cut_rows, strict=True)
         ]
-        flat = torch.cat([(piece.mT @ piece).reshape(-1) for piece in x])
-        dist.all_reduce(flat, group=team.group)
-        out, start = {}, 0
-        for i, piece, rows in zip(members, x, cut_rows, strict=True):
-            k = piece.shape[1]
-            gram = flat[start : start + k * k].view(k, k)
-            start += k * k
-            o = (piece @ ns.from_gram(gram)).to(local[i].dtype)
-            out[i] = o if rows else o.mT
+        # TF32 would lose what a Gram matrix, formed once, cannot do without
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            flat = torch.cat([(piece.mT @ piece).reshape(-1) for piece in x])
+            dist.all_reduce(flat, group=team.group)
+            out, start = {}, 0
+            for i, piece, rows in zip(members, x, cut_rows, strict=True):
+                k = piece.shape[1]
+                gram = flat[start : start + k * k].view(k, k)
+                start += k * k
+                o = (piece @ ns.from_gram(gram)).to(local[i].dtype)
+                out[i] = o if rows else o.mT
+        finally:
+            torch.set_float32_matmul_precision(before)
         return out
 
     def _gathered(

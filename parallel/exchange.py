@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import accumulate, pairwise
 
 import torch
@@ -104,7 +105,8 @@ def orthogonalize(
     """
     arriving = []
     for bucket in buckets:
-        sent = bucket.pack_shards(local, ns.payload(local[0].dtype))
+        widest = reduce(torch.promote_types, (local[i].dtype for i in bucket.members))
+        sent = bucket.pack_shards(local, ns.payload(widest))
         arriving.append(_send(sent, bucket.to_owners, bucket.from_shards, group))
     returning = []
     for bucket, (whole, work) in zip(buckets, arriving, strict=True):

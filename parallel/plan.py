@@ -71,7 +71,8 @@ def table(job: Job, found: Forecast, every: bool) -> str:
     flops = found.cost.owner_flops
     mean = sum(flops) / len(flops) / 1e12
     lines += [
-        f"sent per rank and step     {found.cost.bytes_sent / mega:10.1f} MB",
+        f"sent per rank and step     {found.cost.bytes_sent / mega:10.1f} MB "
+        f"(most: {found.cost.bytes_max / mega:.1f} MB, by an owner)",
         f"owner FLOPs, mean and max  {mean:10.3f} {max(flops) / 1e12:.3f} TFLOP "
         f"(imbalance {found.cost.imbalance:.3f})",
         f"optimizer state per GPU    {found.state_bytes / giga:10.2f} GiB",
@@ -93,14 +94,15 @@ def sweep(job: Job, hardware: Hardware, replicas: int) -> list[tuple[int, Foreca
 def sweep_table(rows: list[tuple[int, Forecast]]) -> str:
     """One line per number of ranks."""
     head = (
-        " ranks  owner  gram   MB sent  max TFLOP  imbalance  state GiB  optimizer ms"
-        "  training ms  share"
+        " ranks  owner  gram   MB sent    most  max TFLOP  imbalance  state GiB"
+        "  optimizer ms  training ms  share"
     )
     lines = [head]
     for n, f in rows:
         kinds = Counter(f.plan.strategies)
         lines.append(
             f"{n:6} {kinds['owner']:6} {kinds['gram']:5} {f.cost.bytes_sent / 1e6:9.1f}"
+            f" {f.cost.bytes_max / 1e6:7.1f}"
             f" {max(f.cost.owner_flops) / 1e12:10.3f} {f.cost.imbalance:10.3f}"
             f" {f.state_bytes / 2**30:10.2f} {f.optimizer_seconds * 1e3:13.2f}"
             f" {f.training_seconds * 1e3:12.2f} {f.share:6.1%}"

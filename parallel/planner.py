@@ -82,7 +82,8 @@ class Plan:
 class Cost:
     """Of one step on the slowest rank."""
 
-    bytes_sent: float = 0.0
+    bytes_sent: float = 0.0  # mean over the ranks
+    bytes_max: float = 0.0  # of the rank that sends most: an owner
     seconds: float = 0.0
     owner_flops: list[float] = field(default_factory=list)
 
@@ -144,7 +145,7 @@ def plan(
         ]
         return min(drafts, key=lambda d: cost(matrices, d, ns, machine).seconds)
 
-    if strategy == "replicate" or num_ranks == 1:
+    if strategy == "replicate" or num_ranks * replicas == 1:
         return _plan(matrices, num_ranks, ns, ["replicate"] * len(matrices), 1, 1)
     if strategy == "gram":
         return draft(["gram" if m.may_gram else "owner" for m in matrices])
@@ -205,31 +206,38 @@ def cost(
 ) -> Cost:
     """Bytes that a rank sends, FLOPs of each owner, and the model's time of one step.
 
-    Bytes: 2 mn s / p of a matrix with an owner, less what stays on its rank (split over
-    R replicas: 2 mn s / (p R), and mn s (R - 1)/(p R) for their factors); 8 k^2
-    (p - 1)/p of a Gram matrix, by a ring all-reduce in float32; mn s (p - 1)/p of a
-    gathered one.
+    Bytes of a matrix with an owner: mn s / p from every other rank, and mn s (p - 1)/p
+    back from the owner, together 2 mn s / p a rank less what stays at home (split over
+    R replicas: that over R, and mn s (R - 1)/(p R) for their factors); 8 k^2 (p - 1)/p
+    of a Gram matrix, by a ring all-reduce in float32; mn s (p - 1)/p of a gathered one.
     """
     p, away = plan.num_ranks, (plan.num_ranks - 1) / plan.num_ranks
     split = plan.replicas
-    both = (ns.payload().itemsize + ns.dtype.itemsize) * away / split
-    sharing = ns.dtype.itemsize * (split - 1) / split
+    there, back = ns.payload().itemsize, ns.dtype.itemsize
+    sharing = back * (split - 1) / split
     total = Cost(owner_flops=[0.0] * (p * split))
+    # of an owner, beyond what a rank without matrices sends
+    extra: dict[int, float] = {}
+    everybody = 0.0
     gram_seconds = everywhere = 0.0
     for m, strategy, owner in zip(matrices, plan.strategies, plan.owners, strict=True):
         numel, short = m.rows * m.cols, min(m.rows, m.cols)
         if strategy == "owner":
-            total.bytes_sent += (both + sharing) * numel / p
+            everybody += (there / split + sharing) * numel / p
+            more = (back * (p - 1) - there) * numel / p
+            extra[owner] = extra.get(owner, 0.0) + more
             total.owner_flops[owner] += ns.num_flops(m.rows, m.cols)
         elif strategy == "gram":
-            total.bytes_sent += 8 * short**2 * away
+            everybody += 8 * short**2 * away
             flops = ns.num_gram_flops(m.rows, m.cols, p)
             gram_seconds += flops / machine.flops_fp32
         else:
-            total.bytes_sent += ns.payload().itemsize * numel * away
+            everybody += there * numel * away
             everywhere += ns.num_flops(m.rows, m.cols)
+    total.bytes_sent = everybody + sum(extra.values()) / (p * split)
+    total.bytes_max = everybody + max(extra.values(), default=0.0)
     total.seconds = (
-        total.bytes_sent / machine.link
+        total.bytes_max / machine.link
         + (max(total.owner_flops) + everywhere) / machine.flops
         + gram_seconds
     )

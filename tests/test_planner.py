@@ -88,6 +88,15 @@ def test_replicas_share_the_work():
     assert split.bytes_sent / alone.bytes_sent == pytest.approx(1 / 4 + 0.75 / 1.5)
 
 
+def test_an_owner_sends_more_than_the_mean():
+    """It returns mn s (p - 1)/p of what it owns; a rank without matrices, nothing."""
+    one = [Matrix(512, 256, 0)]
+    found = cost(one, plan(one, 4, NS, strategy="owner"), NS)
+    shard = 512 * 256 / 4 * 2
+    assert found.bytes_max == 3 * shard
+    assert found.bytes_sent == pytest.approx((3 * shard + 3 * shard) / 4)
+
+
 def test_longest_processing_time_first():
     owners, loads = assign([3, 3, 2, 2, 2], 2)
     assert loads == [7, 5]
