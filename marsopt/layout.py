@@ -26,6 +26,15 @@ def label(groups: Sequence[dict[str, Any]], number: int, index: int) -> str:
     return f"parameter {index} of group {number}"
 
 
+def labels(groups: Sequence[dict[str, Any]]) -> list[tuple[Tensor, str]]:
+    """All parameters with what they are called."""
+    return [
+        (p, label(groups, number, i))
+        for number, group in enumerate(groups)
+        for i, p in enumerate(group["params"])
+    ]
+
+
 def _structure(groups: Sequence[dict[str, Any]]) -> list[tuple]:
     return [
         (
@@ -120,3 +129,16 @@ class Layout:
         for numbers in self._numbers:
             numbers.refresh()
         return [lane.route(grads, self._options) for lane in self.lanes]
+
+    def blame(self, sums: Tensor) -> str:
+        """Whose gradient is not finite, from the complete sums of ``measure``."""
+        rows = torch.isfinite(sums).all(1).logical_not().nonzero().flatten().tolist()
+        everyone = [name for lane in self.lanes for name in lane.labels]
+        named = ", ".join(everyone[i] for i in rows[:3])
+        more = ", ..." if len(rows) > 3 else ""
+        return (
+            "got a gradient that is not finite, or whose square overflows, in "
+            f"{len(rows)} of {len(everyone)} parameters ({named}{more}), expected "
+            "numbers: nothing has changed; lower the learning rate, or pass "
+            "nonfinite='skip' to go on"
+        )

@@ -14,7 +14,7 @@ from marsopt import checks, lanes
 from marsopt.collectives import LOCAL, Collectives
 from marsopt.compiling import decide, own_compile
 from marsopt.exact import NextReference
-from marsopt.layout import Layout, label
+from marsopt.layout import Layout, label, labels
 from marsopt.loading import check_complete, check_ids, restore
 from marsopt.newton_schulz import NewtonSchulz
 from marsopt.numbers import check_group
@@ -265,7 +265,7 @@ class MARS(Optimizer):
             parts = zip(routes, scales, factors, strict=True)
             self._settle([(r, s, o) for r, s, o in parts if o])
         if self._options["nonfinite"] == "raise" and not self._verdict.finite:
-            raise FloatingPointError(self._blame(sums))
+            raise FloatingPointError(layout.blame(sums))
         return loss
 
     def _fitting(self) -> Layout:
@@ -281,18 +281,6 @@ class MARS(Optimizer):
         if not self._layout.fits(self.state):
             self._build()
         return self._layout
-
-    def _blame(self, sums: Tensor) -> str:
-        rows = torch.isfinite(sums).all(1).logical_not().nonzero().flatten().tolist()
-        everyone = [name for lane in self._layout.lanes for name in lane.labels]
-        named = ", ".join(everyone[i] for i in rows[:3])
-        more = ", ..." if len(rows) > 3 else ""
-        return (
-            "got a gradient that is not finite, or whose square overflows, in "
-            f"{len(rows)} of {len(everyone)} parameters ({named}{more}), expected "
-            "numbers: nothing has changed; lower the learning rate, or pass "
-            "nonfinite='skip' to go on"
-        )
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -360,11 +348,7 @@ class MARS(Optimizer):
         def remember(_: Optimizer, after_hooks: dict[str, Any]) -> None:
             given.append(after_hooks)  # hooks of others may have replaced it
 
-        labelled = [
-            (p, label(self.param_groups, number, i))
-            for number, group in enumerate(self.param_groups)
-            for i, p in enumerate(group["params"])
-        ]
+        labelled = labels(self.param_groups)
         check_ids(labelled, state_dict)
         before = self.param_groups, self.state
         handle = self.register_load_state_dict_pre_hook(remember)

@@ -110,11 +110,15 @@ def forecast(
     two_dim = sum(_numel(s) for s in job.shapes.values() if len(s) == 2)
     ruled = n if job.mars_type in ("adamw", "lion") else two_dim
     state = 4 * (BUFFERS[job.mars_type] * ruled + 2 * (n - ruled)) / p
-    # parameters and gradients, then shards under way and the largest owner's matrices
-    under_way = (ns.payload().itemsize + ns.dtype.itemsize) * owned / p
-    iterating = (
-        3 * ns.dtype.itemsize * max((m.rows * m.cols for m in matrices), default=0)
-    )
+    # shards under way and factors in float32; then what the fullest owner holds at
+    # once: its matrices as they came and joined, and three times in the iteration
+    under_way = (ns.payload().itemsize + ns.dtype.itemsize + 4) * owned / p
+    held: dict[int, int] = {}
+    for m, owner in zip(matrices, chosen.owners, strict=True):
+        if owner >= 0:
+            held[owner] = held.get(owner, 0) + m.rows * m.cols
+    each = 2 * ns.payload().itemsize + 3 * ns.dtype.itemsize
+    iterating = each * max(held.values(), default=0)
     # FSDP2: parameters gathered for forward and for backward, gradients scattered
     fsdp = (2 + 2 + 4) * n * (p - 1) / p / machine.link
     compute = job.flops_per_token * job.tokens / num_ranks

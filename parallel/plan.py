@@ -77,7 +77,7 @@ def table(job: Job, found: Forecast, every: bool) -> str:
         f"(imbalance {found.cost.imbalance:.3f})",
         f"optimizer state per GPU    {found.state_bytes / giga:10.2f} GiB",
         f"peak memory per GPU        {found.peak_bytes / giga:10.2f} GiB "
-        "(parameters, gradients, state, exchange; no activations)",
+        "(estimate: parameters, gradients, state, exchange; no activations)",
         f"optimizer step, predicted  {found.optimizer_seconds * 1e3:10.2f} ms",
         f"training step, predicted   {found.training_seconds * 1e3:10.2f} ms "
         f"(optimizer's share of both {found.share:.1%})",
@@ -87,7 +87,7 @@ def table(job: Job, found: Forecast, every: bool) -> str:
 
 def sweep(job: Job, hardware: Hardware, replicas: int) -> list[tuple[int, Forecast]]:
     """Forecasts for 1 to 4096 ranks."""
-    ranks = [n for n in SWEEP if n % replicas == 0]
+    ranks = [n * replicas for n in SWEEP if n * replicas <= SWEEP[-1]]
     return [(n, forecast(job, n, replicas=replicas, hardware=hardware)) for n in ranks]
 
 
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--memory-gbs", type=float, default=3000, help="GB/s a rank")
     parser.add_argument("--all", action="store_true", help="list every matrix")
     parser.add_argument("--sweep", action="store_true", help="1 to 4096 ranks")
-    parser.add_argument("--picture", type=Path, help="PNG of the sweep")
+    parser.add_argument("--picture", type=Path, default=Path("sweep.png"))
     args = parser.parse_args()
     for name in ("ranks", "replicas", "link_gbps", "tflops", "memory_gbs"):
         if getattr(args, name) <= 0:
@@ -165,9 +165,8 @@ def main() -> None:
     if args.sweep:
         rows = sweep(job, hardware, args.replicas)
         print(sweep_table(rows))
-        if args.picture:
-            draw(rows, f"{args.config}, {args.replicas} replica(s)", args.picture)
-            print(f"picture {args.picture}")
+        draw(rows, f"{args.config}, {args.replicas} replica(s)", args.picture)
+        print(f"picture {args.picture}")
         return
     found = forecast(job, args.ranks, replicas=args.replicas, hardware=hardware)
     print(table(job, found, args.all))
