@@ -151,6 +151,51 @@ def test_sharded_equals_unsharded(name):
         assert worst["matrix"] < 1e-5
 
 
+def several_meshes(rank, world):
+    """Leaves on three meshes and plain ones: each is reduced over its own axes."""
+    line = init_device_mesh("cpu", (2,))
+    wide, tall = init_device_mesh("cpu", (1, 2)), init_device_mesh("cpu", (2, 1))
+    homes = {
+        "wte": (line, [Shard(0)]),
+        "attn_in": (wide, [Replicate(), Shard(0)]),
+        "mlp_in": (tall, [Shard(0), Replicate()]),
+        "mlp_out": (line, [Shard(1)]),
+        "attn_out": (line, [Replicate()]),
+    }
+
+    def steps(sharded, **kw):
+        def put(name, whole):
+            if not sharded or name not in homes:
+                return whole
+            return distribute_tensor(whole, *homes[name])
+
+        params = {n: nn.Parameter(put(n, v)) for n, v in values(0, 0.1).items()}
+        optimizer = MARS(
+            params.items(), lr=0.02, mars_type="mars-shampoo", max_norm=2.0,
+            ns_dtype=torch.float32, compile=False, **kw,
+        )  # fmt: skip
+        for t in range(STEPS):
+            for n, g in values(1 + t).items():
+                params[n].grad = put(n, g)
+            optimizer.step()
+        whole = [p.detach() for p in params.values()]
+        whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in whole]
+        return whole, float(optimizer.grad_norm)
+
+    want, norm = steps(False)
+    worst = 0.0
+    for strategy in ("owner", "gram", "auto"):
+        got, mine = steps(True, collectives=MeshCollectives(line, strategy=strategy))
+        worst = max(worst, abs(mine - norm) / norm)
+        pairs = zip(got, want, strict=True)
+        worst = max(worst, *(float((a - b).abs().max()) for a, b in pairs))
+    return worst
+
+
+def test_parameters_on_several_meshes():
+    assert max(spawn(several_meshes, 2)) < 1e-5
+
+
 # ---- tensor parallelism by torch's own API -------------------------------------------
 
 

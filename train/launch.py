@@ -114,6 +114,8 @@ def console(rank: int) -> None:
     root.addHandler(handler)
     # torchtitan seeds DTensor's generator; our weights are drawn without it
     warnings.filterwarnings("ignore", message="DTensor manual_seed")
+    # and, on a resume, asks its schedulers for their rate by the wrong name
+    warnings.filterwarnings("ignore", message="To get the last learning rate")
     if rank > 0:
         warnings.simplefilter("ignore")  # rank 0 says it
 
