@@ -52,48 +52,24 @@ def small_mars_adamw() -> MarsTrainer.Config:
     )
 
 
-def small_mars_shampoo() -> MarsTrainer.Config:
-    """124M, MARS-Shampoo. No rates are published for it: these are Muon's."""
-    return _openwebtext(
-        "small_mars_shampoo",
-        "small",
-        15,
-        3e-5,
-        MarsOptimizers.Config(
-            mars_type="mars-shampoo", lr=2e-2, lr_1d=3e-3, weight_decay=0.0, gamma=0.025
-        ),
+def _mars_shampoo(name: str, size: str, micro_batch: int, min_lr: float, **rates):
+    """The authors publish no MARS-Shampoo recipe: ``rates`` are those of their Muon."""
+    optimizer = MarsOptimizers.Config(
+        mars_type="mars-shampoo", weight_decay=0.0, gamma=0.025, **rates
     )
+    return _openwebtext(name, size, micro_batch, min_lr, optimizer)
+
+
+def small_mars_shampoo() -> MarsTrainer.Config:
+    """124M, MARS-Shampoo, at Muon's rates."""
+    return _mars_shampoo("small_mars_shampoo", "small", 15, 3e-5, lr=2e-2, lr_1d=3e-3)
 
 
 def large_mars_shampoo() -> MarsTrainer.Config:
-    """774M, MARS-Shampoo. No rates are published for it: these are Muon's."""
-    return _openwebtext(
-        "large_mars_shampoo",
-        "large",
-        5,
-        1e-5,
-        MarsOptimizers.Config(
-            mars_type="mars-shampoo",
-            lr=6.67e-3,
-            lr_1d=1e-3,
-            weight_decay=0.0,
-            gamma=0.025,
-        ),
-    )
+    """774M, MARS-Shampoo, at Muon's rates."""
+    return _mars_shampoo("large_mars_shampoo", "large", 5, 1e-5, lr=6.67e-3, lr_1d=1e-3)
 
 
 def xl_mars_shampoo() -> MarsTrainer.Config:
-    """1.56B, MARS-Shampoo. Rates are a guess: large's; planned here, never trained."""
-    return _openwebtext(
-        "xl_mars_shampoo",
-        "xl",
-        5,
-        1e-5,
-        MarsOptimizers.Config(
-            mars_type="mars-shampoo",
-            lr=6.67e-3,
-            lr_1d=1e-3,
-            weight_decay=0.0,
-            gamma=0.025,
-        ),
-    )
+    """1.56B, MARS-Shampoo, at large's rates: a guess; planned here, never trained."""
+    return _mars_shampoo("xl_mars_shampoo", "xl", 5, 1e-5, lr=6.67e-3, lr_1d=1e-3)

@@ -53,6 +53,10 @@ class Scales(NamedTuple):
     # the rule's own: rates and bias corrections
     rule: tuple[Tensor, ...]
 
+    def of_leaves(self) -> list[tuple[Tensor, ...]]:
+        """The rule's own, leaf by leaf, as 0-D tensors."""
+        return list(zip(*(v.unbind() for v in self.rule), strict=True))
+
 
 class Verdict(NamedTuple):
     """What a step found out, as 0-D tensors."""
@@ -160,7 +164,7 @@ def move(route: Route, scales: Scales) -> tuple[Route, list[Tensor | None]]:
     """
     rule = route.rule
     ok, keep, c_g, c_h = (v.unbind() for v in scales[:4])
-    own = list(zip(*(v.unbind() for v in scales.rule), strict=True))
+    own = scales.of_leaves()
     xs, kept, buffers, matrices = [], [], [], []
     for i, g in enumerate(route.g):
         x, g, old = route.x[i], working(g), route.buffers[i]
@@ -191,10 +195,7 @@ def settle(route: Route, scales: Scales, factors: Sequence[Tensor]) -> Route:
     """x of a matrix rule one step on, given the orthogonal factors of what ``move``
     returned.
     """
-    ok, own = (
-        scales.ok.unbind(),
-        list(zip(*(v.unbind() for v in scales.rule), strict=True)),
-    )
+    ok, own = scales.ok.unbind(), scales.of_leaves()
     xs = []
     for i, (x, o) in enumerate(zip(route.x, factors, strict=True)):
         new = route.rule.apply(working(x), working(o), own[i], route.shapes[i])
