@@ -3,6 +3,7 @@ functional, compiled, sharded.
 """
 
 from marsopt.collectives import LOCAL, Collectives
+from marsopt.flat import FlatGroup
 from marsopt.newton_schulz import NewtonSchulz, newton_schulz, polar_factor
 from marsopt.optimizer import MARS
 from marsopt.routing import mars
@@ -20,6 +21,7 @@ __all__ = [
     "LOCAL",
     "MARS",
     "Collectives",
+    "FlatGroup",
     "NewtonSchulz",
     "Rule",
     "adamw",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 Number = float | Tensor
@@ -88,3 +89,14 @@ def betas(name: str, value: tuple[Number, Number]) -> None:
         )
     for i, beta in enumerate(value):
         decay_rate(f"{name}[{i}]", beta)
+
+
+def floating_or_none(name: str, value: torch.dtype | None) -> None:
+    """None or a floating point dtype."""
+    if value is not None and not (
+        isinstance(value, torch.dtype) and value.is_floating_point
+    ):
+        raise ValueError(
+            f"got {name}={value}, expected a floating point type or None: pass e.g. "
+            "torch.float32"
+        )

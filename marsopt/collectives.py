@@ -4,7 +4,7 @@ live whole in one process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -23,6 +23,11 @@ class Collectives(Protocol):
 
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:
         """Inverse of ``local``: a piece of a tensor laid out as ``like``."""
+
+    def placement(self, tensor: Tensor) -> Hashable:
+        """What leaves of one shape have to share to be cut alike; the same on every
+        rank.
+        """
 
     def agree(self, what: str) -> None:
         """Raise on every rank unless all were given the same ``what``."""
@@ -60,6 +65,9 @@ class LocalCollectives:
 
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:
         return local
+
+    def placement(self, tensor: Tensor) -> Hashable:
+        return None
 
     def agree(self, what: str) -> None:
         pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,14 +18,21 @@ class NextReference:
         self._full = False
         self._fresh = fresh  # whether h is of the batch that the next step takes
 
-    def keep(
-        self, lanes: Sequence[Lane], grads: Mapping[Tensor, Tensor], a: Tensor | None
-    ) -> None:
-        """Copy the gradients (never alias them), times the factor ``a``."""
-        for p in (p for lane in lanes if lane.h for p in lane.params):
-            if p not in self._buffers:
-                self._buffers[p] = torch.empty_like(grads[p])
-            self._buffers[p].copy_(grads[p] if a is None else a * grads[p])
+    def keep(self, lanes: Sequence[Lane], factor: Tensor | float | None) -> None:
+        """Copy the gradients (never alias them), times ``factor``; zeros where there
+        is none.
+        """
+        for lane in (lane for lane in lanes if "h" in lane.state):
+            for p, x in zip(lane.params, lane.pieces(), strict=True):
+                if p not in self._buffers:
+                    self._buffers[p] = torch.empty_like(x)
+                kept = self._buffers[p]
+                if p.grad is None:
+                    kept.zero_()
+                    continue
+                kept.copy_(lane.collectives.local(p.grad))
+                if factor is not None:
+                    kept.mul_(factor)
         self._full = True
 
     def use(self) -> None:
@@ -54,7 +61,7 @@ class NextReference:
                 "update_previous_grad() before the step: compute the next batch's "
                 "gradient at the current parameters and call it"
             )
-        for lane in lanes:
-            for p, h in zip(lane.params, lane.h, strict=bool(lane.h)):
+        for lane in (lane for lane in lanes if "h" in lane.state):
+            for p, h in zip(lane.params, lane.state["h"].unbind(), strict=True):
                 h.copy_(self._buffers[p]) if p in self._buffers else h.zero_()
         self._full, self._fresh = False, True

@@ -1,5 +1,5 @@
-"""Lanes: the parameters of one group that take one rule, with their state, made ready
-for the pure step.
+"""Lanes: the leaves of one group that take one rule and have one shape, with their
+state, made ready for the pure step.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from marsopt import routing
+from marsopt.collectives import Collectives
+from marsopt.homes import may_move, move_in
 from marsopt.numbers import Numbers
 from marsopt.rule import LeafRule
-from marsopt.step import Route, Scales, Verdict, move, scale, settle
+from marsopt.stacks import adjacent, empty_stacks, group_by
+from marsopt.step import Stack
 
 # Symbols of the rules, and what torch.optim (and, for h, the authors) call them in a
 # state dict.
@@ -30,33 +33,65 @@ STATE_KEYS = {
 
 @dataclass
 class Lane:
-    """Parameters as their owner holds them, and their state as local tensors."""
+    """L parameters as their owner holds them, and their state as stacks (L, *shape) of
+    local pieces.
+    """
 
     rule: LeafRule
     lr: Tensor
     gamma: Tensor
     params: list[Tensor]
     labels: list[str]
-    steps: Tensor  # (N,); state[p]["step"] are views of it
-    h: list[Tensor]
-    buffers: list[tuple[Tensor, ...]]
+    collectives: Collectives
+    t: Tensor  # (L,); state[p]["step"] are views of it
+    state: dict[str, Tensor]  # by symbol; state[p][...] are rows of them
+    home: Tensor | None = None  # whose rows the parameters are, once they moved in
 
-    def route(
-        self, grads: MutableMapping[Tensor, Tensor], options: dict[str, Any]
-    ) -> Route:
-        """This lane as arguments of the pure step."""
-        return Route(
+    @property
+    def shape(self) -> torch.Size:
+        """Of one whole leaf."""
+        return self.params[0].shape
+
+    def pieces(self) -> list[Tensor]:
+        """The parameters' local pieces."""
+        return [self.collectives.local(p) for p in self.params]
+
+    def settle_in(self, pieces: Sequence[Tensor]) -> Tensor | None:
+        """x as a stack that needs no copy, or None.
+
+        Whoever gives a parameter other storage (``p.data = ...``, ``model.to``) finds
+        it moved in again at the next step.
+        """
+        if len(pieces) == 1:
+            return pieces[0].unsqueeze(0)
+        if self.home is not None and _are_rows(pieces, self.home):
+            return self.home
+        both = zip(pieces, self.params, strict=True)
+        self.home = (
+            move_in(self.params) if all(may_move(x, p) for x, p in both) else None
+        )
+        return self.home
+
+    def stack(self, x: Tensor, g: Tensor) -> Stack:
+        """This lane as an argument of the pure step."""
+        h = self.state.get("h")
+        return Stack(
             rule=self.rule,
             lr=self.lr,
             gamma=self.gamma,
-            t=self.steps,
-            x=[options["collectives"].local(p) for p in self.params],
-            g=[grads[p] for p in self.params],
-            h=self.h,
-            kept=self.h if self.rule.keeps_h else [],
-            buffers=self.buffers,
-            shapes=[p.shape for p in self.params],
+            t=self.t,
+            x=x,
+            g=g,
+            h=h,
+            kept=h if self.rule.keeps_h else None,
+            buffers=tuple(self.state[symbol] for symbol in self.rule.buffers),
+            shape=self.shape,
         )
+
+
+def _are_rows(pieces: Sequence[Tensor], home: Tensor) -> bool:
+    start, step = home.data_ptr(), home[0].nbytes
+    return all(x.data_ptr() == start + i * step for i, x in enumerate(pieces))
 
 
 def build(
@@ -64,10 +99,12 @@ def build(
     numbers: Numbers,
     state: MutableMapping[Tensor, dict],
     options: dict[str, Any],
+    stacked: bool,
 ) -> list[Lane]:
     """The group's lanes, over existing state and fresh zeros where there is none.
 
-    A frozen parameter gets no state before its first gradient.
+    A frozen parameter gets no state before its first gradient. ``stacked=False`` gives
+    every leaf a lane of its own.
     """
     chosen = numbers.pair
     moving = [
@@ -78,97 +115,107 @@ def build(
     if chosen.matrix is chosen.rest:
         sides = [(chosen.matrix, numbers.lr, moving)]
     else:
-        matrix = [i for i in moving if routing.is_matrix(group["params"][i])]
+        shapes = {i: group["params"][i].shape for i in moving}
+        matrix = [i for i in moving if routing.is_matrix(shapes[i])]
         rest = [i for i in moving if i not in set(matrix)]
         rest_rate = numbers.lr_1d if chosen.own_rate else numbers.lr
         sides = [(chosen.matrix, numbers.lr, matrix), (chosen.rest, rest_rate, rest)]
     names = group.get("param_names", [f"{i}" for i in range(len(group["params"]))])
+    lanes = []
+    for rule, rate, part in sides:
+        params = [group["params"][i] for i in part]
+        for members in group_by(_keys(params, options["collectives"], stacked)):
+            mine = [params[n] for n in members]
+            lanes.append(
+                Lane(
+                    rule=rule,
+                    lr=rate,
+                    gamma=numbers.gamma,
+                    params=mine,
+                    labels=[names[part[n]] for n in members],
+                    collectives=options["collectives"],
+                    t=_steps(mine, state),
+                    state={},
+                )
+            )
+    _attach(lanes, state)
+    return lanes
+
+
+def _keys(params: Sequence[Tensor], collectives: Collectives, stacked: bool) -> list:
+    """What leaves of one stack share. Nothing here may differ from rank to rank: all
+    ranks have to list their leaves in one order.
+    """
     return [
-        _lane(rule, rate, group, part, names, numbers, state, options)
-        for rule, rate, part in sides
-        if part
+        (p.shape, p.stride(), p.dtype, collectives.placement(p))
+        if stacked and p.is_contiguous()
+        else i
+        for i, p in enumerate(params)
     ]
 
 
-def _lane(
-    rule: LeafRule,
-    rate: Tensor,
-    group: dict[str, Any],
-    part: Sequence[int],
-    names: Sequence[str],
-    numbers: Numbers,
-    state: MutableMapping[Tensor, dict],
-    options: dict[str, Any],
-) -> Lane:
-    params = [group["params"][i] for i in part]
-    local = options["collectives"].local
+def _steps(params: Sequence[Tensor], state: MutableMapping[Tensor, dict]) -> Tensor:
     before = [float(state[p]["step"]) if state.get(p) else 0.0 for p in params]
-    steps = torch.tensor(before, dtype=torch.float32, device=params[0].device)
-    wants_h = rule.corrected
-    symbols = (*rule.buffers, *(("h",) if wants_h else ()))
-    for p, step in zip(params, steps.unbind(), strict=True):
-        kept = state[p]
-        kept["step"] = step
+    t = torch.tensor(before, dtype=torch.float32, device=params[0].device)
+    for p, step in zip(params, t.unbind(), strict=True):
+        state[p]["step"] = step
+    return t
+
+
+def _attach(lanes: Sequence[Lane], state: MutableMapping[Tensor, dict]) -> None:
+    """Give every lane its stacks: what is there already, or one fresh buffer per role
+    and dtype; and ``state`` the rows of them.
+    """
+    missing: dict[str, list[Lane]] = {}
+    for lane in lanes:
+        symbols = (*lane.rule.buffers, *(("h",) if lane.rule.corrected else ()))
         wanted = {"step", *(STATE_KEYS[symbol] for symbol in symbols)}
-        for key in set(kept) - wanted:
-            del kept[key]  # of another rule: it would be stale when that one returns
-        for key in (STATE_KEYS[symbol] for symbol in symbols):
-            if key not in kept:
-                kept[key] = torch.zeros_like(p, dtype=options["state_dtype"] or p.dtype)
-    return Lane(
-        rule=rule,
-        lr=rate,
-        gamma=numbers.gamma,
-        params=params,
-        labels=[names[i] for i in part],
-        steps=steps,
-        h=[local(state[p]["last_grad"]) for p in params] if wants_h else [],
-        buffers=[
-            tuple(local(state[p][STATE_KEYS[s]]) for s in rule.buffers) for p in params
+        for p in lane.params:
+            for key in set(state[p]) - wanted:
+                del state[p][key]  # of another rule: stale when that one returns
+        for symbol in symbols:
+            found = _existing(lane, STATE_KEYS[symbol], state)
+            if found is None:
+                missing.setdefault(symbol, []).append(lane)
+            else:
+                lane.state[symbol] = found
+    for symbol, poor in missing.items():
+        fresh = _zeros(poor, symbol)
+        for lane, stack in zip(poor, fresh, strict=True):
+            _move_state(lane, STATE_KEYS[symbol], stack, state)
+            lane.state[symbol] = stack
+
+
+def _existing(
+    lane: Lane, key: str, state: MutableMapping[Tensor, dict]
+) -> Tensor | None:
+    if not all(key in state[p] for p in lane.params):
+        return None
+    return adjacent([lane.collectives.local(state[p][key]) for p in lane.params])
+
+
+def _zeros(lanes: Sequence[Lane], symbol: str) -> list[Tensor]:
+    pieces = [lane.pieces() for lane in lanes]
+    fresh = empty_stacks(
+        [(len(part), *part[0].shape) for part in pieces],
+        [
+            lane.rule.dtype_of(symbol, part[0])
+            for lane, part in zip(lanes, pieces, strict=True)
         ],
+        pieces[0][0].device,
     )
+    for i, part in enumerate(pieces):
+        if part[0].is_contiguous():
+            fresh[i].zero_()
+        else:  # alone in its lane: its state has its strides, as zeros_like makes them
+            fresh[i] = torch.zeros_like(part[0], dtype=fresh[i].dtype).unsqueeze(0)
+    return fresh
 
 
-# ---- the one commit at the rim: what the pure step returned, into the tensors that
-# hold it --------------------------
-
-
-def _commit(route: Route, new: Route) -> None:
-    pairs = [(route.t, new.t)]
-    if new.x is not route.x:
-        pairs += zip(route.x, new.x, strict=True)
-    for old, fresh in zip(route.buffers, new.buffers, strict=True):
-        pairs += zip(old, fresh, strict=True)
-    pairs += zip(route.kept, new.kept, strict=True)
-    for old, fresh in pairs:
-        old.copy_(fresh)
-
-
-def scale_(
-    routes: list[Route],
-    sums: Tensor,
-    max_norm: Tensor | None,
-    skipped: Tensor,
-) -> tuple[list[Scales], Verdict]:
-    """``step.scale``, which also counts a step that is not finite."""
-    scales, verdict = scale(routes, sums, max_norm)
-    skipped += verdict.finite.logical_not()
-    return scales, verdict
-
-
-def move_(routes: list[Route], scales: list[Scales]) -> list[list[Tensor | None]]:
-    """``step.move`` of every route, in place."""
-    matrices = []
-    for route, s in zip(routes, scales, strict=True):
-        new, part = move(route, s)
-        _commit(route, new)
-        matrices.append(part)
-    return matrices
-
-
-def settle_(parts: Sequence[tuple[Route, Scales, list[Tensor]]]) -> None:
-    """``step.settle`` of every matrix route with its factors, in place."""
-    for route, scales, factors in parts:
-        new = settle(route, scales, factors)
-        for x, fresh in zip(route.x, new.x, strict=True):
-            x.copy_(fresh)
+def _move_state(
+    lane: Lane, key: str, stack: Tensor, state: MutableMapping[Tensor, dict]
+) -> None:
+    for p, row in zip(lane.params, stack.unbind(), strict=True):
+        if key in state[p]:
+            row.copy_(lane.collectives.local(state[p][key]))
+        state[p][key] = lane.collectives.wrap(row, p)

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from marsopt import lanes
+from marsopt.gather import Gather
 from marsopt.numbers import Numbers
-from marsopt.step import Route
+from marsopt.stacks import adjacent
+from marsopt.step import Stack, working
 
 # What, when it changes in a group, changes formulas and not only their numbers.
 STRUCTURE = ("mars_type", "optimize_1d", "amsgrad", "epsilon_hat")
@@ -54,6 +56,7 @@ class Layout:
         groups: the optimizer's param groups.
         state: the optimizer's state; what is missing is made, as zeros.
         options: what the optimizer was built with.
+        stacked: whether leaves of one shape make one stack; else each is its own.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Layout:
         groups: Sequence[dict[str, Any]],
         state: MutableMapping[Tensor, dict[str, Tensor]],
         options: dict[str, Any],
+        stacked: bool,
     ) -> None:
         self._groups, self._options = groups, options
         self._structure = _structure(groups)
@@ -69,21 +73,23 @@ class Layout:
         self.lanes = [
             lane
             for group, numbers in zip(filled, self._numbers, strict=True)
-            for lane in lanes.build(group, numbers, state, options)
+            for lane in lanes.build(group, numbers, state, options, stacked)
         ]
+        self._shapes = [p.shape for lane in self.lanes for p in lane.params]
         self.leaves = [lane.params for lane in self.lanes]
         self.params = list(chain.from_iterable(self.leaves))
         self._known = set(self.params)
         # what the lanes hold views of: whoever replaces it gets a new layout
         self._held = [(p, state[p], tuple(state[p].values())) for p in self.params]
-        self._zeros: dict[Tensor, Tensor] = {}
+        self._gather = Gather()
 
     def fits(self, state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
         """Whether groups and state are still those that this was made for.
 
         Raises:
-            ValueError: a sparse gradient.
+            ValueError: a sparse gradient, or a parameter of another shape than before.
         """
+        self._check_shapes()
         known = True
         for number, group in enumerate(self._groups):
             for i, p in enumerate(group["params"]):
@@ -105,30 +111,57 @@ class Layout:
             )
         )
 
-    def gradients(self) -> tuple[dict[Tensor, Tensor], Tensor | None]:
-        """Local gradients of all parameters, and which of them are real (None: all).
+    def _check_shapes(self) -> None:
+        for i, (p, shape) in enumerate(zip(self.params, self._shapes, strict=True)):
+            if p.shape != shape:
+                everyone = labels(self._groups)
+                (label,) = (text for q, text in everyone if q is p)
+                raise ValueError(
+                    f"got {label} of shape {tuple(p.shape)}, expected "
+                    f"{tuple(self._shapes[i])}, the shape of its state: build a new "
+                    "MARS after a parameter was resized"
+                )
 
-        A parameter without a gradient gets zeros, so that the graph stays the same.
-        """
-        local = self._options["collectives"].local
-        grads, live = {}, [p.grad is not None for p in self.params]
-        for p, has_gradient in zip(self.params, live, strict=True):
-            if not has_gradient and p not in self._zeros:
-                self._zeros[p] = torch.zeros_like(local(p))
-            grads[p] = local(p.grad) if has_gradient else self._zeros[p]
-        if all(live):
-            return grads, None
-        return grads, torch.tensor(live, device=self.params[0].device)
-
-    def routes(self, grads: dict[Tensor, Tensor]) -> list[Route]:
-        """Arguments of the pure step, with the groups' present hyperparameters.
+    def stacks(self) -> tuple[list[Stack], list[Tensor] | None]:
+        """Arguments of the pure step, with the groups' present hyperparameters; and
+        which leaves have a gradient (None: all).
 
         Raises:
             ValueError: a hyperparameter out of its range.
         """
         for numbers in self._numbers:
             numbers.refresh()
-        return [lane.route(grads, self._options) for lane in self.lanes]
+        return self._gather.stacks(self.lanes)
+
+    def grad_norm(self) -> Tensor:
+        """Global norm of the gradients that are there, 0-D."""
+        collectives = self._options["collectives"]
+        squares = [
+            torch.zeros((), device=p.device)
+            if p.grad is None
+            else torch.linalg.vector_norm(working(collectives.local(p.grad))).square()
+            for p in self.params
+        ]
+        partial = torch.stack(squares)[:, None]
+        return collectives.sum(partial, self.params).sum().sqrt()
+
+    def join_gradients(self) -> None:
+        """Give zeroed gradients of one shape one buffer, where all are plain tensors."""
+        for lane in self.lanes:
+            grads = [p.grad for p in lane.params if p.grad is not None]
+            whole = all(x is p for x, p in zip(lane.pieces(), lane.params, strict=True))
+            if whole and len(grads) == len(lane.params) and adjacent(grads) is None:
+                stack = torch.zeros(
+                    (len(grads), *grads[0].shape),
+                    dtype=grads[0].dtype,
+                    device=grads[0].device,
+                )
+                for p, row in zip(lane.params, stack.unbind(), strict=True):
+                    p.grad = row
+
+    def scatter(self) -> None:
+        """After a step: parameters that were copied into stacks go home."""
+        self._gather.scatter()
 
     def blame(self, sums: Tensor) -> str:
         """Whose gradient is not finite, from the complete sums of ``measure``."""

@@ -21,7 +21,7 @@ def pair_of(values: dict[str, Any], options: dict[str, Any]) -> routing.Pair:
     tensors.
     """
     wanted = (*SCALARS, *PAIRS, "mars_type", "amsgrad", "epsilon_hat", "optimize_1d")
-    kept = {key: options[key] for key in ("is_approx", "ns", "state_dtype")}
+    kept = {key: options[key] for key in ("is_approx", "ns", "state_dtype", "h_dtype")}
     return routing.pair(**{key: values[key] for key in wanted}, **kept)
 
 
@@ -67,7 +67,7 @@ class Numbers:
         }
         self.pair = pair_of(values, options)
         self._needs_ratio = self.pair.own_rate and any(
-            not routing.is_matrix(p) for p in group["params"]
+            not routing.is_matrix(p.shape) for p in group["params"]
         )
         self.refresh()
 

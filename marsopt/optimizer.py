@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from marsopt import checks, lanes
+from marsopt import checks, commit
 from marsopt.collectives import LOCAL, Collectives
 from marsopt.compiling import decide, own_compile
 from marsopt.exact import NextReference
+from marsopt.homes import check_apart
 from marsopt.layout import Layout, label, labels
 from marsopt.loading import check_complete, check_ids, restore
 from marsopt.newton_schulz import NewtonSchulz
 from marsopt.numbers import check_group
 from marsopt.step import (
+    Scales,
     Verdict,
     global_clip,
     measure,
@@ -69,7 +71,9 @@ class MARS(Optimizer):
         ns_steps, ns_coefficients, ns_dtype: Newton-Schulz iterations, coefficient set
             and working precision.
         state_dtype: dtype of the state; None = the parameter's own. torch.float32 for
-            bf16 parameters.
+            bf16 parameters; not narrower than the parameter.
+        h_dtype: dtype of the kept gradient; None = that of the state. torch.bfloat16
+            halves its share of memory and traffic.
         collectives: ``parallel.MeshCollectives(mesh)`` for sharded parameters.
         compile: None = compile where this machine can (logged once), True = required,
             False = eager.
@@ -106,6 +110,7 @@ class MARS(Optimizer):
         ns_coefficients: str = "quintic",
         ns_dtype: torch.dtype = torch.bfloat16,
         state_dtype: torch.dtype | None = None,
+        h_dtype: torch.dtype | None = None,
         collectives: Collectives = LOCAL,
         compile: bool | None = None,
         nonfinite: str = "skip",
@@ -121,16 +126,12 @@ class MARS(Optimizer):
                 "got collectives=None, expected an object with the verbs of "
                 "marsopt.Collectives: leave it out for whole tensors"
             )
-        if state_dtype is not None and not state_dtype.is_floating_point:
-            raise ValueError(
-                f"got state_dtype={state_dtype}, expected a floating point type or "
-                "None: pass e.g. torch.float32"
-            )
         self._options: dict[str, Any] = dict(
             is_approx=is_approx,
             max_norm=max_norm,
             ns=NewtonSchulz(ns_steps, ns_coefficients, ns_dtype),
             state_dtype=state_dtype,
+            h_dtype=h_dtype,
             collectives=collectives,
             compile=compile,
             nonfinite=nonfinite,
@@ -161,6 +162,9 @@ class MARS(Optimizer):
                 "got param groups without parameters, expected at least one tensor: "
                 "pass those of the model"
             )
+        check_apart(
+            [(collectives.local(p), text) for p, text in labels(self.param_groups)]
+        )
         device = every[0].device
         self._compile = decide(compile, device.type)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
@@ -197,7 +201,7 @@ class MARS(Optimizer):
             self._build()
 
     def _check_parameter(self, p: Tensor, what: str) -> None:
-        check_parameter(p, what)
+        check_parameter(p, what, self._options["state_dtype"])
         if p.device.type == "meta":
             raise ValueError(
                 f"got {what} on the meta device, expected real storage: build MARS "
@@ -214,15 +218,24 @@ class MARS(Optimizer):
 
     def _build(self, layout: Layout | None = None) -> None:
         """Make missing state, lanes over it, and functions that move them."""
-        self._layout = layout or Layout(self.param_groups, self.state, self._options)
+        self._layout = layout or self._new_layout()
         bound, device = self._options["max_norm"], self._skipped.device
         self._max_norm = None
         if bound is not None:
             self._max_norm = torch.tensor(bound, dtype=scalar_dtype(device)).to(device)
-        functions = (measure, lanes.scale_, lanes.move_, lanes.settle_)
+        functions = (
+            measure,
+            commit.scale_,
+            commit.assess_,
+            commit.move_,
+            commit.settle_,
+        )
         if self._compile:
             functions = tuple(own_compile(f) for f in functions)
-        self._measure, self._scale, self._move, self._settle = functions
+        self._measure, self._scale, self._assess, self._move, self._settle = functions
+
+    def _new_layout(self) -> Layout:
+        return Layout(self.param_groups, self.state, self._options, self._compile)
 
     # ---- the step ------------------------------------------------------------------
 
@@ -255,18 +268,42 @@ class MARS(Optimizer):
             self._next.use()
         if not layout.lanes:  # everything is frozen
             return loss
-        grads, live = layout.gradients()
-        routes = layout.routes(grads)
-        sums = collectives.sum(self._measure(routes, live), layout.params)
-        scales, self._verdict = self._scale(routes, sums, self._max_norm, self._skipped)
-        matrices = self._move(routes, scales)
-        if any(matrices):
-            factors = orthogonalize(routes, matrices, layout.leaves, collectives)
-            parts = zip(routes, scales, factors, strict=True)
-            self._settle([(r, s, o) for r, s, o in parts if o])
+        stacks, live = layout.stacks()
+        sums, scales = self._sums_and_scales(stacks, live, layout)
+        matrices = self._move(stacks, scales)
+        factors = orthogonalize(stacks, matrices, layout.leaves, collectives)
+        if any(o is not None for o in factors):
+            parts = zip(stacks, scales, factors, strict=True)
+            self._settle([part for part in parts if part[2] is not None])
+        layout.scatter()
         if self._options["nonfinite"] == "raise" and not self._verdict.finite:
             raise FloatingPointError(layout.blame(sums))
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim's.
+
+        With ``set_to_none=False`` gradients of one shape move into one buffer, where
+        backward passes add to them and ``step`` takes them without a copy.
+        """
+        super().zero_grad(set_to_none)
+        if not set_to_none and self._compile:
+            self._layout.join_gradients()
+
+    def _sums_and_scales(self, stacks, live, layout) -> tuple[Tensor, list[Scales]]:
+        """Everything that is decided from the norms; one graph where no other rank has
+        to be asked.
+        """
+        collectives, last = (
+            self._options["collectives"],
+            (self._max_norm, self._skipped),
+        )
+        if collectives is LOCAL:
+            sums, scales, self._verdict = self._assess(stacks, live, *last)
+        else:
+            sums = collectives.sum(self._measure(stacks, live), layout.params)
+            scales, self._verdict = self._scale(stacks, sums, *last)
+        return sums, scales
 
     def _fitting(self) -> Layout:
         """The layout, made anew where a group or a frozen parameter has changed."""
@@ -309,16 +346,12 @@ class MARS(Optimizer):
         if self._options["is_approx"]:
             return
         layout = self._fitting()
-        grads, live = layout.gradients()
         factor = None if grad_scale is None else 1.0 / grad_scale
         if self._max_norm is not None:
-            plain = [route._replace(h=[]) for route in layout.routes(grads)]
-            partial = measure(plain, live)
-            sums = self._options["collectives"].sum(partial, layout.params)
-            norm = sums[:, 0].sum().sqrt()
+            norm = layout.grad_norm()
             scale = 1.0 if factor is None else factor
             factor = scale * global_clip(norm * scale, self._max_norm)
-        self._next.keep(layout.lanes, grads, factor)
+        self._next.keep(layout.lanes, factor)
 
     @torch.no_grad()
     def update_last_grad(self) -> None:
@@ -366,7 +399,7 @@ class MARS(Optimizer):
             for i, (p, _) in zip(ids, labelled, strict=True):
                 if i in saved["state"]:
                     self.state[p] = dict(before[1].get(p) or {"step": torch.zeros(())})
-            layout = Layout(self.param_groups, self.state, self._options)
+            layout = self._new_layout()
             check_complete(self.state, labelled, ids, saved)
             restore(self.state, [p for p, _ in labelled], ids, saved)
         except BaseException:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from marsopt import checks
 from marsopt.checks import Number
 from marsopt.collectives import LOCAL
+from marsopt.flat import leaf_shape, rebuild, subtree
 from marsopt.newton_schulz import NewtonSchulz
 from marsopt.rule import LeafRule, Rule
 from marsopt.rules.adamw import AdamW
@@ -21,8 +21,8 @@ from marsopt.rules.mars_m import MarsM
 from marsopt.rules.mars_shampoo import MarsShampoo
 from marsopt.rules.moonlight import Moonlight
 from marsopt.rules.muon import Muon
-from marsopt.step import advance
-from marsopt.trees import Tree, flatten, match_names, names, rebuild
+from marsopt.step import Stack, advance
+from marsopt.trees import Tree, flatten, match_names, names
 
 MARS_TYPES = (
     "mars-adamw",
@@ -36,11 +36,11 @@ MARS_TYPES = (
 )
 
 
-def is_matrix(x: Tensor) -> bool:
+def is_matrix(shape: torch.Size) -> bool:
     """Exactly two dims: a convolution kernel is no matrix, an embedding is one (the
     authors' rule).
     """
-    return x.ndim == 2
+    return len(shape) == 2
 
 
 class Pair(NamedTuple):
@@ -67,6 +67,7 @@ def pair(
     weight_decay_1d: Number,
     ns: NewtonSchulz,
     state_dtype: torch.dtype | None,
+    h_dtype: torch.dtype | None,
 ) -> Pair:
     """The two rules behind a ``mars_type``, from the authors' hyperparameters.
 
@@ -87,7 +88,9 @@ def pair(
             "leave optimize_1d False"
         )
     common: dict[str, Any] = dict(weight_decay=weight_decay, state_dtype=state_dtype)
-    corrected = dict(common, gamma=gamma, clip=clip, is_approx=is_approx)
+    corrected = dict(
+        common, gamma=gamma, clip=clip, is_approx=is_approx, h_dtype=h_dtype
+    )
     adam: dict[str, Any] = dict(
         betas=betas, eps=eps, amsgrad=amsgrad, epsilon_hat=epsilon_hat
     )
@@ -154,8 +157,10 @@ class Routed(Rule):
         """Names of the leaves of each rule that has any, in the order of ``params``."""
         flatten(params, "params")
         one = self.pair.matrix is self.pair.rest
-        matrix = [n for n in names(params) if one or is_matrix(params[n])]
-        rest = [n for n in names(params) if not (one or is_matrix(params[n]))]
+        matrix = [
+            n for n in names(params) if one or is_matrix(leaf_shape(params, params[n]))
+        ]
+        rest = [n for n in names(params) if n not in set(matrix)]
         if not matrix + rest:
             raise ValueError(
                 "got no parameters, expected at least one tensor: pass those of the "
@@ -168,7 +173,7 @@ class Routed(Rule):
     def init(self, params: Tree) -> RoutedState:
         sides = self.sides(params).items()
         states = {
-            side: getattr(self.pair, side).init(_subtree(params, part))
+            side: getattr(self.pair, side).init(subtree(params, part))
             for side, part in sides
         }
         return RoutedState(**{"matrix": None, "rest": None, **states})
@@ -186,42 +191,42 @@ class Routed(Rule):
         if reference is not None:
             match_names(params, reference, "reference")
         sides = self.sides(params)
-        routes, leaves = [], []
+        stacks: dict[str, list[Stack]] = {}
+        leaves = []
         for side, part in sides.items():
             rule = getattr(self.pair, side)
             # AdamW on the rest corrects nothing, so that gamma and reference are not
             # its concern
             concerned = side == "matrix" or rule.has_gamma
-            route, own = rule.route(
-                _subtree(params, part),
-                _subtree(grads, part),
+            stacks[side], own = rule.route(
+                subtree(params, part),
+                subtree(grads, part),
                 getattr(state, side),
                 lr * self.ratio if side == "rest" else lr,
                 gamma if concerned else None,
-                _subtree(reference, part)
+                subtree(reference, part)
                 if concerned and reference is not None
                 else None,
                 collectives,
             )
-            routes.append(route)
-            leaves.append(own)
-        routes, verdict = advance(routes, leaves, self.max_norm, collectives)
-        moved, states = {}, state._asdict()
-        for (side, part), route, own in zip(sides.items(), routes, leaves, strict=True):
+            leaves += own
+        done, verdict = advance(
+            [s for part in stacks.values() for s in part],
+            leaves,
+            self.max_norm,
+            collectives,
+        )
+        moved, states, rest = {}, state._asdict(), iter(done)
+        for side, part in sides.items():
             new, states[side] = getattr(self.pair, side).unroute(
-                _subtree(params, part),
-                route,
-                own,
+                subtree(params, part),
+                [next(rest) for _ in stacks[side]],
                 states[side],
                 verdict.finite,
                 collectives,
             )
             moved.update(new)
         return rebuild(params, [moved[n] for n in names(params)]), RoutedState(**states)
-
-
-def _subtree(tree: Tree, part: list) -> dict:
-    return {name: tree[name] for name in part}
 
 
 def mars(
@@ -243,6 +248,7 @@ def mars(
     epsilon_hat: bool = False,
     ns: NewtonSchulz = NewtonSchulz(),
     state_dtype: torch.dtype | None = None,
+    h_dtype: torch.dtype | None = None,
 ) -> Routed:
     """The authors' routing as one rule: tensors of exactly two dims by ``mars_type``,
     the others by AdamW.
@@ -260,7 +266,8 @@ def mars(
             step's lr times lr_1d / lr, so that it follows the schedule. "mars-m" and
             "moonlight" give it lr and weight_decay, as their authors do.
         ns: how matrices are orthogonalized.
-        state_dtype: dtype of the state buffers; None = the parameter's own.
+        state_dtype, h_dtype: dtype of the state buffers, and of h alone; None = the
+            parameter's own.
 
     Raises:
         ValueError: an unknown ``mars_type`` or a hyperparameter out of its range.
@@ -283,6 +290,7 @@ def mars(
         weight_decay_1d=weight_decay_1d,
         ns=ns,
         state_dtype=state_dtype,
+        h_dtype=h_dtype,
     )
     return Routed(
         pair=chosen, ratio=lr_1d / lr if chosen.own_rate else 1.0, max_norm=max_norm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,7 +13,8 @@ from torch import Tensor
 from marsopt import checks
 from marsopt.checks import Number
 from marsopt.collectives import LOCAL, Collectives
-from marsopt.step import Route, advance
+from marsopt.flat import FlatGroup, leaf_shape, rebuild
+from marsopt.step import Stack, advance
 from marsopt.trees import (
     Tree,
     check_parameter,
@@ -20,7 +22,6 @@ from marsopt.trees import (
     match,
     match_state,
     names,
-    rebuild,
 )
 
 
@@ -37,8 +38,8 @@ class Rule(ABC):
         rule needs and no more.
 
         Args:
-            params: sequence or mapping of real floating point tensors; each buffer of
-                the state has its container.
+            params: sequence or mapping of real floating point tensors, or a
+                FlatGroup; each buffer of the state has its container.
 
         Raises:
             TypeError: ``params`` is no sequence or mapping of tensors.
@@ -95,7 +96,9 @@ class LeafRule(Rule):
         weight_decay: decoupled: x <- (1 - lr weight_decay) x - ... . Default 0.
         max_norm: threshold of the global gradient norm, applied inside the step
             (clip_grad_norm_ is then not needed); None = off.
-        state_dtype: dtype of the state buffers; None = the parameter's own.
+        state_dtype: dtype of the state buffers; None = the parameter's own. Not
+            narrower than that: moments are averages of small steps, which rounding to
+            nearest would lose.
     """
 
     weight_decay: Number = 0.0
@@ -109,6 +112,7 @@ class LeafRule(Rule):
     def __post_init__(self) -> None:
         checks.at_least_zero("weight_decay", self.weight_decay)
         checks.positive_or_none("max_norm", self.max_norm)
+        checks.floating_or_none("state_dtype", self.state_dtype)
 
     @property
     @abstractmethod
@@ -154,12 +158,18 @@ class LeafRule(Rule):
         """gamma where ``step`` is given none."""
         return 0.0
 
-    def check(self, x: Tensor, what: str) -> None:
-        """Raises ValueError where this rule cannot move ``x``."""
-        check_parameter(x, what)
-        if self.matrix_only and x.ndim != 2:
+    def dtype_of(self, symbol: str, x: Tensor) -> torch.dtype:
+        """Of a buffer for ``x``."""
+        return self.state_dtype or x.dtype
+
+    def check(self, x: Tensor, shape: torch.Size, what: str) -> None:
+        """Raises ValueError where this rule cannot move ``x``, of leaves of
+        ``shape``.
+        """
+        check_parameter(x, what, self.state_dtype)
+        if self.matrix_only and len(shape) != 2:
             raise ValueError(
-                f"got {what} of shape {tuple(x.shape)}, expected a matrix (ndim 2) for "
+                f"got {what} of shape {tuple(shape)}, expected a matrix (ndim 2) for "
                 f"{type(self).__name__}: "
                 "use marsopt.mars(...), which gives other tensors to AdamW, or route "
                 "them yourself"
@@ -173,14 +183,12 @@ class LeafRule(Rule):
                 "model"
             )
         for name, x in zip(names(params), leaves, strict=True):
-            self.check(x, f"params[{name!r}]")
+            self.check(x, leaf_shape(params, x), f"params[{name!r}]")
 
         # separate storage for every buffer: a shared one costs torch.compile a graph
-        def zeros() -> Tree:
-            dtypes = [self.state_dtype or x.dtype for x in leaves]
+        def zeros(symbol: str) -> Tree:
             fresh = [
-                torch.zeros_like(x, dtype=d)
-                for x, d in zip(leaves, dtypes, strict=True)
+                torch.zeros_like(x, dtype=self.dtype_of(symbol, x)) for x in leaves
             ]
             return rebuild(params, fresh)
 
@@ -188,26 +196,28 @@ class LeafRule(Rule):
         state = {
             "t": torch.zeros((), dtype=torch.float32, device=device),
             "skipped": torch.zeros((), dtype=torch.float32, device=device),
-            **{name: zeros() for name in self.buffers},
+            **{name: zeros(name) for name in self.buffers},
         }
         if "h" in self.State._fields:
-            state["h"] = zeros() if self.keeps_h else None
+            state["h"] = zeros("h") if self.keeps_h else None
         return self.State(**state)
 
     def step(
         self, params, grads, state, *, lr, gamma=None, reference=None, collectives=LOCAL
     ):
         checks.at_least_zero("lr", lr)
-        route, leaves = self.route(
+        stacks, leaves = self.route(
             params, grads, state, lr, gamma, reference, collectives
         )
-        (route,), verdict = advance([route], [leaves], self.max_norm, collectives)
-        return self.unroute(params, route, leaves, state, verdict.finite, collectives)
+        stacks, verdict = advance(stacks, leaves, self.max_norm, collectives)
+        return self.unroute(params, stacks, state, verdict.finite, collectives)
 
     def route(
         self, params, grads, state, lr, gamma, reference, collectives
-    ) -> tuple[Route, list[Tensor]]:
-        """The arguments of ``step`` as a checked route of local leaves."""
+    ) -> tuple[list[Stack], list[list[Tensor]]]:
+        """The arguments of ``step`` as checked stacks, one a leaf or, of a FlatGroup,
+        one a shape; and the leaves of each as their owner holds them.
+        """
         if gamma is not None and not self.has_gamma:
             raise ValueError(
                 f"got gamma={gamma!r} for {type(self).__name__}, which has none: leave "
@@ -243,49 +253,58 @@ class LeafRule(Rule):
                 "gradient: leave reference out, "
                 "or build a MARS rule with is_approx=False"
             )
-        local = collectives.local
         buffers = [
             match_state(params, getattr(state, name), f"state.{name}")
             for name in self.buffers
         ]
-        route = Route(
-            rule=self,
-            lr=lr,
-            gamma=self.own_gamma if gamma is None else gamma,
-            t=state.t.expand(len(leaves)),
-            x=[local(x) for x in leaves],
-            g=[local(x) for x in g],
-            h=[local(x) for x in h],
-            kept=[local(x) for x in kept],
-            buffers=[
-                tuple(local(b) for b in leaf) for leaf in zip(*buffers, strict=True)
-            ],
-            shapes=[x.shape for x in leaves],
-        )
-        return route, leaves
+        flat = isinstance(params, FlatGroup)
+
+        def local(tensor: Tensor) -> Tensor:
+            return tensor if flat else collectives.local(tensor).unsqueeze(0)
+
+        own_gamma = self.own_gamma if gamma is None else gamma
+        stacks = [
+            Stack(
+                rule=self,
+                lr=lr,
+                gamma=own_gamma,
+                t=state.t.expand(x.shape[0] if flat else 1),
+                x=local(x),
+                g=local(g[i]),
+                h=local(h[i]) if h else None,
+                kept=local(kept[i]) if kept else None,
+                buffers=tuple(local(b[i]) for b in buffers),
+                shape=leaf_shape(params, x),
+            )
+            for i, x in enumerate(leaves)
+        ]
+        return stacks, [list(x.unbind()) if flat else [x] for x in leaves]
 
     def unroute(
-        self, params, route: Route, leaves, state, finite: Tensor, collectives
+        self, params, stacks: Sequence[Stack], state, finite: Tensor, collectives
     ) -> tuple[Tree, Any]:
-        """The route after the step as what ``step`` returns."""
+        """The stacks after the step as what ``step`` returns."""
+        flat, leaves = isinstance(params, FlatGroup), flatten(params, "params")
 
         def tree(parts):
+            if flat:
+                return rebuild(params, list(parts))
             return rebuild(
                 params,
                 [
-                    collectives.wrap(new, like)
+                    collectives.wrap(new.squeeze(0), like)
                     for new, like in zip(parts, leaves, strict=True)
                 ],
             )
 
         new = {
-            name: tree([b[i] for b in route.buffers])
+            name: tree(stack.buffers[i] for stack in stacks)
             for i, name in enumerate(self.buffers)
         }
         if self.keeps_h:
-            new["h"] = tree(route.kept)
+            new["h"] = tree(stack.kept for stack in stacks)
         went = finite.to(state.t.dtype)
         state = state._replace(
             t=state.t + went, skipped=state.skipped + 1 - went, **new
         )
-        return tree(route.x), state
+        return tree(stack.x for stack in stacks), state

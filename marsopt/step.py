@@ -1,4 +1,4 @@
-"""One optimizer step over routes of leaves: measure, scale, move, orthogonalize,
+"""One optimizer step over stacks of leaves: measure, scale, move, orthogonalize,
 settle. Everything here is pure.
 
 Symbols, here and in every rule: x parameter, g gradient, h reference gradient, c
@@ -15,33 +15,43 @@ import torch
 from torch import Tensor
 
 from marsopt.collectives import Collectives
+from marsopt.stacks import stacked
 
 if TYPE_CHECKING:
     from marsopt.rule import LeafRule, Number
 
 
-class Route(NamedTuple):
-    """N leaves that take one rule in one step. All tensors are local pieces."""
+class Stack(NamedTuple):
+    """L leaves of one shape that take one rule in one step, as (L, *shape) tensors of
+    local pieces. The graph of a step is as large as the number of stacks, whatever L.
+    """
 
     rule: LeafRule
     lr: Number
     gamma: Number
-    # (N,) steps that each leaf has taken
+    # (L,) steps that each leaf has taken
     t: Tensor
-    x: list[Tensor]
-    g: list[Tensor]
-    # empty where the rule corrects nothing
-    h: list[Tensor]
-    # where g is kept as the next h (approximate MARS: h itself); else empty
-    kept: list[Tensor]
-    # per leaf, in the order of rule.buffers
-    buffers: list[tuple[Tensor, ...]]
-    # of the whole leaves, of which x, g, h and buffers may be shards
-    shapes: list[torch.Size]
+    x: Tensor
+    g: Tensor
+    # None where the rule corrects nothing
+    h: Tensor | None
+    # where g is kept as the next h (approximate MARS: h itself); else None
+    kept: Tensor | None
+    # in the order of rule.buffers
+    buffers: tuple[Tensor, ...]
+    # of one whole leaf, of which x, g, h and buffers may hold shards
+    shape: torch.Size
+
+    @property
+    def num_leaves(self) -> int:
+        return self.x.shape[0]
 
 
 class Scales(NamedTuple):
-    """What is one number for a whole leaf, as vectors over the N leaves of a route."""
+    """What is one number for a whole leaf, as vectors (L,) over the leaves of a stack.
+
+    In the dtype that the stack is computed in: a wider one would widen the products.
+    """
 
     # bool: the step is finite and the leaf has a gradient
     ok: Tensor
@@ -53,9 +63,12 @@ class Scales(NamedTuple):
     # the rule's own: rates and bias corrections
     rule: tuple[Tensor, ...]
 
-    def of_leaves(self) -> list[tuple[Tensor, ...]]:
-        """The rule's own, leaf by leaf, as 0-D tensors."""
-        return list(zip(*(v.unbind() for v in self.rule), strict=True))
+    def over(self, x: Tensor) -> Scales:
+        """As factors of a stack ``x``."""
+        shape = (-1, *(1 for _ in x.shape[1:]))
+        return Scales(
+            *(v.view(shape) for v in self[:4]), tuple(v.view(shape) for v in self.rule)
+        )
 
 
 class Verdict(NamedTuple):
@@ -70,40 +83,50 @@ def scalar_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def working(tensor: Tensor) -> Tensor:
+def working_dtype(tensor: Tensor) -> torch.dtype:
     """Half precision is computed in float32; anything wider in itself."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def measure(routes: Sequence[Route], live: Tensor | None = None) -> Tensor:
+def working(tensor: Tensor) -> Tensor:
+    """``tensor`` in its working dtype."""
+    return tensor.to(working_dtype(tensor))
+
+
+def measure(stacks: Sequence[Stack], live: Sequence[Tensor] | None = None) -> Tensor:
     """<g,g>, <g,h>, <h,h> of every leaf from one read of (g, h), and whether it lives.
 
     Written as sums of products, not as norms: inductor then keeps them in one graph
     with what divides by them.
 
     Args:
-        routes: N leaves in all.
-        live: (N,) bool, False for leaves without a gradient here; None = all have one.
+        stacks: of N leaves in all.
+        live: per stack (L,) bool, False for leaves without a gradient here; None = all
+            have one.
 
     Returns:
         (N, 4), partial over shards. Zeros for a leaf without a gradient; the last
         column counts the ranks that have one.
     """
     rows = []
-    for route in routes:
-        for i, g in enumerate(route.g):
-            g = working(g)
-            if route.h:
-                h = working(route.h[i])
-                rows += [(g * g).sum(), (g * h).sum(), (h * h).sum()]
-            else:
-                gg = (g * g).sum()
-                rows += [gg, torch.zeros_like(gg), torch.zeros_like(gg)]
-    sums = torch.stack(rows).view(-1, 3)
-    if live is None:
-        return torch.cat([sums, torch.ones_like(sums[:, :1])], 1)
-    live = live[:, None]
-    return torch.cat([torch.where(live, sums, 0.0), live.to(sums.dtype)], 1)
+    for i, stack in enumerate(stacks):
+        g = working(stack.g)
+        dims = tuple(range(1, g.ndim))
+
+        def inner(a: Tensor, b: Tensor, dims: tuple[int, ...] = dims) -> Tensor:
+            return (a * b).sum(dims) if dims else a * b
+
+        gg = inner(g, g)
+        if stack.h is None:
+            columns = [gg, torch.zeros_like(gg), torch.zeros_like(gg)]
+        else:
+            h = working(stack.h)
+            columns = [gg, inner(g, h), inner(h, h)]
+        sums = torch.stack([*columns, torch.ones_like(gg)], 1)
+        if live is not None:  # not a product: 0 times infinity is no zero
+            sums = torch.where(live[i][:, None], sums, 0.0)
+        rows.append(sums)
+    return torch.cat(rows)
 
 
 def global_clip(grad_norm: Tensor, max_norm: Number) -> Tensor:
@@ -112,7 +135,7 @@ def global_clip(grad_norm: Tensor, max_norm: Number) -> Tensor:
 
 
 def scale(
-    routes: Sequence[Route], sums: Tensor, max_norm: Number | None
+    stacks: Sequence[Stack], sums: Tensor, max_norm: Number | None
 ) -> tuple[list[Scales], Verdict]:
     """From the complete sums (N, 4): global clip, clip per leaf, and rules' scalars.
 
@@ -120,29 +143,23 @@ def scale(
     theirs counts as zero, so that all ranks go on alike.
     """
     sums = sums.to(scalar_dtype(sums.device))
-    gg, gh, hh, living = sums.unbind(1)
-    grad_norm = gg.sum().sqrt()
+    grad_norm = sums[:, 0].sum().sqrt()
     finite = torch.isfinite(sums).all()
     a = torch.ones_like(grad_norm)
     if max_norm is not None:
         a = global_clip(grad_norm, max_norm)
-    ok = (living > 0) & finite
-
-    scales, start = [], 0
-    for route in routes:
-        here = slice(start, start := start + len(route.g))
-        scales.append(_scale_route(route, gg[here], gh[here], hh[here], a, ok[here]))
+    parts = sums.split([stack.num_leaves for stack in stacks])
+    scales = [_scale(s, part, a, finite) for s, part in zip(stacks, parts, strict=True)]
     return scales, Verdict(grad_norm, finite)
 
 
-def _scale_route(
-    route: Route, gg: Tensor, gh: Tensor, hh: Tensor, a: Tensor, ok: Tensor
-) -> Scales:
-    rule, ones = route.rule, torch.ones_like(gg)
+def _scale(stack: Stack, sums: Tensor, a: Tensor, finite: Tensor) -> Scales:
+    rule, (gg, gh, hh, living) = stack.rule, sums.unbind(1)
+    ones = torch.ones_like(gg)
     c_g, c_h = a * ones, 0 * ones
     if rule.corrected:
         beta1 = rule.beta1
-        k = route.gamma * beta1 / (1 - beta1)
+        k = stack.gamma * beta1 / (1 - beta1)
         s = ones
         if rule.clip is not None:
             # ||(1+k) a g - k h||^2 expanded, so that neither c nor a second pass is
@@ -150,113 +167,102 @@ def _scale_route(
             cc = (1 + k) ** 2 * a * a * gg - 2 * k * (1 + k) * a * gh + k * k * hh
             s = rule.clip / cc.clamp(min=0).sqrt().clamp(min=rule.clip)
         c_g, c_h = s * (1 + k) * a, -s * k
-    t = route.t.to(gg.dtype) + 1
-    own = tuple(v * ones for v in rule.scalars(t, route.lr, route.gamma))
-    return Scales(ok, a * ones, c_g, c_h, own)
+    t = stack.t.to(gg.dtype) + 1
+    own = (v * ones for v in rule.scalars(t, stack.lr, stack.gamma))
+    dtype = working_dtype(stack.x)
+    return Scales(
+        (living > 0) & finite,
+        *(v.to(dtype) for v in (a * ones, c_g, c_h)),
+        tuple(v.to(dtype) for v in own),
+    )
 
 
-def move(route: Route, scales: Scales) -> tuple[Route, list[Tensor | None]]:
-    """Moments, h and, for an elementwise rule, x one step on.
+def move(stack: Stack, scales: Scales) -> tuple[Stack, Tensor | None]:
+    """Moments, h and, for an elementwise rule, x one step on; t for all.
 
-    For a matrix rule x stays, and the second result holds the matrices to
-    orthogonalize; None stands for the leaf's own first buffer, so that no second
-    full-size tensor is made. It is empty for an elementwise rule.
+    For a matrix rule x stays, and the second result is the stack of matrices to
+    orthogonalize; None stands for the first buffer, so that no second full-size tensor
+    is made, and for an elementwise rule.
     """
-    rule = route.rule
-    ok, keep, c_g, c_h = (v.unbind() for v in scales[:4])
-    own = scales.of_leaves()
-    xs, kept, buffers, matrices = [], [], [], []
-    for i, g in enumerate(route.g):
-        x, g, old = route.x[i], working(g), route.buffers[i]
-        c = c_g[i] * g
-        if rule.corrected:
-            c = c + c_h[i] * working(route.h[i])
-        out, new = rule.update(working(x), c, tuple(working(b) for b in old), own[i])
-        new = tuple(
-            torch.where(ok[i], n.to(b.dtype), b) for n, b in zip(new, old, strict=True)
-        )
-        if rule.matrix_only:
-            matrices.append(out)
-        else:
-            xs.append(torch.where(ok[i], out.to(x.dtype), x))
-        buffers.append(new)
-        if route.kept:
-            h = route.kept[i]
-            kept.append(torch.where(ok[i], (keep[i] * g).to(h.dtype), h))
-    return route._replace(
-        x=xs or route.x,
-        kept=kept,
-        buffers=buffers,
-        t=route.t + scales.ok.to(route.t.dtype),
-    ), matrices
+    rule, s = stack.rule, scales.over(stack.x)
+    g = working(stack.g)
+    c = s.g * g
+    if rule.corrected:
+        c = c + s.h * working(stack.h)
+    out, new = rule.update(
+        working(stack.x), c, tuple(working(b) for b in stack.buffers), s.rule
+    )
+    buffers = tuple(
+        torch.where(s.ok, n.to(b.dtype), b)
+        for n, b in zip(new, stack.buffers, strict=True)
+    )
+    kept, x = stack.kept, stack.x
+    if kept is not None:
+        kept = torch.where(s.ok, (s.keep * g).to(kept.dtype), kept)
+    if not rule.matrix_only:
+        x = torch.where(s.ok, out.to(x.dtype), x)
+    t = stack.t + scales.ok.to(stack.t.dtype)
+    moved = stack._replace(x=x, kept=kept, buffers=buffers, t=t)
+    return moved, out if rule.matrix_only else None
 
 
-def settle(route: Route, scales: Scales, factors: Sequence[Tensor]) -> Route:
+def settle(stack: Stack, scales: Scales, factors: Tensor) -> Stack:
     """x of a matrix rule one step on, given the orthogonal factors of what ``move``
     returned.
     """
-    ok, own = scales.ok.unbind(), scales.of_leaves()
-    xs = []
-    for i, (x, o) in enumerate(zip(route.x, factors, strict=True)):
-        new = route.rule.apply(working(x), working(o), own[i], route.shapes[i])
-        xs.append(torch.where(ok[i], new.to(x.dtype), x))
-    return route._replace(x=xs)
+    s, x = scales.over(stack.x), stack.x
+    new = stack.rule.apply(working(x), working(factors), s.rule, stack.shape)
+    return stack._replace(x=torch.where(s.ok, new.to(x.dtype), x))
 
 
 def orthogonalize(
-    routes: Sequence[Route],
-    matrices: Sequence[list[Tensor | None]],
+    stacks: Sequence[Stack],
+    matrices: Sequence[Tensor | None],
     leaves: Sequence[Sequence[Tensor]],
     collectives: Collectives,
-) -> list[list[Tensor]]:
-    """The factors of what ``move`` returned, route by route: one call of the verb per
-    way of orthogonalizing.
+) -> list[Tensor | None]:
+    """The factors of what ``move`` returned, stack by stack (None for an elementwise
+    rule): one call of the verb per way of orthogonalizing.
     """
-    matrices = [
-        [
-            own[0] if u is None else u
-            for u, own in zip(part, route.buffers, strict=False)
-        ]
-        for route, part in zip(routes, matrices, strict=True)
-    ]
-    factors: list[list[Tensor]] = [[] for _ in routes]
-    # a dict keeps the routes' order, which is the same on every rank
-    ways = dict.fromkeys(
-        route.rule.ns for route, part in zip(routes, matrices, strict=True) if part
-    )
+    factors: list[Tensor | None] = [None] * len(stacks)
+    # a dict keeps the stacks' order, which is the same on every rank
+    ways = dict.fromkeys(s.rule.ns for s in stacks if s.rule.matrix_only)
     for ns in ways:
         mine = [
-            i for i, route in enumerate(routes) if matrices[i] and route.rule.ns == ns
+            i for i, s in enumerate(stacks) if s.rule.matrix_only and s.rule.ns == ns
+        ]
+        pieces = [
+            stacks[i].buffers[0] if matrices[i] is None else matrices[i] for i in mine
         ]
         found = iter(
             collectives.orthogonalize(
-                [u for i in mine for u in matrices[i]],
+                [u for piece in pieces for u in piece.unbind()],
                 ns,
                 [p for i in mine for p in leaves[i]],
             )
         )
         for i in mine:
-            factors[i] = [next(found) for _ in matrices[i]]
+            factors[i] = stacked([next(found) for _ in range(stacks[i].num_leaves)])
     return factors
 
 
 def advance(
-    routes: Sequence[Route],
+    stacks: Sequence[Stack],
     leaves: Sequence[Sequence[Tensor]],
     max_norm: Number | None,
     collectives: Collectives,
-) -> tuple[list[Route], Verdict]:
-    """The whole step. ``leaves`` are, route by route, the parameters as their owner
+) -> tuple[list[Stack], Verdict]:
+    """The whole step. ``leaves`` are, stack by stack, the parameters as their owner
     holds them (DTensors too).
     """
-    sums = collectives.sum(measure(routes), [p for part in leaves for p in part])
-    scales, verdict = scale(routes, sums, max_norm)
+    sums = collectives.sum(measure(stacks), [p for part in leaves for p in part])
+    scales, verdict = scale(stacks, sums, max_norm)
     moved, matrices = zip(
-        *(move(r, s) for r, s in zip(routes, scales, strict=True)), strict=True
+        *(move(part, s) for part, s in zip(stacks, scales, strict=True)), strict=True
     )
     factors = orthogonalize(moved, matrices, leaves, collectives)
     done = [
-        settle(r, s, o) if o else r
-        for r, s, o in zip(moved, scales, factors, strict=True)
+        part if o is None else settle(part, s, o)
+        for part, s, o in zip(moved, scales, factors, strict=True)
     ]
     return done, verdict

@@ -1,4 +1,4 @@
-"""Flat trees: a sequence or a mapping of tensors, and the way back to it."""
+"""Flat trees: a sequence or a mapping of tensors, and what has to match."""
 
 from __future__ import annotations
 
@@ -38,15 +38,6 @@ def flatten(tree: Tree, what: str) -> list[Tensor]:
                 "leave out parameters without a gradient, on both sides"
             )
     return flat
-
-
-def rebuild(like: Tree, leaves: Sequence[Tensor]) -> Tree:
-    """``leaves`` in the container of ``like``: a dict for a mapping, a list for a list,
-    else a tuple.
-    """
-    if isinstance(like, Mapping):
-        return dict(zip(like, leaves, strict=True))
-    return list(leaves) if isinstance(like, list) else tuple(leaves)
 
 
 def match_names(params: Tree, other: Tree, what: str) -> None:
@@ -107,7 +98,9 @@ def check_like(x: Tensor, g: Tensor, what: str) -> None:
         )
 
 
-def check_parameter(x: Tensor, what: str) -> None:
+def check_parameter(
+    x: Tensor, what: str, state_dtype: torch.dtype | None = None
+) -> None:
     """Raises ValueError where no rule can move ``x``."""
     if not x.is_floating_point():
         raise ValueError(
@@ -117,4 +110,10 @@ def check_parameter(x: Tensor, what: str) -> None:
     if x.layout != torch.strided:
         raise ValueError(
             f"got {what} of layout {x.layout}, expected torch.strided: make it dense"
+        )
+    if state_dtype and torch.promote_types(state_dtype, x.dtype) != state_dtype:
+        raise ValueError(
+            f"got state_dtype={state_dtype} for {what} of {x.dtype}, expected nothing "
+            "narrower than the parameter, where small steps would be rounded away: "
+            "leave it out, or narrow h alone (h_dtype)"
         )

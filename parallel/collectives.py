@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -116,6 +116,12 @@ class MeshCollectives:
             shape=like.shape,
             stride=like.stride(),
         )
+
+    def placement(self, tensor: Tensor) -> Hashable:
+        """Mesh and placements; None for a plain tensor."""
+        if not isinstance(tensor, DTensor):
+            return None
+        return tensor.device_mesh, tensor.placements
 
     # ---- sum -----------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import marsopt
-from marsopt.step import Route, measure, scale
+from marsopt.step import Stack, measure, scale
 from tests.table import MATRICES, NS, SHAPES, tensors
 
 STEPS = 30
@@ -141,8 +141,9 @@ def test_the_clip_norm_from_three_inner_products(max_norm):
     """||c||^2 = (1+k)^2 a^2 gg - 2k(1+k) a gh + k^2 hh, to 1.5e-7 in float32."""
     rule = marsopt.mars_adamw(clip=1e-3, gamma=0.025)
     g, h = torch.randn(64, 96), torch.randn(64, 96)
-    route = Route(rule, LR, 0.025, torch.zeros(1), [g], [g], [h], [], [()], [g.shape])
-    (scales,), verdict = scale([route], measure([route]), max_norm)
+    x, shape = g[None], g.shape
+    stack = Stack(rule, LR, 0.025, torch.zeros(1), x, x, h[None], None, (), shape)
+    (scales,), verdict = scale([stack], measure([stack]), max_norm)
     a = 1.0 if max_norm is None else max_norm / (g.double().norm() + 1e-6)
     k = 0.025 * 0.95 / 0.05
     c = a * g.double() + k * (a * g.double() - h.double())
