@@ -146,7 +146,7 @@ class Layout:
         return collectives.sum(partial, self.params).sum().sqrt()
 
     def join_gradients(self) -> None:
-        """Give zeroed gradients of one shape one buffer, where all are plain tensors."""
+        """Give zeroed gradients of one shape one buffer, where all are plain."""
         for lane in self.lanes:
             grads = [p.grad for p in lane.params if p.grad is not None]
             whole = all(x is p for x, p in zip(lane.pieces(), lane.params, strict=True))

@@ -108,6 +108,10 @@ class MeshCollectives:
         """``local`` as this rank's piece of a tensor laid out as ``like``."""
         if not isinstance(like, DTensor):
             return local
+        if local.storage_offset():
+            # the same memory as a storage of its own: torch 2.13 gives the DTensor the
+            # offset of its local tensor, and torch.save then takes it for a plain one
+            local = torch.from_dlpack(local.detach())
         return DTensor.from_local(
             local,
             like.device_mesh,
