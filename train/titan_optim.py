@@ -122,7 +122,7 @@ class MarsOptimizers(OptimizersContainer):
         for name, p in named:
             groups[kind(name, p.ndim)]["params"].append((name, p))
         mars = MARS(
-            list(groups.values()),
+            [group for group in groups.values() if group["params"]],
             **config.group(),
             is_approx=not config.exact,
             ns_dtype=getattr(torch, config.ns_dtype),
