@@ -17,7 +17,9 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 import configs
 from tests.trainers import losses, train_all
 from train import prepare
+from train.errors import UserError
 from train.gpt2 import Shape
+from train.resolve import resolve
 from train.schedule import cosine
 from train.trainer import MarsTrainer
 
@@ -222,11 +224,56 @@ def test_a_recipe_is_a_new_value_each_time():
     assert configs.small_muon().optimizer.lr == 2e-2
 
 
-@pytest.mark.parametrize("name", ["small_adamw", "large_moonlight_fw"])
+@pytest.mark.parametrize("name", FROZEN)
 def test_recipes_describe_themselves(name):
+    recipe = getattr(configs, name)
+    assert recipe.__doc__
+    assert json.dumps(recipe().to_dict(), default=str)
+
+
+# ---- ranks x local batch x micro-steps = global batch --------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("name", [n for n in FROZEN if not n.startswith("tiny")])
+def test_published_batches_divide_on_the_usual_numbers_of_gpus(name, world):
+    """All checks pass up to the data, which is looked for last."""
     config = getattr(configs, name)()
-    assert json.dumps(config.to_dict(), default=str)
-    assert getattr(configs, name).__doc__
+    config.dataloader.dataset_path = "/none"
+    with pytest.raises(UserError, match=r"got no /none/meta\.json"):
+        resolve(config, world)
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "told"),
+    [
+        (
+            12,
+            15,
+            r"set --training\.local-batch-size to one of 1, 2, 4, 5, 8, 10, 20, 40$",
+        ),
+        (8, 16, r"to one of 1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30, 60$"),
+        (
+            7,
+            15,
+            r"7 ranks cannot share 480 samples equally; start 6, or set --training",
+        ),
+        (
+            64,
+            15,
+            r"cannot share 480 samples equally; start 60, or .* a multiple of 64$",
+        ),
+        (1000, 1, r"cannot share 480 samples equally; start 480, or"),
+    ],
+)
+def test_a_batch_that_does_not_divide_says_what_does(world, local, told):
+    config = configs.small_mars_adamw()
+    config.training.local_batch_size = local
+    head = f"got training.global_batch_size=480 with {world} ranks of local_batch_size="
+    with pytest.raises(UserError, match=told) as error:
+        resolve(config, world)
+    assert str(error.value).startswith(f"{head}{local}, expected a multiple of")
+    assert "\n" not in str(error.value)
 
 
 # ---- the tiny ones are trained -------------------------------------------------------
