@@ -9,15 +9,15 @@ from train.progress import Progress
 from train.titan import (
     CheckpointManager,
     CompileConfig,
-    CrossEntropyLoss,
     DebugConfig,
     ModelSpec,
     ParallelismConfig,
     TrainingConfig,
 )
 from train.titan_data import HeldOut, TitanTokenizer, TokenLoader
+from train.titan_loss import SummedLoss
 from train.titan_model import TitanGPT2, parallelize
-from train.titan_optim import CosineSchedule, MarsOptimizers
+from train.titan_optim import MarsOptimizers, RateSchedule
 from train.trainer import MarsTrainer
 
 # vocab 50257 padded to a multiple of 128, as the authors do
@@ -44,13 +44,14 @@ def gpt2_recipe(
     tokenizer: str,
     data: str,
     optimizer: MarsOptimizers.Config,
-    lr_scheduler: CosineSchedule.Config,
+    lr_scheduler: RateSchedule.Config,
     training: TrainingConfig,
     validation_samples: int,
     validation_interval: int,
     checkpoint_interval: int,
     log_freq: int,
     compile_model: bool,
+    num_summed: int = 1,
 ) -> MarsTrainer.Config:
     """A complete configuration. ``name`` is the function that returns it: its runs lie
     in runs/NAME.
@@ -71,7 +72,7 @@ def gpt2_recipe(
         dataloader=TokenLoader.Config(dataset_path=data),
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,
-        loss=CrossEntropyLoss.Config(),
+        loss=SummedLoss.Config(num_summed=num_summed),
         training=training,
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         metrics=Progress.Config(

@@ -1,16 +1,24 @@
 """A model that two CPU cores train in minutes, on bytes of the standard library's
-source.
+source: one recipe for each optimizer.
 """
 
 from __future__ import annotations
 
 from configs.base import gpt2_recipe, training
+from configs.gpt2 import optimizer
 from train.gpt2 import Shape
-from train.titan_optim import CosineSchedule, MarsOptimizers
+from train.titan_optim import RateSchedule
 from train.trainer import MarsTrainer
 
 
-def _tiny(name: str, min_lr: float, optimizer: MarsOptimizers.Config):
+def _tiny(
+    name: str, rule: str, lr: float, min_lr: float, **options
+) -> MarsTrainer.Config:
+    """``rule`` at peak rate ``lr``, with the decay and betas of the published recipes.
+
+    Rates are near the best of short sweeps, or guesses for what ``train.compare``
+    sweeps; ``options`` are fields of ``MarsOptimizers.Config``.
+    """
     return gpt2_recipe(
         name=name,
         shape=Shape(
@@ -23,8 +31,16 @@ def _tiny(name: str, min_lr: float, optimizer: MarsOptimizers.Config):
         ),
         tokenizer="bytes",
         data="data/python",
-        optimizer=optimizer,
-        lr_scheduler=CosineSchedule.Config(warmup_steps=100, min_lr=min_lr),
+        optimizer=optimizer(
+            rule,
+            lr,
+            lr_1d=3e-3,
+            ns_dtype="float32",  # bf16 products are slow on most CPUs
+            # at this size compiling the step costs half a minute, saves a few seconds
+            compile=False,
+            **options,
+        ),
+        lr_scheduler=RateSchedule.Config(warmup_steps=100, min_lr=min_lr),
         training=training(
             local_batch_size=8, global_batch_size=16, seq_len=128, steps=1400
         ),
@@ -36,30 +52,55 @@ def _tiny(name: str, min_lr: float, optimizer: MarsOptimizers.Config):
     )
 
 
-# eager: at this size compiling the step costs half a minute and saves a few seconds
+def tiny_adamw() -> MarsTrainer.Config:
+    """AdamW, 0.84M parameters, 1400 steps of 2048 bytes."""
+    return _tiny("tiny_adamw", "adamw", lr=4e-3, min_lr=4e-4)
+
+
+def tiny_lion() -> MarsTrainer.Config:
+    """Lion."""
+    return _tiny("tiny_lion", "lion", lr=1e-3, min_lr=1e-4)
+
+
+def tiny_muon() -> MarsTrainer.Config:
+    """Muon, which orthogonalizes the embeddings' step too."""
+    return _tiny("tiny_muon", "muon", lr=2e-2, min_lr=2e-3)
+
+
+def tiny_moonlight() -> MarsTrainer.Config:
+    """Moonlight: embeddings by AdamW."""
+    return _tiny("tiny_moonlight", "moonlight", lr=6e-3, min_lr=6e-4)
 
 
 def tiny_mars_adamw() -> MarsTrainer.Config:
-    """MARS-AdamW, 0.84M parameters, 1400 steps of 2048 bytes."""
+    """MARS-AdamW."""
+    return _tiny("tiny_mars_adamw", "mars_adamw", lr=6e-3, min_lr=6e-4)
+
+
+def tiny_mars_adamw_gamma0() -> MarsTrainer.Config:
+    """MARS-AdamW that corrects nothing: AdamW with the per-tensor clip."""
     return _tiny(
-        "tiny_mars_adamw",
-        6e-4,
-        MarsOptimizers.Config(
-            mars_type="mars-adamw", lr=6e-3, weight_decay=0.01, compile=False
-        ),
+        "tiny_mars_adamw_gamma0", "mars_adamw", lr=6e-3, min_lr=6e-4, gamma=0.0
     )
+
+
+def tiny_mars_adamw_exact() -> MarsTrainer.Config:
+    """Exact MARS-AdamW: two gradients a step."""
+    return _tiny(
+        "tiny_mars_adamw_exact", "mars_adamw", lr=6e-3, min_lr=6e-4, exact=True
+    )
+
+
+def tiny_mars_lion() -> MarsTrainer.Config:
+    """MARS-Lion."""
+    return _tiny("tiny_mars_lion", "mars_lion", lr=1e-3, min_lr=1e-4)
 
 
 def tiny_mars_shampoo() -> MarsTrainer.Config:
-    """The same with MARS-Shampoo."""
-    return _tiny(
-        "tiny_mars_shampoo",
-        3e-3,
-        MarsOptimizers.Config(
-            mars_type="mars-shampoo",
-            lr=3e-2,
-            weight_decay=0.01,
-            compile=False,
-            ns_dtype="float32",  # bf16 products are slow on most CPUs
-        ),
-    )
+    """MARS-Shampoo, which orthogonalizes the embeddings' step too."""
+    return _tiny("tiny_mars_shampoo", "mars_shampoo", lr=3e-2, min_lr=3e-3)
+
+
+def tiny_mars_m() -> MarsTrainer.Config:
+    """MARS-M: embeddings by AdamW."""
+    return _tiny("tiny_mars_m", "mars_m", lr=6e-3, min_lr=6e-4)

@@ -5,7 +5,7 @@ Everything here is a model; docs/scaling.md says what of it was measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from marsopt import NewtonSchulz
@@ -28,6 +28,7 @@ class Job:
     Args:
         shapes: of all parameters, by name.
         mars_type: the rule of its matrices.
+        elementwise: names of matrices that AdamW takes all the same.
         tokens: per step, over all ranks.
         flops_per_token: of forward and backward.
     """
@@ -36,6 +37,7 @@ class Job:
     mars_type: str
     tokens: int
     flops_per_token: int
+    elementwise: Collection[str] = ()
 
     @property
     def num_params(self) -> int:
@@ -46,8 +48,19 @@ class Job:
         """What Newton-Schulz takes, as FSDP2 cuts it: along rows."""
         if self.mars_type not in MATRIX_TYPES:
             return {}
-        found = {n: s for n, s in self.shapes.items() if len(s) == 2}
-        return {n: Matrix(s[0], s[1], 0) for n, s in found.items()}
+        return {n: Matrix(s[0], s[1], 0) for n, s in self.ruled().items()}
+
+    def ruled(self) -> dict[str, Sequence[int]]:
+        """Shapes of what takes ``mars_type``; AdamW has the rest, except under the
+        elementwise baselines.
+        """
+        if self.mars_type in ("adamw", "lion"):
+            return dict(self.shapes)
+        return {
+            name: shape
+            for name, shape in self.shapes.items()
+            if len(shape) == 2 and name not in self.elementwise
+        }
 
 
 @dataclass(frozen=True)
@@ -106,9 +119,7 @@ def forecast(
     chosen = plan(matrices, p, ns, replicas=replicas, machine=machine)
     spent = cost(matrices, chosen, ns, machine)
     owned = sum(m.rows * m.cols for m in matrices)
-    # what is no matrix takes AdamW, except under the elementwise baselines
-    two_dim = sum(_numel(s) for s in job.shapes.values() if len(s) == 2)
-    ruled = n if job.mars_type in ("adamw", "lion") else two_dim
+    ruled = sum(_numel(s) for s in job.ruled().values())
     state = 4 * (BUFFERS[job.mars_type] * ruled + 2 * (n - ruled)) / p
     # shards under way and factors in float32; then what the fullest owner holds at
     # once: its matrices as they came and joined, and three times in the iteration

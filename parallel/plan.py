@@ -42,11 +42,13 @@ def job_of(config_name: str) -> Job:
         model = config.model_spec.model.build()
     seq_len = config.training.seq_len
     _, flops = config.model_spec.model.get_nparams_and_flops(model, seq_len)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     return Job(
-        shapes={name: tuple(p.shape) for name, p in model.named_parameters()},
+        shapes=shapes,
         mars_type=config.optimizer.mars_type,
         tokens=config.training.global_batch_size * seq_len,
         flops_per_token=flops,
+        elementwise=config.optimizer.beside_the_rule(shapes),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -299,7 +300,25 @@ SETTINGS = {
     ),
     "batch that does not divide": (
         dict(training__global_batch_size=12),
-        "got training.global_batch_size=12 with 2 ranks",
+        "got training.global_batch_size=12 with 2 ranks of local_batch_size=8, .* "
+        "set --training.local-batch-size to one of 1, 2, 3, 6",
+    ),
+    "a sum of nothing": (dict(loss__num_summed=0), "got loss.num_summed=0"),
+    "a decay that no schedule has": (
+        dict(lr_scheduler__decay_ratio=0.2),
+        "got lr_scheduler.decay_ratio=0.2 with lr_scheduler.kind=cosine",
+    ),
+    "a decay longer than the run": (
+        dict(lr_scheduler__kind="wsd", lr_scheduler__decay_ratio=0.95),
+        "got lr_scheduler.decay_ratio=0.95, expected .* at most 0.9286",
+    ),
+    "no decay": (
+        dict(lr_scheduler__kind="wsd", lr_scheduler__decay_ratio=0.0),
+        "got lr_scheduler.decay_ratio=0.0",
+    ),
+    "a decay that is no number": (
+        dict(lr_scheduler__kind="wsd", lr_scheduler__decay_ratio=math.nan),
+        "got lr_scheduler.decay_ratio=nan",
     ),
     "warm-up beyond the end": (
         dict(lr_scheduler__warmup_steps=1400),

@@ -155,6 +155,11 @@ def test_the_jobs_of_recipes():
     assert job.num_params == 773_582_080
     assert len(job.matrices()) == 36 * 4 + 2
     assert job_of("small_mars_adamw").matrices() == {}
+    # MARS-M and Moonlight give embeddings to AdamW
+    for name in ("large_mars_m", "large_moonlight"):
+        job = job_of(name)
+        assert len(job.matrices()) == 36 * 4
+        assert not {"wte.weight", "wpe.weight"} & job.matrices().keys()
 
 
 def command(*args):

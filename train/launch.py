@@ -32,7 +32,7 @@ def parse(argv: list[str]):
     if not argv or {"-h", "--help"} & set(argv) and "--config" not in " ".join(argv):
         print(
             "usage: python -m train --config NAME [--section.option VALUE ...]\n\n"
-            f"recipes: {', '.join(configs.__all__)}\n\n"
+            f"recipes:\n{_described(configs)}\n\n"
             "python -m train --config NAME --help lists the options of a recipe."
         )
         sys.exit(0 if argv else 2)
@@ -62,6 +62,14 @@ def parse(argv: list[str]):
             f"got options that torchtitan refuses ({error}), expected valid ones: see "
             "--help"
         ) from error
+
+
+def _described(configs) -> str:
+    """One line for each recipe: its name and what its docstring begins with."""
+    return "\n".join(
+        f"  {name:24}{getattr(configs, name).__doc__.splitlines()[0]}"
+        for name in configs.__all__
+    )
 
 
 def announce(config, world: int) -> None:

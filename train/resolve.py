@@ -23,6 +23,7 @@ def resolve(config, world: int) -> None:
     _check_ranges(config)
     _check_unused(config)
     _check_batches(config, world)
+    _check_schedule(config)
     _check_optimizer(config)
     _check_data(config, world)
     config.validator.last_step = config.metrics.total_steps = config.training.steps
@@ -46,6 +47,7 @@ def _check_ranges(config) -> None:
             f"1 to the model's block size {block}",
         ),
         "training.max_norm": above(0),
+        "loss.num_summed": at_least(1),
         "lr_scheduler.warmup_steps": at_least(0),
         "validator.freq": at_least(1),
         "validator.samples": at_least(1),
@@ -61,7 +63,7 @@ def _check_ranges(config) -> None:
 def _check_unused(config) -> None:
     """Options that torchtitan has and this application does not use."""
     wanted = {
-        "lr_scheduler": {"decay_ratio", "decay_type", "min_lr_factor"},
+        "lr_scheduler": {"decay_type", "min_lr_factor"},
         "optimizer": {
             "param_groups",
             "implementation",
@@ -105,13 +107,48 @@ def _check_batches(config, world: int) -> None:
         raise UserError(
             f"got training.global_batch_size={t.global_batch_size} with {world} ranks "
             f"of local_batch_size={t.local_batch_size}, expected a multiple of "
-            f"{per_pass}: change one of the three"
+            f"{per_pass} (ranks x local batch x micro-steps): "
+            + _what_divides(t.global_batch_size, world)
         )
-    total = config.lr_scheduler.total_steps or t.steps
-    if config.lr_scheduler.warmup_steps >= total:
+
+
+def _what_divides(global_batch: int, world: int) -> str:
+    """What to change where the global batch is not made of whole passes."""
+    each, rest = divmod(global_batch, world)
+    if rest or not each:
+        ranks = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
+        near = min(ranks, key=lambda n: abs(n - world), default=1)
+        return (
+            f"{world} ranks cannot share {global_batch} samples equally; start {near}, "
+            f"or set --training.global-batch-size to a multiple of {world}"
+        )
+    fit = [str(n) for n in range(1, each + 1) if each % n == 0]
+    return f"set --training.local-batch-size to one of {', '.join(fit)}"
+
+
+def _check_schedule(config) -> None:
+    rates = config.lr_scheduler
+    total = rates.total_steps or config.training.steps
+    if rates.warmup_steps >= total:
         raise UserError(
-            f"got lr_scheduler.warmup_steps={config.lr_scheduler.warmup_steps}, "
-            f"expected less than the schedule's {total} steps: shorten the warm-up"
+            f"got lr_scheduler.warmup_steps={rates.warmup_steps}, expected less than "
+            f"the schedule's {total} steps: shorten the warm-up"
+        )
+    if rates.kind != "wsd":
+        if rates.decay_ratio is not None:
+            raise UserError(
+                f"got lr_scheduler.decay_ratio={rates.decay_ratio} with "
+                f"lr_scheduler.kind={rates.kind}, expected None: it belongs to wsd"
+            )
+        return
+    left = 1 - rates.warmup_steps / total
+    if not (rates.decay_ratio is None or math.isfinite(rates.decay_ratio)) or not (
+        1 <= rates.decay_steps(total) <= total - rates.warmup_steps
+    ):
+        raise UserError(
+            f"got lr_scheduler.decay_ratio={rates.decay_ratio}, expected at least one "
+            f"of {total} steps and at most {left:.4g} of them (what the warm-up "
+            "leaves; None = a fifth): change the ratio or the warm-up"
         )
 
 

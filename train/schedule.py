@@ -1,5 +1,7 @@
-"""The recipes' learning rate: linear from 0, then cosine to min_lr (the authors'
-get_lr).
+"""Learning rates: factors on the peak rate, linear from 0 in all, then each its own
+way to ``floor``.
+
+``step`` counts from 0; ``warmup`` and ``total`` are steps, ``floor`` a factor.
 """
 
 from __future__ import annotations
@@ -8,8 +10,8 @@ import math
 
 
 def cosine(step: int, *, warmup: int, total: int, floor: float) -> float:
-    """Factor on the peak rate at 0-based ``step``: step/warmup, then cosine to
-    ``floor`` at ``total``, then ``floor``.
+    """Half a cosine from 1 after the warm-up to ``floor`` at ``total`` (the authors'
+    get_lr).
     """
     if step < warmup:
         return step / warmup
@@ -17,3 +19,19 @@ def cosine(step: int, *, warmup: int, total: int, floor: float) -> float:
         return floor
     progress = (step - warmup) / (total - warmup)
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def linear(step: int, *, warmup: int, total: int, floor: float) -> float:
+    """A straight line from 1 after the warm-up to ``floor`` at ``total``."""
+    return wsd(step, warmup=warmup, total=total, decay=total - warmup, floor=floor)
+
+
+def wsd(step: int, *, warmup: int, total: int, decay: int, floor: float) -> float:
+    """Warm-up, stable, decay: 1, but for a straight line to ``floor`` in the last
+    ``decay`` steps (Hu et al., arXiv 2404.06395; the MARS-M scripts: a fifth, to 0).
+    """
+    if step < warmup:
+        return step / warmup
+    if step >= total:
+        return floor
+    return floor + (1 - floor) * min(1.0, (total - step) / decay)

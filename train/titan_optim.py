@@ -1,7 +1,8 @@
-"""MARS and the recipes' schedule as torchtitan's optimizer and scheduler containers."""
+"""MARS and the learning rate's schedules as torchtitan's containers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -11,13 +12,25 @@ from torch.distributed.tensor import DTensor
 
 from marsopt import LOCAL, MARS
 from parallel import MeshCollectives
-from train import schedule
+from train.schedule import cosine, linear, wsd
 from train.titan import LRSchedulersContainer, OptimizersContainer
+
+EMBEDDINGS = ("wte.", "wpe.")
+# types that give everything one rate, and whose scripts keep embeddings from the rule
+# (MARS_M/train_mars_m.py, train_moonlight.py)
+ONE_RATE = ("mars-m", "moonlight")
+
+
+def kind(name: str, ndim: int) -> str:
+    """The group that a parameter of ``train.gpt2`` belongs to."""
+    if name.startswith(EMBEDDINGS):
+        return "embeddings"
+    return "matrices" if ndim == 2 else "vectors"
 
 
 class MarsOptimizers(OptimizersContainer):
-    """One MARS over the whole model: embeddings in a group without weight decay, as in
-    the authors' scripts.
+    """One MARS over the whole model, in three groups: matrices of the blocks,
+    embeddings and LayerNorm weights.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -35,6 +48,10 @@ class MarsOptimizers(OptimizersContainer):
         """Decoupled weight decay of the matrices in the blocks."""
         embedding_weight_decay: float = 0.0
         """Weight decay of token and position embeddings."""
+        embeddings_by_adamw: bool | None = None
+        """Give embeddings to the AdamW of LayerNorm weights: None = as the authors'
+        script of this type, that is with mars-m and moonlight.
+        """
         amsgrad: bool = False
         """Divide by the root of the largest second moment so far."""
         gamma: float = 0.025
@@ -46,11 +63,13 @@ class MarsOptimizers(OptimizersContainer):
         optimize_1d: bool = False
         """Give LayerNorm weights to the MARS rule too."""
         lr_1d: float = 3e-3
-        """Peak learning rate of LayerNorm weights."""
+        """Peak learning rate of LayerNorm weights; with adamw, lion, mars-m and
+        moonlight they have lr.
+        """
         betas_1d: tuple[float, float] = (0.9, 0.95)
-        """Decay rates of their AdamW."""
+        """Decay rates of their AdamW; adamw and lion have betas for everything."""
         weight_decay_1d: float = 0.1
-        """Weight decay of their AdamW."""
+        """Weight decay of LayerNorm weights."""
         clip: float | None = 1.0
         """Threshold of the per-tensor norm of the corrected gradient; None = off."""
         ns_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -66,22 +85,44 @@ class MarsOptimizers(OptimizersContainer):
             )
             return {name: getattr(self, name) for name in names.split()}
 
+        @property
+        def by_adamw(self) -> bool:
+            """Whether AdamW moves the embeddings beside another rule."""
+            if self.embeddings_by_adamw is not None:
+                return self.embeddings_by_adamw
+            return self.mars_type in ONE_RATE
+
+        def beside_the_rule(self, names: Iterable[str]) -> set[str]:
+            """Which of these parameters are embeddings that AdamW moves."""
+            return {n for n in names if self.by_adamw and n.startswith(EMBEDDINGS)}
+
+        def groups(self) -> dict[str, dict]:
+            """What each group of parameters has of its own, by the group's name."""
+            embeddings = {"weight_decay": self.embedding_weight_decay}
+            if self.by_adamw:
+                embeddings |= {
+                    "mars_type": "adamw",
+                    "lr": self.lr if self.mars_type in ONE_RATE else self.lr_1d,
+                    "betas": self.betas_1d,
+                    "epsilon_hat": self.mars_type in ONE_RATE,
+                    "optimize_1d": False,
+                }
+            return {
+                "matrices": {},
+                "embeddings": embeddings,
+                "vectors": {"weight_decay": self.weight_decay_1d},
+            }
+
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
         (model,) = model_parts
         self.model_parts = model_parts
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        embeddings = [
-            (name, p) for name, p in named if name.startswith(("wte.", "wpe."))
-        ]
-        others = [
-            (name, p) for name, p in named if not name.startswith(("wte.", "wpe."))
-        ]
         mesh = next((p.device_mesh for _, p in named if isinstance(p, DTensor)), None)
+        groups = {name: own | {"params": []} for name, own in config.groups().items()}
+        for name, p in named:
+            groups[kind(name, p.ndim)]["params"].append((name, p))
         mars = MARS(
-            [
-                {"params": others},
-                {"params": embeddings, "weight_decay": config.embedding_weight_decay},
-            ],
+            [group for group in groups.values() if group["params"]],
             **config.group(),
             is_approx=not config.exact,
             ns_dtype=getattr(torch, config.ns_dtype),
@@ -97,22 +138,37 @@ class MarsOptimizers(OptimizersContainer):
         return self.optimizers[0]
 
 
-class CosineSchedule(LRSchedulersContainer):
-    """The recipes' schedule; ``min_lr`` is a learning rate, not a factor."""
+class RateSchedule(LRSchedulersContainer):
+    """The learning rate's course; ``min_lr`` is a learning rate, not a factor."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LRSchedulersContainer.Config):
+        kind: Literal["cosine", "linear", "wsd"] = "cosine"
+        """How it falls after the warm-up: along half a cosine, in a straight line, or
+        not before the last decay_ratio of the steps, then in a straight line.
+        """
         min_lr: float = 0.0
         """Learning rate of matrices at the end; that of LayerNorm weights follows in
         proportion.
         """
 
+        def decay_steps(self, total: int) -> int:
+            """Of wsd: the given part of all steps, or a fifth as the MARS-M scripts."""
+            return round(
+                total * (0.2 if self.decay_ratio is None else self.decay_ratio)
+            )
+
         def build(self, *, optimizers, training_steps):
             mars = optimizers.mars
-            factor = partial(
-                schedule.cosine,
+            total = self.total_steps or training_steps
+            options = dict(
                 warmup=int(self.warmup_steps),
-                total=self.total_steps or training_steps,
+                total=total,
                 floor=self.min_lr / mars.defaults["lr"] if mars.defaults["lr"] else 0.0,
             )
-            return CosineSchedule(optimizers, factor)
+            if self.kind == "wsd":
+                options["decay"] = self.decay_steps(total)
+            return RateSchedule(optimizers, partial(SCHEDULES[self.kind], **options))
+
+
+SCHEDULES = {"cosine": cosine, "linear": linear, "wsd": wsd}

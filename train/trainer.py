@@ -8,7 +8,8 @@ import torch
 
 from train.titan import Trainer, clip_grad_norm_
 from train.titan_data import HeldOut, TitanTokenizer, TokenLoader
-from train.titan_optim import CosineSchedule, MarsOptimizers
+from train.titan_loss import SummedLoss
+from train.titan_optim import MarsOptimizers, RateSchedule
 
 
 class MarsTrainer(Trainer):
@@ -19,9 +20,8 @@ class MarsTrainer(Trainer):
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         optimizer: MarsOptimizers.Config = field(default_factory=MarsOptimizers.Config)
-        lr_scheduler: CosineSchedule.Config = field(
-            default_factory=CosineSchedule.Config
-        )
+        lr_scheduler: RateSchedule.Config = field(default_factory=RateSchedule.Config)
+        loss: SummedLoss.Config = field(default_factory=SummedLoss.Config)
         tokenizer: TitanTokenizer.Config = field(default_factory=TitanTokenizer.Config)
         dataloader: TokenLoader.Config = field(default_factory=TokenLoader.Config)
         validator: HeldOut.Config = field(default_factory=HeldOut.Config)

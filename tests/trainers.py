@@ -1,0 +1,77 @@
+"""Several trainings one after another in one process: starting python -m train for each
+costs more than they do.
+
+Run as a module, it reads [[label, [options of python -m train]], ...] from its standard
+input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import traceback
+import types
+from pathlib import Path
+
+MARK = "== "
+
+
+def train_all(jobs: dict[str, list[str]], folder: Path) -> dict[str, str]:
+    """What each job printed, or its traceback; runs lie in ``folder``/label."""
+    given = [
+        [label, [*map(str, options), "--dump-folder", str(folder / label)]]
+        for label, options in jobs.items()
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.trainers"],
+        input=json.dumps(given),
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = done.stdout.split(MARK)[1:]
+    return dict(part.split("\n", 1) for part in parts)
+
+
+def losses(printed: str, what: str = "loss") -> dict[int, float]:
+    """{step: loss} of what a job printed."""
+    found = re.findall(rf"step (\d+)/\d+  {what} (\S+)", printed)
+    return {int(step): float(value) for step, value in found}
+
+
+def main() -> None:
+    from train.launch import console, parse, standalone
+    from train.resolve import resolve
+    from train.settings import claim
+    from train.titan import Trainer
+
+    standalone()
+    console(rank=0)
+    # torchtitan ends a training by sleeping for two seconds
+    sys.modules[Trainer.__module__].time = types.SimpleNamespace(
+        perf_counter=time.perf_counter, sleep=lambda seconds: None
+    )
+    for label, options in json.load(sys.stdin):
+        print(f"{MARK}{label}", flush=True)
+        try:
+            config = parse(options)
+            resolve(config, 1)
+            claim(config)
+            trainer = config.build()
+            try:
+                trainer.train()
+            finally:
+                trainer.close()
+        except Exception:  # the others are still worth knowing
+            print(traceback.format_exc(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
