@@ -35,9 +35,12 @@ def _line(row: Row) -> str:
     tokens = _ratio(row.tokens_ratio)
     if row.num_seeds > 1:
         tokens += f" ({low:.2f} to {high:.2f})".replace("inf", "never")
+    rate = f"{row.lr:g}"
+    if row.num_rates > 1 and not row.inside:
+        rate += " (edge of its grid)"
     cells = [
         row.name,
-        f"{row.lr:g}{'' if row.inside else ' (edge of its grid)'}",
+        rate,
         _spread(row.best),
         _spread(row.final),
         tokens,
@@ -76,6 +79,9 @@ def markdown(
         f"{plan.threads} thread{'s' if plan.threads > 1 else ''}; equal time is when "
         "the fastest has finished.",
     ]
+    for row in table:
+        if row.num_diverged:
+            lines.append(f"{row.name}: {row.num_diverged} more seeds diverged.")
     if missing:
         lines.append(f"Not here: {', '.join(missing)} (no finished, converged run).")
     return "\n".join(lines) + "\n"

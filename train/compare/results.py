@@ -12,7 +12,7 @@ import numpy as np
 
 from train.compare.curves import Curve, load_all
 from train.compare.plan import Plan, Recipe
-from train.compare.sweep import best_rate, is_inside, sweep_of
+from train.compare.sweep import Run, best_rate, is_inside, sweep_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class Entry:
     sweep: dict[float, float]
     """{rate: final loss of seed 0}; inf = diverged."""
     curves: list[Curve]
-    """Of each seed."""
+    """Of each seed that did not diverge."""
+    num_diverged: int
+    """Seeds that did."""
     best: Spread
     final: Spread
     seconds_per_step: float | None
@@ -63,7 +65,9 @@ class Row:
     name: str
     lr: float
     inside: bool
+    num_rates: int
     num_seeds: int
+    num_diverged: int
     best: Spread
     final: Spread
     tokens_ratio: float
@@ -90,11 +94,8 @@ def entries(plan: Plan, folder: Path) -> list[Entry]:
         sweep = sweep_of(name, scores)
         if not sweep or math.isinf(sweep[lr := best_rate(sweep)]):
             continue
-        mine = [
-            curve
-            for run, curve in sorted(curves.items(), key=lambda item: item[0])
-            if (run.config, run.lr) == (name, lr) and run.seed < plan.num_seeds
-        ]
+        seeds = [Run(name, lr, seed) for seed in range(plan.num_seeds)]
+        mine = [curves[r] for r in seeds if r in curves and scores[r] < math.inf]
         found.append(
             Entry(
                 plan.recipes[name],
@@ -102,6 +103,7 @@ def entries(plan: Plan, folder: Path) -> list[Entry]:
                 is_inside(sweep),
                 sweep,
                 mine,
+                sum(scores.get(run) == math.inf for run in seeds),
                 Spread.of([c.best for c in mine]),
                 Spread.of([c.final for c in mine]),
                 median(timing[name]) if name in timing else None,
@@ -126,7 +128,9 @@ def rows(found: list[Entry], steps: int) -> list[Row]:
                 name=e.recipe.name,
                 lr=e.lr,
                 inside=e.inside,
+                num_rates=len(e.sweep),
                 num_seeds=len(e.curves),
+                num_diverged=e.num_diverged,
                 best=e.best,
                 final=e.final,
                 tokens_ratio=reached,
