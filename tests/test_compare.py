@@ -55,7 +55,7 @@ def make(names, options, **kwargs):
 
 
 def test_a_run_is_its_recipe_at_another_rate(options, tmp_path):
-    """Rates keep their ratios, the warm-up its share; the schedule ends with the run."""
+    """Rates keep their ratios, the warm-up its share; the schedule ends with it."""
     made = make(["tiny_mars_adamw"], options, steps=700)
     assert made.grids == {"tiny_mars_adamw": [3e-3, 6e-3, 1.2e-2]}
     base = parse(["--config", "tiny_mars_adamw"])
@@ -227,7 +227,8 @@ def test_killed_and_called_again(data, tmp_path, capsys):
     cut = folder / "runs/tiny_mars_adamw/lr-0.006/seed-0"
     first = command(data, folder, "--jobs", "1")
     deadline = time.monotonic() + 120
-    while last_step(cut) == 0 and time.monotonic() < deadline:
+    while last_step(cut) == 0 and first.poll() is None:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     first.kill()
     said, _ = first.communicate()  # until the last process that has its output ends

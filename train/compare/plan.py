@@ -12,6 +12,7 @@ from train.errors import UserError
 from train.launch import parse
 from train.resolve import resolve
 from train.settings import read, settings
+from train.tokens import Meta
 
 LOCK = ".lock"  # held by the call at work in the folder, and its runs
 NUM_POINTS = 15  # of each validation curve
@@ -135,6 +136,7 @@ def make(
     recipes, own_steps, shared = {}, {}, {}
     for name in names:
         config = parse(["--config", name, *options])
+        _fit_held_out(config)
         resolve(config, 1)
         given = settings(config)
         for key, what in SHARED.items():
@@ -178,6 +180,15 @@ def make(
                 "one: give --lr-scheduler.warmup-steps after --"
             )
     return plan
+
+
+def _fit_held_out(config) -> None:
+    """Validate on no more than the data holds out."""
+    t = config.training
+    meta = Meta.load(Path(config.dataloader.dataset_path))
+    windows = (meta.val.tokens - 1) // t.seq_len // t.local_batch_size
+    samples = min(config.validator.samples, windows * t.local_batch_size)
+    config.validator.samples = max(samples, t.local_batch_size)
 
 
 def _recipe(name: str, config) -> Recipe:

@@ -85,7 +85,14 @@ def _label(axes, ends: list[tuple[Entry, float, float]], looks: dict) -> None:
             fontsize=8,
             va="center",
             annotation_clip=False,
-            arrowprops=dict(arrowstyle="-", color=color, linewidth=0.6),
+            arrowprops=dict(
+                arrowstyle="-",
+                color=color,
+                linewidth=0.6,
+                relpos=(0, 0.5),
+                shrinkA=0,
+                shrinkB=0,
+            ),
         )
 
 
