@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from tqdm import tqdm
 
-from train.titan import MetricsProcessor
+from train.titan import LoggerContainer, MetricsProcessor, TensorBoardLogger
 from train.tokens import Meta
 
 
@@ -102,11 +102,19 @@ class Progress(MetricsProcessor):
                 step,
                 {"validation_metrics/nats_per_byte": per_byte, **(extra_metrics or {})},
             )
+        self._flush()
         if self._speaks:
             self._say(
                 f"step {step}/{self.config.total_steps}  validation loss {loss:.5f}  "
                 f"({per_byte:.4f} nats/byte)"
             )
+
+    def _flush(self) -> None:
+        """TensorBoard's file is complete up to here, whatever kills the run next."""
+        if isinstance(self.logger, LoggerContainer):
+            for logger in self.logger._loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    logger.writer.flush()
 
     def _say(self, line: str) -> None:
         tqdm.write(line, file=sys.stdout)

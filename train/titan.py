@@ -8,7 +8,11 @@ prepare()
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
-from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.metrics import (
+    LoggerContainer,
+    MetricsProcessor,
+    TensorBoardLogger,
+)
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
@@ -36,10 +40,12 @@ __all__ = [
     "CrossEntropyLoss",
     "DebugConfig",
     "LRSchedulersContainer",
+    "LoggerContainer",
     "MetricsProcessor",
     "ModelSpec",
     "OptimizersContainer",
     "ParallelismConfig",
+    "TensorBoardLogger",
     "Trainer",
     "TrainingConfig",
     "Validator",

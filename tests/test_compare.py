@@ -1,0 +1,280 @@
+"""python -m train.compare: its plan, its numbers, and one whole comparison."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from train import prepare
+from train.compare import curves, plan, plots, results
+from train.compare.__main__ import arguments, grids
+from train.compare.curves import Curve
+from train.compare.report import markdown, report
+from train.compare.sweep import Run
+from train.errors import UserError
+from train.launch import parse
+from train.run import last_step
+
+ROOT = Path(__file__).parent.parent
+STEPS = 30
+SMALL = ["--training.seq-len", "32", "--training.global-batch-size", "8"]
+CALL = [
+    "--configs", "tiny_adamw", "tiny_mars_adamw",
+    "--lrs", "4e-3", "tiny_mars_adamw=6e-3",
+    "--steps", str(STEPS), "--seeds", "1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    out = tmp_path_factory.mktemp("text") / "data"
+    prepare.prepare("text", "bytes", out, [Path(json.__file__), Path(re.__file__)], 0.2)
+    return out
+
+
+@pytest.fixture
+def options(data):
+    return ["--dataloader.dataset-path", str(data), *SMALL]
+
+
+def make(names, options, **kwargs):
+    usual = dict(grids={}, steps=STEPS, num_seeds=2, threads=1, options=options)
+    return plan.make(names, **{**usual, **kwargs})
+
+
+# ---- the plan ------------------------------------------------------------------------
+
+
+def test_a_run_is_its_recipe_at_another_rate(options, tmp_path):
+    """Rates keep their ratios, the warm-up its share; the schedule ends with it."""
+    made = make(["tiny_mars_adamw"], options, steps=700)
+    assert made.grids == {"tiny_mars_adamw": [3e-3, 6e-3, 1.2e-2]}
+    base = parse(["--config", "tiny_mars_adamw"])
+    run = Run("tiny_mars_adamw", 1.2e-2, 5)
+    config = parse(made.arguments(run, tmp_path))
+    assert config.optimizer.lr == 1.2e-2
+    assert config.optimizer.lr_1d == pytest.approx(2 * base.optimizer.lr_1d)
+    assert config.lr_scheduler.min_lr == pytest.approx(2 * base.lr_scheduler.min_lr)
+    assert config.lr_scheduler.warmup_steps == base.lr_scheduler.warmup_steps / 2
+    assert config.training.steps == config.lr_scheduler.total_steps == 700
+    assert config.debug.seed == 5
+    assert config.optimizer.weight_decay == base.optimizer.weight_decay
+    assert config.dump_folder == str(
+        tmp_path / "runs" / "tiny_mars_adamw" / "lr-0.012" / "seed-5"
+    )
+
+
+def test_validation_takes_a_tenth_of_the_arithmetic(data):
+    made = make(["tiny_adamw"], ["--dataloader.dataset-path", str(data)], steps=750)
+    assert made.validation_interval == 50
+    points = 750 / 50 + 1
+    share = points * made.validation_samples / 3 / (750 * 16)
+    assert 0.08 < share <= 0.1
+    assert made.validation_samples % 8 == 0
+
+
+def test_a_plan_reads_as_it_was_written(options, tmp_path):
+    made = make(["tiny_adamw", "tiny_mars_adamw"], options)
+    made.save(tmp_path)
+    assert plan.Plan.load(tmp_path) == made
+
+
+def test_a_comparison_may_grow_but_not_change(options, tmp_path):
+    first = make(["tiny_adamw"], options)
+    plan.check(first, tmp_path).save(tmp_path)
+    more = make(["tiny_lion"], options, num_seeds=3)
+    assert set(plan.check(more, tmp_path).recipes) == {"tiny_adamw", "tiny_lion"}
+    other = make(["tiny_adamw"], options, steps=45)
+    with pytest.raises(UserError, match="got steps 45 where .* has 30"):
+        plan.check(other, tmp_path)
+    with pytest.raises(UserError, match="other rates than"):
+        plan.check(make(["tiny_adamw"], [*options, "--optimizer.lr", "1"]), tmp_path)
+
+
+def test_rates_for_all_and_for_one():
+    names = ["a", "b"]
+    assert grids([], names) == {"a": [], "b": []}
+    assert grids(["2e-3", "1e-3"], names) == {n: [1e-3, 2e-3] for n in names}
+    assert grids(["1e-3", "b=4e-3,2e-3"], names) == {"a": [1e-3], "b": [2e-3, 4e-3]}
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda o, d: make(["tiny"], o), "got --config tiny, expected one"),
+        (lambda o, d: make(["tiny_adamw", "small_mars_adamw"], o), "different model"),
+        (lambda o, d: make(["tiny_adamw"], ["--dataloader.dataset-path", "/none"]),
+         "got no /none/meta.json"),
+        (lambda o, d: grids(["c=1e-3"], ["a"]), "got --lrs c=1e-3, expected a recipe"),
+        (lambda o, d: grids(["fast"], ["a"]), "got --lrs fast, expected positive"),
+        (lambda o, d: grids(["-1"], ["a"]), "got --lrs -1, expected positive"),
+        (lambda o, d: arguments(["--out", "x", "--seeds", "0"]), "got --seeds 0"),
+        (lambda o, d: plan.Plan.load(d), "comparison.json, expected the folder of"),
+        (lambda o, d: plan.check(make(["tiny_adamw"], o), ROOT), "something else"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(act, message, options, tmp_path):
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        act(options, tmp_path)
+    assert "\n" not in str(error.value)
+
+
+# ---- the numbers ---------------------------------------------------------------------
+
+
+def curve(*losses):
+    return Curve(np.arange(len(losses)) * 10 + 10, np.array(losses))
+
+
+def test_a_curve_is_read_between_its_points():
+    c = curve(5.0, 3.0, 2.0, 2.5)
+    assert (c.best, c.final, c.score) == (2.0, 2.5, 2.5)
+    assert c.at(15) == 4.0
+    assert c.reaches(2.5) == 25.0
+    assert c.reaches(5.5) == 10.0
+    assert c.reaches(1.9) == math.inf
+
+
+@pytest.mark.parametrize("losses", [(5.0, 2.0, math.nan), (5.0, 3.0, 6.0)])
+def test_a_diverged_run_is_infinitely_bad(losses):
+    assert curve(*losses).score == math.inf
+
+
+def entry(name, corrects, seconds, *seeds):
+    recipe = plan.Recipe(name, "mars-adamw", corrects, False, 1.0, 1.0, 0.1, 0.1)
+    spread = results.Spread.of
+    return results.Entry(
+        recipe, 1.0, True, {0.5: 9.0, 1.0: seeds[0].final, 2.0: math.inf},
+        list(seeds), 0, spread([c.best for c in seeds]),
+        spread([c.final for c in seeds]), seconds,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def found():
+    """The better one is at the worse one's end (3.0) half way, at twice the seconds."""
+    good = entry(
+        "good", True, 0.2, curve(5.0, 3.5, 2.5, 2.0), curve(5.0, 2.5, 2.5, 2.0)
+    )
+    bad = entry("bad", False, 0.1, curve(5.0, 4.5, 4.0, 3.0))
+    return [good, bad]
+
+
+def test_ratios_are_of_the_worst_final_loss(found):
+    good, bad = results.rows(found, 40)
+    assert (good.tokens_ratio, bad.tokens_ratio) == (0.5, 1.0)
+    assert good.tokens_ratio_range == pytest.approx((0.45, 0.625))
+    assert (good.seconds_per_step_ratio, bad.seconds_per_step_ratio) == (2.0, 1.0)
+    assert (good.seconds_ratio, bad.seconds_ratio) == (1.0, 1.0)
+    assert (good.loss_at_time, bad.loss_at_time) == (3.0, 3.0)
+    assert good.final == results.Spread(2.0, 0.0, [2.0, 2.0])
+
+
+def test_table_and_json_say_the_same(found, options):
+    table = results.rows(found, 40)
+    made = make(["tiny_adamw"], options)
+    text = markdown(found, table, made, ["lost"])
+    assert "| good | 1 | 2.000 ± 0.000 | 2.000 ± 0.000 | 0.50x (0.45 to 0.62) |" in text
+    assert "Not here: lost" in text
+    raw = json.loads(json.dumps(results.as_json(found, table, made), allow_nan=False))
+    assert raw["optimizers"]["good"]["tokens_ratio"] == 0.5
+    assert raw["sweeps"]["bad"] == {"0.5": 9.0, "1": 3.0, "2": None}
+
+
+def test_mars_stands_out_and_no_two_lines_are_alike(found):
+    more = [entry(f"m{i}", i < 5, 0.1, curve(5.0, 3.0)) for i in range(10)]
+    looks = plots.style(more)
+    assert {looks[e.recipe.name]["color"] == plots.BASELINE for e in more[5:]} == {True}
+    assert all("marker" in looks[e.recipe.name] for e in more[:5])
+    kinds = {(look.get("marker"), str(look["linestyle"])) for look in looks.values()}
+    assert len(kinds) == len(more)
+
+
+def test_labels_are_moved_apart_and_keep_their_order():
+    heights = [1.0, 1.01, 1.02, 3.0]
+    moved = plots.spread_out(heights, 0.5)
+    assert np.diff(moved).min() >= 0.5 - 1e-9
+    assert moved[3] == 3.0
+    assert np.mean(moved[:3]) == pytest.approx(1.01)
+
+
+# ---- the command ---------------------------------------------------------------------
+
+
+def command(data, folder, *more):
+    return subprocess.Popen(
+        [sys.executable, "-m", "train.compare", *CALL, "--out", folder, *more,
+         "--", "--dataloader.dataset-path", data, *SMALL],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+@pytest.mark.application
+def test_killed_and_called_again(data, tmp_path, capsys):
+    """The finished run is kept, the other one continues, and nothing is left behind."""
+    folder = tmp_path / "out"
+    done = folder / "runs/tiny_adamw/lr-0.004/seed-0"
+    cut = folder / "runs/tiny_mars_adamw/lr-0.006/seed-0"
+    first = command(data, folder, "--jobs", "1")
+    deadline = time.monotonic() + 120
+    while last_step(cut) == 0 and first.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    first.kill()
+    said, _ = first.communicate()  # until the last process that has its output ends
+    assert "0 of 2 runs done" in said
+    assert "tiny_adamw lr 0.004 seed 0: done" in said
+    assert 0 < last_step(cut) < STEPS
+    kept = curves.load(done, STEPS).losses
+
+    second = command(data, folder, "--jobs", "1")
+    said, _ = second.communicate(timeout=120)
+    assert second.returncode == 0, said
+    assert "1 of 2 runs done" in said
+    assert "tiny_mars_adamw lr 0.006 seed 0: continues" in said
+    assert "tiny_adamw lr 0.004 seed 0: starts" not in said
+    np.testing.assert_array_equal(curves.load(done, STEPS).losses, kept)
+
+    raw = json.loads((folder / "results.json").read_text())
+    assert set(raw["optimizers"]) == {"tiny_adamw", "tiny_mars_adamw"}
+    for name, row in raw["optimizers"].items():
+        assert row["final"]["mean"] == raw["curves"][name]["mean_loss"][-1] < 4.5
+        assert row["seconds_per_step"] > 0
+        assert raw["curves"][name]["tokens"][-1] == STEPS * 8 * 32
+    for name in ("tokens", "time", "rate"):
+        assert (folder / f"loss_by_{name}.png").stat().st_size > 20_000
+    assert [p.name for p in (cut / "checkpoint").iterdir()] == [f"step-{STEPS}"]
+    table = (folder / "table.md").read_text()
+    assert table in said
+
+    report(plan.Plan.load(folder), folder)  # again, from what is there
+    assert table in capsys.readouterr().out
+
+
+@pytest.mark.application
+def test_a_failed_run_is_told_and_a_signal_ends_all(options, data, tmp_path):
+    """A folder in the way of its log fails one run, SIGTERM ends the other."""
+    made = make(["tiny_adamw", "tiny_mars_adamw"], options, num_seeds=1)
+    made.save(tmp_path)
+    (tmp_path / "runs/tiny_adamw/lr-0.004/seed-0/rank0.log").mkdir(parents=True)
+    process = command(data, tmp_path, "--jobs", "2", "--only", "runs")
+    said = ""
+    while "FAILED" not in said and (line := process.stdout.readline()):
+        said += line
+    process.terminate()
+    rest, _ = process.communicate(timeout=60)  # until the last process has ended
+    assert "tiny_adamw lr 0.004 seed 0: FAILED (exit code 1)" in said
+    assert "tiny_mars_adamw lr 0.006 seed 0: starts" in said
+    assert "IsADirectoryError" in rest
+    assert "stopped: the same command continues" in rest
+    assert process.returncode == 130

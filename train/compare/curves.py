@@ -1,0 +1,104 @@
+"""What runs left behind: validation curves, and their ends."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from train.compare.sweep import Run
+from train.report import VAL, read_scalars
+from train.run import last_step
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Validation losses of one run, in nats per token.
+
+    ``steps`` (points,) int and ``losses`` (points,) float, ascending by step.
+    """
+
+    steps: np.ndarray
+    losses: np.ndarray
+
+    @property
+    def final(self) -> float:
+        return float(self.losses[-1])
+
+    @property
+    def best(self) -> float:
+        return float(np.nanmin(self.losses))
+
+    @property
+    def score(self) -> float:
+        """Final loss; inf if the run diverged: not finite, or no better than the
+        untrained model.
+        """
+        improved = math.isfinite(self.final) and self.final < self.losses[0]
+        return self.final if improved else math.inf
+
+    def at(self, step: float) -> float:
+        """Loss at a step between two points, on the straight line."""
+        return float(np.interp(step, self.steps, self.losses))
+
+    def reaches(self, loss: float) -> float:
+        """The first step, on the straight line between points, with at most this loss;
+        inf if there is none.
+        """
+        below = np.flatnonzero(self.losses <= loss)
+        if len(below) == 0:
+            return math.inf
+        i = int(below[0])
+        if i == 0:
+            return float(self.steps[0])
+        (s0, s1), (l0, l1) = self.steps[i - 1 : i + 1], self.losses[i - 1 : i + 1]
+        if not math.isfinite(l0):
+            return float(s1)
+        return float(s0 + (s1 - s0) * (l0 - loss) / (l0 - l1))
+
+
+def validations(folder: Path) -> dict[int, float]:
+    """{step: loss} that the run in ``folder`` has written so far."""
+    return read_scalars(folder / "tb").get(VAL, {})
+
+
+def load(folder: Path, steps: int) -> Curve | None:
+    """The curve of the run in ``folder``; None if it has not come to its last step."""
+    points = validations(folder)
+    if steps not in points:
+        return None
+    return Curve(np.array(list(points)), np.array(list(points.values())))
+
+
+def load_all(folder: Path, steps: int, configs: list[str]) -> dict[Run, Curve]:
+    """All finished runs of these recipes below ``folder``."""
+    found = {}
+    for path in sorted(folder.glob("*/lr-*/seed-*")):
+        config, lr, seed = path.relative_to(folder).parts
+        run = Run(
+            config, float(lr.removeprefix("lr-")), int(seed.removeprefix("seed-"))
+        )
+        if config in configs and (curve := load(path, steps)) is not None:
+            found[run] = curve
+    return found
+
+
+def discard_incomplete(folder: Path, steps: int) -> bool:
+    """Delete a run that was killed between its last checkpoint and its last validation:
+    it would neither train nor validate again.
+    """
+    stale = last_step(folder) >= steps and load(folder, steps) is None
+    if stale:
+        shutil.rmtree(folder)
+    return stale
+
+
+def keep_last_checkpoint(folder: Path) -> None:
+    """Delete all but the newest checkpoint of a finished run."""
+    last = last_step(folder)
+    for path in (folder / "checkpoint").glob("step-*"):
+        if path.name != f"step-{last}":
+            shutil.rmtree(path)

@@ -1,0 +1,249 @@
+"""What a comparison consists of, and how its folder is recognised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from train.compare.sweep import Run, default_grid
+from train.errors import UserError
+from train.launch import parse
+from train.resolve import resolve
+from train.settings import read, settings
+from train.tokens import Meta
+
+LOCK = ".lock"  # held by the call at work in the folder, and its runs
+NUM_POINTS = 15  # of each validation curve
+VALIDATION_SHARE = 0.1  # of a run's arithmetic, at most
+
+# What all recipes of one comparison have to share, and what to say of it
+SHARED = {
+    "data.train": "training data",
+    "data.val": "held-out data",
+    "tokenizer.name": "tokenizer",
+    "model_spec.model": "model",
+    "training.seq_len": "sequence length",
+    "training.global_batch_size": "global batch",
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What of a recipe the comparison varies or shows."""
+
+    name: str
+    mars_type: str
+    corrects: bool
+    """MARS with a gamma above 0."""
+    exact: bool
+    lr: float
+    lr_1d: float
+    min_lr: float
+    warmup_share: float
+    """Warm-up steps of the recipe's own steps."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything but the results. ``grids`` and ``num_seeds`` may grow from call to
+    call; the rest identifies the comparison.
+    """
+
+    steps: int
+    tokens_per_step: int
+    validation_interval: int
+    validation_samples: int
+    options: list[str]
+    shared: dict
+    recipes: dict[str, Recipe]
+    grids: dict[str, list[float]]
+    num_seeds: int
+    threads: int = field(default=1, compare=False)
+
+    def arguments(self, run: Run, folder: Path) -> list[str]:
+        """The options of ``python -m train`` for one run.
+
+        lr_1d and min_lr keep their ratio to lr, as the published recipes do from size
+        to size (lr_1d) and as a schedule scaled as a whole does (min_lr). The warm-up
+        keeps its share of the run, and the schedule ends at its last step.
+        """
+        recipe = self.recipes[run.config]
+        scale = run.lr / recipe.lr
+        values = {
+            "training.steps": self.steps,
+            "lr-scheduler.total-steps": self.steps,
+            "lr-scheduler.warmup-steps": round(recipe.warmup_share * self.steps),
+            "lr-scheduler.min-lr": f"{recipe.min_lr * scale:.6g}",
+            "optimizer.lr": f"{run.lr:.6g}",
+            "optimizer.lr-1d": f"{recipe.lr_1d * scale:.6g}",
+            "debug.seed": run.seed,
+            "validator.freq": self.validation_interval,
+            "validator.samples": self.validation_samples,
+            "checkpoint.interval": 3 * self.validation_interval,
+            "metrics.log-freq": max(1, self.validation_interval // 5),
+            "dump-folder": folder / "runs" / run.path,
+        }
+        ours = [str(x) for name, v in values.items() for x in (f"--{name}", v)]
+        return ["--config", run.config, *self.options, *ours]
+
+    def save(self, folder: Path) -> None:
+        """Write comparison.json."""
+        draft = folder / "comparison.tmp"
+        draft.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        draft.rename(folder / "comparison.json")
+
+    @classmethod
+    def load(cls, folder: Path) -> Plan:
+        """Read comparison.json.
+
+        Raises:
+            UserError: none there, or one that does not read.
+        """
+        path = folder / "comparison.json"
+        if not path.exists():
+            raise UserError(
+                f"got no {path}, expected the folder of a comparison: name its recipes "
+                "with --configs to start one"
+            )
+        raw = read(path)
+        try:
+            recipes = {name: Recipe(**r) for name, r in raw.pop("recipes").items()}
+            return cls(recipes=recipes, **raw)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise UserError(
+                f"got a {path} that is not a comparison's ({error}), expected what "
+                "this command wrote: restore it, or give another --out"
+            ) from error
+
+
+def make(
+    names: Sequence[str],
+    grids: dict[str, list[float]],
+    *,
+    steps: int | None,
+    num_seeds: int,
+    threads: int,
+    options: Sequence[str],
+) -> Plan:
+    """The plan of a call, checked without training.
+
+    Raises:
+        UserError: recipes that are unknown, do not fit their data, or share no data,
+            tokenizer, model or batch.
+    """
+    recipes, own_steps, shared = {}, {}, {}
+    for name in names:
+        config = parse(["--config", name, *options])
+        _fit_held_out(config)
+        resolve(config, 1)
+        given = settings(config)
+        for key, what in SHARED.items():
+            first = shared.setdefault(key, given[key])
+            if given[key] != first:
+                raise UserError(
+                    f"got {names[0]} and {name} with different {what}, expected "
+                    "recipes that differ in their optimizer alone: compare them in two "
+                    "calls, or give all the same option after --"
+                )
+        own_steps[name] = config.training.steps
+        recipes[name] = _recipe(name, config)
+    if steps is None and len(set(own_steps.values())) > 1:
+        raise UserError(
+            f"got recipes of {sorted(set(own_steps.values()))} steps, expected one "
+            "length: give --steps"
+        )
+    steps = steps or own_steps[names[0]]
+    t = config.training
+    interval = max(1, round(steps / NUM_POINTS))
+    # a forward pass is a third of a training step's arithmetic
+    budget = 3 * VALIDATION_SHARE * steps * t.global_batch_size / (steps / interval + 1)
+    samples = min(config.validator.samples, max(1, int(budget)))
+    samples = max(1, samples // t.local_batch_size) * t.local_batch_size
+    plan = Plan(
+        steps=steps,
+        tokens_per_step=t.global_batch_size * t.seq_len,
+        validation_interval=interval,
+        validation_samples=samples,
+        options=list(options),
+        shared=json.loads(json.dumps(shared)),
+        recipes=recipes,
+        grids={n: grids.get(n) or list(default_grid(recipes[n].lr)) for n in names},
+        num_seeds=num_seeds,
+        threads=threads,
+    )
+    for name, recipe in recipes.items():
+        if round(recipe.warmup_share * steps) >= steps:
+            raise UserError(
+                f"got {name} with a warm-up as long as its run, expected a shorter "
+                "one: give --lr-scheduler.warmup-steps after --"
+            )
+    return plan
+
+
+def _fit_held_out(config) -> None:
+    """Validate on no more than the data holds out."""
+    t = config.training
+    meta = Meta.load(Path(config.dataloader.dataset_path))
+    windows = (meta.val.tokens - 1) // t.seq_len // t.local_batch_size
+    samples = min(config.validator.samples, windows * t.local_batch_size)
+    config.validator.samples = max(samples, t.local_batch_size)
+
+
+def _recipe(name: str, config) -> Recipe:
+    opt = config.optimizer
+    return Recipe(
+        name=name,
+        mars_type=opt.mars_type,
+        corrects=opt.mars_type.startswith("mars-") and opt.gamma > 0,
+        exact=opt.exact,
+        lr=opt.lr,
+        lr_1d=opt.lr_1d,
+        min_lr=config.lr_scheduler.min_lr,
+        warmup_share=config.lr_scheduler.warmup_steps
+        / (config.lr_scheduler.total_steps or config.training.steps),
+    )
+
+
+def check(plan: Plan, folder: Path) -> Plan:
+    """The plan to save in a folder that is free, or holds the same comparison.
+
+    Raises:
+        UserError: the folder holds another comparison, or something else.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(
+            f"got --out {folder}, which is a file, expected a folder: choose another"
+        )
+    if (folder / "comparison.json").exists():
+        theirs = Plan.load(folder)
+        for name in (
+            "steps",
+            "validation_interval",
+            "validation_samples",
+            "options",
+            "shared",
+        ):
+            mine, there = getattr(plan, name), getattr(theirs, name)
+            if mine != there:
+                told = f"got {name} {mine!r} where {folder} has {there!r}"
+                if name == "shared":
+                    told = f"got other data or another model than {folder} has"
+                raise UserError(
+                    f"{told}, expected the settings of the comparison there: give "
+                    "these to continue it, or another --out"
+                )
+        for name in plan.recipes.keys() & theirs.recipes.keys():
+            if plan.recipes[name] != theirs.recipes[name]:
+                raise UserError(
+                    f"got {name} with other rates than in {folder}, expected the "
+                    "recipe that was compared there: give another --out"
+                )
+        plan = replace(plan, recipes={**theirs.recipes, **plan.recipes})
+    elif folder.exists() and {p.name for p in folder.iterdir()} - {LOCK}:
+        raise UserError(
+            f"got --out {folder}, which holds something else, expected a new or empty "
+            "folder: choose another"
+        )
+    return plan

@@ -1,0 +1,120 @@
+"""A comparison's table and pictures, printed and saved."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from train.compare import plots
+from train.compare.plan import Plan
+from train.compare.results import Entry, Row, Spread, as_json, entries, rows
+from train.errors import UserError
+
+HEAD = (
+    "| optimizer | lr | best loss | final loss | tokens to target | s/step "
+    "| s/step ratio | time to target | loss at equal time |\n"
+    "|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def _spread(value: Spread) -> str:
+    if len(value.values) == 1:
+        return f"{value.mean:.3f}"
+    return f"{value.mean:.3f} ± {value.deviation:.3f}"
+
+
+def _ratio(value: float | None) -> str:
+    if value is None:
+        return "not measured"
+    return f"{value:.2f}x" if math.isfinite(value) else "not reached"
+
+
+def _line(row: Row) -> str:
+    low, high = row.tokens_ratio_range
+    tokens = _ratio(row.tokens_ratio)
+    if row.num_seeds > 1:
+        tokens += f" ({low:.2f} to {high:.2f})".replace("inf", "never")
+    rate = f"{row.lr:g}"
+    if row.num_rates > 1 and not row.inside:
+        rate += " (edge of its grid)"
+    cells = [
+        row.name,
+        rate,
+        _spread(row.best),
+        _spread(row.final),
+        tokens,
+        "not measured"
+        if row.seconds_per_step is None
+        else f"{row.seconds_per_step:.3f}",
+        _ratio(row.seconds_per_step_ratio),
+        _ratio(row.seconds_ratio),
+        "not measured" if row.loss_at_time is None else f"{row.loss_at_time:.3f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def markdown(
+    found: list[Entry], table: list[Row], plan: Plan, missing: list[str]
+) -> str:
+    """The table, and how to read it."""
+    worst = found[-1]
+    seeds = sorted({len(e.curves) for e in found})
+    lines = [
+        f"{plan.steps} steps of {plan.tokens_per_step:,} tokens "
+        f"({plan.steps * plan.tokens_per_step:,} a run), "
+        f"{'/'.join(map(str, seeds))} seeds of the best rate "
+        "(mean ± standard deviation), validation loss in nats per token on "
+        f"{plan.validation_samples} held-out sequences.",
+        "",
+        HEAD,
+        *map(_line, table),
+        "",
+        f"Target: {worst.final.mean:.3f}, the worst final loss, that of "
+        f"{worst.recipe.name}; ratios to target are of what it took, on the mean "
+        "curve, with the range over seeds. The rate falls over the whole run, so that "
+        "a point within a run is not what a run of that length would end with. The "
+        "rate was chosen by the final loss of seed 0.",
+        "Seconds per step: medians of a separate measurement, recipes taking turns on "
+        f"{plan.threads} thread{'s' if plan.threads > 1 else ''}; equal time is when "
+        "the fastest has finished.",
+    ]
+    for row in table:
+        if row.num_diverged:
+            lines.append(f"{row.name}: {row.num_diverged} more seeds diverged.")
+    if missing:
+        lines.append(f"Not here: {', '.join(missing)} (no finished, converged run).")
+    return "\n".join(lines) + "\n"
+
+
+def report(plan: Plan, folder: Path) -> None:
+    """Print and save table.md, results.json and the pictures.
+
+    Raises:
+        UserError: nothing to report.
+    """
+    found = entries(plan, folder)
+    if not found:
+        raise UserError(
+            f"got no finished run in {folder}, expected at least one: leave out --only "
+            "to train"
+        )
+    table = rows(found, plan.steps)
+    names = {e.recipe.name for e in found}
+    text = markdown(found, table, plan, [n for n in plan.grids if n not in names])
+    (folder / "table.md").write_text(text)
+    results = json.dumps(as_json(found, table, plan), indent=1)
+    (folder / "results.json").write_text(results + "\n")
+    plots.by_tokens(found, plan.tokens_per_step, folder / "loss_by_tokens.png")
+    plots.by_rate(found, folder / "loss_by_rate.png")
+    timed = [e for e in found if e.seconds_per_step is not None]
+    if timed:
+        plots.by_time(timed, folder / "loss_by_time.png")
+    print(f"\n{text}")
+    for what, where in (
+        ("table", "table.md"),
+        ("numbers", "results.json"),
+        ("pictures", "loss_by_tokens.png, loss_by_time.png, loss_by_rate.png"),
+    ):
+        print(f"{what:12} {folder}: {where}")
+    print(f"{'TensorBoard':12} tensorboard --logdir {folder / 'runs'}", flush=True)

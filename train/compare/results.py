@@ -1,0 +1,177 @@
+"""What a comparison found, as numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median, stdev
+
+import numpy as np
+
+from train.compare.curves import Curve, load_all
+from train.compare.plan import Plan, Recipe
+from train.compare.sweep import Run, best_rate, is_inside, sweep_of
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean over seeds, and standard deviation (0 of one seed)."""
+
+    mean: float
+    deviation: float
+    values: list[float]
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        deviation = stdev(values) if len(values) > 1 else 0.0
+        return cls(mean(values), deviation, values)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One recipe at its best rate. Losses in nats per token of held-out text."""
+
+    recipe: Recipe
+    lr: float
+    inside: bool
+    """The best rate has a worse one on both sides."""
+    sweep: dict[float, float]
+    """{rate: final loss of seed 0}; inf = diverged."""
+    curves: list[Curve]
+    """Of each seed that did not diverge."""
+    num_diverged: int
+    """Seeds that did."""
+    best: Spread
+    final: Spread
+    seconds_per_step: float | None
+    """Median; None = not measured."""
+
+    @property
+    def curve(self) -> Curve:
+        """Mean over seeds, at the steps that all have."""
+        steps = self.curves[0].steps
+        for other in self.curves[1:]:
+            steps = np.intersect1d(steps, other.steps)
+        return Curve(steps, np.mean([np.interp(steps, c.steps, c.losses)
+                                     for c in self.curves], axis=0))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the table says of one entry, relative to the worst final loss."""
+
+    name: str
+    lr: float
+    inside: bool
+    num_rates: int
+    num_seeds: int
+    num_diverged: int
+    best: Spread
+    final: Spread
+    tokens_ratio: float
+    """Tokens until the worst optimizer's final loss, of the tokens that it took."""
+    tokens_ratio_range: tuple[float, float]
+    """Smallest and largest over seeds; inf = a seed did not get there."""
+    seconds_per_step: float | None
+    seconds_per_step_ratio: float | None
+    """Of the fastest's."""
+    seconds_ratio: float | None
+    """Seconds until the worst optimizer's final loss, of the seconds that it took."""
+    loss_at_time: float | None
+    """When the fastest optimizer has finished."""
+
+
+def entries(plan: Plan, folder: Path) -> list[Entry]:
+    """All recipes with a finished rate, best first."""
+    curves = load_all(folder / "runs", plan.steps, list(plan.grids))
+    scores = {run: curve.score for run, curve in curves.items()}
+    path = folder / "timing.json"
+    timing = json.loads(path.read_text()) if path.exists() else {}
+    found = []
+    for name in plan.grids:
+        sweep = sweep_of(name, scores)
+        if not sweep or math.isinf(sweep[lr := best_rate(sweep)]):
+            continue
+        seeds = [Run(name, lr, seed) for seed in range(plan.num_seeds)]
+        mine = [curves[r] for r in seeds if r in curves and scores[r] < math.inf]
+        found.append(
+            Entry(
+                plan.recipes[name],
+                lr,
+                is_inside(sweep),
+                sweep,
+                mine,
+                sum(scores.get(run) == math.inf for run in seeds),
+                Spread.of([c.best for c in mine]),
+                Spread.of([c.final for c in mine]),
+                median(timing[name]) if name in timing else None,
+            )
+        )
+    return sorted(found, key=lambda e: e.final.mean)
+
+
+def rows(found: list[Entry], steps: int) -> list[Row]:
+    """The table, in the order of the entries, which is best first."""
+    target = found[-1].final.mean
+    timed = [e.seconds_per_step for e in found if e.seconds_per_step is not None]
+    fastest = min(timed) if timed else None
+    slow = found[-1].seconds_per_step
+    table = []
+    for e in found:
+        curve, own = e.curve, e.seconds_per_step
+        reached = curve.reaches(target) / steps
+        seeds = [c.reaches(target) / steps for c in e.curves]
+        table.append(
+            Row(
+                name=e.recipe.name,
+                lr=e.lr,
+                inside=e.inside,
+                num_rates=len(e.sweep),
+                num_seeds=len(e.curves),
+                num_diverged=e.num_diverged,
+                best=e.best,
+                final=e.final,
+                tokens_ratio=reached,
+                tokens_ratio_range=(min(seeds), max(seeds)),
+                seconds_per_step=own,
+                seconds_per_step_ratio=own / fastest if own else None,
+                seconds_ratio=reached * own / slow if own and slow else None,
+                loss_at_time=curve.at(steps * fastest / own) if own else None,
+            )
+        )
+    return table
+
+
+def as_json(found: list[Entry], table: list[Row], plan: Plan) -> dict:
+    """Everything, for other programs; inf and nan as null."""
+    tokens = plan.tokens_per_step
+    raw = {
+        "steps": plan.steps,
+        "tokens_per_run": plan.steps * tokens,
+        "target_loss": found[-1].final.mean,
+        "target_set_by": found[-1].recipe.name,
+        "optimizers": {row.name: asdict(row) for row in table},
+        "sweeps": {
+            e.recipe.name: {f"{lr:g}": loss for lr, loss in e.sweep.items()}
+            for e in found
+        },
+        "curves": {
+            e.recipe.name: {
+                "tokens": (e.curve.steps * tokens).tolist(),
+                "mean_loss": e.curve.losses.tolist(),
+                "loss_of_each_seed": [c.losses.tolist() for c in e.curves],
+            }
+            for e in found
+        },
+    }
+    return _finite(raw)
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,112 @@
+"""Which runs a comparison still needs: a grid of rates that widens, then seeds.
+
+Pure: nothing here trains or reads files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+FACTOR = 2.0  # between neighbouring rates of the default grid, and of a widened one
+WIDEST = 6  # rates that a grid may gain; then its edge is reported instead
+
+
+@dataclass(frozen=True, order=True)
+class Run:
+    """One training: a recipe at a learning rate, with the seed of its weights and
+    data order.
+    """
+
+    config: str
+    lr: float
+    seed: int
+
+    @property
+    def path(self) -> str:
+        """Its folder below the comparison's runs."""
+        return f"{self.config}/lr-{self.lr:g}/seed-{self.seed}"
+
+    def __str__(self) -> str:
+        return f"{self.config} lr {self.lr:g} seed {self.seed}"
+
+
+def rounded(lr: float) -> float:
+    """Six digits: rates that print alike are one rate."""
+    return float(f"{lr:.6g}")
+
+
+def default_grid(lr: float) -> tuple[float, ...]:
+    """Around a recipe's rate."""
+    return tuple(rounded(lr * factor) for factor in (1 / FACTOR, 1.0, FACTOR))
+
+
+def best_rate(losses: Mapping[float, float]) -> float:
+    """The rate of the lowest loss, the smaller one of equals."""
+    return min(losses, key=lambda lr: (losses[lr], lr))
+
+
+def is_inside(losses: Mapping[float, float]) -> bool:
+    """Whether the best rate has a worse one on both sides."""
+    return min(losses) < best_rate(losses) < max(losses)
+
+
+def next_rates(grid: Sequence[float], losses: Mapping[float, float]) -> list[float]:
+    """Rates still to be tried: the rest of the grid, then one beyond the edge at which
+    the best lies, none when it lies inside.
+
+    Args:
+        grid: rates to try in any case.
+        losses: what has been tried; inf = diverged.
+    """
+    if missing := [lr for lr in grid if lr not in losses]:
+        return missing
+    if len(grid) == 1 or is_inside(losses) or len(losses) >= len(grid) + WIDEST:
+        return []
+    best = best_rate(losses)
+    return [rounded(best / FACTOR if best == min(losses) else best * FACTOR)]
+
+
+def sweep_of(config: str, losses: Mapping[Run, float]) -> dict[float, float]:
+    """{rate: loss} of the runs that choose the rate: those of seed 0."""
+    runs = sorted(run for run in losses if (run.config, run.seed) == (config, 0))
+    return {run.lr: losses[run] for run in runs}
+
+
+def next_runs(
+    grids: Mapping[str, Sequence[float]],
+    num_seeds: int,
+    losses: Mapping[Run, float],
+    failed: Collection[Run] = (),
+) -> list[Run]:
+    """All runs that can be started now, those of sweeps first.
+
+    A recipe with a failed run in its sweep chooses no rate, and waits for the next
+    call; so does one that diverges at every rate.
+    """
+    sweeps, seeds = [], []
+    for config, grid in grids.items():
+        tried = sweep_of(config, losses)
+        if rates := next_rates(grid, tried):
+            sweeps += [Run(config, lr, 0) for lr in rates]
+        elif math.isfinite(tried[best := best_rate(tried)]):
+            seeds += [Run(config, best, seed) for seed in range(1, num_seeds)]
+    return [run for run in sweeps + seeds if run not in losses and run not in failed]
+
+
+def num_to_come(
+    grids: Mapping[str, Sequence[float]],
+    num_seeds: int,
+    losses: Mapping[Run, float],
+    failed: Collection[Run] = (),
+) -> dict[str, int]:
+    """{config: runs that it still needs if no grid widens any more}."""
+    now = next_runs(grids, num_seeds, losses, failed)
+    count = {}
+    for config, grid in grids.items():
+        mine = [run for run in now if run.config == config]
+        sweeping = bool(next_rates(grid, sweep_of(config, losses)))
+        stuck = sweeping and not mine
+        count[config] = len(mine) + (num_seeds - 1) * (sweeping and not stuck)
+    return count
