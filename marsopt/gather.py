@@ -25,6 +25,7 @@ class Gather:
     def __init__(self) -> None:
         self._scratch: dict[tuple[int, str], Tensor] = {}
         self._out: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._moved: list[Tensor] = []
 
     def stacks(self, lanes: Sequence[Lane]) -> tuple[list[Stack], list[Tensor] | None]:
         """The stacks of one step, and per stack which leaves have a gradient (None: all
@@ -36,6 +37,8 @@ class Gather:
         for number, lane in enumerate(lanes):
             pieces = lane.pieces()
             x = lane.settle_in(pieces)
+            if x is lane.home:
+                self._moved.extend(lane.params)
             if x is None:
                 x = self._rows(number, "x", pieces, copies)
                 self._out[0].extend(pieces)
@@ -90,11 +93,15 @@ class Gather:
     def scatter(self) -> None:
         """Copy parameters that were copied in back to where they live.
 
+        The version of parameters that moved with their stack is counted up, so that
+        autograd finds out about a graph from before the step.
+
         Scratch on a GPU goes back to the caching allocator, where the next forward pass
         finds it; on a CPU fresh pages cost more than the copies.
         """
         if self._out[0]:
             torch._foreach_copy_(*self._out)
-        self._out = ([], [])
+        torch.autograd.graph.increment_version(self._moved)
+        self._out, self._moved = ([], []), []
         for key in [k for k, s in self._scratch.items() if s.device.type != "cpu"]:
             del self._scratch[key]

@@ -10,23 +10,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from marsopt import checks, commit
+from marsopt import checks
 from marsopt.collectives import LOCAL, Collectives
-from marsopt.compiling import decide, own_compile
+from marsopt.compiling import decide
 from marsopt.exact import NextReference
 from marsopt.homes import check_apart
 from marsopt.layout import Layout, label, labels
 from marsopt.loading import check_complete, check_ids, restore
 from marsopt.newton_schulz import NewtonSchulz
 from marsopt.numbers import check_group
-from marsopt.step import (
-    Scales,
-    Verdict,
-    global_clip,
-    measure,
-    orthogonalize,
-    scalar_dtype,
-)
+from marsopt.passes import Passes
+from marsopt.step import Verdict, global_clip, scalar_dtype
 from marsopt.trees import check_parameter
 
 
@@ -217,22 +211,13 @@ class MARS(Optimizer):
         self._options["collectives"].local(p)
 
     def _build(self, layout: Layout | None = None) -> None:
-        """Make missing state, lanes over it, and functions that move them."""
+        """Make missing state, lanes over it, and passes that move them."""
         self._layout = layout or self._new_layout()
         bound, device = self._options["max_norm"], self._skipped.device
         self._max_norm = None
         if bound is not None:
             self._max_norm = torch.tensor(bound, dtype=scalar_dtype(device)).to(device)
-        functions = (
-            measure,
-            commit.scale_,
-            commit.assess_,
-            commit.move_,
-            commit.settle_,
-        )
-        if self._compile:
-            functions = tuple(own_compile(f) for f in functions)
-        self._measure, self._scale, self._assess, self._move, self._settle = functions
+        self._passes = Passes(self._options["collectives"], self._compile)
 
     def _new_layout(self) -> Layout:
         return Layout(self.param_groups, self.state, self._options, self._compile)
@@ -263,19 +248,12 @@ class MARS(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        layout, collectives = self._fitting(), self._options["collectives"]
+        layout = self._fitting()
         if not self._options["is_approx"]:
             self._next.use()
         if not layout.lanes:  # everything is frozen
             return loss
-        stacks, live = layout.stacks()
-        sums, scales = self._sums_and_scales(stacks, live, layout)
-        matrices = self._move(stacks, scales)
-        factors = orthogonalize(stacks, matrices, layout.leaves, collectives)
-        if any(o is not None for o in factors):
-            parts = zip(stacks, scales, factors, strict=True)
-            self._settle([part for part in parts if part[2] is not None])
-        layout.scatter()
+        sums, self._verdict = self._passes.step(layout, self._max_norm, self._skipped)
         if self._options["nonfinite"] == "raise" and not self._verdict.finite:
             raise FloatingPointError(layout.blame(sums))
         return loss
@@ -289,21 +267,6 @@ class MARS(Optimizer):
         super().zero_grad(set_to_none)
         if not set_to_none and self._compile:
             self._layout.join_gradients()
-
-    def _sums_and_scales(self, stacks, live, layout) -> tuple[Tensor, list[Scales]]:
-        """Everything that is decided from the norms; one graph where no other rank has
-        to be asked.
-        """
-        collectives, last = (
-            self._options["collectives"],
-            (self._max_norm, self._skipped),
-        )
-        if collectives is LOCAL:
-            sums, scales, self._verdict = self._assess(stacks, live, *last)
-        else:
-            sums = collectives.sum(self._measure(stacks, live), layout.params)
-            scales, self._verdict = self._scale(stacks, sums, *last)
-        return sums, scales
 
     def _fitting(self) -> Layout:
         """The layout, made anew where a group or a frozen parameter has changed."""

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from marsopt import NewtonSchulz
 
@@ -106,14 +107,17 @@ def orthogonalize(
     arriving = []
     for bucket in buckets:
         widest = reduce(torch.promote_types, (local[i].dtype for i in bucket.members))
-        sent = bucket.pack_shards(local, ns.payload(widest))
-        arriving.append(_send(sent, bucket.to_owners, bucket.from_shards, group))
+        with record_function("marsopt: exchange"):
+            sent = bucket.pack_shards(local, ns.payload(widest))
+            arriving.append(_send(sent, bucket.to_owners, bucket.from_shards, group))
     returning = []
     for bucket, (whole, work) in zip(buckets, arriving, strict=True):
         work.wait()
-        factors = ns.many(bucket.join(whole))
-        sent = bucket.cut(factors, ns.dtype, whole)
-        returning.append(_send(sent, bucket.from_shards, bucket.to_owners, group))
+        with record_function("marsopt: newton-schulz on the owner"):
+            factors = ns.many(bucket.join(whole))
+        with record_function("marsopt: exchange"):
+            sent = bucket.cut(factors, ns.dtype, whole)
+            returning.append(_send(sent, bucket.from_shards, bucket.to_owners, group))
     out: dict[int, Tensor] = {}
     for bucket, (flat, work) in zip(buckets, returning, strict=True):
         work.wait()

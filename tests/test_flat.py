@@ -1,0 +1,382 @@
+"""Flat groups: stacks and leaves are the same optimizer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad
+
+import marsopt
+from marsopt import MARS, FlatGroup
+from marsopt.routing import MARS_TYPES
+from marsopt.stacks import adjacent, stacked
+from tests.table import ROWS
+
+SHAPES = {
+    "a": (6, 4),
+    "scale": (4,),
+    "b": (6, 4),
+    "tall": (5, 3),
+    "c": (6, 4),
+    "bias": (4,),
+}
+MATRICES = {name: s for name, s in SHAPES.items() if len(s) == 2}
+LR = 1e-2
+CLOSE = dict(rtol=0, atol=1e-6)
+TYPES = MARS_TYPES
+
+
+def tensors(shapes, seed):
+    """{name: random tensor}"""
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+
+
+# ---- the container ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("container", [dict, list, tuple])
+def test_pack_and_unpack_round_trip(container):
+    leaves = tensors(SHAPES, 0)
+    leaves["half"] = torch.randn(6, 4).bfloat16()
+    given = leaves if container is dict else container(leaves.values())
+    flat = FlatGroup.pack(given)
+    back = flat.unpack()
+    pairs = (
+        zip(given.items(), back.items(), strict=True)
+        if container is dict
+        else zip(enumerate(given), enumerate(back), strict=True)
+    )
+    for (name, x), (other, y) in pairs:
+        assert name == other
+        assert torch.equal(x, y) and x.dtype == y.dtype
+        assert x.data_ptr() != y.data_ptr()
+    assert [tuple(s.shape) for s in flat.stacks] == [
+        (3, 6, 4),
+        (2, 4),
+        (1, 5, 3),
+        (1, 6, 4),
+    ]
+
+
+def test_stacks_of_one_dtype_share_one_buffer_and_leaves_are_views():
+    flat = FlatGroup.pack(tensors(SHAPES, 0))
+    assert len({s.untyped_storage().data_ptr() for s in flat.stacks}) == 1
+    flat.unpack()["b"].fill_(7.0)
+    assert (flat["a (+2)"][1] == 7.0).all()
+    assert "a (+2)" in repr(flat)
+
+
+def test_pack_refuses_what_no_stack_can_hold():
+    with pytest.raises(TypeError, match="expected a sequence or mapping"):
+        FlatGroup.pack(torch.zeros(3))
+    with pytest.raises(ValueError, match="got no parameters"):
+        FlatGroup.pack([])
+    with pytest.raises(ValueError, match="use one FlatGroup per device"):
+        FlatGroup.pack([torch.zeros(2), torch.zeros(2, device="meta")])
+    with pytest.raises(ValueError, match="real floating point"):
+        FlatGroup.pack([torch.zeros(2, dtype=torch.int64)])
+
+
+def test_adjacent_sees_rows_and_only_rows():
+    base = torch.arange(24.0).view(4, 2, 3)
+    assert torch.equal(adjacent(base.unbind()), base)
+    assert adjacent(base.unbind()).data_ptr() == base.data_ptr()
+    assert torch.equal(adjacent(base[1:3].unbind()), base[1:3])
+    for rows in (
+        [base[0], base[2]],
+        [base[1], base[0]],
+        [base[0], torch.zeros(2, 3)],
+        list(base.mT.unbind()),
+    ):
+        assert adjacent(rows) is None
+        assert torch.equal(stacked(rows), torch.stack(rows))
+
+
+# ---- rules on stacks --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_a_rule_on_stacks_is_the_rule_on_leaves(row):
+    """Values, state, and purity, over five steps with clips at work."""
+    shapes = MATRICES if row.matrix_only else SHAPES
+    rule = row.rule(max_norm=0.7)
+    x = tensors(shapes, 0)
+    flat = FlatGroup.pack(x)
+    s, t = rule.init(x), rule.init(flat)
+    for i in range(5):
+        g = tensors(shapes, 1 + i)
+        before = [v.clone() for v in flat.stacks]
+        x, s = rule.step(x, g, s, lr=LR)
+        packed = FlatGroup.pack(g)
+        new, t = rule.step(flat, packed, t, lr=LR)
+        assert all(map(torch.equal, before, flat.stacks))
+        flat = new
+        torch.testing.assert_close(flat.unpack(), x, **CLOSE)
+    for name in rule.buffers:
+        torch.testing.assert_close(getattr(t, name).unpack(), getattr(s, name), **CLOSE)
+
+
+@pytest.mark.parametrize("mars_type", TYPES)
+def test_the_routing_sees_leaves_in_stacks(mars_type):
+    """A stack of vectors has two dims and is no matrix."""
+    ns = marsopt.NewtonSchulz(dtype=torch.float32)
+    rule = marsopt.mars(mars_type=mars_type, lr=LR, lr_1d=2 * LR, ns=ns, max_norm=0.7)
+    x = tensors(SHAPES, 0)
+    flat = FlatGroup.pack(x)
+    s, t = rule.init(x), rule.init(flat)
+    for i in range(3):
+        g = tensors(SHAPES, 1 + i)
+        x, s = rule.step(x, g, s, lr=LR)
+        flat, t = rule.step(flat, FlatGroup.pack(g), t, lr=LR)
+    torch.testing.assert_close(flat.unpack(), x, **CLOSE)
+
+
+def test_exact_mode_takes_a_flat_reference():
+    rule = marsopt.mars_adamw(is_approx=False)
+    x, g, h = (tensors(SHAPES, i) for i in range(3))
+    one, _ = rule.step(x, g, rule.init(x), lr=LR, reference=h)
+    flat = FlatGroup.pack(x)
+    two, _ = rule.step(
+        flat,
+        FlatGroup.pack(g),
+        rule.init(flat),
+        lr=LR,
+        reference=FlatGroup.pack(h),
+    )
+    torch.testing.assert_close(two.unpack(), one, **CLOSE)
+
+
+def test_a_whole_training_step_is_one_graph_on_a_flat_group():
+    """Forward, backward and update, differentiated through the views."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)
+    )
+    rule = marsopt.mars(lr=LR, max_norm=1.0)
+    x, y = torch.randn(16, 8), torch.randn(16, 8)
+
+    def loss(flat):
+        return (functional_call(model, flat.unpack(), x) - y).square().mean()
+
+    def step(flat, state, lr):
+        return rule.step(flat, grad(loss)(flat), state, lr=lr)
+
+    flat = FlatGroup.pack({n: p.detach() for n, p in model.named_parameters()})
+    state = rule.init(flat)
+    once = torch.compile(step, fullgraph=True)
+    lr = torch.tensor(LR)
+    a, b = step(flat, state, lr), once(flat, state, lr)
+    assert isinstance(b[0], FlatGroup)
+    for _ in range(3):
+        a, b = step(*a, lr), once(*b, lr)
+    torch.testing.assert_close(b[0].unpack(), a[0].unpack(), **CLOSE)
+    assert loss(b[0]) < loss(flat)
+
+
+# ---- the class: stacks (compiled) and leaves (eager) ------------------------------
+
+
+def parameters(shapes=SHAPES, seed=0):
+    return [nn.Parameter(x) for x in tensors(shapes, seed).values()]
+
+
+def fill(params, seed, missing=()):
+    grads = tensors({i: p.shape for i, p in enumerate(params)}, seed)
+    for i, p in enumerate(params):
+        p.grad = None if i in missing else grads[i]
+
+
+def pair(**kw):
+    """The same optimizer over leaves and over stacks; run both with ``walk``."""
+    kw = dict(lr=LR, max_norm=0.7, ns_dtype=torch.float32) | kw
+    a, b = parameters(), parameters()
+    return (MARS(a, compile=False, **kw), a), (MARS(b, compile=True, **kw), b)
+
+
+def walk(optimizer, params, seeds, missing=()):
+    """Stacks run eagerly: what is compiled is tested elsewhere, and takes longer."""
+    with torch.compiler.set_stance("force_eager"):
+        for seed in seeds:
+            fill(params, seed, missing)
+            optimizer.step()
+
+
+def equal(one, two):
+    torch.testing.assert_close(two[1], one[1], **CLOSE)
+    a, b = (o.state_dict()["state"] for o, _ in (one, two))
+    torch.testing.assert_close(b, a, **CLOSE)
+
+
+@pytest.mark.parametrize("mars_type", TYPES)
+@pytest.mark.parametrize("missing", [(), (2,), (0, 2, 4)], ids=str)
+def test_stacks_are_leaves_to_the_class(mars_type, missing):
+    one, two = pair(mars_type=mars_type)
+    for each in (one, two):
+        walk(*each, range(2))
+        walk(*each, [2], missing)
+        walk(*each, [3])
+    equal(one, two)
+    assert max(len(lane.params) for lane in two[0]._layout.lanes) == 3
+
+
+def test_a_step_that_is_not_finite_changes_no_leaf_of_a_stack():
+    _, (optimizer, params) = pair()
+    walk(optimizer, params, [0])
+    before = copy.deepcopy((params, optimizer.state_dict()["state"]))
+    fill(params, 1)
+    params[2].grad[1, 1] = torch.inf
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    assert optimizer.num_skipped == 1
+    torch.testing.assert_close((params, optimizer.state_dict()["state"]), before)
+
+
+def test_compiled_stacks_are_the_eager_leaves():
+    one, two = pair(mars_type="mars-shampoo")
+    for seed in range(3):
+        for optimizer, params in (one, two):
+            fill(params, seed)
+            optimizer.step()
+    equal(one, two)
+
+
+# ---- where parameters live --------------------------------------------------------
+
+
+def lane_of(optimizer, p):
+    return next(
+        lane for lane in optimizer._layout.lanes if any(q is p for q in lane.params)
+    )
+
+
+def test_parameters_of_one_shape_move_into_a_stack():
+    _, (optimizer, params) = pair()
+    walk(optimizer, params, [0])
+    home = lane_of(optimizer, params[0]).home
+    assert torch.equal(home, torch.stack([params[0], params[2], params[4]]).detach())
+    assert params[2].data_ptr() == home[1].data_ptr()
+
+
+@pytest.mark.parametrize("how", ["view", "shared", "slice"])
+def test_parameters_that_others_look_into_stay(how):
+    """... and are stepped all the same; whoever looks sees the steps."""
+    one, (_, params) = pair()
+    if how == "view":
+        other = params[2].data
+    elif how == "shared":
+        other = params[2].data.share_memory_()
+    else:
+        other = torch.cat([params[2].data, torch.zeros(1, 4)])
+        params[2].data = other[:6]
+    optimizer = MARS(params, lr=LR, max_norm=0.7, compile=True)
+    for each in (one, (optimizer, params)):
+        walk(*each, range(3))
+    equal(one, (optimizer, params))
+    assert lane_of(optimizer, params[0]).home is None
+    assert torch.equal(other[:6], params[2].detach())
+
+
+def test_a_parameter_that_is_given_other_storage_is_followed():
+    one, two = pair()
+    for optimizer, params in (one, two):
+        walk(optimizer, params, [0])
+        params[4].data = params[4].data.clone() + 1
+        walk(optimizer, params, [1, 2])
+    equal(one, two)
+
+
+def test_a_graph_of_before_the_step_notices_it():
+    """In-place moves of a stack count as moves of its parameters."""
+    _, (optimizer, params) = pair()
+    walk(optimizer, params, [0])
+    loss = (params[0] * params[2]).sum()
+    walk(optimizer, params, [1])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_parameters_in_the_same_memory_are_refused():
+    base = torch.zeros(8)
+    for a, b in ((base, base), (base[:5], base[4:])):
+        with pytest.raises(ValueError, match="in the same memory"):
+            MARS([nn.Parameter(a), nn.Parameter(b)])
+    MARS([nn.Parameter(base[:4]), nn.Parameter(base[4:])])
+
+
+def test_a_resized_parameter_is_refused():
+    for optimizer, params in pair():
+        walk(optimizer, params, [0])
+        params[2].grad = None
+        params[2].data = torch.zeros(7, 4)
+        with pytest.raises(
+            ValueError, match=r"parameter 2 of group 0 of shape \(7, 4\)"
+        ):
+            walk(optimizer, params, [1])
+
+
+def test_gradients_of_any_strides():
+    one, two = pair()
+    for seed in range(3):
+        for optimizer, params in (one, two):
+            fill(params, seed)
+            for p in params[2:4]:  # in a stack, and alone
+                p.grad = p.grad.t().contiguous().t()
+            params[1].grad = torch.full((1,), 0.1).expand(4)
+            with torch.compiler.set_stance("force_eager"):
+                optimizer.step()
+    equal(one, two)
+
+
+def test_gradients_in_one_buffer_are_taken_without_a_copy():
+    one, (optimizer, params) = pair()
+    walk(optimizer, params, [0])
+    walk(*one, [0])
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.zero_grad(set_to_none=False)
+        assert adjacent([params[i].grad for i in (0, 2, 4)]) is not None
+        assert all((p.grad == 0).all() for p in params)
+        optimizer._layout._gather._scratch.clear()
+        for p, g in zip(params, tensors(SHAPES, 1).values(), strict=True):
+            p.grad += g
+        optimizer.step()
+        assert not optimizer._layout._gather._scratch
+    walk(*one, [1])
+    equal(one, (optimizer, params))
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in params)
+
+
+def test_h_in_half_precision():
+    """A quarter of the state's growth by MARS; rounding h is all that it changes."""
+    one, _ = pair()
+    _, two = pair(h_dtype=torch.bfloat16)
+    for each in (one, two):
+        walk(*each, range(4))
+    assert two[0].state[two[1][0]]["last_grad"].dtype == torch.bfloat16
+    assert two[0].state[two[1][0]]["exp_avg"].dtype == torch.float32
+    difference = max((a - b).abs().max() for a, b in zip(one[1], two[1], strict=True))
+    assert 0 < difference < 1e-2 * 4 * LR
+
+
+def test_moments_narrower_than_the_parameter_are_refused():
+    with pytest.raises(ValueError, match="nothing narrower than the parameter"):
+        MARS(parameters(), state_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="nothing narrower than the parameter"):
+        marsopt.adamw(state_dtype=torch.float16).init(parameters())
+
+
+def test_a_copy_of_the_optimizer_is_its_own():
+    _, (optimizer, params) = pair()
+    walk(optimizer, params, [0])
+    other = copy.deepcopy(optimizer)
+    theirs = other.param_groups[0]["params"]
+    walk(other, theirs, [1])
+    before = [p.clone() for p in params]
+    walk(other, theirs, [2])
+    assert all(map(torch.equal, before, params))
+    walk(optimizer, params, [1, 2])
+    torch.testing.assert_close(theirs, params, **CLOSE)
