@@ -14,7 +14,8 @@ from train.shards import tokenise
 from train.tokenizers import Tokenizer
 
 DATASET = "HuggingFaceFW/fineweb-edu"
-SUBSETS = ("sample-10BT", "sample-100BT")  # the authors train on the second
+# about how many documents, for the progress bar; the authors train on the second
+SUBSETS = {"sample-10BT": 9_700_000, "sample-100BT": 97_000_000}
 
 
 class FineWebEdu:
@@ -34,8 +35,10 @@ class FineWebEdu:
         self, dataset: str | None, subset: str | None, shard_tokens: int
     ) -> None:
         if dataset is None:
-            dataset, subset = DATASET, subset or SUBSETS[1]
-        self._place = Place(dataset, subset)
+            subset = subset or list(SUBSETS)[-1]
+            self._place = Place(DATASET, subset, num_documents=SUBSETS.get(subset))
+        else:
+            self._place = Place(dataset, subset)
         self._shard_tokens = shard_tokens
         self.request = {
             "source": "fineweb-edu",

@@ -50,8 +50,15 @@ def describe_found(folder: Path) -> Meta | None:
 
 def _files(folder: Path, split: str) -> list[Path]:
     """nanoGPT's file, or the shards in the order of their names."""
-    raw = folder / f"{split}.bin"
-    return [raw] if raw.exists() else sorted(folder.glob(f"*_{split}*.bin"))
+    raw, shards = folder / f"{split}.bin", sorted(folder.glob(f"*_{split}*.bin"))
+    if not raw.exists():
+        return shards
+    if shards:
+        raise UserError(
+            f"got both {raw} and {len(shards)} shards beside it, such as "
+            f"{shards[0].name}, expected one of them: move the other to another folder"
+        )
+    return [raw]
 
 
 def _describe(folder: Path, split: str, files: list[Path]) -> Split:

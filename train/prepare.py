@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -177,8 +178,8 @@ def arguments() -> argparse.Namespace:
         "--source",
         choices=SOURCES,
         default="python",
-        help="openwebtext: nanoGPT's files (downloads 24 GB, needs 36 GB of disk, 18 "
-        "stay); fineweb-edu: shards with a header (2 GB per 1B tokens); text: FILES; "
+        help="openwebtext: nanoGPT's files (needs 36 GB of disk, 18 stay); "
+        "fineweb-edu: shards with a header (2 GB per 1B tokens); text: FILES; "
         "python: the standard library's source (default)",
     )
     parser.add_argument(
@@ -206,7 +207,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--subset",
         help="of the data set on the hub; fineweb-edu: "
-        f"{' or '.join(SUBSETS)} (default {SUBSETS[-1]})",
+        f"{' or '.join(SUBSETS)} (default {list(SUBSETS)[-1]})",
     )
     parser.add_argument(
         "--shard-tokens",
@@ -230,17 +231,21 @@ def main() -> None:
     args = arguments()
     tokenizer_name = args.tokenizer or SOURCES[args.source]
     cores = 1 if tokenizer_name == "bytes" else len(os.sched_getaffinity(0))
-    meta = prepare(
-        args.source,
-        tokenizer_name,
-        args.out,
-        args.files,
-        args.val_fraction,
-        dataset=args.dataset,
-        subset=args.subset,
-        shard_tokens=args.shard_tokens,
-        processes=cores if args.processes is None else args.processes,
-    )
+    try:
+        meta = prepare(
+            args.source,
+            tokenizer_name,
+            args.out,
+            args.files,
+            args.val_fraction,
+            dataset=args.dataset,
+            subset=args.subset,
+            shard_tokens=args.shard_tokens,
+            processes=cores if args.processes is None else args.processes,
+        )
+    except KeyboardInterrupt:
+        print("stopped: the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
     what = "documents" if "documents" in meta.source else "files"
     print(
         f"{meta.train.tokens:,} training and {meta.val.tokens:,} held-out "
