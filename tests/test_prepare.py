@@ -21,8 +21,9 @@ from train import hub, openwebtext
 from train.encoding import encoded
 from train.errors import UserError
 from train.hub import Corpus, Place
-from train.openwebtext import split_order
+from train.openwebtext import gather, split_order
 from train.prepare import main, prepare
+from train.token_files import Stream
 from train.tokenizers import tokenizer
 from train.tokens import open_tokens
 from train.workspace import unfinished, workspace
@@ -177,6 +178,19 @@ def test_cut_off_before_every_write_that_counts(tmp_path, corpus, source, monkey
         assert not unfinished(tmp_path / "out").exists()
         shutil.rmtree(tmp_path / "out")
     assert kills > 4 * len(want)
+
+
+def test_putting_in_order_goes_on_from_any_length(tmp_path, monkeypatch):
+    monkeypatch.setattr(openwebtext, "SLAB", 7)
+    lengths = np.random.default_rng(0).integers(1, 9, size=50)
+    stream = Stream(np.split(np.arange(lengths.sum(), dtype=np.uint16), [40, 100]))
+    order, path = split_order(50, 0.1)["train"], tmp_path / "train.bin"
+    documents = np.split(stream[0 : len(stream)], np.cumsum(lengths)[:-1])
+    want = np.concatenate([documents[i] for i in order]).tobytes()
+    for size in range(0, len(want) + 1, 5):
+        path.write_bytes(want[:size])
+        gather(stream, np.cumsum(lengths), order, path, "test")
+        assert path.read_bytes() == want
 
 
 def children(pid):
