@@ -147,7 +147,7 @@ class Killed(BaseException):
 def test_cut_off_before_every_write_that_counts(tmp_path, corpus, source, monkeypatch):
     """All moments at which a file is synced or renamed, one after the other."""
     monkeypatch.setattr(openwebtext, "SLAB", 70)
-    make(source, corpus, tmp_path / "whole")
+    make(source, corpus, tmp_path / "whole", shard_tokens=12000)
     want = contents(tmp_path / "whole")
     countdown = 0
 
@@ -167,13 +167,13 @@ def test_cut_off_before_every_write_that_counts(tmp_path, corpus, source, monkey
     while True:
         countdown = kills + 1
         try:
-            make(source, corpus, tmp_path / "out")
+            make(source, corpus, tmp_path / "out", shard_tokens=12000)
         except Killed:
             kills += 1
         else:
             break
         countdown = 0
-        make(source, corpus, tmp_path / "out")
+        make(source, corpus, tmp_path / "out", shard_tokens=12000)
         assert contents(tmp_path / "out") == want, f"cut off at write {kills}"
         assert not unfinished(tmp_path / "out").exists()
         shutil.rmtree(tmp_path / "out")
@@ -210,18 +210,20 @@ def is_running(pid):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("source, kills", [("openwebtext", 4), ("fineweb-edu", 2)])
-def test_killed_at_random_moments(tmp_path, source, kills):
+@pytest.mark.parametrize(
+    "source, kills, processes", [("openwebtext", 3, "2"), ("fineweb-edu", 2, "1")]
+)
+def test_killed_at_random_moments(tmp_path, source, kills, processes):
     """SIGKILL, several times, wherever it hits; no process is left over either."""
-    corpus = write_corpus(tmp_path / "corpus", documents(6000, seed=1))
+    corpus = write_corpus(tmp_path / "corpus", documents(4000, seed=1))
     whole, out = tmp_path / "whole", tmp_path / "out"
     began = time.monotonic()
-    make(source, corpus, whole, shard_tokens=3000)
+    make(source, corpus, whole, shard_tokens=2000)
     seconds = time.monotonic() - began
     command = [
         *(sys.executable, "-m", "train.prepare", "--source", source, "--out", out),
-        *("--dataset", corpus, "--tokenizer", "bytes", "--processes", "2"),
-        *("--shard-tokens", "3000"),
+        *("--dataset", corpus, "--tokenizer", "bytes", "--processes", processes),
+        *("--shard-tokens", "2000"),
         *(("--val-fraction", "0.1") if source == "openwebtext" else ()),
     ]
     env = {**os.environ, "USE_TORCH": "0"}  # or datasets imports it: a second each time

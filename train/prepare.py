@@ -55,6 +55,21 @@ def choose(
     Raises:
         UserError: options that do not fit it, or unreadable input.
     """
+    _check(source, files, val_fraction, dataset or subset, shard_tokens)
+    if source == "fineweb-edu":
+        return FineWebEdu(dataset, subset, shard_tokens)
+    if source == "openwebtext":
+        return OpenWebText(dataset, subset, val_fraction or VAL_FRACTION, shard_tokens)
+    return LocalText(source, list(files), val_fraction or 0.05)
+
+
+def _check(
+    source: str,
+    files: Sequence[Path],
+    val_fraction: float | None,
+    data: str | None,
+    shard_tokens: int,
+) -> None:
     if val_fraction is not None and not 0 < val_fraction < 1:
         raise UserError(
             f"got --val-fraction {val_fraction}, expected a number between 0 and 1: "
@@ -75,21 +90,16 @@ def choose(
             "got no files with --source text, expected at least one: name UTF-8 text "
             "files at the end"
         )
-    if source in ("text", "python") and (dataset or subset):
+    if source in ("text", "python") and data:
         raise UserError(
             f"got --dataset or --subset with --source {source}, expected neither: they "
             "are for openwebtext and fineweb-edu; leave them out"
         )
-    if source == "fineweb-edu":
-        if val_fraction is not None:
-            raise UserError(
-                f"got --val-fraction {val_fraction} with --source fineweb-edu, "
-                "expected none: its first shard is held out; leave it out"
-            )
-        return FineWebEdu(dataset, subset, shard_tokens)
-    if source == "openwebtext":
-        return OpenWebText(dataset, subset, val_fraction or VAL_FRACTION, shard_tokens)
-    return LocalText(source, list(files), val_fraction or 0.05)
+    if source == "fineweb-edu" and val_fraction is not None:
+        raise UserError(
+            f"got --val-fraction {val_fraction} with --source fineweb-edu, "
+            "expected none: its first shard is held out; leave it out"
+        )
 
 
 def prepare(

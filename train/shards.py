@@ -81,21 +81,37 @@ def tokenise(
     revision = place.commit(ledger.revision if ledger else place.revision)
     ledger = ledger or Ledger(revision)
     corpus = Corpus(place, revision)
-    byte_lengths = coder.byte_lengths()
-    buffer, filled = np.empty(shard_tokens, dtype=np.uint16), 0
-    meter = Meter(place.num_documents, ledger)
-
-    def commit() -> None:
-        path = path_of(len(ledger.shards))
-        ledger.shards.append(write_shard(path, buffer[:filled], byte_lengths))
-        ledger.save(work)
-        meter.shard(ledger)
-
     batches = _counted(corpus.batches(ledger.position), ledger.documents)
-    skip = ledger.skip
-    for (position, before, documents), ids in encoded(
-        batches, coder.name, mark_first=mark_first, processes=processes
-    ):
+    ids = encoded(batches, coder.name, mark_first=mark_first, processes=processes)
+    byte_lengths = coder.byte_lengths()
+    with Meter(place.num_documents, ledger) as meter:
+
+        def commit(tokens: np.ndarray) -> None:
+            path = path_of(len(ledger.shards))
+            ledger.shards.append(write_shard(path, tokens, byte_lengths))
+            ledger.save(work)
+            meter.shard(ledger)
+
+        _cut(ids, ledger, shard_tokens, commit, meter)
+    ledger.save(work)
+    return ledger
+
+
+Batch = tuple[dict | None, int, int]  # position, documents before it, documents in it
+
+
+def _cut(
+    batches: Iterator[tuple[Batch, np.ndarray]],
+    ledger: Ledger,
+    shard_tokens: int,
+    commit: Callable[[np.ndarray], None],
+    meter: Meter,
+) -> None:
+    """Commit the tokens of all batches in shards, the ledger saying where the next one
+    begins.
+    """
+    buffer, filled, skip = np.empty(shard_tokens, np.uint16), 0, ledger.skip
+    for (position, before, documents), ids in batches:
         at = min(skip, len(ids))
         skip -= at
         while at < len(ids):
@@ -104,21 +120,18 @@ def tokenise(
             filled, at = filled + count, at + count
             if filled == shard_tokens:
                 ledger.position, ledger.skip, ledger.documents = position, at, before
-                commit()
+                commit(buffer)
                 filled = 0
         meter.documents(documents)
-    meter.close()
     ledger.documents, ledger.complete = meter.done, True
     if filled:
-        commit()
-    ledger.save(work)
-    return ledger
+        commit(buffer[:filled])
 
 
 def _counted(
     batches: Iterator[tuple[dict | None, list[str]]], documents: int
-) -> Iterator[tuple[tuple[dict | None, int, int], list[str]]]:
-    """((position, documents before, documents in it), texts)."""
+) -> Iterator[tuple[Batch, list[str]]]:
+    """The batches with the numbers of documents before and in them."""
     for position, texts in batches:
         yield (position, documents, len(texts)), texts
         documents += len(texts)
@@ -155,6 +168,8 @@ class Meter:
             print(f"{self.done:,} documents, {line}", flush=True)
         self._bar.set_postfix_str(line)
 
-    def close(self) -> None:
-        """The end of the bar."""
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         self._bar.close()
