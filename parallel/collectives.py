@@ -97,11 +97,12 @@ class MeshCollectives:
         """
         if not isinstance(tensor, DTensor):
             return tensor
-        if any(p.is_partial() for p in tensor.placements):
-            raise ValueError(
-                f"got placements {tensor.placements}, expected shards or replicas: "
-                "redistribute the partial sums first"
-            )
+        for placement in tensor.placements:  # a loop: this runs twice a tensor and step
+            if placement.is_partial():
+                raise ValueError(
+                    f"got placements {tensor.placements}, expected shards or replicas: "
+                    "redistribute the partial sums first"
+                )
         return tensor.to_local()
 
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:

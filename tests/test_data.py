@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from train import prepare
+from train import local_text, prepare
 from train.batches import Batches
 from train.errors import UserError
 from train.tokenizers import Bytes, tokenizer
@@ -48,7 +48,7 @@ def test_prepare_python_holds_out_whole_files(tmp_path, monkeypatch):
     for i in range(40):
         files.append(tmp_path / f"m{i}.py")
         files[-1].write_text(f"# {i}\n" * 5)
-    monkeypatch.setattr(prepare, "standard_library", lambda: files)
+    monkeypatch.setattr(local_text, "standard_library", lambda: files)
     meta = prepare.prepare("python", "bytes", tmp_path / "data", [], 0.3)
     train, _ = open_tokens(tmp_path / "data", "train", vocab_size=257)
     val, _ = open_tokens(tmp_path / "data", "val", vocab_size=257)
@@ -60,7 +60,7 @@ def test_prepare_python_holds_out_whole_files(tmp_path, monkeypatch):
 
 
 def test_the_standard_library_is_found_without_tests():
-    found = prepare.standard_library()
+    found = local_text.standard_library()
     assert len(found) > 300
     assert any(p.name == "argparse.py" for p in found)
     assert not any("test" in p.parts or "site-packages" in p.parts for p in found)
@@ -100,7 +100,10 @@ def flip(folder):
 
 
 BAD_FILES = {
-    "no meta": (lambda d: (d / "meta.json").unlink(), "got no .*meta.json"),
+    "no meta": (
+        lambda d: [(d / f).unlink() for f in ("meta.json", "train.bin", "val.bin")],
+        "got no .*meta.json",
+    ),
     "no file": (lambda d: (d / "train.bin").unlink(), "got no .*train.bin"),
     "truncated": (truncate, "got 100 bytes"),
     "altered": (flip, "got checksum"),

@@ -3,213 +3,263 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import shutil
-import sysconfig
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-
-from tqdm import tqdm
+from typing import Protocol
 
 from train.errors import UserError, command
+from train.fineweb import SUBSETS, FineWebEdu
+from train.local_text import LocalText
+from train.meta import SPLITS, Meta
+from train.openwebtext import VAL_FRACTION, OpenWebText
 from train.tokenizers import TOKENIZERS, Tokenizer, tokenizer
-from train.tokens import SPLITS, Meta, Writer, open_tokens
+from train.tokens import open_tokens
+from train.workspace import MADE, is_complete, unfinished, workspace
 
-NOT_SOURCE = {
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
+# each with the tokenizer that it takes unless told otherwise
+SOURCES = {
+    "openwebtext": "gpt2",
+    "fineweb-edu": "gpt2",
+    "text": "bytes",
+    "python": "bytes",
 }
+SHARD_TOKENS = 10**8  # as llm.c and modded-nanogpt
 
 
-def standard_library() -> list[Path]:
-    """The installed Python's own modules, without tests: 10 to 13 MB of text that every
-    machine has.
+class Source(Protocol):
+    """request: what the result depends on, by which prepared data is recognised; plan:
+    what unfinished work depends on.
     """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return sorted(
-        p for p in root.rglob("*.py") if not NOT_SOURCE & set(p.relative_to(root).parts)
-    )
+
+    request: dict
+    plan: dict
+
+    def make(
+        self, work: Path, made: Path, coder: Tokenizer, processes: int
+    ) -> Meta: ...
 
 
-def read(path: Path) -> str:
-    """A text file.
+def choose(
+    source: str,
+    files: Sequence[Path],
+    val_fraction: float | None,
+    dataset: str | None,
+    subset: str | None,
+    shard_tokens: int,
+) -> Source:
+    """The source with its options.
 
     Raises:
-        UserError: missing, a folder, or not UTF-8.
+        UserError: options that do not fit it, or unreadable input.
     """
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"got {path}: {error}, expected a readable UTF-8 text file: leave it out "
-            "or convert it"
-        ) from error
+    _check(source, files, val_fraction, dataset or subset, shard_tokens)
+    if source == "fineweb-edu":
+        return FineWebEdu(dataset, subset, shard_tokens)
+    if source == "openwebtext":
+        return OpenWebText(dataset, subset, val_fraction or VAL_FRACTION, shard_tokens)
+    return LocalText(source, list(files), val_fraction or 0.05)
 
 
-def by_document(texts: Iterator[str], fraction: float) -> Iterator[tuple[str, str]]:
-    """(split, text): whole documents held out by the hash of their content."""
-    for text in texts:
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-        yield ("val" if digest < fraction * 2**64 else "train"), text
-
-
-def by_tail(texts: Iterator[str], fraction: float) -> Iterator[tuple[str, str]]:
-    """(split, text): the tail of every document held out."""
-    for text in texts:
-        cut = round(len(text) * (1 - fraction))
-        yield "train", text[:cut]
-        yield "val", text[cut:]
-
-
-def write(
-    pieces: Iterator[tuple[str, str]], coder: Tokenizer, source: dict, folder: Path
-) -> Meta:
-    """Token files and meta.json of (split, text) pieces, each closed by an end-of-text
-    token.
-    """
-    with ExitStack() as files:
-        writers = {
-            split: files.enter_context(Writer(folder / f"{split}.bin"))
-            for split in SPLITS
-        }
-        for split, text in pieces:
-            if text:
-                ids = [*coder.encode(text), coder.end_of_text]
-                writers[split].add(ids, len(text.encode()))
-    made = {split: writer.split for split, writer in writers.items()}
-    meta = Meta(coder.name, coder.vocab_size, source, **made)
-    for split in SPLITS:
-        if getattr(meta, split).tokens == 0:
-            raise UserError(
-                f"got no text for the {split} split, expected some: give more files, "
-                "or another --val-fraction"
-            )
-    meta.save(folder)
-    return meta
-
-
-def prepare(
-    source: str, tokenizer_name: str, out: Path, files: list[Path], val_fraction: float
-) -> Meta:
-    """Make the token files in ``out``, or recognise that they are there already.
-
-    Raises:
-        UserError: unreadable input, or an ``out`` that holds something else.
-    """
-    if not 0 < val_fraction < 1:
+def _check(
+    source: str,
+    files: Sequence[Path],
+    val_fraction: float | None,
+    data: str | None,
+    shard_tokens: int,
+) -> None:
+    if val_fraction is not None and not 0 < val_fraction < 1:
         raise UserError(
             f"got --val-fraction {val_fraction}, expected a number between 0 and 1: "
             "0.05 holds out a twentieth"
         )
-    if source == "python" and files:
+    if not 1 <= shard_tokens < 2**31:
         raise UserError(
-            f"got {len(files)} files with --source python, expected none: use --source "
-            "text for files"
+            f"got --shard-tokens {shard_tokens}, expected 1 to 2**31 - 1, which the "
+            f"header can hold: {SHARD_TOKENS} is usual"
+        )
+    if source != "text" and files:
+        raise UserError(
+            f"got {len(files)} files with --source {source}, expected none: use "
+            "--source text for files"
         )
     if source == "text" and not files:
         raise UserError(
             "got no files with --source text, expected at least one: name UTF-8 text "
             "files at the end"
         )
-    paths = standard_library() if source == "python" else files
-    contents = hashlib.sha256()
-    for path in paths:
-        contents.update(f"{path.name}:{read(path)}\n".encode())
-    made_from = {
-        "source": source,
-        "files": len(paths),
-        "contents": contents.hexdigest(),
-        "val_fraction": val_fraction,
-    }
+    if source in ("text", "python") and data:
+        raise UserError(
+            f"got --dataset or --subset with --source {source}, expected neither: they "
+            "are for openwebtext and fineweb-edu; leave them out"
+        )
+    if source == "fineweb-edu" and val_fraction is not None:
+        raise UserError(
+            f"got --val-fraction {val_fraction} with --source fineweb-edu, "
+            "expected none: its first shard is held out; leave it out"
+        )
 
+
+def prepare(
+    source: str,
+    tokenizer_name: str,
+    out: Path,
+    files: Sequence[Path] = (),
+    val_fraction: float | None = None,
+    *,
+    dataset: str | None = None,
+    subset: str | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    processes: int = 1,
+) -> Meta:
+    """Make the token files in ``out``, or recognise that they are there already.
+
+    Cut off at any moment and called again, it makes the same files; work on
+    "openwebtext" and "fineweb-edu" goes on where it stopped.
+
+    Args:
+        source: of SOURCES.
+        tokenizer_name: "bytes" or "gpt2".
+        out: a new or empty folder.
+        files: of "text".
+        val_fraction: share held out; None for the source's own.
+        dataset, subset: in place of the source's own on the Hugging Face hub; a folder
+            is read in place of it.
+        shard_tokens: tokens of a shard; work is saved after each.
+        processes: that tokenise.
+
+    Raises:
+        UserError: unreadable input, or an ``out`` that holds something else.
+    """
+    chosen = choose(source, files, val_fraction, dataset, subset, shard_tokens)
+    if processes < 1:
+        raise UserError(
+            f"got --processes {processes}, expected at least 1: leave it out for one "
+            "per core"
+        )
     if out.exists() and not out.is_dir():
         raise UserError(
             f"got --out {out}, which is a file, expected a folder: choose one"
         )
     if out.exists() and any(out.iterdir()):
-        meta = Meta.load(out)
-        if (meta.source, meta.tokenizer) != (made_from, tokenizer_name):
-            raise UserError(
-                f"got --out {out}, which holds data made from something else, expected "
-                "an empty or new folder: choose "
-                "another, or delete it"
-            )
-        for split in SPLITS:
-            open_tokens(out, split, vocab_size=meta.vocab_size)
-        print(f"{out} is prepared already: ", end="")
-        return meta
-
-    coder = tokenizer(tokenizer_name)
-    texts = (
-        read(path) for path in tqdm(paths, desc="tokenize", unit="file", disable=None)
-    )
-    pieces = (
-        by_document(texts, val_fraction)
-        if source == "python"
-        else by_tail(texts, val_fraction)
-    )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # made beside, then moved: a run that is cut off leaves nothing that looks complete
-    draft = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+        return _recognise(out, chosen.request, tokenizer_name)
     try:
-        meta = write(pieces, coder, made_from, draft)
-        draft.chmod(0o777 & ~_umask())
-        if out.exists():
-            out.rmdir()
-        draft.rename(out)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+        with workspace(out, {**chosen.plan, "tokenizer": tokenizer_name}) as work:
+            if not is_complete(work):
+                (work / MADE).mkdir(exist_ok=True)
+                coder = tokenizer(tokenizer_name)
+                meta = chosen.make(work, work / MADE, coder, processes)
+                meta.save(work / MADE)
+    except OSError as error:
+        raise UserError(
+            f"got {error} while making {out}, expected a writable folder with enough "
+            "space: see to that, and run the same command again"
+        ) from error
+    return Meta.load(out)
+
+
+def _recognise(out: Path, request: dict, tokenizer_name: str) -> Meta:
+    """What ``out`` holds, if that was made from ``request``."""
+    meta = Meta.load(out)
+    same = request == {key: meta.source.get(key) for key in request}
+    if not same or meta.tokenizer != tokenizer_name:
+        raise UserError(
+            f"got --out {out}, which holds data made from something else, expected "
+            "an empty or new folder: choose "
+            "another, or delete it"
+        )
+    for split in SPLITS:
+        open_tokens(out, split, vocab_size=meta.vocab_size)
+    shutil.rmtree(unfinished(out), ignore_errors=True)  # of a kill after the last step
+    print(f"{out} is prepared already: ", end="")
     return meta
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def main() -> None:
-    """The command."""
+def arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m train.prepare", description="Turn text into token files."
+        prog="python -m train.prepare",
+        description="Turn text into token files. Cut off at any moment, the same "
+        "command goes on where it stopped.",
     )
     parser.add_argument(
         "--source",
-        choices=("python", "text"),
+        choices=SOURCES,
         default="python",
-        help="python: the standard library's source",
+        help="openwebtext: nanoGPT's files (needs 36 GB of disk, 18 stay); "
+        "fineweb-edu: shards with a header (2 GB per 1B tokens); text: FILES; "
+        "python: the standard library's source (default)",
     )
-    parser.add_argument("--tokenizer", choices=sorted(TOKENIZERS), default="bytes")
+    parser.add_argument(
+        "--tokenizer",
+        choices=sorted(TOKENIZERS),
+        help="default: gpt2 for openwebtext and fineweb-edu, else bytes",
+    )
     parser.add_argument(
         "--out",
         type=Path,
         required=True,
-        help="folder for train.bin, val.bin and meta.json",
+        help="folder for the token files and meta.json",
     )
     parser.add_argument(
         "--val-fraction",
         type=float,
-        default=0.05,
-        help="share of the text held out (default 0.05)",
+        help=f"share held out (default 0.05; openwebtext {VAL_FRACTION}; fineweb-edu "
+        "holds out its first shard)",
+    )
+    parser.add_argument(
+        "--dataset",
+        help="in place of the source's own: a folder of parquet, arrow or JSON-lines "
+        "files with a column text, or OWNER/NAME on the Hugging Face hub",
+    )
+    parser.add_argument(
+        "--subset",
+        help="of the data set on the hub; fineweb-edu: "
+        f"{' or '.join(SUBSETS)} (default {list(SUBSETS)[-1]})",
+    )
+    parser.add_argument(
+        "--shard-tokens",
+        type=int,
+        default=SHARD_TOKENS,
+        help="tokens per shard; work is saved after each (default %(default)s)",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        help="that tokenise (default: one per core; 1 with --tokenizer bytes)",
     )
     parser.add_argument(
         "files", nargs="*", type=Path, help="text files, for --source text"
     )
-    args = parser.parse_args()
-    meta = prepare(args.source, args.tokenizer, args.out, args.files, args.val_fraction)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """The command."""
+    args = arguments()
+    tokenizer_name = args.tokenizer or SOURCES[args.source]
+    cores = 1 if tokenizer_name == "bytes" else len(os.sched_getaffinity(0))
+    try:
+        meta = prepare(
+            args.source,
+            tokenizer_name,
+            args.out,
+            args.files,
+            args.val_fraction,
+            dataset=args.dataset,
+            subset=args.subset,
+            shard_tokens=args.shard_tokens,
+            processes=cores if args.processes is None else args.processes,
+        )
+    except KeyboardInterrupt:
+        print("stopped: the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
+    what = "documents" if "documents" in meta.source else "files"
     print(
         f"{meta.train.tokens:,} training and {meta.val.tokens:,} held-out "
-        f"{meta.tokenizer} tokens of "
-        f"{meta.source['files']} files in {args.out}"
+        f"{meta.tokenizer} tokens of {meta.source[what]:,} {what} in {args.out}"
     )
 
 

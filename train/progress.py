@@ -95,19 +95,16 @@ class Progress(MetricsProcessor):
             self._say(f"step {step}/{self.config.total_steps}  {line}{eta}")
 
     def log_validation(self, loss, step, extra_metrics=None) -> None:
-        per_byte = loss * self._per_byte
+        metrics, line = dict(extra_metrics or {}), f"validation loss {loss:.5f}"
+        if self._per_byte is not None:
+            per_byte = loss * self._per_byte
+            metrics["validation_metrics/nats_per_byte"] = per_byte
+            line += f"  ({per_byte:.4f} nats/byte)"
         with _silent():
-            super().log_validation(
-                loss,
-                step,
-                {"validation_metrics/nats_per_byte": per_byte, **(extra_metrics or {})},
-            )
+            super().log_validation(loss, step, metrics)
         self._flush()
         if self._speaks:
-            self._say(
-                f"step {step}/{self.config.total_steps}  validation loss {loss:.5f}  "
-                f"({per_byte:.4f} nats/byte)"
-            )
+            self._say(f"step {step}/{self.config.total_steps}  {line}")
 
     def _flush(self) -> None:
         """TensorBoard's file is complete up to here, whatever kills the run next."""

@@ -90,15 +90,12 @@ def report(folder: Path, title: str) -> None:
 
     summary: dict[str, float] = {"step": last_step(folder)}
     if losses := scalars.get(VAL):
-        per_byte = scalars[PER_BYTE]
-        summary |= {
-            "validation_loss": losses[max(losses)],
-            "nats_per_byte": per_byte[max(per_byte)],
-        }
-        print(
-            f"validation loss {summary['validation_loss']:.4f}, "
-            f"{summary['nats_per_byte']:.4f} nats per byte of held-out text"
-        )
+        summary["validation_loss"] = losses[max(losses)]
+        line = f"validation loss {summary['validation_loss']:.4f}"
+        if per_byte := scalars.get(PER_BYTE):
+            summary["nats_per_byte"] = per_byte[max(per_byte)]
+            line += f", {summary['nats_per_byte']:.4f} nats per byte of held-out text"
+        print(line)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     for what, where in (
         ("loss curve", picture),

@@ -9,7 +9,7 @@ from pathlib import Path
 from train.errors import UserError
 from train.gpt2 import Shape
 from train.run import last_step
-from train.tokens import SPLITS, Meta
+from train.tokens import SPLITS, read_meta
 
 # What may differ between two calls that continue one run: how it is executed and shown,
 # not what is computed.
@@ -47,7 +47,7 @@ def settings(config) -> dict:
     # what the data is, not where it lies
     for section in (raw["dataloader"], raw["validator"]["dataloader"]):
         section.pop("dataset_path")
-    meta = Meta.load(Path(config.dataloader.dataset_path))
+    meta = read_meta(Path(config.dataloader.dataset_path))
     raw["data"] = {split: getattr(meta, split).sha256 for split in SPLITS}
     for section, values in raw.items():
         if section in EXECUTION:

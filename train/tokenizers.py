@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from train.errors import UserError
 
 
 class Tokenizer(Protocol):
-    """vocab_size counts end_of_text, the id that closes a document."""
+    """vocab_size counts end_of_text, the id between documents, which no text has."""
 
     name: str
     vocab_size: int
@@ -18,6 +20,10 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
+
+    def byte_lengths(self) -> np.ndarray:
+        """(vocab_size,) uint16: bytes of text of each id, 0 for end_of_text."""
+        ...
 
 
 class Bytes:
@@ -32,6 +38,9 @@ class Bytes:
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def byte_lengths(self) -> np.ndarray:
+        return np.array([1] * 256 + [0], dtype=np.uint16)
 
 
 class GPT2:
@@ -65,6 +74,11 @@ class GPT2:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode([i for i in ids if i < self.end_of_text])
+
+    def byte_lengths(self) -> np.ndarray:
+        token = self._encoding.decode_single_token_bytes
+        lengths = [len(token(i)) for i in range(self.end_of_text)]
+        return np.array([*lengths, 0], dtype=np.uint16)
 
 
 TOKENIZERS: dict[str, type] = {"bytes": Bytes, "gpt2": GPT2}
