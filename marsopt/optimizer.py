@@ -62,8 +62,9 @@ class MARS(Optimizer):
         epsilon_hat: AdamW adds eps before debiasing, as the MARS-M and Moonlight
             scripts do for embeddings. For tensors that are not matrices, "mars-m" and
             "moonlight" always do.
-        ns_steps, ns_coefficients, ns_dtype: Newton-Schulz iterations, coefficient set
-            and working precision.
+        ns_steps, ns_coefficients, ns_dtype, ns_gram: Newton-Schulz iterations,
+            coefficient set, working precision, and whether to iterate on Gram matrices
+            where that is less work (float32): see ``NewtonSchulz``.
         state_dtype: dtype of the state; None = the parameter's own. torch.float32 for
             bf16 parameters; not narrower than the parameter.
         h_dtype: dtype of the kept gradient; None = that of the state. torch.bfloat16
@@ -103,6 +104,7 @@ class MARS(Optimizer):
         ns_steps: int = 5,
         ns_coefficients: str = "quintic",
         ns_dtype: torch.dtype = torch.bfloat16,
+        ns_gram: bool = False,
         state_dtype: torch.dtype | None = None,
         h_dtype: torch.dtype | None = None,
         collectives: Collectives = LOCAL,
@@ -123,7 +125,7 @@ class MARS(Optimizer):
         self._options: dict[str, Any] = dict(
             is_approx=is_approx,
             max_norm=max_norm,
-            ns=NewtonSchulz(ns_steps, ns_coefficients, ns_dtype),
+            ns=NewtonSchulz(ns_steps, ns_coefficients, ns_dtype, gram=ns_gram),
             state_dtype=state_dtype,
             h_dtype=h_dtype,
             collectives=collectives,
@@ -175,7 +177,7 @@ class MARS(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            own = {*self._options, "ns_steps", "ns_coefficients", "ns_dtype"}
+            own = {*self._options, "ns_steps", "ns_coefficients", "ns_dtype", "ns_gram"}
             foreign = sorted(set(group) & own)
             if foreign:
                 raise ValueError(
