@@ -35,12 +35,13 @@ def bars(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
             textcoords="offset points",
             va="center",
             fontsize=8,
+            bbox=dict(facecolor="white", edgecolor="none", pad=0.5),
         )
     axes.set_yticks(range(len(rows)), [row["title"] for row in rows], fontsize=8)
     for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
         tick.set_fontweight("bold" if row["family"] == "ours" else "normal")
     axes.axvline(1.0, color="black", linestyle=":", linewidth=1, zorder=0)
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.margins(x=0.2)
     axes.set_xlim(left=0)
     axes.spines[["top", "right"]].set_visible(False)

@@ -113,7 +113,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             tell=lambda text: print(text, file=sys.stderr, flush=True),
         )
     changed = {"layers": args.layers, "vocab": args.vocab}
-    own = [f"{value} {name}" for name, value in changed.items() if value is not None]
+    own = [f"{name} {value}" for name, value in changed.items() if value is not None]
     return dict(
         model=", ".join([args.model, *own]),
         num_params=num_params,
