@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import argparse
 import platform
-import statistics
-import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from benchmarks.timing import seconds, spread, take_turns
 from marsopt import MARS
 from parallel import MeshCollectives
 
@@ -53,12 +53,6 @@ def main() -> None:
             out.append(p)
         return out
 
-    def timed(step) -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        step()
-        return 1e3 * (time.perf_counter() - start)
-
     groups = {
         "MARS-AdamW, compiled": parameters(),
         "MARS-AdamW, eager": parameters(),
@@ -85,11 +79,12 @@ def main() -> None:
         "torch AdamW fused": fused.step,
         "clip_grad_norm_ + AdamW foreach": clip_and_step,
     }
-    first = {name: timed(step) for name, step in steps.items()}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(args.steps):
-        for name, step in steps.items():
-            times[name].append(timed(step))
+    turns = {
+        name: partial(seconds, step, before=dist.barrier)
+        for name, step in steps.items()
+    }
+    first = take_turns(turns, 1)
+    times = take_turns(turns, args.steps)
     if dist.get_rank() == 0:
         print(
             f"{len(sizes)} tensors, {dist.get_world_size()} gloo ranks, "
@@ -97,8 +92,8 @@ def main() -> None:
         )
         for name, row in times.items():
             print(
-                f"{name:34} {statistics.median(row):8.2f} ms   "
-                f"(first step {first[name] / 1e3:.1f} s)"
+                f"{name:34} {1e3 * spread(row).median:8.2f} ms   "
+                f"(first step {first[name][0]:.1f} s)"
             )
     dist.barrier()
     dist.destroy_process_group()

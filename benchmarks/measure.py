@@ -1,0 +1,219 @@
+"""Contenders beside the reference, in rounds of groups that fit into memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import memory
+from benchmarks.contenders import REFERENCE, Contender, Entry, Params
+from benchmarks.timing import nothing, seconds, spread, take_turns
+from benchmarks.workload import Gradients, parameters, sample
+from marsopt import MARS
+from train.errors import UserError
+
+# the first compiles or makes state; HeavyBall compiles in the second
+WARM_UP = 3
+# full-size tensors that all share: the round's gradient, the one in hand, and what a
+# step may need for a while
+SHARED_BUFFERS = 6
+OTHER_GRADIENT = 0.5  # exact MARS's gradient of the next batch, in this round's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What was measured of one contender.
+
+    Args:
+        group: number of its group; None for the reference, which is in all.
+        times: seconds of each round's step.
+        ratios: the same over the reference's step of the same round.
+        warm_up: seconds of the first steps.
+        peak_bytes: see ``memory.peak_bytes``.
+        state_bytes: see ``memory.state_bytes``.
+        moved: how far a sample of its parameters has come from the start.
+        distance: root mean square of what ``moved`` differs from its twin's, over that
+            of the twin's; None where no twin took part.
+    """
+
+    contender: Contender
+    group: int | None
+    times: list[float]
+    ratios: list[float]
+    warm_up: list[float]
+    peak_bytes: int
+    state_bytes: int
+    moved: Tensor = field(repr=False)
+    distance: float | None = None
+
+    @property
+    def compile_seconds(self) -> float:
+        """What the first steps took beyond as many median ones: compilation, and making
+        the state.
+        """
+        return max(0.0, sum(self.warm_up) - WARM_UP * spread(self.times).median)
+
+
+def plan(
+    contenders: Sequence[Contender], num_params: int, budget: int
+) -> list[list[Contender]]:
+    """Groups that fit into ``budget`` bytes, the reference first in each.
+
+    Raises:
+        UserError: a contender does not even fit alone beside the reference.
+    """
+
+    def need(group: Sequence[Contender]) -> int:
+        buffers = sum(1 + c.num_buffers for c in group)
+        return 4 * num_params * (SHARED_BUFFERS + buffers)
+
+    groups: list[list[Contender]] = [[REFERENCE]]
+    for contender in contenders:
+        if contender is REFERENCE:
+            continue
+        least = need([REFERENCE, contender])
+        if least > budget:
+            raise UserError(
+                f"got {budget / 2**30:.1f} GiB to plan with, expected "
+                f"{least / 2**30:.1f} for {contender.title} beside the reference: give "
+                "a larger --memory, fewer --layers or a smaller --model"
+            )
+        if need([*groups[-1], contender]) > budget:
+            groups.append([REFERENCE])
+        groups[-1].append(contender)
+    return groups
+
+
+def walk(
+    entry: Entry,
+    params: Params,
+    gradients: Gradients,
+    measured: Callable[[Callable[[], object]], float],
+) -> list[float]:
+    """One step: what ``measured`` returns for each phase. Each finds a gradient as
+    zero_grad and backward leave it.
+    """
+    found = []
+    for phase in entry.phases:
+        for optimizer in entry.optimizers:
+            optimizer.zero_grad()
+        last = phase is entry.phases[-1]
+        gradients.hand_to(params, 1.0 if last else OTHER_GRADIENT)
+        found.append(measured(phase))
+    return found
+
+
+def run_group(
+    group: Sequence[Contender],
+    number: int,
+    shapes: Mapping[str, torch.Size],
+    device: torch.device,
+    *,
+    num_rounds: int,
+    compile: bool,
+) -> Iterator[Row]:
+    """Build, warm up, take turns; then one more step each for the peak of memory."""
+    gradients = Gradients(shapes, device)
+    params = {c.key: parameters(shapes, device) for c in group}
+    start = sample(params[REFERENCE.key])
+    entries = {c.key: c.build(params[c.key], compile) for c in group}
+    wait = nothing
+    if device.type == "cuda":
+        wait = partial(torch.cuda.synchronize, device)
+    timed = partial(seconds, before=wait, after=wait)
+    peak = partial(memory.peak_bytes, device=device)
+
+    def step(key: str) -> float:
+        return sum(walk(entries[key], params[key], gradients, timed))
+
+    steps = {key: partial(step, key) for key in entries}
+    warm_up = take_turns(steps, WARM_UP, gradients.draw)
+    times = take_turns(steps, num_rounds, gradients.draw)
+    for c in group:
+        entry, own, mine = entries[c.key], params[c.key], times[c.key]
+        moved = sample(own) - start
+        pairs = zip(mine, times[REFERENCE.key], strict=True)
+        peak_bytes = int(max(walk(entry, own, gradients, peak)))
+        for optimizer in entry.optimizers:
+            optimizer.zero_grad()
+        yield Row(
+            contender=c,
+            group=number,
+            times=mine,
+            ratios=[a / b for a, b in pairs],
+            warm_up=warm_up[c.key],
+            peak_bytes=peak_bytes,
+            state_bytes=memory.state_bytes(entry.optimizers, own.values()),
+            moved=moved,
+        )
+
+
+def wake_compiler(device: torch.device) -> None:
+    """Compile something, so that the first contender does not pay for what a process
+    pays once.
+
+    Raises:
+        UserError: nothing compiles here.
+    """
+    p = nn.Parameter(torch.ones(2, 2, device=device))
+    p.grad = torch.ones_like(p)
+    try:
+        MARS([p], compile=True).step()
+    except RuntimeError as error:
+        raise UserError(f"{error} (here: --eager)") from error
+
+
+def run(
+    groups: Sequence[Sequence[Contender]],
+    shapes: Mapping[str, torch.Size],
+    device: torch.device,
+    *,
+    num_rounds: int,
+    compile: bool,
+    tell: Callable[[str], None],
+) -> list[Row]:
+    """All groups, one after the other; one row a contender.
+
+    Args:
+        groups: of ``plan``.
+        shapes: of the model's parameters.
+        device: where they lie.
+        num_rounds: steps of each contender that count.
+        compile: whether our rules are compiled.
+        tell: called with what is going on.
+    """
+    if compile:
+        wake_compiler(device)
+    rows: list[Row] = []
+    for number, group in enumerate(groups, 1):
+        keys = ", ".join(c.key for c in group)
+        tell(f"group {number} of {len(groups)}: {keys}")
+        rows += run_group(
+            group, number, shapes, device, num_rounds=num_rounds, compile=compile
+        )
+        gc.collect()
+        torch._dynamo.reset()  # lets go of compiled code and what it refers to
+    mine = [row for row in rows if row.contender is REFERENCE]
+    reference = replace(
+        mine[0],
+        group=None,
+        times=list(chain.from_iterable(row.times for row in mine)),
+        ratios=list(chain.from_iterable(row.ratios for row in mine)),
+    )
+    rows = [reference, *(row for row in rows if row.contender is not REFERENCE)]
+    moved = {row.contender.key: row.moved for row in rows}
+    return [replace(row, distance=distance(row, moved)) for row in rows]
+
+
+def distance(row: Row, moved: Mapping[str, Tensor]) -> float | None:
+    """See ``Row``."""
+    twin = moved.get(row.contender.twin)
+    if twin is None:
+        return None
+    return float((row.moved - twin).norm() / twin.norm())

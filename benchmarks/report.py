@@ -1,0 +1,127 @@
+"""What was measured, as a table and as JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import WARM_UP, Row
+from benchmarks.peers import version
+from benchmarks.timing import spread
+
+EXPLAINED = f"""\
+ms, quartiles    wall time of the optimizer's step, the global clip in it where named;
+                 gradients are handed over ahead of it, new ones each round
+x                the same over the reference's step of the same round (paired), median
+                 and quartiles. Contenders that did not fit into memory together ran in
+                 groups; each group holds the reference
+peak             MB that torch held at once during a step, beyond those at its start
+state            bytes a parameter in tensors that the optimizer holds between steps
+compile          what the first {WARM_UP} steps took beyond as many median ones, in
+                 seconds: compilation (from an empty cache), and making the state
+off by           how far its parameters end from those of our rule of the same name,
+                 relative to the way that these have come; all saw the same gradients"""
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the figures hold for."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    found = dict(
+        cpu=model,
+        num_cores=os.cpu_count(),
+        num_threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        device=device.type,
+        date=date.today().isoformat(),
+    )
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+    return found
+
+
+def machine_line(found: Mapping[str, Any]) -> str:
+    """One line of it."""
+    gpu = f"{found['gpu']}; " if "gpu" in found else ""
+    return (
+        f"{gpu}{found['cpu']}, {found['num_cores']} cores, {found['num_threads']} "
+        f"threads; torch {found['torch']}; {found['date']}"
+    )
+
+
+def values(row: Row, num_params: int) -> dict[str, Any]:
+    """One row for JSON; times in seconds."""
+    c = row.contender
+    return dict(
+        key=c.key,
+        title=c.title,
+        family=c.family,
+        matrix=c.matrix,
+        version=None if c.package is None else version(c.package),
+        twin=c.twin,
+        note=c.note,
+        group=row.group,
+        seconds=spread(row.times)._asdict(),
+        ratio=spread(row.ratios)._asdict(),
+        peak_bytes=row.peak_bytes,
+        state_bytes=row.state_bytes,
+        state_bytes_per_parameter=row.state_bytes / num_params,
+        compile_seconds=row.compile_seconds,
+        distance=row.distance,
+        times=row.times,
+        ratios=row.ratios,
+        warm_up=row.warm_up,
+    )
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """One row of the table."""
+    ms = {key: 1e3 * value for key, value in row["seconds"].items()}
+    x = row["ratio"]
+    off = "" if row["distance"] is None else f"{row['distance']:.1e}"
+    return (
+        f"{row['title']:54} {ms['median']:8.1f} {ms['low']:8.1f} {ms['high']:8.1f}"
+        f" {x['median']:7.2f} {x['low']:6.2f} {x['high']:6.2f}"
+        f" {row['peak_bytes'] / 1e6:8.1f} {row['state_bytes_per_parameter']:6.1f}"
+        f" {row['compile_seconds']:8.1f} {off:>8}"
+    )
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """The whole report as text."""
+    head = (
+        f"{'':54} {'ms':>8} {'quartiles':>17} {'x':>7} {'quartiles':>13}"
+        f" {'peak MB':>8} {'state':>6} {'compile':>8} {'off by':>8}"
+    )
+    rows: Sequence[Mapping[str, Any]] = report["rows"]
+    lines = [
+        f"{report['model']}: {report['num_params']:,} parameters in "
+        f"{report['num_tensors']} tensors, {report['num_rounds']} rounds, "
+        f"{report['num_groups']} group(s)",
+        machine_line(report["machine"]),
+        "",
+        head,
+        *map(line, rows),
+        *(f"{title:54} {what}" for title, what in report["missing"].items()),
+        "",
+        EXPLAINED,
+    ]
+    noted = [row for row in rows if row["note"]]
+    if noted:
+        lines += ["", "What is computed differently:"]
+    for row in noted:
+        of = "" if row["version"] is None else f" ({row['version']})"
+        lines.append(f"- {row['title']}{of}: {row['note']}")
+    return "\n".join(lines)

@@ -1,0 +1,145 @@
+"""Time and memory of an optimizer's step: our rules, torch's, and the peers'.
+
+    python -m benchmarks.step --model gpt2-small [--layers N] [--only mars-adamw torch]
+                              [--authors CHECKOUT] [--json FILE] [--png FILE]
+
+One process, GPT-2's own tensors, the same gradients for all. Contenders take turns
+step by step, and ratios are between steps of one round. Peers are optional: see
+benchmarks/requirements.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.utils import fresh_cache
+
+from benchmarks import memory, peers, report
+from benchmarks.contenders import OURS, REFERENCE, TORCH, Contender
+from benchmarks.measure import plan, run
+from benchmarks.workload import SIZES, gpt2_shapes
+from train.errors import UserError, command
+
+FAMILIES = ("ours", "torch", "peers")
+
+
+def arguments() -> argparse.Namespace:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"NAME: {', '.join(FAMILIES)}, or one of\n  "
+        + "\n  ".join(c.key for c in [REFERENCE, *OURS, *TORCH, *peers.table(None)]),
+    )
+    add = parser.add_argument
+    models = [f"gpt2-{size}" for size in SIZES]
+    add("--model", default="gpt2-small", choices=models)
+    add("--layers", type=int, help="instead of the model's own number")
+    add("--vocab", type=int, help="instead of the model's own")
+    add("--only", nargs="+", metavar="NAME", help="these, beside the reference")
+    add("--without", nargs="+", metavar="NAME", default=[], help="all but these")
+    add("--device", default="cpu", choices=["cpu", "cuda"])
+    add("--rounds", type=int, default=9, help="steps of each that count (9)")
+    add("--authors", type=Path, help="a checkout of the authors' repository")
+    add("--memory", type=float, help="GiB to plan groups with (60%% of the machine's)")
+    add("--eager", action="store_true", help="do not compile our rules")
+    add("--json", type=Path, help="write everything measured here")
+    add("--png", type=Path, help="draw the ratios here")
+    args = parser.parse_args()
+    for name, least in (("layers", 0), ("vocab", 1), ("rounds", 2), ("memory", 0.01)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise UserError(
+                f"got --{name} {value}, expected at least {least}: give a larger number"
+            )
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "got --device cuda, expected a GPU that torch can use: leave it out for CPU"
+        )
+    return args
+
+
+def choose(
+    every: Sequence[Contender], only: Sequence[str] | None, without: Sequence[str]
+) -> list[Contender]:
+    """What was asked for, by key or family, and the reference.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    known = {*FAMILIES, *(c.key for c in every)}
+    unknown = [name for name in [*(only or []), *without] if name not in known]
+    if unknown:
+        raise UserError(
+            f"got contender {unknown[0]!r}, expected one of {sorted(known)}: see --help"
+        )
+
+    def named(c: Contender, names: Sequence[str]) -> bool:
+        return c.key in names or c.family in names
+
+    return [
+        c
+        for c in every
+        if c is REFERENCE
+        or ((only is None or named(c, only)) and not named(c, without))
+    ]
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything that was asked for, ready for JSON."""
+    every = [REFERENCE, *OURS, *TORCH, *peers.table(args.authors)]
+    chosen = choose(every, args.only, args.without)
+    shapes = gpt2_shapes(args.model.removeprefix("gpt2-"), args.layers, args.vocab)
+    num_params = sum(shape.numel() for shape in shapes.values())
+    device = torch.device(args.device)
+    budget = memory.budget(device)
+    if args.memory is not None:
+        budget = int(args.memory * 2**30)
+    groups = plan([c for c in chosen if not c.lacks], num_params, budget)
+    with fresh_cache():  # or compile times would be those of a second run
+        rows = run(
+            groups,
+            shapes,
+            device,
+            num_rounds=args.rounds,
+            compile=not args.eager,
+            tell=lambda text: print(text, file=sys.stderr, flush=True),
+        )
+    changed = {"layers": args.layers, "vocab": args.vocab}
+    own = [f"{name} {value}" for name, value in changed.items() if value is not None]
+    return dict(
+        model=", ".join([args.model, *own]),
+        num_params=num_params,
+        num_tensors=len(shapes),
+        num_rounds=args.rounds,
+        num_groups=len(groups),
+        compiled=not args.eager,
+        reference=REFERENCE.key,
+        machine=report.machine(device),
+        rows=[report.values(row, num_params) for row in rows],
+        missing={c.title: c.lacks for c in chosen if c.lacks},
+    )
+
+
+def main() -> None:
+    """The command."""
+    args = arguments()
+    found = measure(args)
+    print(report.table(found))
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    if args.png is not None:
+        from benchmarks.plot import draw
+
+        draw(found, report.machine_line(found["machine"]), args.png)
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,98 @@
+"""What is stepped: GPT-2's tensors, and gradients that all contenders see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from configs.base import SHAPES
+from train.gpt2 import GPT2
+
+SIZES = tuple(SHAPES)
+
+# Global norm of a gradient, and how much of it the tied embedding holds. Clipped to 1
+# and corrected, the embedding's gradient still exceeds 1 and the others' do not: both
+# clips are at work, the per-tensor one where training sees it.
+NORM, EMBEDDING_NORM = 3.0, 2.8
+EMBEDDING = "wte.weight"
+
+
+def gpt2_shapes(
+    size: str, num_layers: int | None = None, vocab_size: int | None = None
+) -> dict[str, torch.Size]:
+    """Name to shape of each parameter of a GPT-2.
+
+    Args:
+        size: one of ``SIZES``.
+        num_layers, vocab_size: instead of that size's own.
+    """
+    shape = SHAPES[size]
+    shape = replace(
+        shape,
+        num_layers=shape.num_layers if num_layers is None else num_layers,
+        vocab_size=shape.vocab_size if vocab_size is None else vocab_size,
+    )
+    with torch.device("meta"):
+        model = GPT2(shape)
+    return {name: p.shape for name, p in model.named_parameters()}
+
+
+def parameters(
+    shapes: Mapping[str, torch.Size], device: torch.device
+) -> dict[str, nn.Parameter]:
+    """The same start for each contender: matrices N(0, 0.02), LayerNorm weights 1."""
+    generator = torch.Generator(device).manual_seed(0)
+    return {
+        name: nn.Parameter(
+            torch.ones(shape, device=device)
+            if len(shape) == 1
+            else torch.empty(shape, device=device).normal_(
+                0.0, 0.02, generator=generator
+            )
+        )
+        for name, shape in shapes.items()
+    }
+
+
+class Gradients:
+    """Gradients as a backward pass would leave them, normally distributed.
+
+    Their second moments stay far from denormal numbers: the smallest standard
+    deviation, at GPT-2 XL, is 3e-5.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
+        self._values = {n: torch.empty(s, device=device) for n, s in shapes.items()}
+        others = sum(v.numel() for n, v in self._values.items() if n != EMBEDDING)
+        self._others_std = ((NORM**2 - EMBEDDING_NORM**2) / others) ** 0.5
+        self._embedding_std = EMBEDDING_NORM / self._values[EMBEDDING].numel() ** 0.5
+        self._generator = torch.Generator(device).manual_seed(1)
+
+    def draw(self) -> None:
+        """Next round's values."""
+        for name, value in self._values.items():
+            std = self._embedding_std if name == EMBEDDING else self._others_std
+            value.normal_(0.0, std, generator=self._generator)
+
+    @torch.no_grad()
+    def hand_to(self, params: Mapping[str, nn.Parameter], scale: float) -> None:
+        """Do to p.grad, just zeroed, what backward does: add to what is there, else put
+        a new tensor of its own. So nobody sees a gradient that another contender has
+        clipped, and who keeps p.grad as state keeps what it was.
+        """
+        for name, p in params.items():
+            if p.grad is None:
+                p.grad = self._values[name] * scale
+            else:
+                p.grad.add_(self._values[name], alpha=scale)
+
+
+@torch.no_grad()
+def sample(params: Mapping[str, nn.Parameter]) -> Tensor:
+    """Up to 4096 elements of each parameter, evenly spaced, on the CPU."""
+    return torch.cat(
+        [p.flatten()[:: max(1, p.numel() // 4096)].cpu() for p in params.values()]
+    )

@@ -1,0 +1,225 @@
+"""The benchmark of a step: what it prints, writes and refuses, on one small layer."""
+
+from __future__ import annotations
+
+import io
+import json
+import statistics
+import sys
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+
+import matplotlib.image
+import pytest
+import torch
+
+from benchmarks import memory, peers, step
+from benchmarks.contenders import OURS, REFERENCE, TORCH
+from benchmarks.measure import plan, walk
+from benchmarks.timing import spread, take_turns
+from benchmarks.workload import EMBEDDING, Gradients, gpt2_shapes, parameters
+from train.errors import UserError
+
+CPU = torch.device("cpu")
+SMALL = ["--layers", "1", "--vocab", "64", "--rounds", "2"]
+# Stands in for the authors' file: the constructor, the exact mode's protocol and the
+# alias of p.grad that theirs has. Its rule is gradient descent with a sibling's rate.
+AUTHORS = """
+import torch
+
+from .rates import rate
+
+
+class MARS(torch.optim.Optimizer):
+    def __init__(self, params, lr=3e-3, betas=(0.95, 0.99), eps=1e-8, weight_decay=0.0,
+                 amsgrad=False, gamma=0.025, is_approx=True, mars_type="mars-adamw",
+                 optimize_1d=False, lr_1d=3e-3, betas_1d=(0.9, 0.95),
+                 weight_decay_1d=0.1):
+        super().__init__(params, dict(lr=lr))
+
+    def every(self):
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.every():
+            p.add_(p.grad, alpha=-rate)
+            self.state[p]["last_grad"] = p.grad
+
+    def update_previous_grad(self):
+        self.kept = [p.grad.clone() for p in self.every()]
+
+    def update_last_grad(self):
+        del self.kept
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("authors")
+    file = folder / peers.AUTHORS_FILE
+    file.parent.mkdir(parents=True)
+    file.write_text(AUTHORS)
+    file.with_name("rates.py").write_text("rate = 0.1\n")
+    return folder
+
+
+def call(monkeypatch, *args: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["step", *map(str, args)])
+    step.main()
+
+
+CHOSEN = [
+    "mars-adamw",
+    "mars-adamw-exact",
+    "mars-shampoo",
+    "adamw",
+    "adamw-fused",
+    "clip-adamw-foreach",
+    "peers",
+]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory, checkout):
+    """The command's JSON, its output, and the folder of its files."""
+    folder = tmp_path_factory.mktemp("step")
+    told = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(told):
+        call(patch, *SMALL, "--eager", "--only", *CHOSEN, "--authors", checkout,
+             "--json", folder / "a.json", "--png", folder / "a.png")  # fmt: skip
+    return json.loads((folder / "a.json").read_text()), told.getvalue(), folder
+
+
+def contenders(checkout=None):
+    return [REFERENCE, *OURS, *TORCH, *peers.table(checkout)]
+
+
+def test_every_contender_is_measured_or_named_as_missing(ran, checkout):
+    report, told, _ = ran
+    asked = step.choose(contenders(checkout), CHOSEN, [])
+    assert [row["key"] for row in report["rows"]] == [
+        c.key for c in asked if not c.lacks
+    ]
+    assert set(report["missing"]) == {c.title for c in asked if c.lacks}
+    for c in asked:
+        line = next(line for line in told.splitlines() if line.startswith(c.title))
+        installed = c.package is None or find_spec(c.package) is not None
+        assert ("not installed: pip install" in line) == (not installed)
+
+
+def test_the_figures_agree_with_each_other(ran):
+    report, _, _ = ran
+    rows = {row["key"]: row for row in report["rows"]}
+    table = {c.key: c for c in contenders()}
+    assert rows[REFERENCE.key]["ratio"] == dict(median=1.0, low=1.0, high=1.0)
+    for key, row in rows.items():
+        ratio, num_groups = row["ratio"], report["num_groups"]
+        assert len(row["times"]) == 2 * (num_groups if key == REFERENCE.key else 1)
+        assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
+        assert row["seconds"]["median"] == statistics.median(row["times"])
+        assert row["peak_bytes"] >= 0
+        bytes_each = row["state_bytes_per_parameter"]
+        assert 3.9 < bytes_each < 4 * table[key].num_buffers + 0.1, key
+    assert round(rows["mars-adamw"]["state_bytes_per_parameter"]) == 12
+    # a fourth buffer, which is not in optimizer.state
+    assert round(rows["mars-adamw-exact"]["state_bytes_per_parameter"]) == 16
+
+
+def test_all_saw_the_same_gradients(ran):
+    """Who means the same ends at the same parameters, whatever the others clipped."""
+    rows = {row["key"]: row for row in ran[0]["rows"]}
+    assert rows[REFERENCE.key]["distance"] < 1e-5
+    assert rows["clip-adamw-foreach"]["distance"] < 1e-5
+    assert rows["mars-adamw"]["distance"] is None
+    assert rows["authors-mars-adamw"]["distance"] > 0.1  # gradient descent
+
+
+def test_the_picture_shows_something(ran):
+    pixels = matplotlib.image.imread(ran[2] / "a.png")
+    assert pixels.shape[0] > 300
+    assert (pixels[..., 0] < 0.1).mean() > 0.01  # the black bars are ours
+
+
+def test_compiled(monkeypatch, tmp_path):
+    call(monkeypatch, "--layers", 0, "--vocab", 64, "--rounds", 2,
+         "--only", "lion", "--json", tmp_path / "a.json")  # fmt: skip
+    reference, ours = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert ours["compile_seconds"] > 0.5 > reference["compile_seconds"]
+
+
+def test_a_kept_gradient_stays_what_it_was():
+    """Of a step that aliases p.grad, when another contender clips the next ones."""
+    shapes = gpt2_shapes("small", 0, 64)
+    gradients = Gradients(shapes, CPU)
+    gradients.draw()
+    mine, other = parameters(shapes, CPU), parameters(shapes, CPU)
+    entry = TORCH[0].build(mine, False)
+    walk(entry, mine, gradients, lambda phase: 0.0)
+    kept = mine[EMBEDDING].grad
+    before = kept.clone()
+    walk(REFERENCE.build(other, False), other, gradients, lambda phase: phase() or 0.0)
+    assert torch.equal(kept, before)
+    assert not torch.equal(other[EMBEDDING].grad, before)  # clipped in place
+    gradients.draw()
+    walk(entry, mine, gradients, lambda phase: 0.0)
+    assert torch.equal(kept, before)
+    assert not torch.equal(mine[EMBEDDING].grad, before)
+
+
+def test_gradients_keep_both_clips_at_work():
+    shapes = gpt2_shapes("small", 1, 64)
+    gradients, params = Gradients(shapes, CPU), parameters(shapes, CPU)
+    gradients.draw()
+    gradients.hand_to(params, 1.0)
+    norms = {name: p.grad.norm() for name, p in params.items()}
+    assert torch.stack(list(norms.values())).norm() == pytest.approx(3.0, rel=0.01)
+    # clipped to 1 and corrected with a gradient that it has nothing in common with
+    corrected = {n: v / 3.0 * (1.475**2 + 0.475**2) ** 0.5 for n, v in norms.items()}
+    assert [name for name, norm in corrected.items() if norm > 1] == [EMBEDDING]
+
+
+def test_peak_memory_counts_what_is_held_at_once():
+    def step():
+        a = torch.ones(1000, 1000)
+        b = a + 1
+        del a
+        return (b * 2).sum().item()
+
+    assert memory.peak_bytes(step, CPU) == pytest.approx(8e6, rel=1e-3)
+
+
+def test_groups_fit_and_each_holds_the_reference():
+    rows = contenders()
+    num_params, budget = 124_373_760, 12 * 2**30
+    groups = plan(rows, num_params, budget)
+    assert len(groups) > 1
+    assert all(group[0] is REFERENCE for group in groups)
+    assert [c for group in groups for c in group[1:]] == rows[1:]
+    for group in groups:
+        assert 4 * num_params * sum(1 + c.num_buffers for c in group) < budget
+    with pytest.raises(UserError, match=r"got 1\.0 GiB .* expected \d+\.\d for"):
+        plan(rows, num_params, 2**30)
+
+
+def test_turns_rotate():
+    order = []
+    steps = {name: lambda name=name: order.append(name) or 1.0 for name in "abc"}
+    times = take_turns(steps, 4, lambda: order.append("|"))
+    assert "".join(order) == "|abc|bca|cab|abc"
+    assert times == {name: [1.0] * 4 for name in "abc"}
+    assert spread([4.0, 1.0, 2.0, 3.0, 5.0]) == (3.0, 2.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--only", "adamw-fast"], "got contender 'adamw-fast', expected one of"),
+        (["--rounds", "1"], "got --rounds 1, expected at least 2"),
+        (["--authors", "nowhere"], "expected a checkout of AGI-Arena/MARS"),
+        (["--memory", "0.02"], "got 0.0 GiB to plan with"),
+    ],
+)
+def test_bad_input(monkeypatch, args, message):
+    with pytest.raises(UserError, match=message):
+        call(monkeypatch, *SMALL, *args)
