@@ -12,12 +12,13 @@ does.
 from __future__ import annotations
 
 import argparse
-import statistics
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from benchmarks.timing import clock, machine
+from benchmarks.report import machine, machine_line
+from benchmarks.timing import nothing, seconds, spread, take_turns
 from marsopt import NewtonSchulz
 
 VARIANTS = {
@@ -63,14 +64,17 @@ def main() -> None:
     args = parser.parse_args()
 
     batch = torch.randn(args.batch, 4 * args.width, args.width, device=args.device)
-    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    for turn in range(args.rounds + 1):
-        for name, ns in VARIANTS.items():
-            seconds = clock(lambda ns=ns: ns(batch), args.device)
-            if turn:  # the first one warms up
-                times[name].append(seconds)
+    device = torch.device(args.device)
+    done = torch.cuda.synchronize if device.type == "cuda" else nothing
 
-    print(machine(args.device))
+    def timed(ns: NewtonSchulz) -> Callable[[], float]:
+        return lambda: seconds(lambda: ns(batch), before=done, after=done)
+
+    steps = {name: timed(ns) for name, ns in VARIANTS.items()}
+    take_turns(steps, 1)  # warms up
+    times = take_turns(steps, args.rounds)
+
+    print(machine_line(machine(device)))
     print(f"{args.batch} matrices {4 * args.width} x {args.width}, 5 iterations")
     heads = "".join(f"{name:>11}" for name in SPECTRA)
     print(f"{'':20}{heads}{'ms':>10}{'GFLOP':>9}{'GFLOP/s':>10}")
@@ -79,11 +83,10 @@ def main() -> None:
             f"{error(ns, min(args.width, 256), smallest, args.device):11.1e}"
             for smallest in SPECTRA.values()
         )
-        seconds = statistics.median(times[name])
-        flops = args.batch * ns.num_flops(4 * args.width, args.width)
+        median = spread(times[name]).median
+        flops = args.batch * ns.num_flops(4 * args.width, args.width) / 1e9
         print(
-            f"{name:20}{errors}{1e3 * seconds:10.1f}{flops / 1e9:9.1f}"
-            f"{flops / 1e9 / seconds:10.1f}"
+            f"{name:20}{errors}{1e3 * median:10.1f}{flops:9.1f}{flops / median:10.1f}"
         )
 
 

@@ -1,10 +1,11 @@
 """The functional API: model, gradient and MARS in one compiled graph.
 
-    python -m examples.custom_loop [--eager]
+    python -m examples.custom_loop [--eager] [--flat]
 
 Fits a small network to a fixed random one. Everything travels as values: no optimizer
 object, no hidden state. The learning rate is a tensor, so that its schedule does not
-recompile anything.
+recompile anything. With --flat the parameters are one flat group: tensors of one shape
+in one stack, which keeps the graph of a deep model small.
 """
 
 import sys
@@ -13,6 +14,7 @@ import torch
 from torch.func import functional_call, grad_and_value
 
 import marsopt
+from marsopt import FlatGroup
 
 
 def main() -> None:
@@ -26,7 +28,8 @@ def main() -> None:
     rule = marsopt.mars(mars_type="mars-adamw", lr=1e-2, lr_1d=5e-3, max_norm=1.0)
 
     def loss(params, inputs, labels):
-        outputs = functional_call(student, params, inputs)
+        leaves = params.unpack() if isinstance(params, FlatGroup) else params
+        outputs = functional_call(student, leaves, inputs)
         return torch.nn.functional.mse_loss(outputs, labels)
 
     def train_step(params, state, inputs, labels, lr):
@@ -38,6 +41,8 @@ def main() -> None:
         train_step = torch.compile(train_step, fullgraph=True)
 
     params = {name: p.detach() for name, p in student.named_parameters()}
+    if "--flat" in sys.argv:
+        params = FlatGroup.pack(params)
     state = rule.init(params)
     num_steps = 200
     for step in range(num_steps):

@@ -14,7 +14,12 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.parametrize(
     "args",
-    [["custom_loop"], ["custom_loop", "--eager"], ["drop_in"], ["drop_in", "--exact"]],
+    [
+        ["custom_loop", "--flat"],
+        ["custom_loop", "--eager"],
+        ["drop_in"],
+        ["drop_in", "--exact"],
+    ],
 )
 def test_example(args):
     done = subprocess.run(
