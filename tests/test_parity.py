@@ -1,0 +1,117 @@
+"""The authors' recipe, 200 steps: the application's loss curve is that of a plain loop
+whose optimizer is the papers' algorithm boxes, written out in NumPy.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import configs
+from tests.oracle import Oracle
+from tests.test_application import command
+from train import prepare
+from train.batches import Batches
+from train.gpt2 import GPT2
+from train.schedule import cosine
+from train.tokens import open_tokens
+
+pytestmark = pytest.mark.application
+
+STEPS, SEQ, BATCH, MICRO_STEPS, WARMUP = 200, 16, 8, 4, 20
+# MARS-AdamW of GPT-2 small (AGI-Arena/MARS, config/train_gpt2_small_mars.py): the
+# gradient is a sum over 4 micro-steps, clipped at 1.0; embeddings do not decay
+LR, LR_1D, MIN_LR, WD, WD_1D = 6e-3, 3e-3, 3e-5, 0.01, 0.1
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    out = tmp_path_factory.mktemp("text") / "data"
+    files = [Path(module.__file__) for module in (json, re, configs)]
+    prepare.prepare("text", "bytes", out, files, 0.1)
+    return out
+
+
+def engine(data, folder, is_exact):
+    """{step: loss} as the application prints it, with 4 micro-batches a step."""
+    code, out, err = command(
+        "train", "--config", "tiny_mars_adamw",
+        "--optimizer.lr", LR,
+        "--optimizer.lr-1d", LR_1D,
+        "--optimizer.weight-decay", WD,
+        "--optimizer.weight-decay-1d", WD_1D,
+        "--lr-scheduler.min-lr", MIN_LR,
+        "--lr-scheduler.warmup-steps", WARMUP,
+        "--loss.num-summed", MICRO_STEPS,
+        "--training.seq-len", SEQ,
+        "--training.global-batch-size", BATCH,
+        "--training.local-batch-size", BATCH // MICRO_STEPS,
+        "--training.steps", STEPS,
+        "--metrics.log-freq", 1,
+        "--validator.freq", STEPS,
+        "--validator.samples", 8,
+        "--checkpoint.interval", STEPS,
+        "--dataloader.dataset-path", data,
+        "--dump-folder", folder,
+        *(["--optimizer.exact"] if is_exact else []),
+    )  # fmt: skip
+    assert code == 0, out + err
+    found = re.findall(r"step (\d+)/\d+  loss (\d+\.\d+)", out)
+    return {int(step): float(loss) for step, loss in found}
+
+
+def plain_loop(data, is_exact):
+    """The same by the oracle, the whole batch at once."""
+    model = GPT2(configs.tiny_mars_adamw().model_spec.model.shape)
+    model.init_weights(seed=0)
+    params = dict(model.named_parameters())
+    oracles = {}
+    for name, p in params.items():
+        x = p.detach().numpy()
+        if p.ndim == 2:
+            decay = 0.0 if name.startswith(("wte", "wpe")) else WD
+            oracles[name] = Oracle(x, "mars-adamw", wd=decay)
+        else:
+            oracles[name] = Oracle(x, "adamw", beta1=0.9, beta2=0.95, wd=WD_1D)
+    tokens, _ = open_tokens(data, "train", vocab_size=257)
+    stream = Batches(
+        tokens, rank=0, world=1, local_batch=BATCH, seq_len=SEQ, vocab_size=257
+    )
+
+    def gradient(batch):
+        """Loss, and the summed gradient under the global clip."""
+        inputs, labels = batch
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
+        grads = torch.autograd.grad(MICRO_STEPS * loss, list(params.values()))
+        norm = sum(g.double().square().sum() for g in grads).sqrt()
+        a = min(1.0, 1.0 / (float(norm) + 1e-6))
+        clipped = {n: a * g.numpy() for n, g in zip(params, grads, strict=True)}
+        return loss.item(), clipped
+
+    losses, batch = {}, stream.next()
+    h = {name: 0 * p.detach().numpy() for name, p in params.items()}
+    for t in range(STEPS):
+        following = stream.next()
+        ahead = gradient(following)[1] if is_exact else None
+        losses[t + 1], g = gradient(batch)
+        factor = cosine(t, warmup=WARMUP, total=STEPS, floor=MIN_LR / LR)
+        for name, p in params.items():
+            rate = factor * (LR if p.ndim == 2 else LR_1D)
+            x = oracles[name].step(g[name], rate, h[name] if is_exact else None)
+            p.data.copy_(torch.from_numpy(x))
+        batch, h = following, ahead
+    return losses
+
+
+@pytest.mark.parametrize("is_exact", [False, True], ids=["approximate", "exact"])
+def test_200_steps_of_the_authors_recipe(data, tmp_path, is_exact):
+    losses = engine(data, tmp_path / "run", is_exact)
+    assert list(losses) == list(range(1, STEPS + 1))
+    for step, loss in plain_loop(data, is_exact).items():
+        assert losses[step] == pytest.approx(loss, abs=1e-4), f"step {step}"
+    assert losses[STEPS] < 0.75 * losses[1]
