@@ -20,7 +20,7 @@ from train.trained import Trained, add_arguments, from_arguments
 from train.validation import whole_loss
 
 
-def _tasks(trained: Trained, tasks: list, args: argparse.Namespace) -> dict:
+def _tasks(trained: Trained, tasks: harness.Tasks, args: argparse.Namespace) -> dict:
     """The harness's results; a run is exported first, into a folder for the moment."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = trained.folder
@@ -52,19 +52,28 @@ def _loss(trained: Trained, args: argparse.Namespace) -> dict[str, float | int |
     found = whole_loss(
         trained.model.to(args.device), tokens, window=window, batch=args.batch_size
     )
-    per_byte = found.nats_per_token * meta.nats_per_byte("val")
-    return {
+    loss: dict[str, float | int | str] = {
         "data": str(args.data),
         "sha256": meta.val.sha256,
         "tokens": found.tokens,
         "window": window,
         "nats_per_token": found.nats_per_token,
-        "nats_per_byte": per_byte,
-        "bits_per_byte": per_byte / math.log(2),
     }
+    said = f"loss {found.nats_per_token:.5f} nats per token"
+    scale = meta.nats_per_byte("val")
+    if scale is not None:  # the bytes behind somebody else's tokens may not be known
+        loss["nats_per_byte"] = per_byte = found.nats_per_token * scale
+        loss["bits_per_byte"] = per_byte / math.log(2)
+        said += f", {loss['bits_per_byte']:.5f} bits per byte"
+    print(f"{said}, over {found.tokens:,} tokens in windows of {window}")
+    return loss
 
 
-def _arguments() -> argparse.Namespace:
+def _names(listed: str) -> list[str]:
+    return [name.strip() for name in listed.split(",") if name.strip()]
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m train.evaluate",
         description="Evaluate a trained model: tasks of lm-evaluation-harness, and the "
@@ -72,7 +81,10 @@ def _arguments() -> argparse.Namespace:
     )
     add_arguments(parser)
     parser.add_argument(
-        "--tasks", help="names with commas between, e.g. hellaswag,arc_easy"
+        "--tasks",
+        type=_names,
+        default=[],
+        help="names with commas between, e.g. hellaswag,arc_easy",
     )
     parser.add_argument(
         "--include-path",
@@ -97,14 +109,23 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, help="default: evaluation.json in the model's folder"
     )
-    args = parser.parse_args()
-    for name in ("limit", "batch_size"):
+    return parser
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, least in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0)):
         value = getattr(args, name)
-        if value is not None and value < 1:
+        if value is not None and value < least:
             raise UserError(
                 f"got --{name.replace('_', '-')} {value}, expected a number of at "
-                "least 1: change it"
+                f"least {least}: change it"
             )
+    known = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    if args.device not in known:
+        raise UserError(
+            f"got --device {args.device}, expected one of {known} on this machine: "
+            "change it"
+        )
     if not args.tasks and not args.loss:
         raise UserError(
             "got neither --tasks nor --loss, expected one or both: --tasks hellaswag, "
@@ -115,26 +136,20 @@ def _arguments() -> argparse.Namespace:
             "got --loss without --data, expected the folder of train.prepare whose "
             "held-out text is meant: --data data/NAME"
         )
-    return args
 
 
 def main() -> None:
     """The command."""
-    args = _arguments()
+    args = _parser().parse_args()
+    _check(args)
     trained = from_arguments(args)
     found: dict = {"model": str(trained.folder), "step": trained.step}
-    tasks = []
+    tasks = None
     if args.tasks:  # before anything that takes long
-        names = [name.strip() for name in args.tasks.split(",") if name.strip()]
-        tasks = harness.load_tasks(names, args.include_path)
+        tasks = harness.load_tasks(args.tasks, args.include_path)
     if args.loss:
-        found["loss"] = loss = _loss(trained, args)
-        print(
-            f"loss {loss['nats_per_token']:.5f} nats per token, "
-            f"{loss['bits_per_byte']:.5f} bits per byte, over {loss['tokens']:,} "
-            f"tokens in windows of {loss['window']}"
-        )
-    if tasks:
+        found["loss"] = _loss(trained, args)
+    if tasks is not None:
         found["tasks"] = _tasks(trained, tasks, args)
         print(*harness.lines(found["tasks"]), sep="\n")
     out = trained.folder / "evaluation.json" if args.out is None else args.out

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from train.errors import UserError
 
@@ -56,7 +57,14 @@ def _index(names: list[str], include_path: Path | None):
     return known
 
 
-def load_tasks(names: list[str], include_path: Path | None) -> list:
+class Tasks(NamedTuple):
+    """Tasks and groups with their data, and the index they were found in."""
+
+    loaded: list
+    index: object
+
+
+def load_tasks(names: list[str], include_path: Path | None) -> Tasks:
     """Tasks and groups with their data, which the harness downloads once.
 
     Relative names of files in a YAML count from ``include_path``.
@@ -83,12 +91,12 @@ def load_tasks(names: list[str], include_path: Path | None) -> list:
             ) from error
         group = found["groups"].get(name)
         loaded += list(found["tasks"].values()) if group is None else [group]
-    return loaded
+    return Tasks(loaded, index)
 
 
 def evaluate(
     folder: Path,
-    tasks: list,
+    tasks: Tasks,
     *,
     limit: int | None,
     num_fewshot: int | None,
@@ -111,7 +119,12 @@ def evaluate(
         pretrained=str(folder.resolve()), device=device, batch_size=batch
     )
     found = simple_evaluate(
-        model, tasks=tasks, limit=limit, num_fewshot=num_fewshot, log_samples=False
+        model,
+        tasks=tasks.loaded,
+        task_manager=tasks.index,  # else it makes another
+        limit=limit,
+        num_fewshot=num_fewshot,
+        log_samples=False,
     )
     kept = ("results", "groups", "versions", "n-shot", "n-samples")
     return {key: found[key] for key in kept if key in found}

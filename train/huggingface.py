@@ -91,26 +91,35 @@ def from_huggingface(
                 "incomplete or mixed; export or download it again"
             )
         state[f"{ours}.weight"] = weight.float().contiguous()
-    _check_rest(theirs, folder)
+    _check_rest(theirs, shape, folder)
     return state
 
 
-def _check_rest(theirs: Mapping[str, Tensor], folder: Path) -> None:
+def _check_rest(theirs: Mapping[str, Tensor], shape: Shape, folder: Path) -> None:
     """What we have no place for must have no effect."""
+    modules = {name for name, _ in _modules(shape).values()}
+    # older releases saved the causal mask with the weights
+    masks = (".attn.bias", ".attn.masked_bias")
     for name, tensor in theirs.items():
-        # older releases saved the causal mask as attn.bias
-        if name.endswith((".attn.bias", ".attn.masked_bias")):
-            continue
-        if name.endswith(".bias") and tensor.any():
+        module, _, kind = name.rpartition(".")
+        if module in modules and kind == "bias":
+            if tensor.any():
+                raise UserError(
+                    f"got {name} that is not zero in {folder}, expected a GPT-2 "
+                    "without biases: this application cannot hold them; import a model "
+                    "that was trained without"
+                )
+        elif name == "lm_head.weight":
+            if not tensor.equal(theirs["wte.weight"]):
+                raise UserError(
+                    f"got an lm_head.weight of its own in {folder}, expected the token "
+                    "embedding: import a model with a tied head"
+                )
+        elif not (module in modules and kind == "weight") and not name.endswith(masks):
             raise UserError(
-                f"got {name} that is not zero in {folder}, expected a GPT-2 without "
-                "biases: this application cannot hold them; import a model that was "
-                "trained without"
-            )
-        if name == "lm_head.weight" and not tensor.equal(theirs["wte.weight"]):
-            raise UserError(
-                f"got an lm_head.weight of its own in {folder}, expected the token "
-                "embedding: import a model with a tied head"
+                f"got {name} in {folder}, which its config.json has no place for, "
+                "expected GPT-2's tensors: the folder is mixed; export or download it "
+                "again"
             )
 
 
@@ -169,6 +178,11 @@ def read_shape(folder: Path) -> Shape:
         raise UserError(
             f"got no number for {', '.join(absent)} in {path}, expected GPT-2's "
             "config.json: import another folder"
+        )
+    if config["n_embd"] % config["n_head"]:
+        raise UserError(
+            f"got n_head={config['n_head']} with n_embd={config['n_embd']} in {path}, "
+            "expected a divisor: import another folder"
         )
     return Shape(
         **{ours: config[theirs] for ours, theirs in SIZES.items()},

@@ -30,7 +30,7 @@ def whole_loss(
 
     Args:
         model: on any device; runs in its own precision.
-        tokens: (num_tokens,) integers.
+        tokens: (num_tokens,) uint16.
         window: tokens per window, up to the model's block size.
         batch: windows per forward pass.
 
