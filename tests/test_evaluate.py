@@ -244,7 +244,7 @@ def test_loss_of_the_whole_split(tmp_path, monkeypatch, held_out, capsys):
     assert told["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
     assert told["sha256"] == _sha256(held_out / "val.bin")
     assert f"{bits:.4f}"[:5] in capsys.readouterr().out
-    with pytest.raises(UserError, match="got --window 129, expected 1 to the model's"):
+    with pytest.raises(UserError, match="got --window 129, expected at most the"):
         called(monkeypatch, *common, "--window", 129)
 
 
@@ -282,8 +282,10 @@ ARGUMENTS = {
     "no tasks": (["--tasks", " , "], "got neither --tasks nor --loss"),
     "no data": (["--loss"], "got --loss without --data"),
     "no examples": (["--tasks", "letters", "--limit", 0], "got --limit 0"),
+    "no window": (["--loss", "--window", 0], "got --window 0"),
     "no batch": (["--loss", "--batch-size", 0], "got --batch-size 0"),
     "shots": (["--tasks", "letters", "--num-fewshot", -1], "got --num-fewshot -1"),
+    "no folder": (["--tasks", "letters"], r"got no .*config\.json"),
     "device": (["--tasks", "letters", "--device", "tpu"], "got --device tpu"),
 }
 

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import tiktoken
@@ -446,8 +447,7 @@ def test_weights_alone_where_the_vocabulary_cannot_be_had(trained, tmp_path):
     def none():
         raise UserError("got no vocabulary")
 
-    found = of_run(trained[0], 4)
-    found = type(found)(**{**vars(found), "tokenizer": none})
+    found = replace(of_run(trained[0], 4), tokenizer=none)
     with pytest.raises(UserError, match="no vocabulary; to export .*--no-tokenizer"):
         export(found, tmp_path / "out")
 

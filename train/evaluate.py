@@ -40,10 +40,10 @@ def _tasks(trained: Trained, tasks: harness.Tasks, args: argparse.Namespace) -> 
 def _loss(trained: Trained, args: argparse.Namespace) -> dict[str, float | int | str]:
     """The mean loss over all held-out tokens of --data."""
     block = trained.model.shape.block_size
-    window = trained.window if args.window is None else args.window
-    if not 1 <= window <= block:
+    window = args.window or trained.window or block
+    if window > block:
         raise UserError(
-            f"got --window {window}, expected 1 to the model's block size {block}: "
+            f"got --window {window}, expected at most the model's block size {block}: "
             "change it"
         )
     tokens, meta = open_tokens(
@@ -113,7 +113,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name, least in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0)):
+    least_of = {"limit": 1, "window": 1, "batch_size": 1, "num_fewshot": 0}
+    for name, least in least_of.items():
         value = getattr(args, name)
         if value is not None and value < least:
             raise UserError(

@@ -209,7 +209,8 @@ def save(model: GPT2, folder: Path, end_of_text: int) -> None:
     for name, content in (("config", config), ("generation_config", ids)):
         text = json.dumps(content, indent=2) + "\n"
         (folder / f"{name}.json").write_text(text)
-    tensors = to_huggingface(model.state_dict(), model.shape)
+    state = {name: t.cpu() for name, t in model.state_dict().items()}
+    tensors = to_huggingface(state, model.shape)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     # safetensors makes it readable by its owner alone
     (folder / WEIGHTS).chmod((folder / "config.json").stat().st_mode)

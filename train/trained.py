@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from train import huggingface, run, settings, tokenizer_files
@@ -16,15 +16,27 @@ from train.tokenizers import Tokenizer, tokenizer
 
 @dataclass(frozen=True)
 class Trained:
-    """``window`` is the length of the sequences it was trained on, ``step`` None for a
-    Hugging Face folder; the tokenizer is made when called.
+    """Model and tokenizer, made when asked for: what is asked of a Hugging Face folder
+    may need neither.
+
+    ``step`` is of a run's checkpoint, None for a Hugging Face folder; ``window`` the
+    length of the sequences it was trained on, None where that is the block size.
     """
 
-    model: GPT2
+    load: Callable[[], GPT2]
     tokenizer: Callable[[], Tokenizer]
     folder: Path
-    window: int
     step: int | None = None
+    window: int | None = None
+
+    @cached_property
+    def model(self) -> GPT2:
+        """In evaluation mode, on the CPU at first.
+
+        Raises:
+            UserError: a Hugging Face folder that is not a GPT-2 of ours.
+        """
+        return self.load()
 
 
 def of_run(folder: Path, step: int | None) -> Trained:
@@ -34,10 +46,34 @@ def of_run(folder: Path, step: int | None) -> Trained:
         UserError: no run, no such checkpoint, a partial one, or one of another model.
     """
     shape, name = settings.describe(folder)
-    step = int(run.checkpoint(folder, step).name.removeprefix("step-"))
-    model = run.load_model(folder, shape, step)
-    window = settings.read(folder / settings.SETTINGS)["training.seq_len"]
-    return Trained(model, partial(tokenizer, name), folder, window, step)
+    path = run.checkpoint(folder, step)
+    run.check_weights(path, shape)
+    step = int(path.name.removeprefix("step-"))
+    return Trained(
+        partial(run.load_model, folder, shape, step),
+        partial(tokenizer, name),
+        folder,
+        step,
+        settings.read(folder / settings.SETTINGS)["training.seq_len"],
+    )
+
+
+def of_folder(folder: Path) -> Trained:
+    """The model in a Hugging Face folder.
+
+    Raises:
+        UserError: no such folder.
+    """
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"got no {folder / 'config.json'}, expected a Hugging Face folder: python "
+            "-m train.export makes one"
+        )
+    return Trained(
+        partial(huggingface.load, folder),
+        partial(tokenizer_files.FromFolder, folder),
+        folder,
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +94,7 @@ def from_arguments(args: argparse.Namespace) -> Trained:
     """What ``add_arguments`` asked for.
 
     Raises:
-        UserError: as ``of_run``; a folder that is not a GPT-2 of ours.
+        UserError: as ``of_run`` and ``of_folder``.
     """
     if args.run is not None:
         return of_run(args.run, args.step)
@@ -67,6 +103,4 @@ def from_arguments(args: argparse.Namespace) -> Trained:
             f"got --step {args.step} with --model, expected it with --run: a Hugging "
             "Face folder holds one model; leave it out"
         )
-    model = huggingface.load(args.model)
-    coder = partial(tokenizer_files.FromFolder, args.model)
-    return Trained(model, coder, args.model, model.shape.block_size)
+    return of_folder(args.model)
