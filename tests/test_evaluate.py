@@ -267,6 +267,13 @@ def test_tasks_are_checked(tmp_path, monkeypatch):
         harness.load_tasks(["letters"], tmp_path / "none")
 
 
+def test_a_folder_without_tokenizer(tmp_path, monkeypatch):
+    huggingface.save(scattered(), tmp_path, Bytes.end_of_text)
+    with pytest.raises(UserError, match="without a tokenizer, expected tokenizer.json"):
+        called(monkeypatch, "--model", tmp_path, "--tasks", "letters",
+               "--include-path", TASK)  # fmt: skip
+
+
 @pytest.mark.parametrize("package", ["lm_eval", "accelerate"])
 def test_a_missing_package(monkeypatch, package):
     for name in list(sys.modules):

@@ -52,8 +52,7 @@ def export(
             shutil.copy(trained.folder / SETTINGS, draft / STATE)
 
 
-def main() -> None:
-    """The command."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m train.export",
         description="Turn a run's checkpoint into a Hugging Face GPT2LMHeadModel.",
@@ -76,7 +75,12 @@ def main() -> None:
         action="store_true",
         help="add the whole checkpoint, to continue training elsewhere",
     )
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """The command."""
+    args = _parser().parse_args()
     trained = of_run(args.run, args.step)
     export(
         trained,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from train.errors import UserError
 
+TOKENIZER = ("tokenizer", "tokenizer_config")
 INSTALL = "pip install -r requirements-evaluate.txt -c constraints.txt"
 
 
@@ -112,7 +113,15 @@ def evaluate(
         num_fewshot: examples shown before each, None = as the task says.
         batch: examples per forward pass.
         device: "cpu" or "cuda".
+
+    Raises:
+        UserError: the folder has no tokenizer.
     """
+    if not any((folder / f"{name}.json").exists() for name in TOKENIZER):
+        raise UserError(
+            f"got {folder} without a tokenizer, expected tokenizer.json: export it "
+            "again without --no-tokenizer"
+        )
     simple_evaluate, hugging_face_model, _ = _harness()
     # an absolute path cannot be taken for a name on the hub
     model = hugging_face_model(
