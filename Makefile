@@ -22,7 +22,7 @@ endif
 train: $(VENV)/ready $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
 	$(LAUNCH) train --config $(CONFIG) --dump-folder runs/$(RUN) $(OPTIONS)
 
-test: lint
+test: lint $(VENV)/evaluate
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/ready
@@ -38,6 +38,10 @@ $(VENV)/ready: requirements.txt constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt
+	@touch $@
+
+$(VENV)/evaluate: requirements-evaluate.txt constraints.txt $(VENV)/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-evaluate.txt -c constraints.txt
 	@touch $@
 
 clean:

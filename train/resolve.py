@@ -10,6 +10,7 @@ from pathlib import Path
 from marsopt import mars
 from train.batches import Batches
 from train.errors import UserError
+from train.initial import check_initial
 from train.tokens import open_tokens
 
 
@@ -17,8 +18,8 @@ def resolve(config, world: int) -> None:
     """Fill in what follows from other fields, and check all that can be checked.
 
     Raises:
-        UserError: an option out of its range or without effect here, data that is
-            missing or damaged, shapes that do not fit.
+        UserError: an option out of its range or without effect here, data or initial
+            weights that are missing or damaged, shapes that do not fit.
     """
     _check_ranges(config)
     _check_unused(config)
@@ -26,6 +27,7 @@ def resolve(config, world: int) -> None:
     _check_schedule(config)
     _check_optimizer(config)
     _check_data(config, world)
+    check_initial(config)
     config.validator.last_step = config.metrics.total_steps = config.training.steps
 
 
@@ -69,7 +71,15 @@ def _check_unused(config) -> None:
             "implementation",
             "optimizer_factory_kwargs_by_name",
         },
-        "checkpoint": {"enable", "folder", "load_step", "last_save_model_only"},
+        "checkpoint": {
+            "enable",
+            "folder",
+            "load_step",
+            "last_save_model_only",
+            "last_save_in_hf",
+            "initial_load_in_hf",
+            "initial_load_in_hf_quantized",
+        },
         "metrics": {"save_tb_folder"},
         "parallelism": {
             "tensor_parallel_degree",

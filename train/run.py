@@ -4,54 +4,130 @@ process.
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 from train.errors import UserError
 from train.gpt2 import GPT2, Shape
 
 
-def last_step(folder: Path) -> int:
-    """The step of the newest complete checkpoint, 0 if there is none."""
-    steps = [
+def steps(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints, ascending."""
+    return sorted(
         int(path.parent.name.removeprefix("step-"))
         for path in (folder / "checkpoint").glob("step-*/.metadata")
-    ]
-    return max(steps, default=0)
+    )
 
 
-def load_model(folder: Path, shape: Shape) -> GPT2:
-    """The model of the newest checkpoint, of a run on any number of ranks.
+def last_step(folder: Path) -> int:
+    """The step of the newest complete checkpoint, 0 if there is none."""
+    return max(steps(folder), default=0)
+
+
+def checkpoint(folder: Path, step: int | None = None) -> Path:
+    """Where the checkpoint of ``step``, or the newest, of a run lies.
 
     Raises:
-        UserError: no checkpoint, or one of another model.
+        UserError: there is none, or its saving was cut off.
     """
-    step = last_step(folder)
-    if step == 0:
-        raise UserError(
-            f"got {folder} without a complete checkpoint, expected a run: python -m "
-            "train --config NAME"
-        )
-    model = GPT2(shape)
-    state = model.state_dict()
+    complete = steps(folder)
+    if step is None:
+        if not complete:
+            raise UserError(
+                f"got {folder} without a complete checkpoint, expected a run: python "
+                "-m train --config NAME"
+            )
+        step = complete[-1]
     path = folder / "checkpoint" / f"step-{step}"
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    for name, tensor in state.items():
+    if step not in complete:
+        what = (
+            f"{path}, which has no .metadata: its saving was cut off"
+            if path.exists()
+            else f"--step {step}"
+        )
+        raise UserError(
+            f"got {what}, expected one of the complete checkpoints {complete} of "
+            f"{folder}: choose one of them"
+        )
+    return path
+
+
+def check_weights(path: Path, shape: Shape, *, whole: bool = False) -> None:
+    """That the checkpoint in ``path`` holds all weights of a model of this shape, by
+    what it says of itself and by the sizes of its files; ``whole``: and all else that
+    it speaks of.
+
+    Raises:
+        UserError: unreadable, of another model, or partial.
+    """
+    metadata = _read_metadata(path)
+    saved = metadata.state_dict_metadata
+    with torch.device("meta"):
+        sizes = {name: tuple(p.shape) for name, p in GPT2(shape).named_parameters()}
+    layers = {name for name in saved if name.startswith("layers.")}
+    for name in sorted(sizes.keys() | layers):
         size = tuple(saved[name].size) if name in saved else None
-        if size != tuple(tensor.shape):
+        if size != sizes.get(name):
             raise UserError(
                 f"got a checkpoint {path} with {name} of shape {size}, expected "
-                f"{tuple(tensor.shape)}: it is of another "
-                "model; name the configuration that trained it"
+                f"{sizes.get(name)}: it is of another model; name the configuration "
+                "that trained it"
             )
+    for index, stored in metadata.storage_data.items():
+        file = path / stored.relative_path
+        if not whole and index.fqn not in sizes:
+            continue
+        if not file.exists() or file.stat().st_size < stored.offset + stored.length:
+            raise UserError(
+                f"got a checkpoint {path} whose {file.name} is missing or shorter than "
+                "its .metadata says, expected all files: copy it whole, or choose "
+                "another step"
+            )
+
+
+def _read_metadata(path: Path) -> Metadata:
+    if not (path / ".metadata").is_file():
+        raise UserError(
+            f"got {path} without .metadata, expected the folder of a complete "
+            "checkpoint, e.g. runs/NAME/checkpoint/step-N: choose one"
+        )
+    try:
+        return dcp.FileSystemReader(path).read_metadata()
+    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
+        raise UserError(
+            f"got a {path / '.metadata'} that does not read ({error}), expected what "
+            "a run wrote: choose another checkpoint"
+        ) from error
+
+
+def load_model(folder: Path, shape: Shape, step: int | None = None) -> GPT2:
+    """The model of the checkpoint of ``step``, or the newest, of a run on any number of
+    ranks.
+
+    Raises:
+        UserError: no checkpoint, a partial one, or one of another model.
+    """
+    path = checkpoint(folder, step)
+    check_weights(path, shape)
+    model = GPT2(shape)
+    state = model.state_dict()
     with warnings.catch_warnings():  # that one process loads is the intent
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(state, checkpoint_id=path, no_dist=True)
     model.load_state_dict(state)
     return model.eval()
+
+
+def save_model(model: GPT2, path: Path) -> None:
+    """The weights as a checkpoint that a run can start from."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(model.state_dict(), checkpoint_id=path, no_dist=True)
 
 
 @torch.no_grad()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from train.errors import UserError, command
-from train.run import generate, load_model
-from train.settings import describe
-from train.tokenizers import tokenizer
+from train.run import generate
+from train.trained import add_arguments, from_arguments
 
 
 def main() -> None:
@@ -17,12 +15,7 @@ def main() -> None:
         prog="python -m train.sample",
         description="Continue a prompt with a trained model.",
     )
-    parser.add_argument(
-        "--run",
-        type=Path,
-        required=True,
-        help="a run's folder, e.g. runs/tiny_mars_adamw",
-    )
+    add_arguments(parser)
     parser.add_argument("--prompt", default="class ")
     parser.add_argument(
         "--tokens", type=int, default=300, help="how many to generate (default 300)"
@@ -48,10 +41,10 @@ def main() -> None:
             "character"
         )
 
-    shape, tokenizer_name = describe(args.run)
-    coder, model = tokenizer(tokenizer_name), load_model(args.run, shape)
+    trained = from_arguments(args)
+    coder = trained.tokenizer()
     ids = generate(
-        model,
+        trained.model,
         coder.encode(args.prompt),
         num_tokens=args.tokens,
         temperature=args.temperature,

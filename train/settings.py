@@ -11,6 +11,8 @@ from train.gpt2 import Shape
 from train.run import last_step
 from train.tokens import SPLITS, read_meta
 
+SETTINGS, FROM = "settings.json", "initial_load_path"
+
 # What may differ between two calls that continue one run: how it is executed and shown,
 # not what is computed.
 EXECUTION = {
@@ -44,6 +46,7 @@ def settings(config) -> dict:
     raw = json.loads(json.dumps(config.to_dict(), default=str))
     raw["schedule_steps"] = config.lr_scheduler.total_steps or config.training.steps
     raw["lr_scheduler"].pop("total_steps")
+    raw[FROM] = config.checkpoint.initial_load_path
     # what the data is, not where it lies
     for section in (raw["dataloader"], raw["validator"]["dataloader"]):
         section.pop("dataset_path")
@@ -61,6 +64,18 @@ def settings(config) -> dict:
     return flat
 
 
+def difference(mine: dict, theirs: dict) -> str:
+    """What of two runs' settings differs, in words; empty if nothing does."""
+    changed = sorted(
+        key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key)
+    )
+    what = "; ".join(
+        f"{key}={mine.get(key)!r} where it has {theirs.get(key)!r}"
+        for key in changed[:3]
+    )
+    return what + (" and more" if len(changed) > 3 else "")
+
+
 def claim(config) -> None:
     """Write the settings into the run folder, or find that they are those in it.
 
@@ -71,7 +86,7 @@ def claim(config) -> None:
         UserError: the folder holds another run, or something that is no run.
     """
     folder = Path(config.dump_folder)
-    path, mine = folder / "settings.json", settings(config)
+    path, mine = folder / SETTINGS, settings(config)
     if folder.exists() and not folder.is_dir():
         raise UserError(
             f"got --dump-folder {folder}, which is a file, expected a folder: choose "
@@ -80,19 +95,9 @@ def claim(config) -> None:
     begun = last_step(folder) > 0
     if path.exists() and begun:
         theirs = read(path)
-        changed = sorted(
-            key
-            for key in mine.keys() | theirs.keys()
-            if mine.get(key) != theirs.get(key)
-        )
-        if changed:
-            what = "; ".join(
-                f"{key}={mine.get(key)!r} where it has {theirs.get(key)!r}"
-                for key in changed[:3]
-            )
+        if what := difference(mine, theirs):
             raise UserError(
-                f"got {what}{' and more' if len(changed) > 3 else ''}, expected the "
-                f"settings of the run in {folder}: give "
+                f"got {what}, expected the settings of the run in {folder}: give "
                 "these to continue it, or another --dump-folder to start a new one"
             )
     elif begun:
@@ -128,7 +133,7 @@ def describe(folder: Path) -> tuple[Shape, str]:
     Raises:
         UserError: no run there.
     """
-    path = folder / "settings.json"
+    path = folder / SETTINGS
     if not path.exists():
         raise UserError(
             f"got no {path}, expected the folder of a run: python -m train --config "

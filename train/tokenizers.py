@@ -69,6 +69,11 @@ class GPT2:
                 "TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bytes"
             ) from error
 
+    @property
+    def ranks(self) -> dict[bytes, int]:
+        """The id of every piece but end_of_text, in the order of merging."""
+        return self._encoding._mergeable_ranks  # tiktoken has no public name for it
+
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
 

@@ -1,0 +1,44 @@
+"""python -m train.import_hf: a Hugging Face folder as weights to start a run from."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from train import huggingface, initial, run
+from train.errors import command
+from train.export import STATE
+from train.folders import made_whole
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m train.import_hf",
+        description="Turn a Hugging Face GPT-2 without biases into a checkpoint that "
+        "python -m train starts from. It holds weights alone: the optimizer's moments "
+        "and previous gradient, the schedule and the place in the data start anew.",
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, help="the Hugging Face folder"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    args = parser.parse_args()
+    model = huggingface.load(args.model)
+    with made_whole(args.out) as draft:
+        run.save_model(model, draft)
+        initial.note_shape(draft, model.shape)
+    print(f"the weights of {args.model} ({model.shape}) are in {args.out}")
+    print(
+        "to train from them, with a recipe of this shape: python -m train --config "
+        f"NAME --checkpoint.initial-load-path {args.out.resolve()}"
+    )
+    if (args.model / STATE).is_dir():
+        print(
+            f"{args.model / STATE} holds the optimizer's state as well: give that path "
+            "and --checkpoint.no-initial-load-model-only to continue its training"
+        )
+
+
+if __name__ == "__main__":
+    command(main)
