@@ -141,6 +141,14 @@ def test_state_is_what_the_optimizer_keeps():
         assert forecast(job, 1).state_bytes == kept, mars_type
 
 
+def test_matrices_beside_the_rule_have_adamws_state():
+    """12 x 8 and 8: AdamW's two buffers; 8 x 12: one momentum."""
+    shapes = {"wte.weight": (12, 8), "b": (8, 12), "c": (8,)}
+    job = Job(shapes, "moonlight", 1, 1, elementwise={"wte.weight"})
+    assert list(job.matrices()) == ["b"]
+    assert forecast(job, 1).state_bytes == 4 * (2 * 96 + 96 + 2 * 8)
+
+
 def test_bad_arguments():
     with pytest.raises(ValueError, match="got strategy='fast'"):
         plan(LARGE, 2, NS, strategy="fast")
