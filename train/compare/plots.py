@@ -89,6 +89,7 @@ def _label(axes, ends: list[tuple[Entry, float, float]], looks: dict) -> None:
                 arrowstyle="-",
                 color=color,
                 linewidth=0.6,
+                linestyle=":",
                 relpos=(0, 0.5),
                 shrinkA=0,
                 shrinkB=0,
@@ -142,7 +143,8 @@ def by_rate(found: list[Entry], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(9, 5.2), layout="constrained")
     looks, ends = style(found), []
     losses = [v for e in found for v in e.sweep.values() if math.isfinite(v)]
-    low, high = min(losses), min(max(losses), 2 * np.median(losses) - min(losses))
+    low, top = min(losses), min(max(losses), 2 * np.median(losses) - min(losses))
+    high = top + 0.05 * (top - low)
     for e in found:
         look = looks[e.recipe.name]
         rates = [lr for lr, loss in e.sweep.items() if math.isfinite(loss)]
