@@ -173,6 +173,9 @@ def compare(args: argparse.Namespace) -> bool:
     console(0)
     jobs = args.jobs or (1 if torch.cuda.is_available() else min(2, os.cpu_count()))
     plan, saved = planned(args, jobs)
+    if args.only == "report":  # reads alone: possible while runs go on
+        report(plan, args.out)
+        return True
     complete = True
     with alone(args.out / LOCK) as lock:
         saved.save(args.out)
@@ -185,7 +188,7 @@ def compare(args: argparse.Namespace) -> bool:
             complete = not session.failed
         if args.only == "timing" or (args.only is None and args.timing):
             complete &= measure(plan, args.out, lock, say)
-        if args.only in (None, "report"):
+        if args.only is None:
             report(plan, args.out)
     return complete
 
