@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _pydecimal
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +39,7 @@ CALL = [
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     out = tmp_path_factory.mktemp("text") / "data"
-    prepare.prepare("text", "bytes", out, [Path(json.__file__), Path(re.__file__)], 0.2)
+    prepare.prepare("text", "bytes", out, [Path(_pydecimal.__file__)], 0.2)
     return out
 
 
@@ -94,10 +96,13 @@ def test_a_comparison_may_grow_but_not_change(options, tmp_path):
     more = make(["tiny_lion"], options, num_seeds=3)
     assert set(plan.check(more, tmp_path).recipes) == {"tiny_adamw", "tiny_lion"}
     other = make(["tiny_adamw"], options, steps=45)
-    with pytest.raises(UserError, match="got steps 45 where .* has 30"):
+    with pytest.raises(UserError, match="got --steps 45 where .* has 30"):
         plan.check(other, tmp_path)
-    with pytest.raises(UserError, match="other rates than"):
+    with pytest.raises(UserError, match="got options after -- .* has"):
         plan.check(make(["tiny_adamw"], [*options, "--optimizer.lr", "1"]), tmp_path)
+    edited = {"tiny_adamw": replace(first.recipes["tiny_adamw"], lr=1.0)}
+    with pytest.raises(UserError, match="got tiny_adamw with other rates than in"):
+        plan.check(replace(first, recipes=edited), tmp_path)
 
 
 def test_rates_for_all_and_for_one():
@@ -111,13 +116,15 @@ def test_rates_for_all_and_for_one():
     ("act", "message"),
     [
         (lambda o, d: make(["tiny"], o), "got --config tiny, expected one"),
-        (lambda o, d: make(["tiny_adamw", "small_mars_adamw"], o), "different model"),
+        (lambda o, d: make(["tiny_adamw", "small_mars_adamw"], o[:2]),
+         "got tiny_adamw and small_mars_adamw with different model"),
         (lambda o, d: make(["tiny_adamw"], ["--dataloader.dataset-path", "/none"]),
          "got no /none/meta.json"),
         (lambda o, d: grids(["c=1e-3"], ["a"]), "got --lrs c=1e-3, expected a recipe"),
         (lambda o, d: grids(["fast"], ["a"]), "got --lrs fast, expected positive"),
         (lambda o, d: grids(["-1"], ["a"]), "got --lrs -1, expected positive"),
         (lambda o, d: arguments(["--out", "x", "--seeds", "0"]), "got --seeds 0"),
+        (lambda o, d: arguments(["--out", "x", "--steps", "9"]), "without --configs"),
         (lambda o, d: plan.Plan.load(d), "comparison.json, expected the folder of"),
         (lambda o, d: plan.check(make(["tiny_adamw"], o), ROOT), "something else"),
     ],
@@ -269,12 +276,11 @@ def test_a_failed_run_is_told_and_a_signal_ends_all(options, data, tmp_path):
     (tmp_path / "runs/tiny_adamw/lr-0.004/seed-0/rank0.log").mkdir(parents=True)
     process = command(data, tmp_path, "--jobs", "2", "--only", "runs")
     said = ""
-    while "FAILED" not in said and (line := process.stdout.readline()):
+    while "IsADirectoryError" not in said and (line := process.stdout.readline()):
         said += line
     process.terminate()
     rest, _ = process.communicate(timeout=60)  # until the last process has ended
     assert "tiny_adamw lr 0.004 seed 0: FAILED (exit code 1)" in said
     assert "tiny_mars_adamw lr 0.006 seed 0: starts" in said
-    assert "IsADirectoryError" in rest
     assert "stopped: the same command continues" in rest
     assert process.returncode == 130

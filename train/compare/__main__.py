@@ -16,43 +16,17 @@ from train.errors import UserError, command
 
 WAIT = 15  # seconds for the runs of a call that was killed to end
 PARTS = ("runs", "timing", "report")
+SEEDS = 3
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; what stands after -- goes to every run."""
+    """The command line, checked; what stands after -- goes to every run.
+
+    Raises:
+        UserError: a number too small, or settings of a comparison without recipes.
+    """
     cut = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
-        prog="python -m train.compare",
-        description="Train recipes at several learning rates, and compare the best.",
-        epilog="What follows -- is given to every run: -- --dataloader.dataset-path D",
-    )
-    parser.add_argument(
-        "--configs", nargs="+", help="recipes; left out: those of the comparison in DIR"
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder of the comparison"
-    )
-    parser.add_argument(
-        "--lrs",
-        nargs="+",
-        default=[],
-        metavar="LR | CONFIG=LR,LR,...",
-        help="rates for all recipes, or for one (default: half, once and twice the "
-        "recipe's); a grid whose edge is best widens, a single rate stays",
-    )
-    parser.add_argument("--steps", type=int, help="of a run (default: the recipes')")
-    parser.add_argument("--seeds", type=int, default=3, help="of the best rate")
-    parser.add_argument(
-        "--jobs", type=int, help="runs at once (default: one a core, 2 at most)"
-    )
-    parser.add_argument(
-        "--timing",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="measure seconds per step after the runs, one recipe at a time",
-    )
-    parser.add_argument("--only", choices=PARTS, help="one part, with what is there")
-    args = parser.parse_args(argv[:cut])
+    args = _parser().parse_args(argv[:cut])
     args.options = list(argv[cut + 1 :])
     for name, low in (("steps", 2), ("seeds", 1), ("jobs", 1)):
         value = getattr(args, name)
@@ -60,7 +34,42 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
             raise UserError(
                 f"got --{name} {value}, expected at least {low}: give a larger number"
             )
+    if args.configs is None and (args.lrs or args.steps or args.seeds or args.options):
+        raise UserError(
+            "got settings without --configs, expected none, for they are those of the "
+            "comparison in --out: leave them out, or name the recipes too"
+        )
     return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m train.compare",
+        description="Train recipes at several learning rates, and compare the best.",
+        epilog="What follows -- is given to every run: -- --dataloader.dataset-path D",
+    )
+    add = parser.add_argument
+    add("--configs", nargs="+", help="recipes; left out: go on as --out says")
+    add("--out", type=Path, required=True, help="folder of the comparison")
+    add(
+        "--lrs",
+        nargs="+",
+        default=[],
+        metavar="LR | CONFIG=LR,LR,...",
+        help="rates for all recipes, or for one (default: half, once and twice the "
+        "recipe's); a grid whose edge is best widens, a single rate stays",
+    )
+    add("--steps", type=int, help="of a run (default: the recipes')")
+    add("--seeds", type=int, help=f"of the best rate (default {SEEDS})")
+    add("--jobs", type=int, help="runs at once (default: 1 on a GPU, else 2)")
+    add(
+        "--timing",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure seconds per step after the runs, recipes taking turns",
+    )
+    add("--only", choices=PARTS, help="one part, with what is there")
+    return parser
 
 
 def grids(texts: Sequence[str], names: Sequence[str]) -> dict[str, list[float]]:
@@ -128,47 +137,58 @@ def say(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
 
 
+def planned(args: argparse.Namespace, jobs: int):
+    """The plan of this call, and the one to save, which keeps recipes of earlier ones.
+
+    Raises:
+        UserError: recipes, rates or a folder that do not fit.
+    """
+    from train.compare import plan as plans
+
+    if args.configs is None:
+        plan = plans.Plan.load(args.out)
+        return plan, plan
+    names = list(dict.fromkeys(args.configs))
+    plan = plans.make(
+        names,
+        grids(args.lrs, names),
+        steps=args.steps,
+        num_seeds=args.seeds or SEEDS,
+        threads=max(1, os.cpu_count() // jobs),
+        options=args.options,
+    )
+    return plan, plans.check(plan, args.out)
+
+
 def compare(args: argparse.Namespace) -> bool:
     """All parts, or the one of --only; whether every run that was needed is there."""
-    from train.compare import plan as plans
+    import torch
+
+    from train.compare.plan import LOCK
     from train.compare.report import report
     from train.compare.session import Session
     from train.compare.timing import measure, seconds_per_run
     from train.launch import console
 
     console(0)
-    if args.configs is None:
-        saved = plan = plans.Plan.load(args.out)
-    else:
-        names = list(dict.fromkeys(args.configs))
-        jobs = args.jobs or min(2, os.cpu_count())
-        plan = plans.make(
-            names,
-            grids(args.lrs, names),
-            steps=args.steps,
-            num_seeds=args.seeds,
-            threads=max(1, os.cpu_count() // jobs),
-            options=args.options,
-        )
-        saved = plans.check(plan, args.out)
-    jobs = args.jobs or max(1, os.cpu_count() // plan.threads)
+    jobs = args.jobs or (1 if torch.cuda.is_available() else min(2, os.cpu_count()))
+    plan, saved = planned(args, jobs)
+    if args.only == "report":  # reads alone: possible while runs go on
+        report(plan, args.out)
+        return True
     complete = True
-    with alone(args.out / plans.LOCK) as lock:
+    with alone(args.out / LOCK) as lock:
         saved.save(args.out)
         if args.only in (None, "runs"):
+            guess = seconds_per_run(plan)
             session = Session(
-                plan,
-                args.out,
-                jobs=jobs,
-                lock=lock,
-                guess=seconds_per_run(plan),
-                say=say,
+                plan, args.out, jobs=jobs, lock=lock, guess=guess, say=say
             )
             session.train()
             complete = not session.failed
         if args.only == "timing" or (args.only is None and args.timing):
             complete &= measure(plan, args.out, lock, say)
-        if args.only in (None, "report"):
+        if args.only is None:
             report(plan, args.out)
     return complete
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from train.compare.sweep import Run
 
@@ -34,10 +35,14 @@ class Child:
 
 
 def spawn(
-    module: str, arguments: Sequence[str], threads: int, lock: int, console=None
+    module: str,
+    arguments: Sequence[str],
+    threads: int,
+    lock: int,
+    console: IO | None = None,
 ) -> subprocess.Popen:
     """``python -m module`` as a process that ends with this one and holds the lock
-    until then.
+    until then; what it says goes to ``console``, None = where ours goes.
     """
     return subprocess.Popen(
         [sys.executable, "-m", "train.compare.child", module, *map(str, arguments)],

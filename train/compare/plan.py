@@ -133,53 +133,76 @@ def make(
         UserError: recipes that are unknown, do not fit their data, or share no data,
             tokenizer, model or batch.
     """
-    recipes, own_steps, shared = {}, {}, {}
-    for name in names:
-        config = parse(["--config", name, *options])
-        _fit_held_out(config)
-        resolve(config, 1)
-        given = settings(config)
-        for key, what in SHARED.items():
-            first = shared.setdefault(key, given[key])
-            if given[key] != first:
-                raise UserError(
-                    f"got {names[0]} and {name} with different {what}, expected "
-                    "recipes that differ in their optimizer alone: compare them in two "
-                    "calls, or give all the same option after --"
-                )
-        own_steps[name] = config.training.steps
-        recipes[name] = _recipe(name, config)
-    if steps is None and len(set(own_steps.values())) > 1:
-        raise UserError(
-            f"got recipes of {sorted(set(own_steps.values()))} steps, expected one "
-            "length: give --steps"
-        )
-    steps = steps or own_steps[names[0]]
-    t = config.training
-    interval = max(1, round(steps / NUM_POINTS))
-    # a forward pass is a third of a training step's arithmetic
-    budget = 3 * VALIDATION_SHARE * steps * t.global_batch_size / (steps / interval + 1)
-    samples = min(config.validator.samples, max(1, int(budget)))
-    samples = max(1, samples // t.local_batch_size) * t.local_batch_size
-    plan = Plan(
-        steps=steps,
-        tokens_per_step=t.global_batch_size * t.seq_len,
-        validation_interval=interval,
-        validation_samples=samples,
-        options=list(options),
-        shared=json.loads(json.dumps(shared)),
-        recipes=recipes,
-        grids={n: grids.get(n) or list(default_grid(recipes[n].lr)) for n in names},
-        num_seeds=num_seeds,
-        threads=threads,
-    )
+    configs = {name: _resolved(name, options) for name in names}
+    shared = _shared(configs)
+    recipes = {name: _recipe(name, config) for name, config in configs.items()}
+    steps = steps or _common_steps(configs)
     for name, recipe in recipes.items():
         if round(recipe.warmup_share * steps) >= steps:
             raise UserError(
                 f"got {name} with a warm-up as long as its run, expected a shorter "
                 "one: give --lr-scheduler.warmup-steps after --"
             )
-    return plan
+    config = configs[names[0]]
+    t, interval = config.training, max(1, round(steps / NUM_POINTS))
+    return Plan(
+        steps=steps,
+        tokens_per_step=t.global_batch_size * t.seq_len,
+        validation_interval=interval,
+        validation_samples=_num_held_out(config, steps, interval),
+        options=list(options),
+        shared=shared,
+        recipes=recipes,
+        grids={n: grids.get(n) or list(default_grid(recipes[n].lr)) for n in names},
+        num_seeds=num_seeds,
+        threads=threads,
+    )
+
+
+def _resolved(name: str, options: Sequence[str]):
+    """A recipe's configuration, complete and checked."""
+    config = parse(["--config", name, *options])
+    _fit_held_out(config)
+    resolve(config, 1)
+    return config
+
+
+def _shared(configs: dict) -> dict:
+    """What all recipes have in common.
+
+    Raises:
+        UserError: not what makes them comparable.
+    """
+    shared: dict = {}
+    for name, config in configs.items():
+        given = json.loads(json.dumps(settings(config)))
+        for key, what in SHARED.items():
+            if given[key] != shared.setdefault(key, given[key]):
+                raise UserError(
+                    f"got {next(iter(configs))} and {name} with different {what}, "
+                    "expected recipes that differ in their optimizer alone: compare "
+                    "them in two calls, or give all the same option after --"
+                )
+    return shared
+
+
+def _common_steps(configs: dict) -> int:
+    lengths = sorted({config.training.steps for config in configs.values()})
+    if len(lengths) > 1:
+        raise UserError(
+            f"got recipes of {lengths} steps, expected one length: give --steps"
+        )
+    return lengths[0]
+
+
+def _num_held_out(config, steps: int, interval: int) -> int:
+    """Sequences of one validation: the recipe's, but no more than its share of the
+    run's arithmetic allows, of which a forward pass is a third of a training step's.
+    """
+    t, num_points = config.training, steps / interval + 1
+    budget = int(3 * VALIDATION_SHARE * steps * t.global_batch_size / num_points)
+    batches = min(config.validator.samples, budget) // t.local_batch_size
+    return max(1, batches) * t.local_batch_size
 
 
 def _fit_held_out(config) -> None:
@@ -218,32 +241,38 @@ def check(plan: Plan, folder: Path) -> Plan:
         )
     if (folder / "comparison.json").exists():
         theirs = Plan.load(folder)
-        for name in (
-            "steps",
-            "validation_interval",
-            "validation_samples",
-            "options",
-            "shared",
-        ):
-            mine, there = getattr(plan, name), getattr(theirs, name)
-            if mine != there:
-                told = f"got {name} {mine!r} where {folder} has {there!r}"
-                if name == "shared":
-                    told = f"got other data or another model than {folder} has"
-                raise UserError(
-                    f"{told}, expected the settings of the comparison there: give "
-                    "these to continue it, or another --out"
-                )
-        for name in plan.recipes.keys() & theirs.recipes.keys():
-            if plan.recipes[name] != theirs.recipes[name]:
-                raise UserError(
-                    f"got {name} with other rates than in {folder}, expected the "
-                    "recipe that was compared there: give another --out"
-                )
-        plan = replace(plan, recipes={**theirs.recipes, **plan.recipes})
-    elif folder.exists() and {p.name for p in folder.iterdir()} - {LOCK}:
+        _check_same(plan, theirs, folder)
+        return replace(plan, recipes={**theirs.recipes, **plan.recipes})
+    if folder.exists() and {p.name for p in folder.iterdir()} - {LOCK}:
         raise UserError(
             f"got --out {folder}, which holds something else, expected a new or empty "
             "folder: choose another"
         )
     return plan
+
+
+def _check_same(plan: Plan, theirs: Plan, folder: Path) -> None:
+    """What may not change from call to call."""
+    changed = {
+        "--steps": (plan.steps, theirs.steps),
+        "options after --": (plan.options, theirs.options),
+        "validation samples": (plan.validation_samples, theirs.validation_samples),
+    }
+    for what, (mine, there) in changed.items():
+        if mine != there:
+            raise UserError(
+                f"got {what} {mine} where the comparison in {folder} has {there}, "
+                "expected the same: give these to continue it, or another --out"
+            )
+    for key, what in SHARED.items():
+        if plan.shared[key] != theirs.shared[key]:
+            raise UserError(
+                f"got another {what} than the comparison in {folder} has, expected the "
+                "same: restore it, or give another --out"
+            )
+    for name in plan.recipes.keys() & theirs.recipes.keys():
+        if plan.recipes[name] != theirs.recipes[name]:
+            raise UserError(
+                f"got {name} with other rates than in {folder}, expected the recipe "
+                "that was compared there: give another --out"
+            )

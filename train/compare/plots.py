@@ -17,6 +17,7 @@ from train.compare.results import Entry
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the backend is chosen)
+from matplotlib import ticker  # noqa: E402
 
 DASHES = ["-", (0, (6, 2)), (0, (2, 1.2)), (0, (6, 2, 1.5, 2)), (0, (1, 1.5))]
 MARKERS = "osD^vP"
@@ -77,7 +78,7 @@ def _label(axes, ends: list[tuple[Entry, float, float]], looks: dict) -> None:
     for (e, x, y), height in zip(ends, heights, strict=True):
         color = looks[e.recipe.name]["color"]
         axes.annotate(
-            f"{e.recipe.name}  {e.final.mean:.3f}",
+            f"{e.recipe.name}  {y:.3f}",
             xy=(x, y),
             xytext=(right * 1.025, height),
             color=color if e.recipe.corrects else "0.35",
@@ -89,6 +90,7 @@ def _label(axes, ends: list[tuple[Entry, float, float]], looks: dict) -> None:
                 arrowstyle="-",
                 color=color,
                 linewidth=0.6,
+                linestyle=":",
                 relpos=(0, 0.5),
                 shrinkA=0,
                 shrinkB=0,
@@ -138,11 +140,14 @@ def by_time(found: list[Entry], path: Path) -> None:
 
 
 def by_rate(found: list[Entry], path: Path) -> None:
-    """Final loss against the learning rate; a cross at the top is a diverged run."""
+    """Final loss of seed 0 against the learning rate; a ring is the chosen rate, a
+    cross at the top a run that diverged or is above the picture.
+    """
     figure, axes = plt.subplots(figsize=(9, 5.2), layout="constrained")
     looks, ends = style(found), []
     losses = [v for e in found for v in e.sweep.values() if math.isfinite(v)]
-    low, high = min(losses), min(max(losses), 2 * np.median(losses) - min(losses))
+    low, top = min(losses), min(max(losses), 2 * np.median(losses) - min(losses))
+    high = top + 0.05 * (top - low)
     for e in found:
         look = looks[e.recipe.name]
         rates = [lr for lr, loss in e.sweep.items() if math.isfinite(loss)]
@@ -155,8 +160,11 @@ def by_rate(found: list[Entry], path: Path) -> None:
             e.lr, e.sweep[e.lr], "o", markersize=10, fillstyle="none",
             color=look["color"],
         )  # fmt: skip
-        ends.append((e, rates[-1], min(high, e.sweep[rates[-1]])))
+        ends.append((e, e.lr, min(high, e.sweep[e.lr])))
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
     axes.set_ylim(low - 0.05 * (high - low), high)
     axes.set(
         xlabel="peak learning rate (ring: chosen; cross: diverged or above)",

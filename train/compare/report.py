@@ -63,8 +63,8 @@ def markdown(
     lines = [
         f"{plan.steps} steps of {plan.tokens_per_step:,} tokens "
         f"({plan.steps * plan.tokens_per_step:,} a run), "
-        f"{'/'.join(map(str, seeds))} seeds of the best rate "
-        "(mean ± standard deviation), validation loss in nats per token on "
+        f"{' or '.join(map(str, seeds))} seed{'' if seeds == [1] else 's'} of the best "
+        "rate (mean ± standard deviation), validation loss in nats per token on "
         f"{plan.validation_samples} held-out sequences.",
         "",
         HEAD,

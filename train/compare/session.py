@@ -72,31 +72,28 @@ class Session:
         ready = [run for run in self._next() if run not in busy]
         chosen = ready[: self.jobs - len(self.running)]
         for run in chosen:
-            folder = self.folder / "runs" / run.path
-            if curves.discard_incomplete(folder, self.plan.steps):
-                self.say(f"{run}: was killed at its very end, trained again")
-            folder.mkdir(parents=True, exist_ok=True)
-            console = folder / "console.txt"
-            known = curves.validations(folder)
-            with console.open("a") as file:
-                process = spawn(
-                    "train",
-                    self.plan.arguments(run, self.folder),
-                    self.plan.threads,
-                    self.lock,
-                    console=file,
-                )
-            child = Child(
-                run,
-                process,
-                console,
-                began=self.clock,
-                resumed=bool(known),
-                shown=max(known, default=0),
-            )
-            self.running.append(child)
-            self.say(f"{run}: {'continues' if known else 'starts'}")
+            self.running.append(self._child(run))
         return bool(chosen)
+
+    def _child(self, run: Run) -> Child:
+        """A process that trains ``run``, from its last checkpoint if it has one."""
+        folder = self.folder / "runs" / run.path
+        if curves.discard_incomplete(folder, self.plan.steps):
+            self.say(f"{run}: was killed at its very end, trained again")
+        folder.mkdir(parents=True, exist_ok=True)
+        console, known = folder / "console.txt", curves.validations(folder)
+        options = self.plan.arguments(run, self.folder)
+        with console.open("a") as file:
+            process = spawn("train", options, self.plan.threads, self.lock, file)
+        self.say(f"{run}: {'continues' if known else 'starts'}")
+        return Child(
+            run,
+            process,
+            console,
+            began=self.clock,
+            resumed=bool(known),
+            shown=max(known, default=0),
+        )
 
     def _next(self) -> list[Run]:
         return sweep.next_runs(
@@ -121,7 +118,7 @@ class Session:
             self._show(child)
             run, folder = child.run, self.folder / "runs" / child.run.path
             curve = curves.load(folder, self.plan.steps)
-            if child.process.returncode != 0 or curve is None:
+            if curve is None:  # what fails after the last validation costs nothing
                 self.failed.add(run)
                 self.say(
                     f"{run}: FAILED (exit code {child.process.returncode}), tried "
