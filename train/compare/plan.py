@@ -12,7 +12,7 @@ from train.errors import UserError
 from train.launch import parse
 from train.resolve import resolve
 from train.settings import read, settings
-from train.tokens import Meta
+from train.tokens import read_meta
 
 LOCK = ".lock"  # held by the call at work in the folder, and its runs
 NUM_POINTS = 15  # of each validation curve
@@ -208,7 +208,7 @@ def _num_held_out(config, steps: int, interval: int) -> int:
 def _fit_held_out(config) -> None:
     """Validate on no more than the data holds out."""
     t = config.training
-    meta = Meta.load(Path(config.dataloader.dataset_path))
+    meta = read_meta(Path(config.dataloader.dataset_path))
     windows = (meta.val.tokens - 1) // t.seq_len // t.local_batch_size
     samples = min(config.validator.samples, windows * t.local_batch_size)
     config.validator.samples = max(samples, t.local_batch_size)
