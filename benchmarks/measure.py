@@ -63,7 +63,9 @@ class Row:
 def plan(
     contenders: Sequence[Contender], num_params: int, budget: int
 ) -> list[list[Contender]]:
-    """Groups that fit into ``budget`` bytes, the reference first in each.
+    """Groups that fit into ``budget`` bytes, the reference first in each. Matrix rules,
+    many times slower, come last and apart: so rounds of the others stay short, and
+    steps that are compared close in time.
 
     Raises:
         UserError: a contender does not even fit alone beside the reference.
@@ -74,7 +76,7 @@ def plan(
         return 4 * num_params * (SHARED_BUFFERS + buffers)
 
     groups: list[list[Contender]] = [[REFERENCE]]
-    for contender in contenders:
+    for contender in sorted(contenders, key=lambda c: c.matrix):
         if contender is REFERENCE:
             continue
         least = need([REFERENCE, contender])
@@ -84,7 +86,9 @@ def plan(
                 f"{least / 2**30:.1f} for {contender.title} beside the reference: give "
                 "a larger --memory, fewer --layers or a smaller --model"
             )
-        if need([*groups[-1], contender]) > budget:
+        last = groups[-1]
+        apart = last[-1] is not REFERENCE and last[-1].matrix != contender.matrix
+        if apart or need([*last, contender]) > budget:
             groups.append([REFERENCE])
         groups[-1].append(contender)
     return groups
@@ -161,12 +165,12 @@ def wake_compiler(device: torch.device) -> None:
     Raises:
         UserError: nothing compiles here.
     """
-    p = nn.Parameter(torch.ones(2, 2, device=device))
-    p.grad = torch.ones_like(p)
+    x = torch.ones(2, 2, device=device)
     try:
-        MARS([p], compile=True).step()
+        MARS([nn.Parameter(x)], compile=True)  # says what is missing
     except RuntimeError as error:
         raise UserError(f"{error} (here: --eager)") from error
+    torch.compile(torch.sin)(x)
 
 
 def run(

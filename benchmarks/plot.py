@@ -29,7 +29,7 @@ def bars(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         error = [[x["median"] - x["low"]], [x["high"] - x["median"]]]
         axes.errorbar(x["median"], y, xerr=error, color="0.5", capsize=3)
         axes.annotate(
-            f"{x['median']:.2f}  ({1e3 * row['seconds']['median']:.3g} ms)",
+            f"{x['median']:.2f}  ({1e3 * row['seconds']['median']:,.1f} ms)",
             (x["high"], y),
             xytext=(6, 0),
             textcoords="offset points",

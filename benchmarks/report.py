@@ -19,8 +19,8 @@ EXPLAINED = f"""\
 ms, quartiles    wall time of the optimizer's step, the global clip in it where named;
                  gradients are handed over ahead of it, new ones each round
 x                the same over the reference's step of the same round (paired), median
-                 and quartiles. Contenders that did not fit into memory together ran in
-                 groups; each group holds the reference
+                 and quartiles. Contenders ran in groups that fit into memory, matrix
+                 rules apart; each group holds the reference
 peak             MB that torch held at once during a step, beyond those at its start
 state            bytes a parameter in tensors that the optimizer holds between steps
 compile          what the first {WARM_UP} steps took beyond as many median ones, in
@@ -109,7 +109,8 @@ def table(report: Mapping[str, Any]) -> str:
     lines = [
         f"{report['model']}: {report['num_params']:,} parameters in "
         f"{report['num_tensors']} tensors, {report['num_rounds']} rounds, "
-        f"{report['num_groups']} group(s)",
+        f"{report['num_groups']} group(s), our rules "
+        f"{'compiled' if report['compiled'] else 'eager'}",
         machine_line(report["machine"]),
         "",
         head,

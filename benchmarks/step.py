@@ -59,6 +59,12 @@ def arguments() -> argparse.Namespace:
             raise UserError(
                 f"got --{name} {value}, expected at least {least}: give a larger number"
             )
+    for path in (args.json, args.png):
+        if path is not None and not path.parent.is_dir():
+            raise UserError(
+                f"got {path} to write to, expected a folder that exists: make "
+                f"{path.parent}"
+            )
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "got --device cuda, expected a GPU that torch can use: leave it out for CPU"
@@ -78,7 +84,8 @@ def choose(
     unknown = [name for name in [*(only or []), *without] if name not in known]
     if unknown:
         raise UserError(
-            f"got contender {unknown[0]!r}, expected one of {sorted(known)}: see --help"
+            f"got contender {unknown[0]!r}, expected one that is known: --help lists "
+            "them"
         )
 
     def named(c: Contender, names: Sequence[str]) -> bool:

@@ -18,6 +18,7 @@ from benchmarks.contenders import OURS, REFERENCE, TORCH
 from benchmarks.measure import plan, walk
 from benchmarks.timing import spread, take_turns
 from benchmarks.workload import EMBEDDING, Gradients, gpt2_shapes, parameters
+from marsopt import compiling
 from train.errors import UserError
 
 CPU = torch.device("cpu")
@@ -98,9 +99,8 @@ def contenders(checkout=None):
 def test_every_contender_is_measured_or_named_as_missing(ran, checkout):
     report, told, _ = ran
     asked = step.choose(contenders(checkout), CHOSEN, [])
-    assert [row["key"] for row in report["rows"]] == [
-        c.key for c in asked if not c.lacks
-    ]
+    measured = [row["key"] for row in report["rows"]]
+    assert sorted(measured) == sorted(c.key for c in asked if not c.lacks)
     assert set(report["missing"]) == {c.title for c in asked if c.lacks}
     for c in asked:
         line = next(line for line in told.splitlines() if line.startswith(c.title))
@@ -146,6 +146,14 @@ def test_compiled(monkeypatch, tmp_path):
          "--only", "lion", "--json", tmp_path / "a.json")  # fmt: skip
     reference, ours = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert ours["compile_seconds"] > 0.5 > reference["compile_seconds"]
+
+
+def test_a_missing_compiler_is_said_in_one_line(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    compiling.missing_for.cache_clear()
+    with pytest.raises(UserError, match="no C.. compiler .* --eager"):
+        call(monkeypatch, *SMALL, "--only", "lion")
+    compiling.missing_for.cache_clear()
 
 
 def test_a_kept_gradient_stays_what_it_was():
@@ -195,7 +203,9 @@ def test_groups_fit_and_each_holds_the_reference():
     groups = plan(rows, num_params, budget)
     assert len(groups) > 1
     assert all(group[0] is REFERENCE for group in groups)
-    assert [c for group in groups for c in group[1:]] == rows[1:]
+    assert {c.key for group in groups for c in group} == {c.key for c in rows}
+    assert sum(len(group) - 1 for group in groups) == len(rows) - 1
+    assert all(len({c.matrix for c in group[1:]}) == 1 for group in groups)
     for group in groups:
         assert 4 * num_params * sum(1 + c.num_buffers for c in group) < budget
     with pytest.raises(UserError, match=r"got 1\.0 GiB .* expected \d+\.\d for"):
@@ -214,7 +224,8 @@ def test_turns_rotate():
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--only", "adamw-fast"], "got contender 'adamw-fast', expected one of"),
+        (["--only", "adamw-fast"], "got contender 'adamw-fast', expected one that"),
+        (["--json", "nowhere/a.json"], "got nowhere/a.json to write to"),
         (["--rounds", "1"], "got --rounds 1, expected at least 2"),
         (["--authors", "nowhere"], "expected a checkout of AGI-Arena/MARS"),
         (["--memory", "0.02"], "got 0.0 GiB to plan with"),
