@@ -43,6 +43,7 @@ class Entry(NamedTuple):
 
     optimizers: Sequence[Optimizer]
     phases: Sequence[Callable[[], object]]
+    set_to_none: bool = True  # of zero_grad between steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,9 @@ def entry_of(
     return Entry(optimizers, (keep, step) if exact else (step,))
 
 
-def ours(mars_type: str, **options: Any) -> Callable[[Params, bool], Entry]:
+def ours(
+    mars_type: str, *, set_to_none: bool = True, **options: Any
+) -> Callable[[Params, bool], Entry]:
     """``marsopt.MARS`` with the global clip inside, unless ``options`` say else."""
 
     def build(params: Params, compile: bool) -> Entry:
@@ -131,7 +134,8 @@ def ours(mars_type: str, **options: Any) -> Callable[[Params, bool], Entry]:
         arguments = dict(MARS_HYPER, max_norm=MAX_NORM) | options
         optimizer = MARS(groups, mars_type=mars_type, compile=compile, **arguments)
         exact = not arguments.get("is_approx", True)
-        return entry_of(params, optimizer, exact=exact)
+        entry = entry_of(params, optimizer, exact=exact)
+        return entry._replace(set_to_none=set_to_none)
 
     return build
 
@@ -178,6 +182,20 @@ def _row(key: str, title: str, num_buffers: int, build, **more: Any) -> Contende
 
 OURS = [
     _row("mars-adamw", "MARS-AdamW, both clips", 3, ours("mars-adamw")),
+    _row(
+        "mars-adamw-in-stacks",
+        "MARS-AdamW, both clips, gradients in stacks",
+        3,
+        ours("mars-adamw", set_to_none=False),
+        note="zero_grad(set_to_none=False): backward adds to gradients where the step "
+        "takes them without a copy",
+    ),
+    _row(
+        "mars-adamw-bf16-h",
+        "MARS-AdamW, both clips, h in bf16",
+        3,
+        ours("mars-adamw", h_dtype=torch.bfloat16),
+    ),
     _row(
         "mars-adamw-local-clip",
         "MARS-AdamW, per-tensor clip alone",

@@ -23,10 +23,12 @@ from train.tokens import open_tokens
 
 pytestmark = pytest.mark.application
 
-STEPS, SEQ, BATCH, MICRO_STEPS, WARMUP = 200, 16, 8, 4, 20
+STEPS, SEQ, BATCH, MICRO_STEPS = 200, 16, 8, 4
 # MARS-AdamW of GPT-2 small (AGI-Arena/MARS, config/train_gpt2_small_mars.py): the
-# gradient is a sum over 4 micro-steps, clipped at 1.0; embeddings do not decay
+# gradient is a sum over 4 micro-steps, clipped at 1.0; embeddings do not decay. These
+# are its first 200 steps of 100,000, the first tenth of the warm-up.
 LR, LR_1D, MIN_LR, WD, WD_1D = 6e-3, 3e-3, 3e-5, 0.01, 0.1
+WARMUP, TOTAL = 2000, 100_000
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,7 @@ def engine(data, folder, is_exact):
         "--optimizer.weight-decay-1d", WD_1D,
         "--lr-scheduler.min-lr", MIN_LR,
         "--lr-scheduler.warmup-steps", WARMUP,
+        "--lr-scheduler.total-steps", TOTAL,
         "--loss.num-summed", MICRO_STEPS,
         "--training.seq-len", SEQ,
         "--training.global-batch-size", BATCH,
@@ -99,7 +102,7 @@ def plain_loop(data, is_exact):
         following = stream.next()
         ahead = gradient(following)[1] if is_exact else None
         losses[t + 1], g = gradient(batch)
-        factor = cosine(t, warmup=WARMUP, total=STEPS, floor=MIN_LR / LR)
+        factor = cosine(t, warmup=WARMUP, total=TOTAL, floor=MIN_LR / LR)
         for name, p in params.items():
             rate = factor * (LR if p.ndim == 2 else LR_1D)
             x = oracles[name].step(g[name], rate, h[name] if is_exact else None)
@@ -114,4 +117,4 @@ def test_200_steps_of_the_authors_recipe(data, tmp_path, is_exact):
     assert list(losses) == list(range(1, STEPS + 1))
     for step, loss in plain_loop(data, is_exact).items():
         assert losses[step] == pytest.approx(loss, abs=1e-4), f"step {step}"
-    assert losses[STEPS] < 0.75 * losses[1]
+    assert losses[STEPS] < 0.7 * losses[1]
