@@ -8,16 +8,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from marsopt.step import Scales, Stack, Verdict, measure, move, scale, settle
+from marsopt.step import Scales, Stack, Verdict, decide, measure, move, scale, settle
 
 
-def scale_(
-    stacks: Sequence[Stack], sums: Tensor, max_norm: Tensor | None, skipped: Tensor
-) -> tuple[list[Scales], Verdict]:
-    """``step.scale``, which also counts a step that is not finite."""
-    scales, verdict = scale(stacks, sums, max_norm)
+def decide_(sums: Tensor, max_norm: Tensor | None, skipped: Tensor) -> Verdict:
+    """``step.decide``, which also counts a step that is not finite."""
+    verdict = decide(sums, max_norm)
     skipped += verdict.finite.logical_not()
-    return scales, verdict
+    return verdict
 
 
 def assess_(
@@ -26,9 +24,12 @@ def assess_(
     max_norm: Tensor | None,
     skipped: Tensor,
 ) -> tuple[Tensor, list[Scales], Verdict]:
-    """``measure`` and ``scale_`` in one graph, where no sum over ranks lies between."""
+    """``measure``, ``decide_`` and ``scale`` in one graph: where these are all stacks,
+    and no sum over ranks lies between.
+    """
     sums = measure(stacks, live)
-    return sums, *scale_(stacks, sums, max_norm, skipped)
+    verdict = decide_(sums, max_norm, skipped)
+    return sums, scale(stacks, sums, verdict), verdict
 
 
 def move_(stacks: Sequence[Stack], scales: Sequence[Scales]) -> list[Tensor | None]:

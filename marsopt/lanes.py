@@ -4,7 +4,7 @@ state, made ready for the pure step.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,12 +99,12 @@ def build(
     numbers: Numbers,
     state: MutableMapping[Tensor, dict],
     options: dict[str, Any],
-    stacked: bool,
+    stacked: Callable[[Tensor], bool],
 ) -> list[Lane]:
     """The group's lanes, over existing state and fresh zeros where there is none.
 
-    A frozen parameter gets no state before its first gradient. ``stacked=False`` gives
-    every leaf a lane of its own.
+    A frozen parameter gets no state before its first gradient. A leaf that is not to be
+    ``stacked`` gets a lane of its own.
     """
     chosen = numbers.pair
     moving = [
@@ -142,13 +142,17 @@ def build(
     return lanes
 
 
-def _keys(params: Sequence[Tensor], collectives: Collectives, stacked: bool) -> list:
+def _keys(
+    params: Sequence[Tensor],
+    collectives: Collectives,
+    stacked: Callable[[Tensor], bool],
+) -> list:
     """What leaves of one stack share. Nothing here may differ from rank to rank: all
     ranks have to list their leaves in one order.
     """
     return [
         (p.shape, p.stride(), p.dtype, collectives.placement(p))
-        if stacked and p.is_contiguous()
+        if stacked(p) and p.is_contiguous()
         else i
         for i, p in enumerate(params)
     ]

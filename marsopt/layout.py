@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from marsopt import lanes
+from marsopt.chunks import chunks, should_stack
 from marsopt.gather import Gather
 from marsopt.numbers import Numbers
 from marsopt.stacks import adjacent
@@ -56,7 +58,7 @@ class Layout:
         groups: the optimizer's param groups.
         state: the optimizer's state; what is missing is made, as zeros.
         options: what the optimizer was built with.
-        stacked: whether leaves of one shape make one stack; else each is its own.
+        compile: whether lanes move in compiled chunks.
     """
 
     def __init__(
@@ -64,17 +66,22 @@ class Layout:
         groups: Sequence[dict[str, Any]],
         state: MutableMapping[Tensor, dict[str, Tensor]],
         options: dict[str, Any],
-        stacked: bool,
+        compile: bool,
     ) -> None:
         self._groups, self._options = groups, options
         self._structure = _structure(groups)
         filled = [group for group in groups if group["params"]]
         self._numbers = [Numbers(group, options) for group in filled]
-        self.lanes = [
-            lane
-            for group, numbers in zip(filled, self._numbers, strict=True)
-            for lane in lanes.build(group, numbers, state, options, stacked)
-        ]
+        stacked = partial(should_stack, compile=compile)
+        self.chunks = chunks(
+            [
+                lane
+                for group, numbers in zip(filled, self._numbers, strict=True)
+                for lane in lanes.build(group, numbers, state, options, stacked)
+            ],
+            compile,
+        )
+        self.lanes = list(chain.from_iterable(self.chunks))
         self._shapes = [p.shape for lane in self.lanes for p in lane.params]
         self.leaves = [lane.params for lane in self.lanes]
         self.params = list(chain.from_iterable(self.leaves))

@@ -1,9 +1,11 @@
-"""The passes of one step of the class over its stacks, compiled or eager."""
+"""The passes of one step of the class over its chunks of stacks, compiled or eager."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
+import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
@@ -11,13 +13,16 @@ from marsopt import commit
 from marsopt.collectives import LOCAL, Collectives
 from marsopt.compiling import own_compile
 from marsopt.layout import Layout
-from marsopt.step import Scales, Stack, Verdict, measure, orthogonalize
+from marsopt.step import Scales, Stack, Verdict, measure, orthogonalize, scale
+
+Chunk = tuple[list[Stack], list[Tensor] | None]
 
 
 class Passes:
     """Two graphs move an elementwise rule: norms with everything that is decided from
-    them, and the update. A matrix rule has a third, after Newton-Schulz; and where
-    other ranks have to be asked, the norms and the decision are apart.
+    them, and the update. A matrix rule has a third, after Newton-Schulz. Where there
+    are several chunks, or other ranks have to be asked, norms, decision and scalars are
+    graphs of their own.
 
     Ranges named "marsopt: ..." show the passes in a profiler's trace.
     """
@@ -25,15 +30,18 @@ class Passes:
     def __init__(self, collectives: Collectives, compile: bool) -> None:
         self._collectives = collectives
         functions = (
-            measure,
-            commit.scale_,
             commit.assess_,
+            measure,
+            commit.decide_,
+            scale,
             commit.move_,
             commit.settle_,
         )
         if compile:
             functions = tuple(own_compile(f) for f in functions)
-        self.measure, self.scale, self.assess, self.move, self.settle = functions
+        self.assess, self.measure, self.decide, self.scale, self.move, self.settle = (
+            functions
+        )
 
     def step(
         self, layout: Layout, max_norm: Tensor | None, skipped: Tensor
@@ -41,35 +49,56 @@ class Passes:
         """Move everything in ``layout``. Returns the complete sums (N, 4) too."""
         with record_function("marsopt: gather"):
             stacks, live = layout.stacks()
+            chunks = _deal(layout, stacks, live)
         with record_function("marsopt: norms"):
-            sums, scales, verdict = self._decide(
-                stacks, live, layout, max_norm, skipped
-            )
+            sums, scales, verdict = self._decide(chunks, layout, max_norm, skipped)
         with record_function("marsopt: update"):
-            matrices = self.move(stacks, scales)
+            matrices: list[Tensor | None] = []
+            for (part, _), s in zip(chunks, scales, strict=True):
+                matrices += self.move(part, s)
         if any(stack.rule.matrix_only for stack in stacks):
             with record_function("marsopt: newton-schulz"):
-                factors = orthogonalize(
-                    stacks, matrices, layout.leaves, self._collectives
+                factors = iter(
+                    orthogonalize(stacks, matrices, layout.leaves, self._collectives)
                 )
-            parts = zip(stacks, scales, factors, strict=True)
             with record_function("marsopt: update"):
-                self.settle([part for part in parts if part[2] is not None])
+                for (part, _), s in zip(chunks, scales, strict=True):
+                    both = zip(part, s, islice(factors, len(part)), strict=True)
+                    parts = [three for three in both if three[2] is not None]
+                    if parts:
+                        self.settle(parts)
         with record_function("marsopt: scatter"):
             layout.scatter()
         return sums, verdict
 
     def _decide(
         self,
-        stacks: Sequence[Stack],
-        live: Sequence[Tensor] | None,
+        chunks: Sequence[Chunk],
         layout: Layout,
         max_norm: Tensor | None,
         skipped: Tensor,
-    ) -> tuple[Tensor, list[Scales], Verdict]:
-        if self._collectives is LOCAL:
-            return self.assess(stacks, live, max_norm, skipped)
-        partial = self.measure(stacks, live)
+    ) -> tuple[Tensor, list[list[Scales]], Verdict]:
+        if self._collectives is LOCAL and len(chunks) == 1:
+            sums, scales, verdict = self.assess(*chunks[0], max_norm, skipped)
+            return sums, [scales], verdict
+        partial = torch.cat([self.measure(*chunk) for chunk in chunks])
         with record_function("marsopt: exchange"):
             sums = self._collectives.sum(partial, layout.params)
-        return sums, *self.scale(stacks, sums, max_norm, skipped)
+        verdict = self.decide(sums, max_norm, skipped)
+        parts = sums.split([sum(s.num_leaves for s in part) for part, _ in chunks])
+        scales = [
+            self.scale(part, own, verdict)
+            for (part, _), own in zip(chunks, parts, strict=True)
+        ]
+        return sums, scales, verdict
+
+
+def _deal(
+    layout: Layout, stacks: Sequence[Stack], live: Sequence[Tensor] | None
+) -> list[Chunk]:
+    """``stacks`` as ``layout`` deals out their lanes."""
+    found, start = [], 0
+    for lanes in layout.chunks:
+        here = slice(start, start := start + len(lanes))
+        found.append((list(stacks[here]), None if live is None else list(live[here])))
+    return found

@@ -72,10 +72,11 @@ class Scales(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a step found out, as 0-D tensors."""
+    """What a step found out from all norms, as 0-D tensors."""
 
     grad_norm: Tensor  # global norm of the gradient before any clip
     finite: Tensor  # bool: False means that nothing was changed
+    a: Tensor  # factor of the global clip
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:
@@ -134,27 +135,31 @@ def global_clip(grad_norm: Tensor, max_norm: Number) -> Tensor:
     return (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
 
 
-def scale(
-    stacks: Sequence[Stack], sums: Tensor, max_norm: Number | None
-) -> tuple[list[Scales], Verdict]:
-    """From the complete sums (N, 4): global clip, clip per leaf, and rules' scalars.
+def decide(sums: Tensor, max_norm: Number | None) -> Verdict:
+    """From the complete sums (N, 4) of all leaves: the global clip, and whether
+    everything is finite.
+    """
+    sums = sums.to(scalar_dtype(sums.device))
+    grad_norm = sums[:, 0].sum().sqrt()
+    a = torch.ones_like(grad_norm)
+    if max_norm is not None:
+        a = global_clip(grad_norm, max_norm)
+    return Verdict(grad_norm, torch.isfinite(sums).all(), a)
+
+
+def scale(stacks: Sequence[Stack], sums: Tensor, verdict: Verdict) -> list[Scales]:
+    """Clip per leaf, and rules' scalars, from the complete sums of these stacks.
 
     A leaf that has a gradient on no rank stays as it is; where some ranks have none,
     theirs counts as zero, so that all ranks go on alike.
     """
     sums = sums.to(scalar_dtype(sums.device))
-    grad_norm = sums[:, 0].sum().sqrt()
-    finite = torch.isfinite(sums).all()
-    a = torch.ones_like(grad_norm)
-    if max_norm is not None:
-        a = global_clip(grad_norm, max_norm)
     parts = sums.split([stack.num_leaves for stack in stacks])
-    scales = [_scale(s, part, a, finite) for s, part in zip(stacks, parts, strict=True)]
-    return scales, Verdict(grad_norm, finite)
+    return [_scale(s, part, verdict) for s, part in zip(stacks, parts, strict=True)]
 
 
-def _scale(stack: Stack, sums: Tensor, a: Tensor, finite: Tensor) -> Scales:
-    rule, (gg, gh, hh, living) = stack.rule, sums.unbind(1)
+def _scale(stack: Stack, sums: Tensor, verdict: Verdict) -> Scales:
+    rule, a, (gg, gh, hh, living) = stack.rule, verdict.a, sums.unbind(1)
     ones = torch.ones_like(gg)
     c_g, c_h = a * ones, 0 * ones
     if rule.corrected:
@@ -171,7 +176,7 @@ def _scale(stack: Stack, sums: Tensor, a: Tensor, finite: Tensor) -> Scales:
     own = (v * ones for v in rule.scalars(t, stack.lr, stack.gamma))
     dtype = working_dtype(stack.x)
     return Scales(
-        (living > 0) & finite,
+        (living > 0) & verdict.finite,
         *(v.to(dtype) for v in (a * ones, c_g, c_h)),
         tuple(v.to(dtype) for v in own),
     )
@@ -256,7 +261,8 @@ def advance(
     holds them (DTensors too).
     """
     sums = collectives.sum(measure(stacks), [p for part in leaves for p in part])
-    scales, verdict = scale(stacks, sums, max_norm)
+    verdict = decide(sums, max_norm)
+    scales = scale(stacks, sums, verdict)
     moved, matrices = zip(
         *(move(part, s) for part, s in zip(stacks, scales, strict=True)), strict=True
     )

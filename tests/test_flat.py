@@ -223,6 +223,38 @@ def test_stacks_are_leaves_to_the_class(mars_type, missing):
     assert max(len(lane.params) for lane in two[0]._layout.lanes) == 3
 
 
+@pytest.mark.parametrize("mars_type", TYPES)
+@pytest.mark.parametrize("missing", [(), (2,)], ids=str)
+def test_chunks_are_leaves_to_the_class(mars_type, missing, monkeypatch):
+    """Large leaves on a CPU: one of each kind that is as frequent makes a call."""
+    monkeypatch.setattr(marsopt.chunks, "SMALL", 0)
+    one, two = pair(mars_type=mars_type)
+    for each in (one, two):
+        walk(*each, range(2))
+        walk(*each, [2], missing)
+    equal(one, two)
+    sizes = [len(chunk) for chunk in two[0]._layout.chunks]
+    # a, b, c: three of a kind; scale, bias: two; tall
+    assert sorted(sizes) == [1, 1, 1, 1, 1, 1]
+    assert all(lane.home is None for lane in two[0]._layout.lanes)
+
+
+def test_chunks_take_kinds_that_are_as_frequent_together(monkeypatch):
+    monkeypatch.setattr(marsopt.chunks, "SMALL", 4)
+    shapes = {
+        f"{kind}{i}": s for i in range(3) for kind, s in (("a", (3, 2)), ("b", (2, 4)))
+    }
+    shapes |= {"table": (7, 3), "scale": (4,), "bias": (4,)}
+    params = parameters(shapes)
+    optimizer = MARS(params, compile=True)
+    chunks = [
+        [tuple(lane.t.shape) + lane.shape for lane in c]
+        for c in optimizer._layout.chunks
+    ]
+    layer = [(1, 3, 2), (1, 2, 4)]
+    assert sorted(chunks) == sorted([layer, layer, layer, [(1, 7, 3), (2, 4)]])
+
+
 def test_a_step_that_is_not_finite_changes_no_leaf_of_a_stack():
     _, (optimizer, params) = pair()
     walk(optimizer, params, [0])
@@ -380,3 +412,50 @@ def test_a_copy_of_the_optimizer_is_its_own():
     assert all(map(torch.equal, before, params))
     walk(optimizer, params, [1, 2])
     torch.testing.assert_close(theirs, params, **CLOSE)
+
+
+# ---- graphs -----------------------------------------------------------------------
+
+
+def count_graphs(mars_type, num_layers):
+    """How many graphs, and nodes in them, two steps of a GPT-2-like model compile."""
+    shapes = {"wte": (9, 4), "wpe": (6, 4), "last": (4,)}
+    for i in range(num_layers):
+        block = {"ln": (4,), "qkv": (12, 4), "proj": (4, 4), "fc": (16, 4)}
+        shapes |= {f"{name}.{i}": shape for name, shape in block.items()}
+    params = parameters(shapes)
+    optimizer = MARS(params, mars_type=mars_type, max_norm=1.0, compile=True)
+    found = []
+
+    def backend(graph, _):
+        found.append(len(graph.graph.nodes))
+        return graph.forward
+
+    passes = optimizer._passes
+    for name, function in vars(passes).items():
+        if name.startswith("_"):
+            continue
+        own = function._torchdynamo_orig_callable
+        once = torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
+        setattr(passes, name, once)
+    for seed in range(2):
+        fill(params, seed)
+        optimizer.step()
+    return len(found), sum(found)
+
+
+@pytest.mark.parametrize(
+    ("mars_type", "small", "num_graphs"),
+    [
+        ("mars-adamw", 2**16, 2),
+        ("mars-shampoo", 2**16, 3),
+        # two kinds of chunks: norms, scalars and update for each, one decision
+        ("mars-adamw", 4, 7),
+        ("mars-shampoo", 4, 9),
+    ],
+)
+def test_graphs_do_not_grow_with_depth(mars_type, small, num_graphs, monkeypatch):
+    monkeypatch.setattr(marsopt.chunks, "SMALL", small)
+    shallow = count_graphs(mars_type, 2)
+    assert shallow[0] == num_graphs
+    assert count_graphs(mars_type, 12) == shallow
