@@ -297,8 +297,9 @@ def test_the_next_call_continues(comparison):
     assert "2 of 2 runs done" in told
     console = (folder / STOPPED / "console.txt").read_text()
     assert f"after step {step} of {STEPS}" in console
-    curve = curves.load(folder / STOPPED, STEPS)
-    assert curve.steps.tolist() == [1, *range(2, STEPS + 1, 2)]
+    points = set(curves.validations(folder / STOPPED))
+    # one that fell together with the checkpoint may have been cut off
+    assert {1, *range(2, STEPS + 1, 2)} - points <= {step}
     checkpoints = (folder / STOPPED / "checkpoint").iterdir()
     assert [p.name for p in checkpoints] == [f"step-{STEPS}"]
 
