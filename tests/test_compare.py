@@ -272,7 +272,7 @@ def comparison(data, tmp_path_factory):
     assert first.returncode == 130, said
     step = last_step(folder / STOPPED)
     in_the_way.rmdir()
-    second = command(data, folder, "--jobs", "1")
+    second = command(data, folder, "--jobs", "2")
     told, _ = second.communicate(timeout=240)
     assert second.returncode == 0, told
     return folder, step, said, told
