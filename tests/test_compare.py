@@ -21,6 +21,7 @@ from train.compare import curves, plan, plots, results
 from train.compare.__main__ import arguments, grids
 from train.compare.curves import Curve
 from train.compare.report import markdown, report
+from train.compare.session import Session
 from train.compare.sweep import Run
 from train.errors import UserError
 from train.launch import parse
@@ -29,6 +30,8 @@ from train.run import last_step
 ROOT = Path(__file__).parent.parent
 STEPS = 30
 SMALL = ["--training.seq-len", "32", "--training.global-batch-size", "8"]
+FAILS = "runs/tiny_adamw/lr-0.004/seed-0"
+STOPPED = "runs/tiny_mars_adamw/lr-0.006/seed-0"
 CALL = [
     "--configs", "tiny_adamw", "tiny_mars_adamw",
     "--lrs", "4e-3", "tiny_mars_adamw=6e-3",
@@ -217,6 +220,28 @@ def test_labels_are_moved_apart_and_keep_their_order():
 # ---- the command ---------------------------------------------------------------------
 
 
+ORPHAN = """
+import os, sys
+from train.compare.children import spawn
+spawn("timeit", ["-n", "1", "import time; print('up', flush=True); time.sleep(60)"],
+      threads=1, lock=0)
+sys.stdin.readline()
+os._exit(1)
+"""
+
+
+def test_a_process_ends_with_the_one_that_started_it():
+    """Even where that one has no time to say so."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN], cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert parent.stdout.readline() == "up\n"
+    began = time.monotonic()
+    parent.communicate("now\n", timeout=40)  # until nobody holds its output
+    assert time.monotonic() - began < 30
+
+
 def command(data, folder, *more):
     return subprocess.Popen(
         [sys.executable, "-m", "train.compare", *CALL, "--out", folder, *more,
@@ -226,32 +251,73 @@ def command(data, folder, *more):
     )  # fmt: skip
 
 
-@pytest.mark.application
-def test_killed_and_called_again(data, tmp_path, capsys):
-    """The finished run is kept, the other one continues, and nothing is left behind."""
-    folder = tmp_path / "out"
-    done = folder / "runs/tiny_adamw/lr-0.004/seed-0"
-    cut = folder / "runs/tiny_mars_adamw/lr-0.006/seed-0"
+@pytest.fixture(scope="module")
+def comparison(data, tmp_path_factory):
+    """Two recipes: one fails, the other is stopped on its way; then both again.
+
+    Folder, step at which the second was stopped, and what each of the two calls said.
+    """
+    folder = tmp_path_factory.mktemp("compare") / "out"
+    options = ["--dataloader.dataset-path", str(data), *SMALL]
+    in_the_way = folder / FAILS / "rank0.log"
+    in_the_way.mkdir(parents=True)
+    make(["tiny_adamw", "tiny_mars_adamw"], options, num_seeds=1).save(folder)
     first = command(data, folder, "--jobs", "1")
-    deadline = time.monotonic() + 120
-    while last_step(cut) == 0 and first.poll() is None:
+    deadline = time.monotonic() + 240
+    while last_step(folder / STOPPED) == 0 and first.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    first.kill()
-    said, _ = first.communicate()  # until the last process that has its output ends
+    first.terminate()
+    said, _ = first.communicate(timeout=60)  # until its runs have ended, too
+    assert first.returncode == 130, said
+    step = last_step(folder / STOPPED)
+    in_the_way.rmdir()
+    second = command(data, folder, "--jobs", "2")
+    told, _ = second.communicate(timeout=240)
+    assert second.returncode == 0, told
+    return folder, step, said, told
+
+
+@pytest.mark.application
+def test_a_failed_run_is_told_and_costs_no_other(comparison):
+    _, step, said, _ = comparison
     assert "0 of 2 runs done" in said
-    assert "tiny_adamw lr 0.004 seed 0: done" in said
-    assert 0 < last_step(cut) < STEPS
-    kept = curves.load(done, STEPS).losses
+    assert "tiny_adamw lr 0.004 seed 0: FAILED (exit code 1), tried again by" in said
+    assert "IsADirectoryError" in said
+    assert "tiny_mars_adamw lr 0.006 seed 0: starts" in said
+    assert "stopped: the same command continues" in said
+    assert 0 < step < STEPS
 
-    second = command(data, folder, "--jobs", "1")
-    said, _ = second.communicate(timeout=120)
-    assert second.returncode == 0, said
-    assert "1 of 2 runs done" in said
-    assert "tiny_mars_adamw lr 0.006 seed 0: continues" in said
-    assert "tiny_adamw lr 0.004 seed 0: starts" not in said
-    np.testing.assert_array_equal(curves.load(done, STEPS).losses, kept)
 
+@pytest.mark.application
+def test_the_next_call_continues(comparison):
+    folder, step, _, told = comparison
+    assert "tiny_adamw lr 0.004 seed 0: starts" in told
+    assert "tiny_mars_adamw lr 0.006 seed 0: continues" in told
+    assert "2 of 2 runs done" in told
+    console = (folder / STOPPED / "console.txt").read_text()
+    assert f"after step {step} of {STEPS}" in console
+    points = set(curves.validations(folder / STOPPED))
+    # one that fell together with the checkpoint may have been cut off
+    assert {1, *range(2, STEPS + 1, 2)} - points <= {step}
+    checkpoints = (folder / STOPPED / "checkpoint").iterdir()
+    assert [p.name for p in checkpoints] == [f"step-{STEPS}"]
+
+
+@pytest.mark.application
+def test_what_is_finished_is_recognised(comparison):
+    folder, *_ = comparison
+    said: list[str] = []
+    Session(
+        plan.Plan.load(folder), folder, jobs=2, lock=0,
+        guess=lambda name: 1.0, say=said.append,
+    ).train()  # fmt: skip
+    assert said == ["2 of 2 runs done (more where a grid widens), about 0:00:00 left"]
+
+
+@pytest.mark.application
+def test_table_numbers_and_pictures(comparison, capsys):
+    folder, _, _, told = comparison
     raw = json.loads((folder / "results.json").read_text())
     assert set(raw["optimizers"]) == {"tiny_adamw", "tiny_mars_adamw"}
     for name, row in raw["optimizers"].items():
@@ -260,27 +326,7 @@ def test_killed_and_called_again(data, tmp_path, capsys):
         assert raw["curves"][name]["tokens"][-1] == STEPS * 8 * 32
     for name in ("tokens", "time", "rate"):
         assert (folder / f"loss_by_{name}.png").stat().st_size > 20_000
-    assert [p.name for p in (cut / "checkpoint").iterdir()] == [f"step-{STEPS}"]
     table = (folder / "table.md").read_text()
-    assert table in said
-
+    assert table in told
     report(plan.Plan.load(folder), folder)  # again, from what is there
     assert table in capsys.readouterr().out
-
-
-@pytest.mark.application
-def test_a_failed_run_is_told_and_a_signal_ends_all(options, data, tmp_path):
-    """A folder in the way of its log fails one run, SIGTERM ends the other."""
-    made = make(["tiny_adamw", "tiny_mars_adamw"], options, num_seeds=1)
-    made.save(tmp_path)
-    (tmp_path / "runs/tiny_adamw/lr-0.004/seed-0/rank0.log").mkdir(parents=True)
-    process = command(data, tmp_path, "--jobs", "2", "--only", "runs")
-    said = ""
-    while "IsADirectoryError" not in said and (line := process.stdout.readline()):
-        said += line
-    process.terminate()
-    rest, _ = process.communicate(timeout=60)  # until the last process has ended
-    assert "tiny_adamw lr 0.004 seed 0: FAILED (exit code 1)" in said
-    assert "tiny_mars_adamw lr 0.006 seed 0: starts" in said
-    assert "stopped: the same command continues" in rest
-    assert process.returncode == 130

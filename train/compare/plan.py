@@ -81,7 +81,8 @@ class Plan:
             "debug.seed": run.seed,
             "validator.freq": self.validation_interval,
             "validator.samples": self.validation_samples,
-            "checkpoint.interval": 3 * self.validation_interval,
+            # not at a validation's step: a kill between the two would lose its point
+            "checkpoint.interval": 3 * self.validation_interval + 1,
             "metrics.log-freq": max(1, self.validation_interval // 5),
             "dump-folder": folder / "runs" / run.path,
         }
