@@ -43,7 +43,6 @@ class Entry(NamedTuple):
 
     optimizers: Sequence[Optimizer]
     phases: Sequence[Callable[[], object]]
-    set_to_none: bool = True  # of zero_grad between steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +114,7 @@ def entry_of(
     return Entry(optimizers, (keep, step) if exact else (step,))
 
 
-def ours(
-    mars_type: str, *, set_to_none: bool = True, **options: Any
-) -> Callable[[Params, bool], Entry]:
+def ours(mars_type: str, **options: Any) -> Callable[[Params, bool], Entry]:
     """``marsopt.MARS`` with the global clip inside, unless ``options`` say else."""
 
     def build(params: Params, compile: bool) -> Entry:
@@ -134,8 +131,7 @@ def ours(
         arguments = dict(MARS_HYPER, max_norm=MAX_NORM) | options
         optimizer = MARS(groups, mars_type=mars_type, compile=compile, **arguments)
         exact = not arguments.get("is_approx", True)
-        entry = entry_of(params, optimizer, exact=exact)
-        return entry._replace(set_to_none=set_to_none)
+        return entry_of(params, optimizer, exact=exact)
 
     return build
 
@@ -175,21 +171,13 @@ def _row(key: str, title: str, num_buffers: int, build, **more: Any) -> Contende
         title=f"marsopt {title}",
         family="ours",
         build=build,
-        num_buffers=num_buffers + 1,  # on a CPU the packed gradients stay
+        num_buffers=num_buffers,
         **more,
     )
 
 
 OURS = [
     _row("mars-adamw", "MARS-AdamW, both clips", 3, ours("mars-adamw")),
-    _row(
-        "mars-adamw-in-stacks",
-        "MARS-AdamW, both clips, gradients in stacks",
-        3,
-        ours("mars-adamw", set_to_none=False),
-        note="zero_grad(set_to_none=False): backward adds to gradients where the step "
-        "takes them without a copy",
-    ),
     _row(
         "mars-adamw-bf16-h",
         "MARS-AdamW, both clips, h in bf16",

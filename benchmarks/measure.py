@@ -106,7 +106,7 @@ def walk(
     found = []
     for phase in entry.phases:
         for optimizer in entry.optimizers:
-            optimizer.zero_grad(entry.set_to_none)
+            optimizer.zero_grad()
         last = phase is entry.phases[-1]
         gradients.hand_to(params, 1.0 if last else OTHER_GRADIENT)
         found.append(measured(phase))
