@@ -1,5 +1,6 @@
 # make train    train the small default model and show it
 # make test     lint and the whole test suite
+# make gpu      what can be tested and measured on one GPU alone, into runs/gpu
 #
 # Both create .venv on first use. make train takes RUN=name (a folder below runs/),
 # CONFIG=recipe, RANKS=processes and OPTIONS='--section.option value ...'.
@@ -17,7 +18,7 @@ ifneq ($(RANKS),1)
 LAUNCH := $(BIN)/torchrun --nproc-per-node $(RANKS) -m
 endif
 
-.PHONY: train test lint clean
+.PHONY: train test lint gpu clean
 
 train: $(VENV)/ready $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
 	$(LAUNCH) train --config $(CONFIG) --dump-folder runs/$(RUN) $(OPTIONS)
@@ -28,6 +29,15 @@ test: lint $(VENV)/evaluate
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+gpu: $(VENV)/ready
+	mkdir -p runs/gpu
+	$(BIN)/python -m pytest tests/test_cuda.py
+	$(BIN)/python -m marsopt.profile --model gpt2-large --rule mars_adamw --device cuda --json runs/gpu/mars_adamw.json
+	$(BIN)/python -m marsopt.profile --model gpt2-large --rule mars_shampoo --device cuda --json runs/gpu/mars_shampoo.json
+	$(BIN)/python -m benchmarks.newton_schulz --device cuda --width 1280 --batch 36
+	$(BIN)/python -m benchmarks.whole_step --device cuda --layers 12 --width 768
+	$(BIN)/python -m benchmarks.step --model gpt2-large --device cuda --json runs/gpu/step.json --png runs/gpu/step.png
 
 data/python/meta.json: | $(VENV)/ready
 	$(BIN)/python -m train.prepare --source python --out data/python
