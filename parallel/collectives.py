@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
@@ -109,7 +110,7 @@ class MeshCollectives:
         """``local`` as this rank's piece of a tensor laid out as ``like``."""
         if not isinstance(like, DTensor):
             return local
-        if local.storage_offset():
+        if local.storage_offset() and not is_fake(local):
             # the same memory as a storage of its own: torch 2.13 gives the DTensor the
             # offset of its local tensor, and torch.save then takes it for a plain one
             local = torch.from_dlpack(local.detach())
