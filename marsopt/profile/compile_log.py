@@ -52,6 +52,7 @@ class Graph:
     code_size: int = 0  # characters that inductor generated
     kernels: list[Kernel] = field(default_factory=list)
     num_runs: int = 0  # in one call
+    peak_bytes: int = 0  # that one run allocates at most, its results included
 
     @property
     def num_bytes(self) -> int:

@@ -96,7 +96,7 @@ class OptimizerReport:
         return [
             f"{self.bytes_per_param:.2f} a parameter, floor "
             f"{least.num_bytes / n:.2f}: norms {least.norms / n:.2f}, update "
-            f"{least.update / n:.2f} ({size(self.report.num_bytes)} a step)",
+            f"{least.update / n:.2f} ({size(self.report.num_bytes)} moved a step)",
             f"and {least.packed / n:.2f} a parameter to pack gradients into stacks",
         ]
 
@@ -119,7 +119,7 @@ class OptimizerReport:
         return [
             (
                 "Newton-Schulz",
-                f"{found.num_matrices} matrices, {found.num_flops / 1e12:.3f} TFLOP in "
+                f"{found.num_matrices} matrices, {found.num_flops / 1e9:.3g} GFLOP in "
                 f"{1e3 * found.seconds:.0f} ms apart, {found.dtype}: "
                 f"{found.rate / 1e9:.0f} GFLOP/s",
             ),

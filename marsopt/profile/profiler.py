@@ -84,6 +84,7 @@ def profile(
     graphs = log.graphs
     for graph in graphs:
         graph.num_runs = found.num_runs[graph.compile_id]
+        graph.peak_bytes = found.graph_peaks.get(graph.compile_id, 0)
     return Report(
         machine=describe(device),
         num_calls=steps + 2,

@@ -77,7 +77,9 @@ class Report:
         if self.num_launches is not None:
             kernels += f"; {self.num_launches} launched on the GPU in all"
         rows.append(("kernels", kernels))
-        rows.append(("bytes", f"{size(self.num_bytes)} read and written a call"))
+        rows.append(
+            ("bytes", f"{size(self.num_bytes)} moved (read and written) a call")
+        )
         rows.append(("time", self._time()))
         rows.append(("first call", f"{self.first_call_seconds:.1f} s with compiling"))
         rows.append(
@@ -99,8 +101,9 @@ class Report:
 def _graph(graph: Graph) -> str:
     runs = "" if graph.num_runs == 1 else f", {graph.num_runs} runs a call"
     return (
-        f"{len(graph.kernels)} kernels, {size(graph.num_bytes)}, "
-        f"compiled in {graph.seconds:.1f} s{runs} ({shorter(graph.where)})"
+        f"{len(graph.kernels)} kernels, {size(graph.num_bytes)} moved, "
+        f"{size(graph.peak_bytes)} allocated, compiled in {graph.seconds:.1f} s"
+        f"{runs} ({shorter(graph.where)})"
     )
 
 

@@ -5,6 +5,7 @@ its peak, and a Chrome trace.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity
 
+DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # c10::DeviceType
 REGION = "Torch-Compiled Region: "  # followed by torch's compile id
 
 
@@ -22,6 +24,7 @@ class Trace:
     """What the trace of one call says."""
 
     num_runs: Counter[str]  # of every graph, by compile id
+    graph_peaks: dict[str, int]  # what each allocates at most, its results included
     peak_bytes: int  # allocated at most, beyond what lived before
     num_launches: int | None  # of kernels on a GPU, whoever launched them
 
@@ -43,20 +46,30 @@ def traced(call: Callable[[], object], device: str, path: Path | None) -> Trace:
         path = path or Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    names = (event.get("name", "") for event in events)
-    runs = Counter(n.removeprefix(REGION) for n in names if n.startswith(REGION))
-    if device == "cuda":
-        peak = torch.cuda.max_memory_allocated() - before
-        return Trace(runs, peak, sum(e.get("cat") == "kernel" for e in events))
-    return Trace(runs, _peak(events), None)
+    spans = [e for e in events if e.get("name", "").startswith(REGION)]
+    peaks: dict[str, int] = {}
+    for span in spans:
+        key, start = span["name"].removeprefix(REGION), span["ts"]
+        peak = _peak(events, device, start, start + span["dur"])
+        peaks[key] = max(peak, peaks.get(key, 0))
+    runs = Counter(span["name"].removeprefix(REGION) for span in spans)
+    if device == "cpu":
+        return Trace(runs, peaks, _peak(events, device), None)
+    num_launches = sum(event.get("cat") == "kernel" for event in events)
+    most = torch.cuda.max_memory_allocated() - before
+    return Trace(runs, peaks, most, num_launches)
 
 
-def _peak(events: list[dict]) -> int:
-    """Of the CPU allocator's calls, in their order."""
+def _peak(
+    events: list[dict], device: str, start: float = 0.0, end: float = math.inf
+) -> int:
+    """Of the allocator's calls between two times, in their order."""
     calls = [
         (event["ts"], event["args"]["Bytes"])
         for event in events
-        if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0
+        if event.get("name") == "[memory]"
+        and event["args"]["Device Type"] == DEVICE_TYPES[device]
+        and start <= event["ts"] <= end
     ]
     peak = now = 0
     for _, size in sorted(calls, key=lambda call: call[0]):
