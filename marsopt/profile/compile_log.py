@@ -175,17 +175,20 @@ def _metrics_to(take: Callable[[logging.LogRecord], None]):
     from torch._inductor import metrics
     from torch._inductor.compile_fx import inductor_metrics_log as logger
 
-    level, propagate = logger.level, logger.propagate
+    def caught(record: logging.LogRecord) -> bool:
+        take(record)
+        return False  # nobody prints it
+
+    level = logger.level
     lists: Sequence[list] = (metrics.nodes_num_elem, metrics.node_runtimes)
     lengths, total = [len(part) for part in lists], metrics.num_bytes_accessed
     logger.setLevel(logging.INFO)
-    logger.propagate = False
+    logger.addFilter(caught)
     try:
-        with _handled(logger, _Listener(take)):
-            yield
+        yield
     finally:
+        logger.removeFilter(caught)
         logger.setLevel(level)
-        logger.propagate = propagate
         for part, length in zip(lists, lengths, strict=True):
             del part[length:]  # they would keep every graph alive
         metrics.num_bytes_accessed = total
