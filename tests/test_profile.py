@@ -21,6 +21,12 @@ from marsopt.profile.optimizer_report import OptimizerReport, profile_optimizer
 
 WIDTH, VOCAB = 64, 512
 MATRIX = 4 * WIDTH * WIDTH  # bytes of the smallest one
+# few shapes, where no more is needed: two stacks of matrices and one of vectors
+FEW = {
+    **{f"{i}.in": (4 * WIDTH, WIDTH) for i in range(3)},
+    **{f"{i}.out": (WIDTH, WIDTH) for i in range(3)},
+    **{f"{i}.norm": (WIDTH,) for i in range(3)},
+}
 
 
 @dataclass
@@ -35,11 +41,9 @@ class Clocked(Subject):
         self.seconds.append(time.process_time() - start)
 
 
-def watched(rule: str, num_layers: int, *, steps: int = 3, log=None, **options):
+def watched(rule: str, tensors, *, steps: int = 3, log=None, **options):
     """The report, and the CPU seconds of the first step."""
-    built = subject(
-        shapes(num_layers, WIDTH, VOCAB), rule, num_steps=steps + 2, **options
-    )
+    built = subject(tensors, rule, num_steps=steps + 2, **options)
     clocked = Clocked(built.optimizer, built.num_steps)
     report = profile_optimizer(
         clocked, title=rule, steps=steps, cold=False, compile_log=log
@@ -54,18 +58,18 @@ def log(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def deep():
-    return watched("mars-adamw", 48)
+    return watched("mars-adamw", shapes(48, WIDTH, VOCAB))
 
 
 @pytest.fixture(scope="module")
 def shallow(deep, log):
     """After ``deep``, which pays for what a process compiles but once."""
-    return watched("mars-adamw", 2, steps=49, log=log)
+    return watched("mars-adamw", shapes(2, WIDTH, VOCAB), steps=49, log=log)
 
 
 @pytest.fixture(scope="module", params=["mars-shampoo", "muon"])
 def by_matrix(request):
-    return watched(request.param, 2)[0]
+    return watched(request.param, FEW)[0]
 
 
 def graph(report: OptimizerReport, name: str):
@@ -101,7 +105,7 @@ def test_bytes_a_parameter(shallow):
 
 
 def test_bytes_a_parameter_with_h_in_half_precision():
-    report, _ = watched("mars-adamw", 1, h_dtype=torch.bfloat16)
+    report, _ = watched("mars-adamw", FEW, h_dtype=torch.bfloat16)
     assert report.bytes_per_param <= 38.05
     assert report.report.num_bytes <= 1.002 * report.floor.num_bytes
 
@@ -112,7 +116,7 @@ def test_three_kernels_a_stack(shallow, by_matrix):
 
 
 def test_generated_code_passes_over_a_stack_twice(shallow, log):
-    """Once for the norms and once for the update: inductor counts kernels, not loops."""
+    """For the norms and for the update: inductor counts kernels, not loops."""
     report = shallow[0]
     (written,) = log.iterdir()
     smallest = min(report.stack_bytes) // 4
@@ -164,19 +168,17 @@ def test_a_step_allocates_no_full_size_temporary(shallow):
 
 
 def test_matrix_rules_allocate_what_is_documented(by_matrix):
-    """The matrices to orthogonalize where they are not the momentum itself, then the
-    factors, and Newton-Schulz on one shape after the other.
+    """The matrices to orthogonalize where they are not the momentum itself, the
+    factors, and what Newton-Schulz holds beside them of one shape after the other.
     """
     graphs = {g.name: g.peak_bytes for g in by_matrix.report.graphs}
-    matrices = 4 * sum(
-        rows * cols
-        for rows, cols in (s for s in shapes(2, WIDTH, VOCAB).values() if len(s) == 2)
-    )
+    matrices = 4 * sum(torch.Size(s).numel() for s in FEW.values() if len(s) == 2)
     made = matrices if by_matrix.title == "muon" else 0
     assert graphs["assess_"] < MATRIX
     assert made <= graphs["move_"] < made + MATRIX
     assert graphs["settle_"] < MATRIX
-    assert by_matrix.report.peak_bytes < made + 2 * matrices
+    largest = 4 * 3 * 4 * WIDTH * WIDTH  # the stack of "in"
+    assert by_matrix.report.peak_bytes < made + matrices + 2 * largest
 
 
 def test_packing_is_counted_apart(shallow):
@@ -256,7 +258,7 @@ def test_an_eager_function_stays_eager_on_demand():
     )
     assert report.graphs == []
     assert report.num_bytes == 0
-    assert report.peak_bytes == 4000
+    assert 4000 <= report.peak_bytes < 4100
 
 
 def test_nothing_stays_switched_on():
@@ -304,10 +306,10 @@ def test_bad_arguments(step_fn, options, message):
 def test_the_command_prints_and_writes(tmp_path):
     """As a user calls it; no warning of runpy's."""
     out = tmp_path / "report.json"
-    small = ["--layers=1", "--width=32", "--vocab=64", "--rule=adamw", "--steps=2"]
+    small = ["--layers=1", "--width=32", "--vocab=64", "--rule=adamw"]
     done = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", "-m", "marsopt.profile"]
-        + [*small, "--json", out],
+        + [*small, "--steps", "2", "--warm", "--json", out],
         capture_output=True,
         text=True,
         timeout=240,

@@ -48,6 +48,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--steps", type=int, default=10, help="that are timed")
+    parser.add_argument(
+        "--warm",
+        action="store_true",
+        help="reuse binaries on disk: sooner, but the first call's time means little",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="Chrome trace")
     parser.add_argument(
@@ -135,6 +140,7 @@ def run(args: argparse.Namespace) -> OptimizerReport:
         found,
         title=title(args),
         steps=args.steps,
+        cold=not args.warm,
         device=args.device,
         trace=args.trace,
         compile_log=args.compile_log,

@@ -5,7 +5,6 @@ every hyperparameter moves.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -105,7 +104,7 @@ def subject(
     beside = {"wte", "wpe"} if rule in ("mars-m", "moonlight") else set()
     groups = [
         {"params": [(n, p) for n, p in params.items() if n not in beside]},
-        {"params": [(n, params[n]) for n in beside], "mars_type": "adamw"},
+        {"params": [(n, params[n]) for n in sorted(beside)], "mars_type": "adamw"},
     ]
     optimizer = MARS(
         [group for group in groups if group["params"]],
@@ -117,11 +116,6 @@ def subject(
     )
     if joined:
         optimizer.zero_grad(set_to_none=False)
-        _refill(params.values())
+        for p in params.values():
+            p.grad.normal_(std=1e-3)
     return Subject(optimizer, num_steps)
-
-
-def _refill(params) -> None:
-    fill: Callable[[Tensor], Tensor] = Tensor.normal_
-    for p in params:
-        fill(p.grad).mul_(1e-3)
