@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from datetime import date
@@ -18,9 +19,11 @@ COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
 
 
 def describe(device: str) -> str:
-    """One line: processor, cores, torch, date."""
+    """One line: processor, cores, how busy they are, torch, date."""
     threads = torch.get_num_threads()
     text = f"{_processor()}, {os.cpu_count()} cores, torch on {threads} threads"
+    if sys.platform != "win32":
+        text += f", load average {os.getloadavg()[0]:.1f}"
     if device == "cuda":
         text = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
     return f"{text}, torch {torch.__version__}, {date.today().isoformat()}"
