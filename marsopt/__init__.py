@@ -6,6 +6,7 @@ from marsopt.collectives import LOCAL, Collectives
 from marsopt.flat import FlatGroup
 from marsopt.newton_schulz import NewtonSchulz, newton_schulz, polar_factor
 from marsopt.optimizer import MARS
+from marsopt.profile import profile
 from marsopt.routing import mars
 from marsopt.rule import Rule
 from marsopt.rules.adamw import AdamW as adamw
@@ -35,4 +36,5 @@ __all__ = [
     "muon",
     "newton_schulz",
     "polar_factor",
+    "profile",
 ]

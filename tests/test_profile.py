@@ -1,0 +1,344 @@
+"""What a step costs: the counts that docs/performance.md states, and the profiler that
+counts them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+import marsopt
+from marsopt.profile import __main__ as command
+from marsopt.profile.gpt2 import Subject, shapes, subject
+from marsopt.profile.optimizer_report import OptimizerReport, profile_optimizer
+
+WIDTH, VOCAB = 64, 512
+MATRIX = 4 * WIDTH * WIDTH  # bytes of the smallest one
+# few shapes, where no more is needed: two stacks of matrices and one of vectors
+FEW = {
+    **{f"{i}.in": (4 * WIDTH, WIDTH) for i in range(3)},
+    **{f"{i}.out": (WIDTH, WIDTH) for i in range(3)},
+    **{f"{i}.norm": (WIDTH,) for i in range(3)},
+}
+
+
+@dataclass
+class Clocked(Subject):
+    """Notes the CPU seconds of every step, which neighbours do not stretch."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    def __call__(self) -> None:
+        start = time.process_time()
+        super().__call__()
+        self.seconds.append(time.process_time() - start)
+
+
+def watched(rule: str, tensors, *, steps: int = 3, log=None, **options):
+    """The report, and the CPU seconds of the first step."""
+    built = subject(tensors, rule, num_steps=steps + 2, **options)
+    clocked = Clocked(built.optimizer, built.num_steps)
+    report = profile_optimizer(
+        clocked, title=rule, steps=steps, cold=False, compile_log=log
+    )
+    return report, clocked.seconds[0]
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return tmp_path_factory.mktemp("log")
+
+
+@pytest.fixture(scope="module")
+def deep():
+    return watched("mars-adamw", shapes(48, WIDTH, VOCAB))
+
+
+@pytest.fixture(scope="module")
+def shallow(deep, log):
+    """After ``deep``, which pays for what a process compiles but once."""
+    return watched("mars-adamw", shapes(2, WIDTH, VOCAB), steps=49, log=log)
+
+
+@pytest.fixture(scope="module", params=["mars-shampoo", "muon"])
+def by_matrix(request):
+    return watched(request.param, FEW)[0]
+
+
+def graph(report: OptimizerReport, name: str):
+    """The one graph of this name."""
+    (found,) = (g for g in report.report.graphs if g.name == name)
+    return found
+
+
+def num_passes(code: str, num_elements: int) -> int:
+    """Loop nests of generated C++ that visit ``num_elements`` or more. Inductor may
+    give one kernel several of different shape, which its scheduler counts once.
+    """
+    loop = r"(\s*)for\(int64_t x\d+=.*?x\d+<static_cast<int64_t>\((\d+)L\)"
+    nest: list[tuple[str, int]] = []  # indentation and product of the bounds
+    found = 0
+    for line in code.splitlines():
+        if match := re.match(loop, line):
+            outer = nest[-1][1] if nest else 1
+            nest.append((match[1], outer * int(match[2])))
+            found += outer < num_elements <= nest[-1][1]
+        elif nest and line == nest[-1][0] + "}":
+            nest.pop()
+    return found
+
+
+def test_bytes_a_parameter(shallow):
+    """44 with both clips and h copied: 8 for the norms, 36 for the update."""
+    report, _ = shallow
+    assert report.floor.num_bytes <= 44 * report.num_params
+    assert report.bytes_per_param <= 44.05  # and scalars, of a model this small
+    assert report.report.num_bytes <= 1.001 * report.floor.num_bytes
+    assert graph(report, "assess_").num_bytes < 1.01 * report.floor.norms
+
+
+def test_bytes_a_parameter_with_h_in_half_precision():
+    report, _ = watched("mars-adamw", FEW, h_dtype=torch.bfloat16)
+    assert report.bytes_per_param <= 38.05
+    assert report.report.num_bytes <= 1.002 * report.floor.num_bytes
+
+
+def test_three_kernels_a_stack(shallow, by_matrix):
+    assert shallow[0].num_stack_kernels == 2 * len(shallow[0].stack_bytes)
+    assert by_matrix.kernels_per_stack <= 3
+
+
+def test_generated_code_passes_over_a_stack_twice(shallow, log):
+    """For the norms and for the update: inductor counts kernels, not loops."""
+    report = shallow[0]
+    (written,) = log.iterdir()
+    smallest = min(report.stack_bytes) // 4
+    assert num_passes(written.read_text(), smallest) == 2 * len(report.stack_bytes)
+
+
+def test_two_graphs_without_a_break(shallow):
+    report = shallow[0].report
+    assert [g.name for g in report.graphs] == ["assess_", "move_"]
+    assert [g.num_runs for g in report.graphs] == [1, 1]
+    assert report.breaks == []
+
+
+def test_no_recompiles_while_every_hyperparameter_moves(shallow):
+    """lr, gamma, betas, weight decay and clip, over 51 steps."""
+    report = shallow[0].report
+    assert report.num_calls == 51
+    assert report.recompiles == []
+
+
+def test_graphs_do_not_grow_with_depth(shallow, deep):
+    """2 and 48 layers: as many graphs, passes over stacks and characters of generated
+    code. The time is the CPU's in the first step, which neighbours do not stretch:
+    tracing and code generation; the C++ compiler's follows the code's size.
+    """
+    (two, seconds_two), (many, seconds_many) = shallow, deep
+    assert many.num_tensors > 19 * two.num_tensors
+    assert many.num_stack_kernels == two.num_stack_kernels
+    for name in ("assess_", "move_"):
+        a, b = graph(two, name), graph(many, name)
+        # of the small kernels inductor fuses some at 48 numbers that it does not at 2
+        assert len(b.kernels) <= len(a.kernels)
+        assert b.code_size <= 1.1 * a.code_size
+    assert seconds_many <= 1.3 * seconds_two
+
+
+def test_matrix_rules_take_one_more_graph(by_matrix):
+    report = by_matrix.report
+    assert [g.name for g in report.graphs] == ["assess_", "move_", "settle_"]
+    assert report.breaks == []
+    assert report.recompiles == []
+    assert report.num_bytes <= 1.002 * by_matrix.floor.num_bytes
+
+
+def test_a_step_allocates_no_full_size_temporary(shallow):
+    """Seen by the allocator. Packed gradients stay between steps on a CPU."""
+    assert shallow[0].report.peak_bytes < MATRIX
+    assert all(g.peak_bytes < MATRIX for g in shallow[0].report.graphs)
+
+
+def test_matrix_rules_allocate_what_is_documented(by_matrix):
+    """The matrices to orthogonalize where they are not the momentum itself, the
+    factors, and what Newton-Schulz holds beside them of one shape after the other.
+    """
+    graphs = {g.name: g.peak_bytes for g in by_matrix.report.graphs}
+    matrices = 4 * sum(torch.Size(s).numel() for s in FEW.values() if len(s) == 2)
+    made = matrices if by_matrix.title == "muon" else 0
+    assert graphs["assess_"] < MATRIX
+    assert made <= graphs["move_"] < made + MATRIX
+    assert graphs["settle_"] < MATRIX
+    largest = 4 * 3 * 4 * WIDTH * WIDTH  # the stack of "in"
+    assert by_matrix.report.peak_bytes < made + matrices + 2 * largest
+
+
+def test_packing_is_counted_apart(shallow):
+    """Read and written once, but for the one tensor that is alone in its shape."""
+    alone = 4 * VOCAB * WIDTH
+    report, _ = shallow
+    assert report.floor.packed == 2 * (4 * report.num_params - alone - 4 * 1024 * WIDTH)
+
+
+# ---- a function of the user's ------------------------------------------------------
+
+
+def breaks(x):
+    y = x.sin()
+    print(end="")
+    return y.cos()
+
+
+def test_a_break_is_told_with_its_place_and_reason():
+    report = marsopt.profile(torch.compile(breaks), torch.ones(8), steps=2, cold=False)
+    (found,) = report.breaks
+    line = breaks.__code__.co_firstlineno + 2
+    assert found.where == f"{__file__}:{line}"
+    assert "print" in found.reason
+    assert len(report.graphs) == 2
+    assert f"test_profile.py:{line}: " in str(report)
+
+
+def test_bytes_and_kernels_of_a_plain_function(tmp_path):
+    """Compiled here, since nothing in it is: one kernel reads x and writes y."""
+    x = torch.ones(1024, 1024)
+    report = marsopt.profile(
+        lambda x: (x + 1).sqrt(),
+        x,
+        steps=2,
+        cold=False,
+        trace=tmp_path / "trace.json",
+        compile_log=tmp_path / "log",
+    )
+    (found,) = report.graphs
+    assert report.num_bytes == 2 * x.nbytes
+    assert report.num_kernels == 1
+    assert found.peak_bytes == report.peak_bytes == x.nbytes
+    assert report.allowed_seconds == 2 * x.nbytes / report.copy_bandwidth
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    (log,) = (tmp_path / "log").iterdir()
+    assert "inductor_output_code" in log.read_text()
+
+
+def test_recompiles_are_told_with_their_reason():
+    sizes = iter(range(2, 20))
+    multiply = torch.compile(lambda x, n: x * n)
+    report = marsopt.profile(
+        lambda: multiply(torch.ones(4), next(sizes)), steps=2, cold=False
+    )
+    assert report.recompiles
+    assert "n == 2" in report.recompiles[0].reason
+    assert f"{len(report.recompiles)} in 4 calls" in str(report)
+
+
+def test_a_backward_pass_counts_into_its_graph():
+    x = torch.ones(512, 512, requires_grad=True)
+    loss = torch.compile(lambda x: (x.sin() * x).sum())
+
+    def step():
+        x.grad = None
+        loss(x).backward()
+
+    (found,) = marsopt.profile(step, steps=2, cold=False).graphs
+    assert len(found.kernels) >= 2
+    assert found.num_bytes >= 3 * x.nbytes  # x twice, its gradient
+
+
+def test_an_eager_function_stays_eager_on_demand():
+    report = marsopt.profile(
+        lambda x: x + 1, torch.ones(1000), steps=2, compile=False, cold=False
+    )
+    assert report.graphs == []
+    assert report.num_bytes == 0
+    assert 4000 <= report.peak_bytes < 4100
+
+
+def test_nothing_stays_switched_on():
+    """Neither logs nor counts nor caches."""
+    import logging
+
+    from torch._inductor import config, metrics
+    from torch._inductor.compile_fx import inductor_metrics_log
+
+    def state():
+        return (
+            list(logging.getLogger("torch.__trace").handlers),
+            list(inductor_metrics_log.filters),
+            inductor_metrics_log.level,
+            len(metrics.nodes_num_elem),
+            config.fx_graph_cache,
+        )
+
+    before = state()
+
+    def fails(x):
+        raise RuntimeError("of its own")
+
+    with pytest.raises(RuntimeError, match="of its own"):
+        marsopt.profile(fails, torch.ones(3))
+    assert state() == before
+
+
+@pytest.mark.parametrize(
+    "step_fn, options, message",
+    [
+        (torch.ones(3), {}, "got a Tensor, expected a function"),
+        (breaks, {"steps": 0}, "got steps=0, expected at least 1"),
+        (breaks, {"device": "tpu"}, "got device='tpu', expected 'cpu' or 'cuda'"),
+    ],
+)
+def test_bad_arguments(step_fn, options, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        marsopt.profile(step_fn, **options)
+
+
+# ---- the command -------------------------------------------------------------------
+
+
+def test_the_command_prints_and_writes(tmp_path):
+    """As a user calls it; no warning of runpy's."""
+    out = tmp_path / "report.json"
+    small = ["--layers=1", "--width=32", "--vocab=64", "--rule=adamw"]
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-m", "marsopt.profile"]
+        + [*small, "--steps", "2", "--warm", "--json", out],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "adamw with both clips on gpt2-small, 1 layers" in done.stdout
+    found = json.loads(out.read_text())
+    assert [g["name"] for g in found["graphs"]] == ["assess_", "move_"]
+    assert found["recompiles"] == []
+    assert found["bytes_per_param"] == pytest.approx(32, rel=0.02)
+    for word in ("kernels", "floor", "first call", "peak memory", str(out)):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--layers", "0"], "got --layers 0, expected at least 1"),
+        (["--json", "no/such/report.json"], "expected a file in a folder that exists"),
+        (["--layers", "100000"], "GB, expected at most the"),
+    ],
+)
+def test_the_command_refuses(argv, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        command.arguments(argv)
+
+
+def test_gpt2_small_has_its_tensors():
+    """Without biases, as the MARS authors train it, and with their padding."""
+    found = shapes(*command.MODELS["gpt2-small"], command.VOCAB_SIZE)
+    assert len(found) == 2 + 12 * 6 + 1
+    assert sum(torch.Size(s).numel() for s in found.values()) == 124_373_760
