@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -11,6 +12,13 @@ from marsopt.stacks import group_by
 
 # elements; below it a copy costs less than a call
 SMALL = 2**16
+
+
+class Chunk(NamedTuple):
+    """Lanes that one call moves, and which compiled functions do it."""
+
+    lanes: list[Lane]
+    family: int
 
 
 def should_stack(p: Tensor, compile: bool) -> bool:
@@ -24,20 +32,20 @@ def should_stack(p: Tensor, compile: bool) -> bool:
     return compile and (p.device.type != "cpu" or p.numel() <= SMALL)
 
 
-def chunks(lanes: Sequence[Lane], compile: bool) -> list[list[Lane]]:
-    """``lanes`` in the order in which they move, one list a call.
+def chunks(lanes: Sequence[Lane], compile: bool) -> list[Chunk]:
+    """``lanes`` in the order in which they move.
 
     Of L lanes that look alike to a graph, L calls take one each, together with those of
     all other kinds that are L: a graph of one layer is compiled, and called for each.
     Kinds of which there is one share a call.
     """
-    kinds = group_by([_kind(lane) for lane in lanes])
     if not compile:
-        return [list(lanes)]
+        return [Chunk(list(lanes), 0)]
+    kinds = group_by([_kind(lane) for lane in lanes])
     found = []
-    for together in group_by([len(kind) for kind in kinds]):
-        columns = [kinds[i] for i in together]
-        found += [[lanes[i] for i in row] for row in zip(*columns, strict=True)]
+    for family, together in enumerate(group_by([len(kind) for kind in kinds])):
+        for row in zip(*(kinds[i] for i in together), strict=True):
+            found.append(Chunk([lanes[i] for i in row], family))
     return found
 
 

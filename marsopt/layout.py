@@ -81,7 +81,7 @@ class Layout:
             ],
             compile,
         )
-        self.lanes = list(chain.from_iterable(self.chunks))
+        self.lanes = [lane for chunk in self.chunks for lane in chunk.lanes]
         self._shapes = [p.shape for lane in self.lanes for p in lane.params]
         self.leaves = [lane.params for lane in self.lanes]
         self.params = list(chain.from_iterable(self.leaves))

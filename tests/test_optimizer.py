@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -578,14 +579,10 @@ def test_compile_says_what_it_decided(monkeypatch, caplog):
     assert "runs eagerly, since there is no C++ compiler" in caplog.text
 
 
-def test_two_optimizers_do_not_share_the_limit_on_recompiles():
+def test_two_optimizers_do_not_share_the_limit_on_recompiles(monkeypatch):
     """Each compiles functions of its own: the twentieth still runs as one graph."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     for width in range(2, 22):
         params = parameters((width, 3))
         optimizer = MARS(params, compile=True)
-        passes = optimizer._passes
-        for name in ("assess", "move"):
-            own = getattr(passes, name)._torchdynamo_orig_callable
-            fast = torch.compile(own, backend="eager", fullgraph=True)
-            setattr(passes, name, fast)
         run(optimizer, params, 1)
