@@ -1,12 +1,13 @@
 """Several trainings one after another in one process: starting python -m train for each
 costs more than they do.
 
-Run as a module, it reads [[label, [options of python -m train]], ...] from its standard
-input.
+Run as a module, it reads [[label, [options of python -m train], {changes of the model's
+shape}], ...] from its standard input.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -20,10 +21,12 @@ from pathlib import Path
 MARK = "== "
 
 
-def train_all(jobs: dict[str, list[str]], folder: Path) -> dict[str, str]:
-    """What each job printed, or its traceback; runs lie in ``folder``/label."""
+def train_all(jobs: dict[str, list[str]], folder: Path, **shape: int) -> dict[str, str]:
+    """What each job printed, or its traceback; runs lie in ``folder``/label. ``shape``
+    are changes of the recipe's ``Shape``.
+    """
     given = [
-        [label, [*map(str, options), "--dump-folder", str(folder / label)]]
+        [label, [*map(str, options), "--dump-folder", str(folder / label)], shape]
         for label, options in jobs.items()
     ]
     done = subprocess.run(
@@ -58,10 +61,12 @@ def main() -> None:
     sys.modules[Trainer.__module__].time = types.SimpleNamespace(
         perf_counter=time.perf_counter, sleep=lambda seconds: None
     )
-    for label, options in json.load(sys.stdin):
+    for label, options, shape in json.load(sys.stdin):
         print(f"{MARK}{label}", flush=True)
         try:
             config = parse(options)
+            model = config.model_spec.model
+            model.shape = dataclasses.replace(model.shape, **shape)
             resolve(config, 1)
             claim(config)
             trainer = config.build()
