@@ -455,3 +455,18 @@ def test_graphs_do_not_grow_with_depth(mars_type, small, num_graphs, monkeypatch
     shallow = count_graphs(mars_type, 2, monkeypatch)
     assert shallow[0] == num_graphs
     assert count_graphs(mars_type, 12, monkeypatch) == shallow
+
+
+def test_passes_are_named_in_a_profilers_trace():
+    optimizer, params = pair(mars_type="mars-shampoo")[0]
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as trace:
+        walk(optimizer, params, [0])
+    seen = {event.key for event in trace.key_averages()}
+    assert seen >= {
+        "marsopt: gather",
+        "marsopt: norms",
+        "marsopt: update",
+        "marsopt: newton-schulz",
+    }
