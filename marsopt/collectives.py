@@ -48,6 +48,9 @@ class Collectives(Protocol):
 class LocalCollectives:
     """One process holds everything: sums are complete, matrices are whole."""
 
+    def __reduce__(self) -> str:
+        return "LOCAL"  # copies and pickles are this one
+
     def local(self, tensor: Tensor) -> Tensor:
         """``tensor`` itself.
 

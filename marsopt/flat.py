@@ -165,6 +165,18 @@ def subtree(tree: Tree, part: Sequence) -> FlatGroup | dict:
     return {name: tree[name] for name in part}
 
 
+def check_packing(params: Tree, other: Tree, what: str) -> None:
+    """Raises ValueError where rows of ``other`` are not those of ``params``."""
+    if not isinstance(params, FlatGroup):
+        return
+    if not isinstance(other, FlatGroup) or other.packing != params.packing:
+        raise ValueError(
+            f"got {what} that are packed otherwise than the parameters, expected a "
+            "FlatGroup of the same leaves in the same order: differentiate with "
+            "respect to the flat group itself, or pack the same mapping"
+        )
+
+
 def leaf_shape(tree: Tree, x: Tensor) -> torch.Size:
     """Shape of one leaf, ``x`` being a leaf of ``tree`` or a stack of a FlatGroup."""
     return x.shape[1:] if isinstance(tree, FlatGroup) else x.shape

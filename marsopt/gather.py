@@ -5,6 +5,7 @@ lie in stacks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class Gather:
         for number, lane in enumerate(lanes):
             pieces = lane.pieces()
             x = lane.settle_in(pieces)
-            if x is lane.home:
+            if x is not None and x is lane.home:
                 self._moved.extend(lane.params)
             if x is None:
                 x = self._rows(number, "x", pieces, copies)
@@ -51,7 +52,10 @@ class Gather:
         if all(all(real) for real in live):
             return found, None
         device = lanes[0].t.device
-        return found, [torch.tensor(real, device=device) for real in live]
+        # one transfer, which the host does not wait for
+        flags = torch.tensor([has for real in live for has in real])
+        flags = flags.to(device, non_blocking=True)
+        return found, list(flags.split([len(real) for real in live]))
 
     def _gradients(
         self, number: int, lane: Lane, pieces: list[Tensor], copies
@@ -65,25 +69,27 @@ class Gather:
             if g is not None:
                 return g, real
         rest = iter(grads)
-        dtype = grads[0].dtype if grads else pieces[0].dtype
+        dtype = reduce(torch.promote_types, (g.dtype for g in grads or pieces))
         zero = torch.zeros((), dtype=dtype, device=pieces[0].device)
         like = [
             next(rest) if has else zero.expand_as(x)
             for x, has in zip(pieces, real, strict=True)
         ]
-        return self._rows(number, "g", like, copies, strides), real
+        return self._rows(number, "g", like, copies, strides, dtype), real
 
-    def _rows(self, number: int, role: str, leaves, copies, strides=None) -> Tensor:
+    def _rows(
+        self, number: int, role: str, leaves, copies, strides=None, dtype=None
+    ) -> Tensor:
         """A scratch stack, with the leaves noted down to be copied into it."""
-        first = leaves[0]
+        first, dtype = leaves[0], dtype or leaves[0].dtype
         scratch = self._scratch.get((number, role))
-        if scratch is None or scratch.dtype != first.dtype:
+        if scratch is None or scratch.dtype != dtype:
             (scratch,) = empty_stacks(
-                [(len(leaves), *first.shape)], [first.dtype], first.device
+                [(len(leaves), *first.shape)], [dtype], first.device
             )
             if strides is not None and len(leaves) == 1:
                 scratch = torch.empty_strided(
-                    first.shape, strides, dtype=first.dtype, device=first.device
+                    first.shape, strides, dtype=dtype, device=first.device
                 ).unsqueeze(0)
             self._scratch[number, role] = scratch
         copies[0].extend(scratch.unbind())

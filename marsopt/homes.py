@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.stacks import empty_stacks
 
@@ -19,6 +20,8 @@ def may_move(piece: Tensor, whole: Tensor) -> bool:
     flattened buffers, shared memory and FSDP's shards stay where they are.
     """
     if piece is not whole or not piece.is_contiguous() or piece.numel() == 0:
+        return False
+    if is_fake(piece):
         return False
     storage = piece.untyped_storage()
     if storage.nbytes() != piece.nbytes or piece.device.type == "meta":
@@ -41,15 +44,16 @@ def move_in(params: Sequence[Tensor]) -> Tensor:
 
 
 def check_apart(labelled: Sequence[tuple[Tensor, str]]) -> None:
-    """Raises ValueError where two parameters share memory: each would move it."""
+    """Raises ValueError where two parameters share memory: each would move it.
+
+    Of those that are not contiguous (columns of one matrix, say) nothing is known.
+    """
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for p, label in labelled:
-        if p.numel() and p.device.type != "meta":
+        if p.numel() and p.is_contiguous() and p.device.type != "meta":
             start = p.storage_offset() * p.itemsize
-            extent = sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
-            end = start + (extent + 1) * p.itemsize
             storage = p.untyped_storage()._cdata
-            spans.setdefault(storage, []).append((start, end, label))
+            spans.setdefault(storage, []).append((start, start + p.nbytes, label))
     for found in spans.values():
         found.sort()
         for (_, end, one), (start, _, other) in zip(found, found[1:], strict=False):

@@ -66,6 +66,9 @@ class Lane:
             return pieces[0].unsqueeze(0)
         if self.home is not None and _are_rows(pieces, self.home):
             return self.home
+        self.home = adjacent(pieces)  # of a lane before this one, say
+        if self.home is not None:
+            return self.home
         both = zip(pieces, self.params, strict=True)
         self.home = (
             move_in(self.params) if all(may_move(x, p) for x, p in both) else None
@@ -199,21 +202,22 @@ def _existing(
 
 
 def _zeros(lanes: Sequence[Lane], symbol: str) -> list[Tensor]:
-    pieces = [lane.pieces() for lane in lanes]
-    fresh = empty_stacks(
-        [(len(part), *part[0].shape) for part in pieces],
-        [
-            lane.rule.dtype_of(symbol, part[0])
-            for lane, part in zip(lanes, pieces, strict=True)
-        ],
-        pieces[0][0].device,
+    """Zeros for each lane; those of contiguous leaves share one buffer per dtype."""
+    firsts = [lane.pieces()[0] for lane in lanes]
+    dtypes = [
+        lane.rule.dtype_of(symbol, x) for lane, x in zip(lanes, firsts, strict=True)
+    ]
+    dense = [i for i, x in enumerate(firsts) if x.is_contiguous()]
+    stacks = empty_stacks(
+        [(len(lanes[i].params), *firsts[i].shape) for i in dense],
+        [dtypes[i] for i in dense],
+        firsts[0].device,
     )
-    for i, part in enumerate(pieces):
-        if part[0].is_contiguous():
-            fresh[i].zero_()
-        else:  # alone in its lane: its state has its strides, as zeros_like makes them
-            fresh[i] = torch.zeros_like(part[0], dtype=fresh[i].dtype).unsqueeze(0)
-    return fresh
+    found = {i: stack.zero_() for i, stack in zip(dense, stacks, strict=True)}
+    for i, x in enumerate(firsts):
+        if i not in found:  # alone in its lane: its state has its strides
+            found[i] = torch.zeros_like(x, dtype=dtypes[i]).unsqueeze(0)
+    return [found[i] for i in range(len(lanes))]
 
 
 def _move_state(

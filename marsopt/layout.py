@@ -82,22 +82,25 @@ class Layout:
             compile,
         )
         self.lanes = [lane for chunk in self.chunks for lane in chunk.lanes]
-        self._shapes = [p.shape for lane in self.lanes for p in lane.params]
         self.leaves = [lane.params for lane in self.lanes]
         self.params = list(chain.from_iterable(self.leaves))
+        self._forms = [(p.shape, p.device, p.dtype) for p in self.params]
         self._known = set(self.params)
         # what the lanes hold views of: whoever replaces it gets a new layout
         self._held = [(p, state[p], tuple(state[p].values())) for p in self.params]
         self._gather = Gather()
+        with torch.no_grad():  # now, so that no address changes in the first step
+            for lane in self.lanes:
+                lane.settle_in(lane.pieces())
 
     def fits(self, state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
         """Whether groups and state are still those that this was made for.
 
         Raises:
-            ValueError: a sparse gradient, or a parameter of another shape than before.
+            ValueError: a sparse gradient, or a parameter of another shape or on another
+                device than before.
         """
-        self._check_shapes()
-        known = True
+        known = self._check_forms()
         for number, group in enumerate(self._groups):
             for i, p in enumerate(group["params"]):
                 if p.grad is None:
@@ -113,21 +116,26 @@ class Layout:
             known
             and self._structure == _structure(self._groups)
             and all(
-                state.get(p) is entry and all(map(is_, entry.values(), tensors))
+                state.get(p) is entry
+                and len(entry) == len(tensors)
+                and all(map(is_, entry.values(), tensors))
                 for p, entry, tensors in self._held
             )
         )
 
-    def _check_shapes(self) -> None:
-        for i, (p, shape) in enumerate(zip(self.params, self._shapes, strict=True)):
-            if p.shape != shape:
-                everyone = labels(self._groups)
-                (label,) = (text for q, text in everyone if q is p)
+    def _check_forms(self) -> bool:
+        """Whether parameters have the dtype that their lanes were made for."""
+        same = True
+        for p, (shape, device, dtype) in zip(self.params, self._forms, strict=True):
+            same = same and p.dtype == dtype
+            if p.shape != shape or p.device != device:
+                (what,) = (text for q, text in labels(self._groups) if q is p)
                 raise ValueError(
-                    f"got {label} of shape {tuple(p.shape)}, expected "
-                    f"{tuple(self._shapes[i])}, the shape of its state: build a new "
-                    "MARS after a parameter was resized"
+                    f"got {what} of shape {tuple(p.shape)} on {p.device}, expected "
+                    f"{tuple(shape)} on {device}, where its state is: build a new MARS "
+                    "after a parameter was resized or moved"
                 )
+        return same
 
     def stacks(self) -> tuple[list[Stack], list[Tensor] | None]:
         """Arguments of the pure step, with the groups' present hyperparameters; and
@@ -157,7 +165,9 @@ class Layout:
         for lane in self.lanes:
             grads = [p.grad for p in lane.params if p.grad is not None]
             whole = all(x is p for x, p in zip(lane.pieces(), lane.params, strict=True))
-            if whole and len(grads) == len(lane.params) and adjacent(grads) is None:
+            complete = len(grads) == len(lane.params)
+            alike = len({g.dtype for g in grads}) == 1
+            if whole and complete and alike and adjacent(grads) is None:
                 stack = torch.zeros(
                     (len(grads), *grads[0].shape),
                     dtype=grads[0].dtype,

@@ -79,10 +79,13 @@ class Numbers:
         """
         group = self._group
         now: dict[str, Any] = {key: group.get(key) for key in LIVE}
+        for key in PAIRS:  # a list may be changed in place
+            if isinstance(now[key], list):
+                now[key] = tuple(now[key])
         changed = [
             key
             for key, value in now.items()
-            if isinstance(value, Tensor) or self._seen.get(key, ...) != value
+            if _holds_tensor(value) or self._seen.get(key, ...) != value
         ]
         if any(self._seen.get(key, ...) is not now[key] for key in changed):
             check_group(group, self._options)
@@ -110,5 +113,13 @@ class Numbers:
         return 0.0 * lr
 
 
+def _holds_tensor(value: Any) -> bool:
+    values = value if isinstance(value, tuple) else (value,)
+    return any(isinstance(v, Tensor) for v in values)
+
+
 def _set(cell: Tensor, value: Number) -> None:
-    cell.copy_(value) if isinstance(value, Tensor) else cell.fill_(value)
+    if isinstance(value, Tensor):
+        cell.copy_(value, non_blocking=True)
+    else:
+        cell.fill_(value)

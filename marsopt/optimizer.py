@@ -158,9 +158,6 @@ class MARS(Optimizer):
                 "got param groups without parameters, expected at least one tensor: "
                 "pass those of the model"
             )
-        check_apart(
-            [(collectives.local(p), text) for p, text in labels(self.param_groups)]
-        )
         device = every[0].device
         self._compile = decide(compile, device.type)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
@@ -190,6 +187,8 @@ class MARS(Optimizer):
             for i, p in enumerate(group["params"]):
                 what = label(self.param_groups, len(self.param_groups) - 1, i)
                 self._check_parameter(p, what)
+            local = self._options["collectives"].local
+            check_apart([(local(p), what) for p, what in labels(self.param_groups)])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise

@@ -10,7 +10,7 @@ import torch
 from marsopt import checks
 from marsopt.checks import Number
 from marsopt.collectives import LOCAL
-from marsopt.flat import leaf_shape, rebuild, subtree
+from marsopt.flat import check_packing, leaf_shape, rebuild, subtree
 from marsopt.newton_schulz import NewtonSchulz
 from marsopt.rule import LeafRule, Rule
 from marsopt.rules.adamw import AdamW
@@ -187,8 +187,10 @@ class Routed(Rule):
                 f"got a {type(state).__name__}, expected RoutedState: make the state "
                 "by init of this rule"
             )
+        check_packing(params, grads, "grads")
         match_names(params, grads, "grads")
         if reference is not None:
+            check_packing(params, reference, "reference")
             match_names(params, reference, "reference")
         sides = self.sides(params)
         stacks: dict[str, list[Stack]] = {}

@@ -13,7 +13,7 @@ from torch import Tensor
 from marsopt import checks
 from marsopt.checks import Number
 from marsopt.collectives import LOCAL, Collectives
-from marsopt.flat import FlatGroup, leaf_shape, rebuild
+from marsopt.flat import FlatGroup, check_packing, leaf_shape, rebuild
 from marsopt.step import Stack, advance
 from marsopt.trees import (
     Tree,
@@ -224,6 +224,7 @@ class LeafRule(Rule):
                 "gamma out"
             )
         leaves = flatten(params, "params")
+        check_packing(params, grads, "grads")
         g = match(params, grads, "grads")
         if type(state) is not self.State:
             raise ValueError(
@@ -244,7 +245,10 @@ class LeafRule(Rule):
                     "current batch's gradient at the "
                     "previous parameters: pass reference=, zeros at the first step"
                 )
-            h = kept if reference is None else match(params, reference, "reference")
+            h = kept
+            if reference is not None:
+                check_packing(params, reference, "reference")
+                h = match(params, reference, "reference")
         elif reference is None:
             h = []
         else:

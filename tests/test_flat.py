@@ -297,7 +297,7 @@ def test_parameters_of_one_shape_move_into_a_stack():
 @pytest.mark.parametrize("how", ["view", "shared", "slice"])
 def test_parameters_that_others_look_into_stay(how):
     """... and are stepped all the same; whoever looks sees the steps."""
-    one, (_, params) = pair()
+    one, params = pair()[0], parameters()
     if how == "view":
         other = params[2].data
     elif how == "shared":
@@ -338,6 +338,78 @@ def test_parameters_in_the_same_memory_are_refused():
         with pytest.raises(ValueError, match="in the same memory"):
             MARS([nn.Parameter(a), nn.Parameter(b)])
     MARS([nn.Parameter(base[:4]), nn.Parameter(base[4:])])
+
+
+def test_parameters_are_at_home_after_construction_and_stay():
+    """... so that a graph may be captured; add_param_group does not move them."""
+    _, (optimizer, params) = pair()
+    address = params[2].data_ptr()
+    walk(optimizer, params, [0])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    optimizer.load_state_dict(optimizer.state_dict())
+    walk(optimizer, params, [1])
+    assert params[2].data_ptr() == address
+    assert lane_of(optimizer, params[2]).home is not None
+    assert (0, "x") not in optimizer._layout._gather._scratch
+
+
+def test_a_leaf_that_is_cast_leaves_its_stack():
+    _, (optimizer, params) = pair()
+    walk(optimizer, params, [0])
+    before = params[0].detach().clone()
+    params[2].data = params[2].data.bfloat16()
+    for p in params:
+        p.grad = None
+    params[2].grad = torch.ones(6, 4, dtype=torch.bfloat16)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    assert [p.dtype for p in params[:3]] == [torch.float32] * 2 + [torch.bfloat16]
+    assert torch.equal(params[0], before)
+
+
+def test_gradients_of_two_precisions_in_one_stack():
+    one, two = pair()
+    for optimizer, params in (one, two):
+        fill(params, 0)
+        params[0].grad_dtype = None
+        params[0].grad = params[0].grad.bfloat16()
+        with torch.compiler.set_stance("force_eager"):
+            optimizer.step()
+    equal(one, two)
+
+
+def test_grads_packed_in_another_order_are_refused():
+    rule = marsopt.lion()
+    flat = FlatGroup.pack(tensors({"a": (3,), "b": (3,), "c": (3,)}, 0))
+    other = FlatGroup.pack(tensors({"a": (3,), "c": (3,), "b": (3,)}, 0))
+    with pytest.raises(ValueError, match="packed otherwise"):
+        rule.step(flat, other, rule.init(flat), lr=1.0)
+    routed = marsopt.mars()
+    with pytest.raises(ValueError, match="packed otherwise"):
+        routed.step(flat, other, routed.init(flat), lr=1.0)
+
+
+def test_state_that_was_cleared_starts_anew():
+    _, (optimizer, params) = pair()
+    walk(optimizer, params, [0])
+    optimizer.state[params[2]].clear()
+    walk(optimizer, params, [1])
+    assert float(optimizer.state[params[2]]["step"]) == 1.0
+    assert float(optimizer.state[params[0]]["step"]) == 2.0
+
+
+def test_betas_changed_in_place_are_followed():
+    one, two = pair(), pair()
+    for (optimizer, params), late in zip((one[0], two[0]), (False, True), strict=True):
+        group = optimizer.param_groups[0]
+        group["betas"] = [0.95, 0.99]
+        walk(optimizer, params, [0])
+        if late:
+            group["betas"][0] = 0.5
+        else:
+            group["betas"] = (0.5, 0.99)
+        walk(optimizer, params, [1])
+    equal(one[0], two[0])
 
 
 def test_a_resized_parameter_is_refused():
