@@ -71,7 +71,9 @@ class MARS(Optimizer):
             halves its share of memory and traffic.
         collectives: ``parallel.MeshCollectives(mesh)`` for sharded parameters.
         compile: None = compile where this machine can (logged once), True = required,
-            False = eager.
+            False = eager. Compiled, parameters of one shape move into one buffer at
+            construction (on a CPU small ones only), unless others look into their
+            storage: capture CUDA graphs of the model after that.
         nonfinite: "skip" = a step whose gradient holds a NaN or infinity changes
             nothing and is counted in ``num_skipped``, without a host sync; "raise" = it
             also raises FloatingPointError (one sync a step).
