@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from marsopt.lanes import Lane
-from marsopt.stacks import adjacent, empty_stacks
+from marsopt.stacks import adjacent
 from marsopt.step import Stack
 
 
@@ -84,13 +84,11 @@ class Gather:
         first, dtype = leaves[0], dtype or leaves[0].dtype
         scratch = self._scratch.get((number, role))
         if scratch is None or scratch.dtype != dtype:
-            (scratch,) = empty_stacks(
-                [(len(leaves), *first.shape)], [dtype], first.device
-            )
+            made = dict(dtype=dtype, device=first.device)
             if strides is not None and len(leaves) == 1:
-                scratch = torch.empty_strided(
-                    first.shape, strides, dtype=dtype, device=first.device
-                ).unsqueeze(0)
+                scratch = torch.empty_strided(first.shape, strides, **made)[None]
+            else:
+                scratch = torch.empty(len(leaves), *first.shape, **made)
             self._scratch[number, role] = scratch
         copies[0].extend(scratch.unbind())
         copies[1].extend(leaves)

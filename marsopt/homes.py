@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from marsopt.stacks import empty_stacks
-
 
 def may_move(piece: Tensor, whole: Tensor) -> bool:
     """Whether a parameter's values can change their address unnoticed.
@@ -35,7 +33,7 @@ def may_move(piece: Tensor, whole: Tensor) -> bool:
 def move_in(params: Sequence[Tensor]) -> Tensor:
     """A stack (L, *shape) of which ``params`` are from now on the rows."""
     first = params[0]
-    (home,) = empty_stacks([(len(params), *first.shape)], [first.dtype], first.device)
+    home = first.new_empty(len(params), *first.shape)
     rows = home.unbind()
     torch._foreach_copy_(list(rows), list(params))
     for p, row in zip(params, rows, strict=True):
