@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 ALIGNMENT = 64  # elements: a stack starts at a cache line in every dtype
 
@@ -40,12 +41,13 @@ def empty_stacks(
 
 def adjacent(leaves: Sequence[Tensor]) -> Tensor | None:
     """The stack (L, *shape) of which contiguous ``leaves`` are already the rows, as a
-    view; None where they do not lie one after the other in one storage.
+    view; None where they do not lie one after the other in one storage, or nowhere
+    (fake tensors have no addresses).
     """
     first = leaves[0]
     if len(leaves) == 1:
         return first.unsqueeze(0)
-    if not first.is_contiguous() or first.numel() == 0:
+    if is_fake(first) or not first.is_contiguous() or first.numel() == 0:
         return None
     start, size, step = first.data_ptr(), first.shape, first.nbytes
     for i, leaf in enumerate(leaves):
