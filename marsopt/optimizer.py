@@ -11,17 +11,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from marsopt import checks
+from marsopt.admission import admit
 from marsopt.collectives import LOCAL, Collectives
 from marsopt.compiling import decide
 from marsopt.exact import NextReference
-from marsopt.homes import check_apart
-from marsopt.layout import Layout, label, labels
+from marsopt.layout import Layout, labels
 from marsopt.loading import check_complete, check_ids, restore
 from marsopt.newton_schulz import NewtonSchulz
 from marsopt.numbers import check_group
 from marsopt.passes import Passes
 from marsopt.step import Verdict, global_clip, scalar_dtype
-from marsopt.trees import check_parameter
 
 
 class MARS(Optimizer):
@@ -58,7 +57,7 @@ class MARS(Optimizer):
         clip: threshold of the per-tensor norm of the corrected gradient; None = off.
         max_norm: threshold of the global gradient norm, applied inside the step (in
             place of clip_grad_norm_); the norm is that of all parameters of this
-            optimizer. None = off.
+            optimizer. None = off. An attribute too, which may change between steps.
         epsilon_hat: AdamW adds eps before debiasing, as the MARS-M and Moonlight
             scripts do for embeddings. For tensors that are not matrices, "mars-m" and
             "moonlight" always do.
@@ -174,52 +173,19 @@ class MARS(Optimizer):
             TypeError, ValueError: as the constructor; then nothing was added.
         """
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
         try:
-            own = {*self._options, "ns_steps", "ns_coefficients", "ns_dtype", "ns_gram"}
-            foreign = sorted(set(group) & own)
-            if foreign:
-                raise ValueError(
-                    f"got {foreign} in a param group, expected them for the whole "
-                    "optimizer: pass them to MARS itself"
-                )
-            checks.at_least_zero("lr", group["lr"])
-            group.setdefault("base_lr", float(group["lr"]))
-            check_group(group, self._options)
-            for i, p in enumerate(group["params"]):
-                what = label(self.param_groups, len(self.param_groups) - 1, i)
-                self._check_parameter(p, what)
-            local = self._options["collectives"].local
-            check_apart([(local(p), what) for p, what in labels(self.param_groups)])
+            admit(self.param_groups, self._options)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
         if self._layout is not None:  # else the constructor is still adding groups
             self._build()
 
-    def _check_parameter(self, p: Tensor, what: str) -> None:
-        check_parameter(p, what, self._options["state_dtype"])
-        if p.device.type == "meta":
-            raise ValueError(
-                f"got {what} on the meta device, expected real storage: build MARS "
-                "after model.to_empty(...)"
-            )
-        first = next(p for g in self.param_groups for p in g["params"]).device
-        if p.device != first:
-            raise ValueError(
-                f"got {what} on {p.device}, expected {first}, where the first "
-                "parameter is: use one MARS per device"
-            )
-        # raises for a sharded parameter without collectives
-        self._options["collectives"].local(p)
-
     def _build(self, layout: Layout | None = None) -> None:
         """Make missing state, lanes over it, and passes that move them."""
         self._layout = layout or self._new_layout()
-        bound, device = self._options["max_norm"], self._skipped.device
-        self._max_norm = None
-        if bound is not None:
-            self._max_norm = torch.tensor(bound, dtype=scalar_dtype(device)).to(device)
+        self._max_norm: Tensor | None = None
+        self.max_norm = self._options["max_norm"]
         self._passes = Passes(self._options["collectives"], self._compile)
 
     def _new_layout(self) -> Layout:
@@ -284,6 +250,27 @@ class MARS(Optimizer):
         if not self._layout.fits(self.state):
             self._build()
         return self._layout
+
+    @property
+    def max_norm(self) -> float | None:
+        """Threshold of the global clip; may be set between steps, on all ranks alike.
+
+        Raises:
+            TypeError, ValueError: set to something but None or a finite number > 0.
+        """
+        return self._options["max_norm"]
+
+    @max_norm.setter
+    def max_norm(self, bound: float | None) -> None:
+        checks.positive_or_none("max_norm", bound)
+        self._options["max_norm"] = bound
+        if bound is None:
+            self._max_norm = None
+        elif self._max_norm is None:
+            dtype = scalar_dtype(self._skipped.device)
+            self._max_norm = torch.full_like(self._skipped, bound, dtype=dtype)
+        else:  # in place: a captured CUDA graph reads it where it is
+            self._max_norm.fill_(bound)
 
     @property
     def grad_norm(self) -> Tensor | None:

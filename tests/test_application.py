@@ -94,7 +94,9 @@ def exact(data, tmp_path_factory):
 
 
 def plain_loop(data, is_exact):
-    """The same training in plain PyTorch: one process, the whole batch at once."""
+    """{step: (loss, gradient norm)} of the same training in plain PyTorch: one process,
+    the whole batch at once, torch's own clip.
+    """
     config = configs.tiny_mars_adamw()
     opt, shape = config.optimizer, config.model_spec.model.shape
     model = GPT2(shape)
@@ -122,22 +124,22 @@ def plain_loop(data, is_exact):
         inputs, labels = batch
         loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        return loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return loss.item(), norm.item()
 
     floor = config.lr_scheduler.min_lr / opt.lr
-    losses = {}
+    found = {}
     for t in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = opt.lr * cosine(t, warmup=2, total=STEPS, floor=floor)
         if is_exact:
             gradient(batches[t + 1])
             optimizer.update_previous_grad()
-        losses[t + 1] = gradient(batches[t])
+        found[t + 1] = gradient(batches[t])
         optimizer.step()
         if is_exact:
             optimizer.update_last_grad()
-    return losses
+    return found
 
 
 def test_a_run_shows_everything(one):
@@ -158,9 +160,11 @@ def test_a_run_shows_everything(one):
 
 @pytest.mark.parametrize("is_exact", [False, True], ids=["approximate", "exact"])
 def test_the_engine_is_a_plain_loop(data, request, is_exact):
-    _, losses, _, _ = request.getfixturevalue("exact" if is_exact else "one")
-    for step, loss in plain_loop(data, is_exact).items():
+    folder, losses, *_ = request.getfixturevalue("exact" if is_exact else "one")
+    norms = read_scalars(folder / "tb")["grad_norm"]
+    for step, (loss, norm) in plain_loop(data, is_exact).items():
         assert float(losses[step]) == pytest.approx(loss, abs=2e-5), f"step {step}"
+        assert norms[step] == pytest.approx(norm, rel=1e-4), f"step {step}"
 
 
 def test_exact_is_not_approximate(one, exact):

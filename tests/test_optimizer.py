@@ -119,6 +119,7 @@ def test_compiled_is_eager(mars_type):
             optimizer.param_groups[0].update(
                 lr=LR / (1 + t), gamma=0.01 * t, weight_decay=0.1 * t
             )
+            optimizer.max_norm = 1.0 + t
             with torch.compiler.set_stance("fail_on_recompile" if t else "default"):
                 optimizer.step()
         equal(a, b, 1e-6)
@@ -376,6 +377,23 @@ def test_gradients_are_never_rewritten():
     before = [p.grad.clone() for p in params]
     optimizer.step()
     equal([p.grad for p in params], before)
+
+
+def test_max_norm_may_change_between_steps():
+    a, b = twins(*SHAPES)
+    inside, outside = eager(a, lr=LR), eager(b, lr=LR)
+    for t, bound in enumerate((None, 0.5, 0.1, None, 0.2)):
+        fill(a, t), fill(b, t)
+        inside.max_norm = bound
+        if bound is not None:
+            torch.nn.utils.clip_grad_norm_(b, bound)
+        inside.step()
+        outside.step()
+        equal(a, b, 1e-6)
+    with pytest.raises(ValueError, match="got max_norm=-1"):
+        inside.max_norm = -1
+    assert inside.max_norm == 0.2
+    assert copy.deepcopy(inside).max_norm == 0.2
 
 
 # ---- exact MARS (defect 4 and the authors' protocol) -------------------------------

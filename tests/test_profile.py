@@ -131,7 +131,7 @@ def test_two_graphs_without_a_break(shallow):
 
 
 def test_no_recompiles_while_every_hyperparameter_moves(shallow):
-    """lr, gamma, betas, weight decay and clip, over 51 steps."""
+    """lr, gamma, betas, weight decay and both clips, over 51 steps."""
     report = shallow[0].report
     assert report.num_calls == 51
     assert report.recompiles == []

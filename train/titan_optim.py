@@ -131,6 +131,12 @@ class MarsOptimizers(OptimizersContainer):
         )
         self.optimizers = [mars]
         self._post_init([p for _, p in named])
+        # of the last step, before the clip; one tensor, filled in by every step
+        self.grad_norm = torch.zeros((), device=named[0][1].device)
+
+    def step(self, closure: None = None) -> None:
+        super().step(closure)
+        self.grad_norm.copy_(self.mars.grad_norm)
 
     @property
     def mars(self) -> MARS:

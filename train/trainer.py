@@ -1,4 +1,6 @@
-"""torchtitan's trainer, and the second pass of exact MARS."""
+"""torchtitan's trainer with the global clip inside MARS's step, and the second pass of
+exact MARS.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from train.titan import Trainer, clip_grad_norm_
+from train.titan import Trainer, clipping_by
 from train.titan_data import HeldOut, TitanTokenizer, TokenLoader
 from train.titan_loss import SummedLoss
 from train.titan_optim import MarsOptimizers, RateSchedule
 
 
 class MarsTrainer(Trainer):
-    """torchtitan's trainer; exact MARS adds one pass over the next batch before each
-    step.
+    """torchtitan's trainer. MARS clips: one pass and one all-reduce find every norm.
+    Exact MARS adds one pass over the next batch before each step.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -29,6 +31,7 @@ class MarsTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.metrics_processor.begin(self.dataloader.meta)
+        self.optimizers.mars.max_norm = config.training.max_norm
         self._exact = config.optimizer.exact
         if self._exact:
             self._ahead = config.dataloader.build(
@@ -42,13 +45,15 @@ class MarsTrainer(Trainer):
     def train_step(self, data_iterator) -> None:
         if self._exact:
             self._look_ahead()
-        super().train_step(data_iterator)
+        # the norm that is logged is found in the step, after torchtitan asks for it
+        with clipping_by(lambda *_, **__: self.optimizers.grad_norm):
+            super().train_step(data_iterator)
         if self._exact:
             self.optimizers.mars.update_last_grad()
 
     def _look_ahead(self) -> None:
-        """The next global batch's gradient at the current parameters, clipped by its
-        own norm, given to MARS.
+        """The next global batch's gradient at the current parameters, given to MARS,
+        which clips it by its own norm.
 
         It becomes h of the next step (mars.py of the authors: update_previous_grad). A
         loader of its own reads one global batch ahead, so that the state of the real
@@ -71,6 +76,4 @@ class MarsTrainer(Trainer):
                 global_valid_tokens=tokens,
             )
         self.ntokens_seen = seen  # these tokens are counted when they are trained on
-        params = [p for model in self.model_parts for p in model.parameters()]
-        clip_grad_norm_(params, training.max_norm, foreach=True)
         self.optimizers.mars.update_previous_grad()

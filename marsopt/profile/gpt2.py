@@ -65,6 +65,8 @@ class Subject:
             group["weight_decay_1d"] = 0.1 * factor
             if group["clip"] is not None:
                 group["clip"] = 1.0 + factor
+        if self.optimizer.max_norm is not None:
+            self.optimizer.max_norm = 1.0 + factor
         self.optimizer.step()
         self.step += 1
 

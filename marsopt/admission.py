@@ -1,0 +1,64 @@
+"""What the class takes as a param group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marsopt import checks
+from marsopt.homes import check_apart
+from marsopt.layout import label, labels
+from marsopt.numbers import check_group
+from marsopt.trees import check_parameter
+
+# parts of ``NewtonSchulz``, one for the whole optimizer
+NEWTON_SCHULZ = ("ns_steps", "ns_coefficients", "ns_dtype", "ns_gram")
+
+
+def admit(groups: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
+    """Checks the last of ``groups`` and notes its ``base_lr``.
+
+    Args:
+        groups: the optimizer's, the new one among them.
+        options: what the optimizer was built with.
+
+    Raises:
+        TypeError, ValueError: hyperparameters out of their range, options of the whole
+            optimizer in a group, tensors that no rule can move, or that share memory.
+    """
+    group = groups[-1]
+    foreign = sorted(set(group) & {*options, *NEWTON_SCHULZ})
+    if foreign:
+        raise ValueError(
+            f"got {foreign} in a param group, expected them for the whole optimizer: "
+            "pass them to MARS itself"
+        )
+    checks.at_least_zero("lr", group["lr"])
+    group.setdefault("base_lr", float(group["lr"]))
+    check_group(group, options)
+    device = next((p.device for g in groups for p in g["params"]), None)
+    for i, p in enumerate(group["params"]):
+        _check(p, label(groups, len(groups) - 1, i), device, options)
+    local = options["collectives"].local
+    check_apart([(local(p), what) for p, what in labels(groups)])
+
+
+def _check(
+    p: Tensor, what: str, device: torch.device | None, options: dict[str, Any]
+) -> None:
+    check_parameter(p, what, options["state_dtype"])
+    if p.device.type == "meta":
+        raise ValueError(
+            f"got {what} on the meta device, expected real storage: build MARS after "
+            "model.to_empty(...)"
+        )
+    if p.device != device:
+        raise ValueError(
+            f"got {what} on {p.device}, expected {device}, where the first parameter "
+            "is: use one MARS per device"
+        )
+    # raises for a sharded parameter without collectives
+    options["collectives"].local(p)
