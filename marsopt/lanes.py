@@ -46,6 +46,8 @@ class Lane:
     t: Tensor  # (L,); state[p]["step"] are views of it
     state: dict[str, Tensor]  # by symbol; state[p][...] are rows of them
     home: Tensor | None = None  # whose rows the parameters are, once they moved in
+    # where h is the gradient that was taken: what it is to be multiplied with, 0-D
+    h_scale: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -86,9 +88,10 @@ class Lane:
             x=x,
             g=g,
             h=h,
-            kept=h if self.rule.keeps_h else None,
+            kept=h if self.rule.keeps_h and self.h_scale is None else None,
             buffers=tuple(self.state[symbol] for symbol in self.rule.buffers),
             shape=self.shape,
+            h_scale=self.h_scale,
         )
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsopt import lanes
+from marsopt import lanes, taking
 from marsopt.chunks import chunks, should_stack
 from marsopt.gather import Gather
 from marsopt.numbers import Numbers
 from marsopt.stacks import adjacent
-from marsopt.step import Stack, working
+from marsopt.step import Stack, Verdict, working
 
 # What, when it changes in a group, changes formulas and not only their numbers.
 STRUCTURE = ("mars_type", "optimize_1d", "amsgrad", "epsilon_hat")
@@ -86,12 +86,19 @@ class Layout:
         self.params = list(chain.from_iterable(self.leaves))
         self._forms = [(p.shape, p.device, p.dtype) for p in self.params]
         self._known = set(self.params)
-        # what the lanes hold views of: whoever replaces it gets a new layout
-        self._held = [(p, state[p], tuple(state[p].values())) for p in self.params]
+        self._hold(state)
         self._gather = Gather()
+        self._takers: list[lanes.Lane] = []
+        if options["take_grads"]:
+            taking.prepare(self.lanes)
+            self._takers = [lane for lane in self.lanes if lane.h_scale is not None]
         with torch.no_grad():  # now, so that no address changes in the first step
             for lane in self.lanes:
                 lane.settle_in(lane.pieces())
+
+    def _hold(self, state: Mapping[Tensor, dict[str, Tensor]]) -> None:
+        """Note what the lanes hold views of: whoever replaces it gets a new layout."""
+        self._held = [(p, state[p], tuple(state[p].values())) for p in self.params]
 
     def fits(self, state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
         """Whether groups and state are still those that this was made for.
@@ -179,6 +186,20 @@ class Layout:
     def scatter(self) -> None:
         """After a step: parameters that were copied into stacks go home."""
         self._gather.scatter()
+
+    def take(
+        self, state: MutableMapping[Tensor, dict[str, Tensor]], verdict: Verdict
+    ) -> None:
+        """After a step: gradients become h where they can, and leave their owner."""
+        if self._takers and verdict.finite:
+            taking.take(self._takers, state, verdict.a)
+            self._hold(state)
+        for p in self.params:
+            p.grad = None
+
+    def settle(self) -> None:
+        """Make the state what it says: h may still have to be scaled."""
+        taking.settle(self._takers)
 
     def blame(self, sums: Tensor) -> str:
         """Whose gradient is not finite, from the complete sums of ``measure``."""

@@ -73,6 +73,9 @@ class MARS(Optimizer):
             False = eager. Compiled, parameters of one shape move into one buffer at
             construction (on a CPU small ones only), unless others look into their
             storage: capture CUDA graphs of the model after that.
+        take_grads: True = ``step`` takes gradients away: ``p.grad`` is None after it.
+            On a CPU those of large parameters become h as they are, which saves its
+            copy. For approximate MARS.
         nonfinite: "skip" = a step whose gradient holds a NaN or infinity changes
             nothing and is counted in ``num_skipped``, without a host sync; "raise" = it
             also raises FloatingPointError (one sync a step).
@@ -110,6 +113,7 @@ class MARS(Optimizer):
         h_dtype: torch.dtype | None = None,
         collectives: Collectives = LOCAL,
         compile: bool | None = None,
+        take_grads: bool = False,
         nonfinite: str = "skip",
     ) -> None:
         if nonfinite not in ("skip", "raise"):
@@ -123,6 +127,11 @@ class MARS(Optimizer):
                 "got collectives=None, expected an object with the verbs of "
                 "marsopt.Collectives: leave it out for whole tensors"
             )
+        if take_grads and not is_approx:
+            raise ValueError(
+                "got take_grads=True with is_approx=False, expected approximate MARS: "
+                "exact MARS keeps no gradient of its step; leave take_grads out"
+            )
         self._options: dict[str, Any] = dict(
             is_approx=is_approx,
             max_norm=max_norm,
@@ -131,6 +140,7 @@ class MARS(Optimizer):
             h_dtype=h_dtype,
             collectives=collectives,
             compile=compile,
+            take_grads=take_grads,
             nonfinite=nonfinite,
         )
         self._layout: Layout | None = None
@@ -183,6 +193,8 @@ class MARS(Optimizer):
 
     def _build(self, layout: Layout | None = None) -> None:
         """Make missing state, lanes over it, and passes that move them."""
+        if self._layout is not None and layout is None:
+            self._layout.settle()
         self._layout = layout or self._new_layout()
         self._max_norm: Tensor | None = None
         self.max_norm = self._options["max_norm"]
@@ -225,6 +237,8 @@ class MARS(Optimizer):
         sums, self._verdict = self._passes.step(layout, self._max_norm, self._skipped)
         if self._options["nonfinite"] == "raise" and not self._verdict.finite:
             raise FloatingPointError(layout.blame(sums))
+        if self._options["take_grads"]:
+            layout.take(self.state, self._verdict)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -318,6 +332,11 @@ class MARS(Optimizer):
 
     # ---- state ---------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's: hyperparameters of the groups, and state by parameter."""
+        self._layout.settle()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned, bit for bit in the state's own dtype.
 
@@ -364,6 +383,7 @@ class MARS(Optimizer):
         self._build(layout)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._layout.settle()
         kept = ("_options", "_compile", "_skipped")
         return {**super().__getstate__(), **{key: getattr(self, key) for key in kept}}
 

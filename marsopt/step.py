@@ -41,6 +41,8 @@ class Stack(NamedTuple):
     buffers: tuple[Tensor, ...]
     # of one whole leaf, of which x, g, h and buffers may hold shards
     shape: torch.Size
+    # what h is still to be multiplied with, 0-D; None = 1
+    h_scale: Tensor | None = None
 
     @property
     def num_leaves(self) -> int:
@@ -165,13 +167,14 @@ def _scale(stack: Stack, sums: Tensor, verdict: Verdict) -> Scales:
     if rule.corrected:
         beta1 = rule.beta1
         k = stack.gamma * beta1 / (1 - beta1)
+        k_g, k_h = (1 + k) * a, k if stack.h_scale is None else k * stack.h_scale
         s = ones
         if rule.clip is not None:
             # ||(1+k) a g - k h||^2 expanded, so that neither c nor a second pass is
             # needed for its norm
-            cc = (1 + k) ** 2 * a * a * gg - 2 * k * (1 + k) * a * gh + k * k * hh
+            cc = k_g * k_g * gg - 2 * k_g * k_h * gh + k_h * k_h * hh
             s = rule.clip / cc.clamp(min=0).sqrt().clamp(min=rule.clip)
-        c_g, c_h = s * (1 + k) * a, -s * k
+        c_g, c_h = s * k_g, -s * k_h
     t = stack.t.to(gg.dtype) + 1
     own = (v * ones for v in rule.scalars(t, stack.lr, stack.gamma))
     dtype = working_dtype(stack.x)
