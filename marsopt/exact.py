@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from marsopt.lanes import Lane
+from marsopt.lanes import STATE_KEYS, Lane
+
+
+class Ahead(NamedTuple):
+    """What becomes h of one lane."""
+
+    lane: Lane
+    stack: Tensor  # as lane.state["h"]
+    rows: list[Tensor]  # its rows, as the parameters' owner holds them
 
 
 class NextReference:
-    """One buffer per corrected parameter, written before a step and read after it."""
+    """A second h for every corrected lane, written before a step and read after it."""
 
     def __init__(self, fresh: bool = False) -> None:
-        self._buffers: dict[Tensor, Tensor] = {}
+        self._ahead: list[Ahead] = []
         self._full = False
         self._fresh = fresh  # whether h is of the batch that the next step takes
 
@@ -22,18 +31,21 @@ class NextReference:
         """Copy the gradients (never alias them), times ``factor``; zeros where there
         is none.
         """
-        for lane in (lane for lane in lanes if "h" in lane.state):
-            for p, x in zip(lane.params, lane.pieces(), strict=True):
-                if p not in self._buffers:
-                    self._buffers[p] = torch.empty_like(x)
-                kept = self._buffers[p]
+        corrected = [lane for lane in lanes if "h" in lane.state]
+        if not self._is_of(corrected):
+            self._ahead = [_beside(lane) for lane in corrected]
+        for lane, stack, _ in self._ahead:
+            for p, kept in zip(lane.params, stack.unbind(), strict=True):
                 if p.grad is None:
                     kept.zero_()
-                    continue
-                kept.copy_(lane.collectives.local(p.grad))
-                if factor is not None:
-                    kept.mul_(factor)
+                elif factor is None:
+                    kept.copy_(lane.collectives.local(p.grad))
+                else:
+                    torch.mul(lane.collectives.local(p.grad), factor, out=kept)
         self._full = True
+
+    def _is_of(self, lanes: Sequence[Lane]) -> bool:
+        return [id(a.lane) for a in self._ahead] == [id(lane) for lane in lanes]
 
     def use(self) -> None:
         """A step takes h.
@@ -49,7 +61,9 @@ class NextReference:
             )
         self._fresh = False
 
-    def hand_over(self, lanes: Sequence[Lane]) -> None:
+    def hand_over(
+        self, lanes: Sequence[Lane], state: MutableMapping[Tensor, dict]
+    ) -> None:
         """Make what was kept the reference h; zeros for what has come since.
 
         Raises:
@@ -61,7 +75,47 @@ class NextReference:
                 "update_previous_grad() before the step: compute the next batch's "
                 "gradient at the current parameters and call it"
             )
-        for lane in (lane for lane in lanes if "h" in lane.state):
-            for p, h in zip(lane.params, lane.state["h"].unbind(), strict=True):
-                h.copy_(self._buffers[p]) if p in self._buffers else h.zero_()
+        corrected = [lane for lane in lanes if "h" in lane.state]
+        if self._is_of(corrected):
+            self._ahead = [_exchange(ahead, state) for ahead in self._ahead]
+        else:
+            self._copy(corrected)
         self._full, self._fresh = False, True
+
+    def _copy(self, lanes: Sequence[Lane]) -> None:
+        """``hand_over`` to other lanes than ``keep`` saw."""
+        kept = {
+            p: row
+            for lane, stack, _ in self._ahead
+            for p, row in zip(lane.params, stack.unbind(), strict=True)
+        }
+        for lane in lanes:
+            for p, h in zip(lane.params, lane.state["h"].unbind(), strict=True):
+                h.copy_(kept[p]) if p in kept else h.zero_()
+
+
+def _beside(lane: Lane) -> Ahead:
+    """A second h."""
+    stack = torch.empty_like(lane.state["h"])
+    rows = [
+        lane.collectives.wrap(row, p)
+        for row, p in zip(stack.unbind(), lane.params, strict=True)
+    ]
+    return Ahead(lane, stack, rows)
+
+
+def _exchange(ahead: Ahead, state: MutableMapping[Tensor, dict]) -> Ahead:
+    """h and what becomes h in each other's place.
+
+    On a GPU by a copy: a captured CUDA graph finds h where it was.
+    """
+    lane, stack, rows = ahead
+    h, key = lane.state["h"], STATE_KEYS["h"]
+    if h.device.type != "cpu":
+        h.copy_(stack)
+        return ahead
+    before = [state[p][key] for p in lane.params]
+    lane.state["h"] = stack
+    for p, row in zip(lane.params, rows, strict=True):
+        state[p][key] = row
+    return Ahead(lane, h, before)

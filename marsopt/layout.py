@@ -86,7 +86,7 @@ class Layout:
         self.params = list(chain.from_iterable(self.leaves))
         self._forms = [(p.shape, p.device, p.dtype) for p in self.params]
         self._known = set(self.params)
-        self._hold(state)
+        self.hold(state)
         self._gather = Gather()
         self._takers: list[lanes.Lane] = []
         if options["take_grads"]:
@@ -96,7 +96,7 @@ class Layout:
             for lane in self.lanes:
                 lane.settle_in(lane.pieces())
 
-    def _hold(self, state: Mapping[Tensor, dict[str, Tensor]]) -> None:
+    def hold(self, state: Mapping[Tensor, dict[str, Tensor]]) -> None:
         """Note what the lanes hold views of: whoever replaces it gets a new layout."""
         self._held = [(p, state[p], tuple(state[p].values())) for p in self.params]
 
@@ -193,7 +193,7 @@ class Layout:
         """After a step: gradients become h where they can, and leave their owner."""
         if self._takers and verdict.finite:
             taking.take(self._takers, state, verdict.a)
-            self._hold(state)
+            self.hold(state)
         for p in self.params:
             p.grad = None
 

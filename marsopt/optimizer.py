@@ -328,7 +328,8 @@ class MARS(Optimizer):
             RuntimeError: ``update_previous_grad`` was not called since the last time.
         """
         if not self._options["is_approx"]:
-            self._next.hand_over(self._layout.lanes)
+            self._next.hand_over(self._layout.lanes, self.state)
+            self._layout.hold(self.state)
 
     # ---- state ---------------------------------------------------------------------
 
