@@ -37,8 +37,8 @@ MUON_HYPER: dict[str, Any] = dict(lr=2e-2, weight_decay=0.1)
 class Entry(NamedTuple):
     """A contender at work.
 
-    ``phases`` are what is timed of a step, in order; each wants a gradient of its own
-    (exact MARS has two, all others one).
+    ``phases`` are what is timed of a step, in order, each with the zero_grad after it;
+    each wants a gradient of its own (exact MARS has two, all others one).
     """
 
     optimizers: Sequence[Optimizer]
@@ -178,6 +178,12 @@ def _row(key: str, title: str, num_buffers: int, build, **more: Any) -> Contende
 
 OURS = [
     _row("mars-adamw", "MARS-AdamW, both clips", 3, ours("mars-adamw")),
+    _row(
+        "mars-adamw-take",
+        "MARS-AdamW, both clips, takes gradients",
+        3,
+        ours("mars-adamw", take_grads=True),
+    ),
     _row(
         "mars-adamw-bf16-h",
         "MARS-AdamW, both clips, h in bf16",

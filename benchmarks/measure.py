@@ -101,15 +101,19 @@ def walk(
     measured: Callable[[Callable[[], object]], float],
 ) -> list[float]:
     """One step: what ``measured`` returns for each phase. Each finds a gradient as
-    zero_grad and backward leave it.
+    backward leaves it, and ends by zero_grad: somebody has to free it.
     """
-    found = []
-    for phase in entry.phases:
+
+    def whole(phase: Callable[[], object]) -> None:
+        phase()
         for optimizer in entry.optimizers:
             optimizer.zero_grad()
+
+    found = []
+    for phase in entry.phases:
         last = phase is entry.phases[-1]
         gradients.hand_to(params, 1.0 if last else OTHER_GRADIENT)
-        found.append(measured(phase))
+        found.append(measured(partial(whole, phase)))
     return found
 
 
@@ -144,8 +148,6 @@ def run_group(
         moved = sample(own) - start
         pairs = zip(mine, times[REFERENCE.key], strict=True)
         peak_bytes = int(max(walk(entry, own, gradients, peak)))
-        for optimizer in entry.optimizers:
-            optimizer.zero_grad()
         yield Row(
             contender=c,
             group=number,

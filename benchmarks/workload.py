@@ -79,8 +79,8 @@ class Gradients:
 
     @torch.no_grad()
     def hand_to(self, params: Mapping[str, nn.Parameter], scale: float) -> None:
-        """Do to p.grad, just zeroed, what backward does: add to what is there, else put
-        a new tensor of its own. So nobody sees a gradient that another contender has
+        """Do to p.grad what backward does: add to what is there (zeros), else put a new
+        tensor of its own. So nobody sees a gradient that another contender has
         clipped, and who keeps p.grad as state keeps what it was.
         """
         for name, p in params.items():
