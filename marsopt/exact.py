@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from marsopt.lanes import STATE_KEYS, Lane
+from marsopt.step import working
 
 
 class Ahead(NamedTuple):
@@ -25,7 +26,7 @@ class NextReference:
     def __init__(self, fresh: bool = False) -> None:
         self._ahead: list[Ahead] = []
         self._full = False
-        self._fresh = fresh  # whether h is of the batch that the next step takes
+        self.fresh = fresh  # whether h is of the batch that the next step takes
 
     def keep(self, lanes: Sequence[Lane], factor: Tensor | float | None) -> None:
         """Copy the gradients (never alias them), times ``factor``; zeros where there
@@ -38,10 +39,8 @@ class NextReference:
             for p, kept in zip(lane.params, stack.unbind(), strict=True):
                 if p.grad is None:
                     kept.zero_()
-                elif factor is None:
-                    kept.copy_(lane.collectives.local(p.grad))
                 else:
-                    torch.mul(lane.collectives.local(p.grad), factor, out=kept)
+                    _put(kept, lane.collectives.local(p.grad), factor)
         self._full = True
 
     def _is_of(self, lanes: Sequence[Lane]) -> bool:
@@ -53,13 +52,13 @@ class NextReference:
         Raises:
             RuntimeError: the protocol was left out, so that h is stale or zero.
         """
-        if not (self._full or self._fresh):
+        if not (self._full or self.fresh):
             raise RuntimeError(
                 "got step() without a reference gradient, expected the protocol of "
                 "exact MARS: update_previous_grad() before step(), update_last_grad() "
                 "after it; or pass is_approx=True"
             )
-        self._fresh = False
+        self.fresh = False
 
     def hand_over(
         self, lanes: Sequence[Lane], state: MutableMapping[Tensor, dict]
@@ -80,7 +79,7 @@ class NextReference:
             self._ahead = [_exchange(ahead, state) for ahead in self._ahead]
         else:
             self._copy(corrected)
-        self._full, self._fresh = False, True
+        self._full, self.fresh = False, True
 
     def _copy(self, lanes: Sequence[Lane]) -> None:
         """``hand_over`` to other lanes than ``keep`` saw."""
@@ -92,6 +91,16 @@ class NextReference:
         for lane in lanes:
             for p, h in zip(lane.params, lane.state["h"].unbind(), strict=True):
                 h.copy_(kept[p]) if p in kept else h.zero_()
+
+
+def _put(kept: Tensor, g: Tensor, factor: Tensor | float | None) -> None:
+    """``g`` times ``factor`` into ``kept``, in one pass where they are alike."""
+    if factor is None:
+        kept.copy_(g)
+    elif (g.dtype, g.shape) == (kept.dtype, kept.shape):
+        torch.mul(g, factor, out=kept)
+    else:  # not rounded before it is scaled, and no other shape
+        kept.copy_(working(g) * factor)
 
 
 def _beside(lane: Lane) -> Ahead:

@@ -19,7 +19,7 @@ class Gather:
     """Scratch for what has to be copied, and the copies of one step, in two calls.
 
     Copied are gradients of stacks of several leaves (autograd and FSDP leave them
-    apart), unless they lie in one buffer (``MARS.zero_grad(set_to_none=False)``), and
+    apart), unless they lie in one buffer (``MARS.join_gradients``), and
     parameters that could not move into a stack: FSDP's shards.
     """
 

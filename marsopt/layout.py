@@ -168,19 +168,15 @@ class Layout:
         return collectives.sum(partial, self.params).sum().sqrt()
 
     def join_gradients(self) -> None:
-        """Give zeroed gradients of one shape one buffer, where all are plain."""
+        """Move gradients of one shape into one buffer, where all are plain."""
         for lane in self.lanes:
             grads = [p.grad for p in lane.params if p.grad is not None]
             whole = all(x is p for x, p in zip(lane.pieces(), lane.params, strict=True))
             complete = len(grads) == len(lane.params)
             alike = len({g.dtype for g in grads}) == 1
             if whole and complete and alike and adjacent(grads) is None:
-                stack = torch.zeros(
-                    (len(grads), *grads[0].shape),
-                    dtype=grads[0].dtype,
-                    device=grads[0].device,
-                )
-                for p, row in zip(lane.params, stack.unbind(), strict=True):
+                rows = torch.stack(grads).unbind()
+                for p, row in zip(lane.params, rows, strict=True):
                     p.grad = row
 
     def scatter(self) -> None:

@@ -74,8 +74,9 @@ class MARS(Optimizer):
             construction (on a CPU small ones only), unless others look into their
             storage: capture CUDA graphs of the model after that.
         take_grads: True = ``step`` takes gradients away: ``p.grad`` is None after it.
-            On a CPU those of large parameters become h as they are, which saves its
-            copy. For approximate MARS.
+            What moves alone, as large parameters do, keeps its gradient as h without a
+            copy; in ``state`` it lacks the last global clip until ``state_dict()``. For
+            approximate MARS on a CPU.
         nonfinite: "skip" = a step whose gradient holds a NaN or infinity changes
             nothing and is counted in ``num_skipped``, without a host sync; "raise" = it
             also raises FloatingPointError (one sync a step).
@@ -126,11 +127,6 @@ class MARS(Optimizer):
             raise ValueError(
                 "got collectives=None, expected an object with the verbs of "
                 "marsopt.Collectives: leave it out for whole tensors"
-            )
-        if take_grads and not is_approx:
-            raise ValueError(
-                "got take_grads=True with is_approx=False, expected approximate MARS: "
-                "exact MARS keeps no gradient of its step; leave take_grads out"
             )
         self._options: dict[str, Any] = dict(
             is_approx=is_approx,
@@ -241,14 +237,15 @@ class MARS(Optimizer):
             layout.take(self.state, self._verdict)
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch.optim's.
+    @torch.no_grad()
+    def join_gradients(self) -> None:
+        """Move the gradients that are there into one buffer per shape.
 
-        With ``set_to_none=False`` gradients of one shape move into one buffer, where
-        backward passes add to them and ``step`` takes them without a copy.
+        Where ``zero_grad(set_to_none=False)`` keeps them, backward passes add to them
+        there and ``step`` takes them without a copy. Call it before a CUDA graph
+        captures the backward pass. Eager steps have no stacks: nothing moves.
         """
-        super().zero_grad(set_to_none)
-        if not set_to_none and self._compile:
+        if self._compile:
             self._layout.join_gradients()
 
     def _fitting(self) -> Layout:
@@ -328,8 +325,9 @@ class MARS(Optimizer):
             RuntimeError: ``update_previous_grad`` was not called since the last time.
         """
         if not self._options["is_approx"]:
-            self._next.hand_over(self._layout.lanes, self.state)
-            self._layout.hold(self.state)
+            layout = self._fitting()
+            self._next.hand_over(layout.lanes, self.state)
+            layout.hold(self.state)
 
     # ---- state ---------------------------------------------------------------------
 
@@ -349,6 +347,7 @@ class MARS(Optimizer):
                 state that the loaded hyperparameters need and ``state_dict`` lacks (the
                 parameter is named). Nothing has changed then.
         """
+        self._layout.settle()  # state_dict() may have been called some steps ago
         given = [state_dict]
 
         def remember(_: Optimizer, after_hooks: dict[str, Any]) -> None:
@@ -385,12 +384,12 @@ class MARS(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._layout.settle()
-        kept = ("_options", "_compile", "_skipped")
-        return {**super().__getstate__(), **{key: getattr(self, key) for key in kept}}
+        kept = {key: getattr(self, key) for key in ("_options", "_compile", "_skipped")}
+        return {**super().__getstate__(), **kept, "_fresh": self._next.fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_options" in state:  # from a pickle or deepcopy, not from load_state_dict
-            self._layout, self._verdict, self._next = None, None, NextReference()
-            self._agreed = False
+            self._layout, self._verdict, self._agreed = None, None, False
+            self._next = NextReference(fresh=self.__dict__.pop("_fresh"))
             self._build()

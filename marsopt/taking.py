@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, MutableMapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -12,10 +14,8 @@ from marsopt.lanes import STATE_KEYS, Lane
 
 
 def prepare(lanes: Iterable[Lane]) -> None:
-    """Note which lanes can: one leaf each, h of its dtype, on a CPU.
-
-    Elsewhere gradients are packed into stacks, and only the host, which would have to
-    wait for the device, could leave out those that are not finite.
+    """Note which lanes can: one plain leaf each, h of its dtype. Gradients of others
+    are packed into stacks, or views into FSDP's buffers.
     """
     for lane in lanes:
         first = lane.params[0]
@@ -23,7 +23,6 @@ def prepare(lanes: Iterable[Lane]) -> None:
             lane.rule.keeps_h
             and len(lane.params) == 1
             and lane.pieces()[0] is first
-            and first.device.type == "cpu"
             and lane.state["h"].dtype == first.dtype
         ):
             lane.h_scale = torch.ones_like(lane.lr)
@@ -32,21 +31,37 @@ def prepare(lanes: Iterable[Lane]) -> None:
 def take(lanes: Iterable[Lane], state: MutableMapping[Tensor, dict], a: Tensor) -> None:
     """The gradients of a step that was taken become h, still to be scaled by ``a``.
 
-    One that others look into, or of other strides, is copied.
+    One that somebody else holds or looks into, or of other strides, is copied.
     """
     key = STATE_KEYS["h"]
     for lane in lanes:
         (p,) = lane.params
         if p.grad is None:
             continue
-        old, free = state[p][key], may_move(p.grad, p.grad)
+        old = state[p][key]
+        alike = (p.grad.dtype, p.grad.stride()) == (old.dtype, old.stride())
+        free = may_move(p.grad, p.grad) and _holders(p) == _no_others()
         g = p.grad.detach()
-        if free and (g.dtype, g.stride()) == (old.dtype, old.stride()):
+        if free and alike:
             state[p][key] = g
             lane.state["h"] = g.unsqueeze(0)
         else:
             old.copy_(g)
         lane.h_scale.copy_(a)  # a cell of its own: graphs know which inputs are one
+
+
+def _holders(p: Tensor) -> tuple[int, int]:
+    """How many hold p's gradient, in Python and in C++."""
+    g = p.grad
+    return sys.getrefcount(g), g._use_count()
+
+
+@cache
+def _no_others() -> tuple[int, int]:
+    """``_holders`` of a gradient that its parameter alone holds."""
+    p = torch.zeros(1, requires_grad=True)
+    p.grad = torch.zeros(1)
+    return _holders(p)
 
 
 def settle(lanes: Iterable[Lane]) -> None:

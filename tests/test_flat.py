@@ -442,6 +442,7 @@ def test_gradients_in_one_buffer_are_taken_without_a_copy():
     walk(*one, [0])
     with torch.compiler.set_stance("force_eager"):
         optimizer.zero_grad(set_to_none=False)
+        optimizer.join_gradients()
         assert adjacent([params[i].grad for i in (0, 2, 4)]) is not None
         assert all((p.grad == 0).all() for p in params)
         optimizer._layout._gather._scratch.clear()

@@ -421,6 +421,66 @@ def test_exact_protocol_is_the_exact_rule(mars_type):
         equal(params, x, 1e-7)
 
 
+def test_exact_compiled_is_eager():
+    """h changes places between steps, and no graph minds."""
+    a, b = twins(*SHAPES)
+    kw = dict(lr=LR, is_approx=False, max_norm=0.5)
+    slow, fast = eager(a, **kw), MARS(b, compile=True, **kw)
+    for t in range(4):
+        with torch.compiler.set_stance("fail_on_recompile" if t else "default"):
+            for optimizer, params in ((slow, a), (fast, b)):
+                run(optimizer, params, 1, t)
+        equal(a, b, 1e-6)
+
+
+def test_exact_keeps_what_half_precision_gradients_become_when_scaled():
+    """h is in float32; rounding to bf16 before the clip's factor would show."""
+    params = parameters((8, 8), dtype=torch.bfloat16)
+    kw = dict(lr=LR, is_approx=False, state_dtype=torch.float32, max_norm=0.3)
+    optimizer = eager(params, **kw)
+    fill(params, 0)
+    optimizer.update_previous_grad()
+    optimizer.step()
+    optimizer.update_last_grad()
+    (p,) = params
+    g = p.grad.float()
+    want = g * 0.3 / (g.norm() + 1e-6)
+    torch.testing.assert_close(optimizer.state[p]["last_grad"], want, rtol=1e-6, atol=0)
+
+
+def test_state_replaced_within_the_exact_protocol_is_seen():
+    a, b = twins(*SHAPES)
+    one, two = (eager(x, lr=LR, is_approx=False) for x in (a, b))
+    for t in range(3):
+        for optimizer, params in ((one, a), (two, b)):
+            fill(params, 100 + t)
+            optimizer.update_previous_grad()
+            fill(params, t)
+            optimizer.step()
+            for p in params[:1]:
+                m = optimizer.state[p]["exp_avg"]
+                if optimizer is one:
+                    m.zero_()
+                else:
+                    optimizer.state[p]["exp_avg"] = torch.zeros_like(m)
+            optimizer.update_last_grad()
+    equal(a, b)
+    equal(*([o.state[p]["exp_avg"] for p in x] for o, x in ((one, a), (two, b))))
+
+
+def test_a_copy_of_exact_mars_may_take_the_last_step():
+    """Before which there is no next batch."""
+    params = parameters(*SHAPES)
+    optimizer = eager(params, lr=LR, is_approx=False)
+    run(optimizer, params, 2)
+    twin = copy.deepcopy(optimizer)
+    copies = [p for group in twin.param_groups for p in group["params"]]
+    for each, mine in ((optimizer, params), (twin, copies)):
+        fill(mine, 2)
+        each.step()
+    equal(params, copies)
+
+
 def test_exact_differs_from_approximate_and_survives_missing_gradients():
     """4: the authors crash on a parameter that never had a gradient."""
     a, b = twins((4, 3), (2, 2))

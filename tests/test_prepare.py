@@ -287,10 +287,12 @@ def test_two_at_once_are_refused(tmp_path, corpus):
     out = tmp_path / "out"
     with (
         pytest.raises(Killed),
-        workspace(out, {}),
+        workspace(out, {}) as work,
     ):
+        (work / "begun").touch()
         with pytest.raises(UserError, match="another train.prepare is at work"):
             make("openwebtext", corpus, out)
+        assert (work / "begun").exists()  # what is refused touches nothing
         raise Killed
     make("openwebtext", corpus, out)
 

@@ -62,35 +62,61 @@ def test_steps_are_those_of_copies(mars_type, max_norm):
 
 def test_h_is_the_gradient_itself():
     _, two = pair(optimize_1d=True)
-    given = [torch.randn(s) for s in SHAPES]
-    for p, g in zip(params(two), given, strict=True):
-        p.grad = g
-    places = [g.data_ptr() for g in given]
+    for p in params(two):
+        p.grad = torch.randn(p.shape)
+    places = [p.grad.data_ptr() for p in params(two)]
     two.step()
     assert [h.data_ptr() for h in kept(two)] == places
 
 
+def test_backward_gives_gradients_that_can_be_taken():
+    p = nn.Parameter(torch.randn(6, 4))
+    optimizer = MARS([p], compile=False, take_grads=True)
+    p.square().sum().backward()
+    place = p.grad.data_ptr()
+    optimizer.step()
+    assert optimizer.state[p]["last_grad"].data_ptr() == place
+
+
 @pytest.mark.parametrize(
-    "lent",
+    "lend",
     [
-        lambda g: torch.cat([g, g]).split(len(g))[0],
-        lambda g: g.mean().expand(g.shape),
-        lambda g: g.mT.contiguous().mT,
+        lambda g: (g, g),
+        lambda g: (whole := torch.stack([g, g]), whole[0]),
+        lambda g: (row := g[:, :1].clone(), row.expand(g.shape)),
+        lambda g: (columns := g.mT.contiguous(), columns.mT),
     ],
-    ids=["part of a buffer", "expanded", "other strides"],
+    ids=["held", "part of a buffer", "expanded", "other strides"],
 )
-def test_what_others_look_into_is_copied(lent):
+def test_what_others_hold_is_copied(lend):
+    """Its owner goes on with it after the step."""
     one, two = pair()
     for t in range(3):
+        lent, g = lend(
+            torch.randn(SHAPES[0], generator=torch.Generator().manual_seed(t))
+        )
         for optimizer in (one, two):
-            g = lent(torch.randn(SHAPES[0], generator=torch.Generator().manual_seed(t)))
-            p = params(optimizer)[0]
-            p.grad = g
+            params(optimizer)[0].grad = g.clone() if optimizer is one else g
+        del g
+        one.step(), two.step()
+        lent.fill_(7.0)
+        assert params(two)[0].grad is None
+        torch.testing.assert_close(params(two), params(one), **CLOSE)
+    equal(one, two)
+
+
+def test_one_gradient_of_two_parameters_is_copied():
+    one, two = pair(max_norm=0.5)
+    for t in range(3):
+        for optimizer in (one, two):
+            g = torch.randn(SHAPES[0], generator=torch.Generator().manual_seed(t))
+            first = params(optimizer)[0]
+            if t == 0:
+                optimizer.add_param_group({"params": [nn.Parameter(0.5 * first.data)]})
+            first.grad = params(optimizer)[-1].grad = g
+            del g
             optimizer.step()
-            assert p.grad is None or optimizer is one
-            if g.is_contiguous():
-                g.fill_(7.0)  # its owner goes on with it
-        equal(one, two)
+    equal(one, two)
 
 
 def test_a_step_that_is_not_finite_leaves_h():
@@ -170,6 +196,16 @@ def test_with_other_options(options):
     equal(one, two)
 
 
+def test_an_old_state_dict_is_whole_again_when_it_is_loaded():
+    one, two = pair(max_norm=0.5, optimize_1d=True)
+    saved = [optimizer.state_dict() for optimizer in (one, two)]  # live, as torch's
+    step(one, two, seed=0, scale=5.0)
+    for optimizer, old in zip((one, two), saved, strict=True):
+        optimizer.load_state_dict(old)
+    step(one, two, seed=1)
+    equal(one, two)
+
+
 def test_exact_mars_keeps_none():
-    with pytest.raises(ValueError, match="take_grads=True with is_approx=False"):
+    with pytest.raises(ValueError, match="take_grads=True with is_approx=False on cpu"):
         MARS([nn.Parameter(torch.ones(2))], is_approx=False, take_grads=True)

@@ -37,13 +37,15 @@ def workspace(out: Path, plan: dict) -> Iterator[Path]:
     work.mkdir(parents=True, exist_ok=True)
     lock = os.open(work, os.O_RDONLY)
     try:
-        _lock(lock, work, out)
-        _claim(work, plan)
-        yield work
-        publish(work, out)
+        _lock(lock, work, out)  # whoever fails here cleans up nothing: it is another's
+        try:
+            _claim(work, plan)
+            yield work
+            publish(work, out)
+        finally:
+            if not (work / LEDGER).exists() and not is_complete(work):
+                shutil.rmtree(work, ignore_errors=True)
     finally:
-        if not (work / LEDGER).exists() and not is_complete(work):
-            shutil.rmtree(work, ignore_errors=True)
         os.close(lock)
 
 

@@ -43,8 +43,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--gradients",
         choices=["apart", "joined"],
         default="apart",
-        help="apart: as autograd leaves them; joined: one buffer per shape, as after "
-        "zero_grad(set_to_none=False)",
+        help="apart: as autograd leaves them; joined: one buffer per shape "
+        "(MARS.join_gradients)",
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--steps", type=int, default=10, help="that are timed")

@@ -94,7 +94,7 @@ def subject(
 
     Embeddings take the rule, but with "mars-m" and "moonlight" AdamW, as in the
     authors' scripts. Gradients lie apart, as autograd leaves them; ``joined``: in one
-    buffer per shape (``zero_grad(set_to_none=False)``).
+    buffer per shape (``MARS.join_gradients``).
     """
     torch.manual_seed(0)
     params = {
@@ -117,7 +117,5 @@ def subject(
         compile=True,
     )
     if joined:
-        optimizer.zero_grad(set_to_none=False)
-        for p in params.values():
-            p.grad.normal_(std=1e-3)
+        optimizer.join_gradients()
     return Subject(optimizer, num_steps)

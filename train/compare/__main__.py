@@ -138,33 +138,36 @@ def say(line: str) -> None:
 
 
 def planned(args: argparse.Namespace, jobs: int):
-    """The plan of this call, and the one to save, which keeps recipes of earlier ones.
+    """The plan of this call, with recipes of earlier ones.
 
     Raises:
         UserError: recipes, rates or a folder that do not fit.
     """
     from train.compare import plan as plans
 
+    threads = max(1, os.cpu_count() // jobs)
     if args.configs is None:
-        plan = plans.Plan.load(args.out)
-        return plan, plan
+        theirs = plans.Plan.load(args.out)
+        if args.only == "report":  # also where the data is not
+            return theirs
+        return plans.check(plans.again(theirs, threads), args.out)
     names = list(dict.fromkeys(args.configs))
     plan = plans.make(
         names,
         grids(args.lrs, names),
         steps=args.steps,
         num_seeds=args.seeds or SEEDS,
-        threads=max(1, os.cpu_count() // jobs),
+        threads=threads,
         options=args.options,
     )
-    return plan, plans.check(plan, args.out)
+    return plans.check(plan, args.out)
 
 
 def compare(args: argparse.Namespace) -> bool:
     """All parts, or the one of --only; whether every run that was needed is there."""
     import torch
 
-    from train.compare.plan import LOCK
+    from train.compare.plan import LOCK, check
     from train.compare.report import report
     from train.compare.session import Session
     from train.compare.timing import measure, seconds_per_run
@@ -172,13 +175,14 @@ def compare(args: argparse.Namespace) -> bool:
 
     console(0)
     jobs = args.jobs or (1 if torch.cuda.is_available() else min(2, os.cpu_count()))
-    plan, saved = planned(args, jobs)
+    plan = planned(args, jobs)
     if args.only == "report":  # reads alone: possible while runs go on
         report(plan, args.out)
         return True
     complete = True
     with alone(args.out / LOCK) as lock:
-        saved.save(args.out)
+        plan = check(plan, args.out)  # another call may have begun one since
+        plan.save(args.out)
         if args.only in (None, "runs"):
             guess = seconds_per_run(plan)
             session = Session(

@@ -87,12 +87,12 @@ def load_all(folder: Path, steps: int, configs: list[str]) -> dict[Run, Curve]:
 
 
 def discard_incomplete(folder: Path, steps: int) -> bool:
-    """Delete a run that was killed between its last checkpoint and its last validation:
-    it would neither train nor validate again.
+    """Delete the last checkpoint of a run that was killed between it and the last
+    validation: from there it would neither train nor validate again.
     """
     stale = last_step(folder) >= steps and load(folder, steps) is None
     if stale:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder / "checkpoint" / f"step-{last_step(folder)}")
     return stale
 
 

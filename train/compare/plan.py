@@ -11,7 +11,7 @@ from train.compare.sweep import Run, default_grid
 from train.errors import UserError
 from train.launch import parse
 from train.resolve import resolve
-from train.settings import read, settings
+from train.settings import difference, read, settings
 from train.tokens import read_meta
 
 LOCK = ".lock"  # held by the call at work in the folder, and its runs
@@ -47,8 +47,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything but the results. ``grids`` and ``num_seeds`` may grow from call to
-    call; the rest identifies the comparison.
+    """Everything but the results. Recipes with their grids, and ``num_seeds``, may grow
+    from call to call; the rest identifies the comparison.
     """
 
     steps: int
@@ -56,7 +56,8 @@ class Plan:
     validation_interval: int
     validation_samples: int
     options: list[str]
-    shared: dict
+    settings: dict[str, dict]
+    """Of each recipe, as ``train.settings`` has them."""
     recipes: dict[str, Recipe]
     grids: dict[str, list[float]]
     num_seeds: int
@@ -135,7 +136,8 @@ def make(
             tokenizer, model or batch.
     """
     configs = {name: _resolved(name, options) for name in names}
-    shared = _shared(configs)
+    given = {name: _settings(config) for name, config in configs.items()}
+    _check_shared(given)
     recipes = {name: _recipe(name, config) for name, config in configs.items()}
     steps = steps or _common_steps(configs)
     for name, recipe in recipes.items():
@@ -152,11 +154,23 @@ def make(
         validation_interval=interval,
         validation_samples=_num_held_out(config, steps, interval),
         options=list(options),
-        shared=shared,
+        settings=given,
         recipes=recipes,
         grids={n: grids.get(n) or list(default_grid(recipes[n].lr)) for n in names},
         num_seeds=num_seeds,
         threads=threads,
+    )
+
+
+def again(plan: Plan, threads: int) -> Plan:
+    """The same comparison from recipes and data as they are now, for ``check``."""
+    return make(
+        list(plan.recipes),
+        plan.grids,
+        steps=plan.steps,
+        num_seeds=plan.num_seeds,
+        threads=threads,
+        options=plan.options,
     )
 
 
@@ -168,23 +182,22 @@ def _resolved(name: str, options: Sequence[str]):
     return config
 
 
-def _shared(configs: dict) -> dict:
-    """What all recipes have in common.
+def _settings(config) -> dict:
+    """As JSON reads them again."""
+    return json.loads(json.dumps(settings(config)))
 
-    Raises:
-        UserError: not what makes them comparable.
-    """
-    shared: dict = {}
-    for name, config in configs.items():
-        given = json.loads(json.dumps(settings(config)))
+
+def _check_shared(given: dict[str, dict]) -> None:
+    """Whether recipes have in common what makes them comparable."""
+    first, *others = given
+    for name in others:
         for key, what in SHARED.items():
-            if given[key] != shared.setdefault(key, given[key]):
+            if given[name][key] != given[first][key]:
                 raise UserError(
-                    f"got {next(iter(configs))} and {name} with different {what}, "
+                    f"got {first} and {name} with different {what}, "
                     "expected recipes that differ in their optimizer alone: compare "
                     "them in two calls, or give all the same option after --"
                 )
-    return shared
 
 
 def _common_steps(configs: dict) -> int:
@@ -231,7 +244,8 @@ def _recipe(name: str, config) -> Recipe:
 
 
 def check(plan: Plan, folder: Path) -> Plan:
-    """The plan to save in a folder that is free, or holds the same comparison.
+    """The plan for a folder that is free, or holds the same comparison, whose recipes
+    and seeds stay in it.
 
     Raises:
         UserError: the folder holds another comparison, or something else.
@@ -243,7 +257,13 @@ def check(plan: Plan, folder: Path) -> Plan:
     if (folder / "comparison.json").exists():
         theirs = Plan.load(folder)
         _check_same(plan, theirs, folder)
-        return replace(plan, recipes={**theirs.recipes, **plan.recipes})
+        return replace(
+            plan,
+            settings=theirs.settings | plan.settings,
+            recipes=theirs.recipes | plan.recipes,
+            grids=theirs.grids | plan.grids,
+            num_seeds=max(theirs.num_seeds, plan.num_seeds),
+        )
     if folder.exists() and {p.name for p in folder.iterdir()} - {LOCK}:
         raise UserError(
             f"got --out {folder}, which holds something else, expected a new or empty "
@@ -265,15 +285,16 @@ def _check_same(plan: Plan, theirs: Plan, folder: Path) -> None:
                 f"got {what} {mine} where the comparison in {folder} has {there}, "
                 "expected the same: give these to continue it, or another --out"
             )
+    mine, there = (next(iter(p.settings.values())) for p in (plan, theirs))
     for key, what in SHARED.items():
-        if plan.shared[key] != theirs.shared[key]:
+        if mine[key] != there[key]:
             raise UserError(
                 f"got another {what} than the comparison in {folder} has, expected the "
                 "same: restore it, or give another --out"
             )
     for name in plan.recipes.keys() & theirs.recipes.keys():
-        if plan.recipes[name] != theirs.recipes[name]:
+        if what := difference(plan.settings[name], theirs.settings[name]):
             raise UserError(
-                f"got {name} with other rates than in {folder}, expected the recipe "
-                "that was compared there: give another --out"
+                f"got {name} with {what} in {folder}, expected the recipe that was "
+                "compared there: give another --out"
             )

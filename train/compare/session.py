@@ -79,7 +79,7 @@ class Session:
         """A process that trains ``run``, from its last checkpoint if it has one."""
         folder = self.folder / "runs" / run.path
         if curves.discard_incomplete(folder, self.plan.steps):
-            self.say(f"{run}: was killed at its very end, trained again")
+            self.say(f"{run}: was killed at its very end, goes back a checkpoint")
         folder.mkdir(parents=True, exist_ok=True)
         console, known = folder / "console.txt", curves.validations(folder)
         options = self.plan.arguments(run, self.folder)
