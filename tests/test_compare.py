@@ -103,9 +103,14 @@ def test_a_comparison_may_grow_but_not_change(options, tmp_path):
         plan.check(other, tmp_path)
     with pytest.raises(UserError, match="got options after -- .* has"):
         plan.check(make(["tiny_adamw"], [*options, "--optimizer.lr", "1"]), tmp_path)
-    edited = {"tiny_adamw": replace(first.recipes["tiny_adamw"], lr=1.0)}
-    with pytest.raises(UserError, match="got tiny_adamw with other rates than in"):
-        plan.check(replace(first, recipes=edited), tmp_path)
+    merged = plan.check(more, tmp_path)
+    assert merged.grids == first.grids | more.grids
+    assert merged.num_seeds == 3
+    merged.save(tmp_path)
+    assert plan.check(plan.again(plan.Plan.load(tmp_path), 1), tmp_path) == merged
+    edited = {"tiny_adamw": first.settings["tiny_adamw"] | {"optimizer.eps": 1.0}}
+    with pytest.raises(UserError, match="tiny_adamw with optimizer.eps=1.0 where it"):
+        plan.check(replace(first, settings=edited), tmp_path)
 
 
 def test_rates_for_all_and_for_one():
@@ -164,7 +169,7 @@ def entry(name, corrects, seconds, *seeds):
     spread = results.Spread.of
     return results.Entry(
         recipe, 1.0, True, {0.5: 9.0, 1.0: seeds[0].final, 2.0: math.inf},
-        list(seeds), 0, spread([c.best for c in seeds]),
+        0, list(seeds), 0, spread([c.best for c in seeds]),
         spread([c.final for c in seeds]), seconds,
     )  # fmt: skip
 
@@ -198,6 +203,21 @@ def test_table_and_json_say_the_same(found, options):
     raw = json.loads(json.dumps(results.as_json(found, table, made), allow_nan=False))
     assert raw["optimizers"]["good"]["tokens_ratio"] == 0.5
     assert raw["sweeps"]["bad"] == {"0.5": 9.0, "1": 3.0, "2": None}
+
+
+def test_an_unfinished_sweep_says_so(found, options):
+    found[0] = replace(found[0], num_untried=2)
+    text = markdown(found, results.rows(found, 40), make(["tiny_adamw"], options), [])
+    assert "| good | 1 (unfinished sweep: 3 tried, 2 to try) | 2.000" in text
+
+
+def test_a_run_killed_before_its_last_validation_goes_back_a_checkpoint(tmp_path):
+    for step in (10, 20):
+        (tmp_path / "checkpoint" / f"step-{step}").mkdir(parents=True)
+        (tmp_path / "checkpoint" / f"step-{step}" / ".metadata").touch()
+    assert curves.discard_incomplete(tmp_path, 20)
+    assert last_step(tmp_path) == 10
+    assert not curves.discard_incomplete(tmp_path, 20)
 
 
 def test_mars_stands_out_and_no_two_lines_are_alike(found):

@@ -12,10 +12,16 @@ class UserError(Exception):
 
 
 def command(main: Callable[[], None]) -> None:
-    """Run a command: a UserError becomes one line on stderr and exit code 2."""
+    """Run a command: a UserError, or a path that may not be used, becomes one line on
+    stderr and exit code 2.
+    """
     try:
         main()
-    except UserError as error:
+    except (UserError, PermissionError, NotADirectoryError) as error:
+        if not isinstance(error, UserError):
+            error = (
+                f"got {error}, expected a path that this user may use: choose another"
+            )
         if os.environ.get("RANK", "0") == "0":  # under torchrun, one of them says it
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

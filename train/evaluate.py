@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import tempfile
 from pathlib import Path
 
@@ -49,6 +50,11 @@ def _loss(trained: Trained, args: argparse.Namespace) -> dict[str, float | int |
     tokens, meta = open_tokens(
         args.data, "val", vocab_size=trained.model.shape.vocab_size
     )
+    if trained.tokens not in (None, meta.tokenizer):
+        raise UserError(
+            f"got {meta.tokenizer} tokens in {args.data}, expected {trained.tokens}, "
+            "on which the model was trained: prepare the text with that tokenizer"
+        )
     found = whole_loss(
         trained.model.to(args.device), tokens, window=window, batch=args.batch_size
     )
@@ -139,11 +145,23 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
+def _check_writable(out: Path) -> None:
+    """Before hours of evaluation."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise UserError(
+            f"got {out} to write to, expected a file that can be written: choose "
+            "another --out"
+        )
+
+
 def main() -> None:
     """The command."""
     args = _parser().parse_args()
     _check(args)
     trained = from_arguments(args)
+    out = trained.folder / "evaluation.json" if args.out is None else args.out
+    _check_writable(out)
     found: dict = {"model": str(trained.folder), "step": trained.step}
     tasks = None
     if args.tasks:  # before anything that takes long
@@ -152,10 +170,9 @@ def main() -> None:
         found["loss"] = _loss(trained, args)
     if tasks is not None:
         found["tasks"] = _tasks(trained, tasks, args)
-        print(*harness.lines(found["tasks"]), sep="\n")
-    out = trained.folder / "evaluation.json" if args.out is None else args.out
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=1) + "\n")
+    if tasks is not None:
+        print(*harness.lines(found["tasks"]), sep="\n")
     print(f"written to {out}")
 
 

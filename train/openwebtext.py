@@ -48,7 +48,7 @@ def split_order(num_documents: int, val_fraction: float) -> dict[str, np.ndarray
 
 def document_ends(stream: Stream, end_of_text: int) -> np.ndarray:
     """(num_documents,) int64: the place after each document's end-of-text token."""
-    ends, before = [], 0
+    ends, before = [np.empty(0, np.int64)], 0
     for part in stream.parts:
         ends.append(np.flatnonzero(part == end_of_text) + before + 1)
         before += len(part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from train.errors import UserError
 from train.run import generate, last_step, load_model
 from train.settings import describe
 from train.tokenizers import tokenizer
@@ -68,40 +69,58 @@ def plot(scalars: dict[str, dict[int, float]], title: str, path: Path) -> None:
     plt.close(figure)
 
 
+def _sample(folder: Path) -> None:
+    """Print and write what the model says. A tokenizer that is not on this machine, or
+    a model that has diverged, is no reason to end a training in an error.
+    """
+    shape, tokenizer_name = describe(folder)
+    try:
+        coder = tokenizer(tokenizer_name)
+        ids = generate(
+            load_model(folder, shape),
+            coder.encode(PROMPT),
+            num_tokens=240,
+            temperature=0.8,
+            top_k=50,
+            seed=0,
+        )
+    except UserError as error:
+        print(f"\nno sample: {error}\n")
+        return
+    sample = PROMPT + coder.decode(ids)
+    (folder / "sample.txt").write_text(sample + "\n")
+    print(f"\nsample:\n{sample}\n")
+
+
 def report(folder: Path, title: str) -> None:
     """Print and draw what the finished run in ``folder`` has to show."""
     scalars = read_scalars(folder / "tb")
     picture = folder / "loss.png"
     plot(scalars, title, picture)
 
-    shape, tokenizer_name = describe(folder)
-    coder = tokenizer(tokenizer_name)
-    ids = generate(
-        load_model(folder, shape),
-        coder.encode(PROMPT),
-        num_tokens=240,
-        temperature=0.8,
-        top_k=50,
-        seed=0,
-    )
-    sample = PROMPT + coder.decode(ids)
-    (folder / "sample.txt").write_text(sample + "\n")
-    print(f"\nsample:\n{sample}\n")
-
-    summary: dict[str, float] = {"step": last_step(folder)}
-    if losses := scalars.get(VAL):
-        summary["validation_loss"] = losses[max(losses)]
-        line = f"validation loss {summary['validation_loss']:.4f}"
-        if per_byte := scalars.get(PER_BYTE):
-            summary["nats_per_byte"] = per_byte[max(per_byte)]
-            line += f", {summary['nats_per_byte']:.4f} nats per byte of held-out text"
-        print(line)
+    step = last_step(folder)
+    summary: dict[str, float] = {"step": step}
+    if step in (losses := scalars.get(VAL, {})):
+        summary["validation_loss"] = losses[step]
+        line = f"validation loss {losses[step]:.4f}"
+        if step in (per_byte := scalars.get(PER_BYTE, {})):
+            summary["nats_per_byte"] = per_byte[step]
+            line += f", {per_byte[step]:.4f} nats per byte of held-out text"
+    elif losses:  # cut off between the last checkpoint and its validation
+        line = (
+            f"no validation after step {step}: python -m train.evaluate --run {folder} "
+            "--loss --data DATA"
+        )
+    else:
+        line = "validation was off"
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    _sample(folder)
+    print(line)
     for what, where in (
         ("loss curve", picture),
         ("sample", folder / "sample.txt"),
         ("TensorBoard", folder / "tb"),
-        ("checkpoint", folder / "checkpoint" / f"step-{summary['step']}"),
+        ("checkpoint", folder / "checkpoint" / f"step-{step}"),
         ("log", folder / "rank0.log"),
     ):
         print(f"{what:12} {where}")

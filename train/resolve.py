@@ -11,6 +11,7 @@ from marsopt import mars
 from train.batches import Batches
 from train.errors import UserError
 from train.initial import check_initial
+from train.settings import held_out_folder
 from train.tokens import open_tokens
 
 
@@ -184,8 +185,8 @@ def _check_optimizer(config) -> None:
 def _check_data(config, world: int) -> None:
     vocab_size, t = config.model_spec.model.shape.vocab_size, config.training
     held_out = config.validator.dataloader
-    if held_out.dataset_path is None:
-        held_out.dataset_path = config.dataloader.dataset_path
+    held_out.dataset_path = str(held_out_folder(config))
+    tokenizers = []
     for loader in (config.dataloader, held_out):
         loader.vocab_size, loader.seed = vocab_size, config.debug.seed
         folder = Path(loader.dataset_path)
@@ -198,7 +199,14 @@ def _check_data(config, world: int) -> None:
             seq_len=t.seq_len,
             vocab_size=vocab_size,
         )
-    config.tokenizer.name = meta.tokenizer
+        tokenizers.append(meta.tokenizer)
+    if len(set(tokenizers)) > 1:
+        raise UserError(
+            f"got {tokenizers[1]} tokens to validate on in {folder}, expected "
+            f"{tokenizers[0]}, as in {config.dataloader.dataset_path}: prepare both "
+            "with one tokenizer"
+        )
+    config.tokenizer.name = tokenizers[0]
     samples, per_pass = config.validator.samples, t.local_batch_size * world
     if config.validator.enable and (
         samples % per_pass or samples > batches.num_windows

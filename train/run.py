@@ -142,11 +142,19 @@ def generate(
 ) -> list[int]:
     """``num_tokens`` ids that continue ``prompt``, sampled from the ``top_k`` likeliest
     at each place.
+
+    Raises:
+        UserError: logits that are not finite.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.tensor([prompt])
     for _ in range(num_tokens):
         logits = model(ids[:, -model.shape.block_size :])[0, -1].float()
+        if not logits.isfinite().all():
+            raise UserError(
+                "got logits that are not finite, expected numbers: the training has "
+                "diverged; sample from an earlier checkpoint (--step)"
+            )
         best = torch.topk(logits, min(top_k, len(logits)))
         chosen = torch.multinomial(
             torch.softmax(best.values / temperature, -1), 1, generator=generator

@@ -40,6 +40,13 @@ EXECUTION_WITHIN = {
 }
 
 
+def held_out_folder(config) -> Path:
+    """Where the held-out data lies: beside the training data unless told otherwise."""
+    return Path(
+        config.validator.dataloader.dataset_path or config.dataloader.dataset_path
+    )
+
+
 def settings(config) -> dict:
     """What two calls must agree on to be one run, flat: {"section.option": value}."""
     flat = {}
@@ -47,11 +54,14 @@ def settings(config) -> dict:
     raw["schedule_steps"] = config.lr_scheduler.total_steps or config.training.steps
     raw["lr_scheduler"].pop("total_steps")
     raw[FROM] = config.checkpoint.initial_load_path
+    folders = (Path(config.dataloader.dataset_path), held_out_folder(config))
     # what the data is, not where it lies
     for section in (raw["dataloader"], raw["validator"]["dataloader"]):
         section.pop("dataset_path")
-    meta = read_meta(Path(config.dataloader.dataset_path))
-    raw["data"] = {split: getattr(meta, split).sha256 for split in SPLITS}
+    raw["data"] = {
+        split: getattr(read_meta(folder), split).sha256
+        for split, folder in zip(SPLITS, folders, strict=True)
+    }
     for section, values in raw.items():
         if section in EXECUTION:
             continue

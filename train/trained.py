@@ -20,7 +20,8 @@ class Trained:
     may need neither.
 
     ``step`` is of a run's checkpoint, None for a Hugging Face folder; ``window`` the
-    length of the sequences it was trained on, None where that is the block size.
+    length of the sequences it was trained on, None where that is the block size;
+    ``tokens`` the name of the tokenizer they came from, None where that has none.
     """
 
     load: Callable[[], GPT2]
@@ -28,6 +29,7 @@ class Trained:
     folder: Path
     step: int | None = None
     window: int | None = None
+    tokens: str | None = None
 
     @cached_property
     def model(self) -> GPT2:
@@ -55,6 +57,7 @@ def of_run(folder: Path, step: int | None) -> Trained:
         folder,
         step,
         settings.read(folder / settings.SETTINGS)["training.seq_len"],
+        name,
     )
 
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from train.settings import held_out_folder
 from train.titan import Trainer, clipping_by
 from train.titan_data import HeldOut, TitanTokenizer, TokenLoader
 from train.titan_loss import SummedLoss
 from train.titan_optim import MarsOptimizers, RateSchedule
+from train.tokens import read_meta
 
 
 class MarsTrainer(Trainer):
@@ -30,7 +32,7 @@ class MarsTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.metrics_processor.begin(self.dataloader.meta)
+        self.metrics_processor.begin(read_meta(held_out_folder(config)))
         self.optimizers.mars.max_norm = config.training.max_norm
         self._exact = config.optimizer.exact
         if self._exact:

@@ -11,7 +11,7 @@ from train.compare.sweep import Run, default_grid
 from train.errors import UserError
 from train.launch import parse
 from train.resolve import resolve
-from train.settings import difference, read, settings
+from train.settings import difference, held_out_folder, read, settings
 from train.tokens import read_meta
 
 LOCK = ".lock"  # held by the call at work in the folder, and its runs
@@ -222,7 +222,7 @@ def _num_held_out(config, steps: int, interval: int) -> int:
 def _fit_held_out(config) -> None:
     """Validate on no more than the data holds out."""
     t = config.training
-    meta = read_meta(Path(config.dataloader.dataset_path))
+    meta = read_meta(held_out_folder(config))
     windows = (meta.val.tokens - 1) // t.seq_len // t.local_batch_size
     samples = min(config.validator.samples, windows * t.local_batch_size)
     config.validator.samples = max(samples, t.local_batch_size)

@@ -36,7 +36,9 @@ def _line(row: Row) -> str:
     if row.num_seeds > 1:
         tokens += f" ({low:.2f} to {high:.2f})".replace("inf", "never")
     rate = f"{row.lr:g}"
-    if row.num_rates > 1 and not row.inside:
+    if row.num_untried:
+        rate += f" (unfinished sweep: {row.num_rates} tried, {row.num_untried} to try)"
+    elif row.num_rates > 1 and not row.inside:
         rate += " (edge of its grid)"
     cells = [
         row.name,

@@ -12,7 +12,7 @@ import numpy as np
 
 from train.compare.curves import Curve, load_all
 from train.compare.plan import Plan, Recipe
-from train.compare.sweep import Run, best_rate, is_inside, sweep_of
+from train.compare.sweep import Run, best_rate, is_inside, next_rates, sweep_of
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Entry:
     """The best rate has a worse one on both sides."""
     sweep: dict[float, float]
     """{rate: final loss of seed 0}; inf = diverged."""
+    num_untried: int
+    """Rates that the sweep still needs."""
     curves: list[Curve]
     """Of each seed that did not diverge."""
     num_diverged: int
@@ -66,6 +68,7 @@ class Row:
     lr: float
     inside: bool
     num_rates: int
+    num_untried: int
     num_seeds: int
     num_diverged: int
     best: Spread
@@ -102,6 +105,7 @@ def entries(plan: Plan, folder: Path) -> list[Entry]:
                 lr,
                 is_inside(sweep),
                 sweep,
+                len(next_rates(plan.grids[name], sweep)),
                 mine,
                 sum(scores.get(run) == math.inf for run in seeds),
                 Spread.of([c.best for c in mine]),
@@ -129,6 +133,7 @@ def rows(found: list[Entry], steps: int) -> list[Row]:
                 lr=e.lr,
                 inside=e.inside,
                 num_rates=len(e.sweep),
+                num_untried=e.num_untried,
                 num_seeds=len(e.curves),
                 num_diverged=e.num_diverged,
                 best=e.best,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -155,8 +156,8 @@ class Session:
         done, left = len(self.losses), sum(to_come.values())
         seconds = sum(n * self._seconds(name) for name, n in to_come.items())
         seconds -= sum(self.clock - child.began for child in self.running)
+        outlook = f"{done} of {done + left} runs done (more where a grid widens)"
+        if math.isnan(seconds):
+            return outlook
         rest = timedelta(seconds=round(max(0.0, seconds) / self.jobs))
-        return (
-            f"{done} of {done + left} runs done (more where a grid widens), about "
-            f"{rest} left"
-        )
+        return f"{outlook}, about {rest} left"

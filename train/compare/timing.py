@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 from train.compare.children import end, spawn
@@ -25,12 +28,16 @@ START = 15.0  # seconds that a run spends outside its steps
 
 
 def seconds_per_run(plan: Plan) -> Callable[[str], float]:
-    """A guess of what one run takes, from one timed pass of the model."""
+    """A guess of what one run takes, from one timed pass of the model; nan where that
+    does not fit into a GPU's memory (runs may recompute activations).
+    """
     from train.launch import parse
 
-    name = next(iter(plan.recipes))
-    config = parse(["--config", name, *plan.options])
-    step = _pass_seconds(config, plan)
+    options = ["--config", next(iter(plan.recipes)), *plan.options]
+    # a process of its own, whose memory on a GPU is free again for the runs
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        step = pool.submit(_pass_seconds, options, plan).result()
+    config = parse(options)
     points = plan.steps / plan.validation_interval + 1
     held_out = points * plan.validation_samples / config.training.global_batch_size / 3
 
@@ -41,8 +48,19 @@ def seconds_per_run(plan: Plan) -> Callable[[str], float]:
     return guess
 
 
-def _pass_seconds(config, plan: Plan) -> float:
+def _pass_seconds(options: list[str], plan: Plan) -> float:
     """Forward and backward pass of one global batch."""
+    import torch
+
+    from train.launch import parse
+
+    try:
+        return _timed_pass(parse(options), plan)
+    except torch.OutOfMemoryError:
+        return math.nan
+
+
+def _timed_pass(config, plan: Plan) -> float:
     import torch
     import torch.nn.functional as F
 
