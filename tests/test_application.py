@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 
 import configs
 from marsopt import MARS
-from train import prepare
+from train import prepare, report
 from train.batches import Batches
 from train.errors import UserError
 from train.gpt2 import GPT2
@@ -209,6 +210,30 @@ def test_a_second_call_says_that_the_run_is_complete(data, one):
     assert (folder / "checkpoint/step-8/.metadata").stat().st_mtime_ns == stamp
 
 
+def test_a_run_that_was_cut_off_before_its_last_validation_says_so(
+    one, tmp_path, monkeypatch, capsys
+):
+    """Nor does a model that cannot speak end a training in an error."""
+    folder = shutil.copytree(one[0], tmp_path / "run")
+
+    def cut_off(path):
+        scalars = read_scalars(path)
+        for tag in scalars:
+            scalars[tag].pop(STEPS, None)
+        return scalars
+
+    def mute(*args, **kwargs):
+        raise UserError("got logits that are not finite")
+
+    monkeypatch.setattr(report, "read_scalars", cut_off)
+    monkeypatch.setattr(report, "generate", mute)
+    report.report(folder, "cut off")
+    said = capsys.readouterr().out
+    assert f"no validation after step {STEPS}: python -m train.evaluate" in said
+    assert "no sample: got logits that are not finite" in said
+    assert json.loads((folder / "summary.json").read_text()) == {"step": STEPS}
+
+
 def test_sample_command(one):
     folder, *_ = one
     args = ["train.sample", "--run", folder, "--tokens", 20, "--prompt", "import "]
@@ -393,6 +418,9 @@ def test_a_folder_belongs_to_one_run(data, tmp_path, monkeypatch):
     prepare.prepare("text", "bytes", other, [Path(shutil.__file__)], 0.2)
     with pytest.raises(UserError, match=r"got data\.train="):
         claimed(other)
+    elsewhere = replace(tiny(data).validator.dataloader, dataset_path=str(other))
+    with pytest.raises(UserError, match=r"got data\.val="):
+        claimed(validator__dataloader=elsewhere)
     (folder / "settings.json").write_text("{")
     with pytest.raises(UserError, match=r"settings\.json that does not read"):
         claimed()

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from train.errors import UserError
 from train.gpt2 import GPT2, Shape
 from train.tokenizers import Bytes
 from train.tokens import SPLITS, Meta, Split
+from train.trained import of_folder
 from train.validation import whole_loss
 
 pytestmark = pytest.mark.application
@@ -191,7 +193,7 @@ def by_token(model, query, ending):
 
 def test_accuracy_is_that_of_summed_log_probabilities(tmp_path, monkeypatch):
     model = scattered(inverse_layer_scale=True)
-    docs = hellaswag_like(tmp_path / "task", 24)
+    docs = hellaswag_like(tmp_path / "task", 12)
     right = {"acc": 0, "acc_norm": 0}
     for doc in docs:
         query = f"{doc['activity_label']}: {doc['ctx_a']} {doc['ctx_b'].capitalize()}"
@@ -246,6 +248,12 @@ def test_loss_of_the_whole_split(tmp_path, monkeypatch, held_out, capsys):
     assert f"{bits:.4f}"[:5] in capsys.readouterr().out
     with pytest.raises(UserError, match="got --window 129, expected at most the"):
         called(monkeypatch, *common, "--window", 129)
+    with pytest.raises(UserError, match="expected a file that can be written"):
+        called(monkeypatch, *common, "--out", tmp_path)
+    of_others = replace(of_folder(folder), tokens="gpt2")
+    monkeypatch.setattr(evaluate, "from_arguments", lambda args: of_others)
+    with pytest.raises(UserError, match="got bytes tokens in .* expected gpt2"):
+        called(monkeypatch, *common)
 
 
 # ---- one line each -------------------------------------------------------------------
