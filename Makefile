@@ -1,8 +1,8 @@
 # make train    train the small default model and show it
 # make test     lint and the whole test suite
-# make gpu      what can be tested and measured on one GPU alone, into runs/gpu
+# make gpu      what can be tested and measured on one GPU alone; numbers in runs/gpu
 #
-# Both create .venv on first use. make train takes RUN=name (a folder below runs/),
+# All create .venv on first use. make train takes RUN=name (a folder below runs/),
 # CONFIG=recipe, RANKS=processes and OPTIONS='--section.option value ...'.
 
 PYTHON  ?= python3

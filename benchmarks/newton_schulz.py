@@ -3,10 +3,10 @@
     python -m benchmarks.newton_schulz [--device cuda] [--width 768] [--batch 12]
 
 Error: relative, in the Frobenius norm, against float64 with the same polynomial, worst
-of three matrices of GPT-2's fc shape (4 width x width), for a Gaussian matrix and for
-singular values spread over logarithms down to 1e-4 and 1e-8. Time: a batch of those
-matrices, medians of interleaved rounds; the rate counts the operations that the form
-does.
+of three matrices of GPT-2's fc shape (4 width x width; no wider than 256, for the sake
+of float64), Gaussian and with singular values spread over logarithms down to 1e-4 and
+1e-8. Time: a batch of matrices of the whole width, medians of interleaved rounds; the
+rate counts the operations that the form does.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from benchmarks.peers import version
 from benchmarks.timing import spread
 
 EXPLAINED = f"""\
-ms, quartiles    wall time of the optimizer's step, the global clip in it where named;
-                 gradients are handed over ahead of it, new ones each round
+ms, quartiles    wall time of the optimizer's step and zero_grad, the global clip in it
+                 where named; gradients are handed over ahead, new ones each round
 x                the same over the reference's step of the same round (paired), median
                  and quartiles. Contenders ran in groups that fit into memory, matrix
                  rules apart; each group holds the reference

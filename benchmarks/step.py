@@ -1,4 +1,5 @@
-"""Time and memory of an optimizer's step: our rules, torch's, and the peers'.
+"""Time and memory of an optimizer's step, with the zero_grad after it: our rules,
+torch's, and the peers'.
 
     python -m benchmarks.step --model gpt2-small [--layers N] [--only mars-adamw torch]
                               [--authors CHECKOUT] [--json FILE] [--png FILE]

@@ -74,6 +74,10 @@ class MarsOptimizers(OptimizersContainer):
         """Threshold of the per-tensor norm of the corrected gradient; None = off."""
         ns_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
         """Working precision of Newton-Schulz."""
+        ns_gram: bool = False
+        """Newton-Schulz on Gram matrices where that is less work (ns_dtype float32)."""
+        h_dtype: Literal["bfloat16", "float16"] | None = None
+        """dtype of the kept gradient: half precision halves its memory; None = fp32."""
         compile: bool | None = None
         """Compile the step: None = where this machine can."""
 
@@ -126,6 +130,8 @@ class MarsOptimizers(OptimizersContainer):
             **config.group(),
             is_approx=not config.exact,
             ns_dtype=getattr(torch, config.ns_dtype),
+            ns_gram=config.ns_gram,
+            h_dtype=config.h_dtype and getattr(torch, config.h_dtype),
             collectives=LOCAL if mesh is None else MeshCollectives(mesh),
             compile=config.compile,
         )
