@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,24 +99,30 @@ class NewtonSchulz:
             )
         norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
         x = (matrices / (norm + self.eps)).to(self.dtype)
-        tall = x.shape[-2] > x.shape[-1]
-        if tall:  # iterate on the short side
-            x = x.mT
-        shape, x = x.shape, x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
-        x = self._iterate(x).reshape(shape)
-        return (x.mT if tall else x).to(matrices.dtype)
+        if x.ndim > 2:
+            shape, x = x.shape, x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
+            x = self._iterate(x).reshape(shape)
+        else:
+            x = self._iterate(x)
+        return x.to(matrices.dtype)
 
     def _iterate(self, x: Tensor) -> Tensor:
-        """All iterations on normalized wide matrices (batch, k, long)."""
-        if self._takes_gram(*x.shape[1:]):
-            return self.from_gram(x @ x.mT) @ x
+        """All iterations on a normalized matrix (rows, cols), or a batch of them; the
+        Gram matrix is that of the short side.
+        """
+        tall = x.shape[-2] > x.shape[-1]
+        if self._takes_gram(*x.shape[-2:]):
+            q = self.from_gram(x.mT @ x if tall else x @ x.mT)
+            return x @ q if tall else q @ x
+        # they round once where a sum of products rounds twice: half the error
+        add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
         table = COEFFICIENTS[self.coefficients]
         for i in range(self.steps):
             a, b, c = table[min(i, len(table) - 1)]
-            # baddbmm rounds once where a sum of products rounds twice: half the error
-            gram = x @ x.mT
-            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            x = torch.baddbmm(x, polynomial, x, beta=a)
+            gram = x.mT @ x if tall else x @ x.mT
+            polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
+            both = (x, polynomial) if tall else (polynomial, x)
+            x = add_product(x, *both, beta=a)
         return x
 
     def _takes_gram(self, rows: int, cols: int) -> bool:
@@ -177,18 +183,22 @@ class NewtonSchulz:
         """Orthogonalize a list of matrices (rows, cols), one batched iteration per
         shape and dtype.
 
-        A matrix and the transpose of another share a batch: the factor of X^T is the
-        transpose of the factor of X.
+        On a CPU oblong matrices are iterated one by one: each occupies all cores, and
+        fits better into their caches.
         """
-        wide = [x.mT if x.shape[-2] > x.shape[-1] else x for x in matrices]
         batches: dict[tuple, list[int]] = {}
-        for i, x in enumerate(wide):
+        for i, x in enumerate(matrices):
             batches.setdefault((*x.shape, x.dtype, x.device), []).append(i)
         out: list[Tensor] = list(matrices)
         for members in batches.values():
-            factors = self(torch.stack([wide[i] for i in members])).unbind()
+            first = matrices[members[0]]
+            oblong = first.shape[-2] != first.shape[-1]
+            if len(members) == 1 or (oblong and first.device.type == "cpu"):
+                factors: Iterable[Tensor] = [self(matrices[i]) for i in members]
+            else:
+                factors = self(torch.stack([matrices[i] for i in members])).unbind()
             for i, o in zip(members, factors, strict=True):
-                out[i] = o.mT if wide[i] is not matrices[i] else o
+                out[i] = o
         return out
 
 
