@@ -5,7 +5,7 @@
 Error: relative, in the Frobenius norm, against float64 with the same polynomial, worst
 of three matrices of GPT-2's fc shape (4 width x width; no wider than 256, for the sake
 of float64), Gaussian and with singular values spread over logarithms down to 1e-4 and
-1e-8. Time: a batch of matrices of the whole width, medians of interleaved rounds; the
+1e-8. Time: a list of matrices of the whole width, medians of interleaved rounds; the
 rate counts the operations that the form does.
 """
 
@@ -63,12 +63,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
 
-    batch = torch.randn(args.batch, 4 * args.width, args.width, device=args.device)
+    shape = (args.batch, 4 * args.width, args.width)
+    batch = torch.randn(shape, device=args.device).unbind()
     device = torch.device(args.device)
     done = torch.cuda.synchronize if device.type == "cuda" else nothing
 
     def timed(ns: NewtonSchulz) -> Callable[[], float]:
-        return lambda: seconds(lambda: ns(batch), before=done, after=done)
+        return lambda: seconds(lambda: ns.many(batch), before=done, after=done)
 
     steps = {name: timed(ns) for name, ns in VARIANTS.items()}
     take_turns(steps, 1)  # warms up
