@@ -42,7 +42,8 @@ def admit(groups: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
     device = next((p.device for g in groups for p in g["params"]), None)
     for i, p in enumerate(group["params"]):
         _check(p, label(groups, len(groups) - 1, i), device, options)
-    if options["take_grads"] and not (options["is_approx"] and str(device) == "cpu"):
+    takes = options["take_grads"] and device is not None
+    if takes and not (options["is_approx"] and device.type == "cpu"):
         raise ValueError(
             f"got take_grads=True with is_approx={options['is_approx']} on {device}, "
             "expected approximate MARS on a CPU, which alone gains by it: leave it out"

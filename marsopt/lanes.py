@@ -144,7 +144,7 @@ def build(
                     state={},
                 )
             )
-    _attach(lanes, state)
+    _attach(lanes, state, options["take_grads"])
     return lanes
 
 
@@ -172,9 +172,14 @@ def _steps(params: Sequence[Tensor], state: MutableMapping[Tensor, dict]) -> Ten
     return t
 
 
-def _attach(lanes: Sequence[Lane], state: MutableMapping[Tensor, dict]) -> None:
+def _attach(
+    lanes: Sequence[Lane], state: MutableMapping[Tensor, dict], take_grads: bool
+) -> None:
     """Give every lane its stacks: what is there already, or one fresh buffer per role
     and dtype; and ``state`` the rows of them.
+
+    Where gradients replace h, each lane's has a buffer of its own: one that they all
+    share would live as long as the last of them.
     """
     missing: dict[str, list[Lane]] = {}
     for lane in lanes:
@@ -190,7 +195,7 @@ def _attach(lanes: Sequence[Lane], state: MutableMapping[Tensor, dict]) -> None:
             else:
                 lane.state[symbol] = found
     for symbol, poor in missing.items():
-        fresh = _zeros(poor, symbol)
+        fresh = _zeros(poor, symbol, shared=symbol != "h" or not take_grads)
         for lane, stack in zip(poor, fresh, strict=True):
             _move_state(lane, STATE_KEYS[symbol], stack, state)
             lane.state[symbol] = stack
@@ -204,13 +209,15 @@ def _existing(
     return adjacent([lane.collectives.local(state[p][key]) for p in lane.params])
 
 
-def _zeros(lanes: Sequence[Lane], symbol: str) -> list[Tensor]:
-    """Zeros for each lane; those of contiguous leaves share one buffer per dtype."""
+def _zeros(lanes: Sequence[Lane], symbol: str, shared: bool) -> list[Tensor]:
+    """Zeros for each lane; where ``shared``, those of contiguous leaves have one buffer
+    per dtype.
+    """
     firsts = [lane.pieces()[0] for lane in lanes]
     dtypes = [
         lane.rule.dtype_of(symbol, x) for lane, x in zip(lanes, firsts, strict=True)
     ]
-    dense = [i for i, x in enumerate(firsts) if x.is_contiguous()]
+    dense = [i for i, x in enumerate(firsts) if shared and x.is_contiguous()]
     stacks = empty_stacks(
         [(len(lanes[i].params), *firsts[i].shape) for i in dense],
         [dtypes[i] for i in dense],
@@ -218,8 +225,10 @@ def _zeros(lanes: Sequence[Lane], symbol: str) -> list[Tensor]:
     )
     found = {i: stack.zero_() for i, stack in zip(dense, stacks, strict=True)}
     for i, x in enumerate(firsts):
-        if i not in found:  # alone in its lane: its state has its strides
-            found[i] = torch.zeros_like(x, dtype=dtypes[i]).unsqueeze(0)
+        if i not in found:
+            # the strides of a leaf that is alone in its lane; several are contiguous
+            rows = [torch.zeros_like(x, dtype=dtypes[i]) for _ in lanes[i].params]
+            found[i] = torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
     return [found[i] for i in range(len(lanes))]
 
 

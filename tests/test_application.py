@@ -231,6 +231,7 @@ def test_a_run_that_was_cut_off_before_its_last_validation_says_so(
     said = capsys.readouterr().out
     assert f"no validation after step {STEPS}: python -m train.evaluate" in said
     assert "no sample: got logits that are not finite" in said
+    assert "sample.txt" not in said
     assert json.loads((folder / "summary.json").read_text()) == {"step": STEPS}
 
 
@@ -355,6 +356,10 @@ SETTINGS = {
     ),
     "unknown mars_type": (dict(optimizer__mars_type="mars"), "got mars_type='mars'"),
     "betas": (dict(optimizer__betas=(0.9, 1.0)), r"got betas\[1\]=1.0"),
+    "Gram matrices in half precision": (
+        dict(optimizer__ns_gram=True, optimizer__ns_dtype="bfloat16"),
+        "got gram=True with dtype=torch.bfloat16",
+    ),
     "min_lr above lr": (dict(lr_scheduler__min_lr=1.0), "got lr_scheduler.min_lr=1.0"),
     "embedding decay": (
         dict(optimizer__embedding_weight_decay=-1.0),

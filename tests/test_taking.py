@@ -206,6 +206,28 @@ def test_an_old_state_dict_is_whole_again_when_it_is_loaded():
     equal(one, two)
 
 
+def test_gradients_that_were_taken_are_all_that_is_held():
+    """No buffer of zeros lives on for the sake of its neighbours."""
+    small = [nn.Parameter(torch.ones(8)) for _ in range(2)]
+    large = nn.Parameter(torch.ones(512, 256))  # alone also where stacks are made
+    optimizer = MARS([*small, large], take_grads=True, optimize_1d=True, compile=True)
+    with torch.compiler.set_stance("force_eager"):
+        for p in (*small, large):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    kept = [optimizer.state[p]["last_grad"] for p in (*small, large)]
+    assert sum(h.nbytes for h in kept) == sum(
+        {
+            h.untyped_storage().data_ptr(): h.untyped_storage().nbytes() for h in kept
+        }.values()
+    )
+
+
+def test_groups_may_be_empty():
+    p = nn.Parameter(torch.ones(2))
+    MARS([{"params": []}, {"params": [p]}], take_grads=True, compile=False)
+
+
 def test_exact_mars_keeps_none():
     with pytest.raises(ValueError, match="take_grads=True with is_approx=False on cpu"):
         MARS([nn.Parameter(torch.ones(2))], is_approx=False, take_grads=True)

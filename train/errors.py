@@ -17,7 +17,7 @@ def command(main: Callable[[], None]) -> None:
     """
     try:
         main()
-    except (UserError, PermissionError, NotADirectoryError) as error:
+    except (UserError, PermissionError, NotADirectoryError, FileExistsError) as error:
         if not isinstance(error, UserError):
             error = (
                 f"got {error}, expected a path that this user may use: choose another"

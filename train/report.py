@@ -74,6 +74,8 @@ def _sample(folder: Path) -> None:
     a model that has diverged, is no reason to end a training in an error.
     """
     shape, tokenizer_name = describe(folder)
+    path = folder / "sample.txt"
+    path.unlink(missing_ok=True)  # of an earlier end of this run
     try:
         coder = tokenizer(tokenizer_name)
         ids = generate(
@@ -88,7 +90,7 @@ def _sample(folder: Path) -> None:
         print(f"\nno sample: {error}\n")
         return
     sample = PROMPT + coder.decode(ids)
-    (folder / "sample.txt").write_text(sample + "\n")
+    path.write_text(sample + "\n")
     print(f"\nsample:\n{sample}\n")
 
 
@@ -123,4 +125,5 @@ def report(folder: Path, title: str) -> None:
         ("checkpoint", folder / "checkpoint" / f"step-{step}"),
         ("log", folder / "rank0.log"),
     ):
-        print(f"{what:12} {where}")
+        if where.exists():
+            print(f"{what:12} {where}")

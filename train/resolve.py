@@ -7,7 +7,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from marsopt import mars
+import torch
+
+from marsopt import NewtonSchulz, mars
 from train.batches import Batches
 from train.errors import UserError
 from train.initial import check_initial
@@ -168,6 +170,7 @@ def _check_optimizer(config) -> None:
     try:
         mars(**opt.group(), is_approx=not opt.exact)
         mars(weight_decay=opt.embedding_weight_decay)
+        NewtonSchulz(dtype=getattr(torch, opt.ns_dtype), gram=opt.ns_gram)
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
     if not 0 <= min_lr <= opt.lr:

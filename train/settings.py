@@ -132,8 +132,8 @@ def read(path: Path) -> dict:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"got a {path} that does not read ({error}), expected what a run wrote: "
-            "restore it, or give another --dump-folder"
+            f"got a {path} that does not read ({error}), expected what was written "
+            "there: restore it, or choose another folder"
         ) from error
 
 

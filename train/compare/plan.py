@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -152,7 +153,7 @@ def make(
         steps=steps,
         tokens_per_step=t.global_batch_size * t.seq_len,
         validation_interval=interval,
-        validation_samples=_num_held_out(config, steps, interval),
+        validation_samples=_num_held_out(configs, steps, interval),
         options=list(options),
         settings=given,
         recipes=recipes,
@@ -209,14 +210,17 @@ def _common_steps(configs: dict) -> int:
     return lengths[0]
 
 
-def _num_held_out(config, steps: int, interval: int) -> int:
-    """Sequences of one validation: the recipe's, but no more than its share of the
-    run's arithmetic allows, of which a forward pass is a third of a training step's.
+def _num_held_out(configs: dict, steps: int, interval: int) -> int:
+    """Sequences of one validation: the recipes', but no more than its share of the
+    run's arithmetic allows, of which a forward pass is a third of a training step's;
+    in whole batches of every recipe.
     """
-    t, num_points = config.training, steps / interval + 1
-    budget = int(3 * VALIDATION_SHARE * steps * t.global_batch_size / num_points)
-    batches = min(config.validator.samples, budget) // t.local_batch_size
-    return max(1, batches) * t.local_batch_size
+    every, num_points = list(configs.values()), steps / interval + 1
+    batch = math.lcm(*(config.training.local_batch_size for config in every))
+    global_batch = every[0].training.global_batch_size
+    budget = int(3 * VALIDATION_SHARE * steps * global_batch / num_points)
+    samples = min([budget, *(config.validator.samples for config in every)])
+    return max(1, samples // batch) * batch
 
 
 def _fit_held_out(config) -> None:

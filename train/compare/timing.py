@@ -29,17 +29,17 @@ START = 15.0  # seconds that a run spends outside its steps
 
 def seconds_per_run(plan: Plan) -> Callable[[str], float]:
     """A guess of what one run takes, from one timed pass of the model; nan where that
-    does not fit into a GPU's memory (runs may recompute activations).
+    does not fit into memory (runs may recompute activations).
     """
-    from train.launch import parse
-
     options = ["--config", next(iter(plan.recipes)), *plan.options]
     # a process of its own, whose memory on a GPU is free again for the runs
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        step = pool.submit(_pass_seconds, options, plan).result()
-    config = parse(options)
+        try:
+            step = pool.submit(_pass_seconds, options, plan).result()
+        except RuntimeError:  # out of memory, or killed for want of it
+            step = math.nan
     points = plan.steps / plan.validation_interval + 1
-    held_out = points * plan.validation_samples / config.training.global_batch_size / 3
+    held_out = points * plan.validation_samples / _global_batch(plan) / 3
 
     def guess(recipe: str) -> float:
         passes = 2 if plan.recipes[recipe].exact else 1
@@ -51,21 +51,12 @@ def seconds_per_run(plan: Plan) -> Callable[[str], float]:
 def _pass_seconds(options: list[str], plan: Plan) -> float:
     """Forward and backward pass of one global batch."""
     import torch
-
-    from train.launch import parse
-
-    try:
-        return _timed_pass(parse(options), plan)
-    except torch.OutOfMemoryError:
-        return math.nan
-
-
-def _timed_pass(config, plan: Plan) -> float:
-    import torch
     import torch.nn.functional as F
 
     from train.gpt2 import GPT2
+    from train.launch import parse
 
+    config = parse(options)
     t, shape = config.training, config.model_spec.model.shape
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(plan.threads)
@@ -77,7 +68,11 @@ def _timed_pass(config, plan: Plan) -> float:
         F.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten()).backward()
         model.wte.weight.grad.sum().item()  # waits for a GPU
         seconds.append(time.perf_counter() - began)
-    return min(seconds) * t.global_batch_size / t.local_batch_size
+    return min(seconds) * _global_batch(plan) / t.local_batch_size
+
+
+def _global_batch(plan: Plan) -> int:
+    return next(iter(plan.settings.values()))["training.global_batch_size"]
 
 
 def measure(plan: Plan, folder: Path, lock: int, say: Callable[[str], None]) -> bool:
