@@ -226,9 +226,11 @@ def _zeros(lanes: Sequence[Lane], symbol: str, shared: bool) -> list[Tensor]:
     found = {i: stack.zero_() for i, stack in zip(dense, stacks, strict=True)}
     for i, x in enumerate(firsts):
         if i not in found:
-            # the strides of a leaf that is alone in its lane; several are contiguous
-            rows = [torch.zeros_like(x, dtype=dtypes[i]) for _ in lanes[i].params]
-            found[i] = torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
+            num, dtype = len(lanes[i].params), dtypes[i]
+            if num > 1:
+                found[i] = x.new_zeros(num, *x.shape, dtype=dtype)
+            else:  # a leaf that is alone in its lane: its state has its strides
+                found[i] = torch.zeros_like(x, dtype=dtype).unsqueeze(0)
     return [found[i] for i in range(len(lanes))]
 
 

@@ -88,10 +88,7 @@ class Layout:
         self._known = set(self.params)
         self.hold(state)
         self._gather = Gather()
-        self._takers: list[lanes.Lane] = []
-        if options["take_grads"]:
-            taking.prepare(self.lanes)
-            self._takers = [lane for lane in self.lanes if lane.h_scale is not None]
+        self._takers = taking.prepare(self.lanes) if options["take_grads"] else []
         with torch.no_grad():  # now, so that no address changes in the first step
             for lane in self.lanes:
                 lane.settle_in(lane.pieces())

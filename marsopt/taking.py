@@ -13,10 +13,11 @@ from marsopt.homes import may_move
 from marsopt.lanes import STATE_KEYS, Lane
 
 
-def prepare(lanes: Iterable[Lane]) -> None:
-    """Note which lanes can: one plain leaf each, h of its dtype. Gradients of others
-    are packed into stacks, or views into FSDP's buffers.
+def prepare(lanes: Iterable[Lane]) -> list[Lane]:
+    """The lanes that can, made ready: one plain leaf each, h of its dtype. Gradients of
+    others are packed into stacks, or views into FSDP's buffers.
     """
+    found = []
     for lane in lanes:
         first = lane.params[0]
         if (
@@ -26,6 +27,8 @@ def prepare(lanes: Iterable[Lane]) -> None:
             and lane.state["h"].dtype == first.dtype
         ):
             lane.h_scale = torch.ones_like(lane.lr)
+            found.append(lane)
+    return found
 
 
 def take(lanes: Iterable[Lane], state: MutableMapping[Tensor, dict], a: Tensor) -> None:
@@ -67,6 +70,5 @@ def _no_others() -> tuple[int, int]:
 def settle(lanes: Iterable[Lane]) -> None:
     """Scale h by what it is still to be scaled by."""
     for lane in lanes:
-        if lane.h_scale is not None:
-            lane.state["h"].mul_(lane.h_scale)
-            lane.h_scale.fill_(1.0)
+        lane.state["h"].mul_(lane.h_scale)
+        lane.h_scale.fill_(1.0)

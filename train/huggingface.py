@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from train.errors import UserError
+from train.errors import UserError, read_json
 from train.gpt2 import GPT2, Shape
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+AGAIN = "a JSON object: export or download the folder again"
 
 # ours: (theirs, whether the matrix is turned: their Conv1D keeps it as (in, out))
 OUTSIDE = {"wte": ("wte", False), "wpe": ("wpe", False), "norm": ("ln_f", False)}
@@ -160,7 +161,7 @@ def read_shape(folder: Path) -> Shape:
             f"got no {path}, expected a Hugging Face GPT-2 folder: python -m "
             "train.export makes one"
         )
-    config = _read_json(path)
+    config = read_json(path, AGAIN)
     for key, (default, accepted) in FIXED.items():
         if (value := config.get(key, default)) not in accepted:
             raise UserError(
@@ -188,16 +189,6 @@ def read_shape(folder: Path) -> Shape:
         **{ours: config[theirs] for ours, theirs in SIZES.items()},
         inverse_layer_scale=config.get("scale_attn_by_inverse_layer_idx", False),
     )
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(
-            f"got a {path} that does not read ({error}), expected a JSON object: "
-            "export or download the folder again"
-        ) from error
 
 
 def save(model: GPT2, folder: Path, end_of_text: int) -> None:
@@ -228,7 +219,9 @@ def load(folder: Path) -> GPT2:
     shape = read_shape(folder)
     files = [WEIGHTS]
     if (folder / INDEX).exists():
-        files = sorted(set(_read_json(folder / INDEX).get("weight_map", {}).values()))
+        files = sorted(
+            set(read_json(folder / INDEX, AGAIN).get("weight_map", {}).values())
+        )
     tensors: dict[str, Tensor] = {}
     try:
         for name in files:

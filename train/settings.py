@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from train.errors import UserError
+from train.errors import UserError, read_json
 from train.gpt2 import Shape
 from train.run import last_step
 from train.tokens import SPLITS, read_meta
@@ -128,13 +128,9 @@ def read(path: Path) -> dict:
     Raises:
         UserError: a file that does not read.
     """
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(
-            f"got a {path} that does not read ({error}), expected what was written "
-            "there: restore it, or choose another folder"
-        ) from error
+    return read_json(
+        path, "what was written there: restore it, or choose another folder"
+    )
 
 
 def describe(folder: Path) -> tuple[Shape, str]:

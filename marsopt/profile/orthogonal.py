@@ -20,7 +20,7 @@ class Orthogonal:
     num_matrices: int
     num_flops: int
     seconds: float
-    matmul_rate: float  # FLOP/s of the same products alone, batched alike
+    matmul_rate: float  # FLOP/s of the same products alone, batched by shape
     dtype: str
 
     @property

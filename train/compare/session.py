@@ -154,7 +154,7 @@ class Session:
             self.plan.grids, self.plan.num_seeds, self.losses, self.failed
         )
         done, left = len(self.losses), sum(to_come.values())
-        seconds = sum(n * self._seconds(name) for name, n in to_come.items())
+        seconds = sum(n * self._seconds(name) for name, n in to_come.items() if n)
         seconds -= sum(self.clock - child.began for child in self.running)
         outlook = f"{done} of {done + left} runs done (more where a grid widens)"
         if math.isnan(seconds):

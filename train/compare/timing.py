@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -32,18 +33,22 @@ def seconds_per_run(plan: Plan) -> Callable[[str], float]:
     does not fit into memory (runs may recompute activations).
     """
     options = ["--config", next(iter(plan.recipes)), *plan.options]
-    # a process of its own, whose memory on a GPU is free again for the runs
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        try:
-            step = pool.submit(_pass_seconds, options, plan).result()
-        except RuntimeError:  # out of memory, or killed for want of it
-            step = math.nan
+
+    @cache  # nothing is timed where nothing is left to run
+    def step() -> float:
+        # a process of its own, whose memory on a GPU is free again for the runs
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            try:
+                return pool.submit(_pass_seconds, options, plan).result()
+            except RuntimeError:  # out of memory, or killed for want of it
+                return math.nan
+
     points = plan.steps / plan.validation_interval + 1
     held_out = points * plan.validation_samples / _global_batch(plan) / 3
 
     def guess(recipe: str) -> float:
         passes = 2 if plan.recipes[recipe].exact else 1
-        return START + step * (passes * plan.steps + held_out)
+        return START + step() * (passes * plan.steps + held_out)
 
     return guess
 
