@@ -11,6 +11,7 @@ from torch import Tensor
 from marsopt import checks
 from marsopt.homes import check_apart
 from marsopt.layout import label, labels
+from marsopt.newton_schulz import NewtonSchulz
 from marsopt.numbers import check_group
 from marsopt.trees import check_parameter
 
@@ -30,12 +31,20 @@ def admit(groups: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
             optimizer in a group, tensors that no rule can move, or that share memory.
     """
     group = groups[-1]
-    foreign = sorted(set(group) & {*options, *NEWTON_SCHULZ})
+    own = {**options, **dict(zip(NEWTON_SCHULZ, _parts(options["ns"]), strict=True))}
+    # an equal one changes nothing: SAM and ZeRO pass options here as well; max_norm is
+    # refused, since ZeRO's parts would each be clipped by a norm of their own
+    foreign = sorted(
+        key
+        for key in set(group) & set(own)
+        if key == "max_norm" or group[key] != own[key]
+    )
     if foreign:
         raise ValueError(
             f"got {foreign} in a param group, expected them for the whole optimizer: "
             "pass them to MARS itself"
         )
+    _check_once(groups)
     checks.at_least_zero("lr", group["lr"])
     group.setdefault("base_lr", float(group["lr"]))
     check_group(group, options)
@@ -50,6 +59,22 @@ def admit(groups: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
         )
     local = options["collectives"].local
     check_apart([(local(p), what) for p, what in labels(groups)])
+
+
+def _parts(ns: NewtonSchulz) -> tuple[Any, ...]:
+    """The values of ``NEWTON_SCHULZ``."""
+    return ns.steps, ns.coefficients, ns.dtype, ns.gram
+
+
+def _check_once(groups: Sequence[dict[str, Any]]) -> None:
+    first: dict[Tensor, str] = {}
+    for p, what in labels(groups):
+        if p in first:
+            raise ValueError(
+                f"got {first[p]} twice, expected it once: list every tensor once, as "
+                "model.parameters() does for tied weights too"
+            )
+        first[p] = what
 
 
 def _check(

@@ -63,6 +63,68 @@ def decide(compile: bool | None, device_type: str) -> bool:
     return False
 
 
+def compiled_where_possible(function: Callable, *, required: bool) -> Callable:
+    """``function``, compiled; eager wherever dynamo declines to trace.
+
+    It declines under a TorchDispatchMode (CommDebugMode, FlopCounterMode: the tools
+    that count see every operation then) and with TORCH_COMPILE_DISABLE=1. Where the
+    backend fails, while it compiles and so before anything is written, the function
+    runs eagerly from then on.
+
+    Args:
+        function: takes and changes tensors; reads nothing else.
+        required: raise where the backend fails.
+    """
+    compiled = own_compile(function)
+    broken = False
+
+    def call(*args):
+        nonlocal broken
+        if torch.compiler.is_compiling():  # into somebody else's graph
+            return function(*args)
+        declined = _declined()
+        if declined is not None:
+            _say(logging.INFO, f"the optimizer step runs eagerly {declined}")
+        if broken or declined is not None:
+            return function(*args)
+        try:
+            return compiled(*args)
+        except Exception as error:
+            if required or not _backend_failed(error):
+                raise
+            broken = True
+            why = str(error).partition("\n")[0]
+            _say(
+                logging.WARNING,
+                "the optimizer step runs eagerly, since compiling it failed "
+                f"({type(error).__name__}: {why}); compile=True raises this error",
+            )
+            return function(*args)
+
+    return call
+
+
+def _declined() -> str | None:
+    """Where dynamo traces nothing now, or None."""
+    if torch._C._len_torch_dispatch_stack():
+        return "under a TorchDispatchMode"
+    if torch._dynamo.config.disable:
+        return "with TORCH_COMPILE_DISABLE=1"
+    return None
+
+
+def _backend_failed(error: Exception) -> bool:
+    from torch._dynamo.exc import ShortenTraceback  # of BackendCompilerFailed, too
+
+    return isinstance(error, ShortenTraceback)
+
+
+@cache
+def _say(level: int, what: str) -> None:
+    """Once a process."""
+    log.log(level, "marsopt: %s", what)
+
+
 def own_compile(function: Callable) -> Callable:
     """torch.compile with a cache of its own.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from marsopt.lanes import STATE_KEYS, Lane
+from marsopt.stacks import own_rows
 from marsopt.step import working
 
 
@@ -108,7 +109,7 @@ def _beside(lane: Lane) -> Ahead:
     stack = torch.empty_like(lane.state["h"])
     rows = [
         lane.collectives.wrap(row, p)
-        for row, p in zip(stack.unbind(), lane.params, strict=True)
+        for row, p in zip(own_rows(stack), lane.params, strict=True)
     ]
     return Ahead(lane, stack, rows)
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from marsopt.stacks import own_rows
+
 
 def may_move(piece: Tensor, whole: Tensor) -> bool:
     """Whether a parameter's values can change their address unnoticed.
@@ -34,8 +36,8 @@ def move_in(params: Sequence[Tensor]) -> Tensor:
     """A stack (L, *shape) of which ``params`` are from now on the rows."""
     first = params[0]
     home = first.new_empty(len(params), *first.shape)
-    rows = home.unbind()
-    torch._foreach_copy_(list(rows), list(params))
+    rows = own_rows(home)
+    torch._foreach_copy_(rows, list(params))
     for p, row in zip(params, rows, strict=True):
         p.data = row
     return home

@@ -4,7 +4,7 @@ state, made ready for the pure step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,14 @@ from marsopt.collectives import Collectives
 from marsopt.homes import may_move, move_in
 from marsopt.numbers import Numbers
 from marsopt.rule import LeafRule
-from marsopt.stacks import adjacent, empty_stacks, group_by
+from marsopt.stacks import (
+    adjacent,
+    are_rows,
+    empty_stacks,
+    group_by,
+    known_stack,
+    own_rows,
+)
 from marsopt.step import Stack
 
 # Symbols of the rules, and what torch.optim (and, for h, the authors) call them in a
@@ -29,6 +36,29 @@ STATE_KEYS = {
     "h": "last_grad",
     "e": "grad_avg",
 }
+# All else in ``optimizer.state[p]`` is somebody else's (timm's Lookahead keeps its slow
+# weights there): it is carried, and never looked at.
+OWN_KEYS = frozenset({"step", *STATE_KEYS.values()})
+
+
+def own(entry: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
+    """What ``optimizer.state[p]`` holds of ours, in the order of ``OWN_KEYS``."""
+    return tuple(map(entry.get, OWN_KEYS))
+
+
+def forget_strangers(
+    state: MutableMapping[Tensor, dict], groups: Sequence[dict[str, Any]]
+) -> None:
+    """Drop our state of parameters that are in no group any more: somebody exchanged
+    them (for float32 masters, say), and torch's state_dict knows no name for them.
+    """
+    present = {p for group in groups for p in group["params"]}
+    gone = [p for p in state if isinstance(p, Tensor) and p not in present]
+    for p in gone:
+        for key in OWN_KEYS & set(state[p]):
+            del state[p][key]
+        if not state[p]:
+            del state[p]
 
 
 @dataclass
@@ -66,9 +96,9 @@ class Lane:
         """
         if len(pieces) == 1:
             return pieces[0].unsqueeze(0)
-        if self.home is not None and _are_rows(pieces, self.home):
+        if self.home is not None and are_rows(pieces, self.home):
             return self.home
-        self.home = adjacent(pieces)  # of a lane before this one, say
+        self.home = adjacent(pieces)  # laid out so by their owner
         if self.home is not None:
             return self.home
         both = zip(pieces, self.params, strict=True)
@@ -95,19 +125,17 @@ class Lane:
         )
 
 
-def _are_rows(pieces: Sequence[Tensor], home: Tensor) -> bool:
-    start, step = home.data_ptr(), home[0].nbytes
-    return all(x.data_ptr() == start + i * step for i, x in enumerate(pieces))
-
-
 def build(
     group: dict[str, Any],
     numbers: Numbers,
     state: MutableMapping[Tensor, dict],
     options: dict[str, Any],
     stacked: Callable[[Tensor], bool],
+    known: Mapping[int, Tensor],
 ) -> list[Lane]:
     """The group's lanes, over existing state and fresh zeros where there is none.
+
+    ``known`` are the stacks of lanes before these, by address: rows of them stay there.
 
     A frozen parameter gets no state before its first gradient. A leaf that is not to be
     ``stacked`` gets a lane of its own.
@@ -116,7 +144,7 @@ def build(
     moving = [
         i
         for i, p in enumerate(group["params"])
-        if p.requires_grad or p.grad is not None or state.get(p)
+        if p.requires_grad or p.grad is not None or "step" in state.get(p, ())
     ]
     if chosen.matrix is chosen.rest:
         sides = [(chosen.matrix, numbers.lr, moving)]
@@ -144,7 +172,10 @@ def build(
                     state={},
                 )
             )
-    _attach(lanes, state, options["take_grads"])
+    for lane in lanes:
+        if len(lane.params) > 1:
+            lane.home = known_stack(lane.pieces(), known)
+    _attach(lanes, state, options["take_grads"], known)
     return lanes
 
 
@@ -165,15 +196,18 @@ def _keys(
 
 
 def _steps(params: Sequence[Tensor], state: MutableMapping[Tensor, dict]) -> Tensor:
-    before = [float(state[p]["step"]) if state.get(p) else 0.0 for p in params]
+    before = [float(state.get(p, {}).get("step", 0.0)) for p in params]
     t = torch.tensor(before, dtype=torch.float32, device=params[0].device)
-    for p, step in zip(params, t.unbind(), strict=True):
+    for p, step in zip(params, own_rows(t), strict=True):
         state[p]["step"] = step
     return t
 
 
 def _attach(
-    lanes: Sequence[Lane], state: MutableMapping[Tensor, dict], take_grads: bool
+    lanes: Sequence[Lane],
+    state: MutableMapping[Tensor, dict],
+    take_grads: bool,
+    known: Mapping[int, Tensor],
 ) -> None:
     """Give every lane its stacks: what is there already, or one fresh buffer per role
     and dtype; and ``state`` the rows of them.
@@ -184,12 +218,12 @@ def _attach(
     missing: dict[str, list[Lane]] = {}
     for lane in lanes:
         symbols = (*lane.rule.buffers, *(("h",) if lane.rule.corrected else ()))
-        wanted = {"step", *(STATE_KEYS[symbol] for symbol in symbols)}
+        unwanted = OWN_KEYS - {"step", *(STATE_KEYS[symbol] for symbol in symbols)}
         for p in lane.params:
-            for key in set(state[p]) - wanted:
+            for key in unwanted & set(state[p]):
                 del state[p][key]  # of another rule: stale when that one returns
         for symbol in symbols:
-            found = _existing(lane, STATE_KEYS[symbol], state)
+            found = _existing(lane, STATE_KEYS[symbol], state, known)
             if found is None:
                 missing.setdefault(symbol, []).append(lane)
             else:
@@ -202,11 +236,16 @@ def _attach(
 
 
 def _existing(
-    lane: Lane, key: str, state: MutableMapping[Tensor, dict]
+    lane: Lane,
+    key: str,
+    state: MutableMapping[Tensor, dict],
+    known: Mapping[int, Tensor],
 ) -> Tensor | None:
     if not all(key in state[p] for p in lane.params):
         return None
-    return adjacent([lane.collectives.local(state[p][key]) for p in lane.params])
+    rows = [lane.collectives.local(state[p][key]) for p in lane.params]
+    found = known_stack(rows, known)
+    return adjacent(rows) if found is None else found
 
 
 def _zeros(lanes: Sequence[Lane], symbol: str, shared: bool) -> list[Tensor]:
@@ -237,7 +276,7 @@ def _zeros(lanes: Sequence[Lane], symbol: str, shared: bool) -> list[Tensor]:
 def _move_state(
     lane: Lane, key: str, stack: Tensor, state: MutableMapping[Tensor, dict]
 ) -> None:
-    for p, row in zip(lane.params, stack.unbind(), strict=True):
+    for p, row in zip(lane.params, own_rows(stack), strict=True):
         if key in state[p]:
             row.copy_(lane.collectives.local(state[p][key]))
         state[p][key] = lane.collectives.wrap(row, p)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from marsopt import lanes, taking
 from marsopt.chunks import chunks, should_stack
@@ -59,6 +60,7 @@ class Layout:
         state: the optimizer's state; what is missing is made, as zeros.
         options: what the optimizer was built with.
         compile: whether lanes move in compiled chunks.
+        before: the layout that this one replaces; what lies in its stacks stays there.
     """
 
     def __init__(
@@ -67,25 +69,29 @@ class Layout:
         state: MutableMapping[Tensor, dict[str, Tensor]],
         options: dict[str, Any],
         compile: bool,
+        before: Layout | None = None,
     ) -> None:
         self._groups, self._options = groups, options
         self._structure = _structure(groups)
         filled = [group for group in groups if group["params"]]
         self._numbers = [Numbers(group, options) for group in filled]
         stacked = partial(should_stack, compile=compile)
+        known = {} if before is None else before.known
         self.chunks = chunks(
             [
                 lane
                 for group, numbers in zip(filled, self._numbers, strict=True)
-                for lane in lanes.build(group, numbers, state, options, stacked)
+                for lane in lanes.build(group, numbers, state, options, stacked, known)
             ],
             compile,
         )
         self.lanes = [lane for chunk in self.chunks for lane in chunk.lanes]
         self.leaves = [lane.params for lane in self.lanes]
         self.params = list(chain.from_iterable(self.leaves))
+        self._every = [p for group in groups for p in group["params"]]
         self._forms = [(p.shape, p.device, p.dtype) for p in self.params]
         self._known = set(self.params)
+        lanes.forget_strangers(state, groups)
         self.hold(state)
         self._gather = Gather()
         self._takers = taking.prepare(self.lanes) if options["take_grads"] else []
@@ -95,7 +101,19 @@ class Layout:
 
     def hold(self, state: Mapping[Tensor, dict[str, Tensor]]) -> None:
         """Note what the lanes hold views of: whoever replaces it gets a new layout."""
-        self._held = [(p, state[p], tuple(state[p].values())) for p in self.params]
+        self._held = [(p, state[p], lanes.own(state[p])) for p in self.params]
+
+    @property
+    def known(self) -> dict[int, Tensor]:
+        """All stacks of several leaves, by address."""
+        stacks = [
+            stack
+            for lane in self.lanes
+            if len(lane.params) > 1
+            for stack in (lane.home, *lane.state.values())
+            if stack is not None and not is_fake(stack)
+        ]
+        return {stack.data_ptr(): stack for stack in stacks}
 
     def fits(self, state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
         """Whether groups and state are still those that this was made for.
@@ -120,12 +138,15 @@ class Layout:
             known
             and self._structure == _structure(self._groups)
             and all(
-                state.get(p) is entry
-                and len(entry) == len(tensors)
-                and all(map(is_, entry.values(), tensors))
+                state.get(p) is entry and all(map(is_, lanes.own(entry), tensors))
                 for p, entry, tensors in self._held
             )
         )
+
+    def covers(self) -> bool:
+        """Whether the groups hold the parameters that this was made for."""
+        held = [p for group in self._groups for p in group["params"]]
+        return len(held) == len(self._every) and all(map(is_, held, self._every))
 
     def _check_forms(self) -> bool:
         """Whether parameters have the dtype that their lanes were made for."""

@@ -8,6 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from marsopt.lanes import OWN_KEYS
+
+
+def of_ours(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``entry`` without what others keep in it."""
+    return {key: value for key, value in entry.items() if key in OWN_KEYS}
+
 
 def check_ids(labelled: Sequence[tuple[Tensor, str]], saved: Mapping[str, Any]) -> list:
     """The ids under which ``saved`` knows the parameters, in their order.
@@ -36,7 +43,7 @@ def check_complete(
         ValueError: something is missing, or has another shape.
     """
     for i, (p, label) in zip(ids, labelled, strict=True):
-        found, mine = saved["state"].get(i, {}), wanted.get(p, {})
+        found, mine = saved["state"].get(i, {}), of_ours(wanted.get(p, {}))
         missing = sorted(set(mine) - set(found))
         if missing:
             raise ValueError(
@@ -66,6 +73,6 @@ def restore(
     float32 state of bf16 parameters.
     """
     for i, p in zip(ids, params, strict=True):
-        for key, tensor in mine.get(p, {}).items():
+        for key, tensor in of_ours(mine.get(p, {})).items():
             value = saved["state"][i][key]  # the authors' step is an int
             tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)

@@ -15,6 +15,7 @@ from marsopt.admission import admit
 from marsopt.collectives import LOCAL, Collectives
 from marsopt.compiling import decide
 from marsopt.exact import NextReference
+from marsopt.lanes import OWN_KEYS
 from marsopt.layout import Layout, labels
 from marsopt.loading import check_complete, check_ids, restore
 from marsopt.newton_schulz import NewtonSchulz
@@ -140,6 +141,7 @@ class MARS(Optimizer):
             nonfinite=nonfinite,
         )
         self._layout: Layout | None = None
+        self._loading: dict[str, Any] | None = None  # inside load_state_dict
         self._verdict: Verdict | None = None
         self._next = NextReference()
         self._agreed = False  # whether all ranks were found to hold the same options
@@ -159,15 +161,7 @@ class MARS(Optimizer):
             epsilon_hat=epsilon_hat,
         )
         super().__init__(params, defaults)
-        every = [p for group in self.param_groups for p in group["params"]]
-        if not every:
-            raise ValueError(
-                "got param groups without parameters, expected at least one tensor: "
-                "pass those of the model"
-            )
-        device = every[0].device
-        self._compile = decide(compile, device.type)
-        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._place()
         self._build()
 
     # ---- construction --------------------------------------------------------------
@@ -185,7 +179,19 @@ class MARS(Optimizer):
             self.param_groups.pop()
             raise
         if self._layout is not None:  # else the constructor is still adding groups
+            if not self._layout.params:
+                self._place()
             self._build()
+
+    def _place(self) -> None:
+        """Go where the parameters are; ZeRO leaves ranks without any, which wait on the
+        CPU for a group that has some.
+        """
+        first = next((p for g in self.param_groups for p in g["params"]), None)
+        device = torch.device("cpu") if first is None else first.device
+        wanted = self._options["compile"]
+        self._compile = False if first is None else decide(wanted, device.type)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
 
     def _build(self, layout: Layout | None = None) -> None:
         """Make missing state, lanes over it, and passes that move them."""
@@ -194,21 +200,28 @@ class MARS(Optimizer):
         self._layout = layout or self._new_layout()
         self._max_norm: Tensor | None = None
         self.max_norm = self._options["max_norm"]
-        self._passes = Passes(self._options["collectives"], self._compile)
+        self._passes = Passes(
+            self._options["collectives"], self._compile, self._options["compile"]
+        )
 
     def _new_layout(self) -> Layout:
-        return Layout(self.param_groups, self.state, self._options, self._compile)
+        return Layout(
+            self.param_groups, self.state, self._options, self._compile, self._layout
+        )
 
     # ---- the step ------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, bs: int | None = None
+    ) -> Any:
         """One step on the parameters that have a gradient.
 
         The others, and their state, stay as they are.
 
         Args:
             closure: reevaluates the model and returns the loss.
+            bs: ignored, as in the authors' class, whose loops pass the batch size.
 
         Returns:
             What the closure returned, or None.
@@ -333,6 +346,8 @@ class MARS(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's: hyperparameters of the groups, and state by parameter."""
+        if not self._layout.covers():  # parameters were exchanged in the groups
+            self._build()
         self._layout.settle()
         return super().state_dict()
 
@@ -340,7 +355,8 @@ class MARS(Optimizer):
         """Load what ``state_dict()`` returned, bit for bit in the state's own dtype.
 
         Hyperparameters come from ``state_dict`` too, as in torch.optim; what its groups
-        lack keeps its default.
+        lack stays as it is. What others keep in the state is loaded as torch.optim
+        loads it.
 
         Raises:
             ValueError: other groups or shapes, a hyperparameter out of its range, or
@@ -348,37 +364,45 @@ class MARS(Optimizer):
                 parameter is named). Nothing has changed then.
         """
         self._layout.settle()  # state_dict() may have been called some steps ago
-        given = [state_dict]
+        check_ids(labels(self.param_groups), state_dict)
+        before = self.param_groups, self.state
+        self._loading = state_dict
 
         def remember(_: Optimizer, after_hooks: dict[str, Any]) -> None:
-            given.append(after_hooks)  # hooks of others may have replaced it
+            self._loading = after_hooks  # hooks of others may have replaced it
 
-        labelled = labels(self.param_groups)
-        check_ids(labelled, state_dict)
-        before = self.param_groups, self.state
         handle = self.register_load_state_dict_pre_hook(remember)
         try:
-            super().load_state_dict(state_dict)
-            saved = given[-1]
-            ids = check_ids(labelled, saved)
-            for group in self.param_groups:
-                for key, value in self.defaults.items():
-                    group.setdefault(key, value)
-                group.setdefault("base_lr", float(group["lr"]))
-                check_group(group, self._options)
-            # the tensors that are there already, under the loaded structure
-            self.state = defaultdict(dict)
-            for i, (p, _) in zip(ids, labelled, strict=True):
-                if i in saved["state"]:
-                    self.state[p] = dict(before[1].get(p) or {"step": torch.zeros(())})
-            layout = self._new_layout()
-            check_complete(self.state, labelled, ids, saved)
-            restore(self.state, [p for p, _ in labelled], ids, saved)
+            super().load_state_dict(state_dict)  # comes by __setstate__
         except BaseException:
             self.param_groups, self.state = before
             raise
         finally:
             handle.remove()
+            self._loading = None
+
+    def _restore(self, saved: dict[str, Any], cast: dict[str, Any]) -> None:
+        """Take over ``saved``; torch.optim has made ``cast`` of it, in which state has
+        the parameters' dtype.
+        """
+        labelled = labels(self.param_groups)
+        ids = check_ids(labelled, saved)
+        groups = zip(self.param_groups, cast["param_groups"], strict=True)
+        self.param_groups = [{**old, **new} for old, new in groups]
+        for group in self.param_groups:
+            check_group(group, self._options)
+        # the tensors that are there already, under the loaded structure
+        present, self.state = self.state, defaultdict(dict)
+        for key, entry in cast["state"].items():
+            if not isinstance(key, Tensor):
+                self.state[key] = entry
+                continue
+            mine = {k: v for k, v in present.get(key, {}).items() if k in OWN_KEYS}
+            foreign = {k: v for k, v in entry.items() if k not in OWN_KEYS}
+            self.state[key] = {"step": torch.zeros(()), **mine, **foreign}
+        layout = self._new_layout()
+        check_complete(self.state, labelled, ids, saved)
+        restore(self.state, [p for p, _ in labelled], ids, saved)
         self._next = NextReference(fresh=True)
         self._build(layout)
 
@@ -388,8 +412,13 @@ class MARS(Optimizer):
         return {**super().__getstate__(), **kept, "_fresh": self._next.fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if self.__dict__.get("_loading") is not None:
+            self._restore(self._loading, state)
+            return
         super().__setstate__(state)
-        if "_options" in state:  # from a pickle or deepcopy, not from load_state_dict
+        # torch.optim's own, which MARS does not have: groups would take it up
+        self.defaults.pop("differentiable", None)
+        if "_options" in state:  # from a pickle or deepcopy
             self._layout, self._verdict, self._agreed = None, None, False
             self._next = NextReference(fresh=self.__dict__.pop("_fresh"))
             self._build()

@@ -12,7 +12,7 @@ from torch.autograd.profiler import record_function
 
 from marsopt import commit
 from marsopt.collectives import LOCAL, Collectives
-from marsopt.compiling import own_compile
+from marsopt.compiling import compiled_where_possible
 from marsopt.layout import Layout
 from marsopt.step import Scales, Stack, Verdict, measure, orthogonalize, scale
 
@@ -34,8 +34,10 @@ class Passes:
     Ranges named "marsopt: ..." show the passes in a profiler's trace.
     """
 
-    def __init__(self, collectives: Collectives, compile: bool) -> None:
-        self._collectives, self._compile = collectives, compile
+    def __init__(
+        self, collectives: Collectives, compile: bool, wanted: bool | None
+    ) -> None:
+        self._collectives, self._compile, self._wanted = collectives, compile, wanted
         self._functions: dict[tuple[Callable, int], Callable] = {}
 
     def own(self, function: Callable, family: int = 0) -> Callable:
@@ -43,7 +45,9 @@ class Passes:
         if not self._compile:
             return function
         if (function, family) not in self._functions:
-            self._functions[function, family] = own_compile(function)
+            self._functions[function, family] = compiled_where_possible(
+                function, required=self._wanted is True
+            )
         return self._functions[function, family]
 
     def step(

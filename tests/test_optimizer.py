@@ -18,6 +18,8 @@ import marsopt
 from marsopt import MARS, compiling
 from marsopt.routing import MARS_TYPES
 
+pytestmark = pytest.mark.usefixtures("both_layouts")
+
 LR = 0.01
 
 

@@ -14,6 +14,8 @@ import marsopt
 from marsopt import MARS
 from tests.test_optimizer import LR, SHAPES, eager, equal, fill, parameters, run, twins
 
+pytestmark = pytest.mark.usefixtures("both_layouts")
+
 
 def keys(optimizer, p):
     return set(optimizer.state[p]) - {"step"}
@@ -164,8 +166,18 @@ def test_empty_groups_and_all_frozen():
         p.requires_grad_(False)
         p.grad = None
     eager(params).step()
-    with pytest.raises(ValueError, match="without parameters"):
-        eager([{"params": []}])
+
+
+def test_an_optimizer_without_parameters_waits_for_some():
+    optimizer = eager([{"params": []}], lr=LR)  # ZeRO leaves such ranks
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.grad_norm is None
+    params = parameters((3, 3))
+    before = params[0].detach().clone()
+    optimizer.add_param_group({"params": params})
+    run(optimizer, params, 1)
+    assert not torch.equal(params[0], before)
 
 
 def test_an_empty_matrix_is_no_obstacle():

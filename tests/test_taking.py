@@ -11,6 +11,8 @@ from torch import nn
 from marsopt import MARS
 from marsopt.routing import MARS_TYPES
 
+pytestmark = pytest.mark.usefixtures("both_layouts")
+
 # one of a kind, so that each moves by itself where stacks are made
 SHAPES = ((6, 4), (4,), (3, 5), (2, 3, 2, 2))
 CLOSE = dict(rtol=0, atol=1e-6)

@@ -1,0 +1,44 @@
+"""Where parameters move: as leaves, or as stacks as on a GPU. The one place that knows
+how to force it on a CPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import marsopt
+from marsopt import MARS, layout
+from marsopt.chunks import Chunk
+
+# eager; compiled, every tensor by itself, as large ones on a CPU; compiled, tensors of
+# one shape as one stack, as on a GPU
+MODES = ("eager", "leaves", "stacks")
+
+
+def forced(patch: pytest.MonkeyPatch, mode: str) -> str:
+    """From now on, what is compiled moves as ``mode`` says."""
+    if mode != "eager":
+        small = {"leaves": 0, "stacks": 2**62}[mode]
+        patch.setattr(marsopt.chunks, "SMALL", small)
+    return mode
+
+
+def build(params, mode: str, **kwargs) -> MARS:
+    """An optimizer under ``forced``."""
+    return MARS(params, **dict(compile=mode != "eager") | kwargs)
+
+
+def traced():
+    """A context in which compiled steps run eagerly, over the same stacks: what is
+    compiled is tested elsewhere, and takes longer.
+    """
+    return torch.compiler.set_stance("force_eager")
+
+
+def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """All tensors of one shape in one stack, parameters moved into buffers, one call of
+    each function; eager steps too, so that a test need not compile to meet it.
+    """
+    patch.setattr(layout, "should_stack", lambda p, compile: True)
+    patch.setattr(layout, "chunks", lambda lanes, compile: [Chunk(list(lanes), 0)])
