@@ -2,39 +2,33 @@
 functional, compiled, sharded.
 """
 
-from marsopt.collectives import LOCAL, Collectives
-from marsopt.flat import FlatGroup
-from marsopt.newton_schulz import NewtonSchulz, newton_schulz, polar_factor
-from marsopt.optimizer import MARS
+from marsopt.functional.collectives import LOCAL, Collectives
+from marsopt.functional.flat import FlatGroup
+from marsopt.functional.named import FACTORIES, mars
+from marsopt.functional.rule import Rule
+from marsopt.optim.mars import MARS
 from marsopt.profile import profile
-from marsopt.routing import mars
-from marsopt.rule import Rule
-from marsopt.rules.adamw import AdamW as adamw
-from marsopt.rules.lion import Lion as lion
-from marsopt.rules.mars_adamw import MarsAdamW as mars_adamw
-from marsopt.rules.mars_lion import MarsLion as mars_lion
-from marsopt.rules.mars_m import MarsM as mars_m
-from marsopt.rules.mars_shampoo import MarsShampoo as mars_shampoo
-from marsopt.rules.moonlight import Moonlight as moonlight
-from marsopt.rules.muon import Muon as muon
+from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.correction import Correction
+from marsopt.rules.newton_schulz import NewtonSchulz, newton_schulz, polar_factor
+from marsopt.rules.registry import REGISTRY
+
+# mars_adamw, mars_lion, adamw, ...: one for each name in the registry
+globals().update(FACTORIES)
 
 __all__ = [
     "LOCAL",
     "MARS",
+    "REGISTRY",
+    "Algorithm",
     "Collectives",
+    "Correction",
     "FlatGroup",
     "NewtonSchulz",
     "Rule",
-    "adamw",
-    "lion",
     "mars",
-    "mars_adamw",
-    "mars_lion",
-    "mars_m",
-    "mars_shampoo",
-    "moonlight",
-    "muon",
     "newton_schulz",
     "polar_factor",
     "profile",
+    *FACTORIES,
 ]

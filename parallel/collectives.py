@@ -11,9 +11,13 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from marsopt import NewtonSchulz
 
@@ -106,21 +110,31 @@ class MeshCollectives:
                 )
         return tensor.to_local()
 
-    def wrap(self, local: Tensor, like: Tensor) -> Tensor:
-        """``local`` as this rank's piece of a tensor laid out as ``like``."""
+    def wrap(
+        self, local: Tensor, like: Tensor, dims: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """Return ``local`` as this rank's piece of a tensor laid out as ``like``, or of
+        one that has only these ``dims`` of it.
+        """
         if not isinstance(like, DTensor):
             return local
-        if local.storage_offset() and not is_fake(local):
-            # the same memory as a storage of its own: torch 2.13 gives the DTensor the
-            # offset of its local tensor, and torch.save then takes it for a plain one
-            local = torch.from_dlpack(local.detach())
+        shape, stride, placements = like.shape, like.stride(), like.placements
+        if dims is not None:
+            shape = torch.Size([like.shape[dim] for dim in dims])
+            stride = torch.empty(shape, device="meta").stride()
+            placements = [
+                Shard(dims.index(p.dim))
+                if not p.is_replicate() and p.dim in dims
+                else Replicate()
+                for p in placements
+            ]
         return DTensor.from_local(
             local,
             like.device_mesh,
-            like.placements,
+            placements,
             run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
+            shape=shape,
+            stride=stride,
         )
 
     def placement(self, tensor: Tensor) -> Hashable:
@@ -156,6 +170,26 @@ class MeshCollectives:
             else:
                 sums = sums.index_copy(0, reduction.rows, part)
         return sums
+
+    def sum_along(
+        self, parts: Sequence[Tensor], leaves: Sequence[Tensor], dim: int
+    ) -> list[Tensor]:
+        """Sum the part of each leaf over the shards that ``dim`` of it is cut into: one
+        all-reduce per mesh axis that cuts one.
+        """
+        out = list(parts)
+        cut: dict[tuple[DeviceMesh, int], list[int]] = {}
+        for i, leaf in enumerate(leaves):
+            for axis in Placement.of(leaf).axes:
+                if leaf.placements[axis].dim % leaf.ndim == dim:
+                    cut.setdefault((leaf.device_mesh, axis), []).append(i)
+        for (mesh, axis), members in cut.items():
+            flat = torch.cat([out[i].reshape(-1) for i in members])
+            dist.all_reduce(flat, group=mesh.get_group(axis))
+            sizes = [out[i].numel() for i in members]
+            for i, part in zip(members, flat.split(sizes), strict=True):
+                out[i] = part.view(out[i].shape)
+        return out
 
     def _reductions(self, leaves: Sequence[Tensor]) -> list[Reduction]:
         """The all-reduces of one list of leaves."""

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import marsopt
-from marsopt import MARS, layout
-from marsopt.chunks import Chunk
+from marsopt import MARS
+from marsopt.optim import layout, mars
+from marsopt.optim.calls import Call
 
 # eager; compiled, every tensor by itself, as large ones on a CPU; compiled, tensors of
 # one shape as one stack, as on a GPU
@@ -20,7 +21,7 @@ def forced(patch: pytest.MonkeyPatch, mode: str) -> str:
     """From now on, what is compiled moves as ``mode`` says."""
     if mode != "eager":
         small = {"leaves": 0, "stacks": 2**62}[mode]
-        patch.setattr(marsopt.chunks, "SMALL", small)
+        patch.setattr(marsopt.optim.calls, "SMALL", small)
     return mode
 
 
@@ -41,4 +42,6 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     each function; eager steps too, so that a test need not compile to meet it.
     """
     patch.setattr(layout, "should_stack", lambda p, compile: True)
-    patch.setattr(layout, "chunks", lambda lanes, compile: [Chunk(list(lanes), 0)])
+    patch.setattr(
+        mars, "calls", lambda buckets, compile: [Call(list(range(len(buckets))), 0)]
+    )

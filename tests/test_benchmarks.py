@@ -18,7 +18,7 @@ from benchmarks.contenders import OURS, REFERENCE, TORCH
 from benchmarks.measure import plan, walk
 from benchmarks.timing import spread, take_turns
 from benchmarks.workload import EMBEDDING, Gradients, gpt2_shapes, parameters
-from marsopt import compiling
+from marsopt.optim import compiling
 from train.errors import UserError
 
 CPU = torch.device("cpu")

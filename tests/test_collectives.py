@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import marsopt
 from marsopt import MARS
-from marsopt.routing import MARS_TYPES
+from marsopt import REGISTRY
 from parallel import MeshCollectives
 from tests.processes import spawn
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes
 
 STEPS = 4
 CASES = [
-    (t, a) for t in MARS_TYPES for a in ((True, False) if "mars-" in t else (True,))
+    (t, a) for t in REGISTRY for a in ((True, False) if "mars-" in t else (True,))
 ]
 
 

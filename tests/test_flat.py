@@ -12,8 +12,8 @@ from torch.func import functional_call, grad
 
 import marsopt
 from marsopt import MARS, FlatGroup
-from marsopt.routing import MARS_TYPES
-from marsopt.stacks import adjacent, stacked
+from marsopt import REGISTRY
+from marsopt.functional.stacks import adjacent, stacked
 from tests.table import ROWS
 
 SHAPES = {
@@ -27,7 +27,7 @@ SHAPES = {
 MATRICES = {name: s for name, s in SHAPES.items() if len(s) == 2}
 LR = 1e-2
 CLOSE = dict(rtol=0, atol=1e-6)
-TYPES = MARS_TYPES
+TYPES = REGISTRY
 
 
 def tensors(shapes, seed):
@@ -228,7 +228,7 @@ def test_stacks_are_leaves_to_the_class(mars_type, missing):
 @pytest.mark.parametrize("missing", [(), (2,)], ids=str)
 def test_chunks_are_leaves_to_the_class(mars_type, missing, monkeypatch):
     """Large leaves on a CPU: one of each kind that is as frequent makes a call."""
-    monkeypatch.setattr(marsopt.chunks, "SMALL", 0)
+    monkeypatch.setattr(marsopt.optim.calls, "SMALL", 0)
     one, two = pair(mars_type=mars_type)
     for each in (one, two):
         walk(*each, range(2))
@@ -241,7 +241,7 @@ def test_chunks_are_leaves_to_the_class(mars_type, missing, monkeypatch):
 
 
 def test_chunks_take_kinds_that_are_as_frequent_together(monkeypatch):
-    monkeypatch.setattr(marsopt.chunks, "SMALL", 4)
+    monkeypatch.setattr(marsopt.optim.calls, "SMALL", 4)
     shapes = {
         f"{kind}{i}": s for i in range(3) for kind, s in (("a", (3, 2)), ("b", (2, 4)))
     }
@@ -524,7 +524,7 @@ def count_graphs(mars_type, num_layers, monkeypatch):
     ],
 )
 def test_graphs_do_not_grow_with_depth(mars_type, small, num_graphs, monkeypatch):
-    monkeypatch.setattr(marsopt.chunks, "SMALL", small)
+    monkeypatch.setattr(marsopt.optim.calls, "SMALL", small)
     shallow = count_graphs(mars_type, 2, monkeypatch)
     assert shallow[0] == num_graphs
     assert count_graphs(mars_type, 12, monkeypatch) == shallow

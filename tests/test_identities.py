@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import marsopt
-from marsopt.step import Stack, decide, measure, scale
+from marsopt.functional.step import Hyperparameters, RuleGroup, Stack, assess
 from tests.table import MATRICES, NS, SHAPES, tensors
 
 STEPS = 30
@@ -141,17 +141,18 @@ def test_the_clip_norm_from_three_inner_products(max_norm):
     """||c||^2 = (1+k)^2 a^2 gg - 2k(1+k) a gh + k^2 hh, to 1.5e-7 in float32."""
     rule = marsopt.mars_adamw(clip=1e-3, gamma=0.025)
     g, h = torch.randn(64, 96), torch.randn(64, 96)
-    x, shape = g[None], g.shape
-    stack = Stack(rule, LR, 0.025, torch.zeros(1), x, x, h[None], None, (), shape)
-    sums = measure([stack])
-    verdict = decide(sums, max_norm)
-    (scales,) = scale([stack], sums, verdict)
+    algorithm = rule.matrix
+    stack = Stack(algorithm, g[None], g[None], h[None], {}, g.shape)
+    hyper = Hyperparameters(algorithm, LR, 0.025, torch.zeros(1), (g.dtype,))
+    group = RuleGroup(hyper, [stack])
+    _, decision = assess([group], None, max_norm, lambda partial: partial)
+    scales = decision.scales[0][g.dtype]
     a = 1.0 if max_norm is None else max_norm / (g.double().norm() + 1e-6)
     k = 0.025 * 0.95 / 0.05
     c = a * g.double() + k * (a * g.double() - h.double())
     clipped = scales.g[0] * g.double() + scales.h[0] * h.double()
     torch.testing.assert_close(clipped, 1e-3 * c / c.norm(), rtol=1e-6, atol=1e-12)
-    torch.testing.assert_close(verdict.grad_norm, g.double().norm(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(decision.grad_norm, g.double().norm(), rtol=1e-6, atol=0)
 
 
 def test_first_step_is_scaled_by_one_plus_k():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from marsopt import NewtonSchulz, newton_schulz, polar_factor
-from marsopt.newton_schulz import COEFFICIENTS
+from marsopt.rules.newton_schulz import COEFFICIENTS
 
 
 def matrix(rows, cols, seed=0, dtype=torch.float64, smallest=0.1):

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 import marsopt
-from marsopt import MARS, compiling
-from marsopt.routing import MARS_TYPES
+from marsopt import MARS
+from marsopt.optim import compiling
+from marsopt import REGISTRY
 
 pytestmark = pytest.mark.usefixtures("both_layouts")
 
@@ -91,7 +92,7 @@ def test_signature_and_defaults_are_the_authors():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mars_type", MARS_TYPES)
+@pytest.mark.parametrize("mars_type", REGISTRY)
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_the_class_is_the_rule(mars_type, max_norm):
     """Five steps of MARS are five steps of mars(...), with a schedule."""
@@ -109,7 +110,7 @@ def test_the_class_is_the_rule(mars_type, max_norm):
         equal(params, x, 1e-7)
 
 
-@pytest.mark.parametrize("mars_type", MARS_TYPES)
+@pytest.mark.parametrize("mars_type", REGISTRY)
 def test_compiled_is_eager(mars_type):
     """The shipped path: no recompile after the first step, whatever changes."""
     a, b = twins((6, 4), (4,))
@@ -150,9 +151,9 @@ def test_schedulers_move_both_rates():
     for t in range(3):
         fill(params, t)
         optimizer.step()
-        matrix, vector = optimizer._layout.lanes
-        assert float(matrix.lr) == pytest.approx(0.1 / (1 + t))
-        assert float(vector.lr) == pytest.approx(0.02 / (1 + t))
+        matrix, vector = optimizer._layout.groups
+        assert float(matrix.hyper.lr) == pytest.approx(0.1 / (1 + t))
+        assert float(vector.hyper.lr) == pytest.approx(0.02 / (1 + t))
         scheduler.step()
 
 
@@ -295,7 +296,7 @@ def test_frozen_parameters_cost_nothing_until_they_thaw():
 
 @pytest.mark.parametrize(
     ("mars_type", "compiled"),
-    [*((name, False) for name in MARS_TYPES), ("mars-shampoo", True)],
+    [*((name, False) for name in REGISTRY), ("mars-shampoo", True)],
 )
 def test_a_nan_skips_the_whole_step(mars_type, compiled):
     """5: with the authors one NaN stays in m, v and h for ever."""
@@ -523,7 +524,7 @@ def test_exact_protocol_out_of_order():
 # ---- state -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mars_type", MARS_TYPES)
+@pytest.mark.parametrize("mars_type", REGISTRY)
 @pytest.mark.parametrize("is_approx", [True, False])
 def test_state_dict_round_trip_is_bitwise(mars_type, is_approx):
     """Through a file, into a fresh optimizer; hyperparameters are restored too."""
@@ -554,7 +555,7 @@ def test_state_is_made_at_construction_and_only_what_is_needed():
         "muon": {"step", "momentum_buffer"},
         "moonlight": {"step", "momentum_buffer"},
     }
-    for mars_type in MARS_TYPES:
+    for mars_type in REGISTRY:
         matrix, vector = parameters((3, 3), (3,))
         optimizer = eager([matrix, vector], mars_type=mars_type)
         assert set(optimizer.state[matrix]) == want[mars_type]

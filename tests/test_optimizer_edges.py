@@ -272,7 +272,7 @@ def test_state_is_matched_by_name():
     [
         (lambda r, x: r.init({**x, "c": torch.zeros(2)}), "got state.m for"),
         (lambda r, x: r.init({"a": torch.zeros(3)}), r"of shape \(3,\)"),
-        (lambda r, x: marsopt.muon().init([torch.zeros(2, 2)]), "got a MuonState"),
+        (lambda r, x: marsopt.muon().init([torch.zeros(2, 2)]), "got state.m for"),
     ],
     ids=["more leaves", "another shape", "another rule"],
 )  # fmt: skip

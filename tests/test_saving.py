@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._pytree import tree_map_only
 
-from marsopt.routing import MARS_TYPES
-from tests.stacking import build, forced, traced
+from marsopt import REGISTRY
+from tests.stacking import MODES, build, forced, traced
 
 WIDTH = 32  # 4 KiB a matrix: more than what a file says about it
 NUM_LAYERS = 4
@@ -53,7 +53,7 @@ def fresh(mode, seed=0, **kwargs):
     return model, build(model.parameters(), mode, lr=LR, **kwargs)
 
 
-@pytest.fixture(params=["eager", "stacks"])
+@pytest.fixture(params=MODES)
 def mode(request, monkeypatch):
     return forced(monkeypatch, request.param)
 
@@ -126,7 +126,7 @@ def test_what_a_state_dict_holds_has_storages_of_its_own(trained):
     check_storages([t for entry in saved for t in entry.values()])
 
 
-@pytest.mark.parametrize("mars_type", MARS_TYPES)
+@pytest.mark.parametrize("mars_type", REGISTRY)
 def test_no_rule_shares_storages(mars_type, mode):
     model, optimizer = fresh(mode, mars_type=mars_type, amsgrad=mars_type == "adamw")
     check_storages([*model.parameters(), *state_tensors(optimizer)])
@@ -139,7 +139,6 @@ def test_no_rule_shares_storages(mars_type, mode):
     [
         dict(state_dtype=torch.float64),
         dict(h_dtype=torch.bfloat16),
-        dict(take_grads=True),
         dict(optimize_1d=True),
         dict(is_approx=False),
         dict(clip=None, mars_type="mars-lion"),

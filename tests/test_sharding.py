@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from marsopt import MARS
-from marsopt.routing import MARS_TYPES
+from marsopt import REGISTRY
 from parallel import MeshCollectives
 from tests.processes import spawn
 
@@ -27,7 +27,7 @@ SHAPES = {
 }  # fmt: skip
 MATRIX = ("mars-shampoo", "mars-m", "muon", "moonlight")
 STEPS = 3
-FORMS = {t: (False, True) if "mars-" in t else (False,) for t in MARS_TYPES}
+FORMS = {t: (False, True) if "mars-" in t else (False,) for t in REGISTRY}
 EVERY = [(t, exact) for t, forms in FORMS.items() for exact in forms]
 
 

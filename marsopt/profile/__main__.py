@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from marsopt.compiling import missing_for
+from marsopt.optim.compiling import missing_for
 from marsopt.profile.gpt2 import MODELS, VOCAB_SIZE, shapes, subject
 from marsopt.profile.optimizer_report import OptimizerReport, profile_optimizer
-from marsopt.routing import MARS_TYPES
+from marsopt.rules.registry import REGISTRY
 
-RULES = [name.replace("-", "_") for name in MARS_TYPES]
+RULES = [name.replace("-", "_") for name in REGISTRY]
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

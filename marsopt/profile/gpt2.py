@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from marsopt.optimizer import MARS
+from marsopt.optim.mars import MARS
 
 # Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2
 MODELS = {

@@ -151,13 +151,14 @@ def profile_optimizer(
         trace=trace,
         compile_log=compile_log,
     )
-    lanes = subject.optimizer._layout.lanes
+    groups = subject.optimizer._layout.groups
+    buckets = subject.optimizer._layout.buckets
     return OptimizerReport(
         title=title,
         report=report,
         num_tensors=len(subject.params),
         num_params=subject.num_params,
-        stack_bytes=tuple(sum(p.grad.nbytes for p in lane.params) for lane in lanes),
-        floor=floor(lanes),
-        orthogonal=orthogonal(lanes, device),
+        stack_bytes=tuple(sum(p.grad.nbytes for p in b.params) for b in buckets),
+        floor=floor(groups),
+        orthogonal=orthogonal(groups, device),
     )

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from marsopt.lanes import Lane
-from marsopt.newton_schulz import NewtonSchulz
+from marsopt.optim.buckets import BucketGroup
 from marsopt.profile.machine import typical
+from marsopt.rules.newton_schulz import NewtonSchulz
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Orthogonal:
         return self.num_flops / self.seconds
 
 
-def orthogonal(lanes: Sequence[Lane], device: str) -> Orthogonal | None:
-    """Measured on the momentum of ``lanes``; None where no rule orthogonalizes."""
-    chosen = [lane for lane in lanes if lane.rule.matrix_only]
+def orthogonal(groups: Sequence[BucketGroup], device: str) -> Orthogonal | None:
+    """Measure it on the momentum; None where no algorithm orthogonalizes."""
+    chosen = [group for group in groups if group.hyper.algorithm.matrix_only]
     if not chosen:
         return None
-    ns = chosen[0].rule.ns
-    matrices = [m for lane in chosen for m in lane.state[lane.rule.buffers[0]]]
+    ns = chosen[0].hyper.algorithm.preconditioner.ns
+    matrices = [m for group in chosen for b in group.buckets for m in b.state["m"]]
     return Orthogonal(
         num_matrices=len(matrices),
         num_flops=sum(ns.num_flops(*m.shape) for m in matrices),

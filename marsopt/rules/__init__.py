@@ -1,1 +1,7 @@
-"""One rule per file: a page that reads like its algorithm box."""
+"""The algorithms: corrections times preconditioners, each a page that reads like its
+algorithm box.
+
+Symbols, here and everywhere: x parameter, g gradient, h reference gradient, c corrected
+and clipped gradient, m and v moments, r moment of rows, u what is orthogonalized, o
+orthogonal factor, t step, k = gamma beta1 / (1 - beta1).
+"""

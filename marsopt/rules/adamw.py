@@ -1,39 +1,29 @@
-"""AdamW (Loshchilov and Hutter, arXiv 1711.05101), as torch.optim.AdamW computes it."""
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101), as torch.optim.AdamW computes it; on
+MARS's corrected gradient: MARS-AdamW (arXiv 2411.10438, Algorithm 2).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from marsopt import checks
-from marsopt.checks import Number
-from marsopt.rule import LeafRule
-from marsopt.trees import Tree
-
-
-class AdamWState(NamedTuple):
-    """Steps taken and skipped (0-D), first and second moment, with amsgrad the largest
-    second moment so far.
-    """
-
-    t: Tensor
-    skipped: Tensor
-    m: Tree
-    v: Tree
-    v_max: Tree | None = None
+from marsopt.rules import checks
+from marsopt.rules.checks import Number
+from marsopt.rules.preconditioner import Dims, Preconditioner
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class AdamW(LeafRule):
-    """With c the gradient:
+class AdamW(Preconditioner):
+    """With c the gradient, or MARS's c:
 
         m <- beta1 m + (1 - beta1) c
         v <- beta2 v + (1 - beta2) c^2
         x <- (1 - lr weight_decay) x
              - lr m/(1 - beta1^t) / (sqrt(v/(1 - beta2^t)) + eps)
+
+    v averages c^2, as the paper's algorithm and the authors' code do (their README has
+    g^2).
 
     Args:
         betas: decay rates of m and v.
@@ -51,18 +41,21 @@ class AdamW(LeafRule):
     amsgrad: bool = False
     epsilon_hat: bool = False
 
-    State = AdamWState
-
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.betas("betas", self.betas)
         checks.at_least_zero("eps", self.eps)
 
     @property
-    def buffers(self) -> tuple[str, ...]:
-        return ("m", "v", "v_max") if self.amsgrad else ("m", "v")
+    def beta1(self) -> Number:
+        return self.betas[0]
 
-    def scalars(self, t: Tensor, lr: Number, gamma: Number) -> tuple[Number, ...]:
+    @property
+    def buffers(self) -> dict[str, Dims]:
+        more = {"v_max": None} if self.amsgrad else {}
+        return {"m": None, "v": None, **more}
+
+    def scalars(self, t, lr, w=None):
         beta1, beta2 = self.betas
         root = (1 - beta2**t).sqrt()
         eps = self.eps / root if self.epsilon_hat else self.eps
@@ -70,10 +63,9 @@ class AdamW(LeafRule):
 
     def update(self, x, c, buffers, s):
         (beta1, beta2), (rate, debias, eps, decay) = self.betas, s
-        m, v, *v_max = buffers
-        m = beta1 * m + (1 - beta1) * c
-        v = beta2 * v + (1 - beta2) * (c * c)
+        m = beta1 * buffers["m"] + (1 - beta1) * c
+        v = largest = beta2 * buffers["v"] + (1 - beta2) * (c * c)
+        new = {"m": m, "v": v}
         if self.amsgrad:
-            v_max = [torch.maximum(*v_max, v)]
-        x = decay * x - rate * m / (torch.sqrt(*v_max or [v]) * debias + eps)
-        return x, (m, v, *v_max)
+            new["v_max"] = largest = torch.maximum(buffers["v_max"], v)
+        return decay * x - rate * m / (torch.sqrt(largest) * debias + eps), new

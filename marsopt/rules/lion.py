@@ -1,33 +1,24 @@
-"""Lion (Chen et al., arXiv 2302.06675, Algorithm 2)."""
+"""Lion (Chen et al., arXiv 2302.06675, Algorithm 2), and the sign of one average, which
+MARS-Lion takes (arXiv 2411.10438, Algorithm 3).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from marsopt import checks
-from marsopt.checks import Number
-from marsopt.rule import LeafRule
-from marsopt.trees import Tree
-
-
-class LionState(NamedTuple):
-    """Steps taken and skipped (0-D), momentum."""
-
-    t: Tensor
-    skipped: Tensor
-    m: Tree
+from marsopt.rules import checks
+from marsopt.rules.checks import Number
+from marsopt.rules.preconditioner import Average, Dims, Preconditioner
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Lion(LeafRule):
-    """With g the gradient:
+class Lion(Preconditioner):
+    """With c the gradient:
 
-        x <- (1 - lr weight_decay) x - lr sign(beta1 m + (1 - beta1) g)
-        m <- beta2 m + (1 - beta2) g
+        x <- (1 - lr weight_decay) x - lr sign(beta1 m + (1 - beta1) c)
+        m <- beta2 m + (1 - beta2) c
 
     Args:
         betas: weights of m in the update and in its own average.
@@ -35,20 +26,36 @@ class Lion(LeafRule):
 
     betas: tuple[Number, Number] = (0.9, 0.99)
 
-    State = LionState
-
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.betas("betas", self.betas)
 
     @property
-    def buffers(self) -> tuple[str, ...]:
-        return ("m",)
+    def beta1(self) -> Number:
+        return self.betas[1]  # of the average
 
-    def scalars(self, t: Tensor, lr: Number, gamma: Number) -> tuple[Number, ...]:
+    @property
+    def buffers(self) -> dict[str, Dims]:
+        return {"m": None}
+
+    def scalars(self, t, lr, w=None):
         return lr, 1 - lr * self.weight_decay
 
     def update(self, x, c, buffers, s):
-        (beta1, beta2), (rate, decay), (m,) = self.betas, s, buffers
+        (beta1, beta2), (rate, decay), m = self.betas, s, buffers["m"]
         x = decay * x - rate * torch.sign(beta1 * m + (1 - beta1) * c)
-        return x, (beta2 * m + (1 - beta2) * c,)
+        return x, {"m": beta2 * m + (1 - beta2) * c}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SignAverage(Average):
+    """With c MARS's corrected gradient, and no second beta:
+
+    m <- beta1 m + (1 - beta1) c
+    x <- (1 - lr weight_decay) x - lr sign(m)
+    """
+
+    def update(self, x, c, buffers, s):
+        rate, decay, *w = s
+        m, u = self.average(buffers["m"], c, w)
+        return decay * x - rate * torch.sign(u), {"m": m}

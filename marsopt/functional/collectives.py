@@ -10,7 +10,8 @@ from typing import Protocol
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from marsopt.newton_schulz import NewtonSchulz
+from marsopt.rules.newton_schulz import NewtonSchulz
+from marsopt.rules.preconditioner import Dims
 
 
 class Collectives(Protocol):
@@ -21,8 +22,10 @@ class Collectives(Protocol):
     def local(self, tensor: Tensor) -> Tensor:
         """The piece of ``tensor`` that this process holds, sharing its storage."""
 
-    def wrap(self, local: Tensor, like: Tensor) -> Tensor:
-        """Inverse of ``local``: a piece of a tensor laid out as ``like``."""
+    def wrap(self, local: Tensor, like: Tensor, dims: Dims = None) -> Tensor:
+        """Inverse of ``local``: a piece of a tensor laid out as ``like``, or of one
+        that has only these ``dims`` of it.
+        """
 
     def placement(self, tensor: Tensor) -> Hashable:
         """What leaves of one shape have to share to be cut alike; the same on every
@@ -36,6 +39,11 @@ class Collectives(Protocol):
         """Sum ``partial`` (len(leaves), K) over the shards of each leaf; what is
         replicated counts once.
         """
+
+    def sum_along(
+        self, parts: Sequence[Tensor], leaves: Sequence[Tensor], dim: int
+    ) -> list[Tensor]:
+        """Sum the part of each leaf over the shards that ``dim`` of it is cut into."""
 
     def orthogonalize(
         self, matrices: Sequence[Tensor], ns: NewtonSchulz, leaves: Sequence[Tensor]
@@ -66,7 +74,7 @@ class LocalCollectives:
             )
         return tensor
 
-    def wrap(self, local: Tensor, like: Tensor) -> Tensor:
+    def wrap(self, local: Tensor, like: Tensor, dims: Dims = None) -> Tensor:
         return local
 
     def placement(self, tensor: Tensor) -> Hashable:
@@ -77,6 +85,11 @@ class LocalCollectives:
 
     def sum(self, partial: Tensor, leaves: Sequence[Tensor]) -> Tensor:
         return partial
+
+    def sum_along(
+        self, parts: Sequence[Tensor], leaves: Sequence[Tensor], dim: int
+    ) -> list[Tensor]:
+        return list(parts)
 
     def orthogonalize(
         self, matrices: Sequence[Tensor], ns: NewtonSchulz, leaves: Sequence[Tensor]

@@ -66,22 +66,6 @@ def match(params: Tree, other: Tree, what: str) -> list[Tensor]:
     return [other[name] for name in names(params)]
 
 
-def match_state(params: Tree, buffers: Tree, what: str) -> list[Tensor]:
-    """The leaves of one tree of a state in the order of ``params``.
-
-    Raises:
-        ValueError: other names or shapes than the parameters.
-    """
-    match_names(params, buffers, what)
-    for name in names(params):
-        if buffers[name].shape != params[name].shape:
-            raise ValueError(
-                f"got {what}[{name!r}] of shape {tuple(buffers[name].shape)}, expected "
-                f"{tuple(params[name].shape)}: make the state by init on them"
-            )
-    return [buffers[name] for name in names(params)]
-
-
 def check_like(x: Tensor, g: Tensor, what: str) -> None:
     """Raises ValueError where ``g`` cannot be the gradient of ``x``."""
     if g.shape != x.shape or g.dtype != x.dtype:

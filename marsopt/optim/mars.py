@@ -8,20 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
-from marsopt import checks
-from marsopt.admission import admit
-from marsopt.collectives import LOCAL, Collectives
-from marsopt.compiling import decide
-from marsopt.exact import NextReference
-from marsopt.lanes import OWN_KEYS
-from marsopt.layout import Layout, labels
-from marsopt.loading import check_complete, check_ids, restore
-from marsopt.newton_schulz import NewtonSchulz
-from marsopt.numbers import check_group
-from marsopt.passes import Passes
-from marsopt.step import Verdict, global_clip, scalar_dtype
+from marsopt.functional.collectives import LOCAL, Collectives
+from marsopt.functional.step import Decision, global_clip, scalar_dtype, step
+from marsopt.optim.calls import calls
+from marsopt.optim.compiling import decide
+from marsopt.optim.groups import admit, check_once, labels
+from marsopt.optim.hyperparameters import check_group
+from marsopt.optim.kernels import InPlaceKernels
+from marsopt.optim.layout import Layout
+from marsopt.optim.reference import NextReference
+from marsopt.optim.state_dict import OWN_KEYS, check_complete, check_ids, own, restore
+from marsopt.rules import checks
+from marsopt.rules.correction import resolve
+from marsopt.rules.newton_schulz import NewtonSchulz
 
 
 class MARS(Optimizer):
@@ -50,8 +52,8 @@ class MARS(Optimizer):
         is_approx: True: the reference gradient h is the previous step's gradient. False
             (exact MARS): h is the current batch's gradient at the previous parameters,
             handed over by ``update_previous_grad()``.
-        mars_type: "mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "adamw", "lion",
-            "muon" or "moonlight".
+        mars_type: a name in ``marsopt.REGISTRY``: "mars-adamw", "mars-lion",
+            "mars-shampoo", "mars-m", "adamw", "lion", "muon", "moonlight", ...
         optimize_1d: give tensors that are not matrices to the MARS rule too.
         lr_1d, betas_1d, weight_decay_1d: of the AdamW for tensors that are not
             matrices.
@@ -74,10 +76,8 @@ class MARS(Optimizer):
             False = eager. Compiled, parameters of one shape move into one buffer at
             construction (on a CPU small ones only), unless others look into their
             storage: capture CUDA graphs of the model after that.
-        take_grads: True = ``step`` takes gradients away: ``p.grad`` is None after it.
-            What moves alone, as large parameters do, keeps its gradient as h without a
-            copy; in ``state`` it lacks the last global clip until ``state_dict()``. For
-            approximate MARS on a CPU.
+        correction: "approximate" or "exact", in place of ``is_approx``; None = what
+            that says.
         nonfinite: "skip" = a step whose gradient holds a NaN or infinity changes
             nothing and is counted in ``num_skipped``, without a host sync; "raise" = it
             also raises FloatingPointError (one sync a step).
@@ -115,7 +115,7 @@ class MARS(Optimizer):
         h_dtype: torch.dtype | None = None,
         collectives: Collectives = LOCAL,
         compile: bool | None = None,
-        take_grads: bool = False,
+        correction: str | None = None,
         nonfinite: str = "skip",
     ) -> None:
         if nonfinite not in ("skip", "raise"):
@@ -129,20 +129,21 @@ class MARS(Optimizer):
                 "got collectives=None, expected an object with the verbs of "
                 "marsopt.Collectives: leave it out for whole tensors"
             )
+        kind = resolve(is_approx, correction)
         self._options: dict[str, Any] = dict(
-            is_approx=is_approx,
+            is_approx=kind == "approximate",
+            correction=kind,
             max_norm=max_norm,
             ns=NewtonSchulz(ns_steps, ns_coefficients, ns_dtype, gram=ns_gram),
             state_dtype=state_dtype,
             h_dtype=h_dtype,
             collectives=collectives,
             compile=compile,
-            take_grads=take_grads,
             nonfinite=nonfinite,
         )
         self._layout: Layout | None = None
         self._loading: dict[str, Any] | None = None  # inside load_state_dict
-        self._verdict: Verdict | None = None
+        self._decision: Decision | None = None
         self._next = NextReference()
         self._agreed = False  # whether all ranks were found to hold the same options
         defaults = dict(
@@ -172,6 +173,7 @@ class MARS(Optimizer):
         Raises:
             TypeError, ValueError: as the constructor; then nothing was added.
         """
+        check_once(self.param_groups, param_group)
         super().add_param_group(param_group)
         try:
             admit(self.param_groups, self._options)
@@ -194,14 +196,16 @@ class MARS(Optimizer):
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
 
     def _build(self, layout: Layout | None = None) -> None:
-        """Make missing state, lanes over it, and passes that move them."""
-        if self._layout is not None and layout is None:
-            self._layout.settle()
+        """Make missing state, buckets over it, and kernels that move them."""
         self._layout = layout or self._new_layout()
         self._max_norm: Tensor | None = None
         self.max_norm = self._options["max_norm"]
-        self._passes = Passes(
-            self._options["collectives"], self._compile, self._options["compile"]
+        self._kernels = InPlaceKernels(
+            calls(self._layout.buckets, self._compile),
+            self._skipped,
+            alone=self._options["collectives"] is LOCAL,
+            compile=self._compile,
+            required=self._options["compile"] is True,
         )
 
     def _new_layout(self) -> Layout:
@@ -239,16 +243,29 @@ class MARS(Optimizer):
                 loss = closure()
 
         layout = self._fitting()
-        if not self._options["is_approx"]:
-            self._next.use()
-        if not layout.lanes:  # everything is frozen
+        if not layout.buckets:  # everything is frozen, or elsewhere
             return loss
-        sums, self._verdict = self._passes.step(layout, self._max_norm, self._skipped)
-        if self._options["nonfinite"] == "raise" and not self._verdict.finite:
+        if self._is_exact:
+            self._next.use()
+        with record_function("marsopt: gather"):
+            groups, live = layout.gather()
+        _, self._decision, sums = step(
+            groups,
+            layout.leaves,
+            max_norm=self._max_norm,
+            collectives=self._options["collectives"],
+            live=live,
+            kernels=self._kernels,
+        )
+        with record_function("marsopt: scatter"):
+            layout.scatter()
+        if self._options["nonfinite"] == "raise" and not self._decision.finite:
             raise FloatingPointError(layout.blame(sums))
-        if self._options["take_grads"]:
-            layout.take(self.state, self._verdict)
         return loss
+
+    @property
+    def _is_exact(self) -> bool:
+        return self._options["correction"] == "exact"
 
     @torch.no_grad()
     def join_gradients(self) -> None:
@@ -299,7 +316,7 @@ class MARS(Optimizer):
     @property
     def grad_norm(self) -> Tensor | None:
         """Global gradient norm of the last step before any clip, 0-D."""
-        return None if self._verdict is None else self._verdict.grad_norm
+        return None if self._decision is None else self._decision.grad_norm
 
     @property
     def num_skipped(self) -> int:
@@ -320,7 +337,7 @@ class MARS(Optimizer):
             grad_scale: what the loss was multiplied with (``GradScaler.get_scale()``),
                 to be divided out here: the scaler itself unscales once per step.
         """
-        if self._options["is_approx"]:
+        if not self._is_exact:
             return
         layout = self._fitting()
         factor = None if grad_scale is None else 1.0 / grad_scale
@@ -328,7 +345,7 @@ class MARS(Optimizer):
             norm = layout.grad_norm()
             scale = 1.0 if factor is None else factor
             factor = scale * global_clip(norm * scale, self._max_norm)
-        self._next.keep(layout.lanes, factor)
+        self._next.keep(layout.buckets, factor)
 
     @torch.no_grad()
     def update_last_grad(self) -> None:
@@ -337,10 +354,8 @@ class MARS(Optimizer):
         Raises:
             RuntimeError: ``update_previous_grad`` was not called since the last time.
         """
-        if not self._options["is_approx"]:
-            layout = self._fitting()
-            self._next.hand_over(layout.lanes, self.state)
-            layout.hold(self.state)
+        if self._is_exact:
+            self._next.hand_over(self._fitting().buckets)
 
     # ---- state ---------------------------------------------------------------------
 
@@ -348,7 +363,6 @@ class MARS(Optimizer):
         """As torch.optim's: hyperparameters of the groups, and state by parameter."""
         if not self._layout.covers():  # parameters were exchanged in the groups
             self._build()
-        self._layout.settle()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -363,7 +377,6 @@ class MARS(Optimizer):
                 state that the loaded hyperparameters need and ``state_dict`` lacks (the
                 parameter is named). Nothing has changed then.
         """
-        self._layout.settle()  # state_dict() may have been called some steps ago
         check_ids(labels(self.param_groups), state_dict)
         before = self.param_groups, self.state
         self._loading = state_dict
@@ -397,7 +410,7 @@ class MARS(Optimizer):
             if not isinstance(key, Tensor):
                 self.state[key] = entry
                 continue
-            mine = {k: v for k, v in present.get(key, {}).items() if k in OWN_KEYS}
+            mine = own(present.get(key, {}))
             foreign = {k: v for k, v in entry.items() if k not in OWN_KEYS}
             self.state[key] = {"step": torch.zeros(()), **mine, **foreign}
         layout = self._new_layout()
@@ -407,7 +420,6 @@ class MARS(Optimizer):
         self._build(layout)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._layout.settle()
         kept = {key: getattr(self, key) for key in ("_options", "_compile", "_skipped")}
         return {**super().__getstate__(), **kept, "_fresh": self._next.fresh}
 
@@ -419,6 +431,6 @@ class MARS(Optimizer):
         # torch.optim's own, which MARS does not have: groups would take it up
         self.defaults.pop("differentiable", None)
         if "_options" in state:  # from a pickle or deepcopy
-            self._layout, self._verdict, self._agreed = None, None, False
+            self._layout, self._decision, self._agreed = None, None, False
             self._next = NextReference(fresh=self.__dict__.pop("_fresh"))
             self._build()

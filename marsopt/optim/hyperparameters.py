@@ -1,47 +1,49 @@
-"""A group's hyperparameters, as numbers that may change and tensors that do not."""
+"""A group's hyperparameters on the device: numbers that may change as tensors that do
+not, so that compiled code reads them and never recompiles.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from marsopt import checks, routing
-from marsopt.checks import Number
-from marsopt.step import scalar_dtype
+from marsopt.functional.named import Routing, route
+from marsopt.functional.rule import is_matrix
+from marsopt.functional.step import scalar_dtype
+from marsopt.rules import checks
+from marsopt.rules.checks import Number
 
 SCALARS = ("eps", "weight_decay", "gamma", "clip", "weight_decay_1d")
 PAIRS = ("betas", "betas_1d")
-LIVE = (*SCALARS, *PAIRS, "lr", "lr_1d", "base_lr")
+RATES = ("lr", "lr_1d", "base_lr")
 
 
-def pair_of(values: dict[str, Any], options: dict[str, Any]) -> routing.Pair:
-    """The rules behind a group's hyperparameters, which may be numbers (checked) or
-    tensors.
+def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> Routing:
+    """Check a group's hyperparameters; return the algorithms that they name.
+
+    Raises:
+        ValueError: one is out of its range.
     """
-    wanted = (*SCALARS, *PAIRS, "mars_type", "amsgrad", "epsilon_hat", "optimize_1d")
-    kept = {key: options[key] for key in ("is_approx", "ns", "state_dtype", "h_dtype")}
-    return routing.pair(**{key: values[key] for key in wanted}, **kept)
-
-
-def check_group(group: dict[str, Any], options: dict[str, Any]) -> None:
-    """Raises ValueError where a group's hyperparameter is out of its range."""
-    for key in ("lr", "lr_1d", "base_lr", "eps", "weight_decay", "weight_decay_1d"):
-        checks.at_least_zero(key, group.get(key))
+    for key in (*RATES, "eps", "weight_decay", "weight_decay_1d"):
+        checks.at_least_zero(key, group[key])
     for key in PAIRS:
         checks.betas(key, group[key])
     checks.finite("gamma", group["gamma"])
     checks.positive_or_none("clip", group["clip"])
-    pair_of(group, options)
+    return route({**options, **group})
 
 
-class Numbers:
-    """A group's hyperparameters as 0-D tensors on the device: compiled code reads them
-    and never recompiles.
+class DeviceHyperparameters:
+    """One group's, and the algorithms that read them.
+
+    ``lr``, ``lr_1d`` (already in proportion to lr) and ``gamma`` are 0-D tensors;
+    ``routing`` reads the others.
     """
 
-    def __init__(self, group: dict[str, Any], options: dict[str, Any]) -> None:
+    def __init__(self, group: dict[str, Any], options: Mapping[str, Any]) -> None:
         self._group, self._options = group, options
         device = group["params"][0].device
         self._seen: dict[str, Any] = {}
@@ -49,25 +51,13 @@ class Numbers:
         def cell() -> Tensor:
             return torch.zeros((), dtype=scalar_dtype(device), device=device)
 
-        self._cells: dict[str, Tensor] = {}
-        for key in SCALARS:
-            if group[key] is not None:
-                self._cells[key] = cell()
-        for key in PAIRS:
-            for i in range(2):
-                self._cells[f"{key}[{i}]"] = cell()
-        self.lr, self.lr_1d, self.gamma = cell(), cell(), self._cells["gamma"]
-        values = {
-            **group,
-            **{key: self._cells.get(key) for key in SCALARS},
-            **{
-                key: tuple(self._cells[f"{key}[{i}]"] for i in range(2))
-                for key in PAIRS
-            },
-        }
-        self.pair = pair_of(values, options)
-        self._needs_ratio = self.pair.own_rate and any(
-            not routing.is_matrix(p.shape) for p in group["params"]
+        scalars = {key: cell() for key in SCALARS if group[key] is not None}
+        pairs = {key: (cell(), cell()) for key in PAIRS}
+        self._cells = {**scalars, **pairs}
+        self.lr, self.lr_1d, self.gamma = cell(), cell(), scalars["gamma"]
+        self.routing = route({**options, **group, **self._cells})
+        self._needs_base_lr = self.routing.own_rate and any(
+            not is_matrix(p.shape) for p in group["params"]
         )
         self.refresh()
 
@@ -78,7 +68,7 @@ class Numbers:
             ValueError: a value out of its range.
         """
         group = self._group
-        now: dict[str, Any] = {key: group.get(key) for key in LIVE}
+        now = {key: group[key] for key in (*SCALARS, *PAIRS, *RATES)}
         for key in PAIRS:  # a list may be changed in place
             if isinstance(now[key], list):
                 now[key] = tuple(now[key])
@@ -91,8 +81,8 @@ class Numbers:
             check_group(group, self._options)
         for key in changed:
             if key in PAIRS:
-                for i, beta in enumerate(now[key]):
-                    _set(self._cells[f"{key}[{i}]"], beta)
+                for cell, beta in zip(self._cells[key], now[key], strict=True):
+                    _set(cell, beta)
             elif key in self._cells:
                 _set(self._cells[key], now[key])
         if changed:
@@ -104,7 +94,7 @@ class Numbers:
         lr, base = self._group["lr"], self._group["base_lr"]
         if base > 0:
             return lr * (self._group["lr_1d"] / base)
-        if self._needs_ratio and not isinstance(lr, Tensor) and lr != 0:
+        if self._needs_base_lr and not isinstance(lr, Tensor) and lr != 0:
             raise ValueError(
                 f"got lr={lr} for a group that was added with lr=0, expected a base "
                 "rate: lr_1d is measured against it; "

@@ -4,7 +4,7 @@ view.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import accumulate
 
 import torch
@@ -64,42 +64,6 @@ def adjacent(leaves: Sequence[Tensor]) -> Tensor | None:
         return None
     return first.as_strided(
         (len(leaves), *size), (first.numel(), *first.stride()), first.storage_offset()
-    )
-
-
-def own_rows(stack: Tensor) -> list[Tensor]:
-    """The rows of ``stack`` as tensors of their own: same memory, but each with a
-    storage that starts at its row and ends with it.
-
-    Whoever saves, shares or counts tensors by their storage (torch.save, safetensors,
-    accelerate) then meets one row, not the whole stack; a row keeps the stack alive.
-    DLPack is how torch makes such a storage, on every device that computes.
-    """
-    rows = stack.unbind()
-    if is_fake(stack) or stack.device.type == "meta":
-        return list(rows)  # they have no memory
-    return [torch.from_dlpack(row.detach()) for row in rows]
-
-
-def known_stack(leaves: Sequence[Tensor], known: Mapping[int, Tensor]) -> Tensor | None:
-    """The stack among ``known`` (by address) of which ``leaves`` are the own rows."""
-    if is_fake(leaves[0]) or leaves[0].numel() == 0:
-        return None
-    stack = known.get(leaves[0].data_ptr())
-    alike = (
-        stack is not None
-        and stack.shape == (len(leaves), *leaves[0].shape)
-        and all(x.dtype == stack.dtype for x in leaves)
-    )
-    return stack if alike and are_rows(leaves, stack) else None
-
-
-def are_rows(leaves: Sequence[Tensor], stack: Tensor) -> bool:
-    """Whether ``leaves``, of the shape and dtype of its rows, lie where these do."""
-    start, step = stack.data_ptr(), stack[0].nbytes
-    return all(
-        x.data_ptr() == start + i * step and x.stride() == stack.stride()[1:]
-        for i, x in enumerate(leaves)
     )
 
 

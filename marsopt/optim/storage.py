@@ -1,16 +1,50 @@
-"""Where the values of parameters lie: in a stack of their own where that is safe, else
-where their owner put them.
+"""Whose memory is whose: flat buffers whose rows look like tensors of their own, and
+parameters that move into them where that is safe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from marsopt.stacks import own_rows
+
+def own_rows(stack: Tensor) -> list[Tensor]:
+    """The rows of ``stack`` as tensors of their own: same memory, but each with a
+    storage that starts at its row and ends with it.
+
+    Whoever saves, shares or counts tensors by their storage (torch.save, safetensors,
+    accelerate) then meets one row, not the whole stack; a row keeps the stack alive.
+    DLPack is how torch makes such a storage, on every device that computes.
+    """
+    rows = stack.unbind()
+    if is_fake(stack) or stack.device.type == "meta":
+        return list(rows)  # they have no memory
+    return [torch.from_dlpack(row.detach()) for row in rows]
+
+
+def known_stack(leaves: Sequence[Tensor], known: Mapping[int, Tensor]) -> Tensor | None:
+    """The stack among ``known`` (by address) of which ``leaves`` are the own rows."""
+    if is_fake(leaves[0]) or leaves[0].numel() == 0:
+        return None
+    stack = known.get(leaves[0].data_ptr())
+    alike = (
+        stack is not None
+        and stack.shape == (len(leaves), *leaves[0].shape)
+        and all(x.dtype == stack.dtype for x in leaves)
+    )
+    return stack if alike and are_rows(leaves, stack) else None
+
+
+def are_rows(leaves: Sequence[Tensor], stack: Tensor) -> bool:
+    """Whether ``leaves``, of the shape and dtype of its rows, lie where these do."""
+    start, step = stack.data_ptr(), stack[0].nbytes
+    return all(
+        x.data_ptr() == start + i * step and x.stride() == stack.stride()[1:]
+        for i, x in enumerate(leaves)
+    )
 
 
 def may_move(piece: Tensor, whole: Tensor) -> bool:
@@ -33,14 +67,14 @@ def may_move(piece: Tensor, whole: Tensor) -> bool:
 
 
 def move_in(params: Sequence[Tensor]) -> Tensor:
-    """A stack (L, *shape) of which ``params`` are from now on the rows."""
+    """Return a flat buffer (L, *shape) of which ``params`` are from now on the rows."""
     first = params[0]
-    home = first.new_empty(len(params), *first.shape)
-    rows = own_rows(home)
+    flat = first.new_empty(len(params), *first.shape)
+    rows = own_rows(flat)
     torch._foreach_copy_(rows, list(params))
     for p, row in zip(params, rows, strict=True):
         p.data = row
-    return home
+    return flat
 
 
 def check_apart(labelled: Sequence[tuple[Tensor, str]]) -> None:

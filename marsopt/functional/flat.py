@@ -15,8 +15,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from marsopt.stacks import empty_stacks, group_by
-from marsopt.trees import Tree, check_parameter, flatten, names
+from marsopt.functional.stacks import empty_stacks, group_by
+from marsopt.functional.trees import (
+    Tree,
+    check_parameter,
+    flatten,
+    match_names,
+    names,
+)
+from marsopt.rules.preconditioner import Dims
 
 
 @dataclass(frozen=True)
@@ -165,16 +172,52 @@ def subtree(tree: Tree, part: Sequence) -> FlatGroup | dict:
     return {name: tree[name] for name in part}
 
 
-def check_packing(params: Tree, other: Tree, what: str) -> None:
-    """Raises ValueError where rows of ``other`` are not those of ``params``."""
-    if not isinstance(params, FlatGroup):
-        return
-    if not isinstance(other, FlatGroup) or other.packing != params.packing:
+def check_matching(params: Tree, other: Tree, what: str) -> None:
+    """Raise ValueError where ``other`` has other leaves than ``params``, or packs them
+    otherwise.
+    """
+    if isinstance(params, FlatGroup) and (
+        not isinstance(other, FlatGroup) or other.packing != params.packing
+    ):
         raise ValueError(
             f"got {what} that are packed otherwise than the parameters, expected a "
             "FlatGroup of the same leaves in the same order: differentiate with "
             "respect to the flat group itself, or pack the same mapping"
         )
+    match_names(params, other, what)
+
+
+def over_dims(tree: Tree, x: Tensor, dims: Dims) -> Tensor:
+    """Return a tensor like ``x``, a leaf of ``tree`` or a stack of a FlatGroup, with
+    only these ``dims`` of a leaf; None = all. Its values mean nothing.
+    """
+    if dims is None:
+        return x
+    first = 1 if isinstance(tree, FlatGroup) else 0
+    kept = {first + dim for dim in dims} | set(range(first))
+    x = x.detach()
+    for dim in sorted(set(range(x.ndim)) - kept, reverse=True):
+        x = x.sum(dim) if x.shape[dim] == 0 else x.select(dim, 0)
+    return x
+
+
+def match_state(
+    params: Tree, buffers: Tree, what: str, dims: Dims = None
+) -> list[Tensor]:
+    """Return the leaves of one buffer of a state in the order of ``params``.
+
+    Raises:
+        ValueError: other names or shapes than the parameters have (over ``dims``).
+    """
+    check_matching(params, buffers, what)
+    for name in names(params):
+        expected = tuple(over_dims(params, params[name], dims).shape)
+        if buffers[name].shape != expected:
+            raise ValueError(
+                f"got {what}[{name!r}] of shape {tuple(buffers[name].shape)}, expected "
+                f"{expected}: make the state by init on them"
+            )
+    return [buffers[name] for name in names(params)]
 
 
 def leaf_shape(tree: Tree, x: Tensor) -> torch.Size:

@@ -1,0 +1,1 @@
+"""Pure functions: the one step over stacks, and rules over trees of tensors."""

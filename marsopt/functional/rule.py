@@ -1,0 +1,366 @@
+"""A rule is a pure pair init/step over trees of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from marsopt.functional.collectives import LOCAL, Collectives
+from marsopt.functional.flat import (
+    FlatGroup,
+    check_matching,
+    leaf_shape,
+    match_state,
+    over_dims,
+    rebuild,
+    subtree,
+)
+from marsopt.functional.step import (
+    Decision,
+    Hyperparameters,
+    RuleGroup,
+    Stack,
+    step,
+)
+from marsopt.functional.trees import (
+    Tree,
+    check_parameter,
+    flatten,
+    match,
+    names,
+)
+from marsopt.rules import checks
+from marsopt.rules.algorithm import Algorithm, working_dtype
+from marsopt.rules.checks import Number
+
+
+class State(NamedTuple):
+    """What one algorithm remembers: steps taken and skipped (0-D), and by symbol its
+    buffers, each in the container of the parameters.
+    """
+
+    t: Tensor
+    skipped: Tensor
+    buffers: dict[str, Tree]
+
+    @property
+    def h(self) -> Tree | None:
+        """Return the reference gradient; None where the algorithm keeps none."""
+        return self.buffers.get("h")
+
+    @property
+    def m(self) -> Tree:
+        """Return the first moment."""
+        return self.buffers["m"]
+
+    @property
+    def v(self) -> Tree:
+        """Return the second moment."""
+        return self.buffers["v"]
+
+
+class RoutedState(NamedTuple):
+    """The states of two algorithms, over mappings from name (or position) to tensor;
+    None where one has no tensor.
+    """
+
+    matrix: State | None
+    rest: State | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rule:
+    """A stateless optimizer: a correction, a preconditioner, one step.
+
+        state = rule.init(params)
+        params, state = rule.step(params, grads, state, lr=...)
+
+    Args:
+        matrix: the algorithm of matrices, or of every tensor.
+        rest: that of what is not a matrix; None: ``matrix`` takes every tensor.
+        rest_ratio: learning rate of ``rest`` over that of ``matrix``.
+        max_norm: threshold of the global gradient norm, applied inside the step
+            (clip_grad_norm_ is then not needed); None = off.
+    """
+
+    matrix: Algorithm
+    rest: Algorithm | None = None
+    rest_ratio: Number = 1.0
+    max_norm: Number | None = None
+
+    def __post_init__(self) -> None:
+        checks.positive_or_none("max_norm", self.max_norm)
+
+    def init(self, params: Tree) -> State | RoutedState:
+        """Return the state before the first step: zeros, of what this rule needs and no
+        more.
+
+        Args:
+            params: sequence or mapping of real floating point tensors, or a
+                FlatGroup; each buffer of the state has its container.
+
+        Raises:
+            TypeError: ``params`` is no sequence or mapping of tensors.
+            ValueError: a tensor that this rule cannot move (complex, sparse, or not a
+                matrix for a matrix rule).
+        """
+        return self._join(
+            {
+                side: _zeros(algorithm, _part(params, part))
+                for side, algorithm, part in self._sides(params)
+            }
+        )
+
+    def step(
+        self,
+        params: Tree,
+        grads: Tree,
+        state: State | RoutedState,
+        *,
+        lr: Number,
+        gamma: Number | None = None,
+        reference: Tree | None = None,
+        collectives: Collectives = LOCAL,
+    ) -> tuple[Tree, State | RoutedState]:
+        """Take one step; nothing that is passed in changes.
+
+        Args:
+            params: as given to ``init``.
+            grads: same container, names, shapes and dtypes.
+            state: what ``init`` or the last step returned.
+            lr: learning rate, a number or a 0-D tensor (a tensor may change under
+                torch.compile without recompiling).
+            gamma: scale of the variance reduction in this step; None takes the rule's
+                own. Rules without a correction have none.
+            reference: None = approximate MARS (h is the previous gradient, kept in the
+                state). Given = exact MARS (h, the current batch's gradient at the
+                previous parameters). At the first step there is no previous gradient:
+                exact MARS starts with zeros, as the authors' script does.
+            collectives: who sums over shards and orthogonalizes; ``LOCAL`` for whole
+                tensors.
+
+        Returns:
+            The new parameters, in the container of ``params``, and the new state. Where
+            the gradient (or reference) holds a NaN or infinity anywhere, both are
+            unchanged but for ``state.skipped``, which counts such steps.
+
+        Raises:
+            TypeError: an argument that is no sequence or mapping of tensors.
+            ValueError: names, shapes or dtypes that differ from ``params``; a
+                hyperparameter out of its range.
+        """
+        checks.at_least_zero("lr", lr)
+        self._check_arguments(gamma, reference)
+        states = self._split(state)
+        check_matching(params, grads, "grads")
+        if reference is not None:
+            check_matching(params, reference, "reference")
+        sides, groups, leaves = self._sides(params), [], []
+        for side, algorithm, part in sides:
+            tree = _part(params, part)
+            rate = lr * self.rest_ratio if side == "rest" else lr
+            h = None
+            if reference is not None and algorithm.reads_h:
+                h = match(tree, _part(reference, part), "reference")
+            g = match(tree, _part(grads, part), "grads")
+            groups.append(
+                _group(algorithm, tree, g, h, states[side], rate, gamma, collectives)
+            )
+            leaves += _leaves(tree)
+        done = step(groups, leaves, max_norm=self.max_norm, collectives=collectives)
+        moved, rest = {}, iter(done.stacks)
+        for (side, algorithm, part), group in zip(sides, groups, strict=True):
+            tree = _part(params, part)
+            own = [next(rest) for _ in group.stacks]
+            new, states[side] = _trees(
+                algorithm, tree, own, states[side], done.decision, collectives
+            )
+            moved.update(zip(names(tree), new, strict=True))
+        new = rebuild(params, [moved[name] for name in names(params)])
+        return new, self._join(states)
+
+    # ---- sides -----------------------------------------------------------------------
+
+    def _sides(self, params: Tree) -> list[tuple[str, Algorithm, list | None]]:
+        """Return who takes the leaves of which names (None: all), in the order of
+        ``params``; a side without any is left out.
+        """
+        if not flatten(params, "params"):
+            raise ValueError(
+                "got no parameters, expected at least one tensor: pass those of the "
+                "model"
+            )
+        if self.rest is None:
+            return [("matrix", self.matrix, None)]
+        matrix = [n for n in names(params) if is_matrix(leaf_shape(params, params[n]))]
+        others = [n for n in names(params) if n not in set(matrix)]
+        sides = (("matrix", self.matrix, matrix), ("rest", self.rest, others))
+        return [side for side in sides if side[2]]
+
+    def _join(self, states: dict[str, State | None]) -> State | RoutedState:
+        if self.rest is None:
+            return states["matrix"]
+        return RoutedState(states.get("matrix"), states.get("rest"))
+
+    def _split(self, state: State | RoutedState) -> dict[str, State | None]:
+        expected = State if self.rest is None else RoutedState
+        if not isinstance(state, expected):
+            raise ValueError(
+                f"got a {type(state).__name__}, expected {expected.__name__}: make the "
+                "state by init of this rule"
+            )
+        if self.rest is None:
+            return {"matrix": state}
+        return {"matrix": state.matrix, "rest": state.rest}
+
+    def _check_arguments(self, gamma: Number | None, reference: Tree | None) -> None:
+        algorithm = self.matrix
+        if gamma is not None and algorithm.correction is None:
+            raise ValueError(
+                f"got gamma={gamma!r} for {algorithm}, which has none: leave gamma out"
+            )
+        if reference is not None and not algorithm.reads_h:
+            raise ValueError(
+                f"got a reference for {algorithm}, expected a rule that corrects the "
+                "gradient by one: leave reference out, or build a MARS rule with "
+                'correction="exact"'
+            )
+        if reference is None and algorithm.reads_h and not algorithm.keeps_h:
+            raise ValueError(
+                'got reference=None for a rule with correction="exact", expected the '
+                "current batch's gradient at the previous parameters: pass "
+                "reference=, zeros at the first step"
+            )
+
+
+def is_matrix(shape: torch.Size) -> bool:
+    """Exactly two dims: a convolution kernel is no matrix, an embedding is one (the
+    authors' rule).
+    """
+    return len(shape) == 2
+
+
+def _part(tree: Tree, part: list | None) -> Tree:
+    """Return the leaves of these names; None: all."""
+    return tree if part is None else subtree(tree, part)
+
+
+def _leaves(tree: Tree) -> list[list[Tensor]]:
+    """Return stack by stack the leaves as their owner holds them."""
+    flat = isinstance(tree, FlatGroup)
+    return [list(x.unbind()) if flat else [x] for x in flatten(tree, "params")]
+
+
+def _zeros(algorithm: Algorithm, params: Tree) -> State:
+    leaves = flatten(params, "params")
+    for name, x in zip(names(params), leaves, strict=True):
+        what = f"params[{name!r}]"
+        check_parameter(x, what, algorithm.state_dtype)
+        shape = leaf_shape(params, x)
+        if algorithm.matrix_only and not is_matrix(shape):
+            raise ValueError(
+                f"got {what} of shape {tuple(shape)}, expected a matrix (ndim 2) for "
+                f"{algorithm}: use marsopt.mars(...), which gives other tensors to "
+                "AdamW, or route them yourself"
+            )
+    device = leaves[0].device
+    # separate storage for every buffer: a shared one costs torch.compile a graph
+    buffers = {
+        symbol: rebuild(
+            params,
+            [
+                torch.zeros_like(
+                    over_dims(params, x, dims), dtype=algorithm.dtype_of(symbol, x)
+                )
+                for x in leaves
+            ],
+        )
+        for symbol, dims in algorithm.buffers.items()
+    }
+    zero = torch.zeros((), dtype=torch.float32, device=device)
+    return State(zero, zero.clone(), buffers)
+
+
+def _buffers(algorithm: Algorithm, params: Tree, state: State) -> dict[str, list]:
+    """Return the leaves of every buffer of ``state``, checked."""
+    found = {}
+    for symbol, dims in algorithm.buffers.items():
+        if symbol not in state.buffers:
+            raise ValueError(
+                f"got a state without {symbol}, expected one of a rule with the same "
+                "options: clip, amsgrad and correction decide what it holds"
+            )
+        found[symbol] = match_state(
+            params, state.buffers[symbol], f"state.{symbol}", dims
+        )
+    return found
+
+
+def _group(
+    algorithm: Algorithm,
+    params: Tree,
+    grads: list[Tensor],
+    reference: list[Tensor] | None,
+    state: State,
+    lr: Number,
+    gamma: Number | None,
+    collectives: Collectives,
+) -> RuleGroup:
+    """Return one side as stacks: one a leaf or, of a FlatGroup, one a shape."""
+    flat = isinstance(params, FlatGroup)
+    buffers = _buffers(algorithm, params, state)
+    h = buffers.get("h") if reference is None else reference
+
+    def local(tensor: Tensor) -> Tensor:
+        return tensor if flat else collectives.local(tensor).unsqueeze(0)
+
+    stacks = [
+        Stack(
+            algorithm=algorithm,
+            x=local(x),
+            g=local(grads[i]),
+            h=None if h is None else local(h[i]),
+            buffers={symbol: local(tree[i]) for symbol, tree in buffers.items()},
+            shape=leaf_shape(params, x),
+        )
+        for i, x in enumerate(flatten(params, "params"))
+    ]
+    if gamma is None:
+        gamma = 0.0 if algorithm.correction is None else algorithm.correction.gamma
+    num = sum(stack.num_tensors for stack in stacks)
+    dtypes = tuple(dict.fromkeys(working_dtype(stack.x) for stack in stacks))
+    return RuleGroup(
+        Hyperparameters(algorithm, lr, gamma, state.t.expand(num), dtypes), stacks
+    )
+
+
+def _trees(
+    algorithm: Algorithm,
+    params: Tree,
+    stacks: Sequence[Stack],
+    state: State,
+    decision: Decision,
+    collectives: Collectives,
+) -> tuple[list[Tensor], State]:
+    """Return the leaves (or stacks of a FlatGroup) and the state after a step."""
+    flat, leaves = isinstance(params, FlatGroup), flatten(params, "params")
+
+    def whole(parts, dims=None) -> list[Tensor]:
+        if flat:
+            return list(parts)
+        return [
+            collectives.wrap(new.squeeze(0), like, dims)
+            for new, like in zip(parts, leaves, strict=True)
+        ]
+
+    buffers = {
+        symbol: rebuild(params, whole([s.buffers[symbol] for s in stacks], dims))
+        for symbol, dims in algorithm.buffers.items()
+    }
+    went = decision.finite.to(state.t.dtype)
+    new = State(state.t + went, state.skipped + 1 - went, buffers)
+    return whole([stack.x for stack in stacks]), new

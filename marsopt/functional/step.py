@@ -1,0 +1,367 @@
+"""The one step, over stacks of tensors: gradient statistics, decision, update,
+orthogonalization, application. ``Rule.step`` and ``MARS.step`` both run ``step``; the
+class hands in kernels that write in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from marsopt.functional.collectives import Collectives
+from marsopt.functional.rows import Rows, row_weights
+from marsopt.functional.stacks import stacked
+from marsopt.rules.algorithm import Algorithm, working, working_dtype
+from marsopt.rules.checks import Number
+from marsopt.rules.newton_schulz import NewtonSchulz
+
+
+class Stack(NamedTuple):
+    """L tensors of one shape that take one algorithm, as (L, *shape) tensors of local
+    pieces. A graph is as large as its number of stacks, whatever L.
+    """
+
+    algorithm: Algorithm
+    x: Tensor
+    g: Tensor
+    h: Tensor | None  # None where the algorithm reads none
+    buffers: dict[str, Tensor]  # by symbol
+    shape: torch.Size  # of one whole tensor
+
+    @property
+    def num_tensors(self) -> int:
+        return self.x.shape[0]
+
+
+class Hyperparameters(NamedTuple):
+    """One algorithm with its rates in one step, for N tensors."""
+
+    algorithm: Algorithm
+    lr: Number
+    gamma: Number
+    t: Tensor  # (N,) steps that each tensor has taken
+    dtypes: tuple[torch.dtype, ...]  # working dtypes of its stacks, each once
+
+
+class RuleGroup(NamedTuple):
+    """The stacks that one algorithm moves with one set of hyperparameters."""
+
+    hyper: Hyperparameters
+    stacks: Sequence[Stack]
+
+
+class Scales(NamedTuple):
+    """What is one number for a whole tensor: vectors over the N tensors of a group, or
+    over the L of a stack.
+    """
+
+    ok: Tensor  # bool: the step is finite and the tensor has a gradient
+    a: Tensor  # what the gradient is multiplied by before it is kept as h
+    g: Tensor  # c = g * gradient + h * reference
+    h: Tensor | None
+    own: tuple[Tensor, ...]  # the preconditioner's: rates and bias corrections
+
+    def map(self, function: Callable) -> Scales:
+        """Return ``function`` of every vector."""
+        h = None if self.h is None else function(self.h)
+        own = tuple(function(v) for v in self.own)
+        return Scales(*(function(v) for v in self[:3]), h, own)
+
+    def split(self, sizes: Sequence[int]) -> list[Scales]:
+        """Return them for consecutive parts of these sizes."""
+        cuts = self.map(lambda v: v.split(sizes))
+        return [cuts.map(lambda parts, i=i: parts[i]) for i in range(len(sizes))]
+
+    def over(self, x: Tensor) -> Scales:
+        """Return them as factors of a stack ``x``."""
+        shape = (-1, *(1 for _ in x.shape[1:]))
+        return self.map(lambda v: v.view(shape))
+
+
+class Decision(NamedTuple):
+    """What a step decides from all gradient statistics."""
+
+    grad_norm: Tensor  # 0-D, global norm of the gradient before any clip
+    finite: Tensor  # 0-D bool; False means that nothing changes
+    a: Tensor  # 0-D, factor of the global clip
+    t: list[Tensor]  # (N,) of every group, after the step
+    # of every group, in each dtype that one of its stacks is computed in: a wider one
+    # would widen the products
+    scales: list[dict[torch.dtype, Scales]]
+
+
+class Kernels(Protocol):
+    """Who runs the parts of a step: the functions below, or compiled ones that write
+    their results into the stacks they were given.
+    """
+
+    def assess(
+        self,
+        groups: Sequence[RuleGroup],
+        live: Tensor | None,
+        max_norm: Number | None,
+        total: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Decision]:
+        """As ``assess``."""
+
+    def update(
+        self, stacks: Sequence[Stack], scales: Sequence[Scales]
+    ) -> tuple[list[Stack], list[Tensor | None]]:
+        """As ``update``, for every stack."""
+
+    def orthogonalize(
+        self,
+        stacks: Sequence[Stack],
+        matrices: Sequence[Tensor | None],
+        leaves: Sequence[Sequence[Tensor]],
+        collectives: Collectives,
+    ) -> list[Tensor | None]:
+        """As ``orthogonalize``."""
+
+    def apply(
+        self,
+        stacks: Sequence[Stack],
+        factors: Sequence[Tensor | None],
+        rows: Sequence[Rows | None],
+        scales: Sequence[Scales],
+    ) -> list[Stack]:
+        """As ``apply``, for every stack that has factors."""
+
+
+def scalar_dtype(device: torch.device) -> torch.dtype:
+    """Scalars are float64, since 1 - beta^t cancels; Apple's GPUs have none."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def global_clip(grad_norm: Tensor, max_norm: Number) -> Tensor:
+    """Return torch.nn.utils.clip_grad_norm_'s factor on every gradient, its 1e-6
+    included.
+    """
+    return (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+
+
+def statistics(stacks: Sequence[Stack]) -> Tensor:
+    """Return <g,g>, <g,h>, <h,h> of every tensor, (N, 3), partial over shards."""
+    return torch.cat([s.algorithm.inner_products(s.g, s.h) for s in stacks])
+
+
+def with_live(products: Tensor, live: Tensor | None) -> Tensor:
+    """Return (N, 4): ``products`` of the tensors that have a gradient here, else zeros,
+    and how many ranks have one.
+    """
+    if live is None:
+        return torch.cat([products, torch.ones_like(products[:, :1])], 1)
+    here = live[:, None]
+    # not a product: 0 times infinity is no zero
+    return torch.cat([torch.where(here, products, 0.0), here.to(products.dtype)], 1)
+
+
+def decide(
+    hypers: Sequence[Hyperparameters], sums: Tensor, max_norm: Number | None
+) -> Decision:
+    """Decide about a step from the complete sums (N, 4): the clips, whether everything
+    is finite, and each algorithm's scalars, for all its tensors at once.
+
+    A tensor that has a gradient on no rank stays as it is; where some ranks have none,
+    theirs counts as zero, so that all ranks go on alike.
+    """
+    sums = sums.to(scalar_dtype(sums.device))
+    grad_norm = sums[:, 0].sum().sqrt()
+    finite = torch.isfinite(sums).all()
+    a = torch.ones_like(grad_norm)
+    if max_norm is not None:
+        a = global_clip(grad_norm, max_norm)
+    parts = sums.split([len(hyper.t) for hyper in hypers])
+    found = [
+        _scales(hyper, part, a, finite)
+        for hyper, part in zip(hypers, parts, strict=True)
+    ]
+    t = [h.t + s.ok.to(h.t.dtype) for h, s in zip(hypers, found, strict=True)]
+    cast = [
+        {
+            dtype: s.map(lambda v, d=dtype: v if v.dtype == torch.bool else v.to(d))
+            for dtype in hyper.dtypes
+        }
+        for hyper, s in zip(hypers, found, strict=True)
+    ]
+    return Decision(grad_norm, finite, a, t, cast)
+
+
+def _scales(hyper: Hyperparameters, sums: Tensor, a: Tensor, finite: Tensor) -> Scales:
+    ones = torch.ones_like(sums[:, 0])
+    w_g, w_h = hyper.algorithm.weights(hyper.gamma, a, sums[:, :3])
+    t = hyper.t.to(sums.dtype) + 1
+    own = hyper.algorithm.scalars(t, hyper.lr, hyper.gamma)
+    return Scales(
+        (sums[:, 3] > 0) & finite, a * ones, w_g, w_h, tuple(v * ones for v in own)
+    )
+
+
+def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[Scales]:
+    """Cut the groups' vectors into stacks, in the order of ``groups``."""
+    found = []
+    for group, cast in zip(groups, decision.scales, strict=True):
+        sizes = [stack.num_tensors for stack in group.stacks]
+        cut = {dtype: scales.split(sizes) for dtype, scales in cast.items()}
+        for i, stack in enumerate(group.stacks):
+            found.append(cut[working_dtype(stack.x)][i])
+    return found
+
+
+def assess(
+    groups: Sequence[RuleGroup],
+    live: Tensor | None,
+    max_norm: Number | None,
+    total: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Decision]:
+    """Measure all gradients and decide about the step.
+
+    Args:
+        groups: everything that moves, N tensors in all.
+        live: (N,) bool, False for tensors without a gradient here; None = all have one.
+        max_norm: threshold of the global norm; None = off.
+        total: completes sums (N, 4) over shards.
+    """
+    stacks = [stack for group in groups for stack in group.stacks]
+    sums = total(with_live(statistics(stacks), live))
+    return sums, decide([group.hyper for group in groups], sums, max_norm)
+
+
+def update(stack: Stack, scales: Scales) -> tuple[Stack, Tensor | None]:
+    """Move buffers and, for an elementwise algorithm, x one step on.
+
+    For a matrix algorithm x stays, and the second result is the stack of matrices to
+    orthogonalize; None stands for m, so that no second full-size tensor is made, and
+    for an elementwise algorithm.
+    """
+    algorithm, s = stack.algorithm, scales.over(stack.x)
+    g = working(stack.g)
+    c = s.g * g
+    if stack.h is not None:
+        c = c + s.h * working(stack.h)
+    moments = {
+        symbol: working(stack.buffers[symbol])
+        for symbol, dims in algorithm.preconditioner.buffers.items()
+        if dims is None
+    }
+    out, new = algorithm.preconditioner.update(working(stack.x), c, moments, s.own)
+    if algorithm.keeps_h:
+        new["h"] = s.a * g
+    buffers = dict(stack.buffers)
+    for symbol, value in new.items():
+        old = buffers[symbol]
+        buffers[symbol] = torch.where(s.ok, value.to(old.dtype), old)
+    if algorithm.matrix_only:
+        return stack._replace(buffers=buffers), out
+    x = torch.where(s.ok, out.to(stack.x.dtype), stack.x)
+    return stack._replace(x=x, buffers=buffers), None
+
+
+def apply(stack: Stack, factors: Tensor, rows: Rows | None, scales: Scales) -> Stack:
+    """Move x of a matrix algorithm one step on, given the orthogonal factors of what
+    ``update`` returned; where rows are scaled, their moment too.
+    """
+    s, x, page = scales.over(stack.x), stack.x, stack.algorithm.preconditioner
+    o, buffers = working(factors), stack.buffers
+    if rows is not None:
+        o = rows.weights[..., None] * o
+        r = torch.where(scales.ok[:, None], rows.r.to(buffers["r"].dtype), buffers["r"])
+        buffers = {**buffers, "r": r}
+    new = page.apply(working(x), o, s.own, stack.shape)
+    return stack._replace(x=torch.where(s.ok, new.to(x.dtype), x), buffers=buffers)
+
+
+def orthogonalize(
+    stacks: Sequence[Stack],
+    matrices: Sequence[Tensor | None],
+    leaves: Sequence[Sequence[Tensor]],
+    collectives: Collectives,
+) -> list[Tensor | None]:
+    """Return the factors of what ``update`` returned, stack by stack (None for an
+    elementwise algorithm): one call of the verb per way of orthogonalizing.
+    """
+    factors: list[Tensor | None] = [None] * len(stacks)
+    # a dict keeps the stacks' order, which is the same on every rank
+    ways: dict[NewtonSchulz, list[int]] = {}
+    for i, stack in enumerate(stacks):
+        if stack.algorithm.matrix_only:
+            ways.setdefault(stack.algorithm.preconditioner.ns, []).append(i)
+    for ns, mine in ways.items():
+        pieces = [
+            stacks[i].buffers["m"] if matrices[i] is None else matrices[i] for i in mine
+        ]
+        found = iter(
+            collectives.orthogonalize(
+                [u for piece in pieces for u in piece.unbind()],
+                ns,
+                [p for i in mine for p in leaves[i]],
+            )
+        )
+        for i in mine:
+            factors[i] = stacked([next(found) for _ in range(stacks[i].num_tensors)])
+    return factors
+
+
+class PureKernels:
+    """Nothing that is passed in changes."""
+
+    assess = staticmethod(assess)
+
+    def update(self, stacks, scales):
+        moved = [update(stack, s) for stack, s in zip(stacks, scales, strict=True)]
+        return [stack for stack, _ in moved], [u for _, u in moved]
+
+    orthogonalize = staticmethod(orthogonalize)
+
+    def apply(self, stacks, factors, rows, scales):
+        return [
+            stack if o is None else apply(stack, o, row, s)
+            for stack, o, row, s in zip(stacks, factors, rows, scales, strict=True)
+        ]
+
+
+PURE = PureKernels()
+
+
+class Done(NamedTuple):
+    """What a step returns: the stacks in the order of its groups, and what it found."""
+
+    stacks: list[Stack]
+    decision: Decision
+    sums: Tensor  # (N, 4)
+
+
+def step(
+    groups: Sequence[RuleGroup],
+    leaves: Sequence[Sequence[Tensor]],
+    *,
+    max_norm: Number | None,
+    collectives: Collectives,
+    live: Tensor | None = None,
+    kernels: Kernels = PURE,
+) -> Done:
+    """Take the whole step.
+
+    Args:
+        groups: everything that moves.
+        leaves: stack by stack, the parameters as their owner holds them (DTensors too).
+        max_norm: threshold of the global gradient norm; None = off.
+        collectives: who sums over shards and orthogonalizes.
+        live: as in ``assess``.
+        kernels: who computes.
+    """
+    every = [p for part in leaves for p in part]
+    sums, decision = kernels.assess(
+        groups, live, max_norm, lambda partial: collectives.sum(partial, every)
+    )
+    scales = per_stack(groups, decision)
+    stacks = [stack for group in groups for stack in group.stacks]
+    moved, matrices = kernels.update(stacks, scales)
+    if any(stack.algorithm.matrix_only for stack in stacks):
+        factors = kernels.orthogonalize(moved, matrices, leaves, collectives)
+        rows = row_weights(moved, factors, leaves, collectives)
+        moved = kernels.apply(moved, factors, rows, scales)
+    return Done(moved, decision, sums)

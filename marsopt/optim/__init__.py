@@ -1,0 +1,1 @@
+"""The class: the one step behind the interface of torch.optim."""

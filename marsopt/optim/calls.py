@@ -1,0 +1,49 @@
+"""Which stacks one call of a compiled graph moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from marsopt.functional.stacks import group_by
+from marsopt.optim.buckets import ParameterBucket
+
+# elements; below it a copy costs less than a call
+SMALL = 2**16
+
+
+class Call(NamedTuple):
+    """One call of a compiled graph."""
+
+    stacks: list[int]  # positions of the stacks that it moves
+    graph: int  # which graph: calls of one graph differ in their tensors alone
+
+
+def should_stack(p: Tensor, compile: bool) -> bool:
+    """Return whether parameters of one shape share a bucket.
+
+    On a GPU every launch counts, so they do. On a CPU a launch is nothing and the copy
+    of a gradient into its stack is a fifth of the step, so that large ones stay by
+    themselves, and ``calls`` keeps the graphs as small. Eager steps make temporaries as
+    large as what they work on: one parameter each.
+    """
+    return compile and (p.device.type != "cpu" or p.numel() <= SMALL)
+
+
+def calls(buckets: Sequence[ParameterBucket], compile: bool) -> list[Call]:
+    """Deal out the buckets' stacks.
+
+    Of L buckets that look alike to a graph, L calls take one each, together with those
+    of all other kinds that are L: a graph of one layer is compiled, and called for
+    each. Kinds of which there is one share a call.
+    """
+    if not compile:
+        return [Call(list(range(len(buckets))), 0)]
+    kinds = group_by([bucket.kind() for bucket in buckets])
+    return [
+        Call(list(row), graph)
+        for graph, together in enumerate(group_by([len(kind) for kind in kinds]))
+        for row in zip(*(kinds[i] for i in together), strict=True)
+    ]

@@ -1,0 +1,121 @@
+"""What the class takes as a param group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marsopt.functional.trees import check_parameter
+from marsopt.optim.hyperparameters import check_group
+from marsopt.optim.storage import check_apart
+from marsopt.rules import checks
+from marsopt.rules.newton_schulz import NewtonSchulz
+
+
+def label(groups: Sequence[Mapping[str, Any]], number: int, index: int) -> str:
+    """Return what a parameter is called in messages."""
+    group = groups[number]
+    if "param_names" in group:
+        return f"parameter {group['param_names'][index]!r}"
+    return f"parameter {index} of group {number}"
+
+
+def labels(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, str]]:
+    """Return all parameters with what they are called."""
+    return [
+        (p, label(groups, number, i))
+        for number, group in enumerate(groups)
+        for i, p in enumerate(group["params"])
+    ]
+
+
+def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
+    """Check that no tensor of the ``new`` group is there already, or twice in it.
+
+    Raises:
+        ValueError: one is, and by which name.
+    """
+    if not isinstance(new, dict) or isinstance(params := new["params"], set):
+        return  # torch.optim refuses what it does not take
+    new["params"] = params = [params] if isinstance(params, Tensor) else list(params)
+    first = {id(p): what for p, what in labels(groups)}
+    for i, given in enumerate(params):
+        name, p = given if isinstance(given, tuple) else (None, given)
+        what = f"parameter {i} of group {len(groups)}" if name is None else repr(name)
+        if id(p) in first:
+            before = first[id(p)]
+            both = before if before == what else f"{before} and {what}"
+            raise ValueError(
+                f"got parameter {both.removeprefix('parameter ')} twice, expected "
+                "once: list every tensor once, as model.parameters() does for tied "
+                "weights too"
+            )
+        first[id(p)] = what
+
+
+def admit(groups: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> None:
+    """Check the last of ``groups`` and note its ``base_lr``.
+
+    Args:
+        groups: the optimizer's, the new one among them.
+        options: what the optimizer was built with.
+
+    Raises:
+        TypeError, ValueError: hyperparameters out of their range, other options of the
+            whole optimizer in a group, tensors that no rule can move, or that share
+            memory.
+    """
+    group = groups[-1]
+    _check_options(group, options)
+    checks.at_least_zero("lr", group["lr"])
+    group.setdefault("base_lr", float(group["lr"]))
+    check_group(group, options)
+    device = next((p.device for g in groups for p in g["params"]), None)
+    for i, p in enumerate(group["params"]):
+        _check(p, label(groups, len(groups) - 1, i), device, options)
+    local = options["collectives"].local
+    check_apart([(local(p), what) for p, what in labels(groups)])
+
+
+def _check_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    ns: NewtonSchulz = options["ns"]
+    parts = dict(
+        ns_steps=ns.steps,
+        ns_coefficients=ns.coefficients,
+        ns_dtype=ns.dtype,
+        ns_gram=ns.gram,
+    )
+    own = {**options, **parts}
+    # an equal one changes nothing: SAM and ZeRO pass options here as well; max_norm is
+    # refused, since ZeRO's parts would each be clipped by a norm of their own
+    foreign = sorted(
+        key
+        for key in set(group) & set(own)
+        if key == "max_norm" or group[key] != own[key]
+    )
+    if foreign:
+        raise ValueError(
+            f"got {foreign} in a param group, expected them for the whole optimizer: "
+            "pass them to MARS itself"
+        )
+
+
+def _check(
+    p: Tensor, what: str, device: torch.device | None, options: Mapping[str, Any]
+) -> None:
+    check_parameter(p, what, options["state_dtype"])
+    if p.device.type == "meta":
+        raise ValueError(
+            f"got {what} on the meta device, expected real storage: build MARS after "
+            "model.to_empty(...)"
+        )
+    if p.device != device:
+        raise ValueError(
+            f"got {what} on {p.device}, expected {device}, where the first parameter "
+            "is: use one MARS per device"
+        )
+    # raises for a sharded parameter without collectives
+    options["collectives"].local(p)

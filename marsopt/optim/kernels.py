@@ -1,0 +1,194 @@
+"""The class's kernels: the functions of the one step, compiled, with one commit at the
+rim: results go into the tensors that hold them, inside the compiled region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from marsopt.functional import step
+from marsopt.functional.rows import Rows
+from marsopt.functional.step import (
+    Decision,
+    Hyperparameters,
+    RuleGroup,
+    Scales,
+    Stack,
+    with_live,
+)
+from marsopt.optim.calls import Call
+from marsopt.optim.compiling import compiled_where_possible, once
+
+# ---- in place ------------------------------------------------------------------------
+
+
+def products_(stacks: Sequence[Stack]) -> list[Tensor]:
+    """Return the inner products of every stack, (L, 3)."""
+    return [s.algorithm.inner_products(s.g, s.h) for s in stacks]
+
+
+def decide_(
+    hypers: Sequence[Hyperparameters],
+    sums: Tensor,
+    max_norm: Tensor | None,
+    skipped: Tensor,
+) -> Decision:
+    """``step.decide``, which also counts steps taken and skipped."""
+    decision = step.decide(hypers, sums, max_norm)
+    for hyper, t in zip(hypers, decision.t, strict=True):
+        hyper.t.copy_(t)
+    skipped += decision.finite.logical_not()
+    return decision
+
+
+def assess_(
+    groups: Sequence[RuleGroup],
+    live: Tensor | None,
+    max_norm: Tensor | None,
+    skipped: Tensor,
+) -> tuple[Tensor, Decision]:
+    """``step.assess`` in one graph: where one call has all stacks, and no sum over
+    ranks lies between.
+    """
+    stacks = [stack for group in groups for stack in group.stacks]
+    sums = with_live(step.statistics(stacks), live)
+    return sums, decide_([group.hyper for group in groups], sums, max_norm, skipped)
+
+
+def update_(stacks: Sequence[Stack], scales: Sequence[Scales]) -> list[Tensor | None]:
+    """``step.update`` of every stack; return what is to be orthogonalized."""
+    matrices = []
+    for old, s in zip(stacks, scales, strict=True):
+        new, u = step.update(old, s)
+        if new.x is not old.x:
+            old.x.copy_(new.x)
+        for symbol, buffer in old.buffers.items():
+            if new.buffers[symbol] is not buffer:
+                buffer.copy_(new.buffers[symbol])
+        matrices.append(u)
+    return matrices
+
+
+def apply_(
+    stacks: Sequence[Stack],
+    factors: Sequence[Tensor],
+    rows: Sequence[Rows | None],
+    scales: Sequence[Scales],
+) -> list[None]:
+    """``step.apply`` of every stack."""
+    for old, o, row, s in zip(stacks, factors, rows, scales, strict=True):
+        new = step.apply(old, o, row, s)
+        old.x.copy_(new.x)
+        if row is not None:
+            old.buffers["r"].copy_(new.buffers["r"])
+    return [None] * len(stacks)
+
+
+# ---- compiled ------------------------------------------------------------------------
+
+
+class InPlaceKernels:
+    """``step.Kernels`` that write into the stacks that they are given.
+
+    Two graphs move an elementwise algorithm: statistics with all that is decided from
+    them, and the update. A matrix algorithm has a third, after Newton-Schulz. Where
+    there are several calls, or other ranks have to be asked, the decision is a graph of
+    its own. Calls of one graph share it and never recompile.
+
+    Ranges named "marsopt: ..." show the parts in a profiler's trace.
+
+    Args:
+        calls: which stacks each call of a graph moves.
+        skipped: 0-D, counts the steps that are not finite.
+        alone: whether no other rank has a say.
+        compile: False = eager.
+        required: whether a backend that fails raises.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        skipped: Tensor,
+        *,
+        alone: bool,
+        compile: bool,
+        required: bool,
+    ) -> None:
+        self._calls, self._skipped = calls, skipped
+        self._fused = alone and len(calls) == 1
+        self._compile, self._required = compile, required
+        self._functions: dict[tuple[Callable, int], Callable] = {}
+        self._say = once()
+
+    def _compiled(self, function: Callable, graph: int = 0) -> Callable:
+        """Return ``function`` as calls of this graph take it."""
+        if not self._compile:
+            return function
+        if (function, graph) not in self._functions:
+            self._functions[function, graph] = compiled_where_possible(
+                function, required=self._required, say=self._say
+            )
+        return self._functions[function, graph]
+
+    def assess(
+        self,
+        groups: Sequence[RuleGroup],
+        live: Tensor | None,
+        max_norm: Tensor | None,
+        total: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Decision]:
+        with record_function("marsopt: norms"):
+            if self._fused:
+                whole = self._compiled(assess_)
+                return whole(groups, live, max_norm, self._skipped)
+            stacks = [stack for group in groups for stack in group.stacks]
+            parts = self._each(products_, stacks)
+            partial = with_live(torch.cat(parts), live)
+            with record_function("marsopt: exchange"):
+                sums = total(partial)
+            hypers = [group.hyper for group in groups]
+            decide = self._compiled(decide_)
+            return sums, decide(hypers, sums, max_norm, self._skipped)
+
+    def _each(
+        self, function: Callable, stacks: Sequence[Stack], *columns: Sequence
+    ) -> list:
+        """Return what ``function`` of lists gives, call by call; ``columns`` and the
+        result have one item per stack. A stack whose first of ``columns`` is None has
+        no part in it.
+        """
+        found: list = [None] * len(stacks)
+        for call in self._calls:
+            mine = [i for i in call.stacks if not columns or columns[0][i] is not None]
+            if not mine:
+                continue
+            compiled = self._compiled(function, call.graph)
+            parts = compiled(*([c[i] for i in mine] for c in (stacks, *columns)))
+            for i, part in zip(mine, parts, strict=True):
+                found[i] = part
+        return found
+
+    def update(
+        self, stacks: Sequence[Stack], scales: Sequence[Scales]
+    ) -> tuple[list[Stack], list[Tensor | None]]:
+        with record_function("marsopt: update"):
+            return list(stacks), self._each(update_, stacks, scales)
+
+    def orthogonalize(self, *args) -> list[Tensor]:
+        with record_function("marsopt: newton-schulz"):
+            return step.orthogonalize(*args)
+
+    def apply(
+        self,
+        stacks: Sequence[Stack],
+        factors: Sequence[Tensor | None],
+        rows: Sequence[Rows | None],
+        scales: Sequence[Scales],
+    ) -> list[Stack]:
+        with record_function("marsopt: update"):
+            self._each(apply_, stacks, factors, rows, scales)
+        return list(stacks)

@@ -1,0 +1,128 @@
+"""``optimizer.state``: its keys, and state dicts into it, complete or refused, bit for
+bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.preconditioner import Dims
+
+# Symbols of the algorithms, and what torch.optim (and, for h, the authors) call them.
+STATE_KEYS = {
+    "m": "exp_avg",
+    "v": "exp_avg_sq",
+    "v_max": "max_exp_avg_sq",
+    "r": "row_exp_avg_sq",
+    "h": "last_grad",
+}
+MOMENTUM, GRADIENTS = "momentum_buffer", "grad_avg"
+# All else in ``optimizer.state[p]`` is somebody else's (timm's Lookahead keeps its slow
+# weights there): it is carried, and never looked at.
+OWN_KEYS = frozenset({"step", *STATE_KEYS.values(), MOMENTUM, GRADIENTS})
+
+
+def state_key(algorithm: Algorithm, symbol: str) -> str:
+    """Return what ``optimizer.state[p]`` calls a buffer.
+
+    An average has three names, so that one is never taken for the other: of corrected
+    gradients; "momentum_buffer" in a plain matrix rule, as torch.optim.Muon has it; and
+    "grad_avg" where approximate MARS averages plain gradients instead.
+    """
+    if symbol == "m" and algorithm.is_quasi_hyperbolic:
+        return GRADIENTS
+    if symbol == "m" and algorithm.matrix_only and algorithm.correction is None:
+        return MOMENTUM
+    return STATE_KEYS[symbol]
+
+
+def kept_buffers(algorithm: Algorithm) -> dict[str, Dims]:
+    """Return what the class keeps, by symbol: also the h that exact MARS is given."""
+    return {**algorithm.buffers, **({"h": None} if algorithm.reads_h else {})}
+
+
+def own(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what ``optimizer.state[p]`` holds of ours."""
+    return {key: value for key, value in entry.items() if key in OWN_KEYS}
+
+
+def forget_strangers(
+    state: MutableMapping[Tensor, dict], groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Drop our state of parameters that are in no group any more: somebody exchanged
+    them (for float32 masters, say), and torch's state_dict knows no name for them.
+    """
+    present = {p for group in groups for p in group["params"]}
+    gone = [p for p in state if isinstance(p, Tensor) and p not in present]
+    for p in gone:
+        for key in OWN_KEYS & set(state[p]):
+            del state[p][key]
+        if not state[p]:
+            del state[p]
+
+
+def check_ids(labelled: Sequence[tuple[Tensor, str]], saved: Mapping[str, Any]) -> list:
+    """Return the ids under which ``saved`` knows the parameters, in their order.
+
+    Raises:
+        ValueError: another number of parameters.
+    """
+    ids = [i for group in saved["param_groups"] for i in group["params"]]
+    if len(ids) != len(labelled):
+        raise ValueError(
+            f"got a state dict of {len(ids)} parameters, expected {len(labelled)}: "
+            "build MARS over the same parameters"
+        )
+    return ids
+
+
+def check_complete(
+    wanted: Mapping[Tensor, Mapping[str, Tensor]],
+    labelled: Sequence[tuple[Tensor, str]],
+    ids: Sequence[Any],
+    saved: Mapping[str, Any],
+) -> None:
+    """Check that ``saved`` has every tensor of ``wanted``, the state that it leads to.
+
+    Raises:
+        ValueError: something is missing, or has another shape.
+    """
+    for i, (p, label) in zip(ids, labelled, strict=True):
+        found, mine = saved["state"].get(i, {}), own(wanted.get(p, {}))
+        missing = sorted(set(mine) - set(found))
+        if missing:
+            raise ValueError(
+                f"got a state dict without {missing} of {label}, expected "
+                f"{sorted(mine)}: it was saved by another optimizer or mars_type; load "
+                "it into one like that"
+            )
+        for key, tensor in mine.items():
+            shape = torch.as_tensor(found[key]).shape
+            if shape != tensor.shape:
+                raise ValueError(
+                    f"got {key} of shape {tuple(shape)} for {label}, expected "
+                    f"{tuple(tensor.shape)}: build MARS over the same parameters in "
+                    "the same order"
+                )
+
+
+def restore(
+    mine: Mapping[Tensor, Mapping[str, Tensor]],
+    params: Sequence[Tensor],
+    ids: Sequence[Any],
+    saved: Mapping[str, Any],
+) -> None:
+    """Copy the saved state into the tensors of ``mine``, in their own dtype.
+
+    torch.optim's own loading casts state to the parameter's dtype, which would round
+    float32 state of bf16 parameters.
+    """
+    for i, p in zip(ids, params, strict=True):
+        for key, tensor in own(mine.get(p, {})).items():
+            value = saved["state"][i][key]  # the authors' step is an int
+            tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)

@@ -1,0 +1,125 @@
+"""An algorithm: a correction of the gradient, then a preconditioner of its result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from marsopt.rules import checks
+from marsopt.rules.checks import Number
+from marsopt.rules.correction import Correction
+from marsopt.rules.preconditioner import Dims, Preconditioner
+
+
+def working_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype to compute in: float32 for half precision, else its own."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def working(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` in its working dtype."""
+    return tensor.to(working_dtype(tensor))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Algorithm:
+    """What happens to one tensor. Every correction works with every preconditioner.
+
+    Args:
+        preconditioner: makes a step from c.
+        correction: makes c from the gradient; None: c is the gradient.
+        state_dtype: dtype of the state buffers; None = the parameter's own. Not
+            narrower than that: moments are averages of small steps, which rounding to
+            nearest would lose.
+        name: what messages call it.
+    """
+
+    preconditioner: Preconditioner
+    correction: Correction | None = None
+    state_dtype: torch.dtype | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        checks.floating_or_none("state_dtype", self.state_dtype)
+
+    def __str__(self) -> str:
+        return self.name or type(self.preconditioner).__name__
+
+    @property
+    def matrix_only(self) -> bool:
+        """Whether it takes matrices alone."""
+        return self.preconditioner.matrix_only
+
+    @property
+    def is_quasi_hyperbolic(self) -> bool:
+        """Whether the average of g stands for the one of c (see ``Average``)."""
+        correction = self.correction
+        return (
+            correction is not None
+            and correction.kind == "approximate"
+            and correction.clip is None
+            and self.preconditioner.averages
+        )
+
+    @property
+    def reads_h(self) -> bool:
+        """Whether a step computes c = g + k (g - h) from a reference gradient."""
+        return self.correction is not None and not self.is_quasi_hyperbolic
+
+    @property
+    def keeps_h(self) -> bool:
+        """Whether the state keeps the gradient as the next step's h."""
+        return self.reads_h and self.correction.kind == "approximate"
+
+    @property
+    def makes_matrix(self) -> bool:
+        """Whether what is orthogonalized is a tensor of its own, and not m."""
+        looks_ahead = self.matrix_only and self.preconditioner.nesterov
+        return looks_ahead or (self.matrix_only and self.is_quasi_hyperbolic)
+
+    @property
+    def buffers(self) -> dict[str, Dims]:
+        """What the state keeps, by symbol, and which dims of x it has."""
+        kept = {"h": None} if self.keeps_h else {}
+        return {**self.preconditioner.buffers, **kept}
+
+    def dtype_of(self, symbol: str, x: Tensor) -> torch.dtype:
+        """Return the dtype of a buffer for ``x``."""
+        if symbol == "h" and self.correction.h_dtype is not None:
+            return self.correction.h_dtype
+        return self.state_dtype or x.dtype
+
+    def inner_products(self, g: Tensor, h: Tensor | None) -> Tensor:
+        """Return <g,g>, <g,h>, <h,h> (L, 3) of the tensors of a stack (L, *shape), from
+        one read of g and h.
+
+        Written as sums of products, not as norms: inductor then keeps them in one graph
+        with what divides by them.
+        """
+        g, dims = working(g), tuple(range(1, g.ndim))
+
+        def inner(a: Tensor, b: Tensor) -> Tensor:
+            return (a * b).sum(dims) if dims else a * b
+
+        gg = inner(g, g)
+        if not self.reads_h:
+            return torch.stack([gg, torch.zeros_like(gg), torch.zeros_like(gg)], 1)
+        h = working(h)
+        return torch.stack([gg, inner(g, h), inner(h, h)], 1)
+
+    def weights(
+        self, gamma: Number, a: Tensor, products: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the weights of g and h in c, (N,) each; None where no h is read."""
+        if self.reads_h:
+            beta1 = self.preconditioner.beta1
+            return self.correction.weights(beta1, gamma, a, products)
+        return a * torch.ones_like(products[:, 0]), None
+
+    def scalars(self, t: Tensor, lr: Number, gamma: Number) -> tuple[Number, ...]:
+        """Return the preconditioner's numbers for tensors at their steps t (N,)."""
+        if self.is_quasi_hyperbolic:
+            return self.preconditioner.scalars(t, lr, gamma)
+        return self.preconditioner.scalars(t, lr)

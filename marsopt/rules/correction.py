@@ -1,0 +1,94 @@
+"""MARS's correction of the gradient (arXiv 2411.10438, Algorithm 1; the authors'
+optimizers/mars.py): c, its scale k, its clip.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from marsopt.rules import checks
+from marsopt.rules.checks import Number
+
+Kind = Literal["approximate", "exact"]
+KINDS: tuple[str, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Correction:
+    """What a preconditioner is given in place of the gradient:
+
+        k = gamma beta1 / (1 - beta1)
+        c = g + k (g - h)
+        c <- c / max(1, ||c||_F / clip)            per tensor
+
+    with beta1 the decay rate of the preconditioner's first moment.
+
+    Args:
+        kind: where h comes from. "approximate": the previous step's gradient, kept in
+            the state. "exact": the current batch's gradient at the previous parameters,
+            given to every step.
+        gamma: scale of the variance reduction; 0 turns it off.
+        clip: threshold of the per-tensor norm of c; None = off.
+        h_dtype: dtype of the kept h; None = that of the other buffers. Half precision
+            saves memory and traffic, and rounds h by up to 2^-9 (bf16).
+    """
+
+    kind: Kind = "approximate"
+    gamma: Number = 0.025
+    clip: Number | None = 1.0
+    h_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(
+                f"got correction={self.kind!r}, expected one of {KINDS}: choose one"
+            )
+        checks.finite("gamma", self.gamma)
+        checks.positive_or_none("clip", self.clip)
+        checks.floating_or_none("h_dtype", self.h_dtype)
+
+    def weights(
+        self, beta1: Number, gamma: Number, a: Tensor, products: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return (N,) weights with which c = w_g g + w_h h, for N tensors.
+
+        Args:
+            beta1: decay rate of the first moment.
+            gamma: scale of the variance reduction in this step.
+            a: factor of the global clip on g, 0-D.
+            products: (N, 3) <g,g>, <g,h>, <h,h> of every whole tensor.
+        """
+        gg, gh, hh = products.unbind(1)
+        k = gamma * beta1 / (1 - beta1)
+        w_g, w_h = (1 + k) * a, k * torch.ones_like(gg)
+        s = torch.ones_like(gg)
+        if self.clip is not None:
+            # ||(1+k) a g - k h||^2 expanded: neither c nor a second pass is needed
+            cc = w_g * w_g * gg - 2 * w_g * w_h * gh + w_h * w_h * hh
+            s = self.clip / cc.clamp(min=0).sqrt().clamp(min=self.clip)
+        return s * w_g, -s * w_h
+
+
+def resolve(is_approx: bool, correction: str | None) -> str:
+    """Return the kind that the authors' ``is_approx`` and our ``correction`` name.
+
+    Raises:
+        ValueError: they contradict each other, or the kind is unknown.
+    """
+    if correction is None:
+        return "approximate" if is_approx else "exact"
+    if correction not in KINDS:
+        raise ValueError(
+            f"got correction={correction!r}, expected one of {KINDS} or None: None "
+            "takes what is_approx says"
+        )
+    if not is_approx and correction != "exact":
+        raise ValueError(
+            f"got is_approx=False with correction={correction!r}, expected one to "
+            "agree with the other: pass only correction"
+        )
+    return correction

@@ -1,0 +1,159 @@
+"""The one list of named rules: who corrects, who preconditions, with which defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from marsopt.rules.adamw import AdamW
+from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.correction import Correction, Kind
+from marsopt.rules.lion import Lion, SignAverage
+from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, Orthogonal
+from marsopt.rules.preconditioner import Preconditioner
+
+# Who moves what is not a matrix: the rule itself, an AdamW with the authors' lr_1d,
+# betas_1d and weight_decay_1d, or one with the rule's own lr and weight decay and eps
+# on the raw v (as MARS_M/train_mars_m.py and train_moonlight.py do).
+Others = Literal["itself", "adamw_1d", "adamw"]
+
+
+@dataclass(frozen=True)
+class NamedRule:
+    """A rule by name.
+
+    Args:
+        name: what ``mars_type`` calls it.
+        preconditioner: its page.
+        is_mars: whether it corrects the gradient.
+        others: who moves what is not a matrix.
+        defaults: arguments of the page that differ from its own defaults.
+        source: paper and algorithm.
+    """
+
+    name: str
+    preconditioner: type[Preconditioner]
+    is_mars: bool
+    others: Others
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+
+    @property
+    def matrix_only(self) -> bool:
+        """Whether Newton-Schulz makes its steps, for matrices alone."""
+        return self.preconditioner.matrix_only
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Its hyperparameters and their defaults; the correction's apart."""
+        own = {f.name: f.default for f in fields(self.preconditioner)}
+        return {**own, **self.defaults}
+
+    def algorithm(
+        self,
+        *,
+        correction: Correction | None = None,
+        state_dtype: torch.dtype | None = None,
+        **arguments: Any,
+    ) -> Algorithm:
+        """Join the page, with these ``arguments`` of it, and a correction."""
+        page = self.preconditioner(**{**self.defaults, **arguments})
+        return Algorithm(
+            preconditioner=page,
+            correction=correction,
+            state_dtype=state_dtype,
+            name=self.name,
+        )
+
+    def num_buffers(self, kind: Kind = "approximate") -> int:
+        """Return how many tensors of the parameter's size the state holds."""
+        found = self.algorithm(
+            correction=Correction(kind=kind) if self.is_mars else None
+        )
+        return sum(dims is None for dims in found.buffers.values())
+
+
+class Row(NamedTuple):
+    """A column of the table of the framework: the baseline, and MARS before it."""
+
+    baseline: NamedRule
+    mars: NamedRule
+
+
+ROWS = (
+    Row(
+        NamedRule("adamw", AdamW, False, "itself", source="arXiv 1711.05101"),
+        NamedRule(
+            "mars-adamw",
+            AdamW,
+            True,
+            "adamw_1d",
+            dict(betas=(0.95, 0.99), weight_decay=0.0),
+            "MARS, arXiv 2411.10438, Algorithm 2",
+        ),
+    ),
+    Row(
+        NamedRule("lion", Lion, False, "itself", source="arXiv 2302.06675"),
+        NamedRule(
+            "mars-lion",
+            SignAverage,
+            True,
+            "adamw_1d",
+            source="MARS, arXiv 2411.10438, Algorithm 3",
+        ),
+    ),
+    Row(
+        NamedRule(
+            "muon",
+            Orthogonal,
+            False,
+            "adamw_1d",
+            dict(nesterov=True, weight_decay=0.1),  # decay as torch.optim.Muon's
+            "K. Jordan, kellerjordan.github.io/posts/muon, 2024",
+        ),
+        NamedRule(
+            "mars-shampoo",
+            Orthogonal,
+            True,
+            "adamw_1d",
+            source="MARS, arXiv 2411.10438, Algorithm 4",
+        ),
+    ),
+    Row(
+        NamedRule(
+            "moonlight",
+            Orthogonal,
+            False,
+            "adamw",
+            dict(nesterov=True, weight_decay=0.1, adjust_lr_fn=MATCH_RMS_ADAMW),
+            "arXiv 2502.16982",
+        ),
+        NamedRule(
+            "mars-m",
+            Orthogonal,
+            True,
+            "adamw",
+            dict(adjust_lr_fn=MATCH_RMS_ADAMW),
+            "MARS-M, arXiv 2510.21800",
+        ),
+    ),
+)
+
+REGISTRY: dict[str, NamedRule] = {rule.name: rule for row in ROWS for rule in row}
+
+
+def named(mars_type: str) -> NamedRule:
+    """Return the rule that ``mars_type`` names.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if mars_type not in REGISTRY:
+        raise ValueError(
+            f"got mars_type={mars_type!r}, expected one of {tuple(REGISTRY)}: choose "
+            "one of these names"
+        )
+    return REGISTRY[mars_type]
