@@ -7,13 +7,13 @@ import torch
 from train.gpt2 import Shape
 from train.progress import Progress
 from train.titan import (
-    CheckpointManager,
     CompileConfig,
     DebugConfig,
     ModelSpec,
     ParallelismConfig,
     TrainingConfig,
 )
+from train.titan_checkpoint import RunCheckpoints
 from train.titan_data import HeldOut, TitanTokenizer, TokenLoader
 from train.titan_loss import SummedLoss
 from train.titan_model import TitanGPT2, parallelize
@@ -78,7 +78,7 @@ def gpt2_recipe(
         metrics=Progress.Config(
             log_freq=log_freq, enable_tensorboard=True, disable_color_printing=True
         ),
-        checkpoint=CheckpointManager.Config(
+        checkpoint=RunCheckpoints.Config(
             enable=True,
             interval=checkpoint_interval,
             last_save_model_only=False,

@@ -5,6 +5,7 @@ process.
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 from pathlib import Path
 
@@ -15,13 +16,30 @@ from torch.distributed.checkpoint.metadata import Metadata
 from train.errors import UserError
 from train.gpt2 import GPT2, Shape
 
+STEP = re.compile("step-(0|[1-9][0-9]*)")
+
+
+def step_folders(checkpoints: Path) -> dict[int, Path]:
+    """Return the folders of a run's checkpoints by step, ascending, complete or not.
+
+    Whatever has another name, such as a copy ``step-20.bak``, is the user's.
+    """
+    if not checkpoints.is_dir():
+        return {}
+    named = {path: STEP.fullmatch(path.name) for path in checkpoints.iterdir()}
+    found = {int(m[1]): path for path, m in named.items() if m and path.is_dir()}
+    return dict(sorted(found.items()))
+
+
+def complete_steps(checkpoints: Path) -> list[int]:
+    """Return the steps of the complete checkpoints, ascending."""
+    found = step_folders(checkpoints)
+    return [step for step, path in found.items() if (path / ".metadata").is_file()]
+
 
 def steps(folder: Path) -> list[int]:
-    """The steps of the complete checkpoints, ascending."""
-    return sorted(
-        int(path.parent.name.removeprefix("step-"))
-        for path in (folder / "checkpoint").glob("step-*/.metadata")
-    )
+    """Return the steps of the complete checkpoints of the run in ``folder``."""
+    return complete_steps(folder / "checkpoint")
 
 
 def last_step(folder: Path) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from train.compare.sweep import Run
 from train.report import VAL, read_scalars
-from train.run import last_step
+from train.run import last_step, step_folders
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,6 @@ def discard_incomplete(folder: Path, steps: int) -> bool:
 def keep_last_checkpoint(folder: Path) -> None:
     """Delete all but the newest checkpoint of a finished run."""
     last = last_step(folder)
-    for path in (folder / "checkpoint").glob("step-*"):
-        if path.name != f"step-{last}":
+    for step, path in step_folders(folder / "checkpoint").items():
+        if step != last:
             shutil.rmtree(path)
