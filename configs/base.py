@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from train.gpt2 import Shape
-from train.progress import Progress
-from train.titan import (
+from train.engine.progress import Progress
+from train.engine.titan import (
     CompileConfig,
     DebugConfig,
     ModelSpec,
     ParallelismConfig,
     TrainingConfig,
 )
-from train.titan_checkpoint import RunCheckpoints
-from train.titan_data import HeldOut, TitanTokenizer, TokenLoader
-from train.titan_loss import SummedLoss
-from train.titan_model import TitanGPT2, parallelize
-from train.titan_optim import MarsOptimizers, RateSchedule
-from train.trainer import MarsTrainer
+from train.engine.titan_checkpoint import RunCheckpoints
+from train.engine.titan_data import HeldOut, TitanTokenizer, TokenLoader
+from train.engine.titan_model import SummedLoss, TitanGPT2, parallelize
+from train.engine.titan_optim import MarsOptimizers, RateSchedule
+from train.engine.trainer import MarsTrainer
+from train.gpt2 import Shape
 
 # vocab 50257 padded to a multiple of 128, as the authors do
 SHAPES = {

@@ -13,8 +13,8 @@ from tests.trainers import losses, train_all
 from train import prepare, sample
 from train.compare.curves import discard_incomplete, keep_last_checkpoint
 from train.errors import UserError
-from train.run import checkpoint, last_step, steps
-from train.trained import of_run
+from train.runs.checkpoints import checkpoint, last_step, steps
+from train.runs.trained import of_run
 
 pytestmark = pytest.mark.application
 
