@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from marsopt.profile.gpt2 import MODELS, NUM_POSITIONS, VOCAB_SIZE
 from train.engine.progress import Progress
 from train.engine.titan import (
     CompileConfig,
@@ -19,20 +20,16 @@ from train.engine.titan_optim import MarsOptimizers, RateSchedule
 from train.engine.trainer import MarsTrainer
 from train.gpt2 import Shape
 
-# vocab 50257 padded to a multiple of 128, as the authors do
+HEAD_WIDTH = 64  # of every GPT-2
 SHAPES = {
-    "small": Shape(
-        num_layers=12, num_heads=12, width=768, block_size=1024, vocab_size=50304
-    ),
-    "medium": Shape(
-        num_layers=24, num_heads=16, width=1024, block_size=1024, vocab_size=50304
-    ),
-    "large": Shape(
-        num_layers=36, num_heads=20, width=1280, block_size=1024, vocab_size=50304
-    ),
-    "xl": Shape(
-        num_layers=48, num_heads=25, width=1600, block_size=1024, vocab_size=50304
-    ),
+    name.removeprefix("gpt2-"): Shape(
+        num_layers=num_layers,
+        num_heads=width // HEAD_WIDTH,
+        width=width,
+        block_size=NUM_POSITIONS,
+        vocab_size=VOCAB_SIZE,
+    )
+    for name, (num_layers, width) in MODELS.items()
 }
 
 

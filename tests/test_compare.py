@@ -1,4 +1,4 @@
-"""python -m train.compare: its plan, its numbers, and one whole comparison."""
+"""python -m train.compare: its study, its numbers, and one whole comparison."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make(names, options, **kwargs):
     return study.make(names, **{**usual, **kwargs})
 
 
-# ---- the plan ------------------------------------------------------------------------
+# ---- the study -----------------------------------------------------------------------
 
 
 def test_a_run_is_its_recipe_at_another_rate(options, tmp_path):

@@ -24,6 +24,7 @@ from train.data.tokenizers import GPT2 as GPT2Tokenizer
 from train.data.tokenizers import Bytes
 from train.errors import UserError
 from train.export import STATE, export
+from train.files import made_whole, unfinished
 from train.gpt2 import GPT2, Shape, huggingface
 from train.runs.checkpoints import save_model, steps
 from train.runs.initial import note_shape
@@ -442,6 +443,16 @@ def test_an_export_is_made_whole(trained, tmp_path, monkeypatch):
         export(found, tmp_path / "out")
     with pytest.raises(UserError, match="which is a file"):
         export(found, tmp_path / "out" / "config.json")
+
+
+def test_a_killed_call_leaves_nothing_behind(tmp_path):
+    out = tmp_path / "out"
+    (unfinished(out) / "made").mkdir(parents=True)
+    (unfinished(out) / "made" / "half").touch()
+    with made_whole(out) as draft:
+        (draft / "whole").touch()
+    assert [path.name for path in out.iterdir()] == ["whole"]
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_weights_alone_where_the_vocabulary_cannot_be_had(trained, tmp_path):

@@ -127,6 +127,10 @@ def test_files_stay_small():
             assert len(path.read_text().splitlines()) < limit, path
 
 
+def test_the_application_stays_small():
+    assert sum(len(p.read_text().splitlines()) for p in files("train")) <= 6000
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """Names in the built wheel, and a folder that it was unpacked into."""

@@ -57,15 +57,6 @@ def check_folder(option: str, path: Path) -> bool:
     return path.exists() and any(path.iterdir())
 
 
-def check_free(out: Path) -> None:
-    """Check that ``--out`` is a new or an empty folder."""
-    if check_folder("--out", out):
-        raise UserError(
-            f"got --out {out}, which is not empty, expected an empty or new folder: "
-            "choose another, or delete it"
-        )
-
-
 def unfinished(out: Path) -> Path:
     """Return where the work on ``out`` lies."""
     place = out.absolute()
@@ -84,9 +75,8 @@ def workspace(out: Path, plan: dict | None = None) -> Iterator[Path]:
     work.mkdir(parents=True, exist_ok=True)
     held = os.open(work, os.O_RDONLY)
     try:
-        _check_alone(
-            held, work, out
-        )  # who fails here cleans up nothing: it is another's
+        # who fails here cleans up nothing: it is another's
+        _check_alone(held, work, out)
         try:
             _claim(work, plan or {})
             yield work
@@ -106,7 +96,11 @@ def made_whole(out: Path) -> Iterator[Path]:
     """Yield a folder that becomes ``out``, which has to be free, when the block ends
     well.
     """
-    check_free(out)
+    if check_folder("--out", out):
+        raise UserError(
+            f"got --out {out}, which is not empty, expected an empty or new folder: "
+            "choose another, or delete it"
+        )
     with workspace(out) as work:
         yield work / MADE
 
@@ -141,7 +135,8 @@ def _claim(work: Path, plan: dict) -> None:
     """Find the work of this plan, or begin it."""
     path = work / PLAN
     begun = (work / LEDGER).exists() or is_complete(work)
-    if begun and json.loads(path.read_text()) != plan:
+    whose = f"the plan of the work in {work}: delete that folder"
+    if begun and read_json(path, whose) != plan:
         raise UserError(
             f"got {work}, which holds unfinished work on other data or with other "
             "options, expected this command's: delete that folder, or repeat the "

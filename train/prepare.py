@@ -12,7 +12,7 @@ from train.data.local_text import LocalText
 from train.data.tokenizers import TOKENIZERS, Tokenizer, tokenizer
 from train.data.tokens import SPLITS, Meta, open_tokens
 from train.data.web_text import SUBSETS, VAL_FRACTION, FineWebEdu, OpenWebText
-from train.errors import UserError, command
+from train.errors import UserError, check_least, command
 from train.files import MADE, check_folder, is_complete, unfinished, workspace
 
 # each with the tokenizer that it takes unless told otherwise
@@ -96,23 +96,12 @@ def prepare(
     Cut off at any moment and called again, it makes the same files; work on
     "openwebtext" and "fineweb-edu" goes on where it stopped.
 
-    Args:
-        source: of SOURCES.
-        tokenizer_name: "bytes" or "gpt2".
-        out: a new or empty folder.
-        files: of "text".
-        val_fraction: share held out; None for the source's own.
-        dataset, subset: in place of the source's own on the Hugging Face hub; a folder
-            is read in place of it.
-        shard_tokens: tokens of a shard; work is saved after each.
-        processes: that tokenise.
+    Arguments are the command line's options; ``val_fraction`` None is the source's own,
+    ``dataset`` and ``subset`` stand in place of the source's own on the Hugging Face
+    hub, and work is saved after each shard of ``shard_tokens``.
     """
     chosen = choose(source, files, val_fraction, dataset, subset, shard_tokens)
-    if processes < 1:
-        raise UserError(
-            f"got --processes {processes}, expected at least 1: leave it out for one "
-            "per core"
-        )
+    check_least(1, processes=processes)
     if check_folder("--out", out):
         return _recognise(out, chosen.request, tokenizer_name)
     try:

@@ -29,11 +29,9 @@ class Child:
     run: Run
     process: subprocess.Popen
     console: Path
-    began: float
-    """By the session's clock, in seconds at work."""
+    began: float  # by the session's clock, in seconds at work
     resumed: bool
-    shown: int
-    """The last step whose validation loss has been shown."""
+    shown: int  # the last step whose validation loss has been shown
 
     def last_lines(self, count: int = 6) -> str:
         """Return the end of what it said."""

@@ -34,20 +34,14 @@ class Entry:
 
     recipe: Recipe
     lr: float
-    inside: bool
-    """The best rate has a worse one on both sides."""
-    sweep: dict[float, float]
-    """{rate: final loss of seed 0}; inf = diverged."""
-    num_untried: int
-    """Rates that the sweep still needs."""
-    curves: list[Curve]
-    """Of each seed that did not diverge."""
-    num_diverged: int
-    """Seeds that did."""
+    inside: bool  # the best rate has a worse one on both sides
+    sweep: dict[float, float]  # {rate: final loss of seed 0}; inf = diverged
+    num_untried: int  # rates that the sweep still needs
+    curves: list[Curve]  # of each seed that did not diverge
+    num_diverged: int  # seeds that did
     best: Spread
     final: Spread
-    seconds_per_step: float | None
-    """Median; None = not measured."""
+    seconds_per_step: float | None  # median; None = not measured
 
     @property
     def curve(self) -> Curve:
@@ -77,12 +71,10 @@ class Row:
     tokens_ratio_range: tuple[float, float]
     """Smallest and largest over seeds; inf = a seed did not get there."""
     seconds_per_step: float | None
-    seconds_per_step_ratio: float | None
-    """Of the fastest's."""
+    seconds_per_step_ratio: float | None  # of the fastest's
     seconds_ratio: float | None
     """Seconds until the worst optimizer's final loss, of the seconds that it took."""
-    loss_at_time: float | None
-    """When the fastest optimizer has finished."""
+    loss_at_time: float | None  # when the fastest optimizer has finished
 
 
 def entries(study: Study, folder: Path) -> list[Entry]:

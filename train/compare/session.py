@@ -23,14 +23,10 @@ class Session:
     study: Study
     folder: Path
     _: KW_ONLY
-    jobs: int
-    """Runs at once."""
-    lock: int
-    """File descriptor that runs hold as long as they live."""
-    guess: Callable[[str], float]
-    """Seconds of one run of a recipe, before any has been timed."""
-    say: Callable[[str], None]
-    """Shows a line."""
+    jobs: int  # runs at once
+    lock: int  # file descriptor that runs hold as long as they live
+    guess: Callable[[str], float]  # seconds of a recipe's run, before one was timed
+    say: Callable[[str], None]  # shows a line
 
     def __post_init__(self) -> None:
         study, self.failed = self.study, set[Run]()

@@ -35,14 +35,12 @@ class Recipe:
 
     name: str
     mars_type: str
-    corrects: bool
-    """MARS with a gamma above 0."""
+    corrects: bool  # MARS with a gamma above 0
     exact: bool
     lr: float
     lr_1d: float
     min_lr: float
-    warmup_share: float
-    """Warm-up steps of the recipe's own steps."""
+    warmup_share: float  # warm-up steps of the recipe's own steps
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,7 @@ class Study:
     validation_interval: int
     validation_samples: int
     options: list[str]
-    settings: dict[str, dict]
-    """Of each recipe, as ``train.settings`` has them."""
+    settings: dict[str, dict]  # of each recipe, as ``train.runs.settings`` says
     recipes: dict[str, Recipe]
     grids: dict[str, list[float]]
     num_seeds: int
@@ -167,9 +164,8 @@ def _resolved(name: str, options: Sequence[str]):
     """
     config = parse(["--config", name, *options])
     batch = config.training.local_batch_size
-    windows = (read_meta(held_out_folder(config)).val.tokens - 1) // (
-        config.training.seq_len
-    )
+    held_out = read_meta(held_out_folder(config)).val
+    windows = (held_out.tokens - 1) // config.training.seq_len
     samples = min(config.validator.samples, windows // batch * batch)
     config.validator.samples = max(samples, batch)
     resolve(config, 1)

@@ -54,9 +54,7 @@ def next_rates(grid: Sequence[float], losses: Mapping[float, float]) -> list[flo
     """Return the rates still to be tried: the rest of the grid, then one beyond the
     edge at which the best lies, none when it lies inside.
 
-    Args:
-        grid: rates to try in any case.
-        losses: what has been tried; inf = diverged.
+    ``losses`` has what was tried; inf = diverged.
     """
     if missing := [lr for lr in grid if lr not in losses]:
         return missing

@@ -20,6 +20,7 @@ from train.compare.curves import load_all
 from train.compare.study import Study
 from train.compare.sweep import Run, best_rate, sweep_of
 from train.engine.launch import console, parse, standalone
+from train.engine.resolve import resolve
 from train.files import write_json
 
 BLOCK = 5  # steps of a turn
@@ -57,7 +58,6 @@ def _pass_seconds(options: list[str], study: Study) -> float:
     import torch
     import torch.nn.functional as F
 
-    from train.engine.launch import parse
     from train.gpt2 import GPT2
 
     config = parse(options)
@@ -98,8 +98,6 @@ def _rate(study: Study, name: str, folder: Path) -> float:
 
 def _trainer(study: Study, name: str, folder: Path, scratch: str):
     """Return a trainer of one recipe that neither validates nor saves."""
-    from train.engine.resolve import resolve
-
     options = study.arguments(Run(name, _rate(study, name, folder), 0), folder)
     options += ["--validator.no-enable", "--metrics.no-enable-tensorboard"]
     options += [f"--metrics.log-freq={study.steps + BLOCK * ROUNDS}"]

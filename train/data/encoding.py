@@ -25,12 +25,10 @@ def encode(coder: Tokenizer, texts: Iterable[str], mark_first: bool) -> np.ndarr
     it, or before it with ``mark_first``.
     """
     ids: list[int] = []
+    mark = [coder.end_of_text]
     for text in texts:
-        if mark_first:
-            ids.append(coder.end_of_text)
-        ids += coder.encode(text)
-        if not mark_first:
-            ids.append(coder.end_of_text)
+        document = coder.encode(text)
+        ids += mark + document if mark_first else document + mark
     return np.array(ids, dtype=np.uint16)
 
 

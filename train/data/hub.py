@@ -17,19 +17,12 @@ EDGE = 1 << 16  # bytes at both ends of a local file that are looked at to recog
 
 @dataclass(frozen=True)
 class Place:
-    """Where documents come from.
+    """Where documents come from."""
 
-    Args:
-        dataset: OWNER/NAME on the hub, or a folder.
-        subset: the hub's name of a part; None for the whole.
-        revision: a branch or commit on the hub; None for the newest.
-        num_documents: where known; for the progress bar.
-    """
-
-    dataset: str
-    subset: str | None = None
-    revision: str | None = None
-    num_documents: int | None = None
+    dataset: str  # OWNER/NAME on the hub, or a folder
+    subset: str | None = None  # the hub's name of a part; None for the whole
+    revision: str | None = None  # a branch or commit on the hub; None for the newest
+    num_documents: int | None = None  # where known; for the progress bar
 
     def __post_init__(self) -> None:
         if self.is_local and self.subset is not None:
@@ -87,9 +80,8 @@ class Place:
         from huggingface_hub import HfApi
 
         try:
-            answer = HfApi().dataset_info(
-                self.dataset, revision=revision, timeout=SECONDS
-            )
+            hub = HfApi()
+            found = hub.dataset_info(self.dataset, revision=revision, timeout=SECONDS)
         except (OSError, httpx.HTTPError, ValueError) as error:
             raise UserError(
                 f"got {_line(error)} when asking the Hugging Face hub for "
@@ -97,7 +89,7 @@ class Place:
                 " cannot be downloaded here; try again with a network, or copy its "
                 "files here and give --dataset FOLDER"
             ) from error
-        return answer.sha
+        return found.sha
 
 
 def _line(error: Exception) -> str:
@@ -113,16 +105,11 @@ def _explained(dataset: str) -> Iterator[None]:
     import httpx
     from datasets.exceptions import DatasetsError
 
+    others = (httpx.HTTPError, DatasetsError)
     try:
         yield
-    except (
-        OSError,
-        ValueError,  # pyarrow's and huggingface_hub's too
-        KeyError,
-        RuntimeError,
-        httpx.HTTPError,
-        DatasetsError,
-    ) as error:
+    # ValueError: pyarrow's and huggingface_hub's too
+    except (OSError, ValueError, KeyError, RuntimeError, *others) as error:
         raise UserError(
             f"got {_line(error)} while reading {dataset}, expected a data set with a "
             'split "train" and a column "text": run the same command again to go on '
@@ -132,11 +119,8 @@ def _explained(dataset: str) -> Iterator[None]:
 
 
 class Corpus:
-    """The documents of a data set, in its order.
-
-    Args:
-        place: where they come from.
-        revision: the commit to read; None for a folder.
+    """The documents of a data set, in its order; ``revision`` is the commit to read,
+    None for a folder.
     """
 
     def __init__(self, place: Place, revision: str | None) -> None:
@@ -155,11 +139,8 @@ class Corpus:
             self._stream = stream.select_columns(["text"]).with_format("arrow")
 
     def batches(self, position: dict | None) -> Iterator[tuple[dict | None, list[str]]]:
-        """Yield (position, texts): documents, and the position from which they come
-        again.
-
-        Args:
-            position: of an earlier call; None for the beginning.
+        """Yield (position, texts) from a position of an earlier call on, None for the
+        beginning: documents, and the position from which they come again.
         """
         if position is not None:
             self._stream.load_state_dict(position)

@@ -61,10 +61,7 @@ def by_tail(texts: Iterator[str], fraction: float) -> Iterator[tuple[str, str]]:
 class LocalText:
     """Files of this machine: small enough to begin again after a kill.
 
-    Args:
-        source: "python", whole files held out; or "text", the tail of each.
-        files: of "text".
-        val_fraction: share of the text held out.
+    Of the source "python" whole files are held out, of "text" the tail of each file.
     """
 
     def __init__(self, source: str, files: list[Path], val_fraction: float) -> None:

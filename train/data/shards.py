@@ -103,12 +103,7 @@ def tokenise(
     written again, equal. So the files do not depend on where a run was cut off, nor on
     the number of processes.
 
-    Args:
-        documents: what to read, and how to cut it.
-        work: where the ledger lies.
-        path_of: the file of a shard by its number, from 0.
-        coder: the tokenizer.
-        processes: that tokenise.
+    The ledger lies in ``work``; ``path_of`` names the file of a shard by its number.
     """
     ledger = Ledger.load(work)
     if ledger is not None and ledger.complete:

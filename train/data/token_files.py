@@ -100,10 +100,8 @@ def open_shard(path: Path) -> np.ndarray:
 def write_shard(path: Path, tokens: np.ndarray, byte_lengths: np.ndarray) -> Split:
     """Write a shard, complete or not at all.
 
-    Args:
-        path: of the file.
-        tokens: (num_tokens,) uint16, fewer than 2**31.
-        byte_lengths: (vocab_size,), bytes of text of each id.
+    ``tokens`` are (num_tokens,) uint16, fewer than 2**31; ``byte_lengths`` the bytes of
+    text of each id, (vocab_size,).
     """
     head = np.zeros(HEADER_BYTES // 4, dtype="<i4")
     head[:3] = MAGIC, VERSION, len(tokens)

@@ -19,20 +19,16 @@ NOISE = (
 )
 
 
-def recipes() -> dict[str, Callable]:
-    """Return the functions of configs by name; each makes a configuration."""
+def recipe(name: str | None) -> Callable:
+    """Return the function of configs that makes the configuration of this name."""
     import configs
 
-    return {name: getattr(configs, name) for name in configs.__all__}
-
-
-def check_recipe(name: str | None) -> None:
-    """Check that there is a recipe of this name."""
-    if name not in recipes():
+    if name not in configs.__all__:
         raise UserError(
-            f"got --config {name}, expected one of {[*recipes()]}: name a function of "
-            "configs/__init__.py"
+            f"got --config {name}, expected one of {configs.__all__}: name a function "
+            "of configs/__init__.py"
         )
+    return getattr(configs, name)
 
 
 def parse(argv: list[str]):
@@ -43,17 +39,17 @@ def parse(argv: list[str]):
     parser.add_argument("--config", nargs="?")
     args, rest = parser.parse_known_args(argv)
     if args.config is None and (not argv or {"-h", "--help"} & set(argv)):
-        listed = "".join(
-            f"  {name:24}{recipe.__doc__.splitlines()[0]}\n"
-            for name, recipe in recipes().items()
-        )
+        import configs
+
+        first = {n: recipe(n).__doc__.splitlines()[0] for n in configs.__all__}
+        listed = "".join(f"  {name:24}{line}\n" for name, line in first.items())
         print(
             "usage: python -m train --config NAME [--section.option VALUE ...]\n\n"
             f"recipes:\n{listed}\n"
             "python -m train --config NAME --help lists the options of a recipe."
         )
         sys.exit(0 if argv else 2)
-    check_recipe(args.config)
+    recipe(args.config)  # or say which there are
     try:
         named = ["--module", "configs", "--config", args.config]
         return ConfigManager().parse_args([*named, *rest])

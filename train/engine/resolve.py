@@ -33,10 +33,10 @@ UNUSED = {
     "checkpoint.last_save_model_only": False,
     "checkpoint.load_step": -1,
     "metrics.save_tb_folder": "tb",
-    "parallelism.context_parallel_degree": 1,
-    "parallelism.expert_parallel_degree": 1,
-    "parallelism.pipeline_parallel_degree": 1,
-    "parallelism.tensor_parallel_degree": 1,
+    **{
+        f"parallelism.{kind}_parallel_degree": 1
+        for kind in ("context", "expert", "pipeline", "tensor")
+    },
 }
 
 

@@ -44,9 +44,7 @@ class TokenLoader(BaseDataLoader):
         split: str = "train"
         """train or val."""
         infinite: bool = True
-        """Set by torchtitan's Validator; our validation sets a number of samples
-        instead.
-        """
+        """Set by torchtitan's Validator; ours sets a number of samples instead."""
         vocab_size: int = 0
         """Set from the model."""
         seed: int = 0

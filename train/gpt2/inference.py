@@ -29,11 +29,8 @@ def whole_loss(
 
     Windows do not overlap; the last one may be short.
 
-    Args:
-        model: on any device; runs in its own precision.
-        tokens: (num_tokens,) uint16.
-        window: tokens per window, up to the model's block size.
-        batch: windows per forward pass.
+    The model runs where it is, in its own precision, on ``tokens`` (num_tokens,)
+    uint16, in ``batch`` windows of ``window`` tokens per forward pass.
     """
     if len(tokens) < 2:
         raise UserError(

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from parallel.planner import Machine
-from train.engine.launch import check_recipe, recipes
+from train.engine.launch import recipe
 from train.errors import UserError, command
 from train.gpt2 import num_flops_per_token, tensor_sizes
 from train.pictures import picture
@@ -18,9 +18,8 @@ SWEEP = [2**i for i in range(13)]
 
 def job_of(config_name: str) -> Job:
     """Return the model and optimizer of a recipe."""
-    check_recipe(config_name)
     logging.disable(logging.WARNING)  # torchtitan's, about options that nobody set
-    config = recipes()[config_name]()
+    config = recipe(config_name)()
     logging.disable(logging.NOTSET)
     shape, seq_len = config.model_spec.model.shape, config.training.seq_len
     sizes = tensor_sizes(shape)

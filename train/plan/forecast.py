@@ -21,21 +21,13 @@ ELEMENTWISE_BYTES = 44  # a parameter and step: g, h, x, m, v read; x, m, v, h w
 
 @dataclass(frozen=True)
 class Job:
-    """A model and how it is trained.
+    """A model and how it is trained."""
 
-    Args:
-        shapes: of all parameters, by name.
-        mars_type: the rule of its matrices.
-        elementwise: names of matrices that AdamW takes all the same.
-        tokens: per step, over all ranks.
-        flops_per_token: of forward and backward.
-    """
-
-    shapes: Mapping[str, Sequence[int]]
-    mars_type: str
-    tokens: int
-    flops_per_token: int
-    elementwise: Collection[str] = ()
+    shapes: Mapping[str, Sequence[int]]  # of all parameters, by name
+    mars_type: str  # the rule of its matrices
+    tokens: int  # per step, over all ranks
+    flops_per_token: int  # of forward and backward
+    elementwise: Collection[str] = ()  # matrices that AdamW takes all the same
 
     @property
     def num_params(self) -> int:
@@ -63,17 +55,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the times assume.
+    """What the times assume."""
 
-    Args:
-        machine: links and Newton-Schulz rates (``planner.Machine``).
-        memory: bytes a second that one rank reads and writes.
-        utilization: share of ``machine.flops`` that forward and backward reach.
-    """
-
-    machine: Machine = Machine()
-    memory: float = 3e12
-    utilization: float = 0.4
+    machine: Machine = Machine()  # links and Newton-Schulz rates
+    memory: float = 3e12  # bytes a second that one rank reads and writes
+    utilization: float = 0.4  # of machine.flops, by forward and backward
 
 
 @dataclass(frozen=True)

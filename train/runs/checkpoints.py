@@ -69,9 +69,8 @@ def check_weights(path: Path, shape: Shape, *, whole: bool = False) -> None:
     by what it says of itself and by the sizes of its files; ``whole``: and all else
     that it speaks of.
     """
-    metadata = _read_metadata(path)
+    metadata, sizes = _read_metadata(path), tensor_sizes(shape)
     saved = metadata.state_dict_metadata
-    sizes = tensor_sizes(shape)
     layers = {name for name in saved if name.startswith("layers.")}
     for name in sorted(sizes.keys() | layers):
         size = tuple(saved[name].size) if name in saved else None
