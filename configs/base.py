@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import torch
 
-from train.gpt2 import Shape
-from train.progress import Progress
-from train.titan import (
-    CheckpointManager,
+from marsopt.profile.gpt2 import MODELS, NUM_POSITIONS, VOCAB_SIZE
+from train.engine.progress import Progress
+from train.engine.titan import (
     CompileConfig,
     DebugConfig,
     ModelSpec,
     ParallelismConfig,
     TrainingConfig,
 )
-from train.titan_data import HeldOut, TitanTokenizer, TokenLoader
-from train.titan_loss import SummedLoss
-from train.titan_model import TitanGPT2, parallelize
-from train.titan_optim import MarsOptimizers, RateSchedule
-from train.trainer import MarsTrainer
+from train.engine.titan_checkpoint import RunCheckpoints
+from train.engine.titan_data import HeldOut, TitanTokenizer, TokenLoader
+from train.engine.titan_model import SummedLoss, TitanGPT2, parallelize
+from train.engine.titan_optim import MarsOptimizers, RateSchedule
+from train.engine.trainer import MarsTrainer
+from train.gpt2 import Shape
 
-# vocab 50257 padded to a multiple of 128, as the authors do
+HEAD_WIDTH = 64  # of every GPT-2
 SHAPES = {
-    "small": Shape(
-        num_layers=12, num_heads=12, width=768, block_size=1024, vocab_size=50304
-    ),
-    "medium": Shape(
-        num_layers=24, num_heads=16, width=1024, block_size=1024, vocab_size=50304
-    ),
-    "large": Shape(
-        num_layers=36, num_heads=20, width=1280, block_size=1024, vocab_size=50304
-    ),
-    "xl": Shape(
-        num_layers=48, num_heads=25, width=1600, block_size=1024, vocab_size=50304
-    ),
+    name.removeprefix("gpt2-"): Shape(
+        num_layers=num_layers,
+        num_heads=width // HEAD_WIDTH,
+        width=width,
+        block_size=NUM_POSITIONS,
+        vocab_size=VOCAB_SIZE,
+    )
+    for name, (num_layers, width) in MODELS.items()
 }
 
 
@@ -78,7 +74,7 @@ def gpt2_recipe(
         metrics=Progress.Config(
             log_freq=log_freq, enable_tensorboard=True, disable_color_printing=True
         ),
-        checkpoint=CheckpointManager.Config(
+        checkpoint=RunCheckpoints.Config(
             enable=True,
             interval=checkpoint_interval,
             last_save_model_only=False,

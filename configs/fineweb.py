@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from configs.gpt2 import recipe
-from train.trainer import MarsTrainer
+from train.engine.trainer import MarsTrainer
 
 
 def small_adamw_fw() -> MarsTrainer.Config:

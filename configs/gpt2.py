@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from configs.base import SHAPES, gpt2_recipe, training
-from train.titan_optim import MarsOptimizers, RateSchedule
-from train.trainer import MarsTrainer
+from train.engine.titan_optim import MarsOptimizers, RateSchedule
+from train.engine.trainer import MarsTrainer
 
 GPUS = 8
 

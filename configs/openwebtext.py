@@ -5,7 +5,7 @@ says why the recipe is ours.
 from __future__ import annotations
 
 from configs.gpt2 import recipe
-from train.trainer import MarsTrainer
+from train.engine.trainer import MarsTrainer
 
 
 def small_adamw() -> MarsTrainer.Config:

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from configs.base import gpt2_recipe, training
 from configs.gpt2 import optimizer
+from train.engine.titan_optim import RateSchedule
+from train.engine.trainer import MarsTrainer
 from train.gpt2 import Shape
-from train.titan_optim import RateSchedule
-from train.trainer import MarsTrainer
 
 
 def _tiny(

@@ -18,15 +18,16 @@ import torch.nn.functional as F
 
 import configs
 from marsopt import MARS
-from train import prepare, report
-from train.batches import Batches
+from train import prepare
+from train.data.batches import Batches
+from train.data.tokens import open_tokens
+from train.engine.resolve import resolve
+from train.engine.schedule import cosine
 from train.errors import UserError
 from train.gpt2 import GPT2
-from train.report import read_scalars
-from train.resolve import resolve
-from train.schedule import cosine
-from train.settings import claim, describe, settings
-from train.tokens import open_tokens
+from train.runs import summary
+from train.runs.settings import claim, describe, settings
+from train.runs.summary import read_scalars
 
 pytestmark = pytest.mark.application
 
@@ -225,9 +226,9 @@ def test_a_run_that_was_cut_off_before_its_last_validation_says_so(
     def mute(*args, **kwargs):
         raise UserError("got logits that are not finite")
 
-    monkeypatch.setattr(report, "read_scalars", cut_off)
-    monkeypatch.setattr(report, "generate", mute)
-    report.report(folder, "cut off")
+    monkeypatch.setattr(summary, "read_scalars", cut_off)
+    monkeypatch.setattr(summary, "generate", mute)
+    summary.summarize(folder, "cut off")
     said = capsys.readouterr().out
     assert f"no validation after step {STEPS}: python -m train.evaluate" in said
     assert "no sample: got logits that are not finite" in said

@@ -1,4 +1,4 @@
-"""python -m train.compare: its plan, its numbers, and one whole comparison."""
+"""python -m train.compare: its study, its numbers, and one whole comparison."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 
 from train import prepare
-from train.compare import curves, plan, plots, results
+from train.compare import curves, plots, results, study
 from train.compare.__main__ import arguments, grids
 from train.compare.curves import Curve
-from train.compare.report import markdown, report
 from train.compare.session import Session
 from train.compare.sweep import Run
+from train.compare.table import markdown, report
+from train.engine.launch import parse
 from train.errors import UserError
-from train.launch import parse
-from train.run import last_step
+from train.runs.checkpoints import last_step
 
 ROOT = Path(__file__).parent.parent
 STEPS = 30
@@ -53,10 +53,10 @@ def options(data):
 
 def make(names, options, **kwargs):
     usual = dict(grids={}, steps=STEPS, num_seeds=2, threads=1, options=options)
-    return plan.make(names, **{**usual, **kwargs})
+    return study.make(names, **{**usual, **kwargs})
 
 
-# ---- the plan ------------------------------------------------------------------------
+# ---- the study -----------------------------------------------------------------------
 
 
 def test_a_run_is_its_recipe_at_another_rate(options, tmp_path):
@@ -90,27 +90,27 @@ def test_validation_takes_a_tenth_of_the_arithmetic(data):
 def test_a_plan_reads_as_it_was_written(options, tmp_path):
     made = make(["tiny_adamw", "tiny_mars_adamw"], options)
     made.save(tmp_path)
-    assert plan.Plan.load(tmp_path) == made
+    assert study.Study.load(tmp_path) == made
 
 
 def test_a_comparison_may_grow_but_not_change(options, tmp_path):
     first = make(["tiny_adamw"], options)
-    plan.check(first, tmp_path).save(tmp_path)
+    study.check(first, tmp_path).save(tmp_path)
     more = make(["tiny_lion"], options, num_seeds=3)
-    assert set(plan.check(more, tmp_path).recipes) == {"tiny_adamw", "tiny_lion"}
+    assert set(study.check(more, tmp_path).recipes) == {"tiny_adamw", "tiny_lion"}
     other = make(["tiny_adamw"], options, steps=45)
     with pytest.raises(UserError, match="got --steps 45 where .* has 30"):
-        plan.check(other, tmp_path)
+        study.check(other, tmp_path)
     with pytest.raises(UserError, match="got options after -- .* has"):
-        plan.check(make(["tiny_adamw"], [*options, "--optimizer.lr", "1"]), tmp_path)
-    merged = plan.check(more, tmp_path)
+        study.check(make(["tiny_adamw"], [*options, "--optimizer.lr", "1"]), tmp_path)
+    merged = study.check(more, tmp_path)
     assert merged.grids == first.grids | more.grids
     assert merged.num_seeds == 3
     merged.save(tmp_path)
-    assert plan.check(plan.again(plan.Plan.load(tmp_path), 1), tmp_path) == merged
+    assert study.check(study.again(study.Study.load(tmp_path), 1), tmp_path) == merged
     edited = {"tiny_adamw": first.settings["tiny_adamw"] | {"optimizer.eps": 1.0}}
     with pytest.raises(UserError, match="tiny_adamw with optimizer.eps=1.0 where it"):
-        plan.check(replace(first, settings=edited), tmp_path)
+        study.check(replace(first, settings=edited), tmp_path)
 
 
 def test_rates_for_all_and_for_one():
@@ -133,8 +133,8 @@ def test_rates_for_all_and_for_one():
         (lambda o, d: grids(["-1"], ["a"]), "got --lrs -1, expected positive"),
         (lambda o, d: arguments(["--out", "x", "--seeds", "0"]), "got --seeds 0"),
         (lambda o, d: arguments(["--out", "x", "--steps", "9"]), "without --configs"),
-        (lambda o, d: plan.Plan.load(d), "comparison.json, expected the folder of"),
-        (lambda o, d: plan.check(make(["tiny_adamw"], o), ROOT), "something else"),
+        (lambda o, d: study.Study.load(d), "comparison.json, expected the folder of"),
+        (lambda o, d: study.check(make(["tiny_adamw"], o), ROOT), "something else"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(act, message, options, tmp_path):
@@ -165,7 +165,7 @@ def test_a_diverged_run_is_infinitely_bad(losses):
 
 
 def entry(name, corrects, seconds, *seeds):
-    recipe = plan.Recipe(name, "mars-adamw", corrects, False, 1.0, 1.0, 0.1, 0.1)
+    recipe = study.Recipe(name, "mars-adamw", corrects, False, 1.0, 1.0, 0.1, 0.1)
     spread = results.Spread.of
     return results.Entry(
         recipe, 1.0, True, {0.5: 9.0, 1.0: seeds[0].final, 2.0: math.inf},
@@ -329,7 +329,7 @@ def test_what_is_finished_is_recognised(comparison):
     folder, *_ = comparison
     said: list[str] = []
     Session(
-        plan.Plan.load(folder), folder, jobs=2, lock=0,
+        study.Study.load(folder), folder, jobs=2, lock=0,
         guess=lambda name: 1.0, say=said.append,
     ).train()  # fmt: skip
     assert said == ["2 of 2 runs done (more where a grid widens), about 0:00:00 left"]
@@ -348,5 +348,5 @@ def test_table_numbers_and_pictures(comparison, capsys):
         assert (folder / f"loss_by_{name}.png").stat().st_size > 20_000
     table = (folder / "table.md").read_text()
     assert table in told
-    report(plan.Plan.load(folder), folder)  # again, from what is there
+    report(study.Study.load(folder), folder)  # again, from what is there
     assert table in capsys.readouterr().out

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from train import local_text, prepare
-from train.batches import Batches
+from train import prepare
+from train.data import local_text
+from train.data.batches import Batches
+from train.data.tokenizers import Bytes, tokenizer
+from train.data.tokens import Meta, open_tokens
 from train.errors import UserError
-from train.tokenizers import Bytes, tokenizer
-from train.tokens import Meta, open_tokens
 
 
 @pytest.fixture

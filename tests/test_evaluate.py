@@ -13,13 +13,16 @@ import pytest
 import torch
 
 from tests.test_application import ROOT, command
-from train import evaluate, harness, huggingface, tokenizer_files
+from train.data import tokenizer_files
+from train.data.token_files import Split
+from train.data.tokenizers import Bytes
+from train.data.tokens import SPLITS, Meta
 from train.errors import UserError
-from train.gpt2 import GPT2, Shape
-from train.tokenizers import Bytes
-from train.tokens import SPLITS, Meta, Split
-from train.trained import of_folder
-from train.validation import whole_loss
+from train.evaluate import __main__ as evaluate
+from train.evaluate import harness
+from train.gpt2 import GPT2, Shape, huggingface
+from train.gpt2.inference import whole_loss
+from train.runs.trained import of_folder
 
 pytestmark = pytest.mark.application
 

@@ -18,16 +18,18 @@ from tokenizers import Tokenizer as Trainable
 from tokenizers import models, pre_tokenizers, trainers
 
 from tests.test_application import ROOT, STEPS, TINY, command, data, run
-from train import huggingface, import_hf, sample, tokenizer_files
+from train import import_hf, sample
+from train.data import tokenizer_files
+from train.data.tokenizers import GPT2 as GPT2Tokenizer
+from train.data.tokenizers import Bytes
 from train.errors import UserError
 from train.export import STATE, export
-from train.gpt2 import GPT2, Shape
-from train.initial import note_shape
-from train.run import save_model, steps
-from train.settings import SETTINGS
-from train.tokenizers import GPT2 as GPT2Tokenizer
-from train.tokenizers import Bytes
-from train.trained import of_run
+from train.files import made_whole, unfinished
+from train.gpt2 import GPT2, Shape, huggingface
+from train.runs.checkpoints import save_model, steps
+from train.runs.initial import note_shape
+from train.runs.settings import SETTINGS
+from train.runs.trained import of_run
 
 pytestmark = pytest.mark.application
 __all__ = ["data"]  # the fixture
@@ -443,6 +445,16 @@ def test_an_export_is_made_whole(trained, tmp_path, monkeypatch):
         export(found, tmp_path / "out" / "config.json")
 
 
+def test_a_killed_call_leaves_nothing_behind(tmp_path):
+    out = tmp_path / "out"
+    (unfinished(out) / "made").mkdir(parents=True)
+    (unfinished(out) / "made" / "half").touch()
+    with made_whole(out) as draft:
+        (draft / "whole").touch()
+    assert [path.name for path in out.iterdir()] == ["whole"]
+    assert list(tmp_path.iterdir()) == [out]
+
+
 def test_weights_alone_where_the_vocabulary_cannot_be_had(trained, tmp_path):
     def none():
         raise UserError("got no vocabulary")
@@ -454,8 +466,8 @@ def test_weights_alone_where_the_vocabulary_cannot_be_had(trained, tmp_path):
 
 def started(data, folder, path, *options):
     """The error of a run that starts from ``path``."""
-    from train.launch import parse
-    from train.resolve import resolve
+    from train.engine.launch import parse
+    from train.engine.resolve import resolve
 
     args = [*TINY, "--dataloader.dataset-path", data, "--dump-folder", folder,
             "--checkpoint.initial-load-path", path, *options]  # fmt: skip
@@ -489,9 +501,9 @@ def test_initial_weights_are_checked(data, trained, carried, tmp_path):
 
 def test_the_weights_of_a_begun_run_are_its_own(data, trained, tmp_path):
     """Another start for a run that has begun is told, not ignored."""
-    from train.launch import parse
-    from train.resolve import resolve
-    from train.settings import claim
+    from train.engine.launch import parse
+    from train.engine.resolve import resolve
+    from train.runs.settings import claim
 
     args = [
         *TINY, "--training.steps", STEPS, "--dataloader.dataset-path", data,

@@ -14,12 +14,12 @@ import configs
 from marsopt import MARS
 from tests.trainers import losses, train_all
 from train import prepare
-from train.batches import Batches
+from train.data.batches import Batches
+from train.data.tokens import open_tokens
+from train.engine.schedule import cosine
+from train.engine.titan import CompileConfig
+from train.engine.titan_model import SummedLoss
 from train.gpt2 import GPT2
-from train.schedule import cosine
-from train.titan import CompileConfig
-from train.titan_loss import SummedLoss
-from train.tokens import open_tokens
 
 SUMMED, STEPS, SEQ, BATCH, MICRO = 2, 6, 32, 8, 4
 MAX_NORM = 6.0  # above the norm of the first mean gradients, below that of their sums

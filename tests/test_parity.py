@@ -17,10 +17,10 @@ import configs
 from tests.oracle import Oracle
 from tests.trainers import losses, train_all
 from train import prepare
-from train.batches import Batches
+from train.data.batches import Batches
+from train.data.tokens import open_tokens
+from train.engine.schedule import cosine
 from train.gpt2 import GPT2
-from train.schedule import cosine
-from train.tokens import open_tokens
 
 pytestmark = pytest.mark.application
 

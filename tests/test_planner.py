@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from marsopt import NewtonSchulz
-from parallel.forecast import Job, forecast
 from parallel.placement import shard_sizes
-from parallel.plan import job_of
 from parallel.planner import Machine, Matrix, assign, cost, plan
+from train.plan.__main__ import job_of
+from train.plan.forecast import Job, forecast
 
 NS = NewtonSchulz()
 BLOCK = [(3840, 1280), (1280, 1280), (5120, 1280), (1280, 5120)]
@@ -172,7 +172,7 @@ def test_the_jobs_of_recipes():
 
 def command(*args):
     done = subprocess.run(
-        [sys.executable, "-m", "parallel.plan", *args],
+        [sys.executable, "-m", "train.plan", *args],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,

@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 
 from tests.corpora import MARK, documents, llmc_files, nanogpt_files, write_corpus
-from train import hub, openwebtext
-from train.encoding import encoded
+from train.data import hub, web_text
+from train.data.encoding import encoded
+from train.data.hub import Corpus, Place
+from train.data.token_files import Stream
+from train.data.tokenizers import tokenizer
+from train.data.tokens import open_tokens
+from train.data.web_text import gather, split_order
 from train.errors import UserError
-from train.hub import Corpus, Place
-from train.openwebtext import gather, split_order
+from train.files import unfinished, workspace
 from train.prepare import main, prepare
-from train.token_files import Stream
-from train.tokenizers import tokenizer
-from train.tokens import open_tokens
-from train.workspace import unfinished, workspace
 
 ROOT = Path(__file__).parent.parent
 SOURCES = {"openwebtext": dict(val_fraction=0.1), "fineweb-edu": {}}
@@ -52,7 +52,7 @@ def contents(folder):
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_openwebtext_is_nanogpts_byte_for_byte(tmp_path, monkeypatch, form):
-    monkeypatch.setattr(openwebtext, "SLAB", 23)
+    monkeypatch.setattr(web_text, "SLAB", 23)
     corpus = write_corpus(tmp_path / "corpus", TEXTS, form)
     meta = make("openwebtext", corpus, tmp_path / "out")
     want = nanogpt_files(TEXTS, 0.1)
@@ -92,7 +92,7 @@ def test_the_split_is_that_of_datasets(num):
 
 def test_the_split_of_openwebtext_itself():
     """nanoGPT says 8,009,762 and 4,007 documents; numpy's stream must not change."""
-    order = split_order(openwebtext.NUM_DOCUMENTS, openwebtext.VAL_FRACTION)
+    order = split_order(web_text.NUM_DOCUMENTS, web_text.VAL_FRACTION)
     assert [len(order[s]) for s in ("train", "val")] == [8_009_762, 4_007]
     assert order["val"][:3].tolist() == [4327249, 4286500, 2184614]
     assert order["train"][:3].tolist() == [4269689, 2140761, 3324742]
@@ -146,7 +146,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("source", SOURCES)
 def test_cut_off_before_every_write_that_counts(tmp_path, corpus, source, monkeypatch):
     """All moments at which a file is synced or renamed, one after the other."""
-    monkeypatch.setattr(openwebtext, "SLAB", 70)
+    monkeypatch.setattr(web_text, "SLAB", 70)
     make(source, corpus, tmp_path / "whole", shard_tokens=12000)
     want = contents(tmp_path / "whole")
     countdown = 0
@@ -181,7 +181,7 @@ def test_cut_off_before_every_write_that_counts(tmp_path, corpus, source, monkey
 
 
 def test_putting_in_order_goes_on_from_any_length(tmp_path, monkeypatch):
-    monkeypatch.setattr(openwebtext, "SLAB", 7)
+    monkeypatch.setattr(web_text, "SLAB", 7)
     lengths = np.random.default_rng(0).integers(1, 9, size=50)
     stream = Stream(np.split(np.arange(lengths.sum(), dtype=np.uint16), [40, 100]))
     order, path = split_order(50, 0.1)["train"], tmp_path / "train.bin"
@@ -288,7 +288,7 @@ def test_two_at_once_are_refused(tmp_path, corpus):
         workspace(out, {}) as work,
     ):
         (work / "begun").touch()
-        with pytest.raises(UserError, match="another train.prepare is at work"):
+        with pytest.raises(UserError, match="another process is at work"):
             make("openwebtext", corpus, out)
         assert (work / "begun").exists()  # what is refused touches nothing
         raise Killed

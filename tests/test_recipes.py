@@ -17,11 +17,11 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 import configs
 from tests.trainers import losses, train_all
 from train import prepare
+from train.engine.resolve import resolve
+from train.engine.schedule import cosine
+from train.engine.trainer import MarsTrainer
 from train.errors import UserError
 from train.gpt2 import Shape
-from train.resolve import resolve
-from train.schedule import cosine
-from train.trainer import MarsTrainer
 
 # Layers, heads, width, block, vocabulary; parameters; sequences per GPU and micro-step,
 # micro-steps on the published number of GPUs; steps, warm-up.

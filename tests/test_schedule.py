@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from train.schedule import cosine, linear, wsd
-from train.titan_optim import MarsOptimizers, RateSchedule
+from train.engine.schedule import cosine, linear, wsd
+from train.engine.titan_optim import MarsOptimizers, RateSchedule
 
 
 def test_cosine_is_the_authors():

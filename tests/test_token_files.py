@@ -11,14 +11,14 @@ import pytest
 
 import configs
 from tests.corpora import documents, write_corpus
-from train.batches import Batches
+from train.data.batches import Batches
+from train.data.token_files import Stream, open_shard, write_shard
+from train.data.tokens import open_tokens, read_meta
+from train.engine.resolve import resolve
 from train.errors import UserError
 from train.gpt2 import Shape
 from train.prepare import prepare
-from train.resolve import resolve
-from train.settings import settings
-from train.token_files import Stream, open_shard, write_shard
-from train.tokens import open_tokens, read_meta
+from train.runs.settings import settings
 
 NO_LENGTHS = np.zeros(65536, dtype=np.uint16)
 

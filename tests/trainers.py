@@ -52,10 +52,10 @@ def losses(printed: str, what: str = "loss") -> dict[int, float]:
 def main() -> None:
     import torch
 
-    from train.launch import console, parse, standalone
-    from train.resolve import resolve
-    from train.settings import claim
-    from train.titan import Trainer
+    from train.engine.launch import console, parse, standalone
+    from train.engine.resolve import resolve
+    from train.engine.titan import Trainer
+    from train.runs.settings import claim
 
     standalone()
     console(rank=0)

@@ -1,6 +1,6 @@
 """python -m train --config NAME [--section.option VALUE ...]; torchrun too."""
 
+from train.engine.launch import main
 from train.errors import command
-from train.launch import main
 
 command(main)

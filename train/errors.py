@@ -1,30 +1,23 @@
 """Bad input, told in one line."""
 
-from __future__ import annotations
-
-import json
+import math
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 
 class UserError(Exception):
     """The user gave something unusable. The message says: got, expected, do."""
 
 
-def read_json(path: Path, expected: str) -> dict:
-    """The JSON object in a file.
-
-    Raises:
-        UserError: it does not read; ``expected`` says what was, and what to do.
-    """
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(
-            f"got a {path} that does not read ({error}), expected {expected}"
-        ) from error
+def check_least(least: float, **options: float | None) -> None:
+    """Check that the options that were given are numbers of at least ``least``."""
+    for name, value in options.items():
+        if value is not None and not least <= value < math.inf:
+            raise UserError(
+                f"got --{name.replace('_', '-')} {value}, expected at least {least}: "
+                "give a larger number, or leave it out"
+            )
 
 
 def command(main: Callable[[], None]) -> None:

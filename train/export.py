@@ -1,47 +1,35 @@
 """python -m train.export: a run's model as a Hugging Face folder."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from pathlib import Path
 
-from train import huggingface, run, tokenizer_files
+from train.data import tokenizer_files
+from train.data.tokenizers import TOKENIZERS
 from train.errors import UserError, command
-from train.folders import made_whole
-from train.settings import SETTINGS, describe
-from train.tokenizers import TOKENIZERS, Tokenizer
-from train.trained import Trained, of_run
+from train.files import made_whole
+from train.gpt2 import huggingface
+from train.runs import checkpoints
+from train.runs.settings import SETTINGS, describe
+from train.runs.trained import STEP_HELP, Trained, of_run
 
 STATE = "training_state"
 
 
-def _coder(trained: Trained) -> Tokenizer:
-    try:
-        return trained.tokenizer()
-    except UserError as error:
-        raise UserError(
-            f"{error}; to export the weights alone give --no-tokenizer"
-        ) from error
-
-
 def export(
-    trained: Trained,
-    out: Path,
-    *,
-    tokenizer: bool = True,
-    training_state: bool = False,
+    trained: Trained, out: Path, *, tokenizer: bool = True, training_state: bool = False
 ) -> None:
     """Make ``out``: config.json, generation_config.json, model.safetensors, and where
     asked for the tokenizer's files and a copy of the whole checkpoint.
-
-    Raises:
-        UserError: an ``out`` in use; GPT-2's vocabulary cannot be had.
     """
-    coder = _coder(trained) if tokenizer else None
-    path = run.checkpoint(trained.folder, trained.step)
+    try:
+        coder = trained.tokenizer() if tokenizer else None
+    except UserError as error:
+        hint = "to export the weights alone give --no-tokenizer"
+        raise UserError(f"{error}; {hint}") from error
+    path = checkpoints.checkpoint(trained.folder, trained.step)
     if training_state:
-        run.check_weights(path, trained.model.shape, whole=True)
+        checkpoints.check_weights(path, trained.model.shape, whole=True)
     _, name = describe(trained.folder)
     with made_whole(out) as draft:
         huggingface.save(trained.model, draft, TOKENIZERS[name].end_of_text)
@@ -52,48 +40,28 @@ def export(
             shutil.copy(trained.folder / SETTINGS, draft / STATE)
 
 
-def _parser() -> argparse.ArgumentParser:
+def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(
-        prog="python -m train.export",
+        "python -m train.export",
         description="Turn a run's checkpoint into a Hugging Face GPT2LMHeadModel.",
     )
-    parser.add_argument(
-        "--run",
-        type=Path,
-        required=True,
-        help="a run's folder, e.g. runs/tiny_mars_adamw",
-    )
-    parser.add_argument("--out", type=Path, required=True, help="a new folder")
-    parser.add_argument(
-        "--step", type=int, help="of the checkpoint (default: the newest)"
-    )
-    parser.add_argument(
-        "--no-tokenizer", action="store_true", help="leave the tokenizer's files out"
-    )
-    parser.add_argument(
-        "--training-state",
-        action="store_true",
-        help="add the whole checkpoint, to continue training elsewhere",
-    )
-    return parser
-
-
-def main() -> None:
-    """The command."""
-    args = _parser().parse_args()
+    add, switch = parser.add_argument, {"action": "store_true"}
+    add("--run", type=Path, required=True, help="a run's folder, e.g. runs/NAME")
+    add("--out", type=Path, required=True, help="a new folder")
+    add("--step", type=int, help=STEP_HELP)
+    add("--no-tokenizer", **switch, help="leave the tokenizer's files out")
+    add("--training-state", **switch, help="add the checkpoint, to go on elsewhere")
+    args = parser.parse_args()
     trained = of_run(args.run, args.step)
-    export(
-        trained,
-        args.out,
-        tokenizer=not args.no_tokenizer,
-        training_state=args.training_state,
-    )
+    state, tokenizer = args.training_state, not args.no_tokenizer
+    export(trained, args.out, tokenizer=tokenizer, training_state=state)
     count = sum(p.numel() for p in trained.model.parameters())
     print(
         f"{count:,} parameters after step {trained.step} of {args.run} in {args.out}: "
         f"GPT2LMHeadModel.from_pretrained('{args.out}')"
     )
-    if args.training_state:
+    if state:
         print(
             "to continue the training in a new run, with the recipe's options: "
             f"--checkpoint.initial-load-path {(args.out / STATE).resolve()} "

@@ -1,32 +1,30 @@
 """python -m train.import_hf: a Hugging Face folder as weights to start a run from."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
-from train import huggingface, initial, run
 from train.errors import command
 from train.export import STATE
-from train.folders import made_whole
+from train.files import made_whole
+from train.gpt2 import huggingface
+from train.runs import checkpoints, initial
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(
-        prog="python -m train.import_hf",
+        "python -m train.import_hf",
         description="Turn a Hugging Face GPT-2 without biases into a checkpoint that "
         "python -m train starts from. It holds weights alone: the optimizer's moments "
         "and previous gradient, the schedule and the place in the data start anew.",
     )
-    parser.add_argument(
-        "--model", type=Path, required=True, help="the Hugging Face folder"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="the Hugging Face folder")
+    add("--out", type=Path, required=True, help="a new folder")
     args = parser.parse_args()
     model = huggingface.load(args.model)
     with made_whole(args.out) as draft:
-        run.save_model(model, draft)
+        checkpoints.save_model(model, draft)
         initial.note_shape(draft, model.shape)
     print(f"the weights of {args.model} ({model.shape}) are in {args.out}")
     print(

@@ -1,7 +1,5 @@
 """python -m train.prepare: text to token files."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -10,22 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from train.errors import UserError, command
-from train.fineweb import SUBSETS, FineWebEdu
-from train.local_text import LocalText
-from train.meta import SPLITS, Meta
-from train.openwebtext import VAL_FRACTION, OpenWebText
-from train.tokenizers import TOKENIZERS, Tokenizer, tokenizer
-from train.tokens import open_tokens
-from train.workspace import MADE, is_complete, unfinished, workspace
+from train.data.local_text import LocalText
+from train.data.tokenizers import TOKENIZERS, Tokenizer, tokenizer
+from train.data.tokens import SPLITS, Meta, open_tokens
+from train.data.web_text import SUBSETS, VAL_FRACTION, FineWebEdu, OpenWebText
+from train.errors import UserError, check_least, command
+from train.files import MADE, check_folder, is_complete, unfinished, workspace
 
 # each with the tokenizer that it takes unless told otherwise
 SOURCES = {
-    "openwebtext": "gpt2",
-    "fineweb-edu": "gpt2",
-    "text": "bytes",
-    "python": "bytes",
-}
+    "openwebtext": "gpt2", "fineweb-edu": "gpt2", "text": "bytes", "python": "bytes",
+}  # fmt: skip
 SHARD_TOKENS = 10**8  # as llm.c and modded-nanogpt
 
 
@@ -37,9 +30,7 @@ class Source(Protocol):
     request: dict
     plan: dict
 
-    def make(
-        self, work: Path, made: Path, coder: Tokenizer, processes: int
-    ) -> Meta: ...
+    def make(self, work: Path, coder: Tokenizer, processes: int) -> Meta: ...
 
 
 def choose(
@@ -50,26 +41,7 @@ def choose(
     subset: str | None,
     shard_tokens: int,
 ) -> Source:
-    """The source with its options.
-
-    Raises:
-        UserError: options that do not fit it, or unreadable input.
-    """
-    _check(source, files, val_fraction, dataset or subset, shard_tokens)
-    if source == "fineweb-edu":
-        return FineWebEdu(dataset, subset, shard_tokens)
-    if source == "openwebtext":
-        return OpenWebText(dataset, subset, val_fraction or VAL_FRACTION, shard_tokens)
-    return LocalText(source, list(files), val_fraction or 0.05)
-
-
-def _check(
-    source: str,
-    files: Sequence[Path],
-    val_fraction: float | None,
-    data: str | None,
-    shard_tokens: int,
-) -> None:
+    """Return the source with its options."""
     if val_fraction is not None and not 0 < val_fraction < 1:
         raise UserError(
             f"got --val-fraction {val_fraction}, expected a number between 0 and 1: "
@@ -90,16 +62,21 @@ def _check(
             "got no files with --source text, expected at least one: name UTF-8 text "
             "files at the end"
         )
-    if source in ("text", "python") and data:
+    if source in ("text", "python"):
+        if dataset or subset:
+            raise UserError(
+                f"got --dataset or --subset with --source {source}, expected neither: "
+                "they are for openwebtext and fineweb-edu; leave them out"
+            )
+        return LocalText(source, list(files), val_fraction or 0.05)
+    if source == "openwebtext":
+        return OpenWebText(dataset, subset, val_fraction or VAL_FRACTION, shard_tokens)
+    if val_fraction is not None:
         raise UserError(
-            f"got --dataset or --subset with --source {source}, expected neither: they "
-            "are for openwebtext and fineweb-edu; leave them out"
+            f"got --val-fraction {val_fraction} with --source fineweb-edu, expected "
+            "none: its first shard is held out; leave it out"
         )
-    if source == "fineweb-edu" and val_fraction is not None:
-        raise UserError(
-            f"got --val-fraction {val_fraction} with --source fineweb-edu, "
-            "expected none: its first shard is held out; leave it out"
-        )
+    return FineWebEdu(dataset, subset, shard_tokens)
 
 
 def prepare(
@@ -119,38 +96,18 @@ def prepare(
     Cut off at any moment and called again, it makes the same files; work on
     "openwebtext" and "fineweb-edu" goes on where it stopped.
 
-    Args:
-        source: of SOURCES.
-        tokenizer_name: "bytes" or "gpt2".
-        out: a new or empty folder.
-        files: of "text".
-        val_fraction: share held out; None for the source's own.
-        dataset, subset: in place of the source's own on the Hugging Face hub; a folder
-            is read in place of it.
-        shard_tokens: tokens of a shard; work is saved after each.
-        processes: that tokenise.
-
-    Raises:
-        UserError: unreadable input, or an ``out`` that holds something else.
+    Arguments are the command line's options; ``val_fraction`` None is the source's own,
+    ``dataset`` and ``subset`` stand in place of the source's own on the Hugging Face
+    hub, and work is saved after each shard of ``shard_tokens``.
     """
     chosen = choose(source, files, val_fraction, dataset, subset, shard_tokens)
-    if processes < 1:
-        raise UserError(
-            f"got --processes {processes}, expected at least 1: leave it out for one "
-            "per core"
-        )
-    if out.exists() and not out.is_dir():
-        raise UserError(
-            f"got --out {out}, which is a file, expected a folder: choose one"
-        )
-    if out.exists() and any(out.iterdir()):
+    check_least(1, processes=processes)
+    if check_folder("--out", out):
         return _recognise(out, chosen.request, tokenizer_name)
     try:
         with workspace(out, {**chosen.plan, "tokenizer": tokenizer_name}) as work:
             if not is_complete(work):
-                (work / MADE).mkdir(exist_ok=True)
-                coder = tokenizer(tokenizer_name)
-                meta = chosen.make(work, work / MADE, coder, processes)
+                meta = chosen.make(work, tokenizer(tokenizer_name), processes)
                 meta.save(work / MADE)
     except OSError as error:
         raise UserError(
@@ -161,14 +118,13 @@ def prepare(
 
 
 def _recognise(out: Path, request: dict, tokenizer_name: str) -> Meta:
-    """What ``out`` holds, if that was made from ``request``."""
+    """Return what ``out`` holds, if that was made from ``request``."""
     meta = Meta.load(out)
     same = request == {key: meta.source.get(key) for key in request}
     if not same or meta.tokenizer != tokenizer_name:
         raise UserError(
-            f"got --out {out}, which holds data made from something else, expected "
-            "an empty or new folder: choose "
-            "another, or delete it"
+            f"got --out {out}, which holds data made from something else, expected an "
+            "empty or new folder: choose another, or delete it"
         )
     for split in SPLITS:
         open_tokens(out, split, vocab_size=meta.vocab_size)
@@ -178,81 +134,48 @@ def _recognise(out: Path, request: dict, tokenizer_name: str) -> Meta:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m train.prepare",
+        "python -m train.prepare",
         description="Turn text into token files. Cut off at any moment, the same "
         "command goes on where it stopped.",
     )
-    parser.add_argument(
-        "--source",
-        choices=SOURCES,
-        default="python",
+    add = parser.add_argument
+    # fmt: off
+    add("--source", choices=SOURCES, default="python",
         help="openwebtext: nanoGPT's files (needs 36 GB of disk, 18 stay); "
         "fineweb-edu: shards with a header (2 GB per 1B tokens); text: FILES; "
-        "python: the standard library's source (default)",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        choices=sorted(TOKENIZERS),
-        help="default: gpt2 for openwebtext and fineweb-edu, else bytes",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        help="folder for the token files and meta.json",
-    )
-    parser.add_argument(
-        "--val-fraction",
-        type=float,
+        "python: the standard library's source (default)")
+    add("--tokenizer", choices=sorted(TOKENIZERS),
+        help="default: gpt2 for openwebtext and fineweb-edu, else bytes")
+    add("--out", type=Path, required=True, help="folder for token files and meta.json")
+    add("--val-fraction", type=float,
         help=f"share held out (default 0.05; openwebtext {VAL_FRACTION}; fineweb-edu "
-        "holds out its first shard)",
-    )
-    parser.add_argument(
-        "--dataset",
+        "holds out its first shard)")
+    add("--dataset",
         help="in place of the source's own: a folder of parquet, arrow or JSON-lines "
-        "files with a column text, or OWNER/NAME on the Hugging Face hub",
-    )
-    parser.add_argument(
-        "--subset",
+        "files with a column text, or OWNER/NAME on the Hugging Face hub")
+    add("--subset",
         help="of the data set on the hub; fineweb-edu: "
-        f"{' or '.join(SUBSETS)} (default {list(SUBSETS)[-1]})",
-    )
-    parser.add_argument(
-        "--shard-tokens",
-        type=int,
-        default=SHARD_TOKENS,
-        help="tokens per shard; work is saved after each (default %(default)s)",
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        help="that tokenise (default: one per core; 1 with --tokenizer bytes)",
-    )
-    parser.add_argument(
-        "files", nargs="*", type=Path, help="text files, for --source text"
-    )
+        f"{' or '.join(SUBSETS)} (default {list(SUBSETS)[-1]})")
+    add("--shard-tokens", type=int, default=SHARD_TOKENS,
+        help="tokens per shard; work is saved after each (default %(default)s)")
+    add("--processes", type=int,
+        help="that tokenise (default: one per core; 1 with --tokenizer bytes)")
+    add("files", nargs="*", type=Path, help="text files, for --source text")
+    # fmt: on
     return parser.parse_args()
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     args = arguments()
-    tokenizer_name = args.tokenizer or SOURCES[args.source]
-    cores = 1 if tokenizer_name == "bytes" else len(os.sched_getaffinity(0))
+    options = vars(args)
+    name = options.pop("tokenizer") or SOURCES[args.source]
+    if args.processes is None:
+        args.processes = 1 if name == "bytes" else len(os.sched_getaffinity(0))
     try:
-        meta = prepare(
-            args.source,
-            tokenizer_name,
-            args.out,
-            args.files,
-            args.val_fraction,
-            dataset=args.dataset,
-            subset=args.subset,
-            shard_tokens=args.shard_tokens,
-            processes=cores if args.processes is None else args.processes,
-        )
+        meta = prepare(tokenizer_name=name, **options)
     except KeyboardInterrupt:
         print("stopped: the same command goes on from here", file=sys.stderr)
         sys.exit(130)

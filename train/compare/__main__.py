@@ -1,7 +1,5 @@
 """python -m train.compare --configs A B C --out DIR [--lrs ...] [--steps N] ..."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -12,7 +10,10 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from train.errors import UserError, command
+from train.compare.sweep import rounded
+from train.engine.launch import console
+from train.errors import UserError, check_least, command
+from train.files import lock
 
 WAIT = 15  # seconds for the runs of a call that was killed to end
 PARTS = ("runs", "timing", "report")
@@ -20,20 +21,12 @@ SEEDS = 3
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, checked; what stands after -- goes to every run.
-
-    Raises:
-        UserError: a number too small, or settings of a comparison without recipes.
-    """
+    """Return the command line, checked; what stands after -- goes to every run."""
     cut = argv.index("--") if "--" in argv else len(argv)
     args = _parser().parse_args(argv[:cut])
     args.options = list(argv[cut + 1 :])
-    for name, low in (("steps", 2), ("seeds", 1), ("jobs", 1)):
-        value = getattr(args, name)
-        if value is not None and value < low:
-            raise UserError(
-                f"got --{name} {value}, expected at least {low}: give a larger number"
-            )
+    check_least(2, steps=args.steps)
+    check_least(1, seeds=args.seeds, jobs=args.jobs)
     if args.configs is None and (args.lrs or args.steps or args.seeds or args.options):
         raise UserError(
             "got settings without --configs, expected none, for they are those of the "
@@ -44,42 +37,29 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m train.compare",
+        "python -m train.compare",
         description="Train recipes at several learning rates, and compare the best.",
         epilog="What follows -- is given to every run: -- --dataloader.dataset-path D",
     )
     add = parser.add_argument
+    # fmt: off
     add("--configs", nargs="+", help="recipes; left out: go on as --out says")
     add("--out", type=Path, required=True, help="folder of the comparison")
-    add(
-        "--lrs",
-        nargs="+",
-        default=[],
-        metavar="LR | CONFIG=LR,LR,...",
+    add("--lrs", nargs="+", default=[], metavar="LR | CONFIG=LR,LR,...",
         help="rates for all recipes, or for one (default: half, once and twice the "
-        "recipe's); a grid whose edge is best widens, a single rate stays",
-    )
+        "recipe's); a grid whose edge is best widens, a single rate stays")
     add("--steps", type=int, help="of a run (default: the recipes')")
     add("--seeds", type=int, help=f"of the best rate (default {SEEDS})")
     add("--jobs", type=int, help="runs at once (default: 1 on a GPU, else 2)")
-    add(
-        "--timing",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="measure seconds per step after the runs, recipes taking turns",
-    )
+    add("--timing", action=argparse.BooleanOptionalAction, default=True,
+        help="measure seconds per step after the runs, recipes taking turns")
     add("--only", choices=PARTS, help="one part, with what is there")
+    # fmt: on
     return parser
 
 
 def grids(texts: Sequence[str], names: Sequence[str]) -> dict[str, list[float]]:
-    """{recipe: rates} of --lrs.
-
-    Raises:
-        UserError: no number, not positive, or of a recipe that is not compared.
-    """
-    from train.compare.sweep import rounded
-
+    """Return {recipe: rates} of --lrs."""
     common: list[float] = []
     own: dict[str, list[float]] = {}
     for text in texts:
@@ -104,27 +84,17 @@ def grids(texts: Sequence[str], names: Sequence[str]) -> dict[str, list[float]]:
 
 @contextmanager
 def alone(path: Path):
-    """A folder's lock, which outlives this process as long as a run of it lives.
-
-    Raises:
-        UserError: another call is at work there.
-    """
-    import fcntl
-
+    """Hold a folder's lock, which outlives this process where a run of it does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         deadline = time.monotonic() + WAIT
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"got --out {path.parent}, in which another call is at work, "
-                        "expected one at a time: wait for it, or end it"
-                    ) from error
-                time.sleep(0.2)
+        while not lock(file.fileno()):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"got --out {path.parent}, in which another call is at work, "
+                    "expected one at a time: wait for it, or end it"
+                )
+            time.sleep(0.2)
         yield file.fileno()
 
 
@@ -133,26 +103,22 @@ def _interrupt(signum, frame):
 
 
 def say(line: str) -> None:
-    """One line, with the time of day."""
+    """Print one line, with the time of day."""
     print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
 
 
-def planned(args: argparse.Namespace, jobs: int):
-    """The plan of this call, with recipes of earlier ones.
-
-    Raises:
-        UserError: recipes, rates or a folder that do not fit.
-    """
-    from train.compare import plan as plans
+def chosen(args: argparse.Namespace, jobs: int):
+    """Return the study of this call, with recipes of earlier ones."""
+    from train.compare.study import Study, again, check, make
 
     threads = max(1, os.cpu_count() // jobs)
     if args.configs is None:
-        theirs = plans.Plan.load(args.out)
+        theirs = Study.load(args.out)
         if args.only == "report":  # also where the data is not
             return theirs
-        return plans.check(plans.again(theirs, threads), args.out)
+        return check(again(theirs, threads), args.out)
     names = list(dict.fromkeys(args.configs))
-    plan = plans.make(
+    study = make(
         names,
         grids(args.lrs, names),
         steps=args.steps,
@@ -160,45 +126,44 @@ def planned(args: argparse.Namespace, jobs: int):
         threads=threads,
         options=args.options,
     )
-    return plans.check(plan, args.out)
+    return check(study, args.out)
 
 
 def compare(args: argparse.Namespace) -> bool:
-    """All parts, or the one of --only; whether every run that was needed is there."""
+    """Do all parts, or the one of --only; return whether every run that was needed is
+    there.
+    """
     import torch
 
-    from train.compare.plan import LOCK, check
-    from train.compare.report import report
     from train.compare.session import Session
+    from train.compare.study import LOCK, check
+    from train.compare.table import report
     from train.compare.timing import measure, seconds_per_run
-    from train.launch import console
 
     console(0)
     jobs = args.jobs or (1 if torch.cuda.is_available() else min(2, os.cpu_count()))
-    plan = planned(args, jobs)
+    study = chosen(args, jobs)
     if args.only == "report":  # reads alone: possible while runs go on
-        report(plan, args.out)
+        report(study, args.out)
         return True
     complete = True
-    with alone(args.out / LOCK) as lock:
-        plan = check(plan, args.out)  # another call may have begun one since
-        plan.save(args.out)
+    with alone(args.out / LOCK) as held:
+        study = check(study, args.out)  # another call may have begun one since
+        study.save(args.out)
         if args.only in (None, "runs"):
-            guess = seconds_per_run(plan)
-            session = Session(
-                plan, args.out, jobs=jobs, lock=lock, guess=guess, say=say
-            )
+            told = dict(guess=seconds_per_run(study), say=say)
+            session = Session(study, args.out, jobs=jobs, lock=held, **told)
             session.train()
             complete = not session.failed
         if args.only == "timing" or (args.only is None and args.timing):
-            complete &= measure(plan, args.out, lock, say)
+            complete &= measure(study, args.out, held, say)
         if args.only is None:
-            report(plan, args.out)
+            report(study, args.out)
     return complete
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)  # background shells ignore it
     try:

@@ -1,10 +1,17 @@
-"""Processes of a comparison: started, watched, ended together."""
+"""Processes of a comparison: started, watched, ended together.
 
-from __future__ import annotations
+python -m train.compare.children MODULE ARGUMENT... runs a module that ends with its
+parent: a comparison that is killed must not leave runs behind that a second call would
+start again in the same folders. Standard input is a pipe that the parent never writes
+to: when it ends, the parent has.
+"""
 
 import os
+import runpy
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +29,12 @@ class Child:
     run: Run
     process: subprocess.Popen
     console: Path
-    began: float
-    """By the session's clock, in seconds at work."""
+    began: float  # by the session's clock, in seconds at work
     resumed: bool
-    shown: int
-    """The last step whose validation loss has been shown."""
+    shown: int  # the last step whose validation loss has been shown
 
     def last_lines(self, count: int = 6) -> str:
-        """The end of what it said."""
+        """Return the end of what it said."""
         lines = self.console.read_text(errors="replace").splitlines()
         return "\n".join(f"    {line}" for line in lines[-count:])
 
@@ -41,11 +46,12 @@ def spawn(
     lock: int,
     console: IO | None = None,
 ) -> subprocess.Popen:
-    """``python -m module`` as a process that ends with this one and holds the lock
-    until then; what it says goes to ``console``, None = where ours goes.
+    """Start ``python -m module`` as a process that ends with this one and holds the
+    lock until then; what it says goes to ``console``, None = where ours goes.
     """
+    command = [sys.executable, "-m", "train.compare.children", module]
     return subprocess.Popen(
-        [sys.executable, "-m", "train.compare.child", module, *map(str, arguments)],
+        [*command, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=console,
         stderr=subprocess.STDOUT if console is not None else None,
@@ -65,3 +71,19 @@ def end(processes: Sequence[subprocess.Popen]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _end_with_parent() -> None:
+    os.read(sys.stdin.fileno(), 1)
+    os.kill(os.getpid(), signal.SIGKILL)  # a run continues from its last checkpoint
+
+
+def main() -> None:
+    """Run the module."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    sys.argv.pop(0)
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,5 @@
 """What runs left behind: validation curves, and their ends."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from dataclasses import dataclass
@@ -10,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from train.compare.sweep import Run
-from train.report import VAL, read_scalars
-from train.run import last_step
+from train.runs.checkpoints import last_step, step_folders
+from train.runs.summary import VAL, read_scalars
 
 
 @dataclass(frozen=True)
@@ -34,39 +32,37 @@ class Curve:
 
     @property
     def score(self) -> float:
-        """Final loss; inf if the run diverged: not finite, or no better than the
-        untrained model.
+        """Return the final loss; inf if the run diverged: not finite, or no better than
+        the untrained model.
         """
         improved = math.isfinite(self.final) and self.final < self.losses[0]
         return self.final if improved else math.inf
 
     def at(self, step: float) -> float:
-        """Loss at a step between two points, on the straight line."""
+        """Return the loss at a step between two points, on the straight line."""
         return float(np.interp(step, self.steps, self.losses))
 
     def reaches(self, loss: float) -> float:
-        """The first step, on the straight line between points, with at most this loss;
-        inf if there is none.
+        """Return the first step, on the straight line between points, with at most this
+        loss; inf if there is none.
         """
         below = np.flatnonzero(self.losses <= loss)
         if len(below) == 0:
             return math.inf
         i = int(below[0])
-        if i == 0:
-            return float(self.steps[0])
+        if i == 0 or not math.isfinite(self.losses[i - 1]):
+            return float(self.steps[i])
         (s0, s1), (l0, l1) = self.steps[i - 1 : i + 1], self.losses[i - 1 : i + 1]
-        if not math.isfinite(l0):
-            return float(s1)
         return float(s0 + (s1 - s0) * (l0 - loss) / (l0 - l1))
 
 
 def validations(folder: Path) -> dict[int, float]:
-    """{step: loss} that the run in ``folder`` has written so far."""
+    """Return {step: loss} that the run in ``folder`` has written so far."""
     return read_scalars(folder / "tb").get(VAL, {})
 
 
 def load(folder: Path, steps: int) -> Curve | None:
-    """The curve of the run in ``folder``; None if it has not come to its last step."""
+    """Return the curve of the run in ``folder``; None before its last step."""
     points = validations(folder)
     if steps not in points:
         return None
@@ -74,15 +70,13 @@ def load(folder: Path, steps: int) -> Curve | None:
 
 
 def load_all(folder: Path, steps: int, configs: list[str]) -> dict[Run, Curve]:
-    """All finished runs of these recipes below ``folder``."""
+    """Return all finished runs of these recipes below ``folder``."""
     found = {}
     for path in sorted(folder.glob("*/lr-*/seed-*")):
         config, lr, seed = path.relative_to(folder).parts
-        run = Run(
-            config, float(lr.removeprefix("lr-")), int(seed.removeprefix("seed-"))
-        )
         if config in configs and (curve := load(path, steps)) is not None:
-            found[run] = curve
+            lr, seed = lr.removeprefix("lr-"), seed.removeprefix("seed-")
+            found[Run(config, float(lr), int(seed))] = curve
     return found
 
 
@@ -90,15 +84,16 @@ def discard_incomplete(folder: Path, steps: int) -> bool:
     """Delete the last checkpoint of a run that was killed between it and the last
     validation: from there it would neither train nor validate again.
     """
-    stale = last_step(folder) >= steps and load(folder, steps) is None
+    last = last_step(folder)
+    stale = last >= steps and load(folder, steps) is None
     if stale:
-        shutil.rmtree(folder / "checkpoint" / f"step-{last_step(folder)}")
+        shutil.rmtree(step_folders(folder / "checkpoint")[last])
     return stale
 
 
 def keep_last_checkpoint(folder: Path) -> None:
     """Delete all but the newest checkpoint of a finished run."""
     last = last_step(folder)
-    for path in (folder / "checkpoint").glob("step-*"):
-        if path.name != f"step-{last}":
+    for step, path in step_folders(folder / "checkpoint").items():
+        if step != last:
             shutil.rmtree(path)

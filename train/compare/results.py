@@ -1,18 +1,17 @@
 """What a comparison found, as numbers."""
 
-from __future__ import annotations
-
-import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median, stdev
+from typing import Self
 
 import numpy as np
 
 from train.compare.curves import Curve, load_all
-from train.compare.plan import Plan, Recipe
+from train.compare.study import Recipe, Study
 from train.compare.sweep import Run, best_rate, is_inside, next_rates, sweep_of
+from train.files import read_json
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Spread:
     values: list[float]
 
     @classmethod
-    def of(cls, values: list[float]) -> Spread:
+    def of(cls, values: list[float]) -> Self:
         deviation = stdev(values) if len(values) > 1 else 0.0
         return cls(mean(values), deviation, values)
 
@@ -35,29 +34,23 @@ class Entry:
 
     recipe: Recipe
     lr: float
-    inside: bool
-    """The best rate has a worse one on both sides."""
-    sweep: dict[float, float]
-    """{rate: final loss of seed 0}; inf = diverged."""
-    num_untried: int
-    """Rates that the sweep still needs."""
-    curves: list[Curve]
-    """Of each seed that did not diverge."""
-    num_diverged: int
-    """Seeds that did."""
+    inside: bool  # the best rate has a worse one on both sides
+    sweep: dict[float, float]  # {rate: final loss of seed 0}; inf = diverged
+    num_untried: int  # rates that the sweep still needs
+    curves: list[Curve]  # of each seed that did not diverge
+    num_diverged: int  # seeds that did
     best: Spread
     final: Spread
-    seconds_per_step: float | None
-    """Median; None = not measured."""
+    seconds_per_step: float | None  # median; None = not measured
 
     @property
     def curve(self) -> Curve:
-        """Mean over seeds, at the steps that all have."""
+        """Return the mean over seeds, at the steps that all have."""
         steps = self.curves[0].steps
         for other in self.curves[1:]:
             steps = np.intersect1d(steps, other.steps)
-        return Curve(steps, np.mean([np.interp(steps, c.steps, c.losses)
-                                     for c in self.curves], axis=0))  # fmt: skip
+        losses = [np.interp(steps, c.steps, c.losses) for c in self.curves]
+        return Curve(steps, np.mean(losses, axis=0))
 
 
 @dataclass(frozen=True)
@@ -78,34 +71,32 @@ class Row:
     tokens_ratio_range: tuple[float, float]
     """Smallest and largest over seeds; inf = a seed did not get there."""
     seconds_per_step: float | None
-    seconds_per_step_ratio: float | None
-    """Of the fastest's."""
+    seconds_per_step_ratio: float | None  # of the fastest's
     seconds_ratio: float | None
     """Seconds until the worst optimizer's final loss, of the seconds that it took."""
-    loss_at_time: float | None
-    """When the fastest optimizer has finished."""
+    loss_at_time: float | None  # when the fastest optimizer has finished
 
 
-def entries(plan: Plan, folder: Path) -> list[Entry]:
-    """All recipes with a finished rate, best first."""
-    curves = load_all(folder / "runs", plan.steps, list(plan.grids))
+def entries(study: Study, folder: Path) -> list[Entry]:
+    """Return all recipes with a finished rate, best first."""
+    curves = load_all(folder / "runs", study.steps, list(study.grids))
     scores = {run: curve.score for run, curve in curves.items()}
-    path = folder / "timing.json"
-    timing = json.loads(path.read_text()) if path.exists() else {}
+    path, expected = folder / "timing.json", "seconds: measure again, --only timing"
+    timing = read_json(path, expected) if path.exists() else {}
     found = []
-    for name in plan.grids:
+    for name in study.grids:
         sweep = sweep_of(name, scores)
         if not sweep or math.isinf(sweep[lr := best_rate(sweep)]):
             continue
-        seeds = [Run(name, lr, seed) for seed in range(plan.num_seeds)]
+        seeds = [Run(name, lr, seed) for seed in range(study.num_seeds)]
         mine = [curves[r] for r in seeds if r in curves and scores[r] < math.inf]
         found.append(
             Entry(
-                plan.recipes[name],
+                study.recipes[name],
                 lr,
                 is_inside(sweep),
                 sweep,
-                len(next_rates(plan.grids[name], sweep)),
+                len(next_rates(study.grids[name], sweep)),
                 mine,
                 sum(scores.get(run) == math.inf for run in seeds),
                 Spread.of([c.best for c in mine]),
@@ -117,7 +108,7 @@ def entries(plan: Plan, folder: Path) -> list[Entry]:
 
 
 def rows(found: list[Entry], steps: int) -> list[Row]:
-    """The table, in the order of the entries, which is best first."""
+    """Return the table, in the order of the entries, which is best first."""
     target = found[-1].final.mean
     timed = [e.seconds_per_step for e in found if e.seconds_per_step is not None]
     fastest = min(timed) if timed else None
@@ -149,12 +140,12 @@ def rows(found: list[Entry], steps: int) -> list[Row]:
     return table
 
 
-def as_json(found: list[Entry], table: list[Row], plan: Plan) -> dict:
-    """Everything, for other programs; inf and nan as null."""
-    tokens = plan.tokens_per_step
+def as_json(found: list[Entry], table: list[Row], study: Study) -> dict:
+    """Return everything, for other programs; inf and nan as null."""
+    tokens = study.tokens_per_step
     raw = {
-        "steps": plan.steps,
-        "tokens_per_run": plan.steps * tokens,
+        "steps": study.steps,
+        "tokens_per_run": study.steps * tokens,
         "target_loss": found[-1].final.mean,
         "target_set_by": found[-1].recipe.name,
         "optimizers": {row.name: asdict(row) for row in table},

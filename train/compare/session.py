@@ -1,56 +1,44 @@
-"""Trains what a plan still needs: some runs at once, each its own process."""
-
-from __future__ import annotations
+"""Trains what a study still needs: some runs at once, each its own process."""
 
 import math
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from pathlib import Path
 
 from train.compare import curves, sweep
 from train.compare.children import Child, end, spawn
-from train.compare.plan import Plan
+from train.compare.study import Study
 from train.compare.sweep import Run
 
 POLL = 0.5  # seconds between two looks at the processes
 LOOK = 5.0  # seconds between two looks at their losses
 
 
+@dataclass
 class Session:
-    """One call's share of a comparison.
+    """One call's share of a comparison."""
 
-    Args:
-        plan: what to train.
-        folder: of the comparison.
-        jobs: runs at once.
-        lock: file descriptor that runs hold as long as they live.
-        guess: seconds of one run of a recipe, before any has been timed.
-        say: shows a line.
-    """
+    study: Study
+    folder: Path
+    _: KW_ONLY
+    jobs: int  # runs at once
+    lock: int  # file descriptor that runs hold as long as they live
+    guess: Callable[[str], float]  # seconds of a recipe's run, before one was timed
+    say: Callable[[str], None]  # shows a line
 
-    def __init__(
-        self,
-        plan: Plan,
-        folder: Path,
-        *,
-        jobs: int,
-        lock: int,
-        guess: Callable[[str], float],
-        say: Callable[[str], None],
-    ) -> None:
-        self.plan, self.folder, self.jobs, self.lock = plan, folder, jobs, lock
-        self.guess, self.say = guess, say
-        found = curves.load_all(folder / "runs", plan.steps, list(plan.grids))
+    def __post_init__(self) -> None:
+        study, self.failed = self.study, set[Run]()
+        found = curves.load_all(self.folder / "runs", study.steps, list(study.grids))
         self.losses = {run: curve.score for run, curve in found.items()}
-        self.failed: set[Run] = set()
         self.running: list[Child] = []
         self.clock = 0.0  # seconds at work: time spent stopped does not count
         self.took: dict[str, list[float]] = {}
         self.guessed = self.spent = 0.0
 
     def train(self) -> None:
-        """Until nothing is left to start, or an interrupt, which ends all children."""
+        """Train until nothing is left; an interrupt ends all children."""
         self.say(self._outlook())
         last, looked = time.monotonic(), 0.0
         try:
@@ -68,47 +56,39 @@ class Session:
             end([child.process for child in self.running])
 
     def _start(self) -> bool:
-        """Fill the free places; whether anything was started."""
+        """Fill the free places; return whether anything was started."""
         busy = {child.run for child in self.running}
-        ready = [run for run in self._next() if run not in busy]
+        ready = [run for run in sweep.next_runs(*self._state()) if run not in busy]
         chosen = ready[: self.jobs - len(self.running)]
         for run in chosen:
             self.running.append(self._child(run))
         return bool(chosen)
 
+    def _state(self) -> tuple:
+        return self.study.grids, self.study.num_seeds, self.losses, self.failed
+
     def _child(self, run: Run) -> Child:
-        """A process that trains ``run``, from its last checkpoint if it has one."""
+        """Start a process that trains ``run``, from its last checkpoint on."""
         folder = self.folder / "runs" / run.path
-        if curves.discard_incomplete(folder, self.plan.steps):
+        if curves.discard_incomplete(folder, self.study.steps):
             self.say(f"{run}: was killed at its very end, goes back a checkpoint")
         folder.mkdir(parents=True, exist_ok=True)
         console, known = folder / "console.txt", curves.validations(folder)
-        options = self.plan.arguments(run, self.folder)
+        options = self.study.arguments(run, self.folder)
         with console.open("a") as file:
-            process = spawn("train", options, self.plan.threads, self.lock, file)
+            process = spawn("train", options, self.study.threads, self.lock, file)
         self.say(f"{run}: {'continues' if known else 'starts'}")
-        return Child(
-            run,
-            process,
-            console,
-            began=self.clock,
-            resumed=bool(known),
-            shown=max(known, default=0),
-        )
-
-    def _next(self) -> list[Run]:
-        return sweep.next_runs(
-            self.plan.grids, self.plan.num_seeds, self.losses, self.failed
-        )
+        known_step = max(known, default=0)
+        return Child(run, process, console, self.clock, bool(known), known_step)
 
     def _show(self, child: Child) -> None:
-        """The newest validation loss, if one came since the last look."""
+        """Show the newest validation loss, if one came since the last look."""
         points = curves.validations(self.folder / "runs" / child.run.path)
         step = max(points, default=0)
         if step > child.shown:
             child.shown = step
             self.say(
-                f"{child.run}: step {step}/{self.plan.steps}, validation loss "
+                f"{child.run}: step {step}/{self.study.steps}, validation loss "
                 f"{points[step]:.4f}"
             )
 
@@ -118,13 +98,15 @@ class Session:
             self.running.remove(child)
             self._show(child)
             run, folder = child.run, self.folder / "runs" / child.run.path
-            curve = curves.load(folder, self.plan.steps)
+            curve, code = (
+                curves.load(folder, self.study.steps),
+                child.process.returncode,
+            )
             if curve is None:  # what fails after the last validation costs nothing
                 self.failed.add(run)
                 self.say(
-                    f"{run}: FAILED (exit code {child.process.returncode}), tried "
-                    f"again by the next call; the end of {child.console}:\n"
-                    f"{child.last_lines()}"
+                    f"{run}: FAILED (exit code {code}), tried again by the next call; "
+                    f"the end of {child.console}:\n{child.last_lines()}"
                 )
                 continue
             curves.keep_last_checkpoint(folder)
@@ -143,16 +125,14 @@ class Session:
         self.spent += seconds
 
     def _seconds(self, config: str) -> float:
-        """What one run of this recipe takes, as far as is known."""
+        """Return what one run of this recipe takes, as far as is known."""
         if times := self.took.get(config):
             return sum(times) / len(times)
         return self.guess(config) * (self.spent / self.guessed if self.guessed else 1.0)
 
     def _outlook(self) -> str:
-        """How many of how many, and how long the rest takes."""
-        to_come = sweep.num_to_come(
-            self.plan.grids, self.plan.num_seeds, self.losses, self.failed
-        )
+        """Say how many of how many are done, and how long the rest takes."""
+        to_come = sweep.num_to_come(*self._state())
         done, left = len(self.losses), sum(to_come.values())
         seconds = sum(n * self._seconds(name) for name, n in to_come.items() if n)
         seconds -= sum(self.clock - child.began for child in self.running)

@@ -3,8 +3,6 @@
 Pure: nothing here trains or reads files.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ class Run:
 
     @property
     def path(self) -> str:
-        """Its folder below the comparison's runs."""
+        """Return its folder below the comparison's runs."""
         return f"{self.config}/lr-{self.lr:g}/seed-{self.seed}"
 
     def __str__(self) -> str:
@@ -33,32 +31,30 @@ class Run:
 
 
 def rounded(lr: float) -> float:
-    """Six digits: rates that print alike are one rate."""
+    """Round to six digits: rates that print alike are one rate."""
     return float(f"{lr:.6g}")
 
 
 def default_grid(lr: float) -> tuple[float, ...]:
-    """Around a recipe's rate."""
+    """Return the rates around a recipe's."""
     return tuple(rounded(lr * factor) for factor in (1 / FACTOR, 1.0, FACTOR))
 
 
 def best_rate(losses: Mapping[float, float]) -> float:
-    """The rate of the lowest loss, the smaller one of equals."""
+    """Return the rate of the lowest loss, the smaller one of equals."""
     return min(losses, key=lambda lr: (losses[lr], lr))
 
 
 def is_inside(losses: Mapping[float, float]) -> bool:
-    """Whether the best rate has a worse one on both sides."""
+    """Return whether the best rate has a worse one on both sides."""
     return min(losses) < best_rate(losses) < max(losses)
 
 
 def next_rates(grid: Sequence[float], losses: Mapping[float, float]) -> list[float]:
-    """Rates still to be tried: the rest of the grid, then one beyond the edge at which
-    the best lies, none when it lies inside.
+    """Return the rates still to be tried: the rest of the grid, then one beyond the
+    edge at which the best lies, none when it lies inside.
 
-    Args:
-        grid: rates to try in any case.
-        losses: what has been tried; inf = diverged.
+    ``losses`` has what was tried; inf = diverged.
     """
     if missing := [lr for lr in grid if lr not in losses]:
         return missing
@@ -69,7 +65,7 @@ def next_rates(grid: Sequence[float], losses: Mapping[float, float]) -> list[flo
 
 
 def sweep_of(config: str, losses: Mapping[Run, float]) -> dict[float, float]:
-    """{rate: loss} of the runs that choose the rate: those of seed 0."""
+    """Return {rate: loss} of the runs that choose the rate: those of seed 0."""
     runs = sorted(run for run in losses if (run.config, run.seed) == (config, 0))
     return {run.lr: losses[run] for run in runs}
 
@@ -80,7 +76,7 @@ def next_runs(
     losses: Mapping[Run, float],
     failed: Collection[Run] = (),
 ) -> list[Run]:
-    """All runs that can be started now, those of sweeps first.
+    """Return all runs that can be started now, those of sweeps first.
 
     A recipe with a failed run in its sweep chooses no rate, and waits for the next
     call; so does one that diverges at every rate.
@@ -101,7 +97,7 @@ def num_to_come(
     losses: Mapping[Run, float],
     failed: Collection[Run] = (),
 ) -> dict[str, int]:
-    """{config: runs that it still needs if no grid widens any more}."""
+    """Return {config: runs that it still needs if no grid widens any more}."""
     now = next_runs(grids, num_seeds, losses, failed)
     count = {}
     for config, grid in grids.items():

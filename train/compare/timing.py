@@ -4,9 +4,6 @@ All trainers live at once and take turns of a few steps, so that what disturbs t
 machine for a while disturbs all recipes alike; medians forget the rest.
 """
 
-from __future__ import annotations
-
-import json
 import logging
 import math
 import sys
@@ -20,51 +17,53 @@ from pathlib import Path
 
 from train.compare.children import end, spawn
 from train.compare.curves import load_all
-from train.compare.plan import Plan
+from train.compare.study import Study
 from train.compare.sweep import Run, best_rate, sweep_of
+from train.engine.launch import console, parse, standalone
+from train.engine.resolve import resolve
+from train.files import write_json
 
 BLOCK = 5  # steps of a turn
 ROUNDS = 9  # turns of each recipe; the first is warm-up
 START = 15.0  # seconds that a run spends outside its steps
 
 
-def seconds_per_run(plan: Plan) -> Callable[[str], float]:
-    """A guess of what one run takes, from one timed pass of the model; nan where that
-    does not fit into memory (runs may recompute activations).
+def seconds_per_run(study: Study) -> Callable[[str], float]:
+    """Return a guess of what one run takes, from one timed pass of the model; nan where
+    that does not fit into memory (runs may recompute activations).
     """
-    options = ["--config", next(iter(plan.recipes)), *plan.options]
+    options = ["--config", next(iter(study.recipes)), *study.options]
 
     @cache  # nothing is timed where nothing is left to run
     def step() -> float:
         # a process of its own, whose memory on a GPU is free again for the runs
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             try:
-                return pool.submit(_pass_seconds, options, plan).result()
+                return pool.submit(_pass_seconds, options, study).result()
             except RuntimeError:  # out of memory, or killed for want of it
                 return math.nan
 
-    points = plan.steps / plan.validation_interval + 1
-    held_out = points * plan.validation_samples / _global_batch(plan) / 3
+    points = study.steps / study.validation_interval + 1
+    held_out = points * study.validation_samples / _global_batch(study) / 3
 
     def guess(recipe: str) -> float:
-        passes = 2 if plan.recipes[recipe].exact else 1
-        return START + step() * (passes * plan.steps + held_out)
+        passes = 2 if study.recipes[recipe].exact else 1
+        return START + step() * (passes * study.steps + held_out)
 
     return guess
 
 
-def _pass_seconds(options: list[str], plan: Plan) -> float:
-    """Forward and backward pass of one global batch."""
+def _pass_seconds(options: list[str], study: Study) -> float:
+    """Time the forward and backward pass of one global batch."""
     import torch
     import torch.nn.functional as F
 
     from train.gpt2 import GPT2
-    from train.launch import parse
 
     config = parse(options)
     t, shape = config.training, config.model_spec.model.shape
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(plan.threads)
+    torch.set_num_threads(study.threads)
     model = GPT2(shape).to(device)
     ids = torch.zeros(t.local_batch_size, t.seq_len, dtype=torch.long, device=device)
     seconds = []
@@ -73,45 +72,36 @@ def _pass_seconds(options: list[str], plan: Plan) -> float:
         F.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten()).backward()
         model.wte.weight.grad.sum().item()  # waits for a GPU
         seconds.append(time.perf_counter() - began)
-    return min(seconds) * _global_batch(plan) / t.local_batch_size
+    return min(seconds) * _global_batch(study) / t.local_batch_size
 
 
-def _global_batch(plan: Plan) -> int:
-    return next(iter(plan.settings.values()))["training.global_batch_size"]
+def _global_batch(study: Study) -> int:
+    return next(iter(study.settings.values()))["training.global_batch_size"]
 
 
-def measure(plan: Plan, folder: Path, lock: int, say: Callable[[str], None]) -> bool:
-    """Write timing.json by a process of its own; whether that worked."""
+def measure(study: Study, folder: Path, lock: int, say: Callable[[str], None]) -> bool:
+    """Write timing.json by a process of its own; return whether that worked."""
     say("timing: seconds per step, one recipe at a time")
-    process = spawn("train.compare.timing", [folder], plan.threads, lock)
+    process = spawn("train.compare.timing", [folder], study.threads, lock)
     try:
         return process.wait() == 0
     finally:
         end([process])
 
 
-def _rate(plan: Plan, name: str, folder: Path) -> float:
-    """The best rate of a recipe so far, its own before any is known."""
-    found = load_all(folder / "runs", plan.steps, [name])
+def _rate(study: Study, name: str, folder: Path) -> float:
+    """Return the best rate of a recipe so far, its own before any is known."""
+    found = load_all(folder / "runs", study.steps, [name])
     tried = sweep_of(name, {run: curve.score for run, curve in found.items()})
-    return best_rate(tried) if tried else plan.recipes[name].lr
+    return best_rate(tried) if tried else study.recipes[name].lr
 
 
-def _trainer(plan: Plan, name: str, folder: Path, scratch: str):
-    """A trainer of one recipe that neither validates nor saves."""
-    from train.launch import parse
-    from train.resolve import resolve
-
-    run = Run(name, _rate(plan, name, folder), 0)
-    config = parse(
-        [
-            *plan.arguments(run, folder),
-            "--validator.no-enable",
-            "--metrics.no-enable-tensorboard",
-            f"--metrics.log-freq={plan.steps + BLOCK * ROUNDS}",
-            f"--dump-folder={scratch}/{name}",
-        ]
-    )
+def _trainer(study: Study, name: str, folder: Path, scratch: str):
+    """Return a trainer of one recipe that neither validates nor saves."""
+    options = study.arguments(Run(name, _rate(study, name, folder), 0), folder)
+    options += ["--validator.no-enable", "--metrics.no-enable-tensorboard"]
+    options += [f"--metrics.log-freq={study.steps + BLOCK * ROUNDS}"]
+    config = parse([*options, f"--dump-folder={scratch}/{name}"])
     resolve(config, 1)
     trainer = config.build()
     trainer.step = 1  # the first step is logged, whatever the interval
@@ -119,7 +109,7 @@ def _trainer(plan: Plan, name: str, folder: Path, scratch: str):
 
 
 def _turn(trainer, batches) -> list[float]:
-    """Seconds of each of BLOCK steps."""
+    """Return the seconds of each of BLOCK steps."""
     import torch
 
     seconds = []
@@ -134,17 +124,15 @@ def _turn(trainer, batches) -> list[float]:
 
 
 def main() -> None:
-    """The process that measures."""
-    from train.launch import console, standalone
-
+    """Measure, as a process of its own."""
     folder = Path(sys.argv[1])
-    plan = Plan.load(folder)
+    study = Study.load(folder)
     standalone()
     console(0)
     # torchtitan warns of every trainer after the first
     logging.getLogger().setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as scratch:
-        trainers = {n: _trainer(plan, n, folder, scratch) for n in plan.grids}
+        trainers = {n: _trainer(study, n, folder, scratch) for n in study.grids}
         batches = {n: t.batch_generator(t.dataloader) for n, t in trainers.items()}
         seconds: dict[str, list[float]] = {name: [] for name in trainers}
         for turn in range(ROUNDS):
@@ -155,9 +143,7 @@ def main() -> None:
             print(f"timing: turn {turn + 1} of {ROUNDS}", flush=True)
         for trainer in trainers.values():
             trainer.close()
-    draft = folder / "timing.tmp"
-    draft.write_text(json.dumps(seconds) + "\n")
-    draft.rename(folder / "timing.json")
+    write_json(folder / "timing.json", seconds)
 
 
 if __name__ == "__main__":

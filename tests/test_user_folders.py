@@ -1,0 +1,126 @@
+"""What a user keeps beside a run's checkpoints is neither read, counted nor deleted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.trainers import losses, train_all
+from train import prepare, sample
+from train.compare.curves import discard_incomplete, keep_last_checkpoint
+from train.errors import UserError
+from train.runs.checkpoints import checkpoint, last_step, steps
+from train.runs.trained import of_run
+
+pytestmark = pytest.mark.application
+
+# below, above and equal to the steps of the run, and names that are numbers no more
+KEPT = [
+    "best-step-2", "step-2.bak", "step-2-copy", "my-step-3", "step-4.bak",
+    "step-99.bak", "best-step-99", "step-", "step-007", "step-1e3", "step-²",
+    "step--4", "step-5 ",
+]  # fmt: skip
+OPTIONS = [
+    "--config", "tiny_mars_adamw",
+    "--training.seq-len", 16,
+    "--training.global-batch-size", 2,
+    "--training.local-batch-size", 2,
+    "--lr-scheduler.warmup-steps", 2,
+    "--lr-scheduler.total-steps", 12,
+    "--checkpoint.interval", 2,
+    "--metrics.log-freq", 1,
+    "--validator.samples", 2,
+]  # fmt: skip
+SMALL = {"num_layers": 1, "num_heads": 1, "width": 8, "block_size": 16}
+
+
+def copies(folder: Path, original: str) -> dict[str, bytes]:
+    """Copies of a checkpoint under the user's names, and what they hold."""
+    for name in KEPT:
+        shutil.copytree(folder / "checkpoint" / original, folder / "checkpoint" / name)
+    (folder / "checkpoint" / "step-11").touch()  # a file is no checkpoint
+    return contents(folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files of the user's below the checkpoints."""
+    root = folder / "checkpoint"
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for name in KEPT
+        for path in sorted((root / name).glob("*"))
+    }
+
+
+def numbered(folder: Path) -> set[str]:
+    """The folders that are not the user's."""
+    found = {path.name for path in (folder / "checkpoint").iterdir() if path.is_dir()}
+    return found - set(KEPT)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of 12 steps, continued after step 4 with copies beside its checkpoints;
+    what it printed then, and what the user's folders hold before and after.
+    """
+    root = tmp_path_factory.mktemp("run")
+    prepare.prepare("text", "bytes", root / "data", [Path(json.__file__)], 0.2)
+    options = [*OPTIONS, "--dataloader.dataset-path", root / "data"]
+    printed = train_all({"run": [*options, "--training.steps", 4]}, root, **SMALL)
+    assert sorted(losses(printed["run"])) == [1, 2, 3, 4], printed["run"]
+    before = copies(root / "run", "step-2")
+    printed = train_all({"run": [*options, "--training.steps", 12]}, root, **SMALL)
+    return root / "run", printed["run"], before
+
+
+def test_a_run_continues_from_its_own_last_step(run):
+    _, printed, _ = run
+    assert sorted(losses(printed)) == list(range(5, 13)), printed
+
+
+def test_a_run_deletes_its_own_checkpoints_alone(run):
+    folder, _, before = run
+    assert contents(folder) == before
+    # the newest two, and the last step's
+    assert numbered(folder) == {"step-8", "step-10", "step-12"}
+    assert (folder / "checkpoint" / "step-11").is_file()
+
+
+def test_commands_read_the_run_s_own_checkpoints_alone(run, monkeypatch, capsys):
+    folder, *_ = run
+    assert steps(folder) == [8, 10, 12]
+    assert last_step(folder) == 12
+    assert checkpoint(folder).name == "step-12"
+    assert of_run(folder, None).step == 12
+    with pytest.raises(UserError, match=r"got --step 99, .* \[8, 10, 12\]"):
+        of_run(folder, 99)
+    args = ["sample", "--run", str(folder), "--tokens", "3", "--prompt", "import"]
+    monkeypatch.setattr(sys, "argv", args)
+    sample.main()
+    assert capsys.readouterr().out.startswith("import")
+
+
+def test_a_comparison_deletes_the_run_s_own_checkpoints_alone(run, tmp_path):
+    folder = shutil.copytree(run[0], tmp_path / "run")
+    keep_last_checkpoint(folder)
+    assert numbered(folder) == {"step-12"}
+    assert contents(folder) == run[2]
+    # a run that was cut off before its last validation goes back a checkpoint
+    shutil.rmtree(folder / "tb")
+    assert discard_incomplete(folder, 12)
+    assert numbered(folder) == set()
+    assert contents(folder) == run[2]
+
+
+def test_a_checkpoint_that_was_cut_off_is_no_step(tmp_path):
+    for name in ("step-2", "step-4", "step-6.bak"):
+        (tmp_path / "checkpoint" / name).mkdir(parents=True)
+    (tmp_path / "checkpoint" / "step-2" / ".metadata").touch()
+    (tmp_path / "checkpoint" / "step-6.bak" / ".metadata").touch()
+    assert steps(tmp_path) == [2]
+    with pytest.raises(UserError, match=r"step-4, which has no \.metadata"):
+        checkpoint(tmp_path, 4)

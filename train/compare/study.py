@@ -1,0 +1,262 @@
+"""What a comparison consists of, and how its folder is recognised."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Self
+
+from train.compare.sweep import Run, default_grid
+from train.data.tokens import read_meta
+from train.engine.launch import parse
+from train.engine.resolve import resolve
+from train.errors import UserError
+from train.files import check_folder, write_json
+from train.runs.settings import difference, held_out_folder, read, settings
+
+LOCK = ".lock"  # held by the call at work in the folder, and its runs
+NUM_POINTS = 15  # of each validation curve
+VALIDATION_SHARE = 0.1  # of a run's arithmetic, at most
+
+# What all recipes of one comparison have to share, and what to say of it
+SHARED = {
+    "data.train": "training data",
+    "data.val": "held-out data",
+    "tokenizer.name": "tokenizer",
+    "model_spec.model": "model",
+    "training.seq_len": "sequence length",
+    "training.global_batch_size": "global batch",
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What of a recipe the comparison varies or shows."""
+
+    name: str
+    mars_type: str
+    corrects: bool  # MARS with a gamma above 0
+    exact: bool
+    lr: float
+    lr_1d: float
+    min_lr: float
+    warmup_share: float  # warm-up steps of the recipe's own steps
+
+
+@dataclass(frozen=True)
+class Study:
+    """Everything but the results. Recipes with their grids, and ``num_seeds``, may grow
+    from call to call; the rest identifies the comparison.
+    """
+
+    steps: int
+    tokens_per_step: int
+    validation_interval: int
+    validation_samples: int
+    options: list[str]
+    settings: dict[str, dict]  # of each recipe, as ``train.runs.settings`` says
+    recipes: dict[str, Recipe]
+    grids: dict[str, list[float]]
+    num_seeds: int
+    threads: int = field(default=1, compare=False)
+
+    def arguments(self, run: Run, folder: Path) -> list[str]:
+        """Return the options of ``python -m train`` for one run.
+
+        lr_1d and min_lr keep their ratio to lr, as the published recipes do from size
+        to size (lr_1d) and as a schedule scaled as a whole does (min_lr). The warm-up
+        keeps its share of the run, and the schedule ends at its last step.
+        """
+        recipe = self.recipes[run.config]
+        scale = run.lr / recipe.lr
+        values = {
+            "training.steps": self.steps,
+            "lr-scheduler.total-steps": self.steps,
+            "lr-scheduler.warmup-steps": round(recipe.warmup_share * self.steps),
+            "lr-scheduler.min-lr": f"{recipe.min_lr * scale:.6g}",
+            "optimizer.lr": f"{run.lr:.6g}",
+            "optimizer.lr-1d": f"{recipe.lr_1d * scale:.6g}",
+            "debug.seed": run.seed,
+            "validator.freq": self.validation_interval,
+            "validator.samples": self.validation_samples,
+            # not at a validation's step: a kill between the two would lose its point
+            "checkpoint.interval": 3 * self.validation_interval + 1,
+            "metrics.log-freq": max(1, self.validation_interval // 5),
+            "dump-folder": folder / "runs" / run.path,
+        }
+        ours = [str(x) for name, v in values.items() for x in (f"--{name}", v)]
+        return ["--config", run.config, *self.options, *ours]
+
+    def save(self, folder: Path) -> None:
+        """Write comparison.json."""
+        write_json(folder / "comparison.json", asdict(self))
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read comparison.json."""
+        path = folder / "comparison.json"
+        if not path.exists():
+            raise UserError(
+                f"got no {path}, expected the folder of a comparison: name its recipes "
+                "with --configs to start one"
+            )
+        raw = read(path)
+        try:
+            recipes = {name: Recipe(**r) for name, r in raw.pop("recipes").items()}
+            return cls(recipes=recipes, **raw)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise UserError(
+                f"got a {path} that is not a comparison's ({error}), expected what "
+                "this command wrote: restore it, or give another --out"
+            ) from error
+
+
+def make(
+    names: Sequence[str],
+    grids: dict[str, list[float]],
+    *,
+    steps: int | None,
+    num_seeds: int,
+    threads: int,
+    options: Sequence[str],
+) -> Study:
+    """Return the study of a call, checked without training."""
+    configs = {name: _resolved(name, options) for name in names}
+    given = {name: settings(config) for name, config in configs.items()}
+    _check_shared(given)
+    recipes = {name: _recipe(name, config) for name, config in configs.items()}
+    lengths = sorted({config.training.steps for config in configs.values()})
+    if steps is None and len(lengths) > 1:
+        raise UserError(
+            f"got recipes of {lengths} steps, expected one length: give --steps"
+        )
+    steps = steps or lengths[0]
+    for name, recipe in recipes.items():
+        if round(recipe.warmup_share * steps) >= steps:
+            raise UserError(
+                f"got {name} with a warm-up as long as its run, expected a shorter "
+                "one: give --lr-scheduler.warmup-steps after --"
+            )
+    t, interval = configs[names[0]].training, max(1, round(steps / NUM_POINTS))
+    return Study(
+        steps=steps,
+        tokens_per_step=t.global_batch_size * t.seq_len,
+        validation_interval=interval,
+        validation_samples=_num_held_out([*configs.values()], steps, interval),
+        options=list(options),
+        settings=given,
+        recipes=recipes,
+        grids={n: grids.get(n) or list(default_grid(recipes[n].lr)) for n in names},
+        num_seeds=num_seeds,
+        threads=threads,
+    )
+
+
+def again(study: Study, threads: int) -> Study:
+    """Return the same comparison from recipes and data as they are now."""
+    kept = dict(steps=study.steps, num_seeds=study.num_seeds, options=study.options)
+    return make(list(study.recipes), study.grids, threads=threads, **kept)
+
+
+def _resolved(name: str, options: Sequence[str]):
+    """Return a recipe's configuration, complete and checked, which validates on no more
+    than the data holds out.
+    """
+    config = parse(["--config", name, *options])
+    batch = config.training.local_batch_size
+    held_out = read_meta(held_out_folder(config)).val
+    windows = (held_out.tokens - 1) // config.training.seq_len
+    samples = min(config.validator.samples, windows // batch * batch)
+    config.validator.samples = max(samples, batch)
+    resolve(config, 1)
+    return config
+
+
+def _check_shared(given: dict[str, dict]) -> None:
+    """Check that recipes have in common what makes them comparable."""
+    first, *others = given
+    for name in others:
+        for key, what in SHARED.items():
+            if given[name][key] != given[first][key]:
+                raise UserError(
+                    f"got {first} and {name} with different {what}, "
+                    "expected recipes that differ in their optimizer alone: compare "
+                    "them in two calls, or give all the same option after --"
+                )
+
+
+def _num_held_out(configs: list, steps: int, interval: int) -> int:
+    """Return the sequences of one validation: the recipes', but no more than its share
+    of the run's arithmetic allows, of which a forward pass is a third of a training
+    step's; in whole batches of every recipe.
+    """
+    batch = math.lcm(*(config.training.local_batch_size for config in configs))
+    trained = steps * configs[0].training.global_batch_size
+    budget = int(3 * VALIDATION_SHARE * trained / (steps / interval + 1))
+    samples = min([budget, *(config.validator.samples for config in configs)])
+    return max(1, samples // batch) * batch
+
+
+def _recipe(name: str, config) -> Recipe:
+    opt, rates = config.optimizer, config.lr_scheduler
+    return Recipe(
+        name=name,
+        mars_type=opt.mars_type,
+        corrects=opt.mars_type.startswith("mars-") and opt.gamma > 0,
+        exact=opt.exact,
+        lr=opt.lr,
+        lr_1d=opt.lr_1d,
+        min_lr=rates.min_lr,
+        warmup_share=rates.warmup_steps / (rates.total_steps or config.training.steps),
+    )
+
+
+def check(study: Study, folder: Path) -> Study:
+    """Return the study for a folder that is free, or that holds the same comparison,
+    whose recipes and seeds stay in it.
+    """
+    check_folder("--out", folder)
+    if (folder / "comparison.json").exists():
+        theirs = Study.load(folder)
+        _check_same(study, theirs, folder)
+        return replace(
+            study,
+            settings=theirs.settings | study.settings,
+            recipes=theirs.recipes | study.recipes,
+            grids=theirs.grids | study.grids,
+            num_seeds=max(theirs.num_seeds, study.num_seeds),
+        )
+    if folder.exists() and {p.name for p in folder.iterdir()} - {LOCK}:
+        raise UserError(
+            f"got --out {folder}, which holds something else, expected a new or empty "
+            "folder: choose another"
+        )
+    return study
+
+
+def _check_same(study: Study, theirs: Study, folder: Path) -> None:
+    """Check what may not change from call to call."""
+    changed = {
+        "--steps": (study.steps, theirs.steps),
+        "options after --": (study.options, theirs.options),
+        "validation samples": (study.validation_samples, theirs.validation_samples),
+    }
+    for what, (mine, there) in changed.items():
+        if mine != there:
+            raise UserError(
+                f"got {what} {mine} where the comparison in {folder} has {there}, "
+                "expected the same: give these to continue it, or another --out"
+            )
+    mine, there = (next(iter(p.settings.values())) for p in (study, theirs))
+    for key, what in SHARED.items():
+        if mine[key] != there[key]:
+            raise UserError(
+                f"got another {what} than the comparison in {folder} has, expected the "
+                "same: restore it, or give another --out"
+            )
+    for name in study.recipes.keys() & theirs.recipes.keys():
+        if what := difference(study.settings[name], theirs.settings[name]):
+            raise UserError(
+                f"got {name} with {what} in {folder}, expected the recipe that was "
+                "compared there: give another --out"
+            )

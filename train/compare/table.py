@@ -1,0 +1,109 @@
+"""A comparison's table and pictures, printed and saved."""
+
+import math
+from pathlib import Path
+
+from train.compare import plots
+from train.compare.results import Entry, Row, Spread, as_json, entries, rows
+from train.compare.study import Study
+from train.errors import UserError
+from train.files import write_json
+
+HEAD = (
+    "| optimizer | lr | best loss | final loss | tokens to target | s/step "
+    "| s/step ratio | time to target | loss at equal time |\n"
+    "|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def _spread(value: Spread) -> str:
+    if len(value.values) == 1:
+        return f"{value.mean:.3f}"
+    return f"{value.mean:.3f} ± {value.deviation:.3f}"
+
+
+def _ratio(value: float | None) -> str:
+    if value is None:
+        return "not measured"
+    return f"{value:.2f}x" if math.isfinite(value) else "not reached"
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.3f}"
+
+
+def _line(row: Row) -> str:
+    low, high = row.tokens_ratio_range
+    tokens, rate = _ratio(row.tokens_ratio), f"{row.lr:g}"
+    if row.num_seeds > 1:
+        tokens += f" ({low:.2f} to {high:.2f})".replace("inf", "never")
+    if row.num_untried:
+        rate += f" (unfinished sweep: {row.num_rates} tried, {row.num_untried} to try)"
+    elif row.num_rates > 1 and not row.inside:
+        rate += " (edge of its grid)"
+    cells = [row.name, rate, _spread(row.best), _spread(row.final), tokens]
+    cells += [_number(row.seconds_per_step), _ratio(row.seconds_per_step_ratio)]
+    cells += [_ratio(row.seconds_ratio), _number(row.loss_at_time)]
+    return f"| {' | '.join(cells)} |"
+
+
+def markdown(
+    found: list[Entry], table: list[Row], study: Study, missing: list[str]
+) -> str:
+    """Return the table, and how to read it."""
+    worst = found[-1]
+    seeds = sorted({len(e.curves) for e in found})
+    lines = [
+        f"{study.steps} steps of {study.tokens_per_step:,} tokens "
+        f"({study.steps * study.tokens_per_step:,} a run), "
+        f"{' or '.join(map(str, seeds))} seed{'' if seeds == [1] else 's'} of the best "
+        "rate (mean ± standard deviation), validation loss in nats per token on "
+        f"{study.validation_samples} held-out sequences.",
+        "",
+        HEAD,
+        *map(_line, table),
+        "",
+        f"Target: {worst.final.mean:.3f}, the worst final loss, that of "
+        f"{worst.recipe.name}; ratios to target are of what it took, on the mean "
+        "curve, with the range over seeds. The rate falls over the whole run, so that "
+        "a point within a run is not what a run of that length would end with. The "
+        "rate was chosen by the final loss of seed 0.",
+        "Seconds per step: medians of a separate measurement, recipes taking turns on "
+        f"{study.threads} thread{'s' if study.threads > 1 else ''}; equal time is when "
+        "the fastest has finished.",
+    ]
+    for row in table:
+        if row.num_diverged:
+            lines.append(f"{row.name}: {row.num_diverged} more seeds diverged.")
+    if missing:
+        lines.append(f"Not here: {', '.join(missing)} (no finished, converged run).")
+    return "\n".join(lines) + "\n"
+
+
+def report(study: Study, folder: Path) -> None:
+    """Print and save table.md, results.json and the pictures."""
+    found = entries(study, folder)
+    if not found:
+        raise UserError(
+            f"got no finished run in {folder}, expected at least one: leave out --only "
+            "to train"
+        )
+    table = rows(found, study.steps)
+    names = {e.recipe.name for e in found}
+    text = markdown(found, table, study, [n for n in study.grids if n not in names])
+    (folder / "table.md").write_text(text)
+    write_json(folder / "results.json", as_json(found, table, study))
+    plots.by_tokens(found, study.tokens_per_step, folder / "loss_by_tokens.png")
+    plots.by_rate(found, folder / "loss_by_rate.png")
+    timed = [e for e in found if e.seconds_per_step is not None]
+    if timed:
+        plots.by_time(timed, folder / "loss_by_time.png")
+    pictures = "loss_by_tokens.png, loss_by_time.png, loss_by_rate.png"
+    print(
+        f"\n{text}\n"
+        f"{'table':12} {folder}: table.md\n"
+        f"{'numbers':12} {folder}: results.json\n"
+        f"{'pictures':12} {folder}: {pictures}\n"
+        f"{'TensorBoard':12} tensorboard --logdir {folder / 'runs'}",
+        flush=True,
+    )

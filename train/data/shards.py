@@ -1,0 +1,168 @@
+"""A stream of documents tokenised into shards; cut off at any moment, it goes on."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+from tqdm import tqdm
+
+from train.data.encoding import encoded
+from train.data.hub import Corpus, Place
+from train.data.token_files import Split, write_shard
+from train.data.tokenizers import Tokenizer
+from train.files import LEDGER, read_json, write_json
+
+
+@dataclass
+class Ledger:
+    """What is done: all that a later process needs to go on.
+
+    revision: of the data set that is read. shards: what those written hold. position,
+    skip: where the next shard begins, as a position of the corpus and tokens after it.
+    documents: read before that position; all of them once ``complete``.
+    """
+
+    revision: str | None = None
+    shards: list[Split] = field(default_factory=list)
+    position: dict | None = None
+    skip: int = 0
+    documents: int = 0
+    complete: bool = False
+
+    def save(self, work: Path) -> None:
+        """Replace the ledger in ``work``."""
+        write_json(work / LEDGER, asdict(self))
+
+    @classmethod
+    def load(cls, work: Path) -> Self | None:
+        """Return the ledger in ``work``; None where nothing was begun."""
+        path = work / LEDGER
+        if not path.exists():
+            return None
+        raw = read_json(path, f"what train.prepare wrote: delete {work} to begin again")
+        raw["shards"] = [Split(**shard) for shard in raw["shards"]]
+        return cls(**raw)
+
+
+class Meter:
+    """A bar on a terminal, a line per shard in a log."""
+
+    def __init__(self, num_documents: int | None, ledger: Ledger) -> None:
+        self.done = ledger.documents
+        self._bar = tqdm(
+            desc="tokenize", total=num_documents, initial=self.done, unit="document",
+            unit_scale=True, disable=None,
+        )  # fmt: skip
+        self._tokens = sum(shard.tokens for shard in ledger.shards)
+        self._began = time.perf_counter(), self._tokens
+
+    def documents(self, count: int) -> None:
+        """Count so many more that are tokenised."""
+        self.done += count
+        self._bar.update(count)
+
+    def shard(self, ledger: Ledger) -> None:
+        """Show that one more is written."""
+        self._tokens += ledger.shards[-1].tokens
+        began, before = self._began
+        speed = (self._tokens - before) / (time.perf_counter() - began)
+        line = f"{self._tokens:,} tokens, {speed:,.0f} tokens/s"
+        if self._bar.disable:
+            print(f"{self.done:,} documents, {line}", flush=True)
+        self._bar.set_postfix_str(line)
+
+    def close(self) -> None:
+        """End the bar."""
+        self._bar.close()
+
+
+class Documents(NamedTuple):
+    """Where documents come from, whether their end-of-text token stands before each
+    instead of after it, and the tokens of a shard they are cut into.
+    """
+
+    place: Place
+    mark_first: bool
+    shard_tokens: int
+
+
+def tokenise(
+    documents: Documents,
+    work: Path,
+    path_of: Callable[[int], Path],
+    coder: Tokenizer,
+    processes: int,
+) -> Ledger:
+    """Write all documents' tokens, cut into shards of equal size but the last.
+
+    A shard is on the disk before the ledger names it; one that it does not name is
+    written again, equal. So the files do not depend on where a run was cut off, nor on
+    the number of processes.
+
+    The ledger lies in ``work``; ``path_of`` names the file of a shard by its number.
+    """
+    ledger = Ledger.load(work)
+    if ledger is not None and ledger.complete:
+        return ledger
+    place, mark_first, shard_tokens = documents
+    revision = place.commit(ledger.revision if ledger else place.revision)
+    ledger = ledger or Ledger(revision)
+    corpus = Corpus(place, revision)
+    batches = _counted(corpus.batches(ledger.position), ledger.documents)
+    ids = encoded(batches, coder.name, mark_first=mark_first, processes=processes)
+    byte_lengths = coder.byte_lengths()
+    with closing(Meter(place.num_documents, ledger)) as meter:
+
+        def commit(tokens: np.ndarray) -> None:
+            path = path_of(len(ledger.shards))
+            ledger.shards.append(write_shard(path, tokens, byte_lengths))
+            ledger.save(work)
+            meter.shard(ledger)
+
+        _cut(ids, ledger, shard_tokens, commit, meter)
+    ledger.save(work)
+    return ledger
+
+
+Batch = tuple[dict | None, int, int]  # position, documents before it, documents in it
+
+
+def _cut(
+    batches: Iterator[tuple[Batch, np.ndarray]],
+    ledger: Ledger,
+    shard_tokens: int,
+    commit: Callable[[np.ndarray], None],
+    meter: Meter,
+) -> None:
+    """Commit the tokens of all batches in shards, the ledger saying where the next one
+    begins.
+    """
+    buffer, filled, skip = np.empty(shard_tokens, np.uint16), 0, ledger.skip
+    for (position, before, documents), ids in batches:
+        at = min(skip, len(ids))
+        skip -= at
+        while at < len(ids):
+            count = min(len(ids) - at, shard_tokens - filled)
+            buffer[filled : filled + count] = ids[at : at + count]
+            filled, at = filled + count, at + count
+            if filled == shard_tokens:
+                ledger.position, ledger.skip, ledger.documents = position, at, before
+                commit(buffer)
+                filled = 0
+        meter.documents(documents)
+    ledger.documents, ledger.complete = meter.done, True
+    if filled:
+        commit(buffer[:filled])
+
+
+def _counted(
+    batches: Iterator[tuple[dict | None, list[str]]], documents: int
+) -> Iterator[tuple[Batch, list[str]]]:
+    """Yield the batches with the numbers of documents before and in them."""
+    for position, texts in batches:
+        yield (position, documents, len(texts)), texts
+        documents += len(texts)

@@ -1,0 +1,93 @@
+"""Text to token ids and back: bytes, or GPT-2's BPE."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from train.errors import UserError
+
+
+class Tokenizer(Protocol):
+    """vocab_size counts end_of_text, the id between documents, which no text has."""
+
+    name: str
+    vocab_size: int
+    end_of_text: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def byte_lengths(self) -> np.ndarray:
+        """Return (vocab_size,) uint16: bytes of text of each id, 0 for end_of_text."""
+        ...
+
+
+class Bytes:
+    """UTF-8 bytes 0..255, and 256 as end of text."""
+
+    name, vocab_size, end_of_text = "bytes", 257, 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def byte_lengths(self) -> np.ndarray:
+        return np.array([1] * 256 + [0], dtype=np.uint16)
+
+
+class GPT2:
+    """GPT-2's byte pairs by tiktoken, which downloads the vocabulary once (or reads
+    TIKTOKEN_CACHE_DIR).
+    """
+
+    name, vocab_size, end_of_text = "gpt2", 50257, 50256
+
+    def __init__(self) -> None:
+        try:
+            import tiktoken
+
+            self._encoding = tiktoken.get_encoding("gpt2")
+        except ImportError as error:
+            raise UserError(
+                "got no package tiktoken, expected it for --tokenizer gpt2: pip "
+                "install tiktoken"
+            ) from error
+        except Exception as error:  # tiktoken passes on whatever its download ran into
+            raise UserError(
+                f"got {type(error).__name__} while loading GPT-2's vocabulary, expected"
+                " a network or a cache: set TIKTOKEN_CACHE_DIR to a folder that holds "
+                "it, or use --tokenizer bytes"
+            ) from error
+
+    @property
+    def ranks(self) -> dict[bytes, int]:
+        """Return the id of every piece but end_of_text, in the order of merging."""
+        return self._encoding._mergeable_ranks  # tiktoken has no public name for it
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._encoding.decode([i for i in ids if i < self.end_of_text])
+
+    def byte_lengths(self) -> np.ndarray:
+        token = self._encoding.decode_single_token_bytes
+        lengths = [len(token(i)) for i in range(self.end_of_text)]
+        return np.array([*lengths, 0], dtype=np.uint16)
+
+
+TOKENIZERS: dict[str, type] = {"bytes": Bytes, "gpt2": GPT2}
+
+
+def tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer called ``name``."""
+    if name not in TOKENIZERS:
+        raise UserError(
+            f"got tokenizer {name!r}, expected one of {sorted(TOKENIZERS)}: choose one "
+            "of these names"
+        )
+    return TOKENIZERS[name]()

@@ -1,0 +1,1 @@
+"""Everything that touches torchtitan: from a command line to a finished run."""

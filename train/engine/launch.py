@@ -1,0 +1,149 @@
+"""From the command line to a run: python -m train."""
+
+import argparse
+import logging
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from train.errors import UserError
+
+# torchtitan says these on every machine without a GPU, or for every run
+NOISE = (
+    "Peak flops undefined",
+    "Error running lspci",
+    "initial_load_model_only=True has no effect",
+)
+
+
+def recipe(name: str | None) -> Callable:
+    """Return the function of configs that makes the configuration of this name."""
+    import configs
+
+    if name not in configs.__all__:
+        raise UserError(
+            f"got --config {name}, expected one of {configs.__all__}: name a function "
+            "of configs/__init__.py"
+        )
+    return getattr(configs, name)
+
+
+def parse(argv: list[str]):
+    """Return the configuration named by --config with the options after it."""
+    from train.engine.titan import ConfigManager
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="?")
+    args, rest = parser.parse_known_args(argv)
+    if args.config is None and (not argv or {"-h", "--help"} & set(argv)):
+        import configs
+
+        first = {n: recipe(n).__doc__.splitlines()[0] for n in configs.__all__}
+        listed = "".join(f"  {name:24}{line}\n" for name, line in first.items())
+        print(
+            "usage: python -m train --config NAME [--section.option VALUE ...]\n\n"
+            f"recipes:\n{listed}\n"
+            "python -m train --config NAME --help lists the options of a recipe."
+        )
+        sys.exit(0 if argv else 2)
+    recipe(args.config)  # or say which there are
+    try:
+        named = ["--module", "configs", "--config", args.config]
+        return ConfigManager().parse_args([*named, *rest])
+    except (ValueError, AssertionError) as error:  # torchtitan's checks of its fields
+        raise UserError(
+            f"got options that torchtitan refuses ({error}), expected valid ones: see "
+            "--help"
+        ) from error
+
+
+def announce(config, world: int) -> None:
+    """Say what is about to happen."""
+    from train.runs.checkpoints import last_step
+
+    folder = Path(config.dump_folder)
+    done, steps = last_step(folder), config.training.steps
+    where = f"{folder} ({world} process{'es' if world > 1 else ''})"
+    if done == 0:
+        said = f"starting a new run in {where}: {steps} steps"
+    elif done < steps:
+        said = f"continuing the run in {where} after step {done} of {steps}"
+    else:
+        said = (
+            f"the run in {where} is complete at step {done}: nothing to train. Start "
+            "another with --dump-folder NEW (make train RUN=NEW)"
+        )
+    print(said, flush=True)
+
+
+def standalone() -> None:
+    """Be the only process where torchrun has not said otherwise."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def console(rank: int) -> None:
+    """Show rank 0's warnings, and nobody else's."""
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    root.handlers.clear()
+    handler: logging.Handler = logging.NullHandler()
+    if rank == 0:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setLevel(logging.WARNING)
+        handler.addFilter(lambda record: not record.getMessage().startswith(NOISE))
+    root.addHandler(handler)
+    # torchtitan seeds DTensor's generator; our weights are drawn without it
+    warnings.filterwarnings("ignore", message="DTensor manual_seed")
+    # and, on a resume, asks its schedulers for their rate by the wrong name
+    warnings.filterwarnings("ignore", message="To get the last learning rate")
+    if rank > 0:
+        warnings.simplefilter("ignore")  # rank 0 says it
+
+
+def log_to(path: Path) -> None:
+    """Write everything that torchtitan logs to a file."""
+    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter(line))
+    logging.getLogger().addHandler(handler)
+
+
+def main() -> None:
+    """Run the command."""
+    standalone()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    console(rank)
+    config = parse(sys.argv[1:])
+    from train.engine.resolve import resolve
+    from train.runs.settings import claim
+    from train.runs.summary import summarize
+
+    resolve(config, world)
+    claim(config)
+    folder = Path(config.dump_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    log_to(folder / f"rank{rank}.log")
+    if rank == 0:
+        announce(config, world)
+
+    import torch.distributed as dist
+
+    trainer = config.build()
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank == 0:
+        title = f"{config.model_spec.flavor}: {config.optimizer.mars_type}"
+        summarize(folder, title)

@@ -1,0 +1,107 @@
+"""What a run shows: a bar on a terminal, steady lines in a log; everything also goes to
+TensorBoard.
+"""
+
+import logging
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+from train.data.tokens import Meta
+from train.engine.titan import LoggerContainer, MetricsProcessor, TensorBoardLogger
+from train.runs.summary import PER_BYTE
+
+
+@contextmanager
+def _silent():
+    """Keep back torchtitan's own line per step, which ours replaces."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+
+
+class Progress(MetricsProcessor):
+    """torchtitan's metrics, with loss, speed and remaining time on the console."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        total_steps: int = 0
+        """Set from training.steps."""
+
+    def begin(self, meta: Meta) -> None:
+        """Begin to log; called once, before the first step."""
+        self._per_byte = meta.nats_per_byte("val")
+        self._started: tuple[int, float] | None = None
+        self._bar: tqdm | None = None
+        self._speaks = dist.get_rank() == 0
+
+    def log(
+        self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None
+    ) -> None:
+        dims, total = self.parallel_dims, self.config.total_steps
+        tokens = self.ntokens_since_last_log * dims.dp_replicate * dims.dp_shard
+        now = time.perf_counter()
+        speed = tokens / (now - self.time_last_log)
+        skipped = self.optimizers.mars.num_skipped
+        metrics = {**(extra_metrics or {}), "optim/num_skipped": skipped}
+        with _silent():
+            super().log(step, global_avg_loss, global_max_loss, grad_norm, metrics)
+        if self._started is None:
+            self._started = (step, now)
+        if not self._speaks:
+            return
+        line = (
+            f"loss {global_avg_loss:.5f}  grad norm {grad_norm:.3f}  "
+            f"{speed:,.0f} tokens/s"
+        )
+        if skipped:
+            line += f"  {skipped} skipped"
+        if sys.stderr.isatty():
+            if self._bar is None:
+                options = dict(unit="step", dynamic_ncols=True)
+                self._bar = tqdm(total=total, initial=step, **options)
+            self._bar.set_postfix_str(line, refresh=False)
+            self._bar.update(step - self._bar.n)
+            return
+        first, began = self._started
+        if step > first:
+            left = (now - began) / (step - first) * (total - step)
+            line += f"  ETA {timedelta(seconds=round(left))}"
+        self._say(f"step {step}/{total}  {line}")
+
+    def log_validation(self, loss, step, extra_metrics=None) -> None:
+        metrics, line = dict(extra_metrics or {}), f"validation loss {loss:.5f}"
+        if self._per_byte is not None:
+            per_byte = loss * self._per_byte
+            metrics[PER_BYTE] = per_byte
+            line += f"  ({per_byte:.4f} nats/byte)"
+        with _silent():
+            super().log_validation(loss, step, metrics)
+        self._flush()
+        if self._speaks:
+            self._say(f"step {step}/{self.config.total_steps}  {line}")
+
+    def _flush(self) -> None:
+        """Complete TensorBoard's file up to here, whatever kills the run next."""
+        if isinstance(self.logger, LoggerContainer):
+            for logger in self.logger._loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    logger.writer.flush()
+
+    def _say(self, line: str) -> None:
+        tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        if getattr(self, "_bar", None) is not None:
+            self._bar.close()
+        super().close()

@@ -1,0 +1,179 @@
+"""A configuration made complete, and checked before processes meet."""
+
+import math
+from operator import attrgetter
+from pathlib import Path
+
+import torch
+
+from marsopt import NewtonSchulz, mars
+from train.data.batches import Batches
+from train.data.tokens import open_tokens
+from train.errors import UserError
+from train.runs.initial import check_initial
+from train.runs.settings import held_out_folder
+
+POSITIVE = (
+    "training.steps", "training.local_batch_size", "loss.num_summed", "validator.freq",
+    "validator.samples", "metrics.log_freq",
+)  # fmt: skip
+NOT_NEGATIVE = ("lr_scheduler.warmup_steps", "debug.seed")
+# options that torchtitan has and this application does not use, with their one value
+UNUSED = {
+    "lr_scheduler.decay_type": "linear",
+    "lr_scheduler.min_lr_factor": 0.0,
+    "optimizer.implementation": "fused",
+    "optimizer.optimizer_factory_kwargs_by_name": {},
+    "optimizer.param_groups": [],
+    "checkpoint.enable": True,
+    "checkpoint.folder": "checkpoint",
+    "checkpoint.initial_load_in_hf": False,
+    "checkpoint.initial_load_in_hf_quantized": False,
+    "checkpoint.last_save_in_hf": False,
+    "checkpoint.last_save_model_only": False,
+    "checkpoint.load_step": -1,
+    "metrics.save_tb_folder": "tb",
+    **{
+        f"parallelism.{kind}_parallel_degree": 1
+        for kind in ("context", "expert", "pipeline", "tensor")
+    },
+}
+
+
+def resolve(config, world: int) -> None:
+    """Fill in what follows from other fields, and check all that can be checked."""
+    _check_ranges(config)
+    _check_unused(config)
+    _check_batches(config, world)
+    _check_schedule(config)
+    _check_optimizer(config)
+    _check_data(config, world)
+    check_initial(config)
+    config.validator.last_step = config.metrics.total_steps = config.training.steps
+
+
+def _check_ranges(config) -> None:
+    """Check single numbers."""
+    block, inf = config.model_spec.model.shape.block_size, math.inf
+    for path, low, high, expected in (
+        *((path, 1, inf, "a number of at least 1") for path in POSITIVE),
+        *((path, 0, inf, "a number of at least 0") for path in NOT_NEGATIVE),
+        ("training.seq_len", 1, block + 1, f"1 to the model's block size {block}"),
+        ("training.max_norm", math.ulp(0.0), inf, "a number above 0"),
+    ):
+        value = attrgetter(path)(config)
+        if value is None or not low <= value < high:
+            raise UserError(f"got {path}={value}, expected {expected}: change it")
+
+
+def _check_unused(config) -> None:
+    """Check that options without effect have their usual values."""
+    for path, usual in UNUSED.items():
+        if (value := attrgetter(path)(config)) != usual:
+            raise UserError(
+                f"got {path}={value}, expected {usual}: this application does not use "
+                "another value; leave it out"
+            )
+
+
+def _check_batches(config, world: int) -> None:
+    t = config.training
+    per_pass = t.local_batch_size * world
+    if t.global_batch_size < 0:
+        t.global_batch_size = per_pass
+    if t.global_batch_size % per_pass or t.global_batch_size == 0:
+        raise UserError(
+            f"got training.global_batch_size={t.global_batch_size} with {world} ranks "
+            f"of local_batch_size={t.local_batch_size}, expected a multiple of "
+            f"{per_pass} (ranks x local batch x micro-steps): "
+            + _what_divides(t.global_batch_size, world)
+        )
+
+
+def _what_divides(global_batch: int, world: int) -> str:
+    """Say what to change where the global batch is not made of whole passes."""
+    each, rest = divmod(global_batch, world)
+    if rest or not each:
+        ranks = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
+        near = min(ranks, key=lambda n: abs(n - world), default=1)
+        return (
+            f"{world} ranks cannot share {global_batch} samples equally; start {near}, "
+            f"or set --training.global-batch-size to a multiple of {world}"
+        )
+    fit = [str(n) for n in range(1, each + 1) if each % n == 0]
+    return f"set --training.local-batch-size to one of {', '.join(fit)}"
+
+
+def _check_schedule(config) -> None:
+    rates = config.lr_scheduler
+    total = rates.total_steps or config.training.steps
+    if rates.warmup_steps >= total:
+        raise UserError(
+            f"got lr_scheduler.warmup_steps={rates.warmup_steps}, expected less than "
+            f"the schedule's {total} steps: shorten the warm-up"
+        )
+    if rates.kind != "wsd":
+        if rates.decay_ratio is not None:
+            raise UserError(
+                f"got lr_scheduler.decay_ratio={rates.decay_ratio} with "
+                f"lr_scheduler.kind={rates.kind}, expected None: it belongs to wsd"
+            )
+        return
+    left, ratio = 1 - rates.warmup_steps / total, rates.decay_ratio
+    longest = total - rates.warmup_steps
+    finite = ratio is None or math.isfinite(ratio)
+    if not (finite and 1 <= rates.decay_steps(total) <= longest):
+        raise UserError(
+            f"got lr_scheduler.decay_ratio={rates.decay_ratio}, expected at least one "
+            f"of {total} steps and at most {left:.4g} of them (what the warm-up "
+            "leaves; None = a fifth): change the ratio or the warm-up"
+        )
+
+
+def _check_optimizer(config) -> None:
+    opt, min_lr = config.optimizer, config.lr_scheduler.min_lr
+    try:
+        mars(**opt.group(), is_approx=not opt.exact)
+        mars(weight_decay=opt.embedding_weight_decay)
+        NewtonSchulz(dtype=getattr(torch, opt.ns_dtype), gram=opt.ns_gram)
+    except (ValueError, TypeError) as error:
+        raise UserError(str(error)) from error
+    if not 0 <= min_lr <= opt.lr:
+        raise UserError(
+            f"got lr_scheduler.min_lr={min_lr}, expected a number from 0 to "
+            f"optimizer.lr={opt.lr}: it is the rate at the end"
+        )
+    if opt.exact and not opt.mars_type.startswith("mars-"):
+        raise UserError(
+            f"got optimizer.exact with {opt.mars_type}, expected a MARS type: "
+            "baselines correct nothing"
+        )
+
+
+def _check_data(config, world: int) -> None:
+    vocab_size, t = config.model_spec.model.shape.vocab_size, config.training
+    held_out = config.validator.dataloader
+    held_out.dataset_path = str(held_out_folder(config))
+    tokenizers = []
+    for loader in (config.dataloader, held_out):
+        loader.vocab_size, loader.seed = vocab_size, config.debug.seed
+        folder = Path(loader.dataset_path)
+        tokens, meta = open_tokens(folder, loader.split, vocab_size=vocab_size)
+        sizes = dict(local_batch=1, seq_len=t.seq_len, vocab_size=vocab_size)
+        batches = Batches(tokens, rank=0, world=1, **sizes)
+        tokenizers.append(meta.tokenizer)
+    if len(set(tokenizers)) > 1:
+        raise UserError(
+            f"got {tokenizers[1]} tokens to validate on in {folder}, expected "
+            f"{tokenizers[0]}, as in {config.dataloader.dataset_path}: prepare both "
+            "with one tokenizer"
+        )
+    config.tokenizer.name = tokenizers[0]
+    samples, per_pass = config.validator.samples, t.local_batch_size * world
+    fits = samples % per_pass == 0 and samples <= batches.num_windows
+    if config.validator.enable and not fits:
+        raise UserError(
+            f"got validator.samples={samples} with {world} ranks of local_batch_size="
+            f"{t.local_batch_size}, expected a multiple of {per_pass} up to the "
+            f"{batches.num_windows} windows of {t.seq_len} tokens held out in {folder}"
+        )

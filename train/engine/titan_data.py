@@ -1,0 +1,112 @@
+"""Token files as torchtitan's tokenizer, data loader and validator."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from train.data.batches import Batches
+from train.data.tokenizers import tokenizer
+from train.data.tokens import open_tokens
+from train.engine.titan import BaseDataLoader, BaseTokenizer, Validator
+
+
+class TitanTokenizer(BaseTokenizer):
+    """Ours, as torchtitan wants one; made when first used, since training reads ids."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        name: str = "bytes"
+        """bytes or gpt2."""
+
+    def __init__(self, config: Config, **kwargs) -> None:
+        super().__init__()
+        self._name = config.name
+
+    def encode(self, text: str, **kwargs) -> list[int]:
+        return tokenizer(self._name).encode(text)
+
+    def decode(self, ids, **kwargs) -> str:
+        return tokenizer(self._name).decode(ids)
+
+    def get_vocab_size(self) -> int:
+        return tokenizer(self._name).vocab_size
+
+
+class TokenLoader(BaseDataLoader):
+    """Batches of a token file; its state is one integer, the samples served over all
+    ranks.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        split: str = "train"
+        """train or val."""
+        infinite: bool = True
+        """Set by torchtitan's Validator; ours sets a number of samples instead."""
+        vocab_size: int = 0
+        """Set from the model."""
+        seed: int = 0
+        """Set from debug.seed."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size,
+        dp_rank,
+        tokenizer,
+        seq_len,
+        local_batch_size,
+        **kwargs,
+    ) -> None:
+        # the launcher has verified checksums once
+        folder, vocab_size = Path(config.dataset_path), config.vocab_size
+        tokens, _ = open_tokens(
+            folder, config.split, vocab_size=vocab_size, verify=False
+        )
+        self.batches = Batches(
+            tokens,
+            rank=dp_rank,
+            world=dp_world_size,
+            local_batch=local_batch_size,
+            seq_len=seq_len,
+            vocab_size=vocab_size,
+            seed=config.seed,
+            consecutive=config.split != "train",
+        )
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        while True:
+            inputs, labels = self.batches.next()
+            yield {"input": inputs}, labels
+
+    def state_dict(self) -> dict[str, int]:
+        return {"samples": self.batches.samples}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.batches.samples = int(state_dict["samples"])
+
+
+class HeldOut(Validator):
+    """Validation over the same held-out samples for any number of ranks, at the last
+    step too.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Validator.Config):
+        samples: int = 256
+        """Held-out sequences per validation, over all ranks."""
+        last_step: int = 0
+        """Set from training.steps."""
+
+    def __init__(
+        self, config: Config, *, dp_world_size: int, local_batch_size: int, **kwargs
+    ) -> None:
+        sizes = dict(dp_world_size=dp_world_size, local_batch_size=local_batch_size)
+        steps = config.samples // (local_batch_size * dp_world_size)
+        super().__init__(replace(config, steps=steps), **sizes, **kwargs)
+
+    def should_validate(self, step: int) -> bool:
+        return super().should_validate(step) or step == self.config.last_step

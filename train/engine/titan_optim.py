@@ -1,0 +1,185 @@
+"""MARS and the learning rate's schedules as torchtitan's containers."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from marsopt import LOCAL, MARS
+from parallel import MeshCollectives
+from train.engine.schedule import cosine, linear, wsd
+from train.engine.titan import LRSchedulersContainer, OptimizersContainer
+
+EMBEDDINGS = ("wte.", "wpe.")
+# types that give everything one rate, and whose scripts keep embeddings from the rule
+# (MARS_M/train_mars_m.py, train_moonlight.py)
+ONE_RATE = ("mars-m", "moonlight")
+
+
+def kind(name: str, ndim: int) -> str:
+    """Return the group that a parameter of ``train.gpt2`` belongs to."""
+    if name.startswith(EMBEDDINGS):
+        return "embeddings"
+    return "matrices" if ndim == 2 else "vectors"
+
+
+class MarsOptimizers(OptimizersContainer):
+    """One MARS over the whole model, in three groups: matrices of the blocks,
+    embeddings and LayerNorm weights.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        mars_type: str = "mars-adamw"
+        """mars-adamw, mars-lion, mars-shampoo, mars-m, adamw, lion, muon, moonlight."""
+        lr: float = 3e-3
+        """Peak learning rate of matrices."""
+        betas: tuple[float, float] = (0.95, 0.99)
+        """Decay rates of the moments; rules with one momentum use the first."""
+        eps: float = 1e-8
+        """Added to the root of the second moment."""
+        weight_decay: float = 0.0
+        """Decoupled weight decay of the matrices in the blocks."""
+        embedding_weight_decay: float = 0.0
+        """Weight decay of token and position embeddings."""
+        embeddings_by_adamw: bool | None = None
+        """Give embeddings to the AdamW of LayerNorm weights: None = as the authors'
+        script of this type, that is with mars-m and moonlight.
+        """
+        amsgrad: bool = False
+        """Divide by the root of the largest second moment so far."""
+        gamma: float = 0.025
+        """Scale of the variance reduction."""
+        exact: bool = False
+        """Exact MARS: a second gradient a step, of the next batch at the current
+        parameters.
+        """
+        optimize_1d: bool = False
+        """Give LayerNorm weights to the MARS rule too."""
+        lr_1d: float = 3e-3
+        """Peak learning rate of LayerNorm weights; with adamw, lion, mars-m and
+        moonlight they have lr.
+        """
+        betas_1d: tuple[float, float] = (0.9, 0.95)
+        """Decay rates of their AdamW; adamw and lion have betas for everything."""
+        weight_decay_1d: float = 0.1
+        """Weight decay of LayerNorm weights."""
+        clip: float | None = 1.0
+        """Threshold of the per-tensor norm of the corrected gradient; None = off."""
+        ns_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+        """Working precision of Newton-Schulz."""
+        ns_gram: bool = False
+        """Newton-Schulz on Gram matrices where that is less work (ns_dtype float32)."""
+        h_dtype: Literal["bfloat16", "float16"] | None = None
+        """dtype of the kept gradient: half precision halves its memory; None = fp32."""
+        compile: bool | None = None
+        """Compile the step: None = where this machine can."""
+
+        def group(self) -> dict:
+            """Return what is MARS's own, per param group."""
+            names = (
+                "mars_type lr betas eps weight_decay amsgrad gamma optimize_1d clip "
+                "lr_1d betas_1d weight_decay_1d"
+            )
+            return {name: getattr(self, name) for name in names.split()}
+
+        @property
+        def by_adamw(self) -> bool:
+            """Return whether AdamW moves the embeddings beside another rule."""
+            if self.embeddings_by_adamw is not None:
+                return self.embeddings_by_adamw
+            return self.mars_type in ONE_RATE
+
+        def beside_the_rule(self, names: Iterable[str]) -> set[str]:
+            """Return which of these parameters are embeddings that AdamW moves."""
+            return {n for n in names if self.by_adamw and n.startswith(EMBEDDINGS)}
+
+        def groups(self) -> dict[str, dict]:
+            """Return what each group of parameters has of its own, by its name."""
+            embeddings = {"weight_decay": self.embedding_weight_decay}
+            if self.by_adamw:
+                embeddings |= {
+                    "mars_type": "adamw",
+                    "lr": self.lr if self.mars_type in ONE_RATE else self.lr_1d,
+                    "betas": self.betas_1d,
+                    "epsilon_hat": self.mars_type in ONE_RATE,
+                    "optimize_1d": False,
+                }
+            return {
+                "matrices": {},
+                "embeddings": embeddings,
+                "vectors": {"weight_decay": self.weight_decay_1d},
+            }
+
+    def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
+        (model,) = model_parts
+        self.model_parts = model_parts
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        mesh = next((p.device_mesh for _, p in named if isinstance(p, DTensor)), None)
+        groups = {name: own | {"params": []} for name, own in config.groups().items()}
+        for name, p in named:
+            groups[kind(name, p.ndim)]["params"].append((name, p))
+        mars = MARS(
+            [group for group in groups.values() if group["params"]],
+            **config.group(),
+            is_approx=not config.exact,
+            ns_dtype=getattr(torch, config.ns_dtype),
+            ns_gram=config.ns_gram,
+            h_dtype=config.h_dtype and getattr(torch, config.h_dtype),
+            collectives=LOCAL if mesh is None else MeshCollectives(mesh),
+            compile=config.compile,
+        )
+        self.optimizers = [mars]
+        self._post_init([p for _, p in named])
+        # of the last step, before the clip; one tensor, filled in by every step
+        self.grad_norm = torch.zeros((), device=named[0][1].device)
+
+    def step(self, closure: None = None) -> None:
+        super().step(closure)
+        self.grad_norm.copy_(self.mars.grad_norm)
+
+    @property
+    def mars(self) -> MARS:
+        """Return the one optimizer."""
+        return self.optimizers[0]
+
+
+class RateSchedule(LRSchedulersContainer):
+    """The learning rate's course; ``min_lr`` is a learning rate, not a factor."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LRSchedulersContainer.Config):
+        kind: Literal["cosine", "linear", "wsd"] = "cosine"
+        """How it falls after the warm-up: along half a cosine, in a straight line, or
+        not before the last decay_ratio of the steps, then in a straight line.
+        """
+        min_lr: float = 0.0
+        """Learning rate of matrices at the end; that of LayerNorm weights follows in
+        proportion.
+        """
+
+        def decay_steps(self, total: int) -> int:
+            """Return the steps of wsd's decay: the given part of all steps, or a fifth
+            as the MARS-M scripts.
+            """
+            return round(
+                total * (0.2 if self.decay_ratio is None else self.decay_ratio)
+            )
+
+        def build(self, *, optimizers, training_steps):
+            mars = optimizers.mars
+            total = self.total_steps or training_steps
+            options = dict(
+                warmup=int(self.warmup_steps),
+                total=total,
+                floor=self.min_lr / mars.defaults["lr"] if mars.defaults["lr"] else 0.0,
+            )
+            if self.kind == "wsd":
+                options["decay"] = self.decay_steps(total)
+            return RateSchedule(optimizers, partial(SCHEDULES[self.kind], **options))
+
+
+SCHEDULES = {"cosine": cosine, "linear": linear, "wsd": wsd}

@@ -1,0 +1,79 @@
+"""torchtitan's trainer with the global clip inside MARS's step, and the second pass of
+exact MARS.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from train.data.tokens import read_meta
+from train.engine.titan import Trainer, clipping_by
+from train.engine.titan_data import HeldOut, TitanTokenizer, TokenLoader
+from train.engine.titan_model import SummedLoss
+from train.engine.titan_optim import MarsOptimizers, RateSchedule
+from train.runs.settings import held_out_folder
+
+
+class MarsTrainer(Trainer):
+    """torchtitan's trainer. MARS clips: one pass and one all-reduce find every norm.
+    Exact MARS adds one pass over the next batch before each step.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        optimizer: MarsOptimizers.Config = field(default_factory=MarsOptimizers.Config)
+        lr_scheduler: RateSchedule.Config = field(default_factory=RateSchedule.Config)
+        loss: SummedLoss.Config = field(default_factory=SummedLoss.Config)
+        tokenizer: TitanTokenizer.Config = field(default_factory=TitanTokenizer.Config)
+        dataloader: TokenLoader.Config = field(default_factory=TokenLoader.Config)
+        validator: HeldOut.Config = field(default_factory=HeldOut.Config)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.metrics_processor.begin(read_meta(held_out_folder(config)))
+        self.optimizers.mars.max_norm = config.training.max_norm
+        self._exact = config.optimizer.exact
+        if self._exact:
+            self._ahead = config.dataloader.build(
+                dp_world_size=self.dataloader.batches.world,
+                dp_rank=self.dataloader.batches.rank,
+                tokenizer=self.tokenizer,
+                seq_len=config.training.seq_len,
+                local_batch_size=config.training.local_batch_size,
+            )
+
+    def train_step(self, data_iterator) -> None:
+        if self._exact:
+            self._look_ahead()
+        # the norm that is logged is found in the step, after torchtitan asks for it
+        with clipping_by(lambda *_, **__: self.optimizers.grad_norm):
+            super().train_step(data_iterator)
+        if self._exact:
+            self.optimizers.mars.update_last_grad()
+
+    def _look_ahead(self) -> None:
+        """Give MARS the next global batch's gradient at the current parameters, which
+        clips it by its own norm.
+
+        It becomes h of the next step (mars.py of the authors: update_previous_grad). A
+        loader of its own reads one global batch ahead, so that the state of the real
+        one stays what training has consumed.
+        """
+        training = self.config.training
+        batches = self._ahead.batches
+        per_step = (
+            self.gradient_accumulation_steps * training.local_batch_size * batches.world
+        )
+        batches.samples = self.dataloader.batches.samples + per_step
+        tokens = torch.tensor(per_step * training.seq_len, device=self.device)
+        self.optimizers.zero_grad(set_to_none=True)
+        seen = self.ntokens_seen
+        for _ in range(self.gradient_accumulation_steps):
+            inputs, labels = batches.next()
+            self.forward_backward_step(
+                input_dict={"input": inputs.to(self.device)},
+                labels=labels.to(self.device),
+                global_valid_tokens=tokens,
+            )
+        self.ntokens_seen = seen  # these tokens are counted when they are trained on
+        self.optimizers.mars.update_previous_grad()

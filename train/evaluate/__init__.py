@@ -1,0 +1,1 @@
+"""python -m train.evaluate: a trained model on tasks, and its held-out loss."""

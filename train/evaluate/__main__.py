@@ -1,0 +1,153 @@
+"""python -m train.evaluate: a trained model on named tasks, and its whole held-out
+loss.
+"""
+
+import argparse
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from train.data.tokens import open_tokens
+from train.errors import UserError, check_least, command
+from train.evaluate import harness
+from train.export import export
+from train.gpt2.inference import whole_loss
+from train.runs.trained import Trained, add_arguments, from_arguments
+
+
+def _tasks(trained: Trained, tasks: harness.Tasks, args: argparse.Namespace) -> dict:
+    """Return the harness's results; a run is exported first, into a folder for the
+    moment.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = trained.folder
+        if trained.step is not None:
+            folder = Path(scratch) / "exported"
+            export(trained, folder)
+        options = dict(limit=args.limit, num_fewshot=args.num_fewshot)
+        options |= dict(batch=args.batch_size, device=args.device)
+        return harness.evaluate(folder, tasks, **options)
+
+
+def _loss(trained: Trained, args: argparse.Namespace) -> dict[str, float | int | str]:
+    """Return the mean loss over all held-out tokens of --data."""
+    block = trained.model.shape.block_size
+    window = args.window or trained.window or block
+    if window > block:
+        raise UserError(
+            f"got --window {window}, expected at most the model's block size {block}: "
+            "change it"
+        )
+    vocab_size = trained.model.shape.vocab_size
+    tokens, meta = open_tokens(args.data, "val", vocab_size=vocab_size)
+    if trained.tokens not in (None, meta.tokenizer):
+        raise UserError(
+            f"got {meta.tokenizer} tokens in {args.data}, expected {trained.tokens}, "
+            "on which the model was trained: prepare the text with that tokenizer"
+        )
+    model = trained.model.to(args.device)
+    found = whole_loss(model, tokens, window=window, batch=args.batch_size)
+    loss: dict[str, float | int | str] = {
+        "data": str(args.data),
+        "sha256": meta.val.sha256,
+        "tokens": found.tokens,
+        "window": window,
+        "nats_per_token": found.nats_per_token,
+    }
+    said = f"loss {found.nats_per_token:.5f} nats per token"
+    scale = meta.nats_per_byte("val")
+    if scale is not None:  # the bytes behind somebody else's tokens may not be known
+        loss["nats_per_byte"] = per_byte = found.nats_per_token * scale
+        loss["bits_per_byte"] = per_byte / math.log(2)
+        said += f", {loss['bits_per_byte']:.5f} bits per byte"
+    print(f"{said}, over {found.tokens:,} tokens in windows of {window}")
+    return loss
+
+
+def _names(listed: str) -> list[str]:
+    return [name.strip() for name in listed.split(",") if name.strip()]
+
+
+def _arguments() -> argparse.Namespace:
+    """Return the command line, checked."""
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    parser = argparse.ArgumentParser(
+        "python -m train.evaluate",
+        description="Evaluate a trained model: tasks of lm-evaluation-harness, and the "
+        "loss over all held-out text.",
+    )
+    add_arguments(parser)
+    add = parser.add_argument
+    # fmt: off
+    add("--tasks", type=_names, default=[],
+        help="names with commas between, e.g. hellaswag,arc_easy")
+    add("--include-path", type=Path,
+        help="a folder of task YAMLs of one's own; files that they name count from it")
+    add("--limit", type=int, help="examples per task (default: all)")
+    add("--num-fewshot", type=int, help="default: as the task says")
+    add("--loss", action="store_true",
+        help="the loss over all held-out text of --data")
+    add("--data", type=Path, help="a folder of train.prepare")
+    add("--window", type=int,
+        help="tokens seen together, for --loss (default: as trained)")
+    add("--batch-size", type=int, default=8)
+    add("--device", default=devices[-1])
+    add("--out", type=Path, help="default: evaluation.json in the model's folder")
+    # fmt: on
+    args = parser.parse_args()
+    check_least(1, limit=args.limit, window=args.window, batch_size=args.batch_size)
+    check_least(0, num_fewshot=args.num_fewshot)
+    if args.device not in devices:
+        raise UserError(
+            f"got --device {args.device}, expected one of {devices} on this machine: "
+            "change it"
+        )
+    if not args.tasks and not args.loss:
+        raise UserError(
+            "got neither --tasks nor --loss, expected one or both: --tasks hellaswag, "
+            "or --loss --data data/NAME"
+        )
+    if args.loss and args.data is None:
+        raise UserError(
+            "got --loss without --data, expected the folder of train.prepare whose "
+            "held-out text is meant: --data data/NAME"
+        )
+    return args
+
+
+def _check_writable(out: Path) -> None:
+    """Check that ``out`` can be written, before hours of evaluation."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise UserError(
+            f"got {out} to write to, expected a file that can be written: choose "
+            "another --out"
+        )
+
+
+def main() -> None:
+    """Run the command."""
+    args = _arguments()
+    trained = from_arguments(args)
+    out = trained.folder / "evaluation.json" if args.out is None else args.out
+    _check_writable(out)
+    found: dict = {"model": str(trained.folder), "step": trained.step}
+    tasks = None
+    if args.tasks:  # before anything that takes long
+        tasks = harness.load_tasks(args.tasks, args.include_path)
+    if args.loss:
+        found["loss"] = _loss(trained, args)
+    if tasks is not None:
+        found["tasks"] = _tasks(trained, tasks, args)
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    if tasks is not None:
+        print(*harness.lines(found["tasks"]), sep="\n")
+    print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,154 @@
+"""Files and folders that appear whole or not at all, and JSON files."""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from train.errors import UserError
+
+PLAN, LEDGER, MADE = "plan.json", "ledger.json", "made"
+
+
+@contextmanager
+def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
+    """Open a file beside ``path`` to write to; it becomes ``path`` when the block ends
+    well, and is on the disk before anything says that it is there.
+    """
+    draft = path.with_suffix(".tmp")
+    with draft.open(mode) as file:
+        yield file
+        sync(file)
+    draft.rename(path)
+
+
+def sync(file: IO) -> None:
+    """Put what was written on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace a JSON file by another, complete or not at all."""
+    with replacing(path) as file:
+        file.write(json.dumps(value, indent=1) + "\n")
+
+
+def read_json(path: Path, expected: str) -> dict:
+    """Return the JSON object in a file."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"got a {path} that does not read ({error}), expected {expected}"
+        ) from error
+
+
+def check_folder(option: str, path: Path) -> bool:
+    """Check that the path of an option is no file; return whether it holds anything."""
+    if path.exists() and not path.is_dir():
+        raise UserError(
+            f"got {option} {path}, which is a file, expected a folder: choose another"
+        )
+    return path.exists() and any(path.iterdir())
+
+
+def unfinished(out: Path) -> Path:
+    """Return where the work on ``out`` lies."""
+    place = out.absolute()
+    return place.parent / f".{place.name}.unfinished"
+
+
+@contextmanager
+def workspace(out: Path, plan: dict | None = None) -> Iterator[Path]:
+    """Yield the folder for the work on ``out``, this process's alone.
+
+    What is put into its folder "made" becomes ``out`` when the block ends well. Work
+    that wrote a ledger, or a meta.json as its last file, stays when it is cut off, and
+    is found again by a call with the same ``plan``; other work is removed.
+    """
+    work = unfinished(out)
+    work.mkdir(parents=True, exist_ok=True)
+    held = os.open(work, os.O_RDONLY)
+    try:
+        # who fails here cleans up nothing: it is another's
+        _check_alone(held, work, out)
+        try:
+            _claim(work, plan or {})
+            yield work
+            (work / LEDGER).unlink(missing_ok=True)  # from here on, "made" counts alone
+            if out.exists():
+                out.rmdir()
+            (work / MADE).rename(out)
+        finally:
+            if not (work / LEDGER).exists() and not is_complete(work):
+                shutil.rmtree(work, ignore_errors=True)
+    finally:
+        os.close(held)
+
+
+@contextmanager
+def made_whole(out: Path) -> Iterator[Path]:
+    """Yield a folder that becomes ``out``, which has to be free, when the block ends
+    well.
+    """
+    if check_folder("--out", out):
+        raise UserError(
+            f"got --out {out}, which is not empty, expected an empty or new folder: "
+            "choose another, or delete it"
+        )
+    with workspace(out) as work:
+        yield work / MADE
+
+
+def lock(file: int) -> bool:
+    """Lock a file or folder for as long as it is open; return False where another
+    process holds it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _check_alone(file: int, work: Path, out: Path) -> None:
+    if not lock(file):
+        raise UserError(
+            f"got {out}, on which another process is at work, expected none: wait for "
+            "it, or choose another --out"
+        )
+    # it may have finished, and removed the folder, between our opening and locking it
+    work.mkdir(exist_ok=True)
+    if not os.path.samestat(os.fstat(file), work.stat()):
+        raise UserError(
+            f"got {out}, on which another process was at work until now, expected "
+            "none: run the command again"
+        )
+
+
+def _claim(work: Path, plan: dict) -> None:
+    """Find the work of this plan, or begin it."""
+    path = work / PLAN
+    begun = (work / LEDGER).exists() or is_complete(work)
+    whose = f"the plan of the work in {work}: delete that folder"
+    if begun and read_json(path, whose) != plan:
+        raise UserError(
+            f"got {work}, which holds unfinished work on other data or with other "
+            "options, expected this command's: delete that folder, or repeat the "
+            "command that began it"
+        )
+    if not begun:
+        for left in work.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        write_json(path, plan)
+    (work / MADE).mkdir(exist_ok=True)
+
+
+def is_complete(work: Path) -> bool:
+    """Return whether all is made, and only has to be moved."""
+    return (work / MADE / "meta.json").exists()

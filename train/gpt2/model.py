@@ -1,0 +1,155 @@
+"""GPT-2 as the MARS authors train it, in plain PyTorch: no biases, pre-LayerNorm, tied
+embedding, tanh GELU.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size of a GPT-2.
+
+    ``inverse_layer_scale`` divides the attention logits of layer i (from 0) by i + 1,
+    as the authors' recipes do (Hugging Face's scale_attn_by_inverse_layer_idx).
+    """
+
+    num_layers: int
+    num_heads: int
+    width: int
+    block_size: int
+    vocab_size: int
+    inverse_layer_scale: bool = True
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), on (batch, time, width)."""
+
+    def __init__(self, shape: Shape, layer: int) -> None:
+        super().__init__()
+        width, self.num_heads = shape.width, shape.num_heads
+        self.scale = (width // shape.num_heads) ** -0.5
+        if shape.inverse_layer_scale:
+            self.scale /= layer + 1
+        self.attn_norm = nn.LayerNorm(width, bias=False)
+        self.attn_in = nn.Linear(width, 3 * width, bias=False)
+        self.attn_out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width, bias=False)
+        self.mlp_in = nn.Linear(width, 4 * width, bias=False)
+        self.mlp_out = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        heads = self.attn_in(self.attn_norm(x)).view(
+            batch, time, 3, self.num_heads, width // self.num_heads
+        )
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, head width)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        x = x + self.attn_out(y.transpose(1, 2).reshape(batch, time, width))
+        inner = self.mlp_in(self.mlp_norm(x))
+        return x + self.mlp_out(F.gelu(inner, approximate="tanh"))
+
+
+class GPT2(nn.Module):
+    """Token ids (batch, time) to logits (batch, time, vocab_size).
+
+    Input and output embedding are one parameter, used twice in the root's own forward:
+    FSDP2 refuses a parameter that two modules share. Blocks stand in a ModuleDict named
+    ``layers``, where torchtitan looks for them.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.wte = nn.Embedding(shape.vocab_size, shape.width)
+        self.wpe = nn.Embedding(shape.block_size, shape.width)
+        self.layers = nn.ModuleDict(
+            {str(i): Block(shape, i) for i in range(shape.num_layers)}
+        )
+        self.norm = nn.LayerNorm(shape.width, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+        for block in self.layers.values():
+            x = block(x)
+        return F.linear(self.norm(x), self.wte.weight)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int = 0) -> None:
+        """Draw N(0, 0.02), projections into the residual N(0, 0.02/sqrt(2 num_layers)),
+        norms 1; the same on every mesh.
+
+        Each full tensor is drawn on the CPU from its own name and then cut: on a CPU
+        mesh DTensor would draw the same numbers for every shard.
+        """
+        for name, p in self.named_parameters():
+            for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod."):
+                name = name.replace(wrapper, "")
+            if p.ndim == 1:
+                full = torch.ones(p.shape)
+            else:
+                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7]
+                generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+                residual = name.endswith(("attn_out.weight", "mlp_out.weight"))
+                std = 0.02 / (2 * self.shape.num_layers) ** 0.5 if residual else 0.02
+                full = torch.empty(p.shape).normal_(0.0, std, generator=generator)
+            if isinstance(p, DTensor):
+                mesh, placements = p.device_mesh, p.placements
+                shard = distribute_tensor(full, mesh, placements, src_data_rank=None)
+                p, full = p.to_local(), shard.to_local()
+            p.copy_(full)
+
+
+def tensor_sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of all parameters by name, without making them."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in GPT2(shape).named_parameters()}
+
+
+def num_flops_per_token(shape: Shape, num_params: int, seq_len: int) -> int:
+    """Return the FLOPs a token, forward and backward: 6 per weight that is multiplied
+    with, and causal attention (PaLM, appendix B).
+    """
+    multiplied = num_params - shape.block_size * shape.width
+    return 6 * (multiplied + shape.num_layers * shape.width * seq_len)
+
+
+def shard(
+    model: GPT2,
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: bool = True,
+    checkpoint: Callable[[nn.Module], None] | None = None,
+    compile_block: Callable[[nn.Module], None] | None = None,
+) -> GPT2:
+    """Apply activation checkpointing, compilation per block, then FSDP2 (1-D mesh) or
+    HSDP (2-D: replicate, shard), in place.
+    """
+    if checkpoint is not None:
+        checkpoint(model)
+    if compile_block is not None:
+        for block in model.layers.values():
+            compile_block(block)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    options = {"mesh": mesh, "mp_policy": policy}
+    for block in model.layers.values():
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # the loss is divided by the global number of tokens already
+            module.set_gradient_divide_factor(1.0)
+            if mesh.device_type == "cpu":
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    return model

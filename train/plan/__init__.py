@@ -1,0 +1,1 @@
+"""python -m train.plan: who does what on a mesh, before any process is started."""

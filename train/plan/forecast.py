@@ -1,0 +1,129 @@
+"""What a sharded step will send, compute, hold and take: arithmetic, no process.
+
+Everything here is a model; docs/scaling.md says what of it was measured.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from marsopt import NewtonSchulz
+from parallel.planner import Cost, Machine, Matrix, Plan, cost, plan
+
+MATRIX_TYPES = ("mars-shampoo", "mars-m", "muon", "moonlight")
+# buffers of float32 that each type keeps for a matrix (with the clip), and AdamW's two
+BUFFERS = {
+    "mars-adamw": 3, "mars-lion": 2, "mars-shampoo": 2, "mars-m": 2,
+    "adamw": 2, "lion": 1, "muon": 1, "moonlight": 1,
+}  # fmt: skip
+ELEMENTWISE_BYTES = 44  # a parameter and step: g, h, x, m, v read; x, m, v, h written
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model and how it is trained."""
+
+    shapes: Mapping[str, Sequence[int]]  # of all parameters, by name
+    mars_type: str  # the rule of its matrices
+    tokens: int  # per step, over all ranks
+    flops_per_token: int  # of forward and backward
+    elementwise: Collection[str] = ()  # matrices that AdamW takes all the same
+
+    @property
+    def num_params(self) -> int:
+        """Return the number of all parameters."""
+        return sum(math.prod(s) for s in self.shapes.values())
+
+    def matrices(self) -> dict[str, Matrix]:
+        """Return what Newton-Schulz takes, as FSDP2 cuts it: along rows."""
+        if self.mars_type not in MATRIX_TYPES:
+            return {}
+        return {n: Matrix(s[0], s[1], 0) for n, s in self.ruled().items()}
+
+    def ruled(self) -> dict[str, Sequence[int]]:
+        """Return the shapes of what takes ``mars_type``; AdamW has the rest, except
+        under the elementwise baselines.
+        """
+        if self.mars_type in ("adamw", "lion"):
+            return dict(self.shapes)
+        return {
+            name: shape
+            for name, shape in self.shapes.items()
+            if len(shape) == 2 and name not in self.elementwise
+        }
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the times assume."""
+
+    machine: Machine = Machine()  # links and Newton-Schulz rates
+    memory: float = 3e12  # bytes a second that one rank reads and writes
+    utilization: float = 0.4  # of machine.flops, by forward and backward
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one step on the slowest rank."""
+
+    plan: Plan
+    cost: Cost
+    num_shards: int
+    state_bytes: float
+    peak_bytes: float
+    optimizer_seconds: float
+    training_seconds: float
+
+    @property
+    def share(self) -> float:
+        """Return the optimizer's part of the whole step."""
+        return self.optimizer_seconds / (self.optimizer_seconds + self.training_seconds)
+
+
+def forecast(
+    job: Job,
+    num_ranks: int,
+    *,
+    replicas: int = 1,
+    ns: NewtonSchulz = NewtonSchulz(),
+    hardware: Hardware = Hardware(),
+) -> Forecast:
+    """Return the step of ``job`` on ``num_ranks``, shared equally by the replicas.
+
+    Raises:
+        ValueError: ranks that do not divide among replicas.
+    """
+    if num_ranks < 1 or replicas < 1 or num_ranks % replicas:
+        raise ValueError(
+            f"got {num_ranks} ranks and {replicas} replicas, expected a positive "
+            "number of ranks that the replicas divide: change one of the two"
+        )
+    p, n, machine = num_ranks // replicas, job.num_params, hardware.machine
+    matrices = list(job.matrices().values())
+    chosen = plan(matrices, p, ns, replicas=replicas, machine=machine)
+    spent = cost(matrices, chosen, ns, machine)
+    owned = sum(m.rows * m.cols for m in matrices)
+    ruled = sum(math.prod(s) for s in job.ruled().values())
+    state = 4 * (BUFFERS[job.mars_type] * ruled + 2 * (n - ruled)) / p
+    # shards under way and factors in float32; then what the fullest owner holds at
+    # once: its matrices as they came and joined, and three times in the iteration
+    under_way = (ns.payload().itemsize + ns.dtype.itemsize + 4) * owned / p
+    held: dict[int, int] = {}
+    for m, owner in zip(matrices, chosen.owners, strict=True):
+        if owner >= 0:
+            held[owner] = held.get(owner, 0) + m.rows * m.cols
+    each = 2 * ns.payload().itemsize + 3 * ns.dtype.itemsize
+    iterating = each * max(held.values(), default=0)
+    # FSDP2: parameters gathered for forward and for backward, gradients scattered
+    fsdp = (2 + 2 + 4) * n * (p - 1) / p / machine.link
+    compute = job.flops_per_token * job.tokens / num_ranks
+    return Forecast(
+        plan=chosen,
+        cost=spent,
+        num_shards=p,
+        state_bytes=state,
+        peak_bytes=state + 8 * n / p + under_way + iterating,
+        optimizer_seconds=spent.seconds + ELEMENTWISE_BYTES * n / p / hardware.memory,
+        # communication hides behind computing, or the other way round
+        training_seconds=max(fsdp, compute / (machine.flops * hardware.utilization)),
+    )

@@ -1,0 +1,118 @@
+"""The settings by which a run is recognised, and the folder that belongs to it."""
+
+import json
+import os
+from pathlib import Path
+
+from train.errors import UserError
+from train.files import check_folder, read_json, write_json
+from train.gpt2 import Shape
+from train.runs.checkpoints import last_step
+from train.data.tokens import SPLITS, read_meta
+
+SETTINGS, FROM = "settings.json", "initial_load_path"
+
+# What may differ between two calls that continue one run: how it is executed and shown,
+# not what is computed.
+EXECUTION = {
+    "dump_folder", "parallelism", "checkpoint", "metrics", "profiler", "comm", "compile",
+    "activation_checkpoint", "hf_assets_path",
+}  # fmt: skip
+EXECUTION_WITHIN = {
+    "training": {"steps", "local_batch_size", "gc_freq", "gc_debug",
+                 "disable_cuda_graphs"},
+    "optimizer": {"compile"},
+    "validator": {"freq", "samples", "steps", "enable", "last_step"},
+    "debug": {"print_config", "save_config_file", "enable_structured_logging"},
+}  # fmt: skip
+
+
+def held_out_folder(config) -> Path:
+    """Return where the held-out data lies: beside the training data unless
+    told otherwise.
+    """
+    return Path(
+        config.validator.dataloader.dataset_path or config.dataloader.dataset_path
+    )
+
+
+def settings(config) -> dict:
+    """Return what two calls must agree on to be one run: {"section.option": value}."""
+    flat = {}
+    raw = json.loads(json.dumps(config.to_dict(), default=str))
+    raw["schedule_steps"] = config.lr_scheduler.total_steps or config.training.steps
+    raw["lr_scheduler"].pop("total_steps")
+    raw[FROM] = config.checkpoint.initial_load_path
+    folders = (Path(config.dataloader.dataset_path), held_out_folder(config))
+    # what the data is, not where it lies
+    for section in (raw["dataloader"], raw["validator"]["dataloader"]):
+        section.pop("dataset_path")
+    raw["data"] = {
+        split: getattr(read_meta(folder), split).sha256
+        for split, folder in zip(SPLITS, folders, strict=True)
+    }
+    for section, values in raw.items():
+        if section in EXECUTION:
+            continue
+        if not isinstance(values, dict):
+            flat[section] = values
+            continue
+        for key, value in values.items():
+            if key not in EXECUTION_WITHIN.get(section, ()):
+                flat[f"{section}.{key}"] = value
+    return flat
+
+
+def difference(mine: dict, theirs: dict) -> str:
+    """Say what of two runs' settings differs; empty if nothing does."""
+    changed = [
+        f"{key}={mine.get(key)!r} where it has {theirs.get(key)!r}"
+        for key in sorted(mine.keys() | theirs.keys())
+        if mine.get(key) != theirs.get(key)
+    ]
+    return "; ".join(changed[:3]) + (" and more" if len(changed) > 3 else "")
+
+
+def claim(config) -> None:
+    """Write the settings into the run folder, or find that they are those in it.
+
+    A folder without a checkpoint belongs to nobody yet: a run that failed at its start
+    does not pin what it was given.
+    """
+    folder = Path(config.dump_folder)
+    path, mine = folder / SETTINGS, settings(config)
+    check_folder("--dump-folder", folder)
+    begun = last_step(folder) > 0
+    if path.exists() and begun:
+        theirs = read(path)
+        if what := difference(mine, theirs):
+            raise UserError(
+                f"got {what}, expected the settings of the run in {folder}: give "
+                "these to continue it, or another --dump-folder to start a new one"
+            )
+    elif begun:
+        raise UserError(
+            f"got {folder}, which holds checkpoints but no settings.json, expected a "
+            "run of ours or a new folder"
+        )
+    elif os.environ["RANK"] == "0":
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, mine)
+
+
+def read(path: Path) -> dict:
+    """Return the settings that ``claim`` wrote."""
+    expected = "what was written there: restore it, or choose another folder"
+    return read_json(path, expected)
+
+
+def describe(folder: Path) -> tuple[Shape, str]:
+    """Return the shape of the model and the name of the tokenizer of a run."""
+    path = folder / SETTINGS
+    if not path.exists():
+        raise UserError(
+            f"got no {path}, expected the folder of a run: python -m train --config "
+            "NAME makes one"
+        )
+    theirs = read(path)
+    return Shape(**theirs["model_spec.model"]["shape"]), theirs["tokenizer.name"]

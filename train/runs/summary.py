@@ -1,0 +1,101 @@
+"""The end of a run: loss curves as a picture, a sample, and where everything lies."""
+
+from pathlib import Path
+
+from train.errors import UserError
+from train.files import write_json
+from train.gpt2.inference import generate
+from train.pictures import picture
+from train.runs.checkpoints import last_step, load_model
+from train.runs.settings import describe
+from train.data.tokenizers import tokenizer
+
+TRAIN, VAL = "loss_metrics/global_avg_loss", "validation_metrics/loss"
+PER_BYTE = "validation_metrics/nats_per_byte"
+PROMPT = "class "
+
+
+def read_scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Return {tag: {step: value}} of all TensorBoard files below ``folder``; what was
+    written last counts.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    stamped: dict[str, dict[int, tuple[float, float]]] = {}
+    for file in sorted(folder.rglob("events.out.tfevents.*")):
+        events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
+        for tag in events.Tags()["scalars"]:
+            for e in events.Scalars(tag):
+                row = stamped.setdefault(tag, {})
+                if e.step not in row or row[e.step][0] <= e.wall_time:
+                    row[e.step] = (e.wall_time, e.value)
+    return {
+        tag: {step: v for step, (_, v) in sorted(row.items())}
+        for tag, row in stamped.items()
+    }
+
+
+def plot(scalars: dict[str, dict[int, float]], title: str, path: Path) -> None:
+    """Draw training and validation loss against steps."""
+    labels = dict(title=title, xlabel="step", ylabel="loss (nats per token)")
+    with picture(path, **labels) as axes:
+        if row := scalars.get(TRAIN):
+            axes.plot(list(row), list(row.values()), "-", color="0.55", label="training")
+        if row := scalars.get(VAL):
+            steps, losses = list(row), list(row.values())
+            axes.plot(steps, losses, "o--", color="black", label="held-out text")
+            beside = dict(textcoords="offset points", xytext=(-4, 8), ha="right")
+            axes.annotate(f"{losses[-1]:.3f}", (steps[-1], losses[-1]), **beside)
+        axes.legend(frameon=False)
+
+
+def _sample(folder: Path) -> None:
+    """Print and write what the model says. A tokenizer that is not on this machine, or
+    a model that has diverged, is no reason to end a training in an error.
+    """
+    shape, tokenizer_name = describe(folder)
+    path = folder / "sample.txt"
+    path.unlink(missing_ok=True)  # of an earlier end of this run
+    options = dict(num_tokens=240, temperature=0.8, top_k=50, seed=0)
+    try:
+        coder = tokenizer(tokenizer_name)
+        ids = generate(load_model(folder, shape), coder.encode(PROMPT), **options)
+    except UserError as error:
+        print(f"\nno sample: {error}\n")
+        return
+    sample = PROMPT + coder.decode(ids)
+    path.write_text(sample + "\n")
+    print(f"\nsample:\n{sample}\n")
+
+
+def summarize(folder: Path, title: str) -> None:
+    """Print and draw what the finished run in ``folder`` has to show."""
+    scalars = read_scalars(folder / "tb")
+    plot(scalars, title, folder / "loss.png")
+    step = last_step(folder)
+    summary: dict[str, float] = {"step": step}
+    if step in (losses := scalars.get(VAL, {})):
+        summary["validation_loss"] = losses[step]
+        line = f"validation loss {losses[step]:.4f}"
+        if step in (per_byte := scalars.get(PER_BYTE, {})):
+            summary["nats_per_byte"] = per_byte[step]
+            line += f", {per_byte[step]:.4f} nats per byte of held-out text"
+    elif losses:  # cut off between the last checkpoint and its validation
+        line = (
+            f"no validation after step {step}: python -m train.evaluate --run {folder} "
+            "--loss --data DATA"
+        )
+    else:
+        line = "validation was off"
+    write_json(folder / "summary.json", summary)
+    _sample(folder)
+    print(line)
+    for what, name in (
+        ("loss curve", "loss.png"),
+        ("sample", "sample.txt"),
+        ("TensorBoard", "tb"),
+        ("checkpoint", f"checkpoint/step-{step}"),
+        ("log", "rank0.log"),
+    ):
+        if (folder / name).exists():
+            print(f"{what:12} {folder / name}")
