@@ -21,9 +21,7 @@ from tests.processes import spawn
 pytestmark = pytest.mark.processes
 
 STEPS = 4
-CASES = [
-    (t, a) for t in REGISTRY for a in ((True, False) if "mars-" in t else (True,))
-]
+CASES = [(t, a) for t in REGISTRY for a in ((True, False) if "mars-" in t else (True,))]
 
 
 class Model(nn.Module):

@@ -117,8 +117,8 @@ def test_a_rule_on_stacks_is_the_rule_on_leaves(row):
         assert all(map(torch.equal, before, flat.stacks))
         flat = new
         torch.testing.assert_close(flat.unpack(), x, **CLOSE)
-    for name in rule.buffers:
-        torch.testing.assert_close(getattr(t, name).unpack(), getattr(s, name), **CLOSE)
+    for name in rule.matrix.buffers:
+        torch.testing.assert_close(t.buffers[name].unpack(), s.buffers[name], **CLOSE)
 
 
 @pytest.mark.parametrize("mars_type", TYPES)
@@ -221,12 +221,12 @@ def test_stacks_are_leaves_to_the_class(mars_type, missing):
         walk(*each, [2], missing)
         walk(*each, [3])
     equal(one, two)
-    assert max(len(lane.params) for lane in two[0]._layout.lanes) == 3
+    assert max(len(bucket.params) for bucket in two[0]._layout.buckets) == 3
 
 
 @pytest.mark.parametrize("mars_type", TYPES)
 @pytest.mark.parametrize("missing", [(), (2,)], ids=str)
-def test_chunks_are_leaves_to_the_class(mars_type, missing, monkeypatch):
+def test_calls_are_leaves_to_the_class(mars_type, missing, monkeypatch):
     """Large leaves on a CPU: one of each kind that is as frequent makes a call."""
     monkeypatch.setattr(marsopt.optim.calls, "SMALL", 0)
     one, two = pair(mars_type=mars_type)
@@ -234,13 +234,13 @@ def test_chunks_are_leaves_to_the_class(mars_type, missing, monkeypatch):
         walk(*each, range(2))
         walk(*each, [2], missing)
     equal(one, two)
-    sizes = [len(chunk.lanes) for chunk in two[0]._layout.chunks]
+    sizes = [len(call.stacks) for call in two[0]._kernels.calls]
     # a, b, c: three of a kind; scale, bias: two; tall
     assert sorted(sizes) == [1, 1, 1, 1, 1, 1]
-    assert all(lane.home is None for lane in two[0]._layout.lanes)
+    assert all(bucket.flat is None for bucket in two[0]._layout.buckets)
 
 
-def test_chunks_take_kinds_that_are_as_frequent_together(monkeypatch):
+def test_calls_take_kinds_that_are_as_frequent_together(monkeypatch):
     monkeypatch.setattr(marsopt.optim.calls, "SMALL", 4)
     shapes = {
         f"{kind}{i}": s for i in range(3) for kind, s in (("a", (3, 2)), ("b", (2, 4)))
@@ -248,12 +248,13 @@ def test_chunks_take_kinds_that_are_as_frequent_together(monkeypatch):
     shapes |= {"table": (7, 3), "scale": (4,), "bias": (4,)}
     params = parameters(shapes)
     optimizer = MARS(params, compile=True)
-    chunks = [
-        [tuple(lane.t.shape) + lane.shape for lane in c.lanes]
-        for c in optimizer._layout.chunks
+    buckets = optimizer._layout.buckets
+    calls = [
+        [(len(buckets[i].params), *buckets[i].shape) for i in call.stacks]
+        for call in optimizer._kernels.calls
     ]
     layer = [(1, 3, 2), (1, 2, 4)]
-    assert sorted(chunks) == sorted([layer, layer, layer, [(1, 7, 3), (2, 4)]])
+    assert sorted(calls) == sorted([layer, layer, layer, [(1, 7, 3), (2, 4)]])
 
 
 def test_a_step_that_is_not_finite_changes_no_leaf_of_a_stack():
@@ -280,18 +281,16 @@ def test_compiled_stacks_are_the_eager_leaves():
 # ---- where parameters live --------------------------------------------------------
 
 
-def lane_of(optimizer, p):
-    return next(
-        lane for lane in optimizer._layout.lanes if any(q is p for q in lane.params)
-    )
+def bucket_of(optimizer, p):
+    return next(b for b in optimizer._layout.buckets if any(q is p for q in b.params))
 
 
 def test_parameters_of_one_shape_move_into_a_stack():
     _, (optimizer, params) = pair()
     walk(optimizer, params, [0])
-    home = lane_of(optimizer, params[0]).home
-    assert torch.equal(home, torch.stack([params[0], params[2], params[4]]).detach())
-    assert params[2].data_ptr() == home[1].data_ptr()
+    flat = bucket_of(optimizer, params[0]).flat
+    assert torch.equal(flat, torch.stack([params[0], params[2], params[4]]).detach())
+    assert params[2].data_ptr() == flat[1].data_ptr()
 
 
 @pytest.mark.parametrize("how", ["view", "shared", "slice"])
@@ -309,7 +308,7 @@ def test_parameters_that_others_look_into_stay(how):
     for each in (one, (optimizer, params)):
         walk(*each, range(3))
     equal(one, (optimizer, params))
-    assert lane_of(optimizer, params[0]).home is None
+    assert bucket_of(optimizer, params[0]).flat is None
     assert torch.equal(other[:6], params[2].detach())
 
 
@@ -340,7 +339,7 @@ def test_parameters_in_the_same_memory_are_refused():
     MARS([nn.Parameter(base[:4]), nn.Parameter(base[4:])])
 
 
-def test_parameters_are_at_home_after_construction_and_stay():
+def test_parameters_lie_in_their_buffer_after_construction_and_stay():
     """... so that a graph may be captured; add_param_group does not move them."""
     _, (optimizer, params) = pair()
     address = params[2].data_ptr()
@@ -349,8 +348,8 @@ def test_parameters_are_at_home_after_construction_and_stay():
     optimizer.load_state_dict(optimizer.state_dict())
     walk(optimizer, params, [1])
     assert params[2].data_ptr() == address
-    assert lane_of(optimizer, params[2]).home is not None
-    assert (0, "x") not in optimizer._layout._gather._scratch
+    assert bucket_of(optimizer, params[2]).flat is not None
+    assert (0, "x") not in optimizer._layout._scratch
 
 
 def test_a_leaf_that_is_cast_leaves_its_stack():
@@ -445,11 +444,11 @@ def test_gradients_in_one_buffer_are_taken_without_a_copy():
         optimizer.join_gradients()
         assert adjacent([params[i].grad for i in (0, 2, 4)]) is not None
         assert all((p.grad == 0).all() for p in params)
-        optimizer._layout._gather._scratch.clear()
+        optimizer._layout._scratch.clear()
         for p, g in zip(params, tensors(SHAPES, 1).values(), strict=True):
             p.grad += g
         optimizer.step()
-        assert not optimizer._layout._gather._scratch
+        assert not optimizer._layout._scratch
     walk(*one, [1])
     equal(one, (optimizer, params))
     optimizer.zero_grad()
@@ -518,9 +517,9 @@ def count_graphs(mars_type, num_layers, monkeypatch):
     [
         ("mars-adamw", 2**16, 2),
         ("mars-shampoo", 2**16, 3),
-        # two kinds of chunks: norms, scalars and update for each, one decision
-        ("mars-adamw", 4, 7),
-        ("mars-shampoo", 4, 9),
+        # two graphs of calls: norms and update for each, one decision
+        ("mars-adamw", 4, 5),
+        ("mars-shampoo", 4, 7),
     ],
 )
 def test_graphs_do_not_grow_with_depth(mars_type, small, num_graphs, monkeypatch):

@@ -118,7 +118,7 @@ class InPlaceKernels:
         compile: bool,
         required: bool,
     ) -> None:
-        self._calls, self._skipped = calls, skipped
+        self.calls, self._skipped = calls, skipped
         self._fused = alone and len(calls) == 1
         self._compile, self._required = compile, required
         self._functions: dict[tuple[Callable, int], Callable] = {}
@@ -162,7 +162,7 @@ class InPlaceKernels:
         no part in it.
         """
         found: list = [None] * len(stacks)
-        for call in self._calls:
+        for call in self.calls:
             mine = [i for i in call.stacks if not columns or columns[0][i] is not None]
             if not mine:
                 continue

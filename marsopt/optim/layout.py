@@ -73,7 +73,7 @@ class Layout:
         self._every = [p for group in groups for p in group["params"]]
         forget_strangers(state, groups)
         self._held = [(b.params[0], own(state[b.params[0]])) for b in self.buckets]
-        self._entries = [state[p] for p in self.params]
+        self._steps = [state[p]["step"] for p in self.params]
         self._scratch: dict[tuple[int, str], Tensor] = {}
         self._away: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._moved: list[Tensor] = []
@@ -104,7 +104,7 @@ class Layout:
     def fits(self, state: State) -> bool:
         """Return whether groups and state are still those that this was made for.
 
-        Of state it looks at every entry, and at the tensors of the first parameter of
+        Of state it looks at every step, and at all tensors of the first parameter of
         each bucket: who replaces state (to move it off the device and back) replaces
         all.
 
@@ -128,9 +128,12 @@ class Layout:
             known
             and state is self._state
             and self._structure == _structure(self._groups)
-            and all(map(is_, map(state.get, self.params), self._entries))
             and all(
-                state[p].get(key) is tensor
+                state.get(p, {}).get("step") is step
+                for p, step in zip(self.params, self._steps, strict=True)
+            )
+            and all(
+                state.get(p, {}).get(key) is tensor
                 for p, held in self._held
                 for key, tensor in held.items()
             )
