@@ -143,20 +143,24 @@ def global_clip(grad_norm: Tensor, max_norm: Number) -> Tensor:
     return (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
 
 
-def statistics(stacks: Sequence[Stack]) -> Tensor:
-    """Return <g,g>, <g,h>, <h,h> of every tensor, (N, 3), partial over shards."""
-    return torch.cat([s.algorithm.inner_products(s.g, s.h) for s in stacks])
+def products(stacks: Sequence[Stack]) -> list[tuple[Tensor, ...]]:
+    """Return the inner products of the tensors of every stack, partial over shards."""
+    return [s.algorithm.inner_products(s.g, s.h) for s in stacks]
 
 
-def with_live(products: Tensor, live: Tensor | None) -> Tensor:
-    """Return (N, 4): ``products`` of the tensors that have a gradient here, else zeros,
-    and how many ranks have one.
+def statistics(products: Sequence[tuple[Tensor, ...]], live: Tensor | None) -> Tensor:
+    """Return (N, 4): <g,g>, <g,h>, <h,h> of the tensors that have a gradient here, else
+    zeros, and how many ranks have one.
     """
+    columns = [
+        torch.cat([p[i] if i < len(p) else torch.zeros_like(p[0]) for p in products])
+        for i in range(3)
+    ]
     if live is None:
-        return torch.cat([products, torch.ones_like(products[:, :1])], 1)
-    here = live[:, None]
+        return torch.stack([*columns, torch.ones_like(columns[0])], 1)
     # not a product: 0 times infinity is no zero
-    return torch.cat([torch.where(here, products, 0.0), here.to(products.dtype)], 1)
+    here = [torch.where(live, column, 0.0) for column in columns]
+    return torch.stack([*here, live.to(columns[0].dtype)], 1)
 
 
 def decide(
@@ -226,7 +230,7 @@ def assess(
         total: completes sums (N, 4) over shards.
     """
     stacks = [stack for group in groups for stack in group.stacks]
-    sums = total(with_live(statistics(stacks), live))
+    sums = total(statistics(products(stacks), live))
     return sums, decide([group.hyper for group in groups], sums, max_norm)
 
 
