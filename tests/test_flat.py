@@ -11,8 +11,7 @@ from torch import nn
 from torch.func import functional_call, grad
 
 import marsopt
-from marsopt import MARS, FlatGroup
-from marsopt import REGISTRY
+from marsopt import MARS, REGISTRY, FlatGroup
 from marsopt.functional.stacks import adjacent, stacked
 from tests.table import ROWS
 

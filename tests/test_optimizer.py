@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 import marsopt
-from marsopt import MARS
+from marsopt import MARS, REGISTRY
 from marsopt.optim import compiling
-from marsopt import REGISTRY
 
 pytestmark = pytest.mark.usefixtures("both_layouts")
 

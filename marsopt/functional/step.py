@@ -6,7 +6,7 @@ class hands in kernels that write in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,44 +91,6 @@ class Decision(NamedTuple):
     # of every group, in each dtype that one of its stacks is computed in: a wider one
     # would widen the products
     scales: list[dict[torch.dtype, Scales]]
-
-
-class Kernels(Protocol):
-    """Who runs the parts of a step: the functions below, or compiled ones that write
-    their results into the stacks they were given.
-    """
-
-    def assess(
-        self,
-        groups: Sequence[RuleGroup],
-        live: Tensor | None,
-        max_norm: Number | None,
-        total: Callable[[Tensor], Tensor],
-    ) -> tuple[Tensor, Decision]:
-        """As ``assess``."""
-
-    def update(
-        self, stacks: Sequence[Stack], scales: Sequence[Scales]
-    ) -> tuple[list[Stack], list[Tensor | None]]:
-        """As ``update``, for every stack."""
-
-    def orthogonalize(
-        self,
-        stacks: Sequence[Stack],
-        matrices: Sequence[Tensor | None],
-        leaves: Sequence[Sequence[Tensor]],
-        collectives: Collectives,
-    ) -> list[Tensor | None]:
-        """As ``orthogonalize``."""
-
-    def apply(
-        self,
-        stacks: Sequence[Stack],
-        factors: Sequence[Tensor | None],
-        rows: Sequence[Rows | None],
-        scales: Sequence[Scales],
-    ) -> list[Stack]:
-        """As ``apply``, for every stack that has factors."""
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:
@@ -310,7 +272,10 @@ def orthogonalize(
 
 
 class PureKernels:
-    """Nothing that is passed in changes."""
+    """Who runs the parts of a step: here the functions above, so that nothing that is
+    passed in changes. The class's kernels have the same methods, compiled, and write
+    their results into the stacks that they are given.
+    """
 
     assess = staticmethod(assess)
 
@@ -345,7 +310,7 @@ def step(
     max_norm: Number | None,
     collectives: Collectives,
     live: Tensor | None = None,
-    kernels: Kernels = PURE,
+    kernels: PureKernels = PURE,
 ) -> Done:
     """Take the whole step.
 

@@ -14,6 +14,7 @@ from marsopt.functional.rows import Rows
 from marsopt.functional.step import (
     Decision,
     Hyperparameters,
+    PureKernels,
     RuleGroup,
     Scales,
     Stack,
@@ -84,8 +85,8 @@ def apply_(
 # ---- compiled ------------------------------------------------------------------------
 
 
-class InPlaceKernels:
-    """``step.Kernels`` that write into the stacks that they are given.
+class InPlaceKernels(PureKernels):
+    """Kernels that write into the stacks that they are given.
 
     Two graphs move an elementwise algorithm: statistics with all that is decided from
     them, and the update. A matrix algorithm has a third, after Newton-Schulz. Where
