@@ -12,6 +12,8 @@ from typing import Literal
 
 from marsopt import NewtonSchulz
 
+from .placement import shard_sizes
+
 Strategy = Literal["owner", "gram", "replicate"]
 STRATEGIES: tuple[Strategy, ...] = ("owner", "gram", "replicate")
 
@@ -41,8 +43,14 @@ class Matrix:
 
     @property
     def may_gram(self) -> bool:
-        """Whether the Gram matrix of its short side is a sum over shards."""
+        """Return whether the Gram matrix of its short side is a sum over shards."""
         return self.cols <= self.rows if self.dim == 0 else self.rows <= self.cols
+
+    def shards(self, num_ranks: int) -> list[tuple[int, int]]:
+        """Return the shapes of the shards, rank by rank."""
+        if self.dim == 0:
+            return [(size, self.cols) for size in shard_sizes(self.rows, num_ranks)]
+        return [(self.rows, size) for size in shard_sizes(self.cols, num_ranks)]
 
 
 @dataclass(frozen=True)
@@ -59,23 +67,14 @@ class Plan:
     owners: tuple[int, ...]
     buckets: tuple[int, ...]
 
-    def members(self, strategy: Strategy, bucket: int = 0) -> list[int]:
-        """Indices of the matrices of one strategy (and, of "owner", one bucket)."""
-        return [
-            i
-            for i, s in enumerate(self.strategies)
-            if s == strategy and (s != "owner" or self.buckets[i] == bucket)
-        ]
+    def members(self, strategy: Strategy) -> list[int]:
+        """Return the indices of the matrices of one strategy."""
+        return [i for i, s in enumerate(self.strategies) if s == strategy]
 
     @property
     def num_buckets(self) -> int:
-        """Of the owner exchange."""
-        used = [
-            b
-            for s, b in zip(self.strategies, self.buckets, strict=True)
-            if s == "owner"
-        ]
-        return max(used, default=-1) + 1
+        """Return the number of exchanges with owners."""
+        return max((self.buckets[i] + 1 for i in self.members("owner")), default=0)
 
 
 @dataclass
@@ -89,13 +88,13 @@ class Cost:
 
     @property
     def imbalance(self) -> float:
-        """FLOPs of the slowest owner over the mean; 1 is even."""
+        """Return FLOPs of the slowest owner over the mean; 1 is even."""
         mean = sum(self.owner_flops) / max(1, len(self.owner_flops))
         return max(self.owner_flops, default=0.0) / mean if mean else 1.0
 
 
 def assign(flops: Sequence[int], num_ranks: int) -> tuple[list[int], list[float]]:
-    """Owners by longest processing time first, and the load of each rank.
+    """Return owners by longest processing time first, and the load of each rank.
 
     Ties go to the earlier matrix and the lower rank, so that every rank agrees.
     """
@@ -137,40 +136,36 @@ def plan(
             f"got max_buckets={max_buckets}, expected 1 or more: 2 overlaps"
         )
 
+    def seconds(plan: Plan) -> float:
+        return cost(matrices, plan, ns, machine).seconds
+
     def draft(strategies: Sequence[Strategy]) -> Plan:
-        shared = {1, replicas} if strategy == "auto" else {replicas}
+        shared = sorted({1, replicas} if strategy == "auto" else {replicas})
         drafts = [
             _plan(matrices, num_ranks, ns, strategies, max_buckets, split)
-            for split in sorted(shared)
+            for split in shared
         ]
-        return min(drafts, key=lambda d: cost(matrices, d, ns, machine).seconds)
+        return min(drafts, key=seconds)
 
     if strategy == "replicate" or num_ranks * replicas == 1:
         return _plan(matrices, num_ranks, ns, ["replicate"] * len(matrices), 1, 1)
     if strategy == "gram":
         return draft(["gram" if m.may_gram else "owner" for m in matrices])
-    chosen: list[Strategy] = ["owner"] * len(matrices)
-    best = draft(chosen)
+    best = draft(["owner"] * len(matrices))
     if strategy == "owner":
         return best
-    seconds = cost(matrices, best, ns, machine).seconds
-    for shape in _largest_first(matrices, ns):
-        trial = [
-            "gram" if m == shape and m.may_gram else s
-            for m, s in zip(matrices, chosen, strict=True)
-        ]
-        other = draft(trial)
-        if (faster := cost(matrices, other, ns, machine).seconds) < seconds:
-            best, chosen, seconds = other, trial, faster
-    return best
-
-
-def _largest_first(matrices: Sequence[Matrix], ns: NewtonSchulz) -> list[Matrix]:
-    """The distinct matrices that have a Gram form. Equal ones are moved together."""
-    distinct = {m for m in matrices if m.may_gram}
-    return sorted(
-        distinct, key=lambda m: (-ns.num_flops(m.rows, m.cols), m.dim, m.rows)
+    # equal ones are moved together
+    shapes = sorted(
+        {m for m in matrices if m.may_gram},
+        key=lambda m: (-ns.num_flops(m.rows, m.cols), m.dim, m.rows),
     )
+    for shape in shapes:
+        trial: list[Strategy] = [
+            "gram" if m == shape else s
+            for m, s in zip(matrices, best.strategies, strict=True)
+        ]
+        best = min(best, draft(trial), key=seconds)
+    return best
 
 
 def _plan(
@@ -181,20 +176,24 @@ def _plan(
     max_buckets: int,
     replicas: int,
 ) -> Plan:
-    """Owners and buckets for given strategies."""
-    owned = [i for i, s in enumerate(strategies) if s == "owner"]
-    flops = [ns.num_flops(matrices[i].rows, matrices[i].cols) for i in owned]
-    found, _ = assign(flops, num_ranks * replicas)
+    """Return owners and buckets for given strategies."""
+    flops = [ns.num_flops(m.rows, m.cols) for m in matrices]
     owners, buckets = [-1] * len(matrices), [0] * len(matrices)
-    for i, owner in zip(owned, found, strict=True):
-        owners[i] = owner
-    for rank in set(found):
-        mine = [
-            (i, f) for i, f, o in zip(owned, flops, found, strict=True) if o == rank
-        ]
-        parts, _ = assign([f for _, f in mine], max_buckets)
-        for (i, _), bucket in zip(mine, parts, strict=True):
-            buckets[i] = bucket
+
+    def deal(members: list[int], parts: int, into: list[int]) -> None:
+        found, _ = assign([flops[i] for i in members], parts)
+        for i, part in zip(members, found, strict=True):
+            into[i] = part
+
+    deal(
+        [i for i, s in enumerate(strategies) if s == "owner"],
+        num_ranks * replicas,
+        owners,
+    )
+    for rank in set(owners) - {-1}:
+        deal(
+            [i for i, owner in enumerate(owners) if owner == rank], max_buckets, buckets
+        )
     return Plan(num_ranks, replicas, tuple(strategies), tuple(owners), tuple(buckets))
 
 
@@ -204,7 +203,7 @@ def cost(
     ns: NewtonSchulz,
     machine: Machine = Machine(),
 ) -> Cost:
-    """Bytes that a rank sends, FLOPs of each owner, and the model's time of one step.
+    """Return bytes that a rank sends, FLOPs of each owner, and the model's time.
 
     Bytes of a matrix with an owner: mn s / p from every other rank, and mn s (p - 1)/p
     back from the owner, together 2 mn s / p a rank less what stays at home (split over
