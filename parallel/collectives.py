@@ -94,7 +94,8 @@ class MeshCollectives:
                     f"got placements {tensor.placements}, expected shards or replicas: "
                     "redistribute the partial sums first"
                 )
-        return tensor.to_local()
+        # without a graph to_local makes no more of it than a view, tensor by tensor
+        return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor
 
     def wrap(
         self, local: Tensor, like: Tensor, dims: tuple[int, ...] | None = None

@@ -7,7 +7,7 @@ not measurements.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from marsopt import NewtonSchulz
@@ -76,21 +76,31 @@ class Plan:
         """Return the number of exchanges with owners."""
         return max((self.buckets[i] + 1 for i in self.members("owner")), default=0)
 
+    def exchanges(self, replica: int) -> list[list[list[int]]]:
+        """Return the matrices that each rank of a replica owns, bucket by bucket."""
+        ranks, buckets = range(self.num_ranks), range(self.num_buckets)
+        found: list[list[list[int]]] = [[[] for _ in ranks] for _ in buckets]
+        for i in self.members("owner"):
+            its_replica, rank = divmod(self.owners[i], self.num_ranks)
+            if its_replica == replica:
+                found[self.buckets[i]][rank].append(i)
+        return [owned for owned in found if any(owned)]
 
-@dataclass
+
+@dataclass(frozen=True)
 class Cost:
     """Of one step on the slowest rank."""
 
-    bytes_sent: float = 0.0  # mean over the ranks
-    bytes_max: float = 0.0  # of the rank that sends most: an owner
-    seconds: float = 0.0
-    owner_flops: list[float] = field(default_factory=list)
+    bytes_sent: float  # mean over the ranks
+    bytes_max: float  # of the rank that sends most: an owner
+    seconds: float
+    owner_flops: list[float]
 
     @property
     def imbalance(self) -> float:
         """Return FLOPs of the slowest owner over the mean; 1 is even."""
-        mean = sum(self.owner_flops) / max(1, len(self.owner_flops))
-        return max(self.owner_flops, default=0.0) / mean if mean else 1.0
+        mean = sum(self.owner_flops) / len(self.owner_flops)
+        return max(self.owner_flops) / mean if mean else 1.0
 
 
 def assign(flops: Sequence[int], num_ranks: int) -> tuple[list[int], list[float]]:
@@ -214,30 +224,20 @@ def cost(
     split = plan.replicas
     there, back = ns.payload().itemsize, ns.dtype.itemsize
     sharing = back * (split - 1) / split
-    total = Cost(owner_flops=[0.0] * (p * split))
-    # of an owner, beyond what a rank without matrices sends
-    extra: dict[int, float] = {}
-    everybody = 0.0
-    gram_seconds = everywhere = 0.0
+    loads, extra = [0.0] * (p * split), [0.0] * (p * split)  # of each owner
+    sent = seconds = 0.0  # of everybody
     for m, strategy, owner in zip(matrices, plan.strategies, plan.owners, strict=True):
         numel, short = m.rows * m.cols, min(m.rows, m.cols)
         if strategy == "owner":
-            everybody += (there / split + sharing) * numel / p
-            more = (back * (p - 1) - there) * numel / p
-            extra[owner] = extra.get(owner, 0.0) + more
-            total.owner_flops[owner] += ns.num_flops(m.rows, m.cols)
+            sent += (there / split + sharing) * numel / p
+            extra[owner] += (back * (p - 1) - there) * numel / p
+            loads[owner] += ns.num_flops(m.rows, m.cols)
         elif strategy == "gram":
-            everybody += 8 * short**2 * away
-            flops = ns.num_gram_flops(m.rows, m.cols, p)
-            gram_seconds += flops / machine.flops_fp32
+            sent += 8 * short**2 * away
+            seconds += ns.num_gram_flops(m.rows, m.cols, p) / machine.flops_fp32
         else:
-            everybody += there * numel * away
-            everywhere += ns.num_flops(m.rows, m.cols)
-    total.bytes_sent = everybody + sum(extra.values()) / (p * split)
-    total.bytes_max = everybody + max(extra.values(), default=0.0)
-    total.seconds = (
-        total.bytes_max / machine.link
-        + (max(total.owner_flops) + everywhere) / machine.flops
-        + gram_seconds
-    )
-    return total
+            sent += there * numel * away
+            seconds += ns.num_flops(m.rows, m.cols) / machine.flops
+    bytes_max = sent + max(extra)
+    seconds += bytes_max / machine.link + max(loads) / machine.flops
+    return Cost(sent + sum(extra) / (p * split), bytes_max, seconds, loads)

@@ -45,23 +45,14 @@ class ShardGroup:
         copies = mesh.size(others[0]) if len(others) == 1 else 1
         self.plan = plan(matrices, mesh.size(axis), ns, replicas=copies, **options)
         self._shapes = [m.shards(self.plan.num_ranks) for m in matrices]
-        # of each replica that shares the owners' work, the matrices that it has
-        self._shares: list[list[int]] = [[] for _ in range(self.plan.replicas)]
-        for i in self.plan.members("owner"):
-            self._shares[self.plan.owners[i] // self.plan.num_ranks].append(i)
-        self._replicas, self._share = None, self._shares[0]
-        if self.plan.replicas > 1 and any(self._shares):
+        # the replica axis where replicas share the owners' work, and who is who there
+        self._replicas, self._replica = None, 0
+        if self.plan.replicas > 1 and self.plan.num_buckets:
             self._replicas = mesh.get_group(others[0])
-            self._share = self._shares[mesh.get_local_rank(others[0])]
-        # of each exchange, the matrices of every owner in this replica
-        self._buckets: list[list[list[int]]] = []
-        for bucket in range(self.plan.num_buckets):
-            owned: list[list[int]] = [[] for _ in range(self.plan.num_ranks)]
-            for i in self._share:
-                if self.plan.buckets[i] == bucket:
-                    owned[self.plan.owners[i] % self.plan.num_ranks].append(i)
-            if any(owned):
-                self._buckets.append(owned)
+            self._replica = mesh.get_local_rank(others[0])
+        self._exchanges = [
+            self.plan.exchanges(replica) for replica in range(self.plan.replicas)
+        ]
 
     def orthogonalize(self, local: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return shards of the factors of what is not to be gathered, by index, from
@@ -79,7 +70,8 @@ class ShardGroup:
         factors travel back while the next one is iterated.
         """
         ns, ranks, there, back = self._ns, range(self.plan.num_ranks), [], []
-        for owned in self._buckets:
+        exchanges = self._exchanges[self._replica]
+        for owned in exchanges:
             with record_function("marsopt: exchange"):
                 sent = [[local[i] for i in part] for part in owned]
                 dtypes = (x.dtype for part in sent for x in part)
@@ -89,7 +81,7 @@ class ShardGroup:
                 ]
                 like = local[0].new_empty(0, dtype=widest)
                 there.append(Exchange(sent, pieces, like, self._group))
-        for owned, arriving in zip(self._buckets, there, strict=True):
+        for owned, arriving in zip(exchanges, there, strict=True):
             by_rank, mine = arriving.wait(), owned[self._rank]
             with record_function("marsopt: newton-schulz on the owner"):
                 factors = ns.many(
@@ -114,7 +106,7 @@ class ShardGroup:
                 back.append(Exchange(sent, shards, like, self._group))
         return {
             i: shard.to(local[i].dtype)
-            for owned, arriving in zip(self._buckets, back, strict=True)
+            for owned, arriving in zip(exchanges, back, strict=True)
             for part, shards in zip(owned, arriving.wait(), strict=True)
             for i, shard in zip(part, shards, strict=True)
         }
@@ -123,18 +115,22 @@ class ShardGroup:
         self, mine: dict[int, Tensor], local: Sequence[Tensor]
     ) -> dict[int, Tensor]:
         """Give this replica's factors to all replicas: one all-gather, padded."""
-        shapes = [[local[i].shape for i in share] for share in self._shares]
+        shares = [
+            [i for owned in exchanges for part in owned for i in part]
+            for exchanges in self._exchanges
+        ]
+        shapes = [[local[i].shape for i in share] for share in shares]
         widest = max(sum(s.numel() for s in part) for part in shapes)
         flat = torch.zeros(widest, dtype=self._ns.dtype, device=local[0].device)
-        if self._share:
-            own = torch.cat([mine[i].reshape(-1) for i in self._share])
+        if mine:
+            own = torch.cat([mine[i].reshape(-1) for i in shares[self._replica]])
             flat[: len(own)] = own
         everyone = flat.new_empty(len(shapes) * widest)
         dist.all_gather_into_tensor(everyone, flat, group=self._replicas)
         rows = everyone.view(len(shapes), widest)
         return {
             i: piece.to(local[i].dtype)
-            for share, row, part in zip(self._shares, rows, shapes, strict=True)
+            for share, row, part in zip(shares, rows, shapes, strict=True)
             for i, piece in zip(share, unflatten(row, part), strict=True)
         }
 

@@ -248,6 +248,11 @@ MESHES = {
 }
 
 
+def cut(whole, mesh, placements):
+    """A whole that every rank has; torch cannot send uneven stripes."""
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
 def matrices(mesh, places):
     """Whole matrices, even and uneven and with empty shards, and their leaves."""
     g = torch.Generator().manual_seed(3)
@@ -255,7 +260,7 @@ def matrices(mesh, places):
     for size in ((4, 8), (5, 3), (1, 3), (3, 1)):
         for placements in places.values():
             wholes.append(torch.randn(size, generator=g, dtype=torch.float64))
-            leaves.append(distribute_tensor(wholes[-1], mesh, placements))
+            leaves.append(cut(wholes[-1], mesh, placements))
     plain = torch.ones(2, 3, dtype=torch.float64)
     return [*wholes, plain], [*leaves, plain]
 
@@ -268,8 +273,8 @@ def indices(leaf, dim):
     shape = [8, 8]  # the other dim, which decides nothing, is empty nowhere
     shape[dim] = len(line)
     sheet = line.unsqueeze(1 - dim).expand(shape).contiguous()
-    cut = distribute_tensor(sheet, leaf.device_mesh, leaf.placements)
-    return cut.to_local().select(1 - dim, 0)
+    mine = cut(sheet, leaf.device_mesh, leaf.placements).to_local()
+    return mine.select(1 - dim, 0)
 
 
 def sum_lines(rank, world, shape, places):
@@ -312,7 +317,7 @@ def test_sums_along_a_dim_are_those_of_whole_matrices(name):
 def sum_different(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     whole = torch.ones(4 + rank, 4)
-    leaf = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    leaf = cut(whole, mesh, [Shard(0)])
     try:
         MeshCollectives(mesh).sum_along([torch.ones(4)], [leaf], 0)
     except RuntimeError as error:
