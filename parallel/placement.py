@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as AxisPlacement
 
 
 @dataclass(frozen=True)
@@ -14,24 +16,41 @@ class Placement:
     """Of a plain tensor all fields are empty."""
 
     mesh: DeviceMesh | None = None
-    # mesh axes over which the pieces are spread
+    # mesh axes over which the pieces are spread, and the dim that each of them cuts
     axes: tuple[int, ...] = ()
+    dims: tuple[int, ...] = ()
     # the dim that is cut, where one axis cuts into consecutive pieces; else None
     dim: int | None = None
 
     @classmethod
     def of(cls, leaf: Tensor) -> Placement:
-        """The placement of a parameter."""
+        """Return the placement of a parameter."""
         if not isinstance(leaf, DTensor):
             return cls()
-        cuts = [(a, p) for a, p in enumerate(leaf.placements) if not p.is_replicate()]
-        mesh, dim = leaf.device_mesh, None
-        if len(cuts) == 1 and type(cuts[0][1]) is Shard:
-            dim = cuts[0][1].dim % leaf.ndim
-        return cls(mesh, tuple(axis for axis, _ in cuts), dim)
+        cuts = {a: p for a, p in enumerate(leaf.placements) if not p.is_replicate()}
+        dims = tuple(p.dim % leaf.ndim for p in cuts.values())
+        consecutive = [type(p) for p in cuts.values()] == [Shard]
+        dim = dims[0] if consecutive else None
+        return cls(leaf.device_mesh, tuple(cuts), dims, dim)
+
+    @property
+    def common(self) -> tuple:
+        """Return what is the same on every rank; a mesh of another rank is another."""
+        extent = None if self.mesh is None else tuple(self.mesh.shape)
+        return extent, self.axes, self.dims, self.dim
+
+
+def onto(placement: AxisPlacement, dims: Sequence[int], ndim: int) -> AxisPlacement:
+    """Return what ``placement`` of a tensor is for one that has only these ``dims``."""
+    if placement.is_replicate() or placement.dim % ndim not in dims:
+        return Replicate()
+    # FSDP's shards of tensor parallel ones lie in stripes
+    factor = getattr(placement, "split_factor", None)
+    stripes = {} if factor is None else {"split_factor": factor}
+    return type(placement)(dims.index(placement.dim % ndim), **stripes)
 
 
 def shard_sizes(size: int, num_ranks: int) -> list[int]:
-    """Lengths of the pieces that Shard cuts a dim into: as torch.chunk, then empty."""
+    """Return the lengths of Shard's pieces of a dim: as torch.chunk, then empty."""
     chunk = -(-size // num_ranks)
     return [max(0, min(chunk, size - r * chunk)) for r in range(num_ranks)]

@@ -7,10 +7,12 @@ not measurements.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from marsopt import NewtonSchulz
+
+from .placement import shard_sizes
 
 Strategy = Literal["owner", "gram", "replicate"]
 STRATEGIES: tuple[Strategy, ...] = ("owner", "gram", "replicate")
@@ -41,8 +43,14 @@ class Matrix:
 
     @property
     def may_gram(self) -> bool:
-        """Whether the Gram matrix of its short side is a sum over shards."""
+        """Return whether the Gram matrix of its short side is a sum over shards."""
         return self.cols <= self.rows if self.dim == 0 else self.rows <= self.cols
+
+    def shards(self, num_ranks: int) -> list[tuple[int, int]]:
+        """Return the shapes of the shards, rank by rank."""
+        if self.dim == 0:
+            return [(size, self.cols) for size in shard_sizes(self.rows, num_ranks)]
+        return [(self.rows, size) for size in shard_sizes(self.cols, num_ranks)]
 
 
 @dataclass(frozen=True)
@@ -59,43 +67,44 @@ class Plan:
     owners: tuple[int, ...]
     buckets: tuple[int, ...]
 
-    def members(self, strategy: Strategy, bucket: int = 0) -> list[int]:
-        """Indices of the matrices of one strategy (and, of "owner", one bucket)."""
-        return [
-            i
-            for i, s in enumerate(self.strategies)
-            if s == strategy and (s != "owner" or self.buckets[i] == bucket)
-        ]
+    def members(self, strategy: Strategy) -> list[int]:
+        """Return the indices of the matrices of one strategy."""
+        return [i for i, s in enumerate(self.strategies) if s == strategy]
 
     @property
     def num_buckets(self) -> int:
-        """Of the owner exchange."""
-        used = [
-            b
-            for s, b in zip(self.strategies, self.buckets, strict=True)
-            if s == "owner"
-        ]
-        return max(used, default=-1) + 1
+        """Return the number of exchanges with owners."""
+        return max((self.buckets[i] + 1 for i in self.members("owner")), default=0)
+
+    def exchanges(self, replica: int) -> list[list[list[int]]]:
+        """Return the matrices that each rank of a replica owns, bucket by bucket."""
+        ranks, buckets = range(self.num_ranks), range(self.num_buckets)
+        found: list[list[list[int]]] = [[[] for _ in ranks] for _ in buckets]
+        for i in self.members("owner"):
+            its_replica, rank = divmod(self.owners[i], self.num_ranks)
+            if its_replica == replica:
+                found[self.buckets[i]][rank].append(i)
+        return [owned for owned in found if any(owned)]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Cost:
     """Of one step on the slowest rank."""
 
-    bytes_sent: float = 0.0  # mean over the ranks
-    bytes_max: float = 0.0  # of the rank that sends most: an owner
-    seconds: float = 0.0
-    owner_flops: list[float] = field(default_factory=list)
+    bytes_sent: float  # mean over the ranks
+    bytes_max: float  # of the rank that sends most: an owner
+    seconds: float
+    owner_flops: list[float]
 
     @property
     def imbalance(self) -> float:
-        """FLOPs of the slowest owner over the mean; 1 is even."""
-        mean = sum(self.owner_flops) / max(1, len(self.owner_flops))
-        return max(self.owner_flops, default=0.0) / mean if mean else 1.0
+        """Return FLOPs of the slowest owner over the mean; 1 is even."""
+        mean = sum(self.owner_flops) / len(self.owner_flops)
+        return max(self.owner_flops) / mean if mean else 1.0
 
 
 def assign(flops: Sequence[int], num_ranks: int) -> tuple[list[int], list[float]]:
-    """Owners by longest processing time first, and the load of each rank.
+    """Return owners by longest processing time first, and the load of each rank.
 
     Ties go to the earlier matrix and the lower rank, so that every rank agrees.
     """
@@ -137,40 +146,36 @@ def plan(
             f"got max_buckets={max_buckets}, expected 1 or more: 2 overlaps"
         )
 
+    def seconds(plan: Plan) -> float:
+        return cost(matrices, plan, ns, machine).seconds
+
     def draft(strategies: Sequence[Strategy]) -> Plan:
-        shared = {1, replicas} if strategy == "auto" else {replicas}
+        shared = sorted({1, replicas} if strategy == "auto" else {replicas})
         drafts = [
             _plan(matrices, num_ranks, ns, strategies, max_buckets, split)
-            for split in sorted(shared)
+            for split in shared
         ]
-        return min(drafts, key=lambda d: cost(matrices, d, ns, machine).seconds)
+        return min(drafts, key=seconds)
 
     if strategy == "replicate" or num_ranks * replicas == 1:
         return _plan(matrices, num_ranks, ns, ["replicate"] * len(matrices), 1, 1)
     if strategy == "gram":
         return draft(["gram" if m.may_gram else "owner" for m in matrices])
-    chosen: list[Strategy] = ["owner"] * len(matrices)
-    best = draft(chosen)
+    best = draft(["owner"] * len(matrices))
     if strategy == "owner":
         return best
-    seconds = cost(matrices, best, ns, machine).seconds
-    for shape in _largest_first(matrices, ns):
-        trial = [
-            "gram" if m == shape and m.may_gram else s
-            for m, s in zip(matrices, chosen, strict=True)
-        ]
-        other = draft(trial)
-        if (faster := cost(matrices, other, ns, machine).seconds) < seconds:
-            best, chosen, seconds = other, trial, faster
-    return best
-
-
-def _largest_first(matrices: Sequence[Matrix], ns: NewtonSchulz) -> list[Matrix]:
-    """The distinct matrices that have a Gram form. Equal ones are moved together."""
-    distinct = {m for m in matrices if m.may_gram}
-    return sorted(
-        distinct, key=lambda m: (-ns.num_flops(m.rows, m.cols), m.dim, m.rows)
+    # equal ones are moved together
+    shapes = sorted(
+        {m for m in matrices if m.may_gram},
+        key=lambda m: (-ns.num_flops(m.rows, m.cols), m.dim, m.rows),
     )
+    for shape in shapes:
+        trial: list[Strategy] = [
+            "gram" if m == shape else s
+            for m, s in zip(matrices, best.strategies, strict=True)
+        ]
+        best = min(best, draft(trial), key=seconds)
+    return best
 
 
 def _plan(
@@ -181,20 +186,24 @@ def _plan(
     max_buckets: int,
     replicas: int,
 ) -> Plan:
-    """Owners and buckets for given strategies."""
-    owned = [i for i, s in enumerate(strategies) if s == "owner"]
-    flops = [ns.num_flops(matrices[i].rows, matrices[i].cols) for i in owned]
-    found, _ = assign(flops, num_ranks * replicas)
+    """Return owners and buckets for given strategies."""
+    flops = [ns.num_flops(m.rows, m.cols) for m in matrices]
     owners, buckets = [-1] * len(matrices), [0] * len(matrices)
-    for i, owner in zip(owned, found, strict=True):
-        owners[i] = owner
-    for rank in set(found):
-        mine = [
-            (i, f) for i, f, o in zip(owned, flops, found, strict=True) if o == rank
-        ]
-        parts, _ = assign([f for _, f in mine], max_buckets)
-        for (i, _), bucket in zip(mine, parts, strict=True):
-            buckets[i] = bucket
+
+    def deal(members: list[int], parts: int, into: list[int]) -> None:
+        found, _ = assign([flops[i] for i in members], parts)
+        for i, part in zip(members, found, strict=True):
+            into[i] = part
+
+    deal(
+        [i for i, s in enumerate(strategies) if s == "owner"],
+        num_ranks * replicas,
+        owners,
+    )
+    for rank in set(owners) - {-1}:
+        deal(
+            [i for i, owner in enumerate(owners) if owner == rank], max_buckets, buckets
+        )
     return Plan(num_ranks, replicas, tuple(strategies), tuple(owners), tuple(buckets))
 
 
@@ -204,7 +213,7 @@ def cost(
     ns: NewtonSchulz,
     machine: Machine = Machine(),
 ) -> Cost:
-    """Bytes that a rank sends, FLOPs of each owner, and the model's time of one step.
+    """Return bytes that a rank sends, FLOPs of each owner, and the model's time.
 
     Bytes of a matrix with an owner: mn s / p from every other rank, and mn s (p - 1)/p
     back from the owner, together 2 mn s / p a rank less what stays at home (split over
@@ -215,30 +224,20 @@ def cost(
     split = plan.replicas
     there, back = ns.payload().itemsize, ns.dtype.itemsize
     sharing = back * (split - 1) / split
-    total = Cost(owner_flops=[0.0] * (p * split))
-    # of an owner, beyond what a rank without matrices sends
-    extra: dict[int, float] = {}
-    everybody = 0.0
-    gram_seconds = everywhere = 0.0
+    loads, extra = [0.0] * (p * split), [0.0] * (p * split)  # of each owner
+    sent = seconds = 0.0  # of everybody
     for m, strategy, owner in zip(matrices, plan.strategies, plan.owners, strict=True):
         numel, short = m.rows * m.cols, min(m.rows, m.cols)
         if strategy == "owner":
-            everybody += (there / split + sharing) * numel / p
-            more = (back * (p - 1) - there) * numel / p
-            extra[owner] = extra.get(owner, 0.0) + more
-            total.owner_flops[owner] += ns.num_flops(m.rows, m.cols)
+            sent += (there / split + sharing) * numel / p
+            extra[owner] += (back * (p - 1) - there) * numel / p
+            loads[owner] += ns.num_flops(m.rows, m.cols)
         elif strategy == "gram":
-            everybody += 8 * short**2 * away
-            flops = ns.num_gram_flops(m.rows, m.cols, p)
-            gram_seconds += flops / machine.flops_fp32
+            sent += 8 * short**2 * away
+            seconds += ns.num_gram_flops(m.rows, m.cols, p) / machine.flops_fp32
         else:
-            everybody += there * numel * away
-            everywhere += ns.num_flops(m.rows, m.cols)
-    total.bytes_sent = everybody + sum(extra.values()) / (p * split)
-    total.bytes_max = everybody + max(extra.values(), default=0.0)
-    total.seconds = (
-        total.bytes_max / machine.link
-        + (max(total.owner_flops) + everywhere) / machine.flops
-        + gram_seconds
-    )
-    return total
+            sent += there * numel * away
+            seconds += ns.num_flops(m.rows, m.cols) / machine.flops
+    bytes_max = sent + max(extra)
+    seconds += bytes_max / machine.link + max(loads) / machine.flops
+    return Cost(sent + sum(extra) / (p * split), bytes_max, seconds, loads)

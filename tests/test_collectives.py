@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import marsopt
 from marsopt import MARS, REGISTRY
@@ -20,7 +21,11 @@ from tests.processes import spawn
 pytestmark = pytest.mark.processes
 
 STEPS = 4
-CASES = [(t, a) for t in REGISTRY for a in ((True, False) if "mars-" in t else (True,))]
+CASES = [
+    (name, is_approx)
+    for name, rule in REGISTRY.items()
+    for is_approx in ((True, False) if rule.is_mars else (True,))
+]
 
 
 class Model(nn.Module):
@@ -115,14 +120,9 @@ def test_sharded_is_whole(world):
                     params[n],
                     p,
                     rtol=0,
-                    atol=1e-5
-                    if optimizer.param_groups[0]["mars_type"] in MATRIX
-                    else 1e-6,
+                    atol=1e-5 if REGISTRY[mars_type].matrix_only else 1e-6,
                     msg=lambda m, n=n, t=mars_type, a=is_approx: f"{t} {a} {n}: {m}",
                 )
-
-
-MATRIX = ("mars-shampoo", "mars-m", "muon", "moonlight")
 
 
 def test_compiled_and_sharded():
@@ -161,8 +161,6 @@ def functional(rank, world):
     """Rule.step over DTensors, with a replicated and a plain tensor beside them."""
     mesh = init_device_mesh("cpu", (world,))
     collectives = MeshCollectives(mesh)
-    from torch.distributed.tensor import Replicate, Shard
-
     g = torch.Generator().manual_seed(0)
     x = {n: torch.randn(5, 3, generator=g) for n in ("rows", "cols", "copy", "plain")}
     grads = {n: 3 * torch.randn(5, 3, generator=g) for n in x}
@@ -226,3 +224,133 @@ def save_and_load(rank, world):
 
 def test_state_is_dtensors_and_resumes_bitwise():
     assert spawn(save_and_load, 2) == [({"DTensor", "Tensor"}, True)] * 2
+
+
+# ---- sums along one dim, and buffers of one dim --------------------------------------
+
+LINE = {"rows": [Shard(0)], "cols": [Shard(1)], "copy": [Replicate()]}
+HYBRID = {"rows": [Replicate(), Shard(0)], "cols": [Replicate(), Shard(1)]}
+GRID = {
+    "both": [Shard(0), Shard(1)],
+    "crossed": [Shard(1), Shard(0)],
+    "twice": [Shard(0), Shard(0)],
+    "striped": [_StridedShard(0, split_factor=2), Shard(0)],
+    "first": [Shard(0), Replicate()],
+    "second": [Replicate(), Shard(1)],
+}
+# mesh, placements, and the all-reduces of one call along dim 0 and along dim 1
+MESHES = {
+    "2 ranks": ((2,), LINE, [1, 1]),
+    "4 ranks": ((4,), LINE, [1, 1]),
+    "HSDP 2x2": ((2, 2), HYBRID, [1, 1]),  # over the shard axis alone
+    "FSDP x TP 2x2": ((2, 2), GRID, [2, 2]),
+    "rows alone 2x2": ((2, 2), {"first": [Shard(0), Replicate()]}, [1, 0]),
+}
+
+
+def cut(whole, mesh, placements):
+    """A whole that every rank has; torch cannot send uneven stripes."""
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def matrices(mesh, places):
+    """Whole matrices, even and uneven and with empty shards, and their leaves."""
+    g = torch.Generator().manual_seed(3)
+    wholes, leaves = [], []
+    for size in ((4, 8), (5, 3), (1, 3), (3, 1)):
+        for placements in places.values():
+            wholes.append(torch.randn(size, generator=g, dtype=torch.float64))
+            leaves.append(cut(wholes[-1], mesh, placements))
+    plain = torch.ones(2, 3, dtype=torch.float64)
+    return [*wholes, plain], [*leaves, plain]
+
+
+def indices(leaf, dim):
+    """Which rows (dim 0) or columns (1) of a leaf this rank holds."""
+    line = torch.arange(leaf.shape[dim])
+    if not isinstance(leaf, DTensor):
+        return line
+    shape = [8, 8]  # the other dim, which decides nothing, is empty nowhere
+    shape[dim] = len(line)
+    sheet = line.unsqueeze(1 - dim).expand(shape).contiguous()
+    mine = cut(sheet, leaf.device_mesh, leaf.placements).to_local()
+    return mine.select(1 - dim, 0)
+
+
+def sum_lines(rank, world, shape, places):
+    """Sums of rows and columns against those of whole matrices; all-reduces."""
+    mesh = init_device_mesh("cpu", shape)
+    collectives = MeshCollectives(mesh)
+    wholes, leaves = matrices(mesh, places)
+    real, calls, counts = dist.all_reduce, [], []
+
+    def all_reduce(tensor, *args, **kw):
+        calls.append(tensor.numel())
+        return real(tensor, *args, **kw)
+
+    for dim in (0, 1, 0, 1):
+        parts = [collectives.local(leaf).sum(dim) for leaf in leaves]
+        parts[0] = parts[0].float()  # among wider ones it stays what it is
+        given = [part.clone() for part in parts]
+        calls.clear()
+        dist.all_reduce = all_reduce
+        try:
+            sums = collectives.sum_along(parts, leaves, dim)
+        finally:
+            dist.all_reduce = real
+        counts.append(len(calls))
+        assert all(map(torch.equal, given, parts))
+        assert [s.dtype for s in sums] == [p.dtype for p in parts]
+        for whole, leaf, got in zip(wholes, leaves, sums, strict=True):
+            want = whole.sum(dim)[indices(leaf, 1 - dim)].to(got.dtype)
+            torch.testing.assert_close(got, want)
+    return counts[2:]  # before that all ranks had to agree
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_sums_along_a_dim_are_those_of_whole_matrices(name):
+    shape, places, counts = MESHES[name]
+    world = torch.Size(shape).numel()
+    assert spawn(sum_lines, world, shape, places) == [counts] * world
+
+
+def sum_different(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    whole = torch.ones(4 + rank, 4)
+    leaf = cut(whole, mesh, [Shard(0)])
+    try:
+        MeshCollectives(mesh).sum_along([torch.ones(4)], [leaf], 0)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_sums_along_a_dim_of_different_lists_are_an_error_not_a_hang():
+    for told in spawn(sum_different, 2, seconds=60):
+        assert "expected the same everywhere" in told
+
+
+def wrap_lines(rank, world, shape, places):
+    """Every rank's rows or columns of a vector make the whole one again."""
+    mesh = init_device_mesh("cpu", shape)
+    collectives = MeshCollectives(mesh)
+    _, leaves = matrices(mesh, places)
+    for leaf in leaves:
+        for dim in (0, 1):
+            vector = torch.arange(leaf.shape[dim], dtype=torch.float64)
+            mine = vector[indices(leaf, dim)]
+            buffer = collectives.wrap(mine, leaf, (dim,))
+            assert collectives.local(buffer).data_ptr() == mine.data_ptr()
+            if isinstance(leaf, DTensor):
+                assert buffer.shape == vector.shape
+                assert torch.equal(buffer.full_tensor(), vector), leaf.placements
+            else:
+                assert buffer is mine
+    return True
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_wrapped_pieces_of_one_dim_make_the_whole(name):
+    shape, places, _ = MESHES[name]
+    world = torch.Size(shape).numel()
+    assert all(spawn(wrap_lines, world, shape, places))

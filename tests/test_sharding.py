@@ -24,9 +24,8 @@ SHAPES = {
     "mlp_out": (16, 64), "mlp_out2": (16, 64), "five": (5, 16), "one": (1, 16),
     "norm": (16,), "small": (3,),
 }  # fmt: skip
-MATRIX = ("mars-shampoo", "mars-m", "muon", "moonlight")
 STEPS = 3
-FORMS = {t: (False, True) if "mars-" in t else (False,) for t in REGISTRY}
+FORMS = {t: (False, True) if r.is_mars else (False,) for t, r in REGISTRY.items()}
 EVERY = [(t, exact) for t, forms in FORMS.items() for exact in forms]
 
 
@@ -105,7 +104,7 @@ def compare(rank, world, cases, mesh_shape, place, strategies):
     mesh = init_device_mesh("cpu", mesh_shape)
     worst = {"elementwise": 0.0, "matrix": 0.0}
     for mars_type, exact in cases:
-        kind = "matrix" if mars_type in MATRIX else "elementwise"
+        kind = "matrix" if REGISTRY[mars_type].matrix_only else "elementwise"
         for scale in (1.0, 1e-3):  # the per-tensor clip acts, and does not
             want, norm = train(None, None, None, mars_type, exact, scale)
             for strategy in strategies if kind == "matrix" else ("auto",):
@@ -297,8 +296,9 @@ def count(rank, world, strategy):
                 step()
     finally:
         dist.all_reduce, dist.all_to_all_single = real
-    (division,) = collectives._divisions._by_value.values()
-    return list(calls), division.teams[0].matrices, division.teams[0].plan
+    (partition,) = collectives._partitions._by_value.values()
+    (group,) = partition.groups
+    return list(calls), group.matrices, group.plan
 
 
 def test_collectives_and_bytes_are_those_of_the_plan():

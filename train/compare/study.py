@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
+from marsopt import REGISTRY
 from train.compare.sweep import Run, default_grid
 from train.data.tokens import read_meta
 from train.engine.launch import parse
@@ -202,7 +203,7 @@ def _recipe(name: str, config) -> Recipe:
     return Recipe(
         name=name,
         mars_type=opt.mars_type,
-        corrects=opt.mars_type.startswith("mars-") and opt.gamma > 0,
+        corrects=REGISTRY[opt.mars_type].is_mars and opt.gamma > 0,
         exact=opt.exact,
         lr=opt.lr,
         lr_1d=opt.lr_1d,

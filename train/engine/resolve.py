@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from marsopt import NewtonSchulz, mars
+from marsopt import REGISTRY, NewtonSchulz, mars
 from train.data.batches import Batches
 from train.data.tokens import open_tokens
 from train.errors import UserError
@@ -143,7 +143,7 @@ def _check_optimizer(config) -> None:
             f"got lr_scheduler.min_lr={min_lr}, expected a number from 0 to "
             f"optimizer.lr={opt.lr}: it is the rate at the end"
         )
-    if opt.exact and not opt.mars_type.startswith("mars-"):
+    if opt.exact and not REGISTRY[opt.mars_type].is_mars:
         raise UserError(
             f"got optimizer.exact with {opt.mars_type}, expected a MARS type: "
             "baselines correct nothing"

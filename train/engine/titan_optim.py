@@ -8,15 +8,15 @@ from typing import Literal
 import torch
 from torch.distributed.tensor import DTensor
 
-from marsopt import LOCAL, MARS
+from marsopt import LOCAL, MARS, REGISTRY
 from parallel import MeshCollectives
 from train.engine.schedule import cosine, linear, wsd
 from train.engine.titan import LRSchedulersContainer, OptimizersContainer
 
 EMBEDDINGS = ("wte.", "wpe.")
-# types that give everything one rate, and whose scripts keep embeddings from the rule
+# rules that give everything one rate, and whose scripts keep embeddings from them
 # (MARS_M/train_mars_m.py, train_moonlight.py)
-ONE_RATE = ("mars-m", "moonlight")
+ONE_RATE = frozenset(n for n, rule in REGISTRY.items() if rule.others == "adamw")
 
 
 def kind(name: str, ndim: int) -> str:
@@ -34,7 +34,7 @@ class MarsOptimizers(OptimizersContainer):
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
         mars_type: str = "mars-adamw"
-        """mars-adamw, mars-lion, mars-shampoo, mars-m, adamw, lion, muon, moonlight."""
+        """A name in marsopt.REGISTRY: the rule of the matrices."""
         lr: float = 3e-3
         """Peak learning rate of matrices."""
         betas: tuple[float, float] = (0.95, 0.99)

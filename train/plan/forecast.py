@@ -7,15 +7,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from marsopt import NewtonSchulz
+from marsopt import REGISTRY, NewtonSchulz
 from parallel.planner import Cost, Machine, Matrix, Plan, cost, plan
 
-MATRIX_TYPES = ("mars-shampoo", "mars-m", "muon", "moonlight")
-# buffers of float32 that each type keeps for a matrix (with the clip), and AdamW's two
-BUFFERS = {
-    "mars-adamw": 3, "mars-lion": 2, "mars-shampoo": 2, "mars-m": 2,
-    "adamw": 2, "lion": 1, "muon": 1, "moonlight": 1,
-}  # fmt: skip
 ELEMENTWISE_BYTES = 44  # a parameter and step: g, h, x, m, v read; x, m, v, h written
 
 
@@ -36,15 +30,15 @@ class Job:
 
     def matrices(self) -> dict[str, Matrix]:
         """Return what Newton-Schulz takes, as FSDP2 cuts it: along rows."""
-        if self.mars_type not in MATRIX_TYPES:
+        if not REGISTRY[self.mars_type].matrix_only:
             return {}
         return {n: Matrix(s[0], s[1], 0) for n, s in self.ruled().items()}
 
     def ruled(self) -> dict[str, Sequence[int]]:
-        """Return the shapes of what takes ``mars_type``; AdamW has the rest, except
-        under the elementwise baselines.
+        """Return the shapes of what takes ``mars_type``; AdamW has the rest, unless
+        the rule takes everything.
         """
-        if self.mars_type in ("adamw", "lion"):
+        if REGISTRY[self.mars_type].others == "itself":
             return dict(self.shapes)
         return {
             name: shape
@@ -104,7 +98,8 @@ def forecast(
     spent = cost(matrices, chosen, ns, machine)
     owned = sum(m.rows * m.cols for m in matrices)
     ruled = sum(math.prod(s) for s in job.ruled().values())
-    state = 4 * (BUFFERS[job.mars_type] * ruled + 2 * (n - ruled)) / p
+    kept, by_adamw = (REGISTRY[t].num_buffers() for t in (job.mars_type, "adamw"))
+    state = 4 * (kept * ruled + by_adamw * (n - ruled)) / p  # in float32
     # shards under way and factors in float32; then what the fullest owner holds at
     # once: its matrices as they came and joined, and three times in the iteration
     under_way = (ns.payload().itemsize + ns.dtype.itemsize + 4) * owned / p

@@ -13,8 +13,8 @@ from .placement import Placement
 Found = TypeVar("Found")
 
 
-class Memory(Generic[Found]):
-    """By value (shapes, dtypes, placements), and at once for the list seen last.
+class LayoutCache(Generic[Found]):
+    """By value (shapes, dtypes, placements), and at once for a key's last list.
 
     An optimizer comes with the same tensors at every step; the functional API with new
     ones of the same layout.
@@ -22,7 +22,7 @@ class Memory(Generic[Found]):
 
     def __init__(self) -> None:
         self._by_value: dict[Hashable, Found] = {}
-        self._last: tuple[Hashable, list[weakref.ref[Tensor]], Found] | None = None
+        self._last: dict[Hashable, tuple[list[weakref.ref[Tensor]], Found]] = {}
 
     def of(
         self,
@@ -30,21 +30,16 @@ class Memory(Generic[Found]):
         key: Hashable,
         find: Callable[[Sequence[Tensor]], Found],
     ) -> Found:
-        """What ``find(leaves)`` returned for leaves like these, under ``key``."""
-        if self._last is not None:
-            same, seen, found = self._last
-            if (
-                same == key
-                and len(seen) == len(leaves)
-                and all(r() is x for r, x in zip(seen, leaves, strict=True))
-            ):
+        """Return what ``find`` returned for leaves laid out as these, under ``key``."""
+        if key in self._last:
+            seen, found = self._last[key]
+            same = len(seen) == len(leaves)
+            if same and all(r() is x for r, x in zip(seen, leaves, strict=True)):
                 return found
-        value = (
-            key,
-            *((tuple(x.shape), x.dtype, Placement.of(x)) for x in leaves),
-        )
+        layout = [(tuple(x.shape), x.dtype, Placement.of(x)) for x in leaves]
+        value = (key, *layout)
         if value not in self._by_value:
             self._by_value[value] = find(leaves)
         found = self._by_value[value]
-        self._last = (key, [weakref.ref(x) for x in leaves], found)
+        self._last[key] = ([weakref.ref(x) for x in leaves], found)
         return found
