@@ -179,12 +179,6 @@ def _row(key: str, title: str, num_buffers: int, build, **more: Any) -> Contende
 OURS = [
     _row("mars-adamw", "MARS-AdamW, both clips", 3, ours("mars-adamw")),
     _row(
-        "mars-adamw-take",
-        "MARS-AdamW, both clips, takes gradients",
-        3,
-        ours("mars-adamw", take_grads=True),
-    ),
-    _row(
         "mars-adamw-bf16-h",
         "MARS-AdamW, both clips, h in bf16",
         3,

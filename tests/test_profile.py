@@ -110,21 +110,6 @@ def test_bytes_a_parameter_with_h_in_half_precision():
     assert report.report.num_bytes <= 1.002 * report.floor.num_bytes
 
 
-@pytest.mark.parametrize("take_grads, num_bytes", [(False, 44), (True, 40)])
-def test_a_taken_gradient_is_not_copied(take_grads, num_bytes):
-    p = torch.nn.Parameter(torch.randn(256, 256))
-    optimizer = marsopt.MARS([p], max_norm=1.0, compile=True, take_grads=take_grads)
-    given = torch.randn_like(p)
-
-    def step():
-        p.grad = given.clone()
-        optimizer.step()
-
-    report = marsopt.profile(step)
-    assert report.num_bytes / p.numel() == pytest.approx(num_bytes, abs=0.05)
-    assert report.recompiles == []
-
-
 def test_three_kernels_a_stack(shallow, by_matrix):
     assert shallow[0].num_stack_kernels == 2 * len(shallow[0].stack_bytes)
     assert by_matrix.kernels_per_stack <= 3
