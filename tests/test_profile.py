@@ -125,7 +125,7 @@ def test_generated_code_passes_over_a_stack_twice(shallow, log):
 
 def test_two_graphs_without_a_break(shallow):
     report = shallow[0].report
-    assert [g.name for g in report.graphs] == ["assess_", "move_"]
+    assert [g.name for g in report.graphs] == ["assess_", "update_"]
     assert [g.num_runs for g in report.graphs] == [1, 1]
     assert report.breaks == []
 
@@ -145,7 +145,7 @@ def test_graphs_do_not_grow_with_depth(shallow, deep):
     (two, seconds_two), (many, seconds_many) = shallow, deep
     assert many.num_tensors > 19 * two.num_tensors
     assert many.num_stack_kernels == two.num_stack_kernels
-    for name in ("assess_", "move_"):
+    for name in ("assess_", "update_"):
         a, b = graph(two, name), graph(many, name)
         # of the small kernels inductor fuses some at 48 numbers that it does not at 2
         assert len(b.kernels) <= len(a.kernels)
@@ -155,7 +155,7 @@ def test_graphs_do_not_grow_with_depth(shallow, deep):
 
 def test_matrix_rules_take_one_more_graph(by_matrix):
     report = by_matrix.report
-    assert [g.name for g in report.graphs] == ["assess_", "move_", "settle_"]
+    assert [g.name for g in report.graphs] == ["assess_", "update_", "apply_"]
     assert report.breaks == []
     assert report.recompiles == []
     assert report.num_bytes <= 1.002 * by_matrix.floor.num_bytes
@@ -175,8 +175,8 @@ def test_matrix_rules_allocate_what_is_documented(by_matrix):
     matrices = 4 * sum(torch.Size(s).numel() for s in FEW.values() if len(s) == 2)
     made = matrices if by_matrix.title == "muon" else 0
     assert graphs["assess_"] < MATRIX
-    assert made <= graphs["move_"] < made + MATRIX
-    assert graphs["settle_"] < MATRIX
+    assert made <= graphs["update_"] < made + MATRIX
+    assert graphs["apply_"] < MATRIX
     largest = 4 * 3 * 4 * WIDTH * WIDTH  # the stack of "in"
     assert by_matrix.report.peak_bytes < made + matrices + 2 * largest
 
@@ -317,7 +317,7 @@ def test_the_command_prints_and_writes(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "adamw with both clips on gpt2-small, 1 layers" in done.stdout
     found = json.loads(out.read_text())
-    assert [g["name"] for g in found["graphs"]] == ["assess_", "move_"]
+    assert [g["name"] for g in found["graphs"]] == ["assess_", "update_"]
     assert found["recompiles"] == []
     assert found["bytes_per_param"] == pytest.approx(32, rel=0.02)
     for word in ("kernels", "floor", "first call", "peak memory", str(out)):
