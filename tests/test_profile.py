@@ -17,7 +17,7 @@ import torch
 import marsopt
 from marsopt.profile import __main__ as command
 from marsopt.profile.gpt2 import Subject, shapes, subject
-from marsopt.profile.optimizer_report import OptimizerReport, profile_optimizer
+from marsopt.profile.optimizer import OptimizerReport, profile_optimizer
 
 WIDTH, VOCAB = 64, 512
 MATRIX = 4 * WIDTH * WIDTH  # bytes of the smallest one
@@ -74,7 +74,7 @@ def by_matrix(request):
 
 def graph(report: OptimizerReport, name: str):
     """The one graph of this name."""
-    (found,) = (g for g in report.report.graphs if g.name == name)
+    (found,) = (g for g in report.graphs if g.name == name)
     return found
 
 
@@ -100,14 +100,14 @@ def test_bytes_a_parameter(shallow):
     report, _ = shallow
     assert report.floor.num_bytes <= 44 * report.num_params
     assert report.bytes_per_param <= 44.05  # and scalars, of a model this small
-    assert report.report.num_bytes <= 1.001 * report.floor.num_bytes
+    assert report.num_bytes <= 1.001 * report.floor.num_bytes
     assert graph(report, "assess_").num_bytes < 1.01 * report.floor.norms
 
 
 def test_bytes_a_parameter_with_h_in_half_precision():
     report, _ = watched("mars-adamw", FEW, h_dtype=torch.bfloat16)
     assert report.bytes_per_param <= 38.05
-    assert report.report.num_bytes <= 1.002 * report.floor.num_bytes
+    assert report.num_bytes <= 1.002 * report.floor.num_bytes
 
 
 def test_three_kernels_a_stack(shallow, by_matrix):
@@ -124,7 +124,7 @@ def test_generated_code_passes_over_a_stack_twice(shallow, log):
 
 
 def test_two_graphs_without_a_break(shallow):
-    report = shallow[0].report
+    report = shallow[0]
     assert [g.name for g in report.graphs] == ["assess_", "update_"]
     assert [g.num_runs for g in report.graphs] == [1, 1]
     assert report.breaks == []
@@ -132,7 +132,7 @@ def test_two_graphs_without_a_break(shallow):
 
 def test_no_recompiles_while_every_hyperparameter_moves(shallow):
     """lr, gamma, betas, weight decay and both clips, over 51 steps."""
-    report = shallow[0].report
+    report = shallow[0]
     assert report.num_calls == 51
     assert report.recompiles == []
 
@@ -154,7 +154,7 @@ def test_graphs_do_not_grow_with_depth(shallow, deep):
 
 
 def test_matrix_rules_take_one_more_graph(by_matrix):
-    report = by_matrix.report
+    report = by_matrix
     assert [g.name for g in report.graphs] == ["assess_", "update_", "apply_"]
     assert report.breaks == []
     assert report.recompiles == []
@@ -163,22 +163,22 @@ def test_matrix_rules_take_one_more_graph(by_matrix):
 
 def test_a_step_allocates_no_full_size_temporary(shallow):
     """Seen by the allocator. Packed gradients stay between steps on a CPU."""
-    assert shallow[0].report.peak_bytes < MATRIX
-    assert all(g.peak_bytes < MATRIX for g in shallow[0].report.graphs)
+    assert shallow[0].peak_bytes < MATRIX
+    assert all(g.peak_bytes < MATRIX for g in shallow[0].graphs)
 
 
 def test_matrix_rules_allocate_what_is_documented(by_matrix):
     """The matrices to orthogonalize where they are not the momentum itself, the
     factors, and what Newton-Schulz holds beside them of one shape after the other.
     """
-    graphs = {g.name: g.peak_bytes for g in by_matrix.report.graphs}
+    graphs = {g.name: g.peak_bytes for g in by_matrix.graphs}
     matrices = 4 * sum(torch.Size(s).numel() for s in FEW.values() if len(s) == 2)
     made = matrices if by_matrix.title == "muon" else 0
     assert graphs["assess_"] < MATRIX
     assert made <= graphs["update_"] < made + MATRIX
     assert graphs["apply_"] < MATRIX
     largest = 4 * 3 * 4 * WIDTH * WIDTH  # the stack of "in"
-    assert by_matrix.report.peak_bytes < made + matrices + 2 * largest
+    assert by_matrix.peak_bytes < made + matrices + 2 * largest
 
 
 def test_packing_is_counted_apart(shallow):

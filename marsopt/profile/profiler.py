@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from marsopt.profile.compile_log import CompileLog
-from marsopt.profile.machine import copy_bandwidth, describe, timed
-from marsopt.profile.report import Report
+from marsopt.profile import machine
+from marsopt.profile.compile_log import listening
+from marsopt.profile.table import Report
 from marsopt.profile.trace import traced
 
 
@@ -74,19 +74,19 @@ def profile(
 
     function = torch.compile(step_fn) if compile else step_fn
     torch.compiler.reset()
-    with _uncached(cold), CompileLog(folder) as log:
-        first = timed(call, device)
+    with _uncached(cold), listening(folder) as log:
+        first = machine.seconds(call, device)
         if compile is None and not log.graphs:
             function = torch.compile(step_fn)
-            first = timed(call, device)
-        seconds = [timed(call, device) for _ in range(steps)]
+            first = machine.seconds(call, device)
+        seconds = [machine.seconds(call, device) for _ in range(steps)]
         found = traced(call, device, path)
     graphs = log.graphs
     for graph in graphs:
         graph.num_runs = found.num_runs[graph.compile_id]
         graph.peak_bytes = found.graph_peaks.get(graph.compile_id, 0)
     return Report(
-        machine=describe(device),
+        machine=machine.one_line(machine.describe(device)),
         num_calls=steps + 2,
         graphs=graphs,
         breaks=log.breaks,
@@ -94,14 +94,14 @@ def profile(
         first_call_seconds=first,
         seconds=statistics.median(seconds),
         all_seconds=seconds,
-        copy_bandwidth=copy_bandwidth(device),
+        copy_bandwidth=machine.copy_bandwidth(device),
         peak_bytes=found.peak_bytes,
         num_launches=found.num_launches,
     )
 
 
 def _uncached(cold: bool) -> ExitStack:
-    """No graph out of a cache, since inductor counts bytes while it compiles; if
+    """Take no graph out of a cache, since inductor counts bytes while it compiles; if
     ``cold``, no binary either.
     """
     import torch._functorch.config

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -29,8 +32,13 @@ class Trace:
     num_launches: int | None  # of kernels on a GPU, whoever launched them
 
 
-def traced(call: Callable[[], object], device: str, path: Path | None) -> Trace:
-    """Run ``call`` once, and keep its Chrome trace at ``path``."""
+def traced(call: Callable[[], object], device: str, path: Path | None = None) -> Trace:
+    """Run ``call`` once, and keep its Chrome trace at ``path``.
+
+    Scratch that libraries below torch take for themselves is not seen, nor is, on a
+    CPU, the freeing of what was there before.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # its start and stop are no news
     activities = [ProfilerActivity.CPU]
     before = 0
     if device == "cuda":
@@ -46,13 +54,14 @@ def traced(call: Callable[[], object], device: str, path: Path | None) -> Trace:
         path = path or Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    spans = [e for e in events if e.get("name", "").startswith(REGION)]
+    runs: Counter[str] = Counter()
     peaks: dict[str, int] = {}
-    for span in spans:
-        key, start = span["name"].removeprefix(REGION), span["ts"]
-        peak = _peak(events, device, start, start + span["dur"])
-        peaks[key] = max(peak, peaks.get(key, 0))
-    runs = Counter(span["name"].removeprefix(REGION) for span in spans)
+    for span in events:
+        if span.get("name", "").startswith(REGION):
+            key, start = span["name"].removeprefix(REGION), span["ts"]
+            peak = _peak(events, device, start, start + span["dur"])
+            peaks[key] = max(peak, peaks.get(key, 0))
+            runs[key] += 1
     if device == "cpu":
         return Trace(runs, peaks, _peak(events, device), None)
     num_launches = sum(event.get("cat") == "kernel" for event in events)
@@ -61,9 +70,12 @@ def traced(call: Callable[[], object], device: str, path: Path | None) -> Trace:
 
 
 def _peak(
-    events: list[dict], device: str, start: float = 0.0, end: float = math.inf
+    events: Sequence[dict[str, Any]],
+    device: str,
+    start: float = 0.0,
+    end: float = math.inf,
 ) -> int:
-    """Of the allocator's calls between two times, in their order."""
+    """Return that of the allocator's calls between two times, in their order."""
     calls = [
         (event["ts"], event["args"]["Bytes"])
         for event in events
@@ -71,8 +83,5 @@ def _peak(
         and event["args"]["Device Type"] == DEVICE_TYPES[device]
         and start <= event["ts"] <= end
     ]
-    peak = now = 0
-    for _, size in sorted(calls, key=lambda call: call[0]):
-        now += size
-        peak = max(peak, now)
-    return peak
+    calls.sort(key=lambda call: call[0])
+    return max(accumulate((size for _, size in calls), initial=0))
