@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from marsopt.profile.trace import traced
+from marsopt.profile.profiler import traced
 
 ELSEWHERE = (
     type,

@@ -13,12 +13,10 @@ from pathlib import Path
 import torch
 
 from marsopt.optim.compiling import missing_for
-from marsopt.profile.gpt2 import MODELS, VOCAB_SIZE, shapes, subject
+from marsopt.profile.gpt2 import MODELS, VOCAB_SIZE, Subject, shapes
 from marsopt.profile.machine import free_memory
-from marsopt.profile.optimizer import OptimizerReport, profile_optimizer
+from marsopt.profile.optimizer import profile_optimizer
 from marsopt.rules.registry import REGISTRY
-
-FILES = ("json", "trace", "compile_log")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -43,8 +41,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     warm = "reuse binaries on disk: sooner, but the first call's time means little"
     log = "torch's structured compile log, for tlparse"
     add("--model", choices=MODELS, default="gpt2-small")
-    add("--layers", type=int, help="instead of the model's own")
-    add("--width", type=int, help="instead of the model's own")
+    for name in ("--layers", "--width"):
+        add(name, type=int, help="instead of the model's own")
     add("--vocab", type=int, default=VOCAB_SIZE, help="rows of wte")
     add("--rule", choices=rules, default="mars_adamw")
     add("--h-dtype", choices=dtypes, help="of the kept gradient")
@@ -115,9 +113,10 @@ def title(args: argparse.Namespace) -> str:
     return f"{args.rule} with both clips on {args.model}{more}"
 
 
-def run(args: argparse.Namespace) -> OptimizerReport:
-    """Profile what the arguments name."""
-    found = subject(
+def main() -> None:
+    """Profile what the command line names; print and write what came out."""
+    args = arguments()
+    subject = Subject(
         shapes(args.layers, args.width, args.vocab),
         args.rule.replace("_", "-"),
         num_steps=args.steps + 2,
@@ -125,8 +124,8 @@ def run(args: argparse.Namespace) -> OptimizerReport:
         h_dtype=args.h_dtype and getattr(torch, args.h_dtype),
         joined=args.gradients == "joined",
     )
-    return profile_optimizer(
-        found,
+    report = profile_optimizer(
+        subject,
         title=title(args),
         steps=args.steps,
         cold=not args.warm,
@@ -134,16 +133,10 @@ def run(args: argparse.Namespace) -> OptimizerReport:
         trace=args.trace,
         compile_log=args.compile_log,
     )
-
-
-def main() -> None:
-    """Run the command."""
-    args = arguments()
-    report = run(args)
     print(report)
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_dict(), indent=1) + os.linesep)
-    for name in FILES:
+    for name in ("json", "trace", "compile_log"):
         path = getattr(args, name)
         if path is not None:
             print(f"{name.replace('_', ' '):14}{path}")

@@ -11,15 +11,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
-
-Take = Callable[[logging.LogRecord], None]
+from typing import Any
 
 
-class Kernel(NamedTuple):
+@dataclass(frozen=True)
+class Kernel:
     """One kernel of inductor's scheduler: a loop nest on a CPU, a launch on a GPU, or a
     call of a library (``is_extern``: a matrix product).
     """
@@ -29,14 +28,16 @@ class Kernel(NamedTuple):
     is_extern: bool
 
 
-class Break(NamedTuple):
+@dataclass(frozen=True)
+class Break:
     """Where a graph had to end, and why."""
 
     where: str  # path:line
     reason: str
 
 
-class Recompile(NamedTuple):
+@dataclass(frozen=True)
+class Recompile:
     """A function that was compiled again, and the guards that failed."""
 
     name: str
@@ -62,37 +63,13 @@ class Graph:
         return sum(kernel.num_bytes for kernel in self.kernels)
 
 
+@dataclass
 class CompileLog:
-    """What was compiled while it listened (``listening``)."""
+    """What was compiled, in the order in which it was captured."""
 
-    def __init__(self) -> None:
-        self._graphs: dict[str, Graph] = {}
-        self._breaks: dict[str, Break] = {}
-        self._recompiles: dict[str, str] = {}
-        self._metrics: dict[str, Mapping[str, Any]] = {}  # of frames, by compile id
-
-    @property
-    def graphs(self) -> list[Graph]:
-        """Return them in the order in which they were captured."""
-        for key in self._graphs.keys() & self._metrics.keys():
-            graph, found = self._graphs[key], self._metrics[key]
-            graph.name = found.get("co_name") or "?"
-            graph.where = f"{found.get('co_filename')}:{found.get('co_firstlineno')}"
-            graph.seconds = found.get("entire_frame_compile_time_s") or 0.0
-        return list(self._graphs.values())
-
-    @property
-    def breaks(self) -> list[Break]:
-        """Return one per line of code."""
-        return list(self._breaks.values())
-
-    @property
-    def recompiles(self) -> list[Recompile]:
-        """Return one per compilation after a function's first."""
-        return [
-            Recompile(self._metrics.get(key, {}).get("co_name") or "?", reason)
-            for key, reason in self._recompiles.items()
-        ]
+    graphs: dict[str, Graph] = field(default_factory=dict)  # by compile id
+    breaks: dict[str, Break] = field(default_factory=dict)  # by line of code
+    recompiles: dict[str, Recompile] = field(default_factory=dict)  # by compile id
 
     def take(self, record: logging.LogRecord) -> None:
         """Note one message of the structured log."""
@@ -105,23 +82,33 @@ class CompileLog:
             key = f"!{data['compiled_autograd_id']}/{key}"
         named = data.get("artifact", {}).get("name")
         if "dynamo_output_graph" in data:  # a second attempt voids the first
-            self._graphs[key] = Graph(key)
-        elif "inductor_output_code" in data and key in self._graphs:
-            self._graphs[key].code_size += len(text)
+            self.graphs[key] = Graph(key)
+        elif "inductor_output_code" in data and key in self.graphs:
+            self.graphs[key].code_size += len(text)
         elif named == "dynamo_graph_break_reason":
             found = _parse_break(text)
-            self._breaks.setdefault(found.where, found)
+            self.breaks.setdefault(found.where, found)
         elif named == "recompile_reasons":
-            self._recompiles[key] = text
+            self.recompiles[key] = Recompile("?", text)
         elif "compilation_metrics" in data:
-            self._metrics[key] = data["compilation_metrics"]
+            self._name(key, data["compilation_metrics"])
+
+    def _name(self, key: str, frame: Mapping[str, Any]) -> None:
+        name = frame.get("co_name") or "?"
+        if key in self.recompiles:
+            self.recompiles[key] = replace(self.recompiles[key], name=name)
+        if key in self.graphs:
+            graph = self.graphs[key]
+            graph.name = name
+            graph.where = f"{frame.get('co_filename')}:{frame.get('co_firstlineno')}"
+            graph.seconds = frame.get("entire_frame_compile_time_s") or 0.0
 
     def take_metrics(self, record: logging.LogRecord) -> None:
         """Note the kernels of one graph."""
         from torch._guards import CompileContext
         from torch._inductor.scheduler import NopKernelSchedulerNode
 
-        graph = self._graphs.get(str(CompileContext.current_compile_id()))
+        graph = self.graphs.get(str(CompileContext.current_compile_id()))
         if graph is None:
             return
         for node, words in record.args["nodes_num_elem"]:  # of four bytes
@@ -133,30 +120,23 @@ class CompileLog:
 @contextmanager
 def listening(folder: Path | None = None) -> Iterator[CompileLog]:
     """Collect what is compiled; torch's own structured log goes to ``folder`` too."""
-    log = CompileLog()
+    log, trace = CompileLog(), logging.getLogger("torch.__trace")
     listener = logging.Handler()
     listener.emit = log.take
-    with ExitStack() as stack:
-        stack.enter_context(_metrics_to(log.take_metrics))
-        stack.enter_context(_handled(listener))
-        if folder is not None:
-            stack.enter_context(_handled(_writer(folder)))
-        yield log
+    handlers = [listener] if folder is None else [listener, _writer(folder)]
+    with _metrics_to(log.take_metrics):
+        try:
+            for handler in handlers:
+                trace.addHandler(handler)
+            yield log
+        finally:
+            for handler in handlers:
+                trace.removeHandler(handler)
+                handler.close()
 
 
 @contextmanager
-def _handled(handler: logging.Handler) -> Iterator[None]:
-    logger = logging.getLogger("torch.__trace")
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        handler.close()
-
-
-@contextmanager
-def _metrics_to(take: Take) -> Iterator[None]:
+def _metrics_to(take: Callable[[logging.LogRecord], None]) -> Iterator[None]:
     """Inductor counts bytes while its metrics log is on."""
     from torch._inductor import metrics
     from torch._inductor.compile_fx import inductor_metrics_log as logger

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,24 +54,43 @@ def param_groups(params: Mapping[str, Tensor], rule: str) -> list[dict[str, Any]
     scripts.
     """
     beside = EMBEDDINGS if REGISTRY[rule].others == "adamw" else ()
-    groups = [
-        {"params": [(n, p) for n, p in params.items() if n not in beside]},
-        {
-            "params": [(n, p) for n, p in params.items() if n in beside],
-            "mars_type": "adamw",
-            "betas": (0.9, 0.95),
-        },
-    ]
+    split = [[(n, p) for n, p in params.items() if (n in beside) == b] for b in (0, 1)]
+    adamw = {"mars_type": "adamw", "betas": (0.9, 0.95)}
+    groups = [{"params": split[0]}, {"params": split[1], **adamw}]
     return [group for group in groups if group["params"]]
 
 
-@dataclass
 class Subject:
-    """An optimizer with gradients, and its next step."""
+    """MARS of type ``rule`` with both clips over fresh ``tensors`` with gradients, and
+    its next step.
 
-    optimizer: MARS
-    num_steps: int  # of the whole schedule
-    step: int = 0
+    Gradients lie apart, as autograd leaves them; ``joined``: in one buffer per shape
+    (``MARS.join_gradients``). ``num_steps`` is the length of the schedule.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, tuple[int, ...]],
+        rule: str,
+        *,
+        num_steps: int,
+        device: str = "cpu",
+        h_dtype: torch.dtype | None = None,
+        joined: bool = False,
+    ) -> None:
+        torch.manual_seed(0)
+        named = {
+            name: nn.Parameter(0.02 * torch.randn(shape, device=device))
+            for name, shape in tensors.items()
+        }
+        for p in named.values():
+            p.grad = 1e-3 * torch.randn_like(p)
+        options = dict(lr=1e-4, max_norm=1.0, h_dtype=h_dtype, compile=True)
+        self.optimizer = MARS(param_groups(named, rule), mars_type=rule, **options)
+        if joined:
+            self.optimizer.join_gradients()
+        self.params = list(named.values())
+        self.step, self.num_steps = 0, num_steps
 
     def __call__(self) -> None:
         """Take one step, after every hyperparameter has moved: lr up, then down."""
@@ -91,47 +109,3 @@ class Subject:
         self.optimizer.max_norm = 1.0 + factor
         self.optimizer.step()
         self.step += 1
-
-    @property
-    def params(self) -> list[Tensor]:
-        """Return all parameters."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    @property
-    def num_params(self) -> int:
-        """Return how many elements they have."""
-        return sum(p.numel() for p in self.params)
-
-
-def subject(
-    tensors: Mapping[str, tuple[int, ...]],
-    rule: str,
-    *,
-    num_steps: int,
-    device: str = "cpu",
-    h_dtype: torch.dtype | None = None,
-    joined: bool = False,
-) -> Subject:
-    """Return MARS of type ``rule`` with both clips over fresh ``tensors``.
-
-    Gradients lie apart, as autograd leaves them; ``joined``: in one buffer per shape
-    (``MARS.join_gradients``).
-    """
-    torch.manual_seed(0)
-    params = {
-        name: nn.Parameter(0.02 * torch.randn(shape, device=device))
-        for name, shape in tensors.items()
-    }
-    for p in params.values():
-        p.grad = 1e-3 * torch.randn_like(p)
-    optimizer = MARS(
-        param_groups(params, rule),
-        lr=1e-4,
-        mars_type=rule,
-        max_norm=1.0,
-        h_dtype=h_dtype,
-        compile=True,
-    )
-    if joined:
-        optimizer.join_gradients()
-    return Subject(optimizer, num_steps)

@@ -54,17 +54,15 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, in what JSON can hold."""
-        found = asdict(self) | {name: getattr(self, name) for name in self.DERIVED}
-        for holder in (found, *found["graphs"]):
-            for key in {"breaks", "recompiles", "kernels"} & holder.keys():
-                holder[key] = [part._asdict() for part in holder[key]]
-        return found
+        return asdict(self) | {name: getattr(self, name) for name in self.DERIVED}
 
     def __str__(self) -> str:
         return "\n".join(f"{name:14}{text}" for name, text in self.rows())
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the table, as name and text."""
+        launched = f"; {self.num_launches} launched on the GPU in all"
+        launches = "" if self.num_launches is None else launched
         return [
             ("machine", self.machine),
             ("graphs", f"{len(self.graphs)}"),
@@ -73,7 +71,7 @@ class Report:
             *(("", f"{shorter(b.where)}: {b.reason}") for b in self.breaks),
             ("recompiles", f"{len(self.recompiles)} in {self.num_calls} calls"),
             *(("", f"{r.name}: {_first_line(r.reason)}") for r in self.recompiles),
-            ("kernels", self._kernels() + self._launches()),
+            ("kernels", self._kernels() + launches),
             *zip(("bytes", ""), self._bytes(), strict=False),
             *zip(("time", ""), self._time(), strict=False),
             ("first call", f"{self.first_call_seconds:.1f} s with compiling"),
@@ -81,18 +79,8 @@ class Report:
         ]
 
     def _kernels(self) -> str:
-        if not self.num_kernels:
-            return f"0 a {self.CALL}"
         main = self.num_kernels_over(self.num_bytes // 100)
-        return (
-            f"{self.num_kernels} a {self.CALL}; {main} of them move 1% of the bytes or "
-            "more"
-        )
-
-    def _launches(self) -> str:
-        if self.num_launches is None:
-            return ""
-        return f"; {self.num_launches} launched on the GPU in all"
+        return f"{self.num_kernels} a {self.CALL}; {main} move 1% of the bytes or more"
 
     def _bytes(self) -> list[str]:
         return [f"{size(self.num_bytes)} moved (read and written) a {self.CALL}"]
