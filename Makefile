@@ -1,5 +1,6 @@
 # make train    train the small default model and show it
 # make test     lint and the whole test suite
+# make test-oldest   the library on the oldest torch that it declares
 # make gpu      what can be tested and measured on one GPU alone; numbers in runs/gpu
 #
 # All create .venv on first use. make train takes RUN=name (a folder below runs/),
@@ -11,6 +12,9 @@ CONFIG  ?= tiny_mars_adamw
 RUN     ?= $(CONFIG)
 RANKS   ?= 1
 OPTIONS ?=
+OLDEST_TORCH  := 2.11.0
+LIBRARY_TESTS := rules identities golden newton_schulz against_torch flat optimizer \
+	optimizer_edges saving contract torch_suite collectives sharding checkpoint
 BIN     := $(VENV)/bin
 
 LAUNCH := $(BIN)/python -m
@@ -18,13 +22,22 @@ ifneq ($(RANKS),1)
 LAUNCH := $(BIN)/torchrun --nproc-per-node $(RANKS) -m
 endif
 
-.PHONY: train test lint gpu clean
+.PHONY: train test test-oldest lint gpu clean
 
 train: $(VENV)/ready $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
 	$(LAUNCH) train --config $(CONFIG) --dump-folder runs/$(RUN) $(OPTIONS)
 
 test: lint $(VENV)/evaluate
 	$(BIN)/python -m pytest
+
+# the library's own tests on the oldest torch that it declares (several GB of packages)
+test-oldest: $(VENV)-oldest/ready
+	$(VENV)-oldest/bin/python -m pytest $(addprefix tests/test_,$(addsuffix .py,$(LIBRARY_TESTS)))
+
+$(VENV)-oldest/ready: Makefile
+	$(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/pip install --quiet --disable-pip-version-check torch==$(OLDEST_TORCH) numpy pytest
+	@touch $@
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -55,4 +68,4 @@ $(VENV)/evaluate: requirements-evaluate.txt constraints.txt $(VENV)/ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) $(VENV)-oldest .pytest_cache .ruff_cache build dist

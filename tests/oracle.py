@@ -109,6 +109,21 @@ class Oracle:
         o = ns5(c + self.beta1 * self.m)
         self.x = self.x * (1 - lr * self.wd) - lr * np.sqrt(max(1, rows / cols)) * o
 
+    def normuon(self, c, lr, beta2=0.95, eps=1e-8):
+        """arXiv 2510.05491, Algorithm 1, with the norm of the factor kept."""
+        self.m = self.beta1 * self.m + (1 - self.beta1) * c
+        o = ns5(self.m)
+        rows = np.array([np.mean(row**2) for row in o])
+        self.r = beta2 * getattr(self, "r", np.zeros(len(o))) + (1 - beta2) * rows
+        scaled = np.array(
+            [row / (np.sqrt(r) + eps) for row, r in zip(o, self.r, strict=True)]
+        )
+        scaled = scaled * np.linalg.norm(o) / np.linalg.norm(scaled)
+        self.x = self.x * (1 - lr * self.wd)
+        self.x = self.x - lr * 0.2 * np.sqrt(max(c.shape)) * scaled
+
+    mars_normuon = normuon
+
     def moonlight(self, c, lr):
         self.m = self.beta1 * self.m + c
         o = ns5(c + self.beta1 * self.m)

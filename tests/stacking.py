@@ -9,7 +9,7 @@ import torch
 
 import marsopt
 from marsopt import MARS
-from marsopt.optim import layout, mars
+from marsopt.optim import base, layout
 from marsopt.optim.calls import Call
 
 # eager; compiled, every tensor by itself, as large ones on a CPU; compiled, tensors of
@@ -43,5 +43,5 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """
     patch.setattr(layout, "should_stack", lambda p, compile: True)
     patch.setattr(
-        mars, "calls", lambda buckets, compile: [Call(list(range(len(buckets))), 0)]
+        base, "calls", lambda buckets, compile: [Call(list(range(len(buckets))), 0)]
     )

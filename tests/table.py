@@ -80,6 +80,10 @@ ROWS = {
     "adamw": Row(marsopt.adamw, dict(kind="adamw", beta1=0.9, beta2=0.999, wd=0.01), 2),
     "lion": Row(marsopt.lion, dict(kind="lion", beta1=0.9, beta2=0.99), 1),
     "muon": Row(marsopt.muon, dict(kind="muon", wd=0.1), 1, True, dict(ns=NS)),
+    "normuon": Row(marsopt.normuon, dict(kind="normuon", wd=0.1), 1, True, dict(ns=NS)),
+    "mars_normuon": Row(
+        marsopt.mars_normuon, dict(kind="mars-normuon"), 2, True, dict(ns=NS)
+    ),
     "moonlight": Row(
         marsopt.moonlight, dict(kind="moonlight", wd=0.1), 1, True, dict(ns=NS)
     ),

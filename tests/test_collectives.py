@@ -13,8 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import marsopt
-from marsopt import MARS
-from marsopt import REGISTRY
+from marsopt import MARS, REGISTRY
 from parallel import MeshCollectives
 from tests.processes import spawn
 

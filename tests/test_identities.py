@@ -6,7 +6,12 @@ import pytest
 import torch
 
 import marsopt
+from marsopt import Algorithm, Correction, Rule
 from marsopt.functional.step import Hyperparameters, RuleGroup, Stack, assess
+from marsopt.rules.adamw import AdamW
+from marsopt.rules.lion import Lion, SignAverage
+from marsopt.rules.normuon import NorMuon
+from marsopt.rules.orthogonal import Orthogonal
 from tests.table import MATRICES, NS, SHAPES, tensors
 
 STEPS = 30
@@ -162,3 +167,52 @@ def test_first_step_is_scaled_by_one_plus_k():
     g = tensors(SHAPES, 1, dtype=torch.float64)
     _, state = rule.step(x, g, rule.init(x), lr=LR)
     torch.testing.assert_close(state.m["wide"], 0.05 * 1.475 * g["wide"])
+
+
+PAGES = {
+    "adamw": AdamW(),
+    "lion": Lion(),
+    "sign": SignAverage(),
+    "muon": Orthogonal(nesterov=True, ns=NS),
+    "orthogonal": Orthogonal(ns=NS),
+    "normuon": NorMuon(ns=NS),
+}
+
+
+@pytest.mark.parametrize("clip", [None, 1e9])
+@pytest.mark.parametrize("kind", ["approximate", "exact"])
+@pytest.mark.parametrize("page", PAGES)
+def test_every_correction_of_nothing_leaves_every_preconditioner(page, kind, clip):
+    """gamma = 0 and a clip that is off or idle: c is the gradient."""
+    correction = Correction(kind=kind, gamma=0.0, clip=clip)
+    corrected = Rule(
+        matrix=Algorithm(preconditioner=PAGES[page], correction=correction)
+    )
+    plain = Rule(matrix=Algorithm(preconditioner=PAGES[page]))
+    x = y = tensors(MATRICES, 0, dtype=torch.float64)
+    s, t = corrected.init(x), plain.init(y)
+    for i in range(5):
+        g = tensors(MATRICES, 1 + i, dtype=torch.float64)
+        h = tensors(MATRICES, 50 + i, dtype=torch.float64) if kind == "exact" else None
+        x, s = corrected.step(x, g, s, lr=LR, reference=h)
+        y, t = plain.step(y, g, t, lr=LR)
+        assert_same([x], [y])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_preconditioner_sees_the_corrected_gradient(page):
+    """A step on g with the reference h is a plain step on c, computed by hand."""
+    plain = Rule(matrix=Algorithm(preconditioner=PAGES[page]))
+    correction = Correction(kind="exact", gamma=0.05, clip=2.0)
+    rule = Rule(matrix=Algorithm(preconditioner=PAGES[page], correction=correction))
+    beta1 = PAGES[page].beta1
+    x = y = tensors(MATRICES, 0, dtype=torch.float64)
+    s, t = rule.init(x), plain.init(y)
+    for i in range(4):
+        g = tensors(MATRICES, 1 + i, dtype=torch.float64)
+        h = tensors(MATRICES, 50 + i, dtype=torch.float64)
+        c = {n: g[n] + 0.05 * beta1 / (1 - beta1) * (g[n] - h[n]) for n in g}
+        c = {n: v / max(1.0, float(v.norm()) / 2.0) for n, v in c.items()}
+        x, s = rule.step(x, g, s, lr=LR, reference=h)
+        y, t = plain.step(y, c, t, lr=LR)
+        assert_same([x], [y], 1e-9)

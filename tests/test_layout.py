@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
@@ -98,6 +99,36 @@ def test_commands_know_rooms_not_each_other():
             others = {room_of(name) for name in names} - {command} - ROOMS.keys()
             may = {"export"} if command in ("evaluate", "import_hf") else set()
             assert others <= may, path
+
+
+# The rooms of marsopt: each may import itself and those before it
+LIBRARY_ROOMS = ["rules", "functional", "optim", "profile"]
+
+
+@pytest.mark.parametrize("room", LIBRARY_ROOMS)
+def test_rooms_of_the_library_stand_in_one_order(room):
+    allowed = set(LIBRARY_ROOMS[: LIBRARY_ROOMS.index(room) + 1])
+    for path in files(f"marsopt/{room}"):
+        found = {n.split(".")[1] for n in imports(path) if n.startswith("marsopt.")}
+        assert found <= allowed, path
+        assert "marsopt" not in imports(path), path
+
+
+def test_no_file_of_the_library_is_in_a_circle():
+    arrows = {}
+    for path in files("marsopt"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        arrows[".".join(parts)] = {
+            name for name in imports(path) if name.startswith("marsopt.")
+        } | {
+            # from marsopt.rules import checks
+            f"{node.module}.{alias.name}"
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and (node.module or "") != "marsopt"
+            for alias in node.names
+        }
+    graph = {name: found & arrows.keys() for name, found in arrows.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names it
 
 
 def test_marsopt_is_arithmetic():

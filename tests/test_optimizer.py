@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 import marsopt
-from marsopt import MARS
+from marsopt import MARS, REGISTRY
 from marsopt.optim import compiling
-from marsopt import REGISTRY
 
 pytestmark = pytest.mark.usefixtures("both_layouts")
 
@@ -554,6 +553,8 @@ def test_state_is_made_at_construction_and_only_what_is_needed():
         "lion": {"step", "exp_avg"},
         "muon": {"step", "momentum_buffer"},
         "moonlight": {"step", "momentum_buffer"},
+        "normuon": {"step", "momentum_buffer", "row_exp_avg_sq"},
+        "mars-normuon": {"step", "exp_avg", "last_grad", "row_exp_avg_sq"},
     }
     for mars_type in REGISTRY:
         matrix, vector = parameters((3, 3), (3,))

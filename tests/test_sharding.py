@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from marsopt import MARS
-from marsopt import REGISTRY
+from marsopt import MARS, REGISTRY
 from parallel import MeshCollectives
 from tests.processes import spawn
 

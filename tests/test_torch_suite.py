@@ -22,8 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from marsopt import MARS
-from marsopt import REGISTRY
+from marsopt import MARS, REGISTRY
 from tests.stacking import MODES, build, forced, traced
 
 LR = 0.01

@@ -125,8 +125,9 @@ def route(given: Mapping[str, Any]) -> Routing:
         )
     if row.is_mars:
         common["correction"] = _correction(**{name: given[name] for name in CORRECTION})
-    # rules with one momentum take the first of the authors' betas
-    values = {**given, "momentum": given["betas"][0]}
+    # matrix rules take the authors' betas one by one
+    momentum, beta2 = given["betas"]
+    values = {**given, "momentum": momentum, "beta2": beta2}
 
     def algorithm(row: NamedRule, **more: Any) -> Algorithm:
         own = {name: values[name] for name in row.arguments if name in values}

@@ -6,7 +6,7 @@ class hands in kernels that write in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,44 +93,6 @@ class Decision(NamedTuple):
     scales: list[dict[torch.dtype, Scales]]
 
 
-class Kernels(Protocol):
-    """Who runs the parts of a step: the functions below, or compiled ones that write
-    their results into the stacks they were given.
-    """
-
-    def assess(
-        self,
-        groups: Sequence[RuleGroup],
-        live: Tensor | None,
-        max_norm: Number | None,
-        total: Callable[[Tensor], Tensor],
-    ) -> tuple[Tensor, Decision]:
-        """As ``assess``."""
-
-    def update(
-        self, stacks: Sequence[Stack], scales: Sequence[Scales]
-    ) -> tuple[list[Stack], list[Tensor | None]]:
-        """As ``update``, for every stack."""
-
-    def orthogonalize(
-        self,
-        stacks: Sequence[Stack],
-        matrices: Sequence[Tensor | None],
-        leaves: Sequence[Sequence[Tensor]],
-        collectives: Collectives,
-    ) -> list[Tensor | None]:
-        """As ``orthogonalize``."""
-
-    def apply(
-        self,
-        stacks: Sequence[Stack],
-        factors: Sequence[Tensor | None],
-        rows: Sequence[Rows | None],
-        scales: Sequence[Scales],
-    ) -> list[Stack]:
-        """As ``apply``, for every stack that has factors."""
-
-
 def scalar_dtype(device: torch.device) -> torch.dtype:
     """Scalars are float64, since 1 - beta^t cancels; Apple's GPUs have none."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -143,20 +105,24 @@ def global_clip(grad_norm: Tensor, max_norm: Number) -> Tensor:
     return (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
 
 
-def statistics(stacks: Sequence[Stack]) -> Tensor:
-    """Return <g,g>, <g,h>, <h,h> of every tensor, (N, 3), partial over shards."""
-    return torch.cat([s.algorithm.inner_products(s.g, s.h) for s in stacks])
+def products(stacks: Sequence[Stack]) -> list[tuple[Tensor, ...]]:
+    """Return the inner products of the tensors of every stack, partial over shards."""
+    return [s.algorithm.inner_products(s.g, s.h) for s in stacks]
 
 
-def with_live(products: Tensor, live: Tensor | None) -> Tensor:
-    """Return (N, 4): ``products`` of the tensors that have a gradient here, else zeros,
-    and how many ranks have one.
+def statistics(products: Sequence[tuple[Tensor, ...]], live: Tensor | None) -> Tensor:
+    """Return (N, 4): <g,g>, <g,h>, <h,h> of the tensors that have a gradient here, else
+    zeros, and how many ranks have one.
     """
+    columns = [
+        torch.cat([p[i] if i < len(p) else torch.zeros_like(p[0]) for p in products])
+        for i in range(3)
+    ]
     if live is None:
-        return torch.cat([products, torch.ones_like(products[:, :1])], 1)
-    here = live[:, None]
+        return torch.stack([*columns, torch.ones_like(columns[0])], 1)
     # not a product: 0 times infinity is no zero
-    return torch.cat([torch.where(here, products, 0.0), here.to(products.dtype)], 1)
+    here = [torch.where(live, column, 0.0) for column in columns]
+    return torch.stack([*here, live.to(columns[0].dtype)], 1)
 
 
 def decide(
@@ -226,7 +192,7 @@ def assess(
         total: completes sums (N, 4) over shards.
     """
     stacks = [stack for group in groups for stack in group.stacks]
-    sums = total(with_live(statistics(stacks), live))
+    sums = total(statistics(products(stacks), live))
     return sums, decide([group.hyper for group in groups], sums, max_norm)
 
 
@@ -306,7 +272,10 @@ def orthogonalize(
 
 
 class PureKernels:
-    """Nothing that is passed in changes."""
+    """Who runs the parts of a step: here the functions above, so that nothing that is
+    passed in changes. The class's kernels have the same methods, compiled, and write
+    their results into the stacks that they are given.
+    """
 
     assess = staticmethod(assess)
 
@@ -341,7 +310,7 @@ def step(
     max_norm: Number | None,
     collectives: Collectives,
     live: Tensor | None = None,
-    kernels: Kernels = PURE,
+    kernels: PureKernels = PURE,
 ) -> Done:
     """Take the whole step.
 

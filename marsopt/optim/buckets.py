@@ -4,7 +4,7 @@ shape, with their state as stacks, ready for the one step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from marsopt.functional.collectives import Collectives
-from marsopt.functional.rule import is_matrix
 from marsopt.functional.stacks import adjacent, group_by
+from marsopt.functional.state import is_matrix
 from marsopt.functional.step import Hyperparameters
 from marsopt.optim.hyperparameters import DeviceHyperparameters
-from marsopt.optim.state_dict import OWN_KEYS, kept_buffers, state_key
+from marsopt.optim.state_dict import OWN_KEYS, State, kept_buffers, state_key
 from marsopt.optim.storage import are_rows, known_stack, may_move, move_in, own_rows
 from marsopt.rules.algorithm import Algorithm, working_dtype
-
-State = MutableMapping[Tensor, dict[str, Any]]
 
 
 @dataclass

@@ -32,6 +32,15 @@ def labels(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, str]]:
     ]
 
 
+def described(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+    """Return what has to be the same on all ranks: all but the parameters and lr."""
+    told = [
+        {k: str(v) for k, v in group.items() if k not in ("params", "lr")}
+        for group in groups
+    ]
+    return repr((told, {k: v for k, v in options.items() if k != "collectives"}))
+
+
 def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
     """Check that no tensor of the ``new`` group is there already, or twice in it.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from marsopt.functional.named import Routing, route
-from marsopt.functional.rule import is_matrix
+from marsopt.functional.state import is_matrix
 from marsopt.functional.step import scalar_dtype
 from marsopt.rules import checks
 from marsopt.rules.checks import Number

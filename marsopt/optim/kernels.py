@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
@@ -15,20 +14,15 @@ from marsopt.functional.rows import Rows
 from marsopt.functional.step import (
     Decision,
     Hyperparameters,
+    PureKernels,
     RuleGroup,
     Scales,
     Stack,
-    with_live,
 )
 from marsopt.optim.calls import Call
 from marsopt.optim.compiling import compiled_where_possible, once
 
 # ---- in place ------------------------------------------------------------------------
-
-
-def products_(stacks: Sequence[Stack]) -> list[Tensor]:
-    """Return the inner products of every stack, (L, 3)."""
-    return [s.algorithm.inner_products(s.g, s.h) for s in stacks]
 
 
 def decide_(
@@ -55,7 +49,7 @@ def assess_(
     ranks lies between.
     """
     stacks = [stack for group in groups for stack in group.stacks]
-    sums = with_live(step.statistics(stacks), live)
+    sums = step.statistics(step.products(stacks), live)
     return sums, decide_([group.hyper for group in groups], sums, max_norm, skipped)
 
 
@@ -91,8 +85,8 @@ def apply_(
 # ---- compiled ------------------------------------------------------------------------
 
 
-class InPlaceKernels:
-    """``step.Kernels`` that write into the stacks that they are given.
+class InPlaceKernels(PureKernels):
+    """Kernels that write into the stacks that they are given.
 
     Two graphs move an elementwise algorithm: statistics with all that is decided from
     them, and the update. A matrix algorithm has a third, after Newton-Schulz. Where
@@ -146,8 +140,7 @@ class InPlaceKernels:
                 whole = self._compiled(assess_)
                 return whole(groups, live, max_norm, self._skipped)
             stacks = [stack for group in groups for stack in group.stacks]
-            parts = self._each(products_, stacks)
-            partial = with_live(torch.cat(parts), live)
+            partial = step.statistics(self._each(step.products, stacks), live)
             with record_function("marsopt: exchange"):
                 sums = total(partial)
             hypers = [group.hyper for group in groups]

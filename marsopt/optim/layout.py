@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import is_fake
 from marsopt.functional.stacks import adjacent
 from marsopt.functional.step import RuleGroup, Stack
 from marsopt.optim import buckets
-from marsopt.optim.buckets import ParameterBucket, State
+from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.calls import should_stack
 from marsopt.optim.groups import label, labels
 from marsopt.optim.hyperparameters import DeviceHyperparameters
-from marsopt.optim.state_dict import forget_strangers, own
+from marsopt.optim.state_dict import State, forget_strangers, own
 from marsopt.rules.algorithm import working
 
 # What, when it changes in a group, changes formulas and not only their numbers.

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
-from torch.optim import Optimizer
 
 from marsopt.functional.collectives import LOCAL, Collectives
-from marsopt.functional.step import Decision, global_clip, scalar_dtype, step
-from marsopt.optim.calls import calls
-from marsopt.optim.compiling import decide
-from marsopt.optim.groups import admit, check_once, labels
-from marsopt.optim.hyperparameters import check_group
-from marsopt.optim.kernels import InPlaceKernels
-from marsopt.optim.layout import Layout
-from marsopt.optim.reference import NextReference
-from marsopt.optim.state_dict import OWN_KEYS, check_complete, check_ids, own, restore
+from marsopt.functional.step import global_clip, step
+from marsopt.optim.base import LayoutOptimizer
 from marsopt.rules import checks
 from marsopt.rules.correction import resolve
 from marsopt.rules.newton_schulz import NewtonSchulz
 
+# Arguments that every param group may set, and those of the whole optimizer.
+PER_GROUP = (
+    *("lr", "betas", "eps", "weight_decay", "amsgrad", "gamma", "mars_type"),
+    *("optimize_1d", "lr_1d", "betas_1d", "weight_decay_1d", "clip", "epsilon_hat"),
+)
+OPTIONS = (
+    *("max_norm", "state_dtype", "h_dtype", "collectives", "compile", "nonfinite"),
+)
 
-class MARS(Optimizer):
+
+class MARS(LayoutOptimizer):
     """MARS (arXiv 2411.10438) with the authors' constructor, and their baselines in the
     same frame.
 
     Tensors of exactly two dims take ``mars_type``; others take AdamW with ``lr_1d``,
     ``betas_1d`` and ``weight_decay_1d`` unless ``optimize_1d``. Every hyperparameter up
     to ``clip``, and ``epsilon_hat``, may be set per param group and changed between
-    steps, as in torch.optim (``is_approx`` belongs to the optimizer). A change of
-    ``mars_type``, or of ``clip`` to or from None, restarts the state that the two rules
-    do not share;
-    the learning rate of the others is lr * lr_1d / base_lr, where the group's
-    ``base_lr`` is its lr when it was added, so that it follows the schedule.
+    steps, as in torch.optim. A change of ``mars_type``, or of ``clip`` to or from None,
+    restarts the state that the two rules do not share; the learning rate of the others
+    is lr * lr_1d / base_lr, where the group's ``base_lr`` is its lr when it was added,
+    so that it follows the schedule.
 
     Args:
         params: tensors, (name, tensor) pairs or param groups. Real floating point,
@@ -118,6 +117,7 @@ class MARS(Optimizer):
         correction: str | None = None,
         nonfinite: str = "skip",
     ) -> None:
+        given = dict(locals())
         if nonfinite not in ("skip", "raise"):
             raise ValueError(
                 f"got nonfinite={nonfinite!r}, expected 'skip' or 'raise': choose one "
@@ -130,88 +130,13 @@ class MARS(Optimizer):
                 "marsopt.Collectives: leave it out for whole tensors"
             )
         kind = resolve(is_approx, correction)
-        self._options: dict[str, Any] = dict(
-            is_approx=kind == "approximate",
+        options = dict(
+            {name: given[name] for name in OPTIONS},
             correction=kind,
-            max_norm=max_norm,
+            is_approx=kind == "approximate",
             ns=NewtonSchulz(ns_steps, ns_coefficients, ns_dtype, gram=ns_gram),
-            state_dtype=state_dtype,
-            h_dtype=h_dtype,
-            collectives=collectives,
-            compile=compile,
-            nonfinite=nonfinite,
         )
-        self._layout: Layout | None = None
-        self._loading: dict[str, Any] | None = None  # inside load_state_dict
-        self._decision: Decision | None = None
-        self._next = NextReference()
-        self._agreed = False  # whether all ranks were found to hold the same options
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            gamma=gamma,
-            mars_type=mars_type,
-            optimize_1d=optimize_1d,
-            lr_1d=lr_1d,
-            betas_1d=betas_1d,
-            weight_decay_1d=weight_decay_1d,
-            clip=clip,
-            epsilon_hat=epsilon_hat,
-        )
-        super().__init__(params, defaults)
-        self._place()
-        self._build()
-
-    # ---- construction --------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its state is made at once.
-
-        Raises:
-            TypeError, ValueError: as the constructor; then nothing was added.
-        """
-        check_once(self.param_groups, param_group)
-        super().add_param_group(param_group)
-        try:
-            admit(self.param_groups, self._options)
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
-        if self._layout is not None:  # else the constructor is still adding groups
-            if not self._layout.params:
-                self._place()
-            self._build()
-
-    def _place(self) -> None:
-        """Go where the parameters are; ZeRO leaves ranks without any, which wait on the
-        CPU for a group that has some.
-        """
-        first = next((p for g in self.param_groups for p in g["params"]), None)
-        device = torch.device("cpu") if first is None else first.device
-        wanted = self._options["compile"]
-        self._compile = False if first is None else decide(wanted, device.type)
-        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
-
-    def _build(self, layout: Layout | None = None) -> None:
-        """Make missing state, buckets over it, and kernels that move them."""
-        self._layout = layout or self._new_layout()
-        self._max_norm: Tensor | None = None
-        self.max_norm = self._options["max_norm"]
-        self._kernels = InPlaceKernels(
-            calls(self._layout.buckets, self._compile),
-            self._skipped,
-            alone=self._options["collectives"] is LOCAL,
-            compile=self._compile,
-            required=self._options["compile"] is True,
-        )
-
-    def _new_layout(self) -> Layout:
-        return Layout(
-            self.param_groups, self.state, self._options, self._compile, self._layout
-        )
+        super().__init__(params, {name: given[name] for name in PER_GROUP}, options)
 
     # ---- the step ------------------------------------------------------------------
 
@@ -263,10 +188,6 @@ class MARS(Optimizer):
             raise FloatingPointError(layout.blame(sums))
         return loss
 
-    @property
-    def _is_exact(self) -> bool:
-        return self._options["correction"] == "exact"
-
     @torch.no_grad()
     def join_gradients(self) -> None:
         """Move the gradients that are there into one buffer per shape.
@@ -277,41 +198,6 @@ class MARS(Optimizer):
         """
         if self._compile:
             self._layout.join_gradients()
-
-    def _fitting(self) -> Layout:
-        """The layout, made anew where a group or a frozen parameter has changed."""
-        if not self._agreed:  # once: later changes need not come on all ranks at once
-            told = [
-                {k: str(v) for k, v in group.items() if k not in ("params", "lr")}
-                for group in self.param_groups
-            ]
-            options = {k: v for k, v in self._options.items() if k != "collectives"}
-            self._options["collectives"].agree(repr((told, options)))
-            self._agreed = True
-        if not self._layout.fits(self.state):
-            self._build()
-        return self._layout
-
-    @property
-    def max_norm(self) -> float | None:
-        """Threshold of the global clip; may be set between steps, on all ranks alike.
-
-        Raises:
-            TypeError, ValueError: set to something but None or a finite number > 0.
-        """
-        return self._options["max_norm"]
-
-    @max_norm.setter
-    def max_norm(self, bound: float | None) -> None:
-        checks.positive_or_none("max_norm", bound)
-        self._options["max_norm"] = bound
-        if bound is None:
-            self._max_norm = None
-        elif self._max_norm is None:
-            dtype = scalar_dtype(self._skipped.device)
-            self._max_norm = torch.full_like(self._skipped, bound, dtype=dtype)
-        else:  # in place: a captured CUDA graph reads it where it is
-            self._max_norm.fill_(bound)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -356,81 +242,3 @@ class MARS(Optimizer):
         """
         if self._is_exact:
             self._next.hand_over(self._fitting().buckets)
-
-    # ---- state ---------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's: hyperparameters of the groups, and state by parameter."""
-        if not self._layout.covers():  # parameters were exchanged in the groups
-            self._build()
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict()`` returned, bit for bit in the state's own dtype.
-
-        Hyperparameters come from ``state_dict`` too, as in torch.optim; what its groups
-        lack stays as it is. What others keep in the state is loaded as torch.optim
-        loads it.
-
-        Raises:
-            ValueError: other groups or shapes, a hyperparameter out of its range, or
-                state that the loaded hyperparameters need and ``state_dict`` lacks (the
-                parameter is named). Nothing has changed then.
-        """
-        check_ids(labels(self.param_groups), state_dict)
-        before = self.param_groups, self.state
-        self._loading = state_dict
-
-        def remember(_: Optimizer, after_hooks: dict[str, Any]) -> None:
-            self._loading = after_hooks  # hooks of others may have replaced it
-
-        handle = self.register_load_state_dict_pre_hook(remember)
-        try:
-            super().load_state_dict(state_dict)  # comes by __setstate__
-        except BaseException:
-            self.param_groups, self.state = before
-            raise
-        finally:
-            handle.remove()
-            self._loading = None
-
-    def _restore(self, saved: dict[str, Any], cast: dict[str, Any]) -> None:
-        """Take over ``saved``; torch.optim has made ``cast`` of it, in which state has
-        the parameters' dtype.
-        """
-        labelled = labels(self.param_groups)
-        ids = check_ids(labelled, saved)
-        groups = zip(self.param_groups, cast["param_groups"], strict=True)
-        self.param_groups = [{**old, **new} for old, new in groups]
-        for group in self.param_groups:
-            check_group(group, self._options)
-        # the tensors that are there already, under the loaded structure
-        present, self.state = self.state, defaultdict(dict)
-        for key, entry in cast["state"].items():
-            if not isinstance(key, Tensor):
-                self.state[key] = entry
-                continue
-            mine = own(present.get(key, {}))
-            foreign = {k: v for k, v in entry.items() if k not in OWN_KEYS}
-            self.state[key] = {"step": torch.zeros(()), **mine, **foreign}
-        layout = self._new_layout()
-        check_complete(self.state, labelled, ids, saved)
-        restore(self.state, [p for p, _ in labelled], ids, saved)
-        self._next = NextReference(fresh=True)
-        self._build(layout)
-
-    def __getstate__(self) -> dict[str, Any]:
-        kept = {key: getattr(self, key) for key in ("_options", "_compile", "_skipped")}
-        return {**super().__getstate__(), **kept, "_fresh": self._next.fresh}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if self.__dict__.get("_loading") is not None:
-            self._restore(self._loading, state)
-            return
-        super().__setstate__(state)
-        # torch.optim's own, which MARS does not have: groups would take it up
-        self.defaults.pop("differentiable", None)
-        if "_options" in state:  # from a pickle or deepcopy
-            self._layout, self._decision, self._agreed = None, None, False
-            self._next = NextReference(fresh=self.__dict__.pop("_fresh"))
-            self._build()

@@ -4,6 +4,7 @@ bit.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -46,14 +47,15 @@ def kept_buffers(algorithm: Algorithm) -> dict[str, Dims]:
     return {**algorithm.buffers, **({"h": None} if algorithm.reads_h else {})}
 
 
+State = MutableMapping[Tensor, dict[str, Any]]  # ``optimizer.state``
+
+
 def own(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what ``optimizer.state[p]`` holds of ours."""
     return {key: value for key, value in entry.items() if key in OWN_KEYS}
 
 
-def forget_strangers(
-    state: MutableMapping[Tensor, dict], groups: Sequence[Mapping[str, Any]]
-) -> None:
+def forget_strangers(state: State, groups: Sequence[Mapping[str, Any]]) -> None:
     """Drop our state of parameters that are in no group any more: somebody exchanged
     them (for float32 masters, say), and torch's state_dict knows no name for them.
     """
@@ -81,19 +83,34 @@ def check_ids(labelled: Sequence[tuple[Tensor, str]], saved: Mapping[str, Any]) 
     return ids
 
 
-def check_complete(
-    wanted: Mapping[Tensor, Mapping[str, Tensor]],
-    labelled: Sequence[tuple[Tensor, str]],
-    ids: Sequence[Any],
-    saved: Mapping[str, Any],
+def under_loaded(present: State, loaded: Mapping[Any, Any]) -> State:
+    """Return a state of our tensors that are ``present`` already, for the parameters
+    that ``loaded`` has, and of what others keep in ``loaded``.
+    """
+    state: State = defaultdict(dict)
+    for key, entry in loaded.items():
+        if isinstance(key, Tensor):
+            mine = own(present.get(key, {}))
+            foreign = {k: v for k, v in entry.items() if k not in OWN_KEYS}
+            state[key] = {"step": torch.zeros(()), **mine, **foreign}
+        else:
+            state[key] = entry
+    return state
+
+
+def restore(
+    state: State, labelled: Sequence[tuple[Tensor, str]], saved: Mapping[str, Any]
 ) -> None:
-    """Check that ``saved`` has every tensor of ``wanted``, the state that it leads to.
+    """Copy ``saved`` into the tensors of ``state``, in their own dtype: torch.optim's
+    own loading casts to the parameter's, which would round float32 state of bf16
+    parameters.
 
     Raises:
-        ValueError: something is missing, or has another shape.
+        ValueError: something is missing, or has another shape; nothing was copied.
     """
-    for i, (p, label) in zip(ids, labelled, strict=True):
-        found, mine = saved["state"].get(i, {}), own(wanted.get(p, {}))
+    pairs = []
+    for i, (p, label) in zip(check_ids(labelled, saved), labelled, strict=True):
+        found, mine = saved["state"].get(i, {}), own(state.get(p, {}))
         missing = sorted(set(mine) - set(found))
         if missing:
             raise ValueError(
@@ -109,20 +126,6 @@ def check_complete(
                     f"{tuple(tensor.shape)}: build MARS over the same parameters in "
                     "the same order"
                 )
-
-
-def restore(
-    mine: Mapping[Tensor, Mapping[str, Tensor]],
-    params: Sequence[Tensor],
-    ids: Sequence[Any],
-    saved: Mapping[str, Any],
-) -> None:
-    """Copy the saved state into the tensors of ``mine``, in their own dtype.
-
-    torch.optim's own loading casts state to the parameter's dtype, which would round
-    float32 state of bf16 parameters.
-    """
-    for i, p in zip(ids, params, strict=True):
-        for key, tensor in own(mine.get(p, {})).items():
-            value = saved["state"][i][key]  # the authors' step is an int
-            tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
+            pairs.append((tensor, found[key]))
+    for tensor, value in pairs:  # the authors' step is an int
+        tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)

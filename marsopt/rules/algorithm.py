@@ -91,9 +91,9 @@ class Algorithm:
             return self.correction.h_dtype
         return self.state_dtype or x.dtype
 
-    def inner_products(self, g: Tensor, h: Tensor | None) -> Tensor:
-        """Return <g,g>, <g,h>, <h,h> (L, 3) of the tensors of a stack (L, *shape), from
-        one read of g and h.
+    def inner_products(self, g: Tensor, h: Tensor | None) -> tuple[Tensor, ...]:
+        """Return <g,g>, <g,h>, <h,h> (L,) of the tensors of a stack (L, *shape), from
+        one read of g and h; <g,g> alone where no h is read.
 
         Written as sums of products, not as norms: inductor then keeps them in one graph
         with what divides by them.
@@ -103,11 +103,10 @@ class Algorithm:
         def inner(a: Tensor, b: Tensor) -> Tensor:
             return (a * b).sum(dims) if dims else a * b
 
-        gg = inner(g, g)
         if not self.reads_h:
-            return torch.stack([gg, torch.zeros_like(gg), torch.zeros_like(gg)], 1)
+            return (inner(g, g),)
         h = working(h)
-        return torch.stack([gg, inner(g, h), inner(h, h)], 1)
+        return inner(g, g), inner(g, h), inner(h, h)
 
     def weights(
         self, gamma: Number, a: Tensor, products: Tensor

@@ -48,10 +48,12 @@ class MatrixAverage(Average):
                 f"{MATCH_RMS_ADAMW!r}: choose one of the two"
             )
 
+    @property
+    def averages(self) -> bool:
+        return not self.nesterov  # which looks at c itself, too
+
     def scalars(self, t, lr, w=None):
-        if w is None and self.nesterov:
-            w = 1 - self.momentum
-        return super().scalars(t, lr, w)
+        return super().scalars(t, lr, 1 - self.momentum if self.nesterov else w)
 
     def update(self, x, c, buffers, s):
         _, _, *w = s

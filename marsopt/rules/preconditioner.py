@@ -27,8 +27,6 @@ class Preconditioner(ABC):
     weight_decay: Number = 0.0
 
     matrix_only: ClassVar[bool] = False
-    # whether c enters the state through one average m alone (``Average``)
-    averages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         checks.at_least_zero("weight_decay", self.weight_decay)
@@ -37,6 +35,11 @@ class Preconditioner(ABC):
     @abstractmethod
     def beta1(self) -> Number:
         """Decay rate of the first moment, which scales MARS's correction."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether x and the state see c through one average m alone."""
+        return False
 
     @property
     @abstractmethod
@@ -77,8 +80,6 @@ class Average(Preconditioner):
 
     momentum: Number = 0.95
 
-    averages: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.decay_rate("momentum", self.momentum)
@@ -86,6 +87,10 @@ class Average(Preconditioner):
     @property
     def beta1(self) -> Number:
         return self.momentum
+
+    @property
+    def averages(self) -> bool:
+        return True
 
     @property
     def buffers(self) -> dict[str, Dims]:

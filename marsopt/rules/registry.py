@@ -12,6 +12,7 @@ from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.correction import Correction, Kind
 from marsopt.rules.lion import Lion, SignAverage
+from marsopt.rules.normuon import NorMuon
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, Orthogonal
 from marsopt.rules.preconditioner import Preconditioner
 
@@ -138,6 +139,23 @@ ROWS = (
             "adamw",
             dict(adjust_lr_fn=MATCH_RMS_ADAMW),
             "MARS-M, arXiv 2510.21800",
+        ),
+    ),
+    Row(
+        NamedRule(
+            "normuon",
+            NorMuon,
+            False,
+            "adamw",
+            dict(weight_decay=0.1),
+            "arXiv 2510.05491",
+        ),
+        NamedRule(
+            "mars-normuon",
+            NorMuon,
+            True,
+            "adamw",
+            source="MARS, Algorithm 1, before arXiv 2510.05491",
         ),
     ),
 )

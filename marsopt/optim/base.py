@@ -1,0 +1,194 @@
+"""An optimizer over a layout: built, built anew, saved, loaded, copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from marsopt.functional.collectives import LOCAL
+from marsopt.functional.step import Decision, scalar_dtype
+from marsopt.optim.calls import calls
+from marsopt.optim.compiling import decide
+from marsopt.optim.groups import admit, check_once, described, labels
+from marsopt.optim.hyperparameters import check_group
+from marsopt.optim.kernels import InPlaceKernels
+from marsopt.optim.layout import Layout
+from marsopt.optim.reference import NextReference
+from marsopt.optim.state_dict import check_ids, restore, under_loaded
+from marsopt.rules import checks
+
+
+class LayoutOptimizer(Optimizer):
+    """What torch.optim asks of an optimizer, its steps apart.
+
+    Args:
+        params: tensors, (name, tensor) pairs or param groups.
+        defaults: of the param groups.
+        options: of the whole optimizer.
+    """
+
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        self._options = options
+        self._layout: Layout | None = None
+        self._loading: dict[str, Any] | None = None  # inside load_state_dict
+        self._decision: Decision | None = None
+        self._next = NextReference()
+        self._agreed = False  # whether all ranks were found to hold the same options
+        super().__init__(params, defaults)
+        self._place()
+        self._build()
+
+    # ---- construction --------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its state is made at once.
+
+        Raises:
+            TypeError, ValueError: as the constructor; then nothing was added.
+        """
+        check_once(self.param_groups, param_group)
+        super().add_param_group(param_group)
+        try:
+            admit(self.param_groups, self._options)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        if self._layout is not None:  # else the constructor is still adding groups
+            if not self._layout.params:
+                self._place()
+            self._build()
+
+    def _place(self) -> None:
+        """Go where the parameters are; ZeRO leaves ranks without any, which wait on the
+        CPU for a group that has some.
+        """
+        first = next((p for g in self.param_groups for p in g["params"]), None)
+        device = torch.device("cpu") if first is None else first.device
+        wanted = self._options["compile"]
+        self._compile = False if first is None else decide(wanted, device.type)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+
+    def _build(self, layout: Layout | None = None) -> None:
+        """Make missing state, buckets over it, and kernels that move them."""
+        self._layout = layout or self._new_layout()
+        self._max_norm: Tensor | None = None
+        self.max_norm = self._options["max_norm"]
+        self._kernels = InPlaceKernels(
+            calls(self._layout.buckets, self._compile),
+            self._skipped,
+            alone=self._options["collectives"] is LOCAL,
+            compile=self._compile,
+            required=self._options["compile"] is True,
+        )
+
+    def _new_layout(self) -> Layout:
+        return Layout(
+            self.param_groups, self.state, self._options, self._compile, self._layout
+        )
+
+    def _fitting(self) -> Layout:
+        """The layout, made anew where a group or a frozen parameter has changed."""
+        if not self._agreed:  # once: later changes need not come on all ranks at once
+            told = described(self.param_groups, self._options)
+            self._options["collectives"].agree(told)
+            self._agreed = True
+        if not self._layout.fits(self.state):
+            self._build()
+        return self._layout
+
+    @property
+    def _is_exact(self) -> bool:
+        return self._options["correction"] == "exact"
+
+    @property
+    def max_norm(self) -> float | None:
+        """Threshold of the global clip; may be set between steps, on all ranks alike.
+
+        Raises:
+            TypeError, ValueError: set to something but None or a finite number > 0.
+        """
+        return self._options["max_norm"]
+
+    @max_norm.setter
+    def max_norm(self, bound: float | None) -> None:
+        checks.positive_or_none("max_norm", bound)
+        self._options["max_norm"] = bound
+        if bound is None:
+            self._max_norm = None
+        elif self._max_norm is None:
+            dtype = scalar_dtype(self._skipped.device)
+            self._max_norm = torch.full_like(self._skipped, bound, dtype=dtype)
+        else:  # in place: a captured CUDA graph reads it where it is
+            self._max_norm.fill_(bound)
+
+    # ---- state ---------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's: hyperparameters of the groups, and state by parameter."""
+        if not self._layout.covers():  # parameters were exchanged in the groups
+            self._build()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict()`` returned, bit for bit in the state's own dtype.
+
+        Hyperparameters come from ``state_dict`` too, as in torch.optim; what its groups
+        lack stays as it is. What others keep in the state is loaded as torch.optim
+        loads it.
+
+        Raises:
+            ValueError: other groups or shapes, a hyperparameter out of its range, or
+                state that the loaded hyperparameters need and ``state_dict`` lacks (the
+                parameter is named). Nothing has changed then.
+        """
+        check_ids(labels(self.param_groups), state_dict)
+        before = self.param_groups, self.state
+        self._loading = state_dict
+
+        def remember(_: Optimizer, after_hooks: dict[str, Any]) -> None:
+            self._loading = after_hooks  # hooks of others may have replaced it
+
+        handle = self.register_load_state_dict_pre_hook(remember)
+        try:
+            super().load_state_dict(state_dict)  # comes by __setstate__
+        except BaseException:
+            self.param_groups, self.state = before
+            raise
+        finally:
+            handle.remove()
+            self._loading = None
+
+    def _restore(self, saved: dict[str, Any], cast: dict[str, Any]) -> None:
+        """Take over ``saved``; torch.optim has made ``cast`` of it, in which state has
+        the parameters' dtype.
+        """
+        groups = zip(self.param_groups, cast["param_groups"], strict=True)
+        self.param_groups = [{**old, **new} for old, new in groups]
+        for group in self.param_groups:
+            check_group(group, self._options)
+        self.state = under_loaded(self.state, cast["state"])
+        layout = self._new_layout()
+        restore(self.state, labels(self.param_groups), saved)
+        self._next = NextReference(fresh=True)
+        self._build(layout)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {key: getattr(self, key) for key in ("_options", "_compile", "_skipped")}
+        return {**super().__getstate__(), **kept, "_fresh": self._next.fresh}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if self.__dict__.get("_loading") is not None:
+            self._restore(self._loading, state)
+            return
+        super().__setstate__(state)
+        # torch.optim's own, which MARS does not have: groups would take it up
+        self.defaults.pop("differentiable", None)
+        if "_options" in state:  # from a pickle or deepcopy
+            self._layout, self._decision, self._agreed = None, None, False
+            self._next = NextReference(fresh=self.__dict__.pop("_fresh"))
+            self._build()
