@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from marsopt import MARS
+from marsopt import MARS, REGISTRY
+from marsopt.profile.gpt2 import param_groups
 
 Params = Mapping[str, nn.Parameter]
 
@@ -74,25 +75,16 @@ class Contender:
     note: str = ""
 
 
-def split(
-    params: Params, chosen: Callable[[str, nn.Parameter], bool]
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The chosen ones, and the rest."""
-    both: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
-    for name, p in params.items():
-        both[0 if chosen(name, p) else 1].append(p)
-    return both
-
-
 def by_ndim(params: Params) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Matrices, and the rest."""
-    return split(params, lambda _, p: p.ndim == 2)
+    """Return the matrices, and the rest."""
+    every = params.values()
+    return [p for p in every if p.ndim == 2], [p for p in every if p.ndim != 2]
 
 
 def entry_of(
     params: Params, *optimizers: Optimizer, clip: bool = False, exact: bool = False
 ) -> Entry:
-    """The step of one or more optimizers, after clip_grad_norm_ if ``clip``; if
+    """Return the step of one or more optimizers, after clip_grad_norm_ if ``clip``; if
     ``exact``, in the two phases of the authors' protocol for exact MARS.
     """
     every = list(params.values())
@@ -115,20 +107,11 @@ def entry_of(
 
 
 def ours(mars_type: str, **options: Any) -> Callable[[Params, bool], Entry]:
-    """``marsopt.MARS`` with the global clip inside, unless ``options`` say else."""
+    """Build ``marsopt.MARS``, the global clip inside unless ``options`` say else."""
 
     def build(params: Params, compile: bool) -> Entry:
-        groups = [{"params": list(params.values())}]
-        if mars_type == "mars-m":  # as its authors: embeddings to AdamW
-            tables = [p for n, p in params.items() if n.startswith(("wte.", "wpe."))]
-            others = [
-                p for n, p in params.items() if not n.startswith(("wte.", "wpe."))
-            ]
-            groups = [
-                {"params": others},
-                {"params": tables, "mars_type": "adamw", "betas": (0.9, 0.95)},
-            ]
         arguments = dict(MARS_HYPER, max_norm=MAX_NORM) | options
+        groups = param_groups(params, mars_type)
         optimizer = MARS(groups, mars_type=mars_type, compile=compile, **arguments)
         exact = not arguments.get("is_approx", True)
         return entry_of(params, optimizer, exact=exact)
@@ -137,7 +120,7 @@ def ours(mars_type: str, **options: Any) -> Callable[[Params, bool], Entry]:
 
 
 def torch_adamw(*, clip: bool, **mode: bool) -> Callable[[Params, bool], Entry]:
-    """``torch.optim.AdamW`` in one of its modes."""
+    """Build ``torch.optim.AdamW`` in one of its modes."""
 
     def build(params: Params, compile: bool) -> Entry:
         optimizer = torch.optim.AdamW(list(params.values()), **ADAMW_HYPER, **mode)
@@ -147,7 +130,7 @@ def torch_adamw(*, clip: bool, **mode: bool) -> Callable[[Params, bool], Entry]:
 
 
 def torch_muon(params: Params, compile: bool) -> Entry:
-    """``torch.optim.Muon`` on all matrices, fused AdamW on the rest."""
+    """Build ``torch.optim.Muon`` on all matrices, fused AdamW on the rest."""
     matrices, others = by_ndim(params)
     muon = torch.optim.Muon(matrices, **MUON_HYPER)
     rest = ADAMW_HYPER | dict(lr=MARS_HYPER["lr_1d"])
@@ -165,60 +148,59 @@ REFERENCE = Contender(
 )
 
 
-def _row(key: str, title: str, num_buffers: int, build, **more: Any) -> Contender:
-    return Contender(
-        key=key,
-        title=f"marsopt {title}",
+WORDS = {"mars": "MARS", "adamw": "AdamW"}
+# for those that are compared with torch's own; the others take MARS_HYPER
+HYPER: dict[str, dict[str, Any]] = {
+    "adamw": ADAMW_AS_OURS,
+    "muon": MUON_HYPER,
+    "moonlight": MUON_HYPER,
+}
+
+
+def _ours(name: str, title: str = "", **changed: Any) -> Contender:
+    """Return the row of a rule, with what is ``changed`` in a variant of it."""
+    rule, embeddings = REGISTRY[name], ""
+    num_buffers = rule.num_buffers()
+    if rule.others == "adamw":
+        num_buffers = max(num_buffers, REGISTRY["adamw"].num_buffers())
+        embeddings = "embeddings by AdamW, as its authors do"
+    written = "-".join(WORDS.get(word, word.title()) for word in name.split("-"))
+    clips = "both clips" if rule.is_mars else "global clip"
+    row = Contender(
+        key=name,
+        title=f"marsopt {title or f'{written}, {clips}'}",
         family="ours",
-        build=build,
+        build=ours(name, **HYPER.get(name, {})),
         num_buffers=num_buffers,
-        **more,
+        matrix=rule.matrix_only,
+        note=embeddings,
     )
+    return replace(row, **changed)
 
 
 OURS = [
-    _row("mars-adamw", "MARS-AdamW, both clips", 3, ours("mars-adamw")),
-    _row(
-        "mars-adamw-take",
-        "MARS-AdamW, both clips, takes gradients",
-        3,
-        ours("mars-adamw", take_grads=True),
-    ),
-    _row(
-        "mars-adamw-bf16-h",
+    *map(_ours, REGISTRY),
+    _ours(
+        "mars-adamw",
         "MARS-AdamW, both clips, h in bf16",
-        3,
-        ours("mars-adamw", h_dtype=torch.bfloat16),
+        key="mars-adamw-bf16-h",
+        build=ours("mars-adamw", h_dtype=torch.bfloat16),
     ),
-    _row(
-        "mars-adamw-local-clip",
+    _ours(
+        "mars-adamw",
         "MARS-AdamW, per-tensor clip alone",
-        3,
-        ours("mars-adamw", max_norm=None),
+        key="mars-adamw-local-clip",
+        build=ours("mars-adamw", max_norm=None),
     ),
-    _row(
-        "mars-adamw-exact",
+    _ours(
+        "mars-adamw",
         "MARS-AdamW exact, both clips",
-        4,
-        ours("mars-adamw", is_approx=False),
+        key="mars-adamw-exact",
+        build=ours("mars-adamw", is_approx=False),
+        num_buffers=4,
         note="the whole protocol: update_previous_grad, step, update_last_grad; the "
         "second backward pass is not in it",
     ),
-    _row("mars-lion", "MARS-Lion, both clips", 2, ours("mars-lion")),
-    _row(
-        "mars-shampoo", "MARS-Shampoo, both clips", 2, ours("mars-shampoo"), matrix=True
-    ),
-    _row(
-        "mars-m",
-        "MARS-M, both clips",
-        2,
-        ours("mars-m"),
-        note="embeddings by AdamW, as its authors do",
-        matrix=True,
-    ),
-    _row("adamw", "AdamW, global clip", 2, ours("adamw", **ADAMW_AS_OURS)),
-    _row("lion", "Lion, global clip", 1, ours("lion")),
-    _row("muon", "Muon, global clip", 1, ours("muon", **MUON_HYPER), matrix=True),
 ]
 
 TORCH = [

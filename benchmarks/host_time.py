@@ -11,7 +11,7 @@ medians.
 from __future__ import annotations
 
 import argparse
-import platform
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,15 +20,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from benchmarks.timing import seconds, spread, take_turns
+from benchmarks.timing import spread, take_turns
 from marsopt import MARS
+from marsopt.profile.gpt2 import MODELS, shapes
+from marsopt.profile.machine import describe, one_line, seconds
 from parallel import MeshCollectives
-
-
-def shapes(num_layers: int) -> list[tuple[int, ...]]:
-    """GPT-2 large's tensors with one column instead of 1280."""
-    block = [(1280,), (3840, 1), (1280, 1), (1280,), (5120, 1), (1280, 1)]
-    return [(50304, 1), (1024, 1), *block * num_layers, (1280,)]
 
 
 def main() -> None:
@@ -39,8 +35,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    _, width = MODELS["gpt2-large"]
     sizes = [
-        tuple(max(2, n // 640) for n in s[:1]) + s[1:] for s in shapes(args.layers)
+        (max(2, rows // 640), *(1 for _ in columns))
+        for rows, *columns in shapes(args.layers, width).values()
     ]
 
     def parameters() -> list[nn.Parameter]:
@@ -53,42 +51,40 @@ def main() -> None:
             out.append(p)
         return out
 
-    groups = {
-        "MARS-AdamW, compiled": parameters(),
-        "MARS-AdamW, eager": parameters(),
-        "torch AdamW foreach": parameters(),
-        "torch AdamW fused": parameters(),
-        "clip_grad_norm_ + AdamW foreach": parameters(),
-    }
-    with_mesh = dict(collectives=MeshCollectives(mesh), max_norm=1.0)
-    ours = MARS(groups["MARS-AdamW, compiled"], compile=True, **with_mesh)
-    eager = MARS(groups["MARS-AdamW, eager"], compile=False, **with_mesh)
-    foreach = torch.optim.AdamW(groups["torch AdamW foreach"], foreach=True)
-    fused = torch.optim.AdamW(groups["torch AdamW fused"], fused=True)
-    clipped = groups["clip_grad_norm_ + AdamW foreach"]
-    after_clip = torch.optim.AdamW(clipped, foreach=True)
+    def ours(params: list[nn.Parameter], *, compile: bool) -> Callable[[], object]:
+        collectives = MeshCollectives(mesh)
+        optimizer = MARS(params, collectives=collectives, max_norm=1.0, compile=compile)
+        return optimizer.step
 
-    def clip_and_step() -> None:
-        torch.nn.utils.clip_grad_norm_(clipped, 1.0)
-        after_clip.step()
+    def adamw(
+        params: list[nn.Parameter], *, clip: bool = False, **mode: bool
+    ) -> Callable[[], object]:
+        optimizer = torch.optim.AdamW(params, **mode)
+
+        def step() -> None:
+            if clip:
+                torch.nn.utils.clip_grad_norm_(params, 1.0)
+            optimizer.step()
+
+        return step
 
     steps = {
-        "MARS-AdamW, compiled": ours.step,
-        "MARS-AdamW, eager": eager.step,
-        "torch AdamW foreach": foreach.step,
-        "torch AdamW fused": fused.step,
-        "clip_grad_norm_ + AdamW foreach": clip_and_step,
+        "MARS-AdamW, compiled": ours(parameters(), compile=True),
+        "MARS-AdamW, eager": ours(parameters(), compile=False),
+        "torch AdamW foreach": adamw(parameters(), foreach=True),
+        "torch AdamW fused": adamw(parameters(), fused=True),
+        "clip_grad_norm_ + AdamW foreach": adamw(parameters(), clip=True, foreach=True),
     }
     turns = {
-        name: partial(seconds, step, before=dist.barrier)
+        name: partial(seconds, step, "cpu", dist.barrier)
         for name, step in steps.items()
     }
     first = take_turns(turns, 1)
     times = take_turns(turns, args.steps)
     if dist.get_rank() == 0:
         print(
-            f"{len(sizes)} tensors, {dist.get_world_size()} gloo ranks, "
-            f"torch {torch.__version__}, {platform.machine()}, {args.steps} steps"
+            f"{len(sizes)} tensors, {dist.get_world_size()} gloo ranks, {args.steps} "
+            f"steps; {one_line(describe('cpu'))}"
         )
         for name, row in times.items():
             print(

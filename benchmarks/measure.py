@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from benchmarks import memory
 from benchmarks.contenders import REFERENCE, Contender, Entry, Params
-from benchmarks.timing import nothing, seconds, spread, take_turns
-from benchmarks.workload import Gradients, parameters, sample
+from benchmarks.timing import spread, take_turns
+from benchmarks.workload import Gradients, Shapes, parameters, sample
 from marsopt import MARS
+from marsopt.profile.machine import seconds
 from train.errors import UserError
 
 # the first compiles or makes state; HeavyBall compiles in the second
@@ -54,8 +55,8 @@ class Row:
 
     @property
     def compile_seconds(self) -> float:
-        """What the first steps took beyond as many median ones: compilation, and making
-        the state.
+        """Return what the first steps took beyond as many median ones: compilation, and
+        making the state.
         """
         return max(0.0, sum(self.warm_up) - WARM_UP * spread(self.times).median)
 
@@ -63,9 +64,10 @@ class Row:
 def plan(
     contenders: Sequence[Contender], num_params: int, budget: int
 ) -> list[list[Contender]]:
-    """Groups that fit into ``budget`` bytes, the reference first in each. Matrix rules,
-    many times slower, come last and apart: so rounds of the others stay short, and
-    steps that are compared close in time.
+    """Return groups that fit into ``budget`` bytes, the reference first in each.
+
+    Matrix rules, many times slower, come last and apart: so rounds of the others stay
+    short, and steps that are compared close in time.
 
     Raises:
         UserError: a contender does not even fit alone beside the reference.
@@ -100,8 +102,10 @@ def walk(
     gradients: Gradients,
     measured: Callable[[Callable[[], object]], float],
 ) -> list[float]:
-    """One step: what ``measured`` returns for each phase. Each finds a gradient as
-    backward leaves it, and ends by zero_grad: somebody has to free it.
+    """Take one step; return what ``measured`` does for each phase.
+
+    Each finds a gradient as backward leaves it, and ends by zero_grad: somebody has to
+    free it.
     """
 
     def whole(phase: Callable[[], object]) -> None:
@@ -120,7 +124,7 @@ def walk(
 def run_group(
     group: Sequence[Contender],
     number: int,
-    shapes: Mapping[str, torch.Size],
+    shapes: Shapes,
     device: torch.device,
     *,
     num_rounds: int,
@@ -131,10 +135,7 @@ def run_group(
     params = {c.key: parameters(shapes, device) for c in group}
     start = sample(params[REFERENCE.key])
     entries = {c.key: c.build(params[c.key], compile) for c in group}
-    wait = nothing
-    if device.type == "cuda":
-        wait = partial(torch.cuda.synchronize, device)
-    timed = partial(seconds, before=wait, after=wait)
+    timed = partial(seconds, device=device.type)
     peak = partial(memory.peak_bytes, device=device)
 
     def step(key: str) -> float:
@@ -177,14 +178,14 @@ def wake_compiler(device: torch.device) -> None:
 
 def run(
     groups: Sequence[Sequence[Contender]],
-    shapes: Mapping[str, torch.Size],
+    shapes: Shapes,
     device: torch.device,
     *,
     num_rounds: int,
     compile: bool,
     tell: Callable[[str], None],
 ) -> list[Row]:
-    """All groups, one after the other; one row a contender.
+    """Run all groups, one after the other; return one row a contender.
 
     Args:
         groups: of ``plan``.
@@ -218,7 +219,7 @@ def run(
 
 
 def distance(row: Row, moved: Mapping[str, Tensor]) -> float | None:
-    """See ``Row``."""
+    """Return that of ``Row``."""
     twin = moved.get(row.contender.twin)
     if twin is None:
         return None

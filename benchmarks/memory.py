@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
-import tempfile
 import types
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.profiler import ProfilerActivity, profile
+
+from marsopt.profile.profiler import traced
 
 ELSEWHERE = (
     type,
@@ -27,8 +24,8 @@ ELSEWHERE = (
 
 
 def budget(device: torch.device) -> int:
-    """Bytes to plan with: 60% of the machine's memory, or 80% of what the GPU has
-    free.
+    """Return the bytes to plan with: 60% of the machine's memory, or 80% of what the
+    GPU has free.
     """
     if device.type == "cuda":
         return int(0.8 * torch.cuda.mem_get_info(device)[0])
@@ -36,35 +33,15 @@ def budget(device: torch.device) -> int:
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """Most bytes that torch held at once during a call, beyond those held at its start.
-
-    CUDA: max_memory_allocated. CPU: the sum of allocations and frees that
-    torch.profiler (profile_memory) records, compiled code's among them; scratch that
-    libraries below torch take for themselves is not seen, nor is the freeing of what
-    was there before.
+    """Return the most bytes that torch held at once during a call, beyond those held at
+    its start (see ``traced``).
     """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        start = torch.cuda.memory_allocated(device)
-        step()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - start
-    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # its start and stop are no news
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    changes = [event for event in events if event["name"] == "[memory]"]
-    changes.sort(key=lambda event: event["ts"])
-    return max(accumulate((c["args"]["Bytes"] for c in changes), initial=0))
+    return traced(step, device.type).peak_bytes
 
 
 def held_by(root: object) -> Iterator[Tensor]:
-    """All tensors that an object refers to, however deep; not through code, classes and
-    modules.
+    """Yield all tensors that an object refers to, however deep; not through code,
+    classes and modules.
     """
     seen, left = {id(root)}, [root]
     while left:
@@ -78,8 +55,8 @@ def held_by(root: object) -> Iterator[Tensor]:
 
 
 def state_bytes(optimizers: Iterable[Optimizer], params: Iterable[nn.Parameter]) -> int:
-    """Bytes of the storages that optimizers hold in ``state`` and elsewhere, each once;
-    those of parameters and of gradients that are still in place not.
+    """Return the bytes of the storages that optimizers hold in ``state`` and elsewhere,
+    each once; those of parameters and of gradients that are still in place not.
     """
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()

@@ -12,14 +12,14 @@ rate counts the operations that the form does.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.report import machine, machine_line
-from benchmarks.timing import nothing, seconds, spread, take_turns
+from benchmarks.timing import spread, take_turns
 from marsopt import NewtonSchulz
+from marsopt.profile.machine import describe, one_line, seconds
 
 VARIANTS = {
     "bfloat16 (default)": NewtonSchulz(),
@@ -31,7 +31,7 @@ SPECTRA = {"gaussian": None, "to 1e-4": 1e-4, "to 1e-8": 1e-8}
 
 
 def matrix(rows: int, cols: int, smallest: float | None, seed: int) -> Tensor:
-    """A random matrix in float64; ``smallest`` is its smallest singular value."""
+    """Return a random float64 matrix; ``smallest`` is its smallest singular value."""
     g = torch.Generator().manual_seed(seed)
     m = torch.randn(rows, cols, generator=g, dtype=torch.float64)
     if smallest is None:
@@ -42,7 +42,7 @@ def matrix(rows: int, cols: int, smallest: float | None, seed: int) -> Tensor:
 
 
 def error(ns: NewtonSchulz, width: int, smallest: float | None, device: str) -> float:
-    """Worst relative error over three seeds."""
+    """Return the worst relative error over three seeds."""
     exact = NewtonSchulz(dtype=torch.float64)
     worst = 0.0
     for seed in range(3):
@@ -65,17 +65,14 @@ def main() -> None:
 
     shape = (args.batch, 4 * args.width, args.width)
     batch = torch.randn(shape, device=args.device).unbind()
-    device = torch.device(args.device)
-    done = torch.cuda.synchronize if device.type == "cuda" else nothing
-
-    def timed(ns: NewtonSchulz) -> Callable[[], float]:
-        return lambda: seconds(lambda: ns.many(batch), before=done, after=done)
-
-    steps = {name: timed(ns) for name, ns in VARIANTS.items()}
+    steps = {
+        name: partial(seconds, partial(ns.many, batch), args.device)
+        for name, ns in VARIANTS.items()
+    }
     take_turns(steps, 1)  # warms up
     times = take_turns(steps, args.rounds)
 
-    print(machine_line(machine(device)))
+    print(one_line(describe(args.device)))
     print(f"{args.batch} matrices {4 * args.width} x {args.width}, 5 iterations")
     heads = "".join(f"{name:>11}" for name in SPECTRA)
     print(f"{'':20}{heads}{'ms':>10}{'GFLOP':>9}{'GFLOP/s':>10}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,17 +22,18 @@ from typing import Any
 import torch
 from torch._inductor.utils import fresh_cache
 
-from benchmarks import memory, peers, report
+from benchmarks import memory, peers, table
 from benchmarks.contenders import OURS, REFERENCE, TORCH, Contender
 from benchmarks.measure import plan, run
-from benchmarks.workload import SIZES, gpt2_shapes
+from marsopt.profile.gpt2 import MODELS, VOCAB_SIZE, shapes
+from marsopt.profile.machine import describe, one_line
 from train.errors import UserError, command
 
 FAMILIES = ("ours", "torch", "peers")
 
 
 def arguments() -> argparse.Namespace:
-    """Of the command line."""
+    """Return the command line, checked."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.step",
         description=__doc__,
@@ -40,8 +42,7 @@ def arguments() -> argparse.Namespace:
         + "\n  ".join(c.key for c in [REFERENCE, *OURS, *TORCH, *peers.table(None)]),
     )
     add = parser.add_argument
-    models = [f"gpt2-{size}" for size in SIZES]
-    add("--model", default="gpt2-small", choices=models)
+    add("--model", default="gpt2-small", choices=MODELS)
     add("--layers", type=int, help="instead of the model's own number")
     add("--vocab", type=int, help="instead of the model's own")
     add("--only", nargs="+", metavar="NAME", help="these, beside the reference")
@@ -76,7 +77,7 @@ def arguments() -> argparse.Namespace:
 def choose(
     every: Sequence[Contender], only: Sequence[str] | None, without: Sequence[str]
 ) -> list[Contender]:
-    """What was asked for, by key or family, and the reference.
+    """Return what was asked for, by key or family, and the reference.
 
     Raises:
         UserError: an unknown name.
@@ -101,11 +102,16 @@ def choose(
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything that was asked for, ready for JSON."""
+    """Measure everything that was asked for, ready for JSON."""
     every = [REFERENCE, *OURS, *TORCH, *peers.table(args.authors)]
     chosen = choose(every, args.only, args.without)
-    shapes = gpt2_shapes(args.model.removeprefix("gpt2-"), args.layers, args.vocab)
-    num_params = sum(shape.numel() for shape in shapes.values())
+    depth, width = MODELS[args.model]
+    tensors = shapes(
+        depth if args.layers is None else args.layers,
+        width,
+        VOCAB_SIZE if args.vocab is None else args.vocab,
+    )
+    num_params = sum(map(math.prod, tensors.values()))
     device = torch.device(args.device)
     budget = memory.budget(device)
     if args.memory is not None:
@@ -114,7 +120,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with fresh_cache():  # or compile times would be those of a second run
         rows = run(
             groups,
-            shapes,
+            tensors,
             device,
             num_rounds=args.rounds,
             compile=not args.eager,
@@ -125,28 +131,28 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return dict(
         model=", ".join([args.model, *own]),
         num_params=num_params,
-        num_tensors=len(shapes),
+        num_tensors=len(tensors),
         num_rounds=args.rounds,
         num_groups=len(groups),
         compiled=not args.eager,
         reference=REFERENCE.key,
-        machine=report.machine(device),
-        rows=[report.values(row, num_params) for row in rows],
+        machine=describe(args.device),
+        rows=[table.values(row, num_params) for row in rows],
         missing={c.title: c.lacks for c in chosen if c.lacks},
     )
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     args = arguments()
     found = measure(args)
-    print(report.table(found))
+    print(table.table(found))
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     if args.png is not None:
         from benchmarks.plot import draw
 
-        draw(found, report.machine_line(found["machine"]), args.png)
+        draw(found, one_line(found["machine"]), args.png)
 
 
 if __name__ == "__main__":

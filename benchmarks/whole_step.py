@@ -12,22 +12,23 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch.func import functional_call, grad_and_value
 
 from benchmarks.memory import peak_bytes
-from benchmarks.report import machine, machine_line
-from benchmarks.timing import nothing, seconds, spread, take_turns
+from benchmarks.timing import spread, take_turns
 from marsopt import MARS, FlatGroup, mars
+from marsopt.profile.machine import describe, one_line, seconds
 from train.gpt2 import GPT2, Shape
 
 LR = 1e-3
 
 
 def model_and_batch(args: argparse.Namespace) -> tuple[GPT2, torch.Tensor]:
-    """The same for every call."""
+    """Return the same for every call."""
     torch.manual_seed(0)
     shape = Shape(
         num_layers=args.layers,
@@ -42,7 +43,7 @@ def model_and_batch(args: argparse.Namespace) -> tuple[GPT2, torch.Tensor]:
 
 
 def one_graph(args: argparse.Namespace) -> Callable[[], float]:
-    """A step that returns the loss."""
+    """Return a step that returns the loss."""
     model, tokens = model_and_batch(args)
     rule = mars(lr=LR, max_norm=1.0)
     named = {n: p.detach() for n, p in model.named_parameters()}
@@ -68,7 +69,7 @@ def one_graph(args: argparse.Namespace) -> Callable[[], float]:
 
 
 def two_parts(args: argparse.Namespace) -> Callable[[], float]:
-    """A step that returns the loss."""
+    """Return a step that returns the loss."""
     model, tokens = model_and_batch(args)
     compiled = torch.compile(model, fullgraph=True)
     optimizer = MARS(model.parameters(), lr=LR, max_norm=1.0)
@@ -95,17 +96,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     device = torch.device(args.device)
-    done = torch.cuda.synchronize if device.type == "cuda" else nothing
     steps = {"one graph": one_graph(args), "two parts": two_parts(args)}
-
-    def timed(step: Callable[[], float]) -> Callable[[], float]:
-        return lambda: seconds(step, before=done, after=done)
-
-    turns = {name: timed(step) for name, step in steps.items()}
+    turns = {name: partial(seconds, step, args.device) for name, step in steps.items()}
     first = take_turns(turns, 1)
     losses = {name: [step() for _ in range(5)] for name, step in steps.items()}
     times = take_turns(turns, args.rounds)
-    print(machine_line(machine(device)))
+    print(one_line(describe(args.device)))
     for name, step in steps.items():
         median = spread(times[name]).median
         print(

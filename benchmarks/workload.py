@@ -1,49 +1,23 @@
-"""What is stepped: GPT-2's tensors, and gradients that all contenders see."""
+"""What is stepped: parameters, and gradients that all contenders see."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-
-from configs.base import SHAPES
-from train.gpt2 import GPT2
-
-SIZES = tuple(SHAPES)
 
 # Global norm of a gradient, and how much of it the tied embedding holds. Clipped to 1
 # and corrected, the embedding's gradient still exceeds 1 and the others' do not: both
 # clips are at work, the per-tensor one where training sees it.
 NORM, EMBEDDING_NORM = 3.0, 2.8
-EMBEDDING = "wte.weight"
+EMBEDDING = "wte"
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
-def gpt2_shapes(
-    size: str, num_layers: int | None = None, vocab_size: int | None = None
-) -> dict[str, torch.Size]:
-    """Name to shape of each parameter of a GPT-2.
-
-    Args:
-        size: one of ``SIZES``.
-        num_layers, vocab_size: instead of that size's own.
-    """
-    shape = SHAPES[size]
-    shape = replace(
-        shape,
-        num_layers=shape.num_layers if num_layers is None else num_layers,
-        vocab_size=shape.vocab_size if vocab_size is None else vocab_size,
-    )
-    with torch.device("meta"):
-        model = GPT2(shape)
-    return {name: p.shape for name, p in model.named_parameters()}
-
-
-def parameters(
-    shapes: Mapping[str, torch.Size], device: torch.device
-) -> dict[str, nn.Parameter]:
-    """The same start for each contender: matrices N(0, 0.02), LayerNorm weights 1."""
+def parameters(shapes: Shapes, device: torch.device) -> dict[str, nn.Parameter]:
+    """Return every contender's start: matrices N(0, 0.02), LayerNorm weights 1."""
     generator = torch.Generator(device).manual_seed(0)
     return {
         name: nn.Parameter(
@@ -64,7 +38,7 @@ class Gradients:
     deviation, at GPT-2 XL, is 3e-5.
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
+    def __init__(self, shapes: Shapes, device: torch.device) -> None:
         self._values = {n: torch.empty(s, device=device) for n, s in shapes.items()}
         others = sum(v.numel() for n, v in self._values.items() if n != EMBEDDING)
         self._others_std = ((NORM**2 - EMBEDDING_NORM**2) / others) ** 0.5
@@ -72,7 +46,7 @@ class Gradients:
         self._generator = torch.Generator(device).manual_seed(1)
 
     def draw(self) -> None:
-        """Next round's values."""
+        """Draw the next round's values."""
         for name, value in self._values.items():
             std = self._embedding_std if name == EMBEDDING else self._others_std
             value.normal_(0.0, std, generator=self._generator)
@@ -92,7 +66,7 @@ class Gradients:
 
 @torch.no_grad()
 def sample(params: Mapping[str, nn.Parameter]) -> Tensor:
-    """Up to 4096 elements of each parameter, evenly spaced, on the CPU."""
+    """Return up to 4096 elements of each parameter, evenly spaced, on the CPU."""
     return torch.cat(
         [p.flatten()[:: max(1, p.numel() // 4096)].cpu() for p in params.values()]
     )

@@ -17,8 +17,10 @@ from benchmarks import memory, peers, step
 from benchmarks.contenders import OURS, REFERENCE, TORCH
 from benchmarks.measure import plan, walk
 from benchmarks.timing import spread, take_turns
-from benchmarks.workload import EMBEDDING, Gradients, gpt2_shapes, parameters
+from benchmarks.workload import EMBEDDING, Gradients, parameters
+from marsopt import REGISTRY
 from marsopt.optim import compiling
+from marsopt.profile.gpt2 import shapes
 from train.errors import UserError
 
 CPU = torch.device("cpu")
@@ -96,6 +98,10 @@ def contenders(checkout=None):
     return [REFERENCE, *OURS, *TORCH, *peers.table(checkout)]
 
 
+def test_every_rule_is_a_contender():
+    assert set(REGISTRY) <= {c.key for c in OURS}
+
+
 def test_every_contender_is_measured_or_named_as_missing(ran, checkout):
     report, told, _ = ran
     asked = step.choose(contenders(checkout), CHOSEN, [])
@@ -158,10 +164,10 @@ def test_a_missing_compiler_is_said_in_one_line(monkeypatch):
 
 def test_a_kept_gradient_stays_what_it_was():
     """Of a step that aliases p.grad, when another contender clips the next ones."""
-    shapes = gpt2_shapes("small", 0, 64)
-    gradients = Gradients(shapes, CPU)
+    tensors = shapes(0, 768, 64)
+    gradients = Gradients(tensors, CPU)
     gradients.draw()
-    mine, other = parameters(shapes, CPU), parameters(shapes, CPU)
+    mine, other = parameters(tensors, CPU), parameters(tensors, CPU)
     entry = TORCH[0].build(mine, False)
 
     def taken(params):
@@ -188,8 +194,8 @@ def test_a_kept_gradient_stays_what_it_was():
 
 
 def test_gradients_keep_both_clips_at_work():
-    shapes = gpt2_shapes("small", 1, 64)
-    gradients, params = Gradients(shapes, CPU), parameters(shapes, CPU)
+    tensors = shapes(1, 768, 64)
+    gradients, params = Gradients(tensors, CPU), parameters(tensors, CPU)
     gradients.draw()
     gradients.hand_to(params, 1.0)
     norms = {name: p.grad.norm() for name, p in params.items()}

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from marsopt import MARS
+from marsopt import MARS, REGISTRY
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU that torch can use"
 )
 
 SHAPES = [(64, 32), (64, 32), (48,), (32, 64), (64, 32)]
-TYPES = ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m"]
 
 
 def parameters() -> list[nn.Parameter]:
@@ -40,7 +39,7 @@ def walk(optimizer: MARS, params: list[nn.Parameter], num_steps: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("mars_type", TYPES)
+@pytest.mark.parametrize("mars_type", REGISTRY)
 def test_compiled_is_eager(mars_type):
     a, b = parameters(), parameters()
     walk(MARS(a, compile=False, **options(mars_type)), a, 4)
@@ -48,7 +47,7 @@ def test_compiled_is_eager(mars_type):
     torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("mars_type", TYPES)
+@pytest.mark.parametrize("mars_type", REGISTRY)
 def test_no_host_sync(mars_type):
     params = parameters()
     optimizer = MARS(params, compile=True, **options(mars_type))
@@ -60,7 +59,7 @@ def test_no_host_sync(mars_type):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("mars_type", TYPES)
+@pytest.mark.parametrize("mars_type", REGISTRY)
 def test_a_captured_step_replays(mars_type):
     """Gradients in fixed places; the learning rate is a tensor that may change."""
     eager, params = parameters(), parameters()

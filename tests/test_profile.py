@@ -9,15 +9,14 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 import marsopt
 from marsopt.profile import __main__ as command
-from marsopt.profile.gpt2 import Subject, shapes, subject
-from marsopt.profile.optimizer_report import OptimizerReport, profile_optimizer
+from marsopt.profile.gpt2 import Subject, shapes
+from marsopt.profile.optimizer import OptimizerReport, profile_optimizer
 
 WIDTH, VOCAB = 64, 512
 MATRIX = 4 * WIDTH * WIDTH  # bytes of the smallest one
@@ -29,11 +28,12 @@ FEW = {
 }
 
 
-@dataclass
 class Clocked(Subject):
     """Notes the CPU seconds of every step, which neighbours do not stretch."""
 
-    seconds: list[float] = field(default_factory=list)
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.seconds: list[float] = []
 
     def __call__(self) -> None:
         start = time.process_time()
@@ -42,9 +42,8 @@ class Clocked(Subject):
 
 
 def watched(rule: str, tensors, *, steps: int = 3, log=None, **options):
-    """The report, and the CPU seconds of the first step."""
-    built = subject(tensors, rule, num_steps=steps + 2, **options)
-    clocked = Clocked(built.optimizer, built.num_steps)
+    """Return the report, and the CPU seconds of the first step."""
+    clocked = Clocked(tensors, rule, num_steps=steps + 2, **options)
     report = profile_optimizer(
         clocked, title=rule, steps=steps, cold=False, compile_log=log
     )
@@ -74,7 +73,7 @@ def by_matrix(request):
 
 def graph(report: OptimizerReport, name: str):
     """The one graph of this name."""
-    (found,) = (g for g in report.report.graphs if g.name == name)
+    (found,) = (g for g in report.graphs if g.name == name)
     return found
 
 
@@ -100,34 +99,32 @@ def test_bytes_a_parameter(shallow):
     report, _ = shallow
     assert report.floor.num_bytes <= 44 * report.num_params
     assert report.bytes_per_param <= 44.05  # and scalars, of a model this small
-    assert report.report.num_bytes <= 1.001 * report.floor.num_bytes
+    assert report.num_bytes <= 1.001 * report.floor.num_bytes
     assert graph(report, "assess_").num_bytes < 1.01 * report.floor.norms
 
 
 def test_bytes_a_parameter_with_h_in_half_precision():
     report, _ = watched("mars-adamw", FEW, h_dtype=torch.bfloat16)
     assert report.bytes_per_param <= 38.05
-    assert report.report.num_bytes <= 1.002 * report.floor.num_bytes
-
-
-@pytest.mark.parametrize("take_grads, num_bytes", [(False, 44), (True, 40)])
-def test_a_taken_gradient_is_not_copied(take_grads, num_bytes):
-    p = torch.nn.Parameter(torch.randn(256, 256))
-    optimizer = marsopt.MARS([p], max_norm=1.0, compile=True, take_grads=take_grads)
-    given = torch.randn_like(p)
-
-    def step():
-        p.grad = given.clone()
-        optimizer.step()
-
-    report = marsopt.profile(step)
-    assert report.num_bytes / p.numel() == pytest.approx(num_bytes, abs=0.05)
-    assert report.recompiles == []
+    assert report.num_bytes <= 1.002 * report.floor.num_bytes
 
 
 def test_three_kernels_a_stack(shallow, by_matrix):
     assert shallow[0].num_stack_kernels == 2 * len(shallow[0].stack_bytes)
     assert by_matrix.kernels_per_stack <= 3
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="166: products_ joins its three sums inside the graph, three small kernels "
+    "a stack; 15 where they leave it as three vectors",
+)
+def test_at_most_sixty_small_kernels_on_a_cpu():
+    """Of GPT-2's 12 layers, whose matrices are stacks by themselves there."""
+    report, _ = watched("mars-adamw", shapes(12, 264, 64))
+    assert report.num_stacks == 51
+    assert report.num_kernels == report.num_stack_kernels + report.num_small_kernels
+    assert report.num_small_kernels <= 60
 
 
 def test_generated_code_passes_over_a_stack_twice(shallow, log):
@@ -139,15 +136,15 @@ def test_generated_code_passes_over_a_stack_twice(shallow, log):
 
 
 def test_two_graphs_without_a_break(shallow):
-    report = shallow[0].report
-    assert [g.name for g in report.graphs] == ["assess_", "move_"]
+    report = shallow[0]
+    assert [g.name for g in report.graphs] == ["assess_", "update_"]
     assert [g.num_runs for g in report.graphs] == [1, 1]
     assert report.breaks == []
 
 
 def test_no_recompiles_while_every_hyperparameter_moves(shallow):
     """lr, gamma, betas, weight decay and both clips, over 51 steps."""
-    report = shallow[0].report
+    report = shallow[0]
     assert report.num_calls == 51
     assert report.recompiles == []
 
@@ -160,7 +157,7 @@ def test_graphs_do_not_grow_with_depth(shallow, deep):
     (two, seconds_two), (many, seconds_many) = shallow, deep
     assert many.num_tensors > 19 * two.num_tensors
     assert many.num_stack_kernels == two.num_stack_kernels
-    for name in ("assess_", "move_"):
+    for name in ("assess_", "update_"):
         a, b = graph(two, name), graph(many, name)
         # of the small kernels inductor fuses some at 48 numbers that it does not at 2
         assert len(b.kernels) <= len(a.kernels)
@@ -169,8 +166,8 @@ def test_graphs_do_not_grow_with_depth(shallow, deep):
 
 
 def test_matrix_rules_take_one_more_graph(by_matrix):
-    report = by_matrix.report
-    assert [g.name for g in report.graphs] == ["assess_", "move_", "settle_"]
+    report = by_matrix
+    assert [g.name for g in report.graphs] == ["assess_", "update_", "apply_"]
     assert report.breaks == []
     assert report.recompiles == []
     assert report.num_bytes <= 1.002 * by_matrix.floor.num_bytes
@@ -178,22 +175,22 @@ def test_matrix_rules_take_one_more_graph(by_matrix):
 
 def test_a_step_allocates_no_full_size_temporary(shallow):
     """Seen by the allocator. Packed gradients stay between steps on a CPU."""
-    assert shallow[0].report.peak_bytes < MATRIX
-    assert all(g.peak_bytes < MATRIX for g in shallow[0].report.graphs)
+    assert shallow[0].peak_bytes < MATRIX
+    assert all(g.peak_bytes < MATRIX for g in shallow[0].graphs)
 
 
 def test_matrix_rules_allocate_what_is_documented(by_matrix):
     """The matrices to orthogonalize where they are not the momentum itself, the
     factors, and what Newton-Schulz holds beside them of one shape after the other.
     """
-    graphs = {g.name: g.peak_bytes for g in by_matrix.report.graphs}
+    graphs = {g.name: g.peak_bytes for g in by_matrix.graphs}
     matrices = 4 * sum(torch.Size(s).numel() for s in FEW.values() if len(s) == 2)
     made = matrices if by_matrix.title == "muon" else 0
     assert graphs["assess_"] < MATRIX
-    assert made <= graphs["move_"] < made + MATRIX
-    assert graphs["settle_"] < MATRIX
+    assert made <= graphs["update_"] < made + MATRIX
+    assert graphs["apply_"] < MATRIX
     largest = 4 * 3 * 4 * WIDTH * WIDTH  # the stack of "in"
-    assert by_matrix.report.peak_bytes < made + matrices + 2 * largest
+    assert by_matrix.peak_bytes < made + matrices + 2 * largest
 
 
 def test_packing_is_counted_apart(shallow):
@@ -332,10 +329,11 @@ def test_the_command_prints_and_writes(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "adamw with both clips on gpt2-small, 1 layers" in done.stdout
     found = json.loads(out.read_text())
-    assert [g["name"] for g in found["graphs"]] == ["assess_", "move_"]
+    assert [g["name"] for g in found["graphs"]] == ["assess_", "update_"]
     assert found["recompiles"] == []
     assert found["bytes_per_param"] == pytest.approx(32, rel=0.02)
-    for word in ("kernels", "floor", "first call", "peak memory", str(out)):
+    assert found["num_small_kernels"] > 0
+    for word in ("small kernels", "floor", "first call", "peak memory", str(out)):
         assert word in done.stdout
 
 

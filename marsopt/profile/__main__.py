@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -12,15 +13,14 @@ from pathlib import Path
 import torch
 
 from marsopt.optim.compiling import missing_for
-from marsopt.profile.gpt2 import MODELS, VOCAB_SIZE, shapes, subject
-from marsopt.profile.optimizer_report import OptimizerReport, profile_optimizer
+from marsopt.profile.gpt2 import MODELS, VOCAB_SIZE, Subject, shapes
+from marsopt.profile.machine import free_memory
+from marsopt.profile.optimizer import profile_optimizer
 from marsopt.rules.registry import REGISTRY
-
-RULES = [name.replace("-", "_") for name in REGISTRY]
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, checked.
+    """Return the command line, checked.
 
     Raises:
         ValueError: something that cannot be profiled here.
@@ -31,36 +31,28 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "graphs, breaks, recompiles, kernels, bytes, times. For a step of your own: "
         "print(marsopt.profile(step_fn, *args)).",
     )
-    parser.add_argument("--model", choices=MODELS, default="gpt2-small")
-    parser.add_argument("--layers", type=int, help="instead of the model's own")
-    parser.add_argument("--width", type=int, help="instead of the model's own")
-    parser.add_argument("--vocab", type=int, default=VOCAB_SIZE, help="rows of wte")
-    parser.add_argument("--rule", choices=RULES, default="mars_adamw")
-    parser.add_argument(
-        "--h-dtype", choices=["float32", "bfloat16"], help="of the kept gradient"
+    add = parser.add_argument
+    rules = [name.replace("-", "_") for name in REGISTRY]
+    dtypes = ["float32", "bfloat16"]
+    apart = (
+        "apart: as autograd leaves them; joined: one buffer per shape "
+        "(MARS.join_gradients)"
     )
-    parser.add_argument(
-        "--gradients",
-        choices=["apart", "joined"],
-        default="apart",
-        help="apart: as autograd leaves them; joined: one buffer per shape "
-        "(MARS.join_gradients)",
-    )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--steps", type=int, default=10, help="that are timed")
-    parser.add_argument(
-        "--warm",
-        action="store_true",
-        help="reuse binaries on disk: sooner, but the first call's time means little",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="everything")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="Chrome trace")
-    parser.add_argument(
-        "--compile-log",
-        type=Path,
-        metavar="DIR",
-        help="torch's structured compile log, for tlparse",
-    )
+    warm = "reuse binaries on disk: sooner, but the first call's time means little"
+    log = "torch's structured compile log, for tlparse"
+    add("--model", choices=MODELS, default="gpt2-small")
+    for name in ("--layers", "--width"):
+        add(name, type=int, help="instead of the model's own")
+    add("--vocab", type=int, default=VOCAB_SIZE, help="rows of wte")
+    add("--rule", choices=rules, default="mars_adamw")
+    add("--h-dtype", choices=dtypes, help="of the kept gradient")
+    add("--gradients", choices=["apart", "joined"], default="apart", help=apart)
+    add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--steps", type=int, default=10, help="that are timed")
+    add("--warm", action="store_true", help=warm)
+    add("--json", type=Path, metavar="FILE", help="everything")
+    add("--trace", type=Path, metavar="FILE", help="Chrome trace")
+    add("--compile-log", type=Path, metavar="DIR", help=log)
     args = parser.parse_args(argv)
     depth, width = MODELS[args.model]
     args.layers = depth if args.layers is None else args.layers
@@ -70,7 +62,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ValueError before anything is built."""
+    """Check the arguments before anything is built.
+
+    Raises:
+        ValueError: something that cannot be profiled here.
+    """
     for name in ("layers", "width", "vocab", "steps"):
         if getattr(args, name) < 1:
             raise ValueError(
@@ -96,8 +92,7 @@ def check(args: argparse.Namespace) -> None:
         )
     # x, g, h, m, v, packed gradients, and what Newton-Schulz or a copy takes beside
     tensors = shapes(args.layers, args.width, args.vocab)
-    needed = 28 * sum(torch.Size(shape).numel() for shape in tensors.values())
-    free = free_memory(args.device)
+    needed, free = 28 * sum(map(math.prod, tensors.values())), free_memory(args.device)
     if needed > free:
         raise ValueError(
             f"got a model that needs about {needed / 1e9:.0f} GB, expected at most the "
@@ -105,39 +100,32 @@ def check(args: argparse.Namespace) -> None:
         )
 
 
-def free_memory(device: str) -> int:
-    """Bytes that can be allocated now; on a CPU Linux's own estimate, if it has one."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    info = Path("/proc/meminfo")
-    if not info.exists():
-        return sys.maxsize
-    lines = dict(line.split(":", 1) for line in info.read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
-
-
 def title(args: argparse.Namespace) -> str:
-    """What was profiled, in words."""
+    """Return what was profiled, in words."""
     depth, width = MODELS[args.model]
-    changed = "" if args.layers == depth else f", {args.layers} layers"
-    changed += "" if args.width == width else f", width {args.width}"
-    changed += "" if args.vocab == VOCAB_SIZE else f", vocabulary {args.vocab}"
-    h = "" if args.h_dtype is None else f", h in {args.h_dtype}"
-    return f"{args.rule} with both clips on {args.model}{changed}{h}"
+    changed = {
+        f", {args.layers} layers": args.layers != depth,
+        f", width {args.width}": args.width != width,
+        f", vocabulary {args.vocab}": args.vocab != VOCAB_SIZE,
+        f", h in {args.h_dtype}": args.h_dtype is not None,
+    }
+    more = "".join(text for text, differs in changed.items() if differs)
+    return f"{args.rule} with both clips on {args.model}{more}"
 
 
-def run(args: argparse.Namespace) -> OptimizerReport:
-    """Profile what the arguments name."""
-    found = subject(
+def main() -> None:
+    """Profile what the command line names; print and write what came out."""
+    args = arguments()
+    subject = Subject(
         shapes(args.layers, args.width, args.vocab),
         args.rule.replace("_", "-"),
         num_steps=args.steps + 2,
         device=args.device,
-        h_dtype=None if args.h_dtype is None else getattr(torch, args.h_dtype),
+        h_dtype=args.h_dtype and getattr(torch, args.h_dtype),
         joined=args.gradients == "joined",
     )
-    return profile_optimizer(
-        found,
+    report = profile_optimizer(
+        subject,
         title=title(args),
         steps=args.steps,
         cold=not args.warm,
@@ -145,12 +133,6 @@ def run(args: argparse.Namespace) -> OptimizerReport:
         trace=args.trace,
         compile_log=args.compile_log,
     )
-
-
-def main() -> None:
-    """The command."""
-    args = arguments()
-    report = run(args)
     print(report)
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_dict(), indent=1) + os.linesep)

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 
-class Kernel(NamedTuple):
+@dataclass(frozen=True)
+class Kernel:
     """One kernel of inductor's scheduler: a loop nest on a CPU, a launch on a GPU, or a
     call of a library (``is_extern``: a matrix product).
     """
@@ -27,14 +28,16 @@ class Kernel(NamedTuple):
     is_extern: bool
 
 
-class Break(NamedTuple):
+@dataclass(frozen=True)
+class Break:
     """Where a graph had to end, and why."""
 
     where: str  # path:line
     reason: str
 
 
-class Recompile(NamedTuple):
+@dataclass(frozen=True)
+class Recompile:
     """A function that was compiled again, and the guards that failed."""
 
     name: str
@@ -56,59 +59,20 @@ class Graph:
 
     @property
     def num_bytes(self) -> int:
-        """Read and written in one run, counted by inductor's scheduler."""
+        """Return what one run reads and writes, as inductor's scheduler counts."""
         return sum(kernel.num_bytes for kernel in self.kernels)
 
 
+@dataclass
 class CompileLog:
-    """Collects what is compiled between ``with`` and its end.
+    """What was compiled, in the order in which it was captured."""
 
-    Args:
-        folder: where torch's own structured log is written too; None = nowhere.
-    """
+    graphs: dict[str, Graph] = field(default_factory=dict)  # by compile id
+    breaks: dict[str, Break] = field(default_factory=dict)  # by line of code
+    recompiles: dict[str, Recompile] = field(default_factory=dict)  # by compile id
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
-        self._graphs: dict[str, Graph] = {}
-        self._breaks: dict[str, Break] = {}
-        self._recompiles: dict[str, str] = {}
-        self._names: dict[str, tuple[str, str]] = {}  # by compile id: name, where
-        self._stack = ExitStack()
-
-    def __enter__(self) -> CompileLog:
-        with ExitStack() as stack:
-            stack.enter_context(_metrics_to(self._take_metrics))
-            trace = logging.getLogger("torch.__trace")
-            stack.enter_context(_handled(trace, _Listener(self._take)))
-            if self._folder is not None:
-                stack.enter_context(_handled(trace, _writer(self._folder)))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
-
-    @property
-    def graphs(self) -> list[Graph]:
-        """In the order in which they were captured."""
-        for key, graph in self._graphs.items():
-            graph.name, graph.where = self._names.get(key, (graph.name, graph.where))
-        return list(self._graphs.values())
-
-    @property
-    def breaks(self) -> list[Break]:
-        """One per line of code."""
-        return list(self._breaks.values())
-
-    @property
-    def recompiles(self) -> list[Recompile]:
-        """One per compilation after a function's first."""
-        return [
-            Recompile(self._names.get(key, ("?", ""))[0], reason)
-            for key, reason in self._recompiles.items()
-        ]
-
-    def _take(self, record: logging.LogRecord) -> None:
+    def take(self, record: logging.LogRecord) -> None:
+        """Note one message of the structured log."""
         data: Mapping[str, Any] = vars(record).get("metadata", {})
         text = vars(record).get("payload") or ""
         if data.get("frame_id") is None:
@@ -118,59 +82,61 @@ class CompileLog:
             key = f"!{data['compiled_autograd_id']}/{key}"
         named = data.get("artifact", {}).get("name")
         if "dynamo_output_graph" in data:  # a second attempt voids the first
-            self._graphs[key] = Graph(key)
-        elif "inductor_output_code" in data and key in self._graphs:
-            self._graphs[key].code_size += len(text)
+            self.graphs[key] = Graph(key)
+        elif "inductor_output_code" in data and key in self.graphs:
+            self.graphs[key].code_size += len(text)
         elif named == "dynamo_graph_break_reason":
             found = _parse_break(text)
-            self._breaks.setdefault(found.where, found)
+            self.breaks.setdefault(found.where, found)
         elif named == "recompile_reasons":
-            self._recompiles[key] = text
+            self.recompiles[key] = Recompile("?", text)
         elif "compilation_metrics" in data:
-            self._finish(key, data["compilation_metrics"])
+            self._name(key, data["compilation_metrics"])
 
-    def _finish(self, key: str, metrics: Mapping[str, Any]) -> None:
-        where = f"{metrics.get('co_filename')}:{metrics.get('co_firstlineno')}"
-        self._names[key] = (metrics.get("co_name") or "?", where)
-        if key in self._graphs:
-            seconds = metrics.get("entire_frame_compile_time_s")
-            self._graphs[key].seconds = seconds or 0.0
+    def _name(self, key: str, frame: Mapping[str, Any]) -> None:
+        name = frame.get("co_name") or "?"
+        if key in self.recompiles:
+            self.recompiles[key] = replace(self.recompiles[key], name=name)
+        if key in self.graphs:
+            graph = self.graphs[key]
+            graph.name = name
+            graph.where = f"{frame.get('co_filename')}:{frame.get('co_firstlineno')}"
+            graph.seconds = frame.get("entire_frame_compile_time_s") or 0.0
 
-    def _take_metrics(self, record: logging.LogRecord) -> None:
+    def take_metrics(self, record: logging.LogRecord) -> None:
+        """Note the kernels of one graph."""
         from torch._guards import CompileContext
         from torch._inductor.scheduler import NopKernelSchedulerNode
 
-        graph = self._graphs.get(str(CompileContext.current_compile_id()))
+        graph = self.graphs.get(str(CompileContext.current_compile_id()))
         if graph is None:
             return
         for node, words in record.args["nodes_num_elem"]:  # of four bytes
             if not isinstance(node, NopKernelSchedulerNode):
-                graph.kernels.append(
-                    Kernel(node.get_name(), 4 * words, node.is_extern())
-                )
-
-
-class _Listener(logging.Handler):
-    def __init__(self, take: Callable[[logging.LogRecord], None]) -> None:
-        super().__init__()
-        self._take = take
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._take(record)
+                kernel = Kernel(node.get_name(), 4 * words, node.is_extern())
+                graph.kernels.append(kernel)
 
 
 @contextmanager
-def _handled(logger: logging.Logger, handler: logging.Handler):
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        handler.close()
+def listening(folder: Path | None = None) -> Iterator[CompileLog]:
+    """Collect what is compiled; torch's own structured log goes to ``folder`` too."""
+    log, trace = CompileLog(), logging.getLogger("torch.__trace")
+    listener = logging.Handler()
+    listener.emit = log.take
+    handlers = [listener] if folder is None else [listener, _writer(folder)]
+    with _metrics_to(log.take_metrics):
+        try:
+            for handler in handlers:
+                trace.addHandler(handler)
+            yield log
+        finally:
+            for handler in handlers:
+                trace.removeHandler(handler)
+                handler.close()
 
 
 @contextmanager
-def _metrics_to(take: Callable[[logging.LogRecord], None]):
+def _metrics_to(take: Callable[[logging.LogRecord], None]) -> Iterator[None]:
     """Inductor counts bytes while its metrics log is on."""
     from torch._inductor import metrics
     from torch._inductor.compile_fx import inductor_metrics_log as logger
@@ -179,9 +145,9 @@ def _metrics_to(take: Callable[[logging.LogRecord], None]):
         take(record)
         return False  # nobody prints it
 
-    level = logger.level
-    lists: Sequence[list] = (metrics.nodes_num_elem, metrics.node_runtimes)
-    lengths, total = [len(part) for part in lists], metrics.num_bytes_accessed
+    level, total = logger.level, metrics.num_bytes_accessed
+    lists: tuple[list, list] = (metrics.nodes_num_elem, metrics.node_runtimes)
+    lengths = [len(part) for part in lists]
     logger.setLevel(logging.INFO)
     logger.addFilter(caught)
     try:
@@ -195,7 +161,7 @@ def _metrics_to(take: Callable[[logging.LogRecord], None]):
 
 
 def _writer(folder: Path) -> logging.Handler:
-    """What TORCH_TRACE=folder installs when torch is imported."""
+    """Return what TORCH_TRACE=folder installs when torch is imported."""
     from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter
 
     handler = LazyTraceHandler(str(folder))
@@ -204,19 +170,20 @@ def _writer(folder: Path) -> logging.Handler:
 
 
 def _parse_break(text: str) -> Break:
-    """Place and headline of torch's explanation, whose first lines are
+    """Return place and headline of torch's explanation, whose first lines are
 
     Graph break in user code at PATH:LINE
     Graph Break Reason: [Encountered graph break when ...:] HEADLINE
       Explanation: ...
     """
-    place = re.search(r"^Graph break in user code at (.+)$", text, re.MULTILINE)
-    why = re.search(
-        r"Graph Break Reason: (?:Encountered graph break when[^\n]*\n\n)?(.+)", text
-    )
-    more = re.search(r"Explanation: (.+)", text)
     first = text.strip().partition("\n")[0]
-    reason = why.group(1).strip() if why else first
-    if more:
-        reason = f"{reason}: {more.group(1).strip()}"
-    return Break(place.group(1).strip() if place else first, reason)
+
+    def found(pattern: str, otherwise: str) -> str:
+        match = re.search(pattern, text, re.MULTILINE)
+        return match[1].strip() if match else otherwise
+
+    intro = r"(?:Encountered graph break when[^\n]*\n\n)?"
+    why = found(rf"Graph Break Reason: {intro}(.+)", first)
+    more = found(r"Explanation: (.+)", "")
+    where = found(r"^Graph break in user code at (.+)$", first)
+    return Break(where, f"{why}: {more}" if more else why)

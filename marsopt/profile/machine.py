@@ -1,16 +1,18 @@
-"""This machine: what it is called, and what it can do at best."""
+"""This machine: what it is called, what it can do at best, how long a call takes."""
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,54 +20,87 @@ import torch
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
 
 
-def describe(device: str) -> str:
-    """One line: processor, cores, how busy they are, torch, date."""
-    threads = torch.get_num_threads()
-    text = f"{_processor()}, {os.cpu_count()} cores, torch on {threads} threads"
-    if sys.platform != "win32":
-        text += f", load average {os.getloadavg()[0]:.1f}"
-    if device == "cuda":
-        text = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
-    return f"{text}, torch {torch.__version__}, {date.today().isoformat()}"
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
+def describe(device: str) -> dict[str, Any]:
+    """Return what figures hold for, in what JSON can hold."""
+    info, cpu = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
     if info.exists():
-        found = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE)
-        if found:
-            return found.group(1)
-    return platform.processor() or platform.machine()
-
-
-def synchronize(device: str) -> None:
-    """Wait for what a GPU was told to do."""
+        named = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE)
+        cpu = named[1] if named else cpu
+    found = dict(
+        cpu=cpu,
+        num_cores=os.cpu_count(),
+        num_threads=torch.get_num_threads(),
+        load=None if sys.platform == "win32" else os.getloadavg()[0],
+        torch=torch.__version__,
+        python=platform.python_version(),
+        device=device,
+        date=date.today().isoformat(),
+    )
     if device == "cuda":
-        torch.cuda.synchronize()
+        found |= dict(gpu=torch.cuda.get_device_name(), cuda=torch.version.cuda)
+    return found
 
 
-def timed(call: Callable[[], object], device: str) -> float:
-    """Seconds of one call."""
-    synchronize(device)
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    return time.perf_counter() - start
+def one_line(found: Mapping[str, Any]) -> str:
+    """Return a description in words."""
+    gpu = f"{found['gpu']}, CUDA {found['cuda']}, " if "gpu" in found else ""
+    load = "" if found["load"] is None else f", load average {found['load']:.1f}"
+    return (
+        f"{gpu}{found['cpu']}, {found['num_cores']} cores, torch on "
+        f"{found['num_threads']} threads{load}, torch {found['torch']}, {found['date']}"
+    )
 
 
-def typical(call: Callable[[], object], device: str, seconds: float = 1.0) -> float:
-    """Median seconds of as many calls (1 to 9) as fit into ``seconds``, after one that
-    warms up and, if it took longer than that, counts.
+def free_memory(device: str) -> int:
+    """Return the bytes that can be allocated now, on a CPU as Linux estimates them."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    info = Path("/proc/meminfo")
+    if not info.exists():
+        return sys.maxsize
+    lines = dict(line.split(":", 1) for line in info.read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+def seconds(
+    call: Callable[[], object], device: str, before: Callable[[], object] = nothing
+) -> float:
+    """Return the wall time of one call, without Python's garbage collector.
+
+    ``before`` is a barrier, not timed; a GPU is waited for before and after.
     """
-    first = timed(call, device)
-    if first > seconds:
+    wait = torch.cuda.synchronize if device == "cuda" else nothing
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        before()
+        wait()
+        start = time.perf_counter()
+        call()
+        wait()
+        return time.perf_counter() - start
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def typical(call: Callable[[], object], device: str, limit: float = 1.0) -> float:
+    """Return the median seconds of as many calls (1 to 9) as fit into ``limit``, after
+    one that warms up and, if it took longer than that, counts.
+    """
+    first = seconds(call, device)
+    if first > limit:
         return first
-    repeats = max(1, min(9, int(seconds / max(first, 1e-9))))
-    return statistics.median(timed(call, device) for _ in range(repeats))
+    repeats = max(1, min(9, int(limit / max(first, 1e-9))))
+    return statistics.median(seconds(call, device) for _ in range(repeats))
 
 
 def copy_bandwidth(device: str) -> float:
-    """Bytes a second that a copy of a large tensor reads and writes.
+    """Return the bytes a second that a copy of a large tensor reads and writes.
 
     On a CPU the cache lines that are written may be read first; this is not counted,
     here or in a graph.

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import statistics
-from collections.abc import Callable
-from contextlib import ExitStack
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity
 
-from marsopt.profile.compile_log import CompileLog
-from marsopt.profile.machine import copy_bandwidth, describe, timed
-from marsopt.profile.report import Report
-from marsopt.profile.trace import traced
+from marsopt.profile import machine
+from marsopt.profile.compile_log import listening
+from marsopt.profile.table import Report
+
+DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # c10::DeviceType
+REGION = "Torch-Compiled Region: "  # followed by torch's compile id
 
 
 def profile(
@@ -59,58 +69,115 @@ def profile(
         )
     if steps < 1:
         raise ValueError(f"got steps={steps}, expected at least 1: time one call")
-    if device is None:
-        device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    if device not in ("cpu", "cuda"):
+    device = device or ("cuda" if torch.cuda.is_initialized() else "cpu")
+    if device not in DEVICE_TYPES:
         raise ValueError(
             f"got device={device!r}, expected 'cpu' or 'cuda': others have no "
             "allocator that tells its peak"
         )
-    path = None if trace is None else Path(trace)
-    folder = None if compile_log is None else Path(compile_log)
 
-    def call() -> object:
-        return function(*args)
+    def timed() -> float:
+        return machine.seconds(lambda: function(*args), device)
 
     function = torch.compile(step_fn) if compile else step_fn
     torch.compiler.reset()
-    with _uncached(cold), CompileLog(folder) as log:
-        first = timed(call, device)
+    with _uncached(cold), listening(compile_log and Path(compile_log)) as log:
+        first = timed()
         if compile is None and not log.graphs:
             function = torch.compile(step_fn)
-            first = timed(call, device)
-        seconds = [timed(call, device) for _ in range(steps)]
-        found = traced(call, device, path)
-    graphs = log.graphs
-    for graph in graphs:
-        graph.num_runs = found.num_runs[graph.compile_id]
-        graph.peak_bytes = found.graph_peaks.get(graph.compile_id, 0)
+            first = timed()
+        seconds = [timed() for _ in range(steps)]
+        found = traced(lambda: function(*args), device, trace and Path(trace))
+    for key, graph in log.graphs.items():
+        graph.num_runs = found.num_runs[key]
+        graph.peak_bytes = found.graph_peaks.get(key, 0)
     return Report(
-        machine=describe(device),
+        machine=machine.one_line(machine.describe(device)),
         num_calls=steps + 2,
-        graphs=graphs,
-        breaks=log.breaks,
-        recompiles=log.recompiles,
+        graphs=list(log.graphs.values()),
+        breaks=list(log.breaks.values()),
+        recompiles=list(log.recompiles.values()),
         first_call_seconds=first,
         seconds=statistics.median(seconds),
         all_seconds=seconds,
-        copy_bandwidth=copy_bandwidth(device),
+        copy_bandwidth=machine.copy_bandwidth(device),
         peak_bytes=found.peak_bytes,
         num_launches=found.num_launches,
     )
 
 
-def _uncached(cold: bool) -> ExitStack:
-    """No graph out of a cache, since inductor counts bytes while it compiles; if
+@contextmanager
+def _uncached(cold: bool) -> Iterator[None]:
+    """Take no graph out of a cache, since inductor counts bytes while it compiles; if
     ``cold``, no binary either.
     """
-    import torch._functorch.config
-    import torch._inductor.config
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
     from torch._inductor.utils import fresh_cache
 
-    with ExitStack() as stack:
-        stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False))
-        stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
-        if cold:
-            stack.enter_context(fresh_cache())
-        return stack.pop_all()
+    with (
+        inductor.patch(fx_graph_cache=False),
+        functorch.patch(enable_autograd_cache=False),
+        fresh_cache() if cold else nullcontext(),
+    ):
+        yield
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What torch.profiler's trace of one call says."""
+
+    num_runs: Counter[str]  # of every graph, by compile id
+    graph_peaks: dict[str, int]  # what each allocates at most, its results included
+    peak_bytes: int  # allocated at most, beyond what lived before
+    num_launches: int | None  # of kernels on a GPU, whoever launched them
+
+
+def traced(call: Callable[[], object], device: str, path: Path | None = None) -> Trace:
+    """Run ``call`` once, and keep its Chrome trace at ``path``.
+
+    Scratch that libraries below torch take for themselves is not seen, nor is, on a
+    CPU, the freeing of what was there before.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # its start and stop are no news
+    activities, before, on_gpu = [ProfilerActivity.CPU], 0, device == "cuda"
+    if on_gpu:
+        activities.append(ProfilerActivity.CUDA)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        call()
+        if on_gpu:
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = path or Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    calls = [  # of the allocator
+        (event["ts"], event["args"]["Bytes"])
+        for event in events
+        if event.get("name") == "[memory]"
+        and event["args"]["Device Type"] == DEVICE_TYPES[device]
+    ]
+    calls.sort(key=lambda call: call[0])
+    runs: Counter[str] = Counter()
+    peaks: dict[str, int] = {}
+    for span in events:
+        if span.get("name", "").startswith(REGION):
+            key, start = span["name"].removeprefix(REGION), span["ts"]
+            peak = _peak(calls, start, start + span["dur"])
+            peaks[key] = max(peak, peaks.get(key, 0))
+            runs[key] += 1
+    if not on_gpu:
+        return Trace(runs, peaks, _peak(calls), None)
+    num_launches = sum(event.get("cat") == "kernel" for event in events)
+    most = torch.cuda.max_memory_allocated() - before
+    return Trace(runs, peaks, most, num_launches)
+
+
+def _peak(
+    calls: Sequence[tuple[float, int]], start: float = 0.0, end: float = math.inf
+) -> int:
+    changes = (size for time, size in calls if start <= time <= end)
+    return max(accumulate(changes, initial=0))

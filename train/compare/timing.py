@@ -8,13 +8,13 @@ import logging
 import math
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
+from marsopt.profile.machine import seconds
 from train.compare.children import end, spawn
 from train.compare.curves import load_all
 from train.compare.study import Study
@@ -66,13 +66,12 @@ def _pass_seconds(options: list[str], study: Study) -> float:
     torch.set_num_threads(study.threads)
     model = GPT2(shape).to(device)
     ids = torch.zeros(t.local_batch_size, t.seq_len, dtype=torch.long, device=device)
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
+
+    def forward_backward() -> None:
         F.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten()).backward()
-        model.wte.weight.grad.sum().item()  # waits for a GPU
-        seconds.append(time.perf_counter() - began)
-    return min(seconds) * _global_batch(study) / t.local_batch_size
+
+    least = min(seconds(forward_backward, device) for _ in range(3))
+    return least * _global_batch(study) / t.local_batch_size
 
 
 def _global_batch(study: Study) -> int:
@@ -110,17 +109,12 @@ def _trainer(study: Study, name: str, folder: Path, scratch: str):
 
 def _turn(trainer, batches) -> list[float]:
     """Return the seconds of each of BLOCK steps."""
-    import torch
 
-    seconds = []
-    for _ in range(BLOCK):
-        began = time.perf_counter()
+    def step() -> None:
         trainer.step += 1
         trainer.train_step(batches)
-        if trainer.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    return seconds
+
+    return [seconds(step, trainer.device.type) for _ in range(BLOCK)]
 
 
 def main() -> None:
@@ -134,16 +128,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         trainers = {n: _trainer(study, n, folder, scratch) for n in study.grids}
         batches = {n: t.batch_generator(t.dataloader) for n, t in trainers.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in trainers}
+        found: dict[str, list[float]] = {name: [] for name in trainers}
         for turn in range(ROUNDS):
             for name, trainer in trainers.items():
                 took = _turn(trainer, batches[name])
                 if turn:
-                    seconds[name] += took
+                    found[name] += took
             print(f"timing: turn {turn + 1} of {ROUNDS}", flush=True)
         for trainer in trainers.values():
             trainer.close()
-    write_json(folder / "timing.json", seconds)
+    write_json(folder / "timing.json", found)
 
 
 if __name__ == "__main__":

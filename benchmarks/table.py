@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Mapping, Sequence
-from datetime import date
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks.measure import WARM_UP, Row
 from benchmarks.peers import version
 from benchmarks.timing import spread
+from marsopt.profile.machine import one_line
 
 EXPLAINED = f"""\
 ms, quartiles    wall time of the optimizer's step and zero_grad, the global clip in it
@@ -29,40 +24,8 @@ off by           how far its parameters end from those of our rule of the same n
                  relative to the way that these have come; all saw the same gradients"""
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures hold for."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
-    found = dict(
-        cpu=model,
-        num_cores=os.cpu_count(),
-        num_threads=torch.get_num_threads(),
-        torch=torch.__version__,
-        python=platform.python_version(),
-        device=device.type,
-        date=date.today().isoformat(),
-    )
-    if device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
-    return found
-
-
-def machine_line(found: Mapping[str, Any]) -> str:
-    """One line of it."""
-    gpu = f"{found['gpu']}; " if "gpu" in found else ""
-    return (
-        f"{gpu}{found['cpu']}, {found['num_cores']} cores, {found['num_threads']} "
-        f"threads; torch {found['torch']}; {found['date']}"
-    )
-
-
 def values(row: Row, num_params: int) -> dict[str, Any]:
-    """One row for JSON; times in seconds."""
+    """Return one row for JSON; times in seconds."""
     c = row.contender
     return dict(
         key=c.key,
@@ -87,7 +50,7 @@ def values(row: Row, num_params: int) -> dict[str, Any]:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """One row of the table."""
+    """Return one row of the table."""
     ms = {key: 1e3 * value for key, value in row["seconds"].items()}
     x = row["ratio"]
     off = "" if row["distance"] is None else f"{row['distance']:.1e}"
@@ -100,7 +63,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """The whole report as text."""
+    """Return the whole report as text."""
     head = (
         f"{'':54} {'ms':>8} {'quartiles':>17} {'x':>7} {'quartiles':>13}"
         f" {'peak MB':>8} {'state':>6} {'compile':>8} {'off by':>8}"
@@ -111,7 +74,7 @@ def table(report: Mapping[str, Any]) -> str:
         f"{report['num_tensors']} tensors, {report['num_rounds']} rounds, "
         f"{report['num_groups']} group(s), our rules "
         f"{'compiled' if report['compiled'] else 'eager'}",
-        machine_line(report["machine"]),
+        one_line(report["machine"]),
         "",
         head,
         *map(line, rows),

@@ -1,0 +1,230 @@
+"""The report on a step of MARS: beside what any function gets, kernels per stack, bytes
+a parameter beside what no step can go below, packed gradients, Newton-Schulz.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from marsopt.functional.stacks import adjacent
+from marsopt.optim.buckets import BucketGroup, ParameterBucket
+from marsopt.profile.gpt2 import Subject
+from marsopt.profile.machine import typical
+from marsopt.profile.profiler import profile
+from marsopt.profile.table import Report, size
+from marsopt.rules.newton_schulz import NewtonSchulz
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Bytes of one step."""
+
+    norms: int  # g, and h where the gradient is corrected, read for their norms
+    update: int  # everything, read once and written once
+    packed: int  # gradients copied into stacks before: read and written
+
+    @property
+    def num_bytes(self) -> int:
+        """Return those of the compiled graphs, which do not pack."""
+        return self.norms + self.update
+
+
+def _floor(bucket: ParameterBucket) -> tuple[int, int, int]:
+    """Return the bytes of one bucket, with the gradients that are there."""
+    algorithm, grads = bucket.algorithm, [p.grad for p in bucket.params]
+    g = sum(grad.nbytes for grad in grads)
+    x = sum(p.nbytes for p in bucket.params)
+    h = bucket.state["h"].nbytes if algorithm.reads_h else 0
+    # h is read already; what has fewer dims than x is no pass over it
+    whole = [s for s, dims in algorithm.preconditioner.buffers.items() if dims is None]
+    buffers = sum(bucket.state[symbol].nbytes for symbol in whole)
+    update = g + h + 2 * buffers + (h if algorithm.keeps_h else 0)
+    # of a matrix rule the update leaves x; applying reads x and the factors, writes x
+    update += 3 * x if algorithm.matrix_only else 2 * x
+    update += x if algorithm.makes_matrix else 0
+    return g + h, update, 0 if adjacent(grads) is not None else 2 * g
+
+
+@dataclass(frozen=True)
+class Orthogonal:
+    """Newton-Schulz of every matrix of one step, apart from the step."""
+
+    num_matrices: int
+    num_flops: int
+    seconds: float
+    matmul_rate: float  # FLOP/s of the same products alone, batched by shape
+    dtype: str
+
+    @property
+    def rate(self) -> float:
+        """Return FLOP/s."""
+        return self.num_flops / self.seconds
+
+
+def orthogonal(groups: Sequence[BucketGroup], device: str) -> Orthogonal | None:
+    """Measure it on the momentum; return None where no algorithm orthogonalizes."""
+    chosen = [group for group in groups if group.hyper.algorithm.matrix_only]
+    if not chosen:
+        return None
+    ns = chosen[0].hyper.algorithm.preconditioner.ns
+    matrices = [m for group in chosen for b in group.buckets for m in b.state["m"]]
+    return Orthogonal(
+        num_matrices=len(matrices),
+        num_flops=sum(ns.num_flops(*m.shape) for m in matrices),
+        seconds=typical(lambda: ns.many(matrices), device),
+        matmul_rate=_matmul_rate([tuple(m.shape) for m in matrices], ns, device),
+        dtype=str(ns.dtype).removeprefix("torch."),
+    )
+
+
+def _matmul_rate(
+    shapes: Sequence[tuple[int, int]], ns: NewtonSchulz, device: str
+) -> float:
+    """Return that of X X^T, G G and P X, the products of one iteration, over batches of
+    X.
+    """
+    flops, seconds = 0, 0.0
+    for (short, long), count in Counter(tuple(sorted(s)) for s in shapes).items():
+        x = torch.randn(count, short, long, device=device).to(ns.dtype)
+        gram = torch.randn(count, short, short, device=device).to(ns.dtype)
+        wide, square = torch.empty_like(x), torch.empty_like(gram)
+        flops += count * ns.num_flops(short, long) // ns.steps
+
+        def products(x=x, gram=gram, wide=wide, square=square) -> None:
+            torch.bmm(x, x.mT, out=square)
+            torch.bmm(gram, gram, out=square)
+            torch.bmm(gram, x, out=wide)
+
+        seconds += typical(products, device)
+    return flops / seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerReport(Report):
+    """What a step of MARS costs. ``str(report)`` is a table."""
+
+    CALL: ClassVar[str] = "step"
+    DERIVED: ClassVar[tuple[str, ...]] = (
+        *Report.DERIVED,
+        "num_stacks",
+        "num_stack_kernels",
+        "num_small_kernels",
+        "bytes_per_param",
+    )
+
+    title: str
+    num_tensors: int
+    num_params: int
+    stack_bytes: tuple[int, ...]  # of each stack's gradients
+    floor: Floor
+    orthogonal: Orthogonal | None
+
+    @property
+    def num_stacks(self) -> int:
+        """Return the stacks that a step moves, over all calls of its graphs."""
+        return len(self.stack_bytes)
+
+    @property
+    def num_stack_kernels(self) -> int:
+        """Return the kernels of one step that pass over a stack."""
+        return self.num_kernels_over(min(self.stack_bytes))
+
+    @property
+    def num_small_kernels(self) -> int:
+        """Return the other kernels of one step: they compute numbers per tensor."""
+        return self.num_kernels - self.num_stack_kernels
+
+    @property
+    def kernels_per_stack(self) -> float:
+        """Return those of one step, on average."""
+        return self.num_stack_kernels / self.num_stacks
+
+    @property
+    def bytes_per_param(self) -> float:
+        """Return what the compiled graphs read and write, as inductor counts."""
+        return self.num_bytes / self.num_params
+
+    @property
+    def allowed_seconds(self) -> float:
+        """Return what bytes (packing included) and products take at this machine's
+        rates.
+        """
+        seconds = (self.num_bytes + self.floor.packed) / self.copy_bandwidth
+        if self.orthogonal is not None:
+            seconds += self.orthogonal.num_flops / self.orthogonal.matmul_rate
+        return seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, in what JSON can hold."""
+        found = super().to_dict()
+        if self.orthogonal is not None:
+            found["orthogonal"]["rate"] = self.orthogonal.rate
+        return found
+
+    def __str__(self) -> str:
+        return (
+            f"{self.title}: {self.num_tensors} tensors in {self.num_stacks} stacks, "
+            f"{self.num_params:,} parameters\n{super().__str__()}"
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the table, as name and text."""
+        return [*super().rows(), *zip(("Newton-Schulz", ""), self._ns(), strict=False)]
+
+    def _kernels(self) -> str:
+        return (
+            f"{self.num_stack_kernels} a step over stacks, "
+            f"{self.kernels_per_stack:.1f} a stack; {self.num_small_kernels} small "
+            "kernels for numbers per tensor"
+        )
+
+    def _bytes(self) -> list[str]:
+        n, least = self.num_params, self.floor
+        return [
+            f"{self.bytes_per_param:.2f} a parameter, floor "
+            f"{least.num_bytes / n:.2f}: norms {least.norms / n:.2f}, update "
+            f"{least.update / n:.2f} ({size(self.num_bytes)} moved a step)",
+            f"and {least.packed / n:.2f} a parameter to pack gradients into stacks",
+        ]
+
+    def _rates(self) -> str:
+        if self.orthogonal is None:
+            return super()._rates()
+        rate = self.orthogonal.matmul_rate / 1e9
+        return f"{super()._rates()} and {rate:.0f} GFLOP/s of a matmul"
+
+    def _ns(self) -> list[str]:
+        ns = self.orthogonal
+        if ns is None:
+            return []
+        return [
+            f"{ns.num_matrices} matrices, {ns.num_flops / 1e9:.3g} GFLOP in "
+            f"{1e3 * ns.seconds:.0f} ms apart, {ns.dtype}: {ns.rate / 1e9:.0f} GFLOP/s",
+            f"{ns.rate / ns.matmul_rate:.0%} of the {ns.matmul_rate / 1e9:.0f} GFLOP/s "
+            "of its products alone",
+        ]
+
+
+def profile_optimizer(
+    subject: Subject, *, title: str, device: str = "cpu", **options: Any
+) -> OptimizerReport:
+    """Return ``profile`` of the next ``steps + 2`` steps, with these ``options`` of it,
+    and what MARS alone can tell.
+    """
+    # the optimizer compiles its own
+    report = profile(subject, compile=False, device=device, **options)
+    layout = subject.optimizer._layout
+    return OptimizerReport(
+        **vars(report),
+        title=title,
+        num_tensors=len(subject.params),
+        num_params=sum(p.numel() for p in subject.params),
+        stack_bytes=tuple(sum(p.grad.nbytes for p in ps) for ps in layout.leaves),
+        floor=Floor(*map(sum, zip(*map(_floor, layout.buckets), strict=True))),
+        orthogonal=orthogonal(layout.groups, device),
+    )

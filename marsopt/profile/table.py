@@ -1,0 +1,126 @@
+"""The report: every figure as a field, and a table that is taken in at once."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from marsopt.profile.compile_log import Break, Graph, Recompile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a step function costs on this machine. ``str(report)`` is a table."""
+
+    CALL: ClassVar[str] = "call"
+    DERIVED: ClassVar[tuple[str, ...]] = ("num_kernels", "num_bytes", "allowed_seconds")
+
+    machine: str
+    num_calls: int  # that were watched, the first and the traced one included
+    graphs: list[Graph]
+    breaks: list[Break]
+    recompiles: list[Recompile]
+    first_call_seconds: float  # compiling included
+    seconds: float  # of a call, median
+    all_seconds: list[float]
+    copy_bandwidth: float  # bytes a second, read and written
+    peak_bytes: int  # that a warm call allocates at most, beyond what lived before
+    num_launches: int | None  # GPU kernels in a call, of graphs or not; None on a CPU
+
+    @property
+    def num_kernels(self) -> int:
+        """Return those of all graphs, in one call."""
+        return self.num_kernels_over(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return what all graphs read and write in one call, as inductor counts."""
+        return sum(graph.num_runs * graph.num_bytes for graph in self.graphs)
+
+    @property
+    def allowed_seconds(self) -> float:
+        """Return what ``num_bytes`` take at the copy bandwidth."""
+        return self.num_bytes / self.copy_bandwidth
+
+    def num_kernels_over(self, num_bytes: int) -> int:
+        """Return the kernels of one call that read and write at least ``num_bytes``."""
+        return sum(
+            graph.num_runs
+            for graph in self.graphs
+            for kernel in graph.kernels
+            if kernel.num_bytes >= num_bytes
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, in what JSON can hold."""
+        return asdict(self) | {name: getattr(self, name) for name in self.DERIVED}
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:14}{text}" for name, text in self.rows())
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the table, as name and text."""
+        launched = f"; {self.num_launches} launched on the GPU in all"
+        launches = "" if self.num_launches is None else launched
+        return [
+            ("machine", self.machine),
+            ("graphs", f"{len(self.graphs)}"),
+            *((f"  {graph.name}", _graph(graph)) for graph in self.graphs),
+            ("breaks", f"{len(self.breaks)}"),
+            *(("", f"{shorter(b.where)}: {b.reason}") for b in self.breaks),
+            ("recompiles", f"{len(self.recompiles)} in {self.num_calls} calls"),
+            *(("", f"{r.name}: {_first_line(r.reason)}") for r in self.recompiles),
+            ("kernels", self._kernels() + launches),
+            *zip(("bytes", ""), self._bytes(), strict=False),
+            *zip(("time", ""), self._time(), strict=False),
+            ("first call", f"{self.first_call_seconds:.1f} s with compiling"),
+            ("peak memory", f"{size(self.peak_bytes)} beyond what lived before"),
+        ]
+
+    def _kernels(self) -> str:
+        main = self.num_kernels_over(self.num_bytes // 100)
+        return f"{self.num_kernels} a {self.CALL}; {main} move 1% of the bytes or more"
+
+    def _bytes(self) -> list[str]:
+        return [f"{size(self.num_bytes)} moved (read and written) a {self.CALL}"]
+
+    def _rates(self) -> str:
+        return f"{self.copy_bandwidth / 1e9:.1f} GB/s of a copy"
+
+    def _time(self) -> list[str]:
+        count, allowed = len(self.all_seconds), self.allowed_seconds
+        texts = [f"{1e3 * self.seconds:.2f} ms a {self.CALL} (median of {count})"]
+        if allowed:
+            ratio = f"{self.seconds / allowed:.2f}x"
+            texts.append(f"{1e3 * allowed:.2f} ms allowed by {self._rates()}: {ratio}")
+        return texts
+
+
+def _graph(graph: Graph) -> str:
+    runs = "" if graph.num_runs == 1 else f", {graph.num_runs} runs a call"
+    return (
+        f"{len(graph.kernels)} kernels, {size(graph.num_bytes)} moved, "
+        f"{size(graph.peak_bytes)} allocated, compiled in {graph.seconds:.1f} s"
+        f"{runs} ({shorter(graph.where)})"
+    )
+
+
+def _first_line(text: str) -> str:
+    """Return that of the guard that failed, without the list's and the comment's."""
+    line = next((s for s in text.splitlines() if s.strip(' "[]')), text)
+    return line.partition("  #")[0].strip(' "[]')
+
+
+def shorter(where: str) -> str:
+    """Return a path:line relative to the working directory, if it lies there."""
+    return where.removeprefix(f"{Path.cwd()}/")
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes in decimal units, three digits."""
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1e3
+    return f"{num_bytes:.3g} GB"
