@@ -114,11 +114,6 @@ def test_three_kernels_a_stack(shallow, by_matrix):
     assert by_matrix.kernels_per_stack <= 3
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="166: products_ joins its three sums inside the graph, three small kernels "
-    "a stack; 15 where they leave it as three vectors",
-)
 def test_at_most_sixty_small_kernels_on_a_cpu():
     """Of GPT-2's 12 layers, whose matrices are stacks by themselves there."""
     report, _ = watched("mars-adamw", shapes(12, 264, 64))
