@@ -1,0 +1,1 @@
+"""Text, tokens and token files: from a data set to batches."""
