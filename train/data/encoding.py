@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from train.errors import UserError
 from train.data.tokenizers import Tokenizer, tokenizer
+from train.errors import UserError
 
 Key = TypeVar("Key")
 

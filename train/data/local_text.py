@@ -9,11 +9,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from train.data.encoding import encoded
-from train.errors import UserError
-from train.files import MADE, sync
 from train.data.token_files import read_content
 from train.data.tokenizers import Tokenizer
 from train.data.tokens import SPLITS, Meta
+from train.errors import UserError
+from train.files import MADE, sync
 
 NOT_SOURCE = {
     "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages",

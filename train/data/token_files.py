@@ -60,8 +60,7 @@ class Stream:
 
 
 def open_raw(path: Path) -> np.ndarray:
-    """Return the tokens of a raw file, (num_tokens,) uint16, as a read-only memory map.
-    """
+    """Return the tokens of a raw file, (num_tokens,) uint16, as a read-only memory map."""
     size = _size(path)
     if size % 2:
         raise UserError(
@@ -114,9 +113,7 @@ def write_shard(path: Path, tokens: np.ndarray, byte_lengths: np.ndarray) -> Spl
     return Split(len(tokens), text_bytes(tokens, byte_lengths), digest.hexdigest())
 
 
-def read_content(
-    path: Path, byte_lengths: np.ndarray, window: int = 1 << 24
-) -> Split:
+def read_content(path: Path, byte_lengths: np.ndarray, window: int = 1 << 24) -> Split:
     """Return what a raw file holds, read in windows of that many tokens."""
     tokens, digest, num_bytes = open_raw(path), hashlib.sha256(), 0
     for at in range(0, len(tokens), window):

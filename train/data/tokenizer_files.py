@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from train.data.tokenizers import GPT2, Tokenizer
 from train.errors import UserError
 from train.files import write_json
-from train.data.tokenizers import GPT2, Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 

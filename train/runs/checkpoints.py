@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 

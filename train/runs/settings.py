@@ -4,19 +4,19 @@ import json
 import os
 from pathlib import Path
 
+from train.data.tokens import SPLITS, read_meta
 from train.errors import UserError
 from train.files import check_folder, read_json, write_json
 from train.gpt2 import Shape
 from train.runs.checkpoints import last_step
-from train.data.tokens import SPLITS, read_meta
 
 SETTINGS, FROM = "settings.json", "initial_load_path"
 
 # What may differ between two calls that continue one run: how it is executed and shown,
 # not what is computed.
 EXECUTION = {
-    "dump_folder", "parallelism", "checkpoint", "metrics", "profiler", "comm", "compile",
-    "activation_checkpoint", "hf_assets_path",
+    "dump_folder", "parallelism", "checkpoint", "metrics", "profiler", "comm",
+    "compile", "activation_checkpoint", "hf_assets_path",
 }  # fmt: skip
 EXECUTION_WITHIN = {
     "training": {"steps", "local_batch_size", "gc_freq", "gc_debug",

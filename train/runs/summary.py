@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
+from train.data.tokenizers import tokenizer
 from train.errors import UserError
 from train.files import write_json
 from train.gpt2.inference import generate
 from train.pictures import picture
 from train.runs.checkpoints import last_step, load_model
 from train.runs.settings import describe
-from train.data.tokenizers import tokenizer
 
 TRAIN, VAL = "loss_metrics/global_avg_loss", "validation_metrics/loss"
 PER_BYTE = "validation_metrics/nats_per_byte"
@@ -40,7 +40,9 @@ def plot(scalars: dict[str, dict[int, float]], title: str, path: Path) -> None:
     labels = dict(title=title, xlabel="step", ylabel="loss (nats per token)")
     with picture(path, **labels) as axes:
         if row := scalars.get(TRAIN):
-            axes.plot(list(row), list(row.values()), "-", color="0.55", label="training")
+            axes.plot(
+                list(row), list(row.values()), "-", color="0.55", label="training"
+            )
         if row := scalars.get(VAL):
             steps, losses = list(row), list(row.values())
             axes.plot(steps, losses, "o--", color="black", label="held-out text")

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from train.gpt2 import huggingface
-from train.runs import checkpoints, settings
 from train.data import tokenizer_files
-from train.errors import UserError
-from train.gpt2 import GPT2
 from train.data.tokenizers import Tokenizer, tokenizer
+from train.errors import UserError
+from train.gpt2 import GPT2, huggingface
+from train.runs import checkpoints, settings
 
 STEP_HELP = "of the run's checkpoint (default: the newest)"
 
