@@ -13,7 +13,7 @@ Shape = Sequence[int]
 
 
 class Exchange:
-    """One all-to-all, under way from construction.
+    """An asynchronous all-to-all, launched by the constructor.
 
     Tensors travel flat, ordered by destination, with exact sizes: they may be uneven or
     empty, and nothing is padded.

@@ -14,7 +14,8 @@ Found = TypeVar("Found")
 
 
 class LayoutCache(Generic[Found]):
-    """By value (shapes, dtypes, placements), and at once for a key's last list.
+    """A cache keyed by shapes, dtypes and placements, with a fast path for the tensor
+    objects that came last.
 
     An optimizer comes with the same tensors at every step; the functional API with new
     ones of the same layout.

@@ -1,4 +1,4 @@
-"""The verbs by which a rule meets a mesh, over lists of leaves; here for tensors that
+"""The methods by which a rule meets a mesh, over lists of leaves; here for tensors that
 live whole in one process.
 """
 
@@ -15,8 +15,8 @@ from marsopt.rules.preconditioner import Dims
 
 
 class Collectives(Protocol):
-    """What a step needs of the world. ``leaves`` are the parameters as their owner
-    holds them.
+    """Communication and sharding operations that a step needs, over lists of
+    parameters (``leaves``), which may be DTensors.
     """
 
     def local(self, tensor: Tensor) -> Tensor:
@@ -28,8 +28,8 @@ class Collectives(Protocol):
         """
 
     def placement(self, tensor: Tensor) -> Hashable:
-        """What leaves of one shape have to share to be cut alike; the same on every
-        rank.
+        """Return a hashable key: parameters of equal shape and equal key are sharded
+        identically. It agrees across ranks.
         """
 
     def agree(self, what: str) -> None:

@@ -175,14 +175,15 @@ def mars(
         lr: the peak rate that ``lr_1d`` is measured against; the rate of a step is
             given to ``step``.
         betas, eps, weight_decay, amsgrad, epsilon_hat, gamma, clip, max_norm: as in
-            ``mars_adamw``; rules with one momentum take betas[0].
+            ``mars_adamw``; rules with one momentum take betas[0], NorMuon
+            betas[1] for the moment of rows.
         is_approx, correction: where the reference gradient comes from, as in
             ``mars_adamw``.
         optimize_1d: give the other tensors to the MARS rule too (matrix rules: to
             MARS-AdamW).
         lr_1d, betas_1d, weight_decay_1d: of the AdamW for the others; its rate is the
-            step's lr times lr_1d / lr, so that it follows the schedule. "mars-m" and
-            "moonlight" give it lr and weight_decay, as their authors do.
+            step's lr times lr_1d / lr, so that it follows the schedule. "mars-m",
+            "moonlight" and NorMuon give it lr and weight_decay, as their authors do.
         ns: how matrices are orthogonalized.
         state_dtype, h_dtype: dtype of the state buffers, and of h alone; None = the
             parameter's own.

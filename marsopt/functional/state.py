@@ -114,7 +114,9 @@ def group(
     gamma: Number | None,
     collectives: Collectives,
 ) -> RuleGroup:
-    """Return one side as stacks: one a leaf or, of a FlatGroup, one a shape."""
+    """Return the tensors that take ``algorithm`` as stacks: one per tensor, or one per
+    shape of a FlatGroup.
+    """
     flat = isinstance(params, FlatGroup)
     buffers = _buffers(algorithm, params, state)
     h = buffers.get("h") if reference is None else reference

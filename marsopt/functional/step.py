@@ -54,8 +54,8 @@ class RuleGroup(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What is one number for a whole tensor: vectors over the N tensors of a group, or
-    over the L of a stack.
+    """Per-tensor scalars of a step (clip factors, rates, bias corrections), as vectors
+    over the N tensors of a group or the L of a stack.
     """
 
     ok: Tensor  # bool: the step is finite and the tensor has a gradient
@@ -272,9 +272,8 @@ def orthogonalize(
 
 
 class PureKernels:
-    """Who runs the parts of a step: here the functions above, so that nothing that is
-    passed in changes. The class's kernels have the same methods, compiled, and write
-    their results into the stacks that they are given.
+    """The parts of a step, out of place: nothing that is passed in changes. The class's
+    ``InPlaceKernels`` has the same methods, compiled, and writes into its inputs.
     """
 
     assess = staticmethod(assess)

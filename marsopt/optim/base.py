@@ -64,8 +64,8 @@ class LayoutOptimizer(Optimizer):
             self._build()
 
     def _place(self) -> None:
-        """Go where the parameters are; ZeRO leaves ranks without any, which wait on the
-        CPU for a group that has some.
+        """Choose the device and whether to compile. An optimizer without parameters
+        (ZeRO on some ranks) uses the CPU until a group with parameters is added.
         """
         first = next((p for g in self.param_groups for p in g["params"]), None)
         device = torch.device("cpu") if first is None else first.device

@@ -33,11 +33,11 @@ def should_stack(p: Tensor, compile: bool) -> bool:
 
 
 def calls(buckets: Sequence[ParameterBucket], compile: bool) -> list[Call]:
-    """Deal out the buckets' stacks.
+    """Assign stacks to calls of compiled graphs.
 
-    Of L buckets that look alike to a graph, L calls take one each, together with those
-    of all other kinds that are L: a graph of one layer is compiled, and called for
-    each. Kinds of which there is one share a call.
+    Buckets of one kind share a graph, called once for each of them; kinds of which
+    there are equally many share its calls. So a graph of one layer is compiled, and
+    called for every layer; kinds that occur once share one call.
     """
     if not compile:
         return [Call(list(range(len(buckets))), 0)]

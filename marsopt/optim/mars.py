@@ -42,7 +42,8 @@ class MARS(LayoutOptimizer):
         params: tensors, (name, tensor) pairs or param groups. Real floating point,
             dense.
         lr: learning rate, a number or 0-D tensor.
-        betas: decay rates of the moments; rules with one momentum use betas[0].
+        betas: decay rates of the moments; rules with one momentum use betas[0], NorMuon
+            betas[1] for that of rows.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay of what takes ``mars_type``.
         amsgrad: divide by the root of the largest second moment so far ("mars-adamw",
@@ -61,8 +62,8 @@ class MARS(LayoutOptimizer):
             place of clip_grad_norm_); the norm is that of all parameters of this
             optimizer. None = off. An attribute too, which may change between steps.
         epsilon_hat: AdamW adds eps before debiasing, as the MARS-M and Moonlight
-            scripts do for embeddings. For tensors that are not matrices, "mars-m" and
-            "moonlight" always do.
+            scripts do for embeddings. For tensors that are not matrices, these two and
+            both kinds of NorMuon always do.
         ns_steps, ns_coefficients, ns_dtype, ns_gram: Newton-Schulz iterations,
             coefficient set, working precision, and whether to iterate on Gram matrices
             where that is less work (float32): see ``NewtonSchulz``.

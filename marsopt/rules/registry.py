@@ -77,15 +77,17 @@ class NamedRule:
         return sum(dims is None for dims in found.buffers.values())
 
 
-class Row(NamedTuple):
-    """A column of the table of the framework: the baseline, and MARS before it."""
+class Pair(NamedTuple):
+    """One preconditioner under two names: on the plain gradient, and on MARS's
+    corrected one.
+    """
 
     baseline: NamedRule
     mars: NamedRule
 
 
 ROWS = (
-    Row(
+    Pair(
         NamedRule("adamw", AdamW, False, "itself", source="arXiv 1711.05101"),
         NamedRule(
             "mars-adamw",
@@ -96,7 +98,7 @@ ROWS = (
             "MARS, arXiv 2411.10438, Algorithm 2",
         ),
     ),
-    Row(
+    Pair(
         NamedRule("lion", Lion, False, "itself", source="arXiv 2302.06675"),
         NamedRule(
             "mars-lion",
@@ -106,7 +108,7 @@ ROWS = (
             source="MARS, arXiv 2411.10438, Algorithm 3",
         ),
     ),
-    Row(
+    Pair(
         NamedRule(
             "muon",
             Orthogonal,
@@ -123,7 +125,7 @@ ROWS = (
             source="MARS, arXiv 2411.10438, Algorithm 4",
         ),
     ),
-    Row(
+    Pair(
         NamedRule(
             "moonlight",
             Orthogonal,
@@ -141,7 +143,7 @@ ROWS = (
             "MARS-M, arXiv 2510.21800",
         ),
     ),
-    Row(
+    Pair(
         NamedRule(
             "normuon",
             NorMuon,

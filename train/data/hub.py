@@ -100,7 +100,7 @@ def _line(error: Exception) -> str:
 
 @contextmanager
 def _explained(dataset: str) -> Iterator[None]:
-    """Turn what the libraries below raise for data that they cannot read, in one line."""
+    """Say in one line what the libraries raise for data that they cannot read."""
     import httpx
     from datasets.exceptions import DatasetsError
 

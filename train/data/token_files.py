@@ -60,7 +60,7 @@ class Stream:
 
 
 def open_raw(path: Path) -> np.ndarray:
-    """Return the tokens of a raw file, (num_tokens,) uint16, as a read-only memory map."""
+    """Return the tokens of a raw file, (num_tokens,) uint16, memory-mapped to read."""
     size = _size(path)
     if size % 2:
         raise UserError(
