@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from marsopt.functional import step
 from marsopt.functional.rows import Rows
@@ -21,6 +20,7 @@ from marsopt.functional.step import (
 )
 from marsopt.optim.calls import Call
 from marsopt.optim.compiling import compiled_where_possible, once
+from marsopt.optim.ranges import named_range
 
 # ---- in place ------------------------------------------------------------------------
 
@@ -135,13 +135,13 @@ class InPlaceKernels(PureKernels):
         max_norm: Tensor | None,
         total: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, Decision]:
-        with record_function("marsopt: norms"):
+        with named_range("marsopt: norms"):
             if self._fused:
                 whole = self._compiled(assess_)
                 return whole(groups, live, max_norm, self._skipped)
             stacks = [stack for group in groups for stack in group.stacks]
             partial = step.statistics(self._each(step.products, stacks), live)
-            with record_function("marsopt: exchange"):
+            with named_range("marsopt: exchange"):
                 sums = total(partial)
             hypers = [group.hyper for group in groups]
             decide = self._compiled(decide_)
@@ -168,11 +168,11 @@ class InPlaceKernels(PureKernels):
     def update(
         self, stacks: Sequence[Stack], scales: Sequence[Scales]
     ) -> tuple[list[Stack], list[Tensor | None]]:
-        with record_function("marsopt: update"):
+        with named_range("marsopt: update"):
             return list(stacks), self._each(update_, stacks, scales)
 
     def orthogonalize(self, *args) -> list[Tensor]:
-        with record_function("marsopt: newton-schulz"):
+        with named_range("marsopt: newton-schulz"):
             return step.orthogonalize(*args)
 
     def apply(
@@ -182,6 +182,6 @@ class InPlaceKernels(PureKernels):
         rows: Sequence[Rows | None],
         scales: Sequence[Scales],
     ) -> list[Stack]:
-        with record_function("marsopt: update"):
+        with named_range("marsopt: update"):
             self._each(apply_, stacks, factors, rows, scales)
         return list(stacks)

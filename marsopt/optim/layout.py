@@ -74,7 +74,7 @@ class Layout:
         forget_strangers(state, groups)
         self._held = [(b.params[0], own(state[b.params[0]])) for b in self.buckets]
         self._steps = [state[p]["step"] for p in self.params]
-        self._scratch: dict[tuple[int, str], Tensor] = {}
+        self._scratch: dict[tuple[int, str], tuple[Tensor, tuple[Tensor, ...]]] = {}
         self._away: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._moved: list[Tensor] = []
         self._forms = [(x.shape, x.device, x.dtype) for x in self.params]
@@ -115,11 +115,12 @@ class Layout:
         known = self._check_forms()
         for number, group in enumerate(self._groups):
             for i, p in enumerate(group["params"]):
-                if p.grad is None:
+                grad = p.grad  # read once: of a subclass it is slow
+                if grad is None:
                     continue
-                if p.grad.layout != torch.strided:
+                if grad.layout != torch.strided:
                     raise ValueError(
-                        f"got a gradient of layout {p.grad.layout} for "
+                        f"got a gradient of layout {grad.layout} for "
                         f"{label(self._groups, number, i)}, expected torch.strided: "
                         "make it dense (nn.Embedding(sparse=False))"
                     )
@@ -194,9 +195,9 @@ class Layout:
         if x is not None and x is bucket.flat:
             self._moved.extend(bucket.params)
         if x is None:
-            x = self._rows(number, "x", pieces, copies)
+            x, rows = self._rows(number, "x", pieces, copies)
             self._away[0].extend(pieces)
-            self._away[1].extend(x.unbind())
+            self._away[1].extend(rows)
         g = self._gradients(number, bucket, pieces, copies, live)
         algorithm, state = bucket.algorithm, bucket.state
         return Stack(
@@ -217,9 +218,10 @@ class Layout:
         live: list[bool],
     ) -> Tensor:
         local = bucket.collectives.local
-        has = [p.grad is not None for p in bucket.params]
+        every = [p.grad for p in bucket.params]
+        has = [g is not None for g in every]
         live.extend(has)
-        grads = [local(p.grad) for p in bucket.params if p.grad is not None]
+        grads = [local(g) for g in every if g is not None]
         strides = pieces[0].stride()
         if all(has) and all(g.stride() == strides for g in grads):
             g = adjacent(grads)
@@ -232,24 +234,27 @@ class Layout:
             next(rest) if real else zero.expand_as(x)
             for x, real in zip(pieces, has, strict=True)
         ]
-        return self._rows(number, "g", like, copies, strides, dtype)
+        return self._rows(number, "g", like, copies, strides, dtype)[0]
 
     def _rows(
         self, number: int, role: str, leaves, copies, strides=None, dtype=None
-    ) -> Tensor:
-        """Return a scratch stack; the leaves are noted down to be copied into it."""
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return a scratch stack and its rows; the leaves are noted down to be copied
+        into them.
+        """
         first, dtype = leaves[0], dtype or leaves[0].dtype
-        scratch = self._scratch.get((number, role))
+        scratch, rows = self._scratch.get((number, role), (None, ()))
         if scratch is None or scratch.dtype != dtype:
             made = dict(dtype=dtype, device=first.device)
             if strides is not None and len(leaves) == 1:
                 scratch = torch.empty_strided(first.shape, strides, **made)[None]
             else:
                 scratch = torch.empty(len(leaves), *first.shape, **made)
-            self._scratch[number, role] = scratch
-        copies[0].extend(scratch.unbind())
+            rows = scratch.unbind()
+            self._scratch[number, role] = scratch, rows
+        copies[0].extend(rows)
         copies[1].extend(leaves)
-        return scratch
+        return scratch, rows
 
     def scatter(self) -> None:
         """Copy parameters that were copied in back to where they live.
@@ -264,7 +269,7 @@ class Layout:
             torch._foreach_copy_(*self._away)
         torch.autograd.graph.increment_version(self._moved)
         self._away, self._moved = ([], []), []
-        for key in [k for k, s in self._scratch.items() if s.device.type != "cpu"]:
+        for key in [k for k, (s, _) in self._scratch.items() if s.device.type != "cpu"]:
             del self._scratch[key]
 
     # ---- gradients -------------------------------------------------------------------

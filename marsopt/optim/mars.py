@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.step import global_clip, step
 from marsopt.optim.base import LayoutOptimizer
+from marsopt.optim.ranges import named_range
 from marsopt.rules import checks
 from marsopt.rules.correction import resolve
 from marsopt.rules.newton_schulz import NewtonSchulz
@@ -173,7 +173,7 @@ class MARS(LayoutOptimizer):
             return loss
         if self._is_exact:
             self._next.use()
-        with record_function("marsopt: gather"):
+        with named_range("marsopt: gather"):
             groups, live = layout.gather()
         _, self._decision, sums = step(
             groups,
@@ -183,7 +183,7 @@ class MARS(LayoutOptimizer):
             live=live,
             kernels=self._kernels,
         )
-        with record_function("marsopt: scatter"):
+        with named_range("marsopt: scatter"):
             layout.scatter()
         if self._options["nonfinite"] == "raise" and not self._decision.finite:
             raise FloatingPointError(layout.blame(sums))
