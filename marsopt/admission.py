@@ -44,7 +44,6 @@ def admit(groups: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
             f"got {foreign} in a param group, expected them for the whole optimizer: "
             "pass them to MARS itself"
         )
-    _check_once(groups)
     checks.at_least_zero("lr", group["lr"])
     group.setdefault("base_lr", float(group["lr"]))
     check_group(group, options)
@@ -66,15 +65,28 @@ def _parts(ns: NewtonSchulz) -> tuple[Any, ...]:
     return ns.steps, ns.coefficients, ns.dtype, ns.gram
 
 
-def _check_once(groups: Sequence[dict[str, Any]]) -> None:
-    first: dict[Tensor, str] = {}
-    for p, what in labels(groups):
-        if p in first:
+def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
+    """Check that no tensor of the ``new`` group is there already, or twice in it.
+
+    Raises:
+        ValueError: one is, and by which name.
+    """
+    if not isinstance(new, dict) or isinstance(params := new["params"], set):
+        return  # torch.optim refuses what it does not take
+    new["params"] = params = [params] if isinstance(params, Tensor) else list(params)
+    first = {id(p): what for p, what in labels(groups)}
+    for i, given in enumerate(params):
+        name, p = given if isinstance(given, tuple) else (None, given)
+        what = f"parameter {i} of group {len(groups)}" if name is None else repr(name)
+        if id(p) in first:
+            before = first[id(p)]
+            both = before if before == what else f"{before} and {what}"
             raise ValueError(
-                f"got {first[p]} twice, expected it once: list every tensor once, as "
-                "model.parameters() does for tied weights too"
+                f"got parameter {both.removeprefix('parameter ')} twice, expected "
+                "once: list every tensor once, as model.parameters() does for tied "
+                "weights too"
             )
-        first[p] = what
+        first[id(p)] = what
 
 
 def _check(

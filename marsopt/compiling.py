@@ -63,7 +63,9 @@ def decide(compile: bool | None, device_type: str) -> bool:
     return False
 
 
-def compiled_where_possible(function: Callable, *, required: bool) -> Callable:
+def compiled_where_possible(
+    function: Callable, *, required: bool, say: Callable[[int, str], None]
+) -> Callable:
     """``function``, compiled; eager wherever dynamo declines to trace.
 
     It declines under a TorchDispatchMode (CommDebugMode, FlopCounterMode: the tools
@@ -74,6 +76,7 @@ def compiled_where_possible(function: Callable, *, required: bool) -> Callable:
     Args:
         function: takes and changes tensors; reads nothing else.
         required: raise where the backend fails.
+        say: told, with a level of logging, why it runs eagerly.
     """
     compiled = own_compile(function)
     broken = False
@@ -84,7 +87,7 @@ def compiled_where_possible(function: Callable, *, required: bool) -> Callable:
             return function(*args)
         declined = _declined()
         if declined is not None:
-            _say(logging.INFO, f"the optimizer step runs eagerly {declined}")
+            say(logging.INFO, f"the optimizer step runs eagerly {declined}")
         if broken or declined is not None:
             return function(*args)
         try:
@@ -94,7 +97,7 @@ def compiled_where_possible(function: Callable, *, required: bool) -> Callable:
                 raise
             broken = True
             why = str(error).partition("\n")[0]
-            _say(
+            say(
                 logging.WARNING,
                 "the optimizer step runs eagerly, since compiling it failed "
                 f"({type(error).__name__}: {why}); compile=True raises this error",
@@ -108,8 +111,9 @@ def _declined() -> str | None:
     """Where dynamo traces nothing now, or None."""
     if torch._C._len_torch_dispatch_stack():
         return "under a TorchDispatchMode"
-    if torch._dynamo.config.disable:
-        return "with TORCH_COMPILE_DISABLE=1"
+    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
+        if os.environ.get(name) == "1":
+            return f"with {name}=1"
     return None
 
 
@@ -119,10 +123,9 @@ def _backend_failed(error: Exception) -> bool:
     return isinstance(error, ShortenTraceback)
 
 
-@cache
-def _say(level: int, what: str) -> None:
-    """Once a process."""
-    log.log(level, "marsopt: %s", what)
+def once() -> Callable[[int, str], None]:
+    """A way to say things, each once."""
+    return cache(lambda level, what: log.log(level, "marsopt: %s", what))
 
 
 def own_compile(function: Callable) -> Callable:

@@ -223,7 +223,7 @@ def _attach(
             for key in unwanted & set(state[p]):
                 del state[p][key]  # of another rule: stale when that one returns
         for symbol in symbols:
-            found = _existing(lane, STATE_KEYS[symbol], state, known)
+            found = _existing(lane, symbol, state, known)
             if found is None:
                 missing.setdefault(symbol, []).append(lane)
             else:
@@ -237,12 +237,16 @@ def _attach(
 
 def _existing(
     lane: Lane,
-    key: str,
+    symbol: str,
     state: MutableMapping[Tensor, dict],
     known: Mapping[int, Tensor],
 ) -> Tensor | None:
+    key = STATE_KEYS[symbol]
     if not all(key in state[p] for p in lane.params):
         return None
+    dtype = lane.rule.dtype_of(symbol, lane.params[0])
+    if any(state[p][key].dtype != dtype for p in lane.params):
+        return None  # of a parameter in another dtype, whose state was handed over
     rows = [lane.collectives.local(state[p][key]) for p in lane.params]
     found = known_stack(rows, known)
     return adjacent(rows) if found is None else found

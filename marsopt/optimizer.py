@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from marsopt import checks
-from marsopt.admission import admit
+from marsopt.admission import admit, check_once
 from marsopt.collectives import LOCAL, Collectives
 from marsopt.compiling import decide
 from marsopt.exact import NextReference
@@ -172,6 +172,7 @@ class MARS(Optimizer):
         Raises:
             TypeError, ValueError: as the constructor; then nothing was added.
         """
+        check_once(self.param_groups, param_group)
         super().add_param_group(param_group)
         try:
             admit(self.param_groups, self._options)
@@ -239,10 +240,10 @@ class MARS(Optimizer):
                 loss = closure()
 
         layout = self._fitting()
+        if not layout.lanes:  # everything is frozen, or elsewhere
+            return loss
         if not self._options["is_approx"]:
             self._next.use()
-        if not layout.lanes:  # everything is frozen
-            return loss
         sums, self._verdict = self._passes.step(layout, self._max_norm, self._skipped)
         if self._options["nonfinite"] == "raise" and not self._verdict.finite:
             raise FloatingPointError(layout.blame(sums))

@@ -12,7 +12,7 @@ from torch.autograd.profiler import record_function
 
 from marsopt import commit
 from marsopt.collectives import LOCAL, Collectives
-from marsopt.compiling import compiled_where_possible
+from marsopt.compiling import compiled_where_possible, once
 from marsopt.layout import Layout
 from marsopt.step import Scales, Stack, Verdict, measure, orthogonalize, scale
 
@@ -38,6 +38,7 @@ class Passes:
         self, collectives: Collectives, compile: bool, wanted: bool | None
     ) -> None:
         self._collectives, self._compile, self._wanted = collectives, compile, wanted
+        self._say = once()
         self._functions: dict[tuple[Callable, int], Callable] = {}
 
     def own(self, function: Callable, family: int = 0) -> Callable:
@@ -46,7 +47,7 @@ class Passes:
             return function
         if (function, family) not in self._functions:
             self._functions[function, family] = compiled_where_possible(
-                function, required=self._wanted is True
+                function, required=self._wanted is True, say=self._say
             )
         return self._functions[function, family]
 

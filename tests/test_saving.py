@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils._pytree import tree_map_only
 
 from marsopt.routing import MARS_TYPES
-from tests.stacking import build, forced, traced
+from tests.stacking import MODES, build, forced, traced
 
 WIDTH = 32  # 4 KiB a matrix: more than what a file says about it
 NUM_LAYERS = 4
@@ -53,7 +53,7 @@ def fresh(mode, seed=0, **kwargs):
     return model, build(model.parameters(), mode, lr=LR, **kwargs)
 
 
-@pytest.fixture(params=["eager", "stacks"])
+@pytest.fixture(params=MODES)
 def mode(request, monkeypatch):
     return forced(monkeypatch, request.param)
 
