@@ -45,3 +45,27 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         base, "calls", lambda buckets, compile: [Call(list(range(len(buckets))), 0)]
     )
+
+
+def fill(params, seed: int) -> None:
+    """A fresh gradient for every parameter."""
+    g = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=g).to(p.dtype)
+
+
+def run(optimizer, params, seeds) -> None:
+    """A step on the gradients of each seed, ``traced``."""
+    with traced():
+        for seed in seeds:
+            fill(params, seed)
+            optimizer.step()
+
+
+def copies(params) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in params]
+
+
+def equal(a, b, atol: float = 0.0) -> None:
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x.detach(), y.detach(), rtol=0, atol=atol)

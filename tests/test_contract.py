@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from marsopt import MARS
 from tests.processes import spawn
-from tests.stacking import build, forced, traced
+from tests.stacking import build, copies, equal, fill, forced, run, traced
 
 ROOT = Path(__file__).parents[1]
 SHAPES = ((6, 4), (4,), (6, 4), (4,), (5, 3))
@@ -36,28 +36,6 @@ LR = 0.01
 def parameters(*shapes, seed=0):
     g = torch.Generator().manual_seed(seed)
     return [nn.Parameter(torch.randn(s, generator=g)) for s in shapes or SHAPES]
-
-
-def fill(params, seed):
-    g = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=g).to(p.dtype)
-
-
-def run(optimizer, params, seeds):
-    with traced():
-        for seed in seeds:
-            fill(params, seed)
-            optimizer.step()
-
-
-def equal(a, b, atol=0.0):
-    for x, y in zip(a, b, strict=True):
-        torch.testing.assert_close(x.detach(), y.detach(), rtol=0, atol=atol)
-
-
-def copies(params):
-    return [p.detach().clone() for p in params]
 
 
 @pytest.fixture(params=["eager", "stacks"])

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 )
 
 from marsopt import MARS, REGISTRY
-from tests.stacking import MODES, build, forced, traced
+from tests.stacking import MODES, build, copies, equal, fill, forced, run, traced
 
 LR = 0.01
 SHAPES = ((6, 4), (4,), (6, 4), (4,))
@@ -40,28 +40,6 @@ def parameters(*shapes, seed=0, dtype=torch.float32):
     g = torch.Generator().manual_seed(seed)
     shapes = shapes or SHAPES
     return [nn.Parameter(torch.randn(s, generator=g).to(dtype)) for s in shapes]
-
-
-def fill(params, seed):
-    g = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=g).to(p.dtype)
-
-
-def run(optimizer, params, seeds):
-    with traced():
-        for seed in seeds:
-            fill(params, seed)
-            optimizer.step()
-
-
-def copies(params):
-    return [p.detach().clone() for p in params]
-
-
-def equal(a, b, atol=0.0):
-    for x, y in zip(a, b, strict=True):
-        torch.testing.assert_close(x.detach(), y.detach(), rtol=0, atol=atol)
 
 
 def same(a, b):
