@@ -40,7 +40,7 @@ $(VENV)-oldest/ready: Makefile
 	@touch $@
 
 lint: $(VENV)/ready
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 
 gpu: $(VENV)/ready

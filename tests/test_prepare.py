@@ -15,7 +15,6 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from train.data.web_text import gather, split_order
 
 from tests.corpora import MARK, documents, llmc_files, nanogpt_files, write_corpus
 from train.data import hub, web_text
@@ -24,6 +23,7 @@ from train.data.hub import Corpus, Place
 from train.data.token_files import Stream
 from train.data.tokenizers import tokenizer
 from train.data.tokens import open_tokens
+from train.data.web_text import gather, split_order
 from train.errors import UserError
 from train.files import unfinished, workspace
 from train.prepare import main, prepare

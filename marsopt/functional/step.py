@@ -86,7 +86,6 @@ class Decision(NamedTuple):
 
     grad_norm: Tensor  # 0-D, global norm of the gradient before any clip
     finite: Tensor  # 0-D bool; False means that nothing changes
-    a: Tensor  # 0-D, factor of the global clip
     t: list[Tensor]  # (N,) of every group, after the step
     # of every group, in each dtype that one of its stacks is computed in: a wider one
     # would widen the products
@@ -153,7 +152,7 @@ def decide(
         }
         for hyper, s in zip(hypers, found, strict=True)
     ]
-    return Decision(grad_norm, finite, a, t, cast)
+    return Decision(grad_norm, finite, t, cast)
 
 
 def _scales(hyper: Hyperparameters, sums: Tensor, a: Tensor, finite: Tensor) -> Scales:
