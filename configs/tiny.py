@@ -87,7 +87,7 @@ def tiny_mars_adamw_gamma0() -> MarsTrainer.Config:
 def tiny_mars_adamw_exact() -> MarsTrainer.Config:
     """Exact MARS-AdamW: two gradients a step."""
     return _tiny(
-        "tiny_mars_adamw_exact", "mars_adamw", lr=6e-3, min_lr=6e-4, exact=True
+        "tiny_mars_adamw_exact", "mars_adamw", lr=6e-3, min_lr=6e-4, correction="exact"
     )
 
 

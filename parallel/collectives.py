@@ -11,7 +11,9 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from marsopt import NewtonSchulz
@@ -124,6 +126,15 @@ class MeshCollectives:
         if not isinstance(tensor, DTensor):
             return None
         return tensor.device_mesh, tensor.placements
+
+    def written(self) -> None:
+        """Let every FSDP module of this process gather its parameters anew: a root
+        keeps them after a forward pass without a backward one, as in validation.
+        """
+        # nothing public leads from a parameter to the module that gathered it
+        for module in list(_composable_state._module_state_mapping):
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     # ---- sum -----------------------------------------------------------------------
 

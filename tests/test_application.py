@@ -92,7 +92,7 @@ def one(data, tmp_path_factory):
 @pytest.fixture(scope="session")
 def exact(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "exact"
-    return folder, *run(data, folder, "--optimizer.exact")
+    return folder, *run(data, folder, "--optimizer.correction=exact")
 
 
 def plain_loop(data, is_exact):
@@ -191,7 +191,7 @@ def test_stopped_and_resumed_on_another_number_of_processes(
     data, request, tmp_path, is_exact
 ):
     _, losses, held_out, _ = request.getfixturevalue("exact" if is_exact else "one")
-    options = ["--optimizer.exact"] if is_exact else []
+    options = ["--optimizer.correction=exact"] if is_exact else []
     first, val_first, _ = run(data, tmp_path / "r", *options, steps=4, ranks=2)
     rest, val_rest, out = run(data, tmp_path / "r", *options)
     assert (
@@ -367,8 +367,8 @@ SETTINGS = {
         "got weight_decay=-1.0",
     ),
     "exact baseline": (
-        dict(optimizer__mars_type="muon", optimizer__exact=True),
-        "got optimizer.exact with muon",
+        dict(optimizer__mars_type="muon", optimizer__correction="exact"),
+        "got optimizer.correction=exact with muon",
     ),
     "validation samples": (
         dict(validator__samples=17),

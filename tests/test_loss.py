@@ -45,7 +45,7 @@ JOBS = {
         "--optimizer.eps", 1e-8 / SUMMED,
     ],
     "sum, whole batch at once": [*SUM, "--training.local-batch-size", BATCH],
-    "exact sum": [*SUM, "--optimizer.exact"],
+    "exact sum": [*SUM, "--optimizer.correction=exact"],
 }  # fmt: skip
 
 

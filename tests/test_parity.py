@@ -66,7 +66,7 @@ OPTIONS = [
 def printed(data, tmp_path_factory):
     """{mode: what the application prints}, with 4 micro-batches a step."""
     options = [*OPTIONS, "--dataloader.dataset-path", data]
-    jobs = {"approximate": options, "exact": [*options, "--optimizer.exact"]}
+    jobs = {"approximate": options, "exact": [*options, "--optimizer.correction=exact"]}
     return train_all(jobs, tmp_path_factory.mktemp("runs"), **SHAPE)
 
 

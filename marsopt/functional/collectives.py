@@ -32,6 +32,11 @@ class Collectives(Protocol):
         identically. It agrees across ranks.
         """
 
+    def written(self) -> None:
+        """Parameters were written outside of a step: what was gathered from them, and
+        is kept for the next forward pass, must not be used any more.
+        """
+
     def agree(self, what: str) -> None:
         """Raise on every rank unless all were given the same ``what``."""
 
@@ -79,6 +84,9 @@ class LocalCollectives:
 
     def placement(self, tensor: Tensor) -> Hashable:
         return None
+
+    def written(self) -> None:
+        pass
 
     def agree(self, what: str) -> None:
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,8 @@ c is MARS's corrected and clipped gradient (``marsopt.Correction``).
     gamma, clip, h_dtype: as in ``Correction``.
     is_approx: True: h is the previous gradient, kept in the state (a ``reference``
         given to ``step`` takes its place). False: every step needs its ``reference``.
-    correction: "approximate" or "exact" instead; None = what is_approx says.
+    correction: "approximate", "exact" or "transport" instead; None = what is_approx
+        says.
 """
 
 
@@ -106,6 +108,7 @@ class Routing(NamedTuple):
     matrix: Algorithm
     rest: Algorithm | None  # None: ``matrix`` takes every tensor
     own_rate: bool  # whether the rest has the rate lr_1d instead of lr
+    own_gamma: bool = False  # whether the rest takes gamma_1d instead of gamma
 
 
 def route(given: Mapping[str, Any]) -> Routing:
@@ -123,8 +126,14 @@ def route(given: Mapping[str, Any]) -> Routing:
             f"got optimize_1d=True with mars_type={row.name!r}, expected a MARS type: "
             "a baseline corrects nothing, leave optimize_1d False"
         )
-    if row.is_mars:
-        common["correction"] = _correction(**{name: given[name] for name in CORRECTION})
+    found = _correction(**{name: given[name] for name in CORRECTION})
+    unclipped = replace(found, clip=None) if found.transports else None
+    common["correction"] = found if row.is_mars else unclipped
+    if given.get("gamma_1d") is not None and unclipped is None:
+        raise ValueError(
+            f"got gamma_1d={given['gamma_1d']!r} with correction={found.kind!r}, "
+            'expected None: it is of correction="transport" alone'
+        )
     # matrix rules take the authors' betas one by one
     momentum, beta2 = given["betas"]
     values = {**given, "momentum": momentum, "beta2": beta2}
@@ -138,11 +147,15 @@ def route(given: Mapping[str, Any]) -> Routing:
         return Routing(matrix, None, False)
     if optimize_1d:
         return Routing(matrix, algorithm(adamw, **common), False)
-    rest = dict(betas=given["betas_1d"], state_dtype=given["state_dtype"])
+    rest = dict(
+        betas=given["betas_1d"], state_dtype=given["state_dtype"], correction=unclipped
+    )
+    looks_ahead = unclipped is not None
     if row.others == "adamw":
-        return Routing(matrix, algorithm(adamw, **rest, epsilon_hat=True), False)
-    decay = given["weight_decay_1d"]
-    return Routing(matrix, algorithm(adamw, **rest, weight_decay=decay), True)
+        own = algorithm(adamw, **rest, epsilon_hat=True)
+        return Routing(matrix, own, False, looks_ahead)
+    own = algorithm(adamw, **rest, weight_decay=given["weight_decay_1d"])
+    return Routing(matrix, own, True, looks_ahead)
 
 
 def mars(
@@ -162,6 +175,7 @@ def mars(
     clip: Number | None = 1.0,
     max_norm: Number | None = None,
     correction: str | None = None,
+    gamma_1d: Number | None = None,
     epsilon_hat: bool = False,
     ns: NewtonSchulz = NewtonSchulz(),
     state_dtype: torch.dtype | None = None,
@@ -178,9 +192,11 @@ def mars(
             ``mars_adamw``; rules with one momentum take betas[0], NorMuon
             betas[1] for the moment of rows.
         is_approx, correction: where the reference gradient comes from, as in
-            ``mars_adamw``.
+            ``mars_adamw``. With "transport" every ``mars_type`` looks ahead, baselines
+            (without clip) and the AdamW beside them too.
         optimize_1d: give the other tensors to the MARS rule too (matrix rules: to
             MARS-AdamW).
+        gamma_1d: with transport, gamma of the AdamW for the others; None = gamma.
         lr_1d, betas_1d, weight_decay_1d: of the AdamW for the others; its rate is the
             step's lr times lr_1d / lr, so that it follows the schedule. "mars-m",
             "moonlight" and NorMuon give it lr and weight_decay, as their authors do.
@@ -199,6 +215,7 @@ def mars(
         matrix=chosen.matrix,
         rest=chosen.rest,
         rest_ratio=lr_1d / lr if chosen.own_rate else 1.0,
+        rest_gamma=gamma_1d if chosen.own_gamma else None,
         max_norm=max_norm,
     )
 

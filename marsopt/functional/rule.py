@@ -10,10 +10,11 @@ from marsopt.functional.flat import (
     FlatGroup,
     check_matching,
     leaf_shape,
+    match_state,
     rebuild,
     subtree,
 )
-from marsopt.functional.state import State, group, is_matrix, trees, zeros
+from marsopt.functional.state import State, group, held, is_matrix, trees, zeros
 from marsopt.functional.step import step
 from marsopt.functional.trees import Tree, flatten, match, names
 from marsopt.rules import checks
@@ -41,6 +42,7 @@ class Rule:
         matrix: the algorithm of matrices, or of every tensor.
         rest: that of what is not a matrix; None: ``matrix`` takes every tensor.
         rest_ratio: learning rate of ``rest`` over that of ``matrix``.
+        rest_gamma: gamma of ``rest`` in every step; None: that of ``matrix``.
         max_norm: threshold of the global gradient norm, applied inside the step
             (clip_grad_norm_ is then not needed); None = off.
     """
@@ -48,14 +50,15 @@ class Rule:
     matrix: Algorithm
     rest: Algorithm | None = None
     rest_ratio: Number = 1.0
+    rest_gamma: Number | None = None
     max_norm: Number | None = None
 
     def __post_init__(self) -> None:
         checks.positive_or_none("max_norm", self.max_norm)
 
     def init(self, params: Tree) -> State | RoutedState:
-        """Return the state before the first step: zeros, of what this rule needs and no
-        more.
+        """Return the state before the first step: of what this rule needs and no more,
+        zeros, and with transport the parameters.
 
         Args:
             params: sequence or mapping of real floating point tensors, or a
@@ -92,7 +95,8 @@ class Rule:
             state: what ``init`` or the last step returned.
             lr: learning rate, a number or a 0-D tensor (a tensor may change under
                 torch.compile without recompiling).
-            gamma: scale of the variance reduction in this step; None takes the rule's
+            gamma: scale of the variance reduction in this step (with transport: of the
+                lookahead that it leaves for the next gradient); None takes the rule's
                 own. Rules without a correction have none.
             reference: None = approximate MARS (h is the previous gradient, kept in the
                 state). Given = exact MARS (h, the current batch's gradient at the
@@ -102,7 +106,9 @@ class Rule:
                 tensors.
 
         Returns:
-            The new parameters, in the container of ``params``, and the new state. Where
+            The new parameters, in the container of ``params``, and the new state. With
+            transport the parameters are the points where the next gradient belongs;
+            ``iterate`` returns what is trained. Where
             the gradient (or reference) holds a NaN or infinity anywhere, both are
             unchanged but for ``state.skipped``, which counts such steps.
 
@@ -120,13 +126,16 @@ class Rule:
         sides, groups, leaves = self._sides(params), [], []
         for side, algorithm, part in sides:
             tree = _part(params, part)
-            rate = lr * self.rest_ratio if side == "rest" else lr
+            rate, scale = lr, gamma
+            if side == "rest":
+                rate = lr * self.rest_ratio
+                scale = gamma if self.rest_gamma is None else self.rest_gamma
             h = None
             if reference is not None and algorithm.reads_h:
                 h = match(tree, _part(reference, part), "reference")
             g = match(tree, _part(grads, part), "grads")
             groups.append(
-                group(algorithm, tree, g, h, states[side], rate, gamma, collectives)
+                group(algorithm, tree, g, h, states[side], rate, scale, collectives)
             )
             flat = isinstance(tree, FlatGroup)
             leaves += [list(x.unbind()) if flat else [x] for x in flatten(tree, "")]
@@ -141,6 +150,26 @@ class Rule:
             moved.update(zip(names(tree), new, strict=True))
         new = rebuild(params, [moved[name] for name in names(params)])
         return new, self._join(states)
+
+    def iterate(self, params: Tree, state: State | RoutedState) -> Tree:
+        """Return the parameters to evaluate and to save: with transport those in the
+        state, which ``params`` is ahead of; else ``params``.
+
+        Args:
+            params: what ``init`` was given or the last step returned.
+            state: its state.
+
+        Raises:
+            ValueError: a state of another rule or of other parameters.
+        """
+        states, found = self._split(state), {}
+        for side, algorithm, part in self._sides(params):
+            tree = _part(params, part)
+            leaves = flatten(tree, "params")
+            if algorithm.transports:
+                leaves = match_state(tree, held(states[side], "x"), "state.x")
+            found.update(zip(names(tree), leaves, strict=True))
+        return rebuild(params, [found[name] for name in names(params)])
 
     # ---- sides -----------------------------------------------------------------------
 

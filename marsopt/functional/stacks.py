@@ -67,6 +67,24 @@ def adjacent(leaves: Sequence[Tensor]) -> Tensor | None:
     )
 
 
+def where_or_unread(ok: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """torch.where(ok, new, old), whose compiled code reads ``old`` only where ``ok`` is
+    false: a load behind a mask. Written in place it then costs a write alone.
+
+    Args:
+        ok: bool, broadcast over ``new``.
+        new, old: of one shape and dtype.
+    """
+    if torch.compiler.is_compiling():
+        axes = [
+            torch.arange(n, device=old.device).view(-1, *[1] * (old.ndim - 1 - dim))
+            for dim, n in enumerate(old.shape)
+        ]
+        hidden = ok.logical_not().expand(old.shape)
+        old = torch.ops.aten._unsafe_masked_index(old, hidden, axes, 0)
+    return torch.where(ok, new, old)
+
+
 def stacked(leaves: Sequence[Tensor]) -> Tensor:
     """``leaves`` as (L, *shape): a view where they are adjacent, else a copy."""
     if torch.compiler.is_compiling():  # addresses mean nothing there

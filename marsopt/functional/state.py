@@ -37,6 +37,11 @@ class State(NamedTuple):
         return self.buffers.get("h")
 
     @property
+    def x(self) -> Tree | None:
+        """Return the parameters behind the lookahead; None without transport."""
+        return self.buffers.get("x")
+
+    @property
     def m(self) -> Tree:
         """Return the first moment."""
         return self.buffers["m"]
@@ -77,7 +82,9 @@ def zeros(algorithm: Algorithm, params: Tree) -> State:
         symbol: rebuild(
             params,
             [
-                torch.zeros_like(
+                x.detach().clone()  # y is x at first
+                if symbol == "x"
+                else torch.zeros_like(
                     over_dims(params, x, dims), dtype=algorithm.dtype_of(symbol, x)
                 )
                 for x in leaves
@@ -89,19 +96,26 @@ def zeros(algorithm: Algorithm, params: Tree) -> State:
     return State(zero, zero.clone(), buffers)
 
 
+def held(state: State, symbol: str) -> Tree:
+    """Return one buffer of ``state``.
+
+    Raises:
+        ValueError: it has none of this symbol.
+    """
+    if symbol not in state.buffers:
+        raise ValueError(
+            f"got a state without {symbol}, expected one of a rule with the same "
+            "options: clip, amsgrad and correction decide what it holds"
+        )
+    return state.buffers[symbol]
+
+
 def _buffers(algorithm: Algorithm, params: Tree, state: State) -> dict[str, list]:
     """Return the leaves of every buffer of ``state``, checked."""
-    found = {}
-    for symbol, dims in algorithm.buffers.items():
-        if symbol not in state.buffers:
-            raise ValueError(
-                f"got a state without {symbol}, expected one of a rule with the same "
-                "options: clip, amsgrad and correction decide what it holds"
-            )
-        found[symbol] = match_state(
-            params, state.buffers[symbol], f"state.{symbol}", dims
-        )
-    return found
+    return {
+        symbol: match_state(params, held(state, symbol), f"state.{symbol}", dims)
+        for symbol, dims in algorithm.buffers.items()
+    }
 
 
 def group(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from marsopt.functional.collectives import Collectives
 from marsopt.functional.rows import Rows, row_weights
-from marsopt.functional.stacks import stacked
+from marsopt.functional.stacks import stacked, where_or_unread
 from marsopt.rules.algorithm import Algorithm, working, working_dtype
 from marsopt.rules.checks import Number
 from marsopt.rules.newton_schulz import NewtonSchulz
@@ -62,13 +62,13 @@ class Scales(NamedTuple):
     a: Tensor  # what the gradient is multiplied by before it is kept as h
     g: Tensor  # c = g * gradient + h * reference
     h: Tensor | None
+    k: Tensor | None  # by how many displacements y is ahead of x; None: no transport
     own: tuple[Tensor, ...]  # the preconditioner's: rates and bias corrections
 
     def map(self, function: Callable) -> Scales:
         """Return ``function`` of every vector."""
-        h = None if self.h is None else function(self.h)
-        own = tuple(function(v) for v in self.own)
-        return Scales(*(function(v) for v in self[:3]), h, own)
+        found = [None if v is None else function(v) for v in self[:-1]]
+        return Scales(*found, tuple(function(v) for v in self.own))
 
     def split(self, sizes: Sequence[int]) -> list[Scales]:
         """Return them for consecutive parts of these sizes."""
@@ -159,9 +159,14 @@ def _scales(hyper: Hyperparameters, sums: Tensor, a: Tensor, finite: Tensor) -> 
     ones = torch.ones_like(sums[:, 0])
     w_g, w_h = hyper.algorithm.weights(hyper.gamma, a, sums[:, :3])
     t = hyper.t.to(sums.dtype) + 1
-    own = hyper.algorithm.scalars(t, hyper.lr, hyper.gamma)
+    k = hyper.algorithm.lookahead(hyper.gamma) if hyper.algorithm.transports else None
     return Scales(
-        (sums[:, 3] > 0) & finite, a * ones, w_g, w_h, tuple(v * ones for v in own)
+        ok=(sums[:, 3] > 0) & finite,
+        a=a * ones,
+        g=w_g,
+        h=w_h,
+        k=None if k is None else k * ones,
+        own=tuple(v * ones for v in hyper.algorithm.scalars(t, hyper.lr, hyper.gamma)),
     )
 
 
@@ -212,31 +217,51 @@ def update(stack: Stack, scales: Scales) -> tuple[Stack, Tensor | None]:
         for symbol, dims in algorithm.preconditioner.buffers.items()
         if dims is None
     }
-    out, new = algorithm.preconditioner.update(working(stack.x), c, moments, s.own)
+    out, new = algorithm.preconditioner.update(working(start(stack)), c, moments, s.own)
     if algorithm.keeps_h:
         new["h"] = s.a * g
     buffers = dict(stack.buffers)
     for symbol, value in new.items():
         old = buffers[symbol]
         buffers[symbol] = torch.where(s.ok, value.to(old.dtype), old)
+    stack = stack._replace(buffers=buffers)
     if algorithm.matrix_only:
-        return stack._replace(buffers=buffers), out
-    x = torch.where(s.ok, out.to(stack.x.dtype), stack.x)
-    return stack._replace(x=x, buffers=buffers), None
+        return stack, out
+    return moved(stack, out, s), None
+
+
+def start(stack: Stack) -> Tensor:
+    """Return the parameters that a step starts from: with transport those in the state,
+    while ``stack.x`` is the point ahead.
+    """
+    return stack.buffers["x"] if stack.algorithm.transports else stack.x
+
+
+def moved(stack: Stack, new: Tensor, s: Scales) -> Stack:
+    """Return ``stack`` with the parameters ``new``; with transport those go to the
+    state, and y = x + k (x - x_prev) takes their place.
+    """
+    old, dtype = start(stack), stack.x.dtype
+    x = torch.where(s.ok, new.to(dtype), old)
+    if not stack.algorithm.transports:
+        return stack._replace(x=x)
+    y = new + s.k * (new - working(old))
+    y = where_or_unread(s.ok, y.to(dtype), stack.x)
+    return stack._replace(x=y, buffers={**stack.buffers, "x": x})
 
 
 def apply(stack: Stack, factors: Tensor, rows: Rows | None, scales: Scales) -> Stack:
     """Move x of a matrix algorithm one step on, given the orthogonal factors of what
     ``update`` returned; where rows are scaled, their moment too.
     """
-    s, x, page = scales.over(stack.x), stack.x, stack.algorithm.preconditioner
+    s, page = scales.over(stack.x), stack.algorithm.preconditioner
     o, buffers = working(factors), stack.buffers
     if rows is not None:
         o = rows.weights[..., None] * o
         r = torch.where(scales.ok[:, None], rows.r.to(buffers["r"].dtype), buffers["r"])
         buffers = {**buffers, "r": r}
-    new = page.apply(working(x), o, s.own, stack.shape)
-    return stack._replace(x=torch.where(s.ok, new.to(x.dtype), x), buffers=buffers)
+    new = page.apply(working(start(stack)), o, s.own, stack.shape)
+    return moved(stack._replace(buffers=buffers), new, s)
 
 
 def orthogonalize(

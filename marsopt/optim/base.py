@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from torch.optim import Optimizer
 from marsopt.functional.collectives import LOCAL
 from marsopt.functional.step import Decision, scalar_dtype
 from marsopt.optim.calls import calls
-from marsopt.optim.compiling import decide
+from marsopt.optim.compiling import decide, once
 from marsopt.optim.groups import admit, check_once, described, labels
 from marsopt.optim.hyperparameters import check_group
 from marsopt.optim.kernels import InPlaceKernels
 from marsopt.optim.layout import Layout
+from marsopt.optim.lookahead import Lookahead
 from marsopt.optim.reference import NextReference
-from marsopt.optim.state_dict import check_ids, restore, under_loaded
+from marsopt.optim.state_dict import TRAIN_MODE, check_ids, restore, under_loaded
 from marsopt.rules import checks
 
 
@@ -37,7 +39,8 @@ class LayoutOptimizer(Optimizer):
         self._layout: Layout | None = None
         self._loading: dict[str, Any] | None = None  # inside load_state_dict
         self._decision: Decision | None = None
-        self._next = NextReference()
+        self._next, self._ahead = NextReference(), Lookahead()
+        self._say = once()
         self._agreed = False  # whether all ranks were found to hold the same options
         super().__init__(params, defaults)
         self._place()
@@ -58,6 +61,8 @@ class LayoutOptimizer(Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        if TRAIN_MODE in param_group:
+            self.param_groups[-1][TRAIN_MODE] = self.param_groups[0][TRAIN_MODE]
         if self._layout is not None:  # else the constructor is still adding groups
             if not self._layout.params:
                 self._place()
@@ -106,6 +111,14 @@ class LayoutOptimizer(Optimizer):
         return self._options["correction"] == "exact"
 
     @property
+    def _is_transport(self) -> bool:
+        return self._options["correction"] == "transport"
+
+    @property
+    def _in_train_mode(self) -> bool:
+        return all(group.get(TRAIN_MODE, True) for group in self.param_groups)
+
+    @property
     def max_norm(self) -> float | None:
         """Threshold of the global clip; may be set between steps, on all ranks alike.
 
@@ -132,6 +145,14 @@ class LayoutOptimizer(Optimizer):
         """As torch.optim's: hyperparameters of the groups, and state by parameter."""
         if not self._layout.covers():  # parameters were exchanged in the groups
             self._build()
+        if self._ahead.is_ahead and self._in_train_mode:
+            self._say(
+                logging.WARNING,
+                "state_dict() in train mode: the parameters are the points where "
+                "gradients are taken, ahead of the model that is trained. Training "
+                "resumes exactly from them; to save or evaluate the model, call "
+                "optimizer.eval() before and optimizer.train() after",
+            )
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -168,13 +189,23 @@ class LayoutOptimizer(Optimizer):
         the parameters' dtype.
         """
         groups = zip(self.param_groups, cast["param_groups"], strict=True)
-        self.param_groups = [{**old, **new} for old, new in groups]
+        foreign = set() if self._is_transport else {TRAIN_MODE, "gamma_1d"}
+        self.param_groups = [
+            {**old, **{key: new[key] for key in new if key not in foreign}}
+            for old, new in groups
+        ]
         for group in self.param_groups:
             check_group(group, self._options)
         self.state = under_loaded(self.state, cast["state"])
         layout = self._new_layout()
-        restore(self.state, labels(self.param_groups), saved)
+        labelled = labels(self.param_groups)
+        restore(self.state, labelled, saved)
         self._next = NextReference(fresh=True)
+        ids, every = check_ids(labelled, saved), [p for p, _ in labelled]
+        entries = {
+            p: saved["state"].get(i, {}) for i, p in zip(ids, every, strict=True)
+        }
+        self._ahead.loaded(layout.buckets, self.state, entries)
         self._build(layout)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -191,4 +222,6 @@ class LayoutOptimizer(Optimizer):
         if "_options" in state:  # from a pickle or deepcopy
             self._layout, self._decision, self._agreed = None, None, False
             self._next = NextReference(fresh=self.__dict__.pop("_fresh"))
+            self._ahead, self._say = Lookahead(), once()
             self._build()
+            self._ahead.believe(self._layout.params)

@@ -16,7 +16,14 @@ from marsopt.functional.stacks import adjacent, group_by
 from marsopt.functional.state import is_matrix
 from marsopt.functional.step import Hyperparameters
 from marsopt.optim.hyperparameters import DeviceHyperparameters
-from marsopt.optim.state_dict import OWN_KEYS, State, kept_buffers, state_key
+from marsopt.optim.state_dict import (
+    ITERATE,
+    OWN_KEYS,
+    TRAIN_MODE,
+    State,
+    kept_buffers,
+    state_key,
+)
 from marsopt.optim.storage import are_rows, known_stack, may_move, move_in, own_rows
 from marsopt.rules.algorithm import Algorithm, working_dtype
 
@@ -107,10 +114,11 @@ def build(
     matrix = [i for i in moving if routing.rest is None or is_matrix(params[i].shape)]
     rest = [i for i in moving if i not in set(matrix)]
     rest_rate = hyper.lr_1d if routing.own_rate else hyper.lr
+    rest_gamma = hyper.gamma_1d if routing.own_gamma else hyper.gamma
     found = []
-    for algorithm, lr, part in (
-        (routing.matrix, hyper.lr, matrix),
-        (routing.rest, rest_rate, rest),
+    for algorithm, lr, gamma, part in (
+        (routing.matrix, hyper.lr, hyper.gamma, matrix),
+        (routing.rest, rest_rate, rest_gamma, rest),
     ):
         keys = _keys([params[i] for i in part], options["collectives"], stacked)
         buckets = [
@@ -124,11 +132,11 @@ def build(
         ]
         if not buckets:
             continue
+        ahead = group.get(TRAIN_MODE, True)
         for bucket in buckets:
-            _attach(bucket, state, known)
+            _attach(bucket, state, known, ahead)
         dtypes = dict.fromkeys(working_dtype(b.params[0]) for b in buckets)
         t = _steps([p for b in buckets for p in b.params], state)
-        gamma = hyper.gamma
         found.append(
             BucketGroup(
                 Hyperparameters(algorithm, lr, gamma, t, tuple(dtypes)), buckets
@@ -162,9 +170,12 @@ def _steps(params: Sequence[Tensor], state: State) -> Tensor:
     return t
 
 
-def _attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -> None:
+def _attach(
+    bucket: ParameterBucket, state: State, known: Mapping[int, Tensor], ahead: bool
+) -> None:
     """Give a bucket its stacks: those that are there already, or fresh ones with what
-    ``state`` holds, which from now on holds their rows.
+    ``state`` holds, which from now on holds their rows. ``ahead``: whether parameters
+    with an x in ``state`` hold y.
     """
     pieces, wanted = bucket.pieces(), kept_buffers(bucket.algorithm)
     if len(pieces) > 1:
@@ -172,6 +183,9 @@ def _attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) 
     keys = {symbol: state_key(bucket.algorithm, symbol) for symbol in wanted}
     unwanted = OWN_KEYS - {"step", *keys.values()}
     for p in bucket.params:
+        if ahead and ITERATE in unwanted & set(state[p]):  # no transport any more
+            local = bucket.collectives.local
+            local(p).copy_(local(state[p][ITERATE]))
         for key in unwanted & set(state[p]):
             del state[p][key]  # of another rule: stale when that one returns
     for symbol, dims in wanted.items():
@@ -182,6 +196,8 @@ def _attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) 
             for p, row in zip(bucket.params, own_rows(stack), strict=True):
                 if key in state[p]:
                     row.copy_(bucket.collectives.local(state[p][key]))
+                elif key == ITERATE:
+                    row.copy_(bucket.collectives.local(p))
                 state[p][key] = bucket.collectives.wrap(row, p, dims)
         bucket.state[symbol] = stack
 

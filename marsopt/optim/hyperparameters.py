@@ -32,6 +32,8 @@ def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> Routing
     for key in PAIRS:
         checks.betas(key, group[key])
     checks.finite("gamma", group["gamma"])
+    if group.get("gamma_1d") is not None:
+        checks.finite("gamma_1d", group["gamma_1d"])
     checks.positive_or_none("clip", group["clip"])
     return route({**options, **group})
 
@@ -39,7 +41,8 @@ def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> Routing
 class DeviceHyperparameters:
     """One group's, and the algorithms that read them.
 
-    ``lr``, ``lr_1d`` (already in proportion to lr) and ``gamma`` are 0-D tensors;
+    ``lr``, ``lr_1d`` (already in proportion to lr), ``gamma`` and ``gamma_1d`` are 0-D
+    tensors;
     ``routing`` reads the others.
     """
 
@@ -55,6 +58,7 @@ class DeviceHyperparameters:
         pairs = {key: (cell(), cell()) for key in PAIRS}
         self._cells = {**scalars, **pairs}
         self.lr, self.lr_1d, self.gamma = cell(), cell(), scalars["gamma"]
+        self.gamma_1d = cell()
         self.routing = route({**options, **group, **self._cells})
         self._needs_base_lr = self.routing.own_rate and any(
             not is_matrix(p.shape) for p in group["params"]
@@ -68,7 +72,7 @@ class DeviceHyperparameters:
             ValueError: a value out of its range.
         """
         group = self._group
-        now = {key: group[key] for key in (*SCALARS, *PAIRS, *RATES)}
+        now = {key: group.get(key) for key in (*SCALARS, *PAIRS, *RATES, "gamma_1d")}
         for key in PAIRS:  # a list may be changed in place
             if isinstance(now[key], list):
                 now[key] = tuple(now[key])
@@ -88,6 +92,8 @@ class DeviceHyperparameters:
         if changed:
             _set(self.lr, now["lr"])
             _set(self.lr_1d, self._rate_1d())
+            own = now["gamma_1d"]
+            _set(self.gamma_1d, now["gamma"] if own is None else own)
         self._seen = now
 
     def _rate_1d(self) -> Number:

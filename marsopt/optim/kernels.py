@@ -58,13 +58,18 @@ def update_(stacks: Sequence[Stack], scales: Sequence[Scales]) -> list[Tensor | 
     matrices = []
     for old, s in zip(stacks, scales, strict=True):
         new, u = step.update(old, s)
-        if new.x is not old.x:
-            old.x.copy_(new.x)
-        for symbol, buffer in old.buffers.items():
-            if new.buffers[symbol] is not buffer:
-                buffer.copy_(new.buffers[symbol])
+        _commit(old, new)
         matrices.append(u)
     return matrices
+
+
+def _commit(old: Stack, new: Stack) -> None:
+    """Write what is new into the tensors that hold it."""
+    if new.x is not old.x:
+        old.x.copy_(new.x)
+    for symbol, buffer in old.buffers.items():
+        if new.buffers[symbol] is not buffer:
+            buffer.copy_(new.buffers[symbol])
 
 
 def apply_(
@@ -75,10 +80,7 @@ def apply_(
 ) -> list[None]:
     """``step.apply`` of every stack."""
     for old, o, row, s in zip(stacks, factors, rows, scales, strict=True):
-        new = step.apply(old, o, row, s)
-        old.x.copy_(new.x)
-        if row is not None:
-            old.buffers["r"].copy_(new.buffers["r"])
+        _commit(old, step.apply(old, o, row, s))
     return [None] * len(stacks)
 
 

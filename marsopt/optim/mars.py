@@ -12,6 +12,7 @@ from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.step import global_clip, step
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.ranges import named_range
+from marsopt.optim.state_dict import TRAIN_MODE
 from marsopt.rules import checks
 from marsopt.rules.correction import resolve
 from marsopt.rules.newton_schulz import NewtonSchulz
@@ -48,7 +49,8 @@ class MARS(LayoutOptimizer):
         weight_decay: decoupled weight decay of what takes ``mars_type``.
         amsgrad: divide by the root of the largest second moment so far ("mars-adamw",
             "adamw").
-        gamma: scale of the variance reduction; 0 turns it off.
+        gamma: scale of the variance reduction; 0 turns it off. With transport, the
+            lookahead that a step leaves has the gamma of that step.
         is_approx: True: the reference gradient h is the previous step's gradient. False
             (exact MARS): h is the current batch's gradient at the previous parameters,
             handed over by ``update_previous_grad()``.
@@ -76,8 +78,14 @@ class MARS(LayoutOptimizer):
             False = eager. Compiled, parameters of one shape move into one buffer at
             construction (on a CPU small ones only), unless others look into their
             storage: capture CUDA graphs of the model after that.
-        correction: "approximate" or "exact", in place of ``is_approx``; None = what
-            that says.
+        correction: "approximate", "exact" or "transport", in place of ``is_approx``;
+            None = what that says. Transport is this project's form of exact MARS with
+            one gradient a step: between steps parameters hold y = x + k (x - x_prev), k
+            = gamma beta1 / (1 - beta1), and the state keeps x, which ``eval()`` puts
+            into them. Every ``mars_type`` looks ahead, baselines (without clip) and the
+            AdamW beside them too.
+        gamma_1d: with transport, gamma of the AdamW for tensors that are not matrices,
+            per group too; None = gamma.
         nonfinite: "skip" = a step whose gradient holds a NaN or infinity changes
             nothing and is counted in ``num_skipped``, without a host sync; "raise" = it
             also raises FloatingPointError (one sync a step).
@@ -116,6 +124,7 @@ class MARS(LayoutOptimizer):
         collectives: Collectives = LOCAL,
         compile: bool | None = None,
         correction: str | None = None,
+        gamma_1d: float | None = None,
         nonfinite: str = "skip",
     ) -> None:
         given = dict(locals())
@@ -134,10 +143,18 @@ class MARS(LayoutOptimizer):
         options = dict(
             {name: given[name] for name in OPTIONS},
             correction=kind,
-            is_approx=kind == "approximate",
+            is_approx=kind != "exact",
             ns=NewtonSchulz(ns_steps, ns_coefficients, ns_dtype, gram=ns_gram),
         )
-        super().__init__(params, {name: given[name] for name in PER_GROUP}, options)
+        defaults = {name: given[name] for name in PER_GROUP}
+        if kind == "transport":
+            defaults |= {"gamma_1d": gamma_1d, TRAIN_MODE: True}
+        elif gamma_1d is not None:
+            raise ValueError(
+                f"got gamma_1d={gamma_1d} with correction={kind!r}, expected None: it "
+                'is of correction="transport" alone'
+            )
+        super().__init__(params, defaults, options)
 
     # ---- the step ------------------------------------------------------------------
 
@@ -159,10 +176,16 @@ class MARS(LayoutOptimizer):
         Raises:
             ValueError: a sparse gradient, or a hyperparameter that was changed to
                 something out of its range.
-            RuntimeError: exact MARS without its protocol (``update_previous_grad``).
+            RuntimeError: exact MARS without its protocol (``update_previous_grad``);
+                transport in eval mode.
             FloatingPointError: a gradient that is not finite, with
                 ``nonfinite="raise"``; nothing has changed.
         """
+        if not self._in_train_mode:
+            raise RuntimeError(
+                "got step() in eval mode, expected train mode: the gradient belongs to "
+                "the point ahead; call optimizer.train() before the forward pass"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -173,6 +196,8 @@ class MARS(LayoutOptimizer):
             return loss
         if self._is_exact:
             self._next.use()
+        if self._is_transport:
+            self._ahead.begin(layout.buckets, self.state)
         with named_range("marsopt: gather"):
             groups, live = layout.gather()
         _, self._decision, sums = step(
@@ -185,6 +210,8 @@ class MARS(LayoutOptimizer):
         )
         with named_range("marsopt: scatter"):
             layout.scatter()
+        if self._is_transport:
+            self._ahead.note(layout.buckets, self.state)
         if self._options["nonfinite"] == "raise" and not self._decision.finite:
             raise FloatingPointError(layout.blame(sums))
         return loss
@@ -209,6 +236,32 @@ class MARS(LayoutOptimizer):
     def num_skipped(self) -> int:
         """Steps since construction that a non-finite gradient voided. Costs a sync."""
         return int(self._skipped)
+
+    # ---- transport -----------------------------------------------------------------
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Transport: put the trained parameters x into the model, to evaluate or save
+        it, and the points ahead into the state. Contents are exchanged, bit for bit.
+        Other corrections: nothing.
+        """
+        self._switch(train=False)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Transport: undo ``eval()`` before the next forward pass of training; what was
+        written into parameters meanwhile becomes x and y. Other corrections: nothing.
+        """
+        self._switch(train=True)
+
+    def _switch(self, train: bool) -> None:
+        if not self._is_transport or self._in_train_mode == train:
+            return
+        layout = self._fitting()
+        self._ahead.exchange(layout.buckets, self.state, ahead=train)
+        self._options["collectives"].written()
+        for group in self.param_groups:
+            group[TRAIN_MODE] = train
 
     # ---- exact MARS: the authors' protocol -----------------------------------------
 

@@ -4,6 +4,7 @@ bit.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.preconditioner import Dims
 
+log = logging.getLogger(__name__)
+
 # Symbols of the algorithms, and what torch.optim (and, for h, the authors) call them.
 STATE_KEYS = {
     "m": "exp_avg",
@@ -21,8 +24,12 @@ STATE_KEYS = {
     "v_max": "max_exp_avg_sq",
     "r": "row_exp_avg_sq",
     "h": "last_grad",
+    "x": "iterate",
 }
+
+LAST_GRAD, ITERATE = STATE_KEYS["h"], STATE_KEYS["x"]
 MOMENTUM, GRADIENTS = "momentum_buffer", "grad_avg"
+TRAIN_MODE = "train_mode"  # of a param group, as schedule-free optimizers call it
 # All else in ``optimizer.state[p]`` is somebody else's (timm's Lookahead keeps its slow
 # weights there): it is carried, and never looked at.
 OWN_KEYS = frozenset({"step", *STATE_KEYS.values(), MOMENTUM, GRADIENTS})
@@ -105,20 +112,30 @@ def restore(
     own loading casts to the parameter's, which would round float32 state of bf16
     parameters.
 
+    Between transport and the other corrections moments go on. What only one of them
+    keeps starts anew: h at zero, x as ``Lookahead.loaded`` has it.
+
     Raises:
         ValueError: something is missing, or has another shape; nothing was copied.
     """
-    pairs = []
+    pairs, restarts = [], set()
     for i, (p, label) in zip(check_ids(labelled, saved), labelled, strict=True):
         found, mine = saved["state"].get(i, {}), own(state.get(p, {}))
-        missing = sorted(set(mine) - set(found))
+        absent = set(mine) - set(found)
+        anew = absent & ({ITERATE, LAST_GRAD} if ITERATE in found else {ITERATE})
+        missing = sorted(absent - anew)
         if missing:
             raise ValueError(
                 f"got a state dict without {missing} of {label}, expected "
                 f"{sorted(mine)}: it was saved by another optimizer or mars_type; load "
                 "it into one like that"
             )
+        restarts |= anew
+        if LAST_GRAD in anew:
+            pairs.append((mine[LAST_GRAD], 0.0))
         for key, tensor in mine.items():
+            if key in anew:
+                continue
             shape = torch.as_tensor(found[key]).shape
             if shape != tensor.shape:
                 raise ValueError(
@@ -129,3 +146,9 @@ def restore(
             pairs.append((tensor, found[key]))
     for tensor, value in pairs:  # the authors' step is an int
         tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
+    if restarts:
+        log.warning(
+            "marsopt: the state was saved with another correction: moments go on, %s "
+            "starts anew",
+            " and ".join(sorted(restarts)),
+        )

@@ -66,7 +66,13 @@ class Algorithm:
     @property
     def reads_h(self) -> bool:
         """Whether a step computes c = g + k (g - h) from a reference gradient."""
-        return self.correction is not None and not self.is_quasi_hyperbolic
+        corrects = self.correction is not None and not self.transports
+        return corrects and not self.is_quasi_hyperbolic
+
+    @property
+    def transports(self) -> bool:
+        """Whether parameters hold the point y ahead of x, which the state keeps."""
+        return self.correction is not None and self.correction.transports
 
     @property
     def keeps_h(self) -> bool:
@@ -76,19 +82,22 @@ class Algorithm:
     @property
     def makes_matrix(self) -> bool:
         """Whether what is orthogonalized is a tensor of its own, and not m."""
-        looks_ahead = self.matrix_only and self.preconditioner.nesterov
-        return looks_ahead or (self.matrix_only and self.is_quasi_hyperbolic)
+        nesterov = self.matrix_only and self.preconditioner.nesterov
+        return nesterov or (self.matrix_only and self.is_quasi_hyperbolic)
 
     @property
     def buffers(self) -> dict[str, Dims]:
         """What the state keeps, by symbol, and which dims of x it has."""
-        kept = {"h": None} if self.keeps_h else {}
-        return {**self.preconditioner.buffers, **kept}
+        h: dict[str, Dims] = {"h": None} if self.keeps_h else {}
+        x: dict[str, Dims] = {"x": None} if self.transports else {}
+        return {**self.preconditioner.buffers, **h, **x}
 
     def dtype_of(self, symbol: str, x: Tensor) -> torch.dtype:
         """Return the dtype of a buffer for ``x``."""
         if symbol == "h" and self.correction.h_dtype is not None:
             return self.correction.h_dtype
+        if symbol == "x":  # exchanged with the parameter, bit for bit
+            return x.dtype
         return self.state_dtype or x.dtype
 
     def inner_products(self, g: Tensor, h: Tensor | None) -> tuple[Tensor, ...]:
@@ -112,10 +121,14 @@ class Algorithm:
         self, gamma: Number, a: Tensor, products: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return the weights of g and h in c, (N,) each; None where no h is read."""
-        if self.reads_h:
+        if self.reads_h or self.transports:
             beta1 = self.preconditioner.beta1
             return self.correction.weights(beta1, gamma, a, products)
         return a * torch.ones_like(products[:, 0]), None
+
+    def lookahead(self, gamma: Number) -> Number:
+        """Return k, by how many displacements y is ahead of x."""
+        return self.correction.scale(self.preconditioner.beta1, gamma)
 
     def scalars(self, t: Tensor, lr: Number, gamma: Number) -> tuple[Number, ...]:
         """Return the preconditioner's numbers for tensors at their steps t (N,)."""

@@ -71,9 +71,8 @@ class NamedRule:
 
     def num_buffers(self, kind: Kind = "approximate") -> int:
         """Return how many tensors of the parameter's size the state holds."""
-        found = self.algorithm(
-            correction=Correction(kind=kind) if self.is_mars else None
-        )
+        corrects = self.is_mars or kind == "transport"
+        found = self.algorithm(correction=Correction(kind=kind) if corrects else None)
         return sum(dims is None for dims in found.buffers.values())
 
 

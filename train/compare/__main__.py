@@ -43,7 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     # fmt: off
-    add("--configs", nargs="+", help="recipes; left out: go on as --out says")
+    add("--configs", nargs="+", metavar="CONFIG[:OPTION=VALUE...]",
+        help="recipes, with options of the optimizer of their own, as in "
+        "tiny_mars_m:gamma=0.05; left out: go on as --out says")
     add("--out", type=Path, required=True, help="folder of the comparison")
     add("--lrs", nargs="+", default=[], metavar="LR | CONFIG=LR,LR,...",
         help="rates for all recipes, or for one (default: half, once and twice the "

@@ -8,6 +8,7 @@ from typing import Self
 
 from marsopt import REGISTRY
 from train.compare.sweep import Run, default_grid
+from train.compare.variants import command_line
 from train.data.tokens import read_meta
 from train.engine.launch import parse
 from train.engine.resolve import resolve
@@ -37,7 +38,7 @@ class Recipe:
     name: str
     mars_type: str
     corrects: bool  # MARS with a gamma above 0
-    exact: bool
+    correction: str
     lr: float
     lr_1d: float
     min_lr: float
@@ -86,7 +87,7 @@ class Study:
             "dump-folder": folder / "runs" / run.path,
         }
         ours = [str(x) for name, v in values.items() for x in (f"--{name}", v)]
-        return ["--config", run.config, *self.options, *ours]
+        return [*command_line(run.config), *self.options, *ours]
 
     def save(self, folder: Path) -> None:
         """Write comparison.json."""
@@ -163,7 +164,7 @@ def _resolved(name: str, options: Sequence[str]):
     """Return a recipe's configuration, complete and checked, which validates on no more
     than the data holds out.
     """
-    config = parse(["--config", name, *options])
+    config = parse([*command_line(name), *options])
     batch = config.training.local_batch_size
     held_out = read_meta(held_out_folder(config)).val
     windows = (held_out.tokens - 1) // config.training.seq_len
@@ -204,7 +205,7 @@ def _recipe(name: str, config) -> Recipe:
         name=name,
         mars_type=opt.mars_type,
         corrects=REGISTRY[opt.mars_type].is_mars and opt.gamma > 0,
-        exact=opt.exact,
+        correction=opt.correction,
         lr=opt.lr,
         lr_1d=opt.lr_1d,
         min_lr=rates.min_lr,

@@ -19,6 +19,7 @@ from train.compare.children import end, spawn
 from train.compare.curves import load_all
 from train.compare.study import Study
 from train.compare.sweep import Run, best_rate, sweep_of
+from train.compare.variants import command_line
 from train.engine.launch import console, parse, standalone
 from train.engine.resolve import resolve
 from train.files import write_json
@@ -32,7 +33,7 @@ def seconds_per_run(study: Study) -> Callable[[str], float]:
     """Return a guess of what one run takes, from one timed pass of the model; nan where
     that does not fit into memory (runs may recompute activations).
     """
-    options = ["--config", next(iter(study.recipes)), *study.options]
+    options = [*command_line(next(iter(study.recipes))), *study.options]
 
     @cache  # nothing is timed where nothing is left to run
     def step() -> float:
@@ -47,7 +48,7 @@ def seconds_per_run(study: Study) -> Callable[[str], float]:
     held_out = points * study.validation_samples / _global_batch(study) / 3
 
     def guess(recipe: str) -> float:
-        passes = 2 if study.recipes[recipe].exact else 1
+        passes = 2 if study.recipes[recipe].correction == "exact" else 1
         return START + step() * (passes * study.steps + held_out)
 
     return guess

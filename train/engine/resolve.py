@@ -133,7 +133,7 @@ def _check_schedule(config) -> None:
 def _check_optimizer(config) -> None:
     opt, min_lr = config.optimizer, config.lr_scheduler.min_lr
     try:
-        mars(**opt.group(), is_approx=not opt.exact)
+        mars(**opt.group(), correction=opt.correction)
         mars(weight_decay=opt.embedding_weight_decay)
         NewtonSchulz(dtype=getattr(torch, opt.ns_dtype), gram=opt.ns_gram)
     except (ValueError, TypeError) as error:
@@ -143,10 +143,10 @@ def _check_optimizer(config) -> None:
             f"got lr_scheduler.min_lr={min_lr}, expected a number from 0 to "
             f"optimizer.lr={opt.lr}: it is the rate at the end"
         )
-    if opt.exact and not REGISTRY[opt.mars_type].is_mars:
+    if opt.correction == "exact" and not REGISTRY[opt.mars_type].is_mars:
         raise UserError(
-            f"got optimizer.exact with {opt.mars_type}, expected a MARS type: "
-            "baselines correct nothing"
+            f"got optimizer.correction=exact with {opt.mars_type}, expected a MARS "
+            "type: baselines correct nothing"
         )
 
 

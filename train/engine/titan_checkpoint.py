@@ -1,4 +1,6 @@
-"""torchtitan's checkpoints, which leave alone what the user keeps beside them."""
+"""torchtitan's checkpoints of the model that is trained, which leave alone what the
+user keeps beside them.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,15 @@ class RunCheckpoints(CheckpointManager):
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         pass
+
+    def save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Write the model without its lookahead, and the state that belongs to it."""
+        if not self._should_save(curr_step, last_step):
+            return False
+        with self.states["optimizer"].evaluating():
+            saved = super().save(curr_step, last_step)
+            self.maybe_wait_for_staging()
+        return saved
 
     def _find_load_step(self, folder: str = "") -> int:
         return max(complete_steps(Path(folder or self.folder)), default=-1)

@@ -1,6 +1,7 @@
 """MARS and the learning rate's schedules as torchtitan's containers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -51,11 +52,20 @@ class MarsOptimizers(OptimizersContainer):
         """
         amsgrad: bool = False
         """Divide by the root of the largest second moment so far."""
+        correction: Literal["approximate", "exact", "transport"] = "approximate"
+        """What MARS corrects the gradient by: approximate = the previous one; exact = a
+        second gradient a step, of the next batch at the current parameters; transport =
+        nothing, but it is taken ahead of the parameters (baselines too).
+        """
         gamma: float = 0.025
         """Scale of the variance reduction."""
-        exact: bool = False
-        """Exact MARS: a second gradient a step, of the next batch at the current
-        parameters.
+        gamma_1d: float | None = None
+        """With transport, that of the AdamW for LayerNorm weights and embeddings beside
+        the rule; None = gamma.
+        """
+        gamma_decay: Literal["none", "with_lr", "last_quarter"] = "none"
+        """How gamma falls: in proportion to the learning rate, or to 0 for the last
+        quarter of the steps.
         """
         optimize_1d: bool = False
         """Give LayerNorm weights to the MARS rule too."""
@@ -82,7 +92,7 @@ class MarsOptimizers(OptimizersContainer):
             """Return what is MARS's own, per param group."""
             names = (
                 "mars_type lr betas eps weight_decay amsgrad gamma optimize_1d clip "
-                "lr_1d betas_1d weight_decay_1d"
+                "lr_1d betas_1d weight_decay_1d gamma_1d"
             )
             return {name: getattr(self, name) for name in names.split()}
 
@@ -105,6 +115,7 @@ class MarsOptimizers(OptimizersContainer):
                     "mars_type": "adamw",
                     "lr": self.lr if self.mars_type in ONE_RATE else self.lr_1d,
                     "betas": self.betas_1d,
+                    "gamma": self.gamma if self.gamma_1d is None else self.gamma_1d,
                     "epsilon_hat": self.mars_type in ONE_RATE,
                     "optimize_1d": False,
                 }
@@ -125,7 +136,7 @@ class MarsOptimizers(OptimizersContainer):
         mars = MARS(
             [group for group in groups.values() if group["params"]],
             **config.group(),
-            is_approx=not config.exact,
+            correction=config.correction,
             ns_dtype=getattr(torch, config.ns_dtype),
             ns_gram=config.ns_gram,
             h_dtype=config.h_dtype and getattr(torch, config.h_dtype),
@@ -137,9 +148,28 @@ class MarsOptimizers(OptimizersContainer):
         # of the last step, before the clip; one tensor, filled in by every step
         self.grad_norm = torch.zeros((), device=named[0][1].device)
 
+        self._gammas = [
+            {key: group[key] for key in ("gamma", "gamma_1d") if group.get(key)}
+            for group in mars.param_groups
+        ]
+
     def step(self, closure: None = None) -> None:
         super().step(closure)
         self.grad_norm.copy_(self.mars.grad_norm)
+
+    def scale_gamma(self, factor: float) -> None:
+        """Set every gamma to this factor of the configured one."""
+        for group, own in zip(self.mars.param_groups, self._gammas, strict=True):
+            group.update({key: factor * value for key, value in own.items()})
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let the model hold what is trained, not the points ahead of it, meanwhile."""
+        self.mars.eval()
+        try:
+            yield
+        finally:
+            self.mars.train()
 
     @property
     def mars(self) -> MARS:

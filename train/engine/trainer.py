@@ -1,5 +1,5 @@
-"""torchtitan's trainer with the global clip inside MARS's step, and the second pass of
-exact MARS.
+"""torchtitan's trainer with the global clip inside MARS's step, the second pass of
+exact MARS, and gamma's schedule.
 """
 
 from dataclasses import dataclass, field
@@ -32,7 +32,9 @@ class MarsTrainer(Trainer):
         super().__init__(config)
         self.metrics_processor.begin(read_meta(held_out_folder(config)))
         self.optimizers.mars.max_norm = config.training.max_norm
-        self._exact = config.optimizer.exact
+        if config.validator.enable:
+            self.validator.optimizers = self.optimizers
+        self._exact = config.optimizer.correction == "exact"
         if self._exact:
             self._ahead = config.dataloader.build(
                 dp_world_size=self.dataloader.batches.world,
@@ -43,15 +45,29 @@ class MarsTrainer(Trainer):
             )
 
     def train_step(self, data_iterator) -> None:
+        self.optimizers.mars.train()  # checkpoints are of the model in eval mode
+        self._schedule_gamma()
         if self._exact:
-            self._look_ahead()
+            self._read_ahead()
         # the norm that is logged is found in the step, after torchtitan asks for it
         with clipping_by(lambda *_, **__: self.optimizers.grad_norm):
             super().train_step(data_iterator)
         if self._exact:
             self.optimizers.mars.update_last_grad()
 
-    def _look_ahead(self) -> None:
+    def _schedule_gamma(self) -> None:
+        """Set gamma for this step."""
+        kind, group = (
+            self.config.optimizer.gamma_decay,
+            self.optimizers.mars.param_groups[0],
+        )
+        if kind == "with_lr" and group["base_lr"] > 0:
+            self.optimizers.scale_gamma(group["lr"] / group["base_lr"])
+        elif kind == "last_quarter":
+            total = self.config.lr_scheduler.total_steps or self.config.training.steps
+            self.optimizers.scale_gamma(float(self.step <= 0.75 * total))
+
+    def _read_ahead(self) -> None:
         """Give MARS the next global batch's gradient at the current parameters, which
         clips it by its own norm.
 

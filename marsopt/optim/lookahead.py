@@ -1,0 +1,128 @@
+"""Transport in the class: parameters that hold y, the point ahead, and a state that
+keeps x.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from marsopt.optim.buckets import ParameterBucket
+from marsopt.optim.state_dict import ITERATE, State
+
+log = logging.getLogger(__name__)
+
+
+class Versions(NamedTuple):
+    """Autograd's counters of writes."""
+
+    p: int
+    piece: int  # of p on this rank: DCP writes there
+    x: int
+
+
+def _versions(p: Tensor, x: Tensor, piece: Tensor) -> Versions:
+    return Versions(p._version, piece._version, x._version)
+
+
+class Lookahead:
+    """Exchanges x and y, and finds out where somebody else has written a parameter: x
+    restarts from there, so that nothing which is loaded, averaged or clamped between
+    two steps is lost.
+
+    Writing is found by autograd's version counters: of the parameter, and of its x for
+    checkpoints that load into the tensors of a state dict.
+    """
+
+    def __init__(self) -> None:
+        # versions after our last write; None: p and x are to be believed
+        self._seen: dict[Tensor, Versions | None] = {}
+        self._told = False
+
+    def believe(self, params: Sequence[Tensor]) -> None:
+        """Take parameters and x as they are, whoever writes them before the next step:
+        a checkpoint of both, in either order.
+        """
+        self._seen.update(dict.fromkeys(params))
+
+    def loaded(
+        self,
+        buckets: Sequence[ParameterBucket],
+        state: State,
+        entries: Mapping[Tensor, Mapping[str, Any]],
+    ) -> None:
+        """After a load: p and x belong together, whoever of the two came first.
+
+        Args:
+            entries: the state dict's, by parameter. Without x, it restarts from p as
+                the next step finds it. Where x is the tensor in ``state``, unwritten
+                since our last write, a partial load has passed it by: nothing is new.
+        """
+        for p, x, piece in _pairs(buckets, state):
+            found = entries.get(p, {}).get(ITERATE)
+            if found is None:
+                self._seen.pop(p, None)
+                continue
+            seen = self._seen.get(p)
+            ours = found is state[p][ITERATE] and seen is not None
+            if not (ours and _versions(p, x, piece).x == seen.x):
+                self._seen[p] = None
+
+    def begin(self, buckets: Sequence[ParameterBucket], state: State) -> None:
+        """Before a step or an exchange: x <- p wherever p is not what we wrote."""
+        for p, x, piece in _pairs(buckets, state):
+            if self._changed(p, x, piece):
+                x.copy_(piece)
+
+    def note(self, buckets: Sequence[ParameterBucket], state: State) -> None:
+        """After our own writes."""
+        self._seen = {p: _versions(p, *xs) for p, *xs in _pairs(buckets, state)}
+
+    def exchange(
+        self, buckets: Sequence[ParameterBucket], state: State, *, ahead: bool
+    ) -> None:
+        """Exchange the contents of parameters and state.
+
+        Args:
+            ahead: whether parameters hold y afterwards; where somebody else has written
+                x in them meanwhile, y is that.
+        """
+        if not ahead:
+            self.begin(buckets, state)
+        for p, x, piece in _pairs(buckets, state):
+            restarts = ahead and self._changed(p, x, piece)
+            before = piece.clone()
+            if not restarts:
+                piece.copy_(x)
+            x.copy_(before)
+        self.note(buckets, state)
+
+    def _changed(self, p: Tensor, x: Tensor, piece: Tensor) -> bool:
+        if p not in self._seen:
+            return True  # before the first step
+        seen = self._seen[p]
+        changed = seen is not None and seen[:2] != _versions(p, x, piece)[:2]
+        if changed and not self._told:
+            self._told = True
+            log.warning(
+                "marsopt: a parameter was written between two steps, by a checkpoint, "
+                "an average or by hand: its lookahead restarts from what is there"
+            )
+        return changed
+
+    @property
+    def is_ahead(self) -> bool:
+        """Return whether a step was taken that parameters may be ahead of."""
+        return bool(self._seen)
+
+
+def _pairs(buckets: Sequence[ParameterBucket], state: State):
+    """Yield each parameter that looks ahead, x in the state, and p, local pieces."""
+    for bucket in buckets:
+        if bucket.algorithm.transports:
+            local = bucket.collectives.local
+            for p in bucket.params:
+                yield p, local(state[p][ITERATE]), local(p)
