@@ -20,7 +20,9 @@ def ns5(m, eps=5e-10):
 
 
 class Oracle:
-    """One tensor under one algorithm; call step(g, lr, h=None) for each gradient."""
+    """One tensor under one algorithm; call step(g, lr, h=None) for each gradient, which
+    with transport belongs to the point that the last step returned.
+    """
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class Oracle:
         clip=1.0,
         amsgrad=False,
         epsilon_hat=False,
+        transport=False,
     ):
         self.x = np.array(x, dtype=np.float64)
         self.kind, self.beta1, self.beta2, self.eps, self.wd = (
@@ -50,6 +53,7 @@ class Oracle:
             amsgrad,
             epsilon_hat,
         )
+        self.transport = transport
         self.t = 0
         self.m = np.zeros_like(self.x)
         self.v = np.zeros_like(self.x)
@@ -62,11 +66,15 @@ class Oracle:
         c = g
         if self.kind.startswith("mars"):
             reference = self.last if h is None else np.array(h, dtype=np.float64)
-            c = g + self.gamma * self.beta1 / (1 - self.beta1) * (g - reference)
+            if not self.transport:
+                c = g + self.gamma * self.beta1 / (1 - self.beta1) * (g - reference)
             if self.clip is not None and np.linalg.norm(c) > self.clip:
                 c = c / np.linalg.norm(c) * self.clip
-        self.last = g
+        self.last, before = g, self.x
         getattr(self, self.kind.replace("-", "_"))(c, lr)
+        if self.transport:
+            ahead = self.gamma * self.beta1 / (1 - self.beta1)
+            return self.x + ahead * (self.x - before)
         return self.x
 
     def adamw(self, c, lr):

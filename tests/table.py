@@ -29,8 +29,17 @@ class Row:
         return MATRICES if self.matrix_only else tuple(SHAPES)
 
     @property
-    def exact(self) -> bool:
+    def has_gamma(self) -> bool:
         return self.oracle["kind"].startswith("mars")
+
+    @property
+    def transports(self) -> bool:
+        return self.oracle.get("transport", False)
+
+    @property
+    def exact(self) -> bool:
+        """Whether it has an exact form."""
+        return self.has_gamma and not self.transports
 
     def rule(self, **more) -> marsopt.Rule:
         return self.make(**{**self.kwargs, **more})
@@ -87,6 +96,18 @@ ROWS = {
     "moonlight": Row(
         marsopt.moonlight, dict(kind="moonlight", wd=0.1), 1, True, dict(ns=NS)
     ),
+}
+TRANSPORT = dict(correction="transport", gamma=0.1)
+ROWS |= {
+    f"{name}-transport": Row(
+        row.make,
+        row.oracle | dict(transport=True, gamma=0.1),
+        row.buffers,  # x in place of h
+        row.matrix_only,
+        row.kwargs | TRANSPORT,
+    )
+    for name, row in ROWS.items()
+    if row.exact and "noclip" not in name
 }
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.processes
 LEG = 3  # steps between two checkpoints
 
 
-def build(world, mars_type, is_approx, hybrid):
+def build(world, mars_type, correction, hybrid):
     torch.manual_seed(1)
     model = Model()
     shape = (2, world // 2) if hybrid else (world,)
@@ -34,7 +34,7 @@ def build(world, mars_type, is_approx, hybrid):
             module.set_gradient_divide_factor(world)
             module.set_force_sum_reduction_for_comms(True)
     optimizer = MARS(
-        model.parameters(), lr=0.02, mars_type=mars_type, is_approx=is_approx,
+        model.parameters(), lr=0.02, mars_type=mars_type, correction=correction,
         max_norm=2.0, ns_dtype=torch.float32, compile=False,
         collectives=MeshCollectives(mesh),
     )  # fmt: skip
@@ -48,9 +48,9 @@ def gradient(model, optimizer, seed):
     (30 * torch.nn.functional.mse_loss(model(x), y)).backward()
 
 
-def legs(rank, world, mars_type, is_approx, hybrid, folder, first, last):
+def legs(rank, world, mars_type, correction, hybrid, folder, first, last):
     """Train legs first..last-1, loading before and saving after; whole parameters."""
-    model, optimizer = build(world, mars_type, is_approx, hybrid)
+    model, optimizer = build(world, mars_type, correction, hybrid)
     if first:
         weights, state = get_state_dict(model, optimizer)
         both = {"model": weights, "optimizer": state}
@@ -61,12 +61,14 @@ def legs(rank, world, mars_type, is_approx, hybrid, folder, first, last):
             model_state_dict=both["model"],
             optim_state_dict=both["optimizer"],
         )
+    optimizer.train()
     for t in range(first * LEG, last * LEG):
         gradient(model, optimizer, t + 1)
         optimizer.update_previous_grad()
         gradient(model, optimizer, t)
         optimizer.step()
         optimizer.update_last_grad()
+    optimizer.eval()  # of transport: the checkpoint is of x
     weights, state = get_state_dict(model, optimizer)
     both = {"model": weights, "optimizer": state}
     dcp.save(both, checkpoint_id=f"{folder}/{last}")
@@ -75,18 +77,19 @@ def legs(rank, world, mars_type, is_approx, hybrid, folder, first, last):
 
 
 FORMS = {
-    "mars-adamw": ("mars-adamw", True),
-    "mars-adamw exact": ("mars-adamw", False),
-    "mars-shampoo": ("mars-shampoo", True),
+    "mars-adamw": ("mars-adamw", "approximate"),
+    "mars-adamw exact": ("mars-adamw", "exact"),
+    "mars-adamw transport": ("mars-adamw", "transport"),
+    "mars-shampoo": ("mars-shampoo", "approximate"),
 }
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_resumes_on_other_numbers_of_ranks(name, tmp_path):
-    """2 -> 1 -> 4 (HSDP) -> 2 is the uninterrupted run, h included."""
+    """2 -> 1 -> 4 (HSDP) -> 2 is the uninterrupted run, h or x included."""
     form = FORMS[name]
     want, names = spawn(legs, 2, *form, False, str(tmp_path / "whole"), 0, 4)[0]
-    assert "last_grad" in names
+    assert ("iterate" if "transport" in form else "last_grad") in names
     folder = str(tmp_path / "parts")
     for i, (world, hybrid) in enumerate(
         ((2, False), (1, False), (4, True), (2, False))
@@ -98,8 +101,9 @@ def test_resumes_on_other_numbers_of_ranks(name, tmp_path):
         )
 
 
-def test_equal_ranks_resume_bitwise(tmp_path):
-    form = FORMS["mars-adamw"]
+@pytest.mark.parametrize("name", ["mars-adamw", "mars-adamw transport"])
+def test_equal_ranks_resume_bitwise(name, tmp_path):
+    form = FORMS[name]
     want, _ = spawn(legs, 2, *form, False, str(tmp_path / "whole"), 0, 2)[0]
     for i in range(2):
         got, _ = spawn(legs, 2, *form, False, str(tmp_path / "parts"), i, i + 1)[0]
@@ -108,8 +112,8 @@ def test_equal_ranks_resume_bitwise(tmp_path):
 
 def load_into_another(rank, world, folder):
     """A checkpoint of AdamW has no h."""
-    legs(rank, world, "adamw", True, False, folder, 0, 1)
-    model, optimizer = build(world, "mars-adamw", True, False)
+    legs(rank, world, "adamw", "approximate", False, folder, 0, 1)
+    model, optimizer = build(world, "mars-adamw", "approximate", False)
     weights, state = get_state_dict(model, optimizer)
     both = {"model": weights, "optimizer": state}
     try:

@@ -199,6 +199,87 @@ def test_every_correction_of_nothing_leaves_every_preconditioner(page, kind, cli
         assert_same([x], [y])
 
 
+def quadratics(seed: int) -> dict:
+    """The gradient of another random quadratic over all matrices, as a function."""
+    draw = torch.Generator().manual_seed(seed)
+    curved = {}
+    for n in MATRICES:
+        size = SHAPES[n][0] * SHAPES[n][1]
+        root = torch.randn(size, size, generator=draw, dtype=torch.float64) / size
+        centre = torch.randn(size, generator=draw, dtype=torch.float64)
+        curved[n] = (root @ root.T, centre)
+
+    def gradient(x: dict) -> dict:
+        return {
+            n: (a @ (x[n].flatten() - b)).view(x[n].shape)
+            for n, (a, b) in curved.items()
+        }
+
+    return gradient
+
+
+@pytest.mark.parametrize("gamma", [0.025, 0.2])
+@pytest.mark.parametrize("clip", [1e9, 1e-2], ids=["clip idle", "clip active"])
+@pytest.mark.parametrize("page", PAGES)
+def test_transport_is_exact_mars_on_quadratics(page, clip, gamma):
+    """One gradient at y is both gradients at x and x_prev, another loss each step."""
+    exact, transport = (
+        Rule(
+            matrix=Algorithm(
+                preconditioner=PAGES[page],
+                correction=Correction(kind=kind, gamma=gamma, clip=clip),
+            )
+        )
+        for kind in ("exact", "transport")
+    )
+    x = x_prev = y = tensors(MATRICES, 0, dtype=torch.float64)
+    s, t = exact.init(x), transport.init(y)
+    for i in range(12):
+        gradient = quadratics(i)
+        new, s = exact.step(x, gradient(x), s, lr=LR, reference=gradient(x_prev))
+        x_prev, x = x, new
+        y, t = transport.step(y, gradient(y), t, lr=LR)
+        assert_same([transport.iterate(y, t)], [x], 1e-10)
+    k = gamma * PAGES[page].beta1 / (1 - PAGES[page].beta1)
+    ahead = {n: x[n] + k * (x[n] - x_prev[n]) for n in x}
+    assert_same([y], [ahead], 1e-9)
+
+
+def test_away_from_quadratics_the_difference_falls_with_the_square_of_the_step():
+    """c of transport less c of exact MARS: a quarter of it at half the displacement."""
+    g = torch.Generator().manual_seed(0)
+    a = torch.randn(30, 20, generator=g, dtype=torch.float64)
+    x, d = (torch.randn(20, generator=g, dtype=torch.float64) for _ in range(2))
+
+    def gradient(x):  # of sum log cosh(a x)
+        return a.T @ torch.tanh(a @ x)
+
+    def difference(step: float) -> float:
+        k, moved = 0.1 * 0.95 / 0.05, step * d
+        exact = gradient(x) + k * (gradient(x) - gradient(x - moved))
+        return float((gradient(x + k * moved) - exact).norm())
+
+    steps = [2.0**-i for i in range(8, 14)]
+    for larger, smaller in zip(steps, steps[1:], strict=False):
+        assert difference(larger) / difference(smaller) == pytest.approx(4, rel=0.02)
+    assert difference(steps[0]) > 1e-6
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_transport_with_gamma_zero_looks_nowhere(page):
+    plain = Rule(matrix=Algorithm(preconditioner=PAGES[page]))
+    correction = Correction(kind="transport", gamma=0.0, clip=None)
+    rule = Rule(matrix=Algorithm(preconditioner=PAGES[page], correction=correction))
+    x = y = tensors(MATRICES, 0, dtype=torch.float64)
+    s, t = plain.init(x), rule.init(y)
+    for i in range(3):
+        g = tensors(MATRICES, 1 + i, dtype=torch.float64)
+        x, s = plain.step(x, g, s, lr=LR)
+        y, t = rule.step(y, g, t, lr=LR)
+        assert_same([y], [x], 0.0)
+        assert_same([rule.iterate(y, t)], [x], 0.0)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_preconditioner_sees_the_corrected_gradient(page):
     """A step on g with the reference h is a plain step on c, computed by hand."""

@@ -106,9 +106,8 @@ def test_half_parameters_may_have_float32_state(row):
     x = tensors(row.names, 0, dtype=torch.bfloat16)
     state = rule.init(x)
     new, state = rule.step(x, tensors(row.names, 1, dtype=torch.bfloat16), state, lr=LR)
-    assert {b.dtype for t in buffers(state).values() for b in t.values()} == {
-        torch.float32
-    }
+    own = [t for symbol, t in buffers(state).items() if symbol != "x"]
+    assert {b.dtype for t in own for b in t.values()} == {torch.float32}
     assert {p.dtype for p in new.values()} == {torch.bfloat16}
 
 
@@ -155,7 +154,7 @@ def test_no_host_sync(row):
         x = {n: torch.empty(SHAPES[n]) for n in row.names}
         rule = row.rule(max_norm=1.0)
         lr = torch.tensor(LR, dtype=torch.float64)
-        rule.step(x, x, rule.init(x), lr=lr, gamma=lr if row.exact else None)
+        rule.step(x, x, rule.init(x), lr=lr, gamma=lr if row.has_gamma else None)
 
 
 @rows
@@ -173,7 +172,7 @@ def test_compiles_once_and_equals_eager(row):
     a, b, c = ((x, rule.init(x)) for _ in range(3))
     for t in range(4):
         lr = torch.tensor(LR / (1 + t), dtype=torch.float64)
-        gamma = torch.tensor(0.01 * t, dtype=torch.float64) if row.exact else None
+        gamma = torch.tensor(0.01 * t, dtype=torch.float64) if row.has_gamma else None
         g = tensors(row.names, 1 + t)
         a, b, c = (
             step(a[0], g, a[1], lr, gamma),

@@ -25,8 +25,13 @@ SHAPES = {
     "norm": (16,), "small": (3,),
 }  # fmt: skip
 STEPS = 3
-FORMS = {t: (False, True) if r.is_mars else (False,) for t, r in REGISTRY.items()}
-EVERY = [(t, exact) for t, forms in FORMS.items() for exact in forms]
+APPROXIMATE, EXACT, TRANSPORT = "approximate", "exact", "transport"
+FORMS = {
+    t: (APPROXIMATE, EXACT) if r.is_mars else (APPROXIMATE,)
+    for t, r in REGISTRY.items()
+}
+AHEAD = [(t, TRANSPORT) for t in ("mars-adamw", "mars-normuon", "moonlight")]
+EVERY = [(t, kind) for t, forms in FORMS.items() for kind in forms] + AHEAD
 
 
 def values(seed, scale=1.0):
@@ -60,8 +65,11 @@ def grid(name):
     return [Shard(0), Shard(1) if by_both else Replicate()]
 
 
-def train(place, mesh, collectives, mars_type, exact, scale, compiled=False):
-    """STEPS steps on given gradients; whole parameters afterwards."""
+def train(place, mesh, collectives, mars_type, kind, scale, compiled=False):
+    """STEPS steps on given gradients; whole parameters afterwards, with transport also
+    the x behind them.
+    """
+    exact = kind == EXACT
 
     def spread(tree):
         if place is None:
@@ -76,7 +84,7 @@ def train(place, mesh, collectives, mars_type, exact, scale, compiled=False):
     kw = {} if collectives is None else dict(collectives=collectives)
     optimizer = MARS(
         params.items(), lr=0.02, weight_decay=0.1, mars_type=mars_type, max_norm=2.0,
-        is_approx=not exact, ns_dtype=torch.float32, compile=compiled, **kw,
+        correction=kind, ns_dtype=torch.float32, compile=compiled, **kw,
     )  # fmt: skip
 
     def give(seed):
@@ -91,9 +99,12 @@ def train(place, mesh, collectives, mars_type, exact, scale, compiled=False):
         optimizer.step()
         if exact:
             optimizer.update_last_grad()
-    whole = {n: p.detach() for n, p in params.items()}
+    found = {n: p.detach().clone() for n, p in params.items()}
+    if kind == TRANSPORT:
+        optimizer.eval()
+        found |= {f"{n}, x": p.detach() for n, p in params.items()}
     whole = {
-        n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in whole.items()
+        n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in found.items()
     }
     return whole, float(optimizer.grad_norm)
 
@@ -103,38 +114,48 @@ def compare(rank, world, cases, mesh_shape, place, strategies):
     torch.set_grad_enabled(False)
     mesh = init_device_mesh("cpu", mesh_shape)
     worst = {"elementwise": 0.0, "matrix": 0.0}
-    for mars_type, exact in cases:
+    for mars_type, form in cases:
         kind = "matrix" if REGISTRY[mars_type].matrix_only else "elementwise"
         for scale in (1.0, 1e-3):  # the per-tensor clip acts, and does not
-            want, norm = train(None, None, None, mars_type, exact, scale)
+            want, norm = train(None, None, None, mars_type, form, scale)
             for strategy in strategies if kind == "matrix" else ("auto",):
                 collectives = MeshCollectives(mesh, strategy=strategy)
-                got, mine = train(place, mesh, collectives, mars_type, exact, scale)
+                got, mine = train(place, mesh, collectives, mars_type, form, scale)
                 # what is replicated counts once
                 assert abs(mine - norm) < 1e-5 * norm, f"{mine} where whole has {norm}"
-                error = max(float((got[n] - want[n]).abs().max()) for n in SHAPES)
+                error = max(float((got[n] - want[n]).abs().max()) for n in want)
                 worst[kind] = max(worst[kind], error)
     return worst
 
 
 ALL = ("owner", "gram", "replicate")
 ADAMW, SHAMPOO, SHAMPOO_EXACT = (
-    ("mars-adamw", False),
-    ("mars-shampoo", False),
-    ("mars-shampoo", True),
+    ("mars-adamw", APPROXIMATE),
+    ("mars-shampoo", APPROXIMATE),
+    ("mars-shampoo", EXACT),
 )
-# mesh, placements, (mars_type, exact), strategies
+# mesh, placements, (mars_type, correction), strategies
 CASES = {
     "1 rank": ((1,), rows, EVERY, ("auto",)),
     "2 ranks": ((2,), rows, EVERY, (*ALL, "auto")),
-    "3 ranks": ((3,), rows, [ADAMW, SHAMPOO_EXACT], ("owner", "gram")),
+    "3 ranks": ((3,), rows, [ADAMW, SHAMPOO_EXACT, *AHEAD], ("owner", "gram")),
     "4 ranks": ((4,), rows, EVERY, ("owner",)),
-    "8 ranks": ((8,), rows, [("mars-adamw", True), ("mars-m", False)], ("owner",)),
+    "8 ranks": (
+        (8,),
+        rows,
+        [("mars-adamw", EXACT), ("mars-m", APPROXIMATE)],
+        ("owner",),
+    ),
     "Shard(1)": ((2,), columns, [ADAMW, SHAMPOO], ALL),
-    "HSDP 2x2": ((2, 2), hybrid, [("mars-adamw", True), SHAMPOO], (*ALL, "auto")),
+    "HSDP 2x2": (
+        (2, 2),
+        hybrid,
+        [("mars-adamw", EXACT), SHAMPOO, *AHEAD],
+        (*ALL, "auto"),
+    ),
     "HSDP 2x1": ((2, 1), hybrid, [ADAMW, SHAMPOO], ("owner", "auto")),
-    "FSDP x TP 2x2": ((2, 2), grid, [ADAMW, ("mars-m", True)], ("owner",)),
-    "mixed": ((2,), mixed, [("mars-lion", False), SHAMPOO], ("owner", "auto")),
+    "FSDP x TP 2x2": ((2, 2), grid, [ADAMW, ("mars-m", EXACT)], ("owner",)),
+    "mixed": ((2,), mixed, [("mars-lion", APPROXIMATE), SHAMPOO], ("owner", "auto")),
 }
 
 

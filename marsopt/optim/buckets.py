@@ -19,7 +19,6 @@ from marsopt.optim.hyperparameters import DeviceHyperparameters
 from marsopt.optim.state_dict import (
     ITERATE,
     OWN_KEYS,
-    TRAIN_MODE,
     State,
     kept_buffers,
     state_key,
@@ -132,9 +131,8 @@ def build(
         ]
         if not buckets:
             continue
-        ahead = group.get(TRAIN_MODE, True)
         for bucket in buckets:
-            _attach(bucket, state, known, ahead)
+            _attach(bucket, state, known)
         dtypes = dict.fromkeys(working_dtype(b.params[0]) for b in buckets)
         t = _steps([p for b in buckets for p in b.params], state)
         found.append(
@@ -170,12 +168,9 @@ def _steps(params: Sequence[Tensor], state: State) -> Tensor:
     return t
 
 
-def _attach(
-    bucket: ParameterBucket, state: State, known: Mapping[int, Tensor], ahead: bool
-) -> None:
+def _attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -> None:
     """Give a bucket its stacks: those that are there already, or fresh ones with what
-    ``state`` holds, which from now on holds their rows. ``ahead``: whether parameters
-    with an x in ``state`` hold y.
+    ``state`` holds, which from now on holds their rows.
     """
     pieces, wanted = bucket.pieces(), kept_buffers(bucket.algorithm)
     if len(pieces) > 1:
@@ -183,9 +178,6 @@ def _attach(
     keys = {symbol: state_key(bucket.algorithm, symbol) for symbol in wanted}
     unwanted = OWN_KEYS - {"step", *keys.values()}
     for p in bucket.params:
-        if ahead and ITERATE in unwanted & set(state[p]):  # no transport any more
-            local = bucket.collectives.local
-            local(p).copy_(local(state[p][ITERATE]))
         for key in unwanted & set(state[p]):
             del state[p][key]  # of another rule: stale when that one returns
     for symbol, dims in wanted.items():
@@ -197,7 +189,7 @@ def _attach(
                 if key in state[p]:
                     row.copy_(bucket.collectives.local(state[p][key]))
                 elif key == ITERATE:
-                    row.copy_(bucket.collectives.local(p))
+                    row.copy_(bucket.collectives.local(p.detach()))
                 state[p][key] = bucket.collectives.wrap(row, p, dims)
         bucket.state[symbol] = stack
 

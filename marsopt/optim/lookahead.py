@@ -17,15 +17,17 @@ log = logging.getLogger(__name__)
 
 
 class Versions(NamedTuple):
-    """Autograd's counters of writes."""
+    """Autograd's counters of writes, and where p lies."""
 
     p: int
     piece: int  # of p on this rank: DCP writes there
+    storage: int  # of that: p.data = ... gives it another
     x: int
 
 
 def _versions(p: Tensor, x: Tensor, piece: Tensor) -> Versions:
-    return Versions(p._version, piece._version, x._version)
+    storage = piece.untyped_storage()._cdata
+    return Versions(p._version, piece._version, storage, x._version)
 
 
 class Lookahead:
@@ -104,7 +106,7 @@ class Lookahead:
         if p not in self._seen:
             return True  # before the first step
         seen = self._seen[p]
-        changed = seen is not None and seen[:2] != _versions(p, x, piece)[:2]
+        changed = seen is not None and seen[:3] != _versions(p, x, piece)[:3]
         if changed and not self._told:
             self._told = True
             log.warning(

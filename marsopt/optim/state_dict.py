@@ -143,7 +143,8 @@ def restore(
                     f"{tuple(tensor.shape)}: build MARS over the same parameters in "
                     "the same order"
                 )
-            pairs.append((tensor, found[key]))
+            if found[key] is not tensor:
+                pairs.append((tensor, found[key]))
     for tensor, value in pairs:  # the authors' step is an int
         tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
     if restarts:

@@ -1,0 +1,468 @@
+"""Transport in the class: what parameters and state hold, and who may change it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import marsopt
+from marsopt import MARS
+from parallel import MeshCollectives
+from tests.processes import spawn
+from tests.stacking import MODES, build, copies, equal, fill, forced, run, traced
+
+TYPES = list(marsopt.REGISTRY)
+GAMMA, LR = 0.1, 1e-2
+GOLDEN = Path(__file__).parent / "golden" / "transport.json"
+
+
+def params(seed: int = 0, dtype=torch.float32) -> list[nn.Parameter]:
+    """Matrices of one shape, another, and two vectors."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(6, 5), (6, 5), (4, 8), (5,), (5,)]
+    return [nn.Parameter(torch.randn(s, generator=g, dtype=dtype)) for s in shapes]
+
+
+def made(own, mode: str = "eager", **more) -> MARS:
+    kwargs = dict(lr=LR, gamma=GAMMA, correction="transport", ns_dtype=torch.float32)
+    return build(own, mode, **{**kwargs, **more})
+
+
+def held(optimizer) -> list[torch.Tensor]:
+    """What the state holds of x, or of y in eval mode."""
+    return [entry["iterate"].clone() for entry in optimizer.state.values()]
+
+
+# ---- the class is the functional rule ------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mars_type", TYPES)
+def test_the_class_is_the_rule(mars_type, mode, monkeypatch):
+    forced(monkeypatch, mode)
+    mine, theirs = params(), params()
+    options = dict(mars_type=mars_type, gamma_1d=0.05, max_norm=2.0)
+    if mars_type in ("adamw", "lion"):  # nothing is beside the rule
+        del options["gamma_1d"]
+    optimizer = made(mine, mode, **options)
+    options |= dict(ns=marsopt.NewtonSchulz(dtype=torch.float32))
+    if mars_type.endswith("normuon"):
+        options["betas"] = (0.95, 0.99)
+    rule = marsopt.mars(correction="transport", gamma=GAMMA, lr=LR, **options)
+    y = [p.detach() for p in theirs]
+    state = rule.init(y)
+    for seed in range(4):
+        run(optimizer, mine, [seed])
+        fill(theirs, seed)
+        y, state = rule.step(y, [p.grad for p in theirs], state, lr=LR)
+    equal(mine, y, 1e-6)
+    optimizer.eval()
+    equal(mine, rule.iterate(y, state), 1e-6)
+
+
+@pytest.mark.parametrize("mode", ["leaves", "stacks"])
+def test_compiled_is_eager_and_never_recompiles(mode, monkeypatch):
+    """While gamma moves, per group and scheduled, and a step is skipped."""
+    forced(monkeypatch, mode)
+    fast, slow = params(), params()
+    compiled, eager = made(fast, mode, max_norm=1.0), made(slow, max_norm=1.0)
+    for t in range(5):
+        for optimizer, own in ((compiled, fast), (eager, slow)):
+            fill(own, t)
+            if t == 3:
+                own[0].grad[0, 0] = torch.nan
+            optimizer.param_groups[0].update(gamma=0.2 / (1 + t), gamma_1d=0.01 * t)
+        stance = "fail_on_recompile" if t else "default"
+        with torch.compiler.set_stance(stance):
+            compiled.step()
+        eager.step()
+        equal(fast, slow, 1e-6)
+        equal(held(compiled), held(eager), 1e-6)
+    assert compiled.num_skipped == eager.num_skipped == 1
+
+
+def test_a_recorded_trajectory():
+    """Twelve steps on recorded losses, as the NumPy oracle computed them once."""
+    golden = json.loads(GOLDEN.read_text())
+    for name, case in golden.items():
+        x = torch.tensor(case["x"], dtype=torch.float64)
+        targets = torch.tensor(case["targets"], dtype=torch.float64)
+        rule = marsopt.mars(
+            mars_type=name,
+            correction="transport",
+            gamma=case["gamma"],
+            lr=case["lr"],
+            ns=marsopt.NewtonSchulz(dtype=torch.float64),
+        )
+        y, state = [x], rule.init([x])
+        for target in targets:  # the gradient of sum cosh(y - target)
+            g = [torch.sinh(y[0] - target)]
+            y, state = rule.step(y, g, state, lr=case["lr"])
+        for found, what in ((y, "y"), (rule.iterate(y, state), "iterate")):
+            want = torch.tensor(case[what], dtype=torch.float64)
+            torch.testing.assert_close(found[0], want, rtol=0, atol=1e-7)
+
+
+# ---- modes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", MODES)
+def test_eval_and_train_exchange_bit_for_bit(mode, dtype, monkeypatch):
+    forced(monkeypatch, mode)
+    own = params(dtype=dtype)
+    optimizer = made(own, mode)
+    run(optimizer, own, range(3))
+    y, x = copies(own), held(optimizer)
+    assert not any(map(torch.equal, x, y))
+    for _ in range(2):  # called twice as well, as trainers do
+        optimizer.eval()
+    equal(own, x)
+    equal(held(optimizer), y)
+    for _ in range(2):
+        optimizer.train()
+    equal(own, y)
+    equal(held(optimizer), x)
+
+
+def test_a_step_in_eval_mode_is_an_error():
+    own = params()
+    optimizer = made(own)
+    run(optimizer, own, range(2))
+    optimizer.eval()
+    before = copies(own)
+    fill(own, 2)
+    with pytest.raises(RuntimeError, match=r"step\(\) in eval mode.*call optimizer"):
+        optimizer.step()
+    equal(own, before)
+    optimizer.train()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("correction", ["approximate", "exact"])
+def test_other_corrections_have_no_modes(correction):
+    own = params()
+    optimizer = made(own, correction=correction)
+    before = copies(own)
+    optimizer.eval()
+    equal(own, before)
+    optimizer.train()
+    assert "train_mode" not in optimizer.param_groups[0]
+
+
+def test_what_is_skipped_or_has_no_gradient_stays():
+    own = params()
+    optimizer = made(own)
+    run(optimizer, own, range(2))
+    y, x = copies(own), held(optimizer)
+    fill(own, 2)
+    own[0].grad[0, 0] = torch.inf
+    optimizer.step()
+    equal(own, y)
+    equal(held(optimizer), x)
+    fill(own, 3)
+    own[1].grad = None
+    optimizer.step()
+    equal([own[1], held(optimizer)[1]], [y[1], x[1]])
+    assert not torch.equal(own[0], y[0])
+
+
+def test_gamma_is_that_of_the_step_that_leaves_the_lookahead():
+    own = params()
+    optimizer = made(own, mars_type="mars-lion", gamma=0.0)
+    run(optimizer, own, [0])
+    equal(own, held(optimizer))
+    before = held(optimizer)
+    optimizer.param_groups[0].update(gamma=0.2, gamma_1d=0.4)
+    run(optimizer, own, [1])
+    for p, x, x_prev in zip(own, held(optimizer), before, strict=True):
+        k = 0.2 * 0.95 / 0.05 if p.ndim == 2 else 0.4 * 0.9 / 0.1
+        equal([p], [x + k * (x - x_prev)], 1e-6)
+
+
+def test_contradictions_are_errors():
+    with pytest.raises(ValueError, match="is_approx=False with correction='transport'"):
+        made(params(), is_approx=False)
+    with pytest.raises(ValueError, match="gamma_1d=0.1 with correction='approximate'"):
+        MARS(params(), gamma_1d=0.1)
+    with pytest.raises(ValueError, match="got gamma_1d=0.1 with correction='exact'"):
+        marsopt.mars(gamma_1d=0.1, is_approx=False)
+    with pytest.raises(ValueError, match="got a reference"):
+        rule, x = marsopt.mars_adamw(correction="transport"), [torch.ones(2)]
+        rule.step(x, x, rule.init(x), lr=LR, reference=x)
+
+
+def test_the_protocol_of_exact_mars_does_nothing():
+    own = params()
+    optimizer = made(own)
+    fill(own, 0)
+    optimizer.update_previous_grad()
+    optimizer.step()
+    optimizer.update_last_grad()
+
+
+# ---- saved and loaded ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_first", [False, True])
+@pytest.mark.parametrize("in_eval", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_resumed_run_is_the_run(mode, in_eval, model_first, monkeypatch):
+    """Saved in either mode, loaded in either order, into other parameters."""
+    forced(monkeypatch, mode)
+    own, new = params(), params(1)
+    optimizer = made(own, mode)
+    run(optimizer, own, range(3))
+    if in_eval:
+        optimizer.eval()
+    weights, state = copies(own), copy.deepcopy(optimizer.state_dict())
+    optimizer.train()
+    run(optimizer, own, range(3, 6))
+
+    other = made(new, mode)
+
+    def load_model():
+        with torch.no_grad():
+            for p, value in zip(new, weights, strict=True):
+                p.copy_(value)
+
+    if model_first:
+        load_model()
+    other.load_state_dict(state)
+    if not model_first:
+        load_model()
+    assert other.param_groups[0]["train_mode"] is not in_eval
+    other.train()
+    run(other, new, range(3, 6))
+    equal(new, own)
+    equal(held(other), held(optimizer))
+
+
+def test_saving_in_train_mode_says_so_once(caplog):
+    own = params()
+    optimizer = made(own)
+    with caplog.at_level(logging.WARNING):
+        optimizer.state_dict()  # before the first step y is x
+        run(optimizer, own, range(2))
+        optimizer.eval()
+        optimizer.state_dict()
+        assert not caplog.records
+        optimizer.train()
+        optimizer.state_dict()
+        optimizer.state_dict()
+    (record,) = caplog.records
+    assert "state_dict() in train mode" in record.getMessage()
+    assert "optimizer.eval()" in record.getMessage()
+
+
+@pytest.mark.parametrize("to", ["transport", "approximate"])
+def test_another_correction_restarts_what_the_two_do_not_share(to, caplog):
+    """Moments go on; x starts where the parameters are, h at zero; said once."""
+    since = {"transport": "approximate", "approximate": "transport"}[to]
+    own, new = params(), params(1)
+    optimizer = made(own, correction=since)
+    run(optimizer, own, range(3))
+    optimizer.eval()
+    other = made(new, correction=to)
+    run(other, new, [7])
+    with caplog.at_level(logging.WARNING):
+        other.load_state_dict(optimizer.state_dict())
+    (record,) = [r for r in caplog.records if "another correction" in r.getMessage()]
+    anew = {"transport": "iterate", "approximate": "last_grad"}[to]
+    assert anew in record.getMessage()
+    with torch.no_grad():
+        for p, value in zip(new, own, strict=True):
+            p.copy_(value)
+    for p, q in zip(new, own, strict=True):
+        equal([other.state[p]["exp_avg"]], [optimizer.state[q]["exp_avg"]])
+    if to == "approximate":
+        assert not any(other.state[p]["last_grad"].any() for p in new[:3])
+        assert "train_mode" not in other.param_groups[0]
+    before = copies(new)
+    run(other, new, [3])
+    other.eval()
+    moved = [
+        float((p.detach() - x).abs().max()) for p, x in zip(new, before, strict=True)
+    ]
+    assert all(0 < size < 3 * LR for size in moved)  # from where the weights were
+
+
+def test_copies_and_pickles_go_on():
+    own = params()
+    optimizer = made(own)
+    run(optimizer, own, range(3))
+    again = copy.deepcopy(optimizer)
+    new = again.param_groups[0]["params"]
+    run(optimizer, own, [3])
+    run(again, new, [3])
+    equal(new, own)
+    equal(held(again), held(optimizer))
+
+
+# ---- what others write ---------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("both_layouts")
+@pytest.mark.parametrize("in_eval", [False, True])
+@pytest.mark.parametrize("by_data", [False, True])
+def test_what_is_written_between_steps_is_not_lost(in_eval, by_data, caplog):
+    """Loaded, averaged or clamped weights are the new x, said once."""
+    own = params()
+    optimizer = made(own)
+    run(optimizer, own, range(3))
+    written = [p.detach() + 1 for p in own]
+    if in_eval:
+        optimizer.eval()
+    with torch.no_grad(), caplog.at_level(logging.WARNING):
+        for p, value in zip(own, written, strict=True):
+            if by_data:
+                p.data = value.clone()
+            else:
+                p.copy_(value)
+        optimizer.train()
+        if in_eval:
+            equal(own, written)  # y starts there too
+        optimizer.param_groups[0].update(lr=0.0, base_lr=1.0)
+        run(optimizer, own, [3])
+    optimizer.eval()
+    equal(own, written)
+    told = [r for r in caplog.records if "lookahead restarts" in r.getMessage()]
+    assert len(told) == 1
+
+
+@pytest.mark.usefixtures("both_layouts")
+def test_weights_loaded_before_the_first_step_are_where_it_starts(caplog):
+    own, reference = params(), params(1)
+    optimizer = made(own)
+    with torch.no_grad():
+        for p, value in zip(own, reference, strict=True):
+            p.copy_(value)
+    other = made(reference)
+    run(optimizer, own, range(3))
+    run(other, reference, range(3))
+    equal(own, reference)
+    equal(held(optimizer), held(other))
+    assert not caplog.records
+
+
+def test_a_partial_load_that_passes_x_by_takes_the_loaded_weights():
+    """DCP with allow_partial_load, from a checkpoint of another correction: the state
+    dict that is loaded is the one that was handed out, x as it was.
+    """
+    own = params()
+    optimizer = made(own)
+    run(optimizer, own, range(3))
+    template = optimizer.state_dict()
+    weights = [p.detach() + 1 for p in own]
+    with torch.no_grad():
+        for p, value in zip(own, weights, strict=True):
+            p.copy_(value)
+    optimizer.load_state_dict(template)
+    optimizer.eval()
+    equal(own, weights)
+
+
+def test_loading_its_own_state_dict_changes_nothing():
+    own = params()
+    optimizer = made(own)
+    run(optimizer, own, range(3))
+    y, x = copies(own), held(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.eval()
+    equal(own, x)
+    optimizer.train()
+    equal(own, y)
+
+
+def test_a_group_added_in_eval_mode_joins_it():
+    own, more = params(), params(1)
+    optimizer = made(own)
+    run(optimizer, own, range(2))
+    optimizer.eval()
+    optimizer.add_param_group({"params": more})
+    weights = copies(more)
+    optimizer.train()
+    equal(more, weights)
+    run(optimizer, own + more, range(2))
+    assert {group["train_mode"] for group in optimizer.param_groups} == {True}
+
+
+# ---- sharded -------------------------------------------------------------------------
+
+
+def validated(rank, world):
+    """Validation leaves a root's parameters gathered: training must gather y anew."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    whole = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (world,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if hasattr(module, "set_force_sum_reduction_for_comms"):
+            module.set_gradient_divide_factor(world)
+            module.set_force_sum_reduction_for_comms(True)
+    losses = []
+    for net, options in (
+        (model, dict(collectives=MeshCollectives(mesh))),
+        (whole, {}),
+    ):
+        optimizer = made(net.parameters(), compile=False, **options)
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+        mine = []
+        for _ in range(4):
+            loss = net(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.eval()
+            with torch.no_grad():
+                held_out = net(inputs).square().mean()
+            optimizer.train()
+            mine += [float(loss), float(held_out)]
+        losses.append(mine)
+    return losses
+
+
+@pytest.mark.processes
+def test_validation_between_steps_under_fsdp2():
+    sharded, whole = spawn(validated, 2)[0]
+    assert sharded == pytest.approx(whole, rel=1e-5)
+
+
+# ---- with tools of others ------------------------------------------------------------
+
+
+def test_torch_compiles_nothing_of_the_modes():
+    """A step inside somebody's compiled train step, modes outside of it."""
+    own, slow = params(), params()
+    compiled, eager = made(own), made(slow)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = torch.compile(compiled.step, backend="eager")
+        for t in range(3):
+            fill(own, t)
+            step()
+            fill(slow, t)
+            eager.step()
+            compiled.eval()
+            compiled.train()
+    equal(own, slow)
+
+
+def test_schedule_free_loops_find_their_methods():
+    """Hugging Face's Trainer looks for callables of these names."""
+    optimizer = made(params())
+    assert callable(optimizer.train) and callable(optimizer.eval)
+    with traced():
+        optimizer.eval()
+        optimizer.train()
