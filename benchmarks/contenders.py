@@ -194,6 +194,18 @@ OURS = [
     ),
     _ours(
         "mars-adamw",
+        "MARS-AdamW transport, both clips",
+        key="mars-adamw-transport",
+        build=ours("mars-adamw", correction="transport"),
+    ),
+    _ours(
+        "mars-m",
+        "MARS-M transport, both clips",
+        key="mars-m-transport",
+        build=ours("mars-m", correction="transport"),
+    ),
+    _ours(
+        "mars-adamw",
         "MARS-AdamW exact, both clips",
         key="mars-adamw-exact",
         build=ours("mars-adamw", is_approx=False),

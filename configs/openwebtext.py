@@ -131,3 +131,35 @@ def large_mars_shampoo() -> MarsTrainer.Config:
 def xl_mars_shampoo() -> MarsTrainer.Config:
     """1.56B, MARS-Shampoo: ours, at large's rates; planned, never trained."""
     return recipe("xl", "mars_shampoo")
+
+
+def small_mars_adamw_transport() -> MarsTrainer.Config:
+    """124M, MARS-AdamW, transport: small_mars_adamw with our gamma, a guess."""
+    return recipe(
+        "small", "mars_adamw", variant="_transport", correction="transport", gamma=0.05
+    )
+
+
+def small_mars_lion_transport() -> MarsTrainer.Config:
+    """124M, MARS-Lion, transport: small_mars_lion with our gamma, a guess."""
+    return recipe(
+        "small", "mars_lion", variant="_transport", correction="transport", gamma=0.05
+    )
+
+
+def small_mars_shampoo_transport() -> MarsTrainer.Config:
+    """124M, MARS-Shampoo, transport: small_mars_shampoo with our gamma, a guess."""
+    return recipe(
+        "small",
+        "mars_shampoo",
+        variant="_transport",
+        correction="transport",
+        gamma=0.025,
+    )
+
+
+def small_mars_m_transport() -> MarsTrainer.Config:
+    """124M, MARS-M, transport: small_mars_m with our gamma, a guess."""
+    return recipe(
+        "small", "mars_m", variant="_transport", correction="transport", gamma=0.025
+    )

@@ -104,3 +104,51 @@ def tiny_mars_shampoo() -> MarsTrainer.Config:
 def tiny_mars_m() -> MarsTrainer.Config:
     """MARS-M: embeddings by AdamW."""
     return _tiny("tiny_mars_m", "mars_m", lr=6e-3, min_lr=6e-4)
+
+
+def tiny_mars_adamw_transport() -> MarsTrainer.Config:
+    """MARS-AdamW, transport: exact MARS with one gradient."""
+    return _tiny(
+        "tiny_mars_adamw_transport",
+        "mars_adamw",
+        lr=6e-3,
+        min_lr=6e-4,
+        correction="transport",
+        gamma=0.1,
+    )
+
+
+def tiny_mars_lion_transport() -> MarsTrainer.Config:
+    """MARS-Lion, transport: exact MARS with one gradient."""
+    return _tiny(
+        "tiny_mars_lion_transport",
+        "mars_lion",
+        lr=5e-4,
+        min_lr=5e-5,
+        correction="transport",
+        gamma=0.1,
+    )
+
+
+def tiny_mars_shampoo_transport() -> MarsTrainer.Config:
+    """MARS-Shampoo, transport: exact MARS with one gradient."""
+    return _tiny(
+        "tiny_mars_shampoo_transport",
+        "mars_shampoo",
+        lr=3e-2,
+        min_lr=3e-3,
+        correction="transport",
+        gamma=0.05,
+    )
+
+
+def tiny_mars_m_transport() -> MarsTrainer.Config:
+    """MARS-M, transport: exact MARS with one gradient."""
+    return _tiny(
+        "tiny_mars_m_transport",
+        "mars_m",
+        lr=1.2e-2,
+        min_lr=1.2e-3,
+        correction="transport",
+        gamma=0.05,
+    )

@@ -26,6 +26,7 @@ from train.engine.schedule import cosine
 from train.errors import UserError
 from train.gpt2 import GPT2
 from train.runs import summary
+from train.runs.checkpoints import load_model
 from train.runs.settings import claim, describe, settings
 from train.runs.summary import read_scalars
 
@@ -95,10 +96,31 @@ def exact(data, tmp_path_factory):
     return folder, *run(data, folder, "--optimizer.correction=exact")
 
 
-def plain_loop(data, is_exact):
+@pytest.fixture(scope="session")
+def transport(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "transport"
+    return folder, *run(data, folder, *CORRECTIONS["transport"])
+
+
+# gamma falls with the rate, so that continuing has to find it again
+CORRECTIONS = {
+    "one": [],
+    "exact": ["--optimizer.correction=exact"],
+    "transport": [
+        *("--optimizer.correction=transport", "--optimizer.gamma=0.1"),
+        *("--optimizer.gamma-1d=0.2", "--optimizer.gamma-decay=with_lr"),
+    ],
+}
+every_correction = pytest.mark.parametrize("name", CORRECTIONS)
+
+
+def plain_loop(data, name):
     """{step: (loss, gradient norm)} of the same training in plain PyTorch: one process,
     the whole batch at once, torch's own clip.
     """
+    is_exact, gammas = name == "exact", dict(gamma=0.025, gamma_1d=None)
+    if name == "transport":
+        gammas = dict(gamma=0.1, gamma_1d=0.2)
     config = configs.tiny_mars_adamw()
     opt, shape = config.optimizer, config.model_spec.model.shape
     model = GPT2(shape)
@@ -113,8 +135,9 @@ def plain_loop(data, is_exact):
         lr=opt.lr,
         weight_decay=opt.weight_decay,
         lr_1d=opt.lr_1d,
-        is_approx=not is_exact,
+        correction="approximate" if name == "one" else name,
         compile=False,
+        **gammas,
     )
     tokens, _ = open_tokens(data, "train", vocab_size=257)
     kw = dict(rank=0, world=1, local_batch=BATCH, seq_len=SEQ, vocab_size=257)
@@ -133,7 +156,10 @@ def plain_loop(data, is_exact):
     found = {}
     for t in range(STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = opt.lr * cosine(t, warmup=2, total=STEPS, floor=floor)
+            factor = cosine(t, warmup=2, total=STEPS, floor=floor)
+            group["lr"] = opt.lr * factor
+            if name == "transport":
+                group.update({key: factor * value for key, value in gammas.items()})
         if is_exact:
             gradient(batches[t + 1])
             optimizer.update_previous_grad()
@@ -160,11 +186,11 @@ def test_a_run_shows_everything(one):
     assert summary["validation_loss"] == pytest.approx(float(held_out[8]), abs=1e-5)
 
 
-@pytest.mark.parametrize("is_exact", [False, True], ids=["approximate", "exact"])
-def test_the_engine_is_a_plain_loop(data, request, is_exact):
-    folder, losses, *_ = request.getfixturevalue("exact" if is_exact else "one")
+@every_correction
+def test_the_engine_is_a_plain_loop(data, request, name):
+    folder, losses, *_ = request.getfixturevalue(name)
     norms = read_scalars(folder / "tb")["grad_norm"]
-    for step, (loss, norm) in plain_loop(data, is_exact).items():
+    for step, (loss, norm) in plain_loop(data, name).items():
         assert float(losses[step]) == pytest.approx(loss, abs=2e-5), f"step {step}"
         assert norms[step] == pytest.approx(norm, rel=1e-4), f"step {step}"
 
@@ -186,12 +212,29 @@ def test_two_processes_print_the_same_losses(data, one, tmp_path):
     assert run(data, tmp_path / "two", ranks=2)[:2] == (losses, held_out)
 
 
-@pytest.mark.parametrize("is_exact", [False, True], ids=["approximate", "exact"])
+def test_what_transport_validates_and_saves_is_x(transport, data):
+    """The loss of the model in the checkpoint is the one that validation printed."""
+    folder, _, held_out, _ = transport
+    model = load_model(folder, configs.tiny_mars_adamw().model_spec.model.shape)
+    tokens, _ = open_tokens(data, "val", vocab_size=257)
+    kw = dict(rank=0, world=1, local_batch=BATCH, seq_len=SEQ, vocab_size=257)
+    stream = Batches(tokens, **kw, consecutive=True)
+    samples = int(TINY[TINY.index("--validator.samples") + 1])
+    with torch.no_grad():
+        losses = [
+            F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item()
+            for x, y in (stream.next() for _ in range(samples // BATCH))
+        ]
+    mean = sum(losses) / len(losses)
+    assert float(held_out[STEPS]) == pytest.approx(mean, abs=2e-5)
+
+
+@every_correction
 def test_stopped_and_resumed_on_another_number_of_processes(
-    data, request, tmp_path, is_exact
+    data, request, tmp_path, name
 ):
-    _, losses, held_out, _ = request.getfixturevalue("exact" if is_exact else "one")
-    options = ["--optimizer.correction=exact"] if is_exact else []
+    _, losses, held_out, _ = request.getfixturevalue(name)
+    options = CORRECTIONS[name]
     first, val_first, _ = run(data, tmp_path / "r", *options, steps=4, ranks=2)
     rest, val_rest, out = run(data, tmp_path / "r", *options)
     assert (

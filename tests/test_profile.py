@@ -109,6 +109,40 @@ def test_bytes_a_parameter_with_h_in_half_precision():
     assert report.num_bytes <= 1.002 * report.floor.num_bytes
 
 
+def test_bytes_a_parameter_of_transport():
+    """36 with both clips: no h; x is in the state, and y is written without being read.
+    That is behind a mask, which inductor's count takes for a read.
+    """
+    report, _ = watched("mars-adamw", shapes(2, WIDTH, VOCAB), correction="transport")
+    assert report.floor.num_bytes == 36 * report.num_params
+    assert report.bytes_per_param <= 36.05
+    assert report.flagged_bytes == 4 * report.num_params
+    assert "4.00 a parameter read behind a mask" in str(report)
+    assert [g.name for g in report.graphs] == ["assess_", "update_"]
+    assert report.num_stack_kernels == 2 * len(report.stack_bytes)
+    assert report.peak_bytes < MATRIX
+    assert report.recompiles == []
+
+
+@pytest.mark.parametrize("mars_type", ["mars-lion", "mars-m"])
+def test_bytes_of_transport_by_other_rules(mars_type):
+    report, _ = watched(mars_type, FEW, correction="transport")
+    assert report.num_bytes <= 1.002 * report.floor.num_bytes
+    assert report.recompiles == []
+
+
+def test_a_mask_by_position_moves_bytes():
+    """Of a padding, whose loads are real ones."""
+    x = torch.randn(512, 512)
+
+    def padded(x):
+        return torch.nn.functional.pad(x, (1, 1)) * 2
+
+    report = marsopt.profile(padded, x, cold=False, steps=2)
+    assert report.flagged_bytes == 0
+    assert report.num_bytes >= 2 * x.nbytes
+
+
 def test_three_kernels_a_stack(shallow, by_matrix):
     assert shallow[0].num_stack_kernels == 2 * len(shallow[0].stack_bytes)
     assert by_matrix.kernels_per_stack <= 3

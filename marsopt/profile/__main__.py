@@ -45,6 +45,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         add(name, type=int, help="instead of the model's own")
     add("--vocab", type=int, default=VOCAB_SIZE, help="rows of wte")
     add("--rule", choices=rules, default="mars_adamw")
+    add("--correction", choices=["approximate", "transport"], default="approximate")
     add("--h-dtype", choices=dtypes, help="of the kept gradient")
     add("--gradients", choices=["apart", "joined"], default="apart", help=apart)
     add("--device", choices=["cpu", "cuda"], default="cpu")
@@ -108,6 +109,7 @@ def title(args: argparse.Namespace) -> str:
         f", width {args.width}": args.width != width,
         f", vocabulary {args.vocab}": args.vocab != VOCAB_SIZE,
         f", h in {args.h_dtype}": args.h_dtype is not None,
+        f", {args.correction}": args.correction != "approximate",
     }
     more = "".join(text for text, differs in changed.items() if differs)
     return f"{args.rule} with both clips on {args.model}{more}"
@@ -123,6 +125,7 @@ def main() -> None:
         device=args.device,
         h_dtype=args.h_dtype and getattr(torch, args.h_dtype),
         joined=args.gradients == "joined",
+        correction=args.correction,
     )
     report = profile_optimizer(
         subject,

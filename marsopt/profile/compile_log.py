@@ -26,6 +26,7 @@ class Kernel:
     name: str
     num_bytes: int  # read and written
     is_extern: bool
+    flagged_bytes: int = 0  # and read where a flag says so: see ``_flagged_bytes``
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ class Graph:
     def num_bytes(self) -> int:
         """Return what one run reads and writes, as inductor's scheduler counts."""
         return sum(kernel.num_bytes for kernel in self.kernels)
+
+    @property
+    def flagged_bytes(self) -> int:
+        """Return what one run reads beyond that where a flag says so."""
+        return sum(kernel.flagged_bytes for kernel in self.kernels)
 
 
 @dataclass
@@ -113,8 +119,51 @@ class CompileLog:
             return
         for node, words in record.args["nodes_num_elem"]:  # of four bytes
             if not isinstance(node, NopKernelSchedulerNode):
-                kernel = Kernel(node.get_name(), 4 * words, node.is_extern())
-                graph.kernels.append(kernel)
+                flagged = _flagged_bytes(node)
+                graph.kernels.append(
+                    Kernel(
+                        node.get_name(), 4 * words - flagged, node.is_extern(), flagged
+                    )
+                )
+
+
+def _flagged_bytes(node) -> int:
+    """Return what a kernel loads only where a flag in memory is set, which inductor
+    counts as read: loads behind a mask that depends on loaded values alone, not on the
+    position (as that of a padding does). Transport's step reads y so, where a step is
+    skipped.
+    """
+    found = 0
+    for part in node.get_nodes():
+        body = getattr(part, "_body", None)
+        if body is None or not body.subblocks:
+            continue
+        calls = body.root_block.graph.nodes
+        behind = {
+            load.args[1]
+            for call in calls
+            if call.op == "call_module" and call.target in body.subblocks
+            if not _knows_position(call.args[0])
+            for load in _loads(body.subblocks[call.target].graph.nodes)
+        }
+        behind -= {load.args[1] for load in _loads(calls)}
+        found += sum(
+            d.numbytes_hint() for d in part.read_writes.reads if d.name in behind
+        )
+    return found
+
+
+def _loads(nodes) -> list:
+    return [n for n in nodes if n.op == "call_method" and n.target == "load"]
+
+
+def _knows_position(value) -> bool:
+    """Whether an index has a part in a value, other than where it is loaded from."""
+    if value.op == "call_method" and value.target == "load":
+        return False
+    if value.op == "call_module" or value.target == "index_expr":
+        return True
+    return any(map(_knows_position, value.all_input_nodes))
 
 
 @contextmanager

@@ -77,6 +77,7 @@ class Subject:
         device: str = "cpu",
         h_dtype: torch.dtype | None = None,
         joined: bool = False,
+        correction: str = "approximate",
     ) -> None:
         torch.manual_seed(0)
         named = {
@@ -86,6 +87,7 @@ class Subject:
         for p in named.values():
             p.grad = 1e-3 * torch.randn_like(p)
         options = dict(lr=1e-4, max_norm=1.0, h_dtype=h_dtype, compile=True)
+        options |= dict(correction=correction)
         self.optimizer = MARS(param_groups(named, rule), mars_type=rule, **options)
         if joined:
             self.optimizer.join_gradients()

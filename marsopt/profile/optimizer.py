@@ -46,6 +46,7 @@ def _floor(bucket: ParameterBucket) -> tuple[int, int, int]:
     update = g + h + 2 * buffers + (h if algorithm.keeps_h else 0)
     # of a matrix rule the update leaves x; applying reads x and the factors, writes x
     update += 3 * x if algorithm.matrix_only else 2 * x
+    update += x if algorithm.transports else 0  # x is in the state; y is written
     update += x if algorithm.makes_matrix else 0
     return g + h, update, 0 if adjacent(grads) is not None else 2 * g
 
@@ -190,7 +191,14 @@ class OptimizerReport(Report):
             f"{least.num_bytes / n:.2f}: norms {least.norms / n:.2f}, update "
             f"{least.update / n:.2f} ({size(self.num_bytes)} moved a step)",
             f"and {least.packed / n:.2f} a parameter to pack gradients into stacks",
+            *self._flagged(),
         ]
+
+    def _flagged(self) -> list[str]:
+        if not self.flagged_bytes:
+            return []
+        more = self.flagged_bytes / self.num_params
+        return [f"and {more:.2f} a parameter read behind a mask, if a step is skipped"]
 
     def _rates(self) -> str:
         if self.orthogonal is None:

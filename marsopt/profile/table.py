@@ -39,6 +39,11 @@ class Report:
         return sum(graph.num_runs * graph.num_bytes for graph in self.graphs)
 
     @property
+    def flagged_bytes(self) -> int:
+        """Return what one call reads beyond that where a flag says so."""
+        return sum(graph.num_runs * graph.flagged_bytes for graph in self.graphs)
+
+    @property
     def allowed_seconds(self) -> float:
         """Return what ``num_bytes`` take at the copy bandwidth."""
         return self.num_bytes / self.copy_bandwidth
@@ -72,7 +77,7 @@ class Report:
             ("recompiles", f"{len(self.recompiles)} in {self.num_calls} calls"),
             *(("", f"{r.name}: {_first_line(r.reason)}") for r in self.recompiles),
             ("kernels", self._kernels() + launches),
-            *zip(("bytes", ""), self._bytes(), strict=False),
+            *zip(("bytes", "", ""), self._bytes(), strict=False),
             *zip(("time", ""), self._time(), strict=False),
             ("first call", f"{self.first_call_seconds:.1f} s with compiling"),
             ("peak memory", f"{size(self.peak_bytes)} beyond what lived before"),
