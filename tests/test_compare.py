@@ -23,6 +23,7 @@ from train.compare.curves import Curve
 from train.compare.session import Session
 from train.compare.sweep import Run
 from train.compare.table import markdown, report
+from train.compare.variants import command_line
 from train.engine.launch import parse
 from train.errors import UserError
 from train.runs.checkpoints import last_step
@@ -328,11 +329,33 @@ def test_the_next_call_continues(comparison):
 def test_what_is_finished_is_recognised(comparison):
     folder, *_ = comparison
     said: list[str] = []
-    Session(
-        study.Study.load(folder), folder, jobs=2, lock=0,
-        guess=lambda name: 1.0, say=said.append,
-    ).train()  # fmt: skip
+    loaded = study.Study.load(folder)
+    Session(loaded, folder, jobs=2, lock=0, say=said.append).train()
     assert said == ["2 of 2 runs done (more where a grid widens), about 0:00:00 left"]
+
+
+def test_a_recipe_may_have_options_of_its_own(data):
+    """CONFIG:OPTION=VALUE trains, and is shown, as a recipe by itself."""
+    names = [
+        "tiny_adamw:betas=0.95,0.99",
+        "tiny_moonlight:correction=transport:gamma=0",
+    ]
+    options = ["--dataloader.dataset-path", str(data)]
+    made = study.make(names, {}, steps=20, num_seeds=1, threads=1, options=options)
+    given = made.settings[names[0]]
+    assert given["optimizer.betas"] == [0.95, 0.99]
+    assert not made.recipes[names[1]].corrects  # gamma is 0
+    line = made.arguments(Run(names[1], 1e-3, 0), data)
+    assert line[:2] == ["--config", "tiny_moonlight"]
+    assert line[2:6] == [
+        "--optimizer.correction",
+        "transport",
+        "--optimizer.gamma",
+        "0",
+    ]
+    for wrong in ("tiny_adamw:betas", "tiny_adamw:=1", "tiny_adamw:eps=/tmp"):
+        with pytest.raises(UserError, match=f"got {wrong}, expected CONFIG:OPTION"):
+            command_line(wrong)
 
 
 @pytest.mark.application

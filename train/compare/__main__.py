@@ -140,7 +140,7 @@ def compare(args: argparse.Namespace) -> bool:
     from train.compare.session import Session
     from train.compare.study import LOCK, check
     from train.compare.table import report
-    from train.compare.timing import measure, seconds_per_run
+    from train.compare.timing import measure
 
     console(0)
     jobs = args.jobs or (1 if torch.cuda.is_available() else min(2, os.cpu_count()))
@@ -153,8 +153,7 @@ def compare(args: argparse.Namespace) -> bool:
         study = check(study, args.out)  # another call may have begun one since
         study.save(args.out)
         if args.only in (None, "runs"):
-            told = dict(guess=seconds_per_run(study), say=say)
-            session = Session(study, args.out, jobs=jobs, lock=held, **told)
+            session = Session(study, args.out, jobs=jobs, lock=held, say=say)
             session.train()
             complete = not session.failed
         if args.only == "timing" or (args.only is None and args.timing):

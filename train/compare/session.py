@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 
 from train.compare import curves, sweep
@@ -25,7 +26,6 @@ class Session:
     _: KW_ONLY
     jobs: int  # runs at once
     lock: int  # file descriptor that runs hold as long as they live
-    guess: Callable[[str], float]  # seconds of a recipe's run, before one was timed
     say: Callable[[str], None]  # shows a line
 
     def __post_init__(self) -> None:
@@ -35,7 +35,6 @@ class Session:
         self.running: list[Child] = []
         self.clock = 0.0  # seconds at work: time spent stopped does not count
         self.took: dict[str, list[float]] = {}
-        self.guessed = self.spent = 0.0
 
     def train(self) -> None:
         """Train until nothing is left; an interrupt ends all children."""
@@ -113,22 +112,16 @@ class Session:
             self.losses[run] = curve.score
             seconds = self.clock - child.began
             if not child.resumed:
-                self._time(run.config, seconds)
+                self.took.setdefault(run.config, []).append(seconds)
             self.say(
                 f"{run}: done in {timedelta(seconds=round(seconds))}, validation loss "
                 f"{curve.final:.4f}. {self._outlook()}"
             )
 
-    def _time(self, config: str, seconds: float) -> None:
-        self.took.setdefault(config, []).append(seconds)
-        self.guessed += self.guess(config)
-        self.spent += seconds
-
     def _seconds(self, config: str) -> float:
-        """Return what one run of this recipe takes, as far as is known."""
-        if times := self.took.get(config):
-            return sum(times) / len(times)
-        return self.guess(config) * (self.spent / self.guessed if self.guessed else 1.0)
+        """Return what its runs took, else those of all recipes; nan before the first."""
+        times = self.took.get(config) or list(chain.from_iterable(self.took.values()))
+        return sum(times) / len(times) if times else math.nan
 
     def _outlook(self) -> str:
         """Say how many of how many are done, and how long the rest takes."""

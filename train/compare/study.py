@@ -37,7 +37,7 @@ class Recipe:
 
     name: str
     mars_type: str
-    corrects: bool  # MARS with a gamma above 0
+    corrects: bool  # MARS or transport, with a gamma above 0
     correction: str
     lr: float
     lr_1d: float
@@ -201,10 +201,11 @@ def _num_held_out(configs: list, steps: int, interval: int) -> int:
 
 def _recipe(name: str, config) -> Recipe:
     opt, rates = config.optimizer, config.lr_scheduler
+    mars = REGISTRY[opt.mars_type].is_mars
     return Recipe(
         name=name,
         mars_type=opt.mars_type,
-        corrects=REGISTRY[opt.mars_type].is_mars and opt.gamma > 0,
+        corrects=opt.gamma > 0 and (mars or opt.correction == "transport"),
         correction=opt.correction,
         lr=opt.lr,
         lr_1d=opt.lr_1d,

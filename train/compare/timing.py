@@ -5,13 +5,9 @@ machine for a while disturbs all recipes alike; medians forget the rest.
 """
 
 import logging
-import math
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 
 from marsopt.profile.machine import seconds
@@ -19,64 +15,12 @@ from train.compare.children import end, spawn
 from train.compare.curves import load_all
 from train.compare.study import Study
 from train.compare.sweep import Run, best_rate, sweep_of
-from train.compare.variants import command_line
 from train.engine.launch import console, parse, standalone
 from train.engine.resolve import resolve
 from train.files import write_json
 
 BLOCK = 5  # steps of a turn
 ROUNDS = 9  # turns of each recipe; the first is warm-up
-START = 15.0  # seconds that a run spends outside its steps
-
-
-def seconds_per_run(study: Study) -> Callable[[str], float]:
-    """Return a guess of what one run takes, from one timed pass of the model; nan where
-    that does not fit into memory (runs may recompute activations).
-    """
-    options = [*command_line(next(iter(study.recipes))), *study.options]
-
-    @cache  # nothing is timed where nothing is left to run
-    def step() -> float:
-        # a process of its own, whose memory on a GPU is free again for the runs
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            try:
-                return pool.submit(_pass_seconds, options, study).result()
-            except RuntimeError:  # out of memory, or killed for want of it
-                return math.nan
-
-    points = study.steps / study.validation_interval + 1
-    held_out = points * study.validation_samples / _global_batch(study) / 3
-
-    def guess(recipe: str) -> float:
-        passes = 2 if study.recipes[recipe].correction == "exact" else 1
-        return START + step() * (passes * study.steps + held_out)
-
-    return guess
-
-
-def _pass_seconds(options: list[str], study: Study) -> float:
-    """Time the forward and backward pass of one global batch."""
-    import torch
-    import torch.nn.functional as F
-
-    from train.gpt2 import GPT2
-
-    config = parse(options)
-    t, shape = config.training, config.model_spec.model.shape
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(study.threads)
-    model = GPT2(shape).to(device)
-    ids = torch.zeros(t.local_batch_size, t.seq_len, dtype=torch.long, device=device)
-
-    def forward_backward() -> None:
-        F.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten()).backward()
-
-    least = min(seconds(forward_backward, device) for _ in range(3))
-    return least * _global_batch(study) / t.local_batch_size
-
-
-def _global_batch(study: Study) -> int:
-    return next(iter(study.settings.values()))["training.global_batch_size"]
 
 
 def measure(study: Study, folder: Path, lock: int, say: Callable[[str], None]) -> bool:

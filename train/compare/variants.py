@@ -4,10 +4,8 @@ from train.errors import UserError
 
 
 def command_line(name: str) -> list[str]:
-    """Return the arguments of ``python -m train`` for CONFIG[:OPTION=VALUE...], where
-    options are the optimizer's and values of several numbers are joined by commas:
-
-        tiny_adamw:betas=0.95,0.99  ->  --config tiny_adamw --optimizer.betas 0.95 0.99
+    """Return the arguments of ``python -m train`` for CONFIG[:OPTION=VALUE...], with
+    options of the optimizer, e.g. tiny_adamw:betas=0.95,0.99.
     """
     config, *options = name.split(":")
     arguments = ["--config", config]
