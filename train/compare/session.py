@@ -119,7 +119,7 @@ class Session:
             )
 
     def _seconds(self, config: str) -> float:
-        """Return what its runs took, else those of all recipes; nan before the first."""
+        """Return what its runs took, else those of all; nan before the first."""
         times = self.took.get(config) or list(chain.from_iterable(self.took.values()))
         return sum(times) / len(times) if times else math.nan
 
