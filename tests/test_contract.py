@@ -686,7 +686,7 @@ def test_an_empty_list_is_an_error():
         MARS([])
 
 
-def zero(rank, world):
+def zero(rank, world, correction):
     """One matrix and one vector; rank 1 gets nothing, or the vector."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch.jit
 
@@ -694,9 +694,9 @@ def zero(rank, world):
     for shapes in (((6, 4),), ((6, 4), (4,))):
         params = parameters(*shapes)
         optimizer = ZeroRedundancyOptimizer(
-            params, optimizer_class=MARS, lr=LR, is_approx=True, compile=False
+            params, optimizer_class=MARS, lr=LR, correction=correction, compile=False
         )
-        for seed in range(3):
+        for seed in range(4):
             fill(params, seed)
             optimizer.step()
         found.append(copies(params))
@@ -704,11 +704,12 @@ def zero(rank, world):
 
 
 @pytest.mark.processes
-def test_zero_redundancy_is_the_whole_optimizer():
-    for found in spawn(zero, 2):
+@pytest.mark.parametrize("correction", ["approximate", "transport"])
+def test_zero_redundancy_is_the_whole_optimizer(correction):
+    for found in spawn(zero, 2, correction):
         for got in found:
             want = parameters(*(p.shape for p in got))
-            run(build(want, "eager", lr=LR), want, range(3))
+            run(build(want, "eager", lr=LR, correction=correction), want, range(4))
             equal(got, want, 1e-6)
 
 

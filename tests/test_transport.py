@@ -339,6 +339,28 @@ def test_what_is_written_between_steps_is_not_lost(in_eval, by_data, caplog):
     assert len(told) == 1
 
 
+def test_writing_before_every_step_is_an_error():
+    """As SAM does: the step would be taken from y, which is another algorithm."""
+    own = params()
+    optimizer = made(own)
+    run(optimizer, own, range(2))
+    for seed in (2, 3):
+        with torch.no_grad():
+            own[0].mul_(1.0)
+        run(optimizer, own, [seed])
+    run(optimizer, own, [4])  # not this time
+    for seed in (5, 6):
+        with torch.no_grad():
+            own[0].mul_(1.0)
+        run(optimizer, own, [seed])
+    before = copies(own)
+    with torch.no_grad():
+        own[0].mul_(1.0)
+    with pytest.raises(RuntimeError, match=r"before each of 3 steps.*optimizer\.eval"):
+        run(optimizer, own, [7])
+    equal(own, before)
+
+
 @pytest.mark.usefixtures("both_layouts")
 def test_weights_loaded_before_the_first_step_are_where_it_starts(caplog):
     own, reference = params(), params(1)

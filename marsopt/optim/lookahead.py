@@ -15,6 +15,8 @@ from marsopt.optim.state_dict import ITERATE, State
 
 log = logging.getLogger(__name__)
 
+TOO_OFTEN = 3
+
 
 class Versions(NamedTuple):
     """Autograd's counters of writes, and where p lies."""
@@ -43,6 +45,7 @@ class Lookahead:
         # versions after our last write; None: p and x are to be believed
         self._seen: dict[Tensor, Versions | None] = {}
         self._told = False
+        self._in_a_row = 0  # steps before each of which somebody has written
 
     def believe(self, params: Sequence[Tensor]) -> None:
         """Take parameters and x as they are, whoever writes them before the next step:
@@ -74,10 +77,23 @@ class Lookahead:
                 self._seen[p] = None
 
     def begin(self, buckets: Sequence[ParameterBucket], state: State) -> None:
-        """Before a step or an exchange: x <- p wherever p is not what we wrote."""
-        for p, x, piece in _pairs(buckets, state):
-            if self._changed(p, x, piece):
-                x.copy_(piece)
+        """Before a step or an exchange: x <- p wherever p is not what we wrote.
+
+        Raises:
+            RuntimeError: that is so before every step, and would be another algorithm.
+        """
+        pairs = [pair for pair in _pairs(buckets, state) if self._changed(*pair)]
+        written = any(p in self._seen for p, _, _ in pairs)
+        self._in_a_row = self._in_a_row + 1 if written else 0
+        if self._in_a_row >= TOO_OFTEN:
+            raise RuntimeError(
+                f"got parameters that were written before each of {TOO_OFTEN} steps, "
+                'expected nobody to write between steps with correction="transport": '
+                "write between optimizer.eval() and optimizer.train(), or choose "
+                "another correction (SAM moves parameters before every step)"
+            )
+        for _, x, piece in pairs:
+            x.copy_(piece)
 
     def note(self, buckets: Sequence[ParameterBucket], state: State) -> None:
         """After our own writes."""
