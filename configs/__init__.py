@@ -42,6 +42,7 @@ from configs.openwebtext import (
     small_mars_shampoo,
     small_mars_shampoo_transport,
     small_moonlight,
+    small_moonlight_transport,
     small_muon,
     xl_mars_shampoo,
 )
@@ -59,6 +60,7 @@ from configs.tiny import (
     tiny_mars_shampoo,
     tiny_mars_shampoo_transport,
     tiny_moonlight,
+    tiny_moonlight_transport,
     tiny_muon,
 )
 
@@ -95,6 +97,7 @@ __all__ = [
     "small_mars_shampoo_transport",
     "small_moonlight",
     "small_moonlight_fw",
+    "small_moonlight_transport",
     "small_muon",
     "tiny_adamw",
     "tiny_lion",
@@ -109,6 +112,7 @@ __all__ = [
     "tiny_mars_shampoo",
     "tiny_mars_shampoo_transport",
     "tiny_moonlight",
+    "tiny_moonlight_transport",
     "tiny_muon",
     "xl_adamw_fw",
     "xl_mars_adamw_fw",

@@ -143,7 +143,7 @@ def small_mars_adamw_transport() -> MarsTrainer.Config:
 def small_mars_lion_transport() -> MarsTrainer.Config:
     """124M, MARS-Lion, transport: small_mars_lion with our gamma, a guess."""
     return recipe(
-        "small", "mars_lion", variant="_transport", correction="transport", gamma=0.05
+        "small", "mars_lion", variant="_transport", correction="transport", gamma=0.025
     )
 
 
@@ -162,4 +162,15 @@ def small_mars_m_transport() -> MarsTrainer.Config:
     """124M, MARS-M, transport: small_mars_m with our gamma, a guess."""
     return recipe(
         "small", "mars_m", variant="_transport", correction="transport", gamma=0.025
+    )
+
+
+def small_moonlight_transport() -> MarsTrainer.Config:
+    """124M, Moonlight, transport: small_moonlight with our gamma, a guess."""
+    return recipe(
+        "small",
+        "moonlight",
+        variant="_transport",
+        correction="transport",
+        gamma=0.025,
     )

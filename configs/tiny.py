@@ -126,7 +126,7 @@ def tiny_mars_lion_transport() -> MarsTrainer.Config:
         lr=5e-4,
         min_lr=5e-5,
         correction="transport",
-        gamma=0.1,
+        gamma=0.025,
     )
 
 
@@ -147,6 +147,18 @@ def tiny_mars_m_transport() -> MarsTrainer.Config:
     return _tiny(
         "tiny_mars_m_transport",
         "mars_m",
+        lr=1.2e-2,
+        min_lr=1.2e-3,
+        correction="transport",
+        gamma=0.05,
+    )
+
+
+def tiny_moonlight_transport() -> MarsTrainer.Config:
+    """Moonlight with its gradient taken ahead; Nesterov's term and decay stay."""
+    return _tiny(
+        "tiny_moonlight_transport",
+        "moonlight",
         lr=1.2e-2,
         min_lr=1.2e-3,
         correction="transport",

@@ -86,6 +86,8 @@ small_mars_adamw_transport mars-adamw 6e-3 6e-3    3e-3    3e-5     .01  0    .1
 small_mars_lion_transport mars-lion 2e-4   2e-4    3e-3    1e-5     .3   0    .1   .95 .99
 small_mars_shampoo_transport mars-shampoo 2e-2 2e-2 3e-3   3e-5     0    0    .1   .95 .99
 small_mars_m_transport mars-m      6e-3    6e-3    6e-3    3e-5     .01  .01  .01  .95 .99
+small_moonlight_transport moonlight 6e-3   6e-3    6e-3    3e-5     .1   .1   .1   .95 .99
+tiny_moonlight_transport moonlight 1.2e-2  1.2e-2  1.2e-2  1.2e-3   .1   .1   .1   .95 .99
 tiny_mars_adamw_transport mars-adamw 6e-3  6e-3    3e-3    6e-4     .01  0    .1   .95 .99
 tiny_mars_lion_transport mars-lion 5e-4    5e-4    3e-3    5e-5     .3   0    .1   .95 .99
 tiny_mars_shampoo_transport mars-shampoo 3e-2 3e-2 3e-3    3e-3     0    0    .1   .95 .99
@@ -94,11 +96,10 @@ tiny_mars_m_transport mars-m       1.2e-2  1.2e-2  1.2e-2  1.2e-3   .01  .01  .0
 GAMMA = {  # where it is not the published 0.025
     "tiny_mars_adamw_gamma0": 0.0,
     "tiny_mars_adamw_transport": 0.1,
-    "tiny_mars_lion_transport": 0.1,
     "tiny_mars_shampoo_transport": 0.05,
     "tiny_mars_m_transport": 0.05,
+    "tiny_moonlight_transport": 0.05,
     "small_mars_adamw_transport": 0.05,
-    "small_mars_lion_transport": 0.05,
 }
 HEAD, *ROWS = [line.split() for line in TABLE.split("\n") if line]
 FROZEN = {row[0]: dict(zip(HEAD, row, strict=True)) for row in ROWS}
