@@ -8,7 +8,7 @@
 
 PYTHON  ?= python3
 VENV    ?= .venv
-CONFIG  ?= tiny_mars_m_transport
+CONFIG  ?= tiny_moonlight_transport
 RUN     ?= $(CONFIG)
 RANKS   ?= 1
 OPTIONS ?=
