@@ -77,13 +77,13 @@ class Lookahead:
                 self._seen[p] = None
 
     def begin(self, buckets: Sequence[ParameterBucket], state: State) -> None:
-        """Before a step or an exchange: x <- p wherever p is not what we wrote.
+        """Before a step: x <- p wherever p is not what we wrote.
 
         Raises:
             RuntimeError: that is so before every step, and would be another algorithm.
         """
-        pairs = [pair for pair in _pairs(buckets, state) if self._changed(*pair)]
-        written = any(p in self._seen for p, _, _ in pairs)
+        found = [pair for pair in _pairs(buckets, state) if self._changed(*pair)]
+        written = any(p in self._seen for p, _, _ in found)
         self._in_a_row = self._in_a_row + 1 if written else 0
         if self._in_a_row >= TOO_OFTEN:
             raise RuntimeError(
@@ -92,28 +92,20 @@ class Lookahead:
                 "write between optimizer.eval() and optimizer.train(), or choose "
                 "another correction (SAM moves parameters before every step)"
             )
-        for _, x, piece in pairs:
+        for _, x, piece in found:
             x.copy_(piece)
 
     def note(self, buckets: Sequence[ParameterBucket], state: State) -> None:
         """After our own writes."""
         self._seen = {p: _versions(p, *xs) for p, *xs in _pairs(buckets, state)}
 
-    def exchange(
-        self, buckets: Sequence[ParameterBucket], state: State, *, ahead: bool
-    ) -> None:
-        """Exchange the contents of parameters and state.
-
-        Args:
-            ahead: whether parameters hold y afterwards; where somebody else has written
-                x in them meanwhile, y is that.
+    def exchange(self, buckets: Sequence[ParameterBucket], state: State) -> None:
+        """Exchange the contents of parameters and state. Where somebody else has
+        written a parameter since our last write, both are that.
         """
-        if not ahead:
-            self.begin(buckets, state)
         for p, x, piece in _pairs(buckets, state):
-            restarts = ahead and self._changed(p, x, piece)
             before = piece.clone()
-            if not restarts:
+            if not self._changed(p, x, piece):
                 piece.copy_(x)
             x.copy_(before)
         self.note(buckets, state)

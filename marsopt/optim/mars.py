@@ -258,7 +258,7 @@ class MARS(LayoutOptimizer):
         if not self._is_transport or self._in_train_mode == train:
             return
         layout = self._fitting()
-        self._ahead.exchange(layout.buckets, self.state, ahead=train)
+        self._ahead.exchange(layout.buckets, self.state)
         self._options["collectives"].written()
         for group in self.param_groups:
             group[TRAIN_MODE] = train
