@@ -33,6 +33,8 @@ class SaveTheTrainedModel(TrainerCallback):
         if control.should_save:
             optimizer.eval()
 
+    on_epoch_end = on_step_end  # with save_strategy="epoch"
+
     def on_log(self, args, state, control, logs, **kwargs):
         if "loss" in logs:
             print(f"step {state.global_step:3}  loss {float(logs['loss']):.6f}")

@@ -196,6 +196,8 @@ def test_contradictions_are_errors():
         MARS(params(), gamma_1d=0.1)
     with pytest.raises(ValueError, match="got gamma_1d=0.1 with correction='exact'"):
         marsopt.mars(gamma_1d=0.1, is_approx=False)
+    with pytest.raises(ValueError, match="got rest_gamma=nan"):
+        marsopt.mars(correction="transport", gamma_1d=float("nan"))
     with pytest.raises(ValueError, match="got a reference"):
         rule, x = marsopt.mars_adamw(correction="transport"), [torch.ones(2)]
         rule.step(x, x, rule.init(x), lr=LR, reference=x)
@@ -337,6 +339,108 @@ def test_what_is_written_between_steps_is_not_lost(in_eval, by_data, caplog):
     equal(own, written)
     told = [r for r in caplog.records if "lookahead restarts" in r.getMessage()]
     assert len(told) == 1
+
+
+def accelerated(optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())  # as accelerate's prepare does
+    return optimizer
+
+
+@pytest.mark.usefixtures("both_layouts")
+@pytest.mark.parametrize("handed", [accelerated, copy.deepcopy])
+@pytest.mark.parametrize("before", [False, True])
+def test_weights_loaded_around_a_copy_of_a_fresh_optimizer_are_kept(handed, before):
+    """Before its first step a parameter is the truth, whatever its x is."""
+    own = params()
+    optimizer = made(own)
+    if not before:
+        optimizer = handed(optimizer)
+        own = optimizer.param_groups[0]["params"]
+    with torch.no_grad():
+        for p in own:
+            p.add_(5)
+    if before:
+        optimizer = handed(optimizer)
+        own = optimizer.param_groups[0]["params"]
+    want = copies(own)
+    run(optimizer, own, range(2))
+    for p, value in zip(own, want, strict=True):
+        assert float((p.detach() - value).abs().max()) < 0.5
+
+
+@pytest.mark.parametrize("saved_by", ["state_dict", "deepcopy"])
+def test_what_is_written_before_saving_is_saved(saved_by):
+    own, new = params(), params(1)
+    optimizer = made(own)
+    run(optimizer, own, range(3))
+    with torch.no_grad():
+        for p in own:
+            p.add_(5)
+    if saved_by == "deepcopy":
+        other = copy.deepcopy(optimizer)
+        new = other.param_groups[0]["params"]
+    else:
+        other = made(new)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        with torch.no_grad():
+            for p, value in zip(new, own, strict=True):
+                p.copy_(value)
+    run(optimizer, own, [3])
+    run(other, new, [3])
+    equal(new, own)
+    equal(held(other), held(optimizer))
+
+
+@pytest.mark.usefixtures("both_layouts")
+@pytest.mark.parametrize("how", ["thawed", "added"])
+def test_a_layout_made_anew_is_no_write(how, caplog):
+    own, reference = params(), params()
+    late = [own.pop(1), reference.pop(1)]
+    optimizers = []
+    for each, last in ((own, late[0]), (reference, late[1])):
+        last.requires_grad_(how == "added")
+        group = each + ([last] if how == "thawed" else [])
+        optimizers.append(made(group))
+        run(optimizers[-1], each, range(3))
+    optimizer, other = optimizers
+    x = [optimizer.state[p]["iterate"].clone() for p in own]
+    if how == "thawed":
+        late[0].requires_grad_(True)
+        fill([late[0]], 9)
+    else:
+        optimizer.add_param_group({"params": [late[0]]})
+    optimizer.eval()
+    equal(own, x)
+    optimizer.train()
+    equal(own, reference)
+    assert not caplog.records
+    assert other is not optimizer
+
+
+@pytest.mark.parametrize("mars_type", ["moonlight", "muon", "normuon", "mars-m"])
+def test_averages_go_on_under_another_name(mars_type):
+    """A baseline's momentum_buffer, and approximate MARS's average without clip."""
+    options = dict(mars_type=mars_type, clip=None)
+    own, new = params(), params(1)
+    optimizer = made(own, correction="approximate", **options)
+    run(optimizer, own, range(3))
+    other = made(new, **options)
+    other.load_state_dict(optimizer.state_dict())
+    for p, q in zip(new[:3], own[:3], strict=True):
+        (key,) = {"momentum_buffer", "grad_avg"} & set(optimizer.state[q])
+        equal([other.state[p]["exp_avg"]], [optimizer.state[q][key]])
+    back = made(own, correction="approximate", **options)
+    back.load_state_dict(other.state_dict())
+    for p, q in zip(new[:3], own[:3], strict=True):
+        (key,) = {"momentum_buffer", "grad_avg"} & set(back.state[q])
+        equal([back.state[q][key]], [other.state[p]["exp_avg"]])
+
+
+def test_a_mode_in_a_group_means_nothing_to_other_corrections():
+    own, more = params(), params(1)
+    groups = [{"params": own}, {"params": more, "train_mode": False}]
+    optimizer = made(groups, correction="approximate")
+    run(optimizer, own + more, range(2))
 
 
 def test_writing_before_every_step_is_an_error():

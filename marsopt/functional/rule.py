@@ -55,6 +55,8 @@ class Rule:
 
     def __post_init__(self) -> None:
         checks.positive_or_none("max_norm", self.max_norm)
+        if self.rest_gamma is not None:
+            checks.finite("rest_gamma", self.rest_gamma)
 
     def init(self, params: Tree) -> State | RoutedState:
         """Return the state before the first step: of what this rule needs and no more,

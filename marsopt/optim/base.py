@@ -61,7 +61,7 @@ class LayoutOptimizer(Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        if TRAIN_MODE in param_group:
+        if self._is_transport:
             self.param_groups[-1][TRAIN_MODE] = self.param_groups[0][TRAIN_MODE]
         if self._layout is not None:  # else the constructor is still adding groups
             if not self._layout.params:
@@ -80,7 +80,10 @@ class LayoutOptimizer(Optimizer):
 
     def _build(self, layout: Layout | None = None) -> None:
         """Make missing state, buckets over it, and kernels that move them."""
+        if self._layout is not None:
+            self._settle()
         self._layout = layout or self._new_layout()
+        self._ahead.moved(self._layout.buckets, self.state)
         self._max_norm: Tensor | None = None
         self.max_norm = self._options["max_norm"]
         self._kernels = InPlaceKernels(
@@ -106,6 +109,11 @@ class LayoutOptimizer(Optimizer):
             self._build()
         return self._layout
 
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Let x be what somebody has written into parameters since the last step."""
+        self._ahead.settle(self._layout.buckets, self.state)
+
     @property
     def _is_exact(self) -> bool:
         return self._options["correction"] == "exact"
@@ -116,7 +124,8 @@ class LayoutOptimizer(Optimizer):
 
     @property
     def _in_train_mode(self) -> bool:
-        return all(group.get(TRAIN_MODE, True) for group in self.param_groups)
+        groups = self.param_groups
+        return not self._is_transport or all(group[TRAIN_MODE] for group in groups)
 
     @property
     def max_norm(self) -> float | None:
@@ -145,6 +154,7 @@ class LayoutOptimizer(Optimizer):
         """As torch.optim's: hyperparameters of the groups, and state by parameter."""
         if not self._layout.covers():  # parameters were exchanged in the groups
             self._build()
+        self._settle()
         if self._ahead.is_ahead and self._in_train_mode:
             self._say(
                 logging.WARNING,
@@ -209,6 +219,7 @@ class LayoutOptimizer(Optimizer):
         self._build(layout)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._settle()
         kept = {key: getattr(self, key) for key in ("_options", "_compile", "_skipped")}
         return {**super().__getstate__(), **kept, "_fresh": self._next.fresh}
 
@@ -224,4 +235,4 @@ class LayoutOptimizer(Optimizer):
             self._next = NextReference(fresh=self.__dict__.pop("_fresh"))
             self._ahead, self._say = Lookahead(), once()
             self._build()
-            self._ahead.believe(self._layout.params)
+            self._ahead.believe(self._layout.params, self.state)

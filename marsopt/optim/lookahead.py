@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from marsopt.optim.buckets import ParameterBucket
@@ -37,8 +38,10 @@ class Lookahead:
     restarts from there, so that nothing which is loaded, averaged or clamped between
     two steps is lost.
 
-    Writing is found by autograd's version counters: of the parameter, and of its x for
-    checkpoints that load into the tensors of a state dict.
+    Writing is found by autograd's version counters (of the parameter, and of its x for
+    checkpoints that load into the tensors of a state dict) and by the storage, which
+    ``p.data = ...`` exchanges. What is written in place through ``p.data`` has a counter
+    of its own, and is not found.
     """
 
     def __init__(self) -> None:
@@ -47,11 +50,9 @@ class Lookahead:
         self._told = False
         self._in_a_row = 0  # steps before each of which somebody has written
 
-    def believe(self, params: Sequence[Tensor]) -> None:
-        """Take parameters and x as they are, whoever writes them before the next step:
-        a checkpoint of both, in either order.
-        """
-        self._seen.update(dict.fromkeys(params))
+    def believe(self, params: Sequence[Tensor], state: State) -> None:
+        """Take parameters and x as they are: of a copy, or from a pickle."""
+        self._seen.update((p, None) for p in params if float(state[p]["step"]))
 
     def loaded(
         self,
@@ -68,7 +69,7 @@ class Lookahead:
         """
         for p, x, piece in _pairs(buckets, state):
             found = entries.get(p, {}).get(ITERATE)
-            if found is None:
+            if found is None or not float(state[p]["step"]):  # no step yet: x is p
                 self._seen.pop(p, None)
                 continue
             seen = self._seen.get(p)
@@ -86,14 +87,37 @@ class Lookahead:
         written = any(p in self._seen for p, _, _ in found)
         self._in_a_row = self._in_a_row + 1 if written else 0
         if self._in_a_row >= TOO_OFTEN:
+            self._in_a_row = 0
             raise RuntimeError(
                 f"got parameters that were written before each of {TOO_OFTEN} steps, "
                 'expected nobody to write between steps with correction="transport": '
                 "write between optimizer.eval() and optimizer.train(), or choose "
                 "another correction (SAM moves parameters before every step)"
             )
+        if found and found[0][1].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "got a step to capture whose parameters are new to it, expected one "
+                "after an ordinary step: replays would start from y every time; take a "
+                "step before the capture, and write parameters between eval() and "
+                "train()"
+            )
         for _, x, piece in found:
             x.copy_(piece)
+
+    def settle(self, buckets: Sequence[ParameterBucket], state: State) -> None:
+        """Before x is handed out, or parameters move: x <- p wherever somebody else has
+        written p since our last write.
+        """
+        for p, x, piece in _pairs(buckets, state):
+            if p in self._seen and self._changed(p, x, piece):
+                x.copy_(piece)
+                self._seen[p] = _versions(p, x, piece)
+
+    def moved(self, buckets: Sequence[ParameterBucket], state: State) -> None:
+        """After a layout was built anew: where parameters lie now is our own doing."""
+        for p, *xs in _pairs(buckets, state):
+            if self._seen.get(p) is not None:
+                self._seen[p] = _versions(p, *xs)
 
     def note(self, buckets: Sequence[ParameterBucket], state: State) -> None:
         """After our own writes."""
@@ -135,4 +159,5 @@ def _pairs(buckets: Sequence[ParameterBucket], state: State):
         if bucket.algorithm.transports:
             local = bucket.collectives.local
             for p in bucket.params:
-                yield p, local(state[p][ITERATE]), local(p)
+                if ITERATE in state.get(p, ()):  # else somebody has taken it away
+                    yield p, local(state[p][ITERATE]), local(p)

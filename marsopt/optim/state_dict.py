@@ -105,6 +105,19 @@ def under_loaded(present: State, loaded: Mapping[Any, Any]) -> State:
     return state
 
 
+def _under_our_names(
+    mine: Mapping[str, Any], found: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return ``found`` with its average under the name of ours, where transport alone
+    makes the difference: all three are averages of what the rule was given.
+    """
+    names = {STATE_KEYS["m"], MOMENTUM, GRADIENTS}
+    want, have = names & set(mine), names & set(found)
+    if (ITERATE in mine) == (ITERATE in found) or want & have or len(have) != 1:
+        return found
+    return {**found, **dict.fromkeys(want, found[have.pop()])}
+
+
 def restore(
     state: State, labelled: Sequence[tuple[Tensor, str]], saved: Mapping[str, Any]
 ) -> None:
@@ -121,6 +134,7 @@ def restore(
     pairs, restarts = [], set()
     for i, (p, label) in zip(check_ids(labelled, saved), labelled, strict=True):
         found, mine = saved["state"].get(i, {}), own(state.get(p, {}))
+        found = _under_our_names(mine, found)
         absent = set(mine) - set(found)
         anew = absent & ({ITERATE, LAST_GRAD} if ITERATE in found else {ITERATE})
         missing = sorted(absent - anew)
