@@ -40,8 +40,8 @@ class Lookahead:
 
     Writing is found by autograd's version counters (of the parameter, and of its x for
     checkpoints that load into the tensors of a state dict) and by the storage, which
-    ``p.data = ...`` exchanges. What is written in place through ``p.data`` has a counter
-    of its own, and is not found.
+    ``p.data = ...`` exchanges. What is written in place through ``p.data`` counts
+    elsewhere, and is not found.
     """
 
     def __init__(self) -> None:

@@ -250,7 +250,7 @@ class MARS(LayoutOptimizer):
     @torch.no_grad()
     def train(self) -> None:
         """Transport: undo ``eval()`` before the next forward pass of training; what was
-        written into parameters meanwhile (not through ``p.data``) becomes x and y. Other
+        written into parameters meanwhile (not by ``p.data``) becomes x and y. Other
         corrections: nothing.
         """
         self._switch(train=True)
