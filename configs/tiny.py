@@ -106,61 +106,32 @@ def tiny_mars_m() -> MarsTrainer.Config:
     return _tiny("tiny_mars_m", "mars_m", lr=6e-3, min_lr=6e-4)
 
 
+def _transport(rule: str, lr: float, min_lr: float, gamma: float) -> MarsTrainer.Config:
+    """``rule`` with its gradient taken ahead."""
+    options = dict(correction="transport", gamma=gamma)
+    return _tiny(f"tiny_{rule}_transport", rule, lr, min_lr, **options)
+
+
 def tiny_mars_adamw_transport() -> MarsTrainer.Config:
     """MARS-AdamW, transport: exact MARS with one gradient."""
-    return _tiny(
-        "tiny_mars_adamw_transport",
-        "mars_adamw",
-        lr=6e-3,
-        min_lr=6e-4,
-        correction="transport",
-        gamma=0.1,
-    )
+    return _transport("mars_adamw", lr=6e-3, min_lr=6e-4, gamma=0.1)
 
 
 def tiny_mars_lion_transport() -> MarsTrainer.Config:
     """MARS-Lion, transport: exact MARS with one gradient."""
-    return _tiny(
-        "tiny_mars_lion_transport",
-        "mars_lion",
-        lr=5e-4,
-        min_lr=5e-5,
-        correction="transport",
-        gamma=0.025,
-    )
+    return _transport("mars_lion", lr=5e-4, min_lr=5e-5, gamma=0.025)
 
 
 def tiny_mars_shampoo_transport() -> MarsTrainer.Config:
     """MARS-Shampoo, transport: exact MARS with one gradient."""
-    return _tiny(
-        "tiny_mars_shampoo_transport",
-        "mars_shampoo",
-        lr=3e-2,
-        min_lr=3e-3,
-        correction="transport",
-        gamma=0.05,
-    )
+    return _transport("mars_shampoo", lr=3e-2, min_lr=3e-3, gamma=0.05)
 
 
 def tiny_mars_m_transport() -> MarsTrainer.Config:
     """MARS-M, transport: exact MARS with one gradient."""
-    return _tiny(
-        "tiny_mars_m_transport",
-        "mars_m",
-        lr=1.2e-2,
-        min_lr=1.2e-3,
-        correction="transport",
-        gamma=0.05,
-    )
+    return _transport("mars_m", lr=1.2e-2, min_lr=1.2e-3, gamma=0.05)
 
 
 def tiny_moonlight_transport() -> MarsTrainer.Config:
     """Moonlight with its gradient taken ahead; Nesterov's term and decay stay."""
-    return _tiny(
-        "tiny_moonlight_transport",
-        "moonlight",
-        lr=1.2e-2,
-        min_lr=1.2e-3,
-        correction="transport",
-        gamma=0.05,
-    )
+    return _transport("moonlight", lr=1.2e-2, min_lr=1.2e-3, gamma=0.05)
