@@ -10,6 +10,7 @@ from marsopt.optim.mars import MARS
 from marsopt.profile.profiler import profile
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.correction import Correction
+from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import NewtonSchulz, newton_schulz, polar_factor
 from marsopt.rules.registry import REGISTRY
 
@@ -24,6 +25,7 @@ __all__ = [
     "Collectives",
     "Correction",
     "FlatGroup",
+    "Matrices",
     "NewtonSchulz",
     "Rule",
     "mars",

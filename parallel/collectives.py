@@ -16,12 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from marsopt import NewtonSchulz
+from marsopt import Matrices, NewtonSchulz
 
+from .cut import Cut, cut_of
 from .exchange import unflatten
 from .layout_cache import LayoutCache
-from .placement import Placement, onto
-from .planner import Machine, Matrix, Strategy, plan
+from .placement import Placement, onto_rows
+from .planner import Machine, Strategy, plan
 from .shard_group import ShardGroup
 
 log = logging.getLogger(__name__)
@@ -41,10 +42,10 @@ LineReduction = tuple[dist.ProcessGroup, list[int]]
 
 
 class Partition(NamedTuple):
-    """All matrices of one call of ``orthogonalize``, by how that is done."""
+    """The leaves of one call of ``orthogonalize``, by how that is done."""
 
-    groups: list[ShardGroup]
-    whole: list[int]  # on every rank
+    groups: list[tuple[ShardGroup, dict[int, Cut]]]
+    whole: list[int]  # each matrix lies on one rank: of a batch, or replicated
     gathered: list[int]  # cut by several axes or in stripes, or planned so
 
 
@@ -100,18 +101,18 @@ class MeshCollectives:
         return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor
 
     def wrap(
-        self, local: Tensor, like: Tensor, dims: tuple[int, ...] | None = None
+        self, local: Tensor, like: Tensor, dims: Literal["rows"] | None = None
     ) -> Tensor:
         """Return ``local`` as this rank's piece of a tensor laid out as ``like``, or of
-        one that has only these ``dims`` of it: whole over axes that cut other dims.
+        one without its last dim ("rows"): whole over axes that cut that.
         """
         if not isinstance(like, DTensor):
             return local
         shape, stride, placements = like.shape, like.stride(), like.placements
         if dims is not None:
-            shape = torch.Size([like.shape[dim] for dim in dims])
+            shape = like.shape[:-1]
             stride = torch.empty(shape, device="meta").stride()
-            placements = [onto(p, dims, like.ndim) for p in placements]
+            placements = [onto_rows(p, like.ndim) for p in placements]
         return DTensor.from_local(
             local,
             like.device_mesh,
@@ -120,6 +121,17 @@ class MeshCollectives:
             shape=shape,
             stride=stride,
         )
+
+    def rows(self, tensor: Tensor) -> Tensor | None:
+        """Return which rows (all dims but the last) of ``tensor`` lie here: their
+        numbers among all of them, in the order of the piece's; None = all.
+        """
+        if all(dim == tensor.ndim - 1 for dim in Placement.of(tensor).dims):
+            return None
+        shape, mesh = tensor.shape[:-1], tensor.device_mesh
+        numbers = torch.arange(shape.numel(), device=mesh.device_type).view(shape)
+        places = [onto_rows(p, tensor.ndim) for p in tensor.placements]
+        return _piece(numbers, mesh, places).flatten()
 
     def placement(self, tensor: Tensor) -> Hashable:
         """Return mesh and placements; None for a plain tensor."""
@@ -185,17 +197,21 @@ class MeshCollectives:
         return found
 
     def sum_along(
-        self, parts: Sequence[Tensor], leaves: Sequence[Tensor], dim: int
+        self,
+        parts: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        lines: Literal["rows", "cols"],
     ) -> list[Tensor]:
-        """Sum the part of each leaf over the shards that ``dim`` of it is cut into: one
-        all-reduce per mesh axis that cuts it for some leaf.
+        """Sum the part of each leaf over the shards that its "cols" (the last dim) or
+        "rows" (all others) are cut into: one all-reduce per mesh axis that does so for
+        some leaf.
 
         Raises:
             RuntimeError: at the first call with a list, ranks that hold different ones.
         """
         out = list(parts)
-        find = partial(self._find_line_reductions, dim)
-        for group, members in self._line_reductions.of(leaves, dim, find):
+        find = partial(self._find_line_reductions, lines)
+        for group, members in self._line_reductions.of(leaves, lines, find):
             flat = torch.cat([out[i].reshape(-1) for i in members])
             dist.all_reduce(flat, group=group)
             summed = unflatten(flat, [out[i].shape for i in members])
@@ -204,13 +220,13 @@ class MeshCollectives:
         return out
 
     def _find_line_reductions(
-        self, dim: int, leaves: Sequence[Tensor]
+        self, lines: str, leaves: Sequence[Tensor]
     ) -> list[LineReduction]:
         """Return the all-reduces of ``sum_along`` for one list of leaves."""
         found: dict[tuple[DeviceMesh | None, int], list[int]] = {}
-        for i, place in enumerate(self._places(f"sum_along {dim}", leaves)):
+        for i, place in enumerate(self._places(f"sum_along {lines}", leaves)):
             for axis, cut in zip(place.axes, place.dims, strict=True):
-                if cut == dim % leaves[i].ndim:
+                if (cut == leaves[i].ndim - 1) == (lines == "cols"):
                     found.setdefault((place.mesh, axis), []).append(i)
         return [(mesh.get_group(axis), ones) for (mesh, axis), ones in found.items()]
 
@@ -247,58 +263,76 @@ class MeshCollectives:
     # ---- orthogonalize -------------------------------------------------------------
 
     def orthogonalize(
-        self, matrices: Sequence[Tensor], ns: NewtonSchulz, leaves: Sequence[Tensor]
+        self,
+        pieces: Sequence[Tensor],
+        ns: NewtonSchulz,
+        leaves: Sequence[Tensor],
+        matrices: Sequence[Matrices],
     ) -> list[Tensor]:
-        """Return the orthogonal factor of each whole matrix; both are pieces."""
-        partition = self._partitions.of(leaves, ns, partial(self._find_partition, ns))
+        """Return the orthogonal factors of the whole matrices of each leaf; both are
+        pieces of leaves.
+        """
+        key = (ns, *matrices)
+        find = partial(self._find_partition, key)
+        partition = self._partitions.of(leaves, key, find)
         out: dict[int, Tensor] = {}
-        for group in partition.groups:
-            found = group.orthogonalize([matrices[i] for i in group.members])
-            out |= {group.members[i]: o for i, o in found.items()}
-        alone = ns.many([matrices[i] for i in partition.whole])
-        out |= zip(partition.whole, alone, strict=True)
-        pairs = [(matrices[i], leaves[i]) for i in partition.gathered]
-        out |= zip(partition.gathered, self._by_gathering(pairs, ns), strict=True)
-        return [out[i] for i in range(len(matrices))]
+        for group, cuts in partition.groups:
+            parts = [part for i, cut in cuts.items() for part in cut.split(pieces[i])]
+            found = group.orthogonalize(parts)
+            rest = (found[n] for n in range(len(parts)))
+            for i, cut in cuts.items():
+                own = [next(rest) for _ in cut.matrices]
+                out[i] = cut.join(own, pieces[i])
+        alone = ns.many([matrices[i].unbound(pieces[i]) for i in partition.whole])
+        for i, o in zip(partition.whole, alone, strict=True):
+            out[i] = o.view_as(pieces[i])
+        whole = [
+            self.wrap(x.to(ns.payload(x.dtype)), leaves[i]).full_tensor()
+            for i, x in ((i, pieces[i]) for i in partition.gathered)
+        ]
+        shapes = [matrices[i] for i in partition.gathered]
+        factors = ns.many([m.unbound(x) for m, x in zip(shapes, whole, strict=True)])
+        for i, o in zip(partition.gathered, factors, strict=True):
+            leaf = leaves[i]
+            mine = _piece(o.view(leaf.shape), leaf.device_mesh, leaf.placements)
+            out[i] = mine.to(pieces[i].dtype)
+        return [out[i] for i in range(len(pieces))]
 
-    def _find_partition(self, ns: NewtonSchulz, leaves: Sequence[Tensor]) -> Partition:
-        places = self._places(ns, leaves)
-        by_axis: dict[tuple, list[int]] = {}
+    def _find_partition(self, key: tuple, leaves: Sequence[Tensor]) -> Partition:
+        ns, *matrices = key
+        by_axis: dict[tuple, dict[int, Cut]] = {}
         whole, gathered = [], []
-        for i, place in enumerate(places):
-            if not place.axes:
+        places = self._places(key, leaves)
+        for i, leaf in enumerate(leaves):
+            cut = cut_of(leaf, places[i], matrices[i])
+            if cut == "whole":
                 whole.append(i)
-            elif place.dim is None:
+            elif cut == "stripes":
                 gathered.append(i)
             else:
-                by_axis.setdefault((place.mesh, place.axes[0]), []).append(i)
-        groups = []
-        for (mesh, axis), members in by_axis.items():
-            found = [Matrix(*leaves[i].shape, places[i].dim) for i in members]
-            groups.append(ShardGroup(mesh, axis, members, found, ns, **self._options))
+                group = cut.mesh, cut.axis, cut.has_replicas
+                by_axis.setdefault(group, {})[i] = cut
         if gathered:
             log.warning(
-                "marsopt.parallel: %d matrices are cut by several mesh axes or in "
+                "marsopt.parallel: %d parameters are cut by several mesh axes or in "
                 "stripes (tensor parallelism); they are gathered whole for "
                 "Newton-Schulz, which is slow",
                 len(gathered),
             )
-        for group in groups:
-            gathered += [group.members[i] for i in group.plan.members("replicate")]
+        groups = []
+        for (mesh, axis, copies), cuts in by_axis.items():
+            every = [matrix for cut in cuts.values() for matrix in cut.matrices]
+            group = ShardGroup(
+                mesh, axis, every, ns, has_replicas=copies, **self._options
+            )
+            if group.plan.members("replicate"):  # all of them, then
+                gathered += cuts
+            else:
+                groups.append((group, cuts))
         return Partition(groups, whole, gathered)
 
-    def _by_gathering(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], ns: NewtonSchulz
-    ) -> list[Tensor]:
-        """Orthogonalize pieces of leaves on every rank (reference and fallback)."""
-        whole = [
-            self.wrap(piece.to(ns.payload(piece.dtype)), leaf).full_tensor()
-            for piece, leaf in pairs
-        ]
-        out = []
-        for o, (piece, leaf) in zip(ns.many(whole), pairs, strict=True):
-            mesh, places = leaf.device_mesh, leaf.placements
-            # src_data_rank=None: every rank has the whole already, nothing is sent
-            mine = distribute_tensor(o, mesh, places, src_data_rank=None).to_local()
-            out.append(mine.to(piece.dtype))
-        return out
+
+def _piece(whole: Tensor, mesh: DeviceMesh, placements: Sequence) -> Tensor:
+    """Return this rank's piece of a tensor that every rank has whole."""
+    # src_data_rank=None: nothing is sent
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()

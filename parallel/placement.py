@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,8 +18,7 @@ class Placement:
     # mesh axes over which the pieces are spread, and the dim that each of them cuts
     axes: tuple[int, ...] = ()
     dims: tuple[int, ...] = ()
-    # the dim that is cut, where one axis cuts into consecutive pieces; else None
-    dim: int | None = None
+    consecutive: tuple[bool, ...] = ()  # whether each cuts into consecutive pieces
 
     @classmethod
     def of(cls, leaf: Tensor) -> Placement:
@@ -29,25 +27,20 @@ class Placement:
             return cls()
         cuts = {a: p for a, p in enumerate(leaf.placements) if not p.is_replicate()}
         dims = tuple(p.dim % leaf.ndim for p in cuts.values())
-        consecutive = [type(p) for p in cuts.values()] == [Shard]
-        dim = dims[0] if consecutive else None
-        return cls(leaf.device_mesh, tuple(cuts), dims, dim)
+        consecutive = tuple(type(p) is Shard for p in cuts.values())
+        return cls(leaf.device_mesh, tuple(cuts), dims, consecutive)
 
     @property
     def common(self) -> tuple:
         """Return what is the same on every rank; a mesh of another rank is another."""
         extent = None if self.mesh is None else tuple(self.mesh.shape)
-        return extent, self.axes, self.dims, self.dim
+        return extent, self.axes, self.dims, self.consecutive
 
 
-def onto(placement: AxisPlacement, dims: Sequence[int], ndim: int) -> AxisPlacement:
-    """Return what ``placement`` of a tensor is for one that has only these ``dims``."""
-    if placement.is_replicate() or placement.dim % ndim not in dims:
-        return Replicate()
-    # FSDP's shards of tensor parallel ones lie in stripes
-    factor = getattr(placement, "split_factor", None)
-    stripes = {} if factor is None else {"split_factor": factor}
-    return type(placement)(dims.index(placement.dim % ndim), **stripes)
+def onto_rows(placement: AxisPlacement, ndim: int) -> AxisPlacement:
+    """Return what ``placement`` of a tensor is for one without its last dim."""
+    cuts = not placement.is_replicate() and placement.dim % ndim < ndim - 1
+    return placement if cuts else Replicate()
 
 
 def shard_sizes(size: int, num_ranks: int) -> list[int]:

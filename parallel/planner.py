@@ -35,11 +35,16 @@ class Machine:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix that one mesh axis cuts along ``dim``."""
+    """A matrix that one mesh axis cuts along ``dim``.
+
+    ``lengths`` of the pieces, rank by rank; None = as Shard cuts. One of several in a
+    parameter may begin and end anywhere on the ranks.
+    """
 
     rows: int
     cols: int
     dim: int
+    lengths: tuple[int, ...] | None = None
 
     @property
     def may_gram(self) -> bool:
@@ -48,9 +53,11 @@ class Matrix:
 
     def shards(self, num_ranks: int) -> list[tuple[int, int]]:
         """Return the shapes of the shards, rank by rank."""
+        whole = (self.rows, self.cols)[self.dim]
+        sizes = self.lengths or shard_sizes(whole, num_ranks)
         if self.dim == 0:
-            return [(size, self.cols) for size in shard_sizes(self.rows, num_ranks)]
-        return [(self.rows, size) for size in shard_sizes(self.cols, num_ranks)]
+            return [(size, self.cols) for size in sizes]
+        return [(self.rows, size) for size in sizes]
 
 
 @dataclass(frozen=True)

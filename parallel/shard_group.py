@@ -23,9 +23,9 @@ class ShardGroup:
     Args:
         mesh: the mesh that they lie on.
         axis: the axis that cuts them.
-        members: their indices in the list that the verb was called with.
         matrices: shapes and cut dims.
         ns: how they are orthogonalized.
+        has_replicas: whether another axis of the mesh has the same matrices (HSDP).
         options: of ``planner.plan``.
     """
 
@@ -33,16 +33,17 @@ class ShardGroup:
         self,
         mesh: DeviceMesh,
         axis: int,
-        members: Sequence[int],
         matrices: Sequence[Matrix],
         ns: NewtonSchulz,
+        *,
+        has_replicas: bool,
         **options,
     ) -> None:
-        self.members, self.matrices, self._ns = members, matrices, ns
+        self.matrices, self._ns = matrices, ns
         self._group, self._rank = mesh.get_group(axis), mesh.get_local_rank(axis)
         others = [a for a in range(mesh.ndim) if a != axis]
         # one replicate axis beside the shard axis is HSDP
-        copies = mesh.size(others[0]) if len(others) == 1 else 1
+        copies = mesh.size(others[0]) if has_replicas and len(others) == 1 else 1
         self.plan = plan(matrices, mesh.size(axis), ns, replicas=copies, **options)
         self._shapes = [m.shards(self.plan.num_ranks) for m in matrices]
         # the replica axis where replicas share the owners' work, and who is who there

@@ -288,14 +288,14 @@ def sum_lines(rank, world, shape, places):
         calls.append(tensor.numel())
         return real(tensor, *args, **kw)
 
-    for dim in (0, 1, 0, 1):
+    for dim, lines in 2 * [(0, "rows"), (1, "cols")]:
         parts = [collectives.local(leaf).sum(dim) for leaf in leaves]
         parts[0] = parts[0].float()  # among wider ones it stays what it is
         given = [part.clone() for part in parts]
         calls.clear()
         dist.all_reduce = all_reduce
         try:
-            sums = collectives.sum_along(parts, leaves, dim)
+            sums = collectives.sum_along(parts, leaves, lines)
         finally:
             dist.all_reduce = real
         counts.append(len(calls))
@@ -319,7 +319,7 @@ def sum_different(rank, world):
     whole = torch.ones(4 + rank, 4)
     leaf = cut(whole, mesh, [Shard(0)])
     try:
-        MeshCollectives(mesh).sum_along([torch.ones(4)], [leaf], 0)
+        MeshCollectives(mesh).sum_along([torch.ones(4)], [leaf], "rows")
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -331,26 +331,29 @@ def test_sums_along_a_dim_of_different_lists_are_an_error_not_a_hang():
 
 
 def wrap_lines(rank, world, shape, places):
-    """Every rank's rows or columns of a vector make the whole one again."""
+    """Every rank's rows of a vector make the whole one again, and it knows which they
+    are.
+    """
     mesh = init_device_mesh("cpu", shape)
     collectives = MeshCollectives(mesh)
     _, leaves = matrices(mesh, places)
     for leaf in leaves:
-        for dim in (0, 1):
-            vector = torch.arange(leaf.shape[dim], dtype=torch.float64)
-            mine = vector[indices(leaf, dim)]
-            buffer = collectives.wrap(mine, leaf, (dim,))
-            assert collectives.local(buffer).data_ptr() == mine.data_ptr()
-            if isinstance(leaf, DTensor):
-                assert buffer.shape == vector.shape
-                assert torch.equal(buffer.full_tensor(), vector), leaf.placements
-            else:
-                assert buffer is mine
+        vector = torch.arange(leaf.shape[0], dtype=torch.float64)
+        mine = vector[indices(leaf, 0)]
+        rows = collectives.rows(leaf)
+        assert torch.equal(vector if rows is None else vector[rows], mine)
+        buffer = collectives.wrap(mine, leaf, "rows")
+        assert collectives.local(buffer).data_ptr() == mine.data_ptr()
+        if isinstance(leaf, DTensor):
+            assert buffer.shape == vector.shape
+            assert torch.equal(buffer.full_tensor(), vector), leaf.placements
+        else:
+            assert buffer is mine
     return True
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_wrapped_pieces_of_one_dim_make_the_whole(name):
+def test_wrapped_rows_make_the_whole(name):
     shape, places, _ = MESHES[name]
     world = torch.Size(shape).numel()
     assert all(spawn(wrap_lines, world, shape, places))

@@ -318,7 +318,7 @@ def count(rank, world, strategy):
     finally:
         dist.all_reduce, dist.all_to_all_single = real
     (partition,) = collectives._partitions._by_value.values()
-    (group,) = partition.groups
+    ((group, _),) = partition.groups
     return list(calls), group.matrices, group.plan
 
 
@@ -495,7 +495,7 @@ def test_functional_steps_keep_nothing_and_reduce_once():
 
 def precision(rank, world):
     """Relative errors to float64: mixed dtypes, float64, and the default bf16."""
-    from marsopt import NewtonSchulz
+    from marsopt import Matrices, NewtonSchulz
 
     mesh = init_device_mesh("cpu", (world,))
     out = {}
@@ -512,7 +512,10 @@ def precision(rank, world):
             given = [w.to(d) for w, d in zip(whole, dtypes, strict=True)]
             cut = [distribute_tensor(w, mesh, [Shard(0)]) for w in given]
             found = MeshCollectives(mesh, strategy=strategy).orthogonalize(
-                [c.to_local() for c in cut], NewtonSchulz(dtype=ns_dtype), cut
+                [c.to_local() for c in cut],
+                NewtonSchulz(dtype=ns_dtype),
+                cut,
+                [Matrices()] * len(cut),
             )
             exact = NewtonSchulz(dtype=torch.float64)(given[1].double())
             mine = distribute_tensor(exact, mesh, [Shard(0)]).to_local()

@@ -5,13 +5,16 @@ live whole in one process.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import Dims
+
+Lines = Literal["rows", "cols"]  # all dims of a tensor but the last; the last
 
 
 class Collectives(Protocol):
@@ -25,6 +28,11 @@ class Collectives(Protocol):
     def wrap(self, local: Tensor, like: Tensor, dims: Dims = None) -> Tensor:
         """Inverse of ``local``: a piece of a tensor laid out as ``like``, or of one
         that has only these ``dims`` of it.
+        """
+
+    def rows(self, tensor: Tensor) -> Tensor | None:
+        """Return which rows (all dims but the last) of ``tensor`` lie here: their
+        numbers among all of them, in the order of the piece's; None = all.
         """
 
     def placement(self, tensor: Tensor) -> Hashable:
@@ -46,15 +54,19 @@ class Collectives(Protocol):
         """
 
     def sum_along(
-        self, parts: Sequence[Tensor], leaves: Sequence[Tensor], dim: int
+        self, parts: Sequence[Tensor], leaves: Sequence[Tensor], lines: Lines
     ) -> list[Tensor]:
-        """Sum the part of each leaf over the shards that ``dim`` of it is cut into."""
+        """Sum the part of each leaf over the shards that cut its ``lines``."""
 
     def orthogonalize(
-        self, matrices: Sequence[Tensor], ns: NewtonSchulz, leaves: Sequence[Tensor]
+        self,
+        pieces: Sequence[Tensor],
+        ns: NewtonSchulz,
+        leaves: Sequence[Tensor],
+        matrices: Sequence[Matrices],
     ) -> list[Tensor]:
-        """The orthogonal factor of each whole matrix, given and returned as this
-        process's pieces.
+        """The orthogonal factors of the whole matrices of each leaf, given and returned
+        as this process's pieces.
         """
 
 
@@ -82,6 +94,9 @@ class LocalCollectives:
     def wrap(self, local: Tensor, like: Tensor, dims: Dims = None) -> Tensor:
         return local
 
+    def rows(self, tensor: Tensor) -> Tensor | None:
+        return None
+
     def placement(self, tensor: Tensor) -> Hashable:
         return None
 
@@ -95,14 +110,20 @@ class LocalCollectives:
         return partial
 
     def sum_along(
-        self, parts: Sequence[Tensor], leaves: Sequence[Tensor], dim: int
+        self, parts: Sequence[Tensor], leaves: Sequence[Tensor], lines: Lines
     ) -> list[Tensor]:
         return list(parts)
 
     def orthogonalize(
-        self, matrices: Sequence[Tensor], ns: NewtonSchulz, leaves: Sequence[Tensor]
+        self,
+        pieces: Sequence[Tensor],
+        ns: NewtonSchulz,
+        leaves: Sequence[Tensor],
+        matrices: Sequence[Matrices],
     ) -> list[Tensor]:
-        return ns.many(matrices)
+        pairs = zip(matrices, pieces, strict=True)
+        factors = ns.many([m.unbound(piece) for m, piece in pairs])
+        return [o.view_as(x) for o, x in zip(factors, pieces, strict=True)]
 
 
 LOCAL = LocalCollectives()

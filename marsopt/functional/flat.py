@@ -187,18 +187,14 @@ def check_matching(params: Tree, other: Tree, what: str) -> None:
     match_names(params, other, what)
 
 
-def over_dims(tree: Tree, x: Tensor, dims: Dims) -> Tensor:
-    """Return a tensor like ``x``, a leaf of ``tree`` or a stack of a FlatGroup, with
-    only these ``dims`` of a leaf; None = all. Its values mean nothing.
+def over_dims(x: Tensor, dims: Dims) -> Tensor:
+    """Return a tensor like ``x``, a leaf or a stack of a FlatGroup, with only these
+    ``dims``; None = all. Its values mean nothing.
     """
     if dims is None:
         return x
-    first = 1 if isinstance(tree, FlatGroup) else 0
-    kept = {first + dim for dim in dims} | set(range(first))
     x = x.detach()
-    for dim in sorted(set(range(x.ndim)) - kept, reverse=True):
-        x = x.sum(dim) if x.shape[dim] == 0 else x.select(dim, 0)
-    return x
+    return x.sum(-1) if x.shape[-1] == 0 else x.select(-1, 0)
 
 
 def match_state(
@@ -211,7 +207,7 @@ def match_state(
     """
     check_matching(params, buffers, what)
     for name in names(params):
-        expected = tuple(over_dims(params, params[name], dims).shape)
+        expected = tuple(over_dims(params[name], dims).shape)
         if buffers[name].shape != expected:
             raise ValueError(
                 f"got {what}[{name!r}] of shape {tuple(buffers[name].shape)}, expected "

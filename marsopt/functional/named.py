@@ -14,6 +14,7 @@ from marsopt.rules import checks
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import Correction, resolve
+from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.registry import REGISTRY, NamedRule, named
 
@@ -21,11 +22,14 @@ from marsopt.rules.registry import REGISTRY, NamedRule, named
 CORRECTION = dict(
     gamma=Correction.gamma,
     clip=Correction.clip,
+    clip_per=Correction.clip_per,
     is_approx=True,
     correction=None,
     h_dtype=None,
 )
-COMMON = dict(max_norm=None, state_dtype=None)
+COMMON = dict(max_norm=None, state_dtype=None, matrices="2d", block_rows=None)
+# Which matrices tensors are made of, and what of them is clipped.
+MATRICES = dict(matrices="2d", block_rows=None, clip_per=Correction.clip_per)
 
 DOCUMENTATION = """{name} ({source}) as a ``Rule``.
 
@@ -33,6 +37,8 @@ DOCUMENTATION = """{name} ({source}) as a ``Rule``.
 {correction}
     max_norm: threshold of the global gradient norm, inside the step; None = off.
     state_dtype: dtype of the state buffers; None = the parameter's own.
+    matrices, block_rows: which matrices a tensor is made of: ``kind`` and
+        ``block_rows`` of ``marsopt.Matrices``.
 
 Raises:
     ValueError: a hyperparameter out of its range.
@@ -40,7 +46,7 @@ Raises:
 CORRECTED = """
 c is MARS's corrected and clipped gradient (``marsopt.Correction``).
 
-    gamma, clip, h_dtype: as in ``Correction``.
+    gamma, clip, clip_per, h_dtype: as in ``Correction``.
     is_approx: True: h is the previous gradient, kept in the state (a ``reference``
         given to ``step`` takes its place). False: every step needs its ``reference``.
     correction: "approximate", "exact" or "transport" instead; None = what is_approx
@@ -80,12 +86,18 @@ class NamedFactory:
     def __call__(self, **given: Any) -> Rule:
         self.__signature__.bind(**given)  # raises TypeError for unknown names
         max_norm = given.pop("max_norm", None)
+        matrices = Matrices(
+            kind=given.pop("matrices", COMMON["matrices"]),
+            block_rows=given.pop("block_rows", None),
+        )
         correction = None
         if self.row.is_mars:
             own = {name: given.pop(name, CORRECTION[name]) for name in CORRECTION}
             correction = _correction(**own)
         return Rule(
-            matrix=self.row.algorithm(correction=correction, **given),
+            matrix=self.row.algorithm(
+                correction=correction, matrices=matrices, **given
+            ),
             max_norm=max_norm,
         )
 
@@ -94,12 +106,10 @@ def _correction(
     *,
     is_approx: bool,
     correction: str | None,
-    gamma: Number,
-    clip: Number | None,
-    h_dtype: torch.dtype | None,
+    **own: Any,
 ) -> Correction:
     kind = resolve(is_approx, correction)
-    return Correction(kind=kind, gamma=gamma, clip=clip, h_dtype=h_dtype)
+    return Correction(kind=kind, **own)
 
 
 class Routing(NamedTuple):
@@ -119,8 +129,10 @@ def route(given: Mapping[str, Any]) -> Routing:
         ValueError: an unknown type, ``optimize_1d`` for a baseline, a hyperparameter
             out of its range.
     """
-    row, common = named(given["mars_type"]), dict(state_dtype=given["state_dtype"])
-    optimize_1d = given["optimize_1d"]
+    given = {**MATRICES, **given}
+    row, optimize_1d = named(given["mars_type"]), given["optimize_1d"]
+    matrices = Matrices(kind=given["matrices"], block_rows=given["block_rows"])
+    common = dict(state_dtype=given["state_dtype"], matrices=matrices)
     if optimize_1d and not row.is_mars:
         raise ValueError(
             f"got optimize_1d=True with mars_type={row.name!r}, expected a MARS type: "
@@ -174,6 +186,9 @@ def mars(
     weight_decay_1d: Number = 0.1,
     clip: Number | None = 1.0,
     max_norm: Number | None = None,
+    matrices: str = "2d",
+    block_rows: int | None = None,
+    clip_per: str = "matrix",
     correction: str | None = None,
     gamma_1d: Number | None = None,
     epsilon_hat: bool = False,
@@ -181,13 +196,15 @@ def mars(
     state_dtype: torch.dtype | None = None,
     h_dtype: torch.dtype | None = None,
 ) -> Rule:
-    """Return the authors' routing as one rule: tensors of exactly two dims by
-    ``mars_type``, the others by AdamW.
+    """Return the authors' routing as one rule: matrices by ``mars_type``, other tensors
+    by AdamW.
 
     Args:
         mars_type: a name in ``marsopt.REGISTRY``. "adamw" and "lion" take every tensor.
         lr: the peak rate that ``lr_1d`` is measured against; the rate of a step is
             given to ``step``.
+        matrices, block_rows, clip_per: which matrices a tensor is made of ("2d": one,
+            if it has exactly two dims; see ``Matrices``), and whether each is clipped.
         betas, eps, weight_decay, amsgrad, epsilon_hat, gamma, clip, max_norm: as in
             ``mars_adamw``; rules with one momentum take betas[0], NorMuon
             betas[1] for the moment of rows.

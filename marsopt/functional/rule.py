@@ -14,7 +14,7 @@ from marsopt.functional.flat import (
     rebuild,
     subtree,
 )
-from marsopt.functional.state import State, group, held, is_matrix, trees, zeros
+from marsopt.functional.state import State, group, held, trees, zeros
 from marsopt.functional.step import step
 from marsopt.functional.trees import Tree, flatten, match, names
 from marsopt.rules import checks
@@ -186,7 +186,8 @@ class Rule:
             )
         if self.rest is None:
             return [("matrix", self.matrix, None)]
-        matrix = [n for n in names(params) if is_matrix(leaf_shape(params, params[n]))]
+        takes = self.matrix.matrices.takes
+        matrix = [n for n in names(params) if takes(leaf_shape(params, params[n]))]
         others = [n for n in names(params) if n not in set(matrix)]
         sides = (("matrix", self.matrix, matrix), ("rest", self.rest, others))
         return [side for side in sides if side[2]]

@@ -16,7 +16,14 @@ from marsopt.functional.flat import (
     over_dims,
     rebuild,
 )
-from marsopt.functional.step import Decision, Hyperparameters, RuleGroup, Stack
+from marsopt.functional.rows import matrix_rows
+from marsopt.functional.step_types import (
+    Decision,
+    Hyperparameters,
+    RuleGroup,
+    Stack,
+    clipped,
+)
 from marsopt.functional.trees import Tree, check_parameter, flatten, names
 from marsopt.rules.algorithm import Algorithm, working_dtype
 from marsopt.rules.checks import Number
@@ -52,13 +59,6 @@ class State(NamedTuple):
         return self.buffers["v"]
 
 
-def is_matrix(shape: torch.Size) -> bool:
-    """Exactly two dims: a convolution kernel is no matrix, an embedding is one (the
-    authors' rule).
-    """
-    return len(shape) == 2
-
-
 def zeros(algorithm: Algorithm, params: Tree) -> State:
     """Return the state before the first step.
 
@@ -69,13 +69,14 @@ def zeros(algorithm: Algorithm, params: Tree) -> State:
     for name, x in zip(names(params), leaves, strict=True):
         what = f"params[{name!r}]"
         check_parameter(x, what, algorithm.state_dtype)
-        shape = leaf_shape(params, x)
-        if algorithm.matrix_only and not is_matrix(shape):
+        shape, matrices = leaf_shape(params, x), algorithm.matrices
+        if algorithm.matrix_only and not matrices.takes(shape):
             raise ValueError(
-                f"got {what} of shape {tuple(shape)}, expected a matrix (ndim 2) for "
+                f"got {what} of shape {tuple(shape)}, expected {matrices.expected} for "
                 f"{algorithm}: use marsopt.mars(...), which gives other tensors to "
                 "AdamW, or route them yourself"
             )
+        matrices.check(shape, what)
     device = leaves[0].device
     # separate storage for every buffer: a shared one costs torch.compile a graph
     buffers = {
@@ -85,7 +86,7 @@ def zeros(algorithm: Algorithm, params: Tree) -> State:
                 x.detach().clone()  # y is x at first
                 if symbol == "x"
                 else torch.zeros_like(
-                    over_dims(params, x, dims), dtype=algorithm.dtype_of(symbol, x)
+                    over_dims(x, dims), dtype=algorithm.dtype_of(symbol, x)
                 )
                 for x in leaves
             ],
@@ -138,23 +139,30 @@ def group(
     def local(tensor: Tensor) -> Tensor:
         return tensor if flat else collectives.local(tensor).unsqueeze(0)
 
-    stacks = [
-        Stack(
-            algorithm=algorithm,
-            x=local(x),
-            g=local(grads[i]),
-            h=None if h is None else local(h[i]),
-            buffers={symbol: local(tree[i]) for symbol, tree in buffers.items()},
-            shape=leaf_shape(params, x),
+    stacks = []
+    for i, x in enumerate(flatten(params, "params")):
+        shape = leaf_shape(params, x)
+        stacks.append(
+            Stack(
+                algorithm=algorithm,
+                x=local(x),
+                g=local(grads[i]),
+                h=None if h is None else local(h[i]),
+                buffers={symbol: local(tree[i]) for symbol, tree in buffers.items()},
+                shape=shape,
+                rows=matrix_rows(algorithm, x, shape, collectives),
+            )
         )
-        for i, x in enumerate(flatten(params, "params"))
-    ]
     if gamma is None:
         gamma = 0.0 if algorithm.correction is None else algorithm.correction.gamma
     num = sum(stack.num_tensors for stack in stacks)
     dtypes = tuple(dict.fromkeys(working_dtype(stack.x) for stack in stacks))
+    parts = [s.num_clipped for s in stacks for _ in range(s.num_tensors)]
     return RuleGroup(
-        Hyperparameters(algorithm, lr, gamma, state.t.expand(num), dtypes), stacks
+        Hyperparameters(
+            algorithm, lr, gamma, state.t.expand(num), dtypes, *clipped(parts, state.t)
+        ),
+        stacks,
     )
 
 

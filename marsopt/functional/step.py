@@ -14,87 +14,17 @@ from torch import Tensor
 from marsopt.functional.collectives import Collectives
 from marsopt.functional.rows import Rows, row_weights
 from marsopt.functional.stacks import stacked, where_or_unread
-from marsopt.rules.algorithm import Algorithm, working, working_dtype
+from marsopt.functional.step_types import (
+    Decision,
+    Hyperparameters,
+    RuleGroup,
+    Scales,
+    Stack,
+    scalar_dtype,
+)
+from marsopt.rules.algorithm import working, working_dtype
 from marsopt.rules.checks import Number
 from marsopt.rules.newton_schulz import NewtonSchulz
-
-
-class Stack(NamedTuple):
-    """L tensors of one shape that take one algorithm, as (L, *shape) tensors of local
-    pieces. A graph is as large as its number of stacks, whatever L.
-    """
-
-    algorithm: Algorithm
-    x: Tensor
-    g: Tensor
-    h: Tensor | None  # None where the algorithm reads none
-    buffers: dict[str, Tensor]  # by symbol
-    shape: torch.Size  # of one whole tensor
-
-    @property
-    def num_tensors(self) -> int:
-        return self.x.shape[0]
-
-
-class Hyperparameters(NamedTuple):
-    """One algorithm with its rates in one step, for N tensors."""
-
-    algorithm: Algorithm
-    lr: Number
-    gamma: Number
-    t: Tensor  # (N,) steps that each tensor has taken
-    dtypes: tuple[torch.dtype, ...]  # working dtypes of its stacks, each once
-
-
-class RuleGroup(NamedTuple):
-    """The stacks that one algorithm moves with one set of hyperparameters."""
-
-    hyper: Hyperparameters
-    stacks: Sequence[Stack]
-
-
-class Scales(NamedTuple):
-    """Per-tensor scalars of a step (clip factors, rates, bias corrections), as vectors
-    over the N tensors of a group or the L of a stack.
-    """
-
-    ok: Tensor  # bool: the step is finite and the tensor has a gradient
-    a: Tensor  # what the gradient is multiplied by before it is kept as h
-    g: Tensor  # c = g * gradient + h * reference
-    h: Tensor | None
-    k: Tensor | None  # by how many displacements y is ahead of x; None: no transport
-    own: tuple[Tensor, ...]  # the preconditioner's: rates and bias corrections
-
-    def map(self, function: Callable) -> Scales:
-        """Return ``function`` of every vector."""
-        found = [None if v is None else function(v) for v in self[:-1]]
-        return Scales(*found, tuple(function(v) for v in self.own))
-
-    def split(self, sizes: Sequence[int]) -> list[Scales]:
-        """Return them for consecutive parts of these sizes."""
-        cuts = self.map(lambda v: v.split(sizes))
-        return [cuts.map(lambda parts, i=i: parts[i]) for i in range(len(sizes))]
-
-    def over(self, x: Tensor) -> Scales:
-        """Return them as factors of a stack ``x``."""
-        shape = (-1, *(1 for _ in x.shape[1:]))
-        return self.map(lambda v: v.view(shape))
-
-
-class Decision(NamedTuple):
-    """What a step decides from all gradient statistics."""
-
-    grad_norm: Tensor  # 0-D, global norm of the gradient before any clip
-    finite: Tensor  # 0-D bool; False means that nothing changes
-    t: list[Tensor]  # (N,) of every group, after the step
-    # of every group, in each dtype that one of its stacks is computed in: a wider one
-    # would widen the products
-    scales: list[dict[torch.dtype, Scales]]
-
-
-def scalar_dtype(device: torch.device) -> torch.dtype:
-    """Scalars are float64, since 1 - beta^t cancels; Apple's GPUs have none."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def global_clip(grad_norm: Tensor, max_norm: Number) -> Tensor:
@@ -105,12 +35,17 @@ def global_clip(grad_norm: Tensor, max_norm: Number) -> Tensor:
 
 
 def products(stacks: Sequence[Stack]) -> list[tuple[Tensor, ...]]:
-    """Return the inner products of the tensors of every stack, partial over shards."""
-    return [s.algorithm.inner_products(s.g, s.h) for s in stacks]
+    """Return the inner products of what is clipped in every stack, partial over
+    shards.
+    """
+    return [
+        s.algorithm.inner_products(s.g, s.h, s.rows if s.num_clipped > 1 else None)
+        for s in stacks
+    ]
 
 
 def statistics(products: Sequence[tuple[Tensor, ...]], live: Tensor | None) -> Tensor:
-    """Return (N, 4): <g,g>, <g,h>, <h,h> of the tensors that have a gradient here, else
+    """Return (N, 4): <g,g>, <g,h>, <h,h> of the parts that have a gradient here, else
     zeros, and how many ranks have one.
     """
     columns = [
@@ -139,7 +74,7 @@ def decide(
     a = torch.ones_like(grad_norm)
     if max_norm is not None:
         a = global_clip(grad_norm, max_norm)
-    parts = sums.split([len(hyper.t) for hyper in hypers])
+    parts = sums.split([hyper.num_parts for hyper in hypers])
     found = [
         _scales(hyper, part, a, finite)
         for hyper, part in zip(hypers, parts, strict=True)
@@ -156,12 +91,14 @@ def decide(
 
 
 def _scales(hyper: Hyperparameters, sums: Tensor, a: Tensor, finite: Tensor) -> Scales:
-    ones = torch.ones_like(sums[:, 0])
     w_g, w_h = hyper.algorithm.weights(hyper.gamma, a, sums[:, :3])
     t = hyper.t.to(sums.dtype) + 1
+    ones, live = torch.ones_like(t), sums[:, 3] > 0
+    if hyper.first is not None:
+        live = live[hyper.first]
     k = hyper.algorithm.lookahead(hyper.gamma) if hyper.algorithm.transports else None
     return Scales(
-        ok=(sums[:, 3] > 0) & finite,
+        ok=live & finite,
         a=a * ones,
         g=w_g,
         h=w_h,
@@ -174,8 +111,7 @@ def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[Scales]:
     """Cut the groups' vectors into stacks, in the order of ``groups``."""
     found = []
     for group, cast in zip(groups, decision.scales, strict=True):
-        sizes = [stack.num_tensors for stack in group.stacks]
-        cut = {dtype: scales.split(sizes) for dtype, scales in cast.items()}
+        cut = {dtype: s.per_stack(group.stacks) for dtype, s in cast.items()}
         for i, stack in enumerate(group.stacks):
             found.append(cut[working_dtype(stack.x)][i])
     return found
@@ -190,8 +126,8 @@ def assess(
     """Measure all gradients and decide about the step.
 
     Args:
-        groups: everything that moves, N tensors in all.
-        live: (N,) bool, False for tensors without a gradient here; None = all have one.
+        groups: everything that moves, N parts in all.
+        live: (N,) bool, False for parts without a gradient here; None = all have one.
         max_norm: threshold of the global norm; None = off.
         total: completes sums (N, 4) over shards.
     """
@@ -258,9 +194,10 @@ def apply(stack: Stack, factors: Tensor, rows: Rows | None, scales: Scales) -> S
     o, buffers = working(factors), stack.buffers
     if rows is not None:
         o = rows.weights[..., None] * o
-        r = torch.where(scales.ok[:, None], rows.r.to(buffers["r"].dtype), buffers["r"])
+        ok, old = s.ok.squeeze(-1), buffers["r"]
+        r = torch.where(ok, rows.r.to(old.dtype), old)
         buffers = {**buffers, "r": r}
-    new = page.apply(working(start(stack)), o, s.own, stack.shape)
+    new = page.apply(working(start(stack)), o, s.own, stack.matrix_shape)
     return moved(stack._replace(buffers=buffers), new, s)
 
 
@@ -288,6 +225,7 @@ def orthogonalize(
                 [u for piece in pieces for u in piece.unbind()],
                 ns,
                 [p for i in mine for p in leaves[i]],
+                [stacks[i].algorithm.matrices for i in mine for _ in leaves[i]],
             )
         )
         for i in mine:
@@ -323,7 +261,7 @@ class Done(NamedTuple):
 
     stacks: list[Stack]
     decision: Decision
-    sums: Tensor  # (N, 4)
+    sums: Tensor  # (N, 4), of N parts
 
 
 def step(
@@ -345,12 +283,17 @@ def step(
         live: as in ``assess``.
         kernels: who computes.
     """
-    every = [p for part in leaves for p in part]
+    stacks = [stack for group in groups for stack in group.stacks]
+    every = [
+        p
+        for stack, part in zip(stacks, leaves, strict=True)
+        for p in part
+        for _ in range(stack.num_clipped)
+    ]
     sums, decision = kernels.assess(
         groups, live, max_norm, lambda partial: collectives.sum(partial, every)
     )
     scales = per_stack(groups, decision)
-    stacks = [stack for group in groups for stack in group.stacks]
     moved, matrices = kernels.update(stacks, scales)
     if any(stack.algorithm.matrix_only for stack in stacks):
         factors = kernels.orthogonalize(moved, matrices, leaves, collectives)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from marsopt.functional.collectives import LOCAL
-from marsopt.functional.step import Decision, scalar_dtype
+from marsopt.functional.step_types import Decision, scalar_dtype
 from marsopt.optim.calls import calls
 from marsopt.optim.compiling import decide, once
 from marsopt.optim.groups import admit, check_once, described, labels

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from marsopt.functional.collectives import Collectives
+from marsopt.functional.rows import matrix_rows
 from marsopt.functional.stacks import adjacent, group_by
-from marsopt.functional.state import is_matrix
-from marsopt.functional.step import Hyperparameters
+from marsopt.functional.step_types import Hyperparameters, clipped
 from marsopt.optim.hyperparameters import DeviceHyperparameters
 from marsopt.optim.state_dict import (
     ITERATE,
@@ -25,6 +25,8 @@ from marsopt.optim.state_dict import (
 )
 from marsopt.optim.storage import are_rows, known_stack, may_move, move_in, own_rows
 from marsopt.rules.algorithm import Algorithm, working_dtype
+from marsopt.rules.matrices import MatrixRows
+from marsopt.rules.preconditioner import Dims
 
 
 @dataclass
@@ -38,10 +40,20 @@ class ParameterBucket:
     state: dict[str, Tensor] = field(default_factory=dict)  # stacks by symbol
     flat: Tensor | None = None  # (L, *shape), whose rows the parameters are
 
+    def __post_init__(self) -> None:
+        self.rows: MatrixRows | None = matrix_rows(
+            self.algorithm, self.params[0], self.shape, self.collectives
+        )
+
     @property
     def shape(self) -> torch.Size:
         """Return that of one whole parameter."""
         return self.params[0].shape
+
+    @property
+    def num_clipped(self) -> int:
+        """Return how many parts of each parameter have a norm of their own."""
+        return self.algorithm.num_clipped(self.shape)
 
     def pieces(self) -> list[Tensor]:
         """Return the parameters' local pieces."""
@@ -110,7 +122,8 @@ def build(
         if p.requires_grad or p.grad is not None or "step" in state.get(p, ())
     ]
     names = group.get("param_names", [f"{i}" for i in range(len(params))])
-    matrix = [i for i in moving if routing.rest is None or is_matrix(params[i].shape)]
+    takes = routing.matrix.matrices.takes
+    matrix = [i for i in moving if routing.rest is None or takes(params[i].shape)]
     rest = [i for i in moving if i not in set(matrix)]
     rest_rate = hyper.lr_1d if routing.own_rate else hyper.lr
     rest_gamma = hyper.gamma_1d if routing.own_gamma else hyper.gamma
@@ -133,11 +146,12 @@ def build(
             continue
         for bucket in buckets:
             _attach(bucket, state, known)
-        dtypes = dict.fromkeys(working_dtype(b.params[0]) for b in buckets)
+        dtypes = tuple(dict.fromkeys(working_dtype(b.params[0]) for b in buckets))
         t = _steps([p for b in buckets for p in b.params], state)
+        parts = clipped([b.num_clipped for b in buckets for _ in b.params], t)
         found.append(
             BucketGroup(
-                Hyperparameters(algorithm, lr, gamma, t, tuple(dtypes)), buckets
+                Hyperparameters(algorithm, lr, gamma, t, dtypes, *parts), buckets
             )
         )
     return found
@@ -211,9 +225,9 @@ def _existing(
     return known_stack(rows, known)
 
 
-def _zeros(pieces: Sequence[Tensor], dtype: torch.dtype, dims: tuple | None) -> Tensor:
+def _zeros(pieces: Sequence[Tensor], dtype: torch.dtype, dims: Dims) -> Tensor:
     first = pieces[0]
     if len(pieces) == 1 and dims is None:  # its state has its strides
         return torch.zeros_like(first, dtype=dtype).unsqueeze(0)
-    shape = first.shape if dims is None else [first.shape[dim] for dim in dims]
+    shape = first.shape if dims is None else first.shape[:-1]
     return first.new_zeros(len(pieces), *shape, dtype=dtype)

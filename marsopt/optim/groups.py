@@ -81,10 +81,12 @@ def admit(groups: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> None:
     _check_options(group, options)
     checks.at_least_zero("lr", group["lr"])
     group.setdefault("base_lr", float(group["lr"]))
-    check_group(group, options)
+    routing = check_group(group, options)
     device = next((p.device for g in groups for p in g["params"]), None)
     for i, p in enumerate(group["params"]):
-        _check(p, label(groups, len(groups) - 1, i), device, options)
+        what = label(groups, len(groups) - 1, i)
+        _check(p, what, device, options)
+        routing.matrix.matrices.check(p.shape, what)
     local = options["collectives"].local
     check_apart([(local(p), what) for p, what in labels(groups)])
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from marsopt.functional.named import Routing, route
-from marsopt.functional.state import is_matrix
-from marsopt.functional.step import scalar_dtype
+from marsopt.functional.step_types import scalar_dtype
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
 
@@ -61,7 +60,7 @@ class DeviceHyperparameters:
         self.gamma_1d = cell()
         self.routing = route({**options, **group, **self._cells})
         self._needs_base_lr = self.routing.own_rate and any(
-            not is_matrix(p.shape) for p in group["params"]
+            not self.routing.matrix.matrices.takes(p.shape) for p in group["params"]
         )
         self.refresh()
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from marsopt.functional import step
 from marsopt.functional.rows import Rows
-from marsopt.functional.step import (
+from marsopt.functional.step import PureKernels
+from marsopt.functional.step_types import (
     Decision,
     Hyperparameters,
-    PureKernels,
     RuleGroup,
     Scales,
     Stack,

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from marsopt.functional.named import MATRICES
 from marsopt.functional.stacks import adjacent
-from marsopt.functional.step import RuleGroup, Stack
+from marsopt.functional.step_types import RuleGroup, Stack
 from marsopt.optim import buckets
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.calls import should_stack
@@ -23,12 +24,12 @@ from marsopt.optim.state_dict import State, forget_strangers, own
 from marsopt.rules.algorithm import working
 
 # What, when it changes in a group, changes formulas and not only their numbers.
-STRUCTURE = ("mars_type", "optimize_1d", "amsgrad", "epsilon_hat")
+STRUCTURE = ("mars_type", "optimize_1d", "amsgrad", "epsilon_hat", *MATRICES)
 
 
 def _structure(groups: Sequence[dict[str, Any]]) -> list[tuple]:
     return [
-        (id(g), g["clip"] is None, *(g[k] for k in STRUCTURE), *map(id, g["params"]))
+        (id(g), g["clip"] is None, *map(g.get, STRUCTURE), *map(id, g["params"]))
         for g in groups
     ]
 
@@ -207,6 +208,7 @@ class Layout:
             h=state.get("h"),
             buffers={symbol: state[symbol] for symbol in algorithm.buffers},
             shape=bucket.shape,
+            rows=bucket.rows,
         )
 
     def _gradients(
@@ -220,7 +222,7 @@ class Layout:
         local = bucket.collectives.local
         every = [p.grad for p in bucket.params]
         has = [g is not None for g in every]
-        live.extend(has)
+        live.extend(here for here in has for _ in range(bucket.num_clipped))
         grads = [local(g) for g in every if g is not None]
         strides = pieces[0].stride()
         if all(has) and all(g.stride() == strides for g in grads):
@@ -301,13 +303,16 @@ class Layout:
 
     def blame(self, sums: Tensor) -> str:
         """Say whose gradient is not finite, from the complete sums of the step."""
-        rows = torch.isfinite(sums).all(1).logical_not().nonzero().flatten().tolist()
+        bad = torch.isfinite(sums).all(1).logical_not().nonzero().flatten().tolist()
         everyone = [name for bucket in self.buckets for name in bucket.labels]
-        named = ", ".join(everyone[i] for i in rows[:3])
-        more = ", ..." if len(rows) > 3 else ""
+        parts = [b.num_clipped for b in self.buckets for _ in b.labels]
+        owners = [i for i, num in enumerate(parts) for _ in range(num)]
+        blamed = list(dict.fromkeys(owners[row] for row in bad))
+        named = ", ".join(everyone[i] for i in blamed[:3])
+        more = ", ..." if len(blamed) > 3 else ""
         return (
             "got a gradient that is not finite, or whose square overflows, in "
-            f"{len(rows)} of {len(everyone)} parameters ({named}{more}), expected "
+            f"{len(blamed)} of {len(everyone)} parameters ({named}{more}), expected "
             "numbers: nothing has changed; lower the learning rate, or pass "
             "nonfinite='skip' to go on"
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from marsopt.functional.collectives import LOCAL, Collectives
+from marsopt.functional.named import MATRICES
 from marsopt.functional.step import global_clip, step
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.ranges import named_range
@@ -33,11 +34,11 @@ class MARS(LayoutOptimizer):
 
     Tensors of exactly two dims take ``mars_type``; others take AdamW with ``lr_1d``,
     ``betas_1d`` and ``weight_decay_1d`` unless ``optimize_1d``. Every hyperparameter up
-    to ``clip``, and ``epsilon_hat``, may be set per param group and changed between
-    steps, as in torch.optim. A change of ``mars_type``, or of ``clip`` to or from None,
-    restarts the state that the two rules do not share; the learning rate of the others
-    is lr * lr_1d / base_lr, where the group's ``base_lr`` is its lr when it was added,
-    so that it follows the schedule.
+    to ``clip``, and those from ``epsilon_hat`` to ``clip_per``, may be set per param
+    group and changed between steps, as in torch.optim. A change of ``mars_type``, or of
+    ``clip`` to or from None, restarts the state that the two rules do not share; the
+    learning rate of the others is lr * lr_1d / base_lr, where the group's ``base_lr``
+    is its lr when it was added, so that it follows the schedule.
 
     Args:
         params: tensors, (name, tensor) pairs or param groups. Real floating point,
@@ -66,6 +67,11 @@ class MARS(LayoutOptimizer):
         epsilon_hat: AdamW adds eps before debiasing, as the MARS-M and Moonlight
             scripts do for embeddings. For tensors that are not matrices, these two and
             both kinds of NorMuon always do.
+        matrices: "2d", or "batched": a tensor (..., rows, cols), as the weights of
+            experts, is a batch of matrices, which take ``mars_type``.
+        block_rows: so many consecutive rows form one matrix: the head width of a
+            projection, or each of several fused ones; None = all rows of a tensor.
+        clip_per: what ``clip`` bounds, "matrix" or "tensor".
         ns_steps, ns_coefficients, ns_dtype, ns_gram: Newton-Schulz iterations,
             coefficient set, working precision, and whether to iterate on Gram matrices
             where that is less work (float32): see ``NewtonSchulz``.
@@ -115,6 +121,9 @@ class MARS(LayoutOptimizer):
         clip: float | None = 1.0,
         max_norm: float | None = None,
         epsilon_hat: bool = False,
+        matrices: str = "2d",
+        block_rows: int | None = None,
+        clip_per: str = "matrix",
         ns_steps: int = 5,
         ns_coefficients: str = "quintic",
         ns_dtype: torch.dtype = torch.bfloat16,
@@ -147,6 +156,8 @@ class MARS(LayoutOptimizer):
             ns=NewtonSchulz(ns_steps, ns_coefficients, ns_dtype, gram=ns_gram),
         )
         defaults = {name: given[name] for name in PER_GROUP}
+        # a key in the groups only where it says something: checkpoints have the rest
+        defaults |= {k: given[k] for k, plain in MATRICES.items() if given[k] != plain}
         if kind == "transport":
             defaults |= {"gamma_1d": gamma_1d, TRAIN_MODE: True}
         elif gamma_1d is not None:

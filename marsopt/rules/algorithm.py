@@ -10,6 +10,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import Correction
+from marsopt.rules.matrices import Matrices, MatrixRows
 from marsopt.rules.preconditioner import Dims, Preconditioner
 
 
@@ -33,12 +34,14 @@ class Algorithm:
         state_dtype: dtype of the state buffers; None = the parameter's own. Not
             narrower than that: moments are averages of small steps, which rounding to
             nearest would lose.
+        matrices: which matrices a tensor is made of.
         name: what messages call it.
     """
 
     preconditioner: Preconditioner
     correction: Correction | None = None
     state_dtype: torch.dtype | None = None
+    matrices: Matrices = Matrices()
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -100,9 +103,26 @@ class Algorithm:
             return x.dtype
         return self.state_dtype or x.dtype
 
-    def inner_products(self, g: Tensor, h: Tensor | None) -> tuple[Tensor, ...]:
-        """Return <g,g>, <g,h>, <h,h> (L,) of the tensors of a stack (L, *shape), from
-        one read of g and h; <g,g> alone where no h is read.
+    def num_clipped(self, shape: torch.Size) -> int:
+        """Return how many parts of a tensor of this shape have a norm of their own."""
+        whole = self.correction is None or self.correction.clip is None
+        if whole or self.correction.clip_per == "tensor":
+            return 1
+        return self.matrices.num_in(shape)
+
+    def needs_rows(self, shape: torch.Size) -> bool:
+        """Return whether it asks to which matrix of several a row belongs."""
+        scales_rows = self.matrix_only and self.preconditioner.scales_rows
+        return self.num_clipped(shape) > 1 or (
+            scales_rows and self.matrices.num_in(shape) > 1
+        )
+
+    def inner_products(
+        self, g: Tensor, h: Tensor | None, rows: MatrixRows | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return <g,g>, <g,h>, <h,h> of the tensors of a stack (L, *shape), (L,) each,
+        or of their matrices, (L * num,), from one read of g and h; <g,g> alone where no
+        h is read.
 
         Written as sums of products, not as norms: inductor then keeps them in one graph
         with what divides by them.
@@ -110,6 +130,8 @@ class Algorithm:
         g, dims = working(g), tuple(range(1, g.ndim))
 
         def inner(a: Tensor, b: Tensor) -> Tensor:
+            if rows is not None:
+                return rows.sum((a * b).sum(-1)).flatten()
             return (a * b).sum(dims) if dims else a * b
 
         if not self.reads_h:

@@ -100,3 +100,14 @@ def floating_or_none(name: str, value: torch.dtype | None) -> None:
             f"got {name}={value}, expected a floating point type or None: pass e.g. "
             "torch.float32"
         )
+
+
+def count_or_none(name: str, value: int | None) -> None:
+    """None or a whole number >= 1."""
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, int) or value < 1
+    ):
+        raise ValueError(
+            f"got {name}={value!r}, expected None or a whole number >= 1: None "
+            "switches it off"
+        )

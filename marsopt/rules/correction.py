@@ -17,6 +17,7 @@ from marsopt.rules.checks import Number
 
 Kind = Literal["approximate", "exact", "transport"]
 KINDS: tuple[str, ...] = get_args(Kind)
+Per = Literal["matrix", "tensor"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,7 +27,7 @@ class Correction:
         k = gamma beta1 / (1 - beta1)
         c = g(x) + k (g(x) - h)                    approximate and exact
         c = g(y)  at  y = x + k (x - x_prev)       transport
-        c <- c / max(1, ||c||_F / clip)            per tensor
+        c <- c / max(1, ||c||_F / clip)            per matrix or tensor
 
     with beta1 the decay rate of the preconditioner's first moment, and x_prev the
     parameters one step before. On the current batch g(y) is the exact c to first order
@@ -39,7 +40,9 @@ class Correction:
             x, and there is no h.
         gamma: scale of the variance reduction; 0 turns it off. With transport, the
             lookahead that a step leaves has the gamma of that step.
-        clip: threshold of the per-tensor norm of c; None = off.
+        clip: threshold of the norm of c; None = off.
+        clip_per: what has a norm of its own: "matrix", where a tensor is made of
+            several (``Matrices``), or "tensor".
         h_dtype: dtype of the kept h; None = that of the other buffers. Half precision
             saves memory and traffic, and rounds h by up to 2^-9 (bf16).
     """
@@ -47,6 +50,7 @@ class Correction:
     kind: Kind = "approximate"
     gamma: Number = 0.025
     clip: Number | None = 1.0
+    clip_per: Per = "matrix"
     h_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -56,6 +60,11 @@ class Correction:
             )
         checks.finite("gamma", self.gamma)
         checks.positive_or_none("clip", self.clip)
+        if self.clip_per not in get_args(Per):
+            raise ValueError(
+                f"got clip_per={self.clip_per!r}, expected one of {get_args(Per)}: "
+                "choose one"
+            )
         checks.floating_or_none("h_dtype", self.h_dtype)
 
     @property
@@ -71,14 +80,14 @@ class Correction:
     def weights(
         self, beta1: Number, gamma: Number, a: Tensor, products: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (N,) weights with which c = w_g g + w_h h, for N tensors; None for h
-        where there is none.
+        """Return (N,) weights with which c = w_g g + w_h h, for N tensors or matrices;
+        None for h where there is none.
 
         Args:
             beta1: decay rate of the first moment.
             gamma: scale of the variance reduction in this step.
             a: factor of the global clip on g, 0-D.
-            products: (N, 3) <g,g>, <g,h>, <h,h> of every whole tensor.
+            products: (N, 3) <g,g>, <g,h>, <h,h> of every whole one.
         """
         gg, gh, hh = products.unbind(1)
         k = 0.0 if self.transports else self.scale(beta1, gamma)

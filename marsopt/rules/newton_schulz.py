@@ -180,8 +180,8 @@ class NewtonSchulz:
         return 4 * long * short**2 // num_ranks + (self.steps * 8 - 4) * short**3
 
     def many(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Orthogonalize a list of matrices (rows, cols), one batched iteration per
-        shape and dtype.
+        """Orthogonalize a list of matrices (rows, cols) and batches of them (num, rows,
+        cols): one batched iteration per shape and dtype.
 
         On a CPU oblong matrices are iterated one by one: each occupies all cores, and
         fits better into their caches.
@@ -193,7 +193,15 @@ class NewtonSchulz:
         for members in batches.values():
             first = matrices[members[0]]
             oblong = first.shape[-2] != first.shape[-1]
-            if len(members) == 1 or (oblong and first.device.type == "cpu"):
+            one_by_one = oblong and first.device.type == "cpu"
+            if one_by_one and first.ndim > 2:
+                factors = [
+                    torch.stack([self(x) for x in matrices[i].unbind()])
+                    if len(matrices[i])
+                    else matrices[i]
+                    for i in members
+                ]
+            elif len(members) == 1 or one_by_one or first.ndim > 2:
                 factors: Iterable[Tensor] = [self(matrices[i]) for i in members]
             else:
                 factors = self(torch.stack([matrices[i] for i in members])).unbind()

@@ -45,8 +45,8 @@ class NorMuon(MatrixAverage):
 
     @property
     def buffers(self) -> dict[str, Dims]:
-        return {"m": None, "r": (0,)}
+        return {"m": None, "r": "rows"}
 
     def rows(self, r, squares, shape):
-        r = self.beta2 * r + (1 - self.beta2) * squares / max(1, shape[1])
+        r = self.beta2 * r + (1 - self.beta2) * squares / max(1, shape[-1])
         return r, 1 / (r.sqrt() + self.eps)

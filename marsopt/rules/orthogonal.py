@@ -77,7 +77,7 @@ class MatrixAverage(Average):
     def rows(
         self, r: Tensor, squares: Tensor, shape: torch.Size
     ) -> tuple[Tensor, Tensor]:
-        """Return the new moment r (L, rows) and the rows' weights (L, rows), before the
+        """Return the new moment r of rows and their weights (L, ..., rows), before each
         matrix is rescaled to its norm; ``squares`` are sums over whole rows of o.
         """
         raise NotImplementedError(f"{type(self).__name__} scales no rows")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from marsopt.rules import checks
 from marsopt.rules.checks import Number
 
 Buffers = Mapping[str, Tensor]  # by symbol
-Dims = tuple[int, ...] | None  # of x that a buffer has; None = all
+Dims = Literal["rows"] | None  # of x that a buffer has: all but the last; None = all
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -12,6 +12,7 @@ from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.correction import Correction, Kind
 from marsopt.rules.lion import Lion, SignAverage
+from marsopt.rules.matrices import Matrices
 from marsopt.rules.normuon import NorMuon
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, Orthogonal
 from marsopt.rules.preconditioner import Preconditioner
@@ -58,6 +59,7 @@ class NamedRule:
         *,
         correction: Correction | None = None,
         state_dtype: torch.dtype | None = None,
+        matrices: Matrices = Matrices(),
         **arguments: Any,
     ) -> Algorithm:
         """Join the page, with these ``arguments`` of it, and a correction."""
@@ -66,6 +68,7 @@ class NamedRule:
             preconditioner=page,
             correction=correction,
             state_dtype=state_dtype,
+            matrices=matrices,
             name=self.name,
         )
 

@@ -24,7 +24,6 @@ UNUSED = {
     "lr_scheduler.min_lr_factor": 0.0,
     "optimizer.implementation": "fused",
     "optimizer.optimizer_factory_kwargs_by_name": {},
-    "optimizer.param_groups": [],
     "checkpoint.enable": True,
     "checkpoint.folder": "checkpoint",
     "checkpoint.initial_load_in_hf": False,
@@ -133,7 +132,7 @@ def _check_schedule(config) -> None:
 def _check_optimizer(config) -> None:
     opt, min_lr = config.optimizer, config.lr_scheduler.min_lr
     try:
-        mars(**opt.group(), correction=opt.correction)
+        mars(**opt.options())
         mars(weight_decay=opt.embedding_weight_decay)
         NewtonSchulz(dtype=getattr(torch, opt.ns_dtype), gram=opt.ns_gram)
     except (ValueError, TypeError) as error:

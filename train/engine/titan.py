@@ -8,12 +8,11 @@ from train.engine.titan_cpu import prepare
 
 prepare()
 
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import LoggerContainer, MetricsProcessor
 from torchtitan.components.metrics import TensorBoardLogger
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.components.optimizer import LRSchedulersContainer, ParamGroupConfig
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
@@ -23,6 +22,8 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
+
+from parallel.torchtitan import MarsCheckpointManager, MarsOptimizersContainer
 
 
 @contextmanager

@@ -108,10 +108,5 @@ class HeldOut(Validator):
         steps = config.samples // (local_batch_size * dp_world_size)
         super().__init__(replace(config, steps=steps), **sizes, **kwargs)
 
-    def validate(self, model_parts: list, step: int) -> None:
-        """Validate the model without its lookahead; the trainer sets ``optimizers``."""
-        with self.optimizers.evaluating():
-            super().validate(model_parts, step)
-
     def should_validate(self, step: int) -> bool:
         return super().should_validate(step) or step == self.config.last_step

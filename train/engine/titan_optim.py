@@ -1,39 +1,35 @@
 """MARS and the learning rate's schedules as torchtitan's containers."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import partial
+from re import search
 from typing import Literal
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from marsopt import LOCAL, MARS, REGISTRY
-from parallel import MeshCollectives
+from marsopt import MARS, REGISTRY
 from train.engine.schedule import cosine, linear, wsd
-from train.engine.titan import LRSchedulersContainer, OptimizersContainer
+from train.engine.titan import (
+    LRSchedulersContainer,
+    MarsOptimizersContainer,
+    ParamGroupConfig,
+)
+from train.errors import UserError
 
-EMBEDDINGS = ("wte.", "wpe.")
+EMBEDDINGS, VECTORS, MATRICES = r"^(wte|wpe)\.", r"norm\.weight$", ".*"
 # rules that give everything one rate, and whose scripts keep embeddings from them
 # (MARS_M/train_mars_m.py, train_moonlight.py)
 ONE_RATE = frozenset(n for n, rule in REGISTRY.items() if rule.others == "adamw")
 
 
-def kind(name: str, ndim: int) -> str:
-    """Return the group that a parameter of ``train.gpt2`` belongs to."""
-    if name.startswith(EMBEDDINGS):
-        return "embeddings"
-    return "matrices" if ndim == 2 else "vectors"
-
-
-class MarsOptimizers(OptimizersContainer):
-    """One MARS over the whole model, in three groups: matrices of the blocks,
-    embeddings and LayerNorm weights.
+class MarsOptimizers(MarsOptimizersContainer):
+    """One MARS over the whole model, in three groups unless ``param_groups`` names
+    others: embeddings, LayerNorm weights and the matrices of the blocks.
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(OptimizersContainer.Config):
+    class Config(MarsOptimizersContainer.Config):
         mars_type: str = "mars-adamw"
         """A name in marsopt.REGISTRY: the rule of the matrices."""
         lr: float = 3e-3
@@ -88,13 +84,18 @@ class MarsOptimizers(OptimizersContainer):
         compile: bool | None = None
         """Compile the step: None = where this machine can."""
 
-        def group(self) -> dict:
-            """Return what is MARS's own, per param group."""
+        def options(self) -> dict:
+            """Return arguments of MARS, which are defaults of every group."""
             names = (
                 "mars_type lr betas eps weight_decay amsgrad gamma optimize_1d clip "
-                "lr_1d betas_1d weight_decay_1d gamma_1d"
+                "lr_1d betas_1d weight_decay_1d gamma_1d correction"
             )
             return {name: getattr(self, name) for name in names.split()}
+
+        def working(self) -> dict:
+            """Return arguments of MARS that say how the step is computed."""
+            names = ("ns_dtype", "ns_gram", "h_dtype", "compile")
+            return {name: getattr(self, name) for name in names}
 
         @property
         def by_adamw(self) -> bool:
@@ -105,10 +106,12 @@ class MarsOptimizers(OptimizersContainer):
 
         def beside_the_rule(self, names: Iterable[str]) -> set[str]:
             """Return which of these parameters are embeddings that AdamW moves."""
-            return {n for n in names if self.by_adamw and n.startswith(EMBEDDINGS)}
+            return {n for n in names if self.by_adamw and search(EMBEDDINGS, n)}
 
-        def groups(self) -> dict[str, dict]:
-            """Return what each group of parameters has of its own, by its name."""
+        def groups(self, names: Iterable[str]) -> list[ParamGroupConfig]:
+            """Return the groups of a model with parameters of these names."""
+            if self.param_groups:
+                return self.param_groups
             embeddings = {"weight_decay": self.embedding_weight_decay}
             if self.by_adamw:
                 embeddings |= {
@@ -119,38 +122,45 @@ class MarsOptimizers(OptimizersContainer):
                     "epsilon_hat": self.mars_type in ONE_RATE,
                     "optimize_1d": False,
                 }
-            return {
-                "matrices": {},
-                "embeddings": embeddings,
-                "vectors": {"weight_decay": self.weight_decay_1d},
+            own = {
+                EMBEDDINGS: embeddings,
+                VECTORS: {"weight_decay": self.weight_decay_1d},
+                MATRICES: {},
             }
+            return [
+                ParamGroupConfig(
+                    pattern=pattern, optimizer_name="MARS", optimizer_kwargs=kwargs
+                )
+                for pattern, kwargs in own.items()
+                if any(search(pattern, name) for name in names)
+            ]
 
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
-        (model,) = model_parts
-        self.model_parts = model_parts
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        mesh = next((p.device_mesh for _, p in named if isinstance(p, DTensor)), None)
-        groups = {name: own | {"params": []} for name, own in config.groups().items()}
-        for name, p in named:
-            groups[kind(name, p.ndim)]["params"].append((name, p))
-        mars = MARS(
-            [group for group in groups.values() if group["params"]],
-            **config.group(),
-            correction=config.correction,
-            ns_dtype=getattr(torch, config.ns_dtype),
-            ns_gram=config.ns_gram,
-            h_dtype=config.h_dtype and getattr(torch, config.h_dtype),
-            collectives=LOCAL if mesh is None else MeshCollectives(mesh),
-            compile=config.compile,
+        names = [n for part in model_parts for n, _ in part.named_parameters()]
+        config = replace(
+            config,
+            param_groups=config.groups(names),
+            optimizer_factory_kwargs_by_name={
+                "MARS": config.options() | config.working()
+            },
         )
-        self.optimizers = [mars]
-        self._post_init([p for _, p in named])
+        try:
+            super().__init__(config, model_parts=model_parts)
+        except (ValueError, TypeError) as error:  # of a user's own param_groups
+            raise UserError(str(error)) from error
+        if len(self.optimizers) != 1 or not self.every_mars:
+            found = [type(optimizer).__name__ for optimizer in self.optimizers]
+            raise UserError(
+                f"got optimizers {found}, expected one MARS, which clips the norm of "
+                'all gradients: write optimizer_name="MARS" in every group of '
+                'param_groups, with mars_type="adamw" for AdamW'
+            )
         # of the last step, before the clip; one tensor, filled in by every step
-        self.grad_norm = torch.zeros((), device=named[0][1].device)
-
+        first = next(p for part in model_parts for p in part.parameters())
+        self.grad_norm = torch.zeros((), device=first.device)
         self._gammas = [
             {key: group[key] for key in ("gamma", "gamma_1d") if group.get(key)}
-            for group in mars.param_groups
+            for group in self.mars.param_groups
         ]
 
     def step(self, closure: None = None) -> None:
@@ -161,15 +171,6 @@ class MarsOptimizers(OptimizersContainer):
         """Set every gamma to this factor of the configured one."""
         for group, own in zip(self.mars.param_groups, self._gammas, strict=True):
             group.update({key: factor * value for key, value in own.items()})
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Let the model hold what is trained, not the points ahead of it, meanwhile."""
-        self.mars.eval()
-        try:
-            yield
-        finally:
-            self.mars.train()
 
     @property
     def mars(self) -> MARS:

@@ -32,8 +32,6 @@ class MarsTrainer(Trainer):
         super().__init__(config)
         self.metrics_processor.begin(read_meta(held_out_folder(config)))
         self.optimizers.mars.max_norm = config.training.max_norm
-        if config.validator.enable:
-            self.validator.optimizers = self.optimizers
         self._exact = config.optimizer.correction == "exact"
         if self._exact:
             self._ahead = config.dataloader.build(
@@ -45,7 +43,6 @@ class MarsTrainer(Trainer):
             )
 
     def train_step(self, data_iterator) -> None:
-        self.optimizers.mars.train()  # checkpoints are of the model in eval mode
         self._schedule_gamma()
         if self._exact:
             self._read_ahead()

@@ -1,0 +1,134 @@
+"""What the one step is given, stacks of tensors with their hyperparameters, and what it
+decides about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.checks import Number
+from marsopt.rules.matrices import MatrixRows
+
+
+class Stack(NamedTuple):
+    """L tensors of one shape that take one algorithm, as (L, *shape) tensors of local
+    pieces. A graph is as large as its number of stacks, whatever L.
+    """
+
+    algorithm: Algorithm
+    x: Tensor
+    g: Tensor
+    h: Tensor | None  # None where the algorithm reads none
+    buffers: dict[str, Tensor]  # by symbol
+    shape: torch.Size  # of one whole tensor
+    rows: MatrixRows | None = None  # None where ``needs_rows`` says no
+
+    @property
+    def num_tensors(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def num_clipped(self) -> int:
+        """Return how many parts of each tensor have a norm of their own."""
+        return self.algorithm.num_clipped(self.shape)
+
+    @property
+    def matrix_shape(self) -> torch.Size:
+        """Return that of a whole matrix."""
+        return self.algorithm.matrices.shape_in(self.shape)
+
+
+class Hyperparameters(NamedTuple):
+    """One algorithm with its rates in one step, for N tensors."""
+
+    algorithm: Algorithm
+    lr: Number
+    gamma: Number
+    t: Tensor  # (N,) steps that each tensor has taken
+    dtypes: tuple[torch.dtype, ...]  # working dtypes of its stacks, each once
+    num_parts: int  # that are clipped by norms of their own: N, or more
+    first: Tensor | None = None  # (N,) each tensor's first part; None = its only one
+
+
+def clipped(parts: Sequence[int], like: Tensor) -> tuple[int, Tensor | None]:
+    """Return the last two fields of ``Hyperparameters``, from how many parts each
+    tensor has; the second lies where ``like`` does.
+    """
+    if max(parts) == 1:
+        return len(parts), None
+    first = torch.tensor([0, *accumulate(parts[:-1])], device=like.device)
+    return sum(parts), first
+
+
+class RuleGroup(NamedTuple):
+    """The stacks that one algorithm moves with one set of hyperparameters."""
+
+    hyper: Hyperparameters
+    stacks: Sequence[Stack]
+
+
+class Scales(NamedTuple):
+    """Per-tensor scalars of a step (clip factors, rates, bias corrections), as vectors
+    over the N tensors of a group or the L of a stack. ``g`` and ``h`` are over parts
+    that are clipped; of a stack of such tensors, over rows (L, ..., rows).
+    """
+
+    ok: Tensor  # bool: the step is finite and the tensor has a gradient
+    a: Tensor  # what the gradient is multiplied by before it is kept as h
+    g: Tensor  # c = g * gradient + h * reference
+    h: Tensor | None
+    k: Tensor | None  # by how many displacements y is ahead of x; None: no transport
+    own: tuple[Tensor, ...]  # the preconditioner's: rates and bias corrections
+
+    def map(self, function: Callable) -> Scales:
+        """Return ``function`` of every vector."""
+        found = [None if v is None else function(v) for v in self[:-1]]
+        return Scales(*found, tuple(function(v) for v in self.own))
+
+    def per_stack(self, stacks: Sequence[Stack]) -> list[Scales]:
+        """Return them for consecutive stacks."""
+        sizes = [stack.num_tensors for stack in stacks]
+        cuts = self._replace(g=None, h=None).map(lambda v: v.split(sizes))
+        h = None if self.h is None else _of_clipped(self.h, stacks)
+        cuts = cuts._replace(g=_of_clipped(self.g, stacks), h=h)
+        return [cuts.map(lambda own, i=i: own[i]) for i in range(len(stacks))]
+
+    def over(self, x: Tensor) -> Scales:
+        """Return them as factors of a stack ``x``."""
+        shape = (-1, *(1 for _ in x.shape[1:]))
+        return self.map(lambda v: v.view(shape) if v.ndim == 1 else v[..., None])
+
+
+def _of_clipped(vector: Tensor, stacks: Sequence[Stack]) -> list[Tensor]:
+    """Return what consecutive stacks have of a vector over clipped parts: a number for
+    each tensor, or for each row where a tensor has several parts.
+    """
+    parts = vector.split([s.num_tensors * s.num_clipped for s in stacks])
+    return [
+        v
+        if s.num_clipped == 1
+        else s.rows.spread(v.view(s.num_tensors, -1), s.x.shape[:-1])
+        for v, s in zip(parts, stacks, strict=True)
+    ]
+
+
+class Decision(NamedTuple):
+    """What a step decides from all gradient statistics."""
+
+    grad_norm: Tensor  # 0-D, global norm of the gradient before any clip
+    finite: Tensor  # 0-D bool; False means that nothing changes
+    t: list[Tensor]  # (N,) of every group, after the step
+    # of every group, in each dtype that one of its stacks is computed in: a wider one
+    # would widen the products
+    scales: list[dict[torch.dtype, Scales]]
+
+
+def scalar_dtype(device: torch.device) -> torch.dtype:
+    """Scalars are float64, since 1 - beta^t cancels; Apple's GPUs have none."""
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -1,0 +1,109 @@
+"""Which matrices a tensor is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from marsopt.rules import checks
+
+Kind = Literal["2d", "batched"]
+KINDS: tuple[str, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrices:
+    """How tensors are read as matrices.
+
+    Args:
+        kind: "2d": a tensor of exactly two dims is a matrix, any other is none (the
+            authors' rule: a convolution kernel is no matrix, an embedding is one).
+            "batched": (..., rows, cols) is a batch of matrices, as the weights of
+            experts (num_experts, rows, cols) are.
+        block_rows: so many consecutive rows are a matrix: the head width of a
+            projection (num_heads * head_width, cols), or the rows of each of several
+            projections of one shape that were fused. None = all rows.
+    """
+
+    kind: Kind = "2d"
+    block_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(
+                f"got matrices={self.kind!r}, expected one of {KINDS}: choose one"
+            )
+        checks.count_or_none("block_rows", self.block_rows)
+
+    @property
+    def expected(self) -> str:
+        """Return what messages say of tensors that are made of matrices."""
+        several = self.kind == "batched"
+        return "matrices (ndim 2 or more)" if several else "a matrix (ndim 2)"
+
+    def takes(self, shape: torch.Size) -> bool:
+        """Return whether a tensor of this shape is made of matrices."""
+        return len(shape) == 2 or (self.kind == "batched" and len(shape) > 2)
+
+    def check(self, shape: torch.Size, what: str) -> None:
+        """Raise ValueError where ``block_rows`` does not divide the rows."""
+        if self.takes(shape) and self.block_rows and shape[-2] % self.block_rows:
+            raise ValueError(
+                f"got block_rows={self.block_rows} for {what} of shape {tuple(shape)}, "
+                f"expected a divisor of its {shape[-2]} rows: give parameters with "
+                "other blocks a param group of their own"
+            )
+
+    def shape_in(self, shape: torch.Size) -> torch.Size:
+        """Return (rows, cols) of each matrix in a tensor of this shape."""
+        return torch.Size([self.block_rows or shape[-2], shape[-1]])
+
+    def num_in(self, shape: torch.Size) -> int:
+        """Return how many matrices a tensor of this shape is made of; 1 if of none."""
+        if not self.takes(shape):
+            return 1
+        blocks = shape[-2] // self.block_rows if self.block_rows else 1
+        return max(1, shape[:-2].numel() * blocks)
+
+    def unbound(self, tensor: Tensor) -> Tensor:
+        """Return whole matrices of a tensor as a batch (num, rows, cols); a tensor that
+        is one matrix as itself.
+        """
+        if tensor.ndim == 2 and self.num_in(tensor.shape) == 1:
+            return tensor
+        rows, cols = self.shape_in(tensor.shape)
+        num = tensor.numel() // (rows * cols) if rows * cols else 0
+        return tensor.reshape(num, rows, cols)
+
+
+class MatrixRows(NamedTuple):
+    """To which matrices the rows of a piece belong, for L pieces of one layout."""
+
+    num: int  # matrices of a whole tensor
+    rows: int  # of each matrix
+    index: (
+        Tensor | None
+    )  # of the piece's rows among all of the tensor; None = it has all
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return (L, num) sums over the rows of every matrix that lie here, of
+        ``values`` (L, ..., rows).
+        """
+        found = values.flatten(1)
+        if self.index is not None:
+            every = found.new_zeros(len(found), self.num * self.rows)
+            found = every.index_copy(1, self.index, found)
+        return found.reshape(len(found), self.num, self.rows).sum(-1)
+
+    def spread(self, values: Tensor, shape: torch.Size) -> Tensor:
+        """Return what every row has of ``values`` (L, num), in the piece's ``shape``
+        (L, ..., rows).
+        """
+        if self.index is None:
+            every = values[:, :, None].expand(-1, -1, self.rows)
+        else:
+            every = values[:, self.index // self.rows]
+        return every.reshape(shape)

@@ -1,0 +1,97 @@
+"""How the matrices of one leaf are cut, and its piece as theirs and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from marsopt import Matrices
+
+from .placement import Placement, shard_sizes
+from .planner import Matrix
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Of a leaf whose matrices one mesh axis cuts.
+
+    Axes that cut the dims before rows and columns only say which matrices lie here.
+    """
+
+    mesh: DeviceMesh
+    axis: int
+    has_replicas: bool  # whether all other axes have the same matrices
+    dim: int  # of each matrix that the axis cuts
+    num_batches: int  # that lie here; a leaf of two dims is one
+    blocks: tuple[Matrix, ...]  # of one batch, from its first row to its last
+    rank: int  # along the axis
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """Return those that have a piece here, or on another rank of the axis."""
+        return [*self.blocks] * self.num_batches
+
+    def split(self, piece: Tensor) -> list[Tensor]:
+        """Return a leaf's piece as those of its matrices."""
+        if piece.ndim == 2 and len(self.blocks) == 1:
+            return [piece]
+        rows = piece.reshape(self.num_batches, *piece.shape[-2:])
+        ranks = self.mesh.size(self.axis)
+        sizes = [block.shards(ranks)[self.rank][0] for block in self.blocks]
+        return [part for batch in rows.unbind() for part in batch.split(sizes)]
+
+    def join(self, parts: list[Tensor], like: Tensor) -> Tensor:
+        """Undo ``split`` of a piece of the shape of ``like``."""
+        if like.ndim == 2 and len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts).view_as(like) if parts else torch.empty_like(like)
+
+
+def cut_of(
+    leaf: Tensor, place: Placement, matrices: Matrices
+) -> Cut | Literal["whole", "stripes"]:
+    """Return how one axis cuts the matrices of a leaf; "whole" where each of them lies
+    on one rank, "stripes" where several axes cut them, or one not into consecutive
+    pieces.
+    """
+    first = leaf.ndim - 2
+    inner = [i for i, dim in enumerate(place.dims) if dim >= first]
+    if not inner:
+        return "whole"
+    if len(inner) > 1 or not place.consecutive[inner[0]]:
+        return "stripes"
+    axis, dim = place.axes[inner[0]], place.dims[inner[0]] - first
+    num_ranks, (rows, cols) = place.mesh.size(axis), matrices.shape_in(leaf.shape)
+    num_blocks = leaf.shape[-2] // rows if rows else 1
+    blocks = [Matrix(rows, cols, dim)] * num_blocks
+    if dim == 0 and num_blocks > 1:
+        sizes = shard_sizes(leaf.shape[-2], num_ranks)
+        if all(size % rows == 0 for size in sizes):
+            return "whole"
+        starts = range(0, leaf.shape[-2], rows)
+        blocks = [Matrix(rows, cols, 0, _overlaps(s, rows, sizes)) for s in starts]
+    return Cut(
+        mesh=place.mesh,
+        axis=axis,
+        has_replicas=len(place.axes) == 1,
+        dim=dim,
+        num_batches=leaf.to_local().shape[:-2].numel(),
+        blocks=tuple(blocks),
+        rank=place.mesh.get_local_rank(axis),
+    )
+
+
+def _overlaps(start: int, length: int, sizes: list[int]) -> tuple[int, ...]:
+    """Return how much of [start, start + length) each of consecutive pieces has, which
+    have these sizes.
+    """
+    found, first = [], 0
+    for size in sizes:
+        both = min(first + size, start + length) - max(first, start)
+        found.append(max(0, both))
+        first += size
+    return tuple(found)

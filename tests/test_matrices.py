@@ -1,0 +1,200 @@
+"""Matrices in batches and blocks equal a loop over the slices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import marsopt
+from marsopt import MARS, REGISTRY, FlatGroup, Matrices, NewtonSchulz
+from tests.slices import TENSORS, Several, at_once, in_loop, values
+from tests.stacking import MODES, build, forced, traced
+
+STEPS = 3
+OPTIONS = dict(
+    lr=0.1, lr_1d=0.1, weight_decay=0.1, ns_dtype=torch.float64, max_norm=3.0
+)
+CASES = [
+    (mars_type, correction)
+    for mars_type, rule in REGISTRY.items()
+    for correction in (("approximate", "transport") if rule.is_mars else (None,))
+]
+
+
+def largest(got, want) -> float:
+    return max(float((got[n].detach() - want[n]).abs().max()) for n in want)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mars_type, correction", CASES)
+def test_the_class_moves_every_matrix_as_if_it_were_alone(
+    mars_type, correction, mode, monkeypatch
+):
+    forced(monkeypatch, mode)
+    own = dict(OPTIONS, mars_type=mars_type, correction=correction)
+    want = in_loop(TENSORS, STEPS, compile=False, **own)
+    with traced():
+        got, _ = at_once(TENSORS, STEPS, compile=mode != "eager", **own)
+    assert largest(got, want) < 1e-12
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-normuon"])
+def test_compiled_steps_are_those_of_the_loop(mars_type, monkeypatch):
+    """And changing hyperparameters compile nothing anew."""
+    forced(monkeypatch, "stacks")
+    own = dict(OPTIONS, mars_type=mars_type)
+    want = in_loop(TENSORS, STEPS, compile=False, **own)
+    got, optimizer = at_once(TENSORS, STEPS, compile=True, **own)
+    assert largest(got, want) < 1e-12
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for group in optimizer.param_groups:
+            group.update(lr=0.05, gamma=0.1)
+        optimizer.step()
+
+
+def batched(tensors) -> dict[str, Several]:
+    """Those that one rule with one set of options can take together."""
+    return {n: s for n, s in tensors.items() if "block_rows" not in s.options}
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["leaves", "FlatGroup"])
+@pytest.mark.parametrize("mars_type", REGISTRY)
+def test_a_rule_moves_every_matrix_as_if_it_were_alone(mars_type, flat):
+    tensors = batched(TENSORS)
+    want = in_loop(tensors, STEPS, mars_type=mars_type, compile=False, **OPTIONS)
+    rule = marsopt.mars(
+        mars_type=mars_type, lr=0.1, lr_1d=0.1, weight_decay=0.1, max_norm=3.0,
+        ns=NewtonSchulz(dtype=torch.float64), matrices="batched",
+    )  # fmt: skip
+    pack = FlatGroup.pack if flat else dict
+    params = pack(values(0, tensors))
+    state = rule.init(params)
+    for t in range(STEPS):
+        grads = pack(values(1 + t, tensors))
+        params, state = rule.step(params, grads, state, lr=0.1)
+    assert largest(params.unpack() if flat else params, want) < 1e-12
+
+
+def test_a_named_rule_takes_blocks():
+    heads = {"heads": TENSORS["heads"]}
+    options = {n: OPTIONS[n] for n in ("lr", "ns_dtype")}
+    want = in_loop(heads, 1, mars_type="muon", weight_decay=0.1, **options)
+    rule = marsopt.muon(block_rows=4, ns=NewtonSchulz(dtype=torch.float64))
+    params = values(0, heads)
+    params, _ = rule.step(params, values(1, heads), rule.init(params), lr=0.1)
+    assert largest(params, want) < 1e-12
+
+
+def test_the_clip_of_a_whole_tensor_is_that_of_one_matrix():
+    """An elementwise rule sees no shape but through its clip."""
+    own = dict(OPTIONS, mars_type="mars-adamw", compile=False)
+    several = {"experts": TENSORS["experts"]}
+    got, _ = at_once(several, STEPS, clip_per="tensor", **own)
+    p = nn.Parameter(values(0, several)["experts"].view(12, 6).clone())
+    optimizer = MARS([p], **own)
+    for t in range(STEPS):
+        p.grad = values(1 + t, several)["experts"].view(12, 6).clone()
+        optimizer.step()
+    torch.testing.assert_close(got["experts"].detach().view(12, 6), p.detach())
+    apart, _ = at_once(several, STEPS, **own)
+    assert (apart["experts"] - got["experts"]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("mars_type", ["mars-m", "mars-normuon"])
+def test_a_resumed_run_is_the_uninterrupted_one(mars_type):
+    own = dict(OPTIONS, mars_type=mars_type, compile=False)
+    want, whole = at_once(TENSORS, 4, **own)
+    half, optimizer = at_once(TENSORS, 2, **own)
+    saved = optimizer.state_dict()
+    again, optimizer = at_once(TENSORS, 0, **own)
+    for p, q in zip(again.values(), half.values(), strict=True):
+        p.data.copy_(q.data)
+    optimizer.load_state_dict(saved)
+    for t in (2, 3):
+        for name, grad in values(1 + t).items():
+            again[name].grad = grad
+        optimizer.step()
+    for name in want:
+        assert torch.equal(want[name], again[name])
+
+
+def test_what_a_tensor_is_made_of_may_change_between_steps():
+    """As ``mars_type`` may: the state goes on."""
+    (p,) = params = [nn.Parameter(torch.randn(8, 6))]
+    optimizer = build(params, "eager", mars_type="muon", ns_dtype=torch.float32)
+    p.grad = torch.randn(8, 6)
+    optimizer.step()
+    before, m = p.detach().clone(), optimizer.state[p]["momentum_buffer"].clone()
+    optimizer.param_groups[0].update(block_rows=4, weight_decay=0.0)
+    optimizer.step()
+    m = 0.95 * m + 0.05 * p.grad
+    u = 0.05 * p.grad + 0.95 * m
+    o = torch.cat([marsopt.newton_schulz(x, dtype=torch.float32) for x in u.split(4)])
+    torch.testing.assert_close(p.detach(), before - 3e-3 * o)
+
+
+def test_a_gradient_that_is_not_finite_is_blamed_on_its_parameter_once():
+    tensors = {n: TENSORS[n] for n in ("experts", "bias")}
+    _, optimizer = at_once(tensors, 0, compile=False, nonfinite="raise")
+    for group in optimizer.param_groups:
+        (p,) = group["params"]
+        p.grad = torch.full_like(p, torch.nan if p.ndim > 1 else 0.0)
+    with pytest.raises(FloatingPointError, match=r"in 1 of 2 parameters \(experts\)"):
+        optimizer.step()
+
+
+def test_groups_say_only_what_differs():
+    """So that checkpoints from before the options existed go on."""
+    p = nn.Parameter(torch.zeros(4, 4))
+    assert {"matrices", "block_rows", "clip_per"}.isdisjoint(MARS([p]).param_groups[0])
+    assert MARS([p], block_rows=2).param_groups[0]["block_rows"] == 2
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(matrices="3d"), "got matrices='3d', expected one of"),
+        (dict(block_rows=0), "got block_rows=0, expected None or a whole number"),
+        (dict(block_rows=True), "got block_rows=True, expected None or a whole"),
+        (dict(clip_per="row"), "got clip_per='row', expected one of"),
+        (dict(block_rows=3), r"got block_rows=3 for 'w'|for parameter 'w' of shape"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, message):
+    named = [("w", nn.Parameter(torch.zeros(8, 4)))]
+    with pytest.raises(ValueError, match=message):
+        MARS(named, **options)
+    with pytest.raises(ValueError, match=message):
+        MARS([{"params": named, **options}])
+
+
+def test_a_rule_for_matrices_says_which_it_takes():
+    convolution = {"w": torch.zeros(2, 3, 4)}
+    with pytest.raises(ValueError, match=r"expected a matrix \(ndim 2\)"):
+        marsopt.muon().init(convolution)
+    marsopt.muon(matrices="batched").init(convolution)
+    with pytest.raises(ValueError, match="expected matrices .ndim 2 or more."):
+        marsopt.muon(matrices="batched").init({"b": torch.zeros(3)})
+    with pytest.raises(ValueError, match="expected a divisor of its 3 rows"):
+        marsopt.muon(matrices="batched", block_rows=2).init(convolution)
+
+
+def test_shapes():
+    several = Matrices(kind="batched", block_rows=4)
+    assert several.num_in(torch.Size([3, 8, 6])) == 6
+    assert several.shape_in(torch.Size([3, 8, 6])) == (4, 6)
+    assert several.num_in(torch.Size([7])) == 1  # no matrix: one part
+    assert not Matrices().takes(torch.Size([3, 8, 6]))
+    assert hash(several) == hash(Matrices(kind="batched", block_rows=4))
+
+
+def test_newton_schulz_of_a_list_takes_batches():
+    ns = NewtonSchulz(dtype=torch.float64)
+    wide = torch.randn(3, 4, 6, dtype=torch.float64)
+    square, one = wide[:, :, :4].clone(), torch.randn(5, 2, dtype=torch.float64)
+    none = wide[:0]
+    found = ns.many([wide, one, square, none])
+    want = [ns(wide), ns(one), ns(square), none]
+    for o, expected in zip(found, want, strict=True):
+        torch.testing.assert_close(o, expected)
