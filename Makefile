@@ -27,7 +27,7 @@ endif
 train: $(VENV)/ready $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
 	$(LAUNCH) train --config $(CONFIG) --dump-folder runs/$(RUN) $(OPTIONS)
 
-test: lint $(VENV)/evaluate
+test: lint $(VENV)/evaluate $(VENV)/examples
 	$(BIN)/python -m pytest
 
 # the library's own tests on the oldest torch that it declares (several GB of packages)
@@ -63,8 +63,8 @@ $(VENV)/ready: requirements.txt constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt
 	@touch $@
 
-$(VENV)/evaluate: requirements-evaluate.txt constraints.txt $(VENV)/ready
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-evaluate.txt -c constraints.txt
+$(VENV)/evaluate $(VENV)/examples: $(VENV)/%: requirements-%.txt constraints.txt $(VENV)/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c constraints.txt
 	@touch $@
 
 clean:

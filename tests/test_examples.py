@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -11,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from examples.hf_trainer import chains
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,26 +48,69 @@ def test_example(args):
     assert losses[-1] < 0.05 * losses[0]
 
 
+def of_hugging_face(example, saved):
+    llama = pytest.importorskip("transformers").LlamaForCausalLM
+    rows = torch.stack([row["input_ids"] for row in example.chains(64)])
+    loss = llama.from_pretrained(saved)(rows, labels=rows).loss
+    return loss, torch.load(saved / "optimizer.pt")
+
+
+def of_lightning(example, saved):
+    model = example.Regression.load_from_checkpoint(saved, map_location="cpu").model
+    inputs, labels = map(torch.cat, zip(*example.data(64), strict=True))
+    loss = torch.nn.functional.mse_loss(model(inputs), labels)
+    return loss, torch.load(saved)["optimizer_states"][0]
+
+
+def of_accelerate(example, saved):
+    model = example.build()
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    model.load_state_dict(load_file(saved / "model.safetensors"))
+    inputs, labels = example.data(64).tensors
+    loss = torch.nn.functional.mse_loss(model(inputs), labels)
+    return loss, torch.load(saved / "optimizer.bin")
+
+
+# Foreign trainers: the packages that an example needs, the last checkpoint of its run,
+# and what reads the held-out loss of its weights and the optimizer's state from there
+TRAINERS = {
+    "hf_trainer": (("transformers", "accelerate"), "checkpoint-120", of_hugging_face),
+    "lightning_loop": (("lightning",), "epoch=5-step=192.ckpt", of_lightning),
+    "accelerate_loop": (("accelerate",), "epoch-5", of_accelerate),
+}
+
+
 @pytest.mark.processes
-def test_hugging_faces_trainer_saves_and_resumes_what_is_trained(tmp_path):
-    """The last checkpoint holds the model that was evaluated, and a run that goes on
-    from the one before repeats the rest.
+@pytest.mark.parametrize("command", [*TRAINERS, "hf_trainer --class"])
+def test_foreign_trainers_save_and_resume_what_is_trained(command, tmp_path):
+    """The example learns; its last checkpoint holds the model that was evaluated, which
+    is x; and a run that goes on from the checkpoint before repeats the rest.
     """
-    transformers = pytest.importorskip("transformers")
-    what = ("-m", "examples.hf_trainer", tmp_path)
+    name, *options = command.split()
+    packages, last, read = TRAINERS[name]
+    for package in packages:
+        pytest.importorskip(package)
+    what = ("-m", f"examples.{name}", tmp_path, *options)
     losses, held_out = printed(*what, held_out=True)
     assert len(losses) == 6 and losses[-1] < 0.05 * losses[0]
-    last = tmp_path / "checkpoint-120"
-    model = transformers.GPT2LMHeadModel.from_pretrained(last)
-    rows = torch.stack([row["input_ids"] for row in chains(64)])
+
+    example, saved = importlib.import_module(f"examples.{name}"), tmp_path / last
     with torch.no_grad():
-        found = float(model(rows, labels=rows).loss)
-    # the Trainer divides by all labels, though nothing predicts the first of a row
-    found *= (rows.shape[1] - 1) / rows.shape[1]
-    assert found == pytest.approx(held_out, abs=1e-6)
-    shutil.rmtree(last)
+        loss, state = read(example, saved)
+    assert float(loss) == pytest.approx(held_out, abs=1e-6)
+    assert not any(group["train_mode"] for group in state["param_groups"])
+
+    shutil.rmtree(saved) if saved.is_dir() else saved.unlink()
     rest, again = printed(*what, held_out=True)
-    assert (rest, again) == (losses[4:], held_out)
+    assert 0 < len(rest) < 6 and rest == losses[-len(rest) :] and again == held_out
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_foreign_trainers_are_a_page_with_two_marks(name):
+    lines = (ROOT / "examples" / f"{name}.py").read_text().splitlines()
+    assert len(lines) <= 60
+    for mark in ("  # 1", "  # 2"):
+        assert any(line.endswith(mark) for line in lines)
 
 
 @pytest.mark.processes
