@@ -1,37 +1,133 @@
-"""Run a function on several gloo processes of this machine."""
+"""Run a function on several gloo processes of this machine.
+
+Processes stay for the next call with as many ranks: to start one, and to import torch
+there, takes longer than most of what is run. What a function changes in a process that
+is not undone here, it has to undo itself.
+"""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
+import pickle
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+GRACE = 3.0  # seconds in which other ranks may tell what they saw of a failure
 
-def _main(rank: int, world: int, folder: str, function: Callable, args: tuple) -> None:
-    torch.set_num_threads(1)
+
+def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
+    """Run what comes through ``pipe`` until it is closed."""
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(world))
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
     )
-    try:
-        result = function(rank, world, *args)
-    except BaseException:
-        Path(f"{folder}/{rank}.txt").write_text(traceback.format_exc())
-        raise
-    torch.save(result, f"{folder}/{rank}.pt")
-    dist.barrier()
-    sys.stdout.flush()
-    # not destroy_process_group: gloo sometimes aborts while its threads are torn down
-    os._exit(0)
+    while True:
+        try:
+            function, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            # not destroy_process_group: gloo sometimes aborts while its threads are
+            # torn down
+            os._exit(0)
+        _as_at_the_start()
+        try:
+            torch.save(function(rank, world, *args), f"{folder}/{rank}.pt")
+            dist.barrier()
+            told = ""
+        except BaseException:
+            told = traceback.format_exc()
+        sys.stdout.flush()
+        pipe.send(told)
+
+
+def _as_at_the_start() -> None:
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    gc.collect()  # FSDP keeps a list of all modules that it knows
+
+
+class Died(Exception):
+    """A rank ended without a traceback."""
+
+
+class Ranks:
+    """``world`` processes with one process group."""
+
+    def __init__(self, world: int) -> None:
+        self._folder, self._world = tempfile.TemporaryDirectory(), world
+        context = mp.get_context("spawn")
+        pairs = [context.Pipe() for _ in range(world)]
+        self._pipes = [ours for ours, _ in pairs]
+        self._processes = [
+            context.Process(
+                target=_serve, args=(rank, world, self._folder.name, pipe), daemon=True
+            )
+            for rank, (_, pipe) in enumerate(pairs)
+        ]
+        for process, (_, theirs) in zip(self._processes, pairs, strict=True):
+            process.start()
+            theirs.close()
+
+    def run(self, function: Callable, args: tuple, seconds: float) -> list:
+        """Return what each rank returned.
+
+        Raises:
+            AssertionError: one has raised, or hangs.
+            Died: one has died of a signal.
+        """
+        job = pickle.dumps((function, args))
+        try:
+            for pipe in self._pipes:
+                pipe.send_bytes(job)
+        except BrokenPipeError:
+            raise Died(f"one of {self._world} ranks died between two tests") from None
+        deadline, late = time.monotonic() + seconds, f"did not finish in {seconds} s"
+        waiting, failed, died = set(self._pipes), [], False
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(waiting, timeout=left):
+                waiting.discard(pipe)
+                try:
+                    told = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    told, died = "", True
+                if told or died:
+                    failed.append(told)
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if any(failed):
+            raise AssertionError("\n".join(failed))
+        if died:
+            raise Died(f"one of {self._world} ranks died of a signal")
+        assert not waiting, f"{len(waiting)} of {self._world} ranks {late}"
+        folder = self._folder.name
+        ranks = range(self._world)
+        return [torch.load(f"{folder}/{r}.pt", weights_only=False) for r in ranks]
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+_ready: dict[int, Ranks] = {}  # by their number
+
+
+@atexit.register
+def _end_all() -> None:
+    while _ready:
+        _ready.popitem()[1].end()
 
 
 def spawn(function: Callable, world: int, *args: Any, seconds: float = 120) -> list:
@@ -42,38 +138,14 @@ def spawn(function: Callable, world: int, *args: Any, seconds: float = 120) -> l
     now and then while it connects or closes, and a fault of ours would die twice.
     """
     for last in (False, True):
+        if world not in _ready:
+            _ready[world] = Ranks(world)
+            seconds += 10 * world  # to start
         try:
-            return _spawn(function, world, args, seconds)
-        except mp.ProcessExitedException as error:
-            if last:
-                raise AssertionError(str(error)) from None
+            return _ready[world].run(function, args, seconds)
+        except BaseException as error:
+            _ready.pop(world).end()
+            if last or not isinstance(error, Died):
+                raise
             print(f"trying again: {error}", file=sys.stderr)
     raise AssertionError("unreachable")
-
-
-def _spawn(function: Callable, world: int, args: tuple, seconds: float) -> list:
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(
-            _main,
-            (world, folder, function, args),
-            nprocs=world,
-            join=False,
-            start_method="spawn",
-        )
-        try:
-            deadline = time.monotonic() + seconds
-            # join returns when one process has ended, too
-            while not context.join(timeout=max(0.0, deadline - time.monotonic())):
-                late = time.monotonic() > deadline
-                assert not late, f"{world} ranks did not finish in {seconds} s"
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            told = [p.read_text() for p in sorted(Path(folder).glob("*.txt"))]
-            if not told:
-                raise
-            raise AssertionError("\n".join(told)) from error
-        finally:
-            for process in context.processes:
-                process.kill()
-        return [
-            torch.load(f"{folder}/{r}.pt", weights_only=False) for r in range(world)
-        ]

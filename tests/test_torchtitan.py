@@ -236,3 +236,37 @@ def test_torchtitans_own_container_is_left_alone():
     with pytest.raises(NotImplementedError, match="MARS"):
         OptimizersContainer._resolve_optimizer_factory("MARS")
     assert not issubclass(OptimizersContainer, MARS)
+
+
+def test_a_recipe_may_name_its_own_groups():
+    """Of MARS alone, which clips the norm of all gradients; others are refused."""
+    from train.engine.titan_optim import MarsOptimizers
+    from train.errors import UserError
+
+    own = [
+        ParamGroupConfig(
+            pattern="experts",
+            optimizer_name="MARS",
+            optimizer_kwargs=dict(matrices="batched"),
+        ),
+        ParamGroupConfig(
+            pattern=".*",
+            optimizer_name="MARS",
+            optimizer_kwargs=dict(mars_type="adamw", lr=0.5),
+        ),
+    ]
+    options = dict(mars_type="mars-m", lr=0.25, compile=False, param_groups=own)
+    mars = MarsOptimizers.Config(**options).build(model_parts=[Part()]).mars
+    first, second = mars.param_groups
+    assert (first["mars_type"], first["lr"]) == ("mars-m", 0.25)
+    assert (second["mars_type"], second["lr"]) == ("adamw", 0.5)
+    own[1] = ParamGroupConfig(
+        pattern=".*",
+        optimizer_name="AdamW",
+        optimizer_kwargs=dict(lr=0.5, fused=False),
+    )
+    with pytest.raises(UserError, match="expected one MARS"):
+        MarsOptimizers.Config(**options).build(model_parts=[Part()])
+    own[1].pattern = "no such"
+    with pytest.raises(UserError, match="got the pattern 'no such'"):
+        MarsOptimizers.Config(**options).build(model_parts=[Part()])

@@ -22,6 +22,11 @@ def group_by(keys: Sequence[Hashable]) -> list[list[int]]:
     return list(groups.values())
 
 
+def repeated(values: Sequence, times: int) -> Sequence:
+    """``values``, each so many times in a row."""
+    return values if times == 1 else [v for v in values for _ in range(times)]
+
+
 def empty_stacks(
     shapes: Sequence[Sequence[int]],
     dtypes: Sequence[torch.dtype],

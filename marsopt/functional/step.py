@@ -13,7 +13,7 @@ from torch import Tensor
 
 from marsopt.functional.collectives import Collectives
 from marsopt.functional.rows import Rows, row_weights
-from marsopt.functional.stacks import stacked, where_or_unread
+from marsopt.functional.stacks import repeated, stacked, where_or_unread
 from marsopt.functional.step_types import (
     Decision,
     Hyperparameters,
@@ -284,12 +284,9 @@ def step(
         kernels: who computes.
     """
     stacks = [stack for group in groups for stack in group.stacks]
-    every = [
-        p
-        for stack, part in zip(stacks, leaves, strict=True)
-        for p in part
-        for _ in range(stack.num_clipped)
-    ]
+    every = []
+    for stack, part in zip(stacks, leaves, strict=True):
+        every += repeated(part, stack.num_clipped)
     sums, decision = kernels.assess(
         groups, live, max_norm, lambda partial: collectives.sum(partial, every)
     )

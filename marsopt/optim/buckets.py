@@ -44,16 +44,13 @@ class ParameterBucket:
         self.rows: MatrixRows | None = matrix_rows(
             self.algorithm, self.params[0], self.shape, self.collectives
         )
+        # parts of each parameter that have a norm of their own
+        self.num_clipped = self.algorithm.num_clipped(self.shape)
 
     @property
     def shape(self) -> torch.Size:
         """Return that of one whole parameter."""
         return self.params[0].shape
-
-    @property
-    def num_clipped(self) -> int:
-        """Return how many parts of each parameter have a norm of their own."""
-        return self.algorithm.num_clipped(self.shape)
 
     def pieces(self) -> list[Tensor]:
         """Return the parameters' local pieces."""

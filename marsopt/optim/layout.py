@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.functional.named import MATRICES
-from marsopt.functional.stacks import adjacent
+from marsopt.functional.stacks import adjacent, repeated
 from marsopt.functional.step_types import RuleGroup, Stack
 from marsopt.optim import buckets
 from marsopt.optim.buckets import ParameterBucket
@@ -222,7 +222,7 @@ class Layout:
         local = bucket.collectives.local
         every = [p.grad for p in bucket.params]
         has = [g is not None for g in every]
-        live.extend(here for here in has for _ in range(bucket.num_clipped))
+        live += repeated(has, bucket.num_clipped)
         grads = [local(g) for g in every if g is not None]
         strides = pieces[0].stride()
         if all(has) and all(g.stride() == strides for g in grads):
