@@ -1,4 +1,4 @@
-"""The benchmark of a step: what it prints, writes and refuses, on one small layer."""
+"""The benchmarks of a step: what they print, write and refuse, on one small layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import matplotlib.image
 import pytest
 import torch
 
-from benchmarks import memory, peers, step
+from benchmarks import memory, muons, peers, sharded, step
 from benchmarks.contenders import OURS, REFERENCE, TORCH
 from benchmarks.measure import plan, walk
 from benchmarks.timing import spread, take_turns
@@ -21,6 +21,7 @@ from benchmarks.workload import EMBEDDING, Gradients, parameters
 from marsopt import REGISTRY
 from marsopt.optim import compiling
 from marsopt.profile.gpt2 import shapes
+from tests.processes import spawn
 from train.errors import UserError
 
 CPU = torch.device("cpu")
@@ -252,3 +253,26 @@ def test_turns_rotate():
 def test_bad_input(monkeypatch, args, message):
     with pytest.raises(UserError, match=message):
         call(monkeypatch, *SMALL, *args)
+
+
+def sharded_rows(rank, world):
+    with torch.compiler.set_stance("force_eager"):
+        return sharded.measure(layers=1, width=16, num_rounds=2)
+
+
+@pytest.mark.processes
+def test_sharded_steps_send_what_is_promised():
+    """One all-reduce, two all-to-all for each of two buckets, 2mn/p bf16 numbers."""
+    world, numel = 2, 12 * 16 * 16
+    found, _ = spawn(sharded_rows, world)
+    rows = {row.title: row for row in found}
+    ours = rows[muons.OURS.title]
+    assert ours.collectives == dict(all_reduce=1, all_to_all=4)
+    model = 2 * numel * 2 / world * (world - 1) / world
+    assert model < ours.bytes_sent < model + 2000  # gloo's headers, and the norms
+    assert rows[muons.WHOLE.title].collectives == {}
+    for row in found:
+        assert row.off_by is None or row.off_by[0] < 0.05, row.title
+    told = sharded.table(found)
+    assert "1 all_reduce, 4 all_to_all" in told
+    assert all(c.title in told for c in muons.CONTENDERS)
