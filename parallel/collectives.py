@@ -272,7 +272,8 @@ class MeshCollectives:
         """Return the orthogonal factors of the whole matrices of each leaf; both are
         pieces of leaves.
         """
-        key = (ns, *matrices)
+        alike = all(m is matrices[0] or m == matrices[0] for m in matrices)
+        key = (ns, *(matrices[:1] if alike else matrices))
         find = partial(self._find_partition, key)
         partition = self._partitions.of(leaves, key, find)
         out: dict[int, Tensor] = {}
@@ -300,6 +301,8 @@ class MeshCollectives:
 
     def _find_partition(self, key: tuple, leaves: Sequence[Tensor]) -> Partition:
         ns, *matrices = key
+        if len(matrices) == 1:
+            matrices *= len(leaves)
         by_axis: dict[tuple, dict[int, Cut]] = {}
         whole, gathered = [], []
         places = self._places(key, leaves)
@@ -322,13 +325,13 @@ class MeshCollectives:
         groups = []
         for (mesh, axis, copies), cuts in by_axis.items():
             every = [matrix for cut in cuts.values() for matrix in cut.matrices]
+            if self._options["strategy"] == "replicate":
+                gathered += cuts
+                continue
             group = ShardGroup(
                 mesh, axis, every, ns, has_replicas=copies, **self._options
             )
-            if group.plan.members("replicate"):  # all of them, then
-                gathered += cuts
-            else:
-                groups.append((group, cuts))
+            groups.append((group, cuts))
         return Partition(groups, whole, gathered)
 
 

@@ -19,7 +19,7 @@ from .planner import Matrix
 class Cut:
     """Of a leaf whose matrices one mesh axis cuts.
 
-    Axes that cut the dims before rows and columns only say which matrices lie here.
+    Other axes may cut the batch of matrices; they decide which of them lie here.
     """
 
     mesh: DeviceMesh

@@ -25,7 +25,12 @@ class Placement:
         """Return the placement of a parameter."""
         if not isinstance(leaf, DTensor):
             return cls()
-        cuts = {a: p for a, p in enumerate(leaf.placements) if not p.is_replicate()}
+        sizes = leaf.device_mesh.shape  # an axis of one rank cuts nothing
+        cuts = {
+            a: p
+            for a, p in enumerate(leaf.placements)
+            if sizes[a] > 1 and not p.is_replicate()
+        }
         dims = tuple(p.dim % leaf.ndim for p in cuts.values())
         consecutive = tuple(type(p) is Shard for p in cuts.values())
         return cls(leaf.device_mesh, tuple(cuts), dims, consecutive)

@@ -4,7 +4,7 @@
 
     config.optimizer = default_mars(mars_type="mars-m", lr=6e-3)
 
-This file alone imports torchtitan.
+No other file of the library imports torchtitan.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer import OPTIMIZER, CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
-from marsopt import LOCAL, MARS
+from marsopt import LOCAL, MARS, REGISTRY
 
 from .collectives import MeshCollectives
 
@@ -33,8 +34,14 @@ WHOLE = (
     *("correction", "is_approx", "max_norm", "nonfinite", "compile"),
     *("ns_steps", "ns_coefficients", "ns_dtype", "ns_gram", "state_dtype", "h_dtype"),
 )
-# torchtitan's names of token embeddings, output heads and routers, and Hugging Face's
-BESIDE = r"(^|\.)(tok_embeddings|embed_tokens|output|lm_head|router(\.gate)?)\.weight$"
+DTYPES = ("ns_dtype", "state_dtype", "h_dtype")
+# Token embeddings, output heads, routers and biases of experts as torchtitan and
+# Hugging Face name them; and torchtitan's w13, whose (gate, up) pairs of rows lie
+# between each other, so that no two dims of it are a matrix
+BESIDE = (
+    r"(^|\.)(tok_embeddings|embed_tokens|output|lm_head|router|gate)\.weight$"
+    r"|(^|\.)w13(\.|_|$)|bias(_[A-Z]+)?$"
+)
 
 
 def build_mars(groups: Iterable[dict[str, Any]], **options: Any) -> MARS:
@@ -46,30 +53,40 @@ def build_mars(groups: Iterable[dict[str, Any]], **options: Any) -> MARS:
         options: arguments of ``MARS``; dtypes by name, too.
 
     Raises:
-        ValueError: two groups disagree about an option of the whole optimizer.
+        ValueError: two groups, or a group and ``options``, disagree about an option of
+            the whole optimizer; a dtype that torch does not have.
     """
-    found = [
-        {k: v for k, v in g.items() if k not in ("fused", "foreach")} for g in groups
-    ]
+    found, options = [], _with_dtypes(options)
+    for group in groups:
+        own = {k: v for k, v in group.items() if k not in ("fused", "foreach")}
+        found.append(_with_dtypes(own))
     for name in WHOLE:
-        given = [group.pop(name) for group in found if name in group]
+        given = [options[name]] if name in options else []
+        given += [group.pop(name) for group in found if name in group]
         if any(value != given[0] for value in given):
             raise ValueError(
-                f"got {name}={given} in param groups of {NAME}, expected one value: it "
-                "belongs to the whole optimizer, give it in "
+                f"got {name}={given} for {NAME} and its param groups, expected one "
+                "value: it belongs to the whole optimizer; give it once, in "
                 f'optimizer_factory_kwargs_by_name={{"{NAME}": ...}}'
             )
         options |= {name: given[0]} if given else {}
-    for name in ("ns_dtype", "state_dtype", "h_dtype"):
-        if isinstance(options.get(name), str):
-            options[name] = getattr(torch, options[name])
-    meshes = (
-        p.device_mesh for g in found for p in g["params"] if isinstance(p, DTensor)
-    )
-    mesh = next(meshes, None)
+    every = (p for group in found for p in group["params"])
+    mesh = next((p.device_mesh for p in every if isinstance(p, DTensor)), None)
     return MARS(
         found, collectives=LOCAL if mesh is None else MeshCollectives(mesh), **options
     )
+
+
+def _with_dtypes(options: dict[str, Any]) -> dict[str, Any]:
+    """Return ``options`` with dtypes in place of their names."""
+    named = {k: options[k] for k in DTYPES if isinstance(options.get(k), str)}
+    for key, name in named.items():
+        if not isinstance(getattr(torch, name, None), torch.dtype):
+            raise ValueError(
+                f'got {key}={name!r}, expected the name of a dtype: write "float32", '
+                '"bfloat16" or "float16"'
+            )
+    return options | {key: getattr(torch, name) for key, name in named.items()}
 
 
 class MarsOptimizersContainer(OptimizersContainer):
@@ -96,7 +113,9 @@ class MarsOptimizersContainer(OptimizersContainer):
         super().__init__(config, model_parts=model_parts)
         if any("train_mode" in mars.param_groups[0] for mars in self.every_mars):
             for part in model_parts:  # before FSDP gathers the parameters
-                part.register_forward_pre_hook(self._follow, prepend=True)
+                part.register_forward_pre_hook(
+                    _FollowMode(self.every_mars), prepend=True
+                )
 
     @staticmethod
     def _resolve_optimizer_factory(name: str):
@@ -117,9 +136,13 @@ class MarsOptimizersContainer(OptimizersContainer):
         """Return those that are MARS: one per part of the model."""
         return [o for o in self.optimizers if isinstance(o, MARS)]
 
-    def _follow(self, part: nn.Module, args: tuple) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torchtitan calls it before every step's forward passes: of training, also
+        where they are replayed as a CUDA graph, which runs no hook.
+        """
         for mars in self.every_mars:
-            mars.train() if part.training else mars.eval()
+            mars.train()
+        super().zero_grad(set_to_none)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -133,6 +156,22 @@ class MarsOptimizersContainer(OptimizersContainer):
                 mars.train()
 
 
+class _FollowMode:
+    """A forward pre-hook: what is trained for a module in eval mode, else the points
+    ahead of it.
+    """
+
+    def __init__(self, every_mars: list[MARS]) -> None:
+        self._every_mars = every_mars
+
+    def __call__(self, part: nn.Module, args: tuple) -> None:
+        for mars in self._every_mars:
+            mars.train() if part.training else mars.eval()
+
+    def __deepcopy__(self, memo: dict) -> _FollowMode:
+        return _FollowMode([])  # nobody optimizes a copy of the model
+
+
 class MarsCheckpointManager(CheckpointManager):
     """torchtitan's manager of checkpoints; with transport the model in them is the one
     that is trained, and the state belongs to it.
@@ -142,12 +181,12 @@ class MarsCheckpointManager(CheckpointManager):
     class Config(CheckpointManager.Config):
         pass
 
-    def save(self, curr_step: int, last_step: bool = False) -> bool:
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save as torchtitan does, in eval mode until all is staged."""
         if not self._should_save(curr_step, last_step):
             return False
         with self.states[OPTIMIZER].evaluating():
-            saved = super().save(curr_step, last_step)
+            saved = super()._save(curr_step, last_step)
             self.maybe_wait_for_staging()
         return saved
 
@@ -156,25 +195,45 @@ def default_mars(
     lr: float = 3e-3, mars_type: str = "mars-adamw", **options: Any
 ) -> MarsOptimizersContainer.Config:
     """Return a configuration for torchtitan's language models, as ``default_adamw``:
-    ``mars_type`` moves the matrices of the layers, expert weights in batches; AdamW
-    (MARS's own, with lr) moves embeddings, output head, routers and vectors.
+    ``mars_type`` moves the matrices of the layers, expert weights in batches; MARS's
+    own AdamW, with this lr too, moves embeddings, output head, routers and vectors,
+    without weight decay unless ``weight_decay_1d`` is given. ("mars-m", "moonlight" and
+    NorMuon decay vectors as they do matrices.)
 
     Args:
-        lr: learning rate.
+        lr: learning rate of everything; of what AdamW moves, ``lr_1d`` if given.
         mars_type: a name in ``marsopt.REGISTRY``.
         options: other arguments of ``MARS``.
+
+    Raises:
+        TypeError: an option that ``MARS`` does not have.
     """
-    betas = options.get("betas_1d", (0.9, 0.95))
-    beside = dict(mars_type="adamw", lr=lr, betas=betas, weight_decay=0.0)
-    layers = dict(mars_type=mars_type, lr=lr, matrices="batched")
+    unknown = options.keys() - signature(MARS).parameters.keys()
+    if unknown:
+        raise TypeError(
+            f"got {sorted(unknown)}, expected arguments of marsopt.MARS: see its "
+            "docstring"
+        )
+    options = dict(lr_1d=lr, betas_1d=(0.9, 0.95), weight_decay_1d=0.0) | options
     per_group = {k: v for k, v in options.items() if k not in WHOLE}
+    layers = dict(mars_type=mars_type, lr=lr, matrices="batched") | per_group
+    beside = {k: v for k, v in per_group.items() if k in ("eps", "gamma", "gamma_1d")}
+    if beside.get("gamma_1d") is not None:
+        beside["gamma"] = beside["gamma_1d"]
+    beside |= dict(
+        mars_type="adamw",
+        lr=options["lr_1d"],
+        betas=options["betas_1d"],
+        weight_decay=options["weight_decay_1d"],
+        epsilon_hat=REGISTRY[mars_type].others == "adamw",
+    )
     return MarsOptimizersContainer.Config(
         param_groups=[
             ParamGroupConfig(
                 pattern=BESIDE, optimizer_name=NAME, optimizer_kwargs=beside
             ),
             ParamGroupConfig(
-                pattern=".*", optimizer_name=NAME, optimizer_kwargs=layers | per_group
+                pattern=".*", optimizer_name=NAME, optimizer_kwargs=layers
             ),
         ],
         optimizer_factory_kwargs_by_name={
@@ -213,7 +272,7 @@ def _check_patterns(
     for config, count in zip(configs, found, strict=True):
         if not count:
             raise ValueError(
-                f"got the pattern {config.pattern!r}, which is the first to match no "
-                "parameter of any model part, expected one at least: correct it, or "
-                "leave it out"
+                f"got the pattern {config.pattern!r}, for which no parameter is left "
+                "(the first match takes it), expected one at least: correct it, move "
+                "it up, or leave it out"
             )

@@ -169,6 +169,26 @@ def test_what_cannot_be_is_refused(options, message):
         MARS([{"params": named, **options}])
 
 
+def test_blocks_are_checked_when_they_change_too():
+    p = nn.Parameter(torch.ones(8, 4))
+    optimizer = MARS([("w", p)], block_rows=2, compile=False)
+    saved = optimizer.state_dict()
+    for wrong in (3, 16):
+        before = p.detach().clone()
+        optimizer.param_groups[0]["block_rows"] = saved["param_groups"][0][
+            "block_rows"
+        ] = wrong
+        p.grad = torch.ones_like(p)
+        with pytest.raises(ValueError, match=f"got block_rows={wrong} for parameter"):
+            optimizer.step()
+        optimizer.param_groups[0]["block_rows"] = 2
+        with pytest.raises(ValueError, match=f"got block_rows={wrong} for parameter"):
+            optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["block_rows"] == 2
+        assert torch.equal(p, before)
+    optimizer.step()
+
+
 def test_a_rule_for_matrices_says_which_it_takes():
     convolution = {"w": torch.zeros(2, 3, 4)}
     with pytest.raises(ValueError, match=r"expected a matrix \(ndim 2\)"):

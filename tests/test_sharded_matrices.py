@@ -66,7 +66,8 @@ CASES = {
     "columns": ((3,), columns, ("owner", "gram")),
     "HSDP": ((2, 2), hybrid, ("owner", "auto")),
     "experts and rows": ((2, 2), experts_and_rows, ("owner",)),
-    "experts twice": ((2, 2), experts_twice, ("owner",)),
+    "experts twice": ((2, 2), experts_twice, ("owner", "replicate")),
+    "an axis of one rank": ((2, 1), experts_and_rows, ("owner", "replicate")),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfi
 
 from marsopt import MARS
 from parallel.torchtitan import (
+    BESIDE,
     MarsCheckpointManager,
     MarsOptimizersContainer,
     build_mars,
@@ -149,6 +152,7 @@ def test_default_mars_gives_layers_and_experts_to_the_rule_and_the_rest_to_adamw
     assert rule == {"layers.0.weight", "experts", "norm.weight"}  # a vector: its AdamW
     (mars,) = container.every_mars
     (layers,) = (g for g in mars.param_groups if g["mars_type"] == "mars-m")
+    assert (layers["lr_1d"], layers["weight_decay_1d"]) == (0.01, 0.0)  # one rate
     assert (layers["matrices"], layers["lr"]) == ("batched", 0.01)
     state = dict(zip(layers["param_names"], layers["params"], strict=True))
     assert "exp_avg_sq" not in mars.state[state["experts"]]
@@ -191,7 +195,7 @@ def test_parts_of_a_model_need_not_have_every_group():
 
 
 def test_a_pattern_without_parameters_is_an_error():
-    with pytest.raises(ValueError, match="got the pattern 'lm_haed'"):
+    with pytest.raises(ValueError, match="got the pattern 'lm_haed', for which no"):
         config(("lm_haed", "MARS", {}), (".*", "MARS", {})).build(model_parts=[Part()])
 
 
@@ -203,6 +207,11 @@ def test_options_of_the_whole_optimizer_may_stand_in_groups_that_agree():
     assert "ns_dtype" not in container.every_mars[0].param_groups[0]
     with pytest.raises(ValueError, match="expected one value"):
         build_mars([dict(params=[], ns_dtype=d) for d in ("float32", "bfloat16")])
+    with pytest.raises(ValueError, match="expected one value"):
+        build_mars([dict(params=[], correction="transport")], correction="exact")
+    build_mars([dict(params=[], ns_dtype="float32")], ns_dtype=torch.float32)
+    with pytest.raises(ValueError, match="expected the name of a dtype"):
+        build_mars([dict(params=[], ns_dtype="float31")])
     with pytest.raises(NotImplementedError, match="NoSuch"):
         config((".*", "NoSuch", {})).build(model_parts=[Part()])
 
@@ -230,6 +239,42 @@ def test_with_transport_a_model_in_eval_mode_holds_what_is_trained():
     with container.evaluating():
         assert torch.equal(weight, iterate)
     assert torch.equal(weight, y)
+    copy.deepcopy(part).eval()(x)  # an average, say: nobody's
+    assert torch.equal(weight, y)
+    part.eval()
+    part(x)
+    container.zero_grad()  # before a forward pass that a CUDA graph replays
+    assert torch.equal(weight, y)
+
+
+def test_what_default_mars_says_of_transport_holds_for_embeddings_too():
+    options = dict(correction="transport", gamma=0.2, gamma_1d=0.1, eps=1e-6)
+    beside, layers = default_mars(**options).param_groups
+    assert beside.optimizer_kwargs["gamma"] == 0.1
+    assert layers.optimizer_kwargs["gamma"] == 0.2
+    assert beside.optimizer_kwargs["eps"] == layers.optimizer_kwargs["eps"] == 1e-6
+    with pytest.raises(TypeError, match=r"got \['nonsense'\]"):
+        default_mars(nonsense=1)
+
+
+@pytest.mark.parametrize(
+    "name, is_beside",
+    [
+        ("tok_embeddings.weight", True),
+        ("model.embed_tokens.weight", True),
+        ("lm_head.weight", True),
+        ("layers.1._checkpoint_wrapped_module.moe.router.gate.weight", True),
+        ("model.layers.0.mlp.gate.weight", True),
+        ("layers.0.moe.experts.inner_experts.mlp1_bias_EG", True),
+        ("layers.0.feed_forward.w13", True),
+        ("layers.0.moe.experts.inner_experts.w13_EF2D", True),
+        ("model.layers.0.mlp.gate_proj.weight", False),
+        ("layers.0.attention.wo.weight", False),
+        ("layers.0.moe.experts.inner_experts.w1_EFD", False),
+    ],
+)
+def test_what_stands_beside_the_rule(name, is_beside):
+    assert bool(re.search(BESIDE, name)) is is_beside
 
 
 def test_torchtitans_own_container_is_left_alone():

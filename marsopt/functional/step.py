@@ -93,9 +93,7 @@ def decide(
 def _scales(hyper: Hyperparameters, sums: Tensor, a: Tensor, finite: Tensor) -> Scales:
     w_g, w_h = hyper.algorithm.weights(hyper.gamma, a, sums[:, :3])
     t = hyper.t.to(sums.dtype) + 1
-    ones, live = torch.ones_like(t), sums[:, 3] > 0
-    if hyper.first is not None:
-        live = live[hyper.first]
+    ones, live = torch.ones_like(t), hyper.per_tensor(sums[:, 3] > 0)
     k = hyper.algorithm.lookahead(hyper.gamma) if hyper.algorithm.transports else None
     return Scales(
         ok=live & finite,

@@ -5,7 +5,6 @@ decides about them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -52,18 +51,21 @@ class Hyperparameters(NamedTuple):
     gamma: Number
     t: Tensor  # (N,) steps that each tensor has taken
     dtypes: tuple[torch.dtype, ...]  # working dtypes of its stacks, each once
-    num_parts: int  # that are clipped by norms of their own: N, or more
-    first: Tensor | None = None  # (N,) each tensor's first part; None = its only one
+    # of each stack: its tensors, and the parts of each that have a norm of their own
+    parts: tuple[tuple[int, int], ...]
 
+    @property
+    def num_parts(self) -> int:
+        """Return how many parts all N tensors have."""
+        return sum(num * clipped for num, clipped in self.parts)
 
-def clipped(parts: Sequence[int], like: Tensor) -> tuple[int, Tensor | None]:
-    """Return the last two fields of ``Hyperparameters``, from how many parts each
-    tensor has; the second lies where ``like`` does.
-    """
-    if max(parts) == 1:
-        return len(parts), None
-    first = torch.tensor([0, *accumulate(parts[:-1])], device=like.device)
-    return sum(parts), first
+    def per_tensor(self, values: Tensor) -> Tensor:
+        """Return (N,) what the first part of every tensor has of ``values``."""
+        if self.num_parts == len(values) == len(self.t):
+            return values
+        cuts = values.split([num * clipped for num, clipped in self.parts])
+        pairs = zip(cuts, self.parts, strict=True)
+        return torch.cat([cut.view(parts)[:, 0] for cut, parts in pairs])
 
 
 class RuleGroup(NamedTuple):

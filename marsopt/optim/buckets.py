@@ -14,7 +14,7 @@ from torch import Tensor
 from marsopt.functional.collectives import Collectives
 from marsopt.functional.rows import matrix_rows
 from marsopt.functional.stacks import adjacent, group_by
-from marsopt.functional.step_types import Hyperparameters, clipped
+from marsopt.functional.step_types import Hyperparameters
 from marsopt.optim.hyperparameters import DeviceHyperparameters
 from marsopt.optim.state_dict import (
     ITERATE,
@@ -145,10 +145,10 @@ def build(
             _attach(bucket, state, known)
         dtypes = tuple(dict.fromkeys(working_dtype(b.params[0]) for b in buckets))
         t = _steps([p for b in buckets for p in b.params], state)
-        parts = clipped([b.num_clipped for b in buckets for _ in b.params], t)
+        parts = tuple((len(b.params), b.num_clipped) for b in buckets)
         found.append(
             BucketGroup(
-                Hyperparameters(algorithm, lr, gamma, t, dtypes, *parts), buckets
+                Hyperparameters(algorithm, lr, gamma, t, dtypes, parts), buckets
             )
         )
     return found

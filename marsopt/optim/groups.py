@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from marsopt.functional.named import route
 from marsopt.functional.trees import check_parameter
 from marsopt.optim.hyperparameters import check_group
 from marsopt.optim.storage import check_apart
@@ -81,14 +82,30 @@ def admit(groups: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> None:
     _check_options(group, options)
     checks.at_least_zero("lr", group["lr"])
     group.setdefault("base_lr", float(group["lr"]))
-    routing = check_group(group, options)
+    check_group(group, options)
+    check_matrices(groups, options)
     device = next((p.device for g in groups for p in g["params"]), None)
     for i, p in enumerate(group["params"]):
         what = label(groups, len(groups) - 1, i)
         _check(p, what, device, options)
-        routing.matrix.matrices.check(p.shape, what)
     local = options["collectives"].local
     check_apart([(local(p), what) for p, what in labels(groups)])
+
+
+def check_matrices(
+    groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> None:
+    """Check that parameters are made of the matrices that their groups name.
+
+    Raises:
+        ValueError: the rows of one do not divide.
+    """
+    for number, group in enumerate(groups):
+        if group.get("block_rows") is None:
+            continue
+        matrices = route({**options, **group}).matrix.matrices
+        for i, p in enumerate(group["params"]):
+            matrices.check(p.shape, label(groups, number, i))
 
 
 def _check_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:

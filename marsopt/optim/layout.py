@@ -18,7 +18,7 @@ from marsopt.functional.step_types import RuleGroup, Stack
 from marsopt.optim import buckets
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.calls import should_stack
-from marsopt.optim.groups import label, labels
+from marsopt.optim.groups import check_matrices, label, labels
 from marsopt.optim.hyperparameters import DeviceHyperparameters
 from marsopt.optim.state_dict import State, forget_strangers, own
 from marsopt.rules.algorithm import working
@@ -53,6 +53,7 @@ class Layout:
         compile: bool,
         before: Layout | None = None,
     ) -> None:
+        check_matrices(groups, options)
         self._groups, self._collectives = groups, options["collectives"]
         self._structure, self._state = _structure(groups), state
         filled = [group for group in groups if group["params"]]

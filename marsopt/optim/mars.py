@@ -35,8 +35,9 @@ class MARS(LayoutOptimizer):
     Tensors of exactly two dims take ``mars_type``; others take AdamW with ``lr_1d``,
     ``betas_1d`` and ``weight_decay_1d`` unless ``optimize_1d``. Every hyperparameter up
     to ``clip``, and those from ``epsilon_hat`` to ``clip_per``, may be set per param
-    group and changed between steps, as in torch.optim. A change of ``mars_type``, or of
-    ``clip`` to or from None, restarts the state that the two rules do not share; the
+    group and changed between steps, as in torch.optim. What changes which rule moves a
+    tensor (``mars_type``, ``matrices``), and ``clip`` to or from None, restarts the
+    state that the two rules do not share; the
     learning rate of the others is lr * lr_1d / base_lr, where the group's ``base_lr``
     is its lr when it was added, so that it follows the schedule.
 
@@ -60,7 +61,8 @@ class MARS(LayoutOptimizer):
         optimize_1d: give tensors that are not matrices to the MARS rule too.
         lr_1d, betas_1d, weight_decay_1d: of the AdamW for tensors that are not
             matrices.
-        clip: threshold of the per-tensor norm of the corrected gradient; None = off.
+        clip: threshold of the norm of the corrected gradient, per matrix (see
+            ``clip_per``) or tensor that is none; None = off.
         max_norm: threshold of the global gradient norm, applied inside the step (in
             place of clip_grad_norm_); the norm is that of all parameters of this
             optimizer. None = off. An attribute too, which may change between steps.

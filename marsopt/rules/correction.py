@@ -87,7 +87,7 @@ class Correction:
             beta1: decay rate of the first moment.
             gamma: scale of the variance reduction in this step.
             a: factor of the global clip on g, 0-D.
-            products: (N, 3) <g,g>, <g,h>, <h,h> of every whole one.
+            products: (N, 3) <g,g>, <g,h>, <h,h> of each, complete over shards.
         """
         gg, gh, hh = products.unbind(1)
         k = 0.0 if self.transports else self.scale(beta1, gamma)

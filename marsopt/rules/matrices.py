@@ -40,7 +40,7 @@ class Matrices:
 
     @property
     def expected(self) -> str:
-        """Return what messages say of tensors that are made of matrices."""
+        """Return what an error message says is expected."""
         several = self.kind == "batched"
         return "matrices (ndim 2 or more)" if several else "a matrix (ndim 2)"
 
@@ -72,7 +72,7 @@ class Matrices:
         """Return whole matrices of a tensor as a batch (num, rows, cols); a tensor that
         is one matrix as itself.
         """
-        if tensor.ndim == 2 and self.num_in(tensor.shape) == 1:
+        if tensor.ndim == 2 and self.block_rows in (None, tensor.shape[0]):
             return tensor
         rows, cols = self.shape_in(tensor.shape)
         num = tensor.numel() // (rows * cols) if rows * cols else 0
@@ -84,9 +84,8 @@ class MatrixRows(NamedTuple):
 
     num: int  # matrices of a whole tensor
     rows: int  # of each matrix
-    index: (
-        Tensor | None
-    )  # of the piece's rows among all of the tensor; None = it has all
+    # of the piece's rows, among all rows of the tensor; None = it has all of them
+    index: Tensor | None
 
     def sum(self, values: Tensor) -> Tensor:
         """Return (L, num) sums over the rows of every matrix that lie here, of

@@ -54,12 +54,13 @@ class MarsTrainer(Trainer):
 
     def _schedule_gamma(self) -> None:
         """Set gamma for this step."""
-        kind, group = (
+        kind, groups = (
             self.config.optimizer.gamma_decay,
-            self.optimizers.mars.param_groups[0],
+            self.optimizers.mars.param_groups,
         )
-        if kind == "with_lr" and group["base_lr"] > 0:
-            self.optimizers.scale_gamma(group["lr"] / group["base_lr"])
+        moving = [group for group in groups if group["base_lr"] > 0]
+        if kind == "with_lr" and moving:  # one schedule for all of them
+            self.optimizers.scale_gamma(moving[0]["lr"] / moving[0]["base_lr"])
         elif kind == "last_quarter":
             total = self.config.lr_scheduler.total_steps or self.config.training.steps
             self.optimizers.scale_gamma(float(self.step <= 0.75 * total))

@@ -21,6 +21,11 @@ def job_of(config_name: str) -> Job:
     logging.disable(logging.WARNING)  # torchtitan's, about options that nobody set
     config = recipe(config_name)()
     logging.disable(logging.NOTSET)
+    if config.optimizer.param_groups:
+        raise UserError(
+            f"got {config_name} with optimizer.param_groups, expected a recipe without "
+            "them: plan one of the rules in configs/"
+        )
     shape, seq_len = config.model_spec.model.shape, config.training.seq_len
     sizes = tensor_sizes(shape)
     return Job(
