@@ -53,6 +53,21 @@ def test_compiled_steps_are_those_of_the_loop(mars_type, monkeypatch):
         optimizer.step()
 
 
+def test_a_stack_of_batches_is_moved_by_one_loop_without_intermediates():
+    """36 bytes a parameter, as of single matrices, and some for numbers of rows: scales
+    of matrices beside those of tensors would give inductor loops of two shapes.
+    """
+    params = [nn.Parameter(torch.randn(8, 64, 64)) for _ in range(2)]
+    optimizer = build(params, "stacks", matrices="batched", max_norm=1.0)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    report = marsopt.profile(optimizer.step, steps=2)
+    (update,) = (graph for graph in report.graphs if graph.name == "update_")
+    num = sum(p.numel() for p in params)
+    assert len(update.kernels) == 1 and update.peak_bytes == 0
+    assert 36 * num <= update.num_bytes < 1.02 * 36 * num
+
+
 def batched(tensors) -> dict[str, Several]:
     """Those that one rule with one set of options can take together."""
     return {n: s for n, s in tensors.items() if "block_rows" not in s.options}

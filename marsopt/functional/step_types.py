@@ -95,8 +95,7 @@ class Scales(NamedTuple):
 
     def per_stack(self, stacks: Sequence[Stack]) -> list[Scales]:
         """Return them for consecutive stacks."""
-        sizes = [stack.num_tensors for stack in stacks]
-        cuts = self._replace(g=None, h=None).map(lambda v: v.split(sizes))
+        cuts = self._replace(g=None, h=None).map(lambda v: _of_tensors(v, stacks))
         h = None if self.h is None else _of_clipped(self.h, stacks)
         cuts = cuts._replace(g=_of_clipped(self.g, stacks), h=h)
         return [cuts.map(lambda own, i=i: own[i]) for i in range(len(stacks))]
@@ -105,6 +104,20 @@ class Scales(NamedTuple):
         """Return them as factors of a stack ``x``."""
         shape = (-1, *(1 for _ in x.shape[1:]))
         return self.map(lambda v: v.view(shape) if v.ndim == 1 else v[..., None])
+
+
+def _of_tensors(vector: Tensor, stacks: Sequence[Stack]) -> list[Tensor]:
+    """Return what consecutive stacks have of a vector over tensors: of those with
+    several parts for each row, as ``_of_clipped`` does; one loop then moves all of a
+    stack, where inductor would make one over rows and others over elements.
+    """
+    parts = vector.split([s.num_tensors for s in stacks])
+    return [
+        v
+        if s.num_clipped == 1
+        else v.view(-1, *(1 for _ in s.x.shape[2:])).expand(s.x.shape[:-1]).clone()
+        for v, s in zip(parts, stacks, strict=True)
+    ]
 
 
 def _of_clipped(vector: Tensor, stacks: Sequence[Stack]) -> list[Tensor]:

@@ -99,10 +99,10 @@ class MatrixRows(NamedTuple):
 
     def spread(self, values: Tensor, shape: torch.Size) -> Tensor:
         """Return what every row has of ``values`` (L, num), in the piece's ``shape``
-        (L, ..., rows).
+        (L, ..., rows); in memory of its own, so that all loops over rows are alike.
         """
         if self.index is None:
             every = values[:, :, None].expand(-1, -1, self.rows)
         else:
             every = values[:, self.index // self.rows]
-        return every.reshape(shape)
+        return every.reshape(shape).contiguous()
