@@ -149,7 +149,7 @@ def test_the_clip_norm_from_three_inner_products(max_norm):
     g, h = torch.randn(64, 96), torch.randn(64, 96)
     algorithm = rule.matrix
     stack = Stack(algorithm, g[None], g[None], h[None], {}, g.shape)
-    hyper = Hyperparameters(algorithm, LR, 0.025, torch.zeros(1), (g.dtype,), ((1, 1),))
+    hyper = Hyperparameters(algorithm, LR, 0.025, torch.zeros(1), (g.dtype,))
     group = RuleGroup(hyper, [stack])
     _, decision = assess([group], None, max_norm, lambda partial: partial)
     scales = decision.scales[0][g.dtype]

@@ -22,6 +22,7 @@ from marsopt.functional.step_types import (
     Hyperparameters,
     RuleGroup,
     Stack,
+    several,
 )
 from marsopt.functional.trees import Tree, check_parameter, flatten, names
 from marsopt.rules.algorithm import Algorithm, working_dtype
@@ -156,7 +157,7 @@ def group(
         gamma = 0.0 if algorithm.correction is None else algorithm.correction.gamma
     num = sum(stack.num_tensors for stack in stacks)
     dtypes = tuple(dict.fromkeys(working_dtype(stack.x) for stack in stacks))
-    parts = tuple((s.num_tensors, s.num_clipped) for s in stacks)
+    parts = several([(s.num_tensors, s.num_clipped) for s in stacks])
     return RuleGroup(
         Hyperparameters(algorithm, lr, gamma, state.t.expand(num), dtypes, parts),
         stacks,

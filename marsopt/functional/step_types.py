@@ -51,21 +51,31 @@ class Hyperparameters(NamedTuple):
     gamma: Number
     t: Tensor  # (N,) steps that each tensor has taken
     dtypes: tuple[torch.dtype, ...]  # working dtypes of its stacks, each once
-    # of each stack: its tensors, and the parts of each that have a norm of their own
-    parts: tuple[tuple[int, int], ...]
+    # of each stack: its tensors, and the parts of each that have a norm of their own;
+    # None: one part each (a graph would guard every number)
+    parts: tuple[tuple[int, int], ...] | None = None
 
     @property
     def num_parts(self) -> int:
         """Return how many parts all N tensors have."""
+        if self.parts is None:
+            return len(self.t)
         return sum(num * clipped for num, clipped in self.parts)
 
     def per_tensor(self, values: Tensor) -> Tensor:
         """Return (N,) what the first part of every tensor has of ``values``."""
-        if self.num_parts == len(values) == len(self.t):
+        if self.parts is None:
             return values
         cuts = values.split([num * clipped for num, clipped in self.parts])
         pairs = zip(cuts, self.parts, strict=True)
         return torch.cat([cut.view(parts)[:, 0] for cut, parts in pairs])
+
+
+def several(
+    parts: Sequence[tuple[int, int]],
+) -> tuple[tuple[int, int], ...] | None:
+    """Return ``Hyperparameters.parts`` of these stacks."""
+    return tuple(parts) if any(clipped > 1 for _, clipped in parts) else None
 
 
 class RuleGroup(NamedTuple):

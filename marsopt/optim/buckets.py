@@ -14,7 +14,7 @@ from torch import Tensor
 from marsopt.functional.collectives import Collectives
 from marsopt.functional.rows import matrix_rows
 from marsopt.functional.stacks import adjacent, group_by
-from marsopt.functional.step_types import Hyperparameters
+from marsopt.functional.step_types import Hyperparameters, several
 from marsopt.optim.hyperparameters import DeviceHyperparameters
 from marsopt.optim.state_dict import (
     ITERATE,
@@ -145,7 +145,7 @@ def build(
             _attach(bucket, state, known)
         dtypes = tuple(dict.fromkeys(working_dtype(b.params[0]) for b in buckets))
         t = _steps([p for b in buckets for p in b.params], state)
-        parts = tuple((len(b.params), b.num_clipped) for b in buckets)
+        parts = several([(len(b.params), b.num_clipped) for b in buckets])
         found.append(
             BucketGroup(
                 Hyperparameters(algorithm, lr, gamma, t, dtypes, parts), buckets
