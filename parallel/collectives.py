@@ -272,9 +272,10 @@ class MeshCollectives:
         """Return the orthogonal factors of the whole matrices of each leaf; both are
         pieces of leaves.
         """
+        # a key that is short where no parameter differs from the others
         alike = all(m is matrices[0] or m == matrices[0] for m in matrices)
         key = (ns, *(matrices[:1] if alike else matrices))
-        find = partial(self._find_partition, key)
+        find = partial(self._find_partition, ns, matrices)
         partition = self._partitions.of(leaves, key, find)
         out: dict[int, Tensor] = {}
         for group, cuts in partition.groups:
@@ -287,25 +288,36 @@ class MeshCollectives:
         alone = ns.many([matrices[i].unbound(pieces[i]) for i in partition.whole])
         for i, o in zip(partition.whole, alone, strict=True):
             out[i] = o.view_as(pieces[i])
-        whole = [
-            self.wrap(x.to(ns.payload(x.dtype)), leaves[i]).full_tensor()
-            for i, x in ((i, pieces[i]) for i in partition.gathered)
-        ]
-        shapes = [matrices[i] for i in partition.gathered]
-        factors = ns.many([m.unbound(x) for m, x in zip(shapes, whole, strict=True)])
-        for i, o in zip(partition.gathered, factors, strict=True):
-            leaf = leaves[i]
-            mine = _piece(o.view(leaf.shape), leaf.device_mesh, leaf.placements)
-            out[i] = mine.to(pieces[i].dtype)
+        own = [(pieces[i], leaves[i], matrices[i]) for i in partition.gathered]
+        out |= zip(partition.gathered, self._by_gathering(own, ns), strict=True)
         return [out[i] for i in range(len(pieces))]
 
-    def _find_partition(self, key: tuple, leaves: Sequence[Tensor]) -> Partition:
-        ns, *matrices = key
-        if len(matrices) == 1:
-            matrices *= len(leaves)
+    def _by_gathering(
+        self, parts: Sequence[tuple[Tensor, Tensor, Matrices]], ns: NewtonSchulz
+    ) -> list[Tensor]:
+        """Orthogonalize (piece, leaf, matrices) on every rank: reference and
+        fallback.
+        """
+        whole = [
+            self.wrap(piece.to(ns.payload(piece.dtype)), leaf).full_tensor()
+            for piece, leaf, _ in parts
+        ]
+        factors = ns.many(
+            [m.unbound(x) for x, (_, _, m) in zip(whole, parts, strict=True)]
+        )
+        return [
+            _piece(o.view(leaf.shape), leaf.device_mesh, leaf.placements).to(
+                piece.dtype
+            )
+            for o, (piece, leaf, _) in zip(factors, parts, strict=True)
+        ]
+
+    def _find_partition(
+        self, ns: NewtonSchulz, matrices: Sequence[Matrices], leaves: Sequence[Tensor]
+    ) -> Partition:
         by_axis: dict[tuple, dict[int, Cut]] = {}
         whole, gathered = [], []
-        places = self._places(key, leaves)
+        places = self._places((ns, *matrices), leaves)
         for i, leaf in enumerate(leaves):
             cut = cut_of(leaf, places[i], matrices[i])
             if cut == "whole":
@@ -324,10 +336,10 @@ class MeshCollectives:
             )
         groups = []
         for (mesh, axis, copies), cuts in by_axis.items():
-            every = [matrix for cut in cuts.values() for matrix in cut.matrices]
             if self._options["strategy"] == "replicate":
                 gathered += cuts
                 continue
+            every = [matrix for cut in cuts.values() for matrix in cut.matrices]
             group = ShardGroup(
                 mesh, axis, every, ns, has_replicas=copies, **self._options
             )

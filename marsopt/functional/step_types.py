@@ -105,9 +105,14 @@ class Scales(NamedTuple):
 
     def per_stack(self, stacks: Sequence[Stack]) -> list[Scales]:
         """Return them for consecutive stacks."""
-        cuts = self._replace(g=None, h=None).map(lambda v: _of_tensors(v, stacks))
-        h = None if self.h is None else _of_clipped(self.h, stacks)
-        cuts = cuts._replace(g=_of_clipped(self.g, stacks), h=h)
+        cuts = self._replace(g=None, h=None).map(
+            lambda v: _of_stacks(v, stacks, per_part=False)
+        )
+        g, h = (
+            None if v is None else _of_stacks(v, stacks, per_part=True)
+            for v in (self.g, self.h)
+        )
+        cuts = cuts._replace(g=g, h=h)
         return [cuts.map(lambda own, i=i: own[i]) for i in range(len(stacks))]
 
     def over(self, x: Tensor) -> Scales:
@@ -116,31 +121,22 @@ class Scales(NamedTuple):
         return self.map(lambda v: v.view(shape) if v.ndim == 1 else v[..., None])
 
 
-def _of_tensors(vector: Tensor, stacks: Sequence[Stack]) -> list[Tensor]:
-    """Return what consecutive stacks have of a vector over tensors: of those with
-    several parts for each row, as ``_of_clipped`` does; one loop then moves all of a
-    stack, where inductor would make one over rows and others over elements.
+def _of_stacks(
+    vector: Tensor, stacks: Sequence[Stack], *, per_part: bool
+) -> list[Tensor]:
+    """Return what consecutive stacks have of a vector over tensors, or over the parts
+    that are clipped: a number for each tensor, or for each row where a tensor has
+    several parts. One loop then moves all of such a stack, where inductor would make
+    one over rows and others over elements.
     """
-    parts = vector.split([s.num_tensors for s in stacks])
-    return [
-        v
-        if s.num_clipped == 1
-        else v.view(-1, *(1 for _ in s.x.shape[2:])).expand(s.x.shape[:-1]).clone()
-        for v, s in zip(parts, stacks, strict=True)
-    ]
-
-
-def _of_clipped(vector: Tensor, stacks: Sequence[Stack]) -> list[Tensor]:
-    """Return what consecutive stacks have of a vector over clipped parts: a number for
-    each tensor, or for each row where a tensor has several parts.
-    """
-    parts = vector.split([s.num_tensors * s.num_clipped for s in stacks])
-    return [
-        v
-        if s.num_clipped == 1
-        else s.rows.spread(v.view(s.num_tensors, -1), s.x.shape[:-1])
-        for v, s in zip(parts, stacks, strict=True)
-    ]
+    sizes = [s.num_tensors * (s.num_clipped if per_part else 1) for s in stacks]
+    found = []
+    for v, s in zip(vector.split(sizes), stacks, strict=True):
+        if s.num_clipped > 1:
+            each = v.view(s.num_tensors, -1).expand(-1, s.num_clipped)
+            v = s.rows.spread(each, s.x.shape[:-1])
+        found.append(v)
+    return found
 
 
 class Decision(NamedTuple):

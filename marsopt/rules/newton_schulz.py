@@ -194,15 +194,13 @@ class NewtonSchulz:
             first = matrices[members[0]]
             oblong = first.shape[-2] != first.shape[-1]
             one_by_one = oblong and first.device.type == "cpu"
-            if one_by_one and first.ndim > 2:
-                factors = [
+            if one_by_one and first.ndim > 2 and len(first):
+                factors: Iterable[Tensor] = [
                     torch.stack([self(x) for x in matrices[i].unbind()])
-                    if len(matrices[i])
-                    else matrices[i]
                     for i in members
                 ]
             elif len(members) == 1 or one_by_one or first.ndim > 2:
-                factors: Iterable[Tensor] = [self(matrices[i]) for i in members]
+                factors = [self(matrices[i]) for i in members]
             else:
                 factors = self(torch.stack([matrices[i] for i in members])).unbind()
             for i, o in zip(members, factors, strict=True):

@@ -1,6 +1,6 @@
 """MARS and the learning rate's schedules as torchtitan's containers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from re import search
@@ -108,7 +108,7 @@ class MarsOptimizers(MarsOptimizersContainer):
             """Return which of these parameters are embeddings that AdamW moves."""
             return {n for n in names if self.by_adamw and search(EMBEDDINGS, n)}
 
-        def groups(self, names: Iterable[str]) -> list[ParamGroupConfig]:
+        def groups(self, names: Sequence[str]) -> list[ParamGroupConfig]:
             """Return the groups of a model with parameters of these names."""
             if self.param_groups:
                 return self.param_groups
