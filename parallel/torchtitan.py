@@ -21,11 +21,12 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
-from torchtitan.components.checkpointer import OPTIMIZER, CheckpointManager
+from torchtitan.components.checkpointer import MODEL, OPTIMIZER, CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 from marsopt import LOCAL, MARS, REGISTRY
 
+from .checkpoint import load
 from .collectives import MeshCollectives
 
 NAME = "MARS"
@@ -174,12 +175,29 @@ class _FollowMode:
 
 class MarsCheckpointManager(CheckpointManager):
     """torchtitan's manager of checkpoints; with transport the model in them is the one
-    that is trained, and the state belongs to it.
+    that is trained, and the state belongs to it. Loading runs no code that a checkpoint
+    names. (The data loaders of torchtitan's own recipes unpickle their state
+    themselves.)
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         pass
+
+    def dcp_load(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        from_hf: bool,
+        from_quantized: bool,
+    ) -> None:
+        """Load as torchtitan does, by ``checkpoint.load``."""
+        if from_hf:  # safetensors, which hold no code
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        load(state_dict, checkpoint_id)
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(state_dict)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save as torchtitan does, in eval mode until all is staged."""

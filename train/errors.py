@@ -1,9 +1,15 @@
 """Bad input, told in one line."""
 
+import errno
 import math
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable
+from typing import NoReturn
+
+PATIENCE = 3.0  # seconds in which torchrun ends the ranks beside one that ended
 
 
 class UserError(Exception):
@@ -21,16 +27,29 @@ def check_least(least: float, **options: float | None) -> None:
 
 
 def command(main: Callable[[], None]) -> None:
-    """Run a command: a UserError, or a path that may not be used, becomes one line on
-    stderr and exit code 2.
+    """Run a command: what the user can mend, such as a UserError or a path that may not
+    be used, becomes one line on stderr and exit code 2, Ctrl-C one line and 130.
     """
     try:
         main()
-    except (UserError, PermissionError, NotADirectoryError, FileExistsError) as error:
-        if not isinstance(error, UserError):
-            error = (
-                f"got {error}, expected a path that this user may use: choose another"
-            )
-        if os.environ.get("RANK", "0") == "0":  # under torchrun, one of them says it
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    except UserError as error:
+        _end(f"error: {error}", 2)
+    except OSError as error:
+        full = error.errno == errno.ENOSPC
+        path = "a path that this user may use: choose another"
+        what = "space on the disk: make some" if full else path
+        _end(f"error: got {error}, expected {what}", 2)
+    except KeyboardInterrupt as told:
+        number = told.args[0] if told.args else signal.SIGINT
+        _end("stopped before its end: run the same command again", 128 + number)
+
+
+def _end(line: str, code: int) -> NoReturn:
+    """Say it once: where rank 0 has ended as well, torchrun ends the others before they
+    come to speak.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(PATIENCE)
+    print(line, file=sys.stderr)
+    sys.exit(code)

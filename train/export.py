@@ -10,7 +10,7 @@ from train.errors import UserError, command
 from train.files import made_whole
 from train.gpt2 import huggingface
 from train.runs import checkpoints
-from train.runs.settings import SETTINGS, describe
+from train.runs.settings import SETTINGS
 from train.runs.trained import STEP_HELP, Trained, of_run
 
 STATE = "training_state"
@@ -29,10 +29,9 @@ def export(
         raise UserError(f"{error}; {hint}") from error
     path = checkpoints.checkpoint(trained.folder, trained.step)
     if training_state:
-        checkpoints.check_weights(path, trained.model.shape, whole=True)
-    _, name = describe(trained.folder)
+        checkpoints.check(path, trained.model.shape, whole=True)
     with made_whole(out) as draft:
-        huggingface.save(trained.model, draft, TOKENIZERS[name].end_of_text)
+        huggingface.save(trained.model, draft, TOKENIZERS[trained.tokens].end_of_text)
         if coder is not None:
             tokenizer_files.save(coder, draft, trained.model.shape.block_size)
         if training_state:

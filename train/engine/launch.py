@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from train.errors import UserError
+from train.files import check_folder, lock
 
 # torchtitan says these on every machine without a GPU, or for every run
 NOISE = (
@@ -117,33 +118,65 @@ def log_to(path: Path) -> None:
     logging.getLogger().addHandler(handler)
 
 
+def hold(folder: Path) -> int:
+    """Make the run's folder this process's alone; return the file that holds the lock
+    as long as it is open.
+
+    Raises:
+        UserError: another process trains there.
+    """
+    held = os.open(folder, os.O_RDONLY)
+    if not lock(held):
+        raise UserError(
+            f"got {folder}, in which another process trains, expected none: wait for "
+            "it, or choose another --dump-folder"
+        )
+    return held
+
+
 def main() -> None:
     """Run the command."""
     standalone()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     console(rank)
     config = parse(sys.argv[1:])
+    from train.engine.ends import Signals, end
     from train.engine.resolve import resolve
+    from train.runs.checkpoints import check_own
     from train.runs.settings import claim
     from train.runs.summary import summarize
 
+    signals = Signals()
     resolve(config, world)
-    claim(config)
     folder = Path(config.dump_folder)
+    check_folder("--dump-folder", folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        hold(folder)  # until the process ends
+    claim(config)
+    check_own(folder, config.model_spec.model.shape)
     log_to(folder / f"rank{rank}.log")
     if rank == 0:
         announce(config, world)
 
     import torch.distributed as dist
 
-    trainer = config.build()
+    step, steps = 0, config.training.steps
     try:
-        trainer.train()
-    finally:
-        trainer.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    if rank == 0:
-        title = f"{config.model_spec.flavor}: {config.optimizer.mars_type}"
-        summarize(folder, title)
+        trainer = config.build()
+        try:
+            signals.in_steps = True
+            trainer.train(lambda: signals.told is not None)
+            signals.in_steps = False
+        finally:
+            step = trainer.step
+            trainer.close()
+        if step == steps and dist.is_initialized():
+            dist.destroy_process_group()
+        if step == steps and rank == 0:
+            title = f"{config.model_spec.flavor}: {config.optimizer.mars_type}"
+            summarize(folder, title)
+    except BaseException as error:
+        end(error, signals.told, config, step)
+    if step < steps:
+        end(None, signals.told, config, step)

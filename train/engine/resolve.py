@@ -14,24 +14,44 @@ from train.runs.initial import check_initial
 from train.runs.settings import held_out_folder
 
 POSITIVE = (
-    "training.steps", "training.local_batch_size", "loss.num_summed", "validator.freq",
-    "validator.samples", "metrics.log_freq",
+    "training.steps", "training.local_batch_size", "training.gc_freq",
+    "loss.num_summed", "validator.freq", "validator.samples", "metrics.log_freq",
+    "comm.init_timeout_seconds", "comm.train_timeout_seconds",
+    "parallelism.data_parallel_replicate_degree",
 )  # fmt: skip
 NOT_NEGATIVE = ("lr_scheduler.warmup_steps", "debug.seed")
+LARGEST = 2**62  # of whole numbers: what torch counts with
 # options that torchtitan has and this application does not use, with their one value
 UNUSED = {
+    "dataloader.dataset": "",
+    "dataloader.split": "train",
+    "dataloader.infinite": True,
+    "validator.dataloader.dataset": "",
+    "validator.dataloader.split": "val",
+    "validator.dataloader.infinite": True,
+    "validator.steps": 1,
     "lr_scheduler.decay_type": "linear",
     "lr_scheduler.min_lr_factor": 0.0,
+    "loss.global_vocab_size": None,
     "optimizer.implementation": "fused",
     "optimizer.optimizer_factory_kwargs_by_name": {},
+    "training.enable_cpu_offload": False,
     "checkpoint.enable": True,
     "checkpoint.folder": "checkpoint",
     "checkpoint.initial_load_in_hf": False,
     "checkpoint.initial_load_in_hf_quantized": False,
     "checkpoint.last_save_in_hf": False,
     "checkpoint.last_save_model_only": False,
+    "checkpoint.export_dtype": "float32",
     "checkpoint.load_step": -1,
+    "checkpoint.load_only": False,
+    "checkpoint.exclude_from_loading": [],
+    "checkpoint.create_seed_checkpoint": False,
     "metrics.save_tb_folder": "tb",
+    "comm.mode": "default",
+    "compile.enable_async_tensor_parallel": False,
+    "debug.moe_force_load_balance": False,
+    "parallelism.enable_fsdp_symm_mem": False,
     **{
         f"parallelism.{kind}_parallel_degree": 1
         for kind in ("context", "expert", "pipeline", "tensor")
@@ -43,26 +63,32 @@ def resolve(config, world: int) -> None:
     """Fill in what follows from other fields, and check all that can be checked."""
     _check_ranges(config)
     _check_unused(config)
+    _check_degrees(config, world)
     _check_batches(config, world)
     _check_schedule(config)
     _check_optimizer(config)
     _check_data(config, world)
     check_initial(config)
-    config.validator.last_step = config.metrics.total_steps = config.training.steps
+    _set(config.validator, "last_step", config.training.steps)
+    _set(config.metrics, "total_steps", config.training.steps)
 
 
 def _check_ranges(config) -> None:
     """Check single numbers."""
     block, inf = config.model_spec.model.shape.block_size, math.inf
     for path, low, high, expected in (
-        *((path, 1, inf, "a number of at least 1") for path in POSITIVE),
-        *((path, 0, inf, "a number of at least 0") for path in NOT_NEGATIVE),
+        *((path, 1, LARGEST, "a number from 1 to 2**62") for path in POSITIVE),
+        *((path, 0, LARGEST, "a number from 0 to 2**62") for path in NOT_NEGATIVE),
         ("training.seq_len", 1, block + 1, f"1 to the model's block size {block}"),
         ("training.max_norm", math.ulp(0.0), inf, "a number above 0"),
     ):
         value = attrgetter(path)(config)
         if value is None or not low <= value < high:
             raise UserError(f"got {path}={value}, expected {expected}: change it")
+    if not config.dump_folder.strip():
+        raise UserError(
+            "got an empty --dump-folder, expected a folder for the run: runs/NAME"
+        )
 
 
 def _check_unused(config) -> None:
@@ -73,6 +99,19 @@ def _check_unused(config) -> None:
                 f"got {path}={value}, expected {usual}: this application does not use "
                 "another value; leave it out"
             )
+
+
+def _check_degrees(config, world: int) -> None:
+    p = config.parallelism
+    replicas, shards = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
+    fits = world % replicas == 0 and shards in (-1, world // replicas)
+    if not fits:
+        raise UserError(
+            f"got parallelism.data_parallel_replicate_degree={replicas} and "
+            f"data_parallel_shard_degree={shards} on {world} ranks, expected a product "
+            f"of {world}: change them (-1 shards over what is left), or start another "
+            "number of processes"
+        )
 
 
 def _check_batches(config, world: int) -> None:
@@ -155,7 +194,8 @@ def _check_data(config, world: int) -> None:
     held_out.dataset_path = str(held_out_folder(config))
     tokenizers = []
     for loader in (config.dataloader, held_out):
-        loader.vocab_size, loader.seed = vocab_size, config.debug.seed
+        _set(loader, "vocab_size", vocab_size)
+        _set(loader, "seed", config.debug.seed)
         folder = Path(loader.dataset_path)
         tokens, meta = open_tokens(folder, loader.split, vocab_size=vocab_size)
         sizes = dict(local_batch=1, seq_len=t.seq_len, vocab_size=vocab_size)
@@ -167,7 +207,12 @@ def _check_data(config, world: int) -> None:
             f"{tokenizers[0]}, as in {config.dataloader.dataset_path}: prepare both "
             "with one tokenizer"
         )
-    config.tokenizer.name = tokenizers[0]
+    if config.tokenizer.name != tokenizers[0]:
+        raise UserError(
+            f"got {tokenizers[0]} tokens in {config.dataloader.dataset_path} with "
+            f"tokenizer.name={config.tokenizer.name}, expected those of one tokenizer: "
+            f"give --tokenizer.name {tokenizers[0]}, or other data"
+        )
     samples, per_pass = config.validator.samples, t.local_batch_size * world
     fits = samples % per_pass == 0 and samples <= batches.num_windows
     if config.validator.enable and not fits:
@@ -176,3 +221,13 @@ def _check_data(config, world: int) -> None:
             f"{t.local_batch_size}, expected a multiple of {per_pass} up to the "
             f"{batches.num_windows} windows of {t.seq_len} tokens held out in {folder}"
         )
+
+
+def _set(section, name: str, value: int) -> None:
+    """Fill in a field that follows from others, and may not say anything else."""
+    if (given := getattr(section, name)) not in (0, value):
+        raise UserError(
+            f"got {name}={given}, expected {value}, which follows from other options: "
+            "leave it out"
+        )
+    setattr(section, name, value)

@@ -1,12 +1,19 @@
-"""torchtitan's checkpoints of the model that is trained, which leave alone what the
-user keeps beside them.
+"""torchtitan's checkpoints of the model that is trained, with checksums, which leave
+alone what the user keeps beside them.
 """
 
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
 from train.engine.titan import MarsCheckpointManager
+from train.runs import checksums
 from train.runs.checkpoints import complete_steps, step_folders
+
+log = logging.getLogger(__name__)
 
 
 class RunCheckpoints(MarsCheckpointManager):
@@ -18,6 +25,28 @@ class RunCheckpoints(MarsCheckpointManager):
     class Config(MarsCheckpointManager.Config):
         pass
 
+    def __init__(self, config: Config, **kwargs) -> None:
+        super().__init__(config, **kwargs)
+        self.ending = False
+        """Whether this step's checkpoint is the last before the run is ended."""
+        # beside the steps that follow: hashing holds no lock of Python's
+        self._hashing = ThreadPoolExecutor(1)
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        return self.ending or super()._should_save(curr_step, last_step)
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        # at the end nothing is left to overlap with
+        saved = super()._save(curr_step, last_step or self.ending)
+        if saved and dist.get_rank() == 0:
+            path = Path(self._create_checkpoint_id(curr_step))
+            self._hashing.submit(_add_checksums, self.save_future, path)
+        return saved
+
+    def _close(self) -> None:
+        super()._close()
+        self._hashing.shutdown()
+
     def _find_load_step(self, folder: str = "") -> int:
         return max(complete_steps(Path(folder or self.folder)), default=-1)
 
@@ -26,3 +55,13 @@ class RunCheckpoints(MarsCheckpointManager):
             found = list(step_folders(Path(self.folder)).values())
             for path in found[: -self.keep_latest_k]:
                 self.purge_queue.put(str(path))
+
+
+def _add_checksums(saved: Future | None, path: Path) -> None:
+    """Write a checkpoint's checksums once it is complete."""
+    try:
+        if saved is not None:
+            saved.result()
+        checksums.write(path)
+    except Exception as error:  # the run goes on: it is told where it waits for saving
+        log.warning("%s is without checksums: %s", path, error)

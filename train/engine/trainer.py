@@ -2,11 +2,13 @@
 exact MARS, and gamma's schedule.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from train.data.tokens import read_meta
+from train.engine.ends import Vote
 from train.engine.titan import Trainer, clipping_by
 from train.engine.titan_data import HeldOut, TitanTokenizer, TokenLoader
 from train.engine.titan_model import SummedLoss
@@ -42,6 +44,16 @@ class MarsTrainer(Trainer):
                 local_batch_size=config.training.local_batch_size,
             )
 
+    def train(self, told: Callable[[], bool] = lambda: False) -> None:
+        """Train to the last step, or, once ``told`` says on some rank that this process
+        is to end, to the end of the next and its checkpoint.
+        """
+        self._told, self._vote = told, Vote()
+        super().train()
+
+    def should_continue_training(self) -> bool:
+        return super().should_continue_training() and not self.checkpointer.ending
+
     def train_step(self, data_iterator) -> None:
         self._schedule_gamma()
         if self._exact:
@@ -51,6 +63,7 @@ class MarsTrainer(Trainer):
             super().train_step(data_iterator)
         if self._exact:
             self.optimizers.mars.update_last_grad()
+        self.checkpointer.ending = self._vote.take(self._told())
 
     def _schedule_gamma(self) -> None:
         """Set gamma for this step."""

@@ -1,16 +1,18 @@
 """A run's checkpoints, read without torchtitan's trainer and in one process."""
 
-import pickle
 import re
+import shlex
 import warnings
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
+from parallel.checkpoint import UnreadableCheckpoint, load, read_index
 from train.errors import UserError
 from train.gpt2 import GPT2, Shape, tensor_sizes
+from train.runs import checksums
 
 STEP = re.compile("step-(0|[1-9][0-9]*)")
 
@@ -63,69 +65,94 @@ def checkpoint(folder: Path, step: int | None = None) -> Path:
     return path
 
 
-def check_weights(path: Path, shape: Shape, *, whole: bool = False) -> None:
+def check(path: Path, shape: Shape, *, whole: bool = False) -> None:
     """Check that the checkpoint in ``path`` holds all weights of a model of this shape,
-    by what it says of itself and by the sizes of its files; ``whole``: and all else
-    that it speaks of.
+    undamaged, and names no code; ``whole``: and all else that it speaks of.
     """
-    metadata, sizes = _read_metadata(path), tensor_sizes(shape)
-    saved = metadata.state_dict_metadata
+    index, sizes = _read_index(path), tensor_sizes(shape)
+    saved = index.state_dict_metadata
     layers = {name for name in saved if name.startswith("layers.")}
     for name in sorted(sizes.keys() | layers):
-        size = tuple(saved[name].size) if name in saved else None
+        size = tuple(getattr(saved.get(name), "size", ())) or None
         if size != sizes.get(name):
             raise UserError(
                 f"got a checkpoint {path} with {name} of shape {size}, expected "
                 f"{sizes.get(name)}: it is of another model; name the configuration "
                 "that trained it"
             )
-    for index, stored in metadata.storage_data.items():
-        file = path / stored.relative_path
-        if not whole and index.fqn not in sizes:
+    needed = {".metadata"}
+    for entry, stored in index.storage_data.items():
+        if not whole and entry.fqn not in sizes:
             continue
+        file = path / stored.relative_path
+        needed.add(stored.relative_path)
         if not file.exists() or file.stat().st_size < stored.offset + stored.length:
             raise UserError(
                 f"got a checkpoint {path} whose {file.name} is missing or shorter than "
                 "its .metadata says, expected all files: copy it whole, or choose "
                 "another step"
             )
+    checksums.verify(path, needed)
 
 
-def _read_metadata(path: Path) -> Metadata:
+def check_own(folder: Path, shape: Shape) -> None:
+    """Check the checkpoint from which the run in ``folder`` continues, if there is one;
+    where it is damaged, name the newest that is not, and how to continue from that.
+    """
+    *older, newest = steps(folder) or [0]
+    if newest == 0:
+        return
+    path = folder / "checkpoint" / f"step-{newest}"
+    try:
+        check(path, shape, whole=True)
+    except UserError as error:
+        for step in reversed(older):
+            with suppress(UserError):
+                check(path.with_name(f"step-{step}"), shape, whole=True)
+                start = f"step {step} is whole; to continue after it"
+                break
+        else:
+            start = "no other step is whole; to start anew"
+        aside = shlex.join(["mv", str(path), f"{path}.damaged"])
+        raise UserError(
+            f"{error}. Of this run {start}: {aside}, then the same command again"
+        ) from error
+
+
+def _read_index(path: Path) -> Metadata:
     if not (path / ".metadata").is_file():
         raise UserError(
             f"got {path} without .metadata, expected the folder of a complete "
             "checkpoint, e.g. runs/NAME/checkpoint/step-N: choose one"
         )
     try:
-        return dcp.FileSystemReader(path).read_metadata()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
-        raise UserError(
-            f"got a {path / '.metadata'} that does not read ({error}), expected what "
-            "a run wrote: choose another checkpoint"
-        ) from error
+        return read_index(path)
+    except UnreadableCheckpoint as error:
+        raise UserError(str(error)) from error
 
 
 def load_model(folder: Path, shape: Shape, step: int | None = None) -> GPT2:
     """Return the model of the checkpoint of ``step``, or the newest, of a run on any
-    number of ranks.
+    number of ranks, which was checked.
     """
     path = checkpoint(folder, step)
-    check_weights(path, shape)
     model = GPT2(shape)
     state = model.state_dict()
-    _alone(dcp.load, state, path)
+    try:
+        with _alone():
+            load(state, path, no_dist=True)
+    except UnreadableCheckpoint as error:
+        raise UserError(str(error)) from error
     model.load_state_dict(state)
     return model.eval()
 
 
 def save_model(model: GPT2, path: Path) -> None:
     """Write the weights as a checkpoint that a run can start from."""
-    _alone(dcp.save, model.state_dict(), path)
+    with _alone():
+        dcp.save(model.state_dict(), checkpoint_id=path, no_dist=True)
 
 
-def _alone(move: Callable, state: dict, path: Path) -> None:
-    """Load or save in one process, without the warning that it is one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        move(state, checkpoint_id=path, no_dist=True)
+def _alone() -> warnings.catch_warnings:
+    """Leave out DCP's warning that this is one process."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)

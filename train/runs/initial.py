@@ -8,7 +8,7 @@ from pathlib import Path
 from train.errors import UserError
 from train.files import write_json
 from train.gpt2 import Shape
-from train.runs.checkpoints import check_weights, last_step
+from train.runs.checkpoints import check, last_step
 from train.runs.settings import FROM, SETTINGS, difference, read, settings
 
 NOTE = "shape.json"
@@ -47,7 +47,7 @@ def check_initial(config) -> None:
         return
     path, shape = Path(given), config.model_spec.model.shape
     whole = not config.checkpoint.initial_load_model_only
-    check_weights(path, shape, whole=whole)
+    check(path, shape, whole=whole)
     theirs = _settings_of(path)
     noted = _shape_of(path, theirs)
     if noted is not None and noted != shape:

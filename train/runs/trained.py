@@ -42,7 +42,7 @@ def of_run(folder: Path, step: int | None) -> Trained:
     """Return the model of the newest checkpoint of a run, or of that of ``step``."""
     shape, name = settings.describe(folder)
     path = checkpoints.checkpoint(folder, step)
-    checkpoints.check_weights(path, shape)
+    checkpoints.check(path, shape)
     step = int(path.name.removeprefix("step-"))
     load = partial(checkpoints.load_model, folder, shape, step)
     window = settings.read(folder / settings.SETTINGS)["training.seq_len"]

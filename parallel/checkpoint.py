@@ -1,0 +1,199 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP), read without running code.
+
+DCP keeps a checkpoint's index as a pickle (``.metadata``) and objects that are no
+tensors as files of torch.save that it reads with ``weights_only=False``: either runs
+whatever a stranger put there. Here both are read by unpicklers that know the types of a
+checkpoint and nothing else.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+# what the index of a checkpoint is made of, beside dtypes (torch 2.11 to 2.13; Python
+# 3.13 calls the module of paths pathlib._local)
+INDEX_TYPES = frozenset(
+    [("torch", "Size"), ("torch.serialization", "_get_layout")]
+    + [("torch.distributed.checkpoint.filesystem", "_StorageInfo")]
+    + [(module, "PosixPath") for module in ("pathlib", "pathlib._local")]
+    + [
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata"),
+            *("MetadataIndex", "StorageMeta", "TensorProperties"),
+            *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        )
+    ]
+)
+
+
+class UnreadableCheckpoint(ValueError):
+    """A checkpoint that is damaged, or that names something it must not."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = (module, name) in INDEX_TYPES
+        if not known and module == "torch":
+            known = isinstance(vars(torch).get(name), torch.dtype)
+        if not known:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+def read_index(path: str | os.PathLike) -> Metadata:
+    """Return what the checkpoint folder ``path`` says of itself in ``.metadata``.
+
+    Raises:
+        UnreadableCheckpoint: it names something that no checkpoint holds, lists files
+            outside its folder, or does not read.
+        OSError: there is no such file, or it may not be read.
+    """
+    return _parse(path, (Path(path) / ".metadata").read_bytes())
+
+
+def _parse(path: str | os.PathLike, raw: bytes) -> Metadata:
+    where = os.path.join(path, ".metadata")
+    try:
+        index = _IndexUnpickler(io.BytesIO(raw)).load()
+    except Exception as error:  # damaged bytes may call any type with anything
+        raise UnreadableCheckpoint(
+            f"got a {where} that does not read as a checkpoint's index ({error}), "
+            "expected sizes and places of tensors alone: it is damaged, or made by "
+            "somebody else; nothing of it was run; choose another checkpoint"
+        ) from error
+    if not (
+        isinstance(index, Metadata)
+        and _maps(index.state_dict_metadata, str, _is_entry)
+        and _maps(index.storage_data, MetadataIndex, _is_place)
+    ):
+        raise UnreadableCheckpoint(
+            f"got a {where} without a checkpoint's index, or with files outside its "
+            "folder, expected what DCP wrote: choose another checkpoint"
+        )
+    return index
+
+
+def _maps(found: object, key: type, is_value) -> bool:
+    return isinstance(found, dict) and all(
+        isinstance(k, key) and is_value(v) for k, v in found.items()
+    )
+
+
+def _is_entry(entry: object) -> bool:
+    if isinstance(entry, TensorStorageMetadata):
+        return isinstance(entry.size, torch.Size) and isinstance(entry.chunks, list)
+    return isinstance(entry, BytesStorageMetadata)
+
+
+def _is_place(place: object) -> bool:
+    if not isinstance(place, _StorageInfo) or not isinstance(place.relative_path, str):
+        return False
+    numbers = place.offset, place.length
+    parts = PurePosixPath(place.relative_path).parts
+    return (
+        len(parts) == 1
+        and parts[0] not in ("..", "/")
+        and all(type(n) is int and n >= 0 for n in numbers)
+    )
+
+
+class SafeReader(FileSystemReader):
+    """DCP's reader of a folder, which reads the index as ``read_index`` does."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = self._get_metadata_path(kwargs.get("rank"))
+        with self.fs.create_stream(path, "rb") as file:
+            index = _parse(self.path, file.read())
+        index.storage_meta = index.storage_meta or StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """DCP's planner, which loads objects that are no tensors by ``torch.load(...,
+    weights_only=True)``: numbers, strings, lists, dicts, tensors.
+    """
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        try:
+            torch.load(value, weights_only=True, map_location="cpu")
+        except Exception as error:  # damaged bytes raise anything
+            name = read_item.storage_index.fqn
+            why = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+            raise UnreadableCheckpoint(
+                f"got {name} in a checkpoint that weights_only=True does not load "
+                f"({_unsupported(error) or why[0]}), expected numbers, strings and "
+                "tensors alone: it is damaged, or made by somebody else; nothing of "
+                "it was run; choose another checkpoint"
+            ) from error
+        value.seek(0)  # the same bytes, which name nothing else
+        super().load_bytes(read_item, value)
+
+
+def _unsupported(error: Exception) -> str | None:
+    """Return the part of torch.load's long message that names what was refused."""
+    lines = [line for line in str(error).splitlines() if "GLOBAL" in line]
+    return lines[0].strip() if lines else None
+
+
+def _reader(path: str | os.PathLike) -> SafeReader:
+    """Return a reader of a folder of this machine, or else of what fsspec knows."""
+    if SafeReader.validate_checkpoint_id(path):
+        return SafeReader(path)
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    class SafeRemoteReader(SafeReader, FsspecReader): ...
+
+    return SafeRemoteReader(path)
+
+
+def load(
+    state_dict: dict[str, Any], path: str | os.PathLike, *, no_dist: bool = False
+) -> None:
+    """Load the checkpoint folder ``path`` into ``state_dict`` as ``dcp.load`` does, and
+    run no code that it names.
+
+    Args:
+        state_dict: of tensors (also DTensors), numbers and objects with a state dict,
+            changed in place.
+        path: a folder, e.g. ``checkpoint/step-100``, or a URI that fsspec knows.
+        no_dist: in this process alone.
+
+    Raises:
+        UnreadableCheckpoint: on all ranks, where one of them could not read its part;
+            see ``read_index``. What was loaded until then is in ``state_dict``.
+    """
+    if (Path(path) / ".metadata").is_file():
+        read_index(path)  # DCP's own call would log a traceback, and look elsewhere
+    options = dict(storage_reader=_reader(path), planner=SafePlanner())
+    try:
+        dcp.load(state_dict, **options, no_dist=no_dist)
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        if isinstance(cause, UnreadableCheckpoint | KeyboardInterrupt):
+            raise cause from error
+        why = (str(cause) or type(cause).__name__).strip().splitlines()[0]
+        raise UnreadableCheckpoint(
+            f"got {path}, of which rank {rank} cannot read its part ({why}), expected "
+            "what DCP wrote for this model: it is damaged, or of another model; choose "
+            "another checkpoint"
+        ) from error

@@ -1,0 +1,182 @@
+"""How a run ends before its last step: told by a signal, by a failure here or on
+another rank, or because its launcher is gone. One line each, and the exit codes that
+schedulers know.
+"""
+
+import errno
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from train.errors import UserError
+from train.runs.checkpoints import last_step
+
+FAILED, INTERRUPTED, TERMINATED = 1, 130, 143
+PATIENCE = 5.0  # seconds in which other ranks say why they end
+ORPHAN_PATIENCE = 60.0  # seconds in which a rank without a launcher ends by itself
+SPACE = 1 << 20  # bytes; with less a disk counts as full
+# what a collective says when another rank has gone
+BY_OTHERS = ("onnection", "peer", "imed out", "imeout", "gloo", "NCCL")
+
+log = logging.getLogger(__name__)
+
+
+class Signals:
+    """What this process was told by signals.
+
+    Ctrl-C ends it at once. SIGTERM, which schedulers send some time before SIGKILL,
+    ends it after the step, with a checkpoint; outside a step, at once.
+    """
+
+    def __init__(self) -> None:
+        self.told: signal.Signals | None = None
+        self.in_steps = False
+        signal.signal(signal.SIGINT, self._handle)
+        signal.signal(signal.SIGTERM, self._handle)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            launcher = os.getppid()
+            threading.Thread(target=_outlive, args=[launcher], daemon=True).start()
+
+    def _handle(self, number: int, frame: object) -> None:
+        again, self.told = self.told is not None, signal.Signals(number)
+        if again or not self.in_steps or number == signal.SIGINT:
+            raise KeyboardInterrupt(number)
+
+
+def _outlive(launcher: int) -> None:
+    """End this process when the one that started it has gone."""
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_PATIENCE)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Vote:
+    """Whether some rank was told to end, found out by all after the same step.
+
+    An all-reduce of one number over gloo runs beside each step, and is read after the
+    next: nobody waits for it.
+    """
+
+    def __init__(self) -> None:
+        several = dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo") if several else None
+        self._asked: tuple[dist.Work, torch.Tensor] | None = None
+
+    def take(self, mine: bool) -> bool:
+        """Give this rank's vote of this step; return the result of the last."""
+        if self._group is None:
+            return mine
+        decided = False
+        if self._asked is not None:
+            work, votes = self._asked
+            work.wait()
+            decided = bool(votes)
+        votes = torch.tensor(int(mine))
+        options = dict(op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._asked = dist.all_reduce(votes, **options), votes
+        return decided
+
+
+def end(error: BaseException | None, told: signal.Signals | None, config, step: int):
+    """End this process with one line on rank 0's stderr (or that of the first rank that
+    still speaks); the whole traceback goes to the logs.
+
+    Args:
+        error: what ended the training; None = it ended after the step, as it was told.
+        told: the signal that the process was sent.
+        config: of the run.
+        step: at which it ended, 0 = before the first.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    folder, rank = Path(config.dump_folder), int(os.environ["RANK"])
+    goes_on, by_key = _goes_on(folder), told == signal.SIGINT
+    if error is None or by_key or isinstance(error, KeyboardInterrupt):
+        code, name = (INTERRUPTED, "Ctrl-C") if by_key else (TERMINATED, "SIGTERM")
+        speaks, line = rank == 0, f"stopped by {name} at step {step}: {goes_on}"
+    else:
+        log.info("the run has failed", exc_info=error)
+        code, why = FAILED, _reason(error, folder)
+        why, speaks = _ask_others(why, _by_others(error), rank)
+        line = (
+            f"error: {why}, at step {step} of {config.training.steps}: {goes_on}. The "
+            f"traceback is in {folder / f'rank{rank}.log'}"
+        )
+    if speaks:
+        print(line, file=sys.stderr)
+    if told_launcher := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchtitan's, of which torchrun would print all 60 lines
+        Path(told_launcher).unlink(missing_ok=True)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # other ranks may be gone: nothing that waits for them
+
+
+def _goes_on(folder: Path) -> str:
+    done = last_step(folder)
+    if done == 0:
+        return "there is no checkpoint yet, the same command starts anew"
+    return f"the same command continues after step {done}"
+
+
+def _reason(error: BaseException, folder: Path) -> str:
+    """Say what went wrong in one line; DCP wraps what it was on each rank."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    no_space = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    if no_space or shutil.disk_usage(folder).free < SPACE:
+        return f"no space is left on the disk of {folder}: make some"
+    if isinstance(error, UserError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _by_others(error: BaseException) -> bool:
+    """Whether a collective failed, as it does when another rank has gone."""
+    said = str(error)
+    return isinstance(error, RuntimeError) and any(word in said for word in BY_OTHERS)
+
+
+def _ask_others(why: str, by_others: bool, rank: int) -> tuple[str, bool]:
+    """Return why the run has failed as all ranks know it, and whether this one says so:
+    the first that still speaks.
+    """
+    world = int(os.environ["WORLD_SIZE"])
+    if world == 1:
+        return why, True
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    keys = [f"marsopt/end/{attempt}/{r}" for r in range(world)]
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        wait = timedelta(seconds=PATIENCE)
+        store = dist.TCPStore(host, port, is_master=False, timeout=wait)
+        store.set(keys[rank], "" if by_others else why)
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until and not store.check(keys):
+            time.sleep(0.1)
+        heard = [r for r in range(world) if store.check([keys[r]])]
+        reasons = {r: store.get(keys[r]).decode() for r in heard}
+    except (RuntimeError, OSError):  # rank 0 keeps the store, where torchrun does not
+        return f"rank 0 does not answer ({why})", True
+    causes = [f"rank {r}: {reason}" for r, reason in reasons.items() if reason]
+    lost = [str(r) for r in range(world) if r not in reasons]
+    if causes:
+        why = causes[0]
+    elif lost:
+        name = "rank" if len(lost) == 1 else "ranks"
+        why = f"{name} {', '.join(lost)} gone or stopped (killed? out of memory?)"
+    return why, rank == min(heard)

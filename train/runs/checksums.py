@@ -1,0 +1,72 @@
+"""SHA-256 of a checkpoint's files, in the form of sha256sum: ``sha256sum --check
+SHA256SUMS`` in the folder of a step says the same.
+"""
+
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+from train.errors import UserError
+from train.files import replacing
+
+SUMS = "SHA256SUMS"
+LINE = re.compile(r"([0-9a-f]{64})  ([^/]+)")
+
+log = logging.getLogger(__name__)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digests(paths: list[Path]) -> list[str]:
+    """Hash several files at once, on this process's share of the cores."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // ranks)) as pool:
+        return list(pool.map(_digest, paths))
+
+
+def write(path: Path) -> None:
+    """Write the checksums of all files in the folder of a finished checkpoint."""
+    with replacing(path / SUMS) as sums:
+        files = sorted(p for p in path.iterdir() if p.suffix != ".tmp")
+        for file, found in zip(files, _digests(files), strict=True):
+            sums.write(f"{found}  {file.name}\n")
+
+
+def verify(path: Path, names: Iterable[str]) -> None:
+    """Check the files called ``names`` in the folder of a checkpoint.
+
+    One without checksums, of a release before they were written or of a process killed
+    just before it wrote them, is believed, which is said once.
+    """
+    if not (path / SUMS).exists():
+        _say_unchecked(path)
+        return
+    text = (path / SUMS).read_bytes().decode(errors="replace")
+    lines = [LINE.fullmatch(line) for line in text.splitlines()]
+    expected = {line[2]: line[1] for line in lines if line}
+    files = [path / name for name in sorted(names)]
+    for file, found in zip(files, _digests(files), strict=True):
+        if found != expected.get(file.name):
+            raise UserError(
+                f"got {file} with SHA-256 {found[:12]}..., expected "
+                f"{expected.get(file.name, 'one')[:12]}... of {SUMS} beside it: the "
+                "file was altered; copy it again, or choose another checkpoint"
+            )
+
+
+@cache
+def _say_unchecked(path: Path) -> None:
+    log.warning(
+        "%s has no %s, so that damage in it would not be noticed: it is of an earlier "
+        "release, or its saving was cut off at the very end",
+        path,
+        SUMS,
+    )
