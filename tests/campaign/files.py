@@ -1,0 +1,573 @@
+"""Malformed files: every key of every JSON file that the application reads, token files,
+weights, tokenizers, data sets.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import struct
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tests.campaign.children import Command
+from tests.campaign.ground import Ground, linked, rewrite, strings
+
+Make = Callable[[Path], Command]
+
+
+class Malformed(NamedTuple):
+    """A file that is wrong: ``make`` puts it into a case's folder and returns the
+    command that reads it; it ``must`` be refused, or None where either will do.
+    """
+
+    name: str
+    make: Make
+    must: bool | None
+
+
+# as bytes, in the place of a whole JSON file
+WHOLE_FILES = {
+    "empty": b"",
+    "not UTF-8": b'{"tokenizer": "\xff\xfe"}',
+    "UTF-16": '{"a": 1}'.encode("utf-16"),
+    "truncated": b'{"tokenizer": "by',
+    "a list": b"[]",
+    "a list of pairs": b'[["a", 1]]',
+    "a number": b"3",
+    "a string": b'"abc"',
+    "null": b"null",
+    "NaN": b"NaN",
+    "nested lists": b"[" * 100_000,
+    "nested objects": b'{"a":' * 100_000,
+    "nested and closed": b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
+    "a number of 5000 digits": b'{"a": ' + b"9" * 5_000 + b"}",
+    "NUL": b"\0" * 100,
+    "a lone surrogate": b'{"\\ud800": "\\ud800"}',
+    "an empty object": b"{}",
+    "zeros after it": None,
+    "another behind it": None,
+}
+VALUES: tuple[Any, ...] = (
+    None, True, -1, 0, 1.5, "x", "", [], {}, [1], {"a": 1}, 10**20, -(10**20), 10**400,
+    float("nan"), float("inf"), "\ud800", "9" * 20, "../x", "a\0b",
+)  # fmt: skip
+
+
+def _paths(value: Any, prefix: tuple = ()) -> Iterator[tuple]:
+    """Yield where each value of a JSON file lies."""
+    if not isinstance(value, dict):
+        return
+    for key, inner in value.items():
+        yield (*prefix, key)
+        yield from _paths(inner, (*prefix, key))
+
+
+def _changed(value: dict, path: tuple, new: Any, remove: bool = False) -> dict:
+    value = copy.deepcopy(value)
+    inner = value
+    for key in path[:-1]:
+        inner = inner[key]
+    if remove:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = new
+    return value
+
+
+class Target(NamedTuple):
+    """A JSON file, and a command that reads it.
+
+    ``stage`` copies what the command reads into the folder and returns the file there;
+    ``needed`` are the keys that the command cannot do without; "" = all of them.
+    """
+
+    name: str
+    original: Path
+    stage: Callable[[Path], tuple[Path, Command]]
+    needed: tuple[str, ...]
+
+
+def _same(old: Any, new: Any) -> bool:
+    """Whether a value may stand for another: 1.5 for a float, "x" for a free text."""
+    if isinstance(old, bool) or isinstance(new, bool):
+        return type(old) is type(new)
+    if isinstance(old, int | float) and isinstance(new, int | float):
+        return not isinstance(old, int) or isinstance(new, int)
+    return type(old) is type(new)
+
+
+def _of_target(target: Target) -> Iterator[Malformed]:
+    original = json.loads(target.original.read_text())
+
+    def case(what: str, content: bytes, must: bool | None) -> Malformed:
+        def make(folder: Path) -> Command:
+            path, command = target.stage(folder)
+            rewrite(path, content)
+            return command
+
+        return Malformed(f"{target.name}: {what}", make, must)
+
+    raw = target.original.read_bytes()
+    for what, content in WHOLE_FILES.items():
+        if content is None:
+            content = raw + (b"\0" * 10 if what.startswith("zeros") else raw)
+        yield case(what, content, True)
+    for at in (1, len(raw) // 2, len(raw) - 3):
+        yield case(f"truncated to {at} bytes", raw[:at], True)
+    for path in _paths(original):
+        if not isinstance(path[-1], str):
+            continue
+        where = ".".join(path)
+        old = original
+        for key in path:
+            old = old[key]
+        is_needed = any(where.startswith(key) for key in target.needed)
+        removed = json.dumps(_changed(original, path, None, remove=True)).encode()
+        yield case(f"without {where}", removed, is_needed or None)
+        for new in VALUES:
+            if new == old:
+                continue
+            wrong = is_needed and not (_same(old, new) and new != "a\0b")
+            content = json.dumps(_changed(original, path, new)).encode()
+            said = repr(new)[:30]
+            yield case(f"{where} = {said}", content, True if wrong else None)
+
+
+def _targets(ground: Ground) -> Iterator[Target]:
+    run, data, words = ground.run, ground.data, strings
+    meta = data / "meta.json"
+
+    def of(source: Path, name: str, command: Callable[[Path], Command]):
+        def stage(folder: Path) -> tuple[Path, Command]:
+            copied = linked(source, folder / "given")
+            return copied / name, command(copied)
+
+        return stage
+
+    def train_on(given: Path) -> Command:
+        options = ("--dataloader.dataset-path", given)
+        return ground.train("run", *options, steps=1)
+
+    def evaluate_on(given: Path) -> Command:
+        out = ("--out", "evaluation.json")
+        return Command(
+            "train.evaluate", words("--run", run, "--loss", *out, "--data", given)
+        )
+
+    def recognise(given: Path) -> Command:
+        options = ("--source", "text", "--tokenizer", "bytes", "--val-fraction", 0.2)
+        files = (json.__file__, __import__("re").__file__)
+        return Command("train.prepare", words(*options, "--out", given, *files))
+
+    needed = ("tokenizer", "vocab_size", "source", "train.tokens", "train.text_bytes",
+              "train.sha256", "val.tokens", "val.text_bytes", "val.sha256", "train",
+              "val")  # fmt: skip
+    yield Target("meta.json, train", meta, of(data, "meta.json", train_on), needed)
+    yield Target("meta.json, evaluate", meta, of(data, "meta.json", evaluate_on), needed)
+    yield Target("meta.json, prepare", meta, of(data, "meta.json", recognise), needed)
+
+    def sample(given: Path) -> Command:
+        return Command("train.sample", words("--run", given, "--tokens", 3))
+
+    def export(given: Path) -> Command:
+        return Command("train.export", words("--run", given, "--out", "exported"))
+
+    def go_on(given: Path) -> Command:
+        return ground.train(given)
+
+    settings = run / "settings.json"
+    shape = ("model_spec.model.shape", "tokenizer.name")
+    flat = json.loads(settings.read_text())
+    for name, command, keys in (
+        ("sample", sample, ("model_spec.model", "tokenizer.name")),
+        ("export", export, ("model_spec.model", "tokenizer.name")),
+        ("train", go_on, tuple(flat)),
+    ):
+        at = of(run, "settings.json", command)
+        yield Target(f"settings.json, {name}", settings, at, (*shape, *keys))
+
+    def start(given: Path) -> Command:
+        options = ("--checkpoint.initial-load-path", given)
+        return ground.train("run", *options, steps=1)
+
+    weights = ground.weights
+    note, all_of_it = weights / "shape.json", tuple(
+        json.loads((weights / "shape.json").read_text())
+    )
+    yield Target("shape.json", note, of(weights, "shape.json", start), all_of_it)
+
+    def begin(given: Path) -> Command:
+        options = ("--checkpoint.initial-load-path", given / "training_state")
+        whole = "--checkpoint.no-initial-load-model-only"
+        return ground.train("run", *options, whole, steps=8)
+
+    exported = ground.exported
+    noted = exported / "training_state" / "settings.json"
+    at = of(exported, "training_state/settings.json", begin)
+    yield Target("settings.json, whole start", noted, at, tuple(flat))
+
+    def imports(given: Path) -> Command:
+        return Command("train.import_hf", words("--model", given, "--out", "weights"))
+
+    def speak(given: Path) -> Command:
+        return Command("train.sample", words("--model", given, "--tokens", 3))
+
+    config, sizes = exported / "config.json", (
+        "model_type", "n_layer", "n_head", "n_embd", "n_positions", "vocab_size",
+        "activation_function", "scale_attn_weights", "tie_word_embeddings",
+        "scale_attn_by_inverse_layer_idx", "layer_norm_epsilon", "add_cross_attention",
+    )  # fmt: skip
+    defaults = {"activation_function", "scale_attn_weights", "tie_word_embeddings",
+                "scale_attn_by_inverse_layer_idx", "layer_norm_epsilon",
+                "add_cross_attention"}  # fmt: skip
+    for name, command in (("import_hf", imports), ("sample", speak)):
+        at = of(exported, "config.json", command)
+        target = Target(f"config.json, {name}", config, at, sizes)
+        for found in _of_config(target, defaults):
+            yield found
+
+    def unfinished(name: str):
+        def stage(folder: Path) -> tuple[Path, Command]:
+            linked(ground.unfinished, folder / ".tokens.unfinished")
+            command = ground.prepare_texts(ground.texts, folder / "tokens")
+            return folder / ".tokens.unfinished" / name, command
+
+        return stage
+
+    plan, ledger = ground.unfinished / "plan.json", ground.unfinished / "ledger.json"
+    every = tuple(json.loads(plan.read_text()))
+    yield Target("plan.json", plan, unfinished("plan.json"), every)
+    keys = ("shards", "skip", "documents", "complete", "position")
+    yield Target("ledger.json", ledger, unfinished("ledger.json"), keys)
+
+
+def _of_config(target: Target, defaults: set[str]) -> Iterator[Target]:
+    """Yield a config.json as two targets: with a key away, Hugging Face's own default
+    counts.
+    """
+    firm = tuple(key for key in target.needed if key not in defaults)
+    yield target._replace(needed=firm)
+
+
+def _json_files(ground: Ground) -> Iterator[Malformed]:
+    for target in _targets(ground):
+        yield from _of_target(target)
+    yield from _of_index(ground)
+
+
+def _of_index(ground: Ground) -> Iterator[Malformed]:
+    """Yield indexes of weights in several files."""
+    good = {"weight_map": {"transformer.wte.weight": "model.safetensors"}}
+    indexes: dict[str, Any] = {
+        "no map": {},
+        "a map of numbers": {"weight_map": {"a": 1}},
+        "a map of lists": {"weight_map": {"a": ["model.safetensors"]}},
+        "a list": {"weight_map": ["model.safetensors"]},
+        "a string": {"weight_map": "model.safetensors"},
+        "null": {"weight_map": None},
+        "an empty map": {"weight_map": {}},
+        "a file that is missing": {"weight_map": {"a": "none.safetensors"}},
+        "a path that leaves": {"weight_map": {"a": "../../../../../etc/passwd"}},
+        "an absolute path": {"weight_map": {"a": "/etc/passwd"}},
+        "a NUL": {"weight_map": {"a": "a\0b"}},
+        "a lone surrogate": {"weight_map": {"a": "\ud800"}},
+        "a folder": {"weight_map": {"a": "training_state"}},
+        "an empty name": {"weight_map": {"a": ""}},
+        "mixed": {"weight_map": {"a": "model.safetensors", "b": 3}},
+    }
+    contents = {name: json.dumps(value).encode() for name, value in indexes.items()}
+    for name, content in WHOLE_FILES.items():
+        contents[name + " as a whole"] = content or json.dumps(good).encode() * 2
+
+    def case(name: str, content: bytes) -> Malformed:
+        def make(folder: Path) -> Command:
+            given = linked(ground.exported, folder / "given")
+            rewrite(given / "model.safetensors.index.json", content)
+            return _import(given)
+
+        return Malformed(f"index.json: {name}", make, True)
+
+    for name, content in contents.items():
+        yield case(name, content)
+
+
+def _import(given: Path) -> Command:
+    return Command("train.import_hf", strings("--model", given, "--out", "weights"))
+
+
+# ---- safetensors ---------------------------------------------------------------------
+
+
+def _read_weights(path: Path) -> tuple[dict[str, Any], bytes]:
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def _weights(head: Any, body: bytes) -> bytes:
+    text = head if isinstance(head, bytes) else json.dumps(head).encode()
+    return struct.pack("<Q", len(text)) + text + body
+
+
+def _of_weights(ground: Ground) -> Iterator[Malformed]:
+    """Yield model.safetensors that no exporter writes."""
+    head, body = _read_weights(ground.exported / "model.safetensors")
+    names = [name for name in head if name != "__metadata__"]
+    contents: dict[str, tuple[bytes, bool | None]] = {}
+    whole = _weights(head, body)
+    for at in (0, 4, 8, 100, len(whole) // 2, len(whole) - 1):
+        contents[f"truncated to {at} bytes"] = whole[:at], True
+    contents["longer"] = whole + b"\0" * 8, True
+    for length in (0, 1, 2**31, 2**62, 2**64 - 1):
+        contents[f"a header of {length}"] = struct.pack("<Q", length) + whole[8:], True
+    for what, text in (("nested", b"[" * 10_000), ("not UTF-8", b'{"\xff": 1}')):
+        contents[f"a header that is {what}"] = _weights(text, body), True
+    contents["an empty header"] = _weights({}, b""), True
+    for name in names:
+        entry = head[name]
+        begin, end = entry["data_offsets"]
+        for dtype in ("I32", "U32", "BOOL", "F16", "F99", 3, None):
+            changed = head | {name: entry | {"dtype": dtype}}
+            contents[f"{name} as {dtype}"] = _weights(changed, body), True
+        for shape in ([], [1], entry["shape"][::-1] + [1], [-1], "x", [10**20]):
+            changed = head | {name: entry | {"shape": shape}}
+            contents[f"{name} of {shape}"] = _weights(changed, body), True
+        lacking = {key: value for key, value in head.items() if key != name}
+        contents[f"without {name}"] = _weights(lacking, body), True
+        if len(set(entry["shape"])) > 1:
+            changed = head | {name: entry | {"shape": entry["shape"][::-1]}}
+            contents[f"{name} turned"] = _weights(changed, body), True
+        for value in (np.nan, np.inf, -np.inf):
+            marred = bytearray(body)
+            marred[begin + 8 : begin + 12] = np.float32(value).tobytes()
+            contents[f"{value} in {name}"] = _weights(head, bytes(marred)), True
+        swapped = head | {f"{name}2": entry}
+        contents[f"{name} twice"] = _weights(swapped, body), True
+
+    def case(name: str, content: bytes, must: bool | None) -> Malformed:
+        def make(folder: Path) -> Command:
+            given = linked(ground.exported, folder / "given")
+            rewrite(given / "model.safetensors", content)
+            return _import(given)
+
+        return Malformed(f"model.safetensors: {name}", make, must)
+
+    for name, (content, must) in contents.items():
+        yield case(name, content, must)
+
+
+# ---- token files ---------------------------------------------------------------------
+
+
+def _of_tokens(ground: Ground) -> Iterator[Malformed]:
+    """Yield token files that are not what meta.json says, or hold what no model knows."""
+
+    def case(name: str, split: str, change: Callable[[bytes], bytes], known: bool):
+        def make(folder: Path) -> Command:
+            given = linked(ground.data, folder / "given")
+            content = change((given / f"{split}.bin").read_bytes())
+            rewrite(given / f"{split}.bin", content)
+            if known:  # meta.json agrees with it
+                meta = json.loads((given / "meta.json").read_text())
+                meta[split]["tokens"] = len(content) // 2
+                meta[split]["sha256"] = sha256(content).hexdigest()
+                rewrite(given / "meta.json", json.dumps(meta).encode())
+            return commands[split](given)
+
+        return Malformed(f"{split}.bin: {name}{', known' * known}", make, True)
+
+    commands: dict[str, Callable[[Path], Command]] = {
+        "train": lambda given: ground.train(
+            "run", "--dataloader.dataset-path", given, steps=1
+        ),
+        "val": lambda given: Command(
+            "train.evaluate",
+            strings("--run", ground.run, "--loss", "--data", given, "--out", "e.json"),
+        ),
+    }
+    changes: dict[str, Callable[[bytes], bytes]] = {
+        "empty": lambda raw: b"",
+        "odd": lambda raw: raw[:-1],
+        "one token": lambda raw: raw[:2],
+    }
+    for split in commands:
+        for name, change in changes.items():
+            yield case(name, split, change, known=False)
+            yield case(name, split, change, known=True)
+        for cut in (2, 1000, 20_000):
+            yield case(f"{cut} bytes short", split, lambda r, n=cut: r[:-n], False)
+            yield case(f"{cut} bytes longer", split, lambda r, n=cut: r + r[:n], False)
+        for at in (0, 100, 5000):
+            flipped = lambda r, n=at: r[:n] + bytes([r[n] ^ 1]) + r[n + 1 :]  # noqa: E731
+            yield case(f"a bit at {at}", split, flipped, False)
+        beyond = {257: b"\x01\x01", 300: b"\x2c\x01", 65535: b"\xff\xff"}
+        for token, pair in beyond.items():
+            every = lambda r, p=pair: p * (len(r) // 2)  # noqa: E731
+            yield case(f"ids of {token}", split, every, True)
+    yield from _of_places(ground, commands)
+    yield from _of_shards(ground)
+
+
+def _of_places(ground: Ground, commands: dict) -> Iterator[Malformed]:
+    """Yield token files that are missing, or are no files."""
+
+    def case(split: str, name: str, change: Callable[[Path], None]) -> Malformed:
+        def make(folder: Path) -> Command:
+            given = linked(ground.data, folder / "given")
+            (given / name).unlink()
+            change(given / name)
+            return commands[split](given)
+
+        return Malformed(f"{name} is {change.__name__}, {split}", make, True)
+
+    def missing(path: Path) -> None: ...
+
+    def a_folder(path: Path) -> None:
+        path.mkdir()
+
+    def a_dead_link(path: Path) -> None:
+        path.symlink_to("/none/none")
+
+    def a_circle(path: Path) -> None:
+        path.symlink_to(path.name)
+
+    def the_null_device(path: Path) -> None:
+        path.symlink_to("/dev/null")
+
+    for split in commands:
+        for name in ("meta.json", f"{split}.bin"):
+            for change in (missing, a_folder, a_dead_link, a_circle, the_null_device):
+                if (name, change) != ("meta.json", missing):
+                    yield case(split, name, change)
+
+
+def _of_shards(ground: Ground) -> Iterator[Malformed]:
+    """Yield shards of llm.c; evaluating stops at the model's vocabulary at the latest."""
+
+    def case(name: str, split: str, content: bytes) -> Malformed:
+        def make(folder: Path) -> Command:
+            given = linked(ground.found, folder / "given")
+            rewrite(given / f"tokens_{split}_000000.bin", content)
+            words = strings("--run", ground.run, "--loss", "--data", given)
+            return Command("train.evaluate", words)
+
+        return Malformed(f"shard of {split}: {name}", make, True)
+
+    for split in ("train", "val"):
+        raw = (ground.found / f"tokens_{split}_000000.bin").read_bytes()
+        for at in (0, 3, 1023, 1024, 1025, len(raw) - 1, len(raw) - 2):
+            yield case(f"truncated to {at}", split, raw[:at])
+        for place in (0, 4, 8):
+            for value in (-1, 0, 2**31 - 1, -(2**31)):
+                number = struct.pack("<i", value)
+                content = raw[:place] + number + raw[place + 4 :]
+                yield case(f"{value} at {place}", split, content)
+        yield case("ids beyond GPT-2's", split, raw[:1024] + b"\xff" * (len(raw) - 1024))
+
+
+# ---- texts, data sets, tokenizers ----------------------------------------------------
+
+
+def _of_texts(ground: Ground) -> Iterator[Malformed]:
+    texts = {
+        "not UTF-8": b"abc\xff\xfe",
+        "UTF-16": "abc".encode("utf-16"),
+        "empty": b"",
+        "a truncated letter": "ü".encode()[:1],
+        "a surrogate": b"\xed\xa0\x80",
+        "one letter": b"x",
+    }
+
+    def case(name: str, content: bytes) -> Malformed:
+        def make(folder: Path) -> Command:
+            (folder / "text").write_bytes(content)
+            options = ("--source", "text", "--out", "data", folder / "text")
+            return Command("train.prepare", strings(*options))
+
+        return Malformed(f"text: {name}", make, True)
+
+    for name, content in texts.items():
+        yield case(name, content)
+
+    def corpus(name: str, file: str, content: bytes) -> Malformed:
+        def make(folder: Path) -> Command:
+            (folder / "texts").mkdir()
+            (folder / "texts" / file).write_bytes(content)
+            return ground.prepare_texts(folder / "texts", folder / "tokens")
+
+        return Malformed(f"data set: {name}", make, True)
+
+    lines = {
+        "empty": b"",
+        "another column": b'{"words": "a"}\n',
+        "numbers": b'{"text": 1}\n' * 50,
+        "nulls": b'{"text": "a"}\n{"text": null}\n',
+        "lists": b'{"text": ["a"]}\n',
+        "no JSON": b"abc\n",
+        "not UTF-8": b'{"text": "\xff"}\n',
+        "truncated": b'{"text": "abc"}\n{"te',
+        "nested": b'{"text":' * 10_000 + b"\n",
+        "a lone surrogate": b'{"text": "\\ud800"}\n' * 50,
+        "mixed": b'{"text": "a"}\n{"text": 3}\n',
+        "one document": b'{"text": "a"}\n',
+    }
+    for name, content in lines.items():
+        yield corpus(f"JSON lines, {name}", "train.jsonl", content)
+    for name, content in {
+        "empty": b"",
+        "garbage": b"PAR1" + b"\xff" * 100 + b"PAR1",
+        "text": b"abc",
+    }.items():
+        yield corpus(f"parquet, {name}", "train.parquet", content)
+        yield corpus(f"arrow, {name}", "train.arrow", content)
+    yield corpus("of another kind", "train.xyz", b"abc")
+
+    coders = {
+        "empty": b"",
+        "an object": b"{}",
+        "nested": b"[" * 100_000,
+        "not UTF-8": b"\xff",
+        "a model that is unknown": b'{"version": "1.0", "model": {"type": "X"}}',
+        "no vocabulary": b'{"version": "1.0", "model": {"type": "BPE"}}',
+        "empty vocabulary": b'{"version": "1.0", "model": {"type": "BPE", "vocab": {}, '
+        b'"merges": []}, "added_tokens": []}',
+        "ids beyond the model's": b'{"version": "1.0", "model": {"type": "WordLevel", '
+        b'"vocab": {"[UNK]": 99999}, "unk_token": "[UNK]"}, "added_tokens": []}',
+    }
+
+    def coder(name: str, content: bytes) -> Malformed:
+        def make(folder: Path) -> Command:
+            given = linked(ground.exported, folder / "given")
+            rewrite(given / "tokenizer.json", content)
+            words = strings("--model", given, "--tokens", 3)
+            return Command("train.sample", words)
+
+        return Malformed(f"tokenizer.json: {name}", make, True)
+
+    for name, content in coders.items():
+        yield coder(name, content)
+
+
+def malformed(ground: Ground, draw: random.Random) -> list[Malformed]:
+    """Return malformed files in an order of the seed: the kinds by turns, so that any
+    number of them has some of each.
+    """
+    kinds: dict[str, list[Malformed]] = {}
+    for family in (_json_files, _of_weights, _of_tokens, _of_texts):
+        for found in family(ground):
+            kinds.setdefault(found.name.partition(":")[0], []).append(found)
+    listed = []
+    for found in kinds.values():
+        draw.shuffle(found)
+    while kinds:
+        for name in list(kinds):
+            listed.append(kinds[name].pop())
+            if not kinds[name]:
+                del kinds[name]
+    return listed
