@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -137,22 +138,17 @@ class SafePlanner(DefaultLoadPlanner):
         try:
             torch.load(value, weights_only=True, map_location="cpu")
         except Exception as error:  # damaged bytes raise anything
-            name = read_item.storage_index.fqn
-            why = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+            said = str(error)
+            named = re.search(r"Unsupported global: GLOBAL (\S+)", said)
+            why = f"it names {named[1]}" if named else said.partition("\n")[0]
             raise UnreadableCheckpoint(
-                f"got {name} in a checkpoint that weights_only=True does not load "
-                f"({_unsupported(error) or why[0]}), expected numbers, strings and "
+                f"got {read_item.storage_index.fqn} in a checkpoint that does not load "
+                f"with weights_only=True ({why}), expected numbers, strings and "
                 "tensors alone: it is damaged, or made by somebody else; nothing of "
                 "it was run; choose another checkpoint"
             ) from error
         value.seek(0)  # the same bytes, which name nothing else
         super().load_bytes(read_item, value)
-
-
-def _unsupported(error: Exception) -> str | None:
-    """Return the part of torch.load's long message that names what was refused."""
-    lines = [line for line in str(error).splitlines() if "GLOBAL" in line]
-    return lines[0].strip() if lines else None
 
 
 def _reader(path: str | os.PathLike) -> SafeReader:

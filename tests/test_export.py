@@ -235,8 +235,8 @@ REFUSED = {
     "another epsilon": (change_config(layer_norm_epsilon=1e-6), "got layer_norm_eps"),
     "a wider mlp": (change_config(n_inner=97), "got n_inner=97"),
     "an untied head": (change_config(tie_word_embeddings=False), "got tie_word_emb"),
-    "no sizes": (change_config(n_layer=None), "got no number for n_layer"),
-    "heads that do not divide": (change_config(n_head=5), "got n_head=5 with n_embd"),
+    "no sizes": (change_config(n_layer=None), "got n_layer=None in"),
+    "heads that do not divide": (change_config(n_head=5), "got 5 heads with a width of 24"),
     "no weights": (
         lambda folder: (folder / huggingface.WEIGHTS).unlink(),
         r"model\.safetensors that does not read",

@@ -352,7 +352,7 @@ def test_bad_options(tmp_path, corpus):
     refused("got --dataset ./none, where no folder is", dataset="./none")
     refused("got --dataset openwebtext, where no folder", dataset="openwebtext")
     refused("got --subset sample-10BT with the folder", subset="sample-10BT")
-    refused("got --shard-tokens 0, expected 1 to", shard_tokens=0)
+    refused("got --shard-tokens 0, expected at least 1", shard_tokens=0)
     refused("got --processes 0, expected at least 1", processes=0)
     refused("got --val-fraction 0.1 with --source fineweb-edu", val_fraction=0.1)
     refused("got --val-fraction 1.0, expected a number between", val_fraction=1.0)

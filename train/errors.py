@@ -1,7 +1,6 @@
 """Bad input, told in one line."""
 
 import errno
-import math
 import os
 import signal
 import sys
@@ -16,13 +15,16 @@ class UserError(Exception):
     """The user gave something unusable. The message says: got, expected, do."""
 
 
-def check_least(least: float, **options: float | None) -> None:
-    """Check that the options that were given are numbers of at least ``least``."""
+def check_least(
+    least: float, most: float = 2**31 - 1, /, **options: float | None
+) -> None:
+    """Check that the options that were given are from ``least`` to ``most``."""
     for name, value in options.items():
-        if value is not None and not least <= value < math.inf:
+        if value is not None and not least <= value <= most:
+            limit = f"at most {most}" if value > most else f"at least {least}"
             raise UserError(
-                f"got --{name.replace('_', '-')} {value}, expected at least {least}: "
-                "give a larger number, or leave it out"
+                f"got --{name.replace('_', '-')} {value}, expected {limit}: change it, "
+                "or leave it out"
             )
 
 
@@ -31,6 +33,9 @@ def command(main: Callable[[], None]) -> None:
     be used, becomes one line on stderr and exit code 2, Ctrl-C one line and 130.
     """
     try:
+        for given in sys.argv:
+            if given != given.encode(errors="ignore").decode():
+                raise UserError(f"got {given!a}, expected UTF-8: write it so")
         main()
     except UserError as error:
         _end(f"error: {error}", 2)
@@ -51,5 +56,5 @@ def _end(line: str, code: int) -> NoReturn:
     if os.environ.get("RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(PATIENCE)
-    print(line, file=sys.stderr)
+    print(" ".join(line.split()), file=sys.stderr)
     sys.exit(code)

@@ -7,9 +7,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from train.errors import UserError
+
+T = TypeVar("T")
 
 PLAN, LEDGER, MADE = "plan.json", "ledger.json", "made"
 
@@ -38,14 +42,24 @@ def write_json(path: Path, value: object) -> None:
         file.write(json.dumps(value, indent=1) + "\n")
 
 
-def read_json(path: Path, expected: str) -> dict:
-    """Return the JSON object in a file."""
+def read_json(path: Path, kind: type[T], expected: str, extra: str = "forbid") -> T:
+    """Return what a JSON file holds, as pydantic checks it against ``kind``; ``extra``
+    says whether keys that this does not name are an error ("ignore": they are not).
+    """
+    adapter = TypeAdapter(kind)
     try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(
-            f"got a {path} that does not read ({error}), expected {expected}"
-        ) from error
+        return adapter.validate_json(path.read_bytes(), strict=True, extra=extra)
+    except FileNotFoundError:
+        got = f"no {path}"
+    except OSError as error:
+        got = f"a {path} that does not read ({error})"
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place, value = ".".join(map(str, first["loc"])), first["input"]
+        got = f"a {path} that does not read ({place} {first['msg']})"
+        if place and first["type"] != "missing" and not isinstance(value, dict | list):
+            got = f"{place}={value!r:.60} in {path} ({first['msg']})"
+    raise UserError(f"got {got}, expected {expected}")
 
 
 def check_folder(option: str, path: Path) -> bool:
@@ -136,7 +150,7 @@ def _claim(work: Path, plan: dict) -> None:
     path = work / PLAN
     begun = (work / LEDGER).exists() or is_complete(work)
     whose = f"the plan of the work in {work}: delete that folder"
-    if begun and read_json(path, whose) != plan:
+    if begun and read_json(path, dict[str, Any], whose) != plan:
         raise UserError(
             f"got {work}, which holds unfinished work on other data or with other "
             "options, expected this command's: delete that folder, or repeat the "

@@ -47,11 +47,7 @@ def choose(
             f"got --val-fraction {val_fraction}, expected a number between 0 and 1: "
             "0.05 holds out a twentieth"
         )
-    if not 1 <= shard_tokens < 2**31:
-        raise UserError(
-            f"got --shard-tokens {shard_tokens}, expected 1 to 2**31 - 1, which the "
-            f"header can hold: {SHARD_TOKENS} is usual"
-        )
+    check_least(1, shard_tokens=shard_tokens)  # to the most that a header holds
     if source != "text" and files:
         raise UserError(
             f"got {len(files)} files with --source {source}, expected none: use "
@@ -101,7 +97,7 @@ def prepare(
     hub, and work is saved after each shard of ``shard_tokens``.
     """
     chosen = choose(source, files, val_fraction, dataset, subset, shard_tokens)
-    check_least(1, processes=processes)
+    check_least(1, 1024, processes=processes)
     if check_folder("--out", out):
         return _recognise(out, chosen.request, tokenizer_name)
     try:
@@ -179,10 +175,11 @@ def main() -> None:
     except KeyboardInterrupt:
         print("stopped: the same command goes on from here", file=sys.stderr)
         sys.exit(130)
-    what = "documents" if "documents" in meta.source else "files"
+    counts = {what: meta.source.get(what) for what in ("documents", "files")}
+    of = [f"{n:,} {what}" for what, n in counts.items() if isinstance(n, int)]
     print(
         f"{meta.train.tokens:,} training and {meta.val.tokens:,} held-out "
-        f"{meta.tokenizer} tokens of {meta.source[what]:,} {what} in {args.out}"
+        f"{meta.tokenizer} tokens of {' in '.join(of)} in {args.out}"
     )
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from train.errors import UserError, check_least, command
+from train.errors import check_least, command
 from train.gpt2.inference import generate
 from train.runs.trained import add_arguments, from_arguments
 
@@ -22,11 +22,7 @@ def main() -> None:
     args = parser.parse_args()
     check_least(1, tokens=args.tokens, top_k=args.top_k)
     check_least(0.001, temperature=args.temperature)
-    if not args.prompt:
-        raise UserError(
-            "got an empty --prompt, expected some text to continue: give at least one "
-            "character"
-        )
+    check_least(0, 2**63 - 1, seed=args.seed)
     trained = from_arguments(args)
     coder = trained.tokenizer()
     ids = generate(

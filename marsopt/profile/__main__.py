@@ -18,6 +18,9 @@ from marsopt.profile.machine import free_memory
 from marsopt.profile.optimizer import profile_optimizer
 from marsopt.rules.registry import REGISTRY
 
+# by which a call ends in an answer, not in hours of lists
+MOST = {"layers": 100_000, "width": 2**20, "vocab": 2**24, "steps": 10**6}
+
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line, checked.
@@ -68,18 +71,17 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ValueError: something that cannot be profiled here.
     """
-    for name in ("layers", "width", "vocab", "steps"):
-        if getattr(args, name) < 1:
-            raise ValueError(
-                f"got --{name} {getattr(args, name)}, expected at least 1: give a "
-                "positive number"
-            )
+    for name, most in MOST.items():
+        value = getattr(args, name)
+        if not 1 <= value <= most:
+            limit = "at least 1" if value < 1 else f"at most {most}"
+            raise ValueError(f"got --{name} {value}, expected {limit}: change it")
     for name in ("json", "trace"):
         path = getattr(args, name)
-        if path is not None and not path.parent.is_dir():
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise ValueError(
                 f"got --{name} {path}, expected a file in a folder that exists: make "
-                f"{path.parent} first"
+                f"{path.parent} first, or name another"
             )
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from train.compare.sweep import rounded
+from train.compare.sweep import MOST_SEEDS, rounded
 from train.engine.launch import console
 from train.errors import UserError, check_least, command
 from train.files import lock
@@ -26,7 +26,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     args = _parser().parse_args(argv[:cut])
     args.options = list(argv[cut + 1 :])
     check_least(2, steps=args.steps)
-    check_least(1, seeds=args.seeds, jobs=args.jobs)
+    check_least(1, MOST_SEEDS, seeds=args.seeds, jobs=args.jobs)
     if args.configs is None and (args.lrs or args.steps or args.seeds or args.options):
         raise UserError(
             "got settings without --configs, expected none, for they are those of the "

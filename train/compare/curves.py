@@ -74,9 +74,12 @@ def load_all(folder: Path, steps: int, configs: list[str]) -> dict[Run, Curve]:
     found = {}
     for path in sorted(folder.glob("*/lr-*/seed-*")):
         config, lr, seed = path.relative_to(folder).parts
+        try:
+            lr, seed = float(lr.removeprefix("lr-")), int(seed.removeprefix("seed-"))
+        except ValueError:  # the user's, such as a copy seed-0.bak
+            continue
         if config in configs and (curve := load(path, steps)) is not None:
-            lr, seed = lr.removeprefix("lr-"), seed.removeprefix("seed-")
-            found[Run(config, float(lr), int(seed))] = curve
+            found[Run(config, lr, seed)] = curve
     return found
 
 

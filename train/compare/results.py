@@ -1,17 +1,21 @@
 """What a comparison found, as numbers."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Self
+from typing import Annotated, Self
 
 import numpy as np
+from pydantic import Field
+from pydantic_core import from_json, to_json
 
 from train.compare.curves import Curve, load_all
-from train.compare.study import Recipe, Study
+from train.compare.study import Rate, Recipe, Study
 from train.compare.sweep import Run, best_rate, is_inside, next_rates, sweep_of
 from train.files import read_json
+
+Timing = dict[str, Annotated[list[Rate], Field(min_length=1)]]  # seconds of each step
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,8 @@ def entries(study: Study, folder: Path) -> list[Entry]:
     """Return all recipes with a finished rate, best first."""
     curves = load_all(folder / "runs", study.steps, list(study.grids))
     scores = {run: curve.score for run, curve in curves.items()}
-    path, expected = folder / "timing.json", "seconds: measure again, --only timing"
-    timing = read_json(path, expected) if path.exists() else {}
+    path, again = folder / "timing.json", "seconds: measure again, --only timing"
+    timing = read_json(path, Timing, again) if path.exists() else {}
     found = []
     for name in study.grids:
         sweep = sweep_of(name, scores)
@@ -148,7 +152,7 @@ def as_json(found: list[Entry], table: list[Row], study: Study) -> dict:
         "tokens_per_run": study.steps * tokens,
         "target_loss": found[-1].final.mean,
         "target_set_by": found[-1].recipe.name,
-        "optimizers": {row.name: asdict(row) for row in table},
+        "optimizers": {row.name: row for row in table},
         "sweeps": {
             e.recipe.name: {f"{lr:g}": loss for lr, loss in e.sweep.items()}
             for e in found
@@ -162,12 +166,4 @@ def as_json(found: list[Entry], table: list[Row], study: Study) -> dict:
             for e in found
         },
     }
-    return _finite(raw)
-
-
-def _finite(value):
-    if isinstance(value, dict):
-        return {key: _finite(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return from_json(to_json(raw, inf_nan_mode="null"))

@@ -4,21 +4,32 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Any, Self
+
+from pydantic import Field
 
 from marsopt import REGISTRY
-from train.compare.sweep import Run, default_grid
+from train.compare.sweep import MOST_SEEDS, Run, default_grid
 from train.compare.variants import command_line
 from train.data.tokens import read_meta
 from train.engine.launch import parse
 from train.engine.resolve import resolve
 from train.errors import UserError
-from train.files import check_folder, write_json
-from train.runs.settings import difference, held_out_folder, read, settings
+from train.files import check_folder, read_json, write_json
+from train.runs.settings import difference, held_out_folder, settings
 
 LOCK = ".lock"  # held by the call at work in the folder, and its runs
 NUM_POINTS = 15  # of each validation curve
 VALIDATION_SHARE = 0.1  # of a run's arithmetic, at most
+AGAIN = (
+    "the folder of a comparison: restore what was written there, or start one with "
+    "--configs and another --out"
+)
+
+# in comparison.json
+Whole = Annotated[int, Field(ge=1, lt=2**63)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 # What all recipes of one comparison have to share, and what to say of it
 SHARED = {
@@ -39,10 +50,10 @@ class Recipe:
     mars_type: str
     corrects: bool  # MARS or transport, with a gamma above 0
     correction: str
-    lr: float
-    lr_1d: float
-    min_lr: float
-    warmup_share: float  # warm-up steps of the recipe's own steps
+    lr: Rate
+    lr_1d: NotNegative
+    min_lr: NotNegative
+    warmup_share: NotNegative  # warm-up steps of the recipe's own steps
 
 
 @dataclass(frozen=True)
@@ -51,16 +62,20 @@ class Study:
     from call to call; the rest identifies the comparison.
     """
 
-    steps: int
-    tokens_per_step: int
-    validation_interval: int
-    validation_samples: int
+    steps: Whole
+    tokens_per_step: Whole
+    validation_interval: Whole
+    validation_samples: Whole
     options: list[str]
-    settings: dict[str, dict]  # of each recipe, as ``train.runs.settings`` says
-    recipes: dict[str, Recipe]
-    grids: dict[str, list[float]]
-    num_seeds: int
-    threads: int = field(default=1, compare=False)
+    settings: dict[str, dict[str, Any]]  # of each, as ``train.runs.settings`` says
+    recipes: Annotated[dict[str, Recipe], Field(min_length=1)]
+    grids: dict[str, Annotated[list[Rate], Field(min_length=1)]]
+    num_seeds: Annotated[int, Field(ge=1, le=MOST_SEEDS)]
+    threads: Whole = field(default=1, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.recipes.keys() == self.grids.keys() == self.settings.keys():
+            raise ValueError("recipes, grids and settings are not of the same names")
 
     def arguments(self, run: Run, folder: Path) -> list[str]:
         """Return the options of ``python -m train`` for one run.
@@ -96,21 +111,7 @@ class Study:
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read comparison.json."""
-        path = folder / "comparison.json"
-        if not path.exists():
-            raise UserError(
-                f"got no {path}, expected the folder of a comparison: name its recipes "
-                "with --configs to start one"
-            )
-        raw = read(path)
-        try:
-            recipes = {name: Recipe(**r) for name, r in raw.pop("recipes").items()}
-            return cls(recipes=recipes, **raw)
-        except (TypeError, KeyError, AttributeError) as error:
-            raise UserError(
-                f"got a {path} that is not a comparison's ({error}), expected what "
-                "this command wrote: restore it, or give another --out"
-            ) from error
+        return read_json(folder / "comparison.json", cls, AGAIN)
 
 
 def make(
@@ -252,7 +253,7 @@ def _check_same(study: Study, theirs: Study, folder: Path) -> None:
             )
     mine, there = (next(iter(p.settings.values())) for p in (study, theirs))
     for key, what in SHARED.items():
-        if mine[key] != there[key]:
+        if mine.get(key) != there.get(key):
             raise UserError(
                 f"got another {what} than the comparison in {folder} has, expected the "
                 "same: restore it, or give another --out"

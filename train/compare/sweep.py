@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 FACTOR = 2.0  # between neighbouring rates of the default grid, and of a widened one
+MOST_SEEDS = 1000
 WIDEST = 6  # rates that a grid may gain; then its edge is reported instead
 
 

@@ -3,6 +3,7 @@ of files in its formats (parquet, arrow, JSON lines).
 """
 
 import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Place:
     @property
     def folder(self) -> Path:
         """Return the folder, if it is one."""
-        return Path(self.dataset).expanduser()
+        return Path(os.path.expanduser(self.dataset))
 
     def identity(self) -> dict:
         """Return by what prepared data is recognised again.
@@ -60,7 +61,7 @@ class Place:
         digest = hashlib.sha256()
         for path in files:
             size = path.stat().st_size
-            digest.update(f"{path.relative_to(self.folder)}:{size}\n".encode())
+            digest.update(os.fsencode(f"{path.relative_to(self.folder)}:{size}\n"))
             with path.open("rb") as file:
                 digest.update(file.read(EDGE))
                 file.seek(max(size - EDGE, 0))
@@ -101,14 +102,9 @@ def _line(error: Exception) -> str:
 @contextmanager
 def _explained(dataset: str) -> Iterator[None]:
     """Say in one line what the libraries raise for data that they cannot read."""
-    import httpx
-    from datasets.exceptions import DatasetsError
-
-    others = (httpx.HTTPError, DatasetsError)
     try:
         yield
-    # ValueError: pyarrow's and huggingface_hub's too
-    except (OSError, ValueError, KeyError, RuntimeError, *others) as error:
+    except Exception as error:  # they pass on whatever they ran into
         raise UserError(
             f"got {_line(error)} while reading {dataset}, expected a data set with a "
             'split "train" and a column "text": run the same command again to go on '
@@ -141,15 +137,16 @@ class Corpus:
         """Yield (position, texts) from a position of an earlier call on, None for the
         beginning: documents, and the position from which they come again.
         """
-        if position is not None:
-            self._stream.load_state_dict(position)
-        batches = self._stream.iter(BATCH_DOCUMENTS)
+        with _explained(self._name):
+            if position is not None:
+                self._stream.load_state_dict(position)
+            batches = self._stream.iter(BATCH_DOCUMENTS)
         while True:
             with _explained(self._name):
                 batch = next(batches, None)
-            if batch is None:
+                texts = None if batch is None else batch["text"].to_pylist()
+            if texts is None:
                 return
-            texts = batch["text"].to_pylist()
             if not all(isinstance(text, str) for text in texts):
                 raise UserError(
                     f"got a document without text in {self._name}, expected a "

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from tqdm import tqdm
 
 from train.data.encoding import encoded
 from train.data.hub import Corpus, Place
-from train.data.token_files import Split, write_shard
+from train.data.token_files import Count, Split, write_shard
 from train.data.tokenizers import Tokenizer
 from train.files import LEDGER, read_json, write_json
 
@@ -28,9 +28,9 @@ class Ledger:
 
     revision: str | None = None
     shards: list[Split] = field(default_factory=list)
-    position: dict | None = None
-    skip: int = 0
-    documents: int = 0
+    position: dict[str, Any] | None = None
+    skip: Count = 0
+    documents: Count = 0
     complete: bool = False
 
     def save(self, work: Path) -> None:
@@ -43,9 +43,7 @@ class Ledger:
         path = work / LEDGER
         if not path.exists():
             return None
-        raw = read_json(path, f"what train.prepare wrote: delete {work} to begin again")
-        raw["shards"] = [Split(**shard) for shard in raw["shards"]]
-        return cls(**raw)
+        return read_json(path, cls, f"what was written there: delete {work}")
 
 
 class Meter:

@@ -6,11 +6,19 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from train.errors import UserError
 from train.files import replacing
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]  # as meta.json may give it
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Name = Annotated[
+    str, Field(pattern=r"^[^/\x00]+\.bin$")
+]  # of a file in the same folder
 
 # llm.c, dev/data/data_common.py: 256 int32, then the tokens
 HEADER_BYTES, MAGIC, VERSION = 1024, 20240520, 1
@@ -25,10 +33,10 @@ class Split:
     their order, ``sha256`` that of the list of them.
     """
 
-    tokens: int
-    text_bytes: int | None
-    sha256: str
-    shards: dict[str, str] = field(default_factory=dict)
+    tokens: Count
+    text_bytes: Count | None
+    sha256: Sha256
+    shards: dict[Name, Sha256] = field(default_factory=dict)
 
 
 class Stream:

@@ -5,9 +5,10 @@ that need none; checked, memory-mapped, several shards as one.
 import hashlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Any, Self
 
 import numpy as np
+from pydantic import Field
 
 from train.data.token_files import Split, Stream, open_raw, open_shard
 from train.data.tokenizers import GPT2
@@ -18,7 +19,10 @@ SPLITS = ("train", "val")
 VERIFY_LIMIT = 1 << 30  # bytes; of larger files only sizes and every batch's ids count
 SAMPLED = "sampled:"  # what the checksum of found files begins with
 NUM_SAMPLES, SAMPLE_TOKENS = 256, 4096
-AGAIN = "the output of train.prepare: prepare the data again into another folder"
+AGAIN = (
+    "the output of train.prepare: make it with python -m train.prepare --source python "
+    "--out NEW"
+)
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,8 @@ class Meta:
     """
 
     tokenizer: str
-    vocab_size: int
-    source: dict
+    vocab_size: Annotated[int, Field(ge=1, le=2**16)]  # of uint16
+    source: dict[str, Any]
     train: Split
     val: Split
 
@@ -44,20 +48,7 @@ class Meta:
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read meta.json, or say how to make one."""
-        path = folder / "meta.json"
-        if not path.exists():
-            raise UserError(
-                f"got no {path}, expected the output of train.prepare: python -m "
-                f"train.prepare --source python --out {folder}"
-            )
-        raw = read_json(path, AGAIN)
-        try:
-            splits = {name: Split(**raw.pop(name)) for name in SPLITS}
-            return cls(**raw, **splits)
-        except (TypeError, KeyError) as error:
-            raise UserError(
-                f"got a {path} that does not read ({error}), expected {AGAIN}"
-            ) from error
+        return read_json(folder / "meta.json", cls, AGAIN)
 
     def nats_per_byte(self, split: str) -> float | None:
         """Return what a loss in nats per token is multiplied with to give nats per byte

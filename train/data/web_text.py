@@ -127,7 +127,11 @@ class OpenWebText:
         ledger = tokenise(self._documents, work, path_of, coder, processes)
         stream = Stream([open_shard(path) for path in sorted(folder.glob("*.bin"))])
         ends = document_ends(stream, coder.end_of_text)
-        assert len(ends) == ledger.documents, "one end of text for each document"
+        if len(ends) != ledger.documents:
+            raise UserError(
+                f"got {len(ends)} documents in {folder}, expected the "
+                f"{ledger.documents} of its ledger: delete {work} to begin again"
+            )
         splits = {}
         for split, order in split_order(len(ends), self._val_fraction).items():
             path = work / MADE / f"{split}.bin"

@@ -100,7 +100,7 @@ def console(rank: int) -> None:
     if rank == 0:
         handler = logging.StreamHandler(sys.stderr)
         handler.setLevel(logging.WARNING)
-        handler.addFilter(lambda record: not record.getMessage().startswith(NOISE))
+        handler.addFilter(_is_for_the_console)
     root.addHandler(handler)
     # torchtitan seeds DTensor's generator; our weights are drawn without it
     warnings.filterwarnings("ignore", message="DTensor manual_seed")
@@ -108,6 +108,12 @@ def console(rank: int) -> None:
     warnings.filterwarnings("ignore", message="To get the last learning rate")
     if rank > 0:
         warnings.simplefilter("ignore")  # rank 0 says it
+
+
+def _is_for_the_console(record: logging.LogRecord) -> bool:
+    """Tracebacks, which DCP logs too, stand in the files alone."""
+    said = record.getMessage()
+    return not (record.exc_info or "Traceback" in said or said.startswith(NOISE))
 
 
 def log_to(path: Path) -> None:

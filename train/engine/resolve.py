@@ -19,6 +19,7 @@ POSITIVE = (
     "comm.init_timeout_seconds", "comm.train_timeout_seconds",
     "parallelism.data_parallel_replicate_degree",
 )  # fmt: skip
+MOST_SAMPLES = 4096  # of a local batch that an error proposes
 NOT_NEGATIVE = ("lr_scheduler.warmup_steps", "debug.seed")
 LARGEST = 2**62  # of whole numbers: what torch counts with
 # options that torchtitan has and this application does not use, with their one value
@@ -132,13 +133,13 @@ def _what_divides(global_batch: int, world: int) -> str:
     """Say what to change where the global batch is not made of whole passes."""
     each, rest = divmod(global_batch, world)
     if rest or not each:
-        ranks = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
-        near = min(ranks, key=lambda n: abs(n - world), default=1)
+        by_distance = (n for d in range(world) for n in (world - d, world + d))
+        near = next((n for n in by_distance if global_batch % n == 0 < global_batch), 1)
         return (
             f"{world} ranks cannot share {global_batch} samples equally; start {near}, "
             f"or set --training.global-batch-size to a multiple of {world}"
         )
-    fit = [str(n) for n in range(1, each + 1) if each % n == 0]
+    fit = [str(n) for n in range(1, min(each, MOST_SAMPLES) + 1) if each % n == 0]
     return f"set --training.local-batch-size to one of {', '.join(fit)}"
 
 

@@ -2,18 +2,25 @@
 written and read without transformers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, asdict, astuple, dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from train.errors import UserError
 from train.files import read_json, write_json
-from train.gpt2.model import GPT2, Shape, tensor_sizes
+from train.gpt2.model import GPT2, Depth, Shape, Size, tensor_sizes
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-AGAIN = "a JSON object: export or download the folder again"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+AGAIN = (
+    "a Hugging Face GPT-2 folder, which python -m train.export makes: export or "
+    "download it again, or take another"
+)
 
 # ours: (theirs, whether the matrix is turned: their Conv1D keeps it as (in, out))
 OUTSIDE = {"wte": ("wte", False), "wpe": ("wpe", False), "norm": ("ln_f", False)}
@@ -25,22 +32,50 @@ BLOCK = {
     "mlp_in": ("mlp.c_fc", True),
     "mlp_out": ("mlp.c_proj", True),
 }
-# what a folder has to say for our forward pass to be its own; absent = the default
-FIXED = {
-    "model_type": (None, {"gpt2"}),
-    "activation_function": ("gelu_new", {"gelu_new", "gelu_pytorch_tanh"}),
-    "layer_norm_epsilon": (1e-5, {1e-5}),
-    "scale_attn_weights": (True, {True}),
-    "add_cross_attention": (False, {False}),
-    "tie_word_embeddings": (True, {True}),
-}
-SIZES = {
-    "num_layers": "n_layer",
-    "num_heads": "n_head",
-    "width": "n_embd",
-    "block_size": "n_positions",
-    "vocab_size": "vocab_size",
-}
+# older releases saved the causal mask with the weights
+MASKS = (".attn.bias", ".attn.masked_bias")
+REAL = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What config.json has to say for our forward pass to be its own: first the fields
+    of our shape, in its order; absent = the default.
+    """
+
+    n_layer: Depth
+    n_head: Size
+    n_embd: Size
+    n_positions: Size
+    vocab_size: Size
+    scale_attn_by_inverse_layer_idx: bool = False
+    _: KW_ONLY
+    model_type: Literal["gpt2"]
+    n_inner: int | None = None  # 4 n_embd
+    activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
+    layer_norm_epsilon: Annotated[float, Field(ge=1e-5, le=1e-5)] = 1e-5
+    scale_attn_weights: Literal[True] = True
+    add_cross_attention: Literal[False] = False
+    tie_word_embeddings: Literal[True] = True
+
+    def __post_init__(self) -> None:
+        if self.n_inner not in (None, 4 * self.n_embd):
+            raise ValueError(f"got n_inner={self.n_inner}, expected 4 n_embd")
+        self.shape()
+
+    def shape(self) -> Shape:
+        """Return it as ours."""
+        return Shape(*astuple(self)[:6])
+
+
+@dataclass(frozen=True)
+class Index:
+    """What says in which file each tensor lies: beside it, in no other folder."""
+
+    weight_map: Annotated[
+        dict[str, Annotated[str, Field(pattern=r"^[^/\\\x00]+\.safetensors$")]],
+        Field(min_length=1),
+    ]
 
 
 def _modules(shape: Shape) -> dict[str, tuple[str, bool]]:
@@ -68,10 +103,10 @@ def to_huggingface(state: Mapping[str, Tensor], shape: Shape) -> dict[str, Tenso
 
 
 def from_huggingface(
-    tensors: Mapping[str, Tensor], shape: Shape, folder: Path
+    tensors: Iterable[tuple[str, Tensor]], shape: Shape, folder: Path
 ) -> dict[str, Tensor]:
-    """Return their tensors as our state dict, in fp32; errors name ``folder``."""
-    theirs = {name.removeprefix("transformer."): t for name, t in tensors.items()}
+    """Return their named tensors as our state dict, in fp32; errors name ``folder``."""
+    theirs = _by_name(tensors, folder)
     state, sizes = {}, tensor_sizes(shape)
     for ours, (name, turned) in _modules(shape).items():
         weight = theirs.get(f"{name}.weight", torch.empty(0))
@@ -82,16 +117,37 @@ def from_huggingface(
                 f"expected {sizes[f'{ours}.weight']} by its config.json: the folder is "
                 "incomplete or mixed; export or download it again"
             )
-        state[f"{ours}.weight"] = weight.float().contiguous()
+        state[f"{ours}.weight"] = weight.contiguous()
     _check_rest(theirs, shape, folder)
     return state
+
+
+def _by_name(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> dict[str, Tensor]:
+    """Return {name without its prefix: tensor in fp32}, each there once and of finite
+    real numbers.
+    """
+    theirs: dict[str, Tensor] = {}
+    for full, tensor in tensors:
+        name = full.removeprefix("transformer.")
+        if name in theirs:
+            raise UserError(
+                f"got {name} twice in {folder}, expected one tensor of that name: the "
+                "folder is mixed; export or download it again"
+            )
+        if not name.endswith(MASKS):
+            found = tensor.dtype
+            if found not in REAL or not (tensor := tensor.float()).isfinite().all():
+                raise UserError(
+                    f"got {name} of {found} in {folder}, expected real numbers, finite "
+                    "in float32: import another folder"
+                )
+        theirs[name] = tensor
+    return theirs
 
 
 def _check_rest(theirs: Mapping[str, Tensor], shape: Shape, folder: Path) -> None:
     """Check that what we have no place for has no effect."""
     modules = {name for name, _ in _modules(shape).values()}
-    # older releases saved the causal mask with the weights
-    masks = (".attn.bias", ".attn.masked_bias")
     for name, tensor in theirs.items():
         module, _, kind = name.rpartition(".")
         if module in modules and kind == "bias":
@@ -107,7 +163,7 @@ def _check_rest(theirs: Mapping[str, Tensor], shape: Shape, folder: Path) -> Non
                     f"got an lm_head.weight of its own in {folder}, expected the token "
                     "embedding: import a model with a tied head"
                 )
-        elif (module not in modules or kind != "weight") and not name.endswith(masks):
+        elif (module not in modules or kind != "weight") and not name.endswith(MASKS):
             raise UserError(
                 f"got {name} in {folder}, which its config.json has no place for, "
                 "expected GPT-2's tensors: the folder is mixed; export it again"
@@ -116,14 +172,9 @@ def _check_rest(theirs: Mapping[str, Tensor], shape: Shape, folder: Path) -> Non
 
 def config_json(shape: Shape, end_of_text: int) -> dict:
     """Return config.json of a model of ours, which GPT2Config reads."""
-    sizes = {theirs: getattr(shape, ours) for ours, theirs in SIZES.items()}
     return {
         "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        **sizes,
-        "n_inner": None,  # 4 n_embd
-        **{key: default for key, (default, _) in FIXED.items() if default is not None},
-        "scale_attn_by_inverse_layer_idx": shape.inverse_layer_scale,
+        **asdict(Config(*astuple(shape), model_type="gpt2")),
         "reorder_and_upcast_attn": False,
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         "initializer_range": 0.02,
@@ -131,40 +182,6 @@ def config_json(shape: Shape, end_of_text: int) -> dict:
         **dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text),
         "dtype": "float32",
     }
-
-
-def read_shape(folder: Path) -> Shape:
-    """Return the shape that ``folder``'s config.json describes."""
-    path = folder / "config.json"
-    if not path.exists():
-        raise UserError(
-            f"got no {path}, expected a Hugging Face GPT-2 folder: python -m "
-            "train.export makes one"
-        )
-    config = read_json(path, AGAIN)
-
-    def refused(got: str, expected: str) -> UserError:
-        return UserError(
-            f"got {got} in {path}, expected {expected}: this application holds GPT-2 "
-            "alone; import another folder"
-        )
-
-    for key, (default, accepted) in FIXED.items():
-        if (value := config.get(key, default)) not in accepted:
-            known = " or ".join(map(repr, sorted(accepted)))
-            raise refused(f"{key}={value!r}", known)
-    if config.get("n_inner") not in (None, 4 * config.get("n_embd", 0)):
-        raise refused(f"n_inner={config['n_inner']}", "4 n_embd")
-    absent = [name for name in SIZES.values() if not isinstance(config.get(name), int)]
-    if absent:
-        raise refused(f"no number for {', '.join(absent)}", "GPT-2's config.json")
-    if config["n_embd"] % config["n_head"]:
-        got = f"n_head={config['n_head']} with n_embd={config['n_embd']}"
-        raise refused(got, "a divisor")
-    return Shape(
-        **{ours: config[theirs] for ours, theirs in SIZES.items()},
-        inverse_layer_scale=config.get("scale_attn_by_inverse_layer_idx", False),
-    )
 
 
 def save(model: GPT2, folder: Path, end_of_text: int) -> None:
@@ -187,20 +204,21 @@ def load(folder: Path) -> GPT2:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    shape = read_shape(folder)
+    config = read_json(folder / CONFIG, Config, AGAIN, extra="ignore")
     files = [WEIGHTS]
     if (folder / INDEX).exists():
-        where = read_json(folder / INDEX, AGAIN).get("weight_map", {})
-        files = sorted(set(where.values()))
-    tensors: dict[str, Tensor] = {}
+        index = read_json(folder / INDEX, Index, AGAIN, extra="ignore")
+        files = sorted(set(index.weight_map.values()))
+    tensors: list[tuple[str, Tensor]] = []
     try:
         for name in files:
-            tensors |= load_file(folder / name)
+            tensors += load_file(folder / name).items()
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"got a {folder / name} that does not read ({error}), expected the weights "
             "as safetensors: export or download the folder again"
         ) from error
-    model = GPT2(shape)
-    model.load_state_dict(from_huggingface(tensors, shape, folder))
+    state = from_huggingface(tensors, config.shape(), folder)
+    model = GPT2(config.shape())
+    model.load_state_dict(state)
     return model.eval()

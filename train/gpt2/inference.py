@@ -75,6 +75,12 @@ def generate(
     """Return ``num_tokens`` ids that continue ``prompt``, sampled from the ``top_k``
     likeliest at each place.
     """
+    if not prompt or max(prompt) >= model.shape.vocab_size:
+        what = f"the token id {max(prompt)}" if prompt else "no token"
+        raise UserError(
+            f"got a prompt of {what}, expected ids below the model's vocabulary of "
+            f"{model.shape.vocab_size}: write some text, or take the model's tokenizer"
+        )
     generator = torch.Generator().manual_seed(seed)
     ids = torch.tensor([prompt])
     for _ in range(num_tokens):

@@ -5,14 +5,20 @@ embedding, tanh GELU.
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+# as files may give them: what is built from these takes a second at most
+Depth = Annotated[int, Field(ge=1, le=1000)]
+Size = Annotated[int, Field(ge=1, le=2**20)]
 
 
 @dataclass(frozen=True)
@@ -23,12 +29,17 @@ class Shape:
     as the authors' recipes do (Hugging Face's scale_attn_by_inverse_layer_idx).
     """
 
-    num_layers: int
-    num_heads: int
-    width: int
-    block_size: int
-    vocab_size: int
+    num_layers: Depth
+    num_heads: Size
+    width: Size
+    block_size: Size
+    vocab_size: Size
     inverse_layer_scale: bool = True
+
+    def __post_init__(self) -> None:
+        if self.width % self.num_heads:
+            heads = f"{self.num_heads} heads with a width of {self.width}"
+            raise ValueError(f"got {heads}, expected a number that divides it")
 
 
 class Block(nn.Module):

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from parallel.planner import Machine
 from train.engine.launch import recipe
-from train.errors import UserError, command
+from train.errors import UserError, check_least, command
 from train.gpt2 import num_flops_per_token, tensor_sizes
 from train.pictures import picture
 from train.plan.forecast import Forecast, Hardware, Job, forecast
 
 SWEEP = [2**i for i in range(13)]
+MOST_RANKS = 2**16  # as many as are planned in seconds
 
 
 def job_of(config_name: str) -> Job:
@@ -129,12 +130,9 @@ def main() -> None:
     add("--sweep", action="store_true", help="1 to 4096 ranks")
     add("--picture", type=Path, default=Path("sweep.png"))
     args = parser.parse_args()
-    for name in ("ranks", "replicas", "link_gbps", "tflops", "memory_gbs"):
-        if getattr(args, name) <= 0:
-            raise UserError(
-                f"got --{name.replace('_', '-')} {getattr(args, name)}, expected a "
-                "number above 0: give a positive one"
-            )
+    check_least(1, MOST_RANKS, ranks=args.ranks, replicas=args.replicas)
+    rates = dict(link_gbps=args.link_gbps, tflops=args.tflops)
+    check_least(1e-3, **rates, memory_gbs=args.memory_gbs)
     flops = args.tflops * 1e12
     machine = Machine(link=args.link_gbps / 8 * 1e9, flops=flops, flops_fp32=flops / 8)
     hardware = Hardware(machine=machine, memory=args.memory_gbs * 1e9)

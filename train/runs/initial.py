@@ -6,10 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from train.errors import UserError
-from train.files import write_json
+from train.files import read_json, write_json
 from train.gpt2 import Shape
 from train.runs.checkpoints import check, last_step
-from train.runs.settings import FROM, SETTINGS, difference, read, settings
+from train.runs.settings import FROM, SETTINGS, describe, difference, read, settings
 
 NOTE = "shape.json"
 
@@ -19,23 +19,23 @@ def note_shape(folder: Path, shape: Shape) -> None:
     write_json(folder / NOTE, asdict(shape))
 
 
-def _settings_of(path: Path) -> dict | None:
-    """Return those of the run that wrote the checkpoint: beside it in an export, else
-    in the run's folder. None for what was imported.
+def _settings_of(path: Path) -> Path | None:
+    """Return where those of the run lie that wrote the checkpoint: beside it in an
+    export, else in the run's folder. None for what was imported.
     """
     places = [path]
     if path.parent.name == "checkpoint":
         places.append(path.parent.parent)
     for folder in places:
         if (folder / SETTINGS).exists():
-            return read(folder / SETTINGS)
+            return folder
     return None
 
 
-def _shape_of(path: Path, theirs: dict | None) -> Shape | None:
+def _shape_of(path: Path, run: Path | None) -> Shape | None:
     if (path / NOTE).exists():
-        return Shape(**read(path / NOTE))
-    return None if theirs is None else Shape(**theirs["model_spec.model"]["shape"])
+        return read_json(path / NOTE, Shape, "what train.import_hf wrote: restore it")
+    return None if run is None else describe(run).shape
 
 
 def check_initial(config) -> None:
@@ -48,8 +48,8 @@ def check_initial(config) -> None:
     path, shape = Path(given), config.model_spec.model.shape
     whole = not config.checkpoint.initial_load_model_only
     check(path, shape, whole=whole)
-    theirs = _settings_of(path)
-    noted = _shape_of(path, theirs)
+    run = _settings_of(path)
+    noted = _shape_of(path, run)
     if noted is not None and noted != shape:
         raise UserError(
             f"got checkpoint.initial_load_path={path} of {noted}, expected {shape}: "
@@ -57,11 +57,12 @@ def check_initial(config) -> None:
         )
     if not whole:
         return
-    if theirs is None:
+    if run is None:
         raise UserError(
             f"got checkpoint.initial_load_model_only=False with {path}, expected a "
             "run's whole checkpoint: leave the option out to start from weights alone"
         )
+    theirs = read(run / SETTINGS)
     mine = settings(config) | {FROM: theirs.get(FROM)}
     if what := difference(mine, theirs):
         raise UserError(

@@ -2,8 +2,13 @@
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
+from pydantic import AliasPath, Field, PositiveInt
+
+from train.data.tokenizers import TOKENIZERS
 from train.data.tokens import SPLITS, read_meta
 from train.errors import UserError
 from train.files import check_folder, read_json, write_json
@@ -11,6 +16,10 @@ from train.gpt2 import Shape
 from train.runs.checkpoints import last_step
 
 SETTINGS, FROM = "settings.json", "initial_load_path"
+AGAIN = (
+    "the folder of a run, which python -m train --config NAME makes: restore what was "
+    "written there, or choose another"
+)
 
 # What may differ between two calls that continue one run: how it is executed and shown,
 # not what is computed.
@@ -100,19 +109,22 @@ def claim(config) -> None:
         write_json(path, mine)
 
 
-def read(path: Path) -> dict:
-    """Return the settings that ``claim`` wrote."""
-    expected = "what was written there: restore it, or choose another folder"
-    return read_json(path, expected)
+def read(path: Path) -> dict[str, Any]:
+    """Return the settings that ``claim`` wrote, to be compared with others."""
+    return read_json(path, dict[str, Any], AGAIN)
 
 
-def describe(folder: Path) -> tuple[Shape, str]:
-    """Return the shape of the model and the name of the tokenizer of a run."""
-    path = folder / SETTINGS
-    if not path.exists():
-        raise UserError(
-            f"got no {path}, expected the folder of a run: python -m train --config "
-            "NAME makes one"
-        )
-    theirs = read(path)
-    return Shape(**theirs["model_spec.model"]["shape"]), theirs["tokenizer.name"]
+@dataclass(frozen=True)
+class Described:
+    """What of its settings others go by who use a run's model."""
+
+    shape: Annotated[
+        Shape, Field(validation_alias=AliasPath("model_spec.model", "shape"))
+    ]
+    tokenizer: Annotated[Literal[*TOKENIZERS], Field(validation_alias="tokenizer.name")]
+    window: Annotated[PositiveInt, Field(validation_alias="training.seq_len")]
+
+
+def describe(folder: Path) -> Described:
+    """Return what the settings in ``folder`` say, checked."""
+    return read_json(folder / SETTINGS, Described, AGAIN, extra="ignore")

@@ -55,13 +55,13 @@ def _sample(folder: Path) -> None:
     """Print and write what the model says. A tokenizer that is not on this machine, or
     a model that has diverged, is no reason to end a training in an error.
     """
-    shape, tokenizer_name = describe(folder)
+    run = describe(folder)
     path = folder / "sample.txt"
     path.unlink(missing_ok=True)  # of an earlier end of this run
     options = dict(num_tokens=240, temperature=0.8, top_k=50, seed=0)
     try:
-        coder = tokenizer(tokenizer_name)
-        ids = generate(load_model(folder, shape), coder.encode(PROMPT), **options)
+        coder = tokenizer(run.tokenizer)
+        ids = generate(load_model(folder, run.shape), coder.encode(PROMPT), **options)
     except UserError as error:
         print(f"\nno sample: {error}\n")
         return

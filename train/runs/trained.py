@@ -5,10 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from train.data import tokenizer_files
 from train.data.tokenizers import Tokenizer, tokenizer
 from train.errors import UserError
+from train.files import read_json
 from train.gpt2 import GPT2, huggingface
 from train.runs import checkpoints, settings
 
@@ -40,22 +42,19 @@ class Trained:
 
 def of_run(folder: Path, step: int | None) -> Trained:
     """Return the model of the newest checkpoint of a run, or of that of ``step``."""
-    shape, name = settings.describe(folder)
+    run = settings.describe(folder)
     path = checkpoints.checkpoint(folder, step)
-    checkpoints.check(path, shape)
+    checkpoints.check(path, run.shape)
     step = int(path.name.removeprefix("step-"))
-    load = partial(checkpoints.load_model, folder, shape, step)
-    window = settings.read(folder / settings.SETTINGS)["training.seq_len"]
-    return Trained(load, partial(tokenizer, name), folder, step, window, name)
+    load = partial(checkpoints.load_model, folder, run.shape, step)
+    coder = partial(tokenizer, run.tokenizer)
+    return Trained(load, coder, folder, step, run.window, run.tokenizer)
 
 
 def of_folder(folder: Path) -> Trained:
     """Return the model in a Hugging Face folder, which has to be there."""
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f"got no {folder / 'config.json'}, expected a Hugging Face folder: python "
-            "-m train.export makes one"
-        )
+    # of any model: the harness evaluates what we cannot hold
+    read_json(folder / huggingface.CONFIG, dict[str, Any], huggingface.AGAIN)
     coder = partial(tokenizer_files.FromFolder, folder)
     return Trained(partial(huggingface.load, folder), coder, folder)
 

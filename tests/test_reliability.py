@@ -1,0 +1,411 @@
+"""What a run survives, refuses and says: damaged checkpoints, signals, a second run in
+its folder, options that would change it silently.
+"""
+
+# ruff: noqa: F401, F811  (fixtures of another file)
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+
+import configs
+from tests.test_application import ROOT, STEPS, TINY, data, one, tiny
+from train import export, sample
+from train.engine.launch import hold, parse
+from train.engine.resolve import UNUSED, resolve
+from train.errors import UserError
+from train.evaluate import __main__ as evaluate
+from train.runs import checkpoints, checksums
+from train.runs.settings import settings
+
+pytestmark = pytest.mark.application
+
+SHAPE = configs.tiny_mars_adamw().model_spec.model.shape
+
+
+@pytest.fixture
+def copied(one, tmp_path):
+    return shutil.copytree(one[0], tmp_path / "copied")
+
+
+def newest(folder: Path) -> Path:
+    return folder / "checkpoint" / f"step-{STEPS}"
+
+
+# ---- checksums -----------------------------------------------------------------------
+
+
+def test_every_checkpoint_has_the_checksums_of_sha256sum(one):
+    for step in (4, STEPS):
+        folder = one[0] / "checkpoint" / f"step-{step}"
+        done = subprocess.run(
+            ["sha256sum", "--check", checksums.SUMS],
+            cwd=folder, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == ".metadata: OK\n__0_0.distcp: OK\n"
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip one bit."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << at % 8]))
+
+
+def called(main, *args):
+    sys.argv = ["command", *map(str, args)]
+    main()
+
+
+def starting(data, folder, *options):
+    args = [*TINY, "--dataloader.dataset-path", data, "--dump-folder", folder]
+    config = parse(["--config", "tiny_mars_adamw", *map(str, [*args, *options])])
+    resolve(config, 1)
+    checkpoints.check_own(Path(config.dump_folder), config.model_spec.model.shape)
+
+
+# each way to a checkpoint, from the folder of a damaged run
+READERS = {
+    "continue": lambda data, run, out: starting(data, run),
+    "initial weights": lambda data, run, out: starting(
+        data, out, "--checkpoint.initial-load-path", newest(run)
+    ),
+    "initial state": lambda data, run, out: starting(
+        data, out, "--checkpoint.initial-load-path", newest(run),
+        "--checkpoint.no-initial-load-model-only",
+    ),
+    "sample": lambda data, run, out: called(sample.main, "--run", run),
+    "export": lambda data, run, out: called(export.main, "--run", run, "--out", out),
+    "evaluate": lambda data, run, out: called(
+        evaluate.main, "--run", run, "--loss", "--data", data
+    ),
+}  # fmt: skip
+every_reader = pytest.mark.parametrize("reader", READERS)
+
+
+@every_reader
+def test_one_flipped_bit_is_noticed(data, copied, tmp_path, reader, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train"])
+    path = newest(copied) / "__0_0.distcp"
+    size = path.stat().st_size
+    for at in (size // 3, size // 2, size - 5):
+        flip(path, at)
+        with pytest.raises(UserError, match=r"step-8/__0_0\.distcp with SHA-256") as e:
+            READERS[reader](data, copied, tmp_path / "out")
+        assert "\n" not in str(e.value)
+        flip(path, at)
+    assert not (tmp_path / "out").exists()
+
+
+class Touch:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@every_reader
+def test_a_checkpoint_of_a_stranger_runs_nothing(
+    data,
+    copied,
+    tmp_path,
+    reader,
+    monkeypatch,
+):
+    monkeypatch.setattr(sys, "argv", ["train"])
+    mark = tmp_path / "mark"
+    (newest(copied) / ".metadata").write_bytes(pickle.dumps(Touch(mark)))
+    checksums.write(newest(copied))  # a stranger can do that, too
+    with pytest.raises(UserError, match=r"it names pathlib\.Path\.touch"):
+        READERS[reader](data, copied, tmp_path / "out")
+    assert not mark.exists()
+
+
+def test_an_old_checkpoint_is_believed_and_that_is_said_once(copied, caplog):
+    (newest(copied) / checksums.SUMS).unlink()
+    for _ in range(3):
+        checkpoints.check(newest(copied), SHAPE, whole=True)
+    (said,) = [r.getMessage() for r in caplog.records if r.name == checksums.__name__]
+    assert said.startswith(f"{newest(copied)} has no SHA256SUMS, so that damage in it")
+
+
+def test_continuing_names_what_is_damaged_and_how_to_go_on(data, copied):
+    flip(newest(copied) / "__0_0.distcp", 10**6)
+    with pytest.raises(UserError) as error:
+        starting(data, copied)
+    said = str(error.value)
+    assert f"{newest(copied) / '__0_0.distcp'} with SHA-256" in said
+    (aside,) = re.findall(
+        r"Of this run step 4 is whole; to continue after it: (mv .*), then the same "
+        r"command again$",
+        said,
+    )
+    subprocess.run(aside, shell=True, check=True)
+    starting(data, copied)
+    assert checkpoints.last_step(copied) == 4
+    (copied / "checkpoint/step-4/.metadata").write_bytes(b"x")
+    with pytest.raises(UserError, match="no other step is whole; to start anew: mv "):
+        starting(data, copied)
+
+
+def test_one_run_at_a_time_has_the_folder(tmp_path):
+    held = hold(tmp_path)
+    with pytest.raises(UserError, match="in which another process trains"):
+        hold(tmp_path)
+    os.close(held)
+    os.close(hold(tmp_path))
+
+
+# ---- ends ----------------------------------------------------------------------------
+
+
+def started(data, folder, *options, ranks=1):
+    """A run of many steps in a process of its own, and the first lines of it."""
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command = [
+        sys.executable, *(launch if ranks > 1 else []), "-m", "train",
+        "--config", "tiny_mars_adamw", *TINY, "--lr-scheduler.total-steps", "5000",
+        "--training.steps", "5000", "--checkpoint.interval", "10",
+        "--validator.freq", "5000", "--dataloader.dataset-path", data,
+        "--dump-folder", folder, *options,
+    ]  # fmt: skip
+    return subprocess.Popen(
+        [*map(str, command)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def after_step(process: subprocess.Popen, step: int) -> None:
+    """Wait until it says that it took this step."""
+    limit = threading.Timer(120, process.kill)
+    limit.start()
+    for line in process.stdout:
+        if line.startswith(f"step {step}/"):
+            break
+    else:
+        pytest.fail(f"ended before step {step}: {process.stderr.read()}")
+    limit.cancel()
+
+
+def told_by(stderr: str) -> list[str]:
+    kept = [line for line in stderr.splitlines() if re.match("error|stopped", line)]
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "name"),
+    [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")],
+)
+def test_a_signal_ends_a_run_in_one_line(data, tmp_path, number, code, name):
+    process = started(data, tmp_path / "run")
+    after_step(process, 15)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == code, stderr
+    (line,) = stderr.splitlines()
+    step, last = map(
+        int,
+        re.fullmatch(
+            rf"stopped by {name} at step (\d+): the same command continues after step "
+            r"(\d+)",
+            line,
+        ).groups(),
+    )
+    assert last == step if name == "SIGTERM" else last % 10 == 0
+    assert last == checkpoints.last_step(tmp_path / "run") >= 10
+    checkpoints.check(
+        tmp_path / "run" / "checkpoint" / f"step-{last}", SHAPE, whole=True
+    )
+    log = (tmp_path / "run" / "rank0.log").read_text()
+    assert "Traceback" not in stderr + log
+
+
+def workers(launcher: int) -> dict[str, int]:
+    """{rank: process} of those that torchrun has started."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    found = {}
+    for child in children:
+        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        ranks = [v[5:].decode() for v in environment if v.startswith(b"RANK=")]
+        found |= {rank: int(child) for rank in ranks}
+    return found
+
+
+def runs(process: int) -> bool:
+    """Whether it does, or has ended and waits for somebody to notice."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.processes
+def test_a_rank_that_died_is_named_once(data, tmp_path):
+    process = started(data, tmp_path / "run", ranks=2)
+    after_step(process, 15)
+    os.kill(workers(process.pid)["1"], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=90)
+    (line,) = told_by(stderr)
+    assert "error: rank 1 gone or stopped" in line
+    assert re.search(r"the same command continues after step \d+0\.", line)
+    assert "train_step" not in stderr  # a traceback of ours
+    log = (tmp_path / "run" / "rank0.log").read_text()
+    assert "Traceback" in log
+
+
+@pytest.mark.processes
+def test_ranks_whose_launcher_was_killed_save_and_end(data, tmp_path):
+    process = started(data, tmp_path / "run", ranks=2)
+    after_step(process, 15)
+    left = workers(process.pid)
+    process.kill()
+    out, stderr = process.communicate(timeout=90)  # until all have closed the pipes
+    (line,) = told_by(stderr)
+    step, last = re.findall(r"at step (\d+): .* after step (\d+)", line)[0]
+    assert step == last
+    assert int(last) == checkpoints.last_step(tmp_path / "run")
+    assert not any(map(runs, left.values()))
+
+
+# ---- options -------------------------------------------------------------------------
+
+
+def other_than(usual):
+    """A value of the same type."""
+    if isinstance(usual, bool):
+        return not usual
+    if isinstance(usual, int | float):
+        return usual + 2
+    if isinstance(usual, str):
+        return usual + "x"
+    return {} if usual is None else {"x": 1} if isinstance(usual, dict) else ["x"]
+
+
+@pytest.mark.parametrize("path", UNUSED)
+def test_an_option_of_no_effect_is_refused(data, path):
+    config = tiny(data)
+    *sections, name = path.split(".")
+    section = attrgetter(".".join(sections))(config)
+    setattr(section, name, other_than(UNUSED[path]))
+    with pytest.raises(UserError, match=re.escape(f"got {path}=")):
+        resolve(config, 1)
+
+
+FOLLOW = {
+    "dataloader.vocab_size": 5,
+    "dataloader.seed": 5,
+    "validator.dataloader.vocab_size": 5,
+    "validator.dataloader.seed": 5,
+    "validator.last_step": 5,
+    "metrics.total_steps": 5,
+    "tokenizer.name": "gpt2",
+}
+
+
+@pytest.mark.parametrize("path", FOLLOW)
+def test_an_option_that_follows_from_others_is_refused(data, path):
+    config = tiny(data)
+    *sections, name = path.split(".")
+    setattr(attrgetter(".".join(sections))(config), name, FOLLOW[path])
+    with pytest.raises(UserError, match=f"{name}={FOLLOW[path]}"):
+        resolve(config, 1)
+
+
+# options with an effect on how a run is executed or shown, not on what it computes
+EFFECTIVE = {
+    "hf_assets_path",
+    "dump_folder",
+    "debug.print_config",
+    "debug.save_config_file",
+    "debug.enable_structured_logging",
+    "training.steps",
+    "training.local_batch_size",
+    "training.gc_freq",
+    "training.gc_debug",
+    "training.disable_cuda_graphs",
+    "optimizer.compile",
+    "validator.freq",
+    "validator.samples",
+    "validator.enable",
+    "metrics.log_freq",
+    "metrics.enable_tensorboard",
+    "metrics.disable_color_printing",
+    "metrics.save_for_all_ranks",
+    "metrics.enable_wandb",
+    "checkpoint.interval",
+    "checkpoint.initial_load_path",
+    "checkpoint.initial_load_model_only",
+    "checkpoint.keep_latest_k",
+    "checkpoint.enable_first_step_checkpoint",
+    "checkpoint.async_mode",
+    "activation_checkpoint",
+    "compile.enable",
+    "compile.components",
+    "compile.backend",
+    "comm.init_timeout_seconds",
+    "comm.train_timeout_seconds",
+    "comm.trace_buf_size",
+    "comm.save_traces_folder",
+    "comm.save_traces_file_prefix",
+    "parallelism.data_parallel_replicate_degree",
+    "parallelism.data_parallel_shard_degree",
+    "parallelism.fsdp_reshard_after_forward",
+    "parallelism.spmd_backend",
+    "dataloader.dataset_path",
+    "validator.dataloader.dataset_path",
+    "lr_scheduler.total_steps",
+}
+# of parallelism that is switched off
+IDLE = {
+    "parallelism.enable_sequence_parallel",
+    "parallelism.module_fqns_per_model_part",
+    "parallelism.context_parallel_load_balancer",
+    "parallelism.context_parallel_ptrr_mask_key",
+}
+
+
+def flat(options: dict, prefix: str = ""):
+    for name, value in options.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, dict) and value and path not in UNUSED:
+            yield from flat(value, f"{path}.")
+        else:
+            yield path
+
+
+def test_every_option_is_known_to_have_an_effect_or_refused(data):
+    """A new option of torchtitan fails here until somebody has looked at it."""
+    config = tiny(data)
+    known = {*UNUSED, *FOLLOW, *EFFECTIVE, *IDLE}
+    every = set(flat(config.to_dict()))
+    resolve(config, 1)
+    pinned = settings(config).keys()
+    unknown = {
+        path
+        for path in every - known
+        if not path.startswith(
+            ("profiler.", "model_spec.", "parallelism.pipeline_parallel_")
+        )
+        and not any(path == name or path.startswith(f"{name}.") for name in pinned)
+    }
+    assert unknown == set()
+    assert {path for path in known if path not in every} == set()

@@ -1,0 +1,201 @@
+"""Checkpoints of strangers: nothing that they name is run, whoever reads them."""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from parallel.checkpoint import INDEX_TYPES, UnreadableCheckpoint, load, read_index
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def alone(move, *args, **options):
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        return move(*args, no_dist=True, **options)
+
+
+def objects() -> dict:
+    """Everything that a training keeps beside tensors."""
+    return {
+        "rates": {"lr": 0.1, "betas": (0.9, 0.99), "amsgrad": False, "none": None},
+        "step": 7,
+        "names": ["a", "b"],
+        "raw": b"bytes of a data loader",
+        "x": torch.arange(6.0).view(2, 3),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+    }
+
+
+@pytest.fixture
+def saved(tmp_path):
+    folder = tmp_path / "saved"
+    alone(dcp.save, objects(), checkpoint_id=folder)
+    return folder
+
+
+def blank() -> dict:
+    return {
+        "rates": {"lr": 0.0, "betas": (0.0, 0.0), "amsgrad": True, "none": 0},
+        "step": 0,
+        "names": ["", ""],
+        "raw": b"",
+        "x": torch.zeros(2, 3),
+        "half": torch.zeros(3, dtype=torch.bfloat16),
+    }
+
+
+def test_what_a_training_keeps_comes_back(saved):
+    state, expected = blank(), objects()
+    alone(load, state, saved)
+    for name in ("x", "half"):
+        assert torch.equal(state.pop(name), expected.pop(name))
+    assert state == expected
+
+
+def test_the_list_of_types_is_no_longer_than_it_has_to_be(saved):
+    """Each is in an index that DCP writes, but for other releases of Python."""
+    names = set()
+    strings: list[str] = []
+    for opcode, argument, _ in pickletools.genops((saved / ".metadata").read_bytes()):
+        if opcode.name in ("SHORT_BINUNICODE", "BINUNICODE"):
+            strings.append(argument)
+        elif opcode.name == "GLOBAL":
+            names.add(tuple(argument.split(" ")))
+    found = set(strings) | {part for pair in names for part in pair}
+    other_python = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
+    for module, name in INDEX_TYPES - other_python:
+        assert module in found, module
+        assert name in found, name
+
+
+def test_an_index_runs_nothing(saved, tmp_path):
+    mark = tmp_path / "mark"
+    (saved / ".metadata").write_bytes(pickle.dumps(Touch(mark)))
+    pickle.loads((saved / ".metadata").read_bytes())
+    assert mark.exists(), "the payload works"
+    mark.unlink()
+    for read in (read_index, lambda path: alone(load, blank(), path)):
+        with pytest.raises(UnreadableCheckpoint, match="it names pathlib.Path.touch"):
+            read(saved)
+    assert not mark.exists()
+
+
+GADGETS = [
+    ("os", "system"),
+    ("builtins", "eval"),
+    ("torch", "load"),
+    ("torch", "hub.load"),
+    ("torch.serialization", "load"),
+    ("torch.distributed.checkpoint.metadata", "os.system"),
+    ("pathlib", "Path"),
+    ("functools", "partial"),
+    ("torch._dynamo.bytecode_analysis", "stacksize_analysis"),
+]
+
+
+@pytest.mark.parametrize("gadget", GADGETS, ids=".".join)
+def test_nothing_else_can_be_named(saved, gadget):
+    """By STACK_GLOBAL, whose names may have dots."""
+    module, name = gadget
+    raw = b"\x80\x04"
+    for text in (module, name):
+        raw += b"\x8c" + bytes([len(text)]) + text.encode()
+    (saved / ".metadata").write_bytes(raw + b"\x93.")
+    with pytest.raises(UnreadableCheckpoint, match=f"it names {module}.{name}"):
+        read_index(saved)
+
+
+def test_an_object_runs_nothing(tmp_path):
+    mark, folder = tmp_path / "mark", tmp_path / "saved"
+    alone(dcp.save, {"state": Touch(mark)}, checkpoint_id=folder)
+    alone(dcp.load, {"state": None}, checkpoint_id=folder)
+    assert mark.exists(), "the payload works"
+    mark.unlink()
+    with pytest.raises(UnreadableCheckpoint, match="got state in .*it names getattr"):
+        alone(load, {"state": None}, folder)
+    assert not mark.exists()
+
+
+def altered(index, change):
+    change(index)
+    return pickle.dumps(index)
+
+
+def lead_outside(index):
+    for place in index.storage_data.values():
+        place.relative_path = f"../{place.relative_path}"
+
+
+def lead_away(index):
+    for place in index.storage_data.values():
+        place.relative_path = "/etc/passwd"
+
+
+def of_other_types(index):
+    index.state_dict_metadata = ["x"]
+
+
+def with_other_entries(index):
+    index.state_dict_metadata["x"] = torch.Size([2])
+
+
+def with_other_places(index):
+    index.storage_data[MetadataIndex("x")] = "__0_0.distcp"
+
+
+def with_negative_places(index):
+    for place in index.storage_data.values():
+        place.offset = -1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lead_outside, lead_away, of_other_types, with_other_entries, with_other_places,
+     with_negative_places],
+)  # fmt: skip
+def test_an_index_of_something_else_is_refused(saved, change):
+    raw = altered(read_index(saved), change)
+    (saved / ".metadata").write_bytes(raw)
+    with pytest.raises(UnreadableCheckpoint, match="without a checkpoint's index"):
+        alone(load, blank(), saved)
+
+
+def test_damage_is_told_in_one_line(saved, tmp_path):
+    whole = (saved / ".metadata").read_bytes()
+    seeded = torch.Generator().manual_seed(0)
+    refused = 0
+    for at in torch.randint(len(whole), (60,), generator=seeded).tolist():
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << at % 8
+        (saved / ".metadata").write_bytes(flipped)
+        try:
+            alone(load, blank(), saved)
+        except UnreadableCheckpoint as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 20
+    (saved / ".metadata").write_bytes(whole)
+    (data,) = saved.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    with pytest.raises(UnreadableCheckpoint, match="rank 0 cannot read its part"):
+        alone(load, blank(), saved)
+    shutil.rmtree(saved)
+    with pytest.raises(OSError):
+        read_index(saved)
