@@ -1,5 +1,5 @@
-"""Commands of the application as children of a process that has imported all that they
-import: a fork takes milliseconds, where ``python -m train`` takes many seconds to start.
+"""Commands of the application as children of a process that has imported all that
+they import: a fork takes milliseconds, where ``python -m train`` takes many seconds.
 
 A child does what ``python -m`` does from there on. Its parent runs no tensor arithmetic
 and has no threads, so that nothing of PyTorch is broken by the fork.
@@ -103,6 +103,7 @@ class Running:
             if world > 1:
                 env = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world)
                 env |= dict(LOCAL_WORLD_SIZE=world, MASTER_PORT=port)
+                env |= dict(MASTER_ADDR="127.0.0.1")
             pid = os.fork()
             if pid == 0:
                 _child(self, rank, {key: str(value) for key, value in env.items()})
@@ -182,7 +183,9 @@ def _print_to(folder: Path, name: str) -> None:
         os.dup2(file, number)
         os.close(file)
         options = dict(encoding="utf-8", errors=errors, closefd=False)
-        opened = open(number, "w", buffering=stream == "out" and -1 or 1, **options)
+        opened = os.fdopen(
+            number, "w", buffering=stream == "out" and -1 or 1, **options
+        )
         setattr(sys, f"std{stream}", opened)
 
 
@@ -284,6 +287,20 @@ def _begin(command: Command, folder: Path, number: int) -> Running:
     running = Running(command, folder, number)
     running.start()
     return running
+
+
+def said(err: str) -> list[str]:
+    """Return the lines of stderr without Python's warnings, which bring a line of
+    source along.
+    """
+    shown, warned = [], False
+    for line in err.strip().splitlines():
+        if warned and line.startswith("  "):
+            continue
+        warned = "Warning: " in line
+        if not warned:
+            shown.append(line)
+    return shown
 
 
 def judge(ended: Ended, must: bool | None = None) -> Verdict:

@@ -1,5 +1,5 @@
-"""Malformed files: every key of every JSON file that the application reads, token files,
-weights, tokenizers, data sets.
+"""Malformed files: every key of every JSON file that the application reads, token
+files, weights, tokenizers, data sets.
 """
 
 from __future__ import annotations
@@ -169,7 +169,9 @@ def _targets(ground: Ground) -> Iterator[Target]:
               "train.sha256", "val.tokens", "val.text_bytes", "val.sha256", "train",
               "val")  # fmt: skip
     yield Target("meta.json, train", meta, of(data, "meta.json", train_on), needed)
-    yield Target("meta.json, evaluate", meta, of(data, "meta.json", evaluate_on), needed)
+    yield Target(
+        "meta.json, evaluate", meta, of(data, "meta.json", evaluate_on), needed
+    )
     yield Target("meta.json, prepare", meta, of(data, "meta.json", recognise), needed)
 
     def sample(given: Path) -> Command:
@@ -197,8 +199,9 @@ def _targets(ground: Ground) -> Iterator[Target]:
         return ground.train("run", *options, steps=1)
 
     weights = ground.weights
-    note, all_of_it = weights / "shape.json", tuple(
-        json.loads((weights / "shape.json").read_text())
+    note, all_of_it = (
+        weights / "shape.json",
+        tuple(json.loads((weights / "shape.json").read_text())),
     )
     yield Target("shape.json", note, of(weights, "shape.json", start), all_of_it)
 
@@ -218,19 +221,13 @@ def _targets(ground: Ground) -> Iterator[Target]:
     def speak(given: Path) -> Command:
         return Command("train.sample", words("--model", given, "--tokens", 3))
 
+    # with another key away, Hugging Face's own default counts
     config, sizes = exported / "config.json", (
         "model_type", "n_layer", "n_head", "n_embd", "n_positions", "vocab_size",
-        "activation_function", "scale_attn_weights", "tie_word_embeddings",
-        "scale_attn_by_inverse_layer_idx", "layer_norm_epsilon", "add_cross_attention",
     )  # fmt: skip
-    defaults = {"activation_function", "scale_attn_weights", "tie_word_embeddings",
-                "scale_attn_by_inverse_layer_idx", "layer_norm_epsilon",
-                "add_cross_attention"}  # fmt: skip
     for name, command in (("import_hf", imports), ("sample", speak)):
         at = of(exported, "config.json", command)
-        target = Target(f"config.json, {name}", config, at, sizes)
-        for found in _of_config(target, defaults):
-            yield found
+        yield Target(f"config.json, {name}", config, at, sizes)
 
     def unfinished(name: str):
         def stage(folder: Path) -> tuple[Path, Command]:
@@ -245,14 +242,6 @@ def _targets(ground: Ground) -> Iterator[Target]:
     yield Target("plan.json", plan, unfinished("plan.json"), every)
     keys = ("shards", "skip", "documents", "complete", "position")
     yield Target("ledger.json", ledger, unfinished("ledger.json"), keys)
-
-
-def _of_config(target: Target, defaults: set[str]) -> Iterator[Target]:
-    """Yield a config.json as two targets: with a key away, Hugging Face's own default
-    counts.
-    """
-    firm = tuple(key for key in target.needed if key not in defaults)
-    yield target._replace(needed=firm)
 
 
 def _json_files(ground: Ground) -> Iterator[Malformed]:
@@ -366,7 +355,7 @@ def _of_weights(ground: Ground) -> Iterator[Malformed]:
 
 
 def _of_tokens(ground: Ground) -> Iterator[Malformed]:
-    """Yield token files that are not what meta.json says, or hold what no model knows."""
+    """Yield token files that are not what meta.json says, or hold unknown ids."""
 
     def case(name: str, split: str, change: Callable[[bytes], bytes], known: bool):
         def make(folder: Path) -> Command:
@@ -448,7 +437,7 @@ def _of_places(ground: Ground, commands: dict) -> Iterator[Malformed]:
 
 
 def _of_shards(ground: Ground) -> Iterator[Malformed]:
-    """Yield shards of llm.c; evaluating stops at the model's vocabulary at the latest."""
+    """Yield shards of llm.c; evaluating stops at the model's vocabulary at last."""
 
     def case(name: str, split: str, content: bytes) -> Malformed:
         def make(folder: Path) -> Command:
@@ -468,7 +457,9 @@ def _of_shards(ground: Ground) -> Iterator[Malformed]:
                 number = struct.pack("<i", value)
                 content = raw[:place] + number + raw[place + 4 :]
                 yield case(f"{value} at {place}", split, content)
-        yield case("ids beyond GPT-2's", split, raw[:1024] + b"\xff" * (len(raw) - 1024))
+        yield case(
+            "ids beyond GPT-2's", split, raw[:1024] + b"\xff" * (len(raw) - 1024)
+        )
 
 
 # ---- texts, data sets, tokenizers ----------------------------------------------------

@@ -114,7 +114,9 @@ def finished(*commands: Command) -> Callable[[Path], Steps]:
     return steps
 
 
-def run_all(commands: dict[str, list[Command]], scratch: Path) -> dict[str, list[Ended]]:
+def run_all(
+    commands: dict[str, list[Command]], scratch: Path
+) -> dict[str, list[Ended]]:
     """Run lists of commands that have to end well, side by side."""
     cases = [
         Case(number, name, finished(*listed))
@@ -185,9 +187,16 @@ def _leave_unfinished(ground: Ground) -> None:
         pass
 
 
+LARGE = (".distcp", ".safetensors")  # files that no command writes to in place
+
+
 def linked(source: Path, target: Path) -> Path:
-    """Copy a folder as hard links: what is changed there is written anew."""
-    shutil.copytree(source, target, copy_function=os.link, symlinks=True)
+    """Copy a folder, large files as hard links: ``rewrite`` changes those."""
+
+    def copy(at: str, to: str) -> None:
+        (os.link if at.endswith(LARGE) else shutil.copy2)(at, to)
+
+    shutil.copytree(source, target, copy_function=copy, symlinks=True)
     return target
 
 

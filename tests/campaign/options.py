@@ -173,7 +173,7 @@ def _others(ground: Ground) -> dict[str, tuple[dict[str, str], tuple[str, ...]]]
             {"run": PATH, "model": PATH, "step": WHOLE, "limit": WHOLE, "loss": SWITCH,
              "num-fewshot": WHOLE, "data": PATH, "window": WHOLE, "batch-size": WHOLE,
              "device": NAME, "include-path": "unread", "out": "out"},
-            (*run, "--loss", "--out", "evaluation.json", *strings("--data", ground.data)),
+            (*run, "--loss", "--out", "e.json", *strings("--data", ground.data)),
         ),
         "train.import_hf": (
             {"model": PATH, "out": "out"},
@@ -195,7 +195,7 @@ def _others(ground: Ground) -> dict[str, tuple[dict[str, str], tuple[str, ...]]]
              "rule": NAME, "correction": NAME, "h-dtype": NAME, "gradients": NAME,
              "device": NAME, "steps": WHOLE, "json": "new file", "trace": "new file",
              "warm": SWITCH},
-            ("--layers", "1", "--width", "8", "--vocab", "16", "--steps", "1", "--warm"),
+            (*strings("--layers", 1, "--width", 8, "--vocab", 16, "--steps", 1), "--warm"),
         ),
     }  # fmt: skip
 
