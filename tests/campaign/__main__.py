@@ -57,25 +57,41 @@ def arguments() -> argparse.Namespace:
     add("--only", nargs="*", choices=PARTS, default=list(PARTS))
     add("--case", type=int, nargs="*", help="numbers of the cases to play")
     add("--at-once", type=int, default=2, help="cases that run side by side")
+    add("--brief", action="store_true", help="of each part what is over soonest")
     add("--keep", action="store_true", help="leave the folders of failing cases")
     return parser.parse_args()
 
 
-def _cases(part: str, ground, args: argparse.Namespace) -> Iterator:
+def _cases(ground, ends: dict, args: argparse.Namespace) -> Iterator:
+    """Yield the cases that were asked for, one part after the other."""
     from tests.campaign import damage, inputs, kills
 
-    if part == "inputs":
-        found = inputs.cases(ground, args.seed, args.inputs)
-    elif part == "damage":
-        found = damage.cases(ground, args.seed, args.damaged)
-    else:
-        found = kills.cases(ground, args.seed, args.kills)
-    return (case for case in found if not args.case or case.number in args.case)
+    known = ground, ends, args.seed
+    every = {
+        "inputs": lambda: inputs.cases(ground, args.seed, args.inputs, args.brief),
+        "damage": lambda: damage.cases(*known, args.damaged, args.brief),
+        "kills": lambda: kills.cases(*known, args.kills, args.brief),
+    }
+    for part in args.only:
+        found = every[part]()
+        yield from (c for c in found if not args.case or c.number in args.case)
 
 
-def _show(part: str, case, verdict, commands: list, ends: list) -> None:
+def _commands(ground, args: argparse.Namespace) -> dict:
+    """Return what the parts need to have been run."""
+    from tests.campaign import damage, kills
+
+    found = {}
+    if "damage" in args.only:
+        found |= damage.commands(ground, args.damaged)
+    if "kills" in args.only:
+        found |= kills.commands(ground, args.seed, args.kills, args.brief)
+    return found
+
+
+def _show(case, verdict, commands: list, ends: list) -> None:
     """Print a case that came out as it must not."""
-    print(f"\n{part} {case.number}: {verdict.kind}: {verdict.why}\n  {case.name}")
+    print(f"\n{case.part} {case.number}: {verdict.kind}: {verdict.why}\n  {case.name}")
     for command, ended in zip(commands, ends, strict=True):
         print(f"  $ {str(command)[:1500]}\n  exit codes {ended.codes}")
         for name, said in (("stdout", ended.out), ("stderr", ended.err)):
@@ -88,25 +104,26 @@ def _show(part: str, case, verdict, commands: list, ends: list) -> None:
     sys.stdout.flush()
 
 
-def play_part(part: str, ground, scratch: Path, args: argparse.Namespace) -> Counter:
-    """Play the cases of one part; return how many came out how."""
+def play_all(ground, ends: dict, scratch: Path, args) -> dict[str, Counter]:
+    """Play all cases; return of each part how many came out how."""
     from tests.campaign.children import GOOD, play
 
-    counts: Counter = Counter()
+    found: dict[str, Counter] = {part: Counter() for part in args.only}
     began = time.monotonic()
-    cases = _cases(part, ground, args)
-    for case, verdict, commands, ends in play(cases, scratch / part, args.at_once):
+    cases = _cases(ground, ends, args)
+    for case, verdict, commands, ended in play(cases, scratch, args.at_once):
+        counts = found[case.part]
         counts[verdict.kind] += 1
         bad = verdict.kind not in GOOD
         if bad:
-            _show(part, case, verdict, commands, ends)
+            _show(case, verdict, commands, ended)
         if not (bad and args.keep):
-            shutil.rmtree(scratch / part / f"case{case.number}", ignore_errors=True)
+            shutil.rmtree(scratch / f"{case.part}{case.number}", ignore_errors=True)
         if counts.total() % 50 == 0:
             said = ", ".join(f"{n} {kind}" for kind, n in counts.items())
             seconds = time.monotonic() - began
-            print(f"{part}: {said} after {seconds:.0f} s", flush=True)
-    return counts
+            print(f"{case.part}: {said} after {seconds:.0f} s", flush=True)
+    return found
 
 
 def main() -> None:
@@ -119,8 +136,10 @@ def main() -> None:
 
     scratch = Path(tempfile.mkdtemp(prefix="campaign-"))
     try:
-        ground = make(scratch / "ground", with_files="inputs" in args.only)
-        found = {part: play_part(part, ground, scratch, args) for part in args.only}
+        with_files = "inputs" in args.only
+        place = scratch / "ground"
+        ground, ends = make(place, with_files, lambda g: _commands(g, args))
+        found = play_all(ground, ends, scratch, args)
     finally:
         if args.keep:
             print(f"folders are left in {scratch}")
@@ -131,9 +150,8 @@ def main() -> None:
         row = "".join(f"{counts[kind]:11}" for kind in KINDS)
         print(f"{part:8}{counts.total():7}{row}")
     print(f"seed {args.seed}, {time.monotonic() - began:.0f} s")
-    bad = sum(n for counts in found.values() for kind, n in counts.items()
-              if kind not in GOOD)  # fmt: skip
-    sys.exit(1 if bad else 0)
+    every = sum(found.values(), Counter())
+    sys.exit(1 if every.keys() - set(GOOD) else 0)
 
 
 if __name__ == "__main__":

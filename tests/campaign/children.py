@@ -236,10 +236,11 @@ GOOD = (REFUSED, DONE)
 
 @dataclass
 class Case:
-    """One case: ``play`` yields commands, is sent what became of them, and returns the
-    verdict. It has ``folder`` to itself.
+    """One case of a part: ``play`` yields commands, is sent what became of them, and
+    returns the verdict. It has a folder to itself.
     """
 
+    part: str
     number: int
     name: str
     play: Callable[[Path], Steps]
@@ -258,7 +259,7 @@ def play(
             if case is None:
                 more = False
                 break
-            folder = scratch / f"case{case.number}"
+            folder = scratch / f"{case.part}{case.number}"
             folder.mkdir(parents=True)
             steps = case.play(folder)
             first = next(steps)

@@ -29,18 +29,19 @@ from tests.campaign.children import (
     judge,
 )
 from tests.campaign.ground import (
+    NEWEST,
+    OLDER,
     Ground,
     linked,
     listing,
     losses,
     rewrite,
-    run_all,
     strings,
 )
 
-OLDER, NEWEST, STEPS = 4, 8, 12
 INDEX, SUMS = ".metadata", "SHA256SUMS"
 MARK = "payload-was-run"
+FEW = 20  # with fewer cases no run of two ranks is damaged
 KEPT, MADE, REMOVED = "sums kept", "sums made again", "sums removed"
 # what is expected of all commands, of those that read the whole checkpoint, or of none
 ALL, WHOLE, NONE = "all refuse", "those that read all of it refuse", "either"
@@ -312,16 +313,13 @@ class Action(NamedTuple):
 
 
 def _going_on(ranks: int) -> Callable[[Ground, Path, Path], Command]:
-    return lambda ground, run, out: ground.train(
-        run, steps=STEPS, total=STEPS, ranks=ranks
-    )
+    return lambda ground, run, out: ground.train(run, ranks=ranks)
 
 
 def _starting(*options: str) -> Callable[[Ground, Path, Path], Command]:
     def command(ground: Ground, run: Path, out: Path) -> Command:
         path = ("--checkpoint.initial-load-path", _newest(run))
-        length = dict(steps=STEPS, total=STEPS)
-        return ground.train(out, *path, *options, **length)
+        return ground.train(out, *path, *options)
 
     return command
 
@@ -341,7 +339,6 @@ def _reading(module: str, *options: object, out: bool = False):
 
 ACTIONS = (
     Action("continue", _going_on(1), True, True),
-    Action("continue", _going_on(1), True, True),
     Action("continue on 2 ranks", _going_on(2), True, True),
     Action("sample", _reading("train.sample", "--tokens", 3), False),
     Action("export", _reading("train.export", out=True), False),
@@ -358,52 +355,59 @@ ACTIONS = (
 )  # fmt: skip
 
 
+SOON = ("sample", "export", "evaluate")
+
+
 def _newest(run: Path) -> Path:
     return run / "checkpoint" / f"step-{NEWEST}"
 
 
 class Runs(NamedTuple):
-    """Runs of eight steps on one rank and on two, and the losses of twelve."""
+    """Runs of eight steps on one rank and on two, and the losses of all steps."""
 
     folders: dict[int, Path]
     losses: dict[tuple[str, int], str]
 
 
-def _make_runs(ground: Ground) -> Runs:
-    folders = {ranks: ground.root / f"damage{ranks}" for ranks in (1, 2)}
-    length = dict(total=STEPS)
-    whole = ground.train(ground.root / "damage", steps=STEPS, **length)
-    commands = {"whole": [whole]}
-    for ranks, folder in folders.items():
-        commands[str(ranks)] = [ground.train(folder, ranks=ranks, **length)]
-    ends = run_all(commands, ground.root / "made-damage")
-    return Runs(folders, losses(ends["whole"][0].out))
+def commands(ground: Ground, num: int) -> dict[str, list[Command]]:
+    """Return what makes the run of two ranks, where there are cases enough for it."""
+    if num < FEW:
+        return {}
+    two = ground.root / "two"
+    return {"two": [ground.train(two, steps=NEWEST, ranks=2)]}
 
 
-def cases(ground: Ground, seed: int, num: int) -> Iterator[Case]:
-    """Yield ``num`` damaged checkpoints: half of the drawn ones are flips, which differ
-    by where they lie.
+def cases(
+    ground: Ground, ends: dict, seed: int, num: int, brief: bool
+) -> Iterator[Case]:
+    """Yield ``num`` damaged checkpoints: a third of them flips, which differ by where
+    they lie, a tenth of settings; ``brief``: one of them continues, none starts anew.
     """
-    runs = _make_runs(ground)
+    folders = {1: ground.stopped, 2: ground.root / "two"}
+    runs = Runs(folders, losses(ends["run"][0].out))
     draw = random.Random(f"{seed} damage")
-    pairs = [(d, a) for d in _damages() for a in dict.fromkeys(ACTIONS)]
+    pairs = [(d, a) for d in _damages() for a in ACTIONS]
     draw.shuffle(pairs)
+    if brief:
+        (first, *_), pairs = pairs, [p for p in pairs if p[1].name in SOON]
+        pairs.append((first[0], ACTIONS[0]))
     flips = [pair for pair in pairs if pair[0].do.__qualname__.startswith("_flip")]
     settings = list(_settings_cases())
     draw.shuffle(settings)
     for number in range(1, num + 1):
         own = random.Random(f"{seed} damage {number}")
-        ranks = own.choice((1, 1, 2))
+        ranks = 1 if num < FEW else own.choice((1, 1, 2))
         if number % 10 == 0 and settings:
             key, value, action = settings.pop()
             name = f"{action.name}: settings.json, {key} = {value!r}"
-            yield Case(number, name, _of_settings(ground, runs, key, value, action))
+            do = _of_settings(ground, runs, key, value, action)
+            yield Case("damage", number, name, do)
             continue
-        damage, action = (
-            own.choice(flips) if number % 3 == 0 or not pairs else pairs.pop()
-        )
+        flip = number % 3 == 0 or not pairs
+        damage, action = own.choice(flips) if flip else pairs.pop()
         name = f"{action.name}: {damage.name}, of {ranks} ranks"
-        yield Case(number, name, _of_damage(ground, runs, damage, action, ranks, own))
+        do = _of_damage(ground, runs, damage, action, ranks, own)
+        yield Case("damage", number, name, do)
 
 
 def _of_damage(
@@ -506,8 +510,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 
 
 def _settings_cases() -> Iterator[tuple[str, Any, Action]]:
-    actions = {action.name: action for action in ACTIONS}.values()
-    for action in actions:
+    for action in ACTIONS:
         by_all = action.name != "start from its weights"
         for key, values in READ_BY_ALL.items():
             yield from ((key, value, action) for value in values)

@@ -7,15 +7,25 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from tests.campaign.children import Case, Command, Ended, Running, Steps, Verdict, play
+from tests.campaign.children import (
+    DONE,
+    Case,
+    Command,
+    Ended,
+    Running,
+    Steps,
+    Verdict,
+    play,
+)
 
-SEQ = 32
+SEQ, STEPS, TOTAL = 32, 12, 40
+OLDER, NEWEST = 4, 8  # of the checkpoints of a run that was stopped
 TINY = (
     "--config", "tiny_mars_adamw",
     "--training.seq-len", str(SEQ),
@@ -56,12 +66,17 @@ class Ground:
 
     @property
     def run(self) -> Path:
-        """Return a run of 8 steps."""
+        """Return a run of twelve steps with all of its checkpoints."""
         return self.root / "run"
 
     @property
+    def stopped(self) -> Path:
+        """Return that run without its last checkpoint."""
+        return self.root / "stopped"
+
+    @property
     def exported(self) -> Path:
-        """Return that run as a Hugging Face folder, with its checkpoint."""
+        """Return its step 8 as a Hugging Face folder, with its checkpoint."""
         return self.root / "exported"
 
     @property
@@ -84,10 +99,10 @@ class Ground:
         """Return somebody else's tokens: shards of llm.c."""
         return self.root / "found"
 
-    def train(self, folder: Path, *options: object, steps=8, total=8, **kw) -> Command:
+    def train(self, folder: Path, *options: object, steps=STEPS, **kw) -> Command:
         """Return a training in ``folder``."""
         where = ("--dataloader.dataset-path", self.data, "--dump-folder", folder)
-        length = ("--training.steps", steps, "--lr-scheduler.total-steps", total)
+        length = ("--training.steps", steps, "--lr-scheduler.total-steps", TOTAL)
         return Command("train", strings(*TINY, *length, *where, *options), **kw)
 
     def prepare_texts(self, texts: Path, out: Path, **kw) -> Command:
@@ -102,14 +117,14 @@ def strings(*values: object) -> tuple[str, ...]:
     return tuple(map(str, values))
 
 
-def finished(*commands: Command) -> Callable[[Path], Steps]:
+def _finished(commands: Sequence[Command]) -> Callable[[Path], Steps]:
     """Return a case that consists of commands that have to end well."""
 
     def steps(folder: Path) -> Steps:
         for command in commands:
             ended = yield command
             assert ended.codes == [0] * command.ranks, f"{command}\n{ended.err}"
-        return Verdict("done", ended.out)
+        return Verdict(DONE)
 
     return steps
 
@@ -119,36 +134,38 @@ def run_all(
 ) -> dict[str, list[Ended]]:
     """Run lists of commands that have to end well, side by side."""
     cases = [
-        Case(number, name, finished(*listed))
-        for number, (name, listed) in enumerate(commands.items())
+        Case(name, 0, name, _finished(listed)) for name, listed in commands.items()
     ]
     return {case.name: ends for case, _, _, ends in play(iter(cases), scratch, 2)}
 
 
-def make(root: Path, with_files: bool) -> Ground:
-    """Make the ground in ``root``; ``with_files``: also what files are taken from."""
+def make(root: Path, with_files: bool, more: Callable) -> tuple[Ground, dict]:
+    """Make the ground in ``root``; ``with_files``: also what files are taken from.
+    Beside it run the commands of ``more(ground)``, and return what became of them.
+    """
     ground = Ground(root)
     root.mkdir()
     texts = [Path(json.__file__), Path(re.__file__)]
     options = ("--source", "text", "--tokenizer", "bytes", "--val-fraction", 0.2)
     prepared = strings(*options, "--out", ground.data, *texts)
-    run_all({"data": [Command("train.prepare", prepared)]}, root / "made1")
-    if not with_files:
-        return ground
-    _write_texts(ground.texts)
-    _write_shards(ground.found)
-    out = ("--out", ground.exported)
-    run = [
-        ground.train(ground.run),
-        Command("train.export", strings("--run", ground.run, *out, "--training-state")),
-        Command(
-            "train.import_hf",
-            strings("--model", ground.exported, "--out", ground.weights),
-        ),
-    ]
-    run_all({"run": run}, root / "made2")
-    _leave_unfinished(ground)
-    return ground
+    run_all({"data": [Command("train.prepare", prepared)]}, root / "made")
+    commands = {"run": [ground.train(ground.run, "--checkpoint.keep-latest-k", 3)]}
+    if with_files:
+        _write_texts(ground.texts)
+        _write_shards(ground.found)
+        words = strings("--run", ground.run, "--step", NEWEST, "--training-state")
+        weights = strings("--model", ground.exported, "--out", ground.weights)
+        commands["run"] += [
+            Command("train.export", (*words, "--out", str(ground.exported))),
+            Command("train.import_hf", weights),
+        ]
+    ends = run_all(commands | more(ground), root / "made")
+    # the run as it was after its eighth step
+    linked(ground.run, ground.stopped)
+    shutil.rmtree(ground.stopped / "checkpoint" / f"step-{STEPS}")
+    if with_files:
+        _leave_unfinished(ground)
+    return ground, ends
 
 
 def _write_texts(folder: Path) -> None:
@@ -181,9 +198,9 @@ def _leave_unfinished(ground: Ground) -> None:
         command = ground.prepare_texts(ground.texts, ground.root / "tokens", watch=kill)
         ended = yield command
         assert ended.code == -signal.SIGKILL, f"{command}\n{ended.err}"
-        return Verdict("done")
+        return Verdict(DONE)
 
-    for _ in play(iter([Case(0, "unfinished", steps)]), ground.root / "made3", 1):
+    for _ in play(iter([Case("unfinished", 0, "", steps)]), ground.root / "made", 1):
         pass
 
 

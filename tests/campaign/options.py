@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import configs
 from tests.campaign.children import Command
-from tests.campaign.ground import TINY, Ground, strings
+from tests.campaign.ground import Ground, strings
 
 LONG = "9" * 20
 SURROGATE = "\udc80"
@@ -195,7 +195,7 @@ def _others(ground: Ground) -> dict[str, tuple[dict[str, str], tuple[str, ...]]]
              "rule": NAME, "correction": NAME, "h-dtype": NAME, "gradients": NAME,
              "device": NAME, "steps": WHOLE, "json": "new file", "trace": "new file",
              "warm": SWITCH},
-            (*strings("--layers", 1, "--width", 8, "--vocab", 16, "--steps", 1), "--warm"),
+            strings("--layers", 1, "--width", 8, "--vocab", 16, "--steps", 1, "--warm"),
         ),
     }  # fmt: skip
 
@@ -319,6 +319,3 @@ def _of_sources(ground: Ground) -> Iterator[Input]:
         ("--source", "fineweb-edu", "--subset", "none"),
     ):
         yield Input(Command("train.prepare", (*words, "--out", "data")), True)
-
-
-assert TINY[0] == "--config"
