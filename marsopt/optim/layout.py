@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.functional.named import MATRICES
 from marsopt.functional.stacks import adjacent, repeated
-from marsopt.functional.step_types import RuleGroup, Stack
+from marsopt.functional.step_types import Decision, RuleGroup, Stack
 from marsopt.optim import buckets
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.calls import should_stack
@@ -274,6 +274,13 @@ class Layout:
         self._away, self._moved = ([], []), []
         for key in [k for k, (s, _) in self._scratch.items() if s.device.type != "cpu"]:
             del self._scratch[key]
+
+    def count(self, decision: Decision, skipped: Tensor) -> None:
+        """Count the step that was taken, or skipped, after everything is written: where
+        that fails, it was not taken.
+        """
+        torch._foreach_copy_([group.hyper.t for group in self.groups], decision.t)
+        skipped += decision.finite.logical_not()
 
     # ---- gradients -------------------------------------------------------------------
 
