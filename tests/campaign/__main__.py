@@ -106,7 +106,8 @@ def _show(case, verdict, commands: list, ends: list) -> None:
 
 def play_all(ground, ends: dict, scratch: Path, args) -> dict[str, Counter]:
     """Play all cases; return of each part how many came out how."""
-    from tests.campaign.children import GOOD, play
+    from tests.campaign.children import play
+    from tests.campaign.law import GOOD
 
     found: dict[str, Counter] = {part: Counter() for part in args.only}
     began = time.monotonic()
@@ -131,8 +132,8 @@ def main() -> None:
     args = arguments()
     began = time.monotonic()
     import_all()
-    from tests.campaign.children import GOOD, KINDS
     from tests.campaign.ground import make
+    from tests.campaign.law import GOOD, KINDS
 
     scratch = Path(tempfile.mkdtemp(prefix="campaign-"))
     try:

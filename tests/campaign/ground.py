@@ -13,16 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.campaign.children import (
-    DONE,
-    Case,
-    Command,
-    Ended,
-    Running,
-    Steps,
-    Verdict,
-    play,
-)
+from tests.campaign.children import Case, Command, Running, Steps, play
+from tests.campaign.law import DONE, Ended, Verdict
 
 SEQ, STEPS, TOTAL = 32, 12, 40
 OLDER, NEWEST = 4, 8  # of the checkpoints of a run that was stopped

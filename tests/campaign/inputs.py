@@ -6,9 +6,10 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.campaign.children import Case, Steps, judge
+from tests.campaign.children import Case, Steps
 from tests.campaign.files import Malformed, malformed
 from tests.campaign.ground import Ground
+from tests.campaign.law import judge
 from tests.campaign.options import Input, of_others, of_training
 
 # of each ten: command lines of the training, of the other commands, files

@@ -15,23 +15,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.campaign.children import (
+from tests.campaign.children import ROOT, Case, Command, Running, Steps
+from tests.campaign.ground import CORRECTIONS, STEPS, TOTAL, Ground, losses
+from tests.campaign.law import (
     DIFFERING,
     DONE,
     HANG,
     OTHERWISE,
-    ROOT,
     TRACEBACK,
-    Case,
-    Command,
     Ended,
-    Running,
-    Steps,
     Verdict,
     judge,
     said,
 )
-from tests.campaign.ground import CORRECTIONS, STEPS, TOTAL, Ground, losses
 
 INTERVAL = 4
 LIMIT = 240.0  # of a training, on a machine that does other things too
