@@ -74,6 +74,15 @@ def _as_folder(kind: str):
     return do
 
 
+def _as_link(kind: str):
+    def do(step: Path, draw: random.Random, mark: Path) -> None:
+        path = _pick(step, draw, kind)
+        path.unlink()
+        path.symlink_to("/none/none")
+
+    return do
+
+
 def _swapped(*kinds: str, both: bool = False):
     def do(step: Path, draw: random.Random, mark: Path) -> None:
         other = step.with_name(f"step-{OLDER}")
@@ -219,7 +228,7 @@ def damages() -> list[Damage]:
         Damage("no index", _without(INDEX), index, AS_CUT_OFF),
         Damage("no sums", _without(SUMS), (SUMS,), AS_BEFORE),
         Damage("a folder for the data", _as_folder("data"), data),
-        Damage("a folder for the index", _as_folder(INDEX), index, AS_CUT_OFF),
+        Damage("a dead link for the index", _as_link(INDEX), index, AS_CUT_OFF),
         Damage("a folder for the sums", _as_folder(SUMS), (SUMS,)),
         Damage("another step's data", _swapped("data"), data),
         Damage("another step's index", _swapped(INDEX), index),
