@@ -54,6 +54,13 @@ class Plan:
     seconds: float = 0.0
     touch: int | None = None
 
+    @property
+    def undisturbed(self) -> str:
+        """Return the name of the run whose losses this one has to show."""
+        if self.correction == "approximate" and self.ranks == 1 and self.steps <= STEPS:
+            return "run"  # from which everything begins
+        return f"{self.correction}{self.ranks}"
+
     def __str__(self) -> str:
         when = f"{self.seconds:.2f} s after step {self.at}"
         if self.touch is not None:
@@ -102,7 +109,7 @@ def _draw(draw: random.Random, number: int) -> Plan:
     two told by SIGTERM or SIGINT, one more while saving the last checkpoint.
     """
     correction = draw.choice(list(CORRECTIONS))
-    ranks = draw.choice((1, 2))
+    ranks = 2 if number % 10 == 0 else draw.choice((1, 2))
     steps = INTERVAL * draw.randint(2, 5)
     if correction == "approximate" and draw.random() < 0.1:
         steps = TOTAL
@@ -132,20 +139,19 @@ def _plans(seed: int, num: int, brief: bool) -> list[Plan]:
 def commands(
     ground: Ground, seed: int, num: int, brief: bool
 ) -> dict[str, list[Command]]:
-    """Return the runs that nobody disturbs, as long as the longest that is killed."""
-    longest: dict[str, int] = {}
+    """Return the runs that nobody disturbs, as long as the longest that is killed: one
+    for each number of ranks, whose sums are rounded in other places.
+    """
+    longest: dict[str, Plan] = {}
     for plan in _plans(seed, num, brief):
-        longest[plan.correction] = max(longest.get(plan.correction, 0), plan.steps)
+        if plan.undisturbed != "run":
+            longest[plan.undisturbed] = max(
+                plan, longest.get(plan.undisturbed, plan), key=lambda p: p.steps
+            )
     return {
-        name: [_command(ground, ground.root / name, name, steps, 1)]
-        for name, steps in longest.items()
-        if not _is_known(name, steps)
+        name: [_command(ground, ground.root / name, plan)]
+        for name, plan in longest.items()
     }
-
-
-def _is_known(correction: str, steps: int) -> bool:
-    """Whether the run that everything begins from shows these losses."""
-    return correction == "approximate" and steps <= STEPS
 
 
 def cases(
@@ -155,8 +161,7 @@ def cases(
     ``brief`` ones soon after they began.
     """
     for number, plan in enumerate(_plans(seed, num, brief), 1):
-        undisturbed = ends.get(plan.correction, ends["run"])
-        wanted = losses(undisturbed[0].out)
+        wanted = losses(ends[plan.undisturbed][0].out)
         if number % 10 == 0:
             name = f"SIGKILL to torchrun itself, {plan.correction}"
             do = _of_torchrun(ground, plan, wanted)
@@ -165,12 +170,9 @@ def cases(
         yield Case("kills", number, name, do)
 
 
-def _command(
-    ground: Ground, run: Path, correction: str, steps: int, ranks: int, **kw
-) -> Command:
-    options = CORRECTIONS[correction]
-    length = dict(steps=steps, ranks=ranks, limit=LIMIT)
-    return ground.train(run, *options, **length, **kw)
+def _command(ground: Ground, run: Path, plan: Plan, **kw) -> Command:
+    length = dict(steps=plan.steps, ranks=plan.ranks, limit=LIMIT)
+    return ground.train(run, *CORRECTIONS[plan.correction], **length, **kw)
 
 
 def _of_plan(ground: Ground, plan: Plan, wanted: dict) -> Callable[[Path], Steps]:
@@ -178,9 +180,8 @@ def _of_plan(ground: Ground, plan: Plan, wanted: dict) -> Callable[[Path], Steps
         hooks = {"watch": _signal_after(plan)}
         if plan.touch is not None:
             hooks = {"prepare": _kill_when_touched(plan)}
-        length = (plan.correction, plan.steps, plan.ranks)
         run = folder / "run"
-        first = yield _command(ground, run, *length, together=False, **hooks)
+        first = yield _command(ground, run, plan, together=False, **hooks)
         verdict = _after_signal(first, plan, run)
         if verdict.kind != DONE:
             return verdict
@@ -233,7 +234,7 @@ def _after_telling(ended: Ended, plan: Plan, run: Path) -> Verdict:
 
 def _again(ground: Ground, run: Path, plan: Plan, wanted: dict, before: str) -> Steps:
     """Give the same command again, which has to come to the end; compare all losses."""
-    second = yield _command(ground, run, plan.correction, plan.steps, plan.ranks)
+    second = yield _command(ground, run, plan)
     verdict = judge(second, False)
     if verdict.kind != DONE:
         return verdict
@@ -259,7 +260,7 @@ def _of_torchrun(ground: Ground, plan: Plan, wanted: dict) -> Callable[[Path], S
 
     def steps(folder: Path) -> Steps:
         run = folder / "run"
-        command = _command(ground, run, plan.correction, plan.steps, 2)
+        command = _command(ground, run, plan)
         out, err = folder / "torchrun.out", folder / "torchrun.err"
         verdict = _kill_launcher(command, out, err, plan.at)
         if verdict.kind != DONE:
