@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from train.errors import UserError
+from train.errors import UserError, speaks
 from train.runs.checkpoints import last_step
 
 FAILED, INTERRUPTED, TERMINATED = 1, 130, 143
@@ -89,8 +89,8 @@ class Vote:
 
 
 def end(error: BaseException | None, told: signal.Signals | None, config, step: int):
-    """End this process with one line on rank 0's stderr (or that of the first rank that
-    still speaks); the whole traceback goes to the logs.
+    """End this process with one line on the stderr of one rank; the whole traceback
+    goes to the logs.
 
     Args:
         error: what ended the training; None = it ended after the step, as it was told.
@@ -104,16 +104,16 @@ def end(error: BaseException | None, told: signal.Signals | None, config, step: 
     goes_on, by_key = _goes_on(folder), told == signal.SIGINT
     if error is None or by_key or isinstance(error, KeyboardInterrupt):
         code, name = (INTERRUPTED, "Ctrl-C") if by_key else (TERMINATED, "SIGTERM")
-        speaks, line = rank == 0, f"stopped by {name} at step {step}: {goes_on}"
+        line = f"stopped by {name} at step {step}: {goes_on}"
     else:
         log.info("the run has failed", exc_info=error)
         code, why = FAILED, _reason(error, folder)
-        why, speaks = _ask_others(why, _by_others(error), rank)
+        why = _ask_others(why, _by_others(error), rank)
         line = (
             f"error: {why}, at step {step} of {config.training.steps}: {goes_on}. The "
             f"traceback is in {folder / f'rank{rank}.log'}"
         )
-    if speaks:
+    if speaks():
         print(line, file=sys.stderr)
     if told_launcher := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchtitan's, of which torchrun would print all 60 lines
@@ -151,13 +151,11 @@ def _by_others(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in said for word in BY_OTHERS)
 
 
-def _ask_others(why: str, by_others: bool, rank: int) -> tuple[str, bool]:
-    """Return why the run has failed as all ranks know it, and whether this one says so:
-    the first that still speaks.
-    """
+def _ask_others(why: str, by_others: bool, rank: int) -> str:
+    """Return why the run has failed as all ranks know it."""
     world = int(os.environ["WORLD_SIZE"])
     if world == 1:
-        return why, True
+        return why
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     keys = [f"marsopt/end/{attempt}/{r}" for r in range(world)]
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -171,7 +169,7 @@ def _ask_others(why: str, by_others: bool, rank: int) -> tuple[str, bool]:
         heard = [r for r in range(world) if store.check([keys[r]])]
         reasons = {r: store.get(keys[r]).decode() for r in heard}
     except (RuntimeError, OSError):  # rank 0 keeps the store, where torchrun does not
-        return f"rank 0 does not answer ({why})", True
+        return f"rank 0 does not answer ({why})"
     causes = [f"rank {r}: {reason}" for r, reason in reasons.items() if reason]
     lost = [str(r) for r in range(world) if r not in reasons]
     if causes:
@@ -179,4 +177,4 @@ def _ask_others(why: str, by_others: bool, rank: int) -> tuple[str, bool]:
     elif lost:
         name = "rank" if len(lost) == 1 else "ranks"
         why = f"{name} {', '.join(lost)} gone or stopped (killed? out of memory?)"
-    return why, rank == min(heard)
+    return why
