@@ -122,7 +122,7 @@ def test_a_detour_through_another_rule_leaves_no_stale_state():
     optimizer.param_groups[0]["mars_type"] = "mars-adamw"
     optimizer.state_dict()
     fill(params, 9)
-    optimizer._fitting()
+    optimizer._fitting("step()")
     assert not optimizer.state[p]["last_grad"].any()
 
 

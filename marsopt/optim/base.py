@@ -19,8 +19,17 @@ from marsopt.optim.kernels import InPlaceKernels
 from marsopt.optim.layout import Layout
 from marsopt.optim.lookahead import Lookahead
 from marsopt.optim.reference import NextReference
-from marsopt.optim.state_dict import TRAIN_MODE, check_ids, restore, under_loaded
+from marsopt.optim.state_dict import (
+    TRAIN_MODE,
+    check_ids,
+    check_not_ours,
+    to_restore,
+    under_loaded,
+)
+from marsopt.optim.writes import Writes
 from marsopt.rules import checks
+
+log = logging.getLogger(__name__)
 
 
 class LayoutOptimizer(Optimizer):
@@ -40,7 +49,7 @@ class LayoutOptimizer(Optimizer):
         self._loading: dict[str, Any] | None = None  # inside load_state_dict
         self._decision: Decision | None = None
         self._next, self._ahead = NextReference(), Lookahead()
-        self._say = once()
+        self._say, self._writes = once(), Writes()
         self._agreed = False  # whether all ranks were found to hold the same options
         super().__init__(params, defaults)
         self._place()
@@ -82,25 +91,34 @@ class LayoutOptimizer(Optimizer):
         """Make missing state, buckets over it, and kernels that move them."""
         if self._layout is not None:
             self._settle()
-        self._layout = layout or self._new_layout()
-        self._ahead.moved(self._layout.buckets, self.state)
+        known = self._ahead.moving()
+        try:
+            layout = layout or self._new_layout()
+        finally:
+            there = layout or self._layout
+            if there is not None:
+                self._ahead.moved(known, there.buckets, self.state)
         self._max_norm: Tensor | None = None
         self.max_norm = self._options["max_norm"]
         self._kernels = InPlaceKernels(
-            calls(self._layout.buckets, self._compile),
-            self._skipped,
+            calls(layout.buckets, self._compile),
+            self._writes,
             alone=self._options["collectives"] is LOCAL,
             compile=self._compile,
             required=self._options["compile"] is True,
         )
+        self._layout = layout  # last: what is broken off before is done anew
 
     def _new_layout(self) -> Layout:
         return Layout(
             self.param_groups, self.state, self._options, self._compile, self._layout
         )
 
-    def _fitting(self) -> Layout:
-        """The layout, made anew where a group or a frozen parameter has changed."""
+    def _fitting(self, what: str) -> Layout:
+        """The layout, made anew where a group or a frozen parameter has changed; for
+        ``what``, which is going to write.
+        """
+        self._writes.check(what)
         if not self._agreed:  # once: later changes need not come on all ranks at once
             told = described(self.param_groups, self._options)
             self._options["collectives"].agree(told)
@@ -151,7 +169,12 @@ class LayoutOptimizer(Optimizer):
     # ---- state ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's: hyperparameters of the groups, and state by parameter."""
+        """As torch.optim's: hyperparameters of the groups, and state by parameter.
+
+        Raises:
+            RuntimeError: an exception has broken off a step.
+        """
+        self._writes.check("state_dict()")
         if not self._layout.covers():  # parameters were exchanged in the groups
             self._build()
         self._settle()
@@ -170,7 +193,8 @@ class LayoutOptimizer(Optimizer):
 
         Hyperparameters come from ``state_dict`` too, as in torch.optim; what its groups
         lack stays as it is. What others keep in the state is loaded as torch.optim
-        loads it.
+        loads it. After a step that an exception has broken off, this is the way back,
+        if the model's parameters are loaded too.
 
         Raises:
             ValueError: other groups or shapes, a hyperparameter out of its range, or
@@ -179,7 +203,7 @@ class LayoutOptimizer(Optimizer):
         """
         check_ids(labels(self.param_groups), state_dict)
         before = self.param_groups, self.state
-        self._loading = state_dict
+        self._loading, torn = state_dict, self._writes.unfinished
 
         def remember(_: Optimizer, after_hooks: dict[str, Any]) -> None:
             self._loading = after_hooks  # hooks of others may have replaced it
@@ -193,6 +217,11 @@ class LayoutOptimizer(Optimizer):
         finally:
             handle.remove()
             self._loading = None
+        if torn:
+            log.warning(
+                "marsopt: state was loaded after a step that an exception had broken "
+                "off: load the model's parameters of the same checkpoint too"
+            )
 
     def _restore(self, saved: dict[str, Any], cast: dict[str, Any]) -> None:
         """Take over ``saved``; torch.optim has made ``cast`` of it, in which state has
@@ -209,7 +238,12 @@ class LayoutOptimizer(Optimizer):
         self.state = under_loaded(self.state, cast["state"])
         layout = self._new_layout()
         labelled = labels(self.param_groups)
-        restore(self.state, labelled, saved)
+        if self._writes.unfinished:
+            check_not_ours(self.state, saved)
+        pairs = to_restore(self.state, labelled, saved)
+        self._writes.begin()
+        for tensor, value in pairs:  # the authors' step is an int
+            tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
         self._next = NextReference(fresh=True)
         ids, every = check_ids(labelled, saved), [p for p, _ in labelled]
         entries = {
@@ -217,8 +251,10 @@ class LayoutOptimizer(Optimizer):
         }
         self._ahead.loaded(layout.buckets, self.state, entries)
         self._build(layout)
+        self._writes.end()
 
     def __getstate__(self) -> dict[str, Any]:
+        self._writes.check("a copy or pickle")
         self._settle()
         kept = {key: getattr(self, key) for key in ("_options", "_compile", "_skipped")}
         return {**super().__getstate__(), **kept, "_fresh": self._next.fresh}
@@ -233,6 +269,6 @@ class LayoutOptimizer(Optimizer):
         if "_options" in state:  # from a pickle or deepcopy
             self._layout, self._decision, self._agreed = None, None, False
             self._next = NextReference(fresh=self.__dict__.pop("_fresh"))
-            self._ahead, self._say = Lookahead(), once()
+            self._ahead, self._say, self._writes = Lookahead(), once(), Writes()
             self._build()
             self._ahead.believe(self._layout.params, self.state)

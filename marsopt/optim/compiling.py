@@ -93,7 +93,7 @@ def compiled_where_possible(
         try:
             return compiled(*args)
         except Exception as error:
-            if required or not _backend_failed(error):
+            if required or not backend_failed(error):
                 raise
             broken = True
             why = str(error).partition("\n")[0]
@@ -117,7 +117,8 @@ def _declined() -> str | None:
     return None
 
 
-def _backend_failed(error: Exception) -> bool:
+def backend_failed(error: Exception) -> bool:
+    """Return whether a compiled function has failed before it ran."""
     from torch._dynamo.exc import ShortenTraceback  # of BackendCompilerFailed, too
 
     return isinstance(error, ShortenTraceback)

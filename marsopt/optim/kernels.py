@@ -13,51 +13,44 @@ from marsopt.functional.rows import Rows
 from marsopt.functional.step import PureKernels
 from marsopt.functional.step_types import (
     Decision,
-    Hyperparameters,
     RuleGroup,
     Scales,
     Stack,
 )
 from marsopt.optim.calls import Call
-from marsopt.optim.compiling import compiled_where_possible, once
+from marsopt.optim.compiling import backend_failed, compiled_where_possible, once
 from marsopt.optim.ranges import named_range
+from marsopt.optim.writes import Writes
 
 # ---- in place ------------------------------------------------------------------------
 
 
-def decide_(
-    hypers: Sequence[Hyperparameters],
-    sums: Tensor,
-    max_norm: Tensor | None,
-    skipped: Tensor,
-) -> Decision:
-    """``step.decide``, which also counts steps taken and skipped."""
-    decision = step.decide(hypers, sums, max_norm)
-    for hyper, t in zip(hypers, decision.t, strict=True):
-        hyper.t.copy_(t)
-    skipped += decision.finite.logical_not()
-    return decision
-
-
-def assess_(
-    groups: Sequence[RuleGroup],
-    live: Tensor | None,
-    max_norm: Tensor | None,
-    skipped: Tensor,
+def assess(
+    groups: Sequence[RuleGroup], live: Tensor | None, max_norm: Tensor | None
 ) -> tuple[Tensor, Decision]:
     """``step.assess`` in one graph: where one call has all stacks, and no sum over
     ranks lies between.
     """
-    stacks = [stack for group in groups for stack in group.stacks]
-    sums = step.statistics(step.products(stacks), live)
-    return sums, decide_([group.hyper for group in groups], sums, max_norm, skipped)
+    return step.assess(groups, live, max_norm, lambda sums: sums)
 
 
-def update_(stacks: Sequence[Stack], scales: Sequence[Scales]) -> list[Tensor | None]:
-    """``step.update`` of every stack; return what is to be orthogonalized."""
+def update_(
+    stacks: Sequence[Stack],
+    scales: Sequence[Scales],
+    begin: Callable[[], None] | None = None,
+) -> list[Tensor | None]:
+    """``step.update`` of every stack; return what is to be orthogonalized.
+
+    Args:
+        stacks: those of this call.
+        scales: theirs.
+        begin: called before every write, where this runs eagerly.
+    """
     matrices = []
     for old, s in zip(stacks, scales, strict=True):
         new, u = step.update(old, s)
+        if begin is not None:
+            begin()
         _commit(old, new)
         matrices.append(u)
     return matrices
@@ -77,10 +70,14 @@ def apply_(
     factors: Sequence[Tensor],
     rows: Sequence[Rows | None],
     scales: Sequence[Scales],
+    begin: Callable[[], None] | None = None,
 ) -> list[None]:
-    """``step.apply`` of every stack."""
+    """``step.apply`` of every stack; ``begin`` as in ``update_``."""
     for old, o, row, s in zip(stacks, factors, rows, scales, strict=True):
-        _commit(old, step.apply(old, o, row, s))
+        new = step.apply(old, o, row, s)
+        if begin is not None:
+            begin()
+        _commit(old, new)
     return [None] * len(stacks)
 
 
@@ -99,7 +96,7 @@ class InPlaceKernels(PureKernels):
 
     Args:
         calls: which stacks each call of a graph moves.
-        skipped: 0-D, counts the steps that are not finite.
+        writes: told before the first write; its end is the caller's.
         alone: whether no other rank has a say.
         compile: False = eager.
         required: whether a backend that fails raises.
@@ -108,13 +105,13 @@ class InPlaceKernels(PureKernels):
     def __init__(
         self,
         calls: Sequence[Call],
-        skipped: Tensor,
+        writes: Writes,
         *,
         alone: bool,
         compile: bool,
         required: bool,
     ) -> None:
-        self.calls, self._skipped = calls, skipped
+        self.calls, self._writes = calls, writes
         self._fused = alone and len(calls) == 1
         self._compile, self._required = compile, required
         self._functions: dict[tuple[Callable, int], Callable] = {}
@@ -139,15 +136,13 @@ class InPlaceKernels(PureKernels):
     ) -> tuple[Tensor, Decision]:
         with named_range("marsopt: norms"):
             if self._fused:
-                whole = self._compiled(assess_)
-                return whole(groups, live, max_norm, self._skipped)
+                return self._compiled(assess)(groups, live, max_norm)
             stacks = [stack for group in groups for stack in group.stacks]
             partial = step.statistics(self._each(step.products, stacks), live)
             with named_range("marsopt: exchange"):
                 sums = total(partial)
             hypers = [group.hyper for group in groups]
-            decide = self._compiled(decide_)
-            return sums, decide(hypers, sums, max_norm, self._skipped)
+            return sums, self._compiled(step.decide)(hypers, sums, max_norm)
 
     def _each(
         self, function: Callable, stacks: Sequence[Stack], *columns: Sequence
@@ -161,11 +156,25 @@ class InPlaceKernels(PureKernels):
             mine = [i for i in call.stacks if not columns or columns[0][i] is not None]
             if not mine:
                 continue
-            compiled = self._compiled(function, call.graph)
-            parts = compiled(*([c[i] for i in mine] for c in (stacks, *columns)))
+            lists = [[c[i] for i in mine] for c in (stacks, *columns)]
+            parts = self._call(function, call.graph, lists)
             for i, part in zip(mine, parts, strict=True):
                 found[i] = part
         return found
+
+    def _call(self, function: Callable, graph: int, lists: Sequence[list]) -> list:
+        if function is step.products:
+            return self._compiled(function, graph)(*lists)
+        if not self._compile:
+            return function(*lists, begin=self._writes.begin)
+        compiled, before = self._compiled(function, graph), self._writes.unfinished
+        self._writes.begin()  # a graph cannot say when
+        try:
+            return compiled(*lists)
+        except Exception as error:
+            if backend_failed(error) and not before:
+                self._writes.end()  # nothing has run
+            raise
 
     def update(
         self, stacks: Sequence[Stack], scales: Sequence[Scales]

@@ -101,8 +101,10 @@ class Lookahead:
                 "step before the capture, and write parameters between eval() and "
                 "train()"
             )
-        for _, x, piece in found:
+        for p, x, piece in found:
             x.copy_(piece)
+            if p in self._seen:  # once, also where this step fails and is tried again
+                self._seen[p] = _versions(p, x, piece)
 
     def settle(self, buckets: Sequence[ParameterBucket], state: State) -> None:
         """Before x is handed out, or parameters move: x <- p wherever somebody else has
@@ -113,10 +115,21 @@ class Lookahead:
                 x.copy_(piece)
                 self._seen[p] = _versions(p, x, piece)
 
-    def moved(self, buckets: Sequence[ParameterBucket], state: State) -> None:
-        """After a layout was built anew: where parameters lie now is our own doing."""
+    def moving(self) -> list[Tensor]:
+        """Before a layout is built anew, which may move parameters: p and x are to be
+        believed, in case that ``moved`` never comes. Return whose versions were known.
+        """
+        known = [p for p, seen in self._seen.items() if seen is not None]
+        self._seen.update(dict.fromkeys(known))
+        return known
+
+    def moved(
+        self, known: list[Tensor], buckets: Sequence[ParameterBucket], state: State
+    ) -> None:
+        """After that: where parameters ``known`` lie now is our own doing."""
+        ours = set(known)
         for p, *xs in _pairs(buckets, state):
-            if self._seen.get(p) is not None:
+            if p in ours:
                 self._seen[p] = _versions(p, *xs)
 
     def note(self, buckets: Sequence[ParameterBucket], state: State) -> None:

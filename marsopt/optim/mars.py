@@ -190,10 +190,15 @@ class MARS(LayoutOptimizer):
             ValueError: a sparse gradient, or a hyperparameter that was changed to
                 something out of its range.
             RuntimeError: exact MARS without its protocol (``update_previous_grad``);
-                transport in eval mode.
+                transport in eval mode; an exception has broken off a step before (see
+                ``load_state_dict``); hyperparameters that are numbers (those that are
+                tensors are not compared) differ between the ranks that shard
+                parameters, which then raise all, on GPUs some steps later: nothing has
+                changed.
             FloatingPointError: a gradient that is not finite, with
                 ``nonfinite="raise"``; nothing has changed.
         """
+        self._writes.check("step()")
         if not self._in_train_mode:
             raise RuntimeError(
                 "got step() in eval mode, expected train mode: the gradient belongs to "
@@ -204,28 +209,37 @@ class MARS(LayoutOptimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        layout = self._fitting()
+        layout = self._fitting("step()")
         if not layout.buckets:  # everything is frozen, or elsewhere
             return loss
         if self._is_exact:
-            self._next.use()
+            self._next.check()
         if self._is_transport:
             self._ahead.begin(layout.buckets, self.state)
         with named_range("marsopt: gather"):
             groups, live = layout.gather()
-        _, self._decision, sums = step(
+        collectives, alike = self._options["collectives"], None
+        if collectives is not LOCAL:
+            alike = f"{layout.told()}, max_norm={self.max_norm}"
+        _, decision, sums = step(
             groups,
             layout.leaves,
             max_norm=self._max_norm,
-            collectives=self._options["collectives"],
+            collectives=collectives,
             live=live,
-            kernels=self._kernels,
+            alike=alike,
+            kernels=self._kernels,  # which note the first write
         )
         with named_range("marsopt: scatter"):
             layout.scatter()
+            layout.count(decision, self._skipped)
         if self._is_transport:
             self._ahead.note(layout.buckets, self.state)
-        if self._options["nonfinite"] == "raise" and not self._decision.finite:
+        self._next.fresh, self._decision = False, decision
+        bad = self._options["nonfinite"] == "raise" and not decision.finite
+        self._writes.end()
+        if bad:
+            collectives.still_agree(alike)
             raise FloatingPointError(layout.blame(sums))
         return loss
 
@@ -271,11 +285,13 @@ class MARS(LayoutOptimizer):
     def _switch(self, train: bool) -> None:
         if not self._is_transport or self._in_train_mode == train:
             return
-        layout = self._fitting()
+        layout = self._fitting("train()" if train else "eval()")
+        self._writes.begin()
         self._ahead.exchange(layout.buckets, self.state)
         self._options["collectives"].written()
         for group in self.param_groups:
             group[TRAIN_MODE] = train
+        self._writes.end()
 
     # ---- exact MARS: the authors' protocol -----------------------------------------
 
@@ -293,7 +309,7 @@ class MARS(LayoutOptimizer):
         """
         if not self._is_exact:
             return
-        layout = self._fitting()
+        layout = self._fitting("update_previous_grad()")
         factor = None if grad_scale is None else 1.0 / grad_scale
         if self._max_norm is not None:
             norm = layout.grad_norm()
@@ -309,4 +325,8 @@ class MARS(LayoutOptimizer):
             RuntimeError: ``update_previous_grad`` was not called since the last time.
         """
         if self._is_exact:
-            self._next.hand_over(self._fitting().buckets)
+            layout = self._fitting("update_last_grad()")
+            self._next.check_kept()
+            self._writes.begin()
+            self._next.hand_over(layout.buckets)
+            self._writes.end()

@@ -27,7 +27,7 @@ class NextReference:
         """Copy the gradients (never alias them), times ``factor``; zeros where there
         is none.
         """
-        rows = {}
+        rows, self._full = {}, False  # not before all are there
         for bucket in buckets:
             stack = bucket.state.get("h", ())
             for p, h in zip(bucket.params, stack, strict=False):
@@ -40,8 +40,8 @@ class NextReference:
                     _put(row, bucket.collectives.local(p.grad), factor)
         self._rows, self._full = rows, True
 
-    def use(self) -> None:
-        """Take h into a step.
+    def check(self) -> None:
+        """Check that a step may take h.
 
         Raises:
             RuntimeError: the protocol was left out, so that h is stale or zero.
@@ -52,10 +52,9 @@ class NextReference:
                 "exact MARS: update_previous_grad() before step(), update_last_grad() "
                 "after it; or pass is_approx=True"
             )
-        self.fresh = False
 
-    def hand_over(self, buckets: Sequence[ParameterBucket]) -> None:
-        """Make what was kept the reference h; zeros for what has come since.
+    def check_kept(self) -> None:
+        """Check that there is something to hand over.
 
         Raises:
             RuntimeError: nothing was kept since the last time.
@@ -66,6 +65,9 @@ class NextReference:
                 "update_previous_grad() before the step: compute the next batch's "
                 "gradient at the current parameters and call it"
             )
+
+    def hand_over(self, buckets: Sequence[ParameterBucket]) -> None:
+        """Make what was kept the reference h; zeros for what has come since."""
         for bucket in buckets:
             for p, h in zip(bucket.params, bucket.state.get("h", ()), strict=False):
                 h.copy_(self._rows[p]) if p in self._rows else h.zero_()

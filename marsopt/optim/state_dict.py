@@ -118,18 +118,34 @@ def _under_our_names(
     return {**found, **dict.fromkeys(want, found[have.pop()])}
 
 
-def restore(
+def check_not_ours(state: State, saved: Mapping[str, Any]) -> None:
+    """Check that ``saved`` is more than another view of ``state``, half written.
+
+    Raises:
+        RuntimeError: it holds tensors of ``state``.
+    """
+    ours = {id(value) for entry in state.values() for value in own(entry).values()}
+    for entry in saved["state"].values():
+        if any(id(value) in ours for value in entry.values()):
+            raise RuntimeError(
+                "got a state dict of this optimizer's own tensors after an exception "
+                "in the midst of a step, expected a copy from before: load a "
+                "checkpoint, or build model and optimizer anew"
+            )
+
+
+def to_restore(
     state: State, labelled: Sequence[tuple[Tensor, str]], saved: Mapping[str, Any]
-) -> None:
-    """Copy ``saved`` into the tensors of ``state``, in their own dtype: torch.optim's
-    own loading casts to the parameter's, which would round float32 state of bf16
-    parameters.
+) -> list[tuple[Tensor, Any]]:
+    """Return the tensors of ``state`` with what ``saved`` has for them, to be copied in
+    their own dtype: torch.optim's own loading casts to the parameter's, which would
+    round float32 state of bf16 parameters. What is there already is left out.
 
     Between transport and the other corrections moments go on. What only one of them
     keeps starts anew: h at zero, x as ``Lookahead.loaded`` has it.
 
     Raises:
-        ValueError: something is missing, or has another shape; nothing was copied.
+        ValueError: something is missing, or has another shape.
     """
     pairs, restarts = [], set()
     for i, (p, label) in zip(check_ids(labelled, saved), labelled, strict=True):
@@ -159,11 +175,10 @@ def restore(
                 )
             if found[key] is not tensor:
                 pairs.append((tensor, found[key]))
-    for tensor, value in pairs:  # the authors' step is an int
-        tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
     if restarts:
         log.warning(
             "marsopt: the state was saved with another correction: moments go on, %s "
             "starts anew",
             " and ".join(sorted(restarts)),
         )
+    return pairs

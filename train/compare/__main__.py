@@ -167,12 +167,7 @@ def main() -> None:
     """Run the command."""
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)  # background shells ignore it
-    try:
-        complete = compare(arguments(sys.argv[1:]))
-    except KeyboardInterrupt:
-        print("\nstopped: the same command continues", file=sys.stderr)
-        sys.exit(130)
-    sys.exit(0 if complete else 1)
+    sys.exit(0 if compare(arguments(sys.argv[1:])) else 1)
 
 
 if __name__ == "__main__":

@@ -74,9 +74,10 @@ class FineWebEdu:
         for split, part in (("train", slice(1, None)), ("val", slice(1))):
             numbered = list(enumerate(ledger.shards))[part]
             checksums = {path_of(number).name: s.sha256 for number, s in numbered}
+            text_bytes = [s.text_bytes for _, s in numbered]
             splits[split] = Split(
                 sum(s.tokens for _, s in numbered),
-                sum(s.text_bytes for _, s in numbered),
+                None if None in text_bytes else sum(text_bytes),
                 _digest(checksums),
                 checksums,
             )

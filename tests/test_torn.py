@@ -1,0 +1,275 @@
+"""A step that an exception breaks off, wherever it strikes: it has changed nothing, or
+the optimizer refuses to go on and to be saved.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import pickle
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import marsopt
+from marsopt import MARS
+from marsopt.optim import compiling
+from tests.stacking import as_on_a_gpu, copies, equal, fill, forced
+
+OURS = str(Path(marsopt.__file__).parent)
+SHAPES = ((4, 3), (4, 3), (3,))
+REFUSED = "in the midst of a step"
+
+
+class Broken(BaseException):
+    """As KeyboardInterrupt."""
+
+
+def broken_off(call: Callable[[], object], number: int) -> bool:
+    """Run ``call``, and raise where our code is about to make its ``number``-th call of
+    anything; return whether it came that far.
+    """
+    left = number
+
+    def watch(frame, event, _) -> None:
+        nonlocal left
+        if frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return  # may be its end, where exceptions are lost
+        caller = {"call": frame.f_back, "c_call": frame}.get(event)
+        if caller is not None and caller.f_code.co_filename.startswith(OURS):
+            left -= 1
+            if left < 0:
+                raise Broken
+
+    sys.setprofile(watch)
+    try:
+        call()
+    except Broken:
+        return True
+    finally:
+        sys.setprofile(None)
+    assert left >= 0, "somebody has caught what was raised"
+    return False
+
+
+def bits(optimizer: MARS) -> list[torch.Tensor]:
+    """All that a step may change."""
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [v for p in every for v in optimizer.state[p].values()]
+    return [v.detach().clone() for v in (*every, *kept)]
+
+
+def same(a, b) -> bool:
+    return all(map(torch.equal, a, b))
+
+
+class Cycle:
+    """The calls of one step on given gradients, from one snapshot."""
+
+    def __init__(self, optimizer: MARS, params: list[torch.Tensor], kind: str) -> None:
+        self.optimizer, self.params = optimizer, params
+        self.calls = {
+            "approximate": [optimizer.step],
+            "exact": [
+                optimizer.update_previous_grad,
+                optimizer.step,
+                optimizer.update_last_grad,
+            ],
+            "transport": [optimizer.step, optimizer.eval, optimizer.train],
+        }[kind]
+        self.snap()
+
+    def snap(self) -> None:
+        self.start = copies(self.params), copy.deepcopy(self.optimizer.state_dict())
+
+    def go(self, num_calls: int) -> None:
+        """Go back to the snapshot, and on by so many calls."""
+        values, state = self.start
+        if self.optimizer._compile:  # loading compiles anew
+            self.put_back(state)
+        else:
+            self.optimizer.load_state_dict(copy.deepcopy(state))
+        with torch.no_grad():
+            for p, value in zip(self.params, values, strict=True):
+                p.copy_(value)
+        for call in self.calls[:num_calls]:
+            call()
+
+    @torch.no_grad()
+    def put_back(self, state: dict) -> None:
+        optimizer = self.optimizer
+        for i, p in enumerate(self.params):
+            for key, value in state["state"][i].items():
+                optimizer.state[p][key].copy_(value)
+        for group, saved in zip(
+            optimizer.param_groups, state["param_groups"], strict=True
+        ):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+        optimizer._ahead.believe(self.params, optimizer.state)
+        optimizer._writes.end()
+
+    def breaks(self, number: int) -> tuple[int, int]:
+        """Break the call of this number off everywhere; return how often it had changed
+        nothing, and how often it was refused from then on.
+        """
+        call, untouched, refused = self.calls[number], 0, 0
+        self.go(number + 1)
+        after = bits(self.optimizer)
+        self.go(number)
+        before = bits(self.optimizer)
+        for at in itertools.count():
+            if not broken_off(call, at):
+                assert same(bits(self.optimizer), after)
+                return untouched, refused
+            try:
+                self.optimizer.state_dict()
+            except RuntimeError as error:
+                assert REFUSED in str(error)
+                with pytest.raises(RuntimeError, match=REFUSED):
+                    self.optimizer.step()
+                refused += 1
+                self.go(number)
+                continue
+            assert same(bits(self.optimizer), before), f"at boundary {at}"
+            untouched += 1
+            if untouched % 10 == 0:  # all before have left nothing behind, too
+                call()
+                assert same(bits(self.optimizer), after), f"again, at boundary {at}"
+                self.go(number)
+
+
+def parameters() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+
+
+def in_one_buffer() -> list[torch.Tensor]:
+    """They cannot move: a step copies them into stacks and back, as FSDP's shards."""
+    sizes = [torch.Size(shape).numel() for shape in SHAPES]
+    pieces = torch.cat([p.detach().flatten() for p in parameters()]).split(sizes)
+    # the last comes between the two of one shape, which would be a stack as they lie
+    order = [0, 2, 1]
+    spread = torch.cat([pieces[i] for i in order]).split([sizes[i] for i in order])
+    found = {i: piece.view(SHAPES[i]) for i, piece in zip(order, spread, strict=True)}
+    return [nn.Parameter(found[i]) for i in range(len(SHAPES))]
+
+
+CASES = [
+    ("mars-adamw", "approximate", "eager"),
+    ("mars-adamw", "exact", "eager"),
+    ("mars-adamw", "transport", "eager"),
+    ("mars-lion", "approximate", "eager"),
+    ("mars-normuon", "transport", "eager"),
+    ("mars-adamw", "exact", "copied"),
+    ("mars-adamw", "transport", "copied"),
+    ("mars-m", "approximate", "copied"),
+    ("mars-adamw", "approximate", "stacks"),
+    ("mars-normuon", "transport", "stacks"),
+]
+
+
+@pytest.mark.parametrize(("mars_type", "kind", "mode"), CASES)
+def test_broken_off_anywhere(mars_type, kind, mode, monkeypatch):
+    if mode == "copied":
+        as_on_a_gpu(monkeypatch)
+    else:
+        forced(monkeypatch, mode)
+    params = in_one_buffer() if mode == "copied" else parameters()
+    optimizer = MARS(
+        params, lr=0.01, mars_type=mars_type, correction=kind, max_norm=1.0,
+        compile=mode == "stacks", ns_dtype=torch.float32,
+    )  # fmt: skip
+    cycle = Cycle(optimizer, params, kind)
+    for seed in range(2):
+        fill(params, seed)
+        for call in cycle.calls:
+            call()
+    cycle.snap()
+    for number, call in enumerate(cycle.calls):
+        untouched, refused = cycle.breaks(number)
+        assert untouched > 3, call
+        assert (refused > 3) == (call != optimizer.update_previous_grad), call
+
+
+def torn() -> tuple[MARS, list[torch.Tensor]]:
+    params = parameters()
+    optimizer = MARS(params, lr=0.01, compile=False)
+    fill(params, 0)
+    at = 0
+    while not optimizer._writes.unfinished:
+        assert broken_off(optimizer.step, at)
+        at += 1
+    return optimizer, params
+
+
+def test_what_was_broken_off_is_neither_saved_nor_copied():
+    optimizer, _ = torn()
+    for copied in (optimizer.state_dict, partial(copy.deepcopy, optimizer)):
+        with pytest.raises(RuntimeError, match=REFUSED):
+            copied()
+    with pytest.raises(RuntimeError, match=REFUSED):
+        pickle.dumps(optimizer)
+
+
+def test_a_checkpoint_is_the_way_back(caplog):
+    params = parameters()
+    whole = MARS(params, lr=0.01, compile=False)
+    fill(params, 0)
+    whole.step()
+    optimizer, others = torn()
+    with pytest.raises(ValueError, match="state dict of 1 parameters"):
+        optimizer.load_state_dict(
+            MARS([nn.Parameter(torch.ones(3))], compile=False).state_dict()
+        )
+    with pytest.raises(RuntimeError, match=REFUSED):
+        optimizer.step()
+    optimizer.load_state_dict(whole.state_dict())
+    assert "load the model's parameters" in caplog.text
+    with torch.no_grad():
+        for p, value in zip(others, params, strict=True):
+            p.copy_(value)
+    for each, mine in ((whole, params), (optimizer, others)):
+        fill(mine, 1)
+        each.step()
+    equal(params, others)
+
+
+def test_its_own_tensors_are_no_checkpoint():
+    params = parameters()
+    optimizer = MARS(params, lr=0.01, compile=False)
+    alias = optimizer.state_dict()
+    fill(params, 0)
+    optimizer._writes.begin()
+    with pytest.raises(RuntimeError, match="own tensors"):
+        optimizer.load_state_dict(alias)
+    optimizer.load_state_dict(copy.deepcopy(alias))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("part", ["assess", "update_"])
+def test_a_backend_that_cannot_compile_has_written_nothing(part, monkeypatch):
+    """With compile=True that is an error, whichever graph comes first to fail."""
+    real = compiling.own_compile
+
+    def failing(function):
+        def fail(*_):
+            raise BackendCompilerFailed(fail, RuntimeError("no such machine"), None)
+
+        return fail if function.__name__ == part else real(function)
+
+    monkeypatch.setattr(compiling, "own_compile", failing)
+    params = parameters()
+    optimizer = MARS(params, lr=0.01, compile=True)
+    fill(params, 0)
+    before = bits(optimizer)
+    with pytest.raises(BackendCompilerFailed):
+        optimizer.step()
+    assert same(bits(optimizer), before)
+    optimizer.state_dict()
