@@ -83,7 +83,7 @@ def hash_one(args: argparse.Namespace) -> None:
 
     def steps() -> float:
         began = perf_counter()
-        for _ in range(80):
+        for _ in range(5):
             a @ a
         return perf_counter() - began
 
@@ -93,7 +93,7 @@ def hash_one(args: argparse.Namespace) -> None:
         began = perf_counter()
         checksums.write(folder)
         hashed = perf_counter() - began
-        alone = [steps() for _ in range(5)]
+        alone = [steps() for _ in range(40)]
         beside: list[float] = []
         busy = threading.Thread(target=checksums.write, args=[folder])
         busy.start()

@@ -9,9 +9,11 @@ checkpoint and nothing else.
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import re
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -44,6 +47,9 @@ INDEX_TYPES = frozenset(
         )
     ]
 )
+
+
+Entry = TensorStorageMetadata | BytesStorageMetadata
 
 
 class UnreadableCheckpoint(ValueError):
@@ -90,6 +96,12 @@ def _parse(path: str | os.PathLike, raw: bytes) -> Metadata:
             f"got a {where} without a checkpoint's index, or with files outside its "
             "folder, expected what DCP wrote: choose another checkpoint"
         )
+    for name, entry in index.state_dict_metadata.items():
+        if not _is_complete(name, entry, index.storage_data):
+            raise UnreadableCheckpoint(
+                f"got a {where} in which parts of {name} are missing, expected all of "
+                "it: DCP would leave the rest as it is; choose another checkpoint"
+            )
     return index
 
 
@@ -101,8 +113,33 @@ def _maps(found: object, key: type, is_value) -> bool:
 
 def _is_entry(entry: object) -> bool:
     if isinstance(entry, TensorStorageMetadata):
-        return isinstance(entry.size, torch.Size) and isinstance(entry.chunks, list)
+        return isinstance(entry.size, torch.Size) and all(
+            isinstance(c, ChunkStorageMetadata)
+            and isinstance(c.offsets, torch.Size)
+            and isinstance(c.sizes, torch.Size)
+            for c in entry.chunks
+        )
     return isinstance(entry, BytesStorageMetadata)
+
+
+def _fits(offset: int, size: int, whole: int) -> bool:
+    return 0 <= offset <= offset + size <= whole
+
+
+def _is_complete(name: str, entry: Entry, places: Mapping) -> bool:
+    """Whether all of a tensor or object has its place in the files; DCP's planner does
+    not ask.
+    """
+    if isinstance(entry, BytesStorageMetadata):
+        return MetadataIndex(name) in places
+    parts = {tuple(c.offsets): tuple(c.sizes) for c in entry.chunks if c.sizes.numel()}
+    inside = all(
+        len(offsets) == len(sizes) == len(entry.size)
+        and all(map(_fits, offsets, sizes, entry.size))
+        for offsets, sizes in parts.items()
+    )
+    whole = sum(map(math.prod, parts.values())) == math.prod(entry.size)
+    return inside and whole and all(MetadataIndex(name, o) in places for o in parts)
 
 
 def _is_place(place: object) -> bool:

@@ -17,10 +17,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from parallel.checkpoint import UnreadableCheckpoint
 from train.errors import UserError, speaks
-from train.runs.checkpoints import last_step
+from train.runs.checkpoints import instead, last_step
 
-FAILED, INTERRUPTED, TERMINATED = 1, 130, 143
+FAILED, UNUSABLE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+# what the user can mend: before the first step, these say what
+MENDABLE = UserError, UnreadableCheckpoint
 PATIENCE = 5.0  # seconds in which other ranks say why they end
 ORPHAN_PATIENCE = 60.0  # seconds in which a rank without a launcher ends by itself
 SPACE = 1 << 20  # bytes; with less a disk counts as full
@@ -107,12 +110,16 @@ def end(error: BaseException | None, told: signal.Signals | None, config, step: 
         line = f"stopped by {name} at step {step}: {goes_on}"
     else:
         log.info("the run has failed", exc_info=error)
-        code, why = FAILED, _reason(error, folder)
-        why = _ask_others(why, _by_others(error), rank)
-        line = (
-            f"error: {why}, at step {step} of {config.training.steps}: {goes_on}. The "
-            f"traceback is in {folder / f'rank{rank}.log'}"
-        )
+        why = _ask_others(_reason(error, folder), _by_others(error), rank)
+        code = UNUSABLE if step == 0 and isinstance(error, MENDABLE) else FAILED
+        line = f"error: {why}"
+        if isinstance(error, UnreadableCheckpoint) and last_step(folder):
+            line += f". {instead(folder, config.model_spec.model.shape)}"
+        elif not isinstance(error, MENDABLE):
+            line += (
+                f", at step {step} of {config.training.steps}: {goes_on}. The "
+                f"traceback is in {folder / f'rank{rank}.log'}"
+            )
     if speaks():
         print(line, file=sys.stderr)
     if told_launcher := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -139,7 +146,7 @@ def _reason(error: BaseException, folder: Path) -> str:
     no_space = isinstance(error, OSError) and error.errno == errno.ENOSPC
     if no_space or shutil.disk_usage(folder).free < SPACE:
         return f"no space is left on the disk of {folder}: make some"
-    if isinstance(error, UserError):
+    if isinstance(error, MENDABLE):
         return str(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -103,7 +103,7 @@ def console(rank: int) -> None:
         handler.addFilter(_is_for_the_console)
     root.addHandler(handler)
     # torchtitan seeds DTensor's generator; our weights are drawn without it
-    warnings.filterwarnings("ignore", message="DTensor manual_seed")
+    warnings.filterwarnings("ignore", message="DTensor (manual_seed|random operators)")
     # and, on a resume, asks its schedulers for their rate by the wrong name
     warnings.filterwarnings("ignore", message="To get the last learning rate")
     if rank > 0:
