@@ -13,6 +13,7 @@ import math
 import os
 import pickle
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -81,28 +82,34 @@ def _parse(path: str | os.PathLike, raw: bytes) -> Metadata:
     where = os.path.join(path, ".metadata")
     try:
         index = _IndexUnpickler(io.BytesIO(raw)).load()
+        found = _is_index(index)
+        entries = index.state_dict_metadata.items() if found else ()
+        torn = [n for n, e in entries if not _is_complete(n, e, index.storage_data)]
     except Exception as error:  # damaged bytes may call any type with anything
         raise UnreadableCheckpoint(
             f"got a {where} that does not read as a checkpoint's index ({error}), "
             "expected sizes and places of tensors alone: it is damaged, or made by "
             "somebody else; nothing of it was run; choose another checkpoint"
         ) from error
-    if not (
-        isinstance(index, Metadata)
-        and _maps(index.state_dict_metadata, str, _is_entry)
-        and _maps(index.storage_data, MetadataIndex, _is_place)
-    ):
+    if not found:
         raise UnreadableCheckpoint(
             f"got a {where} without a checkpoint's index, or with files outside its "
             "folder, expected what DCP wrote: choose another checkpoint"
         )
-    for name, entry in index.state_dict_metadata.items():
-        if not _is_complete(name, entry, index.storage_data):
-            raise UnreadableCheckpoint(
-                f"got a {where} in which parts of {name} are missing, expected all of "
-                "it: DCP would leave the rest as it is; choose another checkpoint"
-            )
+    if torn:
+        raise UnreadableCheckpoint(
+            f"got a {where} in which parts of {torn[0]} are missing, expected all of "
+            "it: DCP would leave the rest as it is; choose another checkpoint"
+        )
     return index
+
+
+def _is_index(index: object) -> bool:
+    return (
+        isinstance(index, Metadata)
+        and _maps(index.state_dict_metadata, str, _is_entry)
+        and _maps(index.storage_data, MetadataIndex, _is_place)
+    )
 
 
 def _maps(found: object, key: type, is_value) -> bool:
@@ -148,7 +155,8 @@ def _is_place(place: object) -> bool:
     numbers = place.offset, place.length
     parts = PurePosixPath(place.relative_path).parts
     return (
-        len(parts) == 1
+        all(isinstance(name, str) for name in place.transform_descriptors or ())
+        and len(parts) == 1
         and parts[0] not in ("..", "/")
         and all(type(n) is int and n >= 0 for n in numbers)
     )
@@ -173,14 +181,15 @@ class SafePlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
-            torch.load(value, weights_only=True, map_location="cpu")
+            with warnings.catch_warnings(action="ignore"):
+                torch.load(value, weights_only=True, map_location="cpu")
         except Exception as error:  # damaged bytes raise anything
             said = str(error)
-            named = re.search(r"Unsupported global: GLOBAL (\S+)", said)
-            why = f"it names {named[1]}" if named else said.partition("\n")[0]
+            named = re.search(r"nsupported (?:global: )?GLOBAL (\S+)", said)
+            what = f"it names {named[1]}" if named else type(error).__name__
             raise UnreadableCheckpoint(
                 f"got {read_item.storage_index.fqn} in a checkpoint that does not load "
-                f"with weights_only=True ({why}), expected numbers, strings and "
+                f"with weights_only=True ({what}), expected numbers, strings and "
                 "tensors alone: it is damaged, or made by somebody else; nothing of "
                 "it was run; choose another checkpoint"
             ) from error

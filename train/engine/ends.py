@@ -13,6 +13,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -91,7 +92,13 @@ class Vote:
         return decided
 
 
-def end(error: BaseException | None, told: signal.Signals | None, config, step: int):
+def end(
+    error: BaseException | None,
+    told: signal.Signals | None,
+    config,
+    step: int,
+    began: bool,
+) -> NoReturn:
     """End this process with one line on the stderr of one rank; the whole traceback
     goes to the logs.
 
@@ -100,6 +107,7 @@ def end(error: BaseException | None, told: signal.Signals | None, config, step: 
         told: the signal that the process was sent.
         config: of the run.
         step: at which it ended, 0 = before the first.
+        began: whether this process has taken a step.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -111,7 +119,7 @@ def end(error: BaseException | None, told: signal.Signals | None, config, step: 
     else:
         log.info("the run has failed", exc_info=error)
         why = _ask_others(_reason(error, folder), _by_others(error), rank)
-        code = UNUSABLE if step == 0 and isinstance(error, MENDABLE) else FAILED
+        code = FAILED if began or not isinstance(error, MENDABLE) else UNUSABLE
         line = f"error: {why}"
         if isinstance(error, UnreadableCheckpoint) and last_step(folder):
             line += f". {instead(folder, config.model_spec.model.shape)}"

@@ -167,7 +167,7 @@ def main() -> None:
 
     import torch.distributed as dist
 
-    step, steps = 0, config.training.steps
+    step, steps, began = 0, config.training.steps, False
     try:
         trainer = config.build()
         try:
@@ -175,7 +175,7 @@ def main() -> None:
             trainer.train(lambda: signals.told is not None)
             signals.in_steps = False
         finally:
-            step = trainer.step
+            step, began = trainer.step, trainer.began
             trainer.close()
         if step == steps and dist.is_initialized():
             dist.destroy_process_group()
@@ -183,6 +183,6 @@ def main() -> None:
             title = f"{config.model_spec.flavor}: {config.optimizer.mars_type}"
             summarize(folder, title)
     except BaseException as error:
-        end(error, signals.told, config, step)
+        end(error, signals.told, config, step, began)
     if step < steps:
-        end(None, signals.told, config, step)
+        end(None, signals.told, config, step, began)
