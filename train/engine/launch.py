@@ -3,8 +3,8 @@
 import argparse
 import logging
 import os
-import socket
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -84,15 +84,16 @@ def standalone() -> None:
     """Be the only process where torchrun has not said otherwise."""
     if "RANK" in os.environ:
         return
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # port 0: torch takes one that is free
+    os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 
 def console(rank: int) -> None:
     """Show rank 0's warnings, and nobody else's."""
+    # a full disk is told once, where the run ends: not by logs and threads
+    logging.raiseExceptions = False
+    threading.excepthook = lambda failed: None
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     root.handlers.clear()
