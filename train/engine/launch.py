@@ -3,8 +3,8 @@
 import argparse
 import logging
 import os
-import socket
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -84,15 +84,16 @@ def standalone() -> None:
     """Be the only process where torchrun has not said otherwise."""
     if "RANK" in os.environ:
         return
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # port 0: torch takes one that is free
+    os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 
 def console(rank: int) -> None:
     """Show rank 0's warnings, and nobody else's."""
+    # a full disk is told once, where the run ends: not by logs and threads
+    logging.raiseExceptions = False
+    threading.excepthook = lambda failed: None
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     root.handlers.clear()
@@ -103,7 +104,7 @@ def console(rank: int) -> None:
         handler.addFilter(_is_for_the_console)
     root.addHandler(handler)
     # torchtitan seeds DTensor's generator; our weights are drawn without it
-    warnings.filterwarnings("ignore", message="DTensor manual_seed")
+    warnings.filterwarnings("ignore", message="DTensor (manual_seed|random operators)")
     # and, on a resume, asks its schedulers for their rate by the wrong name
     warnings.filterwarnings("ignore", message="To get the last learning rate")
     if rank > 0:
@@ -167,7 +168,7 @@ def main() -> None:
 
     import torch.distributed as dist
 
-    step, steps = 0, config.training.steps
+    step, steps, began = 0, config.training.steps, False
     try:
         trainer = config.build()
         try:
@@ -175,7 +176,7 @@ def main() -> None:
             trainer.train(lambda: signals.told is not None)
             signals.in_steps = False
         finally:
-            step = trainer.step
+            step, began = trainer.step, trainer.began
             trainer.close()
         if step == steps and dist.is_initialized():
             dist.destroy_process_group()
@@ -183,6 +184,6 @@ def main() -> None:
             title = f"{config.model_spec.flavor}: {config.optimizer.mars_type}"
             summarize(folder, title)
     except BaseException as error:
-        end(error, signals.told, config, step)
+        end(error, signals.told, config, step, began)
     if step < steps:
-        end(None, signals.told, config, step)
+        end(None, signals.told, config, step, began)
