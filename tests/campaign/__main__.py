@@ -35,6 +35,8 @@ def import_all() -> None:
     import configs  # noqa: F401
     import marsopt.profile.optimizer  # noqa: F401
     import train.engine.ends  # noqa: F401
+    import train.engine.launch  # noqa: F401
+    import train.engine.resolve  # noqa: F401
     import train.evaluate.harness  # noqa: F401
     import train.export  # noqa: F401
     import train.plan.forecast  # noqa: F401

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import runpy
 import signal
-import socket
 import sys
 import threading
 import time
@@ -65,22 +64,23 @@ class Running:
     times: dict[int, float] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
     hung: bool = False
+    keeper: int = 0
 
     def start(self) -> None:
         """Fork one child for each rank."""
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        world = self.command.ranks
+        world, together = self.command.ranks, {}
+        if world > 1:
+            self.keeper, port = _keep_store()
+            together = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            together |= dict(TORCHELASTIC_USE_AGENT_STORE=True)
+            together |= dict(TORCHELASTIC_RUN_ID="campaign")
+            together |= dict(WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
         for rank in range(world):
-            env = {}
-            if world > 1:
-                env = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world)
-                env |= dict(LOCAL_WORLD_SIZE=world, MASTER_PORT=port)
-                env |= dict(MASTER_ADDR="127.0.0.1")
+            own = dict(RANK=rank, LOCAL_RANK=rank) if world > 1 else {}
+            env = {key: str(value) for key, value in (together | own).items()}
             pid = os.fork()
             if pid == 0:
-                _child(self, rank, {key: str(value) for key, value in env.items()})
+                _child(self, rank, env)
             self.pids.append(pid)
 
     def printed(self, stream: str, rank: int) -> str:
@@ -117,6 +117,10 @@ class Running:
             over = True
         if not over and self.command.watch is not None:
             self.command.watch(self)
+        if over and self.keeper:
+            os.kill(self.keeper, signal.SIGKILL)
+            os.waitpid(self.keeper, 0)
+            self.keeper = 0
         return over
 
     def ended(self) -> Ended:
@@ -129,6 +133,28 @@ class Running:
             [self.times[r] for r in ranks],
             self.hung,
         )
+
+
+def _keep_store() -> tuple[int, int]:
+    """Fork a process that keeps the store of several ranks, as torchrun does; return
+    its id and the store's port.
+    """
+    from torch.distributed import TCPStore
+
+    ours, theirs = os.pipe()
+    parent, pid = os.getpid(), os.fork()
+    if pid:
+        os.close(theirs)
+        port = int(os.read(ours, 99))
+        os.close(ours)
+        return pid, port
+    try:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(theirs, str(store.port).encode())
+        while os.getppid() == parent:
+            time.sleep(1.0)
+    finally:
+        os._exit(0)
 
 
 def _child(running: Running, rank: int, env: dict[str, str]) -> None:

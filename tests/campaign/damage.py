@@ -190,7 +190,12 @@ def _of_damage(
             return Verdict(OTHERWISE, f"none of {damage.names} is named")
         if listing(run / "checkpoint") != kept:
             return Verdict(OTHERWISE, "the checkpoints have changed")
-        if after != before or out.exists():
+        begun = "ing the run in" in ended.out or "starting a new run" in ended.out
+        if begun:  # an object is read after the processes have met: they keep logs
+            written = (out / "checkpoint").exists()
+        else:
+            written = after != before or out.exists()
+        if written:
             changed = sorted(set(after.items()) ^ set(before.items()))
             return Verdict(OTHERWISE, f"something was written: {out} {changed[:4]}")
         if not action.goes_on:

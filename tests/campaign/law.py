@@ -19,8 +19,8 @@ class Ended:
 
     @property
     def code(self) -> int:
-        """Return the exit code of the first rank."""
-        return self.codes[0]
+        """Return the exit code of the rank that ended first: torchrun ends others."""
+        return self.codes[self.times.index(min(self.times))]
 
     @property
     def out(self) -> str:
