@@ -64,12 +64,11 @@ def option(path: str) -> str:
 
 def _values(path: str, kind: Any) -> Iterator[tuple[str, bool | None]]:
     """Yield (value, must be refused) for an option of one type."""
-    kinds = set(get_args(kind)) if get_origin(kind) is not None else {kind}
     kinds = set(get_args(kind)) or {kind}
     optional = type(None) in kinds
     if get_origin(kind) is tuple:
         yield from [("1", True), ("abc", True), ("nan", True), ("", True)]
-    elif str(kind).find("Literal") >= 0:
+    elif "Literal" in str(kind):
         for value in ("xyz", "", "0", SURROGATE, "TRUE", LONG):
             yield value, True
         for value in _literals(kind):
@@ -103,7 +102,7 @@ def _values(path: str, kind: Any) -> Iterator[tuple[str, bool | None]]:
 
 
 def _literals(kind: Any) -> Iterator[Any]:
-    if str(get_origin(kind)).find("Literal") >= 0:
+    if "Literal" in str(get_origin(kind)):
         yield from get_args(kind)
     for part in get_args(kind):
         if get_origin(part) is not None:
@@ -138,7 +137,7 @@ def of_training(ground: Ground, draw: random.Random) -> Iterator[Input]:
     for mode in ("selective", "full", "none", "xyz"):
         known = None if mode != "xyz" else True
         yield line(f"activation-checkpoint:{mode}", must=known)
-    # one rank's share of each, and of several at once
+    # two at once
     for _ in range(150):
         chosen = draw.sample(listed, 2)
         options, musts = [], []
