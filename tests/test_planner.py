@@ -12,6 +12,7 @@ import torch
 from marsopt import NewtonSchulz
 from parallel.placement import shard_sizes
 from parallel.planner import Machine, Matrix, assign, cost, plan
+from train.errors import UserError
 from train.plan.__main__ import job_of
 from train.plan.forecast import Job, forecast
 
@@ -154,7 +155,7 @@ def test_bad_arguments():
         plan(LARGE, 2, NS, strategy="fast")
     with pytest.raises(ValueError, match="got max_buckets=0"):
         plan(LARGE, 2, NS, max_buckets=0)
-    with pytest.raises(ValueError, match="got 8 ranks and 3 replicas"):
+    with pytest.raises(UserError, match="got 8 ranks and 3 replicas"):
         forecast(Job({}, "muon", 1, 1), 8, replicas=3)
 
 

@@ -1,7 +1,7 @@
 """What a comparison found, as numbers."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Annotated, Self
@@ -32,20 +32,28 @@ class Spread:
         return cls(mean(values), deviation, values)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One recipe at its best rate. Losses in nats per token of held-out text."""
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """What a recipe came to at its best rate. Losses in nats per token of held-out
+    text.
+    """
 
-    recipe: Recipe
     lr: float
     inside: bool  # the best rate has a worse one on both sides
-    sweep: dict[float, float]  # {rate: final loss of seed 0}; inf = diverged
     num_untried: int  # rates that the sweep still needs
-    curves: list[Curve]  # of each seed that did not diverge
-    num_diverged: int  # seeds that did
+    num_diverged: int  # seeds
     best: Spread
     final: Spread
     seconds_per_step: float | None  # median; None = not measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry(Best):
+    """One recipe."""
+
+    recipe: Recipe
+    sweep: dict[float, float]  # {rate: final loss of seed 0}; inf = diverged
+    curves: list[Curve]  # of each seed that did not diverge
 
     @property
     def curve(self) -> Curve:
@@ -57,24 +65,17 @@ class Entry:
         return Curve(steps, np.mean(losses, axis=0))
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass(frozen=True, kw_only=True)
+class Row(Best):
     """What the table says of one entry, relative to the worst final loss."""
 
     name: str
-    lr: float
-    inside: bool
     num_rates: int
-    num_untried: int
     num_seeds: int
-    num_diverged: int
-    best: Spread
-    final: Spread
     tokens_ratio: float
     """Tokens until the worst optimizer's final loss, of the tokens that it took."""
     tokens_ratio_range: tuple[float, float]
     """Smallest and largest over seeds; inf = a seed did not get there."""
-    seconds_per_step: float | None
     seconds_per_step_ratio: float | None  # of the fastest's
     seconds_ratio: float | None
     """Seconds until the worst optimizer's final loss, of the seconds that it took."""
@@ -96,16 +97,16 @@ def entries(study: Study, folder: Path) -> list[Entry]:
         mine = [curves[r] for r in seeds if r in curves and scores[r] < math.inf]
         found.append(
             Entry(
-                study.recipes[name],
-                lr,
-                is_inside(sweep),
-                sweep,
-                len(next_rates(study.grids[name], sweep)),
-                mine,
-                sum(scores.get(run) == math.inf for run in seeds),
-                Spread.of([c.best for c in mine]),
-                Spread.of([c.final for c in mine]),
-                median(timing[name]) if name in timing else None,
+                recipe=study.recipes[name],
+                lr=lr,
+                inside=is_inside(sweep),
+                sweep=sweep,
+                num_untried=len(next_rates(study.grids[name], sweep)),
+                curves=mine,
+                num_diverged=sum(scores.get(run) == math.inf for run in seeds),
+                best=Spread.of([c.best for c in mine]),
+                final=Spread.of([c.final for c in mine]),
+                seconds_per_step=median(timing[name]) if name in timing else None,
             )
         )
     return sorted(found, key=lambda e: e.final.mean)
@@ -124,18 +125,12 @@ def rows(found: list[Entry], steps: int) -> list[Row]:
         seeds = [c.reaches(target) / steps for c in e.curves]
         table.append(
             Row(
+                **{field.name: getattr(e, field.name) for field in fields(Best)},
                 name=e.recipe.name,
-                lr=e.lr,
-                inside=e.inside,
                 num_rates=len(e.sweep),
-                num_untried=e.num_untried,
                 num_seeds=len(e.curves),
-                num_diverged=e.num_diverged,
-                best=e.best,
-                final=e.final,
                 tokens_ratio=reached,
                 tokens_ratio_range=(min(seeds), max(seeds)),
-                seconds_per_step=own,
                 seconds_per_step_ratio=own / fastest if own else None,
                 seconds_ratio=reached * own / slow if own and slow else None,
                 loss_at_time=curve.at(steps * fastest / own) if own else None,

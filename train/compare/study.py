@@ -10,7 +10,6 @@ from pydantic import Field
 
 from marsopt import REGISTRY
 from train.compare.sweep import MOST_SEEDS, Run, default_grid
-from train.compare.variants import command_line
 from train.data.tokens import read_meta
 from train.engine.launch import parse
 from train.engine.resolve import resolve
@@ -40,6 +39,23 @@ SHARED = {
     "training.seq_len": "sequence length",
     "training.global_batch_size": "global batch",
 }
+
+
+def command_line(name: str) -> list[str]:
+    """Return the arguments of ``python -m train`` for CONFIG[:OPTION=VALUE...], with
+    options of the optimizer, e.g. tiny_adamw:betas=0.95,0.99.
+    """
+    config, *options = name.split(":")
+    arguments = ["--config", config]
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not (key and equals and value) or "/" in option:
+            raise UserError(
+                f"got {name}, expected CONFIG:OPTION=VALUE with an option of the "
+                "optimizer: write e.g. tiny_mars_m:gamma=0.05"
+            )
+        arguments += [f"--optimizer.{key.replace('_', '-')}", *value.split(",")]
+    return arguments
 
 
 @dataclass(frozen=True)
@@ -245,18 +261,13 @@ def _check_same(study: Study, theirs: Study, folder: Path) -> None:
         "options after --": (study.options, theirs.options),
         "validation samples": (study.validation_samples, theirs.validation_samples),
     }
-    for what, (mine, there) in changed.items():
-        if mine != there:
-            raise UserError(
-                f"got {what} {mine} where the comparison in {folder} has {there}, "
-                "expected the same: give these to continue it, or another --out"
-            )
     mine, there = (next(iter(p.settings.values())) for p in (study, theirs))
-    for key, what in SHARED.items():
-        if mine.get(key) != there.get(key):
+    changed |= {what: (mine.get(k), there.get(k)) for k, what in SHARED.items()}
+    for what, (given, known) in changed.items():
+        if given != known:
             raise UserError(
-                f"got another {what} than the comparison in {folder} has, expected the "
-                "same: restore it, or give another --out"
+                f"got {what} {given} where the comparison in {folder} has {known}, "
+                "expected the same: give or restore it, or give another --out"
             )
     for name in study.recipes.keys() & theirs.recipes.keys():
         if what := difference(study.settings[name], theirs.settings[name]):

@@ -102,8 +102,7 @@ def num_to_come(
     now = next_runs(grids, num_seeds, losses, failed)
     count = {}
     for config, grid in grids.items():
-        mine = [run for run in now if run.config == config]
-        sweeping = bool(next_rates(grid, sweep_of(config, losses)))
-        stuck = sweeping and not mine
-        count[config] = len(mine) + (num_seeds - 1) * (sweeping and not stuck)
+        count[config] = sum(run.config == config for run in now)
+        if count[config] and next_rates(grid, sweep_of(config, losses)):
+            count[config] += num_seeds - 1
     return count

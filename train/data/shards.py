@@ -33,6 +33,10 @@ class Ledger:
     documents: Count = 0
     complete: bool = False
 
+    def num_tokens(self) -> int:
+        """Return how many are written."""
+        return sum(shard.tokens for shard in self.shards)
+
     def save(self, work: Path) -> None:
         """Replace the ledger in ``work``."""
         write_json(work / LEDGER, asdict(self))
@@ -44,38 +48,6 @@ class Ledger:
         if not path.exists():
             return None
         return read_json(path, cls, f"what was written there: delete {work}")
-
-
-class Meter:
-    """A bar on a terminal, a line per shard in a log."""
-
-    def __init__(self, num_documents: int | None, ledger: Ledger) -> None:
-        self.done = ledger.documents
-        self._bar = tqdm(
-            desc="tokenize", total=num_documents, initial=self.done, unit="document",
-            unit_scale=True, disable=None,
-        )  # fmt: skip
-        self._tokens = sum(shard.tokens for shard in ledger.shards)
-        self._began = time.perf_counter(), self._tokens
-
-    def documents(self, count: int) -> None:
-        """Count so many more that are tokenised."""
-        self.done += count
-        self._bar.update(count)
-
-    def shard(self, ledger: Ledger) -> None:
-        """Show that one more is written."""
-        self._tokens += ledger.shards[-1].tokens
-        began, before = self._began
-        speed = (self._tokens - before) / (time.perf_counter() - began)
-        line = f"{self._tokens:,} tokens, {speed:,.0f} tokens/s"
-        if self._bar.disable:
-            print(f"{self.done:,} documents, {line}", flush=True)
-        self._bar.set_postfix_str(line)
-
-    def close(self) -> None:
-        """End the bar."""
-        self._bar.close()
 
 
 class Documents(NamedTuple):
@@ -113,15 +85,24 @@ def tokenise(
     batches = _counted(corpus.batches(ledger.position), ledger.documents)
     ids = encoded(batches, coder.name, mark_first=mark_first, processes=processes)
     byte_lengths = coder.byte_lengths()
-    with closing(Meter(place.num_documents, ledger)) as meter:
+    bar = tqdm(
+        desc="tokenize", total=place.num_documents, initial=ledger.documents,
+        unit="document", unit_scale=True, disable=None,
+    )  # fmt: skip
+    before, began = ledger.num_tokens(), time.perf_counter()
+    with closing(bar):
 
         def commit(tokens: np.ndarray) -> None:
             path = path_of(len(ledger.shards))
             ledger.shards.append(write_shard(path, tokens, byte_lengths))
             ledger.save(work)
-            meter.shard(ledger)
+            count, seconds = ledger.num_tokens(), time.perf_counter() - began
+            line = f"{count:,} tokens, {(count - before) / seconds:,.0f} tokens/s"
+            bar.set_postfix_str(line)
+            if bar.disable:  # a line per shard in a log
+                print(f"{ledger.documents:,} documents, {line}", flush=True)
 
-        _cut(ids, ledger, shard_tokens, commit, meter)
+        _cut(ids, ledger, shard_tokens, commit, bar.update)
     ledger.save(work)
     return ledger
 
@@ -134,12 +115,13 @@ def _cut(
     ledger: Ledger,
     shard_tokens: int,
     commit: Callable[[np.ndarray], None],
-    meter: Meter,
+    tell: Callable[[int], object],
 ) -> None:
     """Commit the tokens of all batches in shards, the ledger saying where the next one
-    begins.
+    begins; ``tell`` is told how many documents are read.
     """
     buffer, filled, skip = np.empty(shard_tokens, np.uint16), 0, ledger.skip
+    read = ledger.documents
     for (position, before, documents), ids in batches:
         at = min(skip, len(ids))
         skip -= at
@@ -151,8 +133,9 @@ def _cut(
                 ledger.position, ledger.skip, ledger.documents = position, at, before
                 commit(buffer)
                 filled = 0
-        meter.documents(documents)
-    ledger.documents, ledger.complete = meter.done, True
+        read = before + documents
+        tell(documents)
+    ledger.documents, ledger.complete = read, True
     if filled:
         commit(buffer[:filled])
 

@@ -73,9 +73,7 @@ def open_raw(path: Path) -> np.ndarray:
             f"got {size:,} bytes in {path}, expected an even number (two a token): the "
             "file is truncated; copy or make it again"
         )
-    if size == 0:
-        return np.empty(0, dtype="<u2")
-    return np.memmap(path, dtype="<u2", mode="r")
+    return _mapped(path, 0)
 
 
 def open_shard(path: Path) -> np.ndarray:
@@ -97,9 +95,7 @@ def open_shard(path: Path) -> np.ndarray:
             "tokens of its header: the file is truncated or altered; copy or make it "
             "again"
         )
-    if head[2] == 0:
-        return np.empty(0, dtype="<u2")
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+    return _mapped(path, HEADER_BYTES)
 
 
 def write_shard(path: Path, tokens: np.ndarray, byte_lengths: np.ndarray) -> Split:
@@ -132,6 +128,12 @@ def read_content(path: Path, byte_lengths: np.ndarray, window: int = 1 << 24) ->
 def text_bytes(tokens: np.ndarray, byte_lengths: np.ndarray) -> int:
     """Return the bytes of text behind tokens."""
     return int(byte_lengths[tokens].sum(dtype=np.int64))
+
+
+def _mapped(path: Path, offset: int) -> np.ndarray:
+    if path.stat().st_size == offset:  # which no map can be of
+        return np.empty(0, dtype="<u2")
+    return np.memmap(path, dtype="<u2", mode="r", offset=offset)
 
 
 def _size(path: Path) -> int:

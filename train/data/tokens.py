@@ -39,11 +39,7 @@ class Meta:
 
     def save(self, folder: Path) -> None:
         """Write meta.json."""
-        raw = asdict(self)
-        for split in SPLITS:
-            if not raw[split]["shards"]:
-                del raw[split]["shards"]
-        write_json(folder / "meta.json", raw)
+        write_json(folder / "meta.json", asdict(self))
 
     @classmethod
     def load(cls, folder: Path) -> Self:

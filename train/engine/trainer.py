@@ -34,6 +34,8 @@ class MarsTrainer(Trainer):
         super().__init__(config)
         self.metrics_processor.begin(read_meta(held_out_folder(config)))
         self.optimizers.mars.max_norm = config.training.max_norm
+        # for a comparison's timing, too, which takes steps without ``train``
+        self._told, self._vote, self.began = bool, Vote(), False
         self._exact = config.optimizer.correction == "exact"
         if self._exact:
             self._ahead = config.dataloader.build(
@@ -48,7 +50,7 @@ class MarsTrainer(Trainer):
         """Train to the last step, or, once ``told`` says on some rank that this process
         is to end, to the end of the next and its checkpoint.
         """
-        self._told, self._vote, self.began = told, Vote(), False
+        self._told = told
         super().train()
 
     def should_continue_training(self) -> bool:

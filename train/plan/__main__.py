@@ -43,21 +43,17 @@ def job_of(config_name: str) -> Job:
 
 def table(job: Job, found: Forecast, every: bool) -> str:
     """Return each matrix's strategy and owner, and the totals."""
-    names, matrices = list(job.matrices()), list(job.matrices().values())
-    lines = []
-    if every:
-        for name, m, s, owner in zip(
-            names, matrices, found.plan.strategies, found.plan.owners, strict=True
-        ):
+    kinds, lines = Counter(), []
+    for (name, m), s, owner in zip(
+        job.matrices().items(), found.plan.strategies, found.plan.owners, strict=True
+    ):
+        what = f"{m.rows:6} x {m.cols:<6} {s}"
+        kinds[what] += 1
+        if every:
             who = f"rank {owner}" if s == "owner" else "every rank"
-            lines.append(f"{name:32} {m.rows:6} x {m.cols:<6} {s:10} {who}")
-    else:
-        kinds = Counter(
-            (m.rows, m.cols, s)
-            for m, s in zip(matrices, found.plan.strategies, strict=True)
-        )
-        for (rows, cols, s), count in kinds.items():
-            lines.append(f"{count:4} x {rows:6} x {cols:<6} {s}")
+            lines.append(f"{name:32} {what:26} {who}")
+    if not every:
+        lines = [f"{count:4} x {what}" for what, count in kinds.items()]
     mega, giga = 1e6, 2**30
     flops = found.cost.owner_flops
     mean = sum(flops) / len(flops) / 1e12
@@ -150,10 +146,7 @@ def main() -> None:
         draw(rows, f"{args.config}, {args.replicas} replica(s)", args.picture)
         print(f"picture {args.picture}")
         return
-    try:
-        found = forecast(job, args.ranks, replicas=args.replicas, hardware=hardware)
-    except ValueError as error:  # replicas that do not divide the ranks
-        raise UserError(str(error)) from error
+    found = forecast(job, args.ranks, replicas=args.replicas, hardware=hardware)
     print(table(job, found, args.all))
 
 

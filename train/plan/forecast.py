@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from marsopt import REGISTRY, NewtonSchulz
 from parallel.planner import Cost, Machine, Matrix, Plan, cost, plan
+from train.errors import UserError
 
 ELEMENTWISE_BYTES = 44  # a parameter and step: g, h, x, m, v read; x, m, v, h written
 
@@ -82,13 +83,9 @@ def forecast(
     ns: NewtonSchulz = NewtonSchulz(),
     hardware: Hardware = Hardware(),
 ) -> Forecast:
-    """Return the step of ``job`` on ``num_ranks``, shared equally by the replicas.
-
-    Raises:
-        ValueError: ranks that do not divide among replicas.
-    """
+    """Return the step of ``job`` on ``num_ranks``, shared equally by the replicas."""
     if num_ranks < 1 or replicas < 1 or num_ranks % replicas:
-        raise ValueError(
+        raise UserError(
             f"got {num_ranks} ranks and {replicas} replicas, expected a positive "
             "number of ranks that the replicas divide: change one of the two"
         )
