@@ -6,6 +6,7 @@ carries its name where it ends.
 
 import math
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +22,10 @@ MARS, BASELINE = ("#0b3c8c", "#b5440e", "#146b4a", "#5b2a86", "#000000"), "0.55"
 def style(found: list[Entry]) -> dict[str, dict]:
     """Return {recipe: how its line looks}, the same in all pictures."""
     looks: dict[str, dict] = {}
-    num_lines = {True: 0, False: 0}
+    number = {True: count(), False: count()}
     for e in sorted(found, key=lambda e: e.recipe.name):
         corrects = e.recipe.corrects
-        i = num_lines[corrects]
-        num_lines[corrects] += 1
+        i = next(number[corrects])
         look = dict(color=BASELINE, linewidth=1.3, zorder=2)
         if corrects:
             look = dict(color=MARS[i % len(MARS)], linewidth=1.8, zorder=3)

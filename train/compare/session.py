@@ -100,10 +100,11 @@ class Session:
             curve = curves.load(folder, self.study.steps)
             if curve is None:  # what fails after the last validation costs nothing
                 self.failed.add(run)
+                said = child.console.read_text(errors="replace").splitlines()
                 self.say(
                     f"{run}: FAILED (exit code {child.process.returncode}), tried "
-                    f"again by the next call; the end of {child.console}:\n"
-                    f"{child.last_lines()}"
+                    f"again by the next call; the end of {child.console}:"
+                    + "".join(f"\n    {line}" for line in said[-6:])
                 )
                 continue
             curves.keep_last_checkpoint(folder)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from tqdm import tqdm
@@ -50,18 +50,10 @@ class Ledger:
         return read_json(path, cls, f"what was written there: delete {work}")
 
 
-class Documents(NamedTuple):
-    """Where documents come from, whether their end-of-text token stands before each
-    instead of after it, and the tokens of a shard they are cut into.
-    """
-
-    place: Place
-    mark_first: bool
-    shard_tokens: int
-
-
 def tokenise(
-    documents: Documents,
+    place: Place,
+    mark_first: bool,
+    shard_tokens: int,
     work: Path,
     path_of: Callable[[int], Path],
     coder: Tokenizer,
@@ -73,16 +65,17 @@ def tokenise(
     written again, equal. So the files do not depend on where a run was cut off, nor on
     the number of processes.
 
-    The ledger lies in ``work``; ``path_of`` names the file of a shard by its number.
+    With ``mark_first`` a document's end-of-text token stands before it. The ledger lies
+    in ``work``; ``path_of`` names the file of a shard by its number.
     """
     ledger = Ledger.load(work)
     if ledger is not None and ledger.complete:
         return ledger
-    place, mark_first, shard_tokens = documents
     revision = place.commit(ledger.revision if ledger else place.revision)
     ledger = ledger or Ledger(revision)
     corpus = Corpus(place, revision)
-    batches = _counted(corpus.batches(ledger.position), ledger.documents)
+    found = corpus.batches(ledger.position)
+    batches = (((position, len(texts)), texts) for position, texts in found)
     ids = encoded(batches, coder.name, mark_first=mark_first, processes=processes)
     byte_lengths = coder.byte_lengths()
     bar = tqdm(
@@ -107,7 +100,7 @@ def tokenise(
     return ledger
 
 
-Batch = tuple[dict | None, int, int]  # position, documents before it, documents in it
+Batch = tuple[dict | None, int]  # position, documents in it
 
 
 def _cut(
@@ -122,7 +115,7 @@ def _cut(
     """
     buffer, filled, skip = np.empty(shard_tokens, np.uint16), 0, ledger.skip
     read = ledger.documents
-    for (position, before, documents), ids in batches:
+    for (position, documents), ids in batches:
         at = min(skip, len(ids))
         skip -= at
         while at < len(ids):
@@ -130,20 +123,11 @@ def _cut(
             buffer[filled : filled + count] = ids[at : at + count]
             filled, at = filled + count, at + count
             if filled == shard_tokens:
-                ledger.position, ledger.skip, ledger.documents = position, at, before
+                ledger.position, ledger.skip, ledger.documents = position, at, read
                 commit(buffer)
                 filled = 0
-        read = before + documents
+        read += documents
         tell(documents)
     ledger.documents, ledger.complete = read, True
     if filled:
         commit(buffer[:filled])
-
-
-def _counted(
-    batches: Iterator[tuple[dict | None, list[str]]], documents: int
-) -> Iterator[tuple[Batch, list[str]]]:
-    """Yield the batches with the numbers of documents before and in them."""
-    for position, texts in batches:
-        yield (position, documents, len(texts)), texts
-        documents += len(texts)

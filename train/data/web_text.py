@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from train.data.hub import Place
-from train.data.shards import Documents, Ledger, tokenise
+from train.data.shards import Ledger, tokenise
 from train.data.token_files import Split, Stream, open_shard, read_content
 from train.data.tokenizers import GPT2, Tokenizer
 from train.data.tokens import SPLITS, Meta
@@ -52,7 +52,7 @@ class FineWebEdu:
             dataset, subset = FINEWEB_EDU, subset or list(SUBSETS)[-1]
         num_documents = SUBSETS.get(subset) if dataset == FINEWEB_EDU else None
         place = Place(dataset, subset, num_documents=num_documents)
-        self._documents = Documents(place, True, shard_tokens)
+        self._documents = place, True, shard_tokens
         own = {"source": "fineweb-edu", "shard_tokens": shard_tokens}
         self.request = self.plan = own | place.identity()
 
@@ -63,11 +63,11 @@ class FineWebEdu:
             split = "train" if number else "val"
             return work / MADE / f"fineweb_{split}_{number:06d}.bin"
 
-        ledger = tokenise(self._documents, work, path_of, coder, processes)
+        ledger = tokenise(*self._documents, work, path_of, coder, processes)
         if len(ledger.shards) < 2:
             raise UserError(
                 f"got {sum(s.tokens for s in ledger.shards):,} tokens, expected more "
-                f"than one shard of {self._documents.shard_tokens:,}: the first is "
+                f"than one shard of {self.plan['shard_tokens']:,}: the first is "
                 f"held out; delete {work}, and give a smaller --shard-tokens"
             )
         splits = {}
@@ -112,7 +112,7 @@ class OpenWebText:
             place = Place(OPENWEBTEXT, subset, REVISION, NUM_DOCUMENTS)
         else:
             place = Place(dataset, subset)
-        self._documents = Documents(place, False, shard_tokens)
+        self._documents = place, False, shard_tokens
         own = {"source": "openwebtext", "val_fraction": val_fraction, "seed": SEED}
         self.request = own | place.identity()
         self.plan = {**self.request, "shard_tokens": shard_tokens}
@@ -125,7 +125,7 @@ class OpenWebText:
         def path_of(number: int) -> Path:
             return folder / f"{number:06d}.bin"
 
-        ledger = tokenise(self._documents, work, path_of, coder, processes)
+        ledger = tokenise(*self._documents, work, path_of, coder, processes)
         stream = Stream([open_shard(path) for path in sorted(folder.glob("*.bin"))])
         ends = document_ends(stream, coder.end_of_text)
         if len(ends) != ledger.documents:
