@@ -6,12 +6,12 @@ import math
 from collections import Counter
 from pathlib import Path
 
+from parallel.forecast import Forecast, Hardware, Job, forecast
 from parallel.planner import Machine
 from train.engine.launch import recipe
 from train.errors import UserError, check_least, command
 from train.gpt2 import num_flops_per_token, tensor_sizes
 from train.pictures import picture
-from train.plan.forecast import Forecast, Hardware, Job, forecast
 
 SWEEP = [2**i for i in range(13)]
 MOST_RANKS = 2**16  # as many as are planned in seconds
@@ -42,21 +42,21 @@ def job_of(config_name: str) -> Job:
 
 def table(job: Job, found: Forecast, every: bool) -> str:
     """Return each matrix's strategy and owner, and the totals."""
-    names, matrices = list(job.matrices()), list(job.matrices().values())
-    lines = []
+    planned = zip(
+        job.matrices().items(), found.plan.strategies, found.plan.owners, strict=True
+    )
     if every:
-        for name, m, s, owner in zip(
-            names, matrices, found.plan.strategies, found.plan.owners, strict=True
-        ):
-            who = f"rank {owner}" if s == "owner" else "every rank"
-            lines.append(f"{name:32} {m.rows:6} x {m.cols:<6} {s:10} {who}")
+        lines = [
+            f"{name:32} {m.rows:6} x {m.cols:<6} {s:10} "
+            + (f"rank {owner}" if s == "owner" else "every rank")
+            for (name, m), s, owner in planned
+        ]
     else:
-        kinds = Counter(
-            (m.rows, m.cols, s)
-            for m, s in zip(matrices, found.plan.strategies, strict=True)
-        )
-        for (rows, cols, s), count in kinds.items():
-            lines.append(f"{count:4} x {rows:6} x {cols:<6} {s}")
+        kinds = Counter((m.rows, m.cols, s) for (_, m), s, _ in planned)
+        lines = [
+            f"{count:4} x {rows:6} x {cols:<6} {s}"
+            for (rows, cols, s), count in kinds.items()
+        ]
     mega, giga = 1e6, 2**30
     flops = found.cost.owner_flops
     mean = sum(flops) / len(flops) / 1e12

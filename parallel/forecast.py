@@ -3,12 +3,15 @@
 Everything here is a model; docs/scaling.md says what of it was measured.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from marsopt import REGISTRY, NewtonSchulz
-from parallel.planner import Cost, Machine, Matrix, Plan, cost, plan
+
+from .planner import Cost, Machine, Matrix, Plan, cost, plan
 
 ELEMENTWISE_BYTES = 44  # a parameter and step: g, h, x, m, v read; x, m, v, h written
 
