@@ -23,7 +23,6 @@ from train.compare.curves import Curve
 from train.compare.session import Session
 from train.compare.sweep import Run
 from train.compare.table import markdown, report
-from train.compare.variants import command_line
 from train.engine.launch import parse
 from train.errors import UserError
 from train.runs.checkpoints import last_step
@@ -355,7 +354,7 @@ def test_a_recipe_may_have_options_of_its_own(data):
     ]
     for wrong in ("tiny_adamw:betas", "tiny_adamw:=1", "tiny_adamw:eps=/tmp"):
         with pytest.raises(UserError, match=f"got {wrong}, expected CONFIG:OPTION"):
-            command_line(wrong)
+            study.command_line(wrong)
 
 
 @pytest.mark.application

@@ -37,21 +37,16 @@ def style(found: list[Entry]) -> dict[str, dict]:
 def spread_out(heights: list[float], gap: float) -> list[float]:
     """Return the same heights in the same order, moved apart to at least ``gap``.
 
-    Neighbours that collide share their mean (pool adjacent violators).
+    Neighbours that collide share their mean: the isotonic regression, by its formula.
     """
-    order = np.argsort(heights)
-    offset = gap * np.arange(len(heights))
-    blocks: list[list[float]] = []  # [sum, count] of what each is moved to
-    for height in np.asarray(heights)[order] - offset:
-        blocks.append([height, 1])
-        while len(blocks) > 1 and (
-            blocks[-2][0] / blocks[-2][1] > blocks[-1][0] / blocks[-1][1]
-        ):
-            total, count = blocks.pop()
-            blocks[-1] = [blocks[-1][0] + total, blocks[-1][1] + count]
-    level = np.concatenate([[total / count] * count for total, count in blocks])
+    order, places = np.argsort(heights), range(len(heights))
+    free = np.asarray(heights)[order] - gap * np.arange(len(heights))
     moved = np.empty(len(heights))
-    moved[order] = level + offset
+    for i in places:
+        level = max(
+            min(free[j : k + 1].mean() for k in places[i:]) for j in places[: i + 1]
+        )
+        moved[order[i]] = level + gap * i
     return moved.tolist()
 
 

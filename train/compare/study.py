@@ -10,7 +10,6 @@ from pydantic import Field
 
 from marsopt import REGISTRY
 from train.compare.sweep import MOST_SEEDS, Run, default_grid
-from train.compare.variants import command_line
 from train.data.tokens import read_meta
 from train.engine.launch import parse
 from train.engine.resolve import resolve
@@ -114,6 +113,23 @@ class Study:
         return read_json(folder / "comparison.json", cls, AGAIN)
 
 
+def command_line(name: str) -> list[str]:
+    """Return the arguments of ``python -m train`` for CONFIG[:OPTION=VALUE...], with
+    options of the optimizer, e.g. tiny_adamw:betas=0.95,0.99.
+    """
+    config, *options = name.split(":")
+    arguments = ["--config", config]
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not (key and equals and value) or "/" in option:
+            raise UserError(
+                f"got {name}, expected CONFIG:OPTION=VALUE with an option of the "
+                "optimizer: write e.g. tiny_mars_m:gamma=0.05"
+            )
+        arguments += [f"--optimizer.{key.replace('_', '-')}", *value.split(",")]
+    return arguments
+
+
 def make(
     names: Sequence[str],
     grids: dict[str, list[float]],
@@ -179,13 +195,18 @@ def _check_shared(given: dict[str, dict]) -> None:
     """Check that recipes have in common what makes them comparable."""
     first, *others = given
     for name in others:
-        for key, what in SHARED.items():
-            if given[name][key] != given[first][key]:
-                raise UserError(
-                    f"got {first} and {name} with different {what}, "
-                    "expected recipes that differ in their optimizer alone: compare "
-                    "them in two calls, or give all the same option after --"
-                )
+        if what := _not_shared(given[name], given[first]):
+            raise UserError(
+                f"got {first} and {name} with different {what}, expected recipes that "
+                "differ in their optimizer alone: compare them in two calls, or give "
+                "all the same option after --"
+            )
+
+
+def _not_shared(mine: dict, theirs: dict) -> str | None:
+    """Return the first of what two recipes have to share that they do not."""
+    found = (what for key, what in SHARED.items() if mine.get(key) != theirs.get(key))
+    return next(found, None)
 
 
 def _num_held_out(configs: list, steps: int, interval: int) -> int:
@@ -251,13 +272,11 @@ def _check_same(study: Study, theirs: Study, folder: Path) -> None:
                 f"got {what} {mine} where the comparison in {folder} has {there}, "
                 "expected the same: give these to continue it, or another --out"
             )
-    mine, there = (next(iter(p.settings.values())) for p in (study, theirs))
-    for key, what in SHARED.items():
-        if mine.get(key) != there.get(key):
-            raise UserError(
-                f"got another {what} than the comparison in {folder} has, expected the "
-                "same: restore it, or give another --out"
-            )
+    if what := _not_shared(*(next(iter(s.settings.values())) for s in (study, theirs))):
+        raise UserError(
+            f"got another {what} than the comparison in {folder} has, expected the "
+            "same: restore it, or give another --out"
+        )
     for name in study.recipes.keys() & theirs.recipes.keys():
         if what := difference(study.settings[name], theirs.settings[name]):
             raise UserError(

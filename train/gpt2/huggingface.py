@@ -105,11 +105,13 @@ def to_huggingface(state: Mapping[str, Tensor], shape: Shape) -> dict[str, Tenso
 def from_huggingface(
     tensors: Iterable[tuple[str, Tensor]], shape: Shape, folder: Path
 ) -> dict[str, Tensor]:
-    """Return their named tensors as our state dict, in fp32; errors name ``folder``."""
+    """Return their named tensors as our state dict, in fp32, where those that we have
+    no place for have no effect; errors name ``folder``.
+    """
     theirs = _by_name(tensors, folder)
     state, sizes = {}, tensor_sizes(shape)
     for ours, (name, turned) in _modules(shape).items():
-        weight = theirs.get(f"{name}.weight", torch.empty(0))
+        weight = theirs.pop(f"{name}.weight", torch.empty(0))
         weight = weight.T if turned and weight.ndim == 2 else weight
         if tuple(weight.shape) != sizes[f"{ours}.weight"]:
             raise UserError(
@@ -117,8 +119,24 @@ def from_huggingface(
                 f"expected {sizes[f'{ours}.weight']} by its config.json: the folder is "
                 "incomplete or mixed; export or download it again"
             )
+        if theirs.pop(f"{name}.bias", torch.zeros(())).any():
+            raise UserError(
+                f"got {name}.bias that is not zero in {folder}, expected a GPT-2 "
+                "without biases: this application cannot hold them; import a model "
+                "that was trained without"
+            )
         state[f"{ours}.weight"] = weight.contiguous()
-    _check_rest(theirs, shape, folder)
+    head = state["wte.weight"]
+    if not theirs.pop("lm_head.weight", head).equal(head):
+        raise UserError(
+            f"got an lm_head.weight of its own in {folder}, expected the token "
+            "embedding: import a model with a tied head"
+        )
+    if left := [name for name in theirs if not name.endswith(MASKS)]:
+        raise UserError(
+            f"got {left[0]} in {folder}, which its config.json has no place for, "
+            "expected GPT-2's tensors: the folder is mixed; export it again"
+        )
     return state
 
 
@@ -143,31 +161,6 @@ def _by_name(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> dict[str, T
                 )
         theirs[name] = tensor
     return theirs
-
-
-def _check_rest(theirs: Mapping[str, Tensor], shape: Shape, folder: Path) -> None:
-    """Check that what we have no place for has no effect."""
-    modules = {name for name, _ in _modules(shape).values()}
-    for name, tensor in theirs.items():
-        module, _, kind = name.rpartition(".")
-        if module in modules and kind == "bias":
-            if tensor.any():
-                raise UserError(
-                    f"got {name} that is not zero in {folder}, expected a GPT-2 "
-                    "without biases: this application cannot hold them; import a model "
-                    "that was trained without"
-                )
-        elif name == "lm_head.weight":
-            if not tensor.equal(theirs["wte.weight"]):
-                raise UserError(
-                    f"got an lm_head.weight of its own in {folder}, expected the token "
-                    "embedding: import a model with a tied head"
-                )
-        elif (module not in modules or kind != "weight") and not name.endswith(MASKS):
-            raise UserError(
-                f"got {name} in {folder}, which its config.json has no place for, "
-                "expected GPT-2's tensors: the folder is mixed; export it again"
-            )
 
 
 def config_json(shape: Shape, end_of_text: int) -> dict:
