@@ -166,12 +166,8 @@ def test_a_diverged_run_is_infinitely_bad(losses):
 
 def entry(name, corrects, seconds, *seeds):
     recipe = study.Recipe(name, "mars-adamw", corrects, False, 1.0, 1.0, 0.1, 0.1)
-    spread = results.Spread.of
-    return results.Entry(
-        recipe, 1.0, True, {0.5: 9.0, 1.0: seeds[0].final, 2.0: math.inf},
-        0, list(seeds), 0, spread([c.best for c in seeds]),
-        spread([c.final for c in seeds]), seconds,
-    )  # fmt: skip
+    sweep = {0.5: 9.0, 1.0: seeds[0].final, 2.0: math.inf}
+    return results.Entry(recipe, 1.0, sweep, 0, list(seeds), 0, seconds)
 
 
 @pytest.fixture

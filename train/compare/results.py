@@ -38,14 +38,19 @@ class Entry:
 
     recipe: Recipe
     lr: float
-    inside: bool  # the best rate has a worse one on both sides
     sweep: dict[float, float]  # {rate: final loss of seed 0}; inf = diverged
     num_untried: int  # rates that the sweep still needs
     curves: list[Curve]  # of each seed that did not diverge
     num_diverged: int  # seeds that did
-    best: Spread
-    final: Spread
     seconds_per_step: float | None  # median; None = not measured
+
+    @property
+    def best(self) -> Spread:
+        return Spread.of([c.best for c in self.curves])
+
+    @property
+    def final(self) -> Spread:
+        return Spread.of([c.final for c in self.curves])
 
     @property
     def curve(self) -> Curve:
@@ -88,26 +93,16 @@ def entries(study: Study, folder: Path) -> list[Entry]:
     path, again = folder / "timing.json", "seconds: measure again, --only timing"
     timing = read_json(path, Timing, again) if path.exists() else {}
     found = []
-    for name in study.grids:
+    for name, recipe in study.recipes.items():
         sweep = sweep_of(name, scores)
         if not sweep or math.isinf(sweep[lr := best_rate(sweep)]):
             continue
         seeds = [Run(name, lr, seed) for seed in range(study.num_seeds)]
         mine = [curves[r] for r in seeds if r in curves and scores[r] < math.inf]
-        found.append(
-            Entry(
-                study.recipes[name],
-                lr,
-                is_inside(sweep),
-                sweep,
-                len(next_rates(study.grids[name], sweep)),
-                mine,
-                sum(scores.get(run) == math.inf for run in seeds),
-                Spread.of([c.best for c in mine]),
-                Spread.of([c.final for c in mine]),
-                median(timing[name]) if name in timing else None,
-            )
-        )
+        untried = len(next_rates(study.grids[name], sweep))
+        diverged = sum(scores.get(run) == math.inf for run in seeds)
+        seconds = median(timing[name]) if name in timing else None
+        found.append(Entry(recipe, lr, sweep, untried, mine, diverged, seconds))
     return sorted(found, key=lambda e: e.final.mean)
 
 
@@ -126,7 +121,7 @@ def rows(found: list[Entry], steps: int) -> list[Row]:
             Row(
                 name=e.recipe.name,
                 lr=e.lr,
-                inside=e.inside,
+                inside=is_inside(e.sweep),
                 num_rates=len(e.sweep),
                 num_untried=e.num_untried,
                 num_seeds=len(e.curves),

@@ -97,15 +97,13 @@ class Session:
             self.running.remove(child)
             self._show(child)
             run, folder = child.run, self.folder / "runs" / child.run.path
-            curve, code = (
-                curves.load(folder, self.study.steps),
-                child.process.returncode,
-            )
+            curve = curves.load(folder, self.study.steps)
             if curve is None:  # what fails after the last validation costs nothing
                 self.failed.add(run)
                 self.say(
-                    f"{run}: FAILED (exit code {code}), tried again by the next call; "
-                    f"the end of {child.console}:\n{child.last_lines()}"
+                    f"{run}: FAILED (exit code {child.process.returncode}), tried "
+                    f"again by the next call; the end of {child.console}:\n"
+                    f"{child.last_lines()}"
                 )
                 continue
             curves.keep_last_checkpoint(folder)

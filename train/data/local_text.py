@@ -19,7 +19,6 @@ NOT_SOURCE = {
     "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages",
     "__pycache__",
 }  # fmt: skip
-BATCH_CHARACTERS = 1 << 20
 
 
 def standard_library() -> list[Path]:
@@ -83,7 +82,8 @@ class LocalText:
         """Write train.bin and val.bin; return what they hold."""
         bar = tqdm(self._files, desc="tokenize", unit="file", disable=None)
         pieces = self._split((read(path) for path in bar), self._fraction)
-        ids = encoded(_batches(pieces), coder.name, processes=processes)
+        batches = ((split, [text]) for split, text in pieces if text)
+        ids = encoded(batches, coder.name, processes=processes)
         paths = {split: work / MADE / f"{split}.bin" for split in SPLITS}
         with ExitStack() as stack:
             files = {s: stack.enter_context(paths[s].open("wb")) for s in SPLITS}
@@ -100,17 +100,3 @@ class LocalText:
                     "files, or another --val-fraction"
                 )
         return Meta(coder.name, coder.vocab_size, self.request, **splits)
-
-
-def _batches(pieces: Iterator[tuple[str, str]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (split, texts): pieces of one split in their order, about a megabyte at a
-    time; empty ones left out.
-    """
-    waiting: dict[str, list[str]] = {split: [] for split in SPLITS}
-    for split, text in pieces:
-        if text:
-            waiting[split].append(text)
-        if sum(map(len, waiting[split])) >= BATCH_CHARACTERS:
-            yield split, waiting[split]
-            waiting[split] = []
-    yield from ((split, texts) for split, texts in waiting.items() if texts)

@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from train.data.hub import Place
-from train.data.shards import Documents, Ledger, tokenise
+from train.data.shards import Ledger, tokenise
 from train.data.token_files import Split, Stream, open_shard, read_content
 from train.data.tokenizers import GPT2, Tokenizer
 from train.data.tokens import SPLITS, Meta
@@ -50,9 +50,9 @@ class FineWebEdu:
     ) -> None:
         if dataset is None:
             dataset, subset = FINEWEB_EDU, subset or list(SUBSETS)[-1]
-        num_documents = SUBSETS.get(subset) if dataset == FINEWEB_EDU else None
-        place = Place(dataset, subset, num_documents=num_documents)
-        self._documents = Documents(place, True, shard_tokens)
+        known = SUBSETS.get(subset) if dataset == FINEWEB_EDU else None
+        place = Place(dataset, subset, num_documents=known)
+        self._place, self._shard_tokens = place, shard_tokens
         own = {"source": "fineweb-edu", "shard_tokens": shard_tokens}
         self.request = self.plan = own | place.identity()
 
@@ -63,30 +63,32 @@ class FineWebEdu:
             split = "train" if number else "val"
             return work / MADE / f"fineweb_{split}_{number:06d}.bin"
 
-        ledger = tokenise(self._documents, work, path_of, coder, processes)
+        each = dict(mark_first=True, shard_tokens=self._shard_tokens)
+        ledger = tokenise(self._place, work, path_of, coder, processes, **each)
         if len(ledger.shards) < 2:
             raise UserError(
-                f"got {sum(s.tokens for s in ledger.shards):,} tokens, expected more "
-                f"than one shard of {self._documents.shard_tokens:,}: the first is "
-                f"held out; delete {work}, and give a smaller --shard-tokens"
+                f"got {ledger.num_tokens:,} tokens, expected more than one shard of "
+                f"{self._shard_tokens:,}: the first is held out; delete {work}, and "
+                "give a smaller --shard-tokens"
             )
-        splits = {}
-        for split, part in (("train", slice(1, None)), ("val", slice(1))):
-            numbered = list(enumerate(ledger.shards))[part]
-            checksums = {path_of(number).name: s.sha256 for number, s in numbered}
-            splits[split] = Split(
-                sum(s.tokens for _, s in numbered),
-                sum(s.text_bytes for _, s in numbered),
-                _digest(checksums),
-                checksums,
-            )
+        shards = {path_of(i).name: shard for i, shard in enumerate(ledger.shards)}
+        first = next(iter(shards))
+        splits = {"val": _joined({first: shards.pop(first)}), "train": _joined(shards)}
         return _meta(self.request, ledger, coder, splits)
 
 
-def _digest(shards: dict[str, str]) -> str:
-    """Return one checksum of the list of them, as ``sha256sum`` would print it."""
-    listing = "".join(f"{digest}  {name}\n" for name, digest in shards.items())
-    return hashlib.sha256(listing.encode()).hexdigest()
+def _joined(shards: dict[str, Split]) -> Split:
+    """Return several shards as one split, whose checksum is that of their list, as
+    ``sha256sum`` would print it.
+    """
+    checksums = {name: shard.sha256 for name, shard in shards.items()}
+    listing = "".join(f"{digest}  {name}\n" for name, digest in checksums.items())
+    return Split(
+        sum(shard.tokens for shard in shards.values()),
+        sum(shard.text_bytes for shard in shards.values()),
+        hashlib.sha256(listing.encode()).hexdigest(),
+        checksums,
+    )
 
 
 class OpenWebText:
@@ -111,7 +113,7 @@ class OpenWebText:
             place = Place(OPENWEBTEXT, subset, REVISION, NUM_DOCUMENTS)
         else:
             place = Place(dataset, subset)
-        self._documents = Documents(place, False, shard_tokens)
+        self._place, self._shard_tokens = place, shard_tokens
         own = {"source": "openwebtext", "val_fraction": val_fraction, "seed": SEED}
         self.request = own | place.identity()
         self.plan = {**self.request, "shard_tokens": shard_tokens}
@@ -124,7 +126,8 @@ class OpenWebText:
         def path_of(number: int) -> Path:
             return folder / f"{number:06d}.bin"
 
-        ledger = tokenise(self._documents, work, path_of, coder, processes)
+        each = dict(mark_first=False, shard_tokens=self._shard_tokens)
+        ledger = tokenise(self._place, work, path_of, coder, processes, **each)
         stream = Stream([open_shard(path) for path in sorted(folder.glob("*.bin"))])
         ends = document_ends(stream, coder.end_of_text)
         if len(ends) != ledger.documents:
