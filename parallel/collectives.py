@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from marsopt import Matrices, NewtonSchulz
 
+from .agreement import Agreement
 from .cut import Cut, cut_of
 from .exchange import unflatten
 from .layout_cache import LayoutCache
@@ -82,6 +84,7 @@ class MeshCollectives:
         self._reductions: LayoutCache[list[Reduction]] = LayoutCache()
         self._line_reductions: LayoutCache[list[LineReduction]] = LayoutCache()
         self._partitions: LayoutCache[Partition] = LayoutCache()
+        self._agreement = Agreement()
 
     def local(self, tensor: Tensor) -> Tensor:
         """Return this rank's piece, sharing storage.
@@ -150,17 +153,30 @@ class MeshCollectives:
 
     # ---- sum -----------------------------------------------------------------------
 
-    def sum(self, sums: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+    def sum(
+        self, sums: Tensor, leaves: Sequence[Tensor], alike: str | None = None
+    ) -> Tensor:
         """Sum ``sums`` (len(leaves), K) over the shards of each leaf.
 
         What is replicated counts once, and is taken from the first rank of an axis that
         is summed over anyway, so that all ranks go on with the same numbers. Replicas
         (HSDP) are taken to hold the same gradients, as FSDP2 leaves them.
 
+        Where ranks that sum together differ in ``alike``, the sums are NaN, which voids
+        a step. Replicas do not sum, so that of them each set of shards is compared by
+        itself.
+
         Raises:
-            RuntimeError: at the first call with a list, ranks that hold different ones.
+            RuntimeError: at the first call with a list, ranks that hold different ones;
+                ``alike`` differs, on a GPU at one of the next calls.
         """
-        for reduction in self._reductions.of(leaves, (), self._find_reductions):
+        reductions = self._reductions.of(leaves, (), self._find_reductions)
+        told = None
+        if alike is not None and reductions:
+            self._agreement.check(alike)
+            num_ranks = math.prod(r.group.size() for r in reductions)
+            told = self._agreement.rows(alike, num_ranks, sums)
+        for reduction in reductions:
             part = sums
             if reduction.rows is not None:
                 part = sums[reduction.rows]
@@ -168,13 +184,21 @@ class MeshCollectives:
                 # another rank contributes, but what is not finite here is heard
                 silent = torch.where(torch.isfinite(part), 0.0, torch.nan)
                 part = torch.where(reduction.contributes[:, None], part, silent)
-            part = part.contiguous()
+            part = part.contiguous() if told is None else torch.cat([part, told])
             dist.all_reduce(part, group=reduction.group)
+            if told is not None:
+                part, told = part.split([len(part) - len(told), len(told)])
             if reduction.rows is None:
                 sums = part
             else:
                 sums = sums.index_copy(0, reduction.rows, part)
-        return sums
+        if told is None:
+            return sums
+        return self._agreement.judged(sums, told, num_ranks, alike)
+
+    def still_agree(self, alike: str) -> None:
+        """Raise where a ``sum`` on a GPU is known to have found ranks that differ."""
+        self._agreement.check(alike)
 
     def _find_reductions(self, leaves: Sequence[Tensor]) -> list[Reduction]:
         """Return the all-reduces of ``sum`` for one list of leaves."""

@@ -301,7 +301,7 @@ def test_a_failed_run_is_told_and_costs_no_other(comparison):
     assert "tiny_adamw lr 0.004 seed 0: FAILED (exit code 1), tried again by" in said
     assert "IsADirectoryError" in said
     assert "tiny_mars_adamw lr 0.006 seed 0: starts" in said
-    assert "stopped: the same command continues" in said
+    assert "stopped before its end: run the same command again" in said
     assert 0 < step < STEPS
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.corpora import MARK, documents, llmc_files, nanogpt_files, write_corpus
+from train import errors
 from train.data import hub, web_text
 from train.data.encoding import encoded
 from train.data.hub import Corpus, Place
@@ -389,8 +390,9 @@ def test_an_interrupt_is_one_line(tmp_path, corpus, monkeypatch, capsys):
     command += ["--dataset", str(corpus), "--out", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit, match="130"):
-        main()
-    assert capsys.readouterr().err == "stopped: the same command goes on from here\n"
+        errors.command(main)
+    said = "stopped before its end: run the same command again\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_full_disk_is_one_line(tmp_path, corpus, monkeypatch):

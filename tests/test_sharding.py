@@ -334,7 +334,8 @@ def test_collectives_and_bytes_are_those_of_the_plan():
     for calls, _, _ in results:
         reduced = [size for what, size in calls if what == "all_reduce"]
         assert len(reduced) == 1
-        assert reduced[0] == 6 * 4 * 4  # leaves x numbers x float32
+        # leaves, and rows by which ranks compare hyperparameters, x numbers x float32
+        assert reduced[0] == (6 + 3) * 4 * 4
         sent = [size for what, size in calls if what == "all_to_all"]
         assert len(sent) == 2 * plan.num_buckets
         assert plan.num_buckets <= 2

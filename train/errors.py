@@ -34,8 +34,9 @@ def command(main: Callable[[], None]) -> None:
     """
     try:
         for given in sys.argv:
-            if given != given.encode(errors="ignore").decode():
-                raise UserError(f"got {given!a}, expected UTF-8: write it so")
+            text = given.encode(errors="ignore").decode()
+            if text != given or given.endswith("=--"):  # of which argparse makes []
+                raise UserError(f"got {given!a}, expected text in UTF-8: change it")
         main()
     except UserError as error:
         _end(f"error: {error}", 2)

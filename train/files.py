@@ -15,6 +15,7 @@ from train.errors import UserError
 
 T = TypeVar("T")
 
+DEEPEST = 200  # folders in each other: pathlib makes them by recursion
 PLAN, LEDGER, MADE = "plan.json", "ledger.json", "made"
 
 
@@ -64,9 +65,10 @@ def read_json(path: Path, kind: type[T], expected: str, extra: str = "forbid") -
 
 def check_folder(option: str, path: Path) -> bool:
     """Check that the path of an option is no file; return whether it holds anything."""
-    if path.exists() and not path.is_dir():
+    if len(path.parts) > DEEPEST or (path.exists() and not path.is_dir()):
         raise UserError(
-            f"got {option} {path}, which is a file, expected a folder: choose another"
+            f"got {option} {path}, which is a file or below more than {DEEPEST} others,"
+            " expected a folder: choose another"
         )
     return path.exists() and any(path.iterdir())
 

@@ -14,6 +14,7 @@ from train.gpt2 import num_flops_per_token, tensor_sizes
 from train.pictures import picture
 
 SWEEP = [2**i for i in range(13)]
+PICTURES = (".png", ".pdf", ".svg")
 MOST_RANKS = 2**16  # as many as are planned in seconds
 
 
@@ -130,6 +131,8 @@ def main() -> None:
     add("--sweep", action="store_true", help="1 to 4096 ranks")
     add("--picture", type=Path, default=Path("sweep.png"))
     args = parser.parse_args()
+    if args.picture.suffix not in PICTURES:
+        raise UserError(f"got --picture {args.picture}, expected one of {PICTURES}")
     check_least(1, MOST_RANKS, ranks=args.ranks, replicas=args.replicas)
     rates = dict(link_gbps=args.link_gbps, tflops=args.tflops)
     check_least(1e-3, **rates, memory_gbs=args.memory_gbs)

@@ -3,7 +3,6 @@
 import argparse
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -48,31 +47,28 @@ def choose(
             "0.05 holds out a twentieth"
         )
     check_least(1, shard_tokens=shard_tokens)  # to the most that a header holds
-    if source != "text" and files:
-        raise UserError(
-            f"got {len(files)} files with --source {source}, expected none: use "
-            "--source text for files"
-        )
-    if source == "text" and not files:
-        raise UserError(
-            "got no files with --source text, expected at least one: name UTF-8 text "
-            "files at the end"
-        )
-    if source in ("text", "python"):
-        if dataset or subset:
-            raise UserError(
-                f"got --dataset or --subset with --source {source}, expected neither: "
-                "they are for openwebtext and fineweb-edu; leave them out"
-            )
+    local, held_out = source in ("text", "python"), source == "fineweb-edu"
+    for given, wrong, expected in (
+        (f"{len(files)} files", files and source != "text", "none: use --source text"),
+        ("no files", not files and source == "text", "UTF-8 files: name some"),
+        (
+            "--dataset or --subset",
+            local and (dataset is not None or subset is not None),
+            "neither: they are for openwebtext and fineweb-edu; leave them out",
+        ),
+        (
+            f"--val-fraction {val_fraction}",
+            held_out and val_fraction is not None,
+            "none: its first shard is held out; leave it out",
+        ),
+    ):
+        if wrong:
+            raise UserError(f"got {given} with --source {source}, expected {expected}")
+    if local:
         return LocalText(source, list(files), val_fraction or 0.05)
-    if source == "openwebtext":
-        return OpenWebText(dataset, subset, val_fraction or VAL_FRACTION, shard_tokens)
-    if val_fraction is not None:
-        raise UserError(
-            f"got --val-fraction {val_fraction} with --source fineweb-edu, expected "
-            "none: its first shard is held out; leave it out"
-        )
-    return FineWebEdu(dataset, subset, shard_tokens)
+    if held_out:
+        return FineWebEdu(dataset, subset, shard_tokens)
+    return OpenWebText(dataset, subset, val_fraction or VAL_FRACTION, shard_tokens)
 
 
 def prepare(
@@ -170,11 +166,7 @@ def main() -> None:
     name = options.pop("tokenizer") or SOURCES[args.source]
     if args.processes is None:
         args.processes = 1 if name == "bytes" else len(os.sched_getaffinity(0))
-    try:
-        meta = prepare(tokenizer_name=name, **options)
-    except KeyboardInterrupt:
-        print("stopped: the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
+    meta = prepare(tokenizer_name=name, **options)
     counts = {what: meta.source.get(what) for what in ("documents", "files")}
     of = [f"{n:,} {what}" for what, n in counts.items() if isinstance(n, int)]
     print(

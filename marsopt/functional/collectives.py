@@ -48,10 +48,16 @@ class Collectives(Protocol):
     def agree(self, what: str) -> None:
         """Raise on every rank unless all were given the same ``what``."""
 
-    def sum(self, partial: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+    def sum(
+        self, partial: Tensor, leaves: Sequence[Tensor], alike: str | None = None
+    ) -> Tensor:
         """Sum ``partial`` (len(leaves), K) over the shards of each leaf; what is
-        replicated counts once.
+        replicated counts once. Where ranks differ in ``alike``, the sums are NaN, and
+        all of them raise, then or at a later call.
         """
+
+    def still_agree(self, alike: str) -> None:
+        """Raise where a ``sum`` is known to have found ranks that differ."""
 
     def sum_along(
         self, parts: Sequence[Tensor], leaves: Sequence[Tensor], lines: Lines
@@ -106,8 +112,13 @@ class LocalCollectives:
     def agree(self, what: str) -> None:
         pass
 
-    def sum(self, partial: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+    def sum(
+        self, partial: Tensor, leaves: Sequence[Tensor], alike: str | None = None
+    ) -> Tensor:
         return partial
+
+    def still_agree(self, alike: str) -> None:
+        pass
 
     def sum_along(
         self, parts: Sequence[Tensor], leaves: Sequence[Tensor], lines: Lines

@@ -269,6 +269,7 @@ def step(
     max_norm: Number | None,
     collectives: Collectives,
     live: Tensor | None = None,
+    alike: str | None = None,
     kernels: PureKernels = PURE,
 ) -> Done:
     """Take the whole step.
@@ -279,6 +280,7 @@ def step(
         max_norm: threshold of the global gradient norm; None = off.
         collectives: who sums over shards and orthogonalizes.
         live: as in ``assess``.
+        alike: what has to be the same on all ranks; else the step is void.
         kernels: who computes.
     """
     stacks = [stack for group in groups for stack in group.stacks]
@@ -286,7 +288,7 @@ def step(
     for stack, part in zip(stacks, leaves, strict=True):
         every += repeated(part, stack.num_clipped)
     sums, decision = kernels.assess(
-        groups, live, max_norm, lambda partial: collectives.sum(partial, every)
+        groups, live, max_norm, lambda partial: collectives.sum(partial, every, alike)
     )
     scales = per_stack(groups, decision)
     moved, matrices = kernels.update(stacks, scales)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsopt.functional.named import Routing, route
+from marsopt.functional.named import MATRICES, Routing, route
 from marsopt.functional.step_types import scalar_dtype
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
@@ -18,6 +18,8 @@ from marsopt.rules.checks import Number
 SCALARS = ("eps", "weight_decay", "gamma", "clip", "weight_decay_1d")
 PAIRS = ("betas", "betas_1d")
 RATES = ("lr", "lr_1d", "base_lr")
+# What, when it changes in a group, changes formulas and not only their numbers.
+STRUCTURE = ("mars_type", "optimize_1d", "amsgrad", "epsilon_hat", *MATRICES)
 
 
 def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> Routing:
@@ -64,8 +66,9 @@ class DeviceHyperparameters:
         )
         self.refresh()
 
-    def refresh(self) -> None:
-        """Take over what has changed in the group since the last call.
+    def refresh(self) -> bool:
+        """Take over what has changed in the group since the last call; return whether
+        a number has.
 
         Raises:
             ValueError: a value out of its range.
@@ -94,6 +97,13 @@ class DeviceHyperparameters:
             own = now["gamma_1d"]
             _set(self.gamma_1d, now["gamma"] if own is None else own)
         self._seen = now
+        return any(not _holds_tensor(now[key]) for key in changed)
+
+    def told(self) -> str:
+        """Return what ranks have to have alike, but for tensors."""
+        fixed = {key: self._group.get(key) for key in STRUCTURE}
+        numbers = {k: v for k, v in self._seen.items() if not _holds_tensor(v)}
+        return repr({key: _plain(v) for key, v in (numbers | fixed).items()})
 
     def _rate_1d(self) -> Number:
         lr, base = self._group["lr"], self._group["base_lr"]
@@ -106,6 +116,13 @@ class DeviceHyperparameters:
                 "add the group with its peak lr, or set group['base_lr'] to it"
             )
         return 0.0 * lr
+
+
+def _plain(value: Any) -> Any:
+    """Return equal numbers as one type, for their text to be equal."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return value if value is None or isinstance(value, bool | str) else float(value)
 
 
 def _holds_tensor(value: Any) -> bool:

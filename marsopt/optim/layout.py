@@ -12,19 +12,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from marsopt.functional.named import MATRICES
 from marsopt.functional.stacks import adjacent, repeated
 from marsopt.functional.step_types import Decision, RuleGroup, Stack
 from marsopt.optim import buckets
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.calls import should_stack
 from marsopt.optim.groups import check_matrices, label, labels
-from marsopt.optim.hyperparameters import DeviceHyperparameters
+from marsopt.optim.hyperparameters import STRUCTURE, DeviceHyperparameters
 from marsopt.optim.state_dict import State, forget_strangers, own
 from marsopt.rules.algorithm import working
-
-# What, when it changes in a group, changes formulas and not only their numbers.
-STRUCTURE = ("mars_type", "optimize_1d", "amsgrad", "epsilon_hat", *MATRICES)
 
 
 def _structure(groups: Sequence[dict[str, Any]]) -> list[tuple]:
@@ -79,6 +75,7 @@ class Layout:
         self._scratch: dict[tuple[int, str], tuple[Tensor, tuple[Tensor, ...]]] = {}
         self._away: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._moved: list[Tensor] = []
+        self._told: str | None = None  # the groups' numbers
         self._forms = [(x.shape, x.device, x.dtype) for x in self.params]
         with torch.no_grad():  # now, so that no address changes in the first step
             for bucket in self.buckets:
@@ -170,8 +167,9 @@ class Layout:
         Raises:
             ValueError: a hyperparameter out of its range.
         """
-        for hyper in self._hyper:
-            hyper.refresh()
+        refreshed = [hyper.refresh() for hyper in self._hyper]  # all of them
+        if any(refreshed):
+            self._told = None
         copies: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._away, self._moved = ([], []), []
         number, live, found = 0, [], []
@@ -188,6 +186,12 @@ class Layout:
         # one transfer, which the host does not wait for
         flags = torch.tensor(live).to(self.params[0].device, non_blocking=True)
         return found, flags
+
+    def told(self) -> str:
+        """Return the groups' numbers in the last ``gather``, for ranks to compare."""
+        if self._told is None:
+            self._told = ", ".join(hyper.told() for hyper in self._hyper)
+        return self._told
 
     def _stack(
         self, number: int, bucket: ParameterBucket, copies, live: list[bool]

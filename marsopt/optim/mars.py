@@ -191,7 +191,10 @@ class MARS(LayoutOptimizer):
                 something out of its range.
             RuntimeError: exact MARS without its protocol (``update_previous_grad``);
                 transport in eval mode; an exception has broken off a step before (see
-                ``load_state_dict``).
+                ``load_state_dict``); hyperparameters that are numbers (those that are
+                tensors are not compared) differ between the ranks that shard
+                parameters, which then raise all, on GPUs some steps later: nothing has
+                changed.
             FloatingPointError: a gradient that is not finite, with
                 ``nonfinite="raise"``; nothing has changed.
         """
@@ -215,12 +218,16 @@ class MARS(LayoutOptimizer):
             self._ahead.begin(layout.buckets, self.state)
         with named_range("marsopt: gather"):
             groups, live = layout.gather()
+        collectives, alike = self._options["collectives"], None
+        if collectives is not LOCAL:
+            alike = f"{layout.told()}, max_norm={self.max_norm}"
         _, decision, sums = step(
             groups,
             layout.leaves,
             max_norm=self._max_norm,
-            collectives=self._options["collectives"],
+            collectives=collectives,
             live=live,
+            alike=alike,
             kernels=self._kernels,  # which note the first write
         )
         with named_range("marsopt: scatter"):
@@ -232,6 +239,7 @@ class MARS(LayoutOptimizer):
         bad = self._options["nonfinite"] == "raise" and not decision.finite
         self._writes.end()
         if bad:
+            collectives.still_agree(alike)
             raise FloatingPointError(layout.blame(sums))
         return loss
 

@@ -71,6 +71,9 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ValueError: something that cannot be profiled here.
     """
+    for name, value in vars(args).items():
+        if value == []:  # argparse's, of --rule=--
+            raise ValueError(f"got --{name}=--, expected a value: give one")
     for name, most in MOST.items():
         value = getattr(args, name)
         if not 1 <= value <= most:

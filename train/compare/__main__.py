@@ -156,12 +156,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # background shells ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        complete = compare(arguments(sys.argv[1:]))
-    except KeyboardInterrupt:
-        print("\nstopped: the same command continues", file=sys.stderr)
-        sys.exit(130)
-    sys.exit(0 if complete else 1)
+    sys.exit(0 if compare(arguments(sys.argv[1:])) else 1)
 
 
 if __name__ == "__main__":

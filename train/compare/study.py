@@ -182,9 +182,9 @@ def _resolved(name: str, options: Sequence[str]):
     than the data holds out.
     """
     config = parse([*command_line(name), *options])
-    batch = config.training.local_batch_size
+    batch = max(config.training.local_batch_size, 1)
     held_out = read_meta(held_out_folder(config)).val
-    windows = (held_out.tokens - 1) // config.training.seq_len
+    windows = (held_out.tokens - 1) // max(config.training.seq_len, 1)
     samples = min(config.validator.samples, windows // batch * batch)
     config.validator.samples = max(samples, batch)
     resolve(config, 1)

@@ -16,9 +16,7 @@ from train.files import replacing
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]  # as meta.json may give it
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Name = Annotated[
-    str, Field(pattern=r"^[^/\x00]+\.bin$")
-]  # of a file in the same folder
+Name = Annotated[str, Field(pattern=r"^[^/\x00]+\.bin$")]  # of a file beside it
 
 # llm.c, dev/data/data_common.py: 256 int32, then the tokens
 HEADER_BYTES, MAGIC, VERSION = 1024, 20240520, 1

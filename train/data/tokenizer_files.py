@@ -83,7 +83,7 @@ class FromFolder:
     def __init__(self, folder: Path) -> None:
         import tokenizers
 
-        path = folder / self.name
+        path = self._path = folder / self.name
         if not path.exists():
             raise UserError(
                 f"got no {path}, expected the folder's tokenizer: export it again "
@@ -100,7 +100,13 @@ class FromFolder:
         self.end_of_text = self._coder.token_to_id(END_OF_TEXT)
 
     def encode(self, text: str) -> list[int]:
-        return self._coder.encode(text, add_special_tokens=False).ids
+        try:
+            return self._coder.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # as above
+            raise UserError(
+                f"got a text that {self._path} cannot encode ({error}), expected other "
+                "text: change it"
+            ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._coder.decode([i for i in ids if i < self.vocab_size])

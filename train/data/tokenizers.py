@@ -51,16 +51,11 @@ class GPT2:
             import tiktoken
 
             self._encoding = tiktoken.get_encoding("gpt2")
-        except ImportError as error:
-            raise UserError(
-                "got no package tiktoken, expected it for --tokenizer gpt2: pip "
-                "install tiktoken"
-            ) from error
         except Exception as error:  # tiktoken passes on whatever its download ran into
             raise UserError(
                 f"got {type(error).__name__} while loading GPT-2's vocabulary, expected"
-                " a network or a cache: set TIKTOKEN_CACHE_DIR to a folder that holds "
-                "it, or use --tokenizer bytes"
+                " tiktoken with a network or a cache: pip install tiktoken, set "
+                "TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bytes"
             ) from error
 
     @property

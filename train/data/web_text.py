@@ -83,9 +83,10 @@ def _joined(shards: dict[str, Split]) -> Split:
     """
     checksums = {name: shard.sha256 for name, shard in shards.items()}
     listing = "".join(f"{digest}  {name}\n" for name, digest in checksums.items())
+    text_bytes = [shard.text_bytes for shard in shards.values()]
     return Split(
         sum(shard.tokens for shard in shards.values()),
-        sum(shard.text_bytes for shard in shards.values()),
+        None if None in text_bytes else sum(text_bytes),
         hashlib.sha256(listing.encode()).hexdigest(),
         checksums,
     )

@@ -1,0 +1,100 @@
+"""Whether all ranks were told the same, by numbers that ride on an all-reduce which is
+made anyway.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+NUM_BITS = 48  # of the digest: ranks that differ by chance pass for equal once in 2^48
+
+
+class Agreement:
+    """Adds rows to what ranks sum up: the chunks c of a digest, and their squares.
+
+    All n ranks have the same chunk if and only if n sum(c^2) = (sum c)^2
+    (Cauchy-Schwarz), and every rank finds the same from the same sums. Chunks are so
+    small that both sums are exact in the dtype of the all-reduce.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple, Tensor] = {}
+        self._same: Tensor | None = None  # 0-D bool on a GPU: all that was found
+        self._copy: Tensor | None = None  # of it, on the host, after ``_copied``
+        self._copied: torch.cuda.Event | None = None
+
+    def rows(self, what: str, num_ranks: int, like: Tensor) -> Tensor | None:
+        """Return rows of the width of ``like``, to be summed beside it; None where a
+        CUDA graph is captured, which must not take them from the host.
+        """
+        key = what, num_ranks, like.shape[1], like.dtype, like.device
+        if key not in self._known:
+            if like.is_cuda and torch.cuda.is_current_stream_capturing():
+                return None
+            if len(self._known) > 8:  # of schedules that have passed
+                self._known.clear()
+            rows = _rows(what, num_ranks, like.shape[1], like.dtype)
+            self._known[key] = rows.to(like.device, non_blocking=True)
+        return self._known[key]
+
+    def judged(self, sums: Tensor, rows: Tensor, num_ranks: int, what: str) -> Tensor:
+        """Return ``sums``, or NaN where the complete ``rows`` show that ranks differ.
+
+        Raises:
+            RuntimeError: they do, on a CPU; on a GPU, for which the host does not wait,
+                ``check`` raises later.
+        """
+        totals, squares = rows.double().view(-1, 2).unbind(1)
+        same = (num_ranks * squares == totals.square()).all()
+        if not sums.is_cuda:
+            if not same:
+                raise _differ(what)
+            return sums
+        self._note(same)
+        return torch.where(same, sums, torch.nan)
+
+    def _note(self, same: Tensor) -> None:
+        if self._same is None:
+            self._same = torch.ones_like(same)
+        self._same.logical_and_(same)
+        if self._copied is None and not torch.cuda.is_current_stream_capturing():
+            self._copy = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._copy.copy_(self._same, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def check(self, what: str) -> None:
+        """Check what was found on a GPU before, as far as the host knows it.
+
+        Raises:
+            RuntimeError: ranks differed.
+        """
+        if self._copied is None or torch.cuda.is_current_stream_capturing():
+            return
+        if self._copied.query():
+            self._copied = None
+            if not self._copy:
+                self._same = None
+                raise _differ(what)
+
+
+def _rows(what: str, num_ranks: int, width: int, dtype: torch.dtype) -> Tensor:
+    exact = round(2 / torch.finfo(dtype).eps)  # whole numbers up to it are
+    bits = int(math.log2(exact // num_ranks) / 2)  # n times a square stays below
+    digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[: NUM_BITS // 8])
+    chunks = [digest >> at & (1 << bits) - 1 for at in range(0, NUM_BITS, bits)]
+    flat = [n for chunk in chunks for n in (chunk, chunk**2)]
+    flat += [0] * (-len(flat) % math.lcm(2, width))
+    return torch.tensor(flat, dtype=dtype).view(-1, width)
+
+
+def _differ(what: str) -> RuntimeError:
+    return RuntimeError(
+        "got hyperparameters that differ between the ranks of one mesh, expected the "
+        f"same everywhere (this rank has {what}): the step has changed nothing; set "
+        "them alike on every rank, schedules and max_norm too"
+    )
