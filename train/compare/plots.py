@@ -92,8 +92,8 @@ def _curves(
             ends.append((e, float(x[-1]), float(curve.losses[-1])))
         finals = [y for _, _, y in ends]
         low, high = min(finals), max(*finals, float(np.median(early)))
-        axes.set_ylim(low - 0.06 * (high - low), high + 0.04 * (high - low))
-        axes.set_xlim(0, max(x for _, x, _ in ends))
+        margins = low - 0.06 * (high - low), high + 0.04 * (high - low)
+        axes.set(xlim=(0, max(x for _, x, _ in ends)), ylim=margins)
         _label(axes, ends, looks)
 
 
@@ -133,9 +133,8 @@ def by_rate(found: list[Entry], path: Path) -> None:
             ring = dict(color=color, markersize=10, fillstyle="none")
             axes.plot(e.lr, chosen, "o", **ring)
             ends.append((e, e.lr, min(high, chosen)))
-        axes.set_xscale("log")
+        axes.set(xscale="log", ylim=(low - 0.05 * (high - low), high))
         axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         axes.xaxis.set_minor_formatter(ticker.NullFormatter())
-        axes.set_ylim(low - 0.05 * (high - low), high)
         _label(axes, ends, looks)

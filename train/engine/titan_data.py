@@ -54,25 +54,22 @@ class TokenLoader(BaseDataLoader):
         self,
         config: Config,
         *,
-        dp_world_size,
         dp_rank,
-        tokenizer,
+        dp_world_size,
         seq_len,
         local_batch_size,
         **kwargs,
     ) -> None:
+        folder, vocab = Path(config.dataset_path), config.vocab_size
         # the launcher has verified checksums once
-        folder, vocab_size = Path(config.dataset_path), config.vocab_size
-        tokens, _ = open_tokens(
-            folder, config.split, vocab_size=vocab_size, verify=False
-        )
+        tokens, _ = open_tokens(folder, config.split, vocab_size=vocab, verify=False)
         self.batches = Batches(
             tokens,
             rank=dp_rank,
             world=dp_world_size,
             local_batch=local_batch_size,
             seq_len=seq_len,
-            vocab_size=vocab_size,
+            vocab_size=vocab,
             seed=config.seed,
             consecutive=config.split != "train",
         )

@@ -67,11 +67,8 @@ class MarsTrainer(Trainer):
 
     def _schedule_gamma(self) -> None:
         """Set gamma for this step."""
-        kind, groups = (
-            self.config.optimizer.gamma_decay,
-            self.optimizers.mars.param_groups,
-        )
-        moving = [group for group in groups if group["base_lr"] > 0]
+        kind = self.config.optimizer.gamma_decay
+        moving = [g for g in self.optimizers.mars.param_groups if g["base_lr"] > 0]
         if kind == "with_lr" and moving:  # one schedule for all of them
             self.optimizers.scale_gamma(moving[0]["lr"] / moving[0]["base_lr"])
         elif kind == "last_quarter":
@@ -86,13 +83,9 @@ class MarsTrainer(Trainer):
         loader of its own reads one global batch ahead, so that the state of the real
         one stays what training has consumed.
         """
-        training = self.config.training
-        batches = self._ahead.batches
-        per_step = (
-            self.gradient_accumulation_steps * training.local_batch_size * batches.world
-        )
-        batches.samples = self.dataloader.batches.samples + per_step
-        tokens = torch.tensor(per_step * training.seq_len, device=self.device)
+        batches, ahead = self._ahead.batches, self.config.training.global_batch_size
+        batches.samples = self.dataloader.batches.samples + ahead
+        tokens = torch.tensor(ahead * batches.seq_len, device=self.device)
         self.optimizers.zero_grad(set_to_none=True)
         seen = self.ntokens_seen
         for _ in range(self.gradient_accumulation_steps):
