@@ -109,9 +109,7 @@ def workspace(out: Path, plan: dict | None = None) -> Iterator[Path]:
 
 @contextmanager
 def made_whole(out: Path) -> Iterator[Path]:
-    """Yield a folder that becomes ``out``, which has to be free, when the block ends
-    well.
-    """
+    """Yield a folder that becomes ``out``, if that is free and the block ends well."""
     if check_folder("--out", out):
         raise UserError(
             f"got --out {out}, which is not empty, expected an empty or new folder: "
@@ -122,9 +120,7 @@ def made_whole(out: Path) -> Iterator[Path]:
 
 
 def lock(file: int) -> bool:
-    """Lock a file or folder for as long as it is open; return False where another
-    process holds it.
-    """
+    """Lock an open file or folder; return False where another process holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -57,19 +57,14 @@ def _label(axes, ends: list[tuple[Entry, float, float]], looks: dict) -> None:
     heights = spread_out([y for _, _, y in ends], 0.042 * (high - low))
     right = axes.get_xlim()[1]
     for (e, x, y), height in zip(ends, heights, strict=True):
-        color, corrects = looks[e.recipe.name]["color"], e.recipe.corrects
+        color = looks[e.recipe.name]["color"]
         line = dict(arrowstyle="-", color=color, linewidth=0.6, linestyle=":")
-        axes.annotate(
-            f"{e.recipe.name}  {y:.3f}",
-            xy=(x, y),
-            xytext=(right * 1.025, height),
-            color=color if corrects else "0.35",
-            weight="bold" if corrects else "normal",
-            fontsize=8,
-            va="center",
-            annotation_clip=False,
-            arrowprops=dict(**line, relpos=(0, 0.5), shrinkA=0, shrinkB=0),
-        )
+        line |= dict(relpos=(0, 0.5), shrinkA=0, shrinkB=0)
+        text = dict(fontsize=8, va="center", annotation_clip=False, color="0.35")
+        if e.recipe.corrects:
+            text |= dict(color=color, weight="bold")
+        said, place = f"{e.recipe.name}  {y:.3f}", (right * 1.025, height)
+        axes.annotate(said, (x, y), place, arrowprops=line, **text)
 
 
 def _curves(

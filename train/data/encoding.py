@@ -8,23 +8,26 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import cache
 from typing import TypeVar
 
 import numpy as np
 
-from train.data.tokenizers import Tokenizer, tokenizer
+from train.data.tokenizers import tokenizer
 from train.errors import UserError
 
 Key = TypeVar("Key")
 
+_coder = cache(tokenizer)  # one in a process
 AHEAD = 4  # batches in flight per process: enough to bridge the opening of a file
 
 
-def encode(coder: Tokenizer, texts: Iterable[str], mark_first: bool) -> np.ndarray:
+def encode(name: str, texts: Iterable[str], mark_first: bool) -> np.ndarray:
     """Return (num_tokens,) uint16 of documents, each with an end-of-text token: after
     it, or before it with ``mark_first``.
     """
     ids: list[int] = []
+    coder = _coder(name)
     mark = [coder.end_of_text]
     for text in texts:
         document = coder.encode(text)
@@ -41,18 +44,17 @@ def encoded(
 ) -> Iterator[tuple[Key, np.ndarray]]:
     """Yield (key, token ids) of (key, texts), in order, a few batches read ahead."""
     if processes == 1:
-        coder = tokenizer(tokenizer_name)
         for key, texts in batches:
-            yield key, encode(coder, texts, mark_first)
+            yield key, encode(tokenizer_name, texts, mark_first)
         return
     # spawn: a fork would copy the threads' locks of the libraries that stream data
-    pool = ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), _begin, (tokenizer_name,)
-    )
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, spawn, _begin)
     pending: deque = deque()
     try:
         for key, texts in batches:
-            pending.append((key, pool.submit(_encode_here, texts, mark_first)))
+            ids = pool.submit(encode, tokenizer_name, texts, mark_first)
+            pending.append((key, ids))
             if len(pending) == AHEAD * processes:
                 done, ids = pending.popleft()
                 yield done, ids.result()
@@ -68,12 +70,10 @@ def encoded(
         pool.shutdown(cancel_futures=True)
 
 
-def _begin(tokenizer_name: str) -> None:
+def _begin() -> None:
     """Begin as a tokenising process."""
-    global _coder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _coder = tokenizer(tokenizer_name)
 
 
 def _leave_with_parent() -> None:
@@ -82,7 +82,3 @@ def _leave_with_parent() -> None:
     """
     multiprocessing.parent_process().join()
     os._exit(1)
-
-
-def _encode_here(texts: list[str], mark_first: bool) -> np.ndarray:
-    return encode(_coder, texts, mark_first)

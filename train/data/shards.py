@@ -115,9 +115,7 @@ def _cut(
     shard_tokens: int,
     meter: Meter,
 ) -> Iterator[np.ndarray]:
-    """Yield the tokens of each shard, valid until the next, the ledger saying where
-    that begins.
-    """
+    """Yield each shard's tokens, the ledger saying where the next one begins."""
     buffer, filled, skip = np.empty(shard_tokens, np.uint16), 0, ledger.skip
     done = ledger.documents
     for (position, before, documents), ids in batches:

@@ -39,9 +39,7 @@ def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def vocabulary(coder: Tokenizer) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return the pieces and merges of a tokenizer in GPT-2's letters; bytes have no
-    merges.
-    """
+    """Return a tokenizer's pieces and merges in GPT-2's letters; bytes merge none."""
     letter = letters()
 
     def spell(piece: bytes) -> str:

@@ -27,9 +27,7 @@ AGAIN = (
 
 @dataclass(frozen=True)
 class Meta:
-    """What meta.json says. ``source`` is what the files were made from, to recognise
-    them again.
-    """
+    """What meta.json says; by ``source``, what they are made of, files are known."""
 
     tokenizer: str
     vocab_size: Annotated[int, Field(ge=1, le=2**16)]  # of uint16

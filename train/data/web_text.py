@@ -1,6 +1,4 @@
-"""OpenWebText as nanoGPT prepares it, byte for byte, and FineWeb-Edu as llm.c and
-modded-nanogpt do.
-"""
+"""OpenWebText as nanoGPT prepares it, FineWeb-Edu as llm.c does, byte for byte."""
 
 import hashlib
 import math

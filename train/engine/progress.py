@@ -1,6 +1,4 @@
-"""What a run shows: a bar on a terminal, steady lines in a log; everything also goes to
-TensorBoard.
-"""
+"""What a run shows: a bar on a terminal, lines in a log; all goes to TensorBoard."""
 
 import logging
 import sys

@@ -122,11 +122,8 @@ class MarsOptimizers(MarsOptimizersContainer):
                     "epsilon_hat": self.mars_type in ONE_RATE,
                     "optimize_1d": False,
                 }
-            own = {
-                EMBEDDINGS: embeddings,
-                VECTORS: {"weight_decay": self.weight_decay_1d},
-                MATRICES: {},
-            }
+            vectors = {"weight_decay": self.weight_decay_1d}
+            own = {EMBEDDINGS: embeddings, VECTORS: vectors, MATRICES: {}}
             return [
                 ParamGroupConfig(
                     pattern=pattern, optimizer_name="MARS", optimizer_kwargs=kwargs
@@ -137,12 +134,11 @@ class MarsOptimizers(MarsOptimizersContainer):
 
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
         names = [n for part in model_parts for n, _ in part.named_parameters()]
+        given = {"MARS": config.options() | config.working()}
         config = replace(
             config,
             param_groups=config.groups(names),
-            optimizer_factory_kwargs_by_name={
-                "MARS": config.options() | config.working()
-            },
+            optimizer_factory_kwargs_by_name=given,
         )
         try:
             super().__init__(config, model_parts=model_parts)
@@ -196,18 +192,14 @@ class RateSchedule(LRSchedulersContainer):
             """Return the steps of wsd's decay: the given part of all steps, or a fifth
             as the MARS-M scripts.
             """
-            return round(
-                total * (0.2 if self.decay_ratio is None else self.decay_ratio)
-            )
+            ratio = 0.2 if self.decay_ratio is None else self.decay_ratio
+            return round(total * ratio)
 
         def build(self, *, optimizers, training_steps):
-            mars = optimizers.mars
+            peak = optimizers.mars.defaults["lr"]
             total = self.total_steps or training_steps
-            options = dict(
-                warmup=int(self.warmup_steps),
-                total=total,
-                floor=self.min_lr / mars.defaults["lr"] if mars.defaults["lr"] else 0.0,
-            )
+            floor = self.min_lr / peak if peak else 0.0
+            options = dict(warmup=int(self.warmup_steps), total=total, floor=floor)
             if self.kind == "wsd":
                 options["decay"] = self.decay_steps(total)
             return RateSchedule(optimizers, partial(SCHEDULES[self.kind], **options))

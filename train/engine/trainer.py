@@ -3,7 +3,7 @@ exact MARS, and gamma's schedule.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -36,13 +36,7 @@ class MarsTrainer(Trainer):
         self.optimizers.mars.max_norm = config.training.max_norm
         self._exact = config.optimizer.correction == "exact"
         if self._exact:
-            self._ahead = config.dataloader.build(
-                dp_world_size=self.dataloader.batches.world,
-                dp_rank=self.dataloader.batches.rank,
-                tokenizer=self.tokenizer,
-                seq_len=config.training.seq_len,
-                local_batch_size=config.training.local_batch_size,
-            )
+            self._ahead = replace(self.dataloader.batches)
 
     def train(self, told: Callable[[], bool] = lambda: False) -> None:
         """Train to the last step, or, once ``told`` says on some rank that this process
@@ -80,10 +74,10 @@ class MarsTrainer(Trainer):
         clips it by its own norm.
 
         It becomes h of the next step (mars.py of the authors: update_previous_grad). A
-        loader of its own reads one global batch ahead, so that the state of the real
-        one stays what training has consumed.
+        copy of the loader's batches is one global batch ahead, so that the loader's
+        state stays what training has consumed.
         """
-        batches, ahead = self._ahead.batches, self.config.training.global_batch_size
+        batches, ahead = self._ahead, self.config.training.global_batch_size
         batches.samples = self.dataloader.batches.samples + ahead
         tokens = torch.tensor(ahead * batches.seq_len, device=self.device)
         self.optimizers.zero_grad(set_to_none=True)

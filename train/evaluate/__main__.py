@@ -1,6 +1,4 @@
-"""python -m train.evaluate: a trained model on named tasks, and its whole held-out
-loss.
-"""
+"""python -m train.evaluate: a trained model on tasks, and its held-out loss."""
 
 import argparse
 import json
@@ -20,9 +18,7 @@ from train.runs.trained import Trained, add_arguments, from_arguments
 
 
 def _tasks(trained: Trained, tasks: harness.Tasks, args: argparse.Namespace) -> dict:
-    """Return the harness's results; a run is exported first, into a folder for the
-    moment.
-    """
+    """Return the harness's results; a run is exported for it, for the moment."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = trained.folder
         if trained.step is not None:
@@ -33,7 +29,7 @@ def _tasks(trained: Trained, tasks: harness.Tasks, args: argparse.Namespace) -> 
         return harness.evaluate(folder, tasks, **options)
 
 
-def _loss(trained: Trained, args: argparse.Namespace) -> dict[str, float | int | str]:
+def _loss(trained: Trained, args: argparse.Namespace) -> dict:
     """Return the mean loss over all held-out tokens of --data."""
     block = trained.model.shape.block_size
     window = args.window or trained.window or block
@@ -51,13 +47,8 @@ def _loss(trained: Trained, args: argparse.Namespace) -> dict[str, float | int |
         )
     model = trained.model.to(args.device)
     found = whole_loss(model, tokens, window=window, batch=args.batch_size)
-    loss: dict[str, float | int | str] = {
-        "data": str(args.data),
-        "sha256": meta.val.sha256,
-        "tokens": found.tokens,
-        "window": window,
-        "nats_per_token": found.nats_per_token,
-    }
+    loss: dict = dict(data=str(args.data), sha256=meta.val.sha256, tokens=found.tokens)
+    loss |= dict(window=window, nats_per_token=found.nats_per_token)
     said = f"loss {found.nats_per_token:.5f} nats per token"
     scale = meta.nats_per_byte("val")
     if scale is not None:  # the bytes behind somebody else's tokens may not be known
@@ -136,15 +127,14 @@ def main() -> None:
     out = trained.folder / "evaluation.json" if args.out is None else args.out
     _check_writable(out)
     found: dict = {"model": str(trained.folder), "step": trained.step}
-    tasks = None
-    if args.tasks:  # before anything that takes long
-        tasks = harness.load_tasks(args.tasks, args.include_path)
+    # before anything that takes long
+    tasks = args.tasks and harness.load_tasks(args.tasks, args.include_path)
     if args.loss:
         found["loss"] = _loss(trained, args)
-    if tasks is not None:
+    if tasks:
         found["tasks"] = _tasks(trained, tasks, args)
     out.write_text(json.dumps(found, indent=1) + "\n")
-    if tasks is not None:
+    if tasks:
         print(*harness.lines(found["tasks"]), sep="\n")
     print(f"written to {out}")
 

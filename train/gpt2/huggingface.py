@@ -141,9 +141,7 @@ def from_huggingface(
 
 
 def _by_name(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> dict[str, Tensor]:
-    """Return {name without its prefix: tensor in fp32}, each there once and of finite
-    real numbers.
-    """
+    """Return {name without prefix: tensor in fp32}, each once and of finite numbers."""
     theirs: dict[str, Tensor] = {}
     for full, tensor in tensors:
         name = full.removeprefix("transformer.")

@@ -1,6 +1,4 @@
-"""What a trained model does: the loss over a whole split, and text that continues a
-prompt.
-"""
+"""What a trained model does: the loss over a split, text that continues a prompt."""
 
 from typing import NamedTuple
 
