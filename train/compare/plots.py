@@ -6,6 +6,7 @@ carries its name where it ends.
 
 import math
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +22,11 @@ MARS, BASELINE = ("#0b3c8c", "#b5440e", "#146b4a", "#5b2a86", "#000000"), "0.55"
 def style(found: list[Entry]) -> dict[str, dict]:
     """Return {recipe: how its line looks}, the same in all pictures."""
     looks: dict[str, dict] = {}
-    num_lines = {True: 0, False: 0}
+    numbers = {True: count(), False: count()}
     for e in sorted(found, key=lambda e: e.recipe.name):
-        corrects = e.recipe.corrects
-        i = num_lines[corrects]
-        num_lines[corrects] += 1
+        i = next(numbers[e.recipe.corrects])
         look = dict(color=BASELINE, linewidth=1.3, zorder=2)
-        if corrects:
+        if e.recipe.corrects:
             look = dict(color=MARS[i % len(MARS)], linewidth=1.8, zorder=3)
             look |= dict(marker=MARKERS[i % len(MARKERS)], markersize=4)
         looks[e.recipe.name] = look | {"linestyle": DASHES[i % len(DASHES)]}
@@ -70,9 +69,7 @@ def _label(axes, ends: list[tuple[Entry, float, float]], looks: dict) -> None:
 def _curves(
     found: list[Entry], unit: Callable[[Entry], float], xlabel: str, path: Path
 ) -> None:
-    """Draw the mean validation loss of each entry against steps times ``unit``, with
-    the range over seeds.
-    """
+    """Draw mean losses against steps times ``unit``, with the range over seeds."""
     looks, ends = style(found), []
     early = [e.curve.at(0.12 * found[0].curve.steps[-1]) for e in found]
     labels = dict(xlabel=xlabel, ylabel="validation loss (nats per token)")

@@ -85,8 +85,7 @@ def report(study: Study, folder: Path) -> None:
     found = entries(study, folder)
     if not found:
         raise UserError(
-            f"got no finished run in {folder}, expected at least one: leave out --only "
-            "to train"
+            f"got no finished run in {folder}, expected one: leave out --only to train"
         )
     table = rows(found, study.steps)
     names = {e.recipe.name for e in found}

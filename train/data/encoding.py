@@ -63,8 +63,7 @@ def encoded(
     except BrokenProcessPool as error:
         raise UserError(
             f"got the death of one of {processes} tokenising processes, expected them "
-            "to live: if the memory was full, run the same command with fewer "
-            "--processes"
+            "to live: if the memory was full, repeat the command with fewer --processes"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -77,8 +76,6 @@ def _begin() -> None:
 
 
 def _leave_with_parent() -> None:
-    """End with the parent. One that was killed tells nobody: without this its children
-    would stay.
-    """
+    """End with the parent, even one that was killed and could tell nobody."""
     multiprocessing.parent_process().join()
     os._exit(1)

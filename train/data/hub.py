@@ -114,9 +114,7 @@ def _explained(dataset: str) -> Iterator[None]:
 
 
 class Corpus:
-    """The documents of a data set, in its order; ``revision`` is the commit to read,
-    None for a folder.
-    """
+    """A data set's documents in its order; ``revision``: the commit, None: a folder."""
 
     def __init__(self, place: Place, revision: str | None) -> None:
         import datasets

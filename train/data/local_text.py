@@ -22,9 +22,7 @@ NOT_SOURCE = {
 
 
 def standard_library() -> list[Path]:
-    """Return the installed Python's own modules, without tests: 10 to 13 MB of text
-    that every machine has.
-    """
+    """Return Python's own modules without tests: 10 to 13 MB that every machine has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return sorted(
         p for p in root.rglob("*.py") if not NOT_SOURCE & set(p.relative_to(root).parts)
@@ -37,8 +35,7 @@ def read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"got {path}: {error}, expected a readable UTF-8 text file: leave it out "
-            "or convert it"
+            f"got {path}: {error}, expected UTF-8 text: convert it or leave it out"
         ) from error
 
 

@@ -90,8 +90,7 @@ def open_shard(path: Path) -> np.ndarray:
     if size != expected:
         raise UserError(
             f"got {size:,} bytes in {path}, expected {expected:,} for the {head[2]:,} "
-            "tokens of its header: the file is truncated or altered; copy or make it "
-            "again"
+            "tokens of its header: it is truncated or altered; copy or make it again"
         )
     if head[2] == 0:
         return np.empty(0, dtype="<u2")

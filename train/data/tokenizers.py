@@ -82,7 +82,6 @@ def tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer called ``name``."""
     if name not in TOKENIZERS:
         raise UserError(
-            f"got tokenizer {name!r}, expected one of {sorted(TOKENIZERS)}: choose one "
-            "of these names"
+            f"got tokenizer {name!r}, expected one of {sorted(TOKENIZERS)}: choose one"
         )
     return TOKENIZERS[name]()

@@ -167,8 +167,7 @@ def split_order(num_documents: int, val_fraction: float) -> dict[str, np.ndarray
     if num_val >= num_documents:
         raise UserError(
             f"got {num_documents} documents and --val-fraction {val_fraction}, which "
-            f"holds out {num_val}, expected some to train on: give more documents, or "
-            "a smaller fraction"
+            f"holds out {num_val}, expected some to train on: give more or hold out less"
         )
     order = np.random.default_rng(SEED).permutation(num_documents)
     return {"train": order[num_val:], "val": order[:num_val]}

@@ -29,9 +29,7 @@ class TitanGPT2(GPT2, BaseModel):
         self.config = config
 
     def verify_module_protocol(self) -> None:
-        """Accept that our submodules are plain torch modules; torchtitan's docstring
-        allows to say so here.
-        """
+        """Accept plain torch modules inside; torchtitan allows to say so here."""
 
     def init_weights(self, **kwargs) -> None:
         GPT2.init_weights(self, seed=self.config.seed)
@@ -52,8 +50,7 @@ def parallelize(
     """
     if parallel_dims.tp_enabled or parallel_dims.cp_enabled or parallel_dims.ep_enabled:
         raise NotImplementedError(
-            "this model has data parallelism only: leave tensor, context and expert "
-            "degrees at 1"
+            "data parallelism only: leave tensor, context and expert degrees at 1"
         )
     if ac_config:
         ac_config.build(dump_folder=dump_folder).apply(model)

@@ -1,6 +1,4 @@
-"""torchtitan's trainer with the global clip inside MARS's step, the second pass of
-exact MARS, and gamma's schedule.
-"""
+"""torchtitan's trainer, but MARS clips; exact MARS's second pass; gamma's schedule."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -35,8 +35,7 @@ def _loss(trained: Trained, args: argparse.Namespace) -> dict:
     window = args.window or trained.window or block
     if window > block:
         raise UserError(
-            f"got --window {window}, expected at most the model's block size {block}: "
-            "change it"
+            f"got --window {window}, expected at most the model's {block}: lower it"
         )
     vocab_size = trained.model.shape.vocab_size
     tokens, meta = open_tokens(args.data, "val", vocab_size=vocab_size)
@@ -94,8 +93,7 @@ def _arguments() -> argparse.Namespace:
     check_least(0, num_fewshot=args.num_fewshot)
     if args.device not in devices:
         raise UserError(
-            f"got --device {args.device}, expected one of {devices} on this machine: "
-            "change it"
+            f"got --device {args.device}, expected one of {devices} here: change it"
         )
     if not args.tasks and not args.loss:
         raise UserError(

@@ -34,8 +34,7 @@ def _index(names: list[str], include_path: Path | None):
     if include_path is not None:
         if not include_path.is_dir():
             raise UserError(
-                f"got --include-path {include_path}, expected a folder of task YAMLs: "
-                "name one"
+                f"got --include-path {include_path}, expected a folder of YAML: name it"
             )
         local = manager(include_path=include_path, include_defaults=False)
         if set(names) <= set(local.all_tasks):

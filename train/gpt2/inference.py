@@ -32,8 +32,7 @@ def whole_loss(
     """
     if len(tokens) < 2:
         raise UserError(
-            f"got a split of {len(tokens)} tokens, expected at least 2: prepare more "
-            "text"
+            f"got a split of {len(tokens)} tokens, expected 2 at least: prepare more"
         )
     count, device = len(tokens) - 1, model.wte.weight.device
     full = count // window
