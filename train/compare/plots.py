@@ -38,13 +38,11 @@ def spread_out(heights: list[float], gap: float) -> list[float]:
 
     Neighbours that collide share their mean: the isotonic regression, by its formula.
     """
-    order, places = np.argsort(heights), range(len(heights))
+    order, ends = np.argsort(heights), range(1, len(heights) + 1)
     free = np.asarray(heights)[order] - gap * np.arange(len(heights))
     moved = np.empty(len(heights))
-    for i in places:
-        level = max(
-            min(free[j : k + 1].mean() for k in places[i:]) for j in places[: i + 1]
-        )
+    for i in range(len(heights)):
+        level = max(min(free[j:k].mean() for k in ends[i:]) for j in range(i + 1))
         moved[order[i]] = level + gap * i
     return moved.tolist()
 

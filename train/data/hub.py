@@ -122,13 +122,9 @@ class Corpus:
         datasets.disable_progress_bars()
         self._name = place.dataset
         with _explained(self._name):
-            stream = datasets.load_dataset(
-                str(place.folder) if place.is_local else place.dataset,
-                name=place.subset,
-                revision=revision,
-                split="train",
-                streaming=True,
-            )
+            path = str(place.folder) if place.is_local else place.dataset
+            part = dict(name=place.subset, revision=revision, split="train")
+            stream = datasets.load_dataset(path, **part, streaming=True)
             self._stream = stream.select_columns(["text"]).with_format("arrow")
 
     def batches(self, position: dict | None) -> Iterator[tuple[dict | None, list[str]]]:

@@ -29,9 +29,7 @@ FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 SUBSETS = {"sample-10BT": 9_700_000, "sample-100BT": 97_000_000}
 
 
-def _meta(
-    request: dict, ledger: Ledger, coder: Tokenizer, splits: dict[str, Split]
-) -> Meta:
+def _meta(request: dict, ledger: Ledger, coder: Tokenizer, **splits: Split) -> Meta:
     done = {"revision": ledger.revision, "documents": ledger.documents}
     return Meta(coder.name, coder.vocab_size, request | done, **splits)
 
@@ -72,7 +70,7 @@ class FineWebEdu:
         shards = {path_of(i).name: shard for i, shard in enumerate(ledger.shards)}
         first = next(iter(shards))
         splits = {"val": _joined({first: shards.pop(first)}), "train": _joined(shards)}
-        return _meta(self.request, ledger, coder, splits)
+        return _meta(self.request, ledger, coder, **splits)
 
 
 def _joined(shards: dict[str, Split]) -> Split:
@@ -104,16 +102,16 @@ class OpenWebText:
         self,
         dataset: str | None,
         subset: str | None,
-        val_fraction: float,
+        fraction: float,
         shard_tokens: int,
     ) -> None:
-        self._published, self._val_fraction = dataset is None, val_fraction
+        self._published, self._val_fraction = dataset is None, fraction
         if dataset is None:
             place = Place(OPENWEBTEXT, subset, REVISION, NUM_DOCUMENTS)
         else:
             place = Place(dataset, subset)
         self._place, self._shard_tokens = place, shard_tokens
-        own = {"source": "openwebtext", "val_fraction": val_fraction, "seed": SEED}
+        own = {"source": "openwebtext", "val_fraction": fraction, "seed": SEED}
         self.request = own | place.identity()
         self.plan = {**self.request, "shard_tokens": shard_tokens}
 
@@ -137,9 +135,9 @@ class OpenWebText:
         splits = {}
         for split, order in split_order(len(ends), self._val_fraction).items():
             path = work / MADE / f"{split}.bin"
-            gather(stream, ends, order, path, f"write {path.name}")
+            gather(stream, ends, order, path)
             splits[split] = read_content(path, coder.byte_lengths())
-        meta = _meta(self.request, ledger, coder, splits)
+        meta = _meta(self.request, ledger, coder, **splits)
         if self._published and coder.name == GPT2.name:
             self._compare(meta)
         return meta
@@ -167,7 +165,7 @@ def split_order(num_documents: int, val_fraction: float) -> dict[str, np.ndarray
     if num_val >= num_documents:
         raise UserError(
             f"got {num_documents} documents and --val-fraction {val_fraction}, which "
-            f"holds out {num_val}, expected some to train on: give more or hold out less"
+            f"holds out {num_val}, expected some to train on: give more, hold out less"
         )
     order = np.random.default_rng(SEED).permutation(num_documents)
     return {"train": order[num_val:], "val": order[:num_val]}
@@ -182,9 +180,7 @@ def document_ends(stream: Stream, end_of_text: int) -> np.ndarray:
     return np.concatenate(ends)
 
 
-def gather(
-    stream: Stream, ends: np.ndarray, order: np.ndarray, path: Path, name: str
-) -> None:
+def gather(stream: Stream, ends: np.ndarray, order: np.ndarray, path: Path) -> None:
     """Write the documents of ``stream`` in another order, as a raw file.
 
     A file that was cut off is continued from its last whole slab. ``ends`` come from
@@ -198,8 +194,8 @@ def gather(
         done = int(np.searchsorted(after, file.tell(), side="right")) - 1
         file.truncate(int(after[done]))
         file.seek(0, 2)
-        bar = tqdm(slabs[done:], name, len(slabs), initial=done, disable=None)
-        for slab in bar:
+        what, rest = f"write {path.name}", slabs[done:]
+        for slab in tqdm(rest, what, len(slabs), initial=done, disable=None):
             file.write(_slab(stream, starts[order[slab]], lengths[slab]))
             sync(file)
 

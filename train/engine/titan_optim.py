@@ -124,10 +124,9 @@ class MarsOptimizers(MarsOptimizersContainer):
                 }
             vectors = {"weight_decay": self.weight_decay_1d}
             own = {EMBEDDINGS: embeddings, VECTORS: vectors, MATRICES: {}}
+            group = partial(ParamGroupConfig, optimizer_name="MARS")
             return [
-                ParamGroupConfig(
-                    pattern=pattern, optimizer_name="MARS", optimizer_kwargs=kwargs
-                )
+                group(pattern=pattern, optimizer_kwargs=kwargs)
                 for pattern, kwargs in own.items()
                 if any(search(pattern, name) for name in names)
             ]

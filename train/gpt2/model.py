@@ -80,9 +80,8 @@ class GPT2(nn.Module):
         self.shape = shape
         self.wte = nn.Embedding(shape.vocab_size, shape.width)
         self.wpe = nn.Embedding(shape.block_size, shape.width)
-        self.layers = nn.ModuleDict(
-            {str(i): Block(shape, i) for i in range(shape.num_layers)}
-        )
+        blocks = {str(i): Block(shape, i) for i in range(shape.num_layers)}
+        self.layers = nn.ModuleDict(blocks)
         self.norm = nn.LayerNorm(shape.width, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
