@@ -9,9 +9,12 @@ checkpoint and nothing else.
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import re
+import warnings
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -22,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -44,6 +48,9 @@ INDEX_TYPES = frozenset(
         )
     ]
 )
+
+
+Entry = TensorStorageMetadata | BytesStorageMetadata
 
 
 class UnreadableCheckpoint(ValueError):
@@ -75,22 +82,34 @@ def _parse(path: str | os.PathLike, raw: bytes) -> Metadata:
     where = os.path.join(path, ".metadata")
     try:
         index = _IndexUnpickler(io.BytesIO(raw)).load()
+        found = _is_index(index)
+        entries = index.state_dict_metadata.items() if found else ()
+        torn = [n for n, e in entries if not _is_complete(n, e, index.storage_data)]
     except Exception as error:  # damaged bytes may call any type with anything
         raise UnreadableCheckpoint(
             f"got a {where} that does not read as a checkpoint's index ({error}), "
             "expected sizes and places of tensors alone: it is damaged, or made by "
             "somebody else; nothing of it was run; choose another checkpoint"
         ) from error
-    if not (
-        isinstance(index, Metadata)
-        and _maps(index.state_dict_metadata, str, _is_entry)
-        and _maps(index.storage_data, MetadataIndex, _is_place)
-    ):
+    if not found:
         raise UnreadableCheckpoint(
             f"got a {where} without a checkpoint's index, or with files outside its "
             "folder, expected what DCP wrote: choose another checkpoint"
         )
+    if torn:
+        raise UnreadableCheckpoint(
+            f"got a {where} in which parts of {torn[0]} are missing, expected all of "
+            "it: DCP would leave the rest as it is; choose another checkpoint"
+        )
     return index
+
+
+def _is_index(index: object) -> bool:
+    return (
+        isinstance(index, Metadata)
+        and _maps(index.state_dict_metadata, str, _is_entry)
+        and _maps(index.storage_data, MetadataIndex, _is_place)
+    )
 
 
 def _maps(found: object, key: type, is_value) -> bool:
@@ -101,8 +120,33 @@ def _maps(found: object, key: type, is_value) -> bool:
 
 def _is_entry(entry: object) -> bool:
     if isinstance(entry, TensorStorageMetadata):
-        return isinstance(entry.size, torch.Size) and isinstance(entry.chunks, list)
+        return isinstance(entry.size, torch.Size) and all(
+            isinstance(c, ChunkStorageMetadata)
+            and isinstance(c.offsets, torch.Size)
+            and isinstance(c.sizes, torch.Size)
+            for c in entry.chunks
+        )
     return isinstance(entry, BytesStorageMetadata)
+
+
+def _fits(offset: int, size: int, whole: int) -> bool:
+    return 0 <= offset <= offset + size <= whole
+
+
+def _is_complete(name: str, entry: Entry, places: Mapping) -> bool:
+    """Whether all of a tensor or object has its place in the files; DCP's planner does
+    not ask.
+    """
+    if isinstance(entry, BytesStorageMetadata):
+        return MetadataIndex(name) in places
+    parts = {tuple(c.offsets): tuple(c.sizes) for c in entry.chunks if c.sizes.numel()}
+    inside = all(
+        len(offsets) == len(sizes) == len(entry.size)
+        and all(map(_fits, offsets, sizes, entry.size))
+        for offsets, sizes in parts.items()
+    )
+    whole = sum(map(math.prod, parts.values())) == math.prod(entry.size)
+    return inside and whole and all(MetadataIndex(name, o) in places for o in parts)
 
 
 def _is_place(place: object) -> bool:
@@ -111,7 +155,8 @@ def _is_place(place: object) -> bool:
     numbers = place.offset, place.length
     parts = PurePosixPath(place.relative_path).parts
     return (
-        len(parts) == 1
+        all(isinstance(name, str) for name in place.transform_descriptors or ())
+        and len(parts) == 1
         and parts[0] not in ("..", "/")
         and all(type(n) is int and n >= 0 for n in numbers)
     )
@@ -136,14 +181,15 @@ class SafePlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
-            torch.load(value, weights_only=True, map_location="cpu")
+            with warnings.catch_warnings(action="ignore"):
+                torch.load(value, weights_only=True, map_location="cpu")
         except Exception as error:  # damaged bytes raise anything
             said = str(error)
-            named = re.search(r"Unsupported global: GLOBAL (\S+)", said)
-            why = f"it names {named[1]}" if named else said.partition("\n")[0]
+            named = re.search(r"nsupported (?:global: )?GLOBAL (\S+)", said)
+            what = f"it names {named[1]}" if named else type(error).__name__
             raise UnreadableCheckpoint(
                 f"got {read_item.storage_index.fqn} in a checkpoint that does not load "
-                f"with weights_only=True ({why}), expected numbers, strings and "
+                f"with weights_only=True ({what}), expected numbers, strings and "
                 "tensors alone: it is damaged, or made by somebody else; nothing of "
                 "it was run; choose another checkpoint"
             ) from error

@@ -41,7 +41,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """All tensors of one shape in one stack, parameters moved into buffers, one call of
     each function; eager steps too, so that a test need not compile to meet it.
     """
-    patch.setattr(layout, "should_stack", lambda p, compile: True)
+    patch.setattr(layout, "should_stack", lambda *_: True)
     patch.setattr(
         base, "calls", lambda buckets, compile: [Call(list(range(len(buckets))), 0)]
     )

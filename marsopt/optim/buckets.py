@@ -4,6 +4,7 @@ shape, with their state as stacks, ready for the one step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,7 +97,7 @@ def build(
     hyper: DeviceHyperparameters,
     state: State,
     options: Mapping[str, Any],
-    stacked: Callable[[Tensor], bool],
+    stacked: Callable[[Tensor, int], bool],
     known: Mapping[int, Tensor],
 ) -> list[BucketGroup]:
     """Return the group's buckets, over existing state and fresh zeros where there is
@@ -109,7 +110,8 @@ def build(
         hyper: its hyperparameters.
         state: the optimizer's.
         options: what the optimizer was built with.
-        stacked: whether a parameter shares its bucket with those of its shape.
+        stacked: whether a parameter shares its bucket with those of its shape, of which
+            there are so many.
         known: stacks of buckets before these, by address: rows of them stay there.
     """
     routing, params = hyper.routing, group["params"]
@@ -121,7 +123,8 @@ def build(
     names = group.get("param_names", [f"{i}" for i in range(len(params))])
     takes = routing.matrix.matrices.takes
     matrix = [i for i in moving if routing.rest is None or takes(params[i].shape)]
-    rest = [i for i in moving if i not in set(matrix)]
+    matrices = set(matrix)
+    rest = [i for i in moving if i not in matrices]
     rest_rate = hyper.lr_1d if routing.own_rate else hyper.lr
     rest_gamma = hyper.gamma_1d if routing.own_gamma else hyper.gamma
     found = []
@@ -157,16 +160,21 @@ def build(
 def _keys(
     params: Sequence[Tensor],
     collectives: Collectives,
-    stacked: Callable[[Tensor], bool],
+    stacked: Callable[[Tensor, int], bool],
 ) -> list:
     """Return what parameters of one bucket share. Nothing here may differ from rank to
     rank: all ranks have to list their parameters in one order.
     """
-    return [
+    alike = [
         (p.shape, p.stride(), p.dtype, collectives.placement(p))
-        if stacked(p) and p.is_contiguous()
-        else i
-        for i, p in enumerate(params)
+        if p.is_contiguous()
+        else None
+        for p in params
+    ]
+    num = Counter(alike)
+    return [
+        i if key is None or not stacked(p, num[key]) else key
+        for i, (p, key) in enumerate(zip(params, alike, strict=True))
     ]
 
 

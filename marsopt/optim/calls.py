@@ -12,6 +12,8 @@ from marsopt.optim.buckets import ParameterBucket
 
 # elements; below it a copy costs less than a call
 SMALL = 2**16
+# eagerly, how many parameters of one shape are moved as one, and up to which size
+MANY, TINY = 16, 2**12
 
 
 class Call(NamedTuple):
@@ -21,15 +23,23 @@ class Call(NamedTuple):
     graph: int  # which graph: calls of one graph differ in their tensors alone
 
 
-def should_stack(p: Tensor, compile: bool) -> bool:
+def should_stack(p: Tensor, compile: bool, num_alike: int) -> bool:
     """Return whether parameters of one shape share a bucket.
 
     On a GPU every launch counts, so they do. On a CPU a launch is nothing and the copy
     of a gradient into its stack is a fifth of the step, so that large ones stay by
     themselves, and ``calls`` keeps the graphs as small. Eager steps make temporaries as
-    large as what they work on: one parameter each.
+    large as what they work on: one parameter each, but for tiny ones that are many,
+    where all time would go into calls.
+
+    Args:
+        p: one of them.
+        compile: whether the step is compiled.
+        num_alike: how many of the group may share the bucket.
     """
-    return compile and (p.device.type != "cpu" or p.numel() <= SMALL)
+    if not compile:
+        return num_alike >= MANY and p.numel() <= TINY
+    return p.device.type != "cpu" or p.numel() <= SMALL
 
 
 def calls(buckets: Sequence[ParameterBucket], compile: bool) -> list[Call]:

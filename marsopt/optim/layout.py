@@ -56,8 +56,8 @@ class Layout:
         self._hyper = [DeviceHyperparameters(group, options) for group in filled]
         known = {} if before is None else before.known
 
-        def stacked(p: Tensor) -> bool:
-            return should_stack(p, compile)
+        def stacked(p: Tensor, num_alike: int) -> bool:
+            return should_stack(p, compile, num_alike)
 
         self.groups = [
             found

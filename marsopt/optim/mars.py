@@ -84,8 +84,9 @@ class MARS(LayoutOptimizer):
         collectives: ``parallel.MeshCollectives(mesh)`` for sharded parameters.
         compile: None = compile where this machine can (logged once), True = required,
             False = eager. Compiled, parameters of one shape move into one buffer at
-            construction (on a CPU small ones only), unless others look into their
-            storage: capture CUDA graphs of the model after that.
+            construction (on a CPU small ones only; eagerly those of 4096 elements or
+            fewer, if 16 or more have one shape), unless others look into their storage:
+            capture CUDA graphs of the model after that.
         correction: "approximate", "exact" or "transport", in place of ``is_approx``;
             None = what that says. Transport is this project's form of exact MARS with
             one gradient a step: between steps parameters hold y = x + k (x - x_prev), k

@@ -89,6 +89,12 @@ def open_tokens(
         )
     if verify and 2 * len(tokens) <= VERIFY_LIMIT:
         _verify(folder, split, expected)
+        if len(tokens) and (largest := tokens[:].max()) >= meta.vocab_size:
+            raise UserError(
+                f"got token id {largest} in the {split} files of {folder}, expected "
+                f"ids below {meta.vocab_size} ({meta.tokenizer}): these files hold "
+                "something else; prepare the data again into another folder"
+            )
     if meta.vocab_size > vocab_size:
         raise UserError(
             f"got data of {meta.vocab_size:,} token ids ({meta.tokenizer}) in {folder},"

@@ -13,14 +13,18 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from train.errors import UserError
-from train.runs.checkpoints import last_step
+from parallel.checkpoint import UnreadableCheckpoint
+from train.errors import UserError, speaks
+from train.runs.checkpoints import instead, last_step
 
-FAILED, INTERRUPTED, TERMINATED = 1, 130, 143
+FAILED, UNUSABLE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+# what the user can mend: before the first step, these say what
+MENDABLE = UserError, UnreadableCheckpoint
 PATIENCE = 5.0  # seconds in which other ranks say why they end
 ORPHAN_PATIENCE = 60.0  # seconds in which a rank without a launcher ends by itself
 SPACE = 1 << 20  # bytes; with less a disk counts as full
@@ -88,15 +92,22 @@ class Vote:
         return decided
 
 
-def end(error: BaseException | None, told: signal.Signals | None, config, step: int):
-    """End this process with one line on rank 0's stderr (or that of the first rank that
-    still speaks); the whole traceback goes to the logs.
+def end(
+    error: BaseException | None,
+    told: signal.Signals | None,
+    config,
+    step: int,
+    began: bool,
+) -> NoReturn:
+    """End this process with one line on the stderr of one rank; the whole traceback
+    goes to the logs.
 
     Args:
         error: what ended the training; None = it ended after the step, as it was told.
         told: the signal that the process was sent.
         config: of the run.
         step: at which it ended, 0 = before the first.
+        began: whether this process has taken a step.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -104,16 +115,20 @@ def end(error: BaseException | None, told: signal.Signals | None, config, step: 
     goes_on, by_key = _goes_on(folder), told == signal.SIGINT
     if error is None or by_key or isinstance(error, KeyboardInterrupt):
         code, name = (INTERRUPTED, "Ctrl-C") if by_key else (TERMINATED, "SIGTERM")
-        speaks, line = rank == 0, f"stopped by {name} at step {step}: {goes_on}"
+        line = f"stopped by {name} at step {step}: {goes_on}"
     else:
         log.info("the run has failed", exc_info=error)
-        code, why = FAILED, _reason(error, folder)
-        why, speaks = _ask_others(why, _by_others(error), rank)
-        line = (
-            f"error: {why}, at step {step} of {config.training.steps}: {goes_on}. The "
-            f"traceback is in {folder / f'rank{rank}.log'}"
-        )
-    if speaks:
+        why = _ask_others(_reason(error, folder), _by_others(error), rank)
+        code = FAILED if began or not isinstance(error, MENDABLE) else UNUSABLE
+        line = f"error: {why}"
+        if isinstance(error, UnreadableCheckpoint) and last_step(folder):
+            line += f". {instead(folder, config.model_spec.model.shape)}"
+        elif not isinstance(error, MENDABLE):
+            line += (
+                f", at step {step} of {config.training.steps}: {goes_on}. The "
+                f"traceback is in {folder / f'rank{rank}.log'}"
+            )
+    if speaks():
         print(line, file=sys.stderr)
     if told_launcher := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchtitan's, of which torchrun would print all 60 lines
@@ -139,7 +154,7 @@ def _reason(error: BaseException, folder: Path) -> str:
     no_space = isinstance(error, OSError) and error.errno == errno.ENOSPC
     if no_space or shutil.disk_usage(folder).free < SPACE:
         return f"no space is left on the disk of {folder}: make some"
-    if isinstance(error, UserError):
+    if isinstance(error, MENDABLE):
         return str(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -151,13 +166,11 @@ def _by_others(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in said for word in BY_OTHERS)
 
 
-def _ask_others(why: str, by_others: bool, rank: int) -> tuple[str, bool]:
-    """Return why the run has failed as all ranks know it, and whether this one says so:
-    the first that still speaks.
-    """
+def _ask_others(why: str, by_others: bool, rank: int) -> str:
+    """Return why the run has failed as all ranks know it."""
     world = int(os.environ["WORLD_SIZE"])
     if world == 1:
-        return why, True
+        return why
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     keys = [f"marsopt/end/{attempt}/{r}" for r in range(world)]
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -171,7 +184,7 @@ def _ask_others(why: str, by_others: bool, rank: int) -> tuple[str, bool]:
         heard = [r for r in range(world) if store.check([keys[r]])]
         reasons = {r: store.get(keys[r]).decode() for r in heard}
     except (RuntimeError, OSError):  # rank 0 keeps the store, where torchrun does not
-        return f"rank 0 does not answer ({why})", True
+        return f"rank 0 does not answer ({why})"
     causes = [f"rank {r}: {reason}" for r, reason in reasons.items() if reason]
     lost = [str(r) for r in range(world) if r not in reasons]
     if causes:
@@ -179,4 +192,4 @@ def _ask_others(why: str, by_others: bool, rank: int) -> tuple[str, bool]:
     elif lost:
         name = "rank" if len(lost) == 1 else "ranks"
         why = f"{name} {', '.join(lost)} gone or stopped (killed? out of memory?)"
-    return why, rank == min(heard)
+    return why

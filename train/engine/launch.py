@@ -103,7 +103,7 @@ def console(rank: int) -> None:
         handler.addFilter(_is_for_the_console)
     root.addHandler(handler)
     # torchtitan seeds DTensor's generator; our weights are drawn without it
-    warnings.filterwarnings("ignore", message="DTensor manual_seed")
+    warnings.filterwarnings("ignore", message="DTensor (manual_seed|random operators)")
     # and, on a resume, asks its schedulers for their rate by the wrong name
     warnings.filterwarnings("ignore", message="To get the last learning rate")
     if rank > 0:
@@ -167,7 +167,7 @@ def main() -> None:
 
     import torch.distributed as dist
 
-    step, steps = 0, config.training.steps
+    step, steps, began = 0, config.training.steps, False
     try:
         trainer = config.build()
         try:
@@ -175,7 +175,7 @@ def main() -> None:
             trainer.train(lambda: signals.told is not None)
             signals.in_steps = False
         finally:
-            step = trainer.step
+            step, began = trainer.step, trainer.began
             trainer.close()
         if step == steps and dist.is_initialized():
             dist.destroy_process_group()
@@ -183,6 +183,6 @@ def main() -> None:
             title = f"{config.model_spec.flavor}: {config.optimizer.mars_type}"
             summarize(folder, title)
     except BaseException as error:
-        end(error, signals.told, config, step)
+        end(error, signals.told, config, step, began)
     if step < steps:
-        end(None, signals.told, config, step)
+        end(None, signals.told, config, step, began)

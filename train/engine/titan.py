@@ -8,6 +8,7 @@ from train.engine.titan_cpu import prepare
 
 prepare()
 
+from torchtitan.components.checkpointer import TRAIN_STATE
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import LoggerContainer, MetricsProcessor

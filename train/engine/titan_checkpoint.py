@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from train.engine.titan import MarsCheckpointManager
+from train.engine.titan import TRAIN_STATE, MarsCheckpointManager
+from train.errors import UserError
 from train.runs import checksums
 from train.runs.checkpoints import complete_steps, step_folders
 
@@ -31,6 +32,17 @@ class RunCheckpoints(MarsCheckpointManager):
         """Whether this step's checkpoint is the last before the run is ended."""
         # beside the steps that follow: hashing holds no lock of Python's
         self._hashing = ThreadPoolExecutor(1)
+
+    def _load(self, step: int = -1) -> bool:
+        loaded = super()._load(step)
+        trainer = self.states[TRAIN_STATE]
+        steps, begun = trainer.config.training.steps, self._find_load_step() > 0
+        if not begun and trainer.step >= steps:
+            raise UserError(
+                f"got an initial state after step {trainer.step} with training.steps="
+                f"{steps}, expected fewer: give --training.steps a larger number"
+            )
+        return loaded
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         return self.ending or super()._should_save(curr_step, last_step)

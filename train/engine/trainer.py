@@ -40,7 +40,7 @@ class MarsTrainer(Trainer):
         """Train to the last step, or, once ``told`` says on some rank that this process
         is to end, to the end of the next and its checkpoint.
         """
-        self._told, self._vote = told, Vote()
+        self._told, self._vote, self.began = told, Vote(), False
         super().train()
 
     def should_continue_training(self) -> bool:
@@ -55,6 +55,7 @@ class MarsTrainer(Trainer):
             super().train_step(data_iterator)
         if self._exact:
             self.optimizers.mars.update_last_grad()
+        self.began = True
         self.checkpointer.ending = self._vote.take(self._told())
 
     def _schedule_gamma(self) -> None:

@@ -97,26 +97,27 @@ def check(path: Path, shape: Shape, *, whole: bool = False) -> None:
 
 def check_own(folder: Path, shape: Shape) -> None:
     """Check the checkpoint from which the run in ``folder`` continues, if there is one;
-    where it is damaged, name the newest that is not, and how to continue from that.
+    where it is damaged, say how to continue without it.
     """
-    *older, newest = steps(folder) or [0]
-    if newest == 0:
-        return
+    if newest := last_step(folder):
+        try:
+            check(folder / "checkpoint" / f"step-{newest}", shape, whole=True)
+        except UserError as error:
+            raise UserError(f"{error}. {instead(folder, shape)}") from error
+
+
+def instead(folder: Path, shape: Shape) -> str:
+    """Say how a run goes on whose newest checkpoint is damaged: from which other."""
+    *older, newest = steps(folder)
     path = folder / "checkpoint" / f"step-{newest}"
-    try:
-        check(path, shape, whole=True)
-    except UserError as error:
-        for step in reversed(older):
-            with suppress(UserError):
-                check(path.with_name(f"step-{step}"), shape, whole=True)
-                start = f"step {step} is whole; to continue after it"
-                break
-        else:
-            start = "no other step is whole; to start anew"
-        aside = shlex.join(["mv", str(path), f"{path}.damaged"])
-        raise UserError(
-            f"{error}. Of this run {start}: {aside}, then the same command again"
-        ) from error
+    start = "no other step is whole; to start anew"
+    for step in reversed(older):
+        with suppress(UserError):
+            check(path.with_name(f"step-{step}"), shape, whole=True)
+            start = f"step {step} is whole; to continue after it"
+            break
+    aside = shlex.join(["mv", str(path), f"{path}.damaged"])
+    return f"Of this run {start}: {aside}, then the same command again"
 
 
 def _read_index(path: Path) -> Metadata:
