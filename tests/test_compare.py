@@ -187,7 +187,7 @@ def test_ratios_are_of_the_worst_final_loss(found):
     assert (good.seconds_per_step_ratio, bad.seconds_per_step_ratio) == (2.0, 1.0)
     assert (good.seconds_ratio, bad.seconds_ratio) == (1.0, 1.0)
     assert (good.loss_at_time, bad.loss_at_time) == (3.0, 3.0)
-    assert good.final == results.Spread(2.0, 0.0, [2.0, 2.0])
+    assert found[0].final == results.Spread(2.0, 0.0, [2.0, 2.0])
 
 
 def test_table_and_json_say_the_same(found, options):

@@ -178,9 +178,7 @@ def again(study: Study, threads: int) -> Study:
 
 
 def _resolved(name: str, options: Sequence[str]):
-    """Return a recipe's configuration, complete and checked, which validates on no more
-    than the data holds out.
-    """
+    """Return a recipe's checked configuration, which validates on what there is."""
     config = parse([*command_line(name), *options])
     batch = max(config.training.local_batch_size, 1)
     held_out = read_meta(held_out_folder(config)).val

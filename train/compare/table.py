@@ -32,17 +32,17 @@ def _number(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.3f}"
 
 
-def _line(row: Row) -> str:
+def _line(e: Entry, row: Row) -> str:
     low, high = row.tokens_ratio_range
-    tokens, rate = _ratio(row.tokens_ratio), f"{row.lr:g}"
-    if row.num_seeds > 1:
+    tokens, rate = _ratio(row.tokens_ratio), f"{e.lr:g}"
+    if len(e.curves) > 1:
         tokens += f" ({low:.2f} to {high:.2f})".replace("inf", "never")
-    if row.num_untried:
-        rate += f" (unfinished sweep: {row.num_rates} tried, {row.num_untried} to try)"
-    elif row.num_rates > 1 and not row.inside:
+    if e.num_untried:
+        rate += f" (unfinished sweep: {len(e.sweep)} tried, {e.num_untried} to try)"
+    elif len(e.sweep) > 1 and not e.inside:
         rate += " (edge of its grid)"
-    cells = [row.name, rate, _spread(row.best), _spread(row.final), tokens]
-    cells += [_number(row.seconds_per_step), _ratio(row.seconds_per_step_ratio)]
+    cells = [e.recipe.name, rate, _spread(e.best), _spread(e.final), tokens]
+    cells += [_number(e.seconds_per_step), _ratio(row.seconds_per_step_ratio)]
     cells += [_ratio(row.seconds_ratio), _number(row.loss_at_time)]
     return f"| {' | '.join(cells)} |"
 
@@ -61,7 +61,7 @@ def markdown(
         f"{study.validation_samples} held-out sequences.",
         "",
         HEAD,
-        *map(_line, table),
+        *map(_line, found, table),
         "",
         f"Target: {worst.final.mean:.3f}, the worst final loss, that of "
         f"{worst.recipe.name}; ratios to target are of what it took, on the mean "
@@ -72,9 +72,9 @@ def markdown(
         f"{study.threads} thread{'s' if study.threads > 1 else ''}; equal time is when "
         "the fastest has finished.",
     ]
-    for row in table:
-        if row.num_diverged:
-            lines.append(f"{row.name}: {row.num_diverged} more seeds diverged.")
+    for e in found:
+        if e.num_diverged:
+            lines.append(f"{e.recipe.name}: {e.num_diverged} more seeds diverged.")
     if missing:
         lines.append(f"Not here: {', '.join(missing)} (no finished, converged run).")
     return "\n".join(lines) + "\n"

@@ -23,9 +23,7 @@ AHEAD = 4  # batches in flight per process: enough to bridge the opening of a fi
 
 
 def encode(name: str, texts: Iterable[str], mark_first: bool) -> np.ndarray:
-    """Return (num_tokens,) uint16 of documents, each with an end-of-text token: after
-    it, or before it with ``mark_first``.
-    """
+    """Return (num_tokens,) uint16 of documents, end of text after each, or before."""
     ids: list[int] = []
     coder = _coder(name)
     mark = [coder.end_of_text]

@@ -40,9 +40,7 @@ class Bytes:
 
 
 class GPT2:
-    """GPT-2's byte pairs by tiktoken, which downloads the vocabulary once (or reads
-    TIKTOKEN_CACHE_DIR).
-    """
+    """GPT-2's byte pairs by tiktoken, downloaded once, or from TIKTOKEN_CACHE_DIR."""
 
     name, vocab_size, end_of_text = "gpt2", 50257, 50256
 

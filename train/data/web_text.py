@@ -74,9 +74,7 @@ class FineWebEdu:
 
 
 def _joined(shards: dict[str, Split]) -> Split:
-    """Return several shards as one split, whose checksum is that of their list, as
-    ``sha256sum`` would print it.
-    """
+    """Return shards as one split, its checksum that of their list by sha256sum."""
     checksums = {name: shard.sha256 for name, shard in shards.items()}
     listing = "".join(f"{digest}  {name}\n" for name, digest in checksums.items())
     text_bytes = [shard.text_bytes for shard in shards.values()]
@@ -99,19 +97,15 @@ class OpenWebText:
     """
 
     def __init__(
-        self,
-        dataset: str | None,
-        subset: str | None,
-        fraction: float,
-        shard_tokens: int,
+        self, dataset: str | None, subset: str | None, share: float, shard_tokens: int
     ) -> None:
-        self._published, self._val_fraction = dataset is None, fraction
+        self._published, self._val_fraction = dataset is None, share
         if dataset is None:
             place = Place(OPENWEBTEXT, subset, REVISION, NUM_DOCUMENTS)
         else:
             place = Place(dataset, subset)
         self._place, self._shard_tokens = place, shard_tokens
-        own = {"source": "openwebtext", "val_fraction": fraction, "seed": SEED}
+        own = {"source": "openwebtext", "val_fraction": share, "seed": SEED}
         self.request = own | place.identity()
         self.plan = {**self.request, "shard_tokens": shard_tokens}
 

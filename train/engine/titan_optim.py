@@ -188,9 +188,7 @@ class RateSchedule(LRSchedulersContainer):
         """
 
         def decay_steps(self, total: int) -> int:
-            """Return the steps of wsd's decay: the given part of all steps, or a fifth
-            as the MARS-M scripts.
-            """
+            """Return wsd's decay: its part of all steps, or a fifth (MARS-M scripts)."""
             ratio = 0.2 if self.decay_ratio is None else self.decay_ratio
             return round(total * ratio)
 

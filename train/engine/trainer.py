@@ -35,12 +35,13 @@ class MarsTrainer(Trainer):
         self._exact = config.optimizer.correction == "exact"
         if self._exact:
             self._ahead = replace(self.dataloader.batches)
+        self._told, self._vote, self.began = lambda: False, Vote(), False
 
     def train(self, told: Callable[[], bool] = lambda: False) -> None:
         """Train to the last step, or, once ``told`` says on some rank that this process
         is to end, to the end of the next and its checkpoint.
         """
-        self._told, self._vote, self.began = told, Vote(), False
+        self._told = told
         super().train()
 
     def should_continue_training(self) -> bool:

@@ -69,9 +69,7 @@ def generate(
     top_k: int,
     seed: int,
 ) -> list[int]:
-    """Return ``num_tokens`` ids that continue ``prompt``, sampled from the ``top_k``
-    likeliest at each place.
-    """
+    """Return ``num_tokens`` ids after ``prompt``, each of the ``top_k`` likeliest."""
     if not prompt or max(prompt) >= model.shape.vocab_size:
         what = f"the token id {max(prompt)}" if prompt else "no token"
         raise UserError(
