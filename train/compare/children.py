@@ -33,11 +33,6 @@ class Child:
     resumed: bool
     shown: int  # the last step whose validation loss has been shown
 
-    def last_lines(self, count: int = 6) -> str:
-        """Return the end of what it said."""
-        lines = self.console.read_text(errors="replace").splitlines()
-        return "\n".join(f"    {line}" for line in lines[-count:])
-
 
 def spawn(
     module: str, args: Sequence[str], threads: int, lock: int, console: IO | None = None

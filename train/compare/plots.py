@@ -64,8 +64,8 @@ def _label(axes, ends: list[tuple[Entry, float, float]], looks: dict) -> None:
         axes.annotate(said, (x, y), place, arrowprops=line, **text)
 
 
-def _curves(
-    found: list[Entry], unit: Callable[[Entry], float], xlabel: str, path: Path
+def by(
+    unit: Callable[[Entry], float], xlabel: str, found: list[Entry], path: Path
 ) -> None:
     """Draw mean losses against steps times ``unit``, with the range over seeds."""
     looks, ends = style(found), []
@@ -85,16 +85,6 @@ def _curves(
         margins = low - 0.06 * (high - low), high + 0.04 * (high - low)
         axes.set(xlim=(0, max(x for _, x, _ in ends)), ylim=margins)
         _label(axes, ends, looks)
-
-
-def by_tokens(found: list[Entry], tokens_per_step: int, path: Path) -> None:
-    """Draw loss against tokens."""
-    _curves(found, lambda e: tokens_per_step / 1e6, "tokens (millions)", path)
-
-
-def by_time(found: list[Entry], path: Path) -> None:
-    """Draw loss against steps times the measured median seconds per step."""
-    _curves(found, lambda e: e.seconds_per_step, "training time (s)", path)
 
 
 def by_rate(found: list[Entry], path: Path) -> None:

@@ -22,19 +22,15 @@ def _spread(value: Spread) -> str:
     return f"{value.mean:.3f} ± {value.deviation:.3f}"
 
 
-def _ratio(value: float | None) -> str:
+def _cell(value: float | None, form: str = "{:.2f}x") -> str:
     if value is None:
         return "not measured"
-    return f"{value:.2f}x" if math.isfinite(value) else "not reached"
-
-
-def _number(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.3f}"
+    return form.format(value) if math.isfinite(value) else "not reached"
 
 
 def _line(e: Entry, row: Row) -> str:
     low, high = row.tokens_ratio_range
-    tokens, rate = _ratio(row.tokens_ratio), f"{e.lr:g}"
+    tokens, rate = _cell(row.tokens_ratio), f"{e.lr:g}"
     if len(e.curves) > 1:
         tokens += f" ({low:.2f} to {high:.2f})".replace("inf", "never")
     if e.num_untried:
@@ -42,8 +38,8 @@ def _line(e: Entry, row: Row) -> str:
     elif len(e.sweep) > 1 and not e.inside:
         rate += " (edge of its grid)"
     cells = [e.recipe.name, rate, _spread(e.best), _spread(e.final), tokens]
-    cells += [_number(e.seconds_per_step), _ratio(row.seconds_per_step_ratio)]
-    cells += [_ratio(row.seconds_ratio), _number(row.loss_at_time)]
+    cells += [_cell(e.seconds_per_step, "{:.3f}"), _cell(row.seconds_per_step_ratio)]
+    cells += [_cell(row.seconds_ratio), _cell(row.loss_at_time, "{:.3f}")]
     return f"| {' | '.join(cells)} |"
 
 
@@ -92,11 +88,12 @@ def report(study: Study, folder: Path) -> None:
     text = markdown(found, table, study, [n for n in study.grids if n not in names])
     (folder / "table.md").write_text(text)
     write_json(folder / "results.json", as_json(found, table, study))
-    plots.by_tokens(found, study.tokens_per_step, folder / "loss_by_tokens.png")
+    millions, path = study.tokens_per_step / 1e6, folder / "loss_by_tokens.png"
+    plots.by(lambda e: millions, "tokens (millions)", found, path)
     plots.by_rate(found, folder / "loss_by_rate.png")
-    timed = [e for e in found if e.seconds_per_step is not None]
-    if timed:
-        plots.by_time(timed, folder / "loss_by_time.png")
+    if timed := [e for e in found if e.seconds_per_step is not None]:
+        path = folder / "loss_by_time.png"
+        plots.by(lambda e: e.seconds_per_step, "training time (s)", timed, path)
     pictures = "loss_by_tokens.png, loss_by_time.png, loss_by_rate.png"
     print(
         f"\n{text}\n"

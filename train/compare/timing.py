@@ -8,6 +8,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from marsopt.profile.machine import seconds
@@ -52,14 +53,9 @@ def _trainer(study: Study, name: str, folder: Path, scratch: str):
     return trainer
 
 
-def _turn(trainer, batches) -> list[float]:
-    """Return the seconds of each of BLOCK steps."""
-
-    def step() -> None:
-        trainer.step += 1
-        trainer.train_step(batches)
-
-    return [seconds(step, trainer.device.type) for _ in range(BLOCK)]
+def _step(trainer, batches) -> None:
+    trainer.step += 1
+    trainer.train_step(batches)
 
 
 def main() -> None:
@@ -76,9 +72,9 @@ def main() -> None:
         found: dict[str, list[float]] = {name: [] for name in trainers}
         for turn in range(ROUNDS):
             for name, trainer in trainers.items():
-                took = _turn(trainer, batches[name])
-                if turn:
-                    found[name] += took
+                step = partial(_step, trainer, batches[name])
+                took = [seconds(step, trainer.device.type) for _ in range(BLOCK)]
+                found[name] += took if turn else []
             print(f"timing: turn {turn + 1} of {ROUNDS}", flush=True)
         for trainer in trainers.values():
             trainer.close()

@@ -67,13 +67,9 @@ class LocalText:
         contents = hashlib.sha256()
         for path in self._files:
             contents.update(f"{path.name}:{read(path)}\n".encode())
-        self.request = {
-            "source": source,
-            "files": len(self._files),
-            "contents": contents.hexdigest(),
-            "val_fraction": val_fraction,
-        }
-        self.plan = self.request
+        known = {"files": len(self._files), "contents": contents.hexdigest()}
+        own = {"source": source, "val_fraction": val_fraction}
+        self.request = self.plan = own | known
 
     def make(self, work: Path, coder: Tokenizer, processes: int) -> Meta:
         """Write train.bin and val.bin; return what they hold."""

@@ -188,7 +188,7 @@ class RateSchedule(LRSchedulersContainer):
         """
 
         def decay_steps(self, total: int) -> int:
-            """Return wsd's decay: its part of all steps, or a fifth (MARS-M scripts)."""
+            """Return wsd's decay: its part of all steps, or a fifth, as MARS-M's."""
             ratio = 0.2 if self.decay_ratio is None else self.decay_ratio
             return round(total * ratio)
 

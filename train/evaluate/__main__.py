@@ -17,7 +17,7 @@ from train.gpt2.inference import whole_loss
 from train.runs.trained import Trained, add_arguments, from_arguments
 
 
-def _tasks(trained: Trained, tasks: harness.Tasks, args: argparse.Namespace) -> dict:
+def _tasks(trained: Trained, tasks: dict, args: argparse.Namespace) -> dict:
     """Return the harness's results; a run is exported for it, for the moment."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = trained.folder

@@ -4,7 +4,6 @@ import contextlib
 import difflib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from train.errors import UserError
 
@@ -51,15 +50,9 @@ def _index(names: list[str], include_path: Path | None):
     return known
 
 
-class Tasks(NamedTuple):
-    """Tasks and groups with their data, and the index they were found in."""
-
-    loaded: list
-    index: object
-
-
-def load_tasks(names: list[str], include_path: Path | None) -> Tasks:
-    """Return tasks and groups with their data, which the harness downloads once.
+def load_tasks(names: list[str], include_path: Path | None) -> dict:
+    """Return tasks and groups with their data, which the harness downloads once, and
+    their index, as its arguments.
 
     Relative names of files in a YAML count from ``include_path``.
     """
@@ -82,11 +75,11 @@ def load_tasks(names: list[str], include_path: Path | None) -> Tasks:
             ) from error
         group = found["groups"].get(name)
         loaded += list(found["tasks"].values()) if group is None else [group]
-    return Tasks(loaded, index)
+    return dict(tasks=loaded, task_manager=index)  # without one it makes another
 
 
 def evaluate(
-    folder: Path, tasks: Tasks, *, batch: int, device: str, **options: int | None
+    folder: Path, tasks: dict, *, batch: int, device: str, **options: int | None
 ) -> dict:
     """Return the harness's results: {"results": {task: {"acc,none": ...}}, ...}.
 
@@ -107,8 +100,7 @@ def evaluate(
     # an absolute path cannot be taken for a name on the hub
     where = str(folder.resolve())
     model = hugging_face_model(pretrained=where, device=device, batch_size=batch)
-    given = dict(tasks=tasks.loaded, task_manager=tasks.index)  # else it makes another
-    found = simple_evaluate(model, **given, **options, log_samples=False)
+    found = simple_evaluate(model, **tasks, **options, log_samples=False)
     kept = ("results", "groups", "versions", "n-shot", "n-samples")
     return {key: found[key] for key in kept if key in found}
 
