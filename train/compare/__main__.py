@@ -22,20 +22,6 @@ SEEDS = 3
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Return the command line, checked; what stands after -- goes to every run."""
-    cut = argv.index("--") if "--" in argv else len(argv)
-    args = _parser().parse_args(argv[:cut])
-    args.options = list(argv[cut + 1 :])
-    check_least(2, steps=args.steps)
-    check_least(1, MOST_SEEDS, seeds=args.seeds, jobs=args.jobs)
-    if args.configs is None and (args.lrs or args.steps or args.seeds or args.options):
-        raise UserError(
-            "got settings without --configs, expected none, for they are those of the "
-            "comparison in --out: leave them out, or name the recipes too"
-        )
-    return args
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m train.compare",
         description="Train recipes at several learning rates, and compare the best.",
@@ -57,7 +43,17 @@ def _parser() -> argparse.ArgumentParser:
         help="measure seconds per step after the runs, recipes taking turns")
     add("--only", choices=PARTS, help="one part, with what is there")
     # fmt: on
-    return parser
+    cut = argv.index("--") if "--" in argv else len(argv)
+    args = parser.parse_args(argv[:cut])
+    args.options = list(argv[cut + 1 :])
+    check_least(2, steps=args.steps)
+    check_least(1, MOST_SEEDS, seeds=args.seeds, jobs=args.jobs)
+    if args.configs is None and (args.lrs or args.steps or args.seeds or args.options):
+        raise UserError(
+            "got settings without --configs, expected none, for they are those of the "
+            "comparison in --out: leave them out, or name the recipes too"
+        )
+    return args
 
 
 def grids(texts: Sequence[str], names: Sequence[str]) -> dict[str, list[float]]:

@@ -20,10 +20,7 @@ from train.runs.settings import difference, held_out_folder, settings
 LOCK = ".lock"  # held by the call at work in the folder, and its runs
 NUM_POINTS = 15  # of each validation curve
 VALIDATION_SHARE = 0.1  # of a run's arithmetic, at most
-AGAIN = (
-    "the folder of a comparison: restore what was written there, or start one with "
-    "--configs and another --out"
-)
+AGAIN = "the folder of a comparison: restore it, or start one with --configs and --out"
 
 # in comparison.json
 Whole = Annotated[int, Field(ge=1, lt=2**63)]
@@ -142,7 +139,13 @@ def make(
     """Return the study of a call, checked without training."""
     configs = {name: _resolved(name, options) for name in names}
     given = {name: settings(config) for name, config in configs.items()}
-    _check_shared(given)
+    for name in names[1:]:
+        if what := _not_shared(given[name], given[names[0]]):
+            raise UserError(
+                f"got {names[0]} and {name} with different {what}, expected recipes "
+                "that differ in their optimizer alone: compare them in two calls, or "
+                "give all the same option after --"
+            )
     recipes = {name: _recipe(name, config) for name, config in configs.items()}
     lengths = sorted({config.training.steps for config in configs.values()})
     if steps is None and len(lengths) > 1:
@@ -187,18 +190,6 @@ def _resolved(name: str, options: Sequence[str]):
     config.validator.samples = max(samples, batch)
     resolve(config, 1)
     return config
-
-
-def _check_shared(given: dict[str, dict]) -> None:
-    """Check that recipes have in common what makes them comparable."""
-    first, *others = given
-    for name in others:
-        if what := _not_shared(given[name], given[first]):
-            raise UserError(
-                f"got {first} and {name} with different {what}, expected recipes that "
-                "differ in their optimizer alone: compare them in two calls, or give "
-                "all the same option after --"
-            )
 
 
 def _not_shared(mine: dict, theirs: dict) -> str | None:

@@ -34,16 +34,14 @@ def measure(study: Study, folder: Path, lock: int, say: Callable[[str], None]) -
         end([process])
 
 
-def _rate(study: Study, name: str, folder: Path) -> float:
-    """Return the best rate of a recipe so far, its own before any is known."""
+def _trainer(study: Study, name: str, folder: Path, scratch: str):
+    """Return a trainer of one recipe, at its best rate so far or, before one is known,
+    its own, that neither validates nor saves.
+    """
     found = load_all(folder / "runs", study.steps, [name])
     tried = sweep_of(name, {run: curve.score for run, curve in found.items()})
-    return best_rate(tried) if tried else study.recipes[name].lr
-
-
-def _trainer(study: Study, name: str, folder: Path, scratch: str):
-    """Return a trainer of one recipe that neither validates nor saves."""
-    options = study.arguments(Run(name, _rate(study, name, folder), 0), folder)
+    rate = best_rate(tried) if tried else study.recipes[name].lr
+    options = study.arguments(Run(name, rate, 0), folder)
     options += ["--validator.no-enable", "--metrics.no-enable-tensorboard"]
     options += [f"--metrics.log-freq={study.steps + BLOCK * ROUNDS}"]
     config = parse([*options, f"--dump-folder={scratch}/{name}"])

@@ -13,12 +13,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from train.data.tokenizers import tokenizer
+from train.data import tokenizers
 from train.errors import UserError
 
 Key = TypeVar("Key")
+Texts = Iterable[tuple[Key, list[str]]]
 
-_coder = cache(tokenizer)  # one in a process
+_coder = cache(tokenizers.tokenizer)  # one in a process
 AHEAD = 4  # batches in flight per process: enough to bridge the opening of a file
 
 
@@ -34,16 +35,12 @@ def encode(name: str, texts: Iterable[str], mark_first: bool) -> np.ndarray:
 
 
 def encoded(
-    batches: Iterable[tuple[Key, list[str]]],
-    tokenizer_name: str,
-    *,
-    mark_first: bool = False,
-    processes: int = 1,
+    batches: Texts[Key], tokenizer: str, *, mark_first: bool = False, processes: int = 1
 ) -> Iterator[tuple[Key, np.ndarray]]:
     """Yield (key, token ids) of (key, texts), in order, a few batches read ahead."""
     if processes == 1:
         for key, texts in batches:
-            yield key, encode(tokenizer_name, texts, mark_first)
+            yield key, encode(tokenizer, texts, mark_first)
         return
     # spawn: a fork would copy the threads' locks of the libraries that stream data
     spawn = multiprocessing.get_context("spawn")
@@ -51,7 +48,7 @@ def encoded(
     pending: deque = deque()
     try:
         for key, texts in batches:
-            ids = pool.submit(encode, tokenizer_name, texts, mark_first)
+            ids = pool.submit(encode, tokenizer, texts, mark_first)
             pending.append((key, ids))
             if len(pending) == AHEAD * processes:
                 done, ids = pending.popleft()

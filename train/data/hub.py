@@ -1,6 +1,4 @@
-"""Documents of a Hugging Face data set, streamed: from the hub, or from a local folder
-of files in its formats (parquet, arrow, JSON lines).
-"""
+"""Documents of a Hugging Face data set, streamed from the hub or a local folder."""
 
 import hashlib
 import os
@@ -78,11 +76,10 @@ class Place:
         if self.is_local:
             return None
         import httpx
-        from huggingface_hub import HfApi
+        from huggingface_hub import dataset_info
 
         try:
-            hub = HfApi()
-            found = hub.dataset_info(self.dataset, revision=revision, timeout=SECONDS)
+            found = dataset_info(self.dataset, revision=revision, timeout=SECONDS)
         except (OSError, httpx.HTTPError, ValueError) as error:
             raise UserError(
                 f"got {_line(error)} when asking the Hugging Face hub for "

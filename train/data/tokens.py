@@ -19,10 +19,7 @@ SPLITS = ("train", "val")
 VERIFY_LIMIT = 1 << 30  # bytes; of larger files only sizes and every batch's ids count
 SAMPLED = "sampled:"  # what the checksum of found files begins with
 NUM_SAMPLES, SAMPLE_TOKENS = 256, 4096
-AGAIN = (
-    "the output of train.prepare: make it with python -m train.prepare --source python "
-    "--out NEW"
-)
+AGAIN = "train.prepare's: make it by python -m train.prepare --source python --out NEW"
 
 
 @dataclass(frozen=True)

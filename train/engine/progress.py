@@ -57,10 +57,8 @@ class Progress(MetricsProcessor):
             self._started = (step, now)
         if not self._speaks:
             return
-        line = (
-            f"loss {global_avg_loss:.5f}  grad norm {grad_norm:.3f}  "
-            f"{speed:,.0f} tokens/s"
-        )
+        line = f"loss {global_avg_loss:.5f}  grad norm {grad_norm:.3f}"
+        line += f"  {speed:,.0f} tokens/s"
         if skipped:
             line += f"  {skipped} skipped"
         if sys.stderr.isatty():

@@ -63,15 +63,14 @@ def parallelize(
     names = ["dp_replicate", axis] if parallel_dims.dp_replicate_enabled else axis
     dtypes = (training.mixed_precision_param, training.mixed_precision_reduce)
     policy = MixedPrecisionPolicy(*(TORCH_DTYPE_MAP[name] for name in dtypes))
-    options = {"mesh": parallel_dims.get_mesh(names), "mp_policy": policy}
+    mesh = parallel_dims.get_mesh(names)
     reshard = parallelism.fsdp_reshard_after_forward != "never"
-    for block in blocks:
-        fully_shard(block, reshard_after_forward=reshard, **options)
-    fully_shard(model, reshard_after_forward=False, **options)
     for module in (*blocks, model):
+        again = reshard and module is not model
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
         # the loss is divided by the global number of tokens already
         module.set_gradient_divide_factor(1.0)
-        if options["mesh"].device_type == "cpu":
+        if mesh.device_type == "cpu":
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     return model
 

@@ -92,17 +92,11 @@ class MarsOptimizers(MarsOptimizersContainer):
             )
             return {name: getattr(self, name) for name in names.split()}
 
-        def working(self) -> dict:
-            """Return arguments of MARS that say how the step is computed."""
-            names = ("ns_dtype", "ns_gram", "h_dtype", "compile")
-            return {name: getattr(self, name) for name in names}
-
         @property
         def by_adamw(self) -> bool:
             """Return whether AdamW moves the embeddings beside another rule."""
-            if self.embeddings_by_adamw is not None:
-                return self.embeddings_by_adamw
-            return self.mars_type in ONE_RATE
+            told = self.embeddings_by_adamw
+            return self.mars_type in ONE_RATE if told is None else told
 
         def beside_the_rule(self, names: Iterable[str]) -> set[str]:
             """Return which of these parameters are embeddings that AdamW moves."""
@@ -133,11 +127,12 @@ class MarsOptimizers(MarsOptimizersContainer):
 
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
         names = [n for part in model_parts for n, _ in part.named_parameters()]
-        given = {"MARS": config.options() | config.working()}
+        working = ("ns_dtype", "ns_gram", "h_dtype", "compile")  # of a step
+        given = config.options() | {name: getattr(config, name) for name in working}
         config = replace(
             config,
             param_groups=config.groups(names),
-            optimizer_factory_kwargs_by_name=given,
+            optimizer_factory_kwargs_by_name={"MARS": given},
         )
         try:
             super().__init__(config, model_parts=model_parts)

@@ -108,22 +108,17 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _check_writable(out: Path) -> None:
-    """Check that ``out`` can be written, before hours of evaluation."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise UserError(
-            f"got {out} to write to, expected a file that can be written: choose "
-            "another --out"
-        )
-
-
 def main() -> None:
     """Run the command."""
     args = _arguments()
     trained = from_arguments(args)
     out = trained.folder / "evaluation.json" if args.out is None else args.out
-    _check_writable(out)
+    # before hours of evaluation
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise UserError(
+            f"got {out}, expected a file that can be written: choose another --out"
+        )
     found: dict = {"model": str(trained.folder), "step": trained.step}
     # before anything that takes long
     tasks = args.tasks and harness.load_tasks(args.tasks, args.include_path)

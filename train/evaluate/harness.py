@@ -106,9 +106,7 @@ def evaluate(
 
 
 def lines(results: dict) -> Iterator[str]:
-    """Yield a line per task and metric. (The harness's own table needs a newer
-    pytablewriter than constraints.txt allows.)
-    """
+    """Yield a line per task and metric; its own table needs a newer pytablewriter."""
     for task, row in results["results"].items():
         for key, value in row.items():
             metric, _, kept = key.partition(",")

@@ -1,6 +1,4 @@
-"""GPT-2 as Hugging Face's GPT2LMHeadModel keeps it: config.json and model.safetensors,
-written and read without transformers.
-"""
+"""GPT-2 as Hugging Face's GPT2LMHeadModel keeps it, without transformers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, asdict, astuple, dataclass
@@ -17,10 +15,7 @@ from train.gpt2.model import GPT2, Depth, Shape, Size, tensor_sizes
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = "model.safetensors.index.json"
-AGAIN = (
-    "a Hugging Face GPT-2 folder, which python -m train.export makes: export or "
-    "download it again, or take another"
-)
+AGAIN = "a Hugging Face GPT-2 folder, as of train.export: export or download it again"
 
 # ours: (theirs, whether the matrix is turned: their Conv1D keeps it as (in, out))
 OUTSIDE = {"wte": ("wte", False), "wpe": ("wpe", False), "norm": ("ln_f", False)}
@@ -161,11 +156,13 @@ def _by_name(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> dict[str, T
     return theirs
 
 
-def config_json(shape: Shape, end_of_text: int) -> dict:
-    """Return config.json of a model of ours, which GPT2Config reads."""
-    return {
+def save(model: GPT2, folder: Path, end_of_text: int) -> None:
+    """Write config.json, generation_config.json and model.safetensors (fp32)."""
+    from safetensors.torch import save_file
+
+    config = {
         "architectures": ["GPT2LMHeadModel"],
-        **asdict(Config(*astuple(shape), model_type="gpt2")),
+        **asdict(Config(*astuple(model.shape), model_type="gpt2")),
         "reorder_and_upcast_attn": False,
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         "initializer_range": 0.02,
@@ -173,13 +170,6 @@ def config_json(shape: Shape, end_of_text: int) -> dict:
         **dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text),
         "dtype": "float32",
     }
-
-
-def save(model: GPT2, folder: Path, end_of_text: int) -> None:
-    """Write config.json, generation_config.json and model.safetensors (fp32)."""
-    from safetensors.torch import save_file
-
-    config = config_json(model.shape, end_of_text)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", ids)

@@ -1,6 +1,4 @@
-"""GPT-2 as the MARS authors train it, in plain PyTorch: no biases, pre-LayerNorm, tied
-embedding, tanh GELU.
-"""
+"""GPT-2 as the MARS authors train it, in plain PyTorch: no biases, one embedding."""
 
 import hashlib
 from dataclasses import dataclass
