@@ -131,21 +131,17 @@ def forecast(
 
 def table(job: Job, found: Forecast, every: bool) -> str:
     """Return each matrix's strategy and owner, and the totals."""
-    planned = zip(
+    kinds, lines = Counter(), []
+    for (name, m), s, owner in zip(
         job.matrices().items(), found.plan.strategies, found.plan.owners, strict=True
-    )
-    if every:
-        lines = [
-            f"{name:32} {m.rows:6} x {m.cols:<6} {s:10} "
-            + (f"rank {owner}" if s == "owner" else "every rank")
-            for (name, m), s, owner in planned
-        ]
-    else:
-        kinds = Counter((m.rows, m.cols, s) for (_, m), s, _ in planned)
-        lines = [
-            f"{count:4} x {rows:6} x {cols:<6} {s}"
-            for (rows, cols, s), count in kinds.items()
-        ]
+    ):
+        what = f"{m.rows:6} x {m.cols:<6} {s}"
+        kinds[what] += 1
+        if every:
+            who = f"rank {owner}" if s == "owner" else "every rank"
+            lines.append(f"{name:32} {what:26} {who}")
+    if not every:
+        lines = [f"{count:4} x {what}" for what, count in kinds.items()]
     mega, giga = 1e6, 2**30
     flops = found.cost.owner_flops
     mean = sum(flops) / len(flops) / 1e12

@@ -22,10 +22,11 @@ import pytest
 import configs
 from tests.test_application import ROOT, STEPS, TINY, data, one, tiny
 from train import export, sample
-from train.engine.launch import hold, parse
+from train.engine.launch import parse
 from train.engine.resolve import UNUSED, resolve
-from train.errors import UserError
+from train.errors import UserError, command
 from train.evaluate import __main__ as evaluate
+from train.files import hold
 from train.runs import checkpoints, checksums
 from train.runs.settings import settings
 
@@ -164,11 +165,11 @@ def test_continuing_names_what_is_damaged_and_how_to_go_on(data, copied):
 
 
 def test_one_run_at_a_time_has_the_folder(tmp_path):
-    held = hold(tmp_path)
-    with pytest.raises(UserError, match="in which another process trains"):
-        hold(tmp_path)
+    held = hold(tmp_path, "--dump-folder")
+    with pytest.raises(UserError, match="in which another process is at work"):
+        hold(tmp_path, "--dump-folder")
     os.close(held)
-    os.close(hold(tmp_path))
+    os.close(hold(tmp_path, "--dump-folder"))
 
 
 # ---- ends ----------------------------------------------------------------------------
@@ -284,6 +285,45 @@ def test_ranks_whose_launcher_was_killed_save_and_end(data, tmp_path):
     assert step == last
     assert int(last) == checkpoints.last_step(tmp_path / "run")
     assert not any(map(runs, left.values()))
+
+
+def test_what_was_found_is_printed_before_it_is_written(data, one, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command(
+            lambda: called(
+                evaluate.main, "--run", one[0], "--loss", "--data", data,
+                "--out", "/dev/full",
+            )
+        )  # fmt: skip
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert re.search(r"loss \d\.\d+ nats per token", said.out)
+    assert said.err.count("\n") == 1
+    assert "expected space on the disk" in said.err
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system that holds one checkpoint and a half."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_ends_a_run_in_one_line(data, small_disk):
+    process = started(data, small_disk / "run")
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1, stderr
+    assert stderr.count("\n") == 1
+    assert re.match(
+        rf"error: no space is left on the disk of {small_disk}/run: make some, at step "
+        "20 of 5000: the same command continues after step 10",
+        stderr,
+    )
 
 
 # ---- options -------------------------------------------------------------------------

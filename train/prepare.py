@@ -5,10 +5,9 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from train.data.local_text import LocalText
-from train.data.tokenizers import TOKENIZERS, Tokenizer, tokenizer
+from train.data.tokenizers import TOKENIZERS, tokenizer
 from train.data.tokens import SPLITS, Meta, open_tokens
 from train.data.web_text import SUBSETS, VAL_FRACTION, FineWebEdu, OpenWebText
 from train.errors import UserError, check_least, command
@@ -21,15 +20,9 @@ SOURCES = {
 SHARD_TOKENS = 10**8  # as llm.c and modded-nanogpt
 
 
-class Source(Protocol):
-    """request: what the result depends on, by which prepared data is recognised; plan:
-    what unfinished work depends on.
-    """
-
-    request: dict
-    plan: dict
-
-    def make(self, work: Path, coder: Tokenizer, processes: int) -> Meta: ...
+# each has a request: what the result depends on, by which prepared data is recognised;
+# a plan: what unfinished work depends on; and a method make
+Source = LocalText | OpenWebText | FineWebEdu
 
 
 def choose(

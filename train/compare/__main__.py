@@ -7,13 +7,12 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from train.compare.sweep import MOST_SEEDS, rounded
 from train.engine.launch import console
 from train.errors import UserError, check_least, command
-from train.files import lock
+from train.files import hold
 
 WAIT = 15  # seconds for the runs of a call that was killed to end
 PARTS = ("runs", "timing", "report")
@@ -80,22 +79,6 @@ def grids(texts: Sequence[str], names: Sequence[str]) -> dict[str, list[float]]:
     return {name: sorted(set(own.get(name, common))) for name in names}
 
 
-@contextmanager
-def alone(path: Path):
-    """Hold a folder's lock, which outlives this process where a run of it does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        deadline = time.monotonic() + WAIT
-        while not lock(file.fileno()):
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"got --out {path.parent}, in which another call is at work, "
-                    "expected one at a time: wait for it, or end it"
-                )
-            time.sleep(0.2)
-        yield file.fileno()
-
-
 def say(line: str) -> None:
     """Print one line, with the time of day."""
     print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
@@ -133,7 +116,10 @@ def compare(args: argparse.Namespace) -> bool:
         report(study, args.out)
         return True
     complete = True
-    with alone(args.out / LOCK) as held:
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / LOCK).touch()
+    with open(hold(args.out / LOCK, "--out", WAIT)) as lock:
+        held = lock.fileno()  # outlives this process where a run of it does
         study = check(study, args.out)  # another call may have begun one since
         study.save(args.out)
         if args.only in (None, "runs"):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -36,6 +37,23 @@ SHARED = {
     "training.seq_len": "sequence length",
     "training.global_batch_size": "global batch",
 }
+
+
+def command_line(name: str) -> list[str]:
+    """Return the arguments of ``python -m train`` for CONFIG[:OPTION=VALUE...], with
+    options of the optimizer, e.g. tiny_adamw:betas=0.95,0.99.
+    """
+    config, *options = name.split(":")
+    arguments = ["--config", config]
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not (key and equals and value) or "/" in option:
+            raise UserError(
+                f"got {name}, expected CONFIG:OPTION=VALUE with an option of the "
+                "optimizer: write e.g. tiny_mars_m:gamma=0.05"
+            )
+        arguments += [f"--optimizer.{key.replace('_', '-')}", *value.split(",")]
+    return arguments
 
 
 @dataclass(frozen=True)
@@ -110,23 +128,6 @@ class Study:
         return read_json(folder / "comparison.json", cls, AGAIN)
 
 
-def command_line(name: str) -> list[str]:
-    """Return the arguments of ``python -m train`` for CONFIG[:OPTION=VALUE...], with
-    options of the optimizer, e.g. tiny_adamw:betas=0.95,0.99.
-    """
-    config, *options = name.split(":")
-    arguments = ["--config", config]
-    for option in options:
-        key, equals, value = option.partition("=")
-        if not (key and equals and value) or "/" in option:
-            raise UserError(
-                f"got {name}, expected CONFIG:OPTION=VALUE with an option of the "
-                "optimizer: write e.g. tiny_mars_m:gamma=0.05"
-            )
-        arguments += [f"--optimizer.{key.replace('_', '-')}", *value.split(",")]
-    return arguments
-
-
 def make(
     names: Sequence[str],
     grids: dict[str, list[float]],
@@ -139,12 +140,13 @@ def make(
     """Return the study of a call, checked without training."""
     configs = {name: _resolved(name, options) for name in names}
     given = {name: settings(config) for name, config in configs.items()}
-    for name in names[1:]:
-        if what := _not_shared(given[name], given[names[0]]):
+    first = names[0]
+    for name, (key, what) in product(names, SHARED.items()):
+        if given[name][key] != given[first][key]:
             raise UserError(
-                f"got {names[0]} and {name} with different {what}, expected recipes "
-                "that differ in their optimizer alone: compare them in two calls, or "
-                "give all the same option after --"
+                f"got {first} and {name} with different {what}, expected recipes that "
+                "differ in their optimizer alone: compare them in two calls, or give "
+                "all the same option after --"
             )
     recipes = {name: _recipe(name, config) for name, config in configs.items()}
     lengths = sorted({config.training.steps for config in configs.values()})
@@ -159,7 +161,7 @@ def make(
                 f"got {name} with a warm-up as long as its run, expected a shorter "
                 "one: give --lr-scheduler.warmup-steps after --"
             )
-    t, interval = configs[names[0]].training, max(1, round(steps / NUM_POINTS))
+    t, interval = configs[first].training, max(1, round(steps / NUM_POINTS))
     return Study(
         steps=steps,
         tokens_per_step=t.global_batch_size * t.seq_len,
@@ -190,12 +192,6 @@ def _resolved(name: str, options: Sequence[str]):
     config.validator.samples = max(samples, batch)
     resolve(config, 1)
     return config
-
-
-def _not_shared(mine: dict, theirs: dict) -> str | None:
-    """Return the first of what two recipes have to share that they do not."""
-    found = (what for key, what in SHARED.items() if mine.get(key) != theirs.get(key))
-    return next(found, None)
 
 
 def _num_held_out(configs: list, steps: int, interval: int) -> int:
@@ -255,17 +251,14 @@ def _check_same(study: Study, theirs: Study, folder: Path) -> None:
         "options after --": (study.options, theirs.options),
         "validation samples": (study.validation_samples, theirs.validation_samples),
     }
-    for what, (mine, there) in changed.items():
-        if mine != there:
+    mine, there = (next(iter(p.settings.values())) for p in (study, theirs))
+    changed |= {what: (mine.get(k), there.get(k)) for k, what in SHARED.items()}
+    for what, (given, known) in changed.items():
+        if given != known:
             raise UserError(
-                f"got {what} {mine} where the comparison in {folder} has {there}, "
-                "expected the same: give these to continue it, or another --out"
+                f"got {what} {given} where the comparison in {folder} has {known}, "
+                "expected the same: give or restore it, or give another --out"
             )
-    if what := _not_shared(*(next(iter(s.settings.values())) for s in (study, theirs))):
-        raise UserError(
-            f"got another {what} than the comparison in {folder} has, expected the "
-            "same: restore it, or give another --out"
-        )
     for name in study.recipes.keys() & theirs.recipes.keys():
         if what := difference(study.settings[name], theirs.settings[name]):
             raise UserError(

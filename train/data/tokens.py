@@ -3,12 +3,12 @@ that need none; checked, memory-mapped, several shards as one.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 import numpy as np
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from train.data.token_files import Split, Stream, open_raw, open_shard
 from train.data.tokenizers import GPT2
@@ -34,8 +34,7 @@ class Meta:
 
     def save(self, folder: Path) -> None:
         """Write meta.json."""
-        raw = TypeAdapter(Meta).dump_python(self, exclude_defaults=True)
-        write_json(folder / "meta.json", raw)
+        write_json(folder / "meta.json", asdict(self))
 
     @classmethod
     def load(cls, folder: Path) -> Self:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.checkpoint import UnreadableCheckpoint
-from train.errors import UserError, speaks
+from train.errors import UserError, say
 from train.runs.checkpoints import instead, last_step
 
 FAILED, UNUSABLE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
@@ -128,8 +128,7 @@ def end(
                 f", at step {step} of {config.training.steps}: {goes_on}. The "
                 f"traceback is in {folder / f'rank{rank}.log'}"
             )
-    if speaks():
-        print(line, file=sys.stderr)
+    say(line)
     if told_launcher := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchtitan's, of which torchrun would print all 60 lines
         Path(told_launcher).unlink(missing_ok=True)

@@ -3,14 +3,14 @@
 import argparse
 import logging
 import os
-import socket
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 from train.errors import UserError
-from train.files import check_folder, lock
+from train.files import check_folder, hold
 
 # torchtitan says these on every machine without a GPU, or for every run
 NOISE = (
@@ -84,15 +84,16 @@ def standalone() -> None:
     """Be the only process where torchrun has not said otherwise."""
     if "RANK" in os.environ:
         return
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # port 0: torch takes one that is free
+    os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 
 def console(rank: int) -> None:
     """Show rank 0's warnings, and nobody else's."""
+    # a full disk is told once, where the run ends: not by logs and threads
+    logging.raiseExceptions = False
+    threading.excepthook = lambda failed: None
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     root.handlers.clear()
@@ -124,22 +125,6 @@ def log_to(path: Path) -> None:
     logging.getLogger().addHandler(handler)
 
 
-def hold(folder: Path) -> int:
-    """Make the run's folder this process's alone; return the file that holds the lock
-    as long as it is open.
-
-    Raises:
-        UserError: another process trains there.
-    """
-    held = os.open(folder, os.O_RDONLY)
-    if not lock(held):
-        raise UserError(
-            f"got {folder}, in which another process trains, expected none: wait for "
-            "it, or choose another --dump-folder"
-        )
-    return held
-
-
 def main() -> None:
     """Run the command."""
     standalone()
@@ -158,7 +143,7 @@ def main() -> None:
     check_folder("--dump-folder", folder)
     folder.mkdir(parents=True, exist_ok=True)
     if rank == 0:
-        hold(folder)  # until the process ends
+        hold(folder, "--dump-folder")  # until the process ends
     claim(config)
     check_own(folder, config.model_spec.model.shape)
     log_to(folder / f"rank{rank}.log")

@@ -32,10 +32,11 @@ class MarsTrainer(Trainer):
         super().__init__(config)
         self.metrics_processor.begin(read_meta(held_out_folder(config)))
         self.optimizers.mars.max_norm = config.training.max_norm
+        # for a comparison's timing, too, which takes steps without ``train``
+        self._told, self._vote, self.began = bool, Vote(), False
         self._exact = config.optimizer.correction == "exact"
         if self._exact:
             self._ahead = replace(self.dataloader.batches)
-        self._told, self._vote, self.began = lambda: False, Vote(), False
 
     def train(self, told: Callable[[], bool] = lambda: False) -> None:
         """Train to the last step, or, once ``told`` says on some rank that this process

@@ -126,9 +126,8 @@ def main() -> None:
         found["loss"] = _loss(trained, args)
     if tasks:
         found["tasks"] = _tasks(trained, tasks, args)
+        print(*harness.lines(found["tasks"]), sep="\n", flush=True)
     out.write_text(json.dumps(found, indent=1) + "\n")
-    if tasks:
-        print(*harness.lines(found["tasks"]), sep="\n")
     print(f"written to {out}")
 
 
