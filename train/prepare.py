@@ -19,7 +19,6 @@ SOURCES = {
 }  # fmt: skip
 SHARD_TOKENS = 10**8  # as llm.c and modded-nanogpt
 
-
 # each has a request: what the result depends on, by which prepared data is recognised;
 # a plan: what unfinished work depends on; and a method make
 Source = LocalText | OpenWebText | FineWebEdu

@@ -35,9 +35,7 @@ def measure(study: Study, folder: Path, lock: int, say: Callable[[str], None]) -
 
 
 def _trainer(study: Study, name: str, folder: Path, scratch: str):
-    """Return a trainer of one recipe, at its best rate so far or, before one is known,
-    its own, that neither validates nor saves.
-    """
+    """Return a trainer at the best rate so far, which neither validates nor saves."""
     found = load_all(folder / "runs", study.steps, [name])
     tried = sweep_of(name, {run: curve.score for run, curve in found.items()})
     rate = best_rate(tried) if tried else study.recipes[name].lr

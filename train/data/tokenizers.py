@@ -21,7 +21,6 @@ class Tokenizer(Protocol):
 
     def byte_lengths(self) -> np.ndarray:
         """Return (vocab_size,) uint16: bytes of text of each id, 0 for end_of_text."""
-        ...
 
 
 class Bytes:

@@ -113,14 +113,13 @@ def main() -> None:
     args = _arguments()
     trained = from_arguments(args)
     out = trained.folder / "evaluation.json" if args.out is None else args.out
-    # before hours of evaluation
+    # what can be refused, before what takes hours
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
         raise UserError(
             f"got {out}, expected a file that can be written: choose another --out"
         )
     found: dict = {"model": str(trained.folder), "step": trained.step}
-    # before anything that takes long
     tasks = args.tasks and harness.load_tasks(args.tasks, args.include_path)
     if args.loss:
         found["loss"] = _loss(trained, args)

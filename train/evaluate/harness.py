@@ -7,7 +7,6 @@ from pathlib import Path
 
 from train.errors import UserError
 
-TOKENIZER = ("tokenizer", "tokenizer_config")
 INSTALL = "pip install -r requirements-evaluate.txt -c constraints.txt"
 
 
@@ -91,7 +90,7 @@ def evaluate(
         options: limit, examples per task, None = all; num_fewshot, examples shown
             before each, None = as the task says.
     """
-    if not any((folder / f"{name}.json").exists() for name in TOKENIZER):
+    if not any(folder.glob("tokenizer*.json")):
         raise UserError(
             f"got {folder} without a tokenizer, expected tokenizer.json: export it "
             "again without --no-tokenizer"

@@ -86,8 +86,7 @@ def generate(
                 "diverged; sample from an earlier checkpoint (--step)"
             )
         best = torch.topk(logits, min(top_k, len(logits)))
-        chosen = torch.multinomial(
-            torch.softmax(best.values / temperature, -1), 1, generator=generator
-        )
+        odds = torch.softmax(best.values / temperature, -1)
+        chosen = torch.multinomial(odds, 1, generator=generator)
         ids = torch.cat([ids, best.indices[chosen][None]], 1)
     return ids[0, len(prompt) :].tolist()
