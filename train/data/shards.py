@@ -92,8 +92,8 @@ def tokenise(
     if ledger.complete:
         return ledger
     ledger.revision = place.commit(ledger.revision)
-    batches = Corpus(place, ledger.revision).batches(ledger.position)
-    batches = _counted(batches, ledger.documents)
+    found = Corpus(place, ledger.revision).batches(ledger.position)
+    batches = (((position, len(texts)), texts) for position, texts in found)
     ids = encoded(batches, coder.name, mark_first=mark_first, processes=processes)
     byte_lengths = coder.byte_lengths()
     with Meter(place.num_documents, ledger) as meter:
@@ -106,7 +106,7 @@ def tokenise(
     return ledger
 
 
-Batch = tuple[dict | None, int, int]  # position, documents before it, documents in it
+Batch = tuple[dict | None, int]  # position, number of documents
 
 
 def _cut(
@@ -118,7 +118,7 @@ def _cut(
     """Yield each shard's tokens, the ledger saying where the next one begins."""
     buffer, filled, skip = np.empty(shard_tokens, np.uint16), 0, ledger.skip
     done = ledger.documents
-    for (position, before, documents), ids in batches:
+    for (position, documents), ids in batches:
         at = min(skip, len(ids))
         skip -= at
         while at < len(ids):
@@ -126,20 +126,11 @@ def _cut(
             buffer[filled : filled + count] = ids[at : at + count]
             filled, at = filled + count, at + count
             if filled == shard_tokens:
-                ledger.position, ledger.skip, ledger.documents = position, at, before
+                ledger.position, ledger.skip, ledger.documents = position, at, done
                 yield buffer
                 filled = 0
-        done = before + documents
+        done += documents
         meter.update(documents)
     ledger.documents, ledger.complete = done, True
     if filled:
         yield buffer[:filled]
-
-
-def _counted(
-    batches: Iterator[tuple[dict | None, list[str]]], documents: int
-) -> Iterator[tuple[Batch, list[str]]]:
-    """Yield the batches with the numbers of documents before and in them."""
-    for position, texts in batches:
-        yield (position, documents, len(texts)), texts
-        documents += len(texts)
