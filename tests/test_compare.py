@@ -21,7 +21,6 @@ from train.compare import curves, plots, results, study
 from train.compare.__main__ import arguments, grids
 from train.compare.curves import Curve
 from train.compare.session import Session
-from train.compare.study import command_line
 from train.compare.sweep import Run
 from train.compare.table import markdown, report
 from train.engine.launch import parse
@@ -168,13 +167,8 @@ def test_a_diverged_run_is_infinitely_bad(losses):
 
 def entry(name, corrects, seconds, *seeds):
     recipe = study.Recipe(name, "mars-adamw", corrects, False, 1.0, 1.0, 0.1, 0.1)
-    spread = results.Spread.of
-    return results.Entry(
-        recipe=recipe, lr=1.0, inside=True, num_untried=0, curves=list(seeds),
-        sweep={0.5: 9.0, 1.0: seeds[0].final, 2.0: math.inf}, num_diverged=0,
-        best=spread([c.best for c in seeds]), final=spread([c.final for c in seeds]),
-        seconds_per_step=seconds,
-    )  # fmt: skip
+    sweep = {0.5: 9.0, 1.0: seeds[0].final, 2.0: math.inf}
+    return results.Entry(recipe, 1.0, sweep, 0, list(seeds), 0, seconds)
 
 
 @pytest.fixture
@@ -194,7 +188,7 @@ def test_ratios_are_of_the_worst_final_loss(found):
     assert (good.seconds_per_step_ratio, bad.seconds_per_step_ratio) == (2.0, 1.0)
     assert (good.seconds_ratio, bad.seconds_ratio) == (1.0, 1.0)
     assert (good.loss_at_time, bad.loss_at_time) == (3.0, 3.0)
-    assert good.final == results.Spread(2.0, 0.0, [2.0, 2.0])
+    assert found[0].final == results.Spread(2.0, 0.0, [2.0, 2.0])
 
 
 def test_table_and_json_say_the_same(found, options):
@@ -357,7 +351,7 @@ def test_a_recipe_may_have_options_of_its_own(data):
     ]
     for wrong in ("tiny_adamw:betas", "tiny_adamw:=1", "tiny_adamw:eps=/tmp"):
         with pytest.raises(UserError, match=f"got {wrong}, expected CONFIG:OPTION"):
-            command_line(wrong)
+            study.command_line(wrong)
 
 
 @pytest.mark.application

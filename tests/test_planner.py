@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from marsopt import NewtonSchulz
+from parallel.forecast import Job, forecast
 from parallel.placement import shard_sizes
 from parallel.planner import Machine, Matrix, assign, cost, plan
-from train.errors import UserError
-from train.plan.__main__ import job_of
-from train.plan.forecast import Job, forecast
+from train.plan import job_of
 
 NS = NewtonSchulz()
 BLOCK = [(3840, 1280), (1280, 1280), (5120, 1280), (1280, 5120)]
@@ -155,7 +154,7 @@ def test_bad_arguments():
         plan(LARGE, 2, NS, strategy="fast")
     with pytest.raises(ValueError, match="got max_buckets=0"):
         plan(LARGE, 2, NS, max_buckets=0)
-    with pytest.raises(UserError, match="got 8 ranks and 3 replicas"):
+    with pytest.raises(ValueError, match="got 8 ranks and 3 replicas"):
         forecast(Job({}, "muon", 1, 1), 8, replicas=3)
 
 

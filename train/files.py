@@ -115,9 +115,7 @@ def workspace(out: Path, plan: dict | None = None) -> Iterator[Path]:
 
 @contextmanager
 def made_whole(out: Path) -> Iterator[Path]:
-    """Yield a folder that becomes ``out``, which has to be free, when the block ends
-    well.
-    """
+    """Yield a folder that becomes ``out``, if that is free and the block ends well."""
     if check_folder("--out", out):
         raise UserError(
             f"got --out {out}, which is not empty, expected an empty or new folder: "

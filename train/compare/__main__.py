@@ -79,10 +79,6 @@ def grids(texts: Sequence[str], names: Sequence[str]) -> dict[str, list[float]]:
     return {name: sorted(set(own.get(name, common))) for name in names}
 
 
-def _interrupt(signum, frame):
-    raise KeyboardInterrupt
-
-
 def say(line: str) -> None:
     """Print one line, with the time of day."""
     print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
@@ -99,21 +95,13 @@ def chosen(args: argparse.Namespace, jobs: int):
             return theirs
         return check(again(theirs, threads), args.out)
     names = list(dict.fromkeys(args.configs))
-    study = make(
-        names,
-        grids(args.lrs, names),
-        steps=args.steps,
-        num_seeds=args.seeds or SEEDS,
-        threads=threads,
-        options=args.options,
-    )
+    given = dict(steps=args.steps, num_seeds=args.seeds or SEEDS, options=args.options)
+    study = make(names, grids(args.lrs, names), threads=threads, **given)
     return check(study, args.out)
 
 
 def compare(args: argparse.Namespace) -> bool:
-    """Do all parts, or the one of --only; return whether every run that was needed is
-    there.
-    """
+    """Do all parts, or that of --only; return whether every run needed is there."""
     import torch
 
     from train.compare.session import Session
@@ -147,8 +135,9 @@ def compare(args: argparse.Namespace) -> bool:
 
 def main() -> None:
     """Run the command."""
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)  # background shells ignore it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # background shells ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(0 if compare(arguments(sys.argv[1:])) else 1)
 
 

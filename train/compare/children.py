@@ -35,18 +35,14 @@ class Child:
 
 
 def spawn(
-    module: str,
-    arguments: Sequence[str],
-    threads: int,
-    lock: int,
-    console: IO | None = None,
+    module: str, args: Sequence[str], threads: int, lock: int, console: IO | None = None
 ) -> subprocess.Popen:
     """Start ``python -m module`` as a process that ends with this one and holds the
     lock until then; what it says goes to ``console``, None = where ours goes.
     """
     command = [sys.executable, "-m", "train.compare.children", module]
     return subprocess.Popen(
-        [*command, *map(str, arguments)],
+        [*command, *map(str, args)],
         stdin=subprocess.PIPE,
         stdout=console,
         stderr=subprocess.STDOUT if console is not None else None,

@@ -1,7 +1,7 @@
 """What a comparison found, as numbers."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Annotated, Self
@@ -32,28 +32,36 @@ class Spread:
         return cls(mean(values), deviation, values)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Best:
-    """What a recipe came to at its best rate. Losses in nats per token of held-out
-    text.
-    """
-
-    lr: float
-    inside: bool  # the best rate has a worse one on both sides
-    num_untried: int  # rates that the sweep still needs
-    num_diverged: int  # seeds
-    best: Spread
-    final: Spread
-    seconds_per_step: float | None  # median; None = not measured
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry(Best):
-    """One recipe."""
+@dataclass(frozen=True)
+class Entry:
+    """One recipe at its best rate. Losses in nats per token of held-out text."""
 
     recipe: Recipe
+    lr: float
     sweep: dict[float, float]  # {rate: final loss of seed 0}; inf = diverged
+    num_untried: int  # rates that the sweep still needs
     curves: list[Curve]  # of each seed that did not diverge
+    num_diverged: int  # seeds that did
+    seconds_per_step: float | None  # median; None = not measured
+
+    @property
+    def inside(self) -> bool:
+        return is_inside(self.sweep)
+
+    @property
+    def best(self) -> Spread:
+        return Spread.of([c.best for c in self.curves])
+
+    @property
+    def final(self) -> Spread:
+        return Spread.of([c.final for c in self.curves])
+
+    def facts(self) -> dict:
+        """Return what results.json says of it alone."""
+        names = "lr inside num_untried num_diverged best final seconds_per_step"
+        own = {name: getattr(self, name) for name in names.split()}
+        counts = dict(num_rates=len(self.sweep), num_seeds=len(self.curves))
+        return {"name": self.recipe.name, **own, **counts}
 
     @property
     def curve(self) -> Curve:
@@ -65,13 +73,10 @@ class Entry(Best):
         return Curve(steps, np.mean(losses, axis=0))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row(Best):
-    """What the table says of one entry, relative to the worst final loss."""
+@dataclass(frozen=True)
+class Row:
+    """One entry's numbers beside the others', most of them to the worst final loss."""
 
-    name: str
-    num_rates: int
-    num_seeds: int
     tokens_ratio: float
     """Tokens until the worst optimizer's final loss, of the tokens that it took."""
     tokens_ratio_range: tuple[float, float]
@@ -89,26 +94,16 @@ def entries(study: Study, folder: Path) -> list[Entry]:
     path, again = folder / "timing.json", "seconds: measure again, --only timing"
     timing = read_json(path, Timing, again) if path.exists() else {}
     found = []
-    for name in study.grids:
+    for name, recipe in study.recipes.items():
         sweep = sweep_of(name, scores)
         if not sweep or math.isinf(sweep[lr := best_rate(sweep)]):
             continue
         seeds = [Run(name, lr, seed) for seed in range(study.num_seeds)]
         mine = [curves[r] for r in seeds if r in curves and scores[r] < math.inf]
-        found.append(
-            Entry(
-                recipe=study.recipes[name],
-                lr=lr,
-                inside=is_inside(sweep),
-                sweep=sweep,
-                num_untried=len(next_rates(study.grids[name], sweep)),
-                curves=mine,
-                num_diverged=sum(scores.get(run) == math.inf for run in seeds),
-                best=Spread.of([c.best for c in mine]),
-                final=Spread.of([c.final for c in mine]),
-                seconds_per_step=median(timing[name]) if name in timing else None,
-            )
-        )
+        untried = len(next_rates(study.grids[name], sweep))
+        diverged = sum(scores.get(run) == math.inf for run in seeds)
+        seconds = median(timing[name]) if name in timing else None
+        found.append(Entry(recipe, lr, sweep, untried, mine, diverged, seconds))
     return sorted(found, key=lambda e: e.final.mean)
 
 
@@ -125,10 +120,6 @@ def rows(found: list[Entry], steps: int) -> list[Row]:
         seeds = [c.reaches(target) / steps for c in e.curves]
         table.append(
             Row(
-                **{field.name: getattr(e, field.name) for field in fields(Best)},
-                name=e.recipe.name,
-                num_rates=len(e.sweep),
-                num_seeds=len(e.curves),
                 tokens_ratio=reached,
                 tokens_ratio_range=(min(seeds), max(seeds)),
                 seconds_per_step_ratio=own / fastest if own else None,
@@ -147,7 +138,10 @@ def as_json(found: list[Entry], table: list[Row], study: Study) -> dict:
         "tokens_per_run": study.steps * tokens,
         "target_loss": found[-1].final.mean,
         "target_set_by": found[-1].recipe.name,
-        "optimizers": {row.name: row for row in table},
+        "optimizers": {
+            e.recipe.name: e.facts() | asdict(row)
+            for e, row in zip(found, table, strict=True)
+        },
         "sweeps": {
             e.recipe.name: {f"{lr:g}": loss for lr, loss in e.sweep.items()}
             for e in found

@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
+from textwrap import indent
 
 from train.compare import curves, sweep
 from train.compare.children import Child, end, spawn
@@ -103,8 +104,8 @@ class Session:
                 said = child.console.read_text(errors="replace").splitlines()
                 self.say(
                     f"{run}: FAILED (exit code {child.process.returncode}), tried "
-                    f"again by the next call; the end of {child.console}:"
-                    + "".join(f"\n    {line}" for line in said[-6:])
+                    f"again by the next call; the end of {child.console}:\n"
+                    + indent("\n".join(said[-6:]), "    ")
                 )
                 continue
             curves.keep_last_checkpoint(folder)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -20,10 +21,7 @@ from train.runs.settings import difference, held_out_folder, settings
 LOCK = ".lock"  # held by the call at work in the folder, and its runs
 NUM_POINTS = 15  # of each validation curve
 VALIDATION_SHARE = 0.1  # of a run's arithmetic, at most
-AGAIN = (
-    "the folder of a comparison: restore what was written there, or start one with "
-    "--configs and another --out"
-)
+AGAIN = "the folder of a comparison: restore it, or start one with --configs and --out"
 
 # in comparison.json
 Whole = Annotated[int, Field(ge=1, lt=2**63)]
@@ -142,7 +140,14 @@ def make(
     """Return the study of a call, checked without training."""
     configs = {name: _resolved(name, options) for name in names}
     given = {name: settings(config) for name, config in configs.items()}
-    _check_shared(given)
+    first = names[0]
+    for name, (key, what) in product(names, SHARED.items()):
+        if given[name][key] != given[first][key]:
+            raise UserError(
+                f"got {first} and {name} with different {what}, expected recipes that "
+                "differ in their optimizer alone: compare them in two calls, or give "
+                "all the same option after --"
+            )
     recipes = {name: _recipe(name, config) for name, config in configs.items()}
     lengths = sorted({config.training.steps for config in configs.values()})
     if steps is None and len(lengths) > 1:
@@ -156,7 +161,7 @@ def make(
                 f"got {name} with a warm-up as long as its run, expected a shorter "
                 "one: give --lr-scheduler.warmup-steps after --"
             )
-    t, interval = configs[names[0]].training, max(1, round(steps / NUM_POINTS))
+    t, interval = configs[first].training, max(1, round(steps / NUM_POINTS))
     return Study(
         steps=steps,
         tokens_per_step=t.global_batch_size * t.seq_len,
@@ -178,9 +183,7 @@ def again(study: Study, threads: int) -> Study:
 
 
 def _resolved(name: str, options: Sequence[str]):
-    """Return a recipe's configuration, complete and checked, which validates on no more
-    than the data holds out.
-    """
+    """Return a recipe's checked configuration, which validates on what there is."""
     config = parse([*command_line(name), *options])
     batch = max(config.training.local_batch_size, 1)
     held_out = read_meta(held_out_folder(config)).val
@@ -189,19 +192,6 @@ def _resolved(name: str, options: Sequence[str]):
     config.validator.samples = max(samples, batch)
     resolve(config, 1)
     return config
-
-
-def _check_shared(given: dict[str, dict]) -> None:
-    """Check that recipes have in common what makes them comparable."""
-    first, *others = given
-    for name in others:
-        for key, what in SHARED.items():
-            if given[name][key] != given[first][key]:
-                raise UserError(
-                    f"got {first} and {name} with different {what}, "
-                    "expected recipes that differ in their optimizer alone: compare "
-                    "them in two calls, or give all the same option after --"
-                )
 
 
 def _num_held_out(configs: list, steps: int, interval: int) -> int:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -33,8 +32,8 @@ class Ledger:
     documents: Count = 0
     complete: bool = False
 
+    @property
     def num_tokens(self) -> int:
-        """Return how many are written."""
         return sum(shard.tokens for shard in self.shards)
 
     def save(self, work: Path) -> None:
@@ -50,71 +49,75 @@ class Ledger:
         return read_json(path, cls, f"what was written there: delete {work}")
 
 
+class Meter(tqdm):
+    """A bar on a terminal, a line per shard in a log."""
+
+    def __init__(self, num_documents: int | None, ledger: Ledger) -> None:
+        super().__init__(
+            desc="tokenize", total=num_documents, initial=ledger.documents,
+            unit="document", unit_scale=True, disable=None,
+        )  # fmt: skip
+        self._began, self._before = time.perf_counter(), ledger.num_tokens
+
+    def shard(self, ledger: Ledger) -> None:
+        """Show that one more is written."""
+        seconds = time.perf_counter() - self._began
+        speed = (ledger.num_tokens - self._before) / seconds
+        line = f"{ledger.num_tokens:,} tokens, {speed:,.0f} tokens/s"
+        if self.disable:
+            print(f"{ledger.documents:,} documents, {line}", flush=True)
+        self.set_postfix_str(line)
+
+
 def tokenise(
     place: Place,
-    mark_first: bool,
-    shard_tokens: int,
     work: Path,
     path_of: Callable[[int], Path],
     coder: Tokenizer,
     processes: int,
+    *,
+    mark_first: bool,
+    shard_tokens: int,
 ) -> Ledger:
-    """Write all documents' tokens, cut into shards of equal size but the last.
+    """Write all documents' tokens, cut into shards of equal size but the last;
+    ``mark_first``: the end-of-text token stands before each document, not after it.
 
     A shard is on the disk before the ledger names it; one that it does not name is
     written again, equal. So the files do not depend on where a run was cut off, nor on
     the number of processes.
 
-    With ``mark_first`` a document's end-of-text token stands before it. The ledger lies
-    in ``work``; ``path_of`` names the file of a shard by its number.
+    The ledger lies in ``work``; ``path_of`` names the file of a shard by its number.
     """
-    ledger = Ledger.load(work)
-    if ledger is not None and ledger.complete:
+    ledger = Ledger.load(work) or Ledger(place.revision)
+    if ledger.complete:
         return ledger
-    revision = place.commit(ledger.revision if ledger else place.revision)
-    ledger = ledger or Ledger(revision)
-    corpus = Corpus(place, revision)
-    found = corpus.batches(ledger.position)
+    ledger.revision = place.commit(ledger.revision)
+    found = Corpus(place, ledger.revision).batches(ledger.position)
     batches = (((position, len(texts)), texts) for position, texts in found)
     ids = encoded(batches, coder.name, mark_first=mark_first, processes=processes)
     byte_lengths = coder.byte_lengths()
-    bar = tqdm(
-        desc="tokenize", total=place.num_documents, initial=ledger.documents,
-        unit="document", unit_scale=True, disable=None,
-    )  # fmt: skip
-    before, began = ledger.num_tokens(), time.perf_counter()
-    with closing(bar):
-
-        def commit(tokens: np.ndarray) -> None:
+    with Meter(place.num_documents, ledger) as meter:
+        for tokens in _cut(ids, ledger, shard_tokens, meter):
             path = path_of(len(ledger.shards))
             ledger.shards.append(write_shard(path, tokens, byte_lengths))
             ledger.save(work)
-            count, seconds = ledger.num_tokens(), time.perf_counter() - began
-            line = f"{count:,} tokens, {(count - before) / seconds:,.0f} tokens/s"
-            bar.set_postfix_str(line)
-            if bar.disable:  # a line per shard in a log
-                print(f"{ledger.documents:,} documents, {line}", flush=True)
-
-        _cut(ids, ledger, shard_tokens, commit, bar.update)
+            meter.shard(ledger)
     ledger.save(work)
     return ledger
 
 
-Batch = tuple[dict | None, int]  # position, documents in it
+Batch = tuple[dict | None, int]  # position, number of documents
 
 
 def _cut(
     batches: Iterator[tuple[Batch, np.ndarray]],
     ledger: Ledger,
     shard_tokens: int,
-    commit: Callable[[np.ndarray], None],
-    tell: Callable[[int], object],
-) -> None:
-    """Commit the tokens of all batches in shards, the ledger saying where the next one
-    begins; ``tell`` is told how many documents are read.
-    """
+    meter: Meter,
+) -> Iterator[np.ndarray]:
+    """Yield each shard's tokens, the ledger saying where the next one begins."""
     buffer, filled, skip = np.empty(shard_tokens, np.uint16), 0, ledger.skip
-    read = ledger.documents
+    done = ledger.documents
     for (position, documents), ids in batches:
         at = min(skip, len(ids))
         skip -= at
@@ -123,11 +126,11 @@ def _cut(
             buffer[filled : filled + count] = ids[at : at + count]
             filled, at = filled + count, at + count
             if filled == shard_tokens:
-                ledger.position, ledger.skip, ledger.documents = position, at, read
-                commit(buffer)
+                ledger.position, ledger.skip, ledger.documents = position, at, done
+                yield buffer
                 filled = 0
-        read += documents
-        tell(documents)
-    ledger.documents, ledger.complete = read, True
+        done += documents
+        meter.update(documents)
+    ledger.documents, ledger.complete = done, True
     if filled:
-        commit(buffer[:filled])
+        yield buffer[:filled]

@@ -1,6 +1,4 @@
-"""Token files: raw uint16 as nanoGPT writes them, and shards with a header as llm.c
-and modded-nanogpt do.
-"""
+"""Token files: raw uint16 as nanoGPT's, and shards with a header as llm.c's."""
 
 import hashlib
 from collections.abc import Sequence
@@ -48,9 +46,7 @@ class Stream:
         return int(self._ends[-1])
 
     def __getitem__(self, window: slice) -> np.ndarray:
-        """Return (num_tokens,) uint16 of a contiguous window; a copy where it spans
-        parts.
-        """
+        """Return (num_tokens,) uint16 of a window; a copy where it spans parts."""
         start, stop, step = window.indices(len(self))
         assert step == 1, "windows are contiguous"
         first = int(np.searchsorted(self._ends, start, side="right"))
@@ -92,8 +88,7 @@ def open_shard(path: Path) -> np.ndarray:
     if size != expected:
         raise UserError(
             f"got {size:,} bytes in {path}, expected {expected:,} for the {head[2]:,} "
-            "tokens of its header: the file is truncated or altered; copy or make it "
-            "again"
+            "tokens of its header: it is truncated or altered; copy or make it again"
         )
     return _mapped(path, HEADER_BYTES)
 
