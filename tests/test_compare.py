@@ -23,7 +23,6 @@ from train.compare.curves import Curve
 from train.compare.session import Session
 from train.compare.sweep import Run
 from train.compare.table import markdown, report
-from train.compare.variants import command_line
 from train.engine.launch import parse
 from train.errors import UserError
 from train.runs.checkpoints import last_step
@@ -31,6 +30,7 @@ from train.runs.checkpoints import last_step
 ROOT = Path(__file__).parent.parent
 STEPS = 30
 SMALL = ["--training.seq-len", "32", "--training.global-batch-size", "8"]
+BYTES = ["--tokenizer.name", "bytes"]
 FAILS = "runs/tiny_adamw/lr-0.004/seed-0"
 STOPPED = "runs/tiny_mars_adamw/lr-0.006/seed-0"
 CALL = [
@@ -125,7 +125,7 @@ def test_rates_for_all_and_for_one():
     ("act", "message"),
     [
         (lambda o, d: make(["tiny"], o), "got --config tiny, expected one"),
-        (lambda o, d: make(["tiny_adamw", "small_mars_adamw"], o[:2]),
+        (lambda o, d: make(["tiny_adamw", "small_mars_adamw"], [*o[:2], *BYTES]),
          "got tiny_adamw and small_mars_adamw with different model"),
         (lambda o, d: make(["tiny_adamw"], ["--dataloader.dataset-path", "/none"]),
          "got no /none/meta.json"),
@@ -167,12 +167,8 @@ def test_a_diverged_run_is_infinitely_bad(losses):
 
 def entry(name, corrects, seconds, *seeds):
     recipe = study.Recipe(name, "mars-adamw", corrects, False, 1.0, 1.0, 0.1, 0.1)
-    spread = results.Spread.of
-    return results.Entry(
-        recipe, 1.0, True, {0.5: 9.0, 1.0: seeds[0].final, 2.0: math.inf},
-        0, list(seeds), 0, spread([c.best for c in seeds]),
-        spread([c.final for c in seeds]), seconds,
-    )  # fmt: skip
+    sweep = {0.5: 9.0, 1.0: seeds[0].final, 2.0: math.inf}
+    return results.Entry(recipe, 1.0, sweep, 0, list(seeds), 0, seconds)
 
 
 @pytest.fixture
@@ -192,7 +188,7 @@ def test_ratios_are_of_the_worst_final_loss(found):
     assert (good.seconds_per_step_ratio, bad.seconds_per_step_ratio) == (2.0, 1.0)
     assert (good.seconds_ratio, bad.seconds_ratio) == (1.0, 1.0)
     assert (good.loss_at_time, bad.loss_at_time) == (3.0, 3.0)
-    assert good.final == results.Spread(2.0, 0.0, [2.0, 2.0])
+    assert found[0].final == results.Spread(2.0, 0.0, [2.0, 2.0])
 
 
 def test_table_and_json_say_the_same(found, options):
@@ -303,8 +299,8 @@ def comparison(data, tmp_path_factory):
 def test_a_failed_run_is_told_and_costs_no_other(comparison):
     _, step, said, _ = comparison
     assert "0 of 2 runs done" in said
-    assert "tiny_adamw lr 0.004 seed 0: FAILED (exit code 1), tried again by" in said
-    assert "IsADirectoryError" in said
+    assert "tiny_adamw lr 0.004 seed 0: FAILED (exit code 2), tried again by" in said
+    assert "Is a directory" in said
     assert "tiny_mars_adamw lr 0.006 seed 0: starts" in said
     assert "stopped before its end: run the same command again" in said
     assert 0 < step < STEPS
@@ -355,7 +351,7 @@ def test_a_recipe_may_have_options_of_its_own(data):
     ]
     for wrong in ("tiny_adamw:betas", "tiny_adamw:=1", "tiny_adamw:eps=/tmp"):
         with pytest.raises(UserError, match=f"got {wrong}, expected CONFIG:OPTION"):
-            command_line(wrong)
+            study.command_line(wrong)
 
 
 @pytest.mark.application

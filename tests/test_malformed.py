@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import marsopt.profile.__main__  # noqa: F401  (marsopt.profile is a function too)
-from train import export, import_hf, prepare, sample
+from train import export, import_hf, plan, prepare, sample
 from train.compare import __main__ as compare
 from train.compare import curves
 from train.compare.study import Recipe, Study
@@ -32,7 +32,6 @@ from train.errors import UserError, command
 from train.evaluate import __main__ as evaluate
 from train.files import read_json
 from train.gpt2 import GPT2, Shape, huggingface
-from train.plan import __main__ as plan
 from train.runs import checkpoints, initial, settings
 
 profile = sys.modules["marsopt.profile.__main__"]
@@ -360,7 +359,7 @@ def comparison(tmp_path, monkeypatch):
     curve = curves.Curve(np.array([0, 30]), np.array([5.0, 3.0]))
     found = {curves.Run("a", 1e-3, 0): curve}
     monkeypatch.setattr(results, "load_all", lambda *args: found)
-    for name in ("by_tokens", "by_rate", "by_time"):
+    for name in ("by", "by_rate"):
         monkeypatch.setattr(plots, name, lambda *args: None)
     return tmp_path, study
 

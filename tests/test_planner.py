@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from marsopt import NewtonSchulz
+from parallel.forecast import Job, forecast
 from parallel.placement import shard_sizes
 from parallel.planner import Machine, Matrix, assign, cost, plan
-from train.plan.__main__ import job_of
-from train.plan.forecast import Job, forecast
+from train.plan import job_of
 
 NS = NewtonSchulz()
 BLOCK = [(3840, 1280), (1280, 1280), (5120, 1280), (1280, 5120)]

@@ -190,7 +190,7 @@ def test_putting_in_order_goes_on_from_any_length(tmp_path, monkeypatch):
     want = np.concatenate([documents[i] for i in order]).tobytes()
     for size in range(0, len(want) + 1, 5):
         path.write_bytes(want[:size])
-        gather(stream, np.cumsum(lengths), order, path, "test")
+        gather(stream, np.cumsum(lengths), order, path)
         assert path.read_bytes() == want
 
 

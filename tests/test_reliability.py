@@ -22,10 +22,11 @@ import pytest
 import configs
 from tests.test_application import ROOT, STEPS, TINY, data, one, tiny
 from train import export, sample
-from train.engine.launch import hold, parse
+from train.engine.launch import parse
 from train.engine.resolve import UNUSED, resolve
 from train.errors import UserError, command
 from train.evaluate import __main__ as evaluate
+from train.files import hold
 from train.runs import checkpoints, checksums
 from train.runs.settings import settings
 
@@ -164,11 +165,11 @@ def test_continuing_names_what_is_damaged_and_how_to_go_on(data, copied):
 
 
 def test_one_run_at_a_time_has_the_folder(tmp_path):
-    held = hold(tmp_path)
-    with pytest.raises(UserError, match="in which another process trains"):
-        hold(tmp_path)
+    held = hold(tmp_path, "--dump-folder")
+    with pytest.raises(UserError, match="in which another process is at work"):
+        hold(tmp_path, "--dump-folder")
     os.close(held)
-    os.close(hold(tmp_path))
+    os.close(hold(tmp_path, "--dump-folder"))
 
 
 # ---- ends ----------------------------------------------------------------------------

@@ -49,12 +49,19 @@ def command(main: Callable[[], None]) -> None:
 
 
 def _end(line: str, code: int) -> NoReturn:
-    if speaks():
-        print(line, file=sys.stderr)
+    say(line)
     sys.exit(code)
 
 
-def speaks() -> bool:
+def say(line: str) -> None:
+    """Print why this process ends, unless another rank has: in one line, whatever names
+    and messages of others it quotes.
+    """
+    if _speaks():
+        print(" ".join(line.split()), file=sys.stderr)
+
+
+def _speaks() -> bool:
     """Return whether this process is to say why all end: of the ranks that torchrun has
     started the first to ask, by the store that it keeps for them.
     """

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,10 +90,15 @@ def workspace(out: Path, plan: dict | None = None) -> Iterator[Path]:
     """
     work = unfinished(out)
     work.mkdir(parents=True, exist_ok=True)
-    held = os.open(work, os.O_RDONLY)
+    held = hold(work, "--out")
     try:
-        # who fails here cleans up nothing: it is another's
-        _check_alone(held, work, out)
+        # another may have finished, and removed the folder, before we had it
+        work.mkdir(exist_ok=True)
+        if not os.path.samestat(os.fstat(held), work.stat()):
+            raise UserError(
+                f"got {out}, on which another process was at work until now, expected "
+                "none: run the command again"
+            )
         try:
             _claim(work, plan or {})
             yield work
@@ -109,9 +115,7 @@ def workspace(out: Path, plan: dict | None = None) -> Iterator[Path]:
 
 @contextmanager
 def made_whole(out: Path) -> Iterator[Path]:
-    """Yield a folder that becomes ``out``, which has to be free, when the block ends
-    well.
-    """
+    """Yield a folder that becomes ``out``, if that is free and the block ends well."""
     if check_folder("--out", out):
         raise UserError(
             f"got --out {out}, which is not empty, expected an empty or new folder: "
@@ -121,30 +125,23 @@ def made_whole(out: Path) -> Iterator[Path]:
         yield work / MADE
 
 
-def lock(file: int) -> bool:
-    """Lock a file or folder for as long as it is open; return False where another
-    process holds it.
+def hold(path: Path, option: str, patience: float = 0.0) -> int:
+    """Make a file or folder this process's alone; return what holds the lock as long
+    as it is open, here or in a child. ``patience`` are the seconds to wait for it.
     """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _check_alone(file: int, work: Path, out: Path) -> None:
-    if not lock(file):
-        raise UserError(
-            f"got {out}, on which another process is at work, expected none: wait for "
-            "it, or choose another --out"
-        )
-    # it may have finished, and removed the folder, between our opening and locking it
-    work.mkdir(exist_ok=True)
-    if not os.path.samestat(os.fstat(file), work.stat()):
-        raise UserError(
-            f"got {out}, on which another process was at work until now, expected "
-            "none: run the command again"
-        )
+    held, began = os.open(path, os.O_RDONLY), time.monotonic()
+    while True:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return held
+        except BlockingIOError as error:
+            if time.monotonic() - began >= patience:
+                os.close(held)
+                raise UserError(
+                    f"got {path}, in which another process is at work, expected none: "
+                    f"wait for it, end it, or choose another {option}"
+                ) from error
+        time.sleep(0.2)
 
 
 def _claim(work: Path, plan: dict) -> None:

@@ -5,10 +5,9 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from train.data.local_text import LocalText
-from train.data.tokenizers import TOKENIZERS, Tokenizer, tokenizer
+from train.data.tokenizers import TOKENIZERS, tokenizer
 from train.data.tokens import SPLITS, Meta, open_tokens
 from train.data.web_text import SUBSETS, VAL_FRACTION, FineWebEdu, OpenWebText
 from train.errors import UserError, check_least, command
@@ -20,27 +19,26 @@ SOURCES = {
 }  # fmt: skip
 SHARD_TOKENS = 10**8  # as llm.c and modded-nanogpt
 
-
-class Source(Protocol):
-    """request: what the result depends on, by which prepared data is recognised; plan:
-    what unfinished work depends on.
-    """
-
-    request: dict
-    plan: dict
-
-    def make(self, work: Path, coder: Tokenizer, processes: int) -> Meta: ...
+# each has a request: what the result depends on, by which prepared data is recognised;
+# a plan: what unfinished work depends on; and a method make
+Source = LocalText | OpenWebText | FineWebEdu
 
 
 def choose(
     source: str,
-    files: Sequence[Path],
-    val_fraction: float | None,
-    dataset: str | None,
-    subset: str | None,
-    shard_tokens: int,
+    files: Sequence[Path] = (),
+    val_fraction: float | None = None,
+    *,
+    dataset: str | None = None,
+    subset: str | None = None,
+    shard_tokens: int = SHARD_TOKENS,
 ) -> Source:
-    """Return the source with its options."""
+    """Return the source with its options, those of the command line.
+
+    ``val_fraction`` None is the source's own, ``dataset`` and ``subset`` stand in place
+    of the source's own on the Hugging Face hub, and work is saved after each shard of
+    ``shard_tokens``.
+    """
     if val_fraction is not None and not 0 < val_fraction < 1:
         raise UserError(
             f"got --val-fraction {val_fraction}, expected a number between 0 and 1: "
@@ -72,27 +70,15 @@ def choose(
 
 
 def prepare(
-    source: str,
-    tokenizer_name: str,
-    out: Path,
-    files: Sequence[Path] = (),
-    val_fraction: float | None = None,
-    *,
-    dataset: str | None = None,
-    subset: str | None = None,
-    shard_tokens: int = SHARD_TOKENS,
-    processes: int = 1,
+    source: str, tokenizer_name: str, out: Path, *given, processes: int = 1, **options
 ) -> Meta:
     """Make the token files in ``out``, or recognise that they are there already.
 
     Cut off at any moment and called again, it makes the same files; work on
-    "openwebtext" and "fineweb-edu" goes on where it stopped.
-
-    Arguments are the command line's options; ``val_fraction`` None is the source's own,
-    ``dataset`` and ``subset`` stand in place of the source's own on the Hugging Face
-    hub, and work is saved after each shard of ``shard_tokens``.
+    "openwebtext" and "fineweb-edu" goes on where it stopped. What else is ``given``,
+    and ``options``, are arguments of ``choose``.
     """
-    chosen = choose(source, files, val_fraction, dataset, subset, shard_tokens)
+    chosen = choose(source, *given, **options)
     check_least(1, 1024, processes=processes)
     if check_folder("--out", out):
         return _recognise(out, chosen.request, tokenizer_name)

@@ -25,14 +25,9 @@ def main() -> None:
     check_least(0, 2**63 - 1, seed=args.seed)
     trained = from_arguments(args)
     coder = trained.tokenizer()
-    ids = generate(
-        trained.model,
-        coder.encode(args.prompt),
-        num_tokens=args.tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        seed=args.seed,
-    )
+    how = dict(temperature=args.temperature, top_k=args.top_k, seed=args.seed)
+    prompt = coder.encode(args.prompt)
+    ids = generate(trained.model, prompt, num_tokens=args.tokens, **how)
     print(args.prompt + coder.decode(ids))
 
 

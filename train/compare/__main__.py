@@ -7,13 +7,12 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from train.compare.sweep import MOST_SEEDS, rounded
 from train.engine.launch import console
 from train.errors import UserError, check_least, command
-from train.files import lock
+from train.files import hold
 
 WAIT = 15  # seconds for the runs of a call that was killed to end
 PARTS = ("runs", "timing", "report")
@@ -22,20 +21,6 @@ SEEDS = 3
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Return the command line, checked; what stands after -- goes to every run."""
-    cut = argv.index("--") if "--" in argv else len(argv)
-    args = _parser().parse_args(argv[:cut])
-    args.options = list(argv[cut + 1 :])
-    check_least(2, steps=args.steps)
-    check_least(1, MOST_SEEDS, seeds=args.seeds, jobs=args.jobs)
-    if args.configs is None and (args.lrs or args.steps or args.seeds or args.options):
-        raise UserError(
-            "got settings without --configs, expected none, for they are those of the "
-            "comparison in --out: leave them out, or name the recipes too"
-        )
-    return args
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m train.compare",
         description="Train recipes at several learning rates, and compare the best.",
@@ -57,7 +42,17 @@ def _parser() -> argparse.ArgumentParser:
         help="measure seconds per step after the runs, recipes taking turns")
     add("--only", choices=PARTS, help="one part, with what is there")
     # fmt: on
-    return parser
+    cut = argv.index("--") if "--" in argv else len(argv)
+    args = parser.parse_args(argv[:cut])
+    args.options = list(argv[cut + 1 :])
+    check_least(2, steps=args.steps)
+    check_least(1, MOST_SEEDS, seeds=args.seeds, jobs=args.jobs)
+    if args.configs is None and (args.lrs or args.steps or args.seeds or args.options):
+        raise UserError(
+            "got settings without --configs, expected none, for they are those of the "
+            "comparison in --out: leave them out, or name the recipes too"
+        )
+    return args
 
 
 def grids(texts: Sequence[str], names: Sequence[str]) -> dict[str, list[float]]:
@@ -84,26 +79,6 @@ def grids(texts: Sequence[str], names: Sequence[str]) -> dict[str, list[float]]:
     return {name: sorted(set(own.get(name, common))) for name in names}
 
 
-@contextmanager
-def alone(path: Path):
-    """Hold a folder's lock, which outlives this process where a run of it does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        deadline = time.monotonic() + WAIT
-        while not lock(file.fileno()):
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"got --out {path.parent}, in which another call is at work, "
-                    "expected one at a time: wait for it, or end it"
-                )
-            time.sleep(0.2)
-        yield file.fileno()
-
-
-def _interrupt(signum, frame):
-    raise KeyboardInterrupt
-
-
 def say(line: str) -> None:
     """Print one line, with the time of day."""
     print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
@@ -120,21 +95,13 @@ def chosen(args: argparse.Namespace, jobs: int):
             return theirs
         return check(again(theirs, threads), args.out)
     names = list(dict.fromkeys(args.configs))
-    study = make(
-        names,
-        grids(args.lrs, names),
-        steps=args.steps,
-        num_seeds=args.seeds or SEEDS,
-        threads=threads,
-        options=args.options,
-    )
+    given = dict(steps=args.steps, num_seeds=args.seeds or SEEDS, options=args.options)
+    study = make(names, grids(args.lrs, names), threads=threads, **given)
     return check(study, args.out)
 
 
 def compare(args: argparse.Namespace) -> bool:
-    """Do all parts, or the one of --only; return whether every run that was needed is
-    there.
-    """
+    """Do all parts, or that of --only; return whether every run needed is there."""
     import torch
 
     from train.compare.session import Session
@@ -149,7 +116,10 @@ def compare(args: argparse.Namespace) -> bool:
         report(study, args.out)
         return True
     complete = True
-    with alone(args.out / LOCK) as held:
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / LOCK).touch()
+    with open(hold(args.out / LOCK, "--out", WAIT)) as lock:
+        held = lock.fileno()  # outlives this process where a run of it does
         study = check(study, args.out)  # another call may have begun one since
         study.save(args.out)
         if args.only in (None, "runs"):
@@ -165,8 +135,9 @@ def compare(args: argparse.Namespace) -> bool:
 
 def main() -> None:
     """Run the command."""
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)  # background shells ignore it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # background shells ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(0 if compare(arguments(sys.argv[1:])) else 1)
 
 

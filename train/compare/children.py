@@ -33,25 +33,16 @@ class Child:
     resumed: bool
     shown: int  # the last step whose validation loss has been shown
 
-    def last_lines(self, count: int = 6) -> str:
-        """Return the end of what it said."""
-        lines = self.console.read_text(errors="replace").splitlines()
-        return "\n".join(f"    {line}" for line in lines[-count:])
-
 
 def spawn(
-    module: str,
-    arguments: Sequence[str],
-    threads: int,
-    lock: int,
-    console: IO | None = None,
+    module: str, args: Sequence[str], threads: int, lock: int, console: IO | None = None
 ) -> subprocess.Popen:
     """Start ``python -m module`` as a process that ends with this one and holds the
     lock until then; what it says goes to ``console``, None = where ours goes.
     """
     command = [sys.executable, "-m", "train.compare.children", module]
     return subprocess.Popen(
-        [*command, *map(str, arguments)],
+        [*command, *map(str, args)],
         stdin=subprocess.PIPE,
         stdout=console,
         stderr=subprocess.STDOUT if console is not None else None,

@@ -32,9 +32,7 @@ class Curve:
 
     @property
     def score(self) -> float:
-        """Return the final loss; inf if the run diverged: not finite, or no better than
-        the untrained model.
-        """
+        """Return the final loss; inf where it is not finite or as bad as untrained."""
         improved = math.isfinite(self.final) and self.final < self.losses[0]
         return self.final if improved else math.inf
 
@@ -43,9 +41,7 @@ class Curve:
         return float(np.interp(step, self.steps, self.losses))
 
     def reaches(self, loss: float) -> float:
-        """Return the first step, on the straight line between points, with at most this
-        loss; inf if there is none.
-        """
+        """Return the first step, between points too, of at most this loss, or inf."""
         below = np.flatnonzero(self.losses <= loss)
         if len(below) == 0:
             return math.inf

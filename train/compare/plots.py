@@ -6,6 +6,7 @@ carries its name where it ends.
 
 import math
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +22,11 @@ MARS, BASELINE = ("#0b3c8c", "#b5440e", "#146b4a", "#5b2a86", "#000000"), "0.55"
 def style(found: list[Entry]) -> dict[str, dict]:
     """Return {recipe: how its line looks}, the same in all pictures."""
     looks: dict[str, dict] = {}
-    num_lines = {True: 0, False: 0}
+    numbers = {True: count(), False: count()}
     for e in sorted(found, key=lambda e: e.recipe.name):
-        corrects = e.recipe.corrects
-        i = num_lines[corrects]
-        num_lines[corrects] += 1
+        i = next(numbers[e.recipe.corrects])
         look = dict(color=BASELINE, linewidth=1.3, zorder=2)
-        if corrects:
+        if e.recipe.corrects:
             look = dict(color=MARS[i % len(MARS)], linewidth=1.8, zorder=3)
             look |= dict(marker=MARKERS[i % len(MARKERS)], markersize=4)
         looks[e.recipe.name] = look | {"linestyle": DASHES[i % len(DASHES)]}
@@ -37,21 +36,14 @@ def style(found: list[Entry]) -> dict[str, dict]:
 def spread_out(heights: list[float], gap: float) -> list[float]:
     """Return the same heights in the same order, moved apart to at least ``gap``.
 
-    Neighbours that collide share their mean (pool adjacent violators).
+    Neighbours that collide share their mean: the isotonic regression, by its formula.
     """
-    order = np.argsort(heights)
-    offset = gap * np.arange(len(heights))
-    blocks: list[list[float]] = []  # [sum, count] of what each is moved to
-    for height in np.asarray(heights)[order] - offset:
-        blocks.append([height, 1])
-        while len(blocks) > 1 and (
-            blocks[-2][0] / blocks[-2][1] > blocks[-1][0] / blocks[-1][1]
-        ):
-            total, count = blocks.pop()
-            blocks[-1] = [blocks[-1][0] + total, blocks[-1][1] + count]
-    level = np.concatenate([[total / count] * count for total, count in blocks])
+    order, ends = np.argsort(heights), range(1, len(heights) + 1)
+    free = np.asarray(heights)[order] - gap * np.arange(len(heights))
     moved = np.empty(len(heights))
-    moved[order] = level + offset
+    for i in range(len(heights)):
+        level = max(min(free[j:k].mean() for k in ends[i:]) for j in range(i + 1))
+        moved[order[i]] = level + gap * i
     return moved.tolist()
 
 
@@ -62,27 +54,20 @@ def _label(axes, ends: list[tuple[Entry, float, float]], looks: dict) -> None:
     heights = spread_out([y for _, _, y in ends], 0.042 * (high - low))
     right = axes.get_xlim()[1]
     for (e, x, y), height in zip(ends, heights, strict=True):
-        color, corrects = looks[e.recipe.name]["color"], e.recipe.corrects
+        color = looks[e.recipe.name]["color"]
         line = dict(arrowstyle="-", color=color, linewidth=0.6, linestyle=":")
-        axes.annotate(
-            f"{e.recipe.name}  {y:.3f}",
-            xy=(x, y),
-            xytext=(right * 1.025, height),
-            color=color if corrects else "0.35",
-            weight="bold" if corrects else "normal",
-            fontsize=8,
-            va="center",
-            annotation_clip=False,
-            arrowprops=dict(**line, relpos=(0, 0.5), shrinkA=0, shrinkB=0),
-        )
+        line |= dict(relpos=(0, 0.5), shrinkA=0, shrinkB=0)
+        text = dict(fontsize=8, va="center", annotation_clip=False, color="0.35")
+        if e.recipe.corrects:
+            text |= dict(color=color, weight="bold")
+        said, place = f"{e.recipe.name}  {y:.3f}", (right * 1.025, height)
+        axes.annotate(said, (x, y), place, arrowprops=line, **text)
 
 
-def _curves(
-    found: list[Entry], unit: Callable[[Entry], float], xlabel: str, path: Path
+def by(
+    unit: Callable[[Entry], float], xlabel: str, found: list[Entry], path: Path
 ) -> None:
-    """Draw the mean validation loss of each entry against steps times ``unit``, with
-    the range over seeds.
-    """
+    """Draw mean losses against steps times ``unit``, with the range over seeds."""
     looks, ends = style(found), []
     early = [e.curve.at(0.12 * found[0].curve.steps[-1]) for e in found]
     labels = dict(xlabel=xlabel, ylabel="validation loss (nats per token)")
@@ -97,19 +82,9 @@ def _curves(
             ends.append((e, float(x[-1]), float(curve.losses[-1])))
         finals = [y for _, _, y in ends]
         low, high = min(finals), max(*finals, float(np.median(early)))
-        axes.set_ylim(low - 0.06 * (high - low), high + 0.04 * (high - low))
-        axes.set_xlim(0, max(x for _, x, _ in ends))
+        margins = low - 0.06 * (high - low), high + 0.04 * (high - low)
+        axes.set(xlim=(0, max(x for _, x, _ in ends)), ylim=margins)
         _label(axes, ends, looks)
-
-
-def by_tokens(found: list[Entry], tokens_per_step: int, path: Path) -> None:
-    """Draw loss against tokens."""
-    _curves(found, lambda e: tokens_per_step / 1e6, "tokens (millions)", path)
-
-
-def by_time(found: list[Entry], path: Path) -> None:
-    """Draw loss against steps times the measured median seconds per step."""
-    _curves(found, lambda e: e.seconds_per_step, "training time (s)", path)
 
 
 def by_rate(found: list[Entry], path: Path) -> None:
@@ -138,9 +113,8 @@ def by_rate(found: list[Entry], path: Path) -> None:
             ring = dict(color=color, markersize=10, fillstyle="none")
             axes.plot(e.lr, chosen, "o", **ring)
             ends.append((e, e.lr, min(high, chosen)))
-        axes.set_xscale("log")
+        axes.set(xscale="log", ylim=(low - 0.05 * (high - low), high))
         axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         axes.xaxis.set_minor_formatter(ticker.NullFormatter())
-        axes.set_ylim(low - 0.05 * (high - low), high)
         _label(axes, ends, looks)

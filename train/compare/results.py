@@ -1,7 +1,7 @@
 """What a comparison found, as numbers."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Annotated, Self
@@ -38,14 +38,30 @@ class Entry:
 
     recipe: Recipe
     lr: float
-    inside: bool  # the best rate has a worse one on both sides
     sweep: dict[float, float]  # {rate: final loss of seed 0}; inf = diverged
     num_untried: int  # rates that the sweep still needs
     curves: list[Curve]  # of each seed that did not diverge
     num_diverged: int  # seeds that did
-    best: Spread
-    final: Spread
     seconds_per_step: float | None  # median; None = not measured
+
+    @property
+    def inside(self) -> bool:
+        return is_inside(self.sweep)
+
+    @property
+    def best(self) -> Spread:
+        return Spread.of([c.best for c in self.curves])
+
+    @property
+    def final(self) -> Spread:
+        return Spread.of([c.final for c in self.curves])
+
+    def facts(self) -> dict:
+        """Return what results.json says of it alone."""
+        names = "lr inside num_untried num_diverged best final seconds_per_step"
+        own = {name: getattr(self, name) for name in names.split()}
+        counts = dict(num_rates=len(self.sweep), num_seeds=len(self.curves))
+        return {"name": self.recipe.name, **own, **counts}
 
     @property
     def curve(self) -> Curve:
@@ -59,22 +75,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Row:
-    """What the table says of one entry, relative to the worst final loss."""
+    """One entry's numbers beside the others', most of them to the worst final loss."""
 
-    name: str
-    lr: float
-    inside: bool
-    num_rates: int
-    num_untried: int
-    num_seeds: int
-    num_diverged: int
-    best: Spread
-    final: Spread
     tokens_ratio: float
     """Tokens until the worst optimizer's final loss, of the tokens that it took."""
     tokens_ratio_range: tuple[float, float]
     """Smallest and largest over seeds; inf = a seed did not get there."""
-    seconds_per_step: float | None
     seconds_per_step_ratio: float | None  # of the fastest's
     seconds_ratio: float | None
     """Seconds until the worst optimizer's final loss, of the seconds that it took."""
@@ -88,26 +94,16 @@ def entries(study: Study, folder: Path) -> list[Entry]:
     path, again = folder / "timing.json", "seconds: measure again, --only timing"
     timing = read_json(path, Timing, again) if path.exists() else {}
     found = []
-    for name in study.grids:
+    for name, recipe in study.recipes.items():
         sweep = sweep_of(name, scores)
         if not sweep or math.isinf(sweep[lr := best_rate(sweep)]):
             continue
         seeds = [Run(name, lr, seed) for seed in range(study.num_seeds)]
         mine = [curves[r] for r in seeds if r in curves and scores[r] < math.inf]
-        found.append(
-            Entry(
-                study.recipes[name],
-                lr,
-                is_inside(sweep),
-                sweep,
-                len(next_rates(study.grids[name], sweep)),
-                mine,
-                sum(scores.get(run) == math.inf for run in seeds),
-                Spread.of([c.best for c in mine]),
-                Spread.of([c.final for c in mine]),
-                median(timing[name]) if name in timing else None,
-            )
-        )
+        untried = len(next_rates(study.grids[name], sweep))
+        diverged = sum(scores.get(run) == math.inf for run in seeds)
+        seconds = median(timing[name]) if name in timing else None
+        found.append(Entry(recipe, lr, sweep, untried, mine, diverged, seconds))
     return sorted(found, key=lambda e: e.final.mean)
 
 
@@ -124,18 +120,8 @@ def rows(found: list[Entry], steps: int) -> list[Row]:
         seeds = [c.reaches(target) / steps for c in e.curves]
         table.append(
             Row(
-                name=e.recipe.name,
-                lr=e.lr,
-                inside=e.inside,
-                num_rates=len(e.sweep),
-                num_untried=e.num_untried,
-                num_seeds=len(e.curves),
-                num_diverged=e.num_diverged,
-                best=e.best,
-                final=e.final,
                 tokens_ratio=reached,
                 tokens_ratio_range=(min(seeds), max(seeds)),
-                seconds_per_step=own,
                 seconds_per_step_ratio=own / fastest if own else None,
                 seconds_ratio=reached * own / slow if own and slow else None,
                 loss_at_time=curve.at(steps * fastest / own) if own else None,
@@ -152,7 +138,10 @@ def as_json(found: list[Entry], table: list[Row], study: Study) -> dict:
         "tokens_per_run": study.steps * tokens,
         "target_loss": found[-1].final.mean,
         "target_set_by": found[-1].recipe.name,
-        "optimizers": {row.name: row for row in table},
+        "optimizers": {
+            e.recipe.name: e.facts() | asdict(row)
+            for e, row in zip(found, table, strict=True)
+        },
         "sweeps": {
             e.recipe.name: {f"{lr:g}": loss for lr, loss in e.sweep.items()}
             for e in found

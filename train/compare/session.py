@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
+from textwrap import indent
 
 from train.compare import curves, sweep
 from train.compare.children import Child, end, spawn
@@ -97,15 +98,14 @@ class Session:
             self.running.remove(child)
             self._show(child)
             run, folder = child.run, self.folder / "runs" / child.run.path
-            curve, code = (
-                curves.load(folder, self.study.steps),
-                child.process.returncode,
-            )
+            curve = curves.load(folder, self.study.steps)
             if curve is None:  # what fails after the last validation costs nothing
                 self.failed.add(run)
+                said = child.console.read_text(errors="replace").splitlines()
                 self.say(
-                    f"{run}: FAILED (exit code {code}), tried again by the next call; "
-                    f"the end of {child.console}:\n{child.last_lines()}"
+                    f"{run}: FAILED (exit code {child.process.returncode}), tried "
+                    f"again by the next call; the end of {child.console}:\n"
+                    + indent("\n".join(said[-6:]), "    ")
                 )
                 continue
             curves.keep_last_checkpoint(folder)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -10,7 +11,6 @@ from pydantic import Field
 
 from marsopt import REGISTRY
 from train.compare.sweep import MOST_SEEDS, Run, default_grid
-from train.compare.variants import command_line
 from train.data.tokens import read_meta
 from train.engine.launch import parse
 from train.engine.resolve import resolve
@@ -21,10 +21,7 @@ from train.runs.settings import difference, held_out_folder, settings
 LOCK = ".lock"  # held by the call at work in the folder, and its runs
 NUM_POINTS = 15  # of each validation curve
 VALIDATION_SHARE = 0.1  # of a run's arithmetic, at most
-AGAIN = (
-    "the folder of a comparison: restore what was written there, or start one with "
-    "--configs and another --out"
-)
+AGAIN = "the folder of a comparison: restore it, or start one with --configs and --out"
 
 # in comparison.json
 Whole = Annotated[int, Field(ge=1, lt=2**63)]
@@ -40,6 +37,23 @@ SHARED = {
     "training.seq_len": "sequence length",
     "training.global_batch_size": "global batch",
 }
+
+
+def command_line(name: str) -> list[str]:
+    """Return the arguments of ``python -m train`` for CONFIG[:OPTION=VALUE...], with
+    options of the optimizer, e.g. tiny_adamw:betas=0.95,0.99.
+    """
+    config, *options = name.split(":")
+    arguments = ["--config", config]
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not (key and equals and value) or "/" in option:
+            raise UserError(
+                f"got {name}, expected CONFIG:OPTION=VALUE with an option of the "
+                "optimizer: write e.g. tiny_mars_m:gamma=0.05"
+            )
+        arguments += [f"--optimizer.{key.replace('_', '-')}", *value.split(",")]
+    return arguments
 
 
 @dataclass(frozen=True)
@@ -126,7 +140,14 @@ def make(
     """Return the study of a call, checked without training."""
     configs = {name: _resolved(name, options) for name in names}
     given = {name: settings(config) for name, config in configs.items()}
-    _check_shared(given)
+    first = names[0]
+    for name, (key, what) in product(names, SHARED.items()):
+        if given[name][key] != given[first][key]:
+            raise UserError(
+                f"got {first} and {name} with different {what}, expected recipes that "
+                "differ in their optimizer alone: compare them in two calls, or give "
+                "all the same option after --"
+            )
     recipes = {name: _recipe(name, config) for name, config in configs.items()}
     lengths = sorted({config.training.steps for config in configs.values()})
     if steps is None and len(lengths) > 1:
@@ -140,7 +161,7 @@ def make(
                 f"got {name} with a warm-up as long as its run, expected a shorter "
                 "one: give --lr-scheduler.warmup-steps after --"
             )
-    t, interval = configs[names[0]].training, max(1, round(steps / NUM_POINTS))
+    t, interval = configs[first].training, max(1, round(steps / NUM_POINTS))
     return Study(
         steps=steps,
         tokens_per_step=t.global_batch_size * t.seq_len,
@@ -162,9 +183,7 @@ def again(study: Study, threads: int) -> Study:
 
 
 def _resolved(name: str, options: Sequence[str]):
-    """Return a recipe's configuration, complete and checked, which validates on no more
-    than the data holds out.
-    """
+    """Return a recipe's checked configuration, which validates on what there is."""
     config = parse([*command_line(name), *options])
     batch = max(config.training.local_batch_size, 1)
     held_out = read_meta(held_out_folder(config)).val
@@ -173,19 +192,6 @@ def _resolved(name: str, options: Sequence[str]):
     config.validator.samples = max(samples, batch)
     resolve(config, 1)
     return config
-
-
-def _check_shared(given: dict[str, dict]) -> None:
-    """Check that recipes have in common what makes them comparable."""
-    first, *others = given
-    for name in others:
-        for key, what in SHARED.items():
-            if given[name][key] != given[first][key]:
-                raise UserError(
-                    f"got {first} and {name} with different {what}, "
-                    "expected recipes that differ in their optimizer alone: compare "
-                    "them in two calls, or give all the same option after --"
-                )
 
 
 def _num_held_out(configs: list, steps: int, interval: int) -> int:
@@ -245,18 +251,13 @@ def _check_same(study: Study, theirs: Study, folder: Path) -> None:
         "options after --": (study.options, theirs.options),
         "validation samples": (study.validation_samples, theirs.validation_samples),
     }
-    for what, (mine, there) in changed.items():
-        if mine != there:
-            raise UserError(
-                f"got {what} {mine} where the comparison in {folder} has {there}, "
-                "expected the same: give these to continue it, or another --out"
-            )
     mine, there = (next(iter(p.settings.values())) for p in (study, theirs))
-    for key, what in SHARED.items():
-        if mine.get(key) != there.get(key):
+    changed |= {what: (mine.get(k), there.get(k)) for k, what in SHARED.items()}
+    for what, (given, known) in changed.items():
+        if given != known:
             raise UserError(
-                f"got another {what} than the comparison in {folder} has, expected the "
-                "same: restore it, or give another --out"
+                f"got {what} {given} where the comparison in {folder} has {known}, "
+                "expected the same: give or restore it, or give another --out"
             )
     for name in study.recipes.keys() & theirs.recipes.keys():
         if what := difference(study.settings[name], theirs.settings[name]):

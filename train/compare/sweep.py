@@ -14,9 +14,7 @@ WIDEST = 6  # rates that a grid may gain; then its edge is reported instead
 
 @dataclass(frozen=True, order=True)
 class Run:
-    """One training: a recipe at a learning rate, with the seed of its weights and
-    data order.
-    """
+    """One training: a recipe at a learning rate, its weights and data of one seed."""
 
     config: str
     lr: float
@@ -29,6 +27,9 @@ class Run:
 
     def __str__(self) -> str:
         return f"{self.config} lr {self.lr:g} seed {self.seed}"
+
+
+Grids, Losses = Mapping[str, Sequence[float]], Mapping[Run, float]  # rates; of runs
 
 
 def rounded(lr: float) -> float:
@@ -65,17 +66,14 @@ def next_rates(grid: Sequence[float], losses: Mapping[float, float]) -> list[flo
     return [rounded(best / FACTOR if best == min(losses) else best * FACTOR)]
 
 
-def sweep_of(config: str, losses: Mapping[Run, float]) -> dict[float, float]:
+def sweep_of(config: str, losses: Losses) -> dict[float, float]:
     """Return {rate: loss} of the runs that choose the rate: those of seed 0."""
     runs = sorted(run for run in losses if (run.config, run.seed) == (config, 0))
     return {run.lr: losses[run] for run in runs}
 
 
 def next_runs(
-    grids: Mapping[str, Sequence[float]],
-    num_seeds: int,
-    losses: Mapping[Run, float],
-    failed: Collection[Run] = (),
+    grids: Grids, num_seeds: int, losses: Losses, failed: Collection[Run] = ()
 ) -> list[Run]:
     """Return all runs that can be started now, those of sweeps first.
 
@@ -93,17 +91,12 @@ def next_runs(
 
 
 def num_to_come(
-    grids: Mapping[str, Sequence[float]],
-    num_seeds: int,
-    losses: Mapping[Run, float],
-    failed: Collection[Run] = (),
+    grids: Grids, num_seeds: int, losses: Losses, failed: Collection[Run] = ()
 ) -> dict[str, int]:
     """Return {config: runs that it still needs if no grid widens any more}."""
-    now = next_runs(grids, num_seeds, losses, failed)
     count = {}
     for config, grid in grids.items():
-        mine = [run for run in now if run.config == config]
-        sweeping = bool(next_rates(grid, sweep_of(config, losses)))
-        stuck = sweeping and not mine
-        count[config] = len(mine) + (num_seeds - 1) * (sweeping and not stuck)
+        mine = len(next_runs({config: grid}, num_seeds, losses, failed))
+        sweeping = mine and next_rates(grid, sweep_of(config, losses))
+        count[config] = mine + (num_seeds - 1 if sweeping else 0)
     return count

@@ -22,28 +22,24 @@ def _spread(value: Spread) -> str:
     return f"{value.mean:.3f} ± {value.deviation:.3f}"
 
 
-def _ratio(value: float | None) -> str:
+def _cell(value: float | None, form: str = "{:.2f}x") -> str:
     if value is None:
         return "not measured"
-    return f"{value:.2f}x" if math.isfinite(value) else "not reached"
+    return form.format(value) if math.isfinite(value) else "not reached"
 
 
-def _number(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.3f}"
-
-
-def _line(row: Row) -> str:
+def _line(e: Entry, row: Row) -> str:
     low, high = row.tokens_ratio_range
-    tokens, rate = _ratio(row.tokens_ratio), f"{row.lr:g}"
-    if row.num_seeds > 1:
+    tokens, rate = _cell(row.tokens_ratio), f"{e.lr:g}"
+    if len(e.curves) > 1:
         tokens += f" ({low:.2f} to {high:.2f})".replace("inf", "never")
-    if row.num_untried:
-        rate += f" (unfinished sweep: {row.num_rates} tried, {row.num_untried} to try)"
-    elif row.num_rates > 1 and not row.inside:
+    if e.num_untried:
+        rate += f" (unfinished sweep: {len(e.sweep)} tried, {e.num_untried} to try)"
+    elif len(e.sweep) > 1 and not e.inside:
         rate += " (edge of its grid)"
-    cells = [row.name, rate, _spread(row.best), _spread(row.final), tokens]
-    cells += [_number(row.seconds_per_step), _ratio(row.seconds_per_step_ratio)]
-    cells += [_ratio(row.seconds_ratio), _number(row.loss_at_time)]
+    cells = [e.recipe.name, rate, _spread(e.best), _spread(e.final), tokens]
+    cells += [_cell(e.seconds_per_step, "{:.3f}"), _cell(row.seconds_per_step_ratio)]
+    cells += [_cell(row.seconds_ratio), _cell(row.loss_at_time, "{:.3f}")]
     return f"| {' | '.join(cells)} |"
 
 
@@ -61,7 +57,7 @@ def markdown(
         f"{study.validation_samples} held-out sequences.",
         "",
         HEAD,
-        *map(_line, table),
+        *map(_line, found, table),
         "",
         f"Target: {worst.final.mean:.3f}, the worst final loss, that of "
         f"{worst.recipe.name}; ratios to target are of what it took, on the mean "
@@ -72,9 +68,9 @@ def markdown(
         f"{study.threads} thread{'s' if study.threads > 1 else ''}; equal time is when "
         "the fastest has finished.",
     ]
-    for row in table:
-        if row.num_diverged:
-            lines.append(f"{row.name}: {row.num_diverged} more seeds diverged.")
+    for e in found:
+        if e.num_diverged:
+            lines.append(f"{e.recipe.name}: {e.num_diverged} more seeds diverged.")
     if missing:
         lines.append(f"Not here: {', '.join(missing)} (no finished, converged run).")
     return "\n".join(lines) + "\n"
@@ -85,19 +81,19 @@ def report(study: Study, folder: Path) -> None:
     found = entries(study, folder)
     if not found:
         raise UserError(
-            f"got no finished run in {folder}, expected at least one: leave out --only "
-            "to train"
+            f"got no finished run in {folder}, expected one: leave out --only to train"
         )
     table = rows(found, study.steps)
     names = {e.recipe.name for e in found}
     text = markdown(found, table, study, [n for n in study.grids if n not in names])
     (folder / "table.md").write_text(text)
     write_json(folder / "results.json", as_json(found, table, study))
-    plots.by_tokens(found, study.tokens_per_step, folder / "loss_by_tokens.png")
+    millions, path = study.tokens_per_step / 1e6, folder / "loss_by_tokens.png"
+    plots.by(lambda e: millions, "tokens (millions)", found, path)
     plots.by_rate(found, folder / "loss_by_rate.png")
-    timed = [e for e in found if e.seconds_per_step is not None]
-    if timed:
-        plots.by_time(timed, folder / "loss_by_time.png")
+    if timed := [e for e in found if e.seconds_per_step is not None]:
+        path = folder / "loss_by_time.png"
+        plots.by(lambda e: e.seconds_per_step, "training time (s)", timed, path)
     pictures = "loss_by_tokens.png, loss_by_time.png, loss_by_rate.png"
     print(
         f"\n{text}\n"

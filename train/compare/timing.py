@@ -8,6 +8,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from marsopt.profile.machine import seconds
@@ -33,16 +34,12 @@ def measure(study: Study, folder: Path, lock: int, say: Callable[[str], None]) -
         end([process])
 
 
-def _rate(study: Study, name: str, folder: Path) -> float:
-    """Return the best rate of a recipe so far, its own before any is known."""
+def _trainer(study: Study, name: str, folder: Path, scratch: str):
+    """Return a trainer at the best rate so far, which neither validates nor saves."""
     found = load_all(folder / "runs", study.steps, [name])
     tried = sweep_of(name, {run: curve.score for run, curve in found.items()})
-    return best_rate(tried) if tried else study.recipes[name].lr
-
-
-def _trainer(study: Study, name: str, folder: Path, scratch: str):
-    """Return a trainer of one recipe that neither validates nor saves."""
-    options = study.arguments(Run(name, _rate(study, name, folder), 0), folder)
+    rate = best_rate(tried) if tried else study.recipes[name].lr
+    options = study.arguments(Run(name, rate, 0), folder)
     options += ["--validator.no-enable", "--metrics.no-enable-tensorboard"]
     options += [f"--metrics.log-freq={study.steps + BLOCK * ROUNDS}"]
     config = parse([*options, f"--dump-folder={scratch}/{name}"])
@@ -52,14 +49,9 @@ def _trainer(study: Study, name: str, folder: Path, scratch: str):
     return trainer
 
 
-def _turn(trainer, batches) -> list[float]:
-    """Return the seconds of each of BLOCK steps."""
-
-    def step() -> None:
-        trainer.step += 1
-        trainer.train_step(batches)
-
-    return [seconds(step, trainer.device.type) for _ in range(BLOCK)]
+def _step(trainer, batches) -> None:
+    trainer.step += 1
+    trainer.train_step(batches)
 
 
 def main() -> None:
@@ -76,9 +68,9 @@ def main() -> None:
         found: dict[str, list[float]] = {name: [] for name in trainers}
         for turn in range(ROUNDS):
             for name, trainer in trainers.items():
-                took = _turn(trainer, batches[name])
-                if turn:
-                    found[name] += took
+                step = partial(_step, trainer, batches[name])
+                took = [seconds(step, trainer.device.type) for _ in range(BLOCK)]
+                found[name] += took if turn else []
             print(f"timing: turn {turn + 1} of {ROUNDS}", flush=True)
         for trainer in trainers.values():
             trainer.close()

@@ -55,9 +55,7 @@ class Batches:
         return int(draw.integers(len(self.tokens) - self.seq_len))
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Return inputs and labels (local_batch, seq_len), int64, labels one token
-        ahead.
-        """
+        """Return inputs, and labels one ahead: (local_batch, seq_len), int64."""
         first = self.samples + self.rank * self.local_batch
         starts = [self._start(first + i) for i in range(self.local_batch)]
         length = self.seq_len + 1

@@ -8,23 +8,25 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import cache
 from typing import TypeVar
 
 import numpy as np
 
-from train.data.tokenizers import Tokenizer, tokenizer
+from train.data import tokenizers
 from train.errors import UserError
 
 Key = TypeVar("Key")
+Texts = Iterable[tuple[Key, list[str]]]
 
+_coder = cache(tokenizers.tokenizer)  # one in a process
 AHEAD = 4  # batches in flight per process: enough to bridge the opening of a file
 
 
-def encode(coder: Tokenizer, texts: Iterable[str], mark_first: bool) -> np.ndarray:
-    """Return (num_tokens,) uint16 of documents, each with an end-of-text token: after
-    it, or before it with ``mark_first``.
-    """
+def encode(name: str, texts: Iterable[str], mark_first: bool) -> np.ndarray:
+    """Return (num_tokens,) uint16 of documents, end of text after each, or before."""
     ids: list[int] = []
+    coder = _coder(name)
     mark = [coder.end_of_text]
     for text in texts:
         document = coder.encode(text)
@@ -33,26 +35,21 @@ def encode(coder: Tokenizer, texts: Iterable[str], mark_first: bool) -> np.ndarr
 
 
 def encoded(
-    batches: Iterable[tuple[Key, list[str]]],
-    tokenizer_name: str,
-    *,
-    mark_first: bool = False,
-    processes: int = 1,
+    batches: Texts[Key], tokenizer: str, *, mark_first: bool = False, processes: int = 1
 ) -> Iterator[tuple[Key, np.ndarray]]:
     """Yield (key, token ids) of (key, texts), in order, a few batches read ahead."""
     if processes == 1:
-        coder = tokenizer(tokenizer_name)
         for key, texts in batches:
-            yield key, encode(coder, texts, mark_first)
+            yield key, encode(tokenizer, texts, mark_first)
         return
     # spawn: a fork would copy the threads' locks of the libraries that stream data
-    pool = ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), _begin, (tokenizer_name,)
-    )
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, spawn, _begin)
     pending: deque = deque()
     try:
         for key, texts in batches:
-            pending.append((key, pool.submit(_encode_here, texts, mark_first)))
+            ids = pool.submit(encode, tokenizer, texts, mark_first)
+            pending.append((key, ids))
             if len(pending) == AHEAD * processes:
                 done, ids = pending.popleft()
                 yield done, ids.result()
@@ -61,28 +58,19 @@ def encoded(
     except BrokenProcessPool as error:
         raise UserError(
             f"got the death of one of {processes} tokenising processes, expected them "
-            "to live: if the memory was full, run the same command with fewer "
-            "--processes"
+            "to live: if the memory was full, repeat the command with fewer --processes"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _begin(tokenizer_name: str) -> None:
+def _begin() -> None:
     """Begin as a tokenising process."""
-    global _coder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _coder = tokenizer(tokenizer_name)
 
 
 def _leave_with_parent() -> None:
-    """End with the parent. One that was killed tells nobody: without this its children
-    would stay.
-    """
+    """End with the parent, even one that was killed and could tell nobody."""
     multiprocessing.parent_process().join()
     os._exit(1)
-
-
-def _encode_here(texts: list[str], mark_first: bool) -> np.ndarray:
-    return encode(_coder, texts, mark_first)

@@ -1,6 +1,4 @@
-"""Documents of a Hugging Face data set, streamed: from the hub, or from a local folder
-of files in its formats (parquet, arrow, JSON lines).
-"""
+"""Documents of a Hugging Face data set, streamed from the hub or a local folder."""
 
 import hashlib
 import os
@@ -78,11 +76,10 @@ class Place:
         if self.is_local:
             return None
         import httpx
-        from huggingface_hub import HfApi
+        from huggingface_hub import dataset_info
 
         try:
-            hub = HfApi()
-            found = hub.dataset_info(self.dataset, revision=revision, timeout=SECONDS)
+            found = dataset_info(self.dataset, revision=revision, timeout=SECONDS)
         except (OSError, httpx.HTTPError, ValueError) as error:
             raise UserError(
                 f"got {_line(error)} when asking the Hugging Face hub for "
@@ -114,9 +111,7 @@ def _explained(dataset: str) -> Iterator[None]:
 
 
 class Corpus:
-    """The documents of a data set, in its order; ``revision`` is the commit to read,
-    None for a folder.
-    """
+    """A data set's documents in its order; ``revision``: the commit, None: a folder."""
 
     def __init__(self, place: Place, revision: str | None) -> None:
         import datasets
@@ -124,13 +119,9 @@ class Corpus:
         datasets.disable_progress_bars()
         self._name = place.dataset
         with _explained(self._name):
-            stream = datasets.load_dataset(
-                str(place.folder) if place.is_local else place.dataset,
-                name=place.subset,
-                revision=revision,
-                split="train",
-                streaming=True,
-            )
+            path = str(place.folder) if place.is_local else place.dataset
+            part = dict(name=place.subset, revision=revision, split="train")
+            stream = datasets.load_dataset(path, **part, streaming=True)
             self._stream = stream.select_columns(["text"]).with_format("arrow")
 
     def batches(self, position: dict | None) -> Iterator[tuple[dict | None, list[str]]]:

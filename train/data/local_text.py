@@ -19,13 +19,10 @@ NOT_SOURCE = {
     "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages",
     "__pycache__",
 }  # fmt: skip
-BATCH_CHARACTERS = 1 << 20
 
 
 def standard_library() -> list[Path]:
-    """Return the installed Python's own modules, without tests: 10 to 13 MB of text
-    that every machine has.
-    """
+    """Return Python's own modules without tests: 10 to 13 MB that every machine has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return sorted(
         p for p in root.rglob("*.py") if not NOT_SOURCE & set(p.relative_to(root).parts)
@@ -38,8 +35,7 @@ def read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"got {path}: {error}, expected a readable UTF-8 text file: leave it out "
-            "or convert it"
+            f"got {path}: {error}, expected UTF-8 text: convert it or leave it out"
         ) from error
 
 
@@ -71,19 +67,16 @@ class LocalText:
         contents = hashlib.sha256()
         for path in self._files:
             contents.update(f"{path.name}:{read(path)}\n".encode())
-        self.request = {
-            "source": source,
-            "files": len(self._files),
-            "contents": contents.hexdigest(),
-            "val_fraction": val_fraction,
-        }
-        self.plan = self.request
+        known = {"files": len(self._files), "contents": contents.hexdigest()}
+        own = {"source": source, "val_fraction": val_fraction}
+        self.request = self.plan = own | known
 
     def make(self, work: Path, coder: Tokenizer, processes: int) -> Meta:
         """Write train.bin and val.bin; return what they hold."""
         bar = tqdm(self._files, desc="tokenize", unit="file", disable=None)
         pieces = self._split((read(path) for path in bar), self._fraction)
-        ids = encoded(_batches(pieces), coder.name, processes=processes)
+        batches = ((split, [text]) for split, text in pieces if text)
+        ids = encoded(batches, coder.name, processes=processes)
         paths = {split: work / MADE / f"{split}.bin" for split in SPLITS}
         with ExitStack() as stack:
             files = {s: stack.enter_context(paths[s].open("wb")) for s in SPLITS}
@@ -100,17 +93,3 @@ class LocalText:
                     "files, or another --val-fraction"
                 )
         return Meta(coder.name, coder.vocab_size, self.request, **splits)
-
-
-def _batches(pieces: Iterator[tuple[str, str]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (split, texts): pieces of one split in their order, about a megabyte at a
-    time; empty ones left out.
-    """
-    waiting: dict[str, list[str]] = {split: [] for split in SPLITS}
-    for split, text in pieces:
-        if text:
-            waiting[split].append(text)
-        if sum(map(len, waiting[split])) >= BATCH_CHARACTERS:
-            yield split, waiting[split]
-            waiting[split] = []
-    yield from ((split, texts) for split, texts in waiting.items() if texts)

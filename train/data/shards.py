@@ -2,10 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from tqdm import tqdm
@@ -33,6 +32,10 @@ class Ledger:
     documents: Count = 0
     complete: bool = False
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
     def save(self, work: Path) -> None:
         """Replace the ledger in ``work``."""
         write_json(work / LEDGER, asdict(self))
@@ -46,56 +49,38 @@ class Ledger:
         return read_json(path, cls, f"what was written there: delete {work}")
 
 
-class Meter:
+class Meter(tqdm):
     """A bar on a terminal, a line per shard in a log."""
 
     def __init__(self, num_documents: int | None, ledger: Ledger) -> None:
-        self.done = ledger.documents
-        self._bar = tqdm(
-            desc="tokenize", total=num_documents, initial=self.done, unit="document",
-            unit_scale=True, disable=None,
+        super().__init__(
+            desc="tokenize", total=num_documents, initial=ledger.documents,
+            unit="document", unit_scale=True, disable=None,
         )  # fmt: skip
-        self._tokens = sum(shard.tokens for shard in ledger.shards)
-        self._began = time.perf_counter(), self._tokens
-
-    def documents(self, count: int) -> None:
-        """Count so many more that are tokenised."""
-        self.done += count
-        self._bar.update(count)
+        self._began, self._before = time.perf_counter(), ledger.num_tokens
 
     def shard(self, ledger: Ledger) -> None:
         """Show that one more is written."""
-        self._tokens += ledger.shards[-1].tokens
-        began, before = self._began
-        speed = (self._tokens - before) / (time.perf_counter() - began)
-        line = f"{self._tokens:,} tokens, {speed:,.0f} tokens/s"
-        if self._bar.disable:
-            print(f"{self.done:,} documents, {line}", flush=True)
-        self._bar.set_postfix_str(line)
-
-    def close(self) -> None:
-        """End the bar."""
-        self._bar.close()
-
-
-class Documents(NamedTuple):
-    """Where documents come from, whether their end-of-text token stands before each
-    instead of after it, and the tokens of a shard they are cut into.
-    """
-
-    place: Place
-    mark_first: bool
-    shard_tokens: int
+        seconds = time.perf_counter() - self._began
+        speed = (ledger.num_tokens - self._before) / seconds
+        line = f"{ledger.num_tokens:,} tokens, {speed:,.0f} tokens/s"
+        if self.disable:
+            print(f"{ledger.documents:,} documents, {line}", flush=True)
+        self.set_postfix_str(line)
 
 
 def tokenise(
-    documents: Documents,
+    place: Place,
     work: Path,
     path_of: Callable[[int], Path],
     coder: Tokenizer,
     processes: int,
+    *,
+    mark_first: bool,
+    shard_tokens: int,
 ) -> Ledger:
-    """Write all documents' tokens, cut into shards of equal size but the last.
+    """Write all documents' tokens, cut into shards of equal size but the last;
+    ``mark_first``: the end-of-text token stands before each document, not after it.
 
     A shard is on the disk before the ledger names it; one that it does not name is
     written again, equal. So the files do not depend on where a run was cut off, nor on
@@ -103,44 +88,37 @@ def tokenise(
 
     The ledger lies in ``work``; ``path_of`` names the file of a shard by its number.
     """
-    ledger = Ledger.load(work)
-    if ledger is not None and ledger.complete:
+    ledger = Ledger.load(work) or Ledger(place.revision)
+    if ledger.complete:
         return ledger
-    place, mark_first, shard_tokens = documents
-    revision = place.commit(ledger.revision if ledger else place.revision)
-    ledger = ledger or Ledger(revision)
-    corpus = Corpus(place, revision)
-    batches = _counted(corpus.batches(ledger.position), ledger.documents)
+    ledger.revision = place.commit(ledger.revision)
+    found = Corpus(place, ledger.revision).batches(ledger.position)
+    batches = (((position, len(texts)), texts) for position, texts in found)
     ids = encoded(batches, coder.name, mark_first=mark_first, processes=processes)
     byte_lengths = coder.byte_lengths()
-    with closing(Meter(place.num_documents, ledger)) as meter:
-
-        def commit(tokens: np.ndarray) -> None:
+    with Meter(place.num_documents, ledger) as meter:
+        for tokens in _cut(ids, ledger, shard_tokens, meter):
             path = path_of(len(ledger.shards))
             ledger.shards.append(write_shard(path, tokens, byte_lengths))
             ledger.save(work)
             meter.shard(ledger)
-
-        _cut(ids, ledger, shard_tokens, commit, meter)
     ledger.save(work)
     return ledger
 
 
-Batch = tuple[dict | None, int, int]  # position, documents before it, documents in it
+Batch = tuple[dict | None, int]  # position, number of documents
 
 
 def _cut(
     batches: Iterator[tuple[Batch, np.ndarray]],
     ledger: Ledger,
     shard_tokens: int,
-    commit: Callable[[np.ndarray], None],
     meter: Meter,
-) -> None:
-    """Commit the tokens of all batches in shards, the ledger saying where the next one
-    begins.
-    """
+) -> Iterator[np.ndarray]:
+    """Yield each shard's tokens, the ledger saying where the next one begins."""
     buffer, filled, skip = np.empty(shard_tokens, np.uint16), 0, ledger.skip
-    for (position, before, documents), ids in batches:
+    done = ledger.documents
+    for (position, documents), ids in batches:
         at = min(skip, len(ids))
         skip -= at
         while at < len(ids):
@@ -148,19 +126,11 @@ def _cut(
             buffer[filled : filled + count] = ids[at : at + count]
             filled, at = filled + count, at + count
             if filled == shard_tokens:
-                ledger.position, ledger.skip, ledger.documents = position, at, before
-                commit(buffer)
+                ledger.position, ledger.skip, ledger.documents = position, at, done
+                yield buffer
                 filled = 0
-        meter.documents(documents)
-    ledger.documents, ledger.complete = meter.done, True
+        done += documents
+        meter.update(documents)
+    ledger.documents, ledger.complete = done, True
     if filled:
-        commit(buffer[:filled])
-
-
-def _counted(
-    batches: Iterator[tuple[dict | None, list[str]]], documents: int
-) -> Iterator[tuple[Batch, list[str]]]:
-    """Yield the batches with the numbers of documents before and in them."""
-    for position, texts in batches:
-        yield (position, documents, len(texts)), texts
-        documents += len(texts)
+        yield buffer[:filled]

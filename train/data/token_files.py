@@ -1,6 +1,4 @@
-"""Token files: raw uint16 as nanoGPT writes them, and shards with a header as llm.c
-and modded-nanogpt do.
-"""
+"""Token files: raw uint16 as nanoGPT's, and shards with a header as llm.c's."""
 
 import hashlib
 from collections.abc import Sequence
@@ -48,9 +46,7 @@ class Stream:
         return int(self._ends[-1])
 
     def __getitem__(self, window: slice) -> np.ndarray:
-        """Return (num_tokens,) uint16 of a contiguous window; a copy where it spans
-        parts.
-        """
+        """Return (num_tokens,) uint16 of a window; a copy where it spans parts."""
         start, stop, step = window.indices(len(self))
         assert step == 1, "windows are contiguous"
         first = int(np.searchsorted(self._ends, start, side="right"))
@@ -73,9 +69,7 @@ def open_raw(path: Path) -> np.ndarray:
             f"got {size:,} bytes in {path}, expected an even number (two a token): the "
             "file is truncated; copy or make it again"
         )
-    if size == 0:
-        return np.empty(0, dtype="<u2")
-    return np.memmap(path, dtype="<u2", mode="r")
+    return _mapped(path, 0)
 
 
 def open_shard(path: Path) -> np.ndarray:
@@ -94,12 +88,9 @@ def open_shard(path: Path) -> np.ndarray:
     if size != expected:
         raise UserError(
             f"got {size:,} bytes in {path}, expected {expected:,} for the {head[2]:,} "
-            "tokens of its header: the file is truncated or altered; copy or make it "
-            "again"
+            "tokens of its header: it is truncated or altered; copy or make it again"
         )
-    if head[2] == 0:
-        return np.empty(0, dtype="<u2")
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+    return _mapped(path, HEADER_BYTES)
 
 
 def write_shard(path: Path, tokens: np.ndarray, byte_lengths: np.ndarray) -> Split:
@@ -132,6 +123,12 @@ def read_content(path: Path, byte_lengths: np.ndarray, window: int = 1 << 24) ->
 def text_bytes(tokens: np.ndarray, byte_lengths: np.ndarray) -> int:
     """Return the bytes of text behind tokens."""
     return int(byte_lengths[tokens].sum(dtype=np.int64))
+
+
+def _mapped(path: Path, offset: int) -> np.ndarray:
+    if path.stat().st_size == offset:  # which no map can be of
+        return np.empty(0, dtype="<u2")
+    return np.memmap(path, dtype="<u2", mode="r", offset=offset)
 
 
 def _size(path: Path) -> int:

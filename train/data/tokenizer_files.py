@@ -39,9 +39,7 @@ def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def vocabulary(coder: Tokenizer) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return the pieces and merges of a tokenizer in GPT-2's letters; bytes have no
-    merges.
-    """
+    """Return a tokenizer's pieces and merges in GPT-2's letters; bytes merge none."""
     letter = letters()
 
     def spell(piece: bytes) -> str:
@@ -58,17 +56,13 @@ def save(coder: Tokenizer, folder: Path, block_size: int) -> None:
 
     The ids are ours, save that the text "<|endoftext|>" becomes the token of that name.
     """
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, processors
+    from tokenizers import ByteLevelBPETokenizer
 
     pieces, merges = vocabulary(coder)
-    made = tokenizers.Tokenizer(models.BPE(vocab=pieces, merges=merges))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.post_processor = processors.ByteLevel(trim_offsets=False)
-    made.decoder = decoders.ByteLevel()
+    made = ByteLevelBPETokenizer(pieces, merges)
     made.add_special_tokens([END_OF_TEXT])
     made.save(str(folder / "tokenizer.json"))
-    made.model.save(str(folder))
+    made.save_model(str(folder))
     config = {
         "tokenizer_class": "GPT2Tokenizer",
         "model_max_length": block_size,

@@ -21,7 +21,6 @@ class Tokenizer(Protocol):
 
     def byte_lengths(self) -> np.ndarray:
         """Return (vocab_size,) uint16: bytes of text of each id, 0 for end_of_text."""
-        ...
 
 
 class Bytes:
@@ -40,9 +39,7 @@ class Bytes:
 
 
 class GPT2:
-    """GPT-2's byte pairs by tiktoken, which downloads the vocabulary once (or reads
-    TIKTOKEN_CACHE_DIR).
-    """
+    """GPT-2's byte pairs by tiktoken, downloaded once, or from TIKTOKEN_CACHE_DIR."""
 
     name, vocab_size, end_of_text = "gpt2", 50257, 50256
 
@@ -82,7 +79,6 @@ def tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer called ``name``."""
     if name not in TOKENIZERS:
         raise UserError(
-            f"got tokenizer {name!r}, expected one of {sorted(TOKENIZERS)}: choose one "
-            "of these names"
+            f"got tokenizer {name!r}, expected one of {sorted(TOKENIZERS)}: choose one"
         )
     return TOKENIZERS[name]()

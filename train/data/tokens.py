@@ -19,17 +19,12 @@ SPLITS = ("train", "val")
 VERIFY_LIMIT = 1 << 30  # bytes; of larger files only sizes and every batch's ids count
 SAMPLED = "sampled:"  # what the checksum of found files begins with
 NUM_SAMPLES, SAMPLE_TOKENS = 256, 4096
-AGAIN = (
-    "the output of train.prepare: make it with python -m train.prepare --source python "
-    "--out NEW"
-)
+AGAIN = "train.prepare's: make it by python -m train.prepare --source python --out NEW"
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What meta.json says. ``source`` is what the files were made from, to recognise
-    them again.
-    """
+    """What meta.json says; by ``source``, what they are made of, files are known."""
 
     tokenizer: str
     vocab_size: Annotated[int, Field(ge=1, le=2**16)]  # of uint16
@@ -39,11 +34,7 @@ class Meta:
 
     def save(self, folder: Path) -> None:
         """Write meta.json."""
-        raw = asdict(self)
-        for split in SPLITS:
-            if not raw[split]["shards"]:
-                del raw[split]["shards"]
-        write_json(folder / "meta.json", raw)
+        write_json(folder / "meta.json", asdict(self))
 
     @classmethod
     def load(cls, folder: Path) -> Self:

@@ -1,6 +1,4 @@
-"""OpenWebText as nanoGPT prepares it, byte for byte, and FineWeb-Edu as llm.c and
-modded-nanogpt do.
-"""
+"""OpenWebText as nanoGPT prepares it, FineWeb-Edu as llm.c does, byte for byte."""
 
 import hashlib
 import math
@@ -10,7 +8,7 @@ import numpy as np
 from tqdm import tqdm
 
 from train.data.hub import Place
-from train.data.shards import Documents, Ledger, tokenise
+from train.data.shards import Ledger, tokenise
 from train.data.token_files import Split, Stream, open_shard, read_content
 from train.data.tokenizers import GPT2, Tokenizer
 from train.data.tokens import SPLITS, Meta
@@ -31,9 +29,7 @@ FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 SUBSETS = {"sample-10BT": 9_700_000, "sample-100BT": 97_000_000}
 
 
-def _meta(
-    request: dict, ledger: Ledger, coder: Tokenizer, splits: dict[str, Split]
-) -> Meta:
+def _meta(request: dict, ledger: Ledger, coder: Tokenizer, **splits: Split) -> Meta:
     done = {"revision": ledger.revision, "documents": ledger.documents}
     return Meta(coder.name, coder.vocab_size, request | done, **splits)
 
@@ -50,9 +46,9 @@ class FineWebEdu:
     ) -> None:
         if dataset is None:
             dataset, subset = FINEWEB_EDU, subset or list(SUBSETS)[-1]
-        num_documents = SUBSETS.get(subset) if dataset == FINEWEB_EDU else None
-        place = Place(dataset, subset, num_documents=num_documents)
-        self._documents = Documents(place, True, shard_tokens)
+        known = SUBSETS.get(subset) if dataset == FINEWEB_EDU else None
+        place = Place(dataset, subset, num_documents=known)
+        self._place, self._shard_tokens = place, shard_tokens
         own = {"source": "fineweb-edu", "shard_tokens": shard_tokens}
         self.request = self.plan = own | place.identity()
 
@@ -63,31 +59,31 @@ class FineWebEdu:
             split = "train" if number else "val"
             return work / MADE / f"fineweb_{split}_{number:06d}.bin"
 
-        ledger = tokenise(self._documents, work, path_of, coder, processes)
+        each = dict(mark_first=True, shard_tokens=self._shard_tokens)
+        ledger = tokenise(self._place, work, path_of, coder, processes, **each)
         if len(ledger.shards) < 2:
             raise UserError(
-                f"got {sum(s.tokens for s in ledger.shards):,} tokens, expected more "
-                f"than one shard of {self._documents.shard_tokens:,}: the first is "
-                f"held out; delete {work}, and give a smaller --shard-tokens"
+                f"got {ledger.num_tokens:,} tokens, expected more than one shard of "
+                f"{self._shard_tokens:,}: the first is held out; delete {work}, and "
+                "give a smaller --shard-tokens"
             )
-        splits = {}
-        for split, part in (("train", slice(1, None)), ("val", slice(1))):
-            numbered = list(enumerate(ledger.shards))[part]
-            checksums = {path_of(number).name: s.sha256 for number, s in numbered}
-            text_bytes = [s.text_bytes for _, s in numbered]
-            splits[split] = Split(
-                sum(s.tokens for _, s in numbered),
-                None if None in text_bytes else sum(text_bytes),
-                _digest(checksums),
-                checksums,
-            )
-        return _meta(self.request, ledger, coder, splits)
+        shards = {path_of(i).name: shard for i, shard in enumerate(ledger.shards)}
+        first = next(iter(shards))
+        splits = {"val": _joined({first: shards.pop(first)}), "train": _joined(shards)}
+        return _meta(self.request, ledger, coder, **splits)
 
 
-def _digest(shards: dict[str, str]) -> str:
-    """Return one checksum of the list of them, as ``sha256sum`` would print it."""
-    listing = "".join(f"{digest}  {name}\n" for name, digest in shards.items())
-    return hashlib.sha256(listing.encode()).hexdigest()
+def _joined(shards: dict[str, Split]) -> Split:
+    """Return shards as one split, its checksum that of their list by sha256sum."""
+    checksums = {name: shard.sha256 for name, shard in shards.items()}
+    listing = "".join(f"{digest}  {name}\n" for name, digest in checksums.items())
+    text_bytes = [shard.text_bytes for shard in shards.values()]
+    return Split(
+        sum(shard.tokens for shard in shards.values()),
+        None if None in text_bytes else sum(text_bytes),
+        hashlib.sha256(listing.encode()).hexdigest(),
+        checksums,
+    )
 
 
 class OpenWebText:
@@ -101,19 +97,15 @@ class OpenWebText:
     """
 
     def __init__(
-        self,
-        dataset: str | None,
-        subset: str | None,
-        val_fraction: float,
-        shard_tokens: int,
+        self, dataset: str | None, subset: str | None, share: float, shard_tokens: int
     ) -> None:
-        self._published, self._val_fraction = dataset is None, val_fraction
+        self._published, self._val_fraction = dataset is None, share
         if dataset is None:
             place = Place(OPENWEBTEXT, subset, REVISION, NUM_DOCUMENTS)
         else:
             place = Place(dataset, subset)
-        self._documents = Documents(place, False, shard_tokens)
-        own = {"source": "openwebtext", "val_fraction": val_fraction, "seed": SEED}
+        self._place, self._shard_tokens = place, shard_tokens
+        own = {"source": "openwebtext", "val_fraction": share, "seed": SEED}
         self.request = own | place.identity()
         self.plan = {**self.request, "shard_tokens": shard_tokens}
 
@@ -125,7 +117,8 @@ class OpenWebText:
         def path_of(number: int) -> Path:
             return folder / f"{number:06d}.bin"
 
-        ledger = tokenise(self._documents, work, path_of, coder, processes)
+        each = dict(mark_first=False, shard_tokens=self._shard_tokens)
+        ledger = tokenise(self._place, work, path_of, coder, processes, **each)
         stream = Stream([open_shard(path) for path in sorted(folder.glob("*.bin"))])
         ends = document_ends(stream, coder.end_of_text)
         if len(ends) != ledger.documents:
@@ -136,9 +129,9 @@ class OpenWebText:
         splits = {}
         for split, order in split_order(len(ends), self._val_fraction).items():
             path = work / MADE / f"{split}.bin"
-            gather(stream, ends, order, path, f"write {path.name}")
+            gather(stream, ends, order, path)
             splits[split] = read_content(path, coder.byte_lengths())
-        meta = _meta(self.request, ledger, coder, splits)
+        meta = _meta(self.request, ledger, coder, **splits)
         if self._published and coder.name == GPT2.name:
             self._compare(meta)
         return meta
@@ -166,8 +159,7 @@ def split_order(num_documents: int, val_fraction: float) -> dict[str, np.ndarray
     if num_val >= num_documents:
         raise UserError(
             f"got {num_documents} documents and --val-fraction {val_fraction}, which "
-            f"holds out {num_val}, expected some to train on: give more documents, or "
-            "a smaller fraction"
+            f"holds out {num_val}, expected some to train on: give more, hold out less"
         )
     order = np.random.default_rng(SEED).permutation(num_documents)
     return {"train": order[num_val:], "val": order[:num_val]}
@@ -182,9 +174,7 @@ def document_ends(stream: Stream, end_of_text: int) -> np.ndarray:
     return np.concatenate(ends)
 
 
-def gather(
-    stream: Stream, ends: np.ndarray, order: np.ndarray, path: Path, name: str
-) -> None:
+def gather(stream: Stream, ends: np.ndarray, order: np.ndarray, path: Path) -> None:
     """Write the documents of ``stream`` in another order, as a raw file.
 
     A file that was cut off is continued from its last whole slab. ``ends`` come from
@@ -198,16 +188,14 @@ def gather(
         done = int(np.searchsorted(after, file.tell(), side="right")) - 1
         file.truncate(int(after[done]))
         file.seek(0, 2)
-        bar = tqdm(slabs[done:], name, len(slabs), initial=done, disable=None)
-        for slab in bar:
+        what, rest = f"write {path.name}", slabs[done:]
+        for slab in tqdm(rest, what, len(slabs), initial=done, disable=None):
             file.write(_slab(stream, starts[order[slab]], lengths[slab]))
             sync(file)
 
 
 def _slab(stream: Stream, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return documents one behind the other, (num_tokens,) uint16, read in the stream's
-    order, which a disk serves faster.
-    """
+    """Return documents one behind the other, read in the stream's order: faster."""
     places = np.cumsum(lengths) - lengths
     out = np.empty(int(lengths.sum()), dtype="<u2")
     for i in np.argsort(starts):

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.checkpoint import UnreadableCheckpoint
-from train.errors import UserError, speaks
+from train.errors import UserError, say
 from train.runs.checkpoints import instead, last_step
 
 FAILED, UNUSABLE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
@@ -111,25 +111,15 @@ def end(
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    folder, rank = Path(config.dump_folder), int(os.environ["RANK"])
-    goes_on, by_key = _goes_on(folder), told == signal.SIGINT
+    folder, by_key = Path(config.dump_folder), told == signal.SIGINT
     if error is None or by_key or isinstance(error, KeyboardInterrupt):
         code, name = (INTERRUPTED, "Ctrl-C") if by_key else (TERMINATED, "SIGTERM")
-        line = f"stopped by {name} at step {step}: {goes_on}"
+        line = f"stopped by {name} at step {step}: {_goes_on(folder)}"
     else:
         log.info("the run has failed", exc_info=error)
-        why = _ask_others(_reason(error, folder), _by_others(error), rank)
         code = FAILED if began or not isinstance(error, MENDABLE) else UNUSABLE
-        line = f"error: {why}"
-        if isinstance(error, UnreadableCheckpoint) and last_step(folder):
-            line += f". {instead(folder, config.model_spec.model.shape)}"
-        elif not isinstance(error, MENDABLE):
-            line += (
-                f", at step {step} of {config.training.steps}: {goes_on}. The "
-                f"traceback is in {folder / f'rank{rank}.log'}"
-            )
-    if speaks():
-        print(line, file=sys.stderr)
+        line = _failure(error, config, folder, step)
+    say(line)
     if told_launcher := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchtitan's, of which torchrun would print all 60 lines
         Path(told_launcher).unlink(missing_ok=True)
@@ -137,6 +127,19 @@ def end(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # other ranks may be gone: nothing that waits for them
+
+
+def _failure(error: BaseException, config, folder: Path, step: int) -> str:
+    rank = int(os.environ["RANK"])
+    line = f"error: {_ask_others(_reason(error, folder), _by_others(error), rank)}"
+    if isinstance(error, UnreadableCheckpoint) and last_step(folder):
+        return f"{line}. {instead(folder, config.model_spec.model.shape)}"
+    if isinstance(error, MENDABLE):
+        return line
+    return (
+        f"{line}, at step {step} of {config.training.steps}: {_goes_on(folder)}. The "
+        f"traceback is in {folder / f'rank{rank}.log'}"
+    )
 
 
 def _goes_on(folder: Path) -> str:

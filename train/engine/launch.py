@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from train.errors import UserError
-from train.files import check_folder, lock
+from train.files import check_folder, hold
 
 # torchtitan says these on every machine without a GPU, or for every run
 NOISE = (
@@ -125,22 +125,6 @@ def log_to(path: Path) -> None:
     logging.getLogger().addHandler(handler)
 
 
-def hold(folder: Path) -> int:
-    """Make the run's folder this process's alone; return the file that holds the lock
-    as long as it is open.
-
-    Raises:
-        UserError: another process trains there.
-    """
-    held = os.open(folder, os.O_RDONLY)
-    if not lock(held):
-        raise UserError(
-            f"got {folder}, in which another process trains, expected none: wait for "
-            "it, or choose another --dump-folder"
-        )
-    return held
-
-
 def main() -> None:
     """Run the command."""
     standalone()
@@ -159,7 +143,7 @@ def main() -> None:
     check_folder("--dump-folder", folder)
     folder.mkdir(parents=True, exist_ok=True)
     if rank == 0:
-        hold(folder)  # until the process ends
+        hold(folder, "--dump-folder")  # until the process ends
     claim(config)
     check_own(folder, config.model_spec.model.shape)
     log_to(folder / f"rank{rank}.log")

@@ -1,6 +1,4 @@
-"""What a run shows: a bar on a terminal, steady lines in a log; everything also goes to
-TensorBoard.
-"""
+"""What a run shows: a bar on a terminal, lines in a log; all goes to TensorBoard."""
 
 import logging
 import sys
@@ -59,10 +57,8 @@ class Progress(MetricsProcessor):
             self._started = (step, now)
         if not self._speaks:
             return
-        line = (
-            f"loss {global_avg_loss:.5f}  grad norm {grad_norm:.3f}  "
-            f"{speed:,.0f} tokens/s"
-        )
+        line = f"loss {global_avg_loss:.5f}  grad norm {grad_norm:.3f}"
+        line += f"  {speed:,.0f} tokens/s"
         if skipped:
             line += f"  {skipped} skipped"
         if sys.stderr.isatty():

@@ -8,9 +8,7 @@ import math
 
 
 def cosine(step: int, *, warmup: int, total: int, floor: float) -> float:
-    """Return half a cosine from 1 after the warm-up to ``floor`` at ``total`` (the
-    authors' get_lr).
-    """
+    """Return half a cosine from 1 to ``floor`` at ``total`` (the authors' get_lr)."""
     if step < warmup:
         return step / warmup
     if step >= total:

@@ -35,9 +35,7 @@ class TitanTokenizer(BaseTokenizer):
 
 
 class TokenLoader(BaseDataLoader):
-    """Batches of a token file; its state is one integer, the samples served over all
-    ranks.
-    """
+    """Batches of a token file; its state is the number of samples all ranks served."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -51,31 +49,15 @@ class TokenLoader(BaseDataLoader):
         """Set from debug.seed."""
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        dp_world_size,
-        dp_rank,
-        tokenizer,
-        seq_len,
-        local_batch_size,
-        **kwargs,
+        self, config: Config, *, dp_rank, dp_world_size, seq_len, local_batch_size, **_
     ) -> None:
+        folder, vocab = Path(config.dataset_path), config.vocab_size
         # the launcher has verified checksums once
-        folder, vocab_size = Path(config.dataset_path), config.vocab_size
-        tokens, _ = open_tokens(
-            folder, config.split, vocab_size=vocab_size, verify=False
-        )
-        self.batches = Batches(
-            tokens,
-            rank=dp_rank,
-            world=dp_world_size,
-            local_batch=local_batch_size,
-            seq_len=seq_len,
-            vocab_size=vocab_size,
-            seed=config.seed,
-            consecutive=config.split != "train",
-        )
+        tokens, _ = open_tokens(folder, config.split, vocab_size=vocab, verify=False)
+        ranks = dict(rank=dp_rank, world=dp_world_size)
+        sizes = dict(local_batch=local_batch_size, seq_len=seq_len, vocab_size=vocab)
+        order = dict(seed=config.seed, consecutive=config.split != "train")
+        self.batches = Batches(tokens, **ranks, **sizes, **order)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         while True:
@@ -90,9 +72,7 @@ class TokenLoader(BaseDataLoader):
 
 
 class HeldOut(Validator):
-    """Validation over the same held-out samples for any number of ranks, at the last
-    step too.
-    """
+    """Validation on the same samples for any number of ranks, at the last step too."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):

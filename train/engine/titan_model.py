@@ -1,12 +1,12 @@
 """GPT-2 as torchtitan builds and shards it, and the loss that it descends."""
 
 from dataclasses import dataclass
-from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from train.engine.titan import TORCH_DTYPE_MAP, BaseModel, CrossEntropyLoss
-from train.gpt2 import GPT2, Shape, num_flops_per_token, shard
+from train.gpt2 import GPT2, Shape, num_flops_per_token
 
 
 class TitanGPT2(GPT2, BaseModel):
@@ -29,9 +29,7 @@ class TitanGPT2(GPT2, BaseModel):
         self.config = config
 
     def verify_module_protocol(self) -> None:
-        """Accept that our submodules are plain torch modules; torchtitan's docstring
-        allows to say so here.
-        """
+        """Accept plain torch modules inside; torchtitan allows to say so here."""
 
     def init_weights(self, **kwargs) -> None:
         GPT2.init_weights(self, seed=self.config.seed)
@@ -47,31 +45,34 @@ def parallelize(
     ac_config,
     dump_folder,
 ):
-    """Shard the model as torchtitan's hook: FSDP2 or HSDP, after activation
-    checkpointing and compilation of each block.
+    """Shard the model in place, as torchtitan's hook: activation checkpointing and
+    compilation of each block, then FSDP2 (1-D mesh) or HSDP (2-D: replicate, shard).
     """
     if parallel_dims.tp_enabled or parallel_dims.cp_enabled or parallel_dims.ep_enabled:
         raise NotImplementedError(
-            "this model has data parallelism only: leave tensor, context and expert "
-            "degrees at 1"
+            "data parallelism only: leave tensor, context and expert degrees at 1"
         )
+    if ac_config:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+    blocks = model.layers.values()
+    if compile_config.enable and "model" in compile_config.components:
+        for block in blocks:
+            block.compile(backend=compile_config.backend, fullgraph=True)
     # exists at size 1 too
     axis = "fsdp" if parallelism.spmd_backend == "partial_dtensor" else "dp_shard"
     names = ["dp_replicate", axis] if parallel_dims.dp_replicate_enabled else axis
-    checkpoint = ac_config and ac_config.build(dump_folder=dump_folder).apply
-    compile_block = None
-    if compile_config.enable and "model" in compile_config.components:
-        options = dict(backend=compile_config.backend, fullgraph=True)
-        compile_block = partial(nn.Module.compile, **options)
-    return shard(
-        model,
-        parallel_dims.get_mesh(names),
-        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-        reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never",
-        checkpoint=checkpoint,
-        compile_block=compile_block,
-    )
+    dtypes = (training.mixed_precision_param, training.mixed_precision_reduce)
+    policy = MixedPrecisionPolicy(*(TORCH_DTYPE_MAP[name] for name in dtypes))
+    mesh = parallel_dims.get_mesh(names)
+    reshard = parallelism.fsdp_reshard_after_forward != "never"
+    for module in (*blocks, model):
+        again = reshard and module is not model
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
+        # the loss is divided by the global number of tokens already
+        module.set_gradient_divide_factor(1.0)
+        if mesh.device_type == "cpu":
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    return model
 
 
 class SummedLoss(CrossEntropyLoss):

@@ -92,17 +92,11 @@ class MarsOptimizers(MarsOptimizersContainer):
             )
             return {name: getattr(self, name) for name in names.split()}
 
-        def working(self) -> dict:
-            """Return arguments of MARS that say how the step is computed."""
-            names = ("ns_dtype", "ns_gram", "h_dtype", "compile")
-            return {name: getattr(self, name) for name in names}
-
         @property
         def by_adamw(self) -> bool:
             """Return whether AdamW moves the embeddings beside another rule."""
-            if self.embeddings_by_adamw is not None:
-                return self.embeddings_by_adamw
-            return self.mars_type in ONE_RATE
+            told = self.embeddings_by_adamw
+            return self.mars_type in ONE_RATE if told is None else told
 
         def beside_the_rule(self, names: Iterable[str]) -> set[str]:
             """Return which of these parameters are embeddings that AdamW moves."""
@@ -122,27 +116,23 @@ class MarsOptimizers(MarsOptimizersContainer):
                     "epsilon_hat": self.mars_type in ONE_RATE,
                     "optimize_1d": False,
                 }
-            own = {
-                EMBEDDINGS: embeddings,
-                VECTORS: {"weight_decay": self.weight_decay_1d},
-                MATRICES: {},
-            }
+            vectors = {"weight_decay": self.weight_decay_1d}
+            own = {EMBEDDINGS: embeddings, VECTORS: vectors, MATRICES: {}}
+            group = partial(ParamGroupConfig, optimizer_name="MARS")
             return [
-                ParamGroupConfig(
-                    pattern=pattern, optimizer_name="MARS", optimizer_kwargs=kwargs
-                )
+                group(pattern=pattern, optimizer_kwargs=kwargs)
                 for pattern, kwargs in own.items()
                 if any(search(pattern, name) for name in names)
             ]
 
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
         names = [n for part in model_parts for n, _ in part.named_parameters()]
+        working = ("ns_dtype", "ns_gram", "h_dtype", "compile")  # of a step
+        given = config.options() | {name: getattr(config, name) for name in working}
         config = replace(
             config,
             param_groups=config.groups(names),
-            optimizer_factory_kwargs_by_name={
-                "MARS": config.options() | config.working()
-            },
+            optimizer_factory_kwargs_by_name={"MARS": given},
         )
         try:
             super().__init__(config, model_parts=model_parts)
@@ -193,21 +183,15 @@ class RateSchedule(LRSchedulersContainer):
         """
 
         def decay_steps(self, total: int) -> int:
-            """Return the steps of wsd's decay: the given part of all steps, or a fifth
-            as the MARS-M scripts.
-            """
-            return round(
-                total * (0.2 if self.decay_ratio is None else self.decay_ratio)
-            )
+            """Return wsd's decay: its part of all steps, or a fifth, as MARS-M's."""
+            ratio = 0.2 if self.decay_ratio is None else self.decay_ratio
+            return round(total * ratio)
 
         def build(self, *, optimizers, training_steps):
-            mars = optimizers.mars
+            peak = optimizers.mars.defaults["lr"]
             total = self.total_steps or training_steps
-            options = dict(
-                warmup=int(self.warmup_steps),
-                total=total,
-                floor=self.min_lr / mars.defaults["lr"] if mars.defaults["lr"] else 0.0,
-            )
+            floor = self.min_lr / peak if peak else 0.0
+            options = dict(warmup=int(self.warmup_steps), total=total, floor=floor)
             if self.kind == "wsd":
                 options["decay"] = self.decay_steps(total)
             return RateSchedule(optimizers, partial(SCHEDULES[self.kind], **options))

@@ -1,9 +1,7 @@
-"""torchtitan's trainer with the global clip inside MARS's step, the second pass of
-exact MARS, and gamma's schedule.
-"""
+"""torchtitan's trainer, but MARS clips; exact MARS's second pass; gamma's schedule."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -34,21 +32,17 @@ class MarsTrainer(Trainer):
         super().__init__(config)
         self.metrics_processor.begin(read_meta(held_out_folder(config)))
         self.optimizers.mars.max_norm = config.training.max_norm
+        # for a comparison's timing, too, which takes steps without ``train``
+        self._told, self._vote, self.began = bool, Vote(), False
         self._exact = config.optimizer.correction == "exact"
         if self._exact:
-            self._ahead = config.dataloader.build(
-                dp_world_size=self.dataloader.batches.world,
-                dp_rank=self.dataloader.batches.rank,
-                tokenizer=self.tokenizer,
-                seq_len=config.training.seq_len,
-                local_batch_size=config.training.local_batch_size,
-            )
+            self._ahead = replace(self.dataloader.batches)
 
     def train(self, told: Callable[[], bool] = lambda: False) -> None:
         """Train to the last step, or, once ``told`` says on some rank that this process
         is to end, to the end of the next and its checkpoint.
         """
-        self._told, self._vote, self.began = told, Vote(), False
+        self._told = told
         super().train()
 
     def should_continue_training(self) -> bool:
@@ -68,11 +62,8 @@ class MarsTrainer(Trainer):
 
     def _schedule_gamma(self) -> None:
         """Set gamma for this step."""
-        kind, groups = (
-            self.config.optimizer.gamma_decay,
-            self.optimizers.mars.param_groups,
-        )
-        moving = [group for group in groups if group["base_lr"] > 0]
+        kind = self.config.optimizer.gamma_decay
+        moving = [g for g in self.optimizers.mars.param_groups if g["base_lr"] > 0]
         if kind == "with_lr" and moving:  # one schedule for all of them
             self.optimizers.scale_gamma(moving[0]["lr"] / moving[0]["base_lr"])
         elif kind == "last_quarter":
@@ -84,16 +75,12 @@ class MarsTrainer(Trainer):
         clips it by its own norm.
 
         It becomes h of the next step (mars.py of the authors: update_previous_grad). A
-        loader of its own reads one global batch ahead, so that the state of the real
-        one stays what training has consumed.
+        copy of the loader's batches is one global batch ahead, so that the loader's
+        state stays what training has consumed.
         """
-        training = self.config.training
-        batches = self._ahead.batches
-        per_step = (
-            self.gradient_accumulation_steps * training.local_batch_size * batches.world
-        )
-        batches.samples = self.dataloader.batches.samples + per_step
-        tokens = torch.tensor(per_step * training.seq_len, device=self.device)
+        batches, ahead = self._ahead, self.config.training.global_batch_size
+        batches.samples = self.dataloader.batches.samples + ahead
+        tokens = torch.tensor(ahead * batches.seq_len, device=self.device)
         self.optimizers.zero_grad(set_to_none=True)
         seen = self.ntokens_seen
         for _ in range(self.gradient_accumulation_steps):

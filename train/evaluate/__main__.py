@@ -1,6 +1,4 @@
-"""python -m train.evaluate: a trained model on named tasks, and its whole held-out
-loss.
-"""
+"""python -m train.evaluate: a trained model on tasks, and its held-out loss."""
 
 import argparse
 import json
@@ -19,10 +17,8 @@ from train.gpt2.inference import whole_loss
 from train.runs.trained import Trained, add_arguments, from_arguments
 
 
-def _tasks(trained: Trained, tasks: harness.Tasks, args: argparse.Namespace) -> dict:
-    """Return the harness's results; a run is exported first, into a folder for the
-    moment.
-    """
+def _tasks(trained: Trained, tasks: dict, args: argparse.Namespace) -> dict:
+    """Return the harness's results; a run is exported for it, for the moment."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = trained.folder
         if trained.step is not None:
@@ -33,14 +29,13 @@ def _tasks(trained: Trained, tasks: harness.Tasks, args: argparse.Namespace) -> 
         return harness.evaluate(folder, tasks, **options)
 
 
-def _loss(trained: Trained, args: argparse.Namespace) -> dict[str, float | int | str]:
+def _loss(trained: Trained, args: argparse.Namespace) -> dict:
     """Return the mean loss over all held-out tokens of --data."""
     block = trained.model.shape.block_size
     window = args.window or trained.window or block
     if window > block:
         raise UserError(
-            f"got --window {window}, expected at most the model's block size {block}: "
-            "change it"
+            f"got --window {window}, expected at most the model's {block}: lower it"
         )
     vocab_size = trained.model.shape.vocab_size
     tokens, meta = open_tokens(args.data, "val", vocab_size=vocab_size)
@@ -51,13 +46,8 @@ def _loss(trained: Trained, args: argparse.Namespace) -> dict[str, float | int |
         )
     model = trained.model.to(args.device)
     found = whole_loss(model, tokens, window=window, batch=args.batch_size)
-    loss: dict[str, float | int | str] = {
-        "data": str(args.data),
-        "sha256": meta.val.sha256,
-        "tokens": found.tokens,
-        "window": window,
-        "nats_per_token": found.nats_per_token,
-    }
+    loss: dict = dict(data=str(args.data), sha256=meta.val.sha256, tokens=found.tokens)
+    loss |= dict(window=window, nats_per_token=found.nats_per_token)
     said = f"loss {found.nats_per_token:.5f} nats per token"
     scale = meta.nats_per_byte("val")
     if scale is not None:  # the bytes behind somebody else's tokens may not be known
@@ -103,8 +93,7 @@ def _arguments() -> argparse.Namespace:
     check_least(0, num_fewshot=args.num_fewshot)
     if args.device not in devices:
         raise UserError(
-            f"got --device {args.device}, expected one of {devices} on this machine: "
-            "change it"
+            f"got --device {args.device}, expected one of {devices} here: change it"
         )
     if not args.tasks and not args.loss:
         raise UserError(
@@ -119,29 +108,22 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _check_writable(out: Path) -> None:
-    """Check that ``out`` can be written, before hours of evaluation."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise UserError(
-            f"got {out} to write to, expected a file that can be written: choose "
-            "another --out"
-        )
-
-
 def main() -> None:
     """Run the command."""
     args = _arguments()
     trained = from_arguments(args)
     out = trained.folder / "evaluation.json" if args.out is None else args.out
-    _check_writable(out)
+    # what can be refused, before what takes hours
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise UserError(
+            f"got {out}, expected a file that can be written: choose another --out"
+        )
     found: dict = {"model": str(trained.folder), "step": trained.step}
-    tasks = None
-    if args.tasks:  # before anything that takes long
-        tasks = harness.load_tasks(args.tasks, args.include_path)
+    tasks = args.tasks and harness.load_tasks(args.tasks, args.include_path)
     if args.loss:
         found["loss"] = _loss(trained, args)
-    if tasks is not None:
+    if tasks:
         found["tasks"] = _tasks(trained, tasks, args)
         print(*harness.lines(found["tasks"]), sep="\n", flush=True)
     out.write_text(json.dumps(found, indent=1) + "\n")

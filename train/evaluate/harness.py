@@ -4,11 +4,9 @@ import contextlib
 import difflib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from train.errors import UserError
 
-TOKENIZER = ("tokenizer", "tokenizer_config")
 INSTALL = "pip install -r requirements-evaluate.txt -c constraints.txt"
 
 
@@ -34,8 +32,7 @@ def _index(names: list[str], include_path: Path | None):
     if include_path is not None:
         if not include_path.is_dir():
             raise UserError(
-                f"got --include-path {include_path}, expected a folder of task YAMLs: "
-                "name one"
+                f"got --include-path {include_path}, expected a folder of YAML: name it"
             )
         local = manager(include_path=include_path, include_defaults=False)
         if set(names) <= set(local.all_tasks):
@@ -52,15 +49,9 @@ def _index(names: list[str], include_path: Path | None):
     return known
 
 
-class Tasks(NamedTuple):
-    """Tasks and groups with their data, and the index they were found in."""
-
-    loaded: list
-    index: object
-
-
-def load_tasks(names: list[str], include_path: Path | None) -> Tasks:
-    """Return tasks and groups with their data, which the harness downloads once.
+def load_tasks(names: list[str], include_path: Path | None) -> dict:
+    """Return tasks and groups with their data, which the harness downloads once, and
+    their index, as its arguments.
 
     Relative names of files in a YAML count from ``include_path``.
     """
@@ -83,11 +74,11 @@ def load_tasks(names: list[str], include_path: Path | None) -> Tasks:
             ) from error
         group = found["groups"].get(name)
         loaded += list(found["tasks"].values()) if group is None else [group]
-    return Tasks(loaded, index)
+    return dict(tasks=loaded, task_manager=index)  # without one it makes another
 
 
 def evaluate(
-    folder: Path, tasks: Tasks, *, batch: int, device: str, **options: int | None
+    folder: Path, tasks: dict, *, batch: int, device: str, **options: int | None
 ) -> dict:
     """Return the harness's results: {"results": {task: {"acc,none": ...}}, ...}.
 
@@ -99,7 +90,7 @@ def evaluate(
         options: limit, examples per task, None = all; num_fewshot, examples shown
             before each, None = as the task says.
     """
-    if not any((folder / f"{name}.json").exists() for name in TOKENIZER):
+    if not any(folder.glob("tokenizer*.json")):
         raise UserError(
             f"got {folder} without a tokenizer, expected tokenizer.json: export it "
             "again without --no-tokenizer"
@@ -108,16 +99,13 @@ def evaluate(
     # an absolute path cannot be taken for a name on the hub
     where = str(folder.resolve())
     model = hugging_face_model(pretrained=where, device=device, batch_size=batch)
-    given = dict(tasks=tasks.loaded, task_manager=tasks.index)  # else it makes another
-    found = simple_evaluate(model, **given, **options, log_samples=False)
+    found = simple_evaluate(model, **tasks, **options, log_samples=False)
     kept = ("results", "groups", "versions", "n-shot", "n-samples")
     return {key: found[key] for key in kept if key in found}
 
 
 def lines(results: dict) -> Iterator[str]:
-    """Yield a line per task and metric. (The harness's own table needs a newer
-    pytablewriter than constraints.txt allows.)
-    """
+    """Yield a line per task and metric; its own table needs a newer pytablewriter."""
     for task, row in results["results"].items():
         for key, value in row.items():
             metric, _, kept = key.partition(",")

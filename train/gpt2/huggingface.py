@@ -1,6 +1,4 @@
-"""GPT-2 as Hugging Face's GPT2LMHeadModel keeps it: config.json and model.safetensors,
-written and read without transformers.
-"""
+"""GPT-2 as Hugging Face's GPT2LMHeadModel keeps it, without transformers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, asdict, astuple, dataclass
@@ -17,10 +15,7 @@ from train.gpt2.model import GPT2, Depth, Shape, Size, tensor_sizes
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = "model.safetensors.index.json"
-AGAIN = (
-    "a Hugging Face GPT-2 folder, which python -m train.export makes: export or "
-    "download it again, or take another"
-)
+AGAIN = "a Hugging Face GPT-2 folder, as of train.export: export or download it again"
 
 # ours: (theirs, whether the matrix is turned: their Conv1D keeps it as (in, out))
 OUTSIDE = {"wte": ("wte", False), "wpe": ("wpe", False), "norm": ("ln_f", False)}
@@ -105,11 +100,13 @@ def to_huggingface(state: Mapping[str, Tensor], shape: Shape) -> dict[str, Tenso
 def from_huggingface(
     tensors: Iterable[tuple[str, Tensor]], shape: Shape, folder: Path
 ) -> dict[str, Tensor]:
-    """Return their named tensors as our state dict, in fp32; errors name ``folder``."""
+    """Return their named tensors as our state dict, in fp32, where those that we have
+    no place for have no effect; errors name ``folder``.
+    """
     theirs = _by_name(tensors, folder)
     state, sizes = {}, tensor_sizes(shape)
     for ours, (name, turned) in _modules(shape).items():
-        weight = theirs.get(f"{name}.weight", torch.empty(0))
+        weight = theirs.pop(f"{name}.weight", torch.empty(0))
         weight = weight.T if turned and weight.ndim == 2 else weight
         if tuple(weight.shape) != sizes[f"{ours}.weight"]:
             raise UserError(
@@ -117,15 +114,29 @@ def from_huggingface(
                 f"expected {sizes[f'{ours}.weight']} by its config.json: the folder is "
                 "incomplete or mixed; export or download it again"
             )
+        if theirs.pop(f"{name}.bias", torch.zeros(())).any():
+            raise UserError(
+                f"got {name}.bias that is not zero in {folder}, expected a GPT-2 "
+                "without biases: this application cannot hold them; import a model "
+                "that was trained without"
+            )
         state[f"{ours}.weight"] = weight.contiguous()
-    _check_rest(theirs, shape, folder)
+    head = state["wte.weight"]
+    if not theirs.pop("lm_head.weight", head).equal(head):
+        raise UserError(
+            f"got an lm_head.weight of its own in {folder}, expected the token "
+            "embedding: import a model with a tied head"
+        )
+    if left := [name for name in theirs if not name.endswith(MASKS)]:
+        raise UserError(
+            f"got {left[0]} in {folder}, which its config.json has no place for, "
+            "expected GPT-2's tensors: the folder is mixed; export it again"
+        )
     return state
 
 
 def _by_name(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> dict[str, Tensor]:
-    """Return {name without its prefix: tensor in fp32}, each there once and of finite
-    real numbers.
-    """
+    """Return {name without prefix: tensor in fp32}, each once and of finite numbers."""
     theirs: dict[str, Tensor] = {}
     for full, tensor in tensors:
         name = full.removeprefix("transformer.")
@@ -145,36 +156,13 @@ def _by_name(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> dict[str, T
     return theirs
 
 
-def _check_rest(theirs: Mapping[str, Tensor], shape: Shape, folder: Path) -> None:
-    """Check that what we have no place for has no effect."""
-    modules = {name for name, _ in _modules(shape).values()}
-    for name, tensor in theirs.items():
-        module, _, kind = name.rpartition(".")
-        if module in modules and kind == "bias":
-            if tensor.any():
-                raise UserError(
-                    f"got {name} that is not zero in {folder}, expected a GPT-2 "
-                    "without biases: this application cannot hold them; import a model "
-                    "that was trained without"
-                )
-        elif name == "lm_head.weight":
-            if not tensor.equal(theirs["wte.weight"]):
-                raise UserError(
-                    f"got an lm_head.weight of its own in {folder}, expected the token "
-                    "embedding: import a model with a tied head"
-                )
-        elif (module not in modules or kind != "weight") and not name.endswith(MASKS):
-            raise UserError(
-                f"got {name} in {folder}, which its config.json has no place for, "
-                "expected GPT-2's tensors: the folder is mixed; export it again"
-            )
+def save(model: GPT2, folder: Path, end_of_text: int) -> None:
+    """Write config.json, generation_config.json and model.safetensors (fp32)."""
+    from safetensors.torch import save_file
 
-
-def config_json(shape: Shape, end_of_text: int) -> dict:
-    """Return config.json of a model of ours, which GPT2Config reads."""
-    return {
+    config = {
         "architectures": ["GPT2LMHeadModel"],
-        **asdict(Config(*astuple(shape), model_type="gpt2")),
+        **asdict(Config(*astuple(model.shape), model_type="gpt2")),
         "reorder_and_upcast_attn": False,
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         "initializer_range": 0.02,
@@ -182,13 +170,6 @@ def config_json(shape: Shape, end_of_text: int) -> dict:
         **dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text),
         "dtype": "float32",
     }
-
-
-def save(model: GPT2, folder: Path, end_of_text: int) -> None:
-    """Write config.json, generation_config.json and model.safetensors (fp32)."""
-    from safetensors.torch import save_file
-
-    config = config_json(model.shape, end_of_text)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", ids)

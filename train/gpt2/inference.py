@@ -1,6 +1,4 @@
-"""What a trained model does: the loss over a whole split, and text that continues a
-prompt.
-"""
+"""What a trained model does: the loss over a split, text that continues a prompt."""
 
 from typing import NamedTuple
 
@@ -34,8 +32,7 @@ def whole_loss(
     """
     if len(tokens) < 2:
         raise UserError(
-            f"got a split of {len(tokens)} tokens, expected at least 2: prepare more "
-            "text"
+            f"got a split of {len(tokens)} tokens, expected 2 at least: prepare more"
         )
     count, device = len(tokens) - 1, model.wte.weight.device
     full = count // window
@@ -72,9 +69,7 @@ def generate(
     top_k: int,
     seed: int,
 ) -> list[int]:
-    """Return ``num_tokens`` ids that continue ``prompt``, sampled from the ``top_k``
-    likeliest at each place.
-    """
+    """Return ``num_tokens`` ids after ``prompt``, each of the ``top_k`` likeliest."""
     if not prompt or max(prompt) >= model.shape.vocab_size:
         what = f"the token id {max(prompt)}" if prompt else "no token"
         raise UserError(
@@ -91,8 +86,7 @@ def generate(
                 "diverged; sample from an earlier checkpoint (--step)"
             )
         best = torch.topk(logits, min(top_k, len(logits)))
-        chosen = torch.multinomial(
-            torch.softmax(best.values / temperature, -1), 1, generator=generator
-        )
+        odds = torch.softmax(best.values / temperature, -1)
+        chosen = torch.multinomial(odds, 1, generator=generator)
         ids = torch.cat([ids, best.indices[chosen][None]], 1)
     return ids[0, len(prompt) :].tolist()

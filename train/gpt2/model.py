@@ -1,9 +1,6 @@
-"""GPT-2 as the MARS authors train it, in plain PyTorch: no biases, pre-LayerNorm, tied
-embedding, tanh GELU.
-"""
+"""GPT-2 as the MARS authors train it, in plain PyTorch: no biases, one embedding."""
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,8 +9,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 # as files may give them: what is built from these takes a second at most
@@ -83,9 +78,8 @@ class GPT2(nn.Module):
         self.shape = shape
         self.wte = nn.Embedding(shape.vocab_size, shape.width)
         self.wpe = nn.Embedding(shape.block_size, shape.width)
-        self.layers = nn.ModuleDict(
-            {str(i): Block(shape, i) for i in range(shape.num_layers)}
-        )
+        blocks = {str(i): Block(shape, i) for i in range(shape.num_layers)}
+        self.layers = nn.ModuleDict(blocks)
         self.norm = nn.LayerNorm(shape.width, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -132,35 +126,3 @@ def num_flops_per_token(shape: Shape, num_params: int, seq_len: int) -> int:
     """
     multiplied = num_params - shape.block_size * shape.width
     return 6 * (multiplied + shape.num_layers * shape.width * seq_len)
-
-
-def shard(
-    model: GPT2,
-    mesh: DeviceMesh,
-    *,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    reshard_after_forward: bool = True,
-    checkpoint: Callable[[nn.Module], None] | None = None,
-    compile_block: Callable[[nn.Module], None] | None = None,
-) -> GPT2:
-    """Apply activation checkpointing, compilation per block, then FSDP2 (1-D mesh) or
-    HSDP (2-D: replicate, shard), in place.
-    """
-    if checkpoint is not None:
-        checkpoint(model)
-    if compile_block is not None:
-        for block in model.layers.values():
-            compile_block(block)
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    options = {"mesh": mesh, "mp_policy": policy}
-    for block in model.layers.values():
-        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
-    fully_shard(model, reshard_after_forward=False, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # the loss is divided by the global number of tokens already
-            module.set_gradient_divide_factor(1.0)
-            if mesh.device_type == "cpu":
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-    return model

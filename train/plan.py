@@ -3,17 +3,16 @@
 import argparse
 import logging
 import math
-from collections import Counter
 from pathlib import Path
 
+from parallel import forecast
+from parallel.forecast import Forecast, Hardware, Job
 from parallel.planner import Machine
 from train.engine.launch import recipe
 from train.errors import UserError, check_least, command
 from train.gpt2 import num_flops_per_token, tensor_sizes
 from train.pictures import picture
-from train.plan.forecast import Forecast, Hardware, Job, forecast
 
-SWEEP = [2**i for i in range(13)]
 PICTURES = (".png", ".pdf", ".svg")
 MOST_RANKS = 2**16  # as many as are planned in seconds
 
@@ -30,74 +29,14 @@ def job_of(config_name: str) -> Job:
         )
     shape, seq_len = config.model_spec.model.shape, config.training.seq_len
     sizes = tensor_sizes(shape)
+    num_params = sum(math.prod(size) for size in sizes.values())
     return Job(
         shapes=sizes,
         mars_type=config.optimizer.mars_type,
         tokens=config.training.global_batch_size * seq_len,
-        flops_per_token=num_flops_per_token(
-            shape, sum(math.prod(size) for size in sizes.values()), seq_len
-        ),
+        flops_per_token=num_flops_per_token(shape, num_params, seq_len),
         elementwise=config.optimizer.beside_the_rule(sizes),
     )
-
-
-def table(job: Job, found: Forecast, every: bool) -> str:
-    """Return each matrix's strategy and owner, and the totals."""
-    names, matrices = list(job.matrices()), list(job.matrices().values())
-    lines = []
-    if every:
-        for name, m, s, owner in zip(
-            names, matrices, found.plan.strategies, found.plan.owners, strict=True
-        ):
-            who = f"rank {owner}" if s == "owner" else "every rank"
-            lines.append(f"{name:32} {m.rows:6} x {m.cols:<6} {s:10} {who}")
-    else:
-        kinds = Counter(
-            (m.rows, m.cols, s)
-            for m, s in zip(matrices, found.plan.strategies, strict=True)
-        )
-        for (rows, cols, s), count in kinds.items():
-            lines.append(f"{count:4} x {rows:6} x {cols:<6} {s}")
-    mega, giga = 1e6, 2**30
-    flops = found.cost.owner_flops
-    mean = sum(flops) / len(flops) / 1e12
-    lines += [
-        f"sent per rank and step     {found.cost.bytes_sent / mega:10.1f} MB "
-        f"(most: {found.cost.bytes_max / mega:.1f} MB, by an owner)",
-        f"owner FLOPs, mean and max  {mean:10.3f} {max(flops) / 1e12:.3f} TFLOP "
-        f"(imbalance {found.cost.imbalance:.3f})",
-        f"optimizer state per GPU    {found.state_bytes / giga:10.2f} GiB",
-        f"peak memory per GPU        {found.peak_bytes / giga:10.2f} GiB "
-        "(estimate: parameters, gradients, state, exchange; no activations)",
-        f"optimizer step, predicted  {found.optimizer_seconds * 1e3:10.2f} ms",
-        f"training step, predicted   {found.training_seconds * 1e3:10.2f} ms "
-        f"(optimizer's share of both {found.share:.1%})",
-    ]
-    return "\n".join(lines)
-
-
-def sweep(job: Job, hardware: Hardware, replicas: int) -> list[tuple[int, Forecast]]:
-    """Return forecasts for 1 to 4096 ranks."""
-    ranks = [n * replicas for n in SWEEP if n * replicas <= SWEEP[-1]]
-    return [(n, forecast(job, n, replicas=replicas, hardware=hardware)) for n in ranks]
-
-
-def sweep_table(rows: list[tuple[int, Forecast]]) -> str:
-    """Return one line per number of ranks."""
-    lines = [
-        " ranks  owner  gram   MB sent    most  max TFLOP  imbalance  state GiB"
-        "  optimizer ms  training ms  share"
-    ]
-    for n, f in rows:
-        kinds = Counter(f.plan.strategies)
-        lines.append(
-            f"{n:6} {kinds['owner']:6} {kinds['gram']:5} {f.cost.bytes_sent / 1e6:9.1f}"
-            f" {f.cost.bytes_max / 1e6:7.1f}"
-            f" {max(f.cost.owner_flops) / 1e12:10.3f} {f.cost.imbalance:10.3f}"
-            f" {f.state_bytes / 2**30:10.2f} {f.optimizer_seconds * 1e3:13.2f}"
-            f" {f.training_seconds * 1e3:12.2f} {f.share:6.1%}"
-        )
-    return "\n".join(lines)
 
 
 def draw(rows: list[tuple[int, Forecast]], title: str, path: Path) -> None:
@@ -145,16 +84,17 @@ def main() -> None:
         f"{len(job.matrices())} matrices for Newton-Schulz"
     )
     if args.sweep:
-        rows = sweep(job, hardware, args.replicas)
-        print(sweep_table(rows))
+        rows = forecast.sweep(job, hardware, args.replicas)
+        print(forecast.sweep_table(rows))
         draw(rows, f"{args.config}, {args.replicas} replica(s)", args.picture)
         print(f"picture {args.picture}")
         return
     try:
-        found = forecast(job, args.ranks, replicas=args.replicas, hardware=hardware)
+        sizes = dict(replicas=args.replicas, hardware=hardware)
+        found = forecast.forecast(job, args.ranks, **sizes)
     except ValueError as error:  # replicas that do not divide the ranks
         raise UserError(str(error)) from error
-    print(table(job, found, args.all))
+    print(forecast.table(job, found, args.all))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,18 @@
 Everything here is a model; docs/scaling.md says what of it was measured.
 """
 
+from __future__ import annotations
+
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from marsopt import REGISTRY, NewtonSchulz
-from parallel.planner import Cost, Machine, Matrix, Plan, cost, plan
 
+from .planner import Cost, Machine, Matrix, Plan, cost, plan
+
+SWEEP = [2**i for i in range(13)]  # ranks
 ELEMENTWISE_BYTES = 44  # a parameter and step: g, h, x, m, v read; x, m, v, h written
 
 
@@ -122,3 +127,58 @@ def forecast(
         # communication hides behind computing, or the other way round
         training_seconds=max(fsdp, compute / (machine.flops * hardware.utilization)),
     )
+
+
+def table(job: Job, found: Forecast, every: bool) -> str:
+    """Return each matrix's strategy and owner, and the totals."""
+    kinds, lines = Counter(), []
+    for (name, m), s, owner in zip(
+        job.matrices().items(), found.plan.strategies, found.plan.owners, strict=True
+    ):
+        what = f"{m.rows:6} x {m.cols:<6} {s}"
+        kinds[what] += 1
+        if every:
+            who = f"rank {owner}" if s == "owner" else "every rank"
+            lines.append(f"{name:32} {what:26} {who}")
+    if not every:
+        lines = [f"{count:4} x {what}" for what, count in kinds.items()]
+    mega, giga = 1e6, 2**30
+    flops = found.cost.owner_flops
+    mean = sum(flops) / len(flops) / 1e12
+    lines += [
+        f"sent per rank and step     {found.cost.bytes_sent / mega:10.1f} MB "
+        f"(most: {found.cost.bytes_max / mega:.1f} MB, by an owner)",
+        f"owner FLOPs, mean and max  {mean:10.3f} {max(flops) / 1e12:.3f} TFLOP "
+        f"(imbalance {found.cost.imbalance:.3f})",
+        f"optimizer state per GPU    {found.state_bytes / giga:10.2f} GiB",
+        f"peak memory per GPU        {found.peak_bytes / giga:10.2f} GiB "
+        "(estimate: parameters, gradients, state, exchange; no activations)",
+        f"optimizer step, predicted  {found.optimizer_seconds * 1e3:10.2f} ms",
+        f"training step, predicted   {found.training_seconds * 1e3:10.2f} ms "
+        f"(optimizer's share of both {found.share:.1%})",
+    ]
+    return "\n".join(lines)
+
+
+def sweep(job: Job, hardware: Hardware, replicas: int) -> list[tuple[int, Forecast]]:
+    """Return forecasts for 1 to 4096 ranks."""
+    ranks = [n * replicas for n in SWEEP if n * replicas <= SWEEP[-1]]
+    return [(n, forecast(job, n, replicas=replicas, hardware=hardware)) for n in ranks]
+
+
+def sweep_table(rows: list[tuple[int, Forecast]]) -> str:
+    """Return one line per number of ranks."""
+    lines = [
+        " ranks  owner  gram   MB sent    most  max TFLOP  imbalance  state GiB"
+        "  optimizer ms  training ms  share"
+    ]
+    for n, f in rows:
+        kinds = Counter(f.plan.strategies)
+        lines.append(
+            f"{n:6} {kinds['owner']:6} {kinds['gram']:5} {f.cost.bytes_sent / 1e6:9.1f}"
+            f" {f.cost.bytes_max / 1e6:7.1f}"
+            f" {max(f.cost.owner_flops) / 1e12:10.3f} {f.cost.imbalance:10.3f}"
+            f" {f.state_bytes / 2**30:10.2f} {f.optimizer_seconds * 1e3:13.2f}"
+            f" {f.training_seconds * 1e3:12.2f} {f.share:6.1%}"
+        )
+    return "\n".join(lines)

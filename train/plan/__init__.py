@@ -1,1 +1,0 @@
-"""python -m train.plan: who does what on a mesh, before any process is started."""
