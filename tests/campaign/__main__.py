@@ -39,7 +39,6 @@ def import_all() -> None:
     import train.engine.resolve  # noqa: F401
     import train.evaluate.harness  # noqa: F401
     import train.export  # noqa: F401
-    import train.plan.forecast  # noqa: F401
     import train.prepare  # noqa: F401
     import train.runs.summary  # noqa: F401
     import train.runs.trained  # noqa: F401
