@@ -131,11 +131,10 @@ def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     console(rank)
     config = parse(sys.argv[1:])
-    from train.engine.ends import Signals, end
+    from train.engine.ends import Signals
     from train.engine.resolve import resolve
     from train.runs.checkpoints import check_own
     from train.runs.settings import claim
-    from train.runs.summary import summarize
 
     signals = Signals()
     resolve(config, world)
@@ -149,8 +148,15 @@ def main() -> None:
     log_to(folder / f"rank{rank}.log")
     if rank == 0:
         announce(config, world)
+    train(config, signals)
 
+
+def train(config, signals) -> None:
+    """Train to the last step and show what came out; before it, end the process."""
     import torch.distributed as dist
+
+    from train.engine.ends import end
+    from train.runs.summary import summarize
 
     step, steps, began = 0, config.training.steps, False
     try:
@@ -162,11 +168,12 @@ def main() -> None:
         finally:
             step, began = trainer.step, trainer.began
             trainer.close()
-        if step == steps and dist.is_initialized():
+        first = dist.get_rank() == 0
+        if step == steps:
             dist.destroy_process_group()
-        if step == steps and rank == 0:
+        if step == steps and first:
             title = f"{config.model_spec.flavor}: {config.optimizer.mars_type}"
-            summarize(folder, title)
+            summarize(Path(config.dump_folder), title)
     except BaseException as error:
         end(error, signals.told, config, step, began)
     if step < steps:
