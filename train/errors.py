@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NoReturn
 
 
 class UserError(Exception):
@@ -31,26 +30,35 @@ def command(main: Callable[[], None]) -> None:
     be used, becomes one line on stderr and exit code 2, Ctrl-C one line and 130.
     """
     try:
+        code = _run(main)
+    except KeyboardInterrupt as told:  # also while it says why it ends
+        code = 128 + (told.args[0] if told.args else signal.SIGINT)
+        say("stopped before its end: run the same command again")
+    if code:
+        # an exception of a signal's handler would be shown from here on
+        if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        sys.exit(code)
+
+
+def _run(main: Callable[[], None]) -> int:
+    try:
         for given in sys.argv:
             text = given.encode(errors="ignore").decode()
             if text != given or given.endswith("=--"):  # of which argparse makes []
                 raise UserError(f"got {given!a}, expected text in UTF-8: change it")
         main()
+        return 0
     except UserError as error:
-        _end(f"error: {error}", 2)
+        line = str(error)
     except OSError as error:
         full = error.errno == errno.ENOSPC
         path = "a path that this user may use: choose another"
         what = "space on the disk: make some" if full else path
-        _end(f"error: got {error}, expected {what}", 2)
-    except KeyboardInterrupt as told:
-        number = told.args[0] if told.args else signal.SIGINT
-        _end("stopped before its end: run the same command again", 128 + number)
-
-
-def _end(line: str, code: int) -> NoReturn:
-    say(line)
-    sys.exit(code)
+        line = f"got {error}, expected {what}"
+    say(f"error: {line}")
+    return 2
 
 
 def say(line: str) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,12 +25,12 @@ class Ledger:
     documents: read before that position; all of them once ``complete``.
     """
 
-    revision: str | None = None
-    shards: list[Split] = field(default_factory=list)
-    position: dict[str, Any] | None = None
-    skip: Count = 0
-    documents: Count = 0
-    complete: bool = False
+    revision: str | None
+    shards: list[Split]
+    position: dict[str, Any] | None
+    skip: Count
+    documents: Count
+    complete: bool
 
     @property
     def num_tokens(self) -> int:
@@ -88,7 +88,7 @@ def tokenise(
 
     The ledger lies in ``work``; ``path_of`` names the file of a shard by its number.
     """
-    ledger = Ledger.load(work) or Ledger(place.revision)
+    ledger = Ledger.load(work) or Ledger(place.revision, [], None, 0, 0, False)
     if ledger.complete:
         return ledger
     ledger.revision = place.commit(ledger.revision)
