@@ -84,7 +84,8 @@ class Agreement:
 
 def _rows(what: str, num_ranks: int, width: int, dtype: torch.dtype) -> Tensor:
     exact = round(2 / torch.finfo(dtype).eps)  # whole numbers up to it are
-    bits = int(math.log2(exact // num_ranks) / 2)  # n times a square stays below
+    # n times a square stays below
+    bits = max(1, int(math.log2(max(1, exact // num_ranks)) / 2))
     digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[: NUM_BITS // 8])
     chunks = [digest >> at & (1 << bits) - 1 for at in range(0, NUM_BITS, bits)]
     flat = [n for chunk in chunks for n in (chunk, chunk**2)]

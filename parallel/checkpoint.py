@@ -19,8 +19,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -29,16 +31,15 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-# what the index of a checkpoint is made of, beside dtypes (torch 2.11 to 2.13; Python
-# 3.13 calls the module of paths pathlib._local)
+# what an index is made of, beside dtypes and paths (torch 2.11 to 2.13)
 INDEX_TYPES = frozenset(
     [("torch", "Size"), ("torch.serialization", "_get_layout")]
     + [("torch.distributed.checkpoint.filesystem", "_StorageInfo")]
-    + [(module, "PosixPath") for module in ("pathlib", "pathlib._local")]
     + [
         ("torch.distributed.checkpoint.metadata", name)
         for name in (
@@ -51,20 +52,47 @@ INDEX_TYPES = frozenset(
 
 
 Entry = TensorStorageMetadata | BytesStorageMetadata
+ENTRIES = (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+    _StorageInfo,
+)
 
 
 class UnreadableCheckpoint(ValueError):
     """A checkpoint that is damaged, or that names something it must not."""
 
 
-class _IndexUnpickler(pickle.Unpickler):
+# pickle's own in Python: its C twin cannot be told what may be changed
+class _IndexUnpickler(pickle._Unpickler):
+    dispatch = dict(pickle._Unpickler.dispatch)
+
     def find_class(self, module: str, name: str) -> Any:
+        if name in ("PosixPath", "PurePosixPath") and module in (
+            "pathlib",
+            "pathlib._local",
+        ):
+            return PurePosixPath  # Python 3.13 has another name for their module
         known = (module, name) in INDEX_TYPES
         if not known and module == "torch":
             known = isinstance(vars(torch).get(name), torch.dtype)
         if not known:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return super().find_class(module, name)
+
+    def load_build(self) -> None:
+        """Set attributes of the entries of an index, never of types or functions."""
+        target, state = self.stack[-2], self.stack[-1]
+        own = isinstance(target, TensorProperties)  # which has a __setstate__
+        if not own and not (isinstance(target, ENTRIES) and isinstance(state, dict)):
+            raise pickle.UnpicklingError(f"it changes {target!r:.60}")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
 
 
 def read_index(path: str | os.PathLike) -> Metadata:
@@ -182,7 +210,7 @@ class SafePlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
             with warnings.catch_warnings(action="ignore"):
-                torch.load(value, weights_only=True, map_location="cpu")
+                loaded = torch.load(value, weights_only=True, map_location="cpu")
         except Exception as error:  # damaged bytes raise anything
             said = str(error)
             named = re.search(r"nsupported (?:global: )?GLOBAL (\S+)", said)
@@ -193,8 +221,11 @@ class SafePlanner(DefaultLoadPlanner):
                 "tensors alone: it is damaged, or made by somebody else; nothing of "
                 "it was run; choose another checkpoint"
             ) from error
-        value.seek(0)  # the same bytes, which name nothing else
-        super().load_bytes(read_item, value)
+        name = read_item.dest_index.fqn
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
 
 
 def _reader(path: str | os.PathLike) -> SafeReader:
@@ -224,8 +255,11 @@ def load(
         UnreadableCheckpoint: on all ranks, where one of them could not read its part;
             see ``read_index``. What was loaded until then is in ``state_dict``.
     """
-    if (Path(path) / ".metadata").is_file():
-        read_index(path)  # DCP's own call would log a traceback, and look elsewhere
+    alone = no_dist or not dist.is_initialized()
+    if alone and (Path(path) / ".metadata").is_file():
+        # DCP's own call would log a traceback and look elsewhere; of several ranks none
+        # may leave before the others
+        read_index(path)
     options = dict(storage_reader=_reader(path), planner=SafePlanner())
     try:
         dcp.load(state_dict, **options, no_dist=no_dist)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import pickle
+import queue
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
+import types
 from operator import attrgetter
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from tests.test_application import ROOT, STEPS, TINY, data, one, tiny
 from train import export, sample
 from train.engine.launch import parse
 from train.engine.resolve import UNUSED, resolve
+from train.engine.titan_checkpoint import RunCheckpoints
 from train.errors import UserError, command
 from train.evaluate import __main__ as evaluate
 from train.files import hold
@@ -172,6 +176,28 @@ def test_one_run_at_a_time_has_the_folder(tmp_path):
     os.close(hold(tmp_path, "--dump-folder"))
 
 
+def test_what_was_cut_off_pushes_no_whole_checkpoint_out(tmp_path):
+    for step in (10, 20, 25, 30):
+        (tmp_path / f"step-{step}").mkdir()
+    for step in (10, 20):  # 25 was cut off, 30 is being written
+        (tmp_path / f"step-{step}" / ".metadata").touch()
+    purged = queue.Queue()
+    manager = types.SimpleNamespace(
+        folder=str(tmp_path),
+        keep_latest_k=2,
+        purge_queue=purged,
+        _should_purge=lambda: True,
+    )
+    RunCheckpoints._purge_stale_checkpoints(manager)
+    assert purged.empty()
+    for step in (25, 30):
+        (tmp_path / f"step-{step}" / ".metadata").touch()
+    RunCheckpoints._purge_stale_checkpoints(manager)
+    assert [Path(purged.get()).name for _ in range(purged.qsize())] == [
+        "step-10", "step-20",
+    ]  # fmt: skip
+
+
 # ---- ends ----------------------------------------------------------------------------
 
 
@@ -220,6 +246,9 @@ def test_a_signal_ends_a_run_in_one_line(data, tmp_path, number, code, name):
     process = started(data, tmp_path / "run")
     after_step(process, 15)
     process.send_signal(number)
+    if number == signal.SIGTERM:  # once more, as of torchrun and of Slurm
+        time.sleep(0.05)
+        process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == code, stderr
     (line,) = stderr.splitlines()

@@ -62,20 +62,21 @@ def _run(main: Callable[[], None]) -> int:
 
 
 def say(line: str) -> None:
-    """Print why this process ends, unless another rank has: in one line, whatever names
-    and messages of others it quotes.
+    """Print why this process ends, in one line, whatever it quotes.
+
+    Of the ranks that torchrun has started the first to ask says it, by the store that
+    it keeps for them; without one each speaks for itself.
     """
-    if _speaks():
-        print(" ".join(line.split()), file=sys.stderr)
+    rank = os.environ.get("RANK")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if not _is_first():
+            return
+    elif rank is not None and os.environ.get("WORLD_SIZE") != "1":
+        line = f"rank {rank}: {line}"
+    print(" ".join(line.split()), file=sys.stderr)
 
 
-def _speaks() -> bool:
-    """Return whether this process is to say why all end: of the ranks that torchrun has
-    started the first to ask, by the store that it keeps for them.
-    """
-    rank = os.environ.get("RANK", "0")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return rank == "0"
+def _is_first() -> bool:
     from torch.distributed import TCPStore
 
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -84,4 +85,4 @@ def _speaks() -> bool:
         store = TCPStore(*place, is_master=False, timeout=timedelta(seconds=5))
         return store.add(f"train/said/{attempt}", 1) == 1
     except (RuntimeError, OSError):  # torchrun has gone
-        return rank == "0"
+        return os.environ["RANK"] == "0"

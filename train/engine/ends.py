@@ -26,7 +26,7 @@ FAILED, UNUSABLE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 # what the user can mend: before the first step, these say what
 MENDABLE = UserError, UnreadableCheckpoint
 PATIENCE = 5.0  # seconds in which other ranks say why they end
-ORPHAN_PATIENCE = 60.0  # seconds in which a rank without a launcher ends by itself
+ORPHAN_PATIENCE = 600.0  # seconds in which a rank without a launcher may still save
 SPACE = 1 << 20  # bytes; with less a disk counts as full
 # what a collective says when another rank has gone
 BY_OTHERS = ("onnection", "peer", "imed out", "imeout", "gloo", "NCCL")
@@ -38,7 +38,7 @@ class Signals:
     """What this process was told by signals.
 
     Ctrl-C ends it at once. SIGTERM, which schedulers send some time before SIGKILL,
-    ends it after the step, with a checkpoint; outside a step, at once.
+    ends it after the next step, with a checkpoint; before the first, at once.
     """
 
     def __init__(self) -> None:
@@ -48,21 +48,22 @@ class Signals:
         signal.signal(signal.SIGTERM, self._handle)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             launcher = os.getppid()
-            threading.Thread(target=_outlive, args=[launcher], daemon=True).start()
+            threading.Thread(target=self._outlive, args=[launcher], daemon=True).start()
 
     def _handle(self, number: int, frame: object) -> None:
-        again, self.told = self.told is not None, signal.Signals(number)
-        if again or not self.in_steps or number == signal.SIGINT:
+        # torchrun passes on a SIGTERM that its ranks may have had already
+        self.told = self.told or signal.Signals(number)
+        if number == signal.SIGINT or not self.in_steps:
             raise KeyboardInterrupt(number)
 
-
-def _outlive(launcher: int) -> None:
-    """End this process when the one that started it has gone."""
-    while os.getppid() == launcher:
-        time.sleep(1.0)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(ORPHAN_PATIENCE)
-    os.kill(os.getpid(), signal.SIGKILL)
+    def _outlive(self, launcher: int) -> None:
+        """End this process when the one that started it has gone."""
+        while os.getppid() == launcher:
+            time.sleep(1.0)
+        if self.told is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ORPHAN_PATIENCE)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Vote:

@@ -142,7 +142,8 @@ def main() -> None:
     check_folder("--dump-folder", folder)
     folder.mkdir(parents=True, exist_ok=True)
     if rank == 0:
-        hold(folder, "--dump-folder")  # until the process ends
+        # until the process ends; ranks whose launcher was killed may still save
+        hold(folder, "--dump-folder", patience=15)
     claim(config)
     check_own(folder, config.model_spec.model.shape)
     log_to(folder / f"rank{rank}.log")
@@ -165,9 +166,12 @@ def train(config, signals) -> None:
             signals.in_steps = True
             trainer.train(lambda: signals.told is not None)
             signals.in_steps = False
+            trainer.close()
+        except BaseException:
+            trainer.metrics_processor.close()  # of the rest others may hold up the end
+            raise
         finally:
             step, began = trainer.step, trainer.began
-            trainer.close()
         first = dist.get_rank() == 0
         if step == steps:
             dist.destroy_process_group()

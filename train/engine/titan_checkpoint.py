@@ -63,10 +63,15 @@ class RunCheckpoints(MarsCheckpointManager):
         return max(complete_steps(Path(folder or self.folder)), default=-1)
 
     def _purge_stale_checkpoints(self) -> None:
+        """Keep what is newer than the oldest complete one to be kept: what was cut off,
+        or is not yet written, is none.
+        """
         if self._should_purge():
-            found = list(step_folders(Path(self.folder)).values())
-            for path in found[: -self.keep_latest_k]:
-                self.purge_queue.put(str(path))
+            folder = Path(self.folder)
+            oldest = min(complete_steps(folder)[-self.keep_latest_k :], default=0)
+            for step, path in step_folders(folder).items():
+                if step < oldest:
+                    self.purge_queue.put(str(path))
 
 
 def _add_checksums(saved: Future | None, path: Path) -> None:
