@@ -1,4 +1,4 @@
-"""The campaign in miniature: it takes the better part of an hour, and must not rot."""
+"""The campaign in miniature: it takes a quarter of an hour, and must not rot."""
 
 from __future__ import annotations
 
