@@ -36,22 +36,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-# what an index is made of, beside dtypes and paths (torch 2.11 to 2.13)
-INDEX_TYPES = frozenset(
-    [("torch", "Size"), ("torch.serialization", "_get_layout")]
-    + [("torch.distributed.checkpoint.filesystem", "_StorageInfo")]
-    + [
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata"),
-            *("MetadataIndex", "StorageMeta", "TensorProperties"),
-            *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-        )
-    ]
-)
-
-
 Entry = TensorStorageMetadata | BytesStorageMetadata
+# what has attributes in an index
 ENTRIES = (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -60,6 +46,12 @@ ENTRIES = (
     StorageMeta,
     TensorStorageMetadata,
     _StorageInfo,
+)
+# all that an index names, beside dtypes and paths (torch 2.11 to 2.13)
+INDEX_TYPES = frozenset(
+    [("torch", "Size"), ("torch.serialization", "_get_layout")]
+    + [(Metadata.__module__, "_MEM_FORMAT_ENCODING")]
+    + [(kind.__module__, kind.__name__) for kind in (*ENTRIES, TensorProperties)]
 )
 
 
@@ -193,10 +185,15 @@ def _is_place(place: object) -> bool:
 class SafeReader(FileSystemReader):
     """DCP's reader of a folder, which reads the index as ``read_index`` does."""
 
+    index: Metadata | None = None
+    """What was read before."""
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = self._get_metadata_path(kwargs.get("rank"))
-        with self.fs.create_stream(path, "rb") as file:
-            index = _parse(self.path, file.read())
+        index = self.index
+        if index is None:
+            path = self._get_metadata_path(kwargs.get("rank"))
+            with self.fs.create_stream(path, "rb") as file:
+                index = _parse(self.path, file.read())
         index.storage_meta = index.storage_meta or StorageMeta()
         index.storage_meta.load_id = self.load_id
         return index
@@ -255,12 +252,12 @@ def load(
         UnreadableCheckpoint: on all ranks, where one of them could not read its part;
             see ``read_index``. What was loaded until then is in ``state_dict``.
     """
-    alone = no_dist or not dist.is_initialized()
+    reader, alone = _reader(path), no_dist or not dist.is_initialized()
     if alone and (Path(path) / ".metadata").is_file():
         # DCP's own call would log a traceback and look elsewhere; of several ranks none
         # may leave before the others
-        read_index(path)
-    options = dict(storage_reader=_reader(path), planner=SafePlanner())
+        reader.index = read_index(path)
+    options = dict(storage_reader=reader, planner=SafePlanner())
     try:
         dcp.load(state_dict, **options, no_dist=no_dist)
     except CheckpointException as error:

@@ -6,6 +6,10 @@ import signal
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # importing torch takes a second, which a usage message need not wait
+    from torch.distributed import Store
 
 
 class UserError(Exception):
@@ -77,12 +81,22 @@ def say(line: str) -> None:
 
 
 def _is_first() -> bool:
-    from torch.distributed import TCPStore
-
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = TCPStore(*place, is_master=False, timeout=timedelta(seconds=5))
-        return store.add(f"train/said/{attempt}", 1) == 1
+        return shared_store().add("said", 1) == 1
     except (RuntimeError, OSError):  # torchrun has gone
         return os.environ["RANK"] == "0"
+
+
+def shared_store(seconds: float = 5.0) -> "Store":
+    """Return what ranks may write and read without meeting, anew at each attempt of
+    torchrun; calls take so many seconds at most.
+
+    Raises:
+        RuntimeError, OSError: who keeps it, torchrun or rank 0, has gone.
+    """
+    from torch.distributed import PrefixStore, TCPStore
+
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(*place, is_master=False, timeout=timedelta(seconds=seconds))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"train/{attempt}", store)

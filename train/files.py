@@ -1,6 +1,7 @@
 """Files and folders that appear whole or not at all, and JSON files."""
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -36,6 +37,12 @@ def sync(file: IO) -> None:
     """Put what was written on the disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def sha256(path: Path) -> str:
+    """Return the checksum of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_json(path: Path, value: object) -> None:

@@ -13,7 +13,7 @@ from pydantic import Field
 from train.data.token_files import Split, Stream, open_raw, open_shard
 from train.data.tokenizers import GPT2
 from train.errors import UserError
-from train.files import read_json, write_json
+from train.files import read_json, sha256, write_json
 
 SPLITS = ("train", "val")
 VERIFY_LIMIT = 1 << 30  # bytes; of larger files only sizes and every batch's ids count
@@ -106,8 +106,7 @@ def _verify(folder: Path, split: str, expected: Split) -> None:
         return
     files = expected.shards or {f"{split}.bin": expected.sha256}
     for name, wanted in files.items():
-        with (folder / name).open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = sha256(folder / name)
         if found != wanted:
             raise UserError(
                 f"got checksum {found[:12]}... of {folder / name}, expected "

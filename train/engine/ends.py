@@ -11,15 +11,15 @@ import signal
 import sys
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel.checkpoint import UnreadableCheckpoint
-from train.errors import UserError, say
+from train.errors import UserError, say, shared_store
 from train.runs.checkpoints import instead, last_step
 
 FAILED, UNUSABLE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
@@ -152,9 +152,8 @@ def _goes_on(folder: Path) -> str:
 
 def _reason(error: BaseException, folder: Path) -> str:
     """Say what went wrong in one line; DCP wraps what it was on each rank."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
     no_space = isinstance(error, OSError) and error.errno == errno.ENOSPC
     if no_space or shutil.disk_usage(folder).free < SPACE:
         return f"no space is left on the disk of {folder}: make some"
@@ -175,12 +174,9 @@ def _ask_others(why: str, by_others: bool, rank: int) -> str:
     world = int(os.environ["WORLD_SIZE"])
     if world == 1:
         return why
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    keys = [f"marsopt/end/{attempt}/{r}" for r in range(world)]
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    keys = [f"end/{r}" for r in range(world)]
     try:
-        wait = timedelta(seconds=PATIENCE)
-        store = dist.TCPStore(host, port, is_master=False, timeout=wait)
+        store = shared_store(PATIENCE)
         store.set(keys[rank], "" if by_others else why)
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until and not store.check(keys):

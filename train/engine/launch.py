@@ -163,8 +163,8 @@ def train(config, signals) -> None:
     try:
         trainer = config.build()
         try:
-            signals.in_steps = True
-            trainer.train(lambda: signals.told is not None)
+            signals.in_steps, trainer.told = True, lambda: signals.told is not None
+            trainer.train()
             signals.in_steps = False
             trainer.close()
         except BaseException:
@@ -172,12 +172,12 @@ def train(config, signals) -> None:
             raise
         finally:
             step, began = trainer.step, trainer.began
-        first = dist.get_rank() == 0
         if step == steps:
+            first = dist.get_rank() == 0
             dist.destroy_process_group()
-        if step == steps and first:
-            title = f"{config.model_spec.flavor}: {config.optimizer.mars_type}"
-            summarize(Path(config.dump_folder), title)
+            if first:
+                title = f"{config.model_spec.flavor}: {config.optimizer.mars_type}"
+                summarize(Path(config.dump_folder), title)
     except BaseException as error:
         end(error, signals.told, config, step, began)
     if step < steps:

@@ -79,8 +79,11 @@ def _check_ranges(config) -> None:
     """Check single numbers."""
     block, inf = config.model_spec.model.shape.block_size, math.inf
     for path, low, high, expected in (
-        *((path, 1, LARGEST, f"a number from 1 to {LARGEST}") for path in POSITIVE),
-        *((path, 0, LARGEST, f"a number from 0 to {LARGEST}") for path in NOT_NEGATIVE),
+        *((path, 1, LARGEST, f"a number of 1 to {LARGEST - 1}") for path in POSITIVE),
+        *(
+            (path, 0, LARGEST, f"a number of 0 to {LARGEST - 1}")
+            for path in NOT_NEGATIVE
+        ),
         ("training.seq_len", 1, block + 1, f"1 to the model's block size {block}"),
         ("training.max_norm", math.ulp(0.0), inf, "a number above 0"),
     ):

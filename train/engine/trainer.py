@@ -32,18 +32,14 @@ class MarsTrainer(Trainer):
         super().__init__(config)
         self.metrics_processor.begin(read_meta(held_out_folder(config)))
         self.optimizers.mars.max_norm = config.training.max_norm
-        # for a comparison's timing, too, which takes steps without ``train``
-        self._told, self._vote, self.began = bool, Vote(), False
+        self.told: Callable[[], bool] = lambda: False
+        """Whether this process is to end: once some rank says so, the next step is the
+        last, and has a checkpoint.
+        """
+        self._vote, self.began = Vote(), False
         self._exact = config.optimizer.correction == "exact"
         if self._exact:
             self._ahead = replace(self.dataloader.batches)
-
-    def train(self, told: Callable[[], bool] = lambda: False) -> None:
-        """Train to the last step, or, once ``told`` says on some rank that this process
-        is to end, to the end of the next and its checkpoint.
-        """
-        self._told = told
-        super().train()
 
     def should_continue_training(self) -> bool:
         return super().should_continue_training() and not self.checkpointer.ending
@@ -58,7 +54,7 @@ class MarsTrainer(Trainer):
         if self._exact:
             self.optimizers.mars.update_last_grad()
         self.began = True
-        self.checkpointer.ending = self._vote.take(self._told())
+        self.checkpointer.ending = self._vote.take(self.told())
 
     def _schedule_gamma(self) -> None:
         """Set gamma for this step."""

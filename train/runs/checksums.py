@@ -2,7 +2,6 @@
 SHA256SUMS`` in the folder of a step says the same.
 """
 
-import hashlib
 import logging
 import os
 import re
@@ -12,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from train.errors import UserError
-from train.files import replacing
+from train.files import replacing, sha256
 
 SUMS = "SHA256SUMS"
 LINE = re.compile(r"([0-9a-f]{64})  ([^/]+)")
@@ -20,16 +19,11 @@ LINE = re.compile(r"([0-9a-f]{64})  ([^/]+)")
 log = logging.getLogger(__name__)
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _digests(paths: list[Path]) -> list[str]:
     """Hash several files at once, on this process's share of the cores."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // ranks)) as pool:
-        return list(pool.map(_digest, paths))
+        return list(pool.map(sha256, paths))
 
 
 def write(path: Path) -> None:
