@@ -6,12 +6,10 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
-
-from pydantic import TypeAdapter, ValidationError
 
 from train.errors import UserError
 
@@ -19,6 +17,18 @@ T = TypeVar("T")
 
 DEEPEST = 200  # folders in each other: pathlib makes them by recursion
 PLAN, LEDGER, MADE = "plan.json", "ledger.json", "made"
+
+
+class Limits:
+    """What a JSON file's value may be, for ``Annotated``, in pydantic_core's words (ge,
+    le, pattern); here, so that only ``read_json`` needs pydantic.
+    """
+
+    def __init__(self, **limits: object) -> None:
+        self._limits = limits
+
+    def __get_pydantic_core_schema__(self, kind: object, handler: Callable) -> dict:
+        return handler(kind) | self._limits
 
 
 @contextmanager
@@ -55,6 +65,8 @@ def read_json(path: Path, kind: type[T], expected: str, extra: str = "forbid") -
     """Return what a JSON file holds, as pydantic checks it against ``kind``; ``extra``
     says whether keys that this does not name are an error ("ignore": they are not).
     """
+    from pydantic import TypeAdapter, ValidationError
+
     adapter = TypeAdapter(kind)
     try:
         return adapter.validate_json(path.read_bytes(), strict=True, extra=extra)

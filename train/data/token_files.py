@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field
 
 from train.errors import UserError
-from train.files import replacing
+from train.files import Limits, replacing
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]  # as meta.json may give it
-Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Name = Annotated[str, Field(pattern=r"^[^/\x00]+\.bin$")]  # of a file beside it
+Count = Annotated[int, Limits(ge=0, lt=2**63)]  # as meta.json may give it
+Sha256 = Annotated[str, Limits(pattern="^[0-9a-f]{64}$")]
+Name = Annotated[str, Limits(pattern=r"^[^/\x00]+\.bin$")]  # of a file beside it
 
 # llm.c, dev/data/data_common.py: 256 int32, then the tokens
 HEADER_BYTES, MAGIC, VERSION = 1024, 20240520, 1

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import numpy as np
-from pydantic import Field
 
 from train.data.token_files import Split, Stream, open_raw, open_shard
 from train.data.tokenizers import GPT2
 from train.errors import UserError
-from train.files import read_json, sha256, write_json
+from train.files import Limits, read_json, sha256, write_json
 
 SPLITS = ("train", "val")
 VERIFY_LIMIT = 1 << 30  # bytes; of larger files only sizes and every batch's ids count
@@ -27,7 +26,7 @@ class Meta:
     """What meta.json says; by ``source``, what they are made of, files are known."""
 
     tokenizer: str
-    vocab_size: Annotated[int, Field(ge=1, le=2**16)]  # of uint16
+    vocab_size: Annotated[int, Limits(ge=1, le=2**16)]  # of uint16
     source: dict[str, Any]
     train: Split
     val: Split

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from train.errors import UserError
-from train.files import read_json, write_json
+from train.files import Limits, read_json, write_json
 from train.gpt2.model import GPT2, Depth, Shape, Size, tensor_sizes
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -48,7 +47,7 @@ class Config:
     model_type: Literal["gpt2"]
     n_inner: int | None = None  # 4 n_embd
     activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
-    layer_norm_epsilon: Annotated[float, Field(ge=1e-5, le=1e-5)] = 1e-5
+    layer_norm_epsilon: Annotated[float, Limits(ge=1e-5, le=1e-5)] = 1e-5
     scale_attn_weights: Literal[True] = True
     add_cross_attention: Literal[False] = False
     tie_word_embeddings: Literal[True] = True
@@ -68,8 +67,8 @@ class Index:
     """What says in which file each tensor lies: beside it, in no other folder."""
 
     weight_map: Annotated[
-        dict[str, Annotated[str, Field(pattern=r"^[^/\\\x00]+\.safetensors$")]],
-        Field(min_length=1),
+        dict[str, Annotated[str, Limits(pattern=r"^[^/\\\x00]+\.safetensors$")]],
+        Limits(min_length=1),
     ]
 
 

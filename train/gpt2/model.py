@@ -7,13 +7,14 @@ from typing import Annotated
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from train.files import Limits
+
 # as files may give them: what is built from these takes a second at most
-Depth = Annotated[int, Field(ge=1, le=1000)]
-Size = Annotated[int, Field(ge=1, le=2**20)]
+Depth = Annotated[int, Limits(ge=1, le=1000)]
+Size = Annotated[int, Limits(ge=1, le=2**20)]
 
 
 @dataclass(frozen=True)
