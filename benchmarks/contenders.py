@@ -112,6 +112,8 @@ def ours(mars_type: str, **options: Any) -> Callable[[Params, bool], Entry]:
     def build(params: Params, compile: bool) -> Entry:
         arguments = dict(MARS_HYPER, max_norm=MAX_NORM) | options
         groups = param_groups(params, mars_type)
+        if any(p.dtype != torch.float32 for p in params.values()):
+            arguments["state_dtype"] = torch.float32
         optimizer = MARS(groups, mars_type=mars_type, compile=compile, **arguments)
         exact = not arguments.get("is_approx", True)
         return entry_of(params, optimizer, exact=exact)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +17,16 @@ from benchmarks.contenders import REFERENCE, Contender, Entry, Params
 from benchmarks.timing import spread, take_turns
 from benchmarks.workload import Gradients, Shapes, parameters, sample
 from marsopt import MARS
-from marsopt.profile.machine import seconds
+from marsopt.profile.machine import Timed, timed
 from train.errors import UserError
 
 # the first compiles or makes state; HeavyBall compiles in the second
 WARM_UP = 3
 # full-size tensors that all share: the round's gradient, the one in hand, and what a
 # step may need for a while
-SHARED_BUFFERS = 6
+SHARED_BUFFERS = 5
 OTHER_GRADIENT = 0.5  # exact MARS's gradient of the next batch, in this round's
+Measured = TypeVar("Measured")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,8 @@ class Row:
 
     Args:
         group: number of its group; None for the reference, which is in all.
-        times: seconds of each round's step.
+        times: seconds of each round's step (``marsopt.profile.machine.timed``).
+        host_times: seconds until the step returned, which on a GPU is not its end.
         ratios: the same over the reference's step of the same round.
         warm_up: seconds of the first steps.
         peak_bytes: see ``memory.peak_bytes``.
@@ -46,6 +49,7 @@ class Row:
     contender: Contender
     group: int | None
     times: list[float]
+    host_times: list[float]
     ratios: list[float]
     warm_up: list[float]
     peak_bytes: int
@@ -100,8 +104,8 @@ def walk(
     entry: Entry,
     params: Params,
     gradients: Gradients,
-    measured: Callable[[Callable[[], object]], float],
-) -> list[float]:
+    measured: Callable[[Callable[[], object]], Measured],
+) -> list[Measured]:
     """Take one step; return what ``measured`` does for each phase.
 
     Each finds a gradient as backward leaves it, and ends by zero_grad: somebody has to
@@ -129,17 +133,19 @@ def run_group(
     *,
     num_rounds: int,
     compile: bool,
+    dtype: torch.dtype,
 ) -> Iterator[Row]:
     """Build, warm up, take turns; then one more step each for the peak of memory."""
-    gradients = Gradients(shapes, device)
-    params = {c.key: parameters(shapes, device) for c in group}
+    gradients = Gradients(shapes, device, dtype)
+    params = {c.key: parameters(shapes, device, dtype) for c in group}
     start = sample(params[REFERENCE.key])
     entries = {c.key: c.build(params[c.key], compile) for c in group}
-    timed = partial(seconds, device=device.type)
+    watch = partial(timed, device=device.type)
     peak = partial(memory.peak_bytes, device=device)
 
-    def step(key: str) -> float:
-        return sum(walk(entries[key], params[key], gradients, timed))
+    def step(key: str) -> Timed:
+        phases = walk(entries[key], params[key], gradients, watch)
+        return Timed(*map(sum, zip(*phases, strict=True)))
 
     steps = {key: partial(step, key) for key in entries}
     warm_up = take_turns(steps, WARM_UP, gradients.draw)
@@ -152,9 +158,10 @@ def run_group(
         yield Row(
             contender=c,
             group=number,
-            times=mine,
-            ratios=[a / b for a, b in pairs],
-            warm_up=warm_up[c.key],
+            times=[step.seconds for step in mine],
+            host_times=[step.host for step in mine],
+            ratios=[ours.seconds / other.seconds for ours, other in pairs],
+            warm_up=[step.host for step in warm_up[c.key]],
             peak_bytes=peak_bytes,
             state_bytes=memory.state_bytes(entry.optimizers, own.values()),
             moved=moved,
@@ -183,6 +190,7 @@ def run(
     *,
     num_rounds: int,
     compile: bool,
+    dtype: torch.dtype,
     tell: Callable[[str], None],
 ) -> list[Row]:
     """Run all groups, one after the other; return one row a contender.
@@ -193,6 +201,7 @@ def run(
         device: where they lie.
         num_rounds: steps of each contender that count.
         compile: whether our rules are compiled.
+        dtype: of parameters and gradients; the state of our rules is float32.
         tell: called with what is going on.
     """
     if compile:
@@ -201,9 +210,8 @@ def run(
     for number, group in enumerate(groups, 1):
         keys = ", ".join(c.key for c in group)
         tell(f"group {number} of {len(groups)}: {keys}")
-        rows += run_group(
-            group, number, shapes, device, num_rounds=num_rounds, compile=compile
-        )
+        own = dict(num_rounds=num_rounds, compile=compile, dtype=dtype)
+        rows += run_group(group, number, shapes, device, **own)
         gc.collect()
         torch._dynamo.reset()  # lets go of compiled code and what it refers to
     mine = [row for row in rows if row.contender is REFERENCE]
@@ -211,6 +219,7 @@ def run(
         mine[0],
         group=None,
         times=list(chain.from_iterable(row.times for row in mine)),
+        host_times=list(chain.from_iterable(row.host_times for row in mine)),
         ratios=list(chain.from_iterable(row.ratios for row in mine)),
     )
     rows = [reference, *(row for row in rows if row.contender is not REFERENCE)]

@@ -24,11 +24,11 @@ ELSEWHERE = (
 
 
 def budget(device: torch.device) -> int:
-    """Return the bytes to plan with: 60% of the machine's memory, or 80% of what the
+    """Return the bytes to plan with: 60% of the machine's memory, or 90% of what the
     GPU has free.
     """
     if device.type == "cuda":
-        return int(0.8 * torch.cuda.mem_get_info(device)[0])
+        return int(0.9 * torch.cuda.mem_get_info(device)[0])
     return int(0.6 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 

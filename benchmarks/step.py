@@ -48,6 +48,8 @@ def arguments() -> argparse.Namespace:
     add("--only", nargs="+", metavar="NAME", help="these, beside the reference")
     add("--without", nargs="+", metavar="NAME", default=[], help="all but these")
     add("--device", default="cpu", choices=["cpu", "cuda"])
+    add("--dtype", default="float32", choices=["float32", "bfloat16"],
+        help="of parameters and gradients; our state is float32")  # fmt: skip
     add("--rounds", type=int, default=9, help="steps of each that count (9)")
     add("--authors", type=Path, help="a checkout of the authors' repository")
     add("--memory", type=float, help="GiB to plan groups with (60%% of the machine's)")
@@ -124,6 +126,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             device,
             num_rounds=args.rounds,
             compile=not args.eager,
+            dtype=getattr(torch, args.dtype),
             tell=lambda text: print(text, file=sys.stderr, flush=True),
         )
     changed = {"layers": args.layers, "vocab": args.vocab}
@@ -135,6 +138,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         num_rounds=args.rounds,
         num_groups=len(groups),
         compiled=not args.eager,
+        dtype=args.dtype,
         reference=REFERENCE.key,
         machine=describe(args.device),
         rows=[table.values(row, num_params) for row in rows],

@@ -11,8 +11,10 @@ from benchmarks.timing import spread
 from marsopt.profile.machine import one_line
 
 EXPLAINED = f"""\
-ms, quartiles    wall time of the optimizer's step and zero_grad, the global clip in it
-                 where named; gradients are handed over ahead, new ones each round
+ms, quartiles    time of the optimizer's step and zero_grad, the global clip in it where
+                 named; gradients are handed over ahead, new ones each round. On a GPU
+                 its own time, when the host is ahead of it
+host             ms until the step has returned, on a CPU its whole time
 x                the same over the reference's step of the same round (paired), median
                  and quartiles. Contenders ran in groups that fit into memory, matrix
                  rules apart; each group holds the reference
@@ -37,6 +39,7 @@ def values(row: Row, num_params: int) -> dict[str, Any]:
         note=c.note,
         group=row.group,
         seconds=spread(row.times)._asdict(),
+        host_seconds=spread(row.host_times)._asdict(),
         ratio=spread(row.ratios)._asdict(),
         peak_bytes=row.peak_bytes,
         state_bytes=row.state_bytes,
@@ -44,6 +47,7 @@ def values(row: Row, num_params: int) -> dict[str, Any]:
         compile_seconds=row.compile_seconds,
         distance=row.distance,
         times=row.times,
+        host_times=row.host_times,
         ratios=row.ratios,
         warm_up=row.warm_up,
     )
@@ -56,6 +60,7 @@ def line(row: Mapping[str, Any]) -> str:
     off = "" if row["distance"] is None else f"{row['distance']:.1e}"
     return (
         f"{row['title']:54} {ms['median']:8.1f} {ms['low']:8.1f} {ms['high']:8.1f}"
+        f" {1e3 * row['host_seconds']['median']:8.1f}"
         f" {x['median']:7.2f} {x['low']:6.2f} {x['high']:6.2f}"
         f" {row['peak_bytes'] / 1e6:8.1f} {row['state_bytes_per_parameter']:6.1f}"
         f" {row['compile_seconds']:8.1f} {off:>8}"
@@ -65,13 +70,14 @@ def line(row: Mapping[str, Any]) -> str:
 def table(report: Mapping[str, Any]) -> str:
     """Return the whole report as text."""
     head = (
-        f"{'':54} {'ms':>8} {'quartiles':>17} {'x':>7} {'quartiles':>13}"
+        f"{'':54} {'ms':>8} {'quartiles':>17} {'host':>8} {'x':>7} {'quartiles':>13}"
         f" {'peak MB':>8} {'state':>6} {'compile':>8} {'off by':>8}"
     )
     rows: Sequence[Mapping[str, Any]] = report["rows"]
     lines = [
         f"{report['model']}: {report['num_params']:,} parameters in "
-        f"{report['num_tensors']} tensors, {report['num_rounds']} rounds, "
+        f"{report['num_tensors']} tensors, {report['dtype']}, "
+        f"{report['num_rounds']} rounds, "
         f"{report['num_groups']} group(s), our rules "
         f"{'compiled' if report['compiled'] else 'eager'}",
         one_line(report["machine"]),

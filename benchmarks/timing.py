@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from marsopt.profile.machine import nothing
 
+T = TypeVar("T")
+
 
 def take_turns(
-    steps: Mapping[str, Callable[[], float]],
+    steps: Mapping[str, Callable[[], T]],
     num_rounds: int,
     before_round: Callable[[], object] = nothing,
-) -> dict[str, list[float]]:
+) -> dict[str, list[T]]:
     """Call every step once a round, and return what each returned. Each round begins
     with another one, so that what a step leaves behind falls on all others alike.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +17,18 @@ EMBEDDING = "wte"
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def parameters(shapes: Shapes, device: torch.device) -> dict[str, nn.Parameter]:
+def parameters(
+    shapes: Shapes, device: torch.device, dtype: torch.dtype = torch.float32
+) -> dict[str, nn.Parameter]:
     """Return every contender's start: matrices N(0, 0.02), LayerNorm weights 1."""
     generator = torch.Generator(device).manual_seed(0)
-    return {
-        name: nn.Parameter(
-            torch.ones(shape, device=device)
-            if len(shape) == 1
-            else torch.empty(shape, device=device).normal_(
-                0.0, 0.02, generator=generator
-            )
-        )
-        for name, shape in shapes.items()
-    }
+    found = {}
+    for name, shape in shapes.items():
+        p = torch.ones(shape, device=device, dtype=dtype)
+        if len(shape) > 1:
+            p.normal_(0.0, 0.02, generator=generator)
+        found[name] = nn.Parameter(p)
+    return found
 
 
 class Gradients:
@@ -38,8 +38,11 @@ class Gradients:
     deviation, at GPT-2 XL, is 3e-5.
     """
 
-    def __init__(self, shapes: Shapes, device: torch.device) -> None:
-        self._values = {n: torch.empty(s, device=device) for n, s in shapes.items()}
+    def __init__(
+        self, shapes: Shapes, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
+        empty = partial(torch.empty, device=device, dtype=dtype)
+        self._values = {name: empty(shape) for name, shape in shapes.items()}
         others = sum(v.numel() for n, v in self._values.items() if n != EMBEDDING)
         self._others_std = ((NORM**2 - EMBEDDING_NORM**2) / others) ** 0.5
         self._embedding_std = EMBEDDING_NORM / self._values[EMBEDDING].numel() ** 0.5
@@ -68,5 +71,8 @@ class Gradients:
 def sample(params: Mapping[str, nn.Parameter]) -> Tensor:
     """Return up to 4096 elements of each parameter, evenly spaced, on the CPU."""
     return torch.cat(
-        [p.flatten()[:: max(1, p.numel() // 4096)].cpu() for p in params.values()]
+        [
+            p.flatten()[:: max(1, p.numel() // 4096)].float().cpu()
+            for p in params.values()
+        ]
     )

@@ -1,35 +1,50 @@
-"""On a GPU: the compiled step against the eager one, under CUDA graphs, and without a
-host sync. Skipped elsewhere.
+"""On a GPU: the authors' trajectories, the compiled step against the eager one, one
+NCCL rank against none, CUDA graphs, no host sync. Skipped elsewhere, but that
+MARSOPT_TEST_DEVICE=cpu rehearses all that a CPU can.
 """
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from marsopt import MARS, REGISTRY
+from parallel import MeshCollectives
+from tests import recordings
 
+DEVICE = os.environ.get("MARSOPT_TEST_DEVICE", "cuda")
+GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a GPU that torch can use"
+    DEVICE == "cuda" and not GPU, reason="needs a GPU that torch can use"
 )
+gpu_alone = pytest.mark.skipif(not GPU, reason="a CPU has nothing like it")
 
 SHAPES = [(64, 32), (64, 32), (48,), (32, 64), (64, 32)]
+CASES = [(name, None) for name in REGISTRY]
+CASES += [("mars-adamw", "transport"), ("mars-m", "transport")]
+every_case = pytest.mark.parametrize("mars_type, correction", CASES)
 
 
 def parameters() -> list[nn.Parameter]:
     g = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(s, generator=g).cuda()) for s in SHAPES]
+    return [nn.Parameter(torch.randn(s, generator=g).to(DEVICE)) for s in SHAPES]
 
 
 def gradients(seed: int) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    return [torch.randn(s, generator=g).cuda() for s in SHAPES]
+    return [torch.randn(s, generator=g).to(DEVICE) for s in SHAPES]
 
 
-def options(mars_type: str) -> dict:
-    lr = torch.tensor(1e-2, dtype=torch.float64, device="cuda")
-    return dict(lr=lr, mars_type=mars_type, max_norm=0.7, ns_dtype=torch.float32)
+def options(mars_type: str, correction: str | None) -> dict:
+    lr = torch.tensor(1e-2, dtype=torch.float64, device=DEVICE)
+    own = dict(lr=lr, mars_type=mars_type, max_norm=0.7, ns_dtype=torch.float32)
+    return own | dict(correction=correction)
 
 
 def walk(optimizer: MARS, params: list[nn.Parameter], num_steps: int) -> None:
@@ -39,18 +54,25 @@ def walk(optimizer: MARS, params: list[nn.Parameter], num_steps: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("mars_type", REGISTRY)
-def test_compiled_is_eager(mars_type):
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("case", recordings.TABLE["cases"])
+def test_golden(case, compile):
+    recordings.walk(recordings.read(case, "copied"), DEVICE, compile)
+
+
+@every_case
+def test_compiled_is_eager(mars_type, correction):
     a, b = parameters(), parameters()
-    walk(MARS(a, compile=False, **options(mars_type)), a, 4)
-    walk(MARS(b, compile=True, **options(mars_type)), b, 4)
+    walk(MARS(a, compile=False, **options(mars_type, correction)), a, 4)
+    walk(MARS(b, compile=True, **options(mars_type, correction)), b, 4)
     torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("mars_type", REGISTRY)
-def test_no_host_sync(mars_type):
+@gpu_alone
+@every_case
+def test_no_host_sync(mars_type, correction):
     params = parameters()
-    optimizer = MARS(params, compile=True, **options(mars_type))
+    optimizer = MARS(params, compile=True, **options(mars_type, correction))
     walk(optimizer, params, 2)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -59,13 +81,14 @@ def test_no_host_sync(mars_type):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@gpu_alone
 @pytest.mark.parametrize("mars_type", REGISTRY)
 def test_a_captured_step_replays(mars_type):
     """Gradients in fixed places; the learning rate is a tensor that may change."""
     eager, params = parameters(), parameters()
-    reference = MARS(eager, compile=False, **options(mars_type))
+    reference = MARS(eager, compile=False, **options(mars_type, None))
     walk(reference, eager, 5)
-    optimizer = MARS(params, compile=True, **options(mars_type))
+    optimizer = MARS(params, compile=True, **options(mars_type, None))
     for p in params:
         p.grad = torch.zeros_like(p)
 
@@ -87,3 +110,48 @@ def test_a_captured_step_replays(mars_type):
         feed(seed)
         graph.replay()
     torch.testing.assert_close(params, eager, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    """A mesh of this process alone."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("ranks") / "store"), 1)
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    yield init_device_mesh(DEVICE, (1,))
+    dist.destroy_process_group()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(24, 40), nn.Tanh(), nn.LayerNorm(40), nn.Linear(40, 8)
+    return nn.Sequential(*layers).to(DEVICE)
+
+
+def train(model: nn.Module, optimizer: MARS) -> list[float]:
+    losses = []
+    for seed in range(4):
+        x = torch.randn(16, 24, generator=torch.Generator().manual_seed(seed))
+        loss = 10 * model(x.to(DEVICE)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "mars_type, correction", [("mars-adamw", None), *CASES[len(REGISTRY) :]]
+)
+def test_one_sharded_rank_is_none(mesh, mars_type, correction, compile):
+    """FSDP2 over one rank: DTensors, its collectives, and the planner's owner."""
+    own = options(mars_type, correction) | dict(compile=compile)
+    whole = model()
+    want = train(whole, MARS(whole.parameters(), **own))
+    sharded = fully_shard(model(), mesh=mesh)
+    if DEVICE == "cpu":  # gloo has no average
+        sharded.set_gradient_divide_factor(1)
+        sharded.set_force_sum_reduction_for_comms(True)
+    optimizer = MARS(sharded.parameters(), collectives=MeshCollectives(mesh), **own)
+    assert train(sharded, optimizer) == pytest.approx(want, rel=1e-5)

@@ -1,28 +1,13 @@
-"""Trajectories that the authors' own code computed; golden/cases.json says how."""
+"""Updates are those of the authors' own code."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 
 import marsopt
-from marsopt import MARS, NewtonSchulz
-
-HERE = Path(__file__).parent / "golden"
-TABLE = json.loads((HERE / "cases.json").read_text())
-SHAPES = {name: tuple(shape) for name, shape in TABLE["shapes"].items()}
-MATRIX_TYPES = {
-    "mars-m": "mars-m",
-    "mars-m-efficient": "mars-m",
-    "moonlight": "moonlight",
-}
-
-# The whole recordings (8 steps, every step kept) where they lie beside the checkout.
-WHOLE = Path(__file__).parents[2] / "shared" / "golden"
+from marsopt import NewtonSchulz
+from tests.recordings import SHAPES, TABLE, check, read, walk
 
 pytestmark = [
     pytest.mark.golden,
@@ -31,104 +16,13 @@ pytestmark = [
 ]
 
 
-def unpack(flat, steps):
-    """[{name: tensor}] of a concatenation over steps and names."""
-    size = sum(int(np.prod(s)) for s in SHAPES.values())
-    out = []
-    for t in range(steps):
-        at, row = t * size, {}
-        for name, shape in SHAPES.items():
-            n = int(np.prod(shape))
-            row[name] = torch.from_numpy(flat[at : at + n].reshape(shape).copy())
-            at += n
-        out.append(row)
-    return out
-
-
-def read_copied(case):
-    entry = dict(TABLE["cases"][case])
-    steps = entry["steps"]
-    with np.load(HERE / "trajectories.npz") as z:
-        entry["init"] = unpack(z[entry["init"]], 1)[0]
-        entry["grad"] = unpack(z[entry["grad"]], steps)
-        entry["prev"] = unpack(z[entry["prev"]], steps) if "prev" in entry else None
-        kept = unpack(z[f"param/{case}"], len(TABLE["kept_steps"]))
-    entry["param"] = dict(zip(TABLE["kept_steps"], kept, strict=True))
-    return entry
-
-
-def read_whole(case):
-    if not WHOLE.exists():
-        pytest.skip("the whole recordings are not beside this checkout")
-    entry = dict(json.loads((WHOLE / "official.json").read_text())[case])
-    with np.load(WHOLE / "official.npz") as z:
-
-        def row(*key):
-            at = "/".join(map(str, (case, *key)))
-            return {n: torch.from_numpy(z[f"{at}/{n}"]) for n in SHAPES}
-
-        steps = range(entry["steps"])
-        entry["init"] = row("init")
-        entry["grad"] = [row("grad", t) for t in steps]
-        entry["param"] = {t: row("param", t) for t in steps}
-        exact = entry.get("exact", False)
-        entry["prev"] = [row("prev", t) for t in steps] if exact else None
-    return entry
-
-
 @pytest.fixture
 def golden(case, source):
-    entry = {"copied": read_copied, "whole": read_whole}[source](case)
-    in_bf16 = entry.get("ns") == "bf16"
-    entry["ns_dtype"] = torch.bfloat16 if in_bf16 else torch.float64
-    entry["atol"] = 2e-2 if in_bf16 else 1e-6
-    schedule = entry.get("lr_sched", [1.0] * entry["steps"])
-    entry["lrs"] = [entry["kw"]["lr"] * factor for factor in schedule]
-    return entry
-
-
-def check(golden, t, params):
-    if t in golden["param"]:
-        for name, want in golden["param"][t].items():
-            torch.testing.assert_close(
-                params[name].detach(),
-                want,
-                rtol=0,
-                atol=golden["atol"],
-                msg=lambda m, n=name: f"{n} at step {t}: {m}",
-            )
+    return read(case, source)
 
 
 def test_through_the_class(golden):
-    params = {n: torch.nn.Parameter(x) for n, x in golden["init"].items()}
-    kw = dict(golden["kw"], ns_dtype=golden["ns_dtype"], compile=False)
-    if golden["kind"] == "MARS":
-        optimizer = MARS(params.items(), **kw)
-    else:
-        kw["weight_decay"] = kw.pop("wd")
-        embedding = dict(mars_type="adamw", betas=(0.9, 0.95), epsilon_hat=True)
-        optimizer = MARS(
-            [
-                {"params": [params[n] for n in SHAPES if n != "emb"]},
-                {"params": [params["emb"]], **embedding},
-            ],
-            mars_type=MATRIX_TYPES[golden["kind"]],
-            clip=None if golden["kind"] == "mars-m-efficient" else 1.0,
-            **kw,
-        )
-    for t, lr in enumerate(golden["lrs"]):
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        if golden.get("exact"):
-            for n, p in params.items():
-                p.grad = golden["prev"][t][n].clone()
-            optimizer.update_previous_grad()
-        for n, p in params.items():
-            p.grad = golden["grad"][t][n].clone()
-        optimizer.step()
-        if golden.get("exact"):
-            optimizer.update_last_grad()
-        check(golden, t, params)
+    walk(golden)
 
 
 def test_through_the_rules(golden):

@@ -12,12 +12,15 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 # per tensor: far more than any cache holds
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
+# rows and columns: enough to occupy all of it
+MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
+HEAD_START = 20_000_000  # cycles of a GPU that is kept waiting: some 10 ms
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -88,15 +91,46 @@ def seconds(
             gc.enable()
 
 
+class Timed(NamedTuple):
+    """Of one call.
+
+    ``seconds``: on a GPU from the first of its launches to the end of the last, the
+    host HEAD_START ahead, as it is behind a backward pass; else wall time. ``host``:
+    wall time until the call returned, whatever the GPU still does.
+    """
+
+    seconds: float
+    host: float
+
+
+def timed(call: Callable[[], object], device: str) -> Timed:
+    """Return the time of one call, without Python's garbage collector."""
+    if device != "cuda":
+        wall = seconds(call, device)
+        return Timed(wall, wall)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(HEAD_START)
+
+    def between() -> None:
+        start.record()
+        call()
+        end.record()
+
+    host = seconds(between, "cpu")  # waits for nothing
+    torch.cuda.synchronize()
+    return Timed(start.elapsed_time(end) / 1e3, host)
+
+
 def typical(call: Callable[[], object], device: str, limit: float = 1.0) -> float:
     """Return the median seconds of as many calls (1 to 9) as fit into ``limit``, after
     one that warms up and, if it took longer than that, counts.
     """
-    first = seconds(call, device)
+    first = timed(call, device).seconds
     if first > limit:
         return first
     repeats = max(1, min(9, int(limit / max(first, 1e-9))))
-    return statistics.median(seconds(call, device) for _ in range(repeats))
+    return statistics.median(timed(call, device).seconds for _ in range(repeats))
 
 
 def copy_bandwidth(device: str) -> float:
@@ -108,3 +142,13 @@ def copy_bandwidth(device: str) -> float:
     source = torch.ones(COPY_BYTES[device] // 4, device=device)
     target = torch.zeros_like(source)
     return 2 * source.nbytes / typical(lambda: target.copy_(source), device)
+
+
+def matmul_rate(device: str, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Return the floating point operations a second of a large square product of random
+    matrices.
+    """
+    size = MATMUL_SIZE[device]
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * size**3 / typical(lambda: torch.mm(a, b, out=out), device)

@@ -78,16 +78,16 @@ def orthogonal(groups: Sequence[BucketGroup], device: str) -> Orthogonal | None:
         num_matrices=len(matrices),
         num_flops=sum(ns.num_flops(*m.shape) for m in matrices),
         seconds=typical(lambda: ns.many(matrices), device),
-        matmul_rate=_matmul_rate([tuple(m.shape) for m in matrices], ns, device),
+        matmul_rate=products_rate([tuple(m.shape) for m in matrices], ns, device),
         dtype=str(ns.dtype).removeprefix("torch."),
     )
 
 
-def _matmul_rate(
+def products_rate(
     shapes: Sequence[tuple[int, int]], ns: NewtonSchulz, device: str
 ) -> float:
-    """Return that of X X^T, G G and P X, the products of one iteration, over batches of
-    X.
+    """Return the FLOP/s of X X^T, G G and P X, the products of one iteration, over
+    batches of X, one for each of these (rows, cols).
     """
     flops, seconds = 0, 0.0
     for (short, long), count in Counter(tuple(sorted(s)) for s in shapes).items():

@@ -76,17 +76,17 @@ def profile(
             "allocator that tells its peak"
         )
 
-    def timed() -> float:
-        return machine.seconds(lambda: function(*args), device)
+    def timed() -> machine.Timed:
+        return machine.timed(lambda: function(*args), device)
 
     function = torch.compile(step_fn) if compile else step_fn
     torch.compiler.reset()
     with _uncached(cold), listening(compile_log and Path(compile_log)) as log:
-        first = timed()
+        first = timed().host
         if compile is None and not log.graphs:
             function = torch.compile(step_fn)
-            first = timed()
-        seconds = [timed() for _ in range(steps)]
+            first = timed().host
+        times = [timed() for _ in range(steps)]
         found = traced(lambda: function(*args), device, trace and Path(trace))
     for key, graph in log.graphs.items():
         graph.num_runs = found.num_runs[key]
@@ -98,8 +98,9 @@ def profile(
         breaks=list(log.breaks.values()),
         recompiles=list(log.recompiles.values()),
         first_call_seconds=first,
-        seconds=statistics.median(seconds),
-        all_seconds=seconds,
+        seconds=statistics.median(time.seconds for time in times),
+        all_seconds=[time.seconds for time in times],
+        host_seconds=statistics.median(time.host for time in times),
         copy_bandwidth=machine.copy_bandwidth(device),
         peak_bytes=found.peak_bytes,
         num_launches=found.num_launches,

@@ -22,8 +22,9 @@ class Report:
     breaks: list[Break]
     recompiles: list[Recompile]
     first_call_seconds: float  # compiling included
-    seconds: float  # of a call, median
+    seconds: float  # of a call, median; on a GPU without waiting for the host
     all_seconds: list[float]
+    host_seconds: float  # until a call returns, median
     copy_bandwidth: float  # bytes a second, read and written
     peak_bytes: int  # that a warm call allocates at most, beyond what lived before
     num_launches: int | None  # GPU kernels in a call, of graphs or not; None on a CPU
@@ -96,6 +97,8 @@ class Report:
     def _time(self) -> list[str]:
         count, allowed = len(self.all_seconds), self.allowed_seconds
         texts = [f"{1e3 * self.seconds:.2f} ms a {self.CALL} (median of {count})"]
+        if self.num_launches is not None:
+            texts[0] += f", {1e3 * self.host_seconds:.2f} ms of the host"
         if allowed:
             ratio = f"{self.seconds / allowed:.2f}x"
             texts.append(f"{1e3 * allowed:.2f} ms allowed by {self._rates()}: {ratio}")
