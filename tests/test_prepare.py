@@ -408,3 +408,35 @@ def test_values_are_those_of_numpy_uint16():
     (_, ids), *_ = encoded([(0, ["aä"])], "bytes")
     assert ids.dtype == np.uint16
     assert ids.tolist() == [97, 195, 164, 256]
+
+
+def test_packages_are_held_out_whole(tmp_path, capsys):
+    """Folders stand for their text; a package's METADATA is text, its tests are not."""
+    site = tmp_path / "site"
+    texts = {
+        "a/__init__.py": "import b\n",
+        "a/deep/page.md": "# A page\n",
+        "a/tests/test_a.py": "assert False\n",
+        "a/data.bin": "no text",
+        "a-1.0.dist-info/METADATA": "Name: a\n",
+        "b/__init__.py": "held = 'out'\n",
+    }
+    for name, text in texts.items():
+        path = site / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    given = "text", "bytes", tmp_path / "out", [site]
+    meta = prepare(*given, held_out=[site / "b"])
+    train, _ = open_tokens(tmp_path / "out", "train", vocab_size=257)
+    val, _ = open_tokens(tmp_path / "out", "val", vocab_size=257)
+    bytes_only = tokenizer("bytes")
+    kept = ("a/__init__.py", "a/deep/page.md", "a-1.0.dist-info/METADATA")
+    assert bytes_only.decode(train[:]) == "".join(texts[name] for name in kept)
+    assert bytes_only.decode(val[:]) == texts["b/__init__.py"]
+    assert meta.source["files"] == 4 and meta.source["held_out"] == 1
+    prepare(*given, held_out=[site / "b"])
+    assert "is prepared already" in capsys.readouterr().out
+    with pytest.raises(UserError, match="made from something else"):
+        prepare(*given)
+    with pytest.raises(UserError, match="got --held-out with --source python"):
+        prepare("python", "bytes", tmp_path / "other", held_out=[site / "b"])

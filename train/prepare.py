@@ -29,13 +29,15 @@ def choose(
     files: Sequence[Path] = (),
     val_fraction: float | None = None,
     *,
+    held_out: Sequence[Path] = (),
     dataset: str | None = None,
     subset: str | None = None,
     shard_tokens: int = SHARD_TOKENS,
 ) -> Source:
     """Return the source with its options, those of the command line.
 
-    ``val_fraction`` None is the source's own, ``dataset`` and ``subset`` stand in place
+    ``val_fraction`` None is the source's own, ``held_out`` are files or folders to hold
+    out whole in its place, ``dataset`` and ``subset`` stand in place
     of the source's own on the Hugging Face hub, and work is saved after each shard of
     ``shard_tokens``.
     """
@@ -45,7 +47,7 @@ def choose(
             "0.05 holds out a twentieth"
         )
     check_least(1, shard_tokens=shard_tokens)  # to the most that a header holds
-    local, held_out = source in ("text", "python"), source == "fineweb-edu"
+    local, shards = source in ("text", "python"), source == "fineweb-edu"
     for given, wrong, expected in (
         (f"{len(files)} files", files and source != "text", "none: use --source text"),
         ("no files", not files and source == "text", "UTF-8 files: name some"),
@@ -56,15 +58,20 @@ def choose(
         ),
         (
             f"--val-fraction {val_fraction}",
-            held_out and val_fraction is not None,
+            shards and val_fraction is not None,
             "none: its first shard is held out; leave it out",
+        ),
+        (
+            "--held-out",
+            held_out and (source != "text" or val_fraction is not None),
+            "--source text and no --val-fraction with it: leave one out",
         ),
     ):
         if wrong:
             raise UserError(f"got {given} with --source {source}, expected {expected}")
     if local:
-        return LocalText(source, list(files), val_fraction or 0.05)
-    if held_out:
+        return LocalText(source, [*files], val_fraction or 0.05, [*held_out])
+    if shards:
         return FineWebEdu(dataset, subset, shard_tokens)
     return OpenWebText(dataset, subset, val_fraction or VAL_FRACTION, shard_tokens)
 
@@ -130,6 +137,8 @@ def arguments() -> argparse.Namespace:
     add("--val-fraction", type=float,
         help=f"share held out (default 0.05; openwebtext {VAL_FRACTION}; fineweb-edu "
         "holds out its first shard)")
+    add("--held-out", nargs="+", type=Path, default=[], metavar="FILE",
+        help="held out whole, in place of a share of each file (text)")
     add("--dataset",
         help="in place of the source's own: a folder of parquet, arrow or JSON-lines "
         "files with a column text, or OWNER/NAME on the Hugging Face hub")
@@ -140,7 +149,7 @@ def arguments() -> argparse.Namespace:
         help="tokens per shard; work is saved after each (default %(default)s)")
     add("--processes", type=int,
         help="that tokenise (default: one per core; 1 with --tokenizer bytes)")
-    add("files", nargs="*", type=Path, help="text files, for --source text")
+    add("files", nargs="*", type=Path, help="for --source text: files, folders")
     # fmt: on
     return parser.parse_args()
 

@@ -2,8 +2,8 @@
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -19,14 +19,27 @@ NOT_SOURCE = {
     "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages",
     "__pycache__",
 }  # fmt: skip
+TEXT = {".py", ".pyi", ".md", ".rst", ".txt"}
+
+
+def inside(root: Path, suffixes: set[str]) -> list[Path]:
+    """Return the files of a folder that end so, or are a package's METADATA: its
+    README; no tests.
+    """
+    every = (p.relative_to(root) for p in root.rglob("*"))
+    named = (p for p in every if p.suffix in suffixes or p.name == "METADATA")
+    kept = (root / p for p in named if not NOT_SOURCE & set(p.parts))
+    return sorted(p for p in kept if p.is_file())
 
 
 def standard_library() -> list[Path]:
     """Return Python's own modules without tests: 10 to 13 MB that every machine has."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return sorted(
-        p for p in root.rglob("*.py") if not NOT_SOURCE & set(p.relative_to(root).parts)
-    )
+    return inside(Path(sysconfig.get_paths()["stdlib"]), {".py"})
+
+
+def expanded(paths: list[Path]) -> list[Path]:
+    """Return the files, with those that hold text in place of a folder."""
+    return [f for p in paths for f in (inside(p, TEXT) if p.is_dir() else [p])]
 
 
 def read(path: Path) -> str:
@@ -39,42 +52,53 @@ def read(path: Path) -> str:
         ) from error
 
 
-def by_document(texts: Iterator[str], fraction: float) -> Iterator[tuple[str, str]]:
-    """Yield (split, text): whole documents held out by the hash of their content."""
-    for text in texts:
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-        yield ("val" if digest < fraction * 2**64 else "train"), text
+def by_document(text: str, fraction: float) -> list[tuple[str, str]]:
+    """Return [(split, text)]: held out whole, or not, by the hash of its content."""
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    return [("val" if digest < fraction * 2**64 else "train", text)]
 
 
-def by_tail(texts: Iterator[str], fraction: float) -> Iterator[tuple[str, str]]:
-    """Yield (split, text): the tail of every document held out."""
-    for text in texts:
-        cut = round(len(text) * (1 - fraction))
-        yield "train", text[:cut]
-        yield "val", text[cut:]
+def by_tail(text: str, fraction: float) -> list[tuple[str, str]]:
+    """Return [(split, text)]: its tail held out."""
+    cut = round(len(text) * (1 - fraction))
+    return [("train", text[:cut]), ("val", text[cut:])]
 
 
 class LocalText:
     """Files of this machine: small enough to begin again after a kill.
 
-    Of the source "python" whole files are held out, of "text" the tail of each file.
+    Of the source "python" whole files are held out, of "text" those that are named, or
+    else the tail of each file. Folders stand for the text files in them.
     """
 
-    def __init__(self, source: str, files: list[Path], val_fraction: float) -> None:
-        self._files = standard_library() if source == "python" else files
-        self._split = by_document if source == "python" else by_tail
-        self._fraction = val_fraction
+    def __init__(
+        self, source: str, files: list[Path], fraction: float, held_out: list[Path]
+    ) -> None:
+        files = standard_library() if source == "python" else expanded(files)
+        self._held_out = set(expanded(held_out))
+        self._files = [f for f in files if f not in self._held_out]
+        self._files += sorted(self._held_out)
+        split = by_document if source == "python" else by_tail
+        self._split = partial(split, fraction=fraction)
         contents = hashlib.sha256()
         for path in self._files:
             contents.update(f"{path.name}:{read(path)}\n".encode())
         known = {"files": len(self._files), "contents": contents.hexdigest()}
-        own = {"source": source, "val_fraction": val_fraction}
+        own: dict = {"source": source, "val_fraction": fraction}
+        if held_out:
+            own = {"source": source, "held_out": len(self._held_out)}
         self.request = self.plan = own | known
+
+    def _pieces(self, path: Path) -> list[tuple[str, str]]:
+        """Return [(split, text)] of a file."""
+        if self._held_out:
+            return [("val" if path in self._held_out else "train", read(path))]
+        return self._split(read(path))
 
     def make(self, work: Path, coder: Tokenizer, processes: int) -> Meta:
         """Write train.bin and val.bin; return what they hold."""
         bar = tqdm(self._files, desc="tokenize", unit="file", disable=None)
-        pieces = self._split((read(path) for path in bar), self._fraction)
+        pieces = (piece for path in bar for piece in self._pieces(path))
         batches = ((split, [text]) for split, text in pieces if text)
         ids = encoded(batches, coder.name, processes=processes)
         paths = {split: work / MADE / f"{split}.bin" for split in SPLITS}

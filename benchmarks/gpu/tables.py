@@ -1,0 +1,215 @@
+"""The tables of the documentation, from what benchmarks.gpu wrote.
+
+python -m benchmarks.gpu.tables [--out runs/gpu]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.jobs import PARTS
+from marsopt.profile.machine import one_line
+from train.errors import UserError, command
+
+# of the project's budgets
+COPY_SHARE, MATMUL_SHARE, TRANSPORT_RATIO = 0.85, 0.60, 0.95
+NOT_MEASURED = "not measured"
+
+
+def read(out: Path) -> dict[str, dict[str, Any]]:
+    """Return {part: {job: result}} of what ended well."""
+    found = {}
+    for part in PARTS:
+        path = out / f"{part}.json"
+        entries = json.loads(path.read_text()) if path.exists() else {}
+        found[part] = {
+            name: entry["result"]
+            for name, entry in entries.items()
+            if entry["code"] == 0 and entry["result"] is not None
+        }
+    return found
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """Return a table; the first column is text, the others are numbers."""
+    lines = [head, ["---"] * len(head), *(rows or [[NOT_MEASURED, *head[1:]]])]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def correctness(found: dict[str, Any]) -> Iterator[str]:
+    """Yield what the tests and the machine's rates say."""
+    if "rates" in found:
+        rates = found["rates"]
+        products = ", ".join(
+            f"{rate / 1e12:,.3g} TFLOP/s in {dtype}"
+            for dtype, rate in rates["matmul_rate"].items()
+        )
+        yield one_line(rates["machine"])
+        yield f"copy {rates['copy_bandwidth'] / 1e9:,.4g} GB/s; products {products}"
+    if "tests" in found:
+        counts = found["tests"]["counts"]
+        told = ", ".join(f"{count} {what}" for what, count in counts.items())
+        failed = [f"failed: {name}" for name in found["tests"]["failed"]]
+        yield "\n".join([f"tests/test_cuda.py: {told}", *failed])
+
+
+def steps(found: dict[str, Any]) -> str:
+    """Return the optimizers' steps."""
+    rows = [
+        [
+            row["title"],
+            result["model"],
+            result["dtype"],
+            f"{1e3 * row['seconds']['median']:.2f}",
+            f"{1e3 * row['host_seconds']['median']:.2f}",
+            f"{row['ratio']['median']:.2f}",
+            f"{row['peak_bytes'] / 1e6:,.0f}",
+            f"{row['state_bytes_per_parameter']:.0f}",
+        ]
+        for name, result in found.items()
+        if name.startswith("step ")
+        for row in result["rows"]
+    ]
+    head = ["step", "model", "dtype", "ms", "host ms", "times clip + fused AdamW",
+            "peak MB", "state, bytes a parameter"]  # fmt: skip
+    return markdown(head, rows)
+
+
+def profiles(found: dict[str, Any]) -> str:
+    """Return what the profiler says of bytes and of the copy rate."""
+    rows = []
+    for name, result in found.items():
+        if not name.startswith("profile "):
+            continue
+        _, model, rule = name.split()
+        share = result["allowed_seconds"] / result["seconds"]
+        launches = result["num_launches"]
+        rows.append(
+            [
+                rule,
+                model,
+                f"{result['bytes_per_param']:.2f}",
+                f"{1e3 * result['seconds']:.2f}",
+                f"{share:.0%}",
+                f"{result['num_stack_kernels']}",
+                "-" if launches is None else f"{launches}",
+                f"{len(result['recompiles'])}",
+                f"{result['peak_bytes'] / 1e6:,.1f}",
+            ]
+        )
+    head = ["rule", "model", "bytes a parameter", "ms", "of copy and product rate",
+            "kernels over stacks", "launches", "recompiles", "peak MB"]  # fmt: skip
+    return markdown(head, rows)
+
+
+def orthogonal(found: dict[str, Any]) -> str:
+    """Return Newton-Schulz by shape."""
+    rows = [
+        [
+            f"{row['count']} x ({row['rows']}, {row['cols']})",
+            result["model"],
+            f"{1e3 * row['seconds']['median']:.2f}",
+            f"{row['rate'] / 1e12:,.3g}",
+            f"{row['rate'] / row['products_rate']:.0%}",
+            f"{row['rate'] / result['matmul_rate']:.0%}",
+        ]
+        for name, result in found.items()
+        if name.startswith("newton-schulz ")
+        for row in result["rows"]
+    ]
+    head = ["matrices", "model", "ms", "TFLOP/s", "of its products alone",
+            "of one square product"]  # fmt: skip
+    return markdown(head, rows)
+
+
+def budgets(found: dict[str, Any]) -> str:
+    """Return the three budgets with what was found, the worst of all models."""
+    shares = [
+        result["allowed_seconds"] / result["seconds"]
+        for name, result in found.items()
+        if name.startswith("profile ") and "mars-adamw" in name
+    ]
+    rates = [
+        row["rate"] / result["matmul_rate"]
+        for name, result in found.items()
+        if name.startswith("newton-schulz ")
+        for row in result["rows"]
+    ]
+    ratios = [
+        row["ratio"]["median"]
+        for name, result in found.items()
+        if name.startswith("step ") and result["dtype"] == "float32"
+        for row in result["rows"]
+        if row["key"] == "mars-adamw-transport"
+    ]
+    rows = []
+    for what, limit, values, worst in (
+        ("elementwise step, share of the copy rate", COPY_SHARE, shares, min),
+        ("Newton-Schulz, share of the matmul rate", MATMUL_SHARE, rates, min),
+        ("transport over clip + fused AdamW", TRANSPORT_RATIO, ratios, max),
+    ):
+        sign = "at least" if worst is min else "at most"
+        told = [f"{value:.2f}" for value in sorted(values)]
+        rows.append([what, f"{sign} {limit}", ", ".join(told) or NOT_MEASURED])
+    return markdown(["budget", "limit", "found"], rows)
+
+
+def trained(found: dict[str, Any]) -> str:
+    """Return what the methods reached."""
+    result = found.get("pretrain", {"runs": []})
+    rows = []
+    for run in result["runs"]:
+        tokens, seconds, loss = run["curve"][-1]
+        each, flops = run["step_seconds"], run["flops"]
+        peak = run["peak_bytes"]
+        rows.append(
+            [
+                run["method"],
+                f"{run['lr']:.2g}",
+                f"{loss:.4f}",
+                f"{tokens / 1e6:,.4g}M",
+                f"{seconds:,.0f}",
+                f"{run['tokens_per_step'] / each:,.0f}",
+                f"{flops / each / result['matmul_rate']:.1%}",
+                f"{run['optimizer_seconds'] / each:.1%}",
+                "-" if peak is None else f"{peak / 2**30:.1f}",
+            ]
+        )
+    head = ["method", "lr", "held-out loss", "tokens", "seconds", "tokens/s",
+            "of the product rate", "optimizer's share", "peak GiB"]  # fmt: skip
+    return markdown(head, rows)
+
+
+def tables(out: Path) -> str:
+    """Return everything that is there."""
+    found = read(out)
+    every = {**found["correctness"], **found["speed"]}
+    parts = [
+        *correctness({**found["speed"], **found["correctness"]}),
+        budgets(every),
+        steps(every),
+        profiles(every),
+        orthogonal(every),
+        trained(found["training"]),
+    ]
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.tables")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
+    args = parser.parse_args()
+    if not args.out.is_dir():
+        raise UserError(
+            f"got no folder {args.out}, expected that of benchmarks.gpu: run that first"
+        )
+    print(tables(args.out))
+
+
+if __name__ == "__main__":
+    command(main)
