@@ -1,7 +1,7 @@
 # make train    train the small default model and show it
 # make test     lint and the whole test suite
 # make test-oldest   the library on the oldest torch that it declares
-# make gpu      what can be tested and measured on one GPU alone; numbers in runs/gpu
+# make gpu      correctness, speed and a training on one GPU, in half an hour; runs/gpu
 #
 # All create .venv on first use. make train takes RUN=name (a folder below runs/),
 # CONFIG=recipe, RANKS=processes and OPTIONS='--section.option value ...'.
@@ -43,14 +43,17 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 
-gpu: $(VENV)/ready
-	mkdir -p runs/gpu
-	$(BIN)/python -m pytest tests/test_cuda.py
-	$(BIN)/python -m marsopt.profile --model gpt2-large --rule mars_adamw --device cuda --json runs/gpu/mars_adamw.json
-	$(BIN)/python -m marsopt.profile --model gpt2-large --rule mars_shampoo --device cuda --json runs/gpu/mars_shampoo.json
-	$(BIN)/python -m benchmarks.newton_schulz --device cuda --width 1280 --batch 36
-	$(BIN)/python -m benchmarks.whole_step --device cuda --layers 12 --width 768
-	$(BIN)/python -m benchmarks.step --model gpt2-large --device cuda --json runs/gpu/step.json --png runs/gpu/step.png
+gpu: $(VENV)/ready data/packages/meta.json
+	$(BIN)/python -m benchmarks.gpu
+
+# sources and documentation of installed packages; two packages are held out
+data/packages/meta.json: | $(VENV)/ready
+	site=$$(echo $(VENV)/lib/python3.*/site-packages) && \
+	torch=$$site/torch && \
+	$(BIN)/python -m train.prepare --source text --tokenizer gpt2 --out data/packages \
+		$$site/sympy $$site/numpy $$site/matplotlib $$site/pygments $$site/torchtitan \
+		$$torch/_inductor $$torch/distributed $$torch/nn $$torch/optim $$torch/utils \
+		$$site/*.dist-info --held-out $$site/networkx $$site/huggingface_hub
 
 data/python/meta.json: | $(VENV)/ready
 	$(BIN)/python -m train.prepare --source python --out data/python

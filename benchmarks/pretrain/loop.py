@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -139,6 +139,19 @@ class Clock:
         return [a.elapsed_time(b) / 1e3 for a, b in pairs]
 
 
+def mean_loss(model: GPT2, inputs: Tensor, labels: Tensor, half: bool) -> Tensor:
+    """Return the mean loss of (micro_batch, seq_len) tokens; ``half``: in bfloat16."""
+    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=half):
+        logits = model(inputs)
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+@cache
+def compiled() -> Callable[..., Tensor]:
+    """Return ``mean_loss`` compiled: once for all models of one shape."""
+    return torch.compile(mean_loss, fullgraph=True, dynamic=False)
+
+
 class Task:
     """The model, its loss, and its batches, the same for every method."""
 
@@ -153,14 +166,8 @@ class Task:
         self._held_out = partial(
             Batches, held_out, **own | {"local_batch": plan.micro_batch}
         )
-        self._loss = torch.compile(self._forward) if plan.compile else self._forward
-
-    def _forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss of (micro_batch, seq_len) tokens."""
-        half = self.plan.dtype == "bfloat16"
-        with torch.autocast(self.plan.device, torch.bfloat16, enabled=half):
-            logits = self.model(inputs)
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        self._loss = partial(compiled() if plan.compile else mean_loss, self.model)
+        self._half = plan.dtype == "bfloat16"
 
     def _micro(self, both: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, ...]]:
         device, size = self.plan.device, self.plan.micro_batch
@@ -174,7 +181,7 @@ class Task:
         num = self.plan.batch // self.plan.micro_batch
         losses = []
         for inputs, labels in self._micro(batch):
-            loss = self._loss(inputs, labels) / num
+            loss = self._loss(inputs, labels, self._half) / num
             loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
@@ -186,7 +193,7 @@ class Task:
         losses = []
         for _ in range(self.plan.held_out // self.plan.micro_batch):
             ((inputs, labels),) = self._micro(batches.next())
-            losses.append(self._loss(inputs, labels))
+            losses.append(self._loss(inputs, labels, self._half))
         return float(torch.stack(losses).mean())
 
 
@@ -212,7 +219,6 @@ def run(
         TooLong: it would need more than ``seconds_left``.
     """
     began = time.perf_counter()
-    torch.compiler.reset()
     if plan.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     task = Task(plan, train, held_out)
