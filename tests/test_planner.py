@@ -138,7 +138,7 @@ def test_state_is_what_the_optimizer_keeps():
             for k, v in s.items()
             if k != "step"
         )
-        assert forecast(job, 1).state_bytes == kept, mars_type
+        assert forecast(job, 1).memory.state == kept, mars_type
 
 
 def test_matrices_beside_the_rule_have_adamws_state():
@@ -146,7 +146,7 @@ def test_matrices_beside_the_rule_have_adamws_state():
     shapes = {"wte.weight": (12, 8), "b": (8, 12), "c": (8,)}
     job = Job(shapes, "moonlight", 1, 1, elementwise={"wte.weight"})
     assert list(job.matrices()) == ["b"]
-    assert forecast(job, 1).state_bytes == 4 * (2 * 96 + 96 + 2 * 8)
+    assert forecast(job, 1).memory.state == 4 * (2 * 96 + 96 + 2 * 8)
 
 
 def test_bad_arguments():
