@@ -137,7 +137,9 @@ def forecast(
         )
     p, machine = num_ranks // replicas, hardware.machine
     matrices = list(job.matrices().values())
-    chosen = plan(matrices, p, ns, replicas=replicas, machine=machine)
+    # without shards every replica iterates by itself
+    shared = replicas if p > 1 else 1
+    chosen = plan(matrices, p, ns, replicas=shared, machine=machine)
     spent = cost(matrices, chosen, ns, machine)
     tensors = stacks(job.shapes, job.algorithms, p)
     norms, moved = traffic.sent(tensors, p), sum(map(traffic.moved, tensors))

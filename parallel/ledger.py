@@ -77,7 +77,8 @@ def iterate_all(
 def by_owners(
     ledger: Ledger,
     matrices: Sequence[Matrix],
-    exchanges: Sequence[Sequence[Sequence[int]]],
+    plan: Plan,
+    replica: int,
     rank: int,
     ns: NewtonSchulz,
 ) -> None:
@@ -85,14 +86,15 @@ def by_owners(
     shards of factors stay, in float32. All ranks are taken to have shards as large as
     those of the first, which has most.
     """
-    num_ranks = len(exchanges[0]) if exchanges else 1
     there, back = ns.payload().itemsize, ns.dtype.itemsize
-    mine = [[matrices[i] for i in bucket[rank]] for bucket in exchanges]
-    owned = [sum(m.rows * m.cols for m in own) for own in mine]
-    shards = [
-        sum(matrices[i].shard_numel(0, num_ranks) for part in bucket for i in part)
-        for bucket in exchanges
+    of_replica, owner = _owned(plan, replica), replica * plan.num_ranks + rank
+    buckets = [
+        [i for i in of_replica if plan.buckets[i] == bucket]
+        for bucket in sorted({plan.buckets[i] for i in of_replica})
     ]
+    mine = [[matrices[i] for i in b if plan.owners[i] == owner] for b in buckets]
+    owned = [sum(m.rows * m.cols for m in own) for own in mine]
+    shards = [_num_shard(matrices, bucket, plan) for bucket in buckets]
     for shard, own in zip(shards, owned, strict=True):
         with ledger.lent(there * shard if there != FULL else 0):  # cast, then joined
             ledger.take(there * (shard + own))  # leaving and arriving
@@ -111,24 +113,30 @@ def by_owners(
     ledger.give(back * sum(shards) if back != FULL else 0)
 
 
+def _owned(plan: Plan, replica: int) -> list[int]:
+    """Return the matrices that one replica's ranks own."""
+    return [
+        i for i in plan.members("owner") if plan.owners[i] // plan.num_ranks == replica
+    ]
+
+
+def _num_shard(matrices: Sequence[Matrix], members: Iterable[int], plan: Plan) -> int:
+    """Return the elements of the first rank's shards of some matrices."""
+    return sum(matrices[i].shard_numel(0, plan.num_ranks) for i in members)
+
+
 def shared(
     ledger: Ledger,
     matrices: Sequence[Matrix],
-    exchanges: Sequence[Sequence[Sequence[Sequence[int]]]],
-    num_ranks: int,
+    plan: Plan,
     replica: int,
     ns: NewtonSchulz,
 ) -> None:
     """Take what one replica takes to give its factors to all; those of all stay."""
     size = ns.dtype.itemsize
     shares = [
-        sum(
-            matrices[i].shard_numel(0, num_ranks)
-            for bucket in owners
-            for part in bucket
-            for i in part
-        )
-        for owners in exchanges
+        _num_shard(matrices, _owned(plan, other), plan)
+        for other in range(plan.replicas)
     ]
     own, widest = shares[replica], max(shares)
     every = size * len(shares) * widest
@@ -159,8 +167,7 @@ def over_ranks(
     ns: NewtonSchulz,
 ) -> None:
     """Take what ``ShardGroup.orthogonalize`` takes on one rank; its factors stay."""
-    exchanges = [plan.exchanges(r) for r in range(plan.replicas)]
-    by_owners(ledger, matrices, exchanges[replica], rank, ns)
+    by_owners(ledger, matrices, plan, replica, rank, ns)
     if plan.replicas > 1 and plan.num_buckets:
-        shared(ledger, matrices, exchanges, plan.num_ranks, replica, ns)
+        shared(ledger, matrices, plan, replica, ns)
     by_gram(ledger, [matrices[i] for i in plan.members("gram")], plan.num_ranks)

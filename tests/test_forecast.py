@@ -432,6 +432,14 @@ def test_names_that_there_are_not():
             models.jobs("llama-7b", [rule])
 
 
+def test_replicas_without_shards_share_nothing():
+    (job,) = models.jobs("gpt2-small", ["muon"])
+    alone, copies = forecast(job, 1), forecast(job, 8, replicas=8)
+    assert copies.memory == alone.memory
+    assert copies.sent_bytes == 0 == sum(copies.collectives.values())
+    assert copies.optimizer_seconds == alone.optimizer_seconds
+
+
 def test_exact_mars_takes_two_gradients():
     plain, exact, baseline = (
         forecast(job, 8)
