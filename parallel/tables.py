@@ -160,9 +160,19 @@ def report(
             parts.append(table(job, forecast(job, n, **sizes), every))
         return "\n".join(parts)
     rows = [(job, n, forecast(job, n, **sizes)) for job in jobs for n in ranks]
+    return "\n\n".join([_heading(what, jobs), comparison(rows), legend(hardware)])
+
+
+def _heading(what: str, jobs: Sequence[Job]) -> str:
+    """Return what all jobs have in common, and what AdamW moves in some."""
     job = jobs[0]
-    heading = (
+    beside = dict.fromkeys(name for job in jobs for name in job.elementwise)
+    return (
         f"{what}: {job.num_params:,} parameters, {job.tokens:,} tokens a step, "
         f"{job.flops_per_token / 1e9:.2f} GFLOP a token"
+        + (
+            f"\nAdamW moves {', '.join(sorted(beside))} beside matrices"
+            if beside
+            else ""
+        )
     )
-    return "\n\n".join([heading, comparison(rows), legend(hardware)])

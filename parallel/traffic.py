@@ -55,7 +55,7 @@ def _scales_rows(stack: Stack) -> bool:
 def reductions(stacks: Sequence[Stack], num_shards: int) -> list[int]:
     """Return the bytes of each all-reduce over shards but that of Gram matrices: of all
     norms, with the rows by which ranks compare hyperparameters; with exact MARS of the
-    next gradient's norms; of the norms by which NorMuon rescales.
+    next gradient's norms, for ``max_norm``; of the norms by which NorMuon rescales.
     """
     if num_shards == 1:
         return []

@@ -225,13 +225,14 @@ def test_what_gram_matrices_hold():
         assert found == CLOSE(predicted, rel=1e-3)
 
 
-def test_a_compiled_step_holds_what_is_predicted(monkeypatch):
+@pytest.mark.parametrize("rule", ["muon", "mars-adamw-exact"])
+def test_a_compiled_step_holds_what_is_predicted(rule, monkeypatch):
     """The allocator's count, over stacks as on a GPU. Missing are small tensors, and on
     a CPU what its bf16 products pack, 256 bytes a row of the short side.
     """
     forced(monkeypatch, "stacks")
     params = {n: nn.Parameter(x) for n, x in drawn(0).items()}
-    optimizer = build(params, "muon", compile=True)
+    optimizer = build(params, rule, compile=True)
     for n in range(3):
         for p, g in zip(params.values(), drawn(1 + n).values(), strict=True):
             p.grad = g
@@ -240,7 +241,7 @@ def test_a_compiled_step_holds_what_is_predicted(monkeypatch):
             found = traced(lambda: step(optimizer), "cpu").peak_bytes
         else:
             step(optimizer)
-    job = job_of("muon")
+    job = job_of(rule)
     # parameters that FSDP does not hold have moved into their stacks
     shards = sum(s.nbytes for s in stacks(SHAPES, job.algorithms, 1) if s.num > 1)
     assert found == CLOSE(forecast(job, 1).memory.step - shards, rel=REL)
