@@ -35,15 +35,16 @@ class Exchange:
         to = [sum(x.numel() for x in part) for part in sent]
         self._shapes, self._of = shapes, [sum(map(prod, part)) for part in shapes]
         parts = [x.reshape(-1).to(like.dtype) for part in sent for x in part]
-        flat = torch.cat(parts) if parts else like.new_empty(0)
+        self._leaving = torch.cat(parts) if parts else like.new_empty(0)
         self._arriving = like.new_empty(sum(self._of))
         self._work = dist.all_to_all_single(
-            self._arriving, flat, self._of, to, group=group, async_op=True
+            self._arriving, self._leaving, self._of, to, group=group, async_op=True
         )
 
     def wait(self) -> list[list[Tensor]]:
-        """Return what has come from each rank."""
+        """Return what has come from each rank; once."""
         self._work.wait()
+        self._work = self._leaving = None  # gloo's work would keep it
         parts = self._arriving.split(self._of)
         return [unflatten(p, s) for p, s in zip(parts, self._shapes, strict=True)]
 

@@ -1,21 +1,24 @@
 """What a sharded step will send, compute, hold and take: arithmetic, no process.
 
-Everything here is a model; docs/scaling.md says what of it was measured.
+Bytes and FLOPs are counted, and checked against the code; times are a model
+(docs/scaling.md).
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
-from marsopt import REGISTRY, NewtonSchulz
+import marsopt
+from marsopt import NewtonSchulz
+from marsopt.rules.algorithm import Algorithm
 
+from . import traffic
+from .memory import Memory, memory, stacks
 from .planner import Cost, Machine, Matrix, Plan, cost, plan
-
-SWEEP = [2**i for i in range(13)]  # ranks
-ELEMENTWISE_BYTES = 44  # a parameter and step: g, h, x, m, v read; x, m, v, h written
 
 
 @dataclass(frozen=True)
@@ -27,28 +30,46 @@ class Job:
     tokens: int  # per step, over all ranks
     flops_per_token: int  # of forward and backward
     elementwise: Collection[str] = ()  # matrices that AdamW takes all the same
+    # arguments of ``marsopt.mars``: correction, clip and amsgrad say what is kept
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_params(self) -> int:
         """Return the number of all parameters."""
         return sum(math.prod(s) for s in self.shapes.values())
 
+    @property
+    def rule(self) -> str:
+        """Return the rule's name, its correction at its end."""
+        kind = self.options.get("correction") or "approximate"
+        return self.mars_type if kind == "approximate" else f"{self.mars_type}-{kind}"
+
+    @property
+    def num_gradients(self) -> int:
+        """Return how many gradients a step wants: exact MARS two."""
+        is_exact = self.options.get("correction") == "exact"
+        return 1 + (is_exact and marsopt.REGISTRY[self.mars_type].is_mars)
+
+    @cached_property
+    def algorithms(self) -> dict[str, Algorithm]:
+        """Return who moves each parameter, as ``MARS`` routes them."""
+        rule = marsopt.mars(**{**self.options, "mars_type": self.mars_type})
+        beside = dict(mars_type="adamw", optimize_1d=False)
+        adamw = marsopt.mars(**{**self.options, **beside}).matrix
+
+        def of(name: str, shape: Sequence[int]) -> Algorithm:
+            if rule.rest is not None and len(shape) != 2:
+                return rule.rest
+            return adamw if name in self.elementwise else rule.matrix
+
+        return {name: of(name, shape) for name, shape in self.shapes.items()}
+
     def matrices(self) -> dict[str, Matrix]:
         """Return what Newton-Schulz takes, as FSDP2 cuts it: along rows."""
-        if not REGISTRY[self.mars_type].matrix_only:
-            return {}
-        return {n: Matrix(s[0], s[1], 0) for n, s in self.ruled().items()}
-
-    def ruled(self) -> dict[str, Sequence[int]]:
-        """Return the shapes of what takes ``mars_type``; AdamW has the rest, unless
-        the rule takes everything.
-        """
-        if REGISTRY[self.mars_type].others == "itself":
-            return dict(self.shapes)
         return {
-            name: shape
-            for name, shape in self.shapes.items()
-            if len(shape) == 2 and name not in self.elementwise
+            name: Matrix(*self.shapes[name], 0)
+            for name, algorithm in self.algorithms.items()
+            if algorithm.matrix_only
         }
 
 
@@ -60,6 +81,15 @@ class Hardware:
     memory: float = 3e12  # bytes a second that one rank reads and writes
     utilization: float = 0.4  # of machine.flops, by forward and backward
 
+    @classmethod
+    def of(cls, link_gbps: float, tflops: float, memory_gbs: float) -> Hardware:
+        """Return that of a rank: Gbit/s, bf16 matmul rate (an eighth of it in float32),
+        GB/s.
+        """
+        flops = tflops * 1e12
+        machine = Machine(link=link_gbps / 8 * 1e9, flops=flops, flops_fp32=flops / 8)
+        return cls(machine=machine, memory=memory_gbs * 1e9)
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -68,15 +98,23 @@ class Forecast:
     plan: Plan
     cost: Cost
     num_shards: int
-    state_bytes: float
-    peak_bytes: float
+    memory: Memory
+    moved_bytes: int  # by elementwise passes
+    sent_bytes: float  # by the optimizer, in the mean over the ranks
+    most_sent_bytes: float  # by the rank that sends most: an owner
+    collectives: Mapping[str, int]  # of the optimizer, by kind
     optimizer_seconds: float
     training_seconds: float
 
     @property
+    def seconds(self) -> float:
+        """Return those of the whole step."""
+        return self.optimizer_seconds + self.training_seconds
+
+    @property
     def share(self) -> float:
         """Return the optimizer's part of the whole step."""
-        return self.optimizer_seconds / (self.optimizer_seconds + self.training_seconds)
+        return self.optimizer_seconds / self.seconds
 
 
 def forecast(
@@ -97,88 +135,47 @@ def forecast(
             f"got {num_ranks} ranks and {replicas} replicas, expected a positive "
             "number of ranks that the replicas divide: change one of the two"
         )
-    p, n, machine = num_ranks // replicas, job.num_params, hardware.machine
+    p, machine = num_ranks // replicas, hardware.machine
     matrices = list(job.matrices().values())
-    chosen = plan(matrices, p, ns, replicas=replicas, machine=machine)
+    # without shards every replica iterates by itself
+    shared = replicas if p > 1 else 1
+    chosen = plan(matrices, p, ns, replicas=shared, machine=machine)
     spent = cost(matrices, chosen, ns, machine)
-    owned = sum(m.rows * m.cols for m in matrices)
-    ruled = sum(math.prod(s) for s in job.ruled().values())
-    kept, by_adamw = (REGISTRY[t].num_buffers() for t in (job.mars_type, "adamw"))
-    state = 4 * (kept * ruled + by_adamw * (n - ruled)) / p  # in float32
-    # shards under way and factors in float32; then what the fullest owner holds at
-    # once: its matrices as they came and joined, and three times in the iteration
-    under_way = (ns.payload().itemsize + ns.dtype.itemsize + 4) * owned / p
-    held: dict[int, int] = {}
-    for m, owner in zip(matrices, chosen.owners, strict=True):
-        if owner >= 0:
-            held[owner] = held.get(owner, 0) + m.rows * m.cols
-    each = 2 * ns.payload().itemsize + 3 * ns.dtype.itemsize
-    iterating = each * max(held.values(), default=0)
-    # FSDP2: parameters gathered for forward and for backward, gradients scattered
-    fsdp = (2 + 2 + 4) * n * (p - 1) / p / machine.link
-    compute = job.flops_per_token * job.tokens / num_ranks
+    tensors = stacks(job.shapes, job.algorithms, p)
+    norms, moved = traffic.sent(tensors, p), sum(map(traffic.moved, tensors))
     return Forecast(
         plan=chosen,
         cost=spent,
         num_shards=p,
-        state_bytes=state,
-        peak_bytes=state + 8 * n / p + under_way + iterating,
-        optimizer_seconds=spent.seconds + ELEMENTWISE_BYTES * n / p / hardware.memory,
-        # communication hides behind computing, or the other way round
-        training_seconds=max(fsdp, compute / (machine.flops * hardware.utilization)),
+        memory=memory(tensors, matrices, chosen, ns),
+        moved_bytes=moved,
+        sent_bytes=spent.bytes_sent + norms,
+        most_sent_bytes=spent.bytes_max + norms,
+        collectives=traffic.collectives(tensors, chosen),
+        optimizer_seconds=spent.seconds
+        + norms / machine.link
+        + moved / hardware.memory,
+        training_seconds=_training_seconds(job, num_ranks, p, hardware),
     )
 
 
-def table(job: Job, found: Forecast, every: bool) -> str:
-    """Return each matrix's strategy and owner, and the totals."""
-    kinds, lines = Counter(), []
-    for (name, m), s, owner in zip(
-        job.matrices().items(), found.plan.strategies, found.plan.owners, strict=True
-    ):
-        what = f"{m.rows:6} x {m.cols:<6} {s}"
-        kinds[what] += 1
-        if every:
-            who = f"rank {owner}" if s == "owner" else "every rank"
-            lines.append(f"{name:32} {what:26} {who}")
-    if not every:
-        lines = [f"{count:4} x {what}" for what, count in kinds.items()]
-    mega, giga = 1e6, 2**30
-    flops = found.cost.owner_flops
-    mean = sum(flops) / len(flops) / 1e12
-    lines += [
-        f"sent per rank and step     {found.cost.bytes_sent / mega:10.1f} MB "
-        f"(most: {found.cost.bytes_max / mega:.1f} MB, by an owner)",
-        f"owner FLOPs, mean and max  {mean:10.3f} {max(flops) / 1e12:.3f} TFLOP "
-        f"(imbalance {found.cost.imbalance:.3f})",
-        f"optimizer state per GPU    {found.state_bytes / giga:10.2f} GiB",
-        f"peak memory per GPU        {found.peak_bytes / giga:10.2f} GiB "
-        "(estimate: parameters, gradients, state, exchange; no activations)",
-        f"optimizer step, predicted  {found.optimizer_seconds * 1e3:10.2f} ms",
-        f"training step, predicted   {found.training_seconds * 1e3:10.2f} ms "
-        f"(optimizer's share of both {found.share:.1%})",
-    ]
-    return "\n".join(lines)
+def _training_seconds(
+    job: Job, num_ranks: int, num_shards: int, hardware: Hardware
+) -> float:
+    """Return those of forward and backward, of every gradient that a step wants."""
+    machine = hardware.machine
+    # FSDP2: parameters gathered for forward and for backward, gradients scattered
+    sent = (2 + 2 + 4) * job.num_params * (num_shards - 1) / num_shards
+    compute = job.flops_per_token * job.tokens / num_ranks
+    # communication hides behind computing, or the other way round
+    one = max(sent / machine.link, compute / (machine.flops * hardware.utilization))
+    return job.num_gradients * one
 
 
-def sweep(job: Job, hardware: Hardware, replicas: int) -> list[tuple[int, Forecast]]:
+SWEEP = [2**i for i in range(13)]  # ranks
+
+
+def sweep(job: Job, replicas: int, hardware: Hardware) -> list[tuple[int, Forecast]]:
     """Return forecasts for 1 to 4096 ranks."""
     ranks = [n * replicas for n in SWEEP if n * replicas <= SWEEP[-1]]
     return [(n, forecast(job, n, replicas=replicas, hardware=hardware)) for n in ranks]
-
-
-def sweep_table(rows: list[tuple[int, Forecast]]) -> str:
-    """Return one line per number of ranks."""
-    lines = [
-        " ranks  owner  gram   MB sent    most  max TFLOP  imbalance  state GiB"
-        "  optimizer ms  training ms  share"
-    ]
-    for n, f in rows:
-        kinds = Counter(f.plan.strategies)
-        lines.append(
-            f"{n:6} {kinds['owner']:6} {kinds['gram']:5} {f.cost.bytes_sent / 1e6:9.1f}"
-            f" {f.cost.bytes_max / 1e6:7.1f}"
-            f" {max(f.cost.owner_flops) / 1e12:10.3f} {f.cost.imbalance:10.3f}"
-            f" {f.state_bytes / 2**30:10.2f} {f.optimizer_seconds * 1e3:13.2f}"
-            f" {f.training_seconds * 1e3:12.2f} {f.share:6.1%}"
-        )
-    return "\n".join(lines)

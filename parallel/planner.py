@@ -51,6 +51,16 @@ class Matrix:
         """Return whether the Gram matrix of its short side is a sum over shards."""
         return self.cols <= self.rows if self.dim == 0 else self.rows <= self.cols
 
+    def shard_numel(self, rank: int, num_ranks: int) -> int:
+        """Return the number of elements of one rank's shard."""
+        if self.lengths is not None:
+            length = self.lengths[rank]
+        else:  # in one piece of ``shard_sizes``, whose list takes time on many ranks
+            whole = (self.rows, self.cols)[self.dim]
+            chunk = -(-whole // num_ranks)
+            length = max(0, min(chunk, whole - rank * chunk))
+        return length * (self.cols if self.dim == 0 else self.rows)
+
     def shards(self, num_ranks: int) -> list[tuple[int, int]]:
         """Return the shapes of the shards, rank by rank."""
         whole = (self.rows, self.cols)[self.dim]
@@ -237,7 +247,8 @@ def cost(
         numel, short = m.rows * m.cols, min(m.rows, m.cols)
         if strategy == "owner":
             sent += (there / split + sharing) * numel / p
-            extra[owner] += (back * (p - 1) - there) * numel / p
+            own = m.shard_numel(owner % p, p)  # stays at home
+            extra[owner] += back * (numel - own) - there * own
             loads[owner] += ns.num_flops(m.rows, m.cols)
         elif strategy == "gram":
             sent += 8 * short**2 * away

@@ -13,7 +13,8 @@ from marsopt import NewtonSchulz
 from parallel.forecast import Job, forecast
 from parallel.placement import shard_sizes
 from parallel.planner import Machine, Matrix, assign, cost, plan
-from train.plan import job_of
+from train import errors
+from train.plan import job_of, main
 
 NS = NewtonSchulz()
 BLOCK = [(3840, 1280), (1280, 1280), (5120, 1280), (1280, 5120)]
@@ -138,7 +139,7 @@ def test_state_is_what_the_optimizer_keeps():
             for k, v in s.items()
             if k != "step"
         )
-        assert forecast(job, 1).state_bytes == kept, mars_type
+        assert forecast(job, 1).memory.state == kept, mars_type
 
 
 def test_matrices_beside_the_rule_have_adamws_state():
@@ -146,7 +147,7 @@ def test_matrices_beside_the_rule_have_adamws_state():
     shapes = {"wte.weight": (12, 8), "b": (8, 12), "c": (8,)}
     job = Job(shapes, "moonlight", 1, 1, elementwise={"wte.weight"})
     assert list(job.matrices()) == ["b"]
-    assert forecast(job, 1).state_bytes == 4 * (2 * 96 + 96 + 2 * 8)
+    assert forecast(job, 1).memory.state == 4 * (2 * 96 + 96 + 2 * 8)
 
 
 def test_bad_arguments():
@@ -197,3 +198,39 @@ def test_the_command(tmp_path):
     assert code == 2
     assert err.startswith("error: got --config none")
     assert command("--config", "small_mars_shampoo", "--ranks", "0")[0] == 2
+
+
+def test_the_command_compares_rules_on_a_model():
+    rules = ("adamw", "mars-adamw-exact", "mars-m")
+    sizes = ("--rules", *rules, "--ranks", "1", "64")
+    code, out, err = command("--model", "llama-7b", *sizes)
+    assert (code, err) == (0, "")
+    assert out.startswith("llama-7b: 6,738,415,616 parameters, 4,194,304 tokens a step")
+    assert [line.split()[0] for line in out.splitlines() if " 1  25.10 " in line] == [
+        *rules
+    ]
+    for told in ("Counted:", "Model:", "float32", "bf16", "No GPU was measured"):
+        assert told in out
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("--model", "llama"), "got model llama, expected one of gpt2-small"),
+        (("--model", ""), "got model , expected one of gpt2-small"),
+        (("--model", "gpt2-xl", "--rules", "sgd"), "got rule sgd, expected one of"),
+        (("--model", "gpt2-xl", "--sweep"), "got 7 rules, expected one"),
+        (("--model", "gpt2-xl", "--all"), "got 7 rules, expected one"),
+        (("--model", "gpt2-xl", "--tokens", "0"), "got --tokens 0, expected at least"),
+        (("--model", "gpt2-xl", "--ranks", "8", "0"), "got --ranks 0, expected at"),
+        (("--config", "tiny_muon", "--rules", "muon"), "got --rules or --tokens with"),
+        (("--config", "tiny_muon", "--replicas", "3"), "got 8 ranks and 3 replicas"),
+    ],
+)
+def test_what_cannot_be_planned(args, told, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plan", *args])
+    with pytest.raises(SystemExit) as ended:
+        errors.command(main)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {told}")

@@ -323,7 +323,9 @@ def count(rank, world, strategy):
 
 
 def test_collectives_and_bytes_are_those_of_the_plan():
-    """One all-reduce for all norms, two all-to-all per bucket, 2mn/p bytes a matrix."""
+    """One all-reduce for all norms, two all-to-all per bucket, 2mn/p bytes a matrix; to
+    the byte, over uneven shards too.
+    """
     from marsopt import NewtonSchulz
     from parallel.planner import cost
 
@@ -341,7 +343,7 @@ def test_collectives_and_bytes_are_those_of_the_plan():
         assert plan.num_buckets <= 2
         total += sum(sent)
     model = cost(matrices, plan, NewtonSchulz()).bytes_sent
-    assert total / world == pytest.approx(model, rel=0.05)
+    assert total / world == model
     numel = sum(m.rows * m.cols for m in matrices)
     assert total / world <= 1.05 * 2 * numel * 2 / world
 

@@ -5,9 +5,8 @@ import logging
 import math
 from pathlib import Path
 
-from parallel import forecast
-from parallel.forecast import Forecast, Hardware, Job
-from parallel.planner import Machine
+from parallel import models, tables
+from parallel.forecast import Forecast, Hardware, Job, sweep
 from train.engine.launch import recipe
 from train.errors import UserError, check_least, command
 from train.gpt2 import num_flops_per_token, tensor_sizes
@@ -36,6 +35,7 @@ def job_of(config_name: str) -> Job:
         tokens=config.training.global_batch_size * seq_len,
         flops_per_token=num_flops_per_token(shape, num_params, seq_len),
         elementwise=config.optimizer.beside_the_rule(sizes),
+        options=config.optimizer.options(),
     )
 
 
@@ -56,12 +56,15 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(
         "python -m train.plan",
-        description="Plan the sharded optimizer step of a recipe. A model, not a "
-        "measurement.",
+        description="Plan the step of a recipe, or compare rules. Times are a model.",
     )
     add = parser.add_argument
-    add("--config", required=True, help="a recipe of configs/")
-    add("--ranks", type=int, default=8)
+    either = parser.add_mutually_exclusive_group(required=True)
+    either.add_argument("--config", help="a recipe of configs/")
+    either.add_argument("--model", help=", ".join(models.MODELS))
+    add("--rules", nargs="+", help="of --model")
+    add("--tokens", type=int, help="of a step of --model")
+    add("--ranks", type=int, nargs="+", help="8; of a model 1 8 64 512")
     add("--replicas", type=int, default=1, help="HSDP replicas")
     add("--link-gbps", type=float, default=400, help="Gbit/s a rank")
     add("--tflops", type=float, default=400, help="bf16 matmul rate")
@@ -72,29 +75,28 @@ def main() -> None:
     args = parser.parse_args()
     if args.picture.suffix not in PICTURES:
         raise UserError(f"got --picture {args.picture}, expected one of {PICTURES}")
-    check_least(1, MOST_RANKS, ranks=args.ranks, replicas=args.replicas)
-    rates = dict(link_gbps=args.link_gbps, tflops=args.tflops)
-    check_least(1e-3, **rates, memory_gbs=args.memory_gbs)
-    flops = args.tflops * 1e12
-    machine = Machine(link=args.link_gbps / 8 * 1e9, flops=flops, flops_fp32=flops / 8)
-    hardware = Hardware(machine=machine, memory=args.memory_gbs * 1e9)
-    job = job_of(args.config)
-    print(
-        f"{args.config}: {job.num_params:,} parameters, {job.mars_type}, "
-        f"{len(job.matrices())} matrices for Newton-Schulz"
-    )
-    if args.sweep:
-        rows = forecast.sweep(job, hardware, args.replicas)
-        print(forecast.sweep_table(rows))
-        draw(rows, f"{args.config}, {args.replicas} replica(s)", args.picture)
-        print(f"picture {args.picture}")
-        return
+    of_model = args.config is None
+    if not of_model and (args.rules or args.tokens):
+        raise UserError("got --rules or --tokens with --config, expected --model")
+    ranks = args.ranks or ([1, 8, 64, 512] if of_model else [8])
+    for n in ranks:
+        check_least(1, MOST_RANKS, ranks=n, replicas=args.replicas)
+    check_least(1, tokens=args.tokens)
+    rates = {k: getattr(args, k) for k in ("link_gbps", "tflops", "memory_gbs")}
+    check_least(1e-3, **rates)
+    options = dict(replicas=args.replicas, hardware=Hardware.of(**rates))
+    what, given = args.model if of_model else args.config, (args.rules, args.tokens)
     try:
-        sizes = dict(replicas=args.replicas, hardware=hardware)
-        found = forecast.forecast(job, args.ranks, **sizes)
-    except ValueError as error:  # replicas that do not divide the ranks
+        jobs = models.jobs(what, *given) if of_model else [job_of(what)]
+        if not args.sweep:
+            print(tables.report(what, jobs, ranks, every=args.all, **options))
+            return
+        rows = sweep(tables.only(jobs), **options)
+    except ValueError as error:  # names, or replicas that do not divide the ranks
         raise UserError(str(error)) from error
-    print(forecast.table(job, found, args.all))
+    print(tables.title(what, jobs[0]), tables.sweep_table(rows), sep="\n")
+    draw(rows, f"{what}, {args.replicas} replica(s)", args.picture)
+    print(f"picture {args.picture}")
 
 
 if __name__ == "__main__":

@@ -186,7 +186,8 @@ def _others(ground: Ground) -> dict[str, tuple[dict[str, str], tuple[str, ...]]]
         ),
         "train.plan": (
             {"config": NAME, "ranks": WHOLE, "replicas": WHOLE, "link-gbps": NUMBER,
-             "tflops": NUMBER, "memory-gbs": NUMBER, "all": SWITCH},
+             "tflops": NUMBER, "memory-gbs": NUMBER, "all": SWITCH, "model": NAME,
+             "rules": NAME, "tokens": WHOLE},
             ("--config", "tiny_mars_m"),
         ),
         "marsopt.profile": (
