@@ -36,6 +36,8 @@ class Cut:
 
     def split(self, piece: Tensor) -> list[Tensor]:
         """Return a leaf's piece as those of its matrices."""
+        if piece.ndim == 2 and len(self.blocks) == 1:
+            return [piece]
         ranks = self.mesh.size(self.axis)
         shapes = [block.shards(ranks)[self.rank] for block in self.blocks]
         sizes, cols = [rows for rows, _ in shapes], shapes[0][1]
