@@ -128,7 +128,7 @@ class Scales(NamedTuple):
 
 def factor(numbers: Tensor, x: Tensor) -> Tensor:
     """Return numbers over the first dims of ``x`` as a factor of it."""
-    return numbers[(..., *(None for _ in range(x.ndim - numbers.ndim)))]
+    return numbers.view(*numbers.shape, *(1 for _ in range(x.ndim - numbers.ndim)))
 
 
 def _of_stacks(
