@@ -23,7 +23,7 @@ from .agreement import Agreement
 from .cut import Cut, cut_of
 from .exchange import unflatten
 from .layout_cache import LayoutCache
-from .placement import Placement, onto_rows
+from .placement import Placement, onto_first
 from .planner import Machine, Strategy, plan
 from .shard_group import ShardGroup
 
@@ -103,19 +103,18 @@ class MeshCollectives:
         # without a graph to_local makes no more of it than a view, tensor by tensor
         return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor
 
-    def wrap(
-        self, local: Tensor, like: Tensor, dims: Literal["rows"] | None = None
-    ) -> Tensor:
-        """Return ``local`` as this rank's piece of a tensor laid out as ``like``, or of
-        one without its last dim ("rows"): whole over axes that cut that.
+    def wrap(self, local: Tensor, like: Tensor) -> Tensor:
+        """Return ``local`` as this rank's piece of a tensor laid out as ``like``; where
+        it has fewer dims, of one that has only so many of its first dims: whole over
+        axes that cut the others.
         """
         if not isinstance(like, DTensor):
             return local
         shape, stride, placements = like.shape, like.stride(), like.placements
-        if dims is not None:
-            shape = like.shape[:-1]
+        if local.ndim < like.ndim:
+            shape = like.shape[: local.ndim]
             stride = torch.empty(shape, device="meta").stride()
-            placements = [onto_rows(p, like.ndim) for p in placements]
+            placements = [onto_first(p, like.ndim, local.ndim) for p in placements]
         return DTensor.from_local(
             local,
             like.device_mesh,
@@ -125,15 +124,16 @@ class MeshCollectives:
             stride=stride,
         )
 
-    def rows(self, tensor: Tensor) -> Tensor | None:
-        """Return which rows (all dims but the last) of ``tensor`` lie here: their
-        numbers among all of them, in the order of the piece's; None = all.
+    def rows(self, tensor: Tensor, matrices: Matrices) -> Tensor | None:
+        """Return which rows of all ``matrices`` of ``tensor`` lie here: their numbers
+        among all of them, in the order of the piece's; None = all.
         """
-        if all(dim == tensor.ndim - 1 for dim in Placement.of(tensor).dims):
+        first = matrices.column_dim(tensor.ndim)
+        if all(dim >= first for dim in Placement.of(tensor).dims):
             return None
-        shape, mesh = tensor.shape[:-1], tensor.device_mesh
+        shape, mesh = tensor.shape[:first], tensor.device_mesh
         numbers = torch.arange(shape.numel(), device=mesh.device_type).view(shape)
-        places = [onto_rows(p, tensor.ndim) for p in tensor.placements]
+        places = [onto_first(p, tensor.ndim, first) for p in tensor.placements]
         return _piece(numbers, mesh, places).flatten()
 
     def placement(self, tensor: Tensor) -> Hashable:
@@ -224,18 +224,19 @@ class MeshCollectives:
         self,
         parts: Sequence[Tensor],
         leaves: Sequence[Tensor],
+        matrices: Sequence[Matrices],
         lines: Literal["rows", "cols"],
     ) -> list[Tensor]:
-        """Sum the part of each leaf over the shards that its "cols" (the last dim) or
-        "rows" (all others) are cut into: one all-reduce per mesh axis that does so for
-        some leaf.
+        """Sum the part of each leaf over the shards that the "cols" or "rows" of its
+        matrices are cut into: one all-reduce per mesh axis that does so for some leaf.
 
         Raises:
             RuntimeError: at the first call with a list, ranks that hold different ones.
         """
         out = list(parts)
-        find = partial(self._find_line_reductions, lines)
-        for group, members in self._line_reductions.of(leaves, lines, find):
+        find = partial(self._find_line_reductions, lines, matrices)
+        key = (lines, *_distinct(matrices))
+        for group, members in self._line_reductions.of(leaves, key, find):
             flat = torch.cat([out[i].reshape(-1) for i in members])
             dist.all_reduce(flat, group=group)
             summed = unflatten(flat, [out[i].shape for i in members])
@@ -244,13 +245,15 @@ class MeshCollectives:
         return out
 
     def _find_line_reductions(
-        self, lines: str, leaves: Sequence[Tensor]
+        self, lines: str, matrices: Sequence[Matrices], leaves: Sequence[Tensor]
     ) -> list[LineReduction]:
         """Return the all-reduces of ``sum_along`` for one list of leaves."""
         found: dict[tuple[DeviceMesh | None, int], list[int]] = {}
-        for i, place in enumerate(self._places(f"sum_along {lines}", leaves)):
+        verb = f"sum_along {lines}", *_distinct(matrices)
+        for i, place in enumerate(self._places(verb, leaves)):
+            first = matrices[i].column_dim(leaves[i].ndim)
             for axis, cut in zip(place.axes, place.dims, strict=True):
-                if (cut == leaves[i].ndim - 1) == (lines == "cols"):
+                if (cut >= first) == (lines == "cols"):
                     found.setdefault((place.mesh, axis), []).append(i)
         return [(mesh.get_group(axis), ones) for (mesh, axis), ones in found.items()]
 
@@ -296,9 +299,7 @@ class MeshCollectives:
         """Return the orthogonal factors of the whole matrices of each leaf; both are
         pieces of leaves.
         """
-        # a key that is short where no parameter differs from the others
-        alike = all(m is matrices[0] or m == matrices[0] for m in matrices)
-        key = (ns, *(matrices[:1] if alike else matrices))
+        key = (ns, *_distinct(matrices))
         find = partial(self._find_partition, ns, matrices)
         partition = self._partitions.of(leaves, key, find)
         out: dict[int, Tensor] = {}
@@ -369,6 +370,12 @@ class MeshCollectives:
             )
             groups.append((group, cuts))
         return Partition(groups, whole, gathered)
+
+
+def _distinct(matrices: Sequence[Matrices]) -> Sequence[Matrices]:
+    """Return a key of them that is short where no parameter differs from the others."""
+    alike = all(m is matrices[0] or m == matrices[0] for m in matrices)
+    return matrices[:1] if alike else matrices
 
 
 def _piece(whole: Tensor, mesh: DeviceMesh, placements: Sequence) -> Tensor:

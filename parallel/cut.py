@@ -25,8 +25,7 @@ class Cut:
     mesh: DeviceMesh
     axis: int
     has_replicas: bool  # whether all other axes have the same matrices
-    dim: int  # of each matrix that the axis cuts
-    num_batches: int  # that lie here; a leaf of two dims is one
+    num_batches: int  # that lie here; a leaf that is one matrix is one
     blocks: tuple[Matrix, ...]  # of one batch, from its first row to its last
     rank: int  # along the axis
 
@@ -39,15 +38,16 @@ class Cut:
         """Return a leaf's piece as those of its matrices."""
         if piece.ndim == 2 and len(self.blocks) == 1:
             return [piece]
-        rows = piece.reshape(self.num_batches, *piece.shape[-2:])
         ranks = self.mesh.size(self.axis)
-        sizes = [block.shards(ranks)[self.rank][0] for block in self.blocks]
-        return [part for batch in rows.unbind() for part in batch.split(sizes)]
+        shapes = [block.shards(ranks)[self.rank] for block in self.blocks]
+        sizes, cols = [rows for rows, _ in shapes], shapes[0][1]
+        batches = piece.reshape(self.num_batches, sum(sizes), cols)
+        return [part for batch in batches.unbind() for part in batch.split(sizes)]
 
     def join(self, parts: list[Tensor], like: Tensor) -> Tensor:
         """Undo ``split`` of a piece of the shape of ``like``."""
-        if like.ndim == 2 and len(parts) == 1:
-            return parts[0]
+        if len(parts) == 1:
+            return parts[0].view_as(like)
         return torch.cat(parts).view_as(like) if parts else torch.empty_like(like)
 
 
@@ -58,28 +58,34 @@ def cut_of(
     on one rank, "stripes" where several axes cut them, or one not into consecutive
     pieces.
     """
-    first = leaf.ndim - 2
-    inner = [i for i, dim in enumerate(place.dims) if dim >= first]
-    if not inner:
+    row_dim = matrices.column_dim(leaf.ndim) - 1
+    inner = [i for i, dim in enumerate(place.dims) if dim >= row_dim]
+    if not inner or leaf.numel() == 0:
         return "whole"
     if len(inner) > 1 or not place.consecutive[inner[0]]:
         return "stripes"
-    axis, dim = place.axes[inner[0]], place.dims[inner[0]] - first
-    num_ranks, (rows, cols) = place.mesh.size(axis), matrices.shape_in(leaf.shape)
-    num_blocks = leaf.shape[-2] // rows if rows else 1
-    blocks = [Matrix(rows, cols, dim)] * num_blocks
-    if dim == 0 and num_blocks > 1:
-        sizes = shard_sizes(leaf.shape[-2], num_ranks)
-        if all(size % rows == 0 for size in sizes):
-            return "whole"
-        starts = range(0, leaf.shape[-2], rows)
+    axis, dim = place.axes[inner[0]], place.dims[inner[0]]
+    sizes = shard_sizes(leaf.shape[dim], place.mesh.size(axis))
+    rows, cols = matrices.shape_in(leaf.shape)
+    num_rows = leaf.shape[row_dim]
+    num_blocks = num_rows // rows
+    if dim > row_dim:
+        # pieces of a kernel are not consecutive columns, but columns in another order
+        # have a factor in that order
+        lengths = tuple(size * (cols // leaf.shape[dim]) for size in sizes)
+        blocks = [Matrix(rows, cols, 1, lengths)] * num_blocks
+    elif num_blocks == 1:
+        blocks = [Matrix(rows, cols, 0)]
+    elif all(size % rows == 0 for size in sizes):
+        return "whole"
+    else:
+        starts = range(0, num_rows, rows)
         blocks = [Matrix(rows, cols, 0, _overlaps(s, rows, sizes)) for s in starts]
     return Cut(
         mesh=place.mesh,
         axis=axis,
         has_replicas=len(place.axes) == 1,
-        dim=dim,
-        num_batches=leaf.to_local().shape[:-2].numel(),
+        num_batches=leaf.to_local().shape[:row_dim].numel(),
         blocks=tuple(blocks),
         rank=place.mesh.get_local_rank(axis),
     )

@@ -42,9 +42,11 @@ class Placement:
         return extent, self.axes, self.dims, self.consecutive
 
 
-def onto_rows(placement: AxisPlacement, ndim: int) -> AxisPlacement:
-    """Return what ``placement`` of a tensor is for one without its last dim."""
-    cuts = not placement.is_replicate() and placement.dim % ndim < ndim - 1
+def onto_first(placement: AxisPlacement, ndim: int, num_dims: int) -> AxisPlacement:
+    """Return what ``placement`` of a tensor is for one with so many of its first
+    dims.
+    """
+    cuts = not placement.is_replicate() and placement.dim % ndim < num_dims
     return placement if cuts else Replicate()
 
 

@@ -29,21 +29,28 @@ class Several:
     def slices(self, whole: Tensor) -> list[Tensor]:
         if whole.ndim == 1:
             return [whole]
-        rows = self.options.get("block_rows", whole.shape[-2])
-        batches = whole.reshape(-1, *whole.shape[-2:])
+        if self.matrices.kind == "flattened":
+            batches = whole.reshape(1, len(whole), -1)
+        else:
+            batches = whole.reshape(-1, *whole.shape[-2:])
+        rows = self.options.get("block_rows", batches.shape[1])
         return [part for batch in batches for part in batch.split(rows)]
 
     def joined(self, slices: list[Tensor]) -> Tensor:
         return torch.cat([s.reshape(-1) for s in slices]).view(self.shape)
 
 
-BATCHED = dict(matrices="batched")
+BATCHED, FLATTENED = dict(matrices="batched"), dict(matrices="flattened")
 TENSORS = {
     "experts": Several((3, 4, 6), BATCHED),
     "other experts": Several((3, 4, 6), BATCHED),
     "grouped experts": Several((2, 2, 5, 4), BATCHED),
     "fused experts": Several((3, 8, 6), BATCHED | dict(block_rows=4)),
     "heads": Several((20, 6), dict(block_rows=4)),
+    "convolution": Several((6, 2, 3, 2), FLATTENED),
+    "other convolution": Several((6, 2, 3, 2), FLATTENED),
+    "tall convolution": Several((20, 3, 2), FLATTENED),
+    "fused convolutions": Several((8, 3, 2, 2), FLATTENED | dict(block_rows=4)),
     "one matrix": Several((10, 4)),
     "bias": Several((7,)),
 }

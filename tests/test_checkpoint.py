@@ -144,7 +144,7 @@ def wrapped(world, values):
             leaf = distribute_tensor(torch.zeros(shape), mesh, [placement])
             rows = Shard(0) if place == "rows" else Replicate()
             local = distribute_tensor(values[size], mesh, [rows]).to_local().clone()
-            found[f"{place} {size}"] = MeshCollectives(mesh).wrap(local, leaf, "rows")
+            found[f"{place} {size}"] = MeshCollectives(mesh).wrap(local, leaf)
     return found
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import marsopt
-from marsopt import MARS, REGISTRY
+from marsopt import MARS, REGISTRY, Matrices
 from parallel import MeshCollectives
 from tests.processes import spawn
 
@@ -290,12 +290,13 @@ def sum_lines(rank, world, shape, places):
 
     for dim, lines in 2 * [(0, "rows"), (1, "cols")]:
         parts = [collectives.local(leaf).sum(dim) for leaf in leaves]
+        alike = [Matrices()] * len(leaves)
         parts[0] = parts[0].float()  # among wider ones it stays what it is
         given = [part.clone() for part in parts]
         calls.clear()
         dist.all_reduce = all_reduce
         try:
-            sums = collectives.sum_along(parts, leaves, lines)
+            sums = collectives.sum_along(parts, leaves, alike, lines)
         finally:
             dist.all_reduce = real
         counts.append(len(calls))
@@ -319,7 +320,7 @@ def sum_different(rank, world):
     whole = torch.ones(4 + rank, 4)
     leaf = cut(whole, mesh, [Shard(0)])
     try:
-        MeshCollectives(mesh).sum_along([torch.ones(4)], [leaf], "rows")
+        MeshCollectives(mesh).sum_along([torch.ones(4)], [leaf], [Matrices()], "rows")
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -340,9 +341,9 @@ def wrap_lines(rank, world, shape, places):
     for leaf in leaves:
         vector = torch.arange(leaf.shape[0], dtype=torch.float64)
         mine = vector[indices(leaf, 0)]
-        rows = collectives.rows(leaf)
+        rows = collectives.rows(leaf, Matrices())
         assert torch.equal(vector if rows is None else vector[rows], mine)
-        buffer = collectives.wrap(mine, leaf, "rows")
+        buffer = collectives.wrap(mine, leaf)
         assert collectives.local(buffer).data_ptr() == mine.data_ptr()
         if isinstance(leaf, DTensor):
             assert buffer.shape == vector.shape

@@ -68,19 +68,21 @@ def test_a_stack_of_batches_is_moved_by_one_loop_without_intermediates():
     assert 36 * num <= update.num_bytes < 1.02 * 36 * num
 
 
-def batched(tensors) -> dict[str, Several]:
+def together(kind: str) -> dict[str, Several]:
     """Those that one rule with one set of options can take together."""
-    return {n: s for n, s in tensors.items() if "block_rows" not in s.options}
+    alike = {}, dict(matrices=kind)
+    return {n: s for n, s in TENSORS.items() if s.options in alike}
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["leaves", "FlatGroup"])
+@pytest.mark.parametrize("kind", ["batched", "flattened"])
 @pytest.mark.parametrize("mars_type", REGISTRY)
-def test_a_rule_moves_every_matrix_as_if_it_were_alone(mars_type, flat):
-    tensors = batched(TENSORS)
+def test_a_rule_moves_every_matrix_as_if_it_were_alone(mars_type, kind, flat):
+    tensors = together(kind)
     want = in_loop(tensors, STEPS, mars_type=mars_type, compile=False, **OPTIONS)
     rule = marsopt.mars(
         mars_type=mars_type, lr=0.1, lr_1d=0.1, weight_decay=0.1, max_norm=3.0,
-        ns=NewtonSchulz(dtype=torch.float64), matrices="batched",
+        ns=NewtonSchulz(dtype=torch.float64), matrices=kind,
     )  # fmt: skip
     pack = FlatGroup.pack if flat else dict
     params = pack(values(0, tensors))

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from parallel import MeshCollectives
 from tests.processes import spawn
-from tests.slices import BATCHED, TENSORS, Several, at_once, in_loop
+from tests.slices import BATCHED, FLATTENED, TENSORS, Several, at_once, in_loop
 
 pytestmark = pytest.mark.processes
 
@@ -100,8 +100,8 @@ def test_sharded_batches_equal_the_loop(name):
 
 
 def count(rank, world):
-    """All-to-alls of a step after the first, of expert weights and heads on two
-    ranks: whole on a rank, and not.
+    """All-to-alls of a step after the first, of expert weights, heads and kernels on
+    two ranks: whole on a rank, and not.
     """
     mesh = init_device_mesh("cpu", (world,))
     found, real = {}, dist.all_to_all_single
@@ -110,6 +110,10 @@ def count(rank, world):
         ("heads", Several((16, 6), dict(block_rows=4)), Shard(0)),
         ("rows of experts", Several((4, 4, 6), BATCHED), Shard(1)),
         ("odd heads", Several((12, 6), dict(block_rows=4)), Shard(0)),
+        ("fused kernels", Several((8, 2, 3), FLATTENED | dict(block_rows=4)), Shard(0)),
+        ("channels out", Several((5, 4, 3, 3), FLATTENED), Shard(0)),
+        ("channels in", Several((6, 3, 2, 2), FLATTENED), Shard(1)),
+        ("height", Several((6, 2, 3, 2), FLATTENED), Shard(2)),
     ):
         calls = []
 
@@ -133,5 +137,7 @@ def count(rank, world):
 
 
 def test_matrices_that_lie_whole_on_a_rank_do_not_travel():
+    here = dict.fromkeys(("experts", "heads", "fused kernels"), 0)
+    cut = ("rows of experts", "odd heads", "channels out", "channels in", "height")
     for found in spawn(count, 2):
-        assert found == {"experts": 0, "heads": 0, "rows of experts": 2, "odd heads": 2}
+        assert found == here | dict.fromkeys(cut, 2)

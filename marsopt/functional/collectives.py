@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import NewtonSchulz
-from marsopt.rules.preconditioner import Dims
 
-Lines = Literal["rows", "cols"]  # all dims of a tensor but the last; the last
+Lines = Literal["rows", "cols"]  # dims before ``Matrices.column_dim``; from it on
 
 
 class Collectives(Protocol):
@@ -25,14 +24,14 @@ class Collectives(Protocol):
     def local(self, tensor: Tensor) -> Tensor:
         """The piece of ``tensor`` that this process holds, sharing its storage."""
 
-    def wrap(self, local: Tensor, like: Tensor, dims: Dims = None) -> Tensor:
-        """Inverse of ``local``: a piece of a tensor laid out as ``like``, or of one
-        that has only these ``dims`` of it.
+    def wrap(self, local: Tensor, like: Tensor) -> Tensor:
+        """Inverse of ``local``: a piece of a tensor laid out as ``like``; where it has
+        fewer dims, of one that has only so many of its first dims.
         """
 
-    def rows(self, tensor: Tensor) -> Tensor | None:
-        """Return which rows (all dims but the last) of ``tensor`` lie here: their
-        numbers among all of them, in the order of the piece's; None = all.
+    def rows(self, tensor: Tensor, matrices: Matrices) -> Tensor | None:
+        """Return which rows of all ``matrices`` of ``tensor`` lie here: their numbers
+        among all of them, in the order of the piece's; None = all.
         """
 
     def placement(self, tensor: Tensor) -> Hashable:
@@ -60,9 +59,15 @@ class Collectives(Protocol):
         """Raise where a ``sum`` is known to have found ranks that differ."""
 
     def sum_along(
-        self, parts: Sequence[Tensor], leaves: Sequence[Tensor], lines: Lines
+        self,
+        parts: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        matrices: Sequence[Matrices],
+        lines: Lines,
     ) -> list[Tensor]:
-        """Sum the part of each leaf over the shards that cut its ``lines``."""
+        """Sum the part of each leaf over the shards that cut the ``lines`` of its
+        matrices.
+        """
 
     def orthogonalize(
         self,
@@ -97,10 +102,10 @@ class LocalCollectives:
             )
         return tensor
 
-    def wrap(self, local: Tensor, like: Tensor, dims: Dims = None) -> Tensor:
+    def wrap(self, local: Tensor, like: Tensor) -> Tensor:
         return local
 
-    def rows(self, tensor: Tensor) -> Tensor | None:
+    def rows(self, tensor: Tensor, matrices: Matrices) -> Tensor | None:
         return None
 
     def placement(self, tensor: Tensor) -> Hashable:
@@ -121,7 +126,11 @@ class LocalCollectives:
         pass
 
     def sum_along(
-        self, parts: Sequence[Tensor], leaves: Sequence[Tensor], lines: Lines
+        self,
+        parts: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        matrices: Sequence[Matrices],
+        lines: Lines,
     ) -> list[Tensor]:
         return list(parts)
 

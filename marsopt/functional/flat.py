@@ -23,7 +23,6 @@ from marsopt.functional.trees import (
     match_names,
     names,
 )
-from marsopt.rules.preconditioner import Dims
 
 
 @dataclass(frozen=True)
@@ -185,35 +184,6 @@ def check_matching(params: Tree, other: Tree, what: str) -> None:
             "respect to the flat group itself, or pack the same mapping"
         )
     match_names(params, other, what)
-
-
-def over_dims(x: Tensor, dims: Dims) -> Tensor:
-    """Return a tensor like ``x``, a leaf or a stack of a FlatGroup, with only these
-    ``dims``; None = all. Its values mean nothing.
-    """
-    if dims is None:
-        return x
-    x = x.detach()
-    return x.sum(-1) if x.shape[-1] == 0 else x.select(-1, 0)
-
-
-def match_state(
-    params: Tree, buffers: Tree, what: str, dims: Dims = None
-) -> list[Tensor]:
-    """Return the leaves of one buffer of a state in the order of ``params``.
-
-    Raises:
-        ValueError: other names or shapes than the parameters have (over ``dims``).
-    """
-    check_matching(params, buffers, what)
-    for name in names(params):
-        expected = tuple(over_dims(params[name], dims).shape)
-        if buffers[name].shape != expected:
-            raise ValueError(
-                f"got {what}[{name!r}] of shape {tuple(buffers[name].shape)}, expected "
-                f"{expected}: make the state by init on them"
-            )
-    return [buffers[name] for name in names(params)]
 
 
 def leaf_shape(tree: Tree, x: Tensor) -> torch.Size:

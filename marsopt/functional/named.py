@@ -204,7 +204,8 @@ def mars(
         lr: the peak rate that ``lr_1d`` is measured against; the rate of a step is
             given to ``step``.
         matrices, block_rows, clip_per: which matrices a tensor is made of ("2d": one,
-            if it has exactly two dims; see ``Matrices``), and whether each is clipped.
+            if it has exactly two dims; "batched", "flattened": see ``Matrices``), and
+            whether each is clipped.
         betas, eps, weight_decay, amsgrad, epsilon_hat, gamma, clip, max_norm: as in
             ``mars_adamw``; rules with one momentum take betas[0], NorMuon
             betas[1] for the moment of rows.

@@ -39,7 +39,8 @@ def matrix_rows(
         return None
     matrices = algorithm.matrices
     num_rows = matrices.shape_in(shape)[0]
-    return MatrixRows(matrices.num_in(shape), num_rows, collectives.rows(leaf))
+    here = collectives.rows(leaf, matrices)
+    return MatrixRows(matrices.num_in(shape), num_rows, here)
 
 
 def row_weights(
@@ -55,7 +56,7 @@ def row_weights(
 
     Args:
         stacks: of matrices, as in ``step``.
-        factors: of each stack, (L, ..., rows, cols); None for an elementwise algorithm.
+        factors: of each stack, (L, *shape); None for an elementwise algorithm.
         leaves: stack by stack, the parameters as their owner holds them.
         collectives: who sums.
     """
@@ -68,15 +69,21 @@ def row_weights(
     if not mine:
         return found
     tensors = [p for i in mine for p in leaves[i]]
+    matrices = [stacks[i].algorithm.matrices for i in mine for _ in leaves[i]]
 
     def summed(parts: list[Tensor], lines: Lines) -> list[Tensor]:
         """Sum every part over the axes that cut ``lines`` of its tensor."""
         flat = [row for part in parts for row in part.unbind()]
-        rest = iter(collectives.sum_along(flat, tensors, lines))
+        rest = iter(collectives.sum_along(flat, tensors, matrices, lines))
         return [torch.stack([next(rest) for _ in part]) for part in parts]
 
     squares = summed(
-        [torch.linalg.vector_norm(working(factors[i]), dim=-1).square() for i in mine],
+        [
+            torch.linalg.vector_norm(
+                working(factors[i]), dim=stacks[i].column_dims
+            ).square()
+            for i in mine
+        ],
         "cols",
     )
     moved = [

@@ -10,7 +10,6 @@ from marsopt.functional.flat import (
     FlatGroup,
     check_matching,
     leaf_shape,
-    match_state,
     rebuild,
     subtree,
 )
@@ -169,7 +168,7 @@ class Rule:
             tree = _part(params, part)
             leaves = flatten(tree, "params")
             if algorithm.transports:
-                leaves = match_state(tree, held(states[side], "x"), "state.x")
+                leaves = held(algorithm, "x", tree, states[side])
             found.update(zip(names(tree), leaves, strict=True))
         return rebuild(params, [found[name] for name in names(params)])
 

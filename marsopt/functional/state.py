@@ -11,9 +11,8 @@ from torch import Tensor
 from marsopt.functional.collectives import Collectives
 from marsopt.functional.flat import (
     FlatGroup,
+    check_matching,
     leaf_shape,
-    match_state,
-    over_dims,
     rebuild,
 )
 from marsopt.functional.rows import matrix_rows
@@ -86,37 +85,54 @@ def zeros(algorithm: Algorithm, params: Tree) -> State:
                 x.detach().clone()  # y is x at first
                 if symbol == "x"
                 else torch.zeros_like(
-                    over_dims(x, dims), dtype=algorithm.dtype_of(symbol, x)
+                    _without_last(
+                        x, algorithm.num_missing(symbol, leaf_shape(params, x))
+                    ),
+                    dtype=algorithm.dtype_of(symbol, x),
                 )
                 for x in leaves
             ],
         )
-        for symbol, dims in algorithm.buffers.items()
+        for symbol in algorithm.buffers
     }
     zero = torch.zeros((), dtype=torch.float32, device=device)
     return State(zero, zero.clone(), buffers)
 
 
-def held(state: State, symbol: str) -> Tree:
-    """Return one buffer of ``state``.
+def _without_last(x: Tensor, num_dims: int) -> Tensor:
+    """Return a tensor like ``x``, a leaf or a stack of a FlatGroup, without so many of
+    its dims. Its values mean nothing.
+    """
+    x = x.detach()
+    for _ in range(num_dims):
+        x = x.sum(-1) if x.shape[-1] == 0 else x.select(-1, 0)
+    return x
+
+
+def held(algorithm: Algorithm, symbol: str, params: Tree, state: State) -> list[Tensor]:
+    """Return the leaves of one buffer of ``state`` in the order of ``params``.
 
     Raises:
-        ValueError: it has none of this symbol.
+        ValueError: it has none of this symbol, or one with other names or shapes than
+            the parameters'.
     """
     if symbol not in state.buffers:
         raise ValueError(
             f"got a state without {symbol}, expected one of a rule with the same "
             "options: clip, amsgrad and correction decide what it holds"
         )
-    return state.buffers[symbol]
-
-
-def _buffers(algorithm: Algorithm, params: Tree, state: State) -> dict[str, list]:
-    """Return the leaves of every buffer of ``state``, checked."""
-    return {
-        symbol: match_state(params, held(state, symbol), f"state.{symbol}", dims)
-        for symbol, dims in algorithm.buffers.items()
-    }
+    what, buffers = f"state.{symbol}", state.buffers[symbol]
+    check_matching(params, buffers, what)
+    for name in names(params):
+        x = params[name]
+        num_missing = algorithm.num_missing(symbol, leaf_shape(params, x))
+        expected = tuple(x.shape[: x.ndim - num_missing])
+        if buffers[name].shape != expected:
+            raise ValueError(
+                f"got {what}[{name!r}] of shape {tuple(buffers[name].shape)}, expected "
+                f"{expected}: make the state by init on them"
+            )
+    return [buffers[name] for name in names(params)]
 
 
 def group(
@@ -133,7 +149,7 @@ def group(
     shape of a FlatGroup.
     """
     flat = isinstance(params, FlatGroup)
-    buffers = _buffers(algorithm, params, state)
+    buffers = {s: held(algorithm, s, params, state) for s in algorithm.buffers}
     h = buffers.get("h") if reference is None else reference
 
     def local(tensor: Tensor) -> Tensor:
@@ -175,17 +191,17 @@ def trees(
     """Return the leaves (or stacks of a FlatGroup) and the state after a step."""
     flat, leaves = isinstance(params, FlatGroup), flatten(params, "params")
 
-    def whole(parts, dims=None) -> list[Tensor]:
+    def whole(parts) -> list[Tensor]:
         if flat:
             return list(parts)
         return [
-            collectives.wrap(new.squeeze(0), like, dims)
+            collectives.wrap(new.squeeze(0), like)
             for new, like in zip(parts, leaves, strict=True)
         ]
 
     buffers = {
-        symbol: rebuild(params, whole([s.buffers[symbol] for s in stacks], dims))
-        for symbol, dims in algorithm.buffers.items()
+        symbol: rebuild(params, whole([s.buffers[symbol] for s in stacks]))
+        for symbol in algorithm.buffers
     }
     went = decision.finite.to(state.t.dtype)
     new = State(state.t + went, state.skipped + 1 - went, buffers)

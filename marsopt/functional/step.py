@@ -20,6 +20,7 @@ from marsopt.functional.step_types import (
     RuleGroup,
     Scales,
     Stack,
+    factor,
     scalar_dtype,
 )
 from marsopt.rules.algorithm import working, working_dtype
@@ -191,9 +192,8 @@ def apply(stack: Stack, factors: Tensor, rows: Rows | None, scales: Scales) -> S
     s, page = scales.over(stack.x), stack.algorithm.preconditioner
     o, buffers = working(factors), stack.buffers
     if rows is not None:
-        o = rows.weights[..., None] * o
-        ok, old = s.ok.squeeze(-1), buffers["r"]
-        r = torch.where(ok, rows.r.to(old.dtype), old)
+        o, old = factor(rows.weights, o) * o, buffers["r"]
+        r = torch.where(factor(scales.ok, old), rows.r.to(old.dtype), old)
         buffers = {**buffers, "r": r}
     new = page.apply(working(start(stack)), o, s.own, stack.matrix_shape)
     return moved(stack._replace(buffers=buffers), new, s)

@@ -42,6 +42,12 @@ class Stack(NamedTuple):
         """Return that of a whole matrix."""
         return self.algorithm.matrices.shape_in(self.shape)
 
+    @property
+    def column_dims(self) -> tuple[int, ...]:
+        """Return which dims of the stack, of matrices, count their columns."""
+        ndim = len(self.shape)
+        return tuple(range(1 + self.algorithm.matrices.column_dim(ndim), 1 + ndim))
+
 
 class Hyperparameters(NamedTuple):
     """One algorithm with its rates in one step, for N tensors."""
@@ -117,8 +123,12 @@ class Scales(NamedTuple):
 
     def over(self, x: Tensor) -> Scales:
         """Return them as factors of a stack ``x``."""
-        shape = (-1, *(1 for _ in x.shape[1:]))
-        return self.map(lambda v: v.view(shape) if v.ndim == 1 else v[..., None])
+        return self.map(lambda v: factor(v, x))
+
+
+def factor(numbers: Tensor, x: Tensor) -> Tensor:
+    """Return numbers over the first dims of ``x`` as a factor of it."""
+    return numbers.view(*numbers.shape, *(1 for _ in range(x.ndim - numbers.ndim)))
 
 
 def _of_stacks(
@@ -134,7 +144,7 @@ def _of_stacks(
     for v, s in zip(vector.split(sizes), stacks, strict=True):
         if s.num_clipped > 1:
             each = v.view(s.num_tensors, -1).expand(-1, s.num_clipped)
-            v = s.rows.spread(each, s.x.shape[:-1])
+            v = s.rows.spread(each, s.x.shape[: s.column_dims[0]])
         found.append(v)
     return found
 

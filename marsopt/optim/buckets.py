@@ -27,7 +27,6 @@ from marsopt.optim.state_dict import (
 from marsopt.optim.storage import are_rows, known_stack, may_move, move_in, own_rows
 from marsopt.rules.algorithm import Algorithm, working_dtype
 from marsopt.rules.matrices import MatrixRows
-from marsopt.rules.preconditioner import Dims
 
 
 @dataclass
@@ -199,17 +198,22 @@ def _attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) 
     for p in bucket.params:
         for key in unwanted & set(state[p]):
             del state[p][key]  # of another rule: stale when that one returns
-    for symbol, dims in wanted.items():
-        key, dtype = keys[symbol], bucket.algorithm.dtype_of(symbol, pieces[0])
+    for symbol, key in keys.items():
+        num_missing = bucket.algorithm.num_missing(symbol, bucket.shape)
+        num_dims = len(bucket.shape) - num_missing
+        for p in bucket.params if num_missing else ():
+            if key in state[p] and state[p][key].ndim != num_dims:
+                del state[p][key]  # of the rows of other matrices
+        dtype = bucket.algorithm.dtype_of(symbol, pieces[0])
         stack = _existing(bucket, key, dtype, state, known)
         if stack is None:
-            stack = _zeros(pieces, dtype, dims)
+            stack = _zeros(pieces, dtype, num_dims)
             for p, row in zip(bucket.params, own_rows(stack), strict=True):
                 if key in state[p]:
                     row.copy_(bucket.collectives.local(state[p][key]))
                 elif key == ITERATE:
                     row.copy_(bucket.collectives.local(p.detach()))
-                state[p][key] = bucket.collectives.wrap(row, p, dims)
+                state[p][key] = bucket.collectives.wrap(row, p)
         bucket.state[symbol] = stack
 
 
@@ -230,9 +234,9 @@ def _existing(
     return known_stack(rows, known)
 
 
-def _zeros(pieces: Sequence[Tensor], dtype: torch.dtype, dims: Dims) -> Tensor:
+def _zeros(pieces: Sequence[Tensor], dtype: torch.dtype, num_dims: int) -> Tensor:
+    """Return zeros over the first dims of the pieces, a stack."""
     first = pieces[0]
-    if len(pieces) == 1 and dims is None:  # its state has its strides
+    if len(pieces) == 1 and num_dims == first.ndim:  # its state has its strides
         return torch.zeros_like(first, dtype=dtype).unsqueeze(0)
-    shape = first.shape if dims is None else first.shape[:-1]
-    return first.new_zeros(len(pieces), *shape, dtype=dtype)
+    return first.new_zeros(len(pieces), *first.shape[:num_dims], dtype=dtype)

@@ -32,14 +32,14 @@ class MARS(LayoutOptimizer):
     """MARS (arXiv 2411.10438) with the authors' constructor, and their baselines in the
     same frame.
 
-    Tensors of exactly two dims take ``mars_type``; others take AdamW with ``lr_1d``,
-    ``betas_1d`` and ``weight_decay_1d`` unless ``optimize_1d``. Every hyperparameter up
-    to ``clip``, and those from ``epsilon_hat`` to ``clip_per``, may be set per param
-    group and changed between steps, as in torch.optim. What changes which rule moves a
-    tensor (``mars_type``, ``matrices``), and ``clip`` to or from None, restarts the
-    state that the two rules do not share; the
-    learning rate of the others is lr * lr_1d / base_lr, where the group's ``base_lr``
-    is its lr when it was added, so that it follows the schedule.
+    Tensors of exactly two dims (or what ``matrices`` says) take ``mars_type``; others
+    take AdamW with ``lr_1d``, ``betas_1d`` and ``weight_decay_1d`` unless
+    ``optimize_1d``. Every hyperparameter up to ``clip``, and those from ``epsilon_hat``
+    to ``clip_per``, may be set per param group and changed between steps, as in
+    torch.optim. What changes which rule moves a tensor (``mars_type``, ``matrices``),
+    and ``clip`` to or from None, restarts the state that the two rules do not share;
+    the learning rate of the others is lr * lr_1d / base_lr, where the group's
+    ``base_lr`` is its lr when it was added, so that it follows the schedule.
 
     Args:
         params: tensors, (name, tensor) pairs or param groups. Real floating point,
@@ -69,8 +69,9 @@ class MARS(LayoutOptimizer):
         epsilon_hat: AdamW adds eps before debiasing, as the MARS-M and Moonlight
             scripts do for embeddings. For tensors that are not matrices, these two and
             both kinds of NorMuon always do.
-        matrices: "2d", or "batched": a tensor (..., rows, cols), as the weights of
-            experts, is a batch of matrices, which take ``mars_type``.
+        matrices: "2d"; "batched": a tensor (..., rows, cols), as the weights of
+            experts, is a batch of matrices, which take ``mars_type``; or "flattened": a
+            tensor (rows, ...), as the kernel of a convolution, is one matrix that does.
         block_rows: so many consecutive rows form one matrix: the head width of a
             projection, or each of several fused ones; None = all rows of a tensor.
         clip_per: what ``clip`` bounds, "matrix" or "tensor".

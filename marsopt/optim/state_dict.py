@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.preconditioner import Dims
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +48,10 @@ def state_key(algorithm: Algorithm, symbol: str) -> str:
     return STATE_KEYS[symbol]
 
 
-def kept_buffers(algorithm: Algorithm) -> dict[str, Dims]:
-    """Return what the class keeps, by symbol: also the h that exact MARS is given."""
-    return {**algorithm.buffers, **({"h": None} if algorithm.reads_h else {})}
+def kept_buffers(algorithm: Algorithm) -> list[str]:
+    """Return the symbols of what the class keeps: also h that exact MARS is given."""
+    given = ["h"] if algorithm.reads_h and not algorithm.keeps_h else []
+    return [*algorithm.buffers, *given]
 
 
 State = MutableMapping[Tensor, dict[str, Any]]  # ``optimizer.state``

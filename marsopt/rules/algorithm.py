@@ -103,6 +103,12 @@ class Algorithm:
             return x.dtype
         return self.state_dtype or x.dtype
 
+    def num_missing(self, symbol: str, shape: torch.Size) -> int:
+        """Return how many dims, the last ones, a buffer lacks of a tensor's shape."""
+        if self.buffers.get(symbol) is None:
+            return 0
+        return len(shape) - self.matrices.column_dim(len(shape))
+
     def num_clipped(self, shape: torch.Size) -> int:
         """Return how many parts of a tensor of this shape have a norm of their own."""
         whole = self.correction is None or self.correction.clip is None
@@ -127,12 +133,12 @@ class Algorithm:
         Written as sums of products, not as norms: inductor then keeps them in one graph
         with what divides by them.
         """
-        g, dims = working(g), tuple(range(1, g.ndim))
+        first = 1 if rows is None else 1 + self.matrices.column_dim(g.ndim - 1)
+        g, dims = working(g), tuple(range(first, g.ndim))
 
         def inner(a: Tensor, b: Tensor) -> Tensor:
-            if rows is not None:
-                return rows.sum((a * b).sum(-1)).flatten()
-            return (a * b).sum(dims) if dims else a * b
+            products = (a * b).sum(dims) if dims else a * b
+            return products if rows is None else rows.sum(products).flatten()
 
         if not self.reads_h:
             return (inner(g, g),)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from marsopt.rules import checks
 
-Kind = Literal["2d", "batched"]
+Kind = Literal["2d", "batched", "flattened"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
@@ -22,7 +22,9 @@ class Matrices:
         kind: "2d": a tensor of exactly two dims is a matrix, any other is none (the
             authors' rule: a convolution kernel is no matrix, an embedding is one).
             "batched": (..., rows, cols) is a batch of matrices, as the weights of
-            experts (num_experts, rows, cols) are.
+            experts (num_experts, rows, cols) are. "flattened": (rows, ...) is one
+            matrix, whose columns all other dims count, as a convolution kernel (out,
+            in, *kernel) has out rows of in * prod(kernel) columns.
         block_rows: so many consecutive rows are a matrix: the head width of a
             projection (num_heads * head_width, cols), or the rows of each of several
             projections of one shape that were fused. None = all rows.
@@ -41,39 +43,53 @@ class Matrices:
     @property
     def expected(self) -> str:
         """Return what an error message says is expected."""
-        several = self.kind == "batched"
-        return "matrices (ndim 2 or more)" if several else "a matrix (ndim 2)"
+        if self.kind == "batched":
+            return "matrices (ndim 2 or more)"
+        more = " or more" if self.kind == "flattened" else ""
+        return f"a matrix (ndim 2{more})"
 
     def takes(self, shape: torch.Size) -> bool:
         """Return whether a tensor of this shape is made of matrices."""
-        return len(shape) == 2 or (self.kind == "batched" and len(shape) > 2)
+        return len(shape) == 2 or (self.kind != "2d" and len(shape) > 2)
+
+    def column_dim(self, ndim: int) -> int:
+        """Return the first dim of a tensor that counts columns, as all after it do; the
+        one before it counts rows, and those before that count matrices.
+        """
+        return 1 if self.kind == "flattened" else ndim - 1
 
     def check(self, shape: torch.Size, what: str) -> None:
         """Raise ValueError where ``block_rows`` does not divide the rows."""
-        if self.takes(shape) and self.block_rows and shape[-2] % self.block_rows:
+        if not self.takes(shape) or self.block_rows is None:
+            return
+        num_rows = shape[self.column_dim(len(shape)) - 1]
+        if num_rows % self.block_rows:
             raise ValueError(
                 f"got block_rows={self.block_rows} for {what} of shape {tuple(shape)}, "
-                f"expected a divisor of its {shape[-2]} rows: give parameters with "
+                f"expected a divisor of its {num_rows} rows: give parameters with "
                 "other blocks a param group of their own"
             )
 
     def shape_in(self, shape: torch.Size) -> torch.Size:
         """Return (rows, cols) of each matrix in a tensor of this shape."""
-        return torch.Size([self.block_rows or shape[-2], shape[-1]])
+        first = self.column_dim(len(shape))
+        return torch.Size([self.block_rows or shape[first - 1], shape[first:].numel()])
 
     def num_in(self, shape: torch.Size) -> int:
         """Return how many matrices a tensor of this shape is made of; 1 if of none."""
         if not self.takes(shape):
             return 1
-        blocks = shape[-2] // self.block_rows if self.block_rows else 1
-        return max(1, shape[:-2].numel() * blocks)
+        row_dim = self.column_dim(len(shape)) - 1
+        blocks = shape[row_dim] // self.block_rows if self.block_rows else 1
+        return max(1, shape[:row_dim].numel() * blocks)
 
     def unbound(self, tensor: Tensor) -> Tensor:
         """Return whole matrices of a tensor as a batch (num, rows, cols); a tensor that
-        is one matrix as itself.
+        is one matrix as (rows, cols). Both are views of a contiguous one.
         """
-        if tensor.ndim == 2 and self.block_rows in (None, tensor.shape[0]):
-            return tensor
+        is_one = self.column_dim(tensor.ndim) == 1
+        if is_one and self.block_rows in (None, tensor.shape[0]):
+            return tensor.flatten(1)
         rows, cols = self.shape_in(tensor.shape)
         num = tensor.numel() // (rows * cols) if rows * cols else 0
         return tensor.reshape(num, rows, cols)

@@ -13,7 +13,7 @@ from marsopt.rules import checks
 from marsopt.rules.checks import Number
 
 Buffers = Mapping[str, Tensor]  # by symbol
-Dims = Literal["rows"] | None  # of x that a buffer has: all but the last; None = all
+Dims = Literal["rows"] | None  # of x that a buffer has: not columns'; None = all
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
