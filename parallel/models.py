@@ -18,6 +18,15 @@ RULES = (  # that are compared
 )
 
 
+def num_flops_per_token(
+    num_multiplied: int, num_layers: int, width: int, seq_len: int
+) -> int:
+    """Return the FLOPs a token, forward and backward: 6 per weight that is multiplied
+    with, and causal attention (PaLM, arXiv 2204.02311, appendix B).
+    """
+    return 6 * (num_multiplied + num_layers * width * seq_len)
+
+
 @dataclass(frozen=True)
 class Model:
     """A transformer, and how its authors trained it.
@@ -46,12 +55,11 @@ class Model:
 
     @property
     def num_flops_per_token(self) -> int:
-        """Return the FLOPs a token, forward and backward: 6 per weight that is
-        multiplied with, and causal attention (PaLM, arXiv 2204.02311, appendix B).
-        """
+        """Return the FLOPs of a token."""
         looked_up = sum(math.prod(self.shapes[name]) for name in self.looked_up)
-        attention = self.num_layers * self.width * self.seq_len
-        return 6 * (self.num_params - looked_up + attention)
+        multiplied = self.num_params - looked_up
+        sizes = self.num_layers, self.width, self.seq_len
+        return num_flops_per_token(multiplied, *sizes)
 
 
 def llama_shapes(

@@ -32,7 +32,7 @@ from parallel.planner import Matrix
 from parallel.shard_group import ShardGroup
 from tests.processes import spawn
 from tests.stacking import as_on_a_gpu, forced
-from train.gpt2 import GPT2, Shape, num_flops_per_token
+from train.gpt2 import GPT2, Shape
 
 CLOSE, REL = pytest.approx, 0.02
 
@@ -386,7 +386,7 @@ def test_gpt2_is_that_of_the_application(name):
     named = MODELS[name]
     sizes = sorted(tuple(p.shape) for p in model.parameters())
     assert sorted(named.shapes.values()) == sizes
-    ours = num_flops_per_token(shape, named.num_params, 1024)
+    ours = shape.num_flops_per_token(named.num_params, 1024)
     assert named.num_flops_per_token == ours
     found = num_flops(lambda: model(ids)) / 1024
     assert found == CLOSE(with_whole_attention(named), rel=REL)

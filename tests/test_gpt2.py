@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from configs.base import SHAPES
-from train.gpt2 import GPT2, Shape, num_flops_per_token
+from train.gpt2 import GPT2, Shape
 
 SMALL = Shape(num_layers=3, num_heads=2, width=8, block_size=16, vocab_size=32)
 
@@ -90,5 +90,5 @@ def test_init_is_the_authors_and_depends_on_names_alone():
 
 def test_flops_of_gpt2_small():
     """6 per weight that is multiplied with (not positions), and attention."""
-    flops = num_flops_per_token(SHAPES["small"], 124_373_760, 1024)
+    flops = SHAPES["small"].num_flops_per_token(124_373_760, 1024)
     assert flops == 6 * (124_373_760 - 1024 * 768) + 6 * 12 * 768 * 1024

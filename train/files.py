@@ -20,9 +20,7 @@ PLAN, LEDGER, MADE = "plan.json", "ledger.json", "made"
 
 
 class Limits:
-    """What a JSON file's value may be, for ``Annotated``, in pydantic_core's words (ge,
-    le, pattern); here, so that only ``read_json`` needs pydantic.
-    """
+    """What ``read_json`` checks of an annotated value, in pydantic_core's words."""
 
     def __init__(self, **limits: object) -> None:
         self._limits = limits

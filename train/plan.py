@@ -9,7 +9,7 @@ from parallel import models, tables
 from parallel.forecast import Forecast, Hardware, Job, sweep
 from train.engine.launch import recipe
 from train.errors import UserError, check_least, command
-from train.gpt2 import num_flops_per_token, tensor_sizes
+from train.gpt2 import tensor_sizes
 from train.pictures import picture
 
 PICTURES = (".png", ".pdf", ".svg")
@@ -33,7 +33,7 @@ def job_of(config_name: str) -> Job:
         shapes=sizes,
         mars_type=config.optimizer.mars_type,
         tokens=config.training.global_batch_size * seq_len,
-        flops_per_token=num_flops_per_token(shape, num_params, seq_len),
+        flops_per_token=shape.num_flops_per_token(num_params, seq_len),
         elementwise=config.optimizer.beside_the_rule(sizes),
         options=config.optimizer.options(),
     )

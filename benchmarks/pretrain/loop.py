@@ -21,7 +21,7 @@ from benchmarks.pretrain.methods import Method
 from train.data.batches import Batches
 from train.data.token_files import Stream
 from train.engine.schedule import cosine
-from train.gpt2 import GPT2, Shape, num_flops_per_token
+from train.gpt2 import GPT2, Shape
 
 WARM_UP = 3  # steps that compile, and make the state; no time counts them
 Tokens = np.ndarray | Stream
@@ -293,7 +293,7 @@ def _summed_up(
     passed = [typical] * (len(steps) - len(counted)) + [sum(s) for s in counted]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     num_params, on_gpu = sum(p.numel() for p in params), plan.device == "cuda"
-    each = num_flops_per_token(plan.shape, num_params, plan.seq_len)
+    each = plan.shape.num_flops_per_token(num_params, plan.seq_len)
     return Run(
         method=method.name,
         lr=method.lr,

@@ -22,10 +22,12 @@ NOT_SOURCE = {
 TEXT = {".py", ".pyi", ".md", ".rst", ".txt"}
 
 
-def inside(root: Path, suffixes: set[str]) -> list[Path]:
-    """Return the files of a folder that end so, or are a package's METADATA: its
-    README; no tests.
+def files_of(root: Path, suffixes: set[str] = TEXT) -> list[Path]:
+    """Return a file as it is; of a folder the files that end so, and a package's
+    METADATA, its README, but no tests.
     """
+    if not root.is_dir():
+        return [root]
     every = (p.relative_to(root) for p in root.rglob("*"))
     named = (p for p in every if p.suffix in suffixes or p.name == "METADATA")
     kept = (root / p for p in named if not NOT_SOURCE & set(p.parts))
@@ -34,12 +36,7 @@ def inside(root: Path, suffixes: set[str]) -> list[Path]:
 
 def standard_library() -> list[Path]:
     """Return Python's own modules without tests: 10 to 13 MB that every machine has."""
-    return inside(Path(sysconfig.get_paths()["stdlib"]), {".py"})
-
-
-def expanded(paths: list[Path]) -> list[Path]:
-    """Return the files, with those that hold text in place of a folder."""
-    return [f for p in paths for f in (inside(p, TEXT) if p.is_dir() else [p])]
+    return files_of(Path(sysconfig.get_paths()["stdlib"]), {".py"})
 
 
 def read(path: Path) -> str:
@@ -74,9 +71,10 @@ class LocalText:
     def __init__(
         self, source: str, files: list[Path], fraction: float, held_out: list[Path]
     ) -> None:
-        files = standard_library() if source == "python" else expanded(files)
-        self._held_out = set(expanded(held_out))
-        self._files = [f for f in files if f not in self._held_out]
+        self._held_out = {f for path in held_out for f in files_of(path)}
+        every = [f for path in files for f in files_of(path)]
+        every = standard_library() if source == "python" else every
+        self._files = [f for f in every if f not in self._held_out]
         self._files += sorted(self._held_out)
         split = by_document if source == "python" else by_tail
         self._split = partial(split, fraction=fraction)

@@ -24,41 +24,25 @@ NOT_NEGATIVE = ("lr_scheduler.warmup_steps", "debug.seed", "comm.trace_buf_size"
 LARGEST = 2**31 - 1  # of whole numbers: what the libraries below count with
 # options that torchtitan has and this application does not use, with their one value
 UNUSED = {
-    "dataloader.dataset": "",
-    "dataloader.split": "train",
-    "dataloader.infinite": True,
-    "validator.dataloader.dataset": "",
-    "validator.dataloader.split": "val",
-    "validator.dataloader.infinite": True,
-    "validator.steps": 1,
-    "lr_scheduler.decay_type": "linear",
-    "lr_scheduler.min_lr_factor": 0.0,
-    "loss.global_vocab_size": None,
-    "optimizer.implementation": "fused",
+    "dataloader.dataset": "", "dataloader.split": "train", "dataloader.infinite": True,
+    "validator.dataloader.dataset": "", "validator.dataloader.split": "val",
+    "validator.dataloader.infinite": True, "validator.steps": 1,
+    "lr_scheduler.decay_type": "linear", "lr_scheduler.min_lr_factor": 0.0,
+    "loss.global_vocab_size": None, "optimizer.implementation": "fused",
     "optimizer.optimizer_factory_kwargs_by_name": {},
-    "training.enable_cpu_offload": False,
-    "checkpoint.enable": True,
-    "checkpoint.folder": "checkpoint",
+    "training.enable_cpu_offload": False, "comm.mode": "default",
+    "checkpoint.enable": True, "checkpoint.folder": "checkpoint",
     "checkpoint.initial_load_in_hf": False,
     "checkpoint.initial_load_in_hf_quantized": False,
-    "checkpoint.last_save_in_hf": False,
-    "checkpoint.last_save_model_only": False,
-    "checkpoint.export_dtype": "float32",
-    "checkpoint.load_step": -1,
-    "checkpoint.load_only": False,
-    "checkpoint.exclude_from_loading": [],
-    "checkpoint.create_seed_checkpoint": False,
-    "metrics.save_tb_folder": "tb",
-    "comm.mode": "default",
-    "compile.enable_async_tensor_parallel": False,
-    "override.imports": [],
-    "debug.moe_force_load_balance": False,
-    "parallelism.enable_fsdp_symm_mem": False,
-    **{
-        f"parallelism.{kind}_parallel_degree": 1
-        for kind in ("context", "expert", "pipeline", "tensor")
-    },
-}
+    "checkpoint.last_save_in_hf": False, "checkpoint.last_save_model_only": False,
+    "checkpoint.export_dtype": "float32", "checkpoint.load_step": -1,
+    "checkpoint.load_only": False, "checkpoint.exclude_from_loading": [],
+    "checkpoint.create_seed_checkpoint": False, "metrics.save_tb_folder": "tb",
+    "compile.enable_async_tensor_parallel": False, "override.imports": [],
+    "debug.moe_force_load_balance": False, "parallelism.enable_fsdp_symm_mem": False,
+    "parallelism.context_parallel_degree": 1, "parallelism.expert_parallel_degree": 1,
+    "parallelism.pipeline_parallel_degree": 1, "parallelism.tensor_parallel_degree": 1,
+}  # fmt: skip
 
 
 def resolve(config, world: int) -> None:
@@ -78,12 +62,9 @@ def resolve(config, world: int) -> None:
 def _check_ranges(config) -> None:
     """Check single numbers."""
     block, inf = config.model_spec.model.shape.block_size, math.inf
+    least, most = dict.fromkeys(POSITIVE, 1) | dict.fromkeys(NOT_NEGATIVE, 0), LARGEST
     for path, low, high, expected in (
-        *((path, 1, LARGEST, f"a number of 1 to {LARGEST - 1}") for path in POSITIVE),
-        *(
-            (path, 0, LARGEST, f"a number of 0 to {LARGEST - 1}")
-            for path in NOT_NEGATIVE
-        ),
+        *((p, n, most, f"a number of {n} to {most - 1}") for p, n in least.items()),
         ("training.seq_len", 1, block + 1, f"1 to the model's block size {block}"),
         ("training.max_norm", math.ulp(0.0), inf, "a number above 0"),
     ):

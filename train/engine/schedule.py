@@ -24,8 +24,7 @@ def linear(step: int, *, warmup: int, total: int, floor: float) -> float:
 
 def wsd(step: int, *, warmup: int, total: int, decay: int, floor: float) -> float:
     """Return warm-up, stable, decay: 1, but for a straight line to ``floor`` in the
-    last ``decay`` steps (Hu et al., arXiv 2404.06395; the MARS-M scripts: a fifth, to
-    0).
+    last ``decay`` steps (Hu et al., arXiv 2404.06395; the MARS-M scripts: a fifth).
     """
     if step < warmup:
         return step / warmup

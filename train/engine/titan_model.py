@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from train.engine.titan import TORCH_DTYPE_MAP, BaseModel, CrossEntropyLoss
-from train.gpt2 import GPT2, Shape, num_flops_per_token
+from train.gpt2 import GPT2, Shape
 
 
 class TitanGPT2(GPT2, BaseModel):
@@ -22,7 +22,7 @@ class TitanGPT2(GPT2, BaseModel):
 
         def get_nparams_and_flops(self, model, seq_len: int) -> tuple[int, int]:
             count = sum(p.numel() for p in model.parameters())
-            return count, num_flops_per_token(self.shape, count, seq_len)
+            return count, self.shape.num_flops_per_token(count, seq_len)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config.shape)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from parallel.models import num_flops_per_token
 from train.files import Limits
 
 # as files may give them: what is built from these takes a second at most
@@ -31,6 +32,11 @@ class Shape:
     block_size: Size
     vocab_size: Size
     inverse_layer_scale: bool = True
+
+    def num_flops_per_token(self, num_params: int, seq_len: int) -> int:
+        """Return the FLOPs of a token: positions are looked up, not multiplied with."""
+        sizes = self.num_layers, self.width, seq_len
+        return num_flops_per_token(num_params - self.block_size * self.width, *sizes)
 
     def __post_init__(self) -> None:
         if self.width % self.num_heads:
@@ -119,11 +125,3 @@ def tensor_sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
     """Return the sizes of all parameters by name, without making them."""
     with torch.device("meta"):
         return {name: tuple(p.shape) for name, p in GPT2(shape).named_parameters()}
-
-
-def num_flops_per_token(shape: Shape, num_params: int, seq_len: int) -> int:
-    """Return the FLOPs a token, forward and backward: 6 per weight that is multiplied
-    with, and causal attention (PaLM, appendix B).
-    """
-    multiplied = num_params - shape.block_size * shape.width
-    return 6 * (multiplied + shape.num_layers * shape.width * seq_len)
