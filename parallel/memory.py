@@ -53,13 +53,12 @@ class Stack:
     @property
     def state_bytes(self) -> int:
         """Return what the optimizer keeps; exact MARS keeps two references."""
-        algorithm = self.algorithm
-        kept = kept_buffers(algorithm)
-        sizes = {
-            symbol: algorithm.dtype_of(symbol, PARAMETER).itemsize
-            * (self.numel if dims is None else self.num * math.prod(self.local[:-1]))
-            for symbol, dims in kept.items()
-        }
+        algorithm, local = self.algorithm, self.local
+        sizes = {}
+        for symbol in kept_buffers(algorithm):
+            dims = local[: len(local) - algorithm.num_missing(symbol, local)]
+            itemsize = algorithm.dtype_of(symbol, PARAMETER).itemsize
+            sizes[symbol] = itemsize * self.num * math.prod(dims)
         following = sizes["h"] if algorithm.reads_h and not algorithm.keeps_h else 0
         return sum(sizes.values()) + following
 
