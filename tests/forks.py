@@ -20,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
+ROOT = Path(__file__).parent.parent
 LIMIT = 240.0  # seconds
 
 _server: list[subprocess.Popen] = []  # none or one
@@ -39,10 +40,12 @@ def forked(*args: object, ranks: int = 1) -> tuple[int, str, str]:
     torchrun itself, which would say so, is not there.
     """
     if not _server:
+        # each command has a working folder of its own
+        env = dict(OMP_NUM_THREADS="1", PYTHONWARNINGS="default", PYTHONPATH=str(ROOT))
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.forks"],
-            cwd=Path(__file__).parent.parent,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"},
+            cwd=ROOT,
+            env={**os.environ, **env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
