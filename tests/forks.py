@@ -65,20 +65,20 @@ def main() -> None:
     from tests.campaign.children import POLL, Command, Running, import_all
 
     import_all()
-    answers = os.fdopen(os.dup(1), "w")  # children have 1 for themselves
-    for line in sys.stdin:
-        module, args, ranks = json.loads(line)
-        with tempfile.TemporaryDirectory() as folder:
-            command = Command(module, tuple(args), ranks=ranks, limit=LIMIT)
-            running = Running(command, Path(folder), 0)
-            running.start()
-            while not running.poll():
-                time.sleep(POLL)
-            ended = running.ended()
-        in_time = sorted(zip(ended.times, ended.codes, strict=True))
-        code = next((code for _, code in in_time if code), 0)
-        err = f"did not end in {LIMIT} s\n" * ended.hung + ended.err
-        print(json.dumps([code, ended.out, err]), file=answers, flush=True)
+    with os.fdopen(os.dup(1), "w") as answers:  # children have 1 for themselves
+        for line in sys.stdin:
+            module, args, ranks = json.loads(line)
+            with tempfile.TemporaryDirectory() as folder:
+                command = Command(module, tuple(args), ranks=ranks, limit=LIMIT)
+                running = Running(command, Path(folder), 0)
+                running.start()
+                while not running.poll():
+                    time.sleep(POLL)
+                ended = running.ended()
+            in_time = sorted(zip(ended.times, ended.codes, strict=True))
+            code = next((code for _, code in in_time if code), 0)
+            err = f"did not end in {LIMIT} s\n" * ended.hung + ended.err
+            print(json.dumps([code, ended.out, err]), file=answers, flush=True)
 
 
 if __name__ == "__main__":

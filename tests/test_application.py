@@ -311,7 +311,7 @@ COMMANDS = {
     ),
     "sample": (["train.sample", "--run", "/none"], "got no /none/settings.json"),
 }
-REAL = {"negative lr", "prepare"}  # by processes of their own
+REAL = {"prepare"}  # by a process of its own
 
 
 @pytest.mark.parametrize("name", COMMANDS)
