@@ -1,4 +1,11 @@
 """Every test starts from the same seed, and with an empty compile cache."""
+# ruff: noqa: E402  (threads are counted when NumPy and torch are imported)
+
+import os
+
+# of matrices as small as these, more threads compute no faster: they wait for one
+# another, on a busy machine several times as long as they work
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
 """Run a function on several gloo processes of this machine.
 
-Processes stay for the next call with as many ranks: to start one, and to import torch
-there, takes longer than most of what is run. What a function changes in a process that
-is not undone here, it has to undo itself.
+Processes stay for the next call with as many ranks: to start one takes longer than most
+of what is run. They are forked from a process that has done nothing but import torch.
+What a function changes in a process that is not undone here, it has to undo itself.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# what every rank would import; not inductor, which may start processes of its own
+SHARED = ["pytest", "torch._dynamo", "torch.distributed.fsdp", "torch.testing"]
 GRACE = 3.0  # seconds in which other ranks may tell what they saw of a failure
 
 
@@ -67,7 +69,8 @@ class Ranks:
 
     def __init__(self, world: int) -> None:
         self._folder, self._world = tempfile.TemporaryDirectory(), world
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(SHARED)
         pairs = [context.Pipe() for _ in range(world)]
         self._pipes = [ours for ours, _ in pairs]
         self._processes = [

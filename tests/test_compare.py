@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.forks import forked
 from train import prepare
 from train.compare import curves, plots, results, study
 from train.compare.__main__ import arguments, grids
@@ -259,10 +260,16 @@ def test_a_process_ends_with_the_one_that_started_it():
     assert time.monotonic() - began < 30
 
 
-def command(data, folder, *more):
+def words(data, folder, *more):
+    return [
+        "train.compare", *CALL, "--out", folder, *more,
+        "--", "--dataloader.dataset-path", data, *SMALL,
+    ]  # fmt: skip
+
+
+def command(*args):
     return subprocess.Popen(
-        [sys.executable, "-m", "train.compare", *CALL, "--out", folder, *more,
-         "--", "--dataloader.dataset-path", data, *SMALL],
+        [sys.executable, "-m", *args],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
@@ -279,7 +286,7 @@ def comparison(data, tmp_path_factory):
     in_the_way = folder / FAILS / "rank0.log"
     in_the_way.mkdir(parents=True)
     make(["tiny_adamw", "tiny_mars_adamw"], options, num_seeds=1).save(folder)
-    first = command(data, folder, "--jobs", "1")
+    first = command(*words(data, folder, "--jobs", "1"))
     deadline = time.monotonic() + 240
     while last_step(folder / STOPPED) == 0 and first.poll() is None:
         assert time.monotonic() < deadline
@@ -289,10 +296,9 @@ def comparison(data, tmp_path_factory):
     assert first.returncode == 130, said
     step = last_step(folder / STOPPED)
     in_the_way.rmdir()
-    second = command(data, folder, "--jobs", "2")
-    told, _ = second.communicate(timeout=240)
-    assert second.returncode == 0, told
-    return folder, step, said, told
+    code, out, err = forked(*words(data, folder, "--jobs", "2"))
+    assert code == 0, out + err
+    return folder, step, said, out + err
 
 
 @pytest.mark.application

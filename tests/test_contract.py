@@ -482,24 +482,26 @@ def values(compile):
         optimizer.step()
     return torch.cat([p.detach().flatten() for p in params]).tolist()
 
-told = {"eager": values(False)}
-records.clear()
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    try:
-        told["found"] = values(json.loads(sys.argv[1]))
-    except Exception as error:
-        told["error"] = f"{type(error).__name__}: {error}"
-told["logged"] = [[r.levelname, r.getMessage()] for r in records]
-told["warned"] = [str(w.message) for w in caught if "marsopt" in str(w.message)]
-print("told:" + json.dumps(told))
+eager = values(False)
+for compile in None, True:
+    told = {"compile": compile, "eager": eager}
+    records.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            told["found"] = values(compile)
+        except Exception as error:
+            told["error"] = f"{type(error).__name__}: {error}"
+    told["logged"] = [[r.levelname, r.getMessage()] for r in records]
+    told["warned"] = [str(w.message) for w in caught if "marsopt" in str(w.message)]
+    print("told:" + json.dumps(told))
 """
 
 
-def in_a_process(compile, **environment):
-    """What SCRIPT tells, with these variables."""
+def in_a_process(**environment):
+    """{compile: what SCRIPT tells} with these variables."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(compile)],
+        [sys.executable, "-c", SCRIPT],
         cwd=ROOT,
         env={**os.environ, **environment},
         capture_output=True,
@@ -507,35 +509,37 @@ def in_a_process(compile, **environment):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    (line,) = (x for x in done.stdout.splitlines() if x.startswith("told:"))
-    return json.loads(line.removeprefix("told:"))
+    lines = [x for x in done.stdout.splitlines() if x.startswith("told:")]
+    every = [json.loads(line.removeprefix("told:")) for line in lines]
+    assert len(every) == 2
+    return {told["compile"]: told for told in every}
 
 
 @pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
-@pytest.mark.parametrize("compile", [None, True])
-def test_where_torch_compile_is_off_the_step_is_eager(compile, variable):
-    told = in_a_process(compile, **{variable: "1"})
-    assert told.get("error") is None
-    assert told["found"] == pytest.approx(told["eager"], abs=1e-6)
-    assert sum("eager" in message for _, message in told["logged"]) == 1
+def test_where_torch_compile_is_off_the_step_is_eager(variable):
+    for told in in_a_process(**{variable: "1"}).values():
+        assert told.get("error") is None
+        assert told["found"] == pytest.approx(told["eager"], abs=1e-6)
+        assert sum("eager" in message for _, message in told["logged"]) == 1
 
 
-@pytest.fixture
-def broken(tmp_path):
-    """A compiler that exists and fails."""
-    compiler = tmp_path / "c++"
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """What is told where there is a compiler that fails."""
+    folder = tmp_path_factory.mktemp("broken")
+    compiler = folder / "c++"
     compiler.write_text("#!/bin/sh\necho broken >&2\nexit 1\n")
     compiler.chmod(0o755)
-    return dict(
+    return in_a_process(
         CXX=str(compiler),
-        TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"),
+        TORCHINDUCTOR_CACHE_DIR=str(folder / "cache"),
         TORCHINDUCTOR_FX_GRAPH_CACHE="0",
     )
 
 
 def test_a_compiler_that_fails_is_no_obstacle(broken):
     """compile=None goes on eagerly, and warns once."""
-    told = in_a_process(None, **broken)
+    told = broken[None]
     assert told.get("error") is None
     assert told["found"] == pytest.approx(told["eager"], abs=1e-6)
     warned = [m for level, m in told["logged"] if level == "WARNING"] + told["warned"]
@@ -544,7 +548,7 @@ def test_a_compiler_that_fails_is_no_obstacle(broken):
 
 
 def test_a_compiler_that_fails_is_an_error_where_it_is_required(broken):
-    told = in_a_process(True, **broken)
+    told = broken[True]
     assert "found" not in told
     assert told["error"]
 

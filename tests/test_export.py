@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Trainable
 from tokenizers import models, pre_tokenizers, trainers
 
+from tests.forks import forked
 from tests.test_application import ROOT, STEPS, TINY, command, data, run
 from train import import_hf, sample
 from train.data import tokenizer_files
@@ -304,7 +305,7 @@ def test_the_export_command(trained, tmp_path):
     assert (code, err) == (0, "")
     assert f"836,864 parameters after step 8 of {trained[0]}" in told
     assert f"--checkpoint.initial-load-path {out / STATE}" in told
-    code, _, err = command(*args)
+    code, _, err = forked(*args)
     assert code == 2
     assert re.fullmatch(r"error: got --out .*, which is not empty, .*\n", err)
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import configs
 from marsopt import MARS
+from tests.forks import forked
 from tests.trainers import losses, train_all
 from train import prepare
 from train.data.batches import Batches
@@ -159,9 +160,7 @@ def test_the_sum_belongs_to_the_recipe_not_to_the_micro_steps_here(printed):
 @pytest.mark.application
 @pytest.mark.processes
 def test_the_sum_is_the_same_on_two_processes(printed, data, tmp_path):
-    from tests.test_application import command
-
-    code, out, err = command(
+    code, out, err = forked(
         "train", *SHARED, *SUM, "--dataloader.dataset-path", data,
         "--dump-folder", tmp_path / "two", ranks=2,
     )  # fmt: skip

@@ -50,6 +50,15 @@ def watched(rule: str, tensors, *, steps: int = 3, log=None, **options):
     return report, clocked.seconds[0]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def several_threads():
+    """Generated loops are parallel ones, as on any machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
     return tmp_path_factory.mktemp("log")

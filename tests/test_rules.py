@@ -160,29 +160,23 @@ def test_no_host_sync(row):
 @rows
 def test_compiles_once_and_equals_eager(row):
     """No recompile while lr, gamma and the step change; inductor equals eager."""
-    count = CompileCounter()
     rule = row.rule(max_norm=1.0)
     x = tensors(row.names, 0)
 
     def step(x, g, state, lr, gamma):
         return rule.step(x, g, state, lr=lr, gamma=gamma)
 
-    counted = torch.compile(step, backend=count, fullgraph=True)
     fast = torch.compile(step, fullgraph=True)
-    a, b, c = ((x, rule.init(x)) for _ in range(3))
+    a, b = ((x, rule.init(x)) for _ in range(2))
     for t in range(4):
         lr = torch.tensor(LR / (1 + t), dtype=torch.float64)
         gamma = torch.tensor(0.01 * t, dtype=torch.float64) if row.has_gamma else None
         g = tensors(row.names, 1 + t)
-        a, b, c = (
-            step(a[0], g, a[1], lr, gamma),
-            fast(b[0], g, b[1], lr, gamma),
-            counted(c[0], g, c[1], lr, gamma),
-        )
-    assert count.frame_count == 1
+        a = step(a[0], g, a[1], lr, gamma)
+        with torch.compiler.set_stance("fail_on_recompile" if t else "default"):
+            b = fast(b[0], g, b[1], lr, gamma)
     for n in row.names:
         torch.testing.assert_close(b[0][n], a[0][n], rtol=0, atol=1e-6)
-        torch.testing.assert_close(c[0][n], a[0][n], rtol=0, atol=1e-6)
 
 
 def test_a_whole_train_step_is_one_graph():

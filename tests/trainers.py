@@ -1,22 +1,22 @@
 """Several trainings one after another in one process: starting python -m train for each
 costs more than they do.
 
-Run as a module, it reads [[label, [options of python -m train], {changes of the model's
-shape}], ...] from its standard input.
+Run as a module, it takes [[label, [options of python -m train], {changes of the model's
+shape}], ...] as its argument.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 import traceback
 import types
 from pathlib import Path
+
+from tests.forks import forked
 
 MARK = "== "
 
@@ -29,17 +29,9 @@ def train_all(jobs: dict[str, list[str]], folder: Path, **shape: int) -> dict[st
         [label, [*map(str, options), "--dump-folder", str(folder / label)], shape]
         for label, options in jobs.items()
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.trainers"],
-        input=json.dumps(given),
-        cwd=Path(__file__).parent.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    parts = done.stdout.split(MARK)[1:]
+    code, out, err = forked("tests.trainers", json.dumps(given))
+    assert code == 0, out + err
+    parts = out.split(MARK)[1:]
     return dict(part.split("\n", 1) for part in parts)
 
 
@@ -65,7 +57,7 @@ def main() -> None:
     )
     # MARS clips: torchtitan's own way over all gradients is not taken
     torch.nn.utils.get_total_norm = torch.nn.utils.clip_grads_with_norm_ = None
-    for label, options, shape in json.load(sys.stdin):
+    for label, options, shape in json.loads(sys.argv[1]):
         print(f"{MARK}{label}", flush=True)
         try:
             config = parse(options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import shutil
 import sys
@@ -21,30 +20,6 @@ os.environ["PYTHONPATH"] = str(Path(__file__).parent.parent.parent)
 
 PARTS = ("inputs", "damage", "kills")
 SHOWN = 12  # lines of a failing case's output
-
-
-def import_all() -> None:
-    """Import what the commands import, so that no child has to."""
-    import datasets  # noqa: F401
-    import matplotlib.pyplot  # noqa: F401
-    import safetensors.torch  # noqa: F401
-    import tokenizers  # noqa: F401
-    import torch.utils.tensorboard  # noqa: F401
-    from tensorboard.backend.event_processing import event_accumulator  # noqa: F401
-
-    import configs  # noqa: F401
-    import marsopt.profile.optimizer  # noqa: F401
-    import train.engine.ends  # noqa: F401
-    import train.engine.launch  # noqa: F401
-    import train.engine.resolve  # noqa: F401
-    import train.evaluate.harness  # noqa: F401
-    import train.export  # noqa: F401
-    import train.prepare  # noqa: F401
-    import train.runs.summary  # noqa: F401
-    import train.runs.trained  # noqa: F401
-
-    gc.collect()
-    gc.freeze()  # what the children share stays shared
 
 
 def arguments() -> argparse.Namespace:
@@ -132,10 +107,11 @@ def main() -> None:
     """Run the campaign."""
     args = arguments()
     began = time.monotonic()
-    import_all()
+    from tests.campaign.children import import_all
     from tests.campaign.ground import make
     from tests.campaign.law import GOOD, KINDS
 
+    import_all()
     scratch = Path(tempfile.mkdtemp(prefix="campaign-"))
     try:
         with_files = "inputs" in args.only

@@ -7,6 +7,7 @@ and has no threads, so that nothing of PyTorch is broken by the fork.
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import signal
@@ -24,6 +25,30 @@ from tests.campaign.law import Ended, Verdict
 ROOT = Path(__file__).parent.parent.parent
 LIMIT = 60.0  # seconds in which a command that is refused has to have ended
 POLL = 0.005
+
+
+def import_all() -> None:
+    """Import what the commands import, so that no child has to."""
+    import datasets  # noqa: F401
+    import matplotlib.pyplot  # noqa: F401
+    import safetensors.torch  # noqa: F401
+    import tokenizers  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
+    from tensorboard.backend.event_processing import event_accumulator  # noqa: F401
+
+    import configs  # noqa: F401
+    import marsopt.profile.optimizer  # noqa: F401
+    import train.engine.ends  # noqa: F401
+    import train.engine.launch  # noqa: F401
+    import train.engine.resolve  # noqa: F401
+    import train.evaluate.harness  # noqa: F401
+    import train.export  # noqa: F401
+    import train.prepare  # noqa: F401
+    import train.runs.summary  # noqa: F401
+    import train.runs.trained  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # what the children share stays shared
 
 
 @dataclass(frozen=True)
