@@ -152,7 +152,8 @@ def test_compiled(monkeypatch, tmp_path):
     call(monkeypatch, "--layers", 0, "--vocab", 64, "--rounds", 2,
          "--only", "lion", "--json", tmp_path / "a.json")  # fmt: skip
     reference, ours = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert ours["compile_seconds"] > 0.5 > reference["compile_seconds"]
+    # which compiles nothing, but meets a busy machine too
+    assert ours["compile_seconds"] > max(0.5, 2 * reference["compile_seconds"])
 
 
 def test_a_missing_compiler_is_said_in_one_line(monkeypatch):

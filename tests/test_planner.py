@@ -13,6 +13,7 @@ from marsopt import NewtonSchulz
 from parallel.forecast import Job, forecast
 from parallel.placement import shard_sizes
 from parallel.planner import Machine, Matrix, assign, cost, plan
+from tests.forks import forked
 from train import errors
 from train.plan import job_of, main
 
@@ -192,18 +193,20 @@ def test_the_command(tmp_path):
         2**i for i in range(13)
     ]
     assert picture.stat().st_size > 10_000
-    code, out, _ = command("--config", "small_mars_shampoo", "--ranks", "4", "--all")
+    every = ("--config", "small_mars_shampoo", "--ranks", "4", "--all")
+    code, out, _ = forked("train.plan", *every)
     assert out.count("rank ") >= 48
-    code, _, err = command("--config", "none")
+    code, _, err = forked("train.plan", "--config", "none")
     assert code == 2
     assert err.startswith("error: got --config none")
-    assert command("--config", "small_mars_shampoo", "--ranks", "0")[0] == 2
+    zero = ("--config", "small_mars_shampoo", "--ranks", "0")
+    assert forked("train.plan", *zero)[0] == 2
 
 
 def test_the_command_compares_rules_on_a_model():
     rules = ("adamw", "mars-adamw-exact", "mars-m")
     sizes = ("--rules", *rules, "--ranks", "1", "64")
-    code, out, err = command("--model", "llama-7b", *sizes)
+    code, out, err = forked("train.plan", "--model", "llama-7b", *sizes)
     assert (code, err) == (0, "")
     assert out.startswith("llama-7b: 6,738,415,616 parameters, 4,194,304 tokens a step")
     assert [line.split()[0] for line in out.splitlines() if " 1  25.10 " in line] == [
