@@ -36,17 +36,20 @@ def import_all() -> None:
     import torch.utils.tensorboard  # noqa: F401
     from tensorboard.backend.event_processing import event_accumulator  # noqa: F401
 
-    import configs  # noqa: F401
+    import configs
     import marsopt.profile.optimizer  # noqa: F401
     import train.engine.ends  # noqa: F401
     import train.engine.launch  # noqa: F401
     import train.engine.resolve  # noqa: F401
     import train.evaluate.harness  # noqa: F401
     import train.export  # noqa: F401
+    import train.plan  # noqa: F401
     import train.prepare  # noqa: F401
     import train.runs.summary  # noqa: F401
     import train.runs.trained  # noqa: F401
 
+    for name in configs.__all__:
+        getattr(configs, name)  # which imports its file
     gc.collect()
     gc.freeze()  # what the children share stays shared
 
