@@ -19,15 +19,17 @@ from typing import Any
 
 import torch
 
+from benchmarks import checks
 from benchmarks.timing import spread
 from marsopt import NewtonSchulz
 from marsopt.profile.gpt2 import EMBEDDINGS, MODELS, shapes
 from marsopt.profile.machine import describe, matmul_rate, one_line, timed
 from marsopt.profile.optimizer import products_rate
+from train.errors import command
 
 
 def arguments() -> argparse.Namespace:
-    """Return the command line."""
+    """Return the command line, checked."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.newton_schulz_shapes",
         description=__doc__,
@@ -40,7 +42,10 @@ def arguments() -> argparse.Namespace:
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--rounds", type=int, default=5, help="that count (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write everything measured here")
-    return parser.parse_args()
+    args = parser.parse_args()
+    checks.outputs(args.json)
+    checks.device(args.device)
+    return args
 
 
 def row(
@@ -119,4 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

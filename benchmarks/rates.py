@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import checks
 from marsopt.profile.machine import copy_bandwidth, describe, matmul_rate, one_line
+from train.errors import command
 
 
 def main() -> None:
@@ -20,6 +22,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    checks.outputs(args.json)
+    checks.device(args.device)
     found = dict(
         machine=describe(args.device),
         copy_bandwidth=copy_bandwidth(args.device),
@@ -37,4 +41,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch._inductor.utils import fresh_cache
 
-from benchmarks import memory, peers, table
+from benchmarks import checks, memory, peers, table
 from benchmarks.contenders import OURS, REFERENCE, TORCH, Contender
 from benchmarks.measure import plan, run
 from marsopt.profile.gpt2 import MODELS, VOCAB_SIZE, shapes
@@ -63,16 +63,8 @@ def arguments() -> argparse.Namespace:
             raise UserError(
                 f"got --{name} {value}, expected at least {least}: give a larger number"
             )
-    for path in (args.json, args.png):
-        if path is not None and not path.parent.is_dir():
-            raise UserError(
-                f"got {path} to write to, expected a folder that exists: make "
-                f"{path.parent}"
-            )
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "got --device cuda, expected a GPU that torch can use: leave it out for CPU"
-        )
+    checks.outputs(args.json, args.png)
+    checks.device(args.device)
     return args
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import checks
 from benchmarks.pretrain import report
 from benchmarks.pretrain.loop import Plan, Run, Tokens, TooLong, run
 from benchmarks.pretrain.methods import DEFAULT, Method, method
@@ -105,16 +106,8 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(
             f"got --sweep {args.sweep}, expected at least two positive factors: 0.5 1 2"
         )
-    for path in (args.json, args.png):
-        if path is not None and not path.parent.is_dir():
-            raise UserError(
-                f"got {path} to write to, expected a folder that exists: make "
-                f"{path.parent}"
-            )
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "got --device cuda, expected a GPU that torch can use: leave it out for CPU"
-        )
+    checks.outputs(args.json, args.png)
+    checks.device(args.device)
 
 
 def methods(args: argparse.Namespace) -> list[Method]:
