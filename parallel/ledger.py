@@ -54,13 +54,11 @@ def iterate(
         if given != size:  # normalized before it is cast
             with ledger.lent((given + size) * numel):
                 pass
-        # the first iterate, the last and the next; Gram matrix and polynomial, and
-        # while these are made the last polynomial
-        first, later = min(ns.steps, 2) + 1, min(ns.steps, 3)
-        squares = 2 if ns.steps == 1 else 3
-        with ledger.lent(size * (first * numel + 2 * square)):
+        # an iterate, its Gram matrix and polynomial, and the next iterate
+        with ledger.lent(size * (2 * numel + 2 * square)):
             pass
-        with ledger.lent(size * (later * numel + squares * square)):
+        # the next Gram matrix while the last one and its polynomial are there
+        with ledger.lent(size * (numel + 3 * square) if ns.steps > 1 else 0):
             pass
         with ledger.lent(size * numel if given != size else 0):  # the last, cast back
             ledger.take(given * numel)

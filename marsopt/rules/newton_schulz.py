@@ -97,14 +97,17 @@ class NewtonSchulz:
                 "cols): "
                 "give tensors that are not matrices to an elementwise rule"
             )
+        # no name here holds the first iterate: it is freed when there is a second
+        factors = self._iterate(self._normalized(matrices))
+        return factors.reshape(matrices.shape).to(matrices.dtype)
+
+    def _normalized(self, matrices: Tensor) -> Tensor:
+        """The first iterate, in the working precision: (rows, cols), or a batch (num,
+        rows, cols).
+        """
         norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
         x = (matrices / (norm + self.eps)).to(self.dtype)
-        if x.ndim > 2:
-            shape, x = x.shape, x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
-            x = self._iterate(x).reshape(shape)
-        else:
-            x = self._iterate(x)
-        return x.to(matrices.dtype)
+        return x if x.ndim == 2 else x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
 
     def _iterate(self, x: Tensor) -> Tensor:
         """All iterations on a normalized matrix (rows, cols), or a batch of them; the
@@ -120,9 +123,8 @@ class NewtonSchulz:
         for i in range(self.steps):
             a, b, c = table[min(i, len(table) - 1)]
             gram = x.mT @ x if tall else x @ x.mT
-            polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
-            both = (x, polynomial) if tall else (polynomial, x)
-            x = add_product(x, *both, beta=a)
+            p = add_product(gram, gram, gram, beta=b, alpha=c)
+            x = add_product(x, x, p, beta=a) if tall else add_product(x, p, x, beta=a)
         return x
 
     def _takes_gram(self, rows: int, cols: int) -> bool:
