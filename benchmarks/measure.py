@@ -214,6 +214,8 @@ def run(
         rows += run_group(group, number, shapes, device, **own)
         gc.collect()
         torch._dynamo.reset()  # lets go of compiled code and what it refers to
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     mine = [row for row in rows if row.contender is REFERENCE]
     reference = replace(
         mine[0],

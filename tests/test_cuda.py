@@ -6,6 +6,7 @@ MARSOPT_TEST_DEVICE=cpu rehearses all that a CPU can.
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
@@ -69,13 +70,14 @@ def test_compiled_is_eager(mars_type, correction):
 
 
 @gpu_alone
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @every_case
 def test_no_host_sync(mars_type, correction):
     params = parameters()
     optimizer = MARS(params, compile=True, **options(mars_type, correction))
     walk(optimizer, params, 2)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -97,6 +99,7 @@ def test_a_captured_step_replays(mars_type):
             p.grad.copy_(g)
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for seed in range(2):
             feed(seed)
@@ -116,8 +119,12 @@ def test_a_captured_step_replays(mars_type):
 def mesh(tmp_path_factory):
     """A mesh of this process alone."""
     store = dist.FileStore(str(tmp_path_factory.mktemp("ranks") / "store"), 1)
-    backend = "nccl" if DEVICE == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    own = dict(store=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
+    if DEVICE == "cuda":
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        dist.init_process_group("nccl", device_id=torch.device("cuda", 0), **own)
+    else:
+        dist.init_process_group("gloo", **own)
     yield init_device_mesh(DEVICE, (1,))
     dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -72,9 +73,10 @@ def test_tables_take_what_commands_wrote(tmp_path):
     shape = dict(count=36, rows=1280, cols=1280, seconds=spread, rate=6e14,
                  products_rate=7e14)  # fmt: skip
     ns = dict(model="gpt2-large", matmul_rate=8e14, rows=[shape])
-    profile = dict(allowed_seconds=9.0, seconds=10.0, bytes_per_param=36.0,
+    profile = dict(floor=dict(norms=1e12, update=24e12, packed=2e12), seconds=10.0,
+                   copy_bandwidth=3e12, orthogonal=None, bytes_per_param=36.0,
                    num_stack_kernels=14, num_launches=20, recompiles=[],
-                   peak_bytes=0)  # fmt: skip
+                   peak_bytes=0, host_seconds=1.0)  # fmt: skip
     machine = describe("cpu")
     results = {
         "step gpt2-large elementwise float32": step,
@@ -86,11 +88,19 @@ def test_tables_take_what_commands_wrote(tmp_path):
     entries["profile gpt2-xl muon"] = dict(code=1, result=None)
     (tmp_path / "speed.json").write_text(json.dumps(entries))
     said = tables.tables(tmp_path)
-    assert "| elementwise step, share of the copy rate | at least 0.85 | 0.90 |" in said
-    assert "| Newton-Schulz, share of the matmul rate | at least 0.6 | 0.75 |" in said
-    assert "| transport over clip + fused AdamW | at most 0.95 | 0.90 |" in said
+    assert "the copy rate | at least 0.85 | 0.90 (gpt2-large mars-adamw-trans" in said
+    assert "matmul rate | at least 0.6 | 0.75 (gpt2-large (1280, 1280)) |" in said
+    assert "+ fused AdamW | at most 0.95 | 0.90 (gpt2-large) |" in said
     assert "copy 3,000 GB/s" in said
     assert "xl" not in said
+
+
+def test_the_profiler_asks_for_triton_before_anything_is_compiled():
+    code = "from marsopt.optim.compiling import missing_for as m; print(m('cuda'))"
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert told.stdout.strip() in ("None", "no Triton for cuda")
 
 
 def test_bad_input(monkeypatch, tmp_path):

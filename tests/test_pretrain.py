@@ -141,7 +141,7 @@ def test_validation_sees_the_model_that_is_trained(data, monkeypatch):
 
     monkeypatch.setattr(Task, "validate", watched)
     call(monkeypatch, "--data", data, *TINY, "--methods", "mars-adamw-transport")
-    assert modes == [False] * 3
+    assert modes == [False] * 5  # the first two compile, and tell how long one takes
     assert made[-1].param_groups[0]["train_mode"]
 
 
@@ -149,7 +149,8 @@ def run_of(method, loss):
     return Run(method=method.name, lr=method.lr, gamma=0.0, num_params=1,
                tokens_per_step=1, curve=[(1, 1.0, loss)], train_losses=[loss],
                step_seconds=1.0, optimizer_seconds=0.1, flops=1, peak_bytes=None,
-               num_skipped=0, wall_seconds=1.0)  # fmt: skip
+               num_skipped=0, wall_seconds=1.0, machine="CPU",
+               matmul_rate=1.0)  # fmt: skip
 
 
 def swept(tmp_path, best_factor, diverges_at=math.inf):
@@ -157,7 +158,7 @@ def swept(tmp_path, best_factor, diverges_at=math.inf):
     plan = command.plan_of(command.arguments(), 600, 1)
     own = method("adamw", "small")
     own_study = study.Study(plan=plan, sweep_plan=plan, factors=[1, 2, 0.5],
-                            path=tmp_path / "a.json")  # fmt: skip
+                            extensions=3, path=tmp_path / "a.json")  # fmt: skip
 
     def train(tried, plan):
         factor = tried.lr / own.lr

@@ -4,8 +4,9 @@
         [--out runs/gpu] [--limit SECONDS] [--device cpu] [--miniature]
 
 Each part writes PART.json below --out after every command, and prints it at its end as
-one line of JSON; called again, it goes on with what is missing. --limit holds for each
-part: a command that would not end in time is left for the next call. Needed are torch,
+one line of JSON; called again, it goes on with what is missing (a test or a training
+that was cut begins anew). --limit holds for each part: a command that would not end in
+time is left for the next call. Needed are torch,
 numpy, matplotlib and pytest. --miniature runs the same commands on tiny models.
 `python -m benchmarks.gpu.tables` prints the tables of the documentation from --out.
 """
@@ -29,7 +30,7 @@ from train.errors import UserError, check_least, command
 from train.files import write_json
 
 TAIL = 4000  # characters of a command's output that are kept
-GRACE = 5.0  # seconds to write what a command has, before it is killed
+GRACE = 30.0  # seconds of a training's limit for its start, and for its picture
 
 
 def arguments() -> argparse.Namespace:
@@ -62,13 +63,13 @@ def arguments() -> argparse.Namespace:
 def run(job: Job, folder: Path, seconds: float) -> dict[str, Any]:
     """Run a command for so many seconds at most; return what came of it.
 
-    ``code`` is None where it was cut; ``result`` is what it wrote as JSON.
+    ``code`` is None where it was cut; ``result`` is what it wrote as JSON, if it did.
     """
     path = folder / f"{job.name.replace(' ', '-')}.json"
     call = [sys.executable, "-m", job.module, "--json", str(path), *job.args]
     if job.resumes:
         png = str(path.with_suffix(".png"))
-        call += ["--limit", str(round(seconds - GRACE)), "--png", png]
+        call += ["--limit", str(max(1, round(seconds - GRACE))), "--png", png]
     began = time.perf_counter()
     child = subprocess.Popen(
         call,
@@ -76,18 +77,24 @@ def run(job: Job, folder: Path, seconds: float) -> dict[str, Any]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # so that what it started can be killed with it
+        env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ},
+        # to be killed with what it started; a session of its own would outlive us
+        process_group=0,
     )
+    cut = False
     try:
         output, _ = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
+        cut = True
         os.killpg(child.pid, signal.SIGKILL)
         output, _ = child.communicate()
     except BaseException:
         os.killpg(child.pid, signal.SIGKILL)
         raise
-    cut = child.returncode == -signal.SIGKILL
-    found = json.loads(path.read_text()) if path.exists() else None
+    try:
+        found = json.loads(path.read_text()) if path.exists() else None
+    except ValueError:  # it was cut while it wrote
+        found = None
     if not job.resumes:
         path.unlink(missing_ok=True)
     return dict(

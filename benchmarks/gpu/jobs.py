@@ -6,22 +6,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PARTS = ("correctness", "speed", "training")
-MODELS = ("gpt2-large", "gpt2-small", "gpt2-xl")
+FIRST, *OTHERS = MODELS = ("gpt2-large", "gpt2-small", "gpt2-xl")
 RULES = {  # of marsopt.profile
     "mars-adamw": ("--rule", "mars_adamw"),
     "mars-adamw-transport": ("--rule", "mars_adamw", "--correction", "transport"),
     "mars-m": ("--rule", "mars_m"),
     "muon": ("--rule", "muon"),
 }
-ELEMENTWISE = ("mars-adamw", "mars-adamw-transport", "adamw-fused", "peers")
-MATRIX = ("mars-m", "muon", "moonlight", "torch-muon")
+CONTENDERS = {
+    "elementwise": ("mars-adamw", "mars-adamw-transport", "adamw-fused"),
+    "matrix": ("mars-m", "muon", "moonlight", "torch-muon"),
+    "peers": ("mars-adamw", "peers"),
+}
 TRAINED = (
     "torch-adamw",
+    "mars-adamw-transport",
     "moonlight",
     "mars-adamw",
-    "mars-adamw-transport",
     "mars-m-transport",
 )
+# what only a GPU can answer first; each compiles, but for the second
+TESTS = {
+    "tests gpu": "sync or replays or one_sharded",
+    "tests eager": "golden and eager",
+    "tests compiled": "compiled_is_eager or golden and compiled",
+}
 TINY_STEP = ("--layers", "1", "--vocab", "64", "--rounds", "2", "--eager")
 TINY_PROFILE = ("--layers", "1", "--width", "64", "--vocab", "64", "--steps", "1")
 TINY_TRAINING = (
@@ -30,7 +39,7 @@ TINY_TRAINING = (
     *("--vocab", "50304", "--eager"),
 )
 # rehearsed on a CPU: what compiles is in the tests already, and takes minutes
-TINY_TESTS = ("-k", "golden and eager or one_sharded and eager")
+TINY_TESTS = {"tests gpu": "one_sharded and eager", "tests eager": "golden and eager"}
 
 
 @dataclass(frozen=True)
@@ -55,51 +64,80 @@ class Job:
 def correctness(device: str, miniature: bool) -> list[Job]:
     """Return the tests on a GPU, and the machine's rates."""
     own = ("--device", device)
-    tests = (*own, *(("--", *TINY_TESTS) if miniature else ()))
-    return [
-        Job("rates", "benchmarks.rates", own, 20),
-        Job("tests", "benchmarks.gpu.tests", tests, 300),
-    ]
-
-
-def speed(device: str, miniature: bool) -> list[Job]:
-    """Return steps beside torch's and the peers', Newton-Schulz by shape, profiles; in
-    the order of what the budgets ask for.
-    """
-    own = ("--device", device)
-    models = MODELS[1:2] if miniature else MODELS
-    tiny = ("--layers", "1", "--width", "64") if miniature else ()
     jobs = [Job("rates", "benchmarks.rates", own, 20)]
-    for dtype in ("float32", "bfloat16"):
-        if miniature and dtype == "bfloat16":
-            continue
-        for model in models:
-            for kind, only in (("elementwise", ELEMENTWISE), ("matrix", MATRIX)):
-                if kind == "matrix" and dtype == "bfloat16" and model != MODELS[0]:
-                    continue  # Newton-Schulz, which is most of it, does not see dtypes
-                args = ("--model", model, "--dtype", dtype, "--only", *only, *own)
-                args += TINY_STEP if miniature else ()
-                name = f"step {model} {kind} {dtype}"
-                jobs.append(Job(name, "benchmarks.step", args, 45))
-        if dtype == "float32":
-            for model in models:
-                args = ("--model", model, *own, *tiny)
-                name = f"newton-schulz {model}"
-                jobs.append(Job(name, "benchmarks.newton_schulz_shapes", args, 20))
-    for model in models:
-        for rule, words in list(RULES.items())[: 1 if miniature else None]:
-            args = ("--model", model, *words, *own)
-            args += TINY_PROFILE if miniature else ()
-            jobs.append(Job(f"profile {model} {rule}", "marsopt.profile", args, 25))
+    for name, words in (TINY_TESTS if miniature else TESTS).items():
+        jobs.append(Job(name, "benchmarks.gpu.tests", (*own, "--", "-k", words), 60))
     return jobs
 
 
+def step(model: str, kind: str, dtype: str, device: str, miniature: bool) -> Job:
+    """Return steps of ``CONTENDERS`` beside torch's clip and fused AdamW."""
+    args = ("--model", model, "--dtype", dtype, "--device", device)
+    if miniature:
+        args += TINY_STEP
+    elif model == "gpt2-xl":
+        args += ("--memory", "75")  # GiB: what a group is planned with is near to it
+    name, args = f"step {model} {kind} {dtype}", (*args, "--only", *CONTENDERS[kind])
+    return Job(name, "benchmarks.step", args, 45)
+
+
+def orthogonal(model: str, device: str, miniature: bool) -> Job:
+    """Return Newton-Schulz by shape."""
+    args = ("--model", model, "--device", device)
+    args += ("--layers", "1", "--width", "64") if miniature else ()
+    return Job(f"newton-schulz {model}", "benchmarks.newton_schulz_shapes", args, 20)
+
+
+def profile(model: str, rule: str, device: str, miniature: bool) -> Job:
+    """Return the profile of a rule's step."""
+    args = ("--model", model, *RULES[rule], "--device", device)
+    args += TINY_PROFILE if miniature else ()
+    return Job(f"profile {model} {rule}", "marsopt.profile", args, 25)
+
+
+def speed(device: str, miniature: bool) -> list[Job]:
+    """Return steps beside torch's and the peers', Newton-Schulz by shape, profiles:
+    first what the budgets ask for, on one model.
+    """
+    own = (device, miniature)
+    transport, *rules = sorted(RULES, key=lambda rule: "transport" not in rule)
+    jobs = [
+        Job("rates", "benchmarks.rates", ("--device", device), 20),
+        profile(FIRST, transport, *own),
+        step(FIRST, "elementwise", "float32", *own),
+        orthogonal(FIRST, *own),
+        step(FIRST, "matrix", "float32", *own),
+    ]
+    if miniature:
+        return jobs
+    jobs += [profile(FIRST, rule, *own) for rule in rules]
+    jobs.append(step(FIRST, "elementwise", "bfloat16", *own))
+    for model in OTHERS:
+        jobs += [
+            step(model, kind, "float32", *own) for kind in ("elementwise", "matrix")
+        ]
+        jobs.append(orthogonal(model, *own))
+        jobs.append(step(model, "elementwise", "bfloat16", *own))
+        jobs += [profile(model, rule, *own) for rule in RULES]
+    # other people's code on a GPU that it may not know: last
+    return [*jobs, step(FIRST, "peers", "float32", *own)]
+
+
 def training(device: str, miniature: bool, data: Path) -> list[Job]:
-    """Return GPT-2 small by five methods, each at the best rate of a sweep."""
+    """Return GPT-2 small by five methods at the recipes' rates; then the same at the
+    best rates of sweeps, at half the tokens.
+    """
     args = ("--data", str(data), "--device", device, "--methods", *TRAINED)
-    sweep = ("--sweep", "0.5", "1", "2")
-    args += TINY_TRAINING if miniature else sweep
-    return [Job("pretrain", "benchmarks.pretrain", args, 60, resumes=True)]
+    if miniature:
+        return [
+            Job("pretrain", "benchmarks.pretrain", (*args, *TINY_TRAINING), 1, True)
+        ]
+    sweep = ("--sweep", "0.5", "1", "2", "--sweep-tokens", "1e7", "--extensions", "1")
+    swept = (*args, *sweep, "--tokens", "5e7")
+    return [
+        Job("pretrain", "benchmarks.pretrain", args, 300, resumes=True),
+        Job("pretrain swept", "benchmarks.pretrain", swept, 200, resumes=True),
+    ]
 
 
 def jobs_of(part: str, device: str, miniature: bool, data: Path) -> list[Job]:

@@ -21,7 +21,9 @@ NOT_MEASURED = "not measured"
 
 
 def read(out: Path) -> dict[str, dict[str, Any]]:
-    """Return {part: {job: result}} of what ended well."""
+    """Return {part: {job: result}} of what has one: also of tests and trainings that
+    were cut, which keep what they have.
+    """
     found = {}
     for part in PARTS:
         path = out / f"{part}.json"
@@ -29,7 +31,7 @@ def read(out: Path) -> dict[str, dict[str, Any]]:
         found[part] = {
             name: entry["result"]
             for name, entry in entries.items()
-            if entry["code"] == 0 and entry["result"] is not None
+            if entry["result"] is not None
         }
     return found
 
@@ -50,11 +52,12 @@ def correctness(found: dict[str, Any]) -> Iterator[str]:
         )
         yield one_line(rates["machine"])
         yield f"copy {rates['copy_bandwidth'] / 1e9:,.4g} GB/s; products {products}"
-    if "tests" in found:
-        counts = found["tests"]["counts"]
-        told = ", ".join(f"{count} {what}" for what, count in counts.items())
-        failed = [f"failed: {name}" for name in found["tests"]["failed"]]
-        yield "\n".join([f"tests/test_cuda.py: {told}", *failed])
+    for name, result in found.items():
+        if name.startswith("tests "):
+            counts = result["counts"].items()
+            told = ", ".join(f"{count} {what}" for what, count in counts)
+            failed = [f"failed: {test}" for test in result["failed"]]
+            yield "\n".join([f"{name}: {told}", *failed])
 
 
 def steps(found: dict[str, Any]) -> str:
@@ -79,6 +82,18 @@ def steps(found: dict[str, Any]) -> str:
     return markdown(head, rows)
 
 
+def copy_share(result: dict[str, Any]) -> float:
+    """Return the least seconds that the bytes of a step's floor, packing included, and
+    its products take at this machine's rates, as a share of what it took.
+    """
+    floor = result["floor"]
+    num_bytes = floor["norms"] + floor["update"] + floor["packed"]
+    seconds = num_bytes / result["copy_bandwidth"]
+    ns = result["orthogonal"]
+    seconds += ns["num_flops"] / ns["matmul_rate"] if ns else 0.0
+    return seconds / result["seconds"]
+
+
 def profiles(found: dict[str, Any]) -> str:
     """Return what the profiler says of bytes and of the copy rate."""
     rows = []
@@ -86,7 +101,6 @@ def profiles(found: dict[str, Any]) -> str:
         if not name.startswith("profile "):
             continue
         _, model, rule = name.split()
-        share = result["allowed_seconds"] / result["seconds"]
         launches = result["num_launches"]
         rows.append(
             [
@@ -94,14 +108,16 @@ def profiles(found: dict[str, Any]) -> str:
                 model,
                 f"{result['bytes_per_param']:.2f}",
                 f"{1e3 * result['seconds']:.2f}",
-                f"{share:.0%}",
+                f"{1e3 * result['host_seconds']:.2f}",
+                f"{copy_share(result):.0%}",
                 f"{result['num_stack_kernels']}",
                 "-" if launches is None else f"{launches}",
                 f"{len(result['recompiles'])}",
                 f"{result['peak_bytes'] / 1e6:,.1f}",
             ]
         )
-    head = ["rule", "model", "bytes a parameter", "ms", "of copy and product rate",
+    head = ["rule", "model", "bytes a parameter", "ms", "host ms",
+            "the floor's share at copy and product rates",
             "kernels over stacks", "launches", "recompiles", "peak MB"]  # fmt: skip
     return markdown(head, rows)
 
@@ -127,25 +143,20 @@ def orthogonal(found: dict[str, Any]) -> str:
 
 
 def budgets(found: dict[str, Any]) -> str:
-    """Return the three budgets with what was found, the worst of all models."""
-    shares = [
-        result["allowed_seconds"] / result["seconds"]
-        for name, result in found.items()
-        if name.startswith("profile ") and "mars-adamw" in name
-    ]
-    rates = [
-        row["rate"] / result["matmul_rate"]
-        for name, result in found.items()
-        if name.startswith("newton-schulz ")
-        for row in result["rows"]
-    ]
-    ratios = [
-        row["ratio"]["median"]
-        for name, result in found.items()
-        if name.startswith("step ") and result["dtype"] == "float32"
-        for row in result["rows"]
-        if row["key"] == "mars-adamw-transport"
-    ]
+    """Return the three budgets, with the worst that was found and where."""
+    shares, rates, ratios = {}, {}, {}
+    for name, result in found.items():
+        kind, _, rest = name.partition(" ")
+        if kind == "profile" and "mars-adamw" in rest:
+            shares[rest] = copy_share(result)
+        elif kind == "newton-schulz":
+            for row in result["rows"]:
+                shape = f"{rest} ({row['rows']}, {row['cols']})"
+                rates[shape] = row["rate"] / result["matmul_rate"]
+        elif kind == "step" and result["dtype"] == "float32":
+            for row in result["rows"]:
+                if row["key"] == "mars-adamw-transport":
+                    ratios[result["model"]] = row["ratio"]["median"]
     rows = []
     for what, limit, values, worst in (
         ("elementwise step, share of the copy rate", COPY_SHARE, shares, min),
@@ -153,35 +164,39 @@ def budgets(found: dict[str, Any]) -> str:
         ("transport over clip + fused AdamW", TRANSPORT_RATIO, ratios, max),
     ):
         sign = "at least" if worst is min else "at most"
-        told = [f"{value:.2f}" for value in sorted(values)]
-        rows.append([what, f"{sign} {limit}", ", ".join(told) or NOT_MEASURED])
-    return markdown(["budget", "limit", "found"], rows)
+        where = worst(values, key=values.__getitem__) if values else ""
+        told = f"{values[where]:.2f} ({where})" if values else NOT_MEASURED
+        rows.append([what, f"{sign} {limit}", told])
+    return markdown(["budget", "limit", "the worst found"], rows)
 
 
 def trained(found: dict[str, Any]) -> str:
-    """Return what the methods reached."""
-    result = found.get("pretrain", {"runs": []})
-    rows = []
-    for run in result["runs"]:
-        tokens, seconds, loss = run["curve"][-1]
-        each, flops = run["step_seconds"], run["flops"]
-        peak = run["peak_bytes"]
-        rows.append(
-            [
-                run["method"],
-                f"{run['lr']:.2g}",
-                f"{loss:.4f}",
-                f"{tokens / 1e6:,.4g}M",
-                f"{seconds:,.0f}",
-                f"{run['tokens_per_step'] / each:,.0f}",
-                f"{flops / each / result['matmul_rate']:.1%}",
-                f"{run['optimizer_seconds'] / each:.1%}",
-                "-" if peak is None else f"{peak / 2**30:.1f}",
-            ]
-        )
+    """Return what the methods reached, at the recipes' rates and at swept ones."""
+    rows, notes = [], []
+    for name, result in found.items():
+        for run in result["runs"]:
+            tokens, seconds, loss = run["curve"][-1]
+            each, peak = run["step_seconds"], run["peak_bytes"]
+            edge = " (edge)" if run["method"] in result["edges"] else ""
+            rows.append(
+                [
+                    run["method"],
+                    ("swept, " if "swept" in name else "") + f"{run['lr']:.2g}{edge}",
+                    f"{loss:.4f}",
+                    f"{tokens / 1e6:,.4g}M",
+                    f"{seconds:,.0f}",
+                    f"{run['tokens_per_step'] / each:,.0f}",
+                    f"{run['flops'] / each / run['matmul_rate']:.1%}",
+                    f"{run['optimizer_seconds'] / each:.1%}",
+                    "-" if peak is None else f"{peak / 2**30:.1f}",
+                    run["machine"],
+                ]
+            )
+        notes += [f"not run ({name}): {text}" for text in result["not_run"]]
     head = ["method", "lr", "held-out loss", "tokens", "seconds", "tokens/s",
-            "of the product rate", "optimizer's share", "peak GiB"]  # fmt: skip
-    return markdown(head, rows)
+            "of the product rate", "optimizer's share", "peak GiB",
+            "machine"]  # fmt: skip
+    return "\n".join([markdown(head, rows), *notes])
 
 
 def tables(out: Path) -> str:

@@ -6,7 +6,6 @@ python -m benchmarks.gpu.tests [--device cuda] [--json FILE] [-- PYTEST'S OPTION
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections import Counter
@@ -15,23 +14,28 @@ from pathlib import Path
 import pytest
 
 from marsopt.profile.machine import describe
+from train.files import write_json
 
 TESTS = "tests/test_cuda.py"
 
 
 class Outcomes:
-    """A plugin that keeps what became of every test."""
+    """A plugin that keeps what became of every test, in a file from the first on."""
 
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.failed: dict[str, str] = {}
+    def __init__(self, device: str, path: Path | None) -> None:
+        self._machine, self._path = describe(device), path
+        self._counts: Counter[str] = Counter()
+        self._failed: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count a call, or a setup or teardown that did not pass."""
         if report.when == "call" or not report.passed:
-            self.counts[report.outcome] += 1
+            self._counts[report.outcome] += 1
         if report.failed:
-            self.failed[report.nodeid] = report.longreprtext[-2000:]
+            self._failed[report.nodeid] = report.longreprtext[-2000:]
+        if self._path is not None:
+            found = dict(machine=self._machine, counts=self._counts)
+            write_json(self._path, found | dict(failed=self._failed))
 
 
 def main() -> int:
@@ -44,15 +48,10 @@ def main() -> int:
     parser.add_argument("pytest", nargs="*")
     args = parser.parse_args()
     os.environ["MARSOPT_TEST_DEVICE"] = args.device
-    outcomes = Outcomes()
-    code = pytest.main([TESTS, "-q", *args.pytest], plugins=[outcomes])
-    found = dict(
-        machine=describe(args.device),
-        counts=dict(outcomes.counts),
-        failed=outcomes.failed,
-    )
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    # plugins and warnings of a machine that nobody has seen decide nothing
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    words = [TESTS, "-q", "-W", "default", "-p", "no:cacheprovider", *args.pytest]
+    code = pytest.main(words, plugins=[Outcomes(args.device, args.json)])
     return 0 if code == pytest.ExitCode.TESTS_FAILED else int(code)
 
 

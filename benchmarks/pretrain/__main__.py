@@ -17,6 +17,7 @@ import argparse
 import math
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 
 from benchmarks import checks
 from benchmarks.pretrain import report
-from benchmarks.pretrain.loop import Plan, Run, Tokens, TooLong, run
+from benchmarks.pretrain.loop import Machine, Plan, Run, Tokens, TooLong, run
 from benchmarks.pretrain.methods import DEFAULT, Method, method
 from benchmarks.pretrain.study import Study
 from marsopt.profile.gpt2 import MODELS, NUM_POSITIONS, VOCAB_SIZE
@@ -64,6 +65,7 @@ def arguments() -> argparse.Namespace:
     add("--validations", type=int, default=20, help="in a run (%(default)s)")
     add("--sweep", nargs="+", type=float, default=[], metavar="FACTOR",
         help="of the rates to try first; grids whose end is best grow")
+    add("--extensions", type=int, default=3, help="of a grid, at most (%(default)s)")
     add("--sweep-layers", type=int, default=4, help="depth of its model (%(default)s)")
     add("--sweep-tokens", type=float, default=2e7, help="of its runs (20e6)")
     add("--seed", type=int, default=0)
@@ -88,6 +90,7 @@ def check(args: argparse.Namespace) -> None:
     sizes |= dict(micro_batch=args.micro_batch, held_out=args.held_out)
     sizes |= dict(sweep_layers=args.sweep_layers, sweep_tokens=args.sweep_tokens)
     check_least(1, **sizes, validations=args.validations)
+    check_least(0, extensions=args.extensions)
     check_least(0, 1, warmup=args.warmup, floor=args.floor)
     for name in ("batch", "held_out"):
         if getattr(args, name) % args.micro_batch:
@@ -155,7 +158,7 @@ def plan_of(args: argparse.Namespace, num_tokens: float, num_layers: int) -> Pla
         warmup=max(1, round(args.warmup * steps)),
         floor=args.floor,
         held_out=args.held_out,
-        interval=max(1, steps // args.validations),
+        interval=-(-steps // args.validations),
         seed=args.seed,
         device=args.device,
         dtype=args.dtype,
@@ -176,19 +179,20 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
     """Run what is not done yet; return everything, ready for ``report``."""
     depth = args.layers or MODELS[args.model][0]
     chosen, began = methods(args), time.perf_counter()
+    swept = plan_of(args, args.sweep_tokens, min(depth, args.sweep_layers))
     found = Study(
         plan=plan_of(args, args.tokens, depth),
-        sweep_plan=plan_of(args, args.sweep_tokens, min(depth, args.sweep_layers)),
+        sweep_plan=replace(swept, interval=swept.steps),  # its last loss counts alone
         factors=args.sweep,
+        extensions=args.extensions,
         path=args.json,
     )
     found.load()
-    about: dict[str, Any] = dict(
-        model=title(args),
-        machine=describe(args.device),
-        matmul_rate=matmul_rate(args.device, getattr(torch, args.dtype)),
-        not_run=[],
-    )
+    about = describe(args.device)
+    rate = matmul_rate(args.device, getattr(torch, args.dtype))
+    machine = Machine(about.get("gpu", about["cpu"]), rate)
+    not_run: list[str] = []
+    found.about = dict(model=title(args), machine=about, not_run=not_run)
     data = tokens(args.data, "train"), tokens(args.data, "val")
 
     def tell(text: str) -> None:
@@ -197,7 +201,8 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
     def train(method: Method, plan: Plan) -> Run:
         left = args.limit - (time.perf_counter() - began)
         tell(f"{method.name} at lr {method.lr:.3g}, {plan.shape.num_layers} layers")
-        done = run(method, plan, *data, seconds_left=left, tell=tell)
+        own = dict(machine=machine, seconds_left=left, tell=tell)
+        done = run(method, plan, *data, **own)
         if plan is found.plan:
             found.runs.append(done)
         return done
@@ -209,12 +214,14 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
             if not any(math.isclose(r.lr, each.lr) for r in same):
                 train(each, found.plan)
         except TooLong as error:
-            about["not_run"].append(str(error))
-        found.save(**about)
+            not_run.append(str(error))
+        except RuntimeError as error:  # no memory, a backend: others may do better
+            not_run.append(f"{each.name}: {type(error).__name__}: {error}"[:500])
+        found.save()
     names = [each.name for each in chosen]
     found.runs.sort(key=lambda r: names.index(r.method) if r.method in names else 99)
     edges = [name for name in names if found.optimum(name)[1] in ("first", "last")]
-    about |= dict(plan=vars(found.plan), edges=edges, trials=found.trials)
+    about = found.about | dict(plan=vars(found.plan), edges=edges, trials=found.trials)
     return about | dict(runs=found.runs)
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,17 +18,26 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.pretrain.methods import Method
+from marsopt.profile.machine import seconds
 from train.data.batches import Batches
 from train.data.token_files import Stream
 from train.engine.schedule import cosine
 from train.gpt2 import GPT2, Shape
 
+MARGIN = 1.05  # on the time that a run is said to take
 WARM_UP = 3  # steps that compile, and make the state; no time counts them
 Tokens = np.ndarray | Stream
 
 
 class TooLong(Exception):
     """A run that would not end in time."""
+
+
+class Machine(NamedTuple):
+    """What runs are measured on, and by."""
+
+    name: str
+    matmul_rate: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +87,16 @@ class Run:
     Args:
         method, lr, gamma: what was trained.
         curve: (tokens, seconds of training, held-out loss in nats a token); seconds
-            are without validation, compiling and the other work of the first steps.
+            are without validation, reading batches (which a GPU does not wait for),
+            compiling and the other work of the first steps.
         train_losses: of every step's batch, in nats a token.
         step_seconds, optimizer_seconds: of a step, and of the optimizer in it, medians.
         flops: of the gradients of a step; 6 for each weight and token, and attention.
         peak_bytes: most memory of the GPU that was allocated; None on a CPU.
         num_skipped: steps that MARS skipped, since their gradient was not finite.
         wall_seconds: of everything.
+        machine: the GPU, or CPU, that it ran on.
+        matmul_rate: that machine's, FLOP/s of a large product in the run's dtype.
     """
 
     method: str
@@ -100,6 +112,8 @@ class Run:
     peak_bytes: int | None
     num_skipped: int
     wall_seconds: float
+    machine: str
+    matmul_rate: float
 
     @property
     def loss(self) -> float:
@@ -203,6 +217,7 @@ def run(
     train: Tokens,
     held_out: Tokens,
     *,
+    machine: Machine,
     seconds_left: float = math.inf,
     tell: Callable[[str], None],
 ) -> Run:
@@ -212,6 +227,7 @@ def run(
         method: what to train with.
         plan: how.
         train, held_out: token ids.
+        machine: that this is.
         seconds_left: of this process.
         tell: called with how it goes.
 
@@ -221,16 +237,42 @@ def run(
     began = time.perf_counter()
     if plan.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    try:
+        return _run(method, plan, train, held_out, machine, began, seconds_left, tell)
+    finally:
+        gc.collect()
+        if plan.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _run(
+    method: Method,
+    plan: Plan,
+    train: Tokens,
+    held_out: Tokens,
+    machine: Machine,
+    began: float,
+    seconds_left: float,
+    tell: Callable[[str], None],
+) -> Run:
     task = Task(plan, train, held_out)
     optimizer = method.build(task.model, compile=plan.compile)
     rate = partial(cosine, warmup=plan.warmup, total=plan.steps, floor=plan.floor)
     scheduler = LambdaLR(optimizer, rate)
     batches, clock = task.batches(), Clock(plan.device)
     exact, losses, seen = method.correction == "exact", [], []
-    batch = batches.next()
+
+    def validate() -> float:
+        optimizer.eval()
+        loss = task.validate()
+        optimizer.train()
+        return loss
+
+    validate()  # which compiles
+    each = seconds(validate, "cpu")  # it ends with a number for the host
+    batch, following = batches.next(), batches.next()
     for step in range(plan.steps):
         clock.mark()
-        following = batches.next()
         if exact:
             task.gradient(following)
             optimizer.update_previous_grad()
@@ -243,28 +285,24 @@ def run(
             optimizer.update_last_grad()
         clock.mark()
         scheduler.step()
-        batch = following
+        batch, following = following, batches.next()
         done = step + 1
         if done % plan.interval == 0 or done == plan.steps:
-            optimizer.eval()
-            seen.append((done, task.validate()))
-            optimizer.train()
+            seen.append((done, validate()))
             tell(f"{method.name}: step {done} of {plan.steps}, loss {seen[-1][1]:.4f}")
         if done == 2 * WARM_UP:
             left = seconds_left - (time.perf_counter() - began)
-            _check_time(clock, plan.steps - done, left, method.name)
-    found = _summed_up(method, plan, clock, seen, losses, began, optimizer)
-    del task, optimizer, scheduler
-    gc.collect()
-    if plan.device == "cuda":
-        torch.cuda.empty_cache()
-    return found
+            later = (plan.steps - done) // plan.interval + 1
+            _check_time(clock, plan.steps - done, later * each, left, method.name)
+    return _summed_up(method, plan, machine, clock, seen, losses, began, optimizer)
 
 
-def _check_time(clock: Clock, num_steps: int, left: float, name: str) -> None:
-    """Raise TooLong if so many steps more take longer than is left."""
+def _check_time(
+    clock: Clock, num_steps: int, more: float, left: float, name: str
+) -> None:
+    """Raise TooLong if so many steps, and ``more`` seconds, need more than is left."""
     times = [sum(step) for step in _steps(clock)][WARM_UP:]
-    needed = statistics.median(times) * num_steps
+    needed = MARGIN * (statistics.median(times) * num_steps + more)
     if needed > left:
         raise TooLong(f"{name} needs {needed:.0f} s more, {left:.0f} are left")
 
@@ -280,6 +318,7 @@ def _steps(clock: Clock) -> list[tuple[float, float]]:
 def _summed_up(
     method: Method,
     plan: Plan,
+    machine: Machine,
     clock: Clock,
     seen: list[tuple[int, float]],
     losses: list[Tensor],
@@ -308,4 +347,6 @@ def _summed_up(
         peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
         num_skipped=int(getattr(optimizer, "num_skipped", 0)),
         wall_seconds=time.perf_counter() - began,
+        machine=machine.name,
+        matmul_rate=machine.matmul_rate,
     )

@@ -41,7 +41,7 @@ def reached(run: Run, loss: float) -> tuple[float, float] | None:
     return None
 
 
-def line(run: Run, first: Run, matmul_rate: float, edge: bool) -> str:
+def line(run: Run, first: Run, edge: bool) -> str:
     """Return one row of the table."""
     peak = "-" if run.peak_bytes is None else f"{run.peak_bytes / 2**30:.1f}"
     at, (tokens, seconds, _) = reached(run, first.loss), first.curve[-1]
@@ -49,7 +49,7 @@ def line(run: Run, first: Run, matmul_rate: float, edge: bool) -> str:
     return (
         f"{run.method:24}{run.loss:8.4f}{run.lr:10.2g}{'  edge' if edge else '':6}"
         f"{run.tokens_per_second:12,.0f}"
-        f"{run.flops / run.step_seconds / matmul_rate:8.1%}"
+        f"{run.flops / run.step_seconds / run.matmul_rate:8.1%}"
         f"{run.optimizer_seconds / run.step_seconds:11.1%}{peak:>7}{shares:>14}"
     )
 
@@ -70,14 +70,13 @@ def table(found: Mapping[str, Any]) -> str:
             f"{plan['dtype']}, {'compiled' if plan['compile'] else 'eager'}, "
             f"seed {plan['seed']}",
             one_line(machine),
-            f"{found['matmul_rate'] / 1e12:.3g} TFLOP/s of a matrix product in "
-            f"{plan['dtype']}",
+            *(
+                f"{rate / 1e12:.3g} TFLOP/s of a matrix product on {name}"
+                for name, rate in {r.machine: r.matmul_rate for r in runs}.items()
+            ),
             "",
             head,
-            *(
-                line(run, runs[0], found["matmul_rate"], run.method in edges)
-                for run in runs
-            ),
+            *(line(run, runs[0], run.method in edges) for run in runs),
             "",
             EXPLAINED,
             *(

@@ -14,8 +14,6 @@ from benchmarks.pretrain.methods import Method
 from train.errors import UserError
 from train.files import write_json
 
-EXTENSIONS = 3  # of a grid whose best rate is at its end
-
 # (method, plan) to a run; raises TooLong
 Train = Callable[[Method, Plan], Run]
 
@@ -28,7 +26,9 @@ class Study:
         plan: of the runs.
         sweep_plan: of the runs of a sweep.
         factors: of the rates that a sweep tries; none: no sweep.
+        extensions: rates at most that a grid grows by, where its first or last is best.
         path: of the file; None keeps nothing.
+        about: what else the file says.
         trials: of sweeps: method, lr, loss.
         runs: that ended.
     """
@@ -36,7 +36,9 @@ class Study:
     plan: Plan
     sweep_plan: Plan
     factors: Sequence[float]
+    extensions: int
     path: Path | None
+    about: dict[str, Any] = field(default_factory=dict)
     trials: list[dict[str, Any]] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
@@ -70,13 +72,14 @@ class Study:
             )
         self.runs, self.trials = runs, trials
 
-    def save(self, **about: Any) -> None:
+    def save(self) -> None:
         """Write the file."""
         if self.path is not None:
+            names = dict.fromkeys(t["method"] for t in self.trials)
+            edges = [n for n in names if self.optimum(n)[1] in ("first", "last")]
             runs = [asdict(run) for run in self.runs]
-            write_json(
-                self.path, about | self.settings() | dict(trials=self.trials, runs=runs)
-            )
+            done = dict(trials=self.trials, edges=edges, runs=runs)
+            write_json(self.path, self.about | self.settings() | done)
 
     def tried(self, name: str) -> dict[float, float]:
         """Return {rate: loss} of a method's sweep so far."""
@@ -91,7 +94,7 @@ class Study:
         if not self.factors:
             return method
         factors = sorted(self.factors)
-        for _ in range(EXTENSIONS + 1):
+        for _ in range(self.extensions + 1):
             for factor in factors:
                 self._try(method.scaled(factor), train)
             rate, where = self.optimum(method.name)
@@ -109,6 +112,7 @@ class Study:
         loss = train(method, self.sweep_plan).loss
         kept = loss if math.isfinite(loss) else None  # JSON has no other number
         self.trials.append(dict(method=method.name, lr=method.lr, loss=kept))
+        self.save()
 
     def optimum(self, name: str) -> tuple[float, str]:
         """Return the best rate, and whether it is the "first" or "last" of its grid, or

@@ -30,7 +30,9 @@ def missing_for(device_type: str) -> str | None:
         if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
             return "no Python headers (Python.h; Debian: apt-get install python3-dev)"
         return None
-    if torch.utils._triton.has_triton():
+    from torch.utils._triton import has_triton  # torch alone does not import it
+
+    if has_triton():
         return None
     return f"no Triton for {device_type}"
 
