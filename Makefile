@@ -1,7 +1,8 @@
 # make train    train the small default model and show it
 # make test     lint and the whole test suite
 # make test-oldest   the library on the oldest torch that it declares
-# make gpu      correctness, speed and a training on one GPU, in half an hour; runs/gpu
+# make gpu      correctness, speed and a training on one GPU, nine minutes of each;
+#               again: what is missing. Numbers in runs/gpu
 #
 # All create .venv on first use. make train takes RUN=name (a folder below runs/),
 # CONFIG=recipe, RANKS=processes and OPTIONS='--section.option value ...'.
