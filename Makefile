@@ -5,13 +5,15 @@
 #               again: what is missing. Numbers in runs/gpu
 #
 # All create .venv on first use. make train takes RUN=name (a folder below runs/),
-# CONFIG=recipe, RANKS=processes and OPTIONS='--section.option value ...'.
+# CONFIG=recipe, RANKS=processes and OPTIONS='--section.option value ...'; make test
+# WORKERS=processes, each with files of its own.
 
 PYTHON  ?= python3
 VENV    ?= .venv
 CONFIG  ?= tiny_moonlight_transport
 RUN     ?= $(CONFIG)
 RANKS   ?= 1
+WORKERS ?= 2
 OPTIONS ?=
 OLDEST_TORCH  := 2.11.0
 LIBRARY_TESTS := rules identities golden newton_schulz against_torch flat optimizer \
@@ -29,7 +31,7 @@ train: $(VENV)/ready $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
 	$(LAUNCH) train --config $(CONFIG) --dump-folder runs/$(RUN) $(OPTIONS)
 
 test: lint $(VENV)/evaluate $(VENV)/examples
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # the library's own tests on the oldest torch that it declares (several GB of packages)
 test-oldest: $(VENV)-oldest/ready
