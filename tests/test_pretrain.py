@@ -88,7 +88,8 @@ def test_methods_learn_from_the_same_start_at_equal_tokens(ran):
     assert list(runs) == METHODS
     assert len({run["train_losses"][0] for run in runs.values()}) == 1
     for run in runs.values():
-        assert [tokens for tokens, _, _ in run["curve"]] == [192, 384, 576]
+        assert [tokens for tokens, _, _ in run["curve"]] == [0, 192, 384, 576]
+        assert run["curve"][0] == runs["adamw"]["curve"][0]
         assert run["curve"][-1][2] < math.log(64)
         assert 0 < run["optimizer_seconds"] < run["step_seconds"]
         assert run["num_skipped"] == 0

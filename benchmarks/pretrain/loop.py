@@ -260,7 +260,7 @@ def _run(
     rate = partial(cosine, warmup=plan.warmup, total=plan.steps, floor=plan.floor)
     scheduler = LambdaLR(optimizer, rate)
     batches, clock = task.batches(), Clock(plan.device)
-    exact, losses, seen = method.correction == "exact", [], []
+    exact, losses = method.correction == "exact", []
 
     def validate() -> float:
         optimizer.eval()
@@ -268,7 +268,7 @@ def _run(
         optimizer.train()
         return loss
 
-    validate()  # which compiles
+    seen = [(0, validate())]  # which compiles
     each = seconds(validate, "cpu")  # it ends with a number for the host
     batch, following = batches.next(), batches.next()
     for step in range(plan.steps):
