@@ -120,11 +120,16 @@ def test_what_is_done_is_not_done_again(ran, data, monkeypatch):
 
 def test_a_run_that_would_not_end_in_time_is_named(data, monkeypatch, tmp_path):
     path = tmp_path / "a.json"
-    with pytest.raises(UserError, match="adamw needs .* s more, .* are left"):
+    with pytest.raises(UserError, match="adamw: no time is left; nor what comes"):
         call(monkeypatch, "--data", data, *TINY, "--methods", "adamw",
              "--limit", 1e-3, "--json", path)  # fmt: skip
     found = json.loads(path.read_text())
     assert found["runs"] == [] and len(found["not_run"]) == 1
+    files = command.tokens(data, "train"), command.tokens(data, "val")
+    plan = command.plan_of(command.arguments(), 600, 1)
+    own = dict(machine=loop.Machine("CPU", 1.0), tell=print)
+    with pytest.raises(loop.TooLong, match="adamw needs .* s more, .* are left"):
+        loop.run(method("adamw", "small"), plan, *files, seconds_left=1e-3, **own)
 
 
 def test_validation_sees_the_model_that_is_trained(data, monkeypatch):

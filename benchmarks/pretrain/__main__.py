@@ -200,6 +200,8 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
 
     def train(method: Method, plan: Plan) -> Run:
         left = args.limit - (time.perf_counter() - began)
+        if left <= 0:
+            raise TooLong(f"{method.name}: no time is left")
         tell(f"{method.name} at lr {method.lr:.3g}, {plan.shape.num_layers} layers")
         own = dict(machine=machine, seconds_left=left, tell=tell)
         done = run(method, plan, *data, **own)
@@ -214,7 +216,9 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
             if not any(math.isclose(r.lr, each.lr) for r in same):
                 train(each, found.plan)
         except TooLong as error:
-            not_run.append(str(error))
+            not_run.append(f"{error}; nor what comes after it")
+            found.save()
+            break
         except RuntimeError as error:  # no memory, a backend: others may do better
             not_run.append(f"{each.name}: {type(error).__name__}: {error}"[:500])
         found.save()
