@@ -176,6 +176,14 @@ SWEEP = [2**i for i in range(13)]  # ranks
 
 
 def sweep(job: Job, replicas: int, hardware: Hardware) -> list[tuple[int, Forecast]]:
-    """Return forecasts for 1 to 4096 ranks."""
+    """Return forecasts for 1 to 4096 ranks.
+
+    Raises:
+        ValueError: more replicas than that, or fewer than one.
+    """
+    if not 1 <= replicas <= SWEEP[-1]:
+        raise ValueError(
+            f"got {replicas} replicas, expected 1 to {SWEEP[-1]}: change their number"
+        )
     ranks = [n * replicas for n in SWEEP if n * replicas <= SWEEP[-1]]
     return [(n, forecast(job, n, replicas=replicas, hardware=hardware)) for n in ranks]

@@ -139,12 +139,12 @@ def jobs(
             f"got model {model}, expected one of {', '.join(MODELS)}: choose one"
         )
     chosen, found = MODELS[model], []
-    for mars_type, correction in map(_parts, rules or RULES):
+    for mars_type, correction in map(_parts, RULES if rules is None else rules):
         found.append(
             Job(
                 shapes=chosen.shapes,
                 mars_type=mars_type,
-                tokens=tokens or chosen.tokens,
+                tokens=chosen.tokens if tokens is None else tokens,
                 flops_per_token=chosen.num_flops_per_token,
                 elementwise=chosen.beside if REGISTRY[mars_type].matrix_only else (),
                 options={"correction": correction},

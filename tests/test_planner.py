@@ -228,6 +228,9 @@ def test_the_command_compares_rules_on_a_model():
         (("--model", "gpt2-xl", "--ranks", "8", "0"), "got --ranks 0, expected at"),
         (("--config", "tiny_muon", "--rules", "muon"), "got --rules or --tokens with"),
         (("--config", "tiny_muon", "--replicas", "3"), "got 8 ranks and 3 replicas"),
+        (("--config", "tiny_muon", "--sweep", "--all"), "got --ranks or --all with"),
+        (("--config", "tiny_muon", "--sweep", "--replicas", "5000"), "got 5000 repl"),
+        (("--model", "gpt2-xl", "--replicas", "0"), "got --replicas 0, expected at"),
     ],
 )
 def test_what_cannot_be_planned(args, told, monkeypatch, capsys):

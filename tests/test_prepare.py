@@ -440,3 +440,20 @@ def test_packages_are_held_out_whole(tmp_path, capsys):
         prepare(*given)
     with pytest.raises(UserError, match="got --held-out with --source python"):
         prepare("python", "bytes", tmp_path / "other", held_out=[site / "b"])
+
+
+def test_a_held_out_file_is_in_no_other_split(tmp_path, monkeypatch):
+    """However its path is written; and a file that is named twice counts once."""
+    (tmp_path / "texts").mkdir()
+    for name in "ab":
+        (tmp_path / "texts" / f"{name}.txt").write_text(f"text {name}\n")
+    monkeypatch.chdir(tmp_path)
+    held_out = [tmp_path / "texts" / ".." / "texts" / "b.txt"]
+    files = [Path("texts"), Path("texts/a.txt")]
+    meta = prepare("text", "bytes", tmp_path / "out", files, held_out=held_out)
+    sizes = meta.train.text_bytes, meta.val.text_bytes
+    assert sizes == (len("text a\n"), len("text b\n"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="got no text for the val split"):
+        empty = [tmp_path / "empty"]
+        prepare("text", "bytes", tmp_path / "other", files, held_out=empty)

@@ -42,9 +42,8 @@ def job_of(config_name: str) -> Job:
 def draw(rows: list[tuple[int, Forecast]], title: str, path: Path) -> None:
     """Draw predicted times against ranks."""
     labels = dict(title=title, xlabel="ranks", ylabel="predicted time (ms)")
-    ranks = [n for n, _ in rows]
-    training = [f.training_seconds * 1e3 for _, f in rows]
-    optimizer = [f.optimizer_seconds * 1e3 for _, f in rows]
+    times = ((n, 1e3 * f.training_seconds, 1e3 * f.optimizer_seconds) for n, f in rows)
+    ranks, training, optimizer = zip(*times, strict=True)
     with picture(path, **labels) as axes:
         axes.loglog(ranks, training, "o--", color="0.5", label="forward and backward")
         axes.loglog(ranks, optimizer, "s-", color="black", label="optimizer step")
@@ -64,7 +63,7 @@ def main() -> None:
     either.add_argument("--model", help=", ".join(models.MODELS))
     add("--rules", nargs="+", help="of --model")
     add("--tokens", type=int, help="of a step of --model")
-    add("--ranks", type=int, nargs="+", help="8; of a model 1 8 64 512")
+    add("--ranks", type=int, nargs="+", help="8; of a model 1 8 64 512 a replica")
     add("--replicas", type=int, default=1, help="HSDP replicas")
     add("--link-gbps", type=float, default=400, help="Gbit/s a rank")
     add("--tflops", type=float, default=400, help="bf16 matmul rate")
@@ -78,9 +77,12 @@ def main() -> None:
     of_model = args.config is None
     if not of_model and (args.rules or args.tokens):
         raise UserError("got --rules or --tokens with --config, expected --model")
-    ranks = args.ranks or ([1, 8, 64, 512] if of_model else [8])
+    if args.sweep and (args.ranks or args.all):
+        raise UserError("got --ranks or --all with --sweep, expected neither")
+    usual = [args.replicas * n for n in (1, 8, 64, 512)] if of_model else [8]
+    ranks = args.ranks or usual
     for n in ranks:
-        check_least(1, MOST_RANKS, ranks=n, replicas=args.replicas)
+        check_least(1, MOST_RANKS, replicas=args.replicas, ranks=n)
     check_least(1, tokens=args.tokens)
     rates = {k: getattr(args, k) for k in ("link_gbps", "tflops", "memory_gbs")}
     check_least(1e-3, **rates)

@@ -15,10 +15,7 @@ from train.data.tokens import SPLITS, Meta
 from train.errors import UserError
 from train.files import MADE, sync
 
-NOT_SOURCE = {
-    "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages",
-    "__pycache__",
-}  # fmt: skip
+NOT_SOURCE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
 TEXT = {".py", ".pyi", ".md", ".rst", ".txt"}
 
 
@@ -26,6 +23,7 @@ def files_of(root: Path, suffixes: set[str] = TEXT) -> list[Path]:
     """Return a file as it is; of a folder the files that end so, and a package's
     METADATA, its README, but no tests.
     """
+    root = root.resolve()  # so that the same file is the same path
     if not root.is_dir():
         return [root]
     every = (p.relative_to(root) for p in root.rglob("*"))
@@ -71,11 +69,11 @@ class LocalText:
     def __init__(
         self, source: str, files: list[Path], fraction: float, held_out: list[Path]
     ) -> None:
-        self._held_out = {f for path in held_out for f in files_of(path)}
-        every = [f for path in files for f in files_of(path)]
+        whole = {f for path in held_out for f in files_of(path)}
+        every = dict.fromkeys(f for path in files for f in files_of(path))
         every = standard_library() if source == "python" else every
-        self._files = [f for f in every if f not in self._held_out]
-        self._files += sorted(self._held_out)
+        self._files = [f for f in every if f not in whole] + sorted(whole)
+        self._held_out = whole if held_out else None
         split = by_document if source == "python" else by_tail
         self._split = partial(split, fraction=fraction)
         contents = hashlib.sha256()
@@ -84,12 +82,12 @@ class LocalText:
         known = {"files": len(self._files), "contents": contents.hexdigest()}
         own: dict = {"source": source, "val_fraction": fraction}
         if held_out:
-            own = {"source": source, "held_out": len(self._held_out)}
+            own = {"source": source, "held_out": len(whole)}
         self.request = self.plan = own | known
 
     def _pieces(self, path: Path) -> list[tuple[str, str]]:
         """Return [(split, text)] of a file."""
-        if self._held_out:
+        if self._held_out is not None:
             return [("val" if path in self._held_out else "train", read(path))]
         return self._split(read(path))
 
