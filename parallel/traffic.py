@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from marsopt.profile.optimizer import full_buffers, passes
+
 from .agreement import Agreement
 from .ledger import FULL
 from .memory import Stack
@@ -22,15 +24,8 @@ def moved(stack: Stack) -> int:
     update, application, and the way into stacks and back; Newton-Schulz not.
     """
     algorithm, one = stack.algorithm, stack.nbytes
-    h = one if algorithm.reads_h else 0
-    norms = one + h
-    # h is read already; what has fewer dims than x is no pass over it
-    whole = sum(dims is None for dims in algorithm.preconditioner.buffers.values())
-    update = one + h + 2 * whole * one + (h if algorithm.keeps_h else 0)
-    # of a matrix rule the update leaves x; applying reads x and the factors, writes x
-    update += 3 * one if algorithm.matrix_only else 2 * one
-    update += one if algorithm.transports else 0  # x is in the state; y is written
-    update += one if algorithm.makes_matrix else 0
+    h, buffers = one if algorithm.reads_h else 0, len(full_buffers(algorithm)) * one
+    norms, update = passes(algorithm, g=one, x=one, h=h, buffers=buffers)
     # gradients are packed; shards of parameters go there and back
     packed = 6 * one if stack.num > 1 else 0
     return norms + update + packed + _protocol(stack)

@@ -224,9 +224,8 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
         found.save()
     names = [each.name for each in chosen]
     found.runs.sort(key=lambda r: names.index(r.method) if r.method in names else 99)
-    edges = [name for name in names if found.optimum(name)[1] in ("first", "last")]
-    about = found.about | dict(plan=vars(found.plan), edges=edges, trials=found.trials)
-    return about | dict(runs=found.runs)
+    done = dict(edges=found.edges, trials=found.trials, runs=found.runs)
+    return found.about | dict(plan=vars(found.plan)) | done
 
 
 def main() -> None:

@@ -75,10 +75,8 @@ class Study:
     def save(self) -> None:
         """Write the file."""
         if self.path is not None:
-            names = dict.fromkeys(t["method"] for t in self.trials)
-            edges = [n for n in names if self.optimum(n)[1] in ("first", "last")]
             runs = [asdict(run) for run in self.runs]
-            done = dict(trials=self.trials, edges=edges, runs=runs)
+            done = dict(trials=self.trials, edges=self.edges, runs=runs)
             write_json(self.path, self.about | self.settings() | done)
 
     def tried(self, name: str) -> dict[float, float]:
@@ -88,6 +86,12 @@ class Study:
             for t in self.trials
             if t["method"] == name
         }
+
+    @property
+    def edges(self) -> list[str]:
+        """Return the methods whose best rate is the first or last of its grid."""
+        names = dict.fromkeys(trial["method"] for trial in self.trials)
+        return [n for n in names if self.optimum(n)[1] in ("first", "last")]
 
     def best(self, method: Method, train: Train) -> Method:
         """Return a method at the best rate of its sweep, which is run if it was not."""

@@ -17,6 +17,7 @@ from marsopt.profile.gpt2 import Subject
 from marsopt.profile.machine import typical
 from marsopt.profile.profiler import profile
 from marsopt.profile.table import Report, size
+from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.newton_schulz import NewtonSchulz
 
 
@@ -34,21 +35,41 @@ class Floor:
         return self.norms + self.update
 
 
-def _floor(bucket: ParameterBucket) -> tuple[int, int, int]:
-    """Return the bytes of one bucket, with the gradients that are there."""
-    algorithm, grads = bucket.algorithm, [p.grad for p in bucket.params]
-    g = sum(grad.nbytes for grad in grads)
-    x = sum(p.nbytes for p in bucket.params)
-    h = bucket.state["h"].nbytes if algorithm.reads_h else 0
-    # h is read already; what has fewer dims than x is no pass over it
-    whole = [s for s, dims in algorithm.preconditioner.buffers.items() if dims is None]
-    buffers = sum(bucket.state[symbol].nbytes for symbol in whole)
+def full_buffers(algorithm: Algorithm) -> list[str]:
+    """Return the symbols of what a step passes over beside x, g and h: what has fewer
+    dims than x is no pass over it.
+    """
+    kept = algorithm.preconditioner.buffers.items()
+    return [symbol for symbol, dims in kept if dims is None]
+
+
+def passes(
+    algorithm: Algorithm, *, g: int, x: int, h: int, buffers: int
+) -> tuple[int, int]:
+    """Return the least bytes of the norms and of the update, from the bytes of what
+    they pass over; h is 0 where it is not read.
+    """
+    # h is read already
     update = g + h + 2 * buffers + (h if algorithm.keeps_h else 0)
     # of a matrix rule the update leaves x; applying reads x and the factors, writes x
     update += 3 * x if algorithm.matrix_only else 2 * x
     update += x if algorithm.transports else 0  # x is in the state; y is written
     update += x if algorithm.makes_matrix else 0
-    return g + h, update, 0 if adjacent(grads) is not None else 2 * g
+    return g + h, update
+
+
+def _floor(bucket: ParameterBucket) -> tuple[int, int, int]:
+    """Return the bytes of one bucket, with the gradients that are there."""
+    algorithm, grads = bucket.algorithm, [p.grad for p in bucket.params]
+    g = sum(grad.nbytes for grad in grads)
+    norms, update = passes(
+        algorithm,
+        g=g,
+        x=sum(p.nbytes for p in bucket.params),
+        h=bucket.state["h"].nbytes if algorithm.reads_h else 0,
+        buffers=sum(bucket.state[s].nbytes for s in full_buffers(algorithm)),
+    )
+    return norms, update, 0 if adjacent(grads) is not None else 2 * g
 
 
 @dataclass(frozen=True)
