@@ -33,6 +33,10 @@ class Ledger:
         """Free."""
         self.now -= num_bytes
 
+    def touch(self, num_bytes: float) -> None:
+        """Allocate, and free at once."""
+        self.most = max(self.most, self.now + num_bytes)
+
     @contextmanager
     def lent(self, num_bytes: float) -> Iterator[None]:
         """Allocate for a while."""
@@ -52,14 +56,11 @@ def iterate(
     stack = given * numel if num > 1 else 0
     with ledger.lent(stack):
         if given != size:  # normalized before it is cast
-            with ledger.lent((given + size) * numel):
-                pass
+            ledger.touch((given + size) * numel)
         # an iterate, its Gram matrix and polynomial, and the next iterate
-        with ledger.lent(size * (2 * numel + 2 * square)):
-            pass
+        ledger.touch(size * (2 * numel + 2 * square))
         # the next Gram matrix while the last one and its polynomial are there
-        with ledger.lent(size * (numel + 3 * square) if ns.steps > 1 else 0):
-            pass
+        ledger.touch(size * (numel + 3 * square) if ns.steps > 1 else 0)
         with ledger.lent(size * numel if given != size else 0):  # the last, cast back
             ledger.take(given * numel)
 
@@ -150,8 +151,7 @@ def by_gram(ledger: Ledger, matrices: Sequence[Matrix], num_ranks: int) -> None:
     squares = [FULL * min(m.rows, m.cols) ** 2 for m in matrices]
     with ledger.lent(2 * sum(squares)):  # each, and all joined
         for m, square in zip(matrices, squares, strict=True):
-            with ledger.lent(FROM_GRAM * square):
-                pass
+            ledger.touch(FROM_GRAM * square)
             with ledger.lent(square):
                 ledger.take(FULL * m.shard_numel(0, num_ranks))
 
