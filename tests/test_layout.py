@@ -153,17 +153,6 @@ def test_parallel_travels_under_another_name():
         assert not {n for n in imports(path) if n.split(".")[0] == "parallel"}, path
 
 
-def test_files_stay_small():
-    for folder in LAYERS:
-        for path in files(folder):
-            limit = 351 if folder == "train" else 400
-            assert len(path.read_text().splitlines()) < limit, path
-
-
-def test_the_application_stays_small():
-    assert sum(len(p.read_text().splitlines()) for p in files("train")) <= 6000
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """Names in the built wheel, and a folder that it was unpacked into."""
