@@ -45,7 +45,7 @@ def model_and_batch(args: argparse.Namespace) -> tuple[GPT2, torch.Tensor]:
 def one_graph(args: argparse.Namespace) -> Callable[[], float]:
     """Return a step that returns the loss."""
     model, tokens = model_and_batch(args)
-    rule = mars(lr=LR, max_norm=1.0)
+    rule = mars(base_lr=LR, max_norm=1.0)
     named = {n: p.detach() for n, p in model.named_parameters()}
     flat = FlatGroup.pack(named)
     state = rule.init(flat)

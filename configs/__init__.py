@@ -67,6 +67,7 @@ HOMES = {
         "tiny_moonlight",
         "tiny_moonlight_transport",
         "tiny_muon",
+        "tiny_nadamw",
     ),
 }  # the file of each recipe
 

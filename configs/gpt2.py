@@ -16,12 +16,10 @@ DATA = {"": "data/openwebtext", "_fw": "data/fineweb-edu"}
 def optimizer(rule: str, lr: float, lr_1d: float, **options) -> MarsOptimizers.Config:
     """Of a row of ``RULES``; ``options`` are fields of ``MarsOptimizers.Config``."""
     row = RULES[rule]
-    if rule in ONE_RATE:
-        lr_1d = lr
     return MarsOptimizers.Config(
         mars_type=rule.replace("_", "-"),
         lr=lr,
-        lr_1d=lr_1d,
+        lr_1d=None if rule in ONE_RATE else lr_1d,
         betas=row.betas,
         weight_decay=row.matrices,
         embedding_weight_decay=row.embeddings,

@@ -61,11 +61,13 @@ class Decay:
     min_lr_divisor: float = 1.0  # of the size's
 
 
+# NAdamW is of no published recipe: its numbers are those of a sweep (docs/results.md).
 # Lion, and MARS-Lion with it: decay 3 times AdamW's, so that lr x decay is AdamW's (its
 # paper's advice), and a third of its final rate. MARS-M and Moonlight decay everything
 # alike. Momentum rules have the first of betas alone.
 RULES = {
     "adamw": Decay(0.1, 0.0, 0.0, betas=(0.9, 0.95)),
+    "nadamw": Decay(0.01, 0.0, 0.0, betas=(0.9, 0.99)),
     "lion": Decay(0.3, 0.0, 0.0, betas=(0.9, 0.99), min_lr_divisor=3),
     "muon": Decay(0.0, 0.0, 0.1),
     "moonlight": Decay(0.1, 0.1, 0.1),
@@ -76,7 +78,7 @@ RULES = {
 }
 
 # rules that move LayerNorm weights at the matrices' rate
-ONE_RATE = ("adamw", "lion", "moonlight", "mars_m")
+ONE_RATE = ("adamw", "nadamw", "lion", "moonlight", "mars_m")
 
 # Gamma with transport, of GPT-2 small: guesses, ours.
 TRANSPORT_GAMMA = {

@@ -57,6 +57,11 @@ def tiny_adamw() -> MarsTrainer.Config:
     return _tiny("tiny_adamw", "adamw", lr=4e-3, min_lr=4e-4)
 
 
+def tiny_nadamw() -> MarsTrainer.Config:
+    """NAdamW: AdamW with Nesterov's momentum."""
+    return _tiny("tiny_nadamw", "nadamw", lr=6e-3, min_lr=6e-4)
+
+
 def tiny_lion() -> MarsTrainer.Config:
     """Lion."""
     return _tiny("tiny_lion", "lion", lr=1e-3, min_lr=1e-4)

@@ -25,7 +25,7 @@ def main() -> None:
     student = torch.nn.Sequential(
         torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4)
     )
-    rule = marsopt.mars(mars_type="mars-adamw", lr=1e-2, lr_1d=5e-3, max_norm=1.0)
+    rule = marsopt.mars(mars_type="mars-adamw", base_lr=1e-2, lr_1d=5e-3, max_norm=1.0)
 
     def loss(params, inputs, labels):
         leaves = params.unpack() if isinstance(params, FlatGroup) else params

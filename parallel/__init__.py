@@ -2,6 +2,15 @@
 wheel: marsopt.parallel.
 """
 
-from .collectives import MeshCollectives
+import marsopt
+
+if "Collectives" not in vars(marsopt):
+    raise ImportError(
+        f"got the package marsopt at {marsopt.__file__}, which is another project's, "
+        "expected that of torch-marsopt: pip uninstall marsopt torch-marsopt, then "
+        "install torch-marsopt"
+    )
+
+from .collectives import MeshCollectives  # noqa: E402
 
 __all__ = ["MeshCollectives"]

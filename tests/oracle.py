@@ -79,10 +79,19 @@ class Oracle:
 
     def adamw(self, c, lr):
         self.m = self.beta1 * self.m + (1 - self.beta1) * c
+        self.adam_step(self.m / (1 - self.beta1**self.t), c, lr)
+
+    def nadamw(self, c, lr):
+        """Dozat 2016, Algorithm 2, every mu_t the same beta1."""
+        self.m = self.beta1 * self.m + (1 - self.beta1) * c
+        products = [self.beta1**self.t, self.beta1 ** (self.t + 1)]
+        c_hat, m_hat = c / (1 - products[0]), self.m / (1 - products[1])
+        self.adam_step((1 - self.beta1) * c_hat + self.beta1 * m_hat, c, lr)
+
+    def adam_step(self, m_hat, c, lr):
         self.v = self.beta2 * self.v + (1 - self.beta2) * c**2
         self.v_max = np.maximum(self.v_max, self.v)
         v = self.v_max if self.amsgrad else self.v
-        m_hat = self.m / (1 - self.beta1**self.t)
         root = np.sqrt(1 - self.beta2**self.t)
         denominator = (
             (np.sqrt(v) + self.eps) / root if self.hat else np.sqrt(v) / root + self.eps

@@ -9,7 +9,7 @@ import torch
 
 import marsopt
 
-NS = marsopt.NewtonSchulz(dtype=torch.float64)
+NS = marsopt.NewtonSchulz(dtype=torch.float64)  # of pages
 SHAPES = {"wide": (6, 20), "tall": (24, 8), "square": (8, 8), "bias": (7,)}
 MATRICES = ("wide", "tall", "square")
 
@@ -73,28 +73,60 @@ ROWS = {
         dict(kind="mars-shampoo", wd=0.1),
         2,
         True,
-        dict(ns=NS, weight_decay=0.1),
+        dict(ns_dtype=torch.float64, weight_decay=0.1),
     ),
     "mars_shampoo-noclip": Row(
         marsopt.mars_shampoo,
         dict(kind="mars-shampoo", clip=None),
         1,
         True,
-        dict(ns=NS, clip=None),
+        dict(ns_dtype=torch.float64, clip=None),
     ),
-    "mars_m": Row(marsopt.mars_m, dict(kind="mars-m"), 2, True, dict(ns=NS)),
+    "mars_m": Row(
+        marsopt.mars_m, dict(kind="mars-m"), 2, True, dict(ns_dtype=torch.float64)
+    ),
     "mars_m-noclip": Row(
-        marsopt.mars_m, dict(kind="mars-m", clip=None), 1, True, dict(ns=NS, clip=None)
+        marsopt.mars_m,
+        dict(kind="mars-m", clip=None),
+        1,
+        True,
+        dict(ns_dtype=torch.float64, clip=None),
     ),
     "adamw": Row(marsopt.adamw, dict(kind="adamw", beta1=0.9, beta2=0.999, wd=0.01), 2),
+    "adamw-nesterov": Row(  # with epsilon beside the raw v, and the largest v
+        marsopt.adamw,
+        dict(kind="nadamw", beta1=0.9, beta2=0.999, wd=0.01, amsgrad=True)
+        | dict(epsilon_hat=True),
+        3,
+        kwargs=dict(nesterov=True, amsgrad=True, epsilon_hat=True),
+    ),
+    "nadamw": Row(
+        marsopt.nadamw, dict(kind="nadamw", beta1=0.9, beta2=0.999, wd=0.01), 2
+    ),
     "lion": Row(marsopt.lion, dict(kind="lion", beta1=0.9, beta2=0.99), 1),
-    "muon": Row(marsopt.muon, dict(kind="muon", wd=0.1), 1, True, dict(ns=NS)),
-    "normuon": Row(marsopt.normuon, dict(kind="normuon", wd=0.1), 1, True, dict(ns=NS)),
+    "muon": Row(
+        marsopt.muon, dict(kind="muon", wd=0.1), 1, True, dict(ns_dtype=torch.float64)
+    ),
+    "normuon": Row(
+        marsopt.normuon,
+        dict(kind="normuon", wd=0.1),
+        1,
+        True,
+        dict(ns_dtype=torch.float64),
+    ),
     "mars_normuon": Row(
-        marsopt.mars_normuon, dict(kind="mars-normuon"), 2, True, dict(ns=NS)
+        marsopt.mars_normuon,
+        dict(kind="mars-normuon"),
+        2,
+        True,
+        dict(ns_dtype=torch.float64),
     ),
     "moonlight": Row(
-        marsopt.moonlight, dict(kind="moonlight", wd=0.1), 1, True, dict(ns=NS)
+        marsopt.moonlight,
+        dict(kind="moonlight", wd=0.1),
+        1,
+        True,
+        dict(ns_dtype=torch.float64),
     ),
 }
 TRANSPORT = dict(correction="transport", gamma=0.1)

@@ -43,6 +43,20 @@ def test_adamw_over_100_steps(kw, amsgrad):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_nadamw_over_100_steps(decay):
+    """torch's momentum schedule mu_t = beta1 (1 - 0.96^(t momentum_decay) / 2) is
+    switched off by a momentum_decay so large that the power is 0: mu_t = beta1.
+    """
+    a, b = twins((7, 5), (5,), (3, 2, 2))
+    common = dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=decay)
+    own = dict(decoupled_weight_decay=True, momentum_decay=1e6)
+    walk(MARS(a, mars_type="nadamw", compile=False, **common), a, 100)
+    walk(torch.optim.NAdam(b, **common, **own), b, 100)
+    for p, q in zip(a, b, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-7)
+
+
 @pytest.mark.parametrize("shape", [(256, 128), (128, 256), (192, 192)])
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
 def test_muon_and_moonlight(shape, scale):
@@ -56,7 +70,7 @@ def test_muon_and_moonlight(shape, scale):
     p = nn.Parameter(x.clone())
     theirs = torch.optim.Muon([p], lr=lr, weight_decay=0.0, adjust_lr_fn=scale)
     ours = {
-        dtype: make(weight_decay=0.0, ns=marsopt.NewtonSchulz(dtype=dtype))
+        dtype: make(weight_decay=0.0, ns_dtype=dtype)
         for dtype in (torch.bfloat16, torch.float32)
     }
     moving = {dtype: ([x], rule.init([x])) for dtype, rule in ours.items()}

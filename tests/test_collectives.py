@@ -172,9 +172,11 @@ def functional(rank, world):
             for n, v in tree.items()
         }
 
-    ns = marsopt.NewtonSchulz(dtype=torch.float64)
     error = 0.0
-    for rule in (marsopt.mars_adamw(max_norm=1.0), marsopt.mars_m(max_norm=1.0, ns=ns)):
+    for rule in (
+        marsopt.mars_adamw(max_norm=1.0),
+        marsopt.mars_m(max_norm=1.0, ns_dtype=torch.float64),
+    ):
         want, _ = rule.step(x, grads, rule.init(x), lr=0.1)
         sharded = spread(x)
         got, _ = rule.step(

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import marsopt
-from marsopt import MARS, FlatGroup, Matrices, NewtonSchulz
+from marsopt import MARS, FlatGroup, Matrices
 from parallel import MeshCollectives
 from tests.processes import spawn
 from tests.slices import FLATTENED
@@ -43,7 +43,7 @@ def test_channels_last_changes_nothing(correction, mars_type, mode, monkeypatch)
 
 
 def test_a_step_over_channels_last_compiles_into_one_graph():
-    rule = marsopt.mars_normuon(ns=NewtonSchulz(dtype=torch.float64), **FLATTENED)
+    rule = marsopt.mars_normuon(ns_dtype=torch.float64, **FLATTENED)
     lr, found = torch.tensor(0.1, dtype=torch.float64), []
     for form in (torch.contiguous_format, torch.channels_last):
         params = [p.detach() for p in kernels(form)[:1]]
@@ -105,7 +105,7 @@ def test_moments_of_rows_start_anew_where_rows_are_others():
 
 
 def test_a_flat_group_takes_every_kernel_apart():
-    rule = marsopt.muon(ns=NewtonSchulz(dtype=torch.float64), **FLATTENED)
+    rule = marsopt.muon(ns_dtype=torch.float64, **FLATTENED)
     params = {f"{i}": p.detach() for i, p in enumerate(kernels())}
     grads = {n: p.cos() for n, p in params.items()}
     want, _ = rule.step(params, grads, rule.init(params), lr=0.1)
@@ -183,7 +183,7 @@ def test_fsdp_of_a_convolutional_network_is_the_unsharded_run():
 def functional(rank, world):
     """The largest difference of two steps on kernels cut by each of their dims."""
     mesh = init_device_mesh("cpu", (world,))
-    rule = marsopt.mars_normuon(ns=NewtonSchulz(dtype=torch.float64), **FLATTENED)
+    rule = marsopt.mars_normuon(ns_dtype=torch.float64, **FLATTENED)
     whole = [p.detach() for p in kernels() for _ in range(4)]
 
     def put(tensors):

@@ -123,8 +123,13 @@ def test_a_rule_on_stacks_is_the_rule_on_leaves(row):
 @pytest.mark.parametrize("mars_type", TYPES)
 def test_the_routing_sees_leaves_in_stacks(mars_type):
     """A stack of vectors has two dims and is no matrix."""
-    ns = marsopt.NewtonSchulz(dtype=torch.float32)
-    rule = marsopt.mars(mars_type=mars_type, lr=LR, lr_1d=2 * LR, ns=ns, max_norm=0.7)
+    rule = marsopt.mars(
+        mars_type=mars_type,
+        base_lr=LR,
+        lr_1d=2 * LR,
+        ns_dtype=torch.float32,
+        max_norm=0.7,
+    )
     x = tensors(SHAPES, 0)
     flat = FlatGroup.pack(x)
     s, t = rule.init(x), rule.init(flat)
@@ -156,7 +161,7 @@ def test_a_whole_training_step_is_one_graph_on_a_flat_group():
     model = nn.Sequential(
         nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)
     )
-    rule = marsopt.mars(lr=LR, max_norm=1.0)
+    rule = marsopt.mars(base_lr=LR, max_norm=1.0)
     x, y = torch.randn(16, 8), torch.randn(16, 8)
 
     def loss(flat):

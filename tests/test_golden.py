@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import marsopt
-from marsopt import NewtonSchulz
 from tests.recordings import SHAPES, TABLE, check, read, walk
 
 pytestmark = [
@@ -26,17 +25,19 @@ def test_through_the_class(golden):
 
 
 def test_through_the_rules(golden):
-    kw, ns = dict(golden["kw"]), NewtonSchulz(dtype=golden["ns_dtype"])
+    kw, ns_dtype = dict(golden["kw"]), golden["ns_dtype"]
     exact = golden.get("exact", False)
     if golden["kind"] == "MARS":
-        kw |= {"is_approx": not exact, "ns": ns}
+        kw |= {"is_approx": not exact, "ns_dtype": ns_dtype}
+        if "lr" in kw:
+            kw["base_lr"] = kw.pop("lr")
         sides = [(marsopt.mars(**kw), tuple(SHAPES))]
     else:
         matrix = {
             "mars-m": lambda **k: marsopt.mars_m(**k),
             "mars-m-efficient": lambda **k: marsopt.mars_m(clip=None, **k),
             "moonlight": lambda **k: marsopt.moonlight(**k),
-        }[golden["kind"]](weight_decay=kw["wd"], ns=ns)
+        }[golden["kind"]](weight_decay=kw["wd"], ns_dtype=ns_dtype)
         adamw = marsopt.adamw(
             betas=(0.9, 0.95), weight_decay=kw["wd"], epsilon_hat=True
         )

@@ -50,8 +50,12 @@ def test_gamma_zero_without_clip_is_adamw():
 
 
 def test_moonlight_is_mars_m_with_gamma_one_minus_mu():
-    mars, _ = trajectory(marsopt.mars_m(gamma=0.05, clip=None, ns=NS), MATRICES)
-    moonlight, _ = trajectory(marsopt.moonlight(weight_decay=0.0, ns=NS), MATRICES)
+    mars, _ = trajectory(
+        marsopt.mars_m(gamma=0.05, clip=None, ns_dtype=torch.float64), MATRICES
+    )
+    moonlight, _ = trajectory(
+        marsopt.moonlight(weight_decay=0.0, ns_dtype=torch.float64), MATRICES
+    )
     assert_same(mars, moonlight, 1e-9)
 
 
@@ -69,8 +73,8 @@ def test_lion_is_mars_lion_in_its_own_betas():
     ("make", "names", "atol"),
     [
         (marsopt.mars_lion, SHAPES, 1e-12),
-        (lambda **k: marsopt.mars_shampoo(ns=NS, **k), MATRICES, 1e-9),
-        (lambda **k: marsopt.mars_m(ns=NS, **k), MATRICES, 1e-9),
+        (lambda **k: marsopt.mars_shampoo(ns_dtype=torch.float64, **k), MATRICES, 1e-9),
+        (lambda **k: marsopt.mars_m(ns_dtype=torch.float64, **k), MATRICES, 1e-9),
     ],
     ids=["mars_lion", "mars_shampoo", "mars_m"],
 )

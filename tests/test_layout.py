@@ -153,6 +153,17 @@ def test_parallel_travels_under_another_name():
         assert not {n for n in imports(path) if n.split(".")[0] == "parallel"}, path
 
 
+def test_another_projects_package_of_this_name_is_told(tmp_path):
+    """The index has one; who installed it over ours learns what to do."""
+    (tmp_path / "marsopt").mkdir()
+    (tmp_path / "marsopt/__init__.py").write_text("")
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; import parallel"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "expected that of torch-marsopt: pip uninstall marsopt" in found.stderr
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """Names in the built wheel, and a folder that it was unpacked into."""
@@ -186,6 +197,7 @@ def test_the_wheel_holds_marsopt_alone(wheel, tmp_path):
     names, site = wheel
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"marsopt"}
     assert "marsopt/py.typed" in names
+    assert any(n.startswith("torch_marsopt-") for n in names)
     assert "marsopt/parallel/collectives.py" in names
     assert "marsopt/parallel/torchtitan.py" in names  # imported by who asks for it
     code = (

@@ -81,8 +81,8 @@ def test_a_rule_moves_every_matrix_as_if_it_were_alone(mars_type, kind, flat):
     tensors = together(kind)
     want = in_loop(tensors, STEPS, mars_type=mars_type, compile=False, **OPTIONS)
     rule = marsopt.mars(
-        mars_type=mars_type, lr=0.1, lr_1d=0.1, weight_decay=0.1, max_norm=3.0,
-        ns=NewtonSchulz(dtype=torch.float64), matrices=kind,
+        mars_type=mars_type, base_lr=0.1, lr_1d=0.1, weight_decay=0.1, max_norm=3.0,
+        ns_dtype=torch.float64, matrices=kind,
     )  # fmt: skip
     pack = FlatGroup.pack if flat else dict
     params = pack(values(0, tensors))
@@ -97,7 +97,7 @@ def test_a_named_rule_takes_blocks():
     heads = {"heads": TENSORS["heads"]}
     options = {n: OPTIONS[n] for n in ("lr", "ns_dtype")}
     want = in_loop(heads, 1, mars_type="muon", weight_decay=0.1, **options)
-    rule = marsopt.muon(block_rows=4, ns=NewtonSchulz(dtype=torch.float64))
+    rule = marsopt.muon(block_rows=4, ns_dtype=torch.float64)
     params = values(0, heads)
     params, _ = rule.step(params, values(1, heads), rule.init(params), lr=0.1)
     assert largest(params, want) < 1e-12

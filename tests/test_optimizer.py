@@ -84,11 +84,17 @@ def test_signature_and_defaults_are_the_authors():
         "betas_1d",
         "weight_decay_1d",
     ]
-    defaults = [named[n].default for n in positional[1:]]
-    assert defaults == [
+    authors = [
         3e-3, (0.95, 0.99), 1e-8, 0.0, False, 0.025, True,
         "mars-adamw", False, 3e-3, (0.9, 0.95), 0.1,
     ]  # fmt: skip
+    optimizer = eager(parameters(*SHAPES))
+    for name, value in zip(positional[1:], authors, strict=True):
+        # None in the signature: the rule's own, which are the authors' of their names
+        assert named[name].default in (None, value), name
+        if name != "is_approx":  # of the whole optimizer
+            assert optimizer.defaults[name] == value, name
+            assert optimizer.param_groups[0][name] == value, name
 
 
 @pytest.mark.parametrize("mars_type", REGISTRY)
@@ -97,9 +103,9 @@ def test_the_class_is_the_rule(mars_type, max_norm):
     """Five steps of MARS are five steps of mars(...), with a schedule."""
     params = parameters(*SHAPES)
     x = [p.detach().clone() for p in params]
-    kw = dict(mars_type=mars_type, weight_decay=0.1, lr=LR, max_norm=max_norm)
-    optimizer = eager(params, ns_dtype=torch.float32, **kw)
-    rule = marsopt.mars(ns=marsopt.NewtonSchulz(dtype=torch.float32), **kw)
+    kw = dict(mars_type=mars_type, weight_decay=0.1, max_norm=max_norm)
+    kw |= dict(ns_dtype=torch.float32)
+    optimizer, rule = eager(params, lr=LR, **kw), marsopt.mars(base_lr=LR, **kw)
     state = rule.init(x)
     for t in range(5):
         optimizer.param_groups[0]["lr"] = LR / (1 + t)
@@ -197,13 +203,16 @@ def test_every_hyperparameter_is_per_group_and_live(change):
         q.data.copy_(p.data)
         r.data.copy_(p.data)
     base_lr = change.get("lr", 3e-3)
+    # what a group gives when it is added holds for vectors too (tests/test_groups.py)
+    followed = [n for n in ("lr", "betas", "weight_decay") if n in change]
+    everything = change | {f"{n}_1d": change[n] for n in followed}
     optimizers = [
         (eager(plain, lr=3e-3), plain),
         (eager([{"params": set_in_group, **change}], lr=3e-3), set_in_group),
-        (eager(changed, **{"lr": 3e-3, **change}), changed),
+        (eager(changed, **{"lr": 3e-3, **everything}), changed),
     ]
     late = eager(set_later, lr=3e-3)
-    late.param_groups[0].update(change, base_lr=base_lr)
+    late.param_groups[0].update(everything, base_lr=base_lr)
     optimizers.append((late, set_later))
     for optimizer, params in optimizers:
         run(optimizer, params, 4)
@@ -407,9 +416,8 @@ def test_max_norm_may_change_between_steps():
 def test_exact_protocol_is_the_exact_rule(mars_type):
     params = parameters(*SHAPES)
     x = [p.detach().clone() for p in params]
-    kw = dict(mars_type=mars_type, is_approx=False, lr=LR)
-    optimizer = eager(params, ns_dtype=torch.float32, **kw)
-    rule = marsopt.mars(ns=marsopt.NewtonSchulz(dtype=torch.float32), **kw)
+    kw = dict(mars_type=mars_type, is_approx=False, ns_dtype=torch.float32)
+    optimizer, rule = eager(params, lr=LR, **kw), marsopt.mars(base_lr=LR, **kw)
     state, h = rule.init(x), [torch.zeros_like(v) for v in x]
     for t in range(4):
         fill(params, 100 + t)
@@ -614,7 +622,10 @@ BAD = {
     "negative lr": (dict(lr=-1e-3), "got lr=-0.001"),
     "betas": (dict(betas=(0.9, 1.0)), r"got betas\[1\]=1.0"),
     "betas_1d": (dict(betas_1d=(-0.1, 0.9)), r"got betas_1d\[0\]|got betas\[0\]=-0.1"),
-    "mars_type": (dict(mars_type="mars_adamw"), "got mars_type='mars_adamw'"),
+    "mars_type": (
+        dict(mars_type="mars_adam"),
+        "got mars_type='mars_adam'.*mean 'mars-adamw'",
+    ),
     "clip": (dict(clip=-1.0), "got clip=-1.0"),
     "max_norm": (dict(max_norm=0.0), "got max_norm=0.0"),
     "nonfinite": (dict(nonfinite="ignore"), "got nonfinite='ignore'"),

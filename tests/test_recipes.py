@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers "fake")
 
 import configs
+from marsopt import REGISTRY
 from tests.trainers import losses, train_all
 from train import prepare
 from train.engine.resolve import resolve
@@ -73,6 +74,7 @@ medium_mars_shampoo  mars-shampoo  1e-2    1e-2    1.5e-3  6e-5     0    0    .1
 large_mars_shampoo   mars-shampoo  6.67e-3 6.67e-3 1e-3    1e-5     0    0    .1   .95 .99
 xl_mars_shampoo      mars-shampoo  6.67e-3 6.67e-3 1e-3    1e-5     0    0    .1   .95 .99
 tiny_adamw           adamw         4e-3    4e-3    4e-3    4e-4     .1   0    0    .9  .95
+tiny_nadamw          nadamw        6e-3    6e-3    6e-3    6e-4     .01  0    0    .9  .99
 tiny_lion            lion          1e-3    1e-3    1e-3    1e-4     .3   0    0    .9  .99
 tiny_muon            muon          2e-2    2e-2    3e-3    2e-3     0    0    .1   .95 .99
 tiny_moonlight       moonlight     6e-3    6e-3    6e-3    6e-4     .1   .1   .1   .95 .99
@@ -161,13 +163,13 @@ def effective(mars, model) -> dict:
                 kind = "embedding"
             rule, peak = group["mars_type"], group["initial_lr"]
             wd, betas = group["weight_decay"], group["betas"]
-            if kind == "vector" and rule not in ("adamw", "lion"):
-                # marsopt gives vectors to AdamW, some rules with a rate of its own
-                betas = group["betas_1d"]
-                if rule not in ("mars-m", "moonlight"):
+            if kind == "vector":  # numbers of its own where they are not None
+                betas = group["betas_1d"] or betas
+                if group["lr_1d"] is not None:
                     peak *= group["lr_1d"] / group["base_lr"]
+                if group["weight_decay_1d"] is not None:
                     wd = group["weight_decay_1d"]
-                rule = "adamw"
+                rule = rule if REGISTRY[rule].others == "itself" else "adamw"
             found.setdefault(kind, set()).add((rule, peak, wd, betas))
     assert all(len(values) == 1 for values in found.values()), found
     return {kind: values.pop() for kind, values in found.items()}
@@ -198,7 +200,7 @@ def test_recipe_is_the_table_and_builds_for_8_ranks(name, mesh):
     assert config.validator.freq == (200 if size == "tiny" else 1000)
 
     o, s = config.optimizer, config.lr_scheduler
-    assert (o.mars_type, o.betas_1d, o.eps) == (row["rule"], (0.9, 0.95), 1e-8)
+    assert (o.mars_type, o.betas_1d, o.eps) == (row["rule"], None, 1e-8)
     assert (o.clip, o.optimize_1d, o.amsgrad) == (1.0, False, False)
     assert o.gamma == GAMMA.get(name, 0.025)
     variant = name.rsplit("_", 1)[1]
@@ -216,8 +218,9 @@ def test_recipe_is_the_table_and_builds_for_8_ranks(name, mesh):
         for kind, (rule, lr, wd, b) in effective(mars, model).items()
     }
     beside = row["rule"] in ("mars-m", "moonlight")  # embeddings by AdamW
-    vectors = betas if row["rule"] in ("adamw", "lion") else (0.9, 0.95)
-    own = row["rule"] if row["rule"] in ("adamw", "lion") else "adamw"
+    itself = row["rule"] in ("adamw", "nadamw", "lion")
+    vectors = betas if itself else (0.9, 0.95)
+    own = row["rule"] if itself else "adamw"
     assert approx == {
         "matrix": (row["rule"], number["lr"], number["wd"], betas),
         "embedding": (

@@ -10,7 +10,7 @@ from torch.func import functional_call, grad
 
 import marsopt
 from tests.oracle import Oracle
-from tests.table import NS, ROWS, SHAPES, tensors
+from tests.table import ROWS, SHAPES, tensors
 
 rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
 LR = 0.01
@@ -185,7 +185,9 @@ def test_a_whole_train_step_is_one_graph():
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)
     )
-    rule = marsopt.mars(mars_type="mars-shampoo", lr=0.02, ns=NS, max_norm=1.0)
+    rule = marsopt.mars(
+        mars_type="mars-shampoo", base_lr=0.02, ns_dtype=torch.float64, max_norm=1.0
+    )
     count = CompileCounter()
 
     def loss(params, inputs, labels):
@@ -214,7 +216,9 @@ def test_a_whole_train_step_is_one_graph():
 
 def test_routing_by_ndim():
     """Matrices go to the named rule, the rest to AdamW at lr * lr_1d / lr."""
-    rule = marsopt.mars(mars_type="mars-lion", lr=0.01, lr_1d=0.002, weight_decay=0.1)
+    rule = marsopt.mars(
+        mars_type="mars-lion", base_lr=0.01, lr_1d=0.002, weight_decay=0.1
+    )
     x, g = tensors(SHAPES, 0), tensors(SHAPES, 1)
     new, state = rule.step(x, g, rule.init(x), lr=0.005)
     lion = marsopt.mars_lion(weight_decay=0.1)

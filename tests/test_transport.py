@@ -51,13 +51,13 @@ def test_the_class_is_the_rule(mars_type, mode, monkeypatch):
     forced(monkeypatch, mode)
     mine, theirs = params(), params()
     options = dict(mars_type=mars_type, gamma_1d=0.05, max_norm=2.0)
-    if mars_type in ("adamw", "lion"):  # nothing is beside the rule
+    if mars_type in ("adamw", "nadamw", "lion"):  # nothing is beside the rule
         del options["gamma_1d"]
     optimizer = made(mine, mode, **options)
-    options |= dict(ns=marsopt.NewtonSchulz(dtype=torch.float32))
+    options |= dict(ns_dtype=torch.float32)
     if mars_type.endswith("normuon"):
         options["betas"] = (0.95, 0.99)
-    rule = marsopt.mars(correction="transport", gamma=GAMMA, lr=LR, **options)
+    rule = marsopt.mars(correction="transport", gamma=GAMMA, base_lr=LR, **options)
     y = [p.detach() for p in theirs]
     state = rule.init(y)
     for seed in range(4):
@@ -100,8 +100,8 @@ def test_a_recorded_trajectory():
             mars_type=name,
             correction="transport",
             gamma=case["gamma"],
-            lr=case["lr"],
-            ns=marsopt.NewtonSchulz(dtype=torch.float64),
+            base_lr=case["lr"],
+            ns_dtype=torch.float64,
         )
         y, state = [x], rule.init([x])
         for target in targets:  # the gradient of sum cosh(y - target)

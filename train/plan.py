@@ -35,7 +35,7 @@ def job_of(config_name: str) -> Job:
         tokens=config.training.global_batch_size * seq_len,
         flops_per_token=shape.num_flops_per_token(num_params, seq_len),
         elementwise=config.optimizer.beside_the_rule(sizes),
-        options=config.optimizer.options(),
+        options=config.optimizer.rule_options(),
     )
 
 

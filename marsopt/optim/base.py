@@ -13,8 +13,8 @@ from marsopt.functional.collectives import LOCAL
 from marsopt.functional.step_types import Decision, scalar_dtype
 from marsopt.optim.calls import calls
 from marsopt.optim.compiling import decide, once
-from marsopt.optim.groups import admit, check_once, described, labels
-from marsopt.optim.hyperparameters import check_group
+from marsopt.optim.groups import admit, check_once, described, has_two_rates, labels
+from marsopt.optim.hyperparameters import check_group, complete
 from marsopt.optim.kernels import InPlaceKernels
 from marsopt.optim.layout import Layout
 from marsopt.optim.lookahead import Lookahead
@@ -64,12 +64,23 @@ class LayoutOptimizer(Optimizer):
             TypeError, ValueError: as the constructor; then nothing was added.
         """
         check_once(self.param_groups, param_group)
+        defaulted = set()
+        if isinstance(param_group, dict):  # torch.optim refuses all else
+            defaulted = complete(param_group, self._options["given"])
         super().add_param_group(param_group)
         try:
             admit(self.param_groups, self._options)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        if "lr_1d" in defaulted and has_two_rates(param_group, self._options):
+            self._say(
+                logging.WARNING,
+                "tensors that are not matrices take AdamW at lr_1d="
+                f"{param_group['lr_1d']}, a default of {param_group['mars_type']!r}; "
+                f"lr={param_group['lr']} moves matrices alone: pass lr_1d to choose "
+                "the rate of the others (lr_1d=lr: one rate)",
+            )
         if self._is_transport:
             self.param_groups[-1][TRAIN_MODE] = self.param_groups[0][TRAIN_MODE]
         if self._layout is not None:  # else the constructor is still adding groups

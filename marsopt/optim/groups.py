@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsopt.functional.named import route
+from marsopt.functional.routing import route
 from marsopt.functional.trees import check_parameter
 from marsopt.optim.hyperparameters import check_group
 from marsopt.optim.storage import check_apart
@@ -90,6 +90,18 @@ def admit(groups: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> None:
         _check(p, what, device, options)
     local = options["collectives"].local
     check_apart([(local(p), what) for p, what in labels(groups)])
+
+
+def has_two_rates(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Return whether tensors of a group have the rate lr_1d, and it is not lr."""
+    lr, lr_1d = group["lr"], group["lr_1d"]
+    routing = route({**options, **group})
+    return (
+        routing.own_rate
+        and not isinstance(lr, Tensor)  # looking would be a sync
+        and lr != lr_1d
+        and any(not routing.matrix.matrices.takes(p.shape) for p in group["params"])
+    )
 
 
 def check_matrices(

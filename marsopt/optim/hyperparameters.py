@@ -10,16 +10,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsopt.functional.named import MATRICES, Routing, route
+from marsopt.functional.routing import FOLLOWED, MATRICES, Routing, route
 from marsopt.functional.step_types import scalar_dtype
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
+from marsopt.rules.registry import named
 
 SCALARS = ("eps", "weight_decay", "gamma", "clip", "weight_decay_1d")
 PAIRS = ("betas", "betas_1d")
 RATES = ("lr", "lr_1d", "base_lr")
 # What, when it changes in a group, changes formulas and not only their numbers.
-STRUCTURE = ("mars_type", "optimize_1d", "amsgrad", "epsilon_hat", *MATRICES)
+STRUCTURE = (
+    *("mars_type", "optimize_1d", "amsgrad", "epsilon_hat", "nesterov", *MATRICES),
+)
+# What is off, or another value, where it is None: that changes formulas too.
+OPTIONAL = ("clip", *FOLLOWED)
+
+
+def complete(group: dict[str, Any], given: Mapping[str, Any]) -> set[str]:
+    """Give a new param group what it lacks of the rule's hyperparameters: the
+    constructor's value, else the rule's own default. What the group itself gives as lr,
+    betas or weight_decay holds for everything in it, unless it gives the value that
+    ends in ``_1d`` too.
+
+    Args:
+        group: as its user wrote it.
+        given: what the constructor was given, and "mars_type".
+
+    Returns:
+        The names of the values that are the rule's own defaults.
+
+    Raises:
+        ValueError: an unknown ``mars_type``.
+    """
+    row = named(group.get("mars_type", given["mars_type"]))
+    own = {name: None for name, of in FOLLOWED.items() if of in group}
+    missing = {**row.hyperparameters, **given, **own}
+    filled = missing.keys() - group.keys()
+    group.update({name: missing[name] for name in filled})
+    group["mars_type"] = row.name
+    return filled - given.keys() - own.keys()
+
+
+def structure(group: Mapping[str, Any]) -> tuple:
+    """Return what decides about formulas."""
+    return *map(group.get, STRUCTURE), *(group[key] is None for key in OPTIONAL)
 
 
 def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> Routing:
@@ -29,9 +64,11 @@ def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> Routing
         ValueError: one is out of its range.
     """
     for key in (*RATES, "eps", "weight_decay", "weight_decay_1d"):
-        checks.at_least_zero(key, group[key])
+        if not (key in FOLLOWED and group[key] is None):
+            checks.at_least_zero(key, group[key])
     for key in PAIRS:
-        checks.betas(key, group[key])
+        if not (key in FOLLOWED and group[key] is None):
+            checks.betas(key, group[key])
     checks.finite("gamma", group["gamma"])
     if group.get("gamma_1d") is not None:
         checks.finite("gamma_1d", group["gamma_1d"])
@@ -56,7 +93,7 @@ class DeviceHyperparameters:
             return torch.zeros((), dtype=scalar_dtype(device), device=device)
 
         scalars = {key: cell() for key in SCALARS if group[key] is not None}
-        pairs = {key: (cell(), cell()) for key in PAIRS}
+        pairs = {key: (cell(), cell()) for key in PAIRS if group[key] is not None}
         self._cells = {**scalars, **pairs}
         self.lr, self.lr_1d, self.gamma = cell(), cell(), scalars["gamma"]
         self.gamma_1d = cell()
@@ -86,10 +123,12 @@ class DeviceHyperparameters:
         if any(self._seen.get(key, ...) is not now[key] for key in changed):
             check_group(group, self._options)
         for key in changed:
+            if key not in self._cells:
+                continue
             if key in PAIRS:
                 for cell, beta in zip(self._cells[key], now[key], strict=True):
                     _set(cell, beta)
-            elif key in self._cells:
+            else:
                 _set(self._cells[key], now[key])
         if changed:
             _set(self.lr, now["lr"])
@@ -107,6 +146,8 @@ class DeviceHyperparameters:
 
     def _rate_1d(self) -> Number:
         lr, base = self._group["lr"], self._group["base_lr"]
+        if not self.routing.own_rate:
+            return lr
         if base > 0:
             return lr * (self._group["lr_1d"] / base)
         if self._needs_base_lr and not isinstance(lr, Tensor) and lr != 0:

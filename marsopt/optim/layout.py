@@ -18,16 +18,13 @@ from marsopt.optim import buckets
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.calls import should_stack
 from marsopt.optim.groups import check_matrices, label, labels
-from marsopt.optim.hyperparameters import STRUCTURE, DeviceHyperparameters
+from marsopt.optim.hyperparameters import DeviceHyperparameters, structure
 from marsopt.optim.state_dict import State, forget_strangers, own
 from marsopt.rules.algorithm import working
 
 
 def _structure(groups: Sequence[dict[str, Any]]) -> list[tuple]:
-    return [
-        (id(g), g["clip"] is None, *map(g.get, STRUCTURE), *map(id, g["params"]))
-        for g in groups
-    ]
+    return [(id(g), *structure(g), *map(id, g["params"])) for g in groups]
 
 
 class Layout:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from marsopt.functional.collectives import LOCAL, Collectives
-from marsopt.functional.named import MATRICES
+from marsopt.functional.routing import MATRICES
 from marsopt.functional.step import global_clip, step
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.ranges import named_range
@@ -17,6 +17,7 @@ from marsopt.optim.state_dict import TRAIN_MODE
 from marsopt.rules import checks
 from marsopt.rules.correction import resolve
 from marsopt.rules.newton_schulz import NewtonSchulz
+from marsopt.rules.registry import named
 
 # Arguments that every param group may set, and those of the whole optimizer.
 PER_GROUP = (
@@ -32,11 +33,18 @@ class MARS(LayoutOptimizer):
     """MARS (arXiv 2411.10438) with the authors' constructor, and their baselines in the
     same frame.
 
-    Tensors of exactly two dims (or what ``matrices`` says) take ``mars_type``; others
-    take AdamW with ``lr_1d``, ``betas_1d`` and ``weight_decay_1d`` unless
-    ``optimize_1d``. Every hyperparameter up to ``clip``, and those from ``epsilon_hat``
-    to ``clip_per``, may be set per param group and changed between steps, as in
-    torch.optim. What changes which rule moves a tensor (``mars_type``, ``matrices``),
+    Tensors of exactly two dims (or what ``matrices`` says) take ``mars_type``. Other
+    tensors take AdamW with ``lr_1d``, ``betas_1d`` and ``weight_decay_1d`` unless
+    ``optimize_1d``; with "adamw", "nadamw" and "lion" they take that rule itself. What
+    is None is the rule's own, which docs/guide.md lists; the authors' four names have
+    the authors' values.
+
+    Every hyperparameter up to ``clip``, those from ``epsilon_hat`` to ``clip_per``, and
+    ``gamma_1d`` may be set per param group and changed between steps, as in
+    torch.optim. What a group gives as lr, betas or weight_decay when it is added holds
+    for everything in it, unless it gives ``lr_1d``, ``betas_1d`` or ``weight_decay_1d``
+    too; None for one of these three in a group is the group's lr, betas or
+    weight_decay. What changes which rule moves a tensor (``mars_type``, ``matrices``),
     and ``clip`` to or from None, restarts the state that the two rules do not share;
     the learning rate of the others is lr * lr_1d / base_lr, where the group's
     ``base_lr`` is its lr when it was added, so that it follows the schedule.
@@ -46,21 +54,24 @@ class MARS(LayoutOptimizer):
             dense.
         lr: learning rate, a number or 0-D tensor.
         betas: decay rates of the moments; rules with one momentum use betas[0], NorMuon
-            betas[1] for that of rows.
+            betas[1] for that of rows. None = the rule's own.
         eps: added to the root of the second moment.
-        weight_decay: decoupled weight decay of what takes ``mars_type``.
+        weight_decay: decoupled weight decay of what takes ``mars_type``. None = the
+            rule's own.
         amsgrad: divide by the root of the largest second moment so far ("mars-adamw",
-            "adamw").
+            "adamw", "nadamw").
         gamma: scale of the variance reduction; 0 turns it off. With transport, the
             lookahead that a step leaves has the gamma of that step.
         is_approx: True: the reference gradient h is the previous step's gradient. False
             (exact MARS): h is the current batch's gradient at the previous parameters,
             handed over by ``update_previous_grad()``.
         mars_type: a name in ``marsopt.REGISTRY``: "mars-adamw", "mars-lion",
-            "mars-shampoo", "mars-m", "adamw", "lion", "muon", "moonlight", ...
+            "mars-shampoo", "mars-m", "adamw", "nadamw", "lion", "muon", "moonlight",
+            ...
         optimize_1d: give tensors that are not matrices to the MARS rule too.
-        lr_1d, betas_1d, weight_decay_1d: of the AdamW for tensors that are not
-            matrices.
+        lr_1d, betas_1d, weight_decay_1d: of what moves tensors that are not matrices.
+            None = the rule's own: lr, betas and weight_decay themselves, or the
+            authors' 3e-3, (0.9, 0.95) and 0.1.
         clip: threshold of the norm of the corrected gradient, per matrix (see
             ``clip_per``) or tensor that is none; None = off.
         max_norm: threshold of the global gradient norm, applied inside the step (in
@@ -69,6 +80,8 @@ class MARS(LayoutOptimizer):
         epsilon_hat: AdamW adds eps before debiasing, as the MARS-M and Moonlight
             scripts do for embeddings. For tensors that are not matrices, these two and
             both kinds of NorMuon always do.
+        nesterov: Nesterov's form of the rule's momentum; None = the rule's own, on for
+            "muon", "moonlight" and "nadamw".
         matrices: "2d"; "batched": a tensor (..., rows, cols), as the weights of
             experts, is a batch of matrices, which take ``mars_type``; or "flattened": a
             tensor (rows, ...), as the kernel of a convolution, is one matrix that does.
@@ -110,21 +123,22 @@ class MARS(LayoutOptimizer):
         self,
         params: Iterable,
         lr: float | Tensor = 3e-3,
-        betas: tuple[float, float] = (0.95, 0.99),
+        betas: tuple[float, float] | None = None,
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = None,
         amsgrad: bool = False,
         gamma: float = 0.025,
         is_approx: bool = True,
         mars_type: str = "mars-adamw",
         optimize_1d: bool = False,
-        lr_1d: float = 3e-3,
-        betas_1d: tuple[float, float] = (0.9, 0.95),
-        weight_decay_1d: float = 0.1,
+        lr_1d: float | None = None,
+        betas_1d: tuple[float, float] | None = None,
+        weight_decay_1d: float | None = None,
         *,
         clip: float | None = 1.0,
         max_norm: float | None = None,
         epsilon_hat: bool = False,
+        nesterov: bool | None = None,
         matrices: str = "2d",
         block_rows: int | None = None,
         clip_per: str = "matrix",
@@ -152,16 +166,21 @@ class MARS(LayoutOptimizer):
                 "got collectives=None, expected an object with the verbs of "
                 "marsopt.Collectives: leave it out for whole tensors"
             )
-        kind = resolve(is_approx, correction)
+        kind, row = resolve(is_approx, correction), named(mars_type)
+        own = row.hyperparameters
         options = dict(
             {name: given[name] for name in OPTIONS},
             correction=kind,
             is_approx=kind != "exact",
             ns=NewtonSchulz(ns_steps, ns_coefficients, ns_dtype, gram=ns_gram),
+            # what groups of another ``mars_type`` take over from this one
+            given={"mars_type": row.name}
+            | {name: given[name] for name in own if given[name] is not None},
         )
-        defaults = {name: given[name] for name in PER_GROUP}
+        defaults = {name: given[name] for name in PER_GROUP} | own | options["given"]
         # a key in the groups only where it says something: checkpoints have the rest
-        defaults |= {k: given[k] for k, plain in MATRICES.items() if given[k] != plain}
+        plain = {**MATRICES, "nesterov": None}
+        defaults |= {k: given[k] for k in plain if given[k] != plain[k]}
         if kind == "transport":
             defaults |= {"gamma_1d": gamma_1d, TRAIN_MODE: True}
         elif gamma_1d is not None:

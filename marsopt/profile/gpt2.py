@@ -107,7 +107,9 @@ class Subject:
             clip=1.0 + factor,
         )
         for group in self.optimizer.param_groups:
-            group.update(moved, lr=group["base_lr"] * factor)
+            # what is None follows another: a number would change the formulas
+            group.update({k: v for k, v in moved.items() if group[k] is not None})
+            group["lr"] = group["base_lr"] * factor
         self.optimizer.max_norm = 1.0 + factor
         self.optimizer.step()
         self.step += 1

@@ -1,5 +1,6 @@
 """AdamW (Loshchilov and Hutter, arXiv 1711.05101), as torch.optim.AdamW computes it; on
-MARS's corrected gradient: MARS-AdamW (arXiv 2411.10438, Algorithm 2).
+MARS's corrected gradient: MARS-AdamW (arXiv 2411.10438, Algorithm 2); with Nesterov's
+momentum: NAdamW (Dozat, Incorporating Nesterov Momentum into Adam, ICLR workshop 2016).
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ class AdamW(Preconditioner):
              - lr m/(1 - beta1^t) / (sqrt(v/(1 - beta2^t)) + eps)
 
     v averages c^2, as the paper's algorithm and the authors' code do (their README has
-    g^2).
+    g^2). With ``nesterov``, in place of m/(1 - beta1^t),
+
+        beta1 m/(1 - beta1^(t+1)) + (1 - beta1) c/(1 - beta1^t)
+
+    which is Dozat's Algorithm 2 with a constant beta1 (optax.nadamw; torch.optim.NAdam
+    with decoupled_weight_decay, where momentum_decay has switched its schedule off).
 
     Args:
         betas: decay rates of m and v.
@@ -32,7 +38,8 @@ class AdamW(Preconditioner):
             as torch.optim.AdamW does).
         epsilon_hat: add eps to the root of v *before* debiasing, as the MARS-M and
             Moonlight scripts do (Kingma and Ba, arXiv 1412.6980, end of section 2).
-        weight_decay: default 0.01, as torch.optim.AdamW.
+        nesterov: let the first moment look ahead by one step (NAdamW).
+        weight_decay: decoupled: x <- (1 - lr weight_decay) x - ...
     """
 
     betas: tuple[Number, Number] = (0.9, 0.999)
@@ -40,6 +47,7 @@ class AdamW(Preconditioner):
     weight_decay: Number = 0.01
     amsgrad: bool = False
     epsilon_hat: bool = False
+    nesterov: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,13 +67,18 @@ class AdamW(Preconditioner):
         beta1, beta2 = self.betas
         root = (1 - beta2**t).sqrt()
         eps = self.eps / root if self.epsilon_hat else self.eps
-        return lr / (1 - beta1**t), 1 / root, eps, 1 - lr * self.weight_decay
+        rate, decay = lr / (1 - beta1**t), 1 - lr * self.weight_decay
+        if not self.nesterov:
+            return 1 / root, eps, decay, rate
+        rate_m = lr * beta1 / (1 - beta1 ** (t + 1))
+        return 1 / root, eps, decay, rate_m, (1 - beta1) * rate
 
     def update(self, x, c, buffers, s):
-        (beta1, beta2), (rate, debias, eps, decay) = self.betas, s
+        (beta1, beta2), (debias, eps, decay, rate_m, *rate_c) = self.betas, s
         m = beta1 * buffers["m"] + (1 - beta1) * c
         v = largest = beta2 * buffers["v"] + (1 - beta2) * (c * c)
         new = {"m": m, "v": v}
         if self.amsgrad:
             new["v_max"] = largest = torch.maximum(buffers["v_max"], v)
-        return decay * x - rate * m / (torch.sqrt(largest) * debias + eps), new
+        step = rate_m * m + rate_c[0] * c if rate_c else rate_m * m
+        return decay * x - step / (torch.sqrt(largest) * debias + eps), new

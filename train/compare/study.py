@@ -65,7 +65,7 @@ class Recipe:
     corrects: bool  # MARS or transport, with a gamma above 0
     correction: str
     lr: Rate
-    lr_1d: NotNegative
+    lr_1d: NotNegative | None  # None: lr
     min_lr: NotNegative
     warmup_share: NotNegative  # warm-up steps of the recipe's own steps
 
@@ -106,7 +106,6 @@ class Study:
             "lr-scheduler.warmup-steps": round(recipe.warmup_share * self.steps),
             "lr-scheduler.min-lr": f"{recipe.min_lr * scale:.6g}",
             "optimizer.lr": f"{run.lr:.6g}",
-            "optimizer.lr-1d": f"{recipe.lr_1d * scale:.6g}",
             "debug.seed": run.seed,
             "validator.freq": self.validation_interval,
             "validator.samples": self.validation_samples,
@@ -115,6 +114,8 @@ class Study:
             "metrics.log-freq": max(1, self.validation_interval // 5),
             "dump-folder": folder / "runs" / run.path,
         }
+        if recipe.lr_1d is not None:
+            values["optimizer.lr-1d"] = f"{recipe.lr_1d * scale:.6g}"
         ours = [str(x) for name, v in values.items() for x in (f"--{name}", v)]
         return [*command_line(run.config), *self.options, *ours]
 

@@ -157,7 +157,7 @@ def _check_schedule(config) -> None:
 def _check_optimizer(config) -> None:
     opt, min_lr = config.optimizer, config.lr_scheduler.min_lr
     try:
-        mars(**opt.options())
+        mars(**opt.rule_options())
         mars(weight_decay=opt.embedding_weight_decay)
         NewtonSchulz(dtype=getattr(torch, opt.ns_dtype), gram=opt.ns_gram)
     except (ValueError, TypeError) as error:

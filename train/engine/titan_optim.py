@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from marsopt import MARS, REGISTRY
+from marsopt.rules.registry import named
 from train.engine.schedule import cosine, linear, wsd
 from train.engine.titan import (
     LRSchedulersContainer,
@@ -34,8 +35,10 @@ class MarsOptimizers(MarsOptimizersContainer):
         """A name in marsopt.REGISTRY: the rule of the matrices."""
         lr: float = 3e-3
         """Peak learning rate of matrices."""
-        betas: tuple[float, float] = (0.95, 0.99)
-        """Decay rates of the moments; rules with one momentum use the first."""
+        betas: tuple[float, float] | None = None
+        """Decay rates of the moments; rules with one momentum use the first. None = the
+        rule's own.
+        """
         eps: float = 1e-8
         """Added to the root of the second moment."""
         weight_decay: float = 0.0
@@ -48,6 +51,10 @@ class MarsOptimizers(MarsOptimizersContainer):
         """
         amsgrad: bool = False
         """Divide by the root of the largest second moment so far."""
+        nesterov: bool | None = None
+        """Nesterov's form of the rule's momentum; None = the rule's own: on with
+        nadamw, muon and moonlight.
+        """
         correction: Literal["approximate", "exact", "transport"] = "approximate"
         """What MARS corrects the gradient by: approximate = the previous one; exact = a
         second gradient a step, of the next batch at the current parameters; transport =
@@ -65,12 +72,14 @@ class MarsOptimizers(MarsOptimizersContainer):
         """
         optimize_1d: bool = False
         """Give LayerNorm weights to the MARS rule too."""
-        lr_1d: float = 3e-3
-        """Peak learning rate of LayerNorm weights; with adamw, lion, mars-m and
-        moonlight they have lr.
+        lr_1d: float | None = None
+        """Peak learning rate of LayerNorm weights; None = the rule's own: lr with
+        adamw, nadamw, lion, mars-m and moonlight, else 3e-3.
         """
-        betas_1d: tuple[float, float] = (0.9, 0.95)
-        """Decay rates of their AdamW; adamw and lion have betas for everything."""
+        betas_1d: tuple[float, float] | None = None
+        """Decay rates of what moves LayerNorm weights; None = the rule's own: betas
+        with adamw, nadamw and lion, else (0.9, 0.95).
+        """
         weight_decay_1d: float = 0.1
         """Weight decay of LayerNorm weights."""
         clip: float | None = 1.0
@@ -84,13 +93,21 @@ class MarsOptimizers(MarsOptimizersContainer):
         compile: bool | None = None
         """Compile the step: None = where this machine can."""
 
+        def __post_init__(self) -> None:
+            self.mars_type = named(self.mars_type).name
+
         def options(self) -> dict:
             """Return arguments of MARS, which are defaults of every group."""
             names = (
-                "mars_type lr betas eps weight_decay amsgrad gamma optimize_1d clip "
-                "lr_1d betas_1d weight_decay_1d gamma_1d correction"
+                "mars_type lr betas eps weight_decay amsgrad nesterov gamma clip "
+                "optimize_1d lr_1d betas_1d weight_decay_1d gamma_1d correction"
             )
             return {name: getattr(self, name) for name in names.split()}
+
+        def rule_options(self) -> dict:
+            """Return them as arguments of ``marsopt.mars``."""
+            options = self.options()
+            return options | {"base_lr": options.pop("lr")}
 
         @property
         def by_adamw(self) -> bool:
@@ -108,10 +125,13 @@ class MarsOptimizers(MarsOptimizersContainer):
                 return self.param_groups
             embeddings = {"weight_decay": self.embedding_weight_decay}
             if self.by_adamw:
+                given = {k: v for k, v in self.options().items() if v is not None}
+                beside = {**named(self.mars_type).hyperparameters, **given}
+                one_rate = self.mars_type in ONE_RATE or beside["lr_1d"] is None
                 embeddings |= {
                     "mars_type": "adamw",
-                    "lr": self.lr if self.mars_type in ONE_RATE else self.lr_1d,
-                    "betas": self.betas_1d,
+                    "lr": self.lr if one_rate else beside["lr_1d"],
+                    "betas": beside["betas_1d"] or beside["betas"],
                     "gamma": self.gamma if self.gamma_1d is None else self.gamma_1d,
                     "epsilon_hat": self.mars_type in ONE_RATE,
                     "optimize_1d": False,
