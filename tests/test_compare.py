@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +19,10 @@ import pytest
 from tests.forks import forked
 from train import prepare
 from train.compare import curves, plots, results, study
-from train.compare.__main__ import arguments, grids
+from train.compare.__main__ import arguments, grids, swept
 from train.compare.curves import Curve
 from train.compare.session import Session
-from train.compare.sweep import Run
+from train.compare.sweep import Run, Sweep, search
 from train.compare.table import markdown, report
 from train.engine.launch import parse
 from train.errors import UserError
@@ -54,7 +54,9 @@ def options(data):
 
 
 def make(names, options, **kwargs):
-    usual = dict(grids={}, steps=STEPS, num_seeds=2, threads=1, options=options)
+    usual = dict(
+        grids={}, swept={}, steps=STEPS, num_seeds=2, threads=1, options=options
+    )
     return study.make(names, **{**usual, **kwargs})
 
 
@@ -122,6 +124,86 @@ def test_rates_for_all_and_for_one():
     assert grids(["1e-3", "b=4e-3,2e-3"], names) == {"a": [1e-3], "b": [2e-3, 4e-3]}
 
 
+def test_options_for_all_and_for_one():
+    names = ["a", "b:c=transport"]
+    assert swept([], names) == {}
+    found = swept(["x-y=1/2", "b:c=transport:betas=0.8,0.95/0.9,0.95"], names)
+    assert found == {
+        "a": {"x_y": ["1", "2"]},
+        "b:c=transport": {"x_y": ["1", "2"], "betas": ["0.8,0.95", "0.9,0.95"]},
+    }
+
+
+BETAS = ["0.8,0.95", "0.9,0.95"]
+
+
+def test_a_swept_option_trains_as_a_recipe_with_it(options, tmp_path):
+    """In the same folder, with the same command line."""
+    made = make(["tiny_adamw"], options, swept={"tiny_adamw": {"betas": BETAS}})
+    sweep = made.sweeps["tiny_adamw"]
+    assert sweep.start == ("0.004", "0.9", "0.95")
+    run = sweep.run(("0.004", "0.8", "0.95"), 0)
+    assert run.path == "tiny_adamw:betas=0.8,0.95/lr-0.004/seed-0"
+    alone = make(["tiny_adamw:betas=0.8,0.95"], options)
+    assert made.arguments(run, tmp_path) == alone.arguments(run, tmp_path)
+    config = parse(made.arguments(run, tmp_path))
+    assert config.optimizer.betas == (0.8, 0.95)
+
+
+def test_rates_of_vectors_and_switches_are_options_too(options, tmp_path):
+    swept = {"tiny_mars_adamw": {"lr_1d": ["1e-3", "2e-3"], "amsgrad": ["True"]}}
+    made = make(["tiny_mars_adamw"], options, swept=swept)
+    run = made.sweeps["tiny_mars_adamw"].run(("0.012", "1e-3", "True"), 0)
+    config = parse(made.arguments(run, tmp_path))
+    assert config.optimizer.lr_1d == 2e-3
+    assert config.optimizer.amsgrad
+
+
+def test_a_swept_value_is_checked_before_anything_trains(options, capsys):
+    for wrong in ({"gamma": ["0.1", "much"]}, {"gama": ["0.1"]}):
+        with pytest.raises(SystemExit):
+            make(["tiny_mars_adamw"], options, swept={"tiny_mars_adamw": wrong})
+    capsys.readouterr()
+
+
+def test_what_is_swept_is_kept_and_may_grow(options, tmp_path):
+    two = {"betas": BETAS, "eps": ["1e-8", "1e-6"]}
+    first = make(["tiny_adamw"], options, swept={"tiny_adamw": two})
+    study.check(first, tmp_path).save(tmp_path)
+    assert study.Study.load(tmp_path) == first
+    assert study.again(study.Study.load(tmp_path), 1) == first
+    other = make(["tiny_lion"], options)
+    assert study.check(other, tmp_path).swept == first.swept
+    more = {"eps": ["1e-8"], "betas": [*BETAS, "0.95,0.95"]}
+    grown = make(["tiny_adamw"], options, swept={"tiny_adamw": more})
+    kept = study.check(grown, tmp_path).swept["tiny_adamw"]
+    assert kept == more
+    assert list(kept) == ["betas", "eps"]  # whose order names the folders
+    alone = study.check(make(["tiny_adamw"], options), tmp_path)
+    assert alone.swept == {}
+
+
+def test_runs_of_another_comparison_are_taken_in_where_they_fit(options, tmp_path):
+    """Such as those of a recipe that is now a point of a sweep."""
+    made = make(["tiny_adamw"], options, swept={"tiny_adamw": {"betas": BETAS}})
+    run = tmp_path / "runs" / "tiny_adamw:betas=0.8,0.95" / "lr-0.004" / "seed-0"
+    run.mkdir(parents=True)
+    theirs = made.settings["tiny_adamw"]
+    (run / "settings.json").write_text(json.dumps(theirs))
+    assert study.check(made, tmp_path) == made
+    (run / "settings.json").write_text(json.dumps(theirs | {"training.seq_len": 1}))
+    with pytest.raises(UserError, match="with another sequence length, expected runs"):
+        study.check(made, tmp_path)
+
+
+def test_a_comparison_of_an_earlier_release_is_read(options, tmp_path):
+    made = make(["tiny_adamw"], options)
+    raw = asdict(made)
+    del raw["swept"], raw["model"]
+    (tmp_path / "comparison.json").write_text(json.dumps(raw))
+    assert study.Study.load(tmp_path) == made
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [
@@ -133,7 +215,14 @@ def test_rates_for_all_and_for_one():
         (lambda o, d: grids(["c=1e-3"], ["a"]), "got --lrs c=1e-3, expected a recipe"),
         (lambda o, d: grids(["fast"], ["a"]), "got --lrs fast, expected positive"),
         (lambda o, d: grids(["-1"], ["a"]), "got --lrs -1, expected positive"),
+        (lambda o, d: swept(["gamma"], ["a"]), "got --sweep gamma, expected OPTION="),
+        (lambda o, d: swept(["a=1//2"], ["a"]), "got --sweep a=1//2, expected OPTION="),
+        (lambda o, d: swept(["a=1:2"], ["a"]), "got --sweep a=1:2, expected OPTION="),
+        (lambda o, d: swept(["b:x=1"], ["a"]), "expected a recipe of --configs"),
+        (lambda o, d: swept(["lr=1/2"], ["a"]), "expected --lrs for rates"),
+        (lambda o, d: swept(["x=1/2"], ["a:x=3"]), "the recipe's name does not fix"),
         (lambda o, d: arguments(["--out", "x", "--seeds", "0"]), "got --seeds 0"),
+        (lambda o, d: arguments(["--out", "x", "--sweep", "a=1"]), "without --configs"),
         (lambda o, d: arguments(["--out", "x", "--steps", "9"]), "without --configs"),
         (lambda o, d: study.Study.load(d), "comparison.json, expected the folder of"),
         (lambda o, d: study.check(make(["tiny_adamw"], o), ROOT), "something else"),
@@ -168,8 +257,10 @@ def test_a_diverged_run_is_infinitely_bad(losses):
 
 def entry(name, corrects, seconds, *seeds):
     recipe = study.Recipe(name, "mars-adamw", corrects, False, 1.0, 1.0, 0.1, 0.1)
-    sweep = {0.5: 9.0, 1.0: seeds[0].final, 2.0: math.inf}
-    return results.Entry(recipe, 1.0, sweep, 0, list(seeds), 0, seconds)
+    sweep = Sweep.of(name, [0.5, 1, 2], 1, {}, {})
+    losses = {0.5: 9.0, 1: seeds[0].final, 2: math.inf}
+    tried = search(sweep, {Run(name, lr, 0): loss for lr, loss in losses.items()})
+    return results.Entry(recipe, tried, list(seeds), 0, seconds)
 
 
 @pytest.fixture
@@ -196,17 +287,45 @@ def test_table_and_json_say_the_same(found, options):
     table = results.rows(found, 40)
     made = make(["tiny_adamw"], options)
     text = markdown(found, table, made, ["lost"])
-    assert "| good | 1 | 2.000 ± 0.000 | 2.000 ± 0.000 | 0.50x (0.45 to 0.62) |" in text
+    assert "| good | 1 | 3 (inside lr) | 2.000 ± 0.000 | 2.000 ± 0.000 |" in text
+    assert "| 0.50x (0.45 to 0.62) |" in text
     assert "Not here: lost" in text
     raw = json.loads(json.dumps(results.as_json(found, table, made), allow_nan=False))
     assert raw["optimizers"]["good"]["tokens_ratio"] == 0.5
-    assert raw["sweeps"]["bad"] == {"0.5": 9.0, "1": 3.0, "2": None}
+    assert raw["sweeps"]["bad"] == [
+        {"lr": 1.0, "final_loss": 3.0},
+        {"lr": 0.5, "final_loss": 9.0},
+        {"lr": 2.0, "final_loss": None},
+    ]
+    assert raw["optimizers"]["bad"]["num_trials"] == 3
+    assert raw["optimizers"]["bad"]["inside"] == {"lr": True}
+
+
+def test_the_row_of_a_swept_recipe_names_what_it_chose(found, options):
+    losses = {(lr, gamma): lr + 10 * gamma for lr in (1, 2) for gamma in (0.1, 0.2)}
+    sweep = Sweep.of("bad", [1, 2], 1, {"gamma": ["0.1", "0.2"]}, {"gamma": "0.1"})
+    tried = {Run(f"bad:gamma={g}", lr, 0): loss for (lr, g), loss in losses.items()}
+    tried[Run("bad:gamma=0.05", 1, 0)] = 9.0
+    chosen = replace(search(sweep, tried), wanted=[])
+    found[1] = replace(found[1], found=chosen)
+    table, made = results.rows(found, 40), make(["tiny_adamw"], options)
+    text = markdown(found, table, made, [])
+    assert "| bad:gamma=0.1 | 1 | 5 (inside gamma; at the edge of lr) | 3.000" in text
+    raw = results.as_json(found, table, made)
+    assert raw["optimizers"]["bad"]["options"] == {"gamma": "0.1"}
+    assert raw["optimizers"]["bad"]["inside"] == {"lr": False, "gamma": True}
+    assert {"lr": 2.0, "gamma": "0.2", "final_loss": 4.0} in raw["sweeps"]["bad"]
+    assert {name: len(rows) for name, rows in plots.sweeps(found).items()} == {
+        "lr": 2,
+        "gamma": 1,
+    }
 
 
 def test_an_unfinished_sweep_says_so(found, options):
-    found[0] = replace(found[0], num_untried=2)
+    unfinished = replace(found[0].found, wanted=[("4",), ("8",)])
+    found[0] = replace(found[0], found=unfinished)
     text = markdown(found, results.rows(found, 40), make(["tiny_adamw"], options), [])
-    assert "| good | 1 (unfinished sweep: 3 tried, 2 to try) | 2.000" in text
+    assert "| good | 1 | 3 (unfinished: 2 to try) | 2.000" in text
 
 
 def test_a_run_killed_before_its_last_validation_goes_back_a_checkpoint(tmp_path):
@@ -333,7 +452,7 @@ def test_what_is_finished_is_recognised(comparison):
     said: list[str] = []
     loaded = study.Study.load(folder)
     Session(loaded, folder, jobs=2, lock=0, say=said.append).train()
-    assert said == ["2 of 2 runs done (more where a grid widens), about 0:00:00 left"]
+    assert said == ["2 of 2 runs done (more where a sweep goes on), about 0:00:00 left"]
 
 
 def test_a_recipe_may_have_options_of_its_own(data):
@@ -343,7 +462,7 @@ def test_a_recipe_may_have_options_of_its_own(data):
         "tiny_moonlight:correction=transport:gamma=0",
     ]
     options = ["--dataloader.dataset-path", str(data)]
-    made = study.make(names, {}, steps=20, num_seeds=1, threads=1, options=options)
+    made = study.make(names, {}, {}, steps=20, num_seeds=1, threads=1, options=options)
     given = made.settings[names[0]]
     assert given["optimizer.betas"] == [0.95, 0.99]
     assert not made.recipes[names[1]].corrects  # gamma is 0
@@ -369,7 +488,7 @@ def test_table_numbers_and_pictures(comparison, capsys):
         assert row["final"]["mean"] == raw["curves"][name]["mean_loss"][-1] < 4.5
         assert row["seconds_per_step"] > 0
         assert raw["curves"][name]["tokens"][-1] == STEPS * 8 * 32
-    for name in ("tokens", "time", "rate"):
+    for name in ("tokens", "time"):
         assert (folder / f"loss_by_{name}.png").stat().st_size > 20_000
     table = (folder / "table.md").read_text()
     assert table in told

@@ -35,8 +35,12 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--lrs", nargs="+", default=[], metavar="LR | CONFIG=LR,LR,...",
         help="rates for all recipes, or for one (default: half, once and twice the "
         "recipe's); a grid whose edge is best widens, a single rate stays")
+    add("--sweep", nargs="+", default=[], metavar="[CONFIG:]OPTION=VALUE/VALUE/...",
+        help="options of the optimizer to search beside the rate, of all recipes or "
+        "of one, as in gamma=0.05/0.1/0.2 or tiny_adamw:betas=0.8,0.95/0.9,0.95: from "
+        "the recipe's own value on, numbers beyond the list where its edge is best")
     add("--steps", type=int, help="of a run (default: the recipes')")
-    add("--seeds", type=int, help=f"of the best rate (default {SEEDS})")
+    add("--seeds", type=int, help=f"of the best point (default {SEEDS})")
     add("--jobs", type=int, help="runs at once (default: 1 on a GPU, else 2)")
     add("--timing", action=argparse.BooleanOptionalAction, default=True,
         help="measure seconds per step after the runs, recipes taking turns")
@@ -47,7 +51,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     args.options = list(argv[cut + 1 :])
     check_least(2, steps=args.steps)
     check_least(1, MOST_SEEDS, seeds=args.seeds, jobs=args.jobs)
-    if args.configs is None and (args.lrs or args.steps or args.seeds or args.options):
+    settings = (args.lrs, args.sweep, args.steps, args.seeds, args.options)
+    if args.configs is None and any(settings):
         raise UserError(
             "got settings without --configs, expected none, for they are those of the "
             "comparison in --out: leave them out, or name the recipes too"
@@ -79,6 +84,37 @@ def grids(texts: Sequence[str], names: Sequence[str]) -> dict[str, list[float]]:
     return {name: sorted(set(own.get(name, common))) for name in names}
 
 
+def swept(texts: Sequence[str], names: Sequence[str]) -> dict[str, dict]:
+    """Return {recipe: {option: values}} of --sweep."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for text in texts:
+        head, _, listed = text.rpartition("=")
+        name, _, option = head.rpartition(":")
+        option, values = option.replace("-", "_"), listed.split("/")
+        if not option or "" in values or ":" in listed:
+            raise UserError(
+                f"got --sweep {text}, expected OPTION=VALUE/VALUE/...: write "
+                "gamma=0.05/0.1/0.2, or tiny_adamw:betas=0.8,0.95/0.9,0.95"
+            )
+        if name and name not in names:
+            raise UserError(
+                f"got --sweep {text}, expected a recipe of --configs before the last :"
+                f", add {name} there, or leave this out"
+            )
+        if option == "lr":
+            raise UserError(f"got --sweep {text}, expected --lrs for rates: give that")
+        for config in [name] if name else names:
+            own = [part.partition("=")[0] for part in config.split(":")[1:]]
+            if option in (key.replace("-", "_") for key in own):
+                raise UserError(
+                    f"got --sweep {text} for {config}, expected an option that the "
+                    "recipe's name does not fix: leave it out of the name"
+                )
+            known = found.setdefault(config, {}).setdefault(option, [])
+            known += [value for value in values if value not in known]
+    return found
+
+
 def say(line: str) -> None:
     """Print one line, with the time of day."""
     print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
@@ -96,7 +132,8 @@ def chosen(args: argparse.Namespace, jobs: int):
         return check(again(theirs, threads), args.out)
     names = list(dict.fromkeys(args.configs))
     given = dict(steps=args.steps, num_seeds=args.seeds or SEEDS, options=args.options)
-    study = make(names, grids(args.lrs, names), threads=threads, **given)
+    points = grids(args.lrs, names), swept(args.sweep, names)
+    study = make(names, *points, threads=threads, **given)
     return check(study, args.out)
 
 

@@ -2,12 +2,13 @@
 
 import math
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from train.compare.sweep import Run
+from train.compare.sweep import Run, Sweep
 from train.runs.checkpoints import last_step, step_folders
 from train.runs.summary import VAL, read_scalars
 
@@ -65,17 +66,19 @@ def load(folder: Path, steps: int) -> Curve | None:
     return Curve(np.array(list(points)), np.array(list(points.values())))
 
 
-def load_all(folder: Path, steps: int, configs: list[str]) -> dict[Run, Curve]:
-    """Return all finished runs of these recipes below ``folder``."""
+def load_all(folder: Path, steps: int, sweeps: Collection[Sweep]) -> dict[Run, Curve]:
+    """Return all finished runs of these sweeps below ``folder``."""
     found = {}
     for path in sorted(folder.glob("*/lr-*/seed-*")):
         config, lr, seed = path.relative_to(folder).parts
         try:
             lr, seed = float(lr.removeprefix("lr-")), int(seed.removeprefix("seed-"))
+            run = Run(config, lr, seed)
         except ValueError:  # the user's, such as a copy seed-0.bak
             continue
-        if config in configs and (curve := load(path, steps)) is not None:
-            found[Run(config, lr, seed)] = curve
+        ours = any(sweep.point(run) is not None for sweep in sweeps)
+        if ours and (curve := load(path, steps)) is not None:
+            found[run] = curve
     return found
 
 

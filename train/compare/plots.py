@@ -5,7 +5,9 @@ carries its name where it ends.
 """
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -60,17 +62,22 @@ def _label(axes, ends: list[tuple[Entry, float, float]], looks: dict) -> None:
         text = dict(fontsize=8, va="center", annotation_clip=False, color="0.35")
         if e.recipe.corrects:
             text |= dict(color=color, weight="bold")
-        said, place = f"{e.recipe.name}  {y:.3f}", (right * 1.025, height)
+        said, place = f"{e.name}  {y:.3f}", (right * 1.025, height)
         axes.annotate(said, (x, y), place, arrowprops=line, **text)
 
 
 def by(
-    unit: Callable[[Entry], float], xlabel: str, found: list[Entry], path: Path
+    unit: Callable[[Entry], float],
+    xlabel: str,
+    found: list[Entry],
+    title: str,
+    path: Path,
 ) -> None:
     """Draw mean losses against steps times ``unit``, with the range over seeds."""
     looks, ends = style(found), []
     early = [e.curve.at(0.12 * found[0].curve.steps[-1]) for e in found]
-    labels = dict(xlabel=xlabel, ylabel="validation loss (nats per token)")
+    ylabel = "validation loss (nats per token)"
+    labels = dict(title=title, xlabel=xlabel, ylabel=ylabel)
     with picture(path, SIZE, **labels) as axes:
         for e in found:
             curve, look = e.curve, looks[e.recipe.name]
@@ -87,34 +94,78 @@ def by(
         _label(axes, ends, looks)
 
 
-def by_rate(found: list[Entry], path: Path) -> None:
-    """Draw the final loss of seed 0 against the learning rate; a ring is the chosen
-    rate, a cross at the top a run that diverged or is above the picture.
+def sweeps(found: list[Entry]) -> dict[str, list[tuple[Entry, int]]]:
+    """Return {name: entries and the number of their axis} of what was swept: rate,
+    options, second numbers of options ("betas_2"); without what has one value.
     """
-    from matplotlib import ticker
+    named: dict[str, list[tuple[Entry, int]]] = {}
+    for e in found:
+        seen: Counter[str] = Counter()
+        for i, axis in enumerate(e.found.sweep.axes):
+            seen[axis.option] += 1
+            part = f"_{seen[axis.option]}" if seen[axis.option] > 1 else ""
+            if len(e.found.line(i)) > 1:
+                named.setdefault(axis.option + part, []).append((e, i))
+    return named
 
-    looks, ends = style(found), []
-    losses = [v for e in found for v in e.sweep.values() if math.isfinite(v)]
+
+def _places(name: str, values: Sequence[str]) -> dict[str, float]:
+    """Return {value: x}: rates as they are, other values at equal distances."""
+    if name == "lr":
+        return {value: float(value) for value in values}
+    with suppress(ValueError):  # words come as they were listed
+        values = sorted(values, key=float)
+    return {value: float(i) for i, value in enumerate(values)}
+
+
+def _ticks(places: dict[str, float], log: bool) -> tuple[list[float], list[str]]:
+    """Return where values stand and what they are, less those whose text would run
+    into the one before.
+    """
+    shown: list[tuple[float, str]] = []
+    ordered = sorted((math.log(x) if log else x, x, v) for v, x in places.items())
+    least = 0.08 * (ordered[-1][0] - ordered[0][0])
+    last = -math.inf
+    for at, x, value in ordered:
+        if at - last >= least:
+            shown.append((x, value))
+            last = at
+    return [x for x, _ in shown], [value for _, value in shown]
+
+
+def by_value(name: str, swept: list[tuple[Entry, int]], title: str, path: Path) -> None:
+    """Draw the final loss of seed 0 against one axis of ``sweeps``, the others at their
+    best; a ring is the chosen value, a cross at the top a run that diverged or is above
+    the picture.
+    """
+    lines = [(e, i, e.found.line(i)) for e, i in swept]
+    looks, ends = style([e for e, _ in swept]), []
+    places = _places(name, list(dict.fromkeys(v for *_, line in lines for v in line)))
+    losses = [v for *_, line in lines for v in line.values() if math.isfinite(v)]
     low, top = min(losses), min(max(losses), 2 * np.median(losses) - min(losses))
     high = top + 0.05 * (top - low)
+    what = "peak learning rate" if name == "lr" else name
     labels = dict(
-        xlabel="peak learning rate (ring: chosen; cross: diverged or above)",
+        title=title,
+        xlabel=f"{what} (ring: chosen; cross: diverged or above)",
         ylabel="final validation loss (nats per token)",
     )
     with picture(path, SIZE, **labels) as axes:
-        for e in found:
-            look = looks[e.recipe.name]
-            color, chosen = look["color"], e.sweep[e.lr]
-            rates = [lr for lr, loss in e.sweep.items() if math.isfinite(loss)]
-            axes.plot(rates, [e.sweep[lr] for lr in rates], **{"marker": ".", **look})
-            gone = [lr for lr, loss in e.sweep.items() if not loss <= high]
+        for e, i, line in lines:
+            look, best = looks[e.recipe.name], e.found.best[i]
+            color, chosen = look["color"], line[best]
+            x = [places[v] for v, loss in line.items() if math.isfinite(loss)]
+            y = [loss for loss in line.values() if math.isfinite(loss)]
+            axes.plot(x, y, **{"marker": ".", **look})
+            gone = [places[v] for v, loss in line.items() if not loss <= high]
             cross = dict(color=color, clip_on=False, zorder=4)
             axes.plot(gone, [high] * len(gone), "x", **cross)
             ring = dict(color=color, markersize=10, fillstyle="none")
-            axes.plot(e.lr, chosen, "o", **ring)
-            ends.append((e, e.lr, min(high, chosen)))
-        axes.set(xscale="log", ylim=(low - 0.05 * (high - low), high))
-        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+            axes.plot(places[best], chosen, "o", **ring)
+            ends.append((e, places[best], min(high, chosen)))
+        if name == "lr":
+            axes.set_xscale("log")
+        axes.set_ylim(low - 0.05 * (high - low), high)
+        axes.minorticks_off()
+        axes.set_xticks(*_ticks(places, name == "lr"))
         _label(axes, ends, looks)

@@ -12,7 +12,7 @@ from pydantic_core import from_json, to_json
 
 from train.compare.curves import Curve, load_all
 from train.compare.study import Rate, Recipe, Study
-from train.compare.sweep import Run, best_rate, is_inside, next_rates, sweep_of
+from train.compare.sweep import Found, search
 from train.files import read_json
 
 Timing = dict[str, Annotated[list[Rate], Field(min_length=1)]]  # seconds of each step
@@ -34,19 +34,29 @@ class Spread:
 
 @dataclass(frozen=True)
 class Entry:
-    """One recipe at its best rate. Losses in nats per token of held-out text."""
+    """One recipe at the best point of its sweep. Losses in nats per token of held-out
+    text.
+    """
 
     recipe: Recipe
-    lr: float
-    sweep: dict[float, float]  # {rate: final loss of seed 0}; inf = diverged
-    num_untried: int  # rates that the sweep still needs
+    found: Found
     curves: list[Curve]  # of each seed that did not diverge
     num_diverged: int  # seeds that did
     seconds_per_step: float | None  # median; None = not measured
 
     @property
-    def inside(self) -> bool:
-        return is_inside(self.sweep)
+    def name(self) -> str:
+        """Return the recipe's name, with the options that its sweep chose."""
+        return self.found.sweep.run(self.found.best, 0).config
+
+    @property
+    def lr(self) -> float:
+        return float(self.found.best[0])
+
+    @property
+    def num_trials(self) -> int:
+        """Return the runs of seed 0, among which it was chosen."""
+        return len(self.found.losses)
 
     @property
     def best(self) -> Spread:
@@ -58,10 +68,24 @@ class Entry:
 
     def facts(self) -> dict:
         """Return what results.json says of it alone."""
-        names = "lr inside num_untried num_diverged best final seconds_per_step"
+        names = "lr num_trials num_diverged best final seconds_per_step"
         own = {name: getattr(self, name) for name in names.split()}
-        counts = dict(num_rates=len(self.sweep), num_seeds=len(self.curves))
-        return {"name": self.recipe.name, **own, **counts}
+        found = self.found
+        return own | {
+            "name": self.name,
+            "options": found.sweep.options(found.best),
+            "inside": found.inside,
+            "num_untried": len(found.wanted),
+            "num_seeds": len(self.curves),
+        }
+
+    def trials(self) -> list[dict]:
+        """Return all points tried, each with its final loss of seed 0."""
+        options = self.found.sweep.options
+        return [
+            {"lr": float(point[0]), **options(point), "final_loss": loss}
+            for point, loss in sorted(self.found.losses.items(), key=lambda kv: kv[1])
+        ]
 
     @property
     def curve(self) -> Curve:
@@ -88,23 +112,22 @@ class Row:
 
 
 def entries(study: Study, folder: Path) -> list[Entry]:
-    """Return all recipes with a finished rate, best first."""
-    curves = load_all(folder / "runs", study.steps, list(study.grids))
+    """Return all recipes with a finished run that converged, best first."""
+    curves = load_all(folder / "runs", study.steps, study.sweeps.values())
     scores = {run: curve.score for run, curve in curves.items()}
     path, again = folder / "timing.json", "seconds: measure again, --only timing"
     timing = read_json(path, Timing, again) if path.exists() else {}
-    found = []
+    made = []
     for name, recipe in study.recipes.items():
-        sweep = sweep_of(name, scores)
-        if not sweep or math.isinf(sweep[lr := best_rate(sweep)]):
+        found = search(study.sweeps[name], scores)
+        if math.isinf(found.loss):
             continue
-        seeds = [Run(name, lr, seed) for seed in range(study.num_seeds)]
+        seeds = [found.sweep.run(found.best, seed) for seed in range(study.num_seeds)]
         mine = [curves[r] for r in seeds if r in curves and scores[r] < math.inf]
-        untried = len(next_rates(study.grids[name], sweep))
         diverged = sum(scores.get(run) == math.inf for run in seeds)
         seconds = median(timing[name]) if name in timing else None
-        found.append(Entry(recipe, lr, sweep, untried, mine, diverged, seconds))
-    return sorted(found, key=lambda e: e.final.mean)
+        made.append(Entry(recipe, found, mine, diverged, seconds))
+    return sorted(made, key=lambda e: e.final.mean)
 
 
 def rows(found: list[Entry], steps: int) -> list[Row]:
@@ -142,10 +165,7 @@ def as_json(found: list[Entry], table: list[Row], study: Study) -> dict:
             e.recipe.name: e.facts() | asdict(row)
             for e, row in zip(found, table, strict=True)
         },
-        "sweeps": {
-            e.recipe.name: {f"{lr:g}": loss for lr, loss in e.sweep.items()}
-            for e in found
-        },
+        "sweeps": {e.recipe.name: e.trials() for e in found},
         "curves": {
             e.recipe.name: {
                 "tokens": (e.curve.steps * tokens).tolist(),

@@ -31,7 +31,8 @@ class Session:
 
     def __post_init__(self) -> None:
         study, self.failed = self.study, set[Run]()
-        found = curves.load_all(self.folder / "runs", study.steps, list(study.grids))
+        self.sweeps = study.sweeps.values()
+        found = curves.load_all(self.folder / "runs", study.steps, self.sweeps)
         self.losses = {run: curve.score for run, curve in found.items()}
         self.running: list[Child] = []
         self.clock = 0.0  # seconds at work: time spent stopped does not count
@@ -58,14 +59,15 @@ class Session:
     def _start(self) -> bool:
         """Fill the free places; return whether anything was started."""
         busy = {child.run for child in self.running}
-        ready = [run for run in sweep.next_runs(*self._state()) if run not in busy]
+        runs = sweep.next_runs(self.sweeps, *self._state())
+        ready = [run for run in runs if run not in busy]
         chosen = ready[: self.jobs - len(self.running)]
         for run in chosen:
             self.running.append(self._child(run))
         return bool(chosen)
 
     def _state(self) -> tuple:
-        return self.study.grids, self.study.num_seeds, self.losses, self.failed
+        return self.study.num_seeds, self.losses, self.failed
 
     def _child(self, run: Run) -> Child:
         """Start a process that trains ``run``, from its last checkpoint on."""
@@ -112,24 +114,25 @@ class Session:
             self.losses[run] = curve.score
             seconds = self.clock - child.began
             if not child.resumed:
-                self.took.setdefault(run.config, []).append(seconds)
+                self.took.setdefault(self.study.recipe_of(run).name, []).append(seconds)
             self.say(
                 f"{run}: done in {timedelta(seconds=round(seconds))}, validation loss "
                 f"{curve.final:.4f}. {self._outlook()}"
             )
 
-    def _seconds(self, config: str) -> float:
+    def _seconds(self, name: str) -> float:
         """Return what its runs took, else those of all; nan before the first."""
-        times = self.took.get(config) or list(chain.from_iterable(self.took.values()))
+        times = self.took.get(name) or list(chain.from_iterable(self.took.values()))
         return sum(times) / len(times) if times else math.nan
 
     def _outlook(self) -> str:
         """Say how many of how many are done, and how long the rest takes."""
-        to_come = sweep.num_to_come(*self._state())
+        state = self._state()
+        to_come = {s.config: sweep.num_to_come(s, *state) for s in self.sweeps}
         done, left = len(self.losses), sum(to_come.values())
         seconds = sum(n * self._seconds(name) for name, n in to_come.items() if n)
         seconds -= sum(self.clock - child.began for child in self.running)
-        outlook = f"{done} of {done + left} runs done (more where a grid widens)"
+        outlook = f"{done} of {done + left} runs done (more where a sweep goes on)"
         if math.isnan(seconds):
             return outlook
         rest = timedelta(seconds=round(max(0.0, seconds) / self.jobs))

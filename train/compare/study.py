@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -10,13 +11,19 @@ from typing import Annotated, Any, Self
 from pydantic import Field
 
 from marsopt import REGISTRY
-from train.compare.sweep import MOST_SEEDS, Run, default_grid
+from train.compare.sweep import MOST_SEEDS, Run, Sweep, default_grid
 from train.data.tokens import read_meta
 from train.engine.launch import parse
 from train.engine.resolve import resolve
 from train.errors import UserError
 from train.files import check_folder, read_json, write_json
-from train.runs.settings import difference, held_out_folder, settings
+from train.runs.settings import (
+    SETTINGS,
+    difference,
+    held_out_folder,
+    read,
+    settings,
+)
 
 LOCK = ".lock"  # held by the call at work in the folder, and its runs
 NUM_POINTS = 15  # of each validation curve
@@ -27,6 +34,7 @@ AGAIN = "the folder of a comparison: restore it, or start one with --configs and
 Whole = Annotated[int, Field(ge=1, lt=2**63)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Swept = dict[str, Annotated[list[str], Field(min_length=1)]]  # {option: values}
 
 # What all recipes of one comparison have to share, and what to say of it
 SHARED = {
@@ -52,7 +60,11 @@ def command_line(name: str) -> list[str]:
                 f"got {name}, expected CONFIG:OPTION=VALUE with an option of the "
                 "optimizer: write e.g. tiny_mars_m:gamma=0.05"
             )
-        arguments += [f"--optimizer.{key.replace('_', '-')}", *value.split(",")]
+        key = key.replace("_", "-")
+        if value in ("True", "False"):
+            arguments.append(f"--optimizer.{'' if value == 'True' else 'no-'}{key}")
+        else:
+            arguments += [f"--optimizer.{key}", *value.split(",")]
     return arguments
 
 
@@ -72,8 +84,9 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Study:
-    """Everything but the results. Recipes with their grids, and ``num_seeds``, may grow
-    from call to call; the rest identifies the comparison.
+    """Everything but the results. Recipes with their grids of rates and the values of
+    options ``swept`` ({recipe: {option: values}}), and ``num_seeds``, may grow from
+    call to call; the rest identifies the comparison.
     """
 
     steps: Whole
@@ -86,19 +99,42 @@ class Study:
     grids: dict[str, Annotated[list[Rate], Field(min_length=1)]]
     num_seeds: Annotated[int, Field(ge=1, le=MOST_SEEDS)]
     threads: Whole = field(default=1, compare=False)
+    # what files of earlier releases do not have
+    swept: dict[str, Swept] = field(default_factory=dict)
+    model: str = field(default="", compare=False)  # in words
 
     def __post_init__(self) -> None:
         if not self.recipes.keys() == self.grids.keys() == self.settings.keys():
             raise ValueError("recipes, grids and settings are not of the same names")
+        if not self.swept.keys() <= self.recipes.keys():
+            raise ValueError("swept names what is no recipe")
+
+    @cached_property
+    def sweeps(self) -> dict[str, Sweep]:
+        """Return the sweep of each recipe."""
+        return {name: self._sweep(name) for name in self.recipes}
+
+    def _sweep(self, name: str) -> Sweep:
+        options, given = self.swept.get(name, {}), self.settings[name]
+        own = {option: _text(given.get(f"optimizer.{option}")) for option in options}
+        return Sweep.of(name, self.grids[name], self.recipes[name].lr, options, own)
+
+    def recipe_of(self, run: Run) -> Recipe:
+        """Return the recipe in whose sweep a run is."""
+        found = (n for n, s in self.sweeps.items() if s.point(run) is not None)
+        return self.recipes[next(found)]
 
     def arguments(self, run: Run, folder: Path) -> list[str]:
         """Return the options of ``python -m train`` for one run.
 
         lr_1d and min_lr keep their ratio to lr, as the published recipes do from size
-        to size (lr_1d) and as a schedule scaled as a whole does (min_lr). The warm-up
-        keeps its share of the run, and the schedule ends at its last step.
+        to size (lr_1d) and as a schedule scaled as a whole does (min_lr); an lr_1d that
+        is swept is one at the recipe's own lr. The warm-up keeps its share of the run,
+        and the schedule ends at its last step.
         """
-        recipe = self.recipes[run.config]
+        recipe = self.recipe_of(run)
+        sweep = self.sweeps[recipe.name]
+        lr_1d = sweep.options(sweep.point(run)).get("lr_1d", recipe.lr_1d)
         scale = run.lr / recipe.lr
         values = {
             "training.steps": self.steps,
@@ -114,10 +150,16 @@ class Study:
             "metrics.log-freq": max(1, self.validation_interval // 5),
             "dump-folder": folder / "runs" / run.path,
         }
-        if recipe.lr_1d is not None:
-            values["optimizer.lr-1d"] = f"{recipe.lr_1d * scale:.6g}"
+        if lr_1d is not None:
+            values["optimizer.lr-1d"] = f"{float(lr_1d) * scale:.6g}"
         ours = [str(x) for name, v in values.items() for x in (f"--{name}", v)]
         return [*command_line(run.config), *self.options, *ours]
+
+    @property
+    def length(self) -> str:
+        """Say how long its runs are, and of which model."""
+        model = f"{self.model}, " if self.model else ""
+        return f"{model}{self.steps:,} steps of {self.tokens_per_step:,} tokens"
 
     def save(self, folder: Path) -> None:
         """Write comparison.json."""
@@ -129,9 +171,21 @@ class Study:
         return read_json(folder / "comparison.json", cls, AGAIN)
 
 
+def _words(config) -> str:
+    """Say which model a recipe trains."""
+    shape = config.model_spec.model.shape
+    return f"GPT-2, {shape.num_layers} layers of width {shape.width}"
+
+
+def _text(value: object) -> str:
+    """Return a setting as it is written on the command line."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def make(
     names: Sequence[str],
     grids: dict[str, list[float]],
+    swept: dict[str, Swept],
     *,
     steps: int | None,
     num_seeds: int,
@@ -163,7 +217,7 @@ def make(
                 "one: give --lr-scheduler.warmup-steps after --"
             )
     t, interval = configs[first].training, max(1, round(steps / NUM_POINTS))
-    return Study(
+    study = Study(
         steps=steps,
         tokens_per_step=t.global_batch_size * t.seq_len,
         validation_interval=interval,
@@ -174,13 +228,20 @@ def make(
         grids={n: grids.get(n) or list(default_grid(recipes[n].lr)) for n in names},
         num_seeds=num_seeds,
         threads=threads,
+        swept=swept,
+        model=_words(configs[first]),
     )
+    for sweep in study.sweeps.values():
+        for point in sweep.listed():  # before the first of them is trained
+            _resolved(sweep.run(point, 0).config, options)
+    return study
 
 
 def again(study: Study, threads: int) -> Study:
     """Return the same comparison from recipes and data as they are now."""
     kept = dict(steps=study.steps, num_seeds=study.num_seeds, options=study.options)
-    return make(list(study.recipes), study.grids, threads=threads, **kept)
+    names = list(study.recipes)
+    return make(names, study.grids, study.swept, threads=threads, **kept)
 
 
 def _resolved(name: str, options: Sequence[str]):
@@ -223,25 +284,41 @@ def _recipe(name: str, config) -> Recipe:
 
 
 def check(study: Study, folder: Path) -> Study:
-    """Return the study for a folder that is free, or that holds the same comparison,
-    whose recipes and seeds stay in it.
+    """Return the study for a folder that is free but for runs of the like, or that
+    holds the same comparison, whose recipes and seeds stay in it.
     """
     check_folder("--out", folder)
     if (folder / "comparison.json").exists():
         theirs = Study.load(folder)
         _check_same(study, theirs, folder)
+        others = theirs.recipes.keys() - study.recipes.keys()
+        swept = {name: kept for name, kept in theirs.swept.items() if name in others}
+        for name, options in study.swept.items():
+            known = theirs.swept.get(name, {})  # whose order names the folders
+            same = known.keys() == options.keys()
+            swept[name] = {o: options[o] for o in (known if same else options)}
         return replace(
             study,
+            swept=swept,
             settings=theirs.settings | study.settings,
             recipes=theirs.recipes | study.recipes,
             grids=theirs.grids | study.grids,
             num_seeds=max(theirs.num_seeds, study.num_seeds),
         )
-    if folder.exists() and {p.name for p in folder.iterdir()} - {LOCK}:
+    if folder.exists() and {p.name for p in folder.iterdir()} - {LOCK, "runs"}:
         raise UserError(
             f"got --out {folder}, which holds something else, expected a new or empty "
             "folder: choose another"
         )
+    mine = next(iter(study.settings.values()))
+    for path in sorted((folder / "runs").glob(f"*/lr-*/seed-*/{SETTINGS}")):
+        theirs = read(path)
+        for key, what in SHARED.items():
+            if theirs.get(key) != mine[key]:
+                raise UserError(
+                    f"got {path.parent} with another {what}, expected runs that can be "
+                    "compared with this call's: give another --out"
+                )
     return study
 
 

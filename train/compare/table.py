@@ -10,9 +10,9 @@ from train.errors import UserError
 from train.files import write_json
 
 HEAD = (
-    "| optimizer | lr | best loss | final loss | tokens to target | s/step "
+    "| optimizer | lr | trials | best loss | final loss | tokens to target | s/step "
     "| s/step ratio | time to target | loss at equal time |\n"
-    "|---|---|---|---|---|---|---|---|---|"
+    "|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -28,16 +28,28 @@ def _cell(value: float | None, form: str = "{:.2f}x") -> str:
     return form.format(value) if math.isfinite(value) else "not reached"
 
 
+def _seeds(found: list[Entry]) -> str:
+    seeds = sorted({len(e.curves) for e in found})
+    return f"{' or '.join(map(str, seeds))} seed{'' if seeds == [1] else 's'}"
+
+
+def _trials(e: Entry) -> str:
+    """Say how many trials there were, and along which axes the best lies inside."""
+    if num_untried := len(e.found.wanted):
+        return f"{e.num_trials} (unfinished: {num_untried} to try)"
+    inside = [axis for axis, is_inside in e.found.inside.items() if is_inside]
+    edges = [axis for axis in e.found.inside if axis not in inside]
+    said = [f"inside {', '.join(inside)}"] if inside else []
+    said += [f"at the edge of {', '.join(edges)}"] if edges else []
+    return f"{e.num_trials} ({'; '.join(said)})" if said else str(e.num_trials)
+
+
 def _line(e: Entry, row: Row) -> str:
     low, high = row.tokens_ratio_range
-    tokens, rate = _cell(row.tokens_ratio), f"{e.lr:g}"
+    tokens = _cell(row.tokens_ratio)
     if len(e.curves) > 1:
         tokens += f" ({low:.2f} to {high:.2f})".replace("inf", "never")
-    if e.num_untried:
-        rate += f" (unfinished sweep: {len(e.sweep)} tried, {e.num_untried} to try)"
-    elif len(e.sweep) > 1 and not e.inside:
-        rate += " (edge of its grid)"
-    cells = [e.recipe.name, rate, _spread(e.best), _spread(e.final), tokens]
+    cells = [e.name, f"{e.lr:g}", _trials(e), _spread(e.best), _spread(e.final), tokens]
     cells += [_cell(e.seconds_per_step, "{:.3f}"), _cell(row.seconds_per_step_ratio)]
     cells += [_cell(row.seconds_ratio), _cell(row.loss_at_time, "{:.3f}")]
     return f"| {' | '.join(cells)} |"
@@ -48,32 +60,48 @@ def markdown(
 ) -> str:
     """Return the table, and how to read it."""
     worst = found[-1]
-    seeds = sorted({len(e.curves) for e in found})
     lines = [
         f"{study.steps} steps of {study.tokens_per_step:,} tokens "
         f"({study.steps * study.tokens_per_step:,} a run), "
-        f"{' or '.join(map(str, seeds))} seed{'' if seeds == [1] else 's'} of the best "
-        "rate (mean ± standard deviation), validation loss in nats per token on "
+        f"{_seeds(found)} of the best trial (mean ± standard deviation), "
+        "validation loss in nats per token on "
         f"{study.validation_samples} held-out sequences.",
         "",
         HEAD,
         *map(_line, found, table),
         "",
         f"Target: {worst.final.mean:.3f}, the worst final loss, that of "
-        f"{worst.recipe.name}; ratios to target are of what it took, on the mean "
+        f"{worst.name}; ratios to target are of what it took, on the mean "
         "curve, with the range over seeds. The rate falls over the whole run, so that "
-        "a point within a run is not what a run of that length would end with. The "
-        "rate was chosen by the final loss of seed 0.",
+        "a point within a run is not what a run of that length would end with. Trials "
+        "are runs of seed 0, by whose final loss rate and options were chosen; "
+        "inside: worse on both sides.",
         "Seconds per step: medians of a separate measurement, recipes taking turns on "
         f"{study.threads} thread{'s' if study.threads > 1 else ''}; equal time is when "
         "the fastest has finished.",
     ]
     for e in found:
         if e.num_diverged:
-            lines.append(f"{e.recipe.name}: {e.num_diverged} more seeds diverged.")
+            lines.append(f"{e.name}: {e.num_diverged} more seeds diverged.")
     if missing:
         lines.append(f"Not here: {', '.join(missing)} (no finished, converged run).")
     return "\n".join(lines) + "\n"
+
+
+def _pictures(found: list[Entry], study: Study, folder: Path) -> list[str]:
+    """Draw what there is to draw; return the names of the files."""
+    millions, title = study.tokens_per_step / 1e6, f"{study.length}, {_seeds(found)}"
+    names = ["loss_by_tokens.png"]
+    path = folder / names[0]
+    plots.by(lambda e: millions, "tokens (millions)", found, title, path)
+    if timed := [e for e in found if e.seconds_per_step is not None]:
+        names.append("loss_by_time.png")
+        path, xlabel = folder / names[-1], "training time (s)"
+        plots.by(lambda e: e.seconds_per_step, xlabel, timed, title, path)
+    for axis, swept in plots.sweeps(found).items():
+        names.append(f"loss_by_{'rate' if axis == 'lr' else axis}.png")
+        plots.by_value(axis, swept, f"{study.length}, seed 0", folder / names[-1])
+    return names
 
 
 def report(study: Study, folder: Path) -> None:
@@ -85,21 +113,15 @@ def report(study: Study, folder: Path) -> None:
         )
     table = rows(found, study.steps)
     names = {e.recipe.name for e in found}
-    text = markdown(found, table, study, [n for n in study.grids if n not in names])
+    text = markdown(found, table, study, [n for n in study.recipes if n not in names])
     (folder / "table.md").write_text(text)
     write_json(folder / "results.json", as_json(found, table, study))
-    millions, path = study.tokens_per_step / 1e6, folder / "loss_by_tokens.png"
-    plots.by(lambda e: millions, "tokens (millions)", found, path)
-    plots.by_rate(found, folder / "loss_by_rate.png")
-    if timed := [e for e in found if e.seconds_per_step is not None]:
-        path = folder / "loss_by_time.png"
-        plots.by(lambda e: e.seconds_per_step, "training time (s)", timed, path)
-    pictures = "loss_by_tokens.png, loss_by_time.png, loss_by_rate.png"
+    pictures = _pictures(found, study, folder)
     print(
         f"\n{text}\n"
         f"{'table':12} {folder}: table.md\n"
         f"{'numbers':12} {folder}: results.json\n"
-        f"{'pictures':12} {folder}: {pictures}\n"
+        f"{'pictures':12} {folder}: {', '.join(pictures)}\n"
         f"{'TensorBoard':12} tensorboard --logdir {folder / 'runs'}",
         flush=True,
     )

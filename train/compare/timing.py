@@ -15,7 +15,7 @@ from marsopt.profile.machine import seconds
 from train.compare.children import end, spawn
 from train.compare.curves import load_all
 from train.compare.study import Study
-from train.compare.sweep import Run, best_rate, sweep_of
+from train.compare.sweep import search
 from train.engine.launch import console, parse, standalone
 from train.engine.resolve import resolve
 from train.files import write_json
@@ -35,11 +35,12 @@ def measure(study: Study, folder: Path, lock: int, say: Callable[[str], None]) -
 
 
 def _trainer(study: Study, name: str, folder: Path, scratch: str):
-    """Return a trainer at the best rate so far, which neither validates nor saves."""
-    found = load_all(folder / "runs", study.steps, [name])
-    tried = sweep_of(name, {run: curve.score for run, curve in found.items()})
-    rate = best_rate(tried) if tried else study.recipes[name].lr
-    options = study.arguments(Run(name, rate, 0), folder)
+    """Return a trainer at the best point so far, which neither validates nor saves."""
+    sweep = study.sweeps[name]
+    curves = load_all(folder / "runs", study.steps, [sweep])
+    found = search(sweep, {run: curve.score for run, curve in curves.items()})
+    point = found.best if found.losses else sweep.start
+    options = study.arguments(sweep.run(point, 0), folder)
     options += ["--validator.no-enable", "--metrics.no-enable-tensorboard"]
     options += [f"--metrics.log-freq={study.steps + BLOCK * ROUNDS}"]
     config = parse([*options, f"--dump-folder={scratch}/{name}"])
