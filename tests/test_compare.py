@@ -60,6 +60,21 @@ def make(names, options, **kwargs):
     return study.make(names, **{**usual, **kwargs})
 
 
+@pytest.mark.parametrize(
+    ("option", "written"),
+    [
+        ("amsgrad=True", ["--optimizer.amsgrad"]),
+        ("amsgrad=False", ["--optimizer.no-amsgrad"]),
+        ("nesterov=False", ["--optimizer.nesterov", "False"]),  # or None
+        ("betas=0.8,0.95", ["--optimizer.betas", "0.8", "0.95"]),
+    ],
+)
+def test_options_in_a_name_are_those_of_the_command_line(option, written):
+    found = study.command_line(f"tiny_moonlight:{option}")
+    assert found == ["--config", "tiny_moonlight", *written]
+    parse(found)  # torchtitan's parser takes them
+
+
 # ---- the study -----------------------------------------------------------------------
 
 

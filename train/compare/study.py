@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, get_type_hints
 
 from pydantic import Field
 
@@ -15,6 +15,7 @@ from train.compare.sweep import MOST_SEEDS, Run, Sweep, default_grid
 from train.data.tokens import read_meta
 from train.engine.launch import parse
 from train.engine.resolve import resolve
+from train.engine.titan_optim import MarsOptimizers
 from train.errors import UserError
 from train.files import check_folder, read_json, write_json
 from train.runs.settings import (
@@ -46,6 +47,9 @@ SHARED = {
     "training.global_batch_size": "global batch",
 }
 
+# The command line takes --NAME and --no-NAME for a bool that cannot be None alone.
+TYPES = get_type_hints(MarsOptimizers.Config)
+
 
 def command_line(name: str) -> list[str]:
     """Return the arguments of ``python -m train`` for CONFIG[:OPTION=VALUE...], with
@@ -60,8 +64,9 @@ def command_line(name: str) -> list[str]:
                 f"got {name}, expected CONFIG:OPTION=VALUE with an option of the "
                 "optimizer: write e.g. tiny_mars_m:gamma=0.05"
             )
+        is_switch = TYPES.get(key.replace("-", "_")) is bool
         key = key.replace("_", "-")
-        if value in ("True", "False"):
+        if is_switch and value in ("True", "False"):
             arguments.append(f"--optimizer.{'' if value == 'True' else 'no-'}{key}")
         else:
             arguments += [f"--optimizer.{key}", *value.split(",")]
