@@ -485,6 +485,39 @@ def test_exact_mode_under_a_grad_scaler():
     equal([a], [b], 1e-6)
 
 
+# ---- inference mode and narrow dtypes ------------------------------------------------
+
+
+@pytest.mark.parametrize("correction", ["approximate", "exact", "transport"])
+def test_loading_under_inference_mode_leaves_tensors_that_a_step_may_write(correction):
+    a, b = twins(*SHAPES)
+    kw = dict(lr=LR, correction=correction)
+    one, two = eager(a, **kw), eager(b, **kw)
+    run(one, a, 2)
+    with torch.inference_mode():
+        two.load_state_dict(copy.deepcopy(one.state_dict()))
+        two.eval()
+        two.train()
+    with torch.no_grad():
+        for p, q in zip(a, b, strict=True):
+            q.copy_(p)
+    run(two, b, 1, start=2)
+    state = [v for entry in two.state.values() for v in entry.values()]
+    assert not any(v.is_inference() for v in state)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2],
+    ids=str,
+)
+def test_parameters_narrower_than_two_bytes_are_refused(dtype):
+    p = torch.empty(4, 4, dtype=torch.uint8).view(dtype)
+    for make in (MARS, marsopt.adamw().init, marsopt.FlatGroup.pack):
+        with pytest.raises(ValueError, match=f"{dtype}, expected.*16 bits or more.*: "):
+            make([p])
+
+
 # ---- live values out of their range --------------------------------------------------
 
 
