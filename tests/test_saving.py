@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from functools import partial
 
 import pytest
 import torch
@@ -552,13 +551,12 @@ def test_functional_state_is_loaded_without_running_code(make, flat):
 def test_functional_state_through_dcp(make, flat, tmp_path):
     """As one value, or as its tensors."""
     _, before, (params, state) = functional(flat, make)
-    dcp.save({"state": state}, checkpoint_id=tmp_path / "whole", no_dist=True)
-    for read in (partial(dcp.load, no_dist=True), load):
-        found = {"state": before[1]}
-        read(found, checkpoint_id=tmp_path / "whole")
-        assert same(found["state"], state)
-    saved = {"state": tree_leaves(state)}
-    dcp.save(saved, checkpoint_id=tmp_path / "parts", no_dist=True)
-    dcp.load({"state": tree_leaves(before[1])}, checkpoint_id=tmp_path / "parts",
-             no_dist=True)  # fmt: skip
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    dcp.save({"state": state}, checkpoint_id=whole, no_dist=True)
+    found, read = {"state": before[1]}, {"state": before[1]}
+    dcp.load(found, checkpoint_id=whole, no_dist=True)
+    load(read, whole, no_dist=True)
+    assert same(found["state"], state) and same(read["state"], state)
+    dcp.save({"state": tree_leaves(state)}, checkpoint_id=parts, no_dist=True)
+    dcp.load({"state": tree_leaves(before[1])}, checkpoint_id=parts, no_dist=True)
     assert same(before[1], state)
