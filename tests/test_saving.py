@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 import marsopt
 from marsopt import REGISTRY
@@ -549,14 +550,16 @@ def test_functional_state_is_loaded_without_running_code(make, flat):
 @pytest.mark.parametrize("flat", [False, True], ids=["dict", "flat"])
 @functional_rules
 def test_functional_state_through_dcp(make, flat, tmp_path):
-    """As one value, or as its tensors."""
-    _, before, (params, state) = functional(flat, make)
+    """As one value, in place of one (which DCP takes to pieces), or as its tensors."""
+    rule, (first, _), (params, state) = functional(flat, make)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     dcp.save({"state": state}, checkpoint_id=whole, no_dist=True)
-    found, read = {"state": before[1]}, {"state": before[1]}
-    dcp.load(found, checkpoint_id=whole, no_dist=True)
-    load(read, whole, no_dist=True)
-    assert same(found["state"], state) and same(read["state"], state)
-    dcp.save({"state": tree_leaves(state)}, checkpoint_id=parts, no_dist=True)
-    dcp.load({"state": tree_leaves(before[1])}, checkpoint_id=parts, no_dist=True)
-    assert same(before[1], state)
+    for read in (partial(dcp.load, checkpoint_id=whole), partial(load, path=whole)):
+        found = {"state": rule.init(first)}
+        read(found, no_dist=True)
+        assert same(found["state"], state)
+    both = {"params": params, "state": state}
+    dcp.save({"leaves": tree_leaves(both)}, checkpoint_id=parts, no_dist=True)
+    again = {"params": tree_map(torch.clone, first), "state": rule.init(first)}
+    dcp.load({"leaves": tree_leaves(again)}, checkpoint_id=parts, no_dist=True)
+    assert same(again, both)
