@@ -192,6 +192,39 @@ def test_gamma_is_that_of_the_step_that_leaves_the_lookahead():
         equal([p], [x + k * (x - x_prev)], 1e-6)
 
 
+def test_one_cycle_cycles_the_first_beta_and_with_it_the_lookahead():
+    """That of the AdamW beside the rule stays; vectors' rate keeps its proportion."""
+    own = params()
+    optimizer = made(own, lr=0.02, lr_1d=0.01, weight_decay_1d=0.5)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.04, total_steps=9
+    )
+    group, seen = optimizer.param_groups[0], []
+    before = copies(own)
+    for t in range(9):
+        run(optimizer, own, [t])
+        beta1 = group["betas"][0]
+        seen.append((beta1, group["lr"]))
+        for p, x, x_prev in zip(own, held(optimizer), before, strict=True):
+            b = beta1 if p.ndim == 2 else 0.9
+            equal([p], [x + GAMMA * b / (1 - b) * (x - x_prev)], 1e-5)
+        before = held(optimizer)
+        if t < 8:
+            scheduler.step()
+    betas, rates = zip(*seen, strict=True)
+    assert betas[0] == pytest.approx(0.95) and min(betas) < 0.87
+    assert group["betas"][1] == 0.99 and group["betas_1d"] == (0.9, 0.95)
+    assert rates.index(max(rates)) == betas.index(min(betas))
+    optimizer = made(own, lr=0.02, lr_1d=0.01, weight_decay_1d=0.5, gamma=0.0)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.04, total_steps=9)
+    for p in own:
+        p.grad = torch.zeros_like(p)
+    before = copies(own)
+    optimizer.step()
+    rate = optimizer.param_groups[0]["lr"]
+    equal(own[3:], [x * (1 - rate * 0.01 / 0.02 * 0.5) for x in before[3:]], 1e-6)
+
+
 def test_contradictions_are_errors():
     with pytest.raises(ValueError, match="is_approx=False with correction='transport'"):
         made(params(), is_approx=False)
