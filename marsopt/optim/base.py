@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,15 +30,6 @@ from marsopt.optim.writes import Writes
 from marsopt.rules import checks
 
 log = logging.getLogger(__name__)
-
-
-@contextmanager
-def ordinary() -> Iterator[None]:
-    """Let tensors that are made here be ordinary ones, which later steps may write,
-    under ``torch.inference_mode()`` too.
-    """
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 class LayoutOptimizer(Optimizer):
@@ -205,7 +194,8 @@ class LayoutOptimizer(Optimizer):
             )
         return super().state_dict()
 
-    @ordinary()
+    @torch.inference_mode(False)  # under which later steps could not write what is made
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned, bit for bit in the state's own dtype.
 

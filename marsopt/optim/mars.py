@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.named import MATRICES
 from marsopt.functional.step import global_clip, step
-from marsopt.optim.base import LayoutOptimizer, ordinary
+from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.follow import follow
 from marsopt.optim.ranges import named_range
 from marsopt.optim.state_dict import ITERATE, TRAIN_MODE
@@ -349,7 +349,8 @@ class MARS(LayoutOptimizer):
         """Return whether parameters are as in train mode (or not), and nothing lent."""
         return self._in_train_mode == train and not self._lent
 
-    @ordinary()
+    @torch.inference_mode(False)  # under which later steps could not write what is made
+    @torch.no_grad()
     def _switch(self, train: bool) -> None:
         if not self._is_transport or self._in_train_mode == train:
             return
@@ -381,7 +382,8 @@ class MARS(LayoutOptimizer):
                 backward pass. A gradient that was added to one which a step (or this
                 method) had read is found where autograd or FSDP2 accumulates it in
                 place; not where it is written by hand, made with ``create_graph``, or
-                replayed by a CUDA graph.
+                replayed by a CUDA graph. (Zero it by ``zero_grad``: what is zeroed
+                through ``p.grad.data``, unseen by autograd, counts as not zeroed.)
         """
         if not self._is_exact:
             return
