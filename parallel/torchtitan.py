@@ -100,7 +100,8 @@ class MarsOptimizersContainer(OptimizersContainer):
         )
 
     With transport, forward passes of a module in eval mode see the trained parameters,
-    as torchtitan's validator runs them; ``MarsCheckpointManager`` saves those.
+    as torchtitan's validator runs them (``MARS.follow``); ``MarsCheckpointManager``
+    saves those.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -112,11 +113,11 @@ class MarsOptimizersContainer(OptimizersContainer):
     ) -> None:
         _check_patterns(config.param_groups, model_parts)
         super().__init__(config, model_parts=model_parts)
-        if any("train_mode" in mars.param_groups[0] for mars in self.every_mars):
-            for part in model_parts:  # before FSDP gathers the parameters
-                part.register_forward_pre_hook(
-                    _FollowMode(self.every_mars), prepend=True
-                )
+        for mars in self.every_mars:
+            own = {p for group in mars.param_groups for p in group["params"]}
+            for part in model_parts:
+                if not own.isdisjoint(part.parameters()):
+                    mars.follow(part)
 
     @staticmethod
     def _resolve_optimizer_factory(name: str):
@@ -155,22 +156,6 @@ class MarsOptimizersContainer(OptimizersContainer):
         finally:
             for mars in self.every_mars:
                 mars.train()
-
-
-class _FollowMode:
-    """A forward pre-hook: what is trained for a module in eval mode, else the points
-    ahead of it.
-    """
-
-    def __init__(self, every_mars: list[MARS]) -> None:
-        self._every_mars = every_mars
-
-    def __call__(self, part: nn.Module, args: tuple) -> None:
-        for mars in self._every_mars:
-            mars.train() if part.training else mars.eval()
-
-    def __deepcopy__(self, memo: dict) -> _FollowMode:
-        return _FollowMode([])  # nobody optimizes a copy of the model
 
 
 class MarsCheckpointManager(CheckpointManager):

@@ -10,7 +10,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves
 
+import marsopt
 from marsopt import MARS
 from parallel import MeshCollectives
 from tests.processes import spawn
@@ -49,8 +51,11 @@ def gradient(model, optimizer, seed):
 
 
 def legs(rank, world, mars_type, correction, hybrid, folder, first, last):
-    """Train legs first..last-1, loading before and saving after; whole parameters."""
+    """Train legs first..last-1, loading before and saving after; whole parameters.
+    Transport follows the model.
+    """
     model, optimizer = build(world, mars_type, correction, hybrid)
+    optimizer.follow(model)
     if first:
         weights, state = get_state_dict(model, optimizer)
         both = {"model": weights, "optimizer": state}
@@ -61,14 +66,12 @@ def legs(rank, world, mars_type, correction, hybrid, folder, first, last):
             model_state_dict=both["model"],
             optim_state_dict=both["optimizer"],
         )
-    optimizer.train()
     for t in range(first * LEG, last * LEG):
         gradient(model, optimizer, t + 1)
         optimizer.update_previous_grad()
         gradient(model, optimizer, t)
         optimizer.step()
         optimizer.update_last_grad()
-    optimizer.eval()  # of transport: the checkpoint is of x
     weights, state = get_state_dict(model, optimizer)
     both = {"model": weights, "optimizer": state}
     dcp.save(both, checkpoint_id=f"{folder}/{last}")
@@ -108,6 +111,28 @@ def test_equal_ranks_resume_bitwise(name, tmp_path):
     for i in range(2):
         got, _ = spawn(legs, 2, *form, False, str(tmp_path / "parts"), i, i + 1)[0]
     assert all(torch.equal(got[n], want[n]) for n in want)
+
+
+def functional(rank, world, folder):
+    """Sharded state of a rule, as a list of its tensors, each of which DCP knows."""
+    mesh = init_device_mesh("cpu", (world,))
+    x = [
+        distribute_tensor(torch.arange(30.0).view(6, 5), mesh, [Shard(0)]),
+        distribute_tensor(torch.arange(6.0), mesh, [Shard(0)]),
+    ]
+    rule = marsopt.mars(correction="transport")
+    before = rule.init(x)
+    _, state = rule.step(x, x, before, lr=0.1, collectives=MeshCollectives(mesh))
+    dcp.save({"state": tree_leaves(state)}, checkpoint_id=folder)
+    dcp.load({"state": tree_leaves(before)}, checkpoint_id=folder)
+    pairs = zip(tree_leaves(before), tree_leaves(state), strict=True)
+    return [torch.equal(a.to_local(), b.to_local()) if isinstance(a, DTensor)
+            else torch.equal(a, b) for a, b in pairs]  # fmt: skip
+
+
+def test_sharded_functional_state_is_saved_as_its_tensors(tmp_path):
+    for found in spawn(functional, 2, str(tmp_path)):
+        assert len(found) == 10 and all(found)
 
 
 def load_into_another(rank, world, folder):

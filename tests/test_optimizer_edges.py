@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -313,6 +315,125 @@ def test_exact_mode_without_its_protocol_is_an_error():
         optimizer.step()
 
 
+def test_exact_mode_without_update_last_grad_is_an_error():
+    """h would stay 0 for ever."""
+    params = parameters((3, 3))
+    optimizer = eager(params, is_approx=False)
+    for again in ("update_previous_grad", "step"):
+        run(optimizer, params, 1)
+        fill(params, 1)
+        optimizer.update_previous_grad()
+        optimizer.update_previous_grad()  # another batch, before the step: as you like
+        fill(params, 2)
+        optimizer.step()
+        before = [p.detach().clone() for p in params]
+        with pytest.raises(RuntimeError, match="update_last_grad"):
+            getattr(optimizer, again)()
+        equal(params, before)
+        optimizer.update_last_grad()
+        fill(params, 3)
+        optimizer.update_previous_grad()
+        optimizer.step()
+        optimizer.update_last_grad()
+
+
+class Loop:
+    """A model and exact MARS over it, by the authors' protocol but for ``zero_grad``,
+    which is called in two places, or one of them, or in none.
+    """
+
+    def __init__(self, num_micro=1, clip=None):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.optimizer = eager(self.model.parameters(), lr=LR, is_approx=False)
+        self.num_micro, self.clip = num_micro, clip
+
+    def gradient(self, seed, zero):
+        if zero is not None:
+            self.optimizer.zero_grad(set_to_none=zero)
+        g = torch.Generator().manual_seed(seed)
+        for _ in range(self.num_micro):
+            self.model(torch.randn(3, 4, generator=g)).square().sum().backward()
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+
+    def run(self, zero_after_keep=True, zero_after_step=True, steps=3):
+        for t in range(steps):
+            self.gradient(t + 1, zero_after_step if t else True)
+            self.optimizer.update_previous_grad()
+            self.gradient(t, zero_after_keep)
+            self.optimizer.step()
+            self.optimizer.update_last_grad()
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("num_micro", [1, 2])
+def test_exact_mode_with_gradients_that_were_not_zeroed_is_an_error(num_micro, clip):
+    """Between the two backward passes, in either place; zeroed in place is zeroed."""
+    want = None
+    for how in (True, False):
+        loop = Loop(num_micro, clip)
+        found = loop.run(zero_after_keep=how, zero_after_step=how)
+        equal(found, want or found)
+        want = found
+    for missing, told in (
+        ("zero_after_keep", r"step\(\) with.*zero_grad\(\) after update_previous_grad"),
+        ("zero_after_step", r"update_previous_grad\(\) with.*zero_grad\(\) after step"),
+    ):
+        loop = Loop(num_micro, clip)
+        with pytest.raises(RuntimeError, match=told):
+            loop.run(**{missing: None})
+
+
+def test_exact_mode_lets_gradients_be_added_to_where_they_are_zeroed_later():
+    """As adversarial training does, for the gradient of its inputs; or where the next
+    batch's is handed over again with every micro-batch.
+    """
+    for how in (True, False):
+        loop = Loop()
+        loop.run()
+        loop.gradient(7, None)  # on top of what the step has read
+        loop.gradient(8, how)
+        loop.optimizer.update_previous_grad()
+        loop.gradient(9, None)
+        loop.optimizer.update_previous_grad()
+        loop.gradient(10, how)
+        loop.optimizer.step()
+        loop.optimizer.update_last_grad()
+    loop.gradient(11, None)  # and where the next pass leaves some parameters out
+    loop.optimizer.zero_grad(set_to_none=False)
+    loop.model[2](torch.ones(1, 4)).sum().backward()
+    loop.optimizer.update_previous_grad()
+
+
+def test_exact_mode_under_a_grad_scaler_finds_what_was_not_zeroed():
+    loop = Loop()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    loop.run()
+    loop.gradient(4, True)
+    loop.optimizer.update_previous_grad()
+    loop.gradient(3, None)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(loop.optimizer)
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) after update_previous"):
+        scaler.step(loop.optimizer)
+
+
+def test_watched_parameters_are_copied_and_saved_without_the_optimizer():
+    loop = Loop()
+    loop.run()
+    twin = copy.deepcopy(loop.model)
+    again = pickle.loads(pickle.dumps(loop.model))
+    for model in (twin, again):
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    taken = weakref.ref(loop.optimizer._next._taken)
+    del loop.optimizer
+    gc.collect()
+    assert taken() is None
+    loop.model(torch.ones(1, 4)).sum().backward()
+
+
 def test_exact_mode_around_a_new_group():
     first, second = parameters((3, 3)), parameters((2, 2))
     optimizer = eager(first, lr=LR, is_approx=False)
@@ -362,6 +483,39 @@ def test_exact_mode_under_a_grad_scaler():
         plain.step()
         plain.update_last_grad()
     equal([a], [b], 1e-6)
+
+
+# ---- inference mode and narrow dtypes ------------------------------------------------
+
+
+@pytest.mark.parametrize("correction", ["approximate", "exact", "transport"])
+def test_loading_under_inference_mode_leaves_tensors_that_a_step_may_write(correction):
+    a, b = twins(*SHAPES)
+    kw = dict(lr=LR, correction=correction)
+    one, two = eager(a, **kw), eager(b, **kw)
+    run(one, a, 2)
+    with torch.inference_mode():
+        two.load_state_dict(copy.deepcopy(one.state_dict()))
+        two.eval()
+        two.train()
+    with torch.no_grad():
+        for p, q in zip(a, b, strict=True):
+            q.copy_(p)
+    run(two, b, 1, start=2)
+    state = [v for entry in two.state.values() for v in entry.values()]
+    assert not any(v.is_inference() for v in state)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2],
+    ids=str,
+)
+def test_parameters_narrower_than_two_bytes_are_refused(dtype):
+    p = torch.empty(4, 4, dtype=torch.uint8).view(dtype)
+    for make in (MARS, marsopt.adamw().init, marsopt.FlatGroup.pack):
+        with pytest.raises(ValueError, match=f"{dtype}, expected.*16 bits or more.*: "):
+            make([p])
 
 
 # ---- live values out of their range --------------------------------------------------

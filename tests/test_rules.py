@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict, UserList, defaultdict, namedtuple
+from functools import partial
+from types import MappingProxyType
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -122,6 +126,85 @@ def test_containers_are_alike(row):
         assert all(
             torch.equal(a, b) for a, b in zip(new, as_dict.values(), strict=True)
         )
+
+
+P = namedtuple("P", SHAPES)  # noqa: PYI024  (of tensors by any name)
+
+
+@pytest.mark.parametrize("like", ["OrderedDict", "defaultdict", "namedtuple"])
+@pytest.mark.parametrize("make", [marsopt.mars, marsopt.mars_adamw], ids=["two", "one"])
+def test_containers_come_back_as_themselves(make, like):
+    rule = make(correction="transport")
+    x, g = tensors(SHAPES, 0), tensors(SHAPES, 1)
+    want, _ = rule.step(x, g, rule.init(x), lr=LR)
+    kind = {
+        "OrderedDict": OrderedDict,
+        "defaultdict": partial(defaultdict, torch.Tensor),
+        "namedtuple": lambda tree: P(**tree),
+    }[like]
+    xs, gs = kind(x), kind(g)
+    steps = [rule.step]
+    if make is marsopt.mars_adamw:
+        steps.append(torch.compile(rule.step, backend="eager", fullgraph=True))
+    for step in steps:
+        state = rule.init(xs)
+        new, state = step(xs, gs, state, lr=LR)
+        assert type(new) is type(xs)
+        assert type(rule.iterate(new, state)) is type(xs)
+        if like == "namedtuple":
+            new = new._asdict()
+        elif like == "defaultdict":
+            assert new.default_factory is torch.Tensor
+        assert list(new) == list(want)
+        assert all(torch.equal(new[n], want[n]) for n in want)
+    if make is marsopt.mars_adamw:
+        assert type(state.m) is type(xs)
+
+
+@pytest.mark.parametrize("wrap", [UserDict, UserList, MappingProxyType])
+def test_other_containers_are_refused(wrap):
+    rule, x = marsopt.mars_adamw(), tensors(SHAPES, 0)
+    given = wrap(list(x.values()) if wrap is UserList else x)
+    with pytest.raises(TypeError, match=f"got params of type .*{wrap.__name__}"):
+        rule.init(given)
+    with pytest.raises(TypeError, match=r"pass dict\(params\)|pass list\(params\)"):
+        rule.step(given, given, rule.init(x), lr=LR)
+
+
+def two_steps(rule, x, g, lr):
+    """What is trained after two steps, on gradients that depend on the parameters."""
+    state = rule.init([x])
+    p = [x]
+    for t in range(2):
+        p, state = rule.step(p, [g * p[0] + t], state, lr=lr)
+    return rule.iterate(p, state)[0]
+
+
+@rows
+def test_gradients_flow_through_steps(row):
+    """To where it starts, to what it is given and to the rate, as finite differences
+    find them: MAML and hypergradients. No clip is at its kink.
+    """
+    x, g = torch.randn(2, 3, 4, dtype=torch.float64).unbind()
+    lr = torch.tensor(0.1, dtype=torch.float64)
+    for given in (x, g, lr):
+        given.requires_grad_()
+    after = partial(two_steps, row.rule())
+    if "lion" in row.oracle["kind"]:  # signs: of x alone there is something to say
+        assert torch.autograd.gradcheck(lambda x, lr: after(x, g, lr), (x, lr))
+    else:
+        assert torch.autograd.gradcheck(after, (x, g, lr))
+    (found,) = torch.autograd.grad(after(x, g, lr).sum(), x, retain_graph=True)
+    assert found.abs().mean() > 0.1  # of the identity
+
+
+@rows
+def test_a_state_shares_nothing_with_the_parameters(row):
+    x = tensors(row.names, 0)
+    state = row.rule().init(x)
+    kept = [b for tree in buffers(state).values() for b in tree.values()]
+    where = [b.data_ptr() for b in (*x.values(), *kept)]
+    assert len(set(where)) == len(where)
 
 
 @rows

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
+import marsopt
 from marsopt import REGISTRY
+from parallel.checkpoint import load
 from tests.stacking import MODES, build, forced, traced
 
 WIDTH = 32  # 4 KiB a matrix: more than what a file says about it
@@ -504,3 +507,59 @@ def test_distributed_checkpoint_stores_no_tensor_twice(pair, tmp_path):
         no_dist=True,
     )
     assert written == sum(f.stat().st_size for f in (tmp_path / "b").glob("*.distcp"))
+
+
+# ---- the functional rule's state -----------------------------------------------------
+
+
+def functional(flat, make):
+    """A rule, and its parameters and state before and after a step."""
+    x = {n: torch.randn(s) for n, s in {"a": (4, 3), "b": (4, 3), "c": (3,)}.items()}
+    params = marsopt.FlatGroup.pack(x) if flat else x
+    rule = make(correction="transport", max_norm=1.0)
+    state = rule.init(params)
+    return rule, (params, state), rule.step(params, params, state, lr=LR)
+
+
+def same(a, b):
+    (mine, shape), (theirs, other) = tree_flatten(a), tree_flatten(b)
+    return shape == other and all(map(torch.equal, mine, theirs))
+
+
+functional_rules = pytest.mark.parametrize(
+    "make", [marsopt.mars, marsopt.mars_adamw], ids=["routed", "one"]
+)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["dict", "flat"])
+@functional_rules
+def test_functional_state_is_loaded_without_running_code(make, flat):
+    """By torch.load as it is, which refuses types that it was not told of."""
+    rule, _, (params, state) = functional(flat, make)
+    file = io.BytesIO()
+    torch.save({"params": params, "state": state}, file)
+    file.seek(0)
+    found = torch.load(file, weights_only=True)
+    assert same(found, {"params": params, "state": state})
+    want = rule.step(params, params, state, lr=LR)
+    got = rule.step(found["params"], found["params"], found["state"], lr=LR)
+    assert same(got, want)
+
+
+@one_process
+@pytest.mark.parametrize("flat", [False, True], ids=["dict", "flat"])
+@functional_rules
+def test_functional_state_through_dcp(make, flat, tmp_path):
+    """As one value, in place of one (which DCP takes to pieces), or as its tensors."""
+    rule, (first, _), (params, state) = functional(flat, make)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    dcp.save({"state": state}, checkpoint_id=whole, no_dist=True)
+    for read in (partial(dcp.load, checkpoint_id=whole), partial(load, path=whole)):
+        found = {"state": rule.init(first)}
+        read(found, no_dist=True)
+        assert same(found["state"], state)
+    both = {"params": params, "state": state}
+    dcp.save({"leaves": tree_leaves(both)}, checkpoint_id=parts, no_dist=True)
+    again = {"params": tree_map(torch.clone, first), "state": rule.init(first)}
+    dcp.load({"leaves": tree_leaves(again)}, checkpoint_id=parts, no_dist=True)
+    assert same(again, both)

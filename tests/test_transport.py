@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import logging
+import pickle
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -187,6 +190,39 @@ def test_gamma_is_that_of_the_step_that_leaves_the_lookahead():
     for p, x, x_prev in zip(own, held(optimizer), before, strict=True):
         k = 0.2 * 0.95 / 0.05 if p.ndim == 2 else 0.4 * 0.9 / 0.1
         equal([p], [x + k * (x - x_prev)], 1e-6)
+
+
+def test_one_cycle_cycles_the_first_beta_and_with_it_the_lookahead():
+    """That of the AdamW beside the rule stays; vectors' rate keeps its proportion."""
+    own = params()
+    optimizer = made(own, lr=0.02, lr_1d=0.01, weight_decay_1d=0.5)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.04, total_steps=9
+    )
+    group, seen = optimizer.param_groups[0], []
+    before = copies(own)
+    for t in range(9):
+        run(optimizer, own, [t])
+        beta1 = group["betas"][0]
+        seen.append((beta1, group["lr"]))
+        for p, x, x_prev in zip(own, held(optimizer), before, strict=True):
+            b = beta1 if p.ndim == 2 else 0.9
+            equal([p], [x + GAMMA * b / (1 - b) * (x - x_prev)], 1e-5)
+        before = held(optimizer)
+        if t < 8:
+            scheduler.step()
+    betas, rates = zip(*seen, strict=True)
+    assert betas[0] == pytest.approx(0.95) and min(betas) < 0.87
+    assert group["betas"][1] == 0.99 and group["betas_1d"] == (0.9, 0.95)
+    assert rates.index(max(rates)) == betas.index(min(betas))
+    optimizer = made(own, lr=0.02, lr_1d=0.01, weight_decay_1d=0.5, gamma=0.0)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.04, total_steps=9)
+    for p in own:
+        p.grad = torch.zeros_like(p)
+    before = copies(own)
+    optimizer.step()
+    rate = optimizer.param_groups[0]["lr"]
+    equal(own[3:], [x * (1 - rate * 0.01 / 0.02 * 0.5) for x in before[3:]], 1e-6)
 
 
 def test_contradictions_are_errors():
@@ -522,11 +558,246 @@ def test_a_group_added_in_eval_mode_joins_it():
     assert {group["train_mode"] for group in optimizer.param_groups} == {True}
 
 
+# ---- models that are followed --------------------------------------------------------
+
+
+def pair(follow=True, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    optimizer = made(model.parameters())
+    if follow:
+        optimizer.follow(model)
+    return model, optimizer
+
+
+def batch(seed):
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def trained(model, optimizer, steps, between=lambda: None):
+    """Losses of ordinary steps, with something done after each, or before one."""
+    losses = []
+    for t in steps:
+        loss = model(batch(t)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        between()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.usefixtures("both_layouts")
+@pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode])
+def test_a_model_in_eval_mode_holds_what_is_trained(inference):
+    """Also where its parts are in another mode, and validation comes before training
+    and twice.
+    """
+    model, optimizer = pair()
+    plain, other = pair(follow=False)
+    held_out = [[], []]
+
+    def validate():
+        model.eval()
+        model[0].train()
+        with inference():
+            held_out[0] += [model(batch(99)).square().mean() for _ in range(2)]
+        model.train()
+        model[2].eval()
+
+    def validate_by_hand():
+        other.eval()
+        with torch.no_grad():
+            held_out[1] += [plain(batch(99)).square().mean() for _ in range(2)]
+        other.train()
+
+    validate()
+    validate_by_hand()
+    found = trained(model, optimizer, range(4), validate)
+    equal(found, trained(plain, other, range(4), validate_by_hand))
+    equal(*held_out)
+    model(batch(4))
+    equal(model.parameters(), plain.parameters())
+
+
+@pytest.mark.usefixtures("both_layouts")
+@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
+def test_state_dicts_are_of_what_is_trained_and_training_resumes_from_them(order):
+    model, optimizer = pair()
+    plain, other = pair(follow=False)
+    saved = {}
+
+    def save():
+        sources = dict(model=model, optimizer=optimizer)
+        saved.update({name: sources[name].state_dict() for name in order})
+        saved.update(copy.deepcopy(saved))
+
+    trained(model, optimizer, range(2), save)
+    model(batch(2)).square().mean().backward()  # on top, without a step
+    optimizer.zero_grad()
+    loss = model(batch(2)).square().mean()
+    loss.backward()
+    save()  # between a backward pass and its step
+    optimizer.step()
+    first = trained(model, optimizer, range(3, 6))
+
+    trained(plain, other, range(2))
+    other.eval()
+    equal(saved["model"].values(), plain.parameters())
+    other.train()
+    want = trained(plain, other, range(2, 6))
+    equal([loss, *first], want)
+    equal(model.parameters(), plain.parameters())
+
+    again, resumed = pair(seed=1)
+    targets = dict(model=again, optimizer=resumed)
+    for name in order:
+        targets[name].load_state_dict(saved[name])
+    equal(trained(again, resumed, range(2, 6)), want)
+    equal(again.parameters(), model.parameters())
+
+
+def test_state_dicts_of_parts_and_with_variables_are_of_what_is_trained():
+    model, optimizer = pair()
+    trained(model, optimizer, range(3))
+    want = [x.clone() for _, x in optimizer.iterates()]
+    y = copies(model.parameters())
+    assert not any(map(torch.equal, y, want))
+    equal(model[0].state_dict().values(), want[:2])
+    assert model.state_dict(keep_vars=True)["2.bias"] is model[2].bias
+    model(batch(0))
+    equal(model.parameters(), y)
+    with pytest.raises(RuntimeError, match="in eval mode"):
+        model.state_dict()
+        optimizer.eval()  # to stay there
+        optimizer.step()
+
+
+def test_weights_that_a_followed_model_loads_are_where_it_goes_on():
+    model, optimizer = pair()
+    trained(model, optimizer, range(2))
+    best = copy.deepcopy(model.state_dict())
+    trained(model, optimizer, range(2, 4))
+    model.load_state_dict(best)
+    equal([x for _, x in optimizer.iterates()], best.values())
+    for group in optimizer.param_groups:
+        group.update(lr=0.0, base_lr=1.0)
+    trained(model, optimizer, [4])
+    equal(model.state_dict().values(), best.values())
+
+
+@pytest.mark.parametrize(
+    "how", ["followed, wrapped", "wrapped, followed", "wrapped, full graph", "in place"]
+)
+def test_a_compiled_model_is_followed(how):
+    model, optimizer = pair(follow=False)
+    plain, other = pair()
+    options = dict(backend="eager", fullgraph="full" in how)
+    if how == "followed, wrapped":
+        optimizer.follow(model)
+    if how == "in place":
+        model.compile(**options)
+    else:
+        model = torch.compile(model, **options)
+    if how != "followed, wrapped":
+        optimizer.follow(model)
+    seen = [[], []]
+    for losses, each, mars in zip(
+        seen, (model, plain), (optimizer, other), strict=True
+    ):
+        for t in range(3):
+            losses += trained(each, mars, [t])
+            each.eval()
+            with torch.no_grad():
+                losses.append(each(batch(99)).square().mean())
+            each.train()
+    equal(*seen)
+    trained(model, optimizer, [3])
+    weights = model.state_dict()
+    trained(plain, other, [3])
+    equal(weights.values(), plain.state_dict().values())
+
+
+def test_copies_and_pickles_of_a_followed_model_are_nobodys():
+    model, optimizer = pair()
+    trained(model, optimizer, range(3))
+    y = copies(model.parameters())
+    again = pickle.loads(pickle.dumps(model))
+    for twin in (copy.deepcopy(model), again):
+        twin.eval()(batch(0))
+        twin.state_dict()
+        equal(model.parameters(), y)
+        assert len(pickle.dumps(twin)) < 10_000
+    with pytest.raises(ValueError, match="none of this optimizer's parameters"):
+        optimizer.follow(again)
+    found = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert found() is None
+    model.eval()(batch(0))
+    equal(model.parameters(), y)
+
+
+def test_following_twice_several_models_and_more_than_is_optimized():
+    model, optimizer = pair()
+    frozen, second = nn.Linear(2, 2), nn.Linear(2, 1)
+    optimizer.add_param_group({"params": second.parameters()})
+    whole = nn.Sequential(model, frozen)
+    for each in (whole, whole, second):
+        optimizer.follow(each)
+    trained(nn.Sequential(whole, second), optimizer, range(3))
+    x = {p: x.clone() for p, x in optimizer.iterates()}
+    y = {p: p.detach().clone() for p in x}
+    second.eval()(torch.ones(1, 2))
+    equal(x, x.values())
+    whole(batch(0))
+    equal(y, y.values())
+    equal(second.state_dict().values(), [x[p] for p in second.parameters()])
+    equal(whole.state_dict().values(), whole.parameters())
+    equal(x, x.values())
+
+
+@pytest.mark.parametrize("correction", ["approximate", "exact"])
+def test_following_is_nothing_to_other_corrections(correction):
+    model = nn.Linear(4, 2)
+    optimizer = made(model.parameters(), correction=correction)
+    optimizer.follow(model)
+    assert not model._forward_pre_hooks and not model._state_dict_pre_hooks
+    pairs = list(optimizer.iterates())
+    assert all(p.data_ptr() == x.data_ptr() for p, x in pairs)
+    assert [p for p, _ in pairs] == list(model.parameters())
+    assert not any(x.requires_grad for _, x in pairs)
+
+
+@pytest.mark.usefixtures("both_layouts")
+def test_iterates_are_what_is_trained_in_any_mode():
+    own = params()
+    own[1].requires_grad_(False)
+    optimizer = made(own)
+    with torch.no_grad():
+        own[0].add_(1)  # before the first step a parameter is the truth
+    equal(own, [x for _, x in optimizer.iterates()])
+    moving = own[:1] + own[2:]
+    run(optimizer, moving, range(3))
+    found = dict(optimizer.iterates())
+    before = {p: x.clone() for p, x in found.items()}
+    y = copies(own)
+    assert found[own[0]] is optimizer.state[own[0]]["iterate"]
+    optimizer.eval()
+    equal(own, before.values())
+    equal(own, [x for _, x in optimizer.iterates()])
+    optimizer.train()
+    equal(own, y)
+    with torch.no_grad():
+        own[0].zero_()
+    assert not dict(optimizer.iterates())[own[0]].any()
+
+
 # ---- sharded -------------------------------------------------------------------------
 
 
-def validated(rank, world):
-    """Validation leaves a root's parameters gathered: training must gather y anew."""
+def sharded_and_whole(world):
+    """A model under FSDP2, its mesh, and the same on one rank."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     whole = copy.deepcopy(model)
@@ -537,12 +808,21 @@ def validated(rank, world):
         if hasattr(module, "set_force_sum_reduction_for_comms"):
             module.set_gradient_divide_factor(world)
             module.set_force_sum_reduction_for_comms(True)
+    return model, mesh, whole
+
+
+def validated(rank, world, follows):
+    """Validation leaves a root's parameters gathered: training must gather y anew."""
+    model, mesh, whole = sharded_and_whole(world)
     losses = []
     for net, options in (
         (model, dict(collectives=MeshCollectives(mesh))),
         (whole, {}),
     ):
         optimizer = made(net.parameters(), compile=False, **options)
+        if follows:
+            optimizer.follow(net)
+        modes = net if follows else optimizer
         inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
         mine = []
         for _ in range(4):
@@ -550,19 +830,55 @@ def validated(rank, world):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            optimizer.eval()
+            modes.eval()
             with torch.no_grad():
                 held_out = net(inputs).square().mean()
-            optimizer.train()
+            modes.train()
             mine += [float(loss), float(held_out)]
+            if follows:
+                net(inputs)  # y again
+                saved = net.state_dict()["1.weight"]
+                if options:
+                    saved = saved.full_tensor()
+                mine += saved.flatten().tolist()
         losses.append(mine)
     return losses
 
 
 @pytest.mark.processes
-def test_validation_between_steps_under_fsdp2():
-    sharded, whole = spawn(validated, 2)[0]
+@pytest.mark.parametrize("follows", [False, True])
+def test_validation_between_steps_under_fsdp2(follows):
+    sharded, whole = spawn(validated, 2, follows)[0]
     assert sharded == pytest.approx(whole, rel=1e-5)
+
+
+def not_zeroed(rank, world):
+    model, mesh, _ = sharded_and_whole(world)
+    optimizer = made(
+        model.parameters(),
+        correction="exact",
+        compile=False,
+        collectives=MeshCollectives(mesh),
+    )
+    inputs = torch.ones(8, 4)
+    for zeroed in (True, False):
+        model(inputs).square().mean().backward()
+        optimizer.update_previous_grad()
+        if zeroed:
+            optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        if not zeroed:
+            with pytest.raises(RuntimeError, match="zero_grad.*after update_previous"):
+                optimizer.step()
+            return True
+        optimizer.step()
+        optimizer.update_last_grad()
+        optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.processes
+def test_exact_mode_under_fsdp2_finds_gradients_that_were_not_zeroed():
+    assert all(spawn(not_zeroed, 2))
 
 
 # ---- with tools of others ------------------------------------------------------------

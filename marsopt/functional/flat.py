@@ -20,6 +20,7 @@ from marsopt.functional.trees import (
     Tree,
     check_parameter,
     flatten,
+    like_tree,
     match_names,
     names,
 )
@@ -154,14 +155,10 @@ pytree.register_pytree_node(
 
 
 def rebuild(like: Tree, leaves: Sequence[Tensor]) -> Tree:
-    """``leaves`` in the container of ``like``: a dict for a mapping, a list for a list,
-    else a tuple; a FlatGroup for one.
-    """
+    """``leaves`` in the container of ``like``, a FlatGroup for one."""
     if isinstance(like, FlatGroup):
         return FlatGroup(like.packing, leaves)
-    if isinstance(like, Mapping):
-        return dict(zip(like, leaves, strict=True))
-    return list(leaves) if isinstance(like, list) else tuple(leaves)
+    return like_tree(like, leaves)
 
 
 def subtree(tree: Tree, part: Sequence) -> FlatGroup | dict:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.flat import (
     FlatGroup,
+    Packing,
     check_matching,
     leaf_shape,
     rebuild,
@@ -15,7 +18,7 @@ from marsopt.functional.flat import (
 )
 from marsopt.functional.state import State, group, held, trees, zeros
 from marsopt.functional.step import step
-from marsopt.functional.trees import Tree, flatten, match, names
+from marsopt.functional.trees import Tree, check_container, flatten, match, names
 from marsopt.rules import checks
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
@@ -62,13 +65,16 @@ class Rule:
         zeros, and with transport the parameters.
 
         Args:
-            params: sequence or mapping of real floating point tensors, or a
-                FlatGroup; each buffer of the state has its container.
+            params: list, tuple, NamedTuple, dict, OrderedDict or defaultdict of real
+                floating point tensors, or a FlatGroup; each buffer of the state has its
+                container, or is a dict where two algorithms share them. Gradients flow
+                back to them, from transport's x too: detach them where those are not
+                wanted.
 
         Raises:
-            TypeError: ``params`` is no sequence or mapping of tensors.
-            ValueError: a tensor that this rule cannot move (complex, sparse, or not a
-                matrix for a matrix rule).
+            TypeError: ``params`` is no such container of tensors.
+            ValueError: a tensor that this rule cannot move (complex, sparse, narrower
+                than 16 bits, or not a matrix for a matrix rule).
         """
         return self._join(
             {
@@ -114,7 +120,7 @@ class Rule:
             unchanged but for ``state.skipped``, which counts such steps.
 
         Raises:
-            TypeError: an argument that is no sequence or mapping of tensors.
+            TypeError: an argument that is no such container of tensors.
             ValueError: names, shapes or dtypes that differ from ``params``; a
                 hyperparameter out of its range.
         """
@@ -183,6 +189,8 @@ class Rule:
                 "got no parameters, expected at least one tensor: pass those of the "
                 "model"
             )
+        if not isinstance(params, FlatGroup):
+            check_container(params, "params")
         if self.rest is None:
             return [("matrix", self.matrix, None)]
         takes = self.matrix.matrices.takes
@@ -225,6 +233,10 @@ class Rule:
                 "current batch's gradient at the previous parameters: pass "
                 "reference=, zeros at the first step"
             )
+
+
+# What torch.load makes by default, which runs no code that a file names
+torch.serialization.add_safe_globals([State, RoutedState, FlatGroup, Packing])
 
 
 def _part(tree: Tree, part: list | None) -> Tree:

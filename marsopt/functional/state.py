@@ -82,7 +82,7 @@ def zeros(algorithm: Algorithm, params: Tree) -> State:
         symbol: rebuild(
             params,
             [
-                x.detach().clone()  # y is x at first
+                x.clone()  # y is x at first, for gradients too
                 if symbol == "x"
                 else torch.zeros_like(
                     _without_last(

@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 Tree = Sequence[Tensor] | Mapping[str, Tensor]
+
+
+CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)
+
+
+def check_container(tree: Tree, what: str) -> None:
+    """Raises TypeError where a tree like ``tree`` cannot be made of other leaves."""
+    if type(tree) in CONTAINERS or _is_namedtuple(tree):
+        return
+    plain = "dict" if isinstance(tree, Mapping) else "list"
+    raise TypeError(
+        f"got {what} of type {type(tree).__name__}, expected a list, tuple, "
+        "NamedTuple, dict, OrderedDict or defaultdict, which come back as such: pass "
+        f"{plain}({what})"
+    )
+
+
+def like_tree(tree: Tree, leaves: Iterable[Tensor]) -> Tree:
+    """Return ``leaves`` in a container like ``tree``."""
+    if isinstance(tree, defaultdict):
+        return defaultdict(tree.default_factory, zip(tree, leaves, strict=True))
+    if isinstance(tree, Mapping):
+        return type(tree)(zip(tree, leaves, strict=True))
+    return tree._make(leaves) if _is_namedtuple(tree) else type(tree)(leaves)
+
+
+def _is_namedtuple(tree: Tree) -> bool:
+    return isinstance(tree, tuple) and hasattr(tree, "_make")
 
 
 def names(tree: Tree) -> list:
@@ -90,6 +119,11 @@ def check_parameter(
         raise ValueError(
             f"got {what} of dtype {x.dtype}, expected a real floating point type: "
             "leave it out, or optimize torch.view_as_real of a complex tensor"
+        )
+    if x.dtype.itemsize < 2:  # float8, float4: torch has no arithmetic of theirs
+        raise ValueError(
+            f"got {what} of dtype {x.dtype}, expected a floating point type of 16 bits "
+            "or more: optimize the wider tensor, and quantize it in the forward pass"
         )
     if x.layout != torch.strided:
         raise ValueError(

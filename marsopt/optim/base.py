@@ -51,6 +51,8 @@ class LayoutOptimizer(Optimizer):
         self._next, self._ahead = NextReference(), Lookahead()
         self._say, self._writes = once(), Writes()
         self._agreed = False  # whether all ranks were found to hold the same options
+        self._follows = False  # whether some model's hooks know of it
+        self._lent = False  # whether parameters are x for a state dict alone
         super().__init__(params, defaults)
         self._place()
         self._build()
@@ -180,7 +182,8 @@ class LayoutOptimizer(Optimizer):
     # ---- state ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's: hyperparameters of the groups, and state by parameter.
+        """As torch.optim's: hyperparameters of the groups, and state by parameter. That
+        of eval mode where the optimizer follows a model, as the model's own then is.
 
         Raises:
             RuntimeError: an exception has broken off a step.
@@ -188,6 +191,8 @@ class LayoutOptimizer(Optimizer):
         self._writes.check("state_dict()")
         if not self._layout.covers():  # parameters were exchanged in the groups
             self._build()
+        if self._follows:
+            self.lend()
         self._settle()
         if self._ahead.is_ahead and self._in_train_mode:
             self._say(
@@ -195,10 +200,13 @@ class LayoutOptimizer(Optimizer):
                 "state_dict() in train mode: the parameters are the points where "
                 "gradients are taken, ahead of the model that is trained. Training "
                 "resumes exactly from them; to save or evaluate the model, call "
-                "optimizer.eval() before and optimizer.train() after",
+                "optimizer.eval() before and optimizer.train() after, or "
+                "optimizer.follow(model) once",
             )
         return super().state_dict()
 
+    @torch.inference_mode(False)  # under which later steps could not write what is made
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned, bit for bit in the state's own dtype.
 
@@ -255,7 +263,7 @@ class LayoutOptimizer(Optimizer):
         self._writes.begin()
         for tensor, value in pairs:  # the authors' step is an int
             tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
-        self._next = NextReference(fresh=True)
+        self._next.forget(fresh=True)
         ids, every = check_ids(labelled, saved), [p for p, _ in labelled]
         entries = {
             p: saved["state"].get(i, {}) for i, p in zip(ids, every, strict=True)
@@ -267,7 +275,8 @@ class LayoutOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._writes.check("a copy or pickle")
         self._settle()
-        kept = {key: getattr(self, key) for key in ("_options", "_compile", "_skipped")}
+        names = ("_options", "_compile", "_skipped", "_lent")
+        kept = {key: getattr(self, key) for key in names}
         return {**super().__getstate__(), **kept, "_fresh": self._next.fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -278,8 +287,10 @@ class LayoutOptimizer(Optimizer):
         # torch.optim's own, which MARS does not have: groups would take it up
         self.defaults.pop("differentiable", None)
         if "_options" in state:  # from a pickle or deepcopy
-            self._layout, self._decision, self._agreed = None, None, False
-            self._next = NextReference(fresh=self.__dict__.pop("_fresh"))
+            self._layout, self._decision = None, None
+            self._agreed = self._follows = False
+            self._next = NextReference()
+            self._next.forget(fresh=self.__dict__.pop("_fresh"))
             self._ahead, self._say, self._writes = Lookahead(), once(), Writes()
             self._build()
             self._ahead.believe(self._layout.params, self.state)

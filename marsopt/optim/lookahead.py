@@ -160,6 +160,12 @@ class Lookahead:
             )
         return changed
 
+    def knows(self, p: Tensor) -> bool:
+        """Return whether p and its x belong together, which they do from the first
+        step on, or a load.
+        """
+        return p in self._seen
+
     @property
     def is_ahead(self) -> bool:
         """Return whether a step was taken that parameters may be ahead of."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.routing import MATRICES
 from marsopt.functional.step import global_clip, step
 from marsopt.optim.base import LayoutOptimizer
+from marsopt.optim.follow import follow
 from marsopt.optim.ranges import named_range
-from marsopt.optim.state_dict import TRAIN_MODE
+from marsopt.optim.state_dict import ITERATE, TRAIN_MODE
 from marsopt.rules import checks
 from marsopt.rules.correction import resolve
 from marsopt.rules.newton_schulz import NewtonSchulz
@@ -210,7 +211,8 @@ class MARS(LayoutOptimizer):
         Raises:
             ValueError: a sparse gradient, or a hyperparameter that was changed to
                 something out of its range.
-            RuntimeError: exact MARS without its protocol (``update_previous_grad``);
+            RuntimeError: exact MARS without its protocol (``update_previous_grad``),
+                or with gradients that were added to those of the next batch;
                 transport in eval mode; an exception has broken off a step before (see
                 ``load_state_dict``); hyperparameters that are numbers (those that are
                 tensors are not compared) differ between the ranks that shard
@@ -220,10 +222,13 @@ class MARS(LayoutOptimizer):
                 ``nonfinite="raise"``; nothing has changed.
         """
         self._writes.check("step()")
+        if self._lent:  # since the backward pass
+            self.train()
         if not self._in_train_mode:
             raise RuntimeError(
                 "got step() in eval mode, expected train mode: the gradient belongs to "
-                "the point ahead; call optimizer.train() before the forward pass"
+                "the point ahead; call optimizer.train() before the forward pass (or "
+                "model.train(), where the optimizer follows the model)"
             )
         loss = None
         if closure is not None:
@@ -234,7 +239,7 @@ class MARS(LayoutOptimizer):
         if not layout.buckets:  # everything is frozen, or elsewhere
             return loss
         if self._is_exact:
-            self._next.check()
+            self._next.check(layout.buckets)
         if self._is_transport:
             self._ahead.begin(layout.buckets, self.state)
         with named_range("marsopt: gather"):
@@ -256,7 +261,9 @@ class MARS(LayoutOptimizer):
             layout.count(decision, self._skipped)
         if self._is_transport:
             self._ahead.note(layout.buckets, self.state)
-        self._next.fresh, self._decision = False, decision
+        if self._is_exact:
+            self._next.stepped(layout.buckets)
+        self._decision = decision
         bad = self._options["nonfinite"] == "raise" and not decision.finite
         self._writes.end()
         if bad:
@@ -287,22 +294,82 @@ class MARS(LayoutOptimizer):
 
     # ---- transport -----------------------------------------------------------------
 
-    @torch.no_grad()
     def eval(self) -> None:
         """Transport: put the trained parameters x into the model, to evaluate or save
         it, and the points ahead into the state. Contents are exchanged, bit for bit.
         Other corrections: nothing.
         """
         self._switch(train=False)
+        self._lent = False
 
-    @torch.no_grad()
     def train(self) -> None:
         """Transport: undo ``eval()`` before the next forward pass of training; what was
         written into parameters meanwhile (not by ``p.data``) becomes x and y. Other
         corrections: nothing.
         """
         self._switch(train=True)
+        self._lent = False
 
+    def follow(self, model: nn.Module) -> None:
+        """Transport: let ``model.eval()``, ``model.train()`` and ``model.state_dict()``
+        do what ``eval()`` and ``train()`` do. Other corrections: nothing.
+
+        From the next call of ``model`` on, its mode decides: called in eval mode, it
+        holds the trained parameters x, in train mode the points ahead. State dicts, of
+        ``model``, of its modules, and of this optimizer, are those of eval mode in
+        either mode: the tensors are the parameters themselves, as always, until the
+        next forward pass in train mode, or ``step()``, takes the points ahead back, bit
+        for bit. (Not between a forward pass and its backward pass, which autograd
+        refuses.) Weights that ``model`` loads are the new x.
+
+        Follow the module that the loop calls, after FSDP2 has wrapped it; of
+        ``torch.compile(model, fullgraph=True)`` the compiled one. A CUDA graph replays
+        no hooks: call ``eval()`` and ``train()`` before it, and wherever parameters are
+        read without a call of ``model`` (by a part of it, or ``torch.save(model)``). A
+        model that is trained in eval mode cannot be followed. Copies and pickles of it
+        follow nobody. Of several models, a call of one moves all parameters.
+
+        Raises:
+            ValueError: ``model`` holds none of the parameters.
+        """
+        own = {p for group in self.param_groups for p in group["params"]}
+        if own.isdisjoint(model.parameters()):
+            raise ValueError(
+                f"got a {type(model).__name__} with none of this optimizer's "
+                "parameters, expected the model that it trains: pass that, after FSDP2 "
+                "has exchanged its parameters"
+            )
+        if self._is_transport:
+            self._follows = True
+            follow(self, model)
+
+    def iterates(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each parameter with what is trained, for averages and logs: with
+        transport its x, of the same shape and dtype (a DTensor of a DTensor), wherever
+        it lies now; else itself. Nothing is exchanged or copied: the tensors change
+        with the next step (or ``eval``, ``train``, state dict), and are only to be
+        read.
+        """
+        self._settle()
+        for group in self.param_groups:
+            for p in group["params"]:
+                ahead = self._in_train_mode and self._ahead.knows(p)
+                yield p, self.state[p][ITERATE] if ahead else p.detach()
+
+    def lend(self) -> None:
+        """Transport: as ``eval()``, for a state dict, until the next forward pass of a
+        model that is followed, or the next ``step()``.
+        """
+        if self._in_train_mode and self._ahead.is_ahead:
+            self._switch(train=False)
+            self._lent = True
+
+    def is_in(self, train: bool) -> bool:
+        """Return whether parameters are as in train mode (or not), and nothing lent."""
+        return self._in_train_mode == train and not self._lent
+
+    @torch.inference_mode(False)  # under which later steps could not write what is made
+    @torch.no_grad()
     def _switch(self, train: bool) -> None:
         if not self._is_transport or self._in_train_mode == train:
             return
@@ -327,10 +394,20 @@ class MARS(LayoutOptimizer):
         Args:
             grad_scale: what the loss was multiplied with (``GradScaler.get_scale()``),
                 to be divided out here: the scaler itself unscales once per step.
+
+        Raises:
+            RuntimeError: a line of the protocol is missing, which the message names:
+                ``update_last_grad`` after the last step, or ``zero_grad`` before the
+                backward pass. A gradient that was added to one which a step (or this
+                method) had read is found where autograd or FSDP2 accumulates it in
+                place; not where it is written by hand, made with ``create_graph``, or
+                replayed by a CUDA graph. (Zero it by ``zero_grad``: what is zeroed
+                through ``p.grad.data``, unseen by autograd, counts as not zeroed.)
         """
         if not self._is_exact:
             return
         layout = self._fitting("update_previous_grad()")
+        self._next.check_handed_over()
         factor = None if grad_scale is None else 1.0 / grad_scale
         if self._max_norm is not None:
             norm = layout.grad_norm()
