@@ -315,6 +315,33 @@ def test_every_parameter_is_in_one_group_under_its_name(name):
     assert all(wanted[n] is p for n, p in pairs)
 
 
+@pytest.mark.parametrize(
+    "name, role",
+    [
+        ("transformer.wte.weight", "embedding"),
+        ("emb.weight", "embedding"),
+        ("embeddings.tok_embeddings.weight", "embedding"),
+        ("encoder.position", "embedding"),
+        ("attn.rel_pos_h", "embedding"),
+        ("decoder.query_tokens", "embedding"),
+        ("module.output.weight", "head"),
+        ("encoder.output.weight", "head"),
+        ("heads.head.weight", "head"),
+        ("model.layers.61.shared_head.head.weight", "head"),
+        ("layers.3.feed_forward.router.weight", "router"),
+        ("embedder.encoder.layers.0.wq.weight", None),  # a model inside
+        ("layers.0.attention.output.weight", None),
+        ("bert.encoder.layer.0.attention.output.dense.weight", None),
+        ("layers.0.fc.weight", None),
+        ("layers.0.mlp.gate_proj.weight", None),
+        ("attn.queries.weight", None),
+        ("position_wise.weight", None),
+    ],
+)
+def test_what_names_tell(name, role):
+    assert by_name(name) == role
+
+
 def test_wrappers_change_names_alone():
     plain, wrapped = GPT2(SHAPE), GPT2(SHAPE)
     wrapped.layers["0"] = checkpoint_wrapper(wrapped.layers["0"])

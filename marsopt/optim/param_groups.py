@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from marsopt.optim.roles import Role, roles
 from marsopt.rules import checks
@@ -23,9 +23,9 @@ def param_groups(
     model: nn.Module,
     mars_type: str = "mars-adamw",
     *,
-    lr: float,
+    lr: float | Tensor,
     weight_decay: float | None = None,
-    lr_1d: float | None = None,
+    lr_1d: float | Tensor | None = None,
     betas_1d: tuple[float, float] | None = None,
     weight_decay_1d: float | None = None,
     experts: bool = True,

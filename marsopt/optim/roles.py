@@ -34,13 +34,14 @@ NAMES: dict[Role, str] = {
     "other": r"(^|\.)w13(\.|_|$)",
     # the second kind of names is also used inside of blocks, for something else
     "head": (
-        r"(^|\.)(lm_head|classifier|score|embed_out|unembed|shared_head\.head)\.weight$"
-        r"|^(?!(.*\.)?\d+\.)(.*\.)?(output|head|fc)\.weight$"
+        r"(^|\.)(lm_head|embed_out|unembed|shared_head\.head)\.weight$"
+        r"|^(?!(.*\.)?\d+\.)(.*\.)?(output|head|classifier|score|fc)\.weight$"
     ),
-    # tables, and what projects patches: patch_embed.proj; positions and class tokens
+    # tables, and what projects patches: patch_embed.proj; then, as parameters of the
+    # model's own, positions, class tokens, latents
     "embedding": (
         r"(^|\.)([^.]*embed[^.]*|([^.]*_)?emb|wte|wpe)(\.[^.]+)?(\.weight)?$"
-        r"|(^|\.)(([^.]*_)?pos(ition(al)?)?s?|[^.]*_tokens?)$"
+        r"|(^|\.)(([^.]*_)?pos(ition(al)?)?(s|_[hw])?|[^.]*_tokens?|latents)$"
     ),
     "router": r"(^|\.)router\.([^.]+\.)*weight$|(^|\.)gate\.weight$",
 }
