@@ -10,13 +10,9 @@ from marsopt.optim.roles import Role, roles
 from marsopt.rules import checks
 from marsopt.rules.registry import NamedRule, named
 
-# Of the AdamW beside rules whose authors give it numbers of its own: the defaults of
-# their class, which their recipes for GPT-2 small have too (optimizers/mars.py).
-LR_1D, BETAS_1D, WEIGHT_DECAY_1D = 3e-3, (0.9, 0.95), 0.1
-
-# Which parameters share a group.
+# What has the group of the embeddings.
 TABLES: tuple[Role, ...] = ("embedding", "head", "router")
-REST: tuple[Role, ...] = ("vector", "convolution", "experts", "other")
+NUMBERS = ("lr", "betas", "weight_decay")
 
 
 def param_groups(
@@ -50,11 +46,11 @@ def param_groups(
     - "mars-adamw", "mars-lion": embeddings, heads and routers take the rule itself,
       without decay; vectors AdamW, at 3e-3, betas (0.9, 0.95), decay 0.1 (the recipes
       of GPT-2 small; larger ones have a smaller rate).
-    - "adamw", "lion": the rule itself, without decay.
+    - "adamw", "nadamw", "lion": the rule itself, without decay.
 
     Every group names its rule, its lr and its decay, and may be changed before it is
-    passed on. With transport, groups that AdamW moves look ahead by ``gamma`` (a group
-    may have one of its own).
+    passed on. With transport, groups that AdamW moves look ahead by ``gamma``, which a
+    group may have of its own, not by ``gamma_1d``.
 
     Args:
         model: on any device, sharded, compiled, checkpointed or not. Parameters that do
@@ -62,20 +58,21 @@ def param_groups(
         mars_type: a name in ``marsopt.REGISTRY``.
         lr: learning rate of hidden matrices, and of what takes the rule itself.
         weight_decay: of hidden matrices; None = the rule's default.
-        lr_1d, betas_1d, weight_decay_1d: of what AdamW moves beside the rule (with
-            "adamw" and "lion": of vectors), embeddings among it; None = as above.
+        lr_1d, betas_1d, weight_decay_1d: of what AdamW moves beside the rule,
+            embeddings among it (with "adamw", "nadamw" and "lion": of vectors); None =
+            as above.
         experts: give weights of experts, (num_experts, rows, cols), to the rule as
             batches of matrices; False: they are moved as vectors are. torchtitan's
             fused w13 always is: no two of its dims are a matrix.
         convolutions: give kernels (out, in, *kernel) to the rule as matrices of out
             rows; False: they are moved as vectors are, which is how the authors' code
-            has it. "adamw" and "lion" move experts and kernels as they do matrices,
-            whatever is said here.
+            has it. "adamw", "nadamw" and "lion" move experts and kernels as they do
+            matrices, whatever is said here.
 
     Returns:
-        Groups with (name, tensor) pairs in "params", every parameter once: matrices,
-        experts, convolutions, embeddings with heads and routers, vectors; those that
-        are empty are left out.
+        Groups with (name, tensor) pairs in "params", every parameter once, in the order
+        of the model: matrices, experts, convolutions, embeddings with heads and
+        routers, vectors; those that are empty are left out.
 
     Raises:
         TypeError: ``model`` is no module.
@@ -91,46 +88,46 @@ def param_groups(
     checks.at_least_zero("lr", lr)
     decay = row.arguments["weight_decay"] if weight_decay is None else weight_decay
     hidden = dict(mars_type=row.name, lr=lr, weight_decay=decay)
-    tables, rest = _beside(row, hidden)
-    given = dict(lr=lr_1d, betas=betas_1d, weight_decay=weight_decay_1d)
-    given = {name: value for name, value in given.items() if value is not None}
-    rest |= given
-    if row.matrix_only:
-        tables |= given
-
-    found: dict[Role, list] = {}
+    tables, rest = _beside(
+        row, hidden, dict(lr=lr_1d, betas=betas_1d, weight_decay=weight_decay_1d)
+    )
+    everything = row.others == "itself"
+    parts: dict[str, dict[str, Any]] = {"matrix": hidden}
+    if experts or everything:
+        parts["experts"] = hidden | {"matrices": "batched"}
+    if convolutions or everything:
+        parts["convolution"] = hidden | {"matrices": "flattened"}
+    parts |= {"tables": tables, "rest": rest}
+    groups = {part: {"params": [], **options} for part, options in parts.items()}
     for name, p, role in roles(model):
-        found.setdefault(role, []).append((name, p))
-    if not found:
+        beside = "tables" if role in TABLES else "rest"
+        groups[role if role in parts else beside]["params"].append((name, p))
+    filled = [group for group in groups.values() if group["params"]]
+    if not filled:
         raise ValueError(
             "got a model without a parameter that requires a gradient, expected one at "
             "least: set requires_grad_() before the groups are made"
         )
-    of_rule: dict[Role, dict[str, Any]] = {"matrix": hidden}
-    if experts or row.others == "itself":
-        of_rule["experts"] = hidden | {"matrices": "batched"}
-    if convolutions or row.others == "itself":
-        of_rule["convolution"] = hidden | {"matrices": "flattened"}
-    rows = [((role,), options) for role, options in of_rule.items()]
-    rows += [(TABLES, tables), (tuple(r for r in REST if r not in of_rule), rest)]
-    groups = [
-        {"params": [pair for role in some for pair in found.get(role, ())], **options}
-        for some, options in rows
-    ]
-    return [group for group in groups if group["params"]]
+    return filled
 
 
 def _beside(
-    row: NamedRule, hidden: dict[str, Any]
+    row: NamedRule, hidden: dict[str, Any], given: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what moves embeddings, heads and routers beside a rule, and what moves
-    vectors, where nothing is said.
+    vectors; ``given`` takes the place of AdamW's numbers where it is not None.
     """
+    given = {name: value for name, value in given.items() if value is not None}
     undecayed = hidden | {"weight_decay": 0.0}
     if row.others == "itself":
-        return undecayed, dict(undecayed)
-    adamw = hidden | dict(mars_type="adamw", betas=BETAS_1D)
-    if row.others == "adamw":
-        return adamw | {"epsilon_hat": True}, adamw | {"epsilon_hat": True}
-    rest = adamw | dict(lr=LR_1D, weight_decay=WEIGHT_DECAY_1D)
-    return (rest | {"weight_decay": 0.0} if row.matrix_only else undecayed), rest
+        return undecayed, undecayed | given
+    # None: as hidden matrices have it
+    own = {name: row.hyperparameters[f"{name}_1d"] for name in NUMBERS}
+    own = {name: value for name, value in own.items() if value is not None}
+    # said, so that an argument of MARS for the rule does not change AdamW
+    form = dict(mars_type="adamw", epsilon_hat=row.others == "adamw", nesterov=False)
+    rest = hidden | form | own
+    if not row.matrix_only:
+        return undecayed, rest | given
+    tables = rest if row.others == "adamw" else rest | {"weight_decay": 0.0}
+    return tables | given, rest | given
