@@ -17,23 +17,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from marsopt import MARS
+from marsopt import MARS, param_groups
 from parallel import MeshCollectives
 from train.gpt2 import GPT2, Shape
 
 SHAPE = Shape(num_layers=2, num_heads=2, width=64, block_size=16, vocab_size=64)
 BATCH, STEPS = 32, 100
-
-
-def groups(model: torch.nn.Module) -> list[dict]:
-    """As the MARS-M scripts: the rule takes the matrices of the blocks, AdamW the
-    embeddings and vectors, at the same rate. For MARS-AdamW, whose rule takes the
-    embeddings too, the second group would be {"params": ..., "weight_decay": 0.0}.
-    """
-    tables = [p for n, p in model.named_parameters() if n.startswith(("wte", "wpe"))]
-    others = [p for p in model.parameters() if not any(p is q for q in tables)]
-    by_adamw = {"mars_type": "adamw", "betas": (0.9, 0.95), "epsilon_hat": True}
-    return [{"params": others}, {"params": tables, **by_adamw}]
 
 
 def batch(step: int, rank: int, world: int, device: torch.device) -> torch.Tensor:
@@ -58,10 +47,7 @@ def build(mesh: DeviceMesh, device: torch.device) -> tuple[GPT2, MARS]:
                 module.set_gradient_divide_factor(mesh.size())
                 module.set_force_sum_reduction_for_comms(True)
     optimizer = MARS(
-        groups(model),
-        lr=1e-2,
-        lr_1d=1e-2,
-        mars_type="mars-m",
+        param_groups(model, "mars-m", lr=1e-2),  # embeddings and vectors by AdamW
         max_norm=1.0,  # over all ranks, in the all-reduce of the per-tensor norms
         collectives=MeshCollectives(mesh),
     )

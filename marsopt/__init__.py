@@ -20,6 +20,7 @@ from marsopt.functional.named import (
 from marsopt.functional.routing import mars
 from marsopt.functional.rule import Rule
 from marsopt.optim.mars import MARS
+from marsopt.optim.param_groups import param_groups
 from marsopt.profile.profiler import profile
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import Algorithm
@@ -62,6 +63,7 @@ __all__ = [
     "nadamw",
     "newton_schulz",
     "normuon",
+    "param_groups",
     "polar_factor",
     "profile",
 ]

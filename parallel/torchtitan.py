@@ -25,6 +25,7 @@ from torchtitan.components.checkpointer import MODEL, OPTIMIZER, CheckpointManag
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 from marsopt import LOCAL, MARS, REGISTRY
+from marsopt.optim.roles import NAMES
 
 from .checkpoint import load
 from .collectives import MeshCollectives
@@ -36,13 +37,9 @@ WHOLE = (
     *("ns_steps", "ns_coefficients", "ns_dtype", "ns_gram", "state_dtype", "h_dtype"),
 )
 DTYPES = ("ns_dtype", "state_dtype", "h_dtype")
-# Token embeddings, output heads, routers and biases of experts as torchtitan and
-# Hugging Face name them; and torchtitan's w13, whose (gate, up) pairs of rows lie
-# between each other, so that no two dims of it are a matrix
-BESIDE = (
-    r"(^|\.)(tok_embeddings|embed_tokens|output|lm_head|router|gate)\.weight$"
-    r"|(^|\.)w13(\.|_|$)|bias(_[A-Z]+)?$"
-)
+# What AdamW moves beside the rule in default_mars, as marsopt.param_groups tells it by
+# name
+BESIDE = "|".join(NAMES.values())
 
 
 def build_mars(groups: Iterable[dict[str, Any]], **options: Any) -> MARS:

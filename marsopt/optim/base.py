@@ -19,6 +19,7 @@ from marsopt.optim.kernels import InPlaceKernels
 from marsopt.optim.layout import Layout
 from marsopt.optim.lookahead import Lookahead
 from marsopt.optim.reference import NextReference
+from marsopt.optim.roles import warn_of_embeddings
 from marsopt.optim.state_dict import (
     TRAIN_MODE,
     check_ids,
@@ -54,6 +55,7 @@ class LayoutOptimizer(Optimizer):
         self._follows = False  # whether some model's hooks know of it
         self._lent = False  # whether parameters are x for a state dict alone
         super().__init__(params, defaults)
+        warn_of_embeddings(self.param_groups, self._say)
         self._place()
         self._build()
 
@@ -86,6 +88,7 @@ class LayoutOptimizer(Optimizer):
         if self._is_transport:
             self.param_groups[-1][TRAIN_MODE] = self.param_groups[0][TRAIN_MODE]
         if self._layout is not None:  # else the constructor is still adding groups
+            warn_of_embeddings(self.param_groups, self._say)
             if not self._layout.params:
                 self._place()
             self._build()

@@ -49,14 +49,16 @@ def shapes(
 
 
 def param_groups(params: Mapping[str, Tensor], rule: str) -> list[dict[str, Any]]:
-    """Return the groups for ``rule``: embeddings take it too, but where AdamW with the
-    rule's own rate moves what is not a matrix, they take that, as in the authors'
-    scripts.
+    """Return the groups for ``rule``: embeddings take it too (matrix rules: in a group
+    of their own), but where AdamW with the rule's own rate moves what is not a matrix,
+    they take that, as in the authors' scripts.
     """
-    beside = EMBEDDINGS if REGISTRY[rule].others == "adamw" else ()
+    row = REGISTRY[rule]
+    beside = EMBEDDINGS if row.matrix_only else ()
     split = [[(n, p) for n, p in params.items() if (n in beside) == b] for b in (0, 1)]
     adamw = {"mars_type": "adamw", "betas": (0.9, 0.95)}
-    groups = [{"params": split[0]}, {"params": split[1], **adamw}]
+    own = adamw if row.others == "adamw" else {}
+    groups = [{"params": split[0]}, {"params": split[1], **own}]
     return [group for group in groups if group["params"]]
 
 

@@ -1,0 +1,590 @@
+"""marsopt.param_groups: which parameter of which model takes which rule, by which
+numbers; and what is said where a matrix rule is given embeddings.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers "fake")
+
+import marsopt
+from configs.published import LR, ONE_RATE, RULES, SIZES
+from marsopt import MARS, REGISTRY, param_groups
+from marsopt.optim.roles import by_name, roles
+from train.gpt2 import GPT2, Shape
+
+GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"
+SHAPE = Shape(num_layers=2, num_heads=2, width=8, block_size=6, vocab_size=32)
+
+# ---- models --------------------------------------------------------------------------
+
+
+def titan(name):
+    """torchtitan's debug model of this name, its first two blocks."""
+
+    def build():
+        from tests import titan_models
+
+        return titan_models.configuration(name, None).model_spec.model.build()
+
+    return build
+
+
+def transformers(kind, **options):
+    """A small model of transformers, by the prefix of its classes."""
+
+    def build():
+        library = pytest.importorskip("transformers")
+        suffix = dict(GPT2="LMHeadModel", ViT="ForImageClassification")
+        config = getattr(library, f"{kind}Config")(**options)
+        return getattr(library, kind + suffix.get(kind, "ForCausalLM"))(config)
+
+    return build
+
+
+LLAMA = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=128,
+)
+
+
+class Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+
+class GatedMLP(nn.Module):
+    """``gate`` is no router here, and ``output`` no head."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.gate = nn.Linear(width, 2 * width, bias=False)
+        self.output = nn.Linear(2 * width, width, bias=False)
+
+
+class ViT(nn.Module):
+    """Under timm's names."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 5, width))
+        self.patch_embed = nn.Module()
+        self.patch_embed.proj = nn.Conv2d(3, width, 4, stride=4)
+        self.blocks = nn.ModuleList(nn.Module() for _ in range(2))
+        for block in self.blocks:
+            block.norm1, block.attn = nn.LayerNorm(width), Attention(width)
+            block.mlp = GatedMLP(width)
+            block.relative_position_bias_table = nn.Parameter(torch.zeros(9, 2))
+        self.head = nn.Linear(width, 10)
+
+
+class ResNet(nn.Module):
+    """Under torchvision's names."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.layer1 = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
+        self.fc = nn.Linear(4, 10)
+
+
+class Unnamed(nn.Module):
+    """Nothing but types and shapes tell what is what."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Embedding(32, 8), nn.Embedding(6, 8)
+        self.c = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.value = nn.Linear(8, 1)  # a row is no matrix
+        self.d = nn.Linear(8, 32, bias=False)
+
+
+class Experts(nn.Module):
+    """Two kinds of them, and torchtitan's fused weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.moe = nn.Module()
+        self.moe.gate = nn.Linear(8, 4, bias=False)
+        self.moe.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.grouped_experts = nn.Module()
+        self.grouped_experts.w1_EFD = nn.Parameter(torch.zeros(4, 6, 8))
+        self.grouped_experts.w13 = nn.Parameter(torch.zeros(4, 6, 2, 8))
+        self.grouped_experts.mlp1_bias_EG = nn.Parameter(torch.zeros(4, 6))
+        self.feed_forward = nn.Module()
+        self.feed_forward.w13 = nn.Parameter(torch.zeros(6, 2, 8))
+        self.heads = nn.Parameter(torch.zeros(2, 4, 8))  # einsum: nobody can tell
+
+
+MODELS = {
+    "ours": lambda: GPT2(SHAPE),
+    "llama3": titan("llama3"),
+    "qwen3": titan("qwen3"),
+    "deepseek_v3": titan("deepseek_v3"),
+    "GPT2": transformers("GPT2", n_layer=2, n_embd=32, n_head=4, vocab_size=128),
+    "Llama": transformers("Llama", **LLAMA),
+    "Mixtral": transformers("Mixtral", **LLAMA, num_local_experts=4),
+    "GptOss": transformers("GptOss", **LLAMA, num_local_experts=4, head_dim=8),
+    "Mamba": transformers("Mamba", hidden_size=32, num_hidden_layers=2, vocab_size=128),
+    "ViT": ViT,
+    "ResNet": ResNet,
+    "Unnamed": Unnamed,
+    "Experts": Experts,
+}
+
+# What muon's groups are told by: the rule takes matrices, experts and convolutions;
+# AdamW embeddings, heads and routers ("tables"), and the rest ("vectors").
+KINDS = {
+    ("muon", "2d", 0.1): "matrices",
+    ("muon", "batched", 0.1): "experts",
+    ("muon", "flattened", 0.1): "convolutions",
+    ("adamw", "2d", 0.0): "tables",
+    ("adamw", "2d", 0.1): "vectors",
+}
+# Names, in which * stands for a number.
+FROZEN = {
+    "ours": """
+        matrices layers.*.attn_in.weight layers.*.attn_out.weight layers.*.mlp_in.weight
+            layers.*.mlp_out.weight
+        tables wte.weight wpe.weight
+        vectors layers.*.attn_norm.weight layers.*.mlp_norm.weight norm.weight
+    """,
+    "llama3": """
+        matrices layers.*.attention.qkv_linear.wqkv.weight layers.*.attention.wo.weight
+            layers.*.feed_forward.w1.weight layers.*.feed_forward.w2.weight
+            layers.*.feed_forward.w3.weight
+        tables tok_embeddings.weight lm_head.weight
+        vectors layers.*.attention_norm.weight layers.*.ffn_norm.weight norm.weight
+    """,
+    "qwen3": """
+        matrices layers.*.attention.qkv_linear.wqkv.weight layers.*.attention.wo.weight
+            layers.*.feed_forward.w1.weight layers.*.feed_forward.w2.weight
+            layers.*.feed_forward.w3.weight
+        tables tok_embeddings.weight
+        vectors layers.*.attention.q_norm.weight layers.*.attention.k_norm.weight
+            layers.*.attention_norm.weight layers.*.ffn_norm.weight norm.weight
+    """,
+    "deepseek_v3": """
+        matrices layers.*.attention.wq.weight layers.*.attention.wkv_a.weight
+            layers.*.attention.wkv_b.weight layers.*.attention.wo.weight
+            layers.*.feed_forward.w1.weight layers.*.feed_forward.w2.weight
+            layers.*.feed_forward.w3.weight layers.*.moe.shared_experts.w1.weight
+            layers.*.moe.shared_experts.w2.weight layers.*.moe.shared_experts.w3.weight
+        experts layers.*.moe.routed_experts.inner_experts.w1_EFD
+            layers.*.moe.routed_experts.inner_experts.w2_EDF
+            layers.*.moe.routed_experts.inner_experts.w3_EFD
+        tables tok_embeddings.weight layers.*.moe.router.gate.weight lm_head.weight
+        vectors layers.*.attention.kv_norm.weight layers.*.attention_norm.weight
+            layers.*.ffn_norm.weight norm.weight
+    """,
+    "GPT2": """
+        matrices transformer.h.*.attn.c_attn.weight transformer.h.*.attn.c_proj.weight
+            transformer.h.*.mlp.c_fc.weight transformer.h.*.mlp.c_proj.weight
+        tables transformer.wte.weight transformer.wpe.weight
+        vectors transformer.h.*.ln_1.weight transformer.h.*.ln_1.bias
+            transformer.h.*.attn.c_attn.bias transformer.h.*.attn.c_proj.bias
+            transformer.h.*.ln_2.weight transformer.h.*.ln_2.bias
+            transformer.h.*.mlp.c_fc.bias transformer.h.*.mlp.c_proj.bias
+            transformer.ln_f.weight transformer.ln_f.bias
+    """,
+    "Llama": """
+        matrices model.layers.*.self_attn.q_proj.weight
+            model.layers.*.self_attn.k_proj.weight
+            model.layers.*.self_attn.v_proj.weight
+            model.layers.*.self_attn.o_proj.weight model.layers.*.mlp.gate_proj.weight
+            model.layers.*.mlp.up_proj.weight model.layers.*.mlp.down_proj.weight
+        tables model.embed_tokens.weight lm_head.weight
+        vectors model.layers.*.input_layernorm.weight
+            model.layers.*.post_attention_layernorm.weight model.norm.weight
+    """,
+    "Mixtral": """
+        matrices model.layers.*.self_attn.q_proj.weight
+            model.layers.*.self_attn.k_proj.weight
+            model.layers.*.self_attn.v_proj.weight
+            model.layers.*.self_attn.o_proj.weight
+        experts model.layers.*.mlp.experts.gate_up_proj
+            model.layers.*.mlp.experts.down_proj
+        tables model.embed_tokens.weight model.layers.*.mlp.gate.weight lm_head.weight
+        vectors model.layers.*.input_layernorm.weight
+            model.layers.*.post_attention_layernorm.weight model.norm.weight
+    """,
+    "GptOss": """
+        matrices model.layers.*.self_attn.q_proj.weight
+            model.layers.*.self_attn.k_proj.weight
+            model.layers.*.self_attn.v_proj.weight
+            model.layers.*.self_attn.o_proj.weight
+        experts model.layers.*.mlp.experts.gate_up_proj
+            model.layers.*.mlp.experts.down_proj
+        tables model.embed_tokens.weight model.layers.*.mlp.router.weight lm_head.weight
+        vectors model.layers.*.self_attn.sinks model.layers.*.self_attn.q_proj.bias
+            model.layers.*.self_attn.k_proj.bias model.layers.*.self_attn.v_proj.bias
+            model.layers.*.self_attn.o_proj.bias model.layers.*.mlp.router.bias
+            model.layers.*.mlp.experts.gate_up_proj_bias
+            model.layers.*.mlp.experts.down_proj_bias
+            model.layers.*.input_layernorm.weight
+            model.layers.*.post_attention_layernorm.weight model.norm.weight
+    """,
+    "Mamba": """
+        matrices backbone.layers.*.mixer.in_proj.weight
+            backbone.layers.*.mixer.x_proj.weight backbone.layers.*.mixer.dt_proj.weight
+            backbone.layers.*.mixer.out_proj.weight
+        convolutions backbone.layers.*.mixer.conv1d.weight
+        tables backbone.embeddings.weight
+        vectors backbone.layers.*.norm.weight backbone.layers.*.mixer.A_log
+            backbone.layers.*.mixer.D backbone.layers.*.mixer.conv1d.bias
+            backbone.layers.*.mixer.dt_proj.bias backbone.norm_f.weight
+    """,
+    "ViT": """
+        matrices blocks.*.attn.qkv.weight blocks.*.attn.proj.weight
+            blocks.*.mlp.gate.weight blocks.*.mlp.output.weight
+        tables cls_token pos_embed patch_embed.proj.weight head.weight
+        vectors patch_embed.proj.bias blocks.*.relative_position_bias_table
+            blocks.*.norm1.weight blocks.*.norm1.bias blocks.*.attn.qkv.bias
+            blocks.*.attn.proj.bias head.bias
+    """,
+    "ResNet": """
+        convolutions conv1.weight layer1.*.weight
+        tables fc.weight
+        vectors bn1.weight bn1.bias layer1.*.bias layer1.*.weight fc.bias
+    """,
+    "Unnamed": """
+        matrices c.*.weight
+        tables a.weight b.weight d.weight
+        vectors c.*.bias value.weight value.bias
+    """,
+    "Experts": """
+        matrices moe.experts.*.weight
+        experts grouped_experts.w1_EFD
+        tables moe.gate.weight
+        vectors heads moe.experts.*.bias grouped_experts.w13
+            grouped_experts.mlp1_bias_EG feed_forward.w13
+    """,
+}
+
+
+def where(groups) -> dict[str, list[str]]:
+    """{kind: names}, numbers as *, each once, in the order of the model."""
+    found = {}
+    for group in groups:
+        key = group["mars_type"], group.get("matrices", "2d"), group["weight_decay"]
+        names = [re.sub(r"\b\d+\b", "*", name) for name, _ in group["params"]]
+        found[KINDS[key]] = [*dict.fromkeys(names)]
+    return found
+
+
+def on_meta(name) -> nn.Module:
+    with torch.device("meta"):
+        return MODELS[name]()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_has_its_place(name):
+    lines = re.sub(r"\n {12}", " ", FROZEN[name]).split("\n")
+    frozen = [line.split() for line in lines if line.strip()]
+    groups = param_groups(on_meta(name), "muon", lr=0.02, convolutions=True)
+    assert where(groups) == {kind: names for kind, *names in frozen}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_is_in_one_group_under_its_name(name):
+    """Tied ones once; tensors that do not require a gradient in none."""
+    model = on_meta(name)
+    next(iter(model.parameters())).requires_grad_(False)
+    wanted = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    pairs = [pair for g in param_groups(model, lr=0.1) for pair in g["params"]]
+    assert len(pairs) == len(wanted)
+    assert all(wanted[n] is p for n, p in pairs)
+
+
+@pytest.mark.parametrize(
+    "name, role",
+    [
+        ("transformer.wte.weight", "embedding"),
+        ("emb.weight", "embedding"),
+        ("embeddings.tok_embeddings.weight", "embedding"),
+        ("encoder.position", "embedding"),
+        ("attn.rel_pos_h", "embedding"),
+        ("decoder.query_tokens", "embedding"),
+        ("module.output.weight", "head"),
+        ("encoder.output.weight", "head"),
+        ("heads.head.weight", "head"),
+        ("model.layers.61.shared_head.head.weight", "head"),
+        ("layers.3.feed_forward.router.weight", "router"),
+        ("embedder.encoder.layers.0.wq.weight", None),  # a model inside
+        ("layers.0.attention.output.weight", None),
+        ("bert.encoder.layer.0.attention.output.dense.weight", None),
+        ("layers.0.fc.weight", None),
+        ("layers.0.mlp.gate_proj.weight", None),
+        ("attn.queries.weight", None),
+        ("position_wise.weight", None),
+    ],
+)
+def test_what_names_tell(name, role):
+    assert by_name(name) == role
+
+
+def test_wrappers_change_names_alone():
+    plain, wrapped = GPT2(SHAPE), GPT2(SHAPE)
+    wrapped.layers["0"] = checkpoint_wrapper(wrapped.layers["0"])
+    wrapped.layers["1"] = torch.compile(wrapped.layers["1"])
+    wrapped.wte = torch.compile(wrapped.wte)
+    wrapped = torch.compile(wrapped)
+    found = {n: role for n, _, role in roles(wrapped)}
+    assert "_orig_mod.layers.0._checkpoint_wrapped_module.attn_in.weight" in found
+    assert [*found.values()] == [role for _, _, role in roles(plain)]
+    assert by_name("_orig_mod.lm_head._orig_mod.weight") == "head"
+
+
+def test_sharded_models():
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        model = GPT2(SHAPE)
+        for part in (*model.layers.values(), model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+        groups = param_groups(model, "muon", lr=0.02)
+    finally:
+        dist.destroy_process_group()
+    assert where(groups) == where(param_groups(GPT2(SHAPE), "muon", lr=0.02))
+
+
+# ---- numbers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", LR)
+def test_numbers_are_those_of_the_recipes_for_gpt2_small(key):
+    """But for matrix rules to which the recipes give the embeddings too."""
+    rule, lr, decay = key.replace("_", "-"), LR[key]["small"], RULES[key]
+    lr_1d = lr if key in ONE_RATE else SIZES["small"].lr_1d
+    by_rule = REGISTRY[rule].others == "itself"
+    matrices, tables, vectors = param_groups(
+        on_meta("ours"), rule, lr=lr, weight_decay=decay.matrices
+    )
+    moved = [(g["mars_type"], g["lr"], g["weight_decay"]) for g in (matrices, vectors)]
+    beside = rule if by_rule else "adamw"
+    assert moved == [(rule, lr, decay.matrices), (beside, lr_1d, decay.vectors)]
+    if REGISTRY[rule].matrix_only:
+        expected = ("adamw", lr_1d, decay.embeddings)
+    else:
+        expected = (rule, lr, decay.embeddings)
+    assert (tables["mars_type"], tables["lr"], tables["weight_decay"]) == expected
+    for group in (matrices, tables, vectors):
+        other = group["mars_type"] != rule
+        assert group.get("betas") == ((0.9, 0.95) if other else None)
+        eps_first = other and REGISTRY[rule].others == "adamw"
+        assert group.get("epsilon_hat", False) == eps_first
+
+
+@pytest.mark.parametrize("rule", ["mars-m", "mars-adamw"])
+def test_a_step_is_that_of_groups_written_by_hand(rule):
+    def trained(groups):
+        torch.manual_seed(0)
+        model = GPT2(SHAPE)
+        model.init_weights()
+        optimizer = MARS(groups(model), lr=0.02, mars_type=rule, compile=False)
+        for _ in range(3):
+            tokens = torch.randint(SHAPE.vocab_size, (2, SHAPE.block_size))
+            model(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return dict(model.named_parameters())
+
+    def by_hand(model):
+        tables = [model.wte.weight, model.wpe.weight]
+        others = [p for n, p in model.named_parameters() if not n.startswith("w")]
+        own = {"weight_decay": 0.0}
+        if rule == "mars-m":
+            own |= {"mars_type": "adamw", "betas": (0.9, 0.95), "epsilon_hat": True}
+        return [{"params": others}, {"params": tables, **own}]
+
+    ours = trained(lambda model: param_groups(model, rule, lr=0.02))
+    for name, p in trained(by_hand).items():
+        torch.testing.assert_close(ours[name], p, rtol=1e-6, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("rule", REGISTRY)
+@pytest.mark.parametrize("name", ["ViT", "Experts"])
+def test_every_rule_takes_its_groups(rule, name):
+    model = MODELS[name]()
+    optimizer = MARS(param_groups(model, rule, lr=0.1), compile=False)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    for old, p in zip(before, model.parameters(), strict=True):
+        assert p.isfinite().all() and not torch.equal(old, p)
+    assert {g["mars_type"] for g in optimizer.param_groups} <= {rule, "adamw"}
+
+
+def test_adamw_keeps_its_form_beside_a_rule_with_options():
+    """An argument of MARS for the rule does not reach it."""
+    model = GPT2(SHAPE)
+    options = dict(nesterov=True, epsilon_hat=True, betas=(0.5, 0.6), compile=False)
+    matrices, tables, vectors = MARS(
+        param_groups(model, "muon", lr=0.1), **options
+    ).param_groups
+    assert (matrices["nesterov"], matrices["betas"]) == (True, (0.5, 0.6))
+    for group in (tables, vectors):
+        found = [group[name] for name in ("nesterov", "epsilon_hat", "betas")]
+        assert found == [False, False, (0.9, 0.95)]
+
+
+def test_what_is_given_holds_for_all_that_adamw_moves():
+    given = dict(lr_1d=1e-4, betas_1d=(0.8, 0.9), weight_decay_1d=0.3)
+    moved = dict(lr=1e-4, betas=(0.8, 0.9), weight_decay=0.3)
+    for rule in ("moonlight", "muon"):
+        _, *beside = param_groups(on_meta("ours"), rule, lr=0.1, **given)
+        assert [g.items() >= moved.items() for g in beside] == [True, True]
+    _, tables, vectors = param_groups(on_meta("ours"), lr=0.1, **given)
+    assert (tables["mars_type"], tables["lr"]) == ("mars-adamw", 0.1)
+    assert vectors.items() >= moved.items()
+
+
+def test_without_a_decay_it_is_that_of_the_rule():
+    matrices, tables, _ = param_groups(on_meta("ours"), "moonlight", lr=0.1)
+    assert matrices["weight_decay"] == tables["weight_decay"] == 0.1
+    assert param_groups(on_meta("ours"), lr=0.1)[0]["weight_decay"] == 0.0
+
+
+def test_experts_and_kernels_are_options():
+    def rules(name, rule, **options):
+        groups = param_groups(on_meta(name), rule, lr=0.1, **options)
+        return {n: g["mars_type"] for g in groups for n, _ in g["params"]}
+
+    for experts, mover in ((True, "muon"), (False, "adamw")):
+        found = rules("Experts", "muon", experts=experts)
+        assert found["grouped_experts.w1_EFD"] == mover
+    for convolutions, mover in ((True, "muon"), (False, "adamw")):
+        found = rules("ResNet", "muon", convolutions=convolutions)
+        assert found["conv1.weight"] == mover
+    (group,) = (
+        g
+        for g in param_groups(on_meta("ResNet"), "lion", lr=0.1, weight_decay=0.5)
+        if any(name == "conv1.weight" for name, _ in g["params"])
+    )
+    assert group["weight_decay"] == 0.5  # a weight, not a vector
+
+
+def test_what_it_does_not_take():
+    model = on_meta("ours")
+    with pytest.raises(TypeError, match="got list, expected a torch.nn.Module"):
+        param_groups([*model.parameters()], lr=0.1)
+    with pytest.raises(ValueError, match="got mars_type='moon"):
+        param_groups(model, "moon", lr=0.1)
+    with pytest.raises(ValueError, match="got lr=-1"):
+        param_groups(model, lr=-1)
+    with pytest.raises(ValueError, match="got a model without a parameter"):
+        param_groups(model.requires_grad_(False), lr=0.1)
+
+
+# ---- torchtitan's patterns -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3", "qwen3", "deepseek_v3", "Llama", "Mixtral", "GptOss", "Experts"]
+)
+def test_names_alone_tell_as_much_to_torchtitan(name):
+    """What default_mars gives to AdamW is what is no matrix; norms stay with the rule,
+    which gives them to its AdamW.
+    """
+    from parallel.torchtitan import BESIDE
+
+    for parameter, p, role in roles(on_meta(name)):
+        if p.ndim > 1 and parameter != "heads":
+            hidden = role in ("matrix", "experts")
+            assert bool(re.search(BESIDE, parameter)) is not hidden, parameter
+
+
+# ---- embeddings among matrices -------------------------------------------------------
+
+
+def told(caplog):
+    found = [r.getMessage() for r in caplog.records if "embeddings" in r.getMessage()]
+    assert all(r.levelno == logging.WARNING for r in caplog.records if found)
+    return found
+
+
+def test_a_matrix_rule_that_is_given_embeddings_by_name_says_so_once(caplog):
+    model = GPT2(SHAPE)
+    optimizer = MARS(model.named_parameters(), mars_type="moonlight", compile=False)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    (message,) = told(caplog)
+    assert "moonlight orthogonalizes" in message
+    assert "'wte.weight', 'wpe.weight'." in message
+    assert "marsopt.param_groups(model, 'moonlight', lr=...)" in message
+
+
+def test_without_names_it_goes_by_shape(caplog):
+    table, head = torch.zeros(8192, 16), torch.zeros(8192, 16)
+    low_rank = [torch.zeros(8192, 16) for _ in range(3)]  # one in every block
+    square = torch.zeros(16, 16)
+
+    def build(*params, mars_type="muon"):
+        return MARS(params, mars_type=mars_type, compile=False)
+
+    build(square, torch.zeros(16, 8192), torch.zeros(8191, 16))
+    build(square, *low_rank)
+    build(square, table, head, mars_type="adamw")
+    build({"params": [square]}, {"params": [table, head]})
+    assert not told(caplog)
+    build(square, table, head)
+    (message,) = told(caplog)
+    assert "parameter 1 of group 0, of shape (8192, 16), parameter 2 of" in message
+    build(square).add_param_group({"params": [torch.zeros(4, 4), torch.zeros(9000, 4)]})
+    assert "parameter 1 of group 1, of shape (9000, 4)." in told(caplog)[1]
+
+
+def test_a_group_of_embeddings_alone_is_meant(caplog):
+    model = GPT2(SHAPE)
+    tables = [(n, p) for n, p in model.named_parameters() if n.startswith("w")]
+    others = [(n, p) for n, p in model.named_parameters() if not n.startswith("w")]
+    groups = [{"params": others}, {"params": tables, "weight_decay": 0.0}]
+    MARS(groups, mars_type="muon", compile=False)
+    for rule in REGISTRY:
+        MARS(param_groups(model, rule, lr=0.1), compile=False)
+    assert not told(caplog)
+
+
+@pytest.mark.parametrize("rule", ["muon", "mars-shampoo", "moonlight"])
+def test_the_applications_groups_are_meant(rule, caplog):
+    from train.engine.titan_optim import MarsOptimizers
+
+    config = MarsOptimizers.Config(mars_type=rule, compile=False)
+    config.build(model_parts=[GPT2(SHAPE)])
+    assert not told(caplog)
+
+
+# ---- the guide -----------------------------------------------------------------------
+
+
+def test_the_guides_snippet_runs(capsys):
+    _, section = GUIDE.read_text().split("## Which parameters take which rule\n", 1)
+    code = re.search(r"(?:^    .*\n|^\n)+", section, re.MULTILINE)[0]
+    model = GPT2(SHAPE)
+    exec(  # as a reader would
+        "\n".join(line.removeprefix("    ") for line in code.splitlines()),
+        {"MARS": MARS, "marsopt": marsopt, "model": model},
+    )
+    printed = capsys.readouterr().out
+    assert "moonlight 0.006" in printed and "'wte.weight'" in printed
