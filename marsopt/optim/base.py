@@ -13,12 +13,20 @@ from marsopt.functional.collectives import LOCAL
 from marsopt.functional.step_types import Decision, scalar_dtype
 from marsopt.optim.calls import calls
 from marsopt.optim.compiling import decide, once
-from marsopt.optim.groups import admit, check_once, described, labels
+from marsopt.optim.groups import (
+    admit,
+    check_no_module,
+    check_once,
+    described,
+    labels,
+    misspelt,
+)
 from marsopt.optim.hyperparameters import check_group
 from marsopt.optim.kernels import InPlaceKernels
 from marsopt.optim.layout import Layout
 from marsopt.optim.lookahead import Lookahead
 from marsopt.optim.reference import NextReference
+from marsopt.optim.standstill import Standstill
 from marsopt.optim.state_dict import (
     TRAIN_MODE,
     check_ids,
@@ -50,7 +58,9 @@ class LayoutOptimizer(Optimizer):
         self._decision: Decision | None = None
         self._next, self._ahead = NextReference(), Lookahead()
         self._say, self._writes = once(), Writes()
+        self._standstill = Standstill()
         self._agreed = False  # whether all ranks were found to hold the same options
+        check_no_module(params)
         super().__init__(params, defaults)
         self._place()
         self._build()
@@ -70,6 +80,8 @@ class LayoutOptimizer(Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        for what in misspelt(param_group, self.defaults):
+            self._say(logging.WARNING, what)
         if self._is_transport:
             self.param_groups[-1][TRAIN_MODE] = self.param_groups[0][TRAIN_MODE]
         if self._layout is not None:  # else the constructor is still adding groups
@@ -270,5 +282,6 @@ class LayoutOptimizer(Optimizer):
             self._layout, self._decision, self._agreed = None, None, False
             self._next = NextReference(fresh=self.__dict__.pop("_fresh"))
             self._ahead, self._say, self._writes = Lookahead(), once(), Writes()
+            self._standstill = Standstill()
             self._build()
             self._ahead.believe(self._layout.params, self.state)
