@@ -7,7 +7,7 @@ from marsopt.functional.flat import FlatGroup
 from marsopt.functional.named import FACTORIES, mars
 from marsopt.functional.rule import Rule
 from marsopt.optim.mars import MARS
-from marsopt.profile.profiler import profile
+from marsopt.profiling.profiler import profile
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.correction import Correction
 from marsopt.rules.matrices import Matrices

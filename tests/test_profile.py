@@ -4,6 +4,7 @@ counts them.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -15,9 +16,9 @@ import pytest
 import torch
 
 import marsopt
-from marsopt.profile import __main__ as command
-from marsopt.profile.gpt2 import Subject, shapes
-from marsopt.profile.optimizer import OptimizerReport, profile_optimizer
+from marsopt.profiling import command
+from marsopt.profiling.gpt2 import Subject, shapes
+from marsopt.profiling.optimizer import OptimizerReport, profile_optimizer
 
 WIDTH, VOCAB = 64, 512
 MATRIX = 4 * WIDTH * WIDTH  # bytes of the smallest one
@@ -468,3 +469,10 @@ def test_gpt2_small_has_its_tensors():
     found = shapes(*command.MODELS["gpt2-small"], command.VOCAB_SIZE)
     assert len(found) == 2 + 12 * 6 + 1
     assert sum(torch.Size(s).numel() for s in found.values()) == 124_373_760
+
+
+def test_the_function_is_in_no_modules_place():
+    """The command's module has its name, and is refused as an import."""
+    with pytest.raises(ImportError, match="expected one of marsopt.profiling"):
+        importlib.import_module("marsopt.profile")
+    assert callable(marsopt.profile)

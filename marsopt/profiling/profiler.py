@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.profiler import ProfilerActivity
 
-from marsopt.profile import machine
-from marsopt.profile.compile_log import listening
-from marsopt.profile.table import Report
+from marsopt.profiling import machine
+from marsopt.profiling.compile_log import listening
+from marsopt.profiling.table import Report
 
 DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # c10::DeviceType
 REGION = "Torch-Compiled Region: "  # followed by torch's compile id

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from marsopt.profile.compile_log import Break, Graph, Recompile
+from marsopt.profiling.compile_log import Break, Graph, Recompile
 
 NOT_COUNTED = "not counted: nothing is compiled"
 # A copy's time over that of its bytes alone, where a CPU reads the lines that it is

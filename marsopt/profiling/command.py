@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from marsopt.optim.compiling import declined, missing_for
-from marsopt.profile.gpt2 import MODELS, VOCAB_SIZE, Subject, shapes
-from marsopt.profile.machine import free_memory
-from marsopt.profile.optimizer import profile_optimizer
+from marsopt.profiling.gpt2 import MODELS, VOCAB_SIZE, Subject, shapes
+from marsopt.profiling.machine import free_memory
+from marsopt.profiling.optimizer import profile_optimizer
 from marsopt.rules.registry import REGISTRY
 
 # by which a call ends in an answer, not in hours of lists
@@ -138,8 +138,16 @@ def title(args: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    """Profile what the command line names; print and write what came out."""
-    args = arguments()
+    """Profile what the command line names; exit with 2 where that cannot be done."""
+    try:
+        run(arguments())
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Profile; print and write what came out."""
     subject = Subject(
         shapes(args.layers, args.width, args.vocab),
         args.rule.replace("_", "-"),
@@ -165,11 +173,3 @@ def main() -> None:
         path = getattr(args, name)
         if path is not None:
             print(f"{name.replace('_', ' '):14}{path}")
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
