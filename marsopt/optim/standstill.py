@@ -18,12 +18,12 @@ class Standstill:
     """Looks at the count of skipped steps from time to time, and never waits for it.
 
     A GPU sends it into pinned memory, where it is read some steps later. Nobody looks
-    while a CUDA graph is captured or replayed, under a TorchDispatchMode (as
+    while a CUDA graph is captured or replayed, under a TorchDispatchMode (for one,
     FakeTensorMode), or on other devices: there ``num_skipped`` alone tells.
     """
 
     def __init__(self) -> None:
-        self._num_steps = 0
+        self._num_steps, self._told = 0, False
         self._seen: tuple[int, int] | None = None  # steps, and skipped of them
         self._sent: Tensor | None = None  # pinned
         self._sent_after = 0  # so many steps
@@ -33,18 +33,17 @@ class Standstill:
 
         Args:
             skipped: the count, 0-D, int64.
-            say: told, with a level of logging, that the run stands still.
+            say: told, with a level of logging, that the run stands still; once.
         """
         self._num_steps += 1
-        if self._num_steps % PATIENCE != 1 or not _may_read(skipped):
+        if self._told or self._num_steps % PATIENCE != 1 or not _may_read(skipped):
             return
         if skipped.device.type in FREE_TO_READ:
             self._note(self._num_steps, int(skipped), say)
             return
         if self._sent is None:
-            self._sent = torch.zeros_like(
-                skipped, device="cpu", pin_memory=skipped.is_cuda
-            )
+            own = dict(dtype=skipped.dtype, device="cpu", pin_memory=skipped.is_cuda)
+            self._sent = torch.zeros((), **own)
         elif int(self._sent) == UNDER_WAY:
             return
         else:
@@ -61,6 +60,7 @@ class Standstill:
             return
         passed = num_steps - before[0]
         if num_skipped - before[1] == passed:
+            self._told = True
             say(
                 logging.WARNING,
                 f"the last {passed} steps changed nothing, since their gradients hold "

@@ -95,7 +95,7 @@ def profile(
     torch.compiler.reset()
     with _uncached(cold), listening(compile_log and Path(compile_log), tell) as log:
         caches = "with empty caches on disk" if cold else "with the caches on disk"
-        tell(f"the first call, in which everything is compiled anew, {caches}")
+        tell(f"the first call, for which all is compiled anew, {caches}")
         first = timed().host
         if compile is None and not log.graphs:
             tell("nothing was compiled: now the function itself is")
