@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from marsopt import MARS, REGISTRY
-from marsopt.profile.gpt2 import param_groups
+from marsopt.profiling.gpt2 import param_groups
 
 Params = Mapping[str, nn.Parameter]
 

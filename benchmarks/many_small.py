@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks.timing import spread, take_turns
 from marsopt import MARS
-from marsopt.profile.machine import describe, one_line, seconds
+from marsopt.profiling.machine import describe, one_line, seconds
 
 
 def parameters(num: int, num_shapes: int) -> list[nn.Parameter]:

@@ -17,7 +17,7 @@ from benchmarks.contenders import REFERENCE, Contender, Entry, Params
 from benchmarks.timing import spread, take_turns
 from benchmarks.workload import Gradients, Shapes, parameters, sample
 from marsopt import MARS
-from marsopt.profile.machine import Timed, timed
+from marsopt.profiling.machine import Timed, timed
 from train.errors import UserError
 
 # the first compiles or makes state; HeavyBall compiles in the second
@@ -35,7 +35,7 @@ class Row:
 
     Args:
         group: number of its group; None for the reference, which is in all.
-        times: seconds of each round's step (``marsopt.profile.machine.timed``).
+        times: seconds of each round's step (``marsopt.profiling.machine.timed``).
         host_times: seconds until the step returned, which on a GPU is not its end.
         ratios: the same over the reference's step of the same round.
         warm_up: seconds of the first steps.

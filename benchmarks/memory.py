@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from marsopt.profile.profiler import traced
+from marsopt.profiling.profiler import traced
 
 ELSEWHERE = (
     type,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.timing import spread, take_turns
 from marsopt import NewtonSchulz
-from marsopt.profile.machine import describe, one_line, seconds
+from marsopt.profiling.machine import describe, one_line, seconds
 
 VARIANTS = {
     "bfloat16 (default)": NewtonSchulz(),

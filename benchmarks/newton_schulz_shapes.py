@@ -22,9 +22,9 @@ import torch
 from benchmarks import checks
 from benchmarks.timing import spread
 from marsopt import NewtonSchulz
-from marsopt.profile.gpt2 import EMBEDDINGS, MODELS, shapes
-from marsopt.profile.machine import describe, matmul_rate, one_line, timed
-from marsopt.profile.optimizer import products_rate
+from marsopt.profiling.gpt2 import EMBEDDINGS, MODELS, shapes
+from marsopt.profiling.machine import describe, matmul_rate, one_line, timed
+from marsopt.profiling.optimizer import products_rate
 from train.errors import command
 
 

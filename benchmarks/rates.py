@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import checks
-from marsopt.profile.machine import copy_bandwidth, describe, matmul_rate, one_line
+from marsopt.profiling.machine import copy_bandwidth, describe, matmul_rate, one_line
 from train.errors import command
 
 

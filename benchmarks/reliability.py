@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.timing import spread, take_turns
-from marsopt.profile.machine import describe, one_line
+from marsopt.profiling.machine import describe, one_line
 from train.engine.ends import Vote
 from train.runs import checksums
 

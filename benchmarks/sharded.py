@@ -31,8 +31,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from benchmarks.muons import AXIS, CONTENDERS, OURS, WHOLE, Contender
 from benchmarks.peers import version
 from benchmarks.timing import spread, take_turns
-from marsopt.profile.gpt2 import EMBEDDINGS, shapes
-from marsopt.profile.machine import describe, one_line, seconds
+from marsopt.profiling.gpt2 import EMBEDDINGS, shapes
+from marsopt.profiling.machine import describe, one_line, seconds
 from train.errors import UserError, check_least, command
 
 Step = Callable[[], object]

@@ -25,8 +25,8 @@ from torch._inductor.utils import fresh_cache
 from benchmarks import checks, memory, peers, table
 from benchmarks.contenders import OURS, REFERENCE, TORCH, Contender
 from benchmarks.measure import plan, run
-from marsopt.profile.gpt2 import MODELS, VOCAB_SIZE, shapes
-from marsopt.profile.machine import describe, one_line
+from marsopt.profiling.gpt2 import MODELS, VOCAB_SIZE, shapes
+from marsopt.profiling.machine import describe, one_line
 from train.errors import UserError, command
 
 FAMILIES = ("ours", "torch", "peers")

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.measure import WARM_UP, Row
 from benchmarks.peers import version
 from benchmarks.timing import spread
-from marsopt.profile.machine import one_line
+from marsopt.profiling.machine import one_line
 
 EXPLAINED = f"""\
 ms, quartiles    time of the optimizer's step and zero_grad, the global clip in it where

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
-from marsopt.profile.machine import nothing
+from marsopt.profiling.machine import nothing
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from torch.func import functional_call, grad_and_value
 from benchmarks.memory import peak_bytes
 from benchmarks.timing import spread, take_turns
 from marsopt import MARS, FlatGroup, mars
-from marsopt.profile.machine import describe, one_line, seconds
+from marsopt.profiling.machine import describe, one_line, seconds
 from train.gpt2 import GPT2, Shape
 
 LR = 1e-3

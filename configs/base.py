@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from marsopt.profile.gpt2 import MODELS, NUM_POSITIONS, VOCAB_SIZE
+from marsopt.profiling.gpt2 import MODELS, NUM_POSITIONS, VOCAB_SIZE
 from train.engine.progress import Progress
 from train.engine.titan import (
     CompileConfig,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from marsopt import MARS, REGISTRY
-from marsopt.profile.machine import describe, one_line
+from marsopt.profiling.machine import describe, one_line
 from train.errors import UserError, check_least, command
 
 WIDTH, BATCH, WARMUP = 32, 64, 0.1

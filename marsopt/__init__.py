@@ -21,7 +21,7 @@ from marsopt.functional.routing import mars
 from marsopt.functional.rule import Rule
 from marsopt.optim.mars import MARS
 from marsopt.optim.param_groups import param_groups
-from marsopt.profile.profiler import profile
+from marsopt.profiling.profiler import profile
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.correction import Correction

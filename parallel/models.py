@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from marsopt import REGISTRY
-from marsopt.profile import gpt2
+from marsopt.profiling import gpt2
 
 from .forecast import Job
 

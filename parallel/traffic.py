@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from marsopt.profile.optimizer import full_buffers, passes
+from marsopt.profiling.optimizer import full_buffers, passes
 
 from .agreement import Agreement
 from .ledger import FULL

@@ -20,7 +20,7 @@ from benchmarks.timing import spread, take_turns
 from benchmarks.workload import EMBEDDING, Gradients, parameters
 from marsopt import REGISTRY
 from marsopt.optim import compiling
-from marsopt.profile.gpt2 import shapes
+from marsopt.profiling.gpt2 import shapes
 from tests.processes import spawn
 from train.errors import UserError
 

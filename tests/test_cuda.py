@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from marsopt import MARS, REGISTRY
+from marsopt.optim.standstill import PATIENCE
 from parallel import MeshCollectives
 from tests import recordings
 
@@ -78,9 +79,22 @@ def test_no_host_sync(mars_type, correction):
     walk(optimizer, params, 2)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        optimizer.step()
+        for _ in range(2 * PATIENCE):  # the count of skipped steps is looked at
+            optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_run_that_stands_still_says_so(caplog):
+    params = parameters()
+    optimizer = MARS(params, compile=False)
+    for p in params:
+        p.grad = torch.full_like(p, float("nan"))
+    for _ in range(4 * PATIENCE):
+        optimizer.step()
+        optimizer.num_skipped  # noqa: B018  (waits, so that what was sent arrives)
+    (said,) = [r for r in caplog.records if "changed nothing" in r.message]
+    assert "the last 10 steps" in said.message
 
 
 @gpu_alone

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from marsopt import MARS, REGISTRY, NewtonSchulz
-from marsopt.profile.optimizer import _floor
-from marsopt.profile.profiler import traced
+from marsopt.profiling.optimizer import _floor
+from marsopt.profiling.profiler import traced
 from parallel import MeshCollectives, models, traffic
 from parallel.forecast import Job, forecast
 from parallel.ledger import Ledger, iterate_all, over_ranks

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import tables
 from benchmarks.gpu.jobs import PARTS, Job, jobs_of
-from marsopt.profile.machine import describe
+from marsopt.profiling.machine import describe
 from train.errors import UserError
 
 # writes what benchmarks.rates would

@@ -102,7 +102,7 @@ def test_commands_know_rooms_not_each_other():
 
 
 # The rooms of marsopt: each may import itself and those before it
-LIBRARY_ROOMS = ["rules", "functional", "optim", "profile"]
+LIBRARY_ROOMS = ["rules", "functional", "optim", "profiling"]
 
 
 @pytest.mark.parametrize("room", LIBRARY_ROOMS)

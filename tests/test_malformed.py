@@ -19,7 +19,7 @@ import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
-import marsopt.profile.__main__  # noqa: F401  (marsopt.profile is a function too)
+from marsopt.profiling import command as profile
 from train import export, import_hf, plan, prepare, sample
 from train.compare import __main__ as compare
 from train.compare import curves
@@ -33,8 +33,6 @@ from train.evaluate import __main__ as evaluate
 from train.files import read_json
 from train.gpt2 import GPT2, Shape, huggingface
 from train.runs import checkpoints, initial, settings
-
-profile = sys.modules["marsopt.profile.__main__"]
 
 SHAPE = Shape(num_layers=1, num_heads=2, width=8, block_size=16, vocab_size=257)
 LONG = "9" * 20  # of a number on a command line

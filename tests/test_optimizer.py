@@ -8,15 +8,17 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import pickle
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import marsopt
 from marsopt import MARS, REGISTRY
-from marsopt.optim import compiling
+from marsopt.optim import compiling, standstill
 
 pytestmark = pytest.mark.usefixtures("both_layouts")
 
@@ -336,6 +338,65 @@ def test_nonfinite_may_raise():
     equal(params, before)
 
 
+@pytest.fixture(params=["read", "sent"])
+def count(request, monkeypatch):
+    """How the host gets the count: read where it is, or sent, as a GPU sends it."""
+    if request.param == "sent":
+        monkeypatch.setattr(standstill, "FREE_TO_READ", ())
+
+
+def stands_still(caplog):
+    return [r.message for r in caplog.records if "changed nothing" in r.message]
+
+
+@pytest.mark.usefixtures("count")
+def test_a_run_that_stands_still_says_so_once(caplog):
+    params = parameters((2, 2))
+    optimizer = eager(params, lr=LR)
+    fill(params, 0, scale=float("nan"))
+    for _ in range(50):
+        optimizer.step()
+    (said,) = stands_still(caplog)
+    assert "the last 10 steps changed nothing" in said
+    assert "nonfinite='raise'" in said
+
+
+@pytest.mark.usefixtures("count")
+def test_skipped_steps_among_others_are_no_standstill(caplog):
+    """Also where more were skipped than steps were taken since a copy was made."""
+    params = parameters((2, 2))
+    optimizer = eager(params, lr=LR)
+    for t in range(30):
+        fill(params, 0, scale=float("nan") if t % 10 else 1.0)
+        optimizer.step()
+    optimizer = pickle.loads(pickle.dumps(optimizer))
+    params = optimizer.param_groups[0]["params"]
+    for t in range(30):
+        fill(params, 0, scale=float("nan") if t % 10 else 1.0)
+        optimizer.step()
+    assert optimizer.num_skipped == 54
+    assert not stands_still(caplog)
+
+
+def test_a_count_that_is_under_way_is_not_waited_for(monkeypatch, caplog):
+    monkeypatch.setattr(standstill, "FREE_TO_READ", ())
+    watch, skipped = standstill.Standstill(), torch.zeros((), dtype=torch.int64)
+    told = []
+
+    def steps(number):
+        for _ in range(number):
+            skipped.add_(1)
+            watch.look(skipped, lambda level, what: told.append(what))
+
+    steps(1)
+    watch._sent.fill_(standstill.UNDER_WAY)
+    steps(30)
+    assert not told
+    watch._sent.fill_(1)  # the count after the first step arrives
+    steps(20)
+    assert "the last 40 steps changed nothing" in told[0]
+
+
 def test_sparse_gradients_are_refused():
     table = nn.Embedding(5, 3, sparse=True)
     optimizer = eager(table.parameters())
@@ -652,6 +713,29 @@ def test_bad_parameters():
         eager([])
 
 
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: [m], lambda m: {"params": m}])
+def test_a_module_is_told_from_its_parameters(wrap):
+    for module in (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))):
+        given = wrap(module)
+        said = f"got a module \\({type(module).__name__}\\), .*: pass its .parameters"
+        with pytest.raises(TypeError, match=said):
+            eager([given] if isinstance(given, dict) else given)
+
+
+def test_a_misspelt_key_of_a_group_is_named_once(caplog):
+    """Others keep keys of their own there: these are carried in silence."""
+    own = dict(initial_lr=1.0, swa_lr=1.0, max_lr=1.0, min_lr=0.0, lr_scale=1.0)
+    own |= dict(name="head", weight_decay_mult=0.0, max_momentum=0.9, fused=True)
+    a, b, c = parameters((2, 2), (2, 2), (2, 2))
+    optimizer = eager([{"params": [a], **own}, {"params": [b], "weight_deacy": 0.0}])
+    optimizer.add_param_group({"params": [c], "weight_deacy": 0.0, "matrices": "2d"})
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "'weight_deacy'" in record.message
+    assert "'weight_decay'" in record.message
+    assert optimizer.param_groups[2]["weight_deacy"] == 0.0
+
+
 def test_a_live_value_out_of_range_is_caught():
     params = parameters((2, 2))
     optimizer = eager(params)
@@ -670,6 +754,42 @@ def test_compile_says_what_it_decided(monkeypatch, caplog):
         params = parameters((2, 2))
         run(MARS(params), params, 1)
     assert "runs eagerly, since there is no C++ compiler" in caplog.text
+
+
+def test_the_first_compiled_step_of_a_process_says_so(monkeypatch, caplog):
+    """Before it is compiled; nothing is said of what runs eagerly."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compiling.announce.cache_clear()
+
+    def said():
+        return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+    params = parameters((2, 2))
+    run(eager(params), params, 1)
+    optimizer = MARS(params, compile=True)
+    assert not said()
+    run(optimizer, params, 2)
+    run(MARS(params, compile=True), params, 1)
+    (line,) = said()
+    assert "compiling the optimizer's step" in line
+    assert "compile=False" in line
+
+
+def test_an_outer_compile_leaves_the_step_alone(monkeypatch):
+    """Its graphs are those of the step alone; they run, and nothing else is traced."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    a, b = twins((4, 3), (3,))
+    plain, inside = (MARS(p, lr=LR, compile=True) for p in (a, b))
+    traced = []
+    for params, step in ((a, plain.step), (b, torch.compile(inside.step))):
+        torch._dynamo.reset()
+        counters.clear()
+        for t in range(3):
+            fill(params, t)
+            step()
+        traced.append(counters["stats"]["unique_graphs"])
+    assert traced[0] == traced[1] > 0
+    equal(a, b)
 
 
 def test_two_optimizers_do_not_share_the_limit_on_recompiles(monkeypatch):

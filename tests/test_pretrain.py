@@ -17,7 +17,7 @@ from benchmarks.pretrain import loop, report, study
 from benchmarks.pretrain.loop import Run, Task
 from benchmarks.pretrain.methods import method
 from configs.published import LR, TRANSPORT_GAMMA
-from marsopt.profile.gpt2 import EMBEDDINGS
+from marsopt.profiling.gpt2 import EMBEDDINGS
 from train.engine.titan_optim import MarsOptimizers
 from train.errors import UserError
 from train.gpt2 import GPT2, Shape

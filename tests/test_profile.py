@@ -4,19 +4,21 @@ counts them.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 import marsopt
-from marsopt.profile import __main__ as command
-from marsopt.profile.gpt2 import Subject, shapes
-from marsopt.profile.optimizer import OptimizerReport, profile_optimizer
+from marsopt.profiling import command
+from marsopt.profiling.gpt2 import Subject, shapes
+from marsopt.profiling.optimizer import OptimizerReport, profile_optimizer
 
 WIDTH, VOCAB = 64, 512
 MATRIX = 4 * WIDTH * WIDTH  # bytes of the smallest one
@@ -302,13 +304,77 @@ def test_a_backward_pass_counts_into_its_graph():
     assert found.num_bytes >= 3 * x.nbytes  # x twice, its gradient
 
 
-def test_an_eager_function_stays_eager_on_demand():
+def test_what_runs_eagerly_is_not_counted():
+    """Not as nothing either."""
     report = marsopt.profile(
-        lambda x: x + 1, torch.ones(1000), steps=2, compile=False, cold=False
+        lambda x: (x + 1).neg_(), torch.ones(1000), steps=2, compile=False, cold=False
     )
     assert report.graphs == []
-    assert report.num_bytes == 0
+    assert report.num_bytes is report.num_kernels is report.allowed_seconds is None
+    assert report.num_eager_ops == 2
     assert 4000 <= report.peak_bytes < 4100
+    rows = dict(report.rows())
+    for name in ("kernels", "bytes"):
+        assert rows[name] == "not counted: nothing is compiled"
+    assert rows["eager"].startswith("2 operators a call")
+    assert "with compiling" not in rows["first call"]
+    assert json.loads(json.dumps(report.to_dict()))["num_bytes"] is None
+
+
+@pytest.mark.parametrize("mode", ["fused", "foreach"])
+def test_an_eager_optimizer_of_torch_is_not_counted(mode):
+    p = torch.nn.Parameter(torch.ones(64, 64))
+    p.grad = torch.ones_like(p)
+    step = torch.optim.AdamW([p], **{mode: True}).step
+    report = marsopt.profile(step, steps=2, compile=False, cold=False)
+    assert str(report).count("not counted: nothing is compiled") == 2
+    assert report.num_eager_ops >= 2
+
+
+def test_operators_beside_the_graphs_are_told_apart():
+    sine = torch.compile(torch.sin)
+
+    def step(x):
+        return sine(x).mul(2).add_(1)
+
+    report = marsopt.profile(step, torch.ones(8), steps=2, cold=False)
+    assert report.num_kernels == 1
+    assert report.num_eager_ops == 2
+    assert "2 operators a call beside these graphs" in str(report)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_table_says_whether_the_ratio_is_good(gpu):
+    report = marsopt.profile(torch.sin, torch.ones(2**20), steps=1, cold=False)
+
+    def told(ratio):
+        seconds = ratio * report.allowed_seconds
+        launches = 1 if gpu else None
+        return str(replace(report, seconds=seconds, num_launches=launches))
+
+    assert "1.43 times the " in told(1.43)
+    assert "1.00 is as fast as a copy" in told(1.43)
+    disturbed = "something disturbed the copy: measure again"
+    assert (disturbed in told(0.69)) == gpu
+    assert ("a copy also reads what it overwrites" in told(0.69)) != gpu
+    assert disturbed in told(0.5)
+    assert disturbed not in told(0.98)
+
+
+def test_progress_is_told_on_standard_error(capsys):
+    marsopt.profile(breaks, torch.ones(3), steps=2, cold=False)
+    told = capsys.readouterr()
+    assert told.out == ""
+    for what in ("first call", "nothing was compiled", "breaks", "2 calls", "copy"):
+        assert what in told.err
+    marsopt.profile(torch.sin, torch.ones(3), steps=2, cold=False, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_without_torch_compile_there_is_nothing_to_profile(monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    with pytest.raises(ValueError, match="got TORCH_COMPILE_DISABLE=1, expected"):
+        command.arguments([])
 
 
 def test_nothing_stays_switched_on():
@@ -355,18 +421,26 @@ def test_bad_arguments(step_fn, options, message):
 
 def test_the_command_prints_and_writes(tmp_path):
     """As a user calls it; no warning of runpy's."""
-    out = tmp_path / "report.json"
+    out, trace = tmp_path / "new/folder/report.json", tmp_path / "other/trace.json"
     small = ["--layers=1", "--width=32", "--vocab=64", "--rule=adamw"]
     done = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", "-m", "marsopt.profile"]
-        + [*small, "--steps", "2", "--warm", "--json", out],
+        + [*small, "--steps", "2", "--warm", "--json", out, "--trace", trace],
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert "adamw with both clips on gpt2-small, 1 layers" in done.stdout
+    assert "compiling the optimizer's step" in done.stderr
+    assert "update_, compiled in" in done.stderr
+    assert "Memory block of unknown size" not in done.stderr
     found = json.loads(out.read_text())
+    keys = {e["name"] for e in json.loads(trace.read_text())["traceEvents"]}
+    for graph in found["graphs"]:
+        key = graph["compile_id"]
+        assert f"Torch-Compiled Region: {key}" in keys
+        assert re.search(rf"^  {key} +{graph['name']}: ", done.stdout, re.MULTILINE)
     assert [g["name"] for g in found["graphs"]] == ["assess", "update_"]
     assert found["recompiles"] == []
     assert found["bytes_per_param"] == pytest.approx(32, rel=0.02)
@@ -379,7 +453,9 @@ def test_the_command_prints_and_writes(tmp_path):
     "argv, message",
     [
         (["--layers", "0"], "got --layers 0, expected at least 1"),
-        (["--json", "no/such/report.json"], "expected a file in a folder that exists"),
+        (["--json", f"{__file__}/report.json"], "expected a file in a folder"),
+        (["--trace", "/dev/null/trace.json"], "expected a file in a folder"),
+        (["--json", "."], "expected a file in a folder"),
         (["--layers", "100000"], "GB, expected at most the"),
     ],
 )
@@ -393,3 +469,10 @@ def test_gpt2_small_has_its_tensors():
     found = shapes(*command.MODELS["gpt2-small"], command.VOCAB_SIZE)
     assert len(found) == 2 + 12 * 6 + 1
     assert sum(torch.Size(s).numel() for s in found.values()) == 124_373_760
+
+
+def test_the_function_is_in_no_modules_place():
+    """The command's module has its name, and is refused as an import."""
+    with pytest.raises(ImportError, match="expected one of marsopt.profiling"):
+        importlib.import_module("marsopt.profile")
+    assert callable(marsopt.profile)

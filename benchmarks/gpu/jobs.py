@@ -7,7 +7,7 @@ from pathlib import Path
 
 PARTS = ("correctness", "speed", "training")
 FIRST, *OTHERS = MODELS = ("gpt2-large", "gpt2-small", "gpt2-xl")
-RULES = {  # of marsopt.profile
+RULES = {  # of python -m marsopt.profile
     "mars-adamw": ("--rule", "mars_adamw"),
     "mars-adamw-transport": ("--rule", "mars_adamw", "--correction", "transport"),
     "mars-m": ("--rule", "mars_m"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.jobs import PARTS
-from marsopt.profile.machine import one_line
+from marsopt.profiling.machine import one_line
 from train.errors import UserError, command
 
 # of the project's budgets

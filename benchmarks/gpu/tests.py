@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from marsopt.profile.machine import describe
+from marsopt.profiling.machine import describe
 from train.files import write_json
 
 TESTS = "tests/test_cuda.py"

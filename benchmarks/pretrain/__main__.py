@@ -28,8 +28,8 @@ from benchmarks.pretrain import report
 from benchmarks.pretrain.loop import Machine, Plan, Run, Tokens, TooLong, run
 from benchmarks.pretrain.methods import DEFAULT, Method, method
 from benchmarks.pretrain.study import Study
-from marsopt.profile.gpt2 import MODELS, NUM_POSITIONS, VOCAB_SIZE
-from marsopt.profile.machine import describe, matmul_rate
+from marsopt.profiling.gpt2 import MODELS, NUM_POSITIONS, VOCAB_SIZE
+from marsopt.profiling.machine import describe, matmul_rate
 from train.data.token_files import Stream, open_raw, open_shard
 from train.errors import UserError, check_least, command
 from train.gpt2 import Shape

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.pretrain.methods import Method
-from marsopt.profile.machine import seconds
+from marsopt.profiling.machine import seconds
 from train.data.batches import Batches
 from train.data.token_files import Stream
 from train.engine.schedule import cosine

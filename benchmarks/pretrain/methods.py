@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from configs.published import LR, ONE_RATE, RULES, SIZES, TRANSPORT_GAMMA
 from marsopt import MARS, REGISTRY
-from marsopt.profile.gpt2 import EMBEDDINGS
+from marsopt.profiling.gpt2 import EMBEDDINGS
 from train.errors import UserError
 
 MAX_NORM = 1.0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pretrain.loop import Run
-from marsopt.profile.machine import one_line
+from marsopt.profiling.machine import one_line
 
 EXPLAINED = """\
 loss             held out, nats a token, at the end of the run

@@ -13,13 +13,22 @@ from marsopt.functional.collectives import LOCAL
 from marsopt.functional.step_types import Decision, scalar_dtype
 from marsopt.optim.calls import calls
 from marsopt.optim.compiling import decide, once
-from marsopt.optim.groups import admit, check_once, described, has_two_rates, labels
+from marsopt.optim.groups import (
+    admit,
+    check_no_module,
+    check_once,
+    described,
+    has_two_rates,
+    labels,
+    misspelt,
+)
 from marsopt.optim.hyperparameters import check_group, complete
 from marsopt.optim.kernels import InPlaceKernels
 from marsopt.optim.layout import Layout
 from marsopt.optim.lookahead import Lookahead
 from marsopt.optim.reference import NextReference
 from marsopt.optim.roles import warn_of_embeddings
+from marsopt.optim.standstill import Standstill
 from marsopt.optim.state_dict import (
     TRAIN_MODE,
     check_ids,
@@ -51,9 +60,11 @@ class LayoutOptimizer(Optimizer):
         self._decision: Decision | None = None
         self._next, self._ahead = NextReference(), Lookahead()
         self._say, self._writes = once(), Writes()
+        self._standstill = Standstill()
         self._agreed = False  # whether all ranks were found to hold the same options
         self._follows = False  # whether some model's hooks know of it
         self._lent = False  # whether parameters are x for a state dict alone
+        check_no_module(params)
         super().__init__(params, defaults)
         warn_of_embeddings(self.param_groups, self._say)
         self._place()
@@ -85,6 +96,8 @@ class LayoutOptimizer(Optimizer):
                 f"lr={param_group['lr']} moves matrices alone: pass lr_1d to choose "
                 "the rate of the others (lr_1d=lr: one rate)",
             )
+        for what in misspelt(param_group, self.defaults):
+            self._say(logging.WARNING, what)
         if self._is_transport:
             self.param_groups[-1][TRAIN_MODE] = self.param_groups[0][TRAIN_MODE]
         if self._layout is not None:  # else the constructor is still adding groups
@@ -295,5 +308,6 @@ class LayoutOptimizer(Optimizer):
             self._next = NextReference()
             self._next.forget(fresh=self.__dict__.pop("_fresh"))
             self._ahead, self._say, self._writes = Lookahead(), once(), Writes()
+            self._standstill = Standstill()
             self._build()
             self._ahead.believe(self._layout.params, self.state)

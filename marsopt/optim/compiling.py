@@ -65,6 +65,18 @@ def decide(compile: bool | None, device_type: str) -> bool:
     return False
 
 
+@cache
+def announce() -> None:
+    """Say that compiling takes its time, once per process: until it is done, a first
+    step looks as if it hung.
+    """
+    log.warning(
+        "marsopt: compiling the optimizer's step, once: some 30 s on a CPU, and less "
+        "where torch's cache on disk has it; compile=False starts at once, but every "
+        "step then takes longer, often several times as long"
+    )
+
+
 def compiled_where_possible(
     function: Callable, *, required: bool, say: Callable[[int, str], None]
 ) -> Callable:
@@ -85,13 +97,12 @@ def compiled_where_possible(
 
     def call(*args):
         nonlocal broken
-        if torch.compiler.is_compiling():  # into somebody else's graph
+        off = declined()
+        if off is not None:
+            say(logging.INFO, f"the optimizer step runs eagerly {off}")
+        if broken or off is not None:
             return function(*args)
-        declined = _declined()
-        if declined is not None:
-            say(logging.INFO, f"the optimizer step runs eagerly {declined}")
-        if broken or declined is not None:
-            return function(*args)
+        announce()
         try:
             return compiled(*args)
         except Exception as error:
@@ -109,7 +120,7 @@ def compiled_where_possible(
     return call
 
 
-def _declined() -> str | None:
+def declined() -> str | None:
     """Where dynamo traces nothing now, or None."""
     if torch._C._len_torch_dispatch_stack():
         return "under a TorchDispatchMode"

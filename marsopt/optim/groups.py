@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from marsopt.functional.routing import route
+from marsopt.functional.routing import MATRICES, route
 from marsopt.functional.trees import check_parameter
 from marsopt.optim.hyperparameters import check_group
 from marsopt.optim.storage import check_apart
@@ -50,10 +51,12 @@ def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
     """
     if not isinstance(new, dict) or isinstance(params := new["params"], set):
         return  # torch.optim refuses what it does not take
+    check_no_module(params)
     new["params"] = params = [params] if isinstance(params, Tensor) else list(params)
     first = {id(p): what for p, what in labels(groups)}
     for i, given in enumerate(params):
         name, p = given if isinstance(given, tuple) else (None, given)
+        check_no_module(p)
         what = f"parameter {i} of group {len(groups)}" if name is None else repr(name)
         if id(p) in first:
             before = first[id(p)]
@@ -64,6 +67,32 @@ def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
                 "weights too"
             )
         first[id(p)] = what
+
+
+def check_no_module(given: Any) -> None:
+    """Check that ``given`` is no module, whose elements, if it has any, are modules.
+
+    Raises:
+        TypeError: it is one.
+    """
+    if isinstance(given, nn.Module):
+        raise TypeError(
+            f"got a module ({type(given).__name__}), expected tensors: pass its "
+            ".parameters() or .named_parameters()"
+        )
+
+
+def misspelt(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what to say of keys that are nearly ours. All others belong to other tools,
+    which keep numbers of their own in param groups ("initial_lr", "swa_lr").
+    """
+    ours = {*defaults, *MATRICES, "base_lr", "gamma_1d", "nesterov", "adjust_lr_fn"}
+    for key in group.keys() - ours:
+        for near in get_close_matches(key, ours, n=1, cutoff=0.85):
+            yield (
+                f"a param group has the key {key!r}, which is not read; if {near!r} "
+                "was meant, spell it so"
+            )
 
 
 def admit(groups: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> None:

@@ -111,8 +111,9 @@ class MARS(LayoutOptimizer):
         gamma_1d: with transport, gamma of the AdamW for tensors that are not matrices,
             per group too; None = gamma.
         nonfinite: "skip" = a step whose gradient holds a NaN or infinity changes
-            nothing and is counted in ``num_skipped``, without a host sync; "raise" = it
-            also raises FloatingPointError (one sync a step).
+            nothing and is counted in ``num_skipped``, without a host sync; a warning
+            is logged once where ten in a row were skipped (on CUDA and CPU). "raise" =
+            it also raises FloatingPointError (one sync a step).
 
     Raises:
         TypeError, ValueError: arguments out of their range, tensors that no rule can
@@ -193,6 +194,9 @@ class MARS(LayoutOptimizer):
 
     # ---- the step ------------------------------------------------------------------
 
+    # an outer torch.compile leaves it alone: it has graphs of its own. As torch.optim
+    # does it; torch.compiler.disable would import dynamo with this module
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, *, bs: int | None = None
@@ -259,6 +263,7 @@ class MARS(LayoutOptimizer):
         with named_range("marsopt: scatter"):
             layout.scatter()
             layout.count(decision, self._skipped)
+        self._standstill.look(self._skipped, self._say)
         if self._is_transport:
             self._ahead.note(layout.buckets, self.state)
         if self._is_exact:

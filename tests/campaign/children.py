@@ -37,7 +37,7 @@ def import_all() -> None:
     from tensorboard.backend.event_processing import event_accumulator  # noqa: F401
 
     import configs
-    import marsopt.profile.optimizer  # noqa: F401
+    import marsopt.profiling.optimizer  # noqa: F401
     import train.engine.ends  # noqa: F401
     import train.engine.launch  # noqa: F401
     import train.engine.resolve  # noqa: F401

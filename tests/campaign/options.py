@@ -234,7 +234,7 @@ def _of_kind(name: str, kind: str) -> Iterator[tuple[str, bool | None]]:
         for value in ("xyz", "", SURROGATE, LONG, "a\nb", "nan"):
             yield value, True
     elif kind == "new file":
-        for value in ("/none/x", "/none/none/x"):
+        for value in ("/dev/null/x", "/proc/1/x/y"):
             yield value, True
     elif kind == "text":
         yield "", True

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from marsopt.profile.machine import seconds
+from marsopt.profiling.machine import seconds
 from train.compare.children import end, spawn
 from train.compare.curves import load_all
 from train.compare.study import Study

@@ -76,6 +76,7 @@ class CompileLog:
     graphs: dict[str, Graph] = field(default_factory=dict)  # by compile id
     breaks: dict[str, Break] = field(default_factory=dict)  # by line of code
     recompiles: dict[str, Recompile] = field(default_factory=dict)  # by compile id
+    tell: Callable[[str], None] = field(default=lambda what: None)  # of each graph
 
     def take(self, record: logging.LogRecord) -> None:
         """Note one message of the structured log."""
@@ -108,6 +109,7 @@ class CompileLog:
             graph.name = name
             graph.where = f"{frame.get('co_filename')}:{frame.get('co_firstlineno')}"
             graph.seconds = frame.get("entire_frame_compile_time_s") or 0.0
+            self.tell(f"graph {key}, {name}, compiled in {graph.seconds:.1f} s")
 
     def take_metrics(self, record: logging.LogRecord) -> None:
         """Note the kernels of one graph."""
@@ -167,9 +169,13 @@ def _knows_position(value) -> bool:
 
 
 @contextmanager
-def listening(folder: Path | None = None) -> Iterator[CompileLog]:
-    """Collect what is compiled; torch's own structured log goes to ``folder`` too."""
-    log, trace = CompileLog(), logging.getLogger("torch.__trace")
+def listening(
+    folder: Path | None = None, tell: Callable[[str], None] = lambda what: None
+) -> Iterator[CompileLog]:
+    """Collect what is compiled, and ``tell`` of every graph; torch's own structured log
+    goes to ``folder`` too.
+    """
+    log, trace = CompileLog(tell=tell), logging.getLogger("torch.__trace")
     listener = logging.Handler()
     listener.emit = log.take
     handlers = [listener] if folder is None else [listener, _writer(folder)]

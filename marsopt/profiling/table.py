@@ -6,7 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from marsopt.profile.compile_log import Break, Graph, Recompile
+from marsopt.profiling.compile_log import Break, Graph, Recompile
+
+NOT_COUNTED = "not counted: nothing is compiled"
+# A copy's time over that of its bytes alone, where a CPU reads the lines that it is
+# about to write: three passes, of which two are counted.
+WRITE_ALLOCATE = 3 / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +33,20 @@ class Report:
     copy_bandwidth: float  # bytes a second, read and written
     peak_bytes: int  # that a warm call allocates at most, beyond what lived before
     num_launches: int | None  # GPU kernels in a call, of graphs or not; None on a CPU
+    num_eager_ops: int  # operators called outside of graphs, in one call
 
     @property
-    def num_kernels(self) -> int:
-        """Return those of all graphs, in one call."""
-        return self.num_kernels_over(0)
+    def num_kernels(self) -> int | None:
+        """Return those of all graphs, in one call; None = nothing is compiled."""
+        return self.num_kernels_over(0) if self.graphs else None
 
     @property
-    def num_bytes(self) -> int:
-        """Return what all graphs read and write in one call, as inductor counts."""
+    def num_bytes(self) -> int | None:
+        """Return what all graphs read and write in one call, as inductor counts; None =
+        nothing is compiled.
+        """
+        if not self.graphs:
+            return None
         return sum(graph.num_runs * graph.num_bytes for graph in self.graphs)
 
     @property
@@ -45,9 +55,9 @@ class Report:
         return sum(graph.num_runs * graph.flagged_bytes for graph in self.graphs)
 
     @property
-    def allowed_seconds(self) -> float:
-        """Return what ``num_bytes`` take at the copy bandwidth."""
-        return self.num_bytes / self.copy_bandwidth
+    def allowed_seconds(self) -> float | None:
+        """Return what ``num_bytes`` take at the copy bandwidth; None as there."""
+        return self.num_bytes / self.copy_bandwidth if self.graphs else None
 
     def num_kernels_over(self, num_bytes: int) -> int:
         """Return the kernels of one call that read and write at least ``num_bytes``."""
@@ -69,18 +79,24 @@ class Report:
         """Return the table, as name and text."""
         launched = f"; {self.num_launches} launched on the GPU in all"
         launches = "" if self.num_launches is None else launched
+        compiling = " with compiling" if self.graphs else ""
         return [
             ("machine", self.machine),
             ("graphs", f"{len(self.graphs)}"),
-            *((f"  {graph.name}", _graph(graph)) for graph in self.graphs),
+            *((f"  {graph.compile_id}", _graph(graph)) for graph in self.graphs),
             ("breaks", f"{len(self.breaks)}"),
             *(("", f"{shorter(b.where)}: {b.reason}") for b in self.breaks),
             ("recompiles", f"{len(self.recompiles)} in {self.num_calls} calls"),
             *(("", f"{r.name}: {_first_line(r.reason)}") for r in self.recompiles),
-            ("kernels", self._kernels() + launches),
-            *zip(("bytes", "", ""), self._bytes(), strict=False),
+            ("kernels", (self._kernels() if self.graphs else NOT_COUNTED) + launches),
+            *zip(
+                ("bytes", "", ""),
+                self._bytes() if self.graphs else [NOT_COUNTED],
+                strict=False,
+            ),
+            *zip(("eager",), self._eager(), strict=False),
             *zip(("time", ""), self._time(), strict=False),
-            ("first call", f"{self.first_call_seconds:.1f} s with compiling"),
+            ("first call", f"{self.first_call_seconds:.1f} s{compiling}"),
             ("peak memory", f"{size(self.peak_bytes)} beyond what lived before"),
         ]
 
@@ -91,6 +107,15 @@ class Report:
     def _bytes(self) -> list[str]:
         return [f"{size(self.num_bytes)} moved (read and written) a {self.CALL}"]
 
+    def _eager(self) -> list[str]:
+        if not self.num_eager_ops:
+            return []
+        beside = " beside these graphs" if self.graphs else ""
+        return [
+            f"{self.num_eager_ops} operators a {self.CALL}{beside}; their kernels and "
+            "bytes are not counted"
+        ]
+
     def _rates(self) -> str:
         return f"{self.copy_bandwidth / 1e9:.1f} GB/s of a copy"
 
@@ -100,15 +125,29 @@ class Report:
         if self.num_launches is not None:
             texts[0] += f", {1e3 * self.host_seconds:.2f} ms of the host"
         if allowed:
-            ratio = f"{self.seconds / allowed:.2f}x"
-            texts.append(f"{1e3 * allowed:.2f} ms allowed by {self._rates()}: {ratio}")
+            ratio, on_gpu = self.seconds / allowed, self.num_launches is not None
+            texts.append(
+                f"{ratio:.2f} times the {1e3 * allowed:.2f} ms of as many bytes at "
+                f"{self._rates()}: {_judged(ratio, on_gpu)}"
+            )
         return texts
+
+
+def _judged(ratio: float, on_gpu: bool) -> str:
+    """Say whether the ratio to the time of a copy is good."""
+    if ratio >= 1:
+        return "1.00 is as fast as a copy"
+    if ratio >= 0.95:
+        return "as fast as a copy"
+    if on_gpu or ratio < 1 / WRITE_ALLOCATE:
+        return "something disturbed the copy: measure again where nothing else runs"
+    return "as fast as a copy, since on a CPU a copy also reads what it overwrites"
 
 
 def _graph(graph: Graph) -> str:
     runs = "" if graph.num_runs == 1 else f", {graph.num_runs} runs a call"
     return (
-        f"{len(graph.kernels)} kernels, {size(graph.num_bytes)} moved, "
+        f"{graph.name}: {len(graph.kernels)} kernels, {size(graph.num_bytes)} moved, "
         f"{size(graph.peak_bytes)} allocated, compiled in {graph.seconds:.1f} s"
         f"{runs} ({shorter(graph.where)})"
     )

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from marsopt.optim.compiling import missing_for
-from marsopt.profile.gpt2 import MODELS, VOCAB_SIZE, Subject, shapes
-from marsopt.profile.machine import free_memory
-from marsopt.profile.optimizer import profile_optimizer
+from marsopt.optim.compiling import declined, missing_for
+from marsopt.profiling.gpt2 import MODELS, VOCAB_SIZE, Subject, shapes
+from marsopt.profiling.machine import free_memory
+from marsopt.profiling.optimizer import profile_optimizer
 from marsopt.rules.registry import REGISTRY
 
 # by which a call ends in an answer, not in hours of lists
@@ -66,7 +66,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the arguments before anything is built.
+    """Check the arguments before anything is built, and make the folders of files.
 
     Raises:
         ValueError: something that cannot be profiled here.
@@ -79,13 +79,6 @@ def check(args: argparse.Namespace) -> None:
         if not 1 <= value <= most:
             limit = "at least 1" if value < 1 else f"at most {most}"
             raise ValueError(f"got --{name} {value}, expected {limit}: change it")
-    for name in ("json", "trace"):
-        path = getattr(args, name)
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise ValueError(
-                f"got --{name} {path}, expected a file in a folder that exists: make "
-                f"{path.parent} first, or name another"
-            )
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "got --device cuda on a machine without it, expected cpu: leave it out"
@@ -96,6 +89,12 @@ def check(args: argparse.Namespace) -> None:
             f"got {missing}, expected what torch.compile needs: install it, since the "
             "profiler counts compiled graphs"
         )
+    off = declined()
+    if off is not None:
+        raise ValueError(
+            f"got {off.removeprefix('with ')}, expected torch.compile to work: unset "
+            "it, since the profiler counts compiled graphs"
+        )
     # x, g, h, m, v, packed gradients, and what Newton-Schulz or a copy takes beside
     tensors = shapes(args.layers, args.width, args.vocab)
     needed, free = 28 * sum(map(math.prod, tensors.values())), free_memory(args.device)
@@ -104,6 +103,24 @@ def check(args: argparse.Namespace) -> None:
             f"got a model that needs about {needed / 1e9:.0f} GB, expected at most the "
             f"{free / 1e9:.0f} GB that are free: take fewer --layers"
         )
+    for name in ("json", "trace"):
+        path = getattr(args, name)
+        if path is not None:
+            _make_folder(f"--{name}", path)
+
+
+def _make_folder(option: str, path: Path) -> None:
+    why = "it is a folder"
+    if not path.is_dir():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return
+        except OSError as error:
+            why = error.strerror
+    raise ValueError(
+        f"got {option} {path} ({why}), expected a file in a folder that exists or can "
+        "be made: name another"
+    )
 
 
 def title(args: argparse.Namespace) -> str:
@@ -121,8 +138,16 @@ def title(args: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    """Profile what the command line names; print and write what came out."""
-    args = arguments()
+    """Profile what the command line names; exit with 2 where that cannot be done."""
+    try:
+        run(arguments())
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Profile; print and write what came out."""
     subject = Subject(
         shapes(args.layers, args.width, args.vocab),
         args.rule.replace("_", "-"),
@@ -148,11 +173,3 @@ def main() -> None:
         path = getattr(args, name)
         if path is not None:
             print(f"{name.replace('_', ' '):14}{path}")
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import statistics
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, UntypedStorage, nn
 from torch.profiler import ProfilerActivity
 
-from marsopt.profile import machine
-from marsopt.profile.compile_log import listening
-from marsopt.profile.table import Report
+from marsopt.profiling import machine
+from marsopt.profiling.compile_log import listening
+from marsopt.profiling.table import Report
 
 DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # c10::DeviceType
 REGION = "Torch-Compiled Region: "  # followed by torch's compile id
+# how spans begin in which all operators are those of a compiled graph
+COMPILED = (REGION, "## Call CompiledFxGraph", "CompiledFunctionBackward")
 
 
 def profile(
@@ -34,6 +40,7 @@ def profile(
     device: str | None = None,
     trace: str | Path | None = None,
     compile_log: str | Path | None = None,
+    progress: bool = True,
 ) -> Report:
     """Call ``step_fn(*args)`` some ``steps + 2`` times, and tell what it costs.
 
@@ -52,8 +59,9 @@ def profile(
             binaries, and makes ``first_call_seconds`` mean little.
         device: "cpu" or "cuda", where it computes; None = "cuda" if this process has
             used it.
-        trace: file for the Chrome trace of one call.
+        trace: file for the Chrome trace of one call; its folder is made.
         compile_log: folder for torch's structured compile log, which tlparse reads.
+        progress: tell on standard error what is being done: compiling takes a while.
 
     Returns:
         A ``Report``; printed, it is a table.
@@ -79,15 +87,25 @@ def profile(
     def timed() -> machine.Timed:
         return machine.timed(lambda: function(*args), device)
 
+    def tell(what: str) -> None:
+        if progress:
+            print(f"profile: {what}", file=sys.stderr, flush=True)
+
     function = torch.compile(step_fn) if compile else step_fn
     torch.compiler.reset()
-    with _uncached(cold), listening(compile_log and Path(compile_log)) as log:
+    with _uncached(cold), listening(compile_log and Path(compile_log), tell) as log:
+        caches = "with empty caches on disk" if cold else "with the caches on disk"
+        tell(f"the first call, for which all is compiled anew, {caches}")
         first = timed().host
         if compile is None and not log.graphs:
+            tell("nothing was compiled: now the function itself is")
             function = torch.compile(step_fn)
             first = timed().host
+        tell(f"{steps} calls, which are timed")
         times = [timed() for _ in range(steps)]
+        tell("a call under torch.profiler")
         found = traced(lambda: function(*args), device, trace and Path(trace))
+    tell("a copy, to compare with")
     for key, graph in log.graphs.items():
         graph.num_runs = found.num_runs[key]
         graph.peak_bytes = found.graph_peaks.get(key, 0)
@@ -104,6 +122,7 @@ def profile(
         copy_bandwidth=machine.copy_bandwidth(device),
         peak_bytes=found.peak_bytes,
         num_launches=found.num_launches,
+        num_eager_ops=found.num_eager_ops,
     )
 
 
@@ -132,6 +151,7 @@ class Trace:
     graph_peaks: dict[str, int]  # what each allocates at most, its results included
     peak_bytes: int  # allocated at most, beyond what lived before
     num_launches: int | None  # of kernels on a GPU, whoever launched them
+    num_eager_ops: int  # called outside of compiled graphs
 
 
 def traced(call: Callable[[], object], device: str, path: Path | None = None) -> Trace:
@@ -140,6 +160,8 @@ def traced(call: Callable[[], object], device: str, path: Path | None = None) ->
     Scratch that libraries below torch take for themselves is not seen, nor is, on a
     CPU, the freeing of what was there before.
     """
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # its start and stop are no news
     activities, before, on_gpu = [ProfilerActivity.CPU], 0, device == "cuda"
     if on_gpu:
@@ -147,10 +169,13 @@ def traced(call: Callable[[], object], device: str, path: Path | None = None) ->
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
+    # the CPU's allocator warns when memory is freed whose size it was not told
+    kept = [] if on_gpu else _storages()
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         call()
         if on_gpu:
             torch.cuda.synchronize()
+    del kept
     with tempfile.TemporaryDirectory() as folder:
         path = path or Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -170,11 +195,38 @@ def traced(call: Callable[[], object], device: str, path: Path | None = None) ->
             peak = _peak(calls, start, start + span["dur"])
             peaks[key] = max(peak, peaks.get(key, 0))
             runs[key] += 1
+    num_eager_ops = _num_eager_ops(events)
     if not on_gpu:
-        return Trace(runs, peaks, _peak(calls), None)
+        return Trace(runs, peaks, _peak(calls), None, num_eager_ops)
     num_launches = sum(event.get("cat") == "kernel" for event in events)
     most = torch.cuda.max_memory_allocated() - before
-    return Trace(runs, peaks, most, num_launches)
+    return Trace(runs, peaks, most, num_launches, num_eager_ops)
+
+
+def _storages() -> list[UntypedStorage]:
+    """Return the memory of all tensors that Python knows, and of gradients."""
+    known = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
+    params = [p for p in known if type(p) is nn.Parameter]
+    known += [p.grad for p in params if type(p.grad) is Tensor]
+    return [t.untyped_storage() for t in known if t.layout is torch.strided]
+
+
+def _num_eager_ops(events: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many operators of torch were called outside of compiled graphs, those
+    left out that operators call themselves.
+    """
+    spans = [
+        span
+        for span in events
+        if span.get("ph") == "X" and span["name"].startswith(("aten::", *COMPILED))
+    ]
+    spans.sort(key=lambda span: (span["ts"], -span["dur"]))
+    found, ends = 0, {}  # of each thread's last outermost span
+    for span in spans:
+        if span["ts"] >= ends.get(span["tid"], -math.inf):
+            found += span["name"].startswith("aten::")
+            ends[span["tid"]] = span["ts"] + span["dur"]
+    return found
 
 
 def _peak(

@@ -13,10 +13,10 @@ import torch
 
 from marsopt.functional.stacks import adjacent
 from marsopt.optim.buckets import BucketGroup, ParameterBucket
-from marsopt.profile.gpt2 import Subject
-from marsopt.profile.machine import typical
-from marsopt.profile.profiler import profile
-from marsopt.profile.table import Report, size
+from marsopt.profiling.gpt2 import Subject
+from marsopt.profiling.machine import typical
+from marsopt.profiling.profiler import profile
+from marsopt.profiling.table import Report, size
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.newton_schulz import NewtonSchulz
 

@@ -1,0 +1,11 @@
+"""What a compiled step costs: graphs, breaks, recompiles, kernels, bytes, seconds.
+
+``marsopt.profile(...)`` is the function, from ``profiler.py``, and ``python -m
+marsopt.profile`` the command, from ``command.py``; the types of what the function
+returns are here (``from marsopt.profiling import Report``).
+"""
+
+from marsopt.profiling.compile_log import Break, Graph, Kernel, Recompile
+from marsopt.profiling.table import Report
+
+__all__ = ["Break", "Graph", "Kernel", "Recompile", "Report"]
