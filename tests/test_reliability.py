@@ -124,7 +124,7 @@ def test_a_checkpoint_that_lost_its_index_is_damaged(
     monkeypatch.setattr(sys, "argv", ["train"])
     (newest(copied) / ".metadata").unlink()
     with pytest.raises(
-        UserError, match=r"got \S+/step-8, which has lost its \.metadata: SHA256SUMS"
+        UserError, match=r"got \S+/step-8, which has lost its \.metadata \(SHA256SUMS"
     ) as error:
         READERS[reader](data, copied, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -140,7 +140,7 @@ def test_a_checkpoint_without_its_index_by_its_number(copied):
         with pytest.raises(UserError, match=r"step-8/\.metadata, which is a folder, a"):
             called(sample.main, "--run", copied, "--step", STEPS)
     path.unlink()
-    with pytest.raises(UserError, match=r"lost its \.metadata: SHA256SUMS"):
+    with pytest.raises(UserError, match=r"lost its \.metadata \(SHA256SUMS"):
         called(sample.main, "--run", copied, "--step", STEPS)
     (newest(copied) / checksums.SUMS).unlink()
     with pytest.raises(UserError, match=r"no \.metadata: its saving was cut off"):

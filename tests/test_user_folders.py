@@ -135,7 +135,7 @@ def test_a_checkpoint_that_lost_its_index_is_a_step_if_none_is_newer(tmp_path):
         (tmp_path / "checkpoint" / name / SUMS).touch()
     (tmp_path / "checkpoint" / "step-4" / ".metadata").touch()
     assert steps(tmp_path) == [4, 6]
-    with pytest.raises(UserError, match=r"step-2, which has lost its \.metadata: "):
+    with pytest.raises(UserError, match=r"step-2, which has lost its \.metadata \("):
         checkpoint(tmp_path, 2)
 
 

@@ -136,8 +136,8 @@ def _lacking_index(path: Path) -> str:
     """Say of a checkpoint without an index what has become of it."""
     if lexists(path / SUMS):
         return (
-            f"which has lost its {INDEX}: {SUMS}, which is written last, is there. "
-            "Copied without the files whose names begin with a dot, or half deleted"
+            f"which has lost its {INDEX} ({SUMS}, written last, is there: it was "
+            "copied without the files whose names begin with a dot, or half deleted)"
         )
     return f"which has no {INDEX}: its saving was cut off"
 
