@@ -22,6 +22,7 @@ from tests.forks import forked
 from train import prepare
 from train.data.batches import Batches
 from train.data.tokens import open_tokens
+from train.engine import launch
 from train.engine.resolve import resolve
 from train.engine.schedule import cosine
 from train.errors import UserError
@@ -329,6 +330,15 @@ def test_help_names_the_recipes():
     code, out, _ = forked("train", "--help")
     assert code == 0
     assert "tiny_mars_adamw" in out
+
+
+def test_help_without_docstrings(monkeypatch, capsys):
+    """python -OO leaves them out."""
+    monkeypatch.setattr(launch, "recipe", lambda name: lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        launch.parse(["--help"])
+    assert ended.value.code == 0
+    assert "tiny_mars_adamw" in capsys.readouterr().out
 
 
 def test_under_torchrun_one_rank_says_it(data):

@@ -376,8 +376,13 @@ def copied(trained, tmp_path):
     return shutil.copytree(trained[0], tmp_path / "copied")
 
 
-def cut(folder):
+def lose_index(folder):
     (folder / "checkpoint/step-8/.metadata").unlink()
+
+
+def cut(folder):
+    lose_index(folder)
+    (folder / "checkpoint/step-8/SHA256SUMS").unlink()
 
 
 def shorten(folder):
@@ -406,6 +411,7 @@ def describe_as(**changes):
 
 
 PARTIAL = {
+    "a lost index": (lose_index, r"step-8, which has lost its \.metadata \(SHA256SUMS"),
     "cut off": (cut, r"step-8, which has no \.metadata: its saving was cut off"),
     "shortened": (shorten, r"distcp is missing or shorter than its \.metadata says"),
     "a lost file": (lose, r"__0_0\.distcp is missing or shorter"),

@@ -4,10 +4,13 @@ or does what it says: no traceback, no hang, no wrong file taken for a right one
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
+import os
 import re
 import shutil
+import signal
 import sys
 import time
 from dataclasses import asdict, replace
@@ -30,7 +33,7 @@ from train.data.tokenizers import Bytes
 from train.engine.resolve import _what_divides
 from train.errors import UserError, command
 from train.evaluate import __main__ as evaluate
-from train.files import read_json
+from train.files import check_folder, read_json
 from train.gpt2 import GPT2, Shape, huggingface
 from train.runs import checkpoints, initial, settings
 
@@ -238,6 +241,57 @@ def test_a_json_file_that_is_none_is_one_line(what, place):
         whole = (place / file).read_bytes()
         (place / file).write_bytes(FILES[what])
         assert file in refused(*act(place))
+        (place / file).write_bytes(whole)
+
+
+@pytest.fixture
+def in_time():
+    """Fails a test that waits for a FIFO."""
+
+    def late(*_):
+        raise TimeoutError("waits for what will never come")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+ODD = {
+    "FIFO": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/null"),
+    "dead link": lambda path: path.symlink_to("/none/none"),
+    "folder": lambda path: path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_a_json_file_that_is_no_file_is_one_line(what, place, in_time):
+    for file, act, _ in JSON.values():
+        whole = (place / file).read_bytes()
+        (place / file).unlink()
+        ODD[what](place / file)
+        said = refused(*act(place))
+        assert f"{file}, which is a folder, a FIFO, a device or a link to " in said
+        shutil.rmtree(place / file) if what == "folder" else (place / file).unlink()
+        (place / file).write_bytes(whole)
+
+
+def test_a_comparison_that_is_no_file(comparison, in_time):
+    folder, _ = comparison
+    (folder / "comparison.json").unlink()
+    os.mkfifo(folder / "comparison.json")
+    report = (compare.main, "--out", folder, "--only", "report")
+    assert "comparison.json, which is a folder, a FIFO" in refused(*report)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_json_file(place):
+    for file, act, _ in JSON.values():
+        whole = (place / file).read_bytes()
+        (place / file).write_bytes(codecs.BOM_UTF8 + whole)
+        code, _, err = called(*act(place))
+        assert code == 0, err
         (place / file).write_bytes(whole)
 
 
@@ -637,6 +691,27 @@ def test_paths_that_are_no_folders(path, made, tmp_path, monkeypatch):
     for source in ("openwebtext", "fineweb-edu"):
         options = (f"--source={source}", f"--dataset={path}", "--tokenizer=bytes")
         refused(prepare.main, *options, "--processes=1", "--out=out")
+
+
+def test_folders_that_are_links(made, tmp_path):
+    """One to an empty folder is that folder; one to nothing is none."""
+    inner, link, dead = (tmp_path / name for name in ("inner", "link", "dead"))
+    inner.mkdir()
+    link.symlink_to(inner)
+    dead.symlink_to(tmp_path / "none")
+    imports = (import_hf.main, "--model", made / "hf", "--out")
+    prepares = (prepare.main, "--source", "text", made / "a.txt", "--out")
+    for act in (imports, prepares):
+        for out in (dead, dead / "below"):
+            said = refused(*act, out)
+            assert f"got --out {out}, where {dead} is a link to nothing, ex" in said
+        assert called(*act, link)[0] == 0
+        assert link.is_symlink() and any(inner.iterdir())
+        shutil.rmtree(inner)
+        inner.mkdir()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dead", "inner", "link"]
+    with pytest.raises(UserError, match="got --dump-folder .*, where .* is a link to "):
+        check_folder("--dump-folder", dead)
 
 
 ROWS = {

@@ -116,6 +116,38 @@ def test_one_flipped_bit_is_noticed(data, copied, tmp_path, reader, monkeypatch)
     assert not (tmp_path / "out").exists()
 
 
+@every_reader
+def test_a_checkpoint_that_lost_its_index_is_damaged(
+    data, copied, tmp_path, reader, monkeypatch
+):
+    """As a copy without the files whose names begin with a dot."""
+    monkeypatch.setattr(sys, "argv", ["train"])
+    (newest(copied) / ".metadata").unlink()
+    with pytest.raises(
+        UserError, match=r"got \S+/step-8, which has lost its \.metadata \(SHA256SUMS"
+    ) as error:
+        READERS[reader](data, copied, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    goes_on = f"mv {newest(copied)} {newest(copied)}.damaged, then the same command"
+    assert (goes_on in str(error.value)) == (reader == "continue")
+
+
+def test_a_checkpoint_without_its_index_by_its_number(copied):
+    path = newest(copied) / ".metadata"
+    for make in (path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to("/no")):
+        path.rmdir() if path.is_dir() else path.unlink()
+        make()
+        with pytest.raises(UserError, match=r"step-8/\.metadata, which is a folder, a"):
+            called(sample.main, "--run", copied, "--step", STEPS)
+    path.unlink()
+    with pytest.raises(UserError, match=r"lost its \.metadata \(SHA256SUMS"):
+        called(sample.main, "--run", copied, "--step", STEPS)
+    (newest(copied) / checksums.SUMS).unlink()
+    with pytest.raises(UserError, match=r"no \.metadata: its saving was cut off"):
+        called(sample.main, "--run", copied, "--step", STEPS)
+    assert checkpoints.last_step(copied) == 4
+
+
 class Touch:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -139,6 +171,18 @@ def test_a_checkpoint_of_a_stranger_runs_nothing(
     with pytest.raises(UserError, match=r"it names pathlib\.Path\.touch"):
         READERS[reader](data, copied, tmp_path / "out")
     assert not mark.exists()
+
+
+def test_checksums_in_capitals_and_what_is_no_file(copied):
+    path = newest(copied) / checksums.SUMS
+    lines = [line.split("  ") for line in path.read_text().splitlines()]
+    path.write_text("".join(f"{found.upper()}  {name}\n" for found, name in lines))
+    checkpoints.check(newest(copied), SHAPE, whole=True)
+    for make in (path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to("/no")):
+        path.rmdir() if path.is_dir() else path.unlink()
+        make()
+        with pytest.raises(UserError, match="step-8/SHA256SUMS, which is a folder, a "):
+            checkpoints.check(newest(copied), SHAPE, whole=True)
 
 
 def test_an_old_checkpoint_is_believed_and_that_is_said_once(copied, caplog):

@@ -13,7 +13,8 @@ from tests.trainers import losses, train_all
 from train import prepare, sample
 from train.compare.curves import discard_incomplete, keep_last_checkpoint
 from train.errors import UserError
-from train.runs.checkpoints import checkpoint, last_step, steps
+from train.runs.checkpoints import checkpoint, delete, last_step, steps
+from train.runs.checksums import SUMS
 from train.runs.trained import of_run
 
 pytestmark = pytest.mark.application
@@ -124,3 +125,26 @@ def test_a_checkpoint_that_was_cut_off_is_no_step(tmp_path):
     assert steps(tmp_path) == [2]
     with pytest.raises(UserError, match=r"step-4, which has no \.metadata"):
         checkpoint(tmp_path, 4)
+
+
+def test_a_checkpoint_that_lost_its_index_is_a_step_if_none_is_newer(tmp_path):
+    """Of an older one the deletion was cut off."""
+    for name in ("step-2", "step-4", "step-6", "step-8"):
+        (tmp_path / "checkpoint" / name).mkdir(parents=True)
+    for name in ("step-2", "step-4", "step-6"):
+        (tmp_path / "checkpoint" / name / SUMS).touch()
+    (tmp_path / "checkpoint" / "step-4" / ".metadata").touch()
+    assert steps(tmp_path) == [4, 6]
+    with pytest.raises(UserError, match=r"step-2, which has lost its \.metadata \("):
+        checkpoint(tmp_path, 2)
+
+
+def test_a_deletion_that_is_cut_off_leaves_no_damage(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint" / "step-4"
+    path.mkdir(parents=True)
+    for name in (SUMS, ".metadata", "__0_0.distcp"):
+        (path / name).touch()
+    monkeypatch.setattr(shutil, "rmtree", lambda path: None)
+    delete(path)
+    assert [p.name for p in path.iterdir()] == ["__0_0.distcp"]
+    assert steps(tmp_path) == []

@@ -1,15 +1,20 @@
-"""Bad input, told in one line."""
+"""Bad input, told in one line, and how a command begins and ends."""
 
 import errno
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:  # importing torch takes a second, which a usage message need not wait
     from torch.distributed import Store
+
+STOPPED = "stopped before its end: run the same command again"
+UNREAD = 128 + signal.SIGPIPE  # of a program that a pipe's end has ended
 
 
 class UserError(Exception):
@@ -29,16 +34,52 @@ def check_least(
             )
 
 
+def begin() -> None:
+    """Prepare this process for a command, whose imports, of seconds, come before
+    ``command``: Ctrl-C is one line until then, and a stream that was closed is empty,
+    so that no other file gets its number.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _stop)
+    _open_streams()
+
+
+def _open_streams() -> None:
+    """Read from nowhere and print to nowhere where a stream was closed (``>&-``)."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            os.set_inheritable(number, True)
+            stream = open(number, mode, closefd=False)  # noqa: SIM115  (until the end)
+            setattr(sys, name, stream)
+
+
+def _stop(number: int, frame: object) -> None:
+    """End at once: an exception could be lost, or be shown, in what is imported."""
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):
+            os.write(2, f"{STOPPED}\n".encode())
+    os._exit(128 + number)
+
+
 def command(main: Callable[[], None]) -> None:
     """Run a command: what the user can mend, such as a UserError or a path that may not
-    be used, becomes one line on stderr and exit code 2, Ctrl-C one line and 130.
+    be used, becomes one line on stderr and exit code 2, Ctrl-C one line and 130. Where
+    nobody reads standard output any more, it ends as other programs do, with 141.
     """
+    _open_streams()
     try:
+        if signal.getsignal(signal.SIGINT) is _stop:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         code = _run(main)
     except KeyboardInterrupt as told:  # also while it says why it ends
         code = 128 + (told.args[0] if told.args else signal.SIGINT)
-        say("stopped before its end: run the same command again")
+        say(STOPPED)
     if code:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop(sys.stdout)
         # an exception of a signal's handler would be shown from here on
         if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -46,17 +87,24 @@ def command(main: Callable[[], None]) -> None:
         sys.exit(code)
 
 
-def _run(main: Callable[[], None]) -> int:
+def _run(main: Callable[[], None]) -> int | str | None:
+    code: int | str | None = 0
     try:
         for given in sys.argv:
             text = given.encode(errors="ignore").decode()
             if text != given or given.endswith("=--"):  # of which argparse makes []
                 raise UserError(f"got {given!a}, expected text in UTF-8: change it")
-        main()
-        return 0
+        try:
+            main()
+        except SystemExit as ended:  # argparse's, which has printed its help
+            code = ended.code
+        sys.stdout.flush()
+        return code
     except UserError as error:
         line = str(error)
     except OSError as error:
+        if is_unread(error):
+            return UNREAD
         full = error.errno == errno.ENOSPC
         path = "a path that this user may use: choose another"
         what = "space on the disk: make some" if full else path
@@ -77,7 +125,26 @@ def say(line: str) -> None:
             return
     elif rank is not None and os.environ.get("WORLD_SIZE") != "1":
         line = f"rank {rank}: {line}"
-    print(" ".join(line.split()), file=sys.stderr)
+    try:
+        print(" ".join(line.split()), file=sys.stderr)
+    except OSError:
+        _drop(sys.stderr)
+
+
+def is_unread(error: BaseException) -> bool:
+    """Return whether an error is that nobody reads standard output (``| head -1``)."""
+    if not isinstance(error, BrokenPipeError):
+        return False
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # errors are always told
+    return bool(poll.poll(0))
+
+
+def _drop(stream: IO) -> None:
+    """Let go of what cannot be written: the interpreter would try again as it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def _is_first() -> bool:

@@ -1,5 +1,6 @@
 """Files and folders that appear whole or not at all, and JSON files."""
 
+import codecs
 import fcntl
 import hashlib
 import json
@@ -66,8 +67,10 @@ def read_json(path: Path, kind: type[T], expected: str, extra: str = "forbid") -
     from pydantic import TypeAdapter, ValidationError
 
     adapter = TypeAdapter(kind)
+    check_file(path, expected)
     try:
-        return adapter.validate_json(path.read_bytes(), strict=True, extra=extra)
+        raw = path.read_bytes().removeprefix(codecs.BOM_UTF8)  # as some editors begin
+        return adapter.validate_json(raw, strict=True, extra=extra)
     except FileNotFoundError:
         got = f"no {path}"
     except OSError as error:
@@ -81,6 +84,17 @@ def read_json(path: Path, kind: type[T], expected: str, extra: str = "forbid") -
     raise UserError(f"got {got}, expected {expected}")
 
 
+def check_file(path: Path, expected: str) -> None:
+    """Check that ``path`` is a file, if it is there: a FIFO would be waited for, and
+    some devices have no end.
+    """
+    if os.path.lexists(path) and not path.is_file():
+        raise UserError(
+            f"got {path}, which is a folder, a FIFO, a device or a link to nothing, "
+            f"expected {expected}"
+        )
+
+
 def check_folder(option: str, path: Path) -> bool:
     """Check that the path of an option is no file; return whether it holds anything."""
     if len(path.parts) > DEEPEST or (path.exists() and not path.is_dir()):
@@ -88,12 +102,18 @@ def check_folder(option: str, path: Path) -> bool:
             f"got {option} {path}, which is a file or below more than {DEEPEST} others,"
             " expected a folder: choose another"
         )
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            raise UserError(
+                f"got {option} {path}, where {place} is a link to nothing, expected a "
+                "folder: make what it points to, or choose another"
+            )
     return path.exists() and any(path.iterdir())
 
 
 def unfinished(out: Path) -> Path:
-    """Return where the work on ``out`` lies."""
-    place = out.absolute()
+    """Return where the work on ``out`` lies: beside what it is a link to, if it is."""
+    place = out.resolve()
     return place.parent / f".{place.name}.unfinished"
 
 
@@ -105,7 +125,7 @@ def workspace(out: Path, plan: dict | None = None) -> Iterator[Path]:
     that wrote a ledger, or a meta.json as its last file, stays when it is cut off, and
     is found again by a call with the same ``plan``; other work is removed.
     """
-    work = unfinished(out)
+    work, out = unfinished(out), out.resolve()
     work.mkdir(parents=True, exist_ok=True)
     held = hold(work, "--out")
     try:

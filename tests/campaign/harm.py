@@ -5,6 +5,7 @@ call, or a place elsewhere, into it.
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 import random
 from collections.abc import Callable
@@ -70,6 +71,15 @@ def _as_folder(kind: str):
         path = _pick(step, draw, kind)
         path.unlink()
         path.mkdir()
+
+    return do
+
+
+def _as_fifo(kind: str):
+    def do(step: Path, draw: random.Random, mark: Path) -> None:
+        path = _pick(step, draw, kind)
+        path.unlink()
+        os.mkfifo(path)
 
     return do
 
@@ -225,11 +235,14 @@ def damages() -> list[Damage]:
                (SUMS,)),
         Damage("the sums empty", _change(SUMS, _emptied), (SUMS,)),
         Damage("no data", _without("data"), data),
-        Damage("no index", _without(INDEX), index, AS_CUT_OFF),
+        Damage("no index", _without(INDEX), index),
+        Damage("no index, sums removed", _without(INDEX), index, AS_CUT_OFF, REMOVED),
         Damage("no sums", _without(SUMS), (SUMS,), AS_BEFORE),
         Damage("a folder for the data", _as_folder("data"), data),
-        Damage("a dead link for the index", _as_link(INDEX), index, AS_CUT_OFF),
+        Damage("a dead link for the index", _as_link(INDEX), index),
+        Damage("a FIFO for the index", _as_fifo(INDEX), index),
         Damage("a folder for the sums", _as_folder(SUMS), (SUMS,)),
+        Damage("a FIFO for the sums", _as_fifo(SUMS), (SUMS,)),
         Damage("another step's data", _swapped("data"), data),
         Damage("another step's index", _swapped(INDEX), index),
         Damage("another step's sums", _swapped(SUMS), (SUMS,)),

@@ -1,7 +1,6 @@
 """What runs left behind: validation curves, and their ends."""
 
 import math
-import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from train.compare.sweep import Run, Sweep
-from train.runs.checkpoints import last_step, step_folders
+from train.runs.checkpoints import delete, last_step, step_folders
 from train.runs.summary import VAL, read_scalars
 
 
@@ -89,7 +88,7 @@ def discard_incomplete(folder: Path, steps: int) -> bool:
     last = last_step(folder)
     stale = last >= steps and load(folder, steps) is None
     if stale:
-        shutil.rmtree(step_folders(folder / "checkpoint")[last])
+        delete(step_folders(folder / "checkpoint")[last])
     return stale
 
 
@@ -98,4 +97,4 @@ def keep_last_checkpoint(folder: Path) -> None:
     last = last_step(folder)
     for step, path in step_folders(folder / "checkpoint").items():
         if step != last:
-            shutil.rmtree(path)
+            delete(path)

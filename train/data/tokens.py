@@ -4,6 +4,7 @@ that need none; checked, memory-mapped, several shards as one.
 
 import hashlib
 from dataclasses import asdict, dataclass
+from os.path import lexists
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -52,7 +53,7 @@ def read_meta(folder: Path) -> Meta:
     """Return what is known of the token files in ``folder``: its meta.json; without
     one, what nanoGPT's files or header shards tell themselves.
     """
-    if not (folder / "meta.json").exists():
+    if not lexists(folder / "meta.json"):
         files = {split: _find(folder, split) for split in SPLITS}
         if any(files.values()):
             return _describe(folder, files)

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel.checkpoint import UnreadableCheckpoint
-from train.errors import UserError, say, shared_store
+from train.errors import UNREAD, UserError, is_unread, say, shared_store
 from train.runs.checkpoints import instead, last_step
 
 FAILED, UNUSABLE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
@@ -116,6 +117,12 @@ def end(
     if error is None or by_key or isinstance(error, KeyboardInterrupt):
         code, name = (INTERRUPTED, "Ctrl-C") if by_key else (TERMINATED, "SIGTERM")
         line = f"stopped by {name} at step {step}: {_goes_on(folder)}"
+    elif is_unread(error):
+        code = UNREAD
+        line = (
+            f"stopped at step {step}, as nobody reads its standard output any more: "
+            f"{_goes_on(folder)}"
+        )
     else:
         log.info("the run has failed", exc_info=error)
         code = FAILED if began or not isinstance(error, MENDABLE) else UNUSABLE
@@ -125,8 +132,9 @@ def end(
         # torchtitan's, of which torchrun would print all 60 lines
         Path(told_launcher).unlink(missing_ok=True)
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # nobody may be there to read it
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)  # other ranks may be gone: nothing that waits for them
 
 
@@ -137,14 +145,15 @@ def _failure(error: BaseException, config, folder: Path, step: int) -> str:
         return f"{line}. {instead(folder, config.model_spec.model.shape)}"
     if isinstance(error, MENDABLE):
         return line
-    return (
-        f"{line}, at step {step} of {config.training.steps}: {_goes_on(folder)}. The "
-        f"traceback is in {folder / f'rank{rank}.log'}"
-    )
+    line += f", at step {step} of {config.training.steps}: {_goes_on(folder)}"
+    path = folder / f"rank{rank}.log"
+    return f"{line}. The traceback is in {path}" if path.exists() else line
 
 
 def _goes_on(folder: Path) -> str:
     done = last_step(folder)
+    if not folder.exists():
+        return "with the folder back the same command continues, else it starts anew"
     if done == 0:
         return "there is no checkpoint yet, the same command starts anew"
     return f"the same command continues after step {done}"
@@ -154,6 +163,8 @@ def _reason(error: BaseException, folder: Path) -> str:
     """Say what went wrong in one line; DCP wraps what it was on each rank."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
+    if not folder.exists():
+        return f"{folder} is gone, deleted or renamed while the run was in it"
     no_space = isinstance(error, OSError) and error.errno == errno.ENOSPC
     if no_space or shutil.disk_usage(folder).free < SPACE:
         return f"no space is left on the disk of {folder}: make some"

@@ -42,8 +42,10 @@ def parse(argv: list[str]):
     if args.config is None and (not argv or {"-h", "--help"} & set(argv)):
         import configs
 
-        first = {n: recipe(n).__doc__.splitlines()[0] for n in configs.__all__}
-        listed = "".join(f"  {name:24}{line}\n" for name, line in first.items())
+        # which python -OO leaves out
+        told = {name: recipe(name).__doc__ or "" for name in configs.__all__}
+        lines = {name: text.partition("\n")[0] for name, text in told.items()}
+        listed = "".join(f"  {name:24}{line}\n" for name, line in lines.items())
         print(
             "usage: python -m train --config NAME [--section.option VALUE ...]\n\n"
             f"recipes:\n{listed}\n"

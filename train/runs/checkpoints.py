@@ -2,8 +2,10 @@
 
 import re
 import shlex
+import shutil
 import warnings
 from contextlib import suppress
+from os.path import lexists
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
@@ -11,9 +13,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from parallel.checkpoint import UnreadableCheckpoint, load, read_index
 from train.errors import UserError
+from train.files import check_file
 from train.gpt2 import GPT2, Shape, tensor_sizes
 from train.runs import checksums
+from train.runs.checksums import SUMS
 
+INDEX = ".metadata"
 STEP = re.compile("step-(0|[1-9][0-9]*)")
 
 
@@ -30,9 +35,17 @@ def step_folders(checkpoints: Path) -> dict[int, Path]:
 
 
 def complete_steps(checkpoints: Path) -> list[int]:
-    """Return the steps of the complete checkpoints, ascending."""
+    """Return the steps of the checkpoints whose saving was completed, ascending.
+
+    A folder with checksums, which are written last, but without an index has lost it.
+    That is damage, which whoever reads the checkpoint will find, unless a newer one is
+    complete: then its deletion was cut off.
+    """
     found = step_folders(checkpoints)
-    return [step for step, path in found.items() if (path / ".metadata").is_file()]
+    indexed = [step for step, path in found.items() if lexists(path / INDEX)]
+    newest = max(indexed, default=-1)
+    summed = [step for step, path in found.items() if lexists(path / SUMS)]
+    return indexed + [step for step in summed if step > newest]
 
 
 def steps(folder: Path) -> list[int]:
@@ -56,8 +69,7 @@ def checkpoint(folder: Path, step: int | None = None) -> Path:
     step = complete[-1] if step is None else step
     path = folder / "checkpoint" / f"step-{step}"
     if step not in complete:
-        cut_off = f"{path}, which has no .metadata: its saving was cut off"
-        what = cut_off if path.exists() else f"--step {step}"
+        what = f"{path}, {_lacking_index(path)}" if path.exists() else f"--step {step}"
         raise UserError(
             f"got {what}, expected one of the complete checkpoints {complete} of "
             f"{folder}: choose one of them"
@@ -80,7 +92,7 @@ def check(path: Path, shape: Shape, *, whole: bool = False) -> None:
                 f"{sizes.get(name)}: it is of another model; name the configuration "
                 "that trained it"
             )
-    needed = {".metadata"}
+    needed = {INDEX}
     for entry, stored in index.storage_data.items():
         if not whole and entry.fqn not in sizes:
             continue
@@ -120,16 +132,39 @@ def instead(folder: Path, shape: Shape) -> str:
     return f"Of this run {start}: {aside}, then the same command again"
 
 
+def _lacking_index(path: Path) -> str:
+    """Say of a checkpoint without an index what has become of it."""
+    if lexists(path / SUMS):
+        return (
+            f"which has lost its {INDEX} ({SUMS}, written last, is there: it was "
+            "copied without the files whose names begin with a dot, or half deleted)"
+        )
+    return f"which has no {INDEX}: its saving was cut off"
+
+
 def _read_index(path: Path) -> Metadata:
-    if not (path / ".metadata").is_file():
+    check_file(path / INDEX, checksums.COPY)
+    if not (path / INDEX).exists():
+        if lexists(path / SUMS):
+            raise UserError(
+                f"got {path}, {_lacking_index(path)}, expected all files: copy it "
+                "whole, or choose another checkpoint"
+            )
         raise UserError(
-            f"got {path} without .metadata, expected the folder of a complete "
+            f"got {path} without {INDEX}, expected the folder of a complete "
             "checkpoint, e.g. runs/NAME/checkpoint/step-N: choose one"
         )
     try:
         return read_index(path)
     except UnreadableCheckpoint as error:
         raise UserError(str(error)) from error
+
+
+def delete(path: Path) -> None:
+    """Delete a checkpoint so that what a kill leaves of it is whole, or cut off."""
+    for name in (SUMS, INDEX):
+        (path / name).unlink(missing_ok=True)
+    shutil.rmtree(path)
 
 
 def load_model(folder: Path, shape: Shape, step: int | None = None) -> GPT2:

@@ -11,10 +11,11 @@ from functools import cache
 from pathlib import Path
 
 from train.errors import UserError
-from train.files import replacing, sha256
+from train.files import check_file, replacing, sha256
 
 SUMS = "SHA256SUMS"
-LINE = re.compile(r"([0-9a-f]{64})  ([^/]+)")
+COPY = "a file: copy it again, or choose another checkpoint"
+LINE = re.compile(r"([0-9a-fA-F]{64})  ([^/]+)")
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +41,13 @@ def verify(path: Path, names: Iterable[str]) -> None:
     One without checksums, of a release before they were written or of a process killed
     just before it wrote them, is believed, which is said once.
     """
-    if not (path / SUMS).exists():
+    if not os.path.lexists(path / SUMS):
         _say_unchecked(path)
         return
+    check_file(path / SUMS, COPY)
     text = (path / SUMS).read_bytes().decode(errors="replace")
     lines = [LINE.fullmatch(line) for line in text.splitlines()]
-    expected = {line[2]: line[1] for line in lines if line}
+    expected = {line[2]: line[1].lower() for line in lines if line}
     files = [path / name for name in sorted(names)]
     for file, found in zip(files, _digests(files), strict=True):
         if found != expected.get(file.name):
