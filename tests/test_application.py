@@ -22,9 +22,11 @@ from tests.forks import forked
 from train import prepare
 from train.data.batches import Batches
 from train.data.tokens import open_tokens
-from train.engine.resolve import resolve
+from train.engine.launch import parse
+from train.engine.resolve import FOLLOW, UNUSED, resolve
 from train.engine.schedule import cosine
 from train.errors import UserError
+from train.errors import command as in_one_line
 from train.gpt2 import GPT2
 from train.runs import summary
 from train.runs.checkpoints import load_model
@@ -328,7 +330,59 @@ def test_commands_fail_in_one_line(name):
 def test_help_names_the_recipes():
     code, out, _ = forked("train", "--help")
     assert code == 0
-    assert "tiny_mars_adamw" in out
+    listed = re.findall(r"^  (\w+)  +\S", out, re.MULTILINE)
+    assert listed == configs.__all__
+
+
+def test_help_of_a_recipe_shows_what_the_application_takes(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(["--config", "tiny_mars_adamw", "--help"])
+    out = capsys.readouterr().out
+    assert not ended.value.code
+    shown = set(re.findall(r"^  --([a-z0-9.-]+) ", out, re.MULTILINE))
+    for path in {*UNUSED, *FOLLOW}:
+        assert path.replace("_", "-") not in shown
+    for path in ("optimizer.lr", "training.steps", "dump-folder", "validator.samples"):
+        assert path in shown
+    assert "\n  --optimizer.lr 0.006 " in out
+    assert max(map(len, out.splitlines())) <= 88
+    assert out.count("\n") < 225
+
+
+MISTYPED = {
+    "--optimizer.learning-rate": "--optimizer.lr",
+    "--training.step=5": "--training.steps",
+    "--lr": "--optimizer.lr",
+    "--warmup-step": "--lr-scheduler.warmup-steps",
+    "--optimizer_lr": "--optimizer.lr",
+    "--seed": "--debug.seed",
+}
+
+
+@pytest.mark.parametrize("typed", MISTYPED)
+def test_an_option_that_there_is_not_gets_the_nearest(typed):
+    with pytest.raises(UserError, match=rf"did you mean .*{MISTYPED[typed]}\b") as told:
+        parse(["--config", "tiny_adamw", typed, "3"])
+    assert str(told.value).startswith(f"got {typed.partition('=')[0]}, which is no")
+
+
+def test_all_options_that_there_are_not_are_told_at_once():
+    with pytest.raises(UserError) as told:
+        parse(["--config", "tiny_adamw", "--optimizer.q", "--q", "3", "--help-me"])
+    assert len(told.value.args) == 3
+
+
+def test_a_recipe_that_there_is_not_gets_the_nearest():
+    with pytest.raises(UserError, match="such as tiny_adamw") as told:
+        parse(["--config", "tiny_admw"])
+    assert "xl_" not in str(told.value)
+
+
+def test_options_of_activation_checkpointing_are_known():
+    after = ["activation-checkpoint:full", "--activation-checkpoint.preserve-rng-state"]
+    config = parse(["--config", "tiny_adamw", "--training.steps", "200", *after])
+    assert config.activation_checkpoint.preserve_rng_state
+    assert config.training.steps == 200
 
 
 def test_under_torchrun_one_rank_says_it(data):
@@ -433,6 +487,48 @@ def test_settings_are_checked_before_processes_meet(name, data):
     changes, message = SETTINGS[name]
     with pytest.raises(UserError, match=message):
         resolve(tiny(data, **changes), world=2)
+
+
+def test_all_mistakes_are_told_at_once(data, capsys, monkeypatch):
+    wrong = dict(
+        lr_scheduler__warmup_steps=1400,
+        validator__samples=10**6,
+        optimizer__mars_type="mars",
+        checkpoint__load_step=2,
+        metrics__log_freq=0,
+    )
+    with pytest.raises(UserError) as told:
+        resolve(tiny(data, **wrong), world=2)
+    assert [message.split("=")[0] for message in told.value.args] == [
+        "got metrics.log_freq",
+        "got checkpoint.load_step",
+        "got lr_scheduler.warmup_steps",
+        "got mars_type",
+        "got validator.samples",
+    ]
+
+    def main():
+        raise told.value
+
+    with pytest.raises(SystemExit) as ended:
+        in_one_line(main)
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"error: {message}" for message in told.value.args]
+
+
+def test_a_validation_has_as_many_samples_as_there_are(data, caplog):
+    """Up to the recipe's number, the same for any number of ranks."""
+    tokens, _ = open_tokens(data, "val", vocab_size=257)
+    windows = (len(tokens) - 1) // SEQ
+    for world in (1, 2):
+        config = tiny(data, validator__samples=None)
+        resolve(config, world)
+        assert config.validator.samples == windows // 16 * 16 < 1024
+    assert f"holds out {windows}" in caplog.text
+    config = tiny(data, validator__samples=None, validator__most_samples=32)
+    resolve(config, world=2)
+    assert config.validator.samples == 32
 
 
 def test_text_shorter_than_a_sample(tmp_path):

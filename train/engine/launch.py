@@ -1,6 +1,7 @@
 """From the command line to a run: python -m train."""
 
 import argparse
+import difflib
 import logging
 import os
 import sys
@@ -25,35 +26,53 @@ def recipe(name: str | None) -> Callable:
     import configs
 
     if name not in configs.__all__:
+        near = difflib.get_close_matches(f"{name}", configs.__all__, 3, 0.5)
         raise UserError(
-            f"got --config {name}, expected one of {configs.__all__}: name a function "
-            "of configs/__init__.py"
+            f"got --config {name}, expected one of the {len(configs.__all__)} recipes"
+            f"{', such as ' + ', '.join(near) if near else ''}: python -m train --help "
+            "lists them"
         )
     return getattr(configs, name)
 
 
+def recipes() -> str:
+    """Return the help that names all recipes."""
+    import configs
+
+    first = {name: recipe(name).__doc__.splitlines()[0] for name in configs.__all__}
+    width = max(map(len, first))
+    listed = "".join(f"  {name:{width}}  {line}\n" for name, line in first.items())
+    return (
+        "usage: python -m train --config NAME [--section.option VALUE ...]\n\n"
+        f"recipes:\n{listed}\n"
+        "python -m train --config NAME --help lists the options of a recipe."
+    )
+
+
 def parse(argv: list[str]):
     """Return the configuration named by --config with the options after it."""
-    from train.engine.titan import ConfigManager
-
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", nargs="?")
     args, rest = parser.parse_known_args(argv)
-    if args.config is None and (not argv or {"-h", "--help"} & set(argv)):
-        import configs
-
-        first = {n: recipe(n).__doc__.splitlines()[0] for n in configs.__all__}
-        listed = "".join(f"  {name:24}{line}\n" for name, line in first.items())
-        print(
-            "usage: python -m train --config NAME [--section.option VALUE ...]\n\n"
-            f"recipes:\n{listed}\n"
-            "python -m train --config NAME --help lists the options of a recipe."
-        )
+    for_help = bool({"-h", "--help"} & set(rest))
+    if args.config is None and (not argv or for_help):
+        print(recipes())
         sys.exit(0 if argv else 2)
-    recipe(args.config)  # or say which there are
+    make = recipe(args.config)  # or say which there are
+    import tyro
+
+    from train.engine.options import check_known, listing
+    from train.engine.titan import ConfigManager, custom_registry
+
+    ConfigManager()  # which makes the registry complete
     try:
-        named = ["--module", "configs", "--config", args.config]
-        return ConfigManager().parse_args([*named, *rest])
+        config = make()
+        if for_help and not any(word.startswith("activation-") for word in rest):
+            print(listing(args.config, config))
+            sys.exit(0)
+        check_known(config, rest)
+        how = dict(prog="python -m train", registry=custom_registry)
+        return tyro.cli(type(config), args=rest, default=config, **how)
     except (ValueError, AssertionError) as error:  # torchtitan's checks of its fields
         raise UserError(
             f"got options that torchtitan refuses ({error}), expected valid ones: see "

@@ -19,6 +19,7 @@ from torchtitan.components.validate import Validator
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
 from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig
 from torchtitan.config import TrainingConfig
+from torchtitan.config.manager import custom_registry
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec

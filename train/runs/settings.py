@@ -31,7 +31,7 @@ EXECUTION_WITHIN = {
     "training": {"steps", "local_batch_size", "gc_freq", "gc_debug",
                  "disable_cuda_graphs"},
     "optimizer": {"compile"},
-    "validator": {"freq", "samples", "steps", "enable", "last_step"},
+    "validator": {"freq", "samples", "most_samples", "steps", "enable", "last_step"},
     "debug": {"print_config", "save_config_file", "enable_structured_logging"},
 }  # fmt: skip
 
