@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import configs
 from marsopt import MARS
@@ -22,11 +23,12 @@ from tests.forks import forked
 from train import prepare
 from train.data.batches import Batches
 from train.data.tokens import open_tokens
-from train.engine.launch import parse
+from train.engine.launch import parse, title
 from train.engine.resolve import FOLLOW, UNUSED, resolve
 from train.engine.schedule import cosine
 from train.errors import UserError
 from train.errors import command as in_one_line
+from train.evaluate import __main__ as evaluate
 from train.gpt2 import GPT2
 from train.runs import summary
 from train.runs.checkpoints import load_model
@@ -181,12 +183,23 @@ def test_a_run_shows_everything(one):
     assert f"starting a new run in {folder} (1 process): {STEPS} steps" in out
     assert re.search(r"step 4/8 .* tokens/s  ETA 0:00:0\d", out)
     assert "nats per byte of held-out text" in out
+    assert "nats/byte" not in out  # a token is a byte
     assert (folder / "loss.png").stat().st_size > 10_000
     assert (folder / "sample.txt").read_text() in out
     assert list((folder / "tb").rglob("events.out.tfevents.*"))
     assert (folder / "checkpoint" / f"step-{STEPS}" / ".metadata").exists()
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["validation_loss"] == pytest.approx(float(held_out[8]), abs=1e-5)
+
+
+def test_tensorboard_has_one_run_with_names(one):
+    folder, *_ = one
+    assert len(list((folder / "tb").glob("events.out.tfevents.*"))) == 1
+    scalars = read_scalars(folder / "tb")
+    rates = {tag: row[2] for tag, row in scalars.items() if tag.startswith("lr/")}
+    half = dict(embeddings=3e-3, layer_norms=1.5e-3, matrices=3e-3)  # of the warm-up
+    assert rates == {f"lr/{n}": pytest.approx(lr) for n, lr in half.items()}
+    assert "mfu(%)" not in scalars
 
 
 @every_correction
@@ -244,16 +257,49 @@ def test_stopped_and_resumed_on_another_number_of_processes(
     assert (
         f"continuing the run in {tmp_path / 'r'} (1 process) after step 4 of 8" in out
     )
+    one_run = EventAccumulator(str(tmp_path / "r" / "tb")).Reload()
+    logged = [event.step for event in one_run.Scalars(summary.TRAIN)]
+    assert logged == list(range(1, STEPS + 1))
     assert {**first, **rest} == losses
     assert {**val_first, **val_rest} == held_out
     assert list(rest) == [5, 6, 7, 8]
 
 
+def test_a_run_is_trained_longer_as_its_message_says(data, one, tmp_path):
+    _, losses, _, _ = one
+    folder = shutil.copytree(one[0], tmp_path / "longer")
+    rest, _, _ = run(data, folder, steps=STEPS + 2)
+    assert list(rest) == [STEPS + 1, STEPS + 2]
+    rates = read_scalars(folder / "tb")["lr/matrices"]
+    assert rates[STEPS + 2] == pytest.approx(rates[STEPS + 1])
+
+
+def test_evaluate_finds_the_data_of_a_run(data, one, tmp_path, monkeypatch, capsys):
+    def loss(folder):
+        monkeypatch.setattr(sys, "argv", ["", "--run", str(folder), "--loss"])
+        evaluate.main()
+        return json.loads((folder / "evaluation.json").read_text())["loss"]
+
+    folder = shutil.copytree(one[0], tmp_path / "run")
+    assert loss(folder)["data"] == str(data)
+    settings = json.loads((folder / "settings.json").read_text())
+    said = json.dumps(settings | {"data.val": "0" * 64})
+    (folder / "settings.json").write_text(said)
+    with pytest.raises(UserError, match="holds out another text than when"):
+        loss(folder)
+    settings.pop("held_out_folder")  # as earlier releases wrote them
+    (folder / "settings.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="does not say where its data lies"):
+        loss(folder)
+
+
 def test_a_second_call_says_that_the_run_is_complete(data, one):
     folder, *_ = one
     stamp = (folder / "checkpoint" / "step-8" / ".metadata").stat().st_mtime_ns
+    logged = sorted((folder / "tb").rglob("*"))
     losses, _, out = run(data, folder)
     assert losses == {}
+    assert sorted((folder / "tb").rglob("*")) == logged
     assert "is complete at step 8: nothing to train" in out
     assert (folder / "checkpoint/step-8/.metadata").stat().st_mtime_ns == stamp
 
@@ -281,6 +327,27 @@ def test_a_run_that_was_cut_off_before_its_last_validation_says_so(
     assert "no sample: got logits that are not finite" in said
     assert "sample.txt" not in said
     assert json.loads((folder / "summary.json").read_text()) == {"step": STEPS}
+
+
+def test_the_picture_shows_what_comes_after_the_start():
+    steps = range(1, 201)
+    noisy = {t: 2 + 3.5 * math.exp(-t / 5) + 0.1 * (-1) ** t for t in steps}
+    mean = summary.smoothed(list(noisy.values()))
+    assert mean[0] == pytest.approx(noisy[1])
+    assert mean[-1] == pytest.approx(noisy[200])
+    assert abs(mean[100] - 2) < 0.02
+    low, high = summary.heights([dict(zip(steps, mean, strict=True)), {1: 5.5, 200: 2}])
+    assert low < 2 < high < 2.5
+    assert summary.heights([{1: 3.0, 200: math.nan}])[1] > 1  # of a run that diverged
+
+
+def test_the_title_says_what_was_trained():
+    found = title(configs.tiny_moonlight_transport())
+    assert found == (
+        "tiny_moonlight_transport: GPT-2 of 0.838M parameters, 1,400 steps\n"
+        "moonlight, transport correction, peak rate 0.012"
+    )
+    assert "no correction" in title(configs.tiny_adamw())
 
 
 def test_sample_command(one):
@@ -560,8 +627,10 @@ def test_a_folder_belongs_to_one_run(data, tmp_path, monkeypatch):
     claimed(tmp_path / "moved")  # the same data elsewhere
     with pytest.raises(UserError, match=r"got optimizer.lr=0.1 where it has 0.006"):
         claimed(optimizer__lr=0.1)
-    with pytest.raises(UserError, match=r"schedule_steps=999 where it has 1400"):
-        claimed(training__steps=999)
+    longer = "--training.steps 1500 --lr-scheduler.total-steps 1400"
+    with pytest.raises(UserError, match=rf"steps=1500 where it has 1400.*{longer}$"):
+        claimed(training__steps=1500)
+    claimed(training__steps=1500, lr_scheduler__total_steps=1400)
     other = tmp_path / "other"
     prepare.prepare("text", "bytes", other, [Path(shutil.__file__)], 0.2)
     with pytest.raises(UserError, match=r"got data\.train="):

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import logging
+import math
 import os
 import sys
 import threading
@@ -171,6 +172,22 @@ def main() -> None:
     train(config, signals)
 
 
+def title(config) -> str:
+    """Say in a line what a configuration trains, and how."""
+    from marsopt import REGISTRY
+    from train.gpt2 import tensor_sizes
+
+    opt, sizes = config.optimizer, tensor_sizes(config.model_spec.model.shape)
+    count = sum(math.prod(size) for size in sizes.values())
+    corrects = REGISTRY[opt.mars_type].is_mars or opt.correction == "transport"
+    return (
+        f"{config.model_spec.flavor}: GPT-2 of {count / 1e6:.3g}M parameters, "
+        f"{config.training.steps:,} steps\n{opt.mars_type}, "
+        f"{opt.correction + ' correction' if corrects else 'no correction'}, peak rate "
+        f"{opt.lr:g}"
+    )
+
+
 def train(config, signals) -> None:
     """Train to the last step and show what came out; before it, end the process."""
     import torch.distributed as dist
@@ -195,8 +212,7 @@ def train(config, signals) -> None:
             first = dist.get_rank() == 0
             dist.destroy_process_group()
             if first:
-                title = f"{config.model_spec.flavor}: {config.optimizer.mars_type}"
-                summarize(Path(config.dump_folder), title)
+                summarize(Path(config.dump_folder), title(config))
     except BaseException as error:
         end(error, signals.told, config, step, began)
     if step < steps:

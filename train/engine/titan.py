@@ -11,8 +11,8 @@ prepare()
 from torchtitan.components.checkpointer import TRAIN_STATE
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
-from torchtitan.components.metrics import LoggerContainer, MetricsProcessor
-from torchtitan.components.metrics import TensorBoardLogger
+from torchtitan.components.metrics import BaseLogger, LoggerContainer
+from torchtitan.components.metrics import MetricsProcessor, TensorBoardLogger
 from torchtitan.components.optimizer import LRSchedulersContainer, ParamGroupConfig
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
