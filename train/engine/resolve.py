@@ -238,13 +238,13 @@ def _check_data(config, world: int) -> None:
         tokenizers.append(meta.tokenizer)
     if len(set(tokenizers)) > 1:
         raise UserError(
-            f"got {tokenizers[1]} tokens to validate on in {folder}, expected "
+            f"got tokens by {tokenizers[1]} to validate on in {folder}, expected "
             f"{tokenizers[0]}, as in {config.dataloader.dataset_path}: prepare both "
             "with one tokenizer"
         )
     if config.tokenizer.name != tokenizers[0]:
         raise UserError(
-            f"got {tokenizers[0]} tokens in {config.dataloader.dataset_path} with "
+            f"got tokens by {tokenizers[0]} in {config.dataloader.dataset_path} with "
             f"tokenizer.name={config.tokenizer.name}, expected those of one tokenizer: "
             f"give --tokenizer.name {tokenizers[0]}, or other data"
         )

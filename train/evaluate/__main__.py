@@ -53,7 +53,7 @@ def _loss(trained: Trained, args: argparse.Namespace) -> dict:
         )
     if trained.tokens not in (None, meta.tokenizer):
         raise UserError(
-            f"got {meta.tokenizer} tokens in {data}, expected {trained.tokens}, "
+            f"got tokens by {meta.tokenizer} in {data}, expected {trained.tokens}, "
             "on which the model was trained: prepare the text with that tokenizer"
         )
     model = trained.model.to(args.device)
