@@ -344,7 +344,7 @@ def test_the_picture_shows_what_comes_after_the_start():
 def test_the_title_says_what_was_trained():
     found = title(configs.tiny_moonlight_transport())
     assert found == (
-        "tiny_moonlight_transport: GPT-2 of 0.838M parameters, 1,400 steps\n"
+        "tiny_moonlight_transport: GPT-2 of 0.837M parameters, 1,400 steps\n"
         "moonlight, transport correction, peak rate 0.012"
     )
     assert "no correction" in title(configs.tiny_adamw())

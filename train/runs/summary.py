@@ -71,7 +71,9 @@ def plot(scalars: dict[str, dict[int, float]], title: str, path: Path) -> None:
         if row:
             raw = dict(color="0.85", linewidth=0.8)
             axes.plot([*row], [*row.values()], **raw)
-            axes.plot([*mean], [*mean.values()], color="0.5", label="training, mean")
+            axes.plot(
+                [*mean], [*mean.values()], color="0.5", label="training, smoothed"
+            )
         if held_out:
             steps, losses = [*held_out], [*held_out.values()]
             axes.plot(steps, losses, "o--", color="black", label="held-out text")
