@@ -15,6 +15,7 @@ import torch
 
 import marsopt
 from marsopt.profile import __main__ as command
+from marsopt.profile import machine
 from marsopt.profile.gpt2 import Subject, shapes
 from marsopt.profile.optimizer import OptimizerReport, profile_optimizer
 
@@ -393,3 +394,10 @@ def test_gpt2_small_has_its_tensors():
     found = shapes(*command.MODELS["gpt2-small"], command.VOCAB_SIZE)
     assert len(found) == 2 + 12 * 6 + 1
     assert sum(torch.Size(s).numel() for s in found.values()) == 124_373_760
+
+
+def test_one_is_not_several():
+    """In the line on the machine that heads every table."""
+    found = dict(cpu="CPU", num_cores=2, num_threads=1, load=None, torch="2.13")
+    said = machine.one_line({**found, "date": "today"})
+    assert said == "CPU, 2 cores, torch on 1 thread, torch 2.13, today"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from marsopt.profile.compile_log import Break, Graph, Recompile
+from marsopt.profile.machine import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,7 @@ class Report:
 def _graph(graph: Graph) -> str:
     runs = "" if graph.num_runs == 1 else f", {graph.num_runs} runs a call"
     return (
-        f"{len(graph.kernels)} kernels, {size(graph.num_bytes)} moved, "
+        f"{counted(len(graph.kernels), 'kernel')}, {size(graph.num_bytes)} moved, "
         f"{size(graph.peak_bytes)} allocated, compiled in {graph.seconds:.1f} s"
         f"{runs} ({shorter(graph.where)})"
     )

@@ -153,7 +153,8 @@ def _what_divides(global_batch: int, world: int) -> str:
         by_distance = (n for d in range(world) for n in (world - d, world + d))
         near = next((n for n in by_distance if global_batch % n == 0 < global_batch), 1)
         return (
-            f"{world} ranks cannot share {global_batch} samples equally; start {near}, "
+            f"{counted(world, 'rank')} cannot share {counted(global_batch, 'sample')} "
+            f"equally; start {near}, "
             f"or set --training.global-batch-size to a multiple of {world}"
         )
     fit = [str(n) for n in range(1, min(each, MOST_SAMPLES) + 1) if each % n == 0]
