@@ -1,12 +1,13 @@
-# make train    train the small default model and show it
-# make test     lint and the whole test suite
+# make train         train the small default model and show it
+# make test          lint and the whole test suite
 # make test-oldest   the library on the oldest torch that it declares
-# make gpu      correctness, speed and a training on one GPU, nine minutes of each;
-#               again: what is missing. Numbers in runs/gpu
+# make gpu           correctness, speed and a training on one GPU, nine minutes of each;
+#                    again: what is missing. Numbers in runs/gpu
+# make clean         delete the virtual environments and what tests and builds leave
 #
-# All create .venv on first use. make train takes RUN=name (a folder below runs/),
-# CONFIG=recipe, RANKS=processes and OPTIONS='--section.option value ...'; make test
-# WORKERS=processes, each with files of its own.
+# All but clean create .venv on first use: gigabytes. make train takes RUN=name (a
+# folder below runs/), CONFIG=recipe, RANKS=processes and OPTIONS='--section.option value
+# ...'; make test WORKERS=processes, each with files of its own.
 
 PYTHON  ?= python3
 VENV    ?= .venv
@@ -25,7 +26,11 @@ ifneq ($(RANKS),1)
 LAUNCH := $(BIN)/torchrun --nproc-per-node $(RANKS) -m
 endif
 
-.PHONY: train test test-oldest lint gpu clean
+.PHONY: help train test test-oldest lint gpu clean
+
+# what the header of this file says
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 train: $(VENV)/ready $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
 	$(LAUNCH) train --config $(CONFIG) --dump-folder runs/$(RUN) $(OPTIONS)
@@ -39,7 +44,7 @@ test-oldest: $(VENV)-oldest/ready
 
 $(VENV)-oldest/ready: Makefile
 	$(PYTHON) -m venv $(VENV)-oldest
-	$(VENV)-oldest/bin/pip install --quiet --disable-pip-version-check torch==$(OLDEST_TORCH) numpy pytest
+	$(VENV)-oldest/bin/pip install --disable-pip-version-check torch==$(OLDEST_TORCH) numpy pytest
 	@touch $@
 
 lint: $(VENV)/ready
@@ -65,12 +70,13 @@ data/python/meta.json: | $(VENV)/ready
 $(VENV)/ready: requirements.txt constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "got Python %d.%d, expected 3.11 or newer: make PYTHON=python3.12" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt
+	@echo "torch, the largest package, and then all others, into $(VENV): minutes"
+	$(BIN)/pip install --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --disable-pip-version-check -r requirements.txt -c constraints.txt
 	@touch $@
 
 $(VENV)/evaluate $(VENV)/examples: $(VENV)/%: requirements-%.txt constraints.txt $(VENV)/ready
-	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c constraints.txt
+	$(BIN)/pip install --disable-pip-version-check -r $< -c constraints.txt
 	@touch $@
 
 clean:

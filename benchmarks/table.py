@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.measure import WARM_UP, Row
 from benchmarks.peers import version
 from benchmarks.timing import spread
-from marsopt.profiling.machine import one_line
+from marsopt.profiling.machine import counted, one_line
 
 EXPLAINED = f"""\
 ms, quartiles    time of the optimizer's step and zero_grad, the global clip in it where
@@ -78,7 +78,7 @@ def table(report: Mapping[str, Any]) -> str:
         f"{report['model']}: {report['num_params']:,} parameters in "
         f"{report['num_tensors']} tensors, {report['dtype']}, "
         f"{report['num_rounds']} rounds, "
-        f"{report['num_groups']} group(s), our rules "
+        f"{counted(report['num_groups'], 'group')}, our rules "
         f"{'compiled' if report['compiled'] else 'eager'}",
         one_line(report["machine"]),
         "",

@@ -86,7 +86,7 @@ def gpt2_recipe(
             enable=True,
             freq=validation_interval,
             steps=1,  # replaced: see HeldOut
-            samples=validation_samples,
+            most_samples=validation_samples,
             dataloader=TokenLoader.Config(split="val"),
         ),
         debug=DebugConfig(seed=0, enable_structured_logging=False),

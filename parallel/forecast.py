@@ -132,8 +132,9 @@ def forecast(
     """
     if num_ranks < 1 or replicas < 1 or num_ranks % replicas:
         raise ValueError(
-            f"got {num_ranks} ranks and {replicas} replicas, expected a positive "
-            "number of ranks that the replicas divide: change one of the two"
+            f"got {num_ranks} rank{'s' * (num_ranks != 1)} and {replicas} "
+            f"replica{'s' * (replicas != 1)}, expected a positive number of ranks that "
+            "the replicas divide: change one of the two"
         )
     p, machine = num_ranks // replicas, hardware.machine
     matrices = list(job.matrices().values())

@@ -42,7 +42,7 @@ def _totals(found: Forecast) -> list[str]:
         f"peak memory per GPU        {m.peak / GIGA:10.2f} GiB "
         "(of the optimizer's step: these and what it holds; no activations)",
         f"optimizer step, predicted  {found.optimizer_seconds / MILLI:10.2f} ms",
-        f"training step, predicted   {found.training_seconds / MILLI:10.2f} ms "
+        f"forward and backward       {found.training_seconds:10.3f} s, predicted "
         f"(optimizer's share of both {found.share:.1%})",
     ]
 
@@ -51,7 +51,7 @@ def sweep_table(rows: Sequence[tuple[int, Forecast]]) -> str:
     """Return one line per number of ranks."""
     lines = [
         " ranks  owner  gram   MB sent    most  max TFLOP  imbalance  state GiB"
-        "  optimizer ms  training ms  share"
+        "  optimizer ms  training s  share"
     ]
     for n, f in rows:
         kinds = Counter(f.plan.strategies)
@@ -60,7 +60,7 @@ def sweep_table(rows: Sequence[tuple[int, Forecast]]) -> str:
             f" {f.most_sent_bytes / MEGA:7.1f}"
             f" {max(f.cost.owner_flops) / 1e12:10.3f} {f.cost.imbalance:10.3f}"
             f" {f.memory.state / GIGA:10.2f} {f.optimizer_seconds / MILLI:13.2f}"
-            f" {f.training_seconds / MILLI:12.2f} {f.share:6.1%}"
+            f" {f.training_seconds:11.3f} {f.share:6.1%}"
         )
     return "\n".join(lines)
 
@@ -69,7 +69,7 @@ HEAD = (
     f"{'':25} {'-- counted: GiB per GPU --':>27} {'counted':>8} "
     f"{'-- model, not measured --':>29}",
     f"{'rule':20} {'GPUs':>4} {'param':>6} {'grad':>6} {'state':>6} {'peak':>6} "
-    f"{'MB sent':>8} {'opt. ms':>8} {'train ms':>9} {'tokens/s':>10}",
+    f"{'MB sent':>8} {'opt. ms':>8} {'train s':>9} {'tokens/s':>10}",
 )
 
 
@@ -83,7 +83,7 @@ def comparison(rows: Sequence[tuple[Job, int, Forecast]]) -> str:
             f" {m.gradients / GIGA:6.2f} {m.state / GIGA:6.2f}"
             f" {m.peak / GIGA:6.2f} {f.sent_bytes / MEGA:8.2f}"
             f" {f.optimizer_seconds / MILLI:8.2f}"
-            f" {f.training_seconds / MILLI:9.1f} {job.tokens / f.seconds:10,.0f}"
+            f" {f.training_seconds:9,.2f} {job.tokens / f.seconds:10,.0f}"
         )
         before = job
     return "\n".join(lines)
@@ -98,7 +98,7 @@ Counted: FSDP2, all in float32, each GPU its shard, of which the largest is show
   holds beside it (Newton-Schulz in bf16); without activations, what FSDP gathers in
   bf16 for forward and backward, and buffers of NCCL and cuBLAS. MB sent: by the
   optimizer, in the mean over GPUs; without what FSDP sends.
-Model: opt. ms, the optimizer's step; train ms, forward and backward (of exact MARS
+Model: opt. ms, the optimizer's step; train s, forward and backward (of exact MARS
   two); tokens/s, of all. Each GPU sends {machine.link * 8 / 1e9:g} Gbit/s, multiplies \
 at {machine.flops / 1e12:g} TFLOP/s in
   Newton-Schulz and {hardware.utilization:.0%} of that in training, moves \
@@ -106,11 +106,12 @@ at {machine.flops / 1e12:g} TFLOP/s in
   traffic hides behind computing, or the other way round. No GPU was measured."""
 
 
-def title(what: str, job: Job) -> str:
+def title(what: str, job: Job, replicas: int = 1) -> str:
     """Return the heading of what is said about one job."""
+    num = len(job.matrices())
     return (
         f"{what}: {job.num_params:,} parameters, {job.rule}, "
-        f"{len(job.matrices())} matrices for Newton-Schulz"
+        f"{num} {'matrix' if num == 1 else 'matrices'} for Newton-Schulz{_of(replicas)}"
     )
 
 
@@ -156,20 +157,27 @@ def report(
         job = only(jobs)
         parts = [title(what, job)]
         for n in ranks:
-            parts += [f"{n} GPUs"] if len(ranks) > 1 else []
+            several = len(ranks) > 1 or replicas > 1
+            parts += [f"{n} {'GPU' if n == 1 else 'GPUs'}{_of(replicas)}"] * several
             parts.append(table(job, forecast(job, n, **sizes), every))
         return "\n".join(parts)
     rows = [(job, n, forecast(job, n, **sizes)) for job in jobs for n in ranks]
-    return "\n\n".join([_heading(what, jobs), comparison(rows), legend(hardware)])
+    heading = _heading(what, jobs, replicas)
+    return "\n\n".join([heading, comparison(rows), legend(hardware)])
 
 
-def _heading(what: str, jobs: Sequence[Job]) -> str:
+def _of(replicas: int) -> str:
+    """Say how many replicas share the work, where there are several."""
+    return f", {replicas} replicas of HSDP" if replicas > 1 else ""
+
+
+def _heading(what: str, jobs: Sequence[Job], replicas: int) -> str:
     """Return what all jobs have in common, and what AdamW moves in some."""
     job = jobs[0]
     beside = dict.fromkeys(name for job in jobs for name in job.elementwise)
     return (
         f"{what}: {job.num_params:,} parameters, {job.tokens:,} tokens a step, "
-        f"{job.flops_per_token / 1e9:.2f} GFLOP a token"
+        f"{job.flops_per_token / 1e9:.2f} GFLOP a token{_of(replicas)}"
         + (
             f"\nAdamW moves {', '.join(sorted(beside))} beside matrices"
             if beside

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import configs
 from marsopt import MARS
@@ -23,9 +24,12 @@ from train import prepare
 from train.data.batches import Batches
 from train.data.tokens import open_tokens
 from train.engine import launch
-from train.engine.resolve import resolve
+from train.engine.launch import parse, title
+from train.engine.resolve import FOLLOW, UNUSED, resolve
 from train.engine.schedule import cosine
 from train.errors import UserError
+from train.errors import command as in_one_line
+from train.evaluate import __main__ as evaluate
 from train.gpt2 import GPT2
 from train.runs import summary
 from train.runs.checkpoints import load_model
@@ -180,12 +184,23 @@ def test_a_run_shows_everything(one):
     assert f"starting a new run in {folder} (1 process): {STEPS} steps" in out
     assert re.search(r"step 4/8 .* tokens/s  ETA 0:00:0\d", out)
     assert "nats per byte of held-out text" in out
+    assert "nats/byte" not in out  # a token is a byte
     assert (folder / "loss.png").stat().st_size > 10_000
     assert (folder / "sample.txt").read_text() in out
     assert list((folder / "tb").rglob("events.out.tfevents.*"))
     assert (folder / "checkpoint" / f"step-{STEPS}" / ".metadata").exists()
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["validation_loss"] == pytest.approx(float(held_out[8]), abs=1e-5)
+
+
+def test_tensorboard_has_one_run_with_names(one):
+    folder, *_ = one
+    assert len(list((folder / "tb").glob("events.out.tfevents.*"))) == 1
+    scalars = read_scalars(folder / "tb")
+    rates = {tag: row[2] for tag, row in scalars.items() if tag.startswith("lr/")}
+    half = dict(embeddings=3e-3, layer_norms=1.5e-3, matrices=3e-3)  # of the warm-up
+    assert rates == {f"lr/{n}": pytest.approx(lr) for n, lr in half.items()}
+    assert "mfu(%)" not in scalars
 
 
 @every_correction
@@ -243,16 +258,49 @@ def test_stopped_and_resumed_on_another_number_of_processes(
     assert (
         f"continuing the run in {tmp_path / 'r'} (1 process) after step 4 of 8" in out
     )
+    one_run = EventAccumulator(str(tmp_path / "r" / "tb")).Reload()
+    logged = [event.step for event in one_run.Scalars(summary.TRAIN)]
+    assert logged == list(range(1, STEPS + 1))
     assert {**first, **rest} == losses
     assert {**val_first, **val_rest} == held_out
     assert list(rest) == [5, 6, 7, 8]
 
 
+def test_a_run_is_trained_longer_as_its_message_says(data, one, tmp_path):
+    _, losses, _, _ = one
+    folder = shutil.copytree(one[0], tmp_path / "longer")
+    rest, _, _ = run(data, folder, steps=STEPS + 2)
+    assert list(rest) == [STEPS + 1, STEPS + 2]
+    rates = read_scalars(folder / "tb")["lr/matrices"]
+    assert rates[STEPS + 2] == pytest.approx(rates[STEPS + 1])
+
+
+def test_evaluate_finds_the_data_of_a_run(data, one, tmp_path, monkeypatch, capsys):
+    def loss(folder):
+        monkeypatch.setattr(sys, "argv", ["", "--run", str(folder), "--loss"])
+        evaluate.main()
+        return json.loads((folder / "evaluation.json").read_text())["loss"]
+
+    folder = shutil.copytree(one[0], tmp_path / "run")
+    assert loss(folder)["data"] == str(data)
+    settings = json.loads((folder / "settings.json").read_text())
+    said = json.dumps(settings | {"data.val": "0" * 64})
+    (folder / "settings.json").write_text(said)
+    with pytest.raises(UserError, match="holds out another text than when"):
+        loss(folder)
+    settings.pop("held_out_folder")  # as earlier releases wrote them
+    (folder / "settings.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="does not say where its data lies"):
+        loss(folder)
+
+
 def test_a_second_call_says_that_the_run_is_complete(data, one):
     folder, *_ = one
     stamp = (folder / "checkpoint" / "step-8" / ".metadata").stat().st_mtime_ns
+    logged = sorted((folder / "tb").rglob("*"))
     losses, _, out = run(data, folder)
     assert losses == {}
+    assert sorted((folder / "tb").rglob("*")) == logged
     assert "is complete at step 8: nothing to train" in out
     assert (folder / "checkpoint/step-8/.metadata").stat().st_mtime_ns == stamp
 
@@ -280,6 +328,27 @@ def test_a_run_that_was_cut_off_before_its_last_validation_says_so(
     assert "no sample: got logits that are not finite" in said
     assert "sample.txt" not in said
     assert json.loads((folder / "summary.json").read_text()) == {"step": STEPS}
+
+
+def test_the_picture_shows_what_comes_after_the_start():
+    steps = range(1, 201)
+    noisy = {t: 2 + 3.5 * math.exp(-t / 5) + 0.1 * (-1) ** t for t in steps}
+    mean = summary.smoothed(list(noisy.values()))
+    assert mean[0] == pytest.approx(noisy[1])
+    assert mean[-1] == pytest.approx(noisy[200])
+    assert abs(mean[100] - 2) < 0.02
+    low, high = summary.heights([dict(zip(steps, mean, strict=True)), {1: 5.5, 200: 2}])
+    assert low < 2 < high < 2.5
+    assert summary.heights([{1: 3.0, 200: math.nan}])[1] > 1  # of a run that diverged
+
+
+def test_the_title_says_what_was_trained():
+    found = title(configs.tiny_moonlight_transport())
+    assert found == (
+        "tiny_moonlight_transport: GPT-2 of 0.837M parameters, 1,400 steps\n"
+        "moonlight, transport correction, peak rate 0.012"
+    )
+    assert "no correction" in title(configs.tiny_adamw())
 
 
 def test_sample_command(one):
@@ -329,7 +398,59 @@ def test_commands_fail_in_one_line(name):
 def test_help_names_the_recipes():
     code, out, _ = forked("train", "--help")
     assert code == 0
-    assert "tiny_mars_adamw" in out
+    listed = re.findall(r"^  (\w+)  +\S", out, re.MULTILINE)
+    assert listed == configs.__all__
+
+
+def test_help_of_a_recipe_shows_what_the_application_takes(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(["--config", "tiny_mars_adamw", "--help"])
+    out = capsys.readouterr().out
+    assert not ended.value.code
+    shown = set(re.findall(r"^  --([a-z0-9.-]+) ", out, re.MULTILINE))
+    for path in {*UNUSED, *FOLLOW}:
+        assert path.replace("_", "-") not in shown
+    for path in ("optimizer.lr", "training.steps", "dump-folder", "validator.samples"):
+        assert path in shown
+    assert "\n  --optimizer.lr 0.006 " in out
+    assert max(map(len, out.splitlines())) <= 88
+    assert out.count("\n") < 225
+
+
+MISTYPED = {
+    "--optimizer.learning-rate": "--optimizer.lr",
+    "--training.step=5": "--training.steps",
+    "--lr": "--optimizer.lr",
+    "--warmup-step": "--lr-scheduler.warmup-steps",
+    "--optimizer_lr": "--optimizer.lr",
+    "--seed": "--debug.seed",
+}
+
+
+@pytest.mark.parametrize("typed", MISTYPED)
+def test_an_option_that_there_is_not_gets_the_nearest(typed):
+    with pytest.raises(UserError, match=rf"did you mean .*{MISTYPED[typed]}\b") as told:
+        parse(["--config", "tiny_adamw", typed, "3"])
+    assert str(told.value).startswith(f"got {typed.partition('=')[0]}, which is no")
+
+
+def test_all_options_that_there_are_not_are_told_at_once():
+    with pytest.raises(UserError) as told:
+        parse(["--config", "tiny_adamw", "--optimizer.q", "--q", "3", "--help-me"])
+    assert len(told.value.args) == 3
+
+
+def test_a_recipe_that_there_is_not_gets_the_nearest():
+    with pytest.raises(UserError, match="such as tiny_adamw") as told:
+        parse(["--config", "tiny_admw"])
+    assert "xl_" not in str(told.value)
+
+
+def test_options_of_activation_checkpointing_are_known():
+    after = ["activation-checkpoint:full", "--activation-checkpoint.preserve-rng-state"]
+    config = parse(["--config", "tiny_adamw", "--training.steps", "200", *after])
+    assert config.activation_checkpoint.preserve_rng_state
+    assert config.training.steps == 200
 
 
 def test_help_without_docstrings(monkeypatch, capsys):
@@ -445,6 +566,48 @@ def test_settings_are_checked_before_processes_meet(name, data):
         resolve(tiny(data, **changes), world=2)
 
 
+def test_all_mistakes_are_told_at_once(data, capsys, monkeypatch):
+    wrong = dict(
+        lr_scheduler__warmup_steps=1400,
+        validator__samples=10**6,
+        optimizer__mars_type="mars",
+        checkpoint__load_step=2,
+        metrics__log_freq=0,
+    )
+    with pytest.raises(UserError) as told:
+        resolve(tiny(data, **wrong), world=2)
+    assert [message.split("=")[0] for message in told.value.args] == [
+        "got metrics.log_freq",
+        "got checkpoint.load_step",
+        "got lr_scheduler.warmup_steps",
+        "got mars_type",
+        "got validator.samples",
+    ]
+
+    def main():
+        raise told.value
+
+    with pytest.raises(SystemExit) as ended:
+        in_one_line(main)
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"error: {message}" for message in told.value.args]
+
+
+def test_a_validation_has_as_many_samples_as_there_are(data, caplog):
+    """Up to the recipe's number, the same for any number of ranks."""
+    tokens, _ = open_tokens(data, "val", vocab_size=257)
+    windows = (len(tokens) - 1) // SEQ
+    for world in (1, 2):
+        config = tiny(data, validator__samples=None)
+        resolve(config, world)
+        assert config.validator.samples == windows // 16 * 16 < 1024
+    assert f"holds out {windows}" in caplog.text
+    config = tiny(data, validator__samples=None, validator__most_samples=32)
+    resolve(config, world=2)
+    assert config.validator.samples == 32
+
+
 def test_text_shorter_than_a_sample(tmp_path):
     file = tmp_path / "short.txt"
     file.write_text("x" * 100)
@@ -474,8 +637,10 @@ def test_a_folder_belongs_to_one_run(data, tmp_path, monkeypatch):
     claimed(tmp_path / "moved")  # the same data elsewhere
     with pytest.raises(UserError, match=r"got optimizer.lr=0.1 where it has 0.006"):
         claimed(optimizer__lr=0.1)
-    with pytest.raises(UserError, match=r"schedule_steps=999 where it has 1400"):
-        claimed(training__steps=999)
+    longer = "--training.steps 1500 --lr-scheduler.total-steps 1400"
+    with pytest.raises(UserError, match=rf"steps=1500 where it has 1400.*{longer}$"):
+        claimed(training__steps=1500)
+    claimed(training__steps=1500, lr_scheduler__total_steps=1400)
     other = tmp_path / "other"
     prepare.prepare("text", "bytes", other, [Path(shutil.__file__)], 0.2)
     with pytest.raises(UserError, match=r"got data\.train="):

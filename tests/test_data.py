@@ -134,12 +134,41 @@ def test_other_bad_input(tmp_path, text):
         tokenizer("words")
     with pytest.raises(UserError, match="got no files"):
         prepare.prepare("text", "bytes", tmp_path / "d", [], 0.1)
-    with pytest.raises(UserError, match="got 1 files with --source python"):
+    with pytest.raises(UserError, match="got 1 file with --source python"):
         prepare.prepare("python", "bytes", tmp_path / "d", [text], 0.1)
     with pytest.raises(UserError, match="got --val-fraction 1.5"):
         prepare.prepare("text", "bytes", tmp_path / "d", [text], 1.5)
     with pytest.raises(UserError, match="No such file"):
         prepare.prepare("text", "bytes", tmp_path / "d", [tmp_path / "none"], 0.1)
+
+
+def test_a_folder_of_json_lines_is_told_from_missing_text(tmp_path, capsys):
+    folder = tmp_path / "mine"
+    (folder / ".git").mkdir(parents=True)
+    (folder / ".git" / "index").touch()
+    for name in ("a.jsonl", "b.jsonl", "c.png"):
+        (folder / name).write_text("{}")
+    message = r"no file of text \(2 \.jsonl, 1 \.png\).* read by .*--dataset FOLDER"
+    for given in ([folder], [tmp_path / "text.md", folder]):
+        (tmp_path / "text.md").write_text("words " * 99)
+        with pytest.raises(UserError, match=message):
+            prepare.prepare("text", "bytes", tmp_path / "out", given, 0.1)
+    (folder / "text.md").write_text("words " * 99)
+    prepare.prepare("text", "bytes", tmp_path / "out", [folder], 0.1)
+    said = capsys.readouterr().out
+    assert said.startswith("left out: 2 .jsonl, 1 .png, which end in none of .md .py")
+    assert "--dataset FOLDER" in said
+    (tmp_path / "out3").mkdir()
+    with pytest.raises(UserError, match=r"no file of text \(it is empty\)"):
+        prepare.prepare("text", "bytes", tmp_path / "out2", [tmp_path / "out3"], 0.1)
+
+
+def test_what_was_prepared_is_said_in_words(tmp_path, text, capsys, monkeypatch):
+    options = ["--source", "text", "--out", tmp_path / "data", text]
+    monkeypatch.setattr("sys.argv", ["prepare", *map(str, options)])
+    prepare.main()
+    said = capsys.readouterr().out
+    assert " held-out bytes of 1 file in " in said
 
 
 def test_gpt2_without_its_vocabulary_is_one_line(tmp_path, monkeypatch):

@@ -255,7 +255,7 @@ def test_loss_of_the_whole_split(tmp_path, monkeypatch, held_out, capsys):
         called(monkeypatch, *common, "--out", tmp_path)
     of_others = replace(of_folder(folder), tokens="gpt2")
     monkeypatch.setattr(evaluate, "from_arguments", lambda args: of_others)
-    with pytest.raises(UserError, match="got bytes tokens in .* expected gpt2"):
+    with pytest.raises(UserError, match="got tokens by bytes in .* expected gpt2"):
         called(monkeypatch, *common)
 
 

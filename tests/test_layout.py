@@ -208,6 +208,22 @@ def test_the_wheel_holds_marsopt_alone(wheel, tmp_path):
     assert str(site) in run_with(site, tmp_path, "-c", code)
 
 
+def test_make_alone_says_what_there_is(tmp_path):
+    """And installs nothing; what installs something shows how it goes on."""
+    head = (ROOT / "Makefile").read_text().split("\n\n")[0]
+
+    def make(*args):
+        options = dict(capture_output=True, text=True, check=True)
+        return subprocess.run(["make", "-C", str(ROOT), *args], **options).stdout
+
+    said = make("--no-print-directory", f"VENV={tmp_path}/venv")
+    assert said.splitlines() == [line[2:] for line in head.splitlines()]
+    assert not list(tmp_path.iterdir())
+    installs = make("--dry-run", f"VENV={tmp_path}/venv", "train")
+    assert "pip install" in installs
+    assert "--quiet" not in installs
+
+
 FSDP_LOOP = """
 import os, sys
 import torch, torch.distributed as dist

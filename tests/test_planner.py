@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from marsopt import NewtonSchulz
-from parallel.forecast import Job, forecast
+from parallel import models, tables
+from parallel.forecast import Hardware, Job, forecast
 from parallel.placement import shard_sizes
 from parallel.planner import Machine, Matrix, assign, cost, plan
 from tests.forks import forked
 from train import errors
-from train.plan import job_of, main
+from train.plan import duration, job_of, main
 
 NS = NewtonSchulz()
 BLOCK = [(3840, 1280), (1280, 1280), (5120, 1280), (1280, 5120)]
@@ -203,15 +204,32 @@ def test_the_command(tmp_path):
     assert forked("train.plan", *zero)[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(4.9e-3, "4.9 ms"), (2e-5, "20 us"), (30.115, "30.1 s"), (1123.7, "0:18:44")],
+)
+def test_times_are_readable(seconds, said):
+    assert duration(seconds) == said
+
+
+def test_replicas_are_said_where_they_change_what_is_counted():
+    job, hardware = models.jobs("gpt2-small", ["muon"])[0], Hardware()
+    for ranks, every in (([16], True), ([8, 16], False)):
+        said = tables.report(
+            "gpt2-small", [job], ranks, every=every, replicas=8, hardware=hardware
+        )
+        assert "8 replicas of HSDP" in said
+
+
 def test_the_command_compares_rules_on_a_model():
     rules = ("adamw", "mars-adamw-exact", "mars-m")
     sizes = ("--rules", *rules, "--ranks", "1", "64")
     code, out, err = forked("train.plan", "--model", "llama-7b", *sizes)
     assert (code, err) == (0, "")
     assert out.startswith("llama-7b: 6,738,415,616 parameters, 4,194,304 tokens a step")
-    assert [line.split()[0] for line in out.splitlines() if " 1  25.10 " in line] == [
-        *rules
-    ]
+    alone = [line.split() for line in out.splitlines() if " 1  25.10 " in line]
+    assert [line[0] for line in alone] == [*rules]
+    assert [line[8] for line in alone] == ["1,123.69", "2,247.38", "1,123.69"]
     for told in ("Counted:", "Model:", "float32", "bf16", "No GPU was measured"):
         assert told in out
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import marsopt
-from marsopt.profiling import command
+from marsopt.profiling import command, machine
 from marsopt.profiling.gpt2 import Subject, shapes
 from marsopt.profiling.optimizer import OptimizerReport, profile_optimizer
 
@@ -476,3 +476,10 @@ def test_the_function_is_in_no_modules_place():
     with pytest.raises(ImportError, match="expected one of marsopt.profiling"):
         importlib.import_module("marsopt.profile")
     assert callable(marsopt.profile)
+
+
+def test_one_is_not_several():
+    """In the line on the machine that heads every table."""
+    found = dict(cpu="CPU", num_cores=2, num_threads=1, load=None, torch="2.13")
+    said = machine.one_line({**found, "date": "today"})
+    assert said == "CPU, 2 cores, torch on 1 thread, torch 2.13, today"

@@ -458,6 +458,7 @@ EFFECTIVE = {
     "optimizer.compile",
     "validator.freq",
     "validator.samples",
+    "validator.most_samples",
     "validator.enable",
     "metrics.log_freq",
     "metrics.enable_tensorboard",

@@ -18,7 +18,17 @@ UNREAD = 128 + signal.SIGPIPE  # of a program that a pipe's end has ended
 
 
 class UserError(Exception):
-    """The user gave something unusable. The message says: got, expected, do."""
+    """The user gave something unusable. The message says: got, expected, do; what was
+    found at once are several messages.
+    """
+
+    def __str__(self) -> str:
+        return "; ".join(self.args)
+
+
+def counted(num: int, what: str) -> str:
+    """Return "1 rank", "2 ranks"."""
+    return f"{num:,} {what}{'s' * (num != 1)}"
 
 
 def check_least(
@@ -101,20 +111,20 @@ def _run(main: Callable[[], None]) -> int | str | None:
         sys.stdout.flush()
         return code
     except UserError as error:
-        line = str(error)
+        lines = error.args
     except OSError as error:
         if is_unread(error):
             return UNREAD
         full = error.errno == errno.ENOSPC
         path = "a path that this user may use: choose another"
         what = "space on the disk: make some" if full else path
-        line = f"got {error}, expected {what}"
-    say(f"error: {line}")
+        lines = (f"got {error}, expected {what}",)
+    say(*(f"error: {line}" for line in lines))
     return 2
 
 
-def say(line: str) -> None:
-    """Print why this process ends, in one line, whatever it quotes.
+def say(*lines: str) -> None:
+    """Print why this process ends, each reason in one line, whatever it quotes.
 
     Of the ranks that torchrun has started the first to ask says it, by the store that
     it keeps for them; without one each speaks for itself.
@@ -124,9 +134,10 @@ def say(line: str) -> None:
         if not _is_first():
             return
     elif rank is not None and os.environ.get("WORLD_SIZE") != "1":
-        line = f"rank {rank}: {line}"
+        lines = tuple(f"rank {rank}: {line}" for line in lines)
     try:
-        print(" ".join(line.split()), file=sys.stderr)
+        for line in lines:
+            print(" ".join(line.split()), file=sys.stderr)
     except OSError:
         _drop(sys.stderr)
 

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import math
+from datetime import timedelta
 from pathlib import Path
 
 from parallel import models, tables
@@ -39,16 +40,37 @@ def job_of(config_name: str) -> Job:
     )
 
 
+def duration(seconds: float) -> str:
+    """Return "20 us", "4.9 ms", "30 s", or "0:18:44" from two minutes on."""
+    if seconds >= 120:
+        return str(timedelta(seconds=round(seconds)))
+    units = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+    unit = next((unit for unit, size in units.items() if seconds >= size), "us")
+    return f"{seconds / units[unit]:.3g} {unit}"
+
+
 def draw(rows: list[tuple[int, Forecast]], title: str, path: Path) -> None:
-    """Draw predicted times against ranks."""
-    labels = dict(title=title, xlabel="ranks", ylabel="predicted time (ms)")
-    times = ((n, 1e3 * f.training_seconds, 1e3 * f.optimizer_seconds) for n, f in rows)
-    ranks, training, optimizer = zip(*times, strict=True)
-    with picture(path, **labels) as axes:
-        axes.loglog(ranks, training, "o--", color="0.5", label="forward and backward")
-        axes.loglog(ranks, optimizer, "s-", color="black", label="optimizer step")
+    """Draw predicted times against ranks, each line with its name at its end."""
+    from matplotlib import ticker
+
+    labels = dict(title=title, xlabel="GPUs", ylabel="predicted time of a step")
+    ranks = [n for n, _ in rows]
+    lines = {
+        "forward and\nbackward": ([f.training_seconds for _, f in rows], "o--", "0.5"),
+        "optimizer": ([f.optimizer_seconds for _, f in rows], "s-", "black"),
+    }
+    with picture(path, (7.6, 4.2), **labels) as axes:
+        for name, (seconds, look, color) in lines.items():
+            axes.loglog(ranks, seconds, look, color=color)
+            said = f"{name}\n{duration(seconds[-1])}"
+            beside = dict(textcoords="offset points", xytext=(8, 0), va="center")
+            axes.annotate(said, (ranks[-1], seconds[-1]), color=color, **beside)
         axes.set_xscale("log", base=2)
-        axes.legend(frameon=False)
+        axes.set_xlim(right=ranks[-1] * (ranks[-1] / ranks[0]) ** 0.2 * 1.5)
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda n, _: f"{n:,.0f}"))
+        axes.set_xticks(ranks[::2], minor=False)
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda t, _: duration(t)))
+        axes.spines[["top", "right"]].set_visible(False)
 
 
 def main() -> None:
@@ -59,18 +81,30 @@ def main() -> None:
     )
     add = parser.add_argument
     either = parser.add_mutually_exclusive_group(required=True)
-    either.add_argument("--config", help="a recipe of configs/")
-    either.add_argument("--model", help=", ".join(models.MODELS))
-    add("--rules", nargs="+", help="of --model")
-    add("--tokens", type=int, help="of a step of --model")
-    add("--ranks", type=int, nargs="+", help="8; of a model 1 8 64 512 a replica")
-    add("--replicas", type=int, default=1, help="HSDP replicas")
-    add("--link-gbps", type=float, default=400, help="Gbit/s a rank")
-    add("--tflops", type=float, default=400, help="bf16 matmul rate")
-    add("--memory-gbs", type=float, default=3000, help="GB/s a rank")
-    add("--all", action="store_true", help="list every matrix")
-    add("--sweep", action="store_true", help="1 to 4096 ranks")
-    add("--picture", type=Path, default=Path("sweep.png"))
+    either.add_argument("--config", help="a recipe, as python -m train --help lists")
+    either.add_argument("--model", help=f"one of {', '.join(models.MODELS)}")
+    # fmt: off
+    add("--rules", nargs="+", metavar="RULE",
+        help="with --model: the rules to compare, such as adamw mars-m-transport "
+        f"(default: {' '.join(models.RULES)})")
+    add("--tokens", type=int,
+        help="with --model: tokens of a step (default: as its authors took)")
+    add("--ranks", type=int, nargs="+",
+        help="numbers of GPUs (default: 8; with --model 1 8 64 512, times --replicas)")
+    add("--replicas", type=int, default=1,
+        help="copies of the model that share the GPUs, as HSDP (default: 1, FSDP)")
+    add("--link-gbps", type=float, default=400,
+        help="Gbit/s that each GPU sends (default: %(default)s)")
+    add("--tflops", type=float, default=400,
+        help="TFLOP/s of bf16 products on each GPU (default: %(default)s)")
+    add("--memory-gbs", type=float, default=3000,
+        help="GB/s of each GPU's memory (default: %(default)s)")
+    add("--all", action="store_true", help="list every matrix and who has it")
+    add("--sweep", action="store_true",
+        help="a row for each of 1, 2, 4 ... 4096 GPUs, and --picture")
+    add("--picture", type=Path, default=Path("sweep.png"),
+        help="of --sweep (default: %(default)s)")
+    # fmt: on
     args = parser.parse_args()
     if args.picture.suffix not in PICTURES:
         raise UserError(f"got --picture {args.picture}, expected one of {PICTURES}")
@@ -96,8 +130,9 @@ def main() -> None:
         rows = sweep(tables.only(jobs), **options)
     except ValueError as error:  # names, or replicas that do not divide the ranks
         raise UserError(str(error)) from error
-    print(tables.title(what, jobs[0]), tables.sweep_table(rows), sep="\n")
-    draw(rows, f"{what}, {args.replicas} replica(s)", args.picture)
+    title = tables.title(what, jobs[0], args.replicas)
+    print(title, tables.sweep_table(rows), sep="\n")
+    draw(rows, title.replace(", ", "\n", 1), args.picture)
     print(f"picture {args.picture}")
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from train.data.local_text import LocalText
-from train.data.tokenizers import TOKENIZERS, tokenizer
+from train.data.tokenizers import TOKENIZERS, Bytes, tokenizer
 from train.data.tokens import SPLITS, Meta, open_tokens
 from train.data.web_text import SUBSETS, VAL_FRACTION, FineWebEdu, OpenWebText
-from train.errors import UserError, check_least, command
+from train.errors import UserError, check_least, command, counted
 from train.files import MADE, check_folder, is_complete, unfinished, workspace
 
 # each with the tokenizer that it takes unless told otherwise
@@ -49,7 +49,11 @@ def choose(
     check_least(1, shard_tokens=shard_tokens)  # to the most that a header holds
     local, shards = source in ("text", "python"), source == "fineweb-edu"
     for given, wrong, expected in (
-        (f"{len(files)} files", files and source != "text", "none: use --source text"),
+        (
+            counted(len(files), "file"),
+            files and source != "text",
+            "none: use --source text",
+        ),
         ("no files", not files and source == "text", "UTF-8 files: name some"),
         (
             "--dataset or --subset",
@@ -162,11 +166,12 @@ def main() -> None:
     if args.processes is None:
         args.processes = 1 if name == "bytes" else len(os.sched_getaffinity(0))
     meta = prepare(tokenizer_name=name, **options)
-    counts = {what: meta.source.get(what) for what in ("documents", "files")}
-    of = [f"{n:,} {what}" for what, n in counts.items() if isinstance(n, int)]
+    counts = {what: meta.source.get(f"{what}s") for what in ("document", "file")}
+    of = [counted(n, what) for what, n in counts.items() if isinstance(n, int)]
+    tokens = "bytes" if name == Bytes.name else f"{name} tokens"
     print(
         f"{meta.train.tokens:,} training and {meta.val.tokens:,} held-out "
-        f"{meta.tokenizer} tokens of {' in '.join(of)} in {args.out}"
+        f"{tokens} of {' in '.join(of)} in {args.out}"
     )
 
 

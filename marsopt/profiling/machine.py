@@ -48,10 +48,17 @@ def one_line(found: Mapping[str, Any]) -> str:
     """Return a description in words."""
     gpu = f"{found['gpu']}, CUDA {found['cuda']}, " if "gpu" in found else ""
     load = "" if found["load"] is None else f", load average {found['load']:.1f}"
+    cores = counted(found["num_cores"], "core")
+    threads = counted(found["num_threads"], "thread")
     return (
-        f"{gpu}{found['cpu']}, {found['num_cores']} cores, torch on "
-        f"{found['num_threads']} threads{load}, torch {found['torch']}, {found['date']}"
+        f"{gpu}{found['cpu']}, {cores}, torch on {threads}{load}, torch "
+        f"{found['torch']}, {found['date']}"
     )
+
+
+def counted(num: int, what: str) -> str:
+    """Return "1 thread", "2 threads"."""
+    return f"{num} {what}{'s' * (num != 1)}"
 
 
 def free_memory(device: str) -> int:

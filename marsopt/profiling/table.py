@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from marsopt.profiling.compile_log import Break, Graph, Recompile
+from marsopt.profiling.machine import counted
 
 NOT_COUNTED = "not counted: nothing is compiled"
 # A copy's time over that of its bytes alone, where a CPU reads the lines that it is
@@ -147,7 +148,8 @@ def _judged(ratio: float, on_gpu: bool) -> str:
 def _graph(graph: Graph) -> str:
     runs = "" if graph.num_runs == 1 else f", {graph.num_runs} runs a call"
     return (
-        f"{graph.name}: {len(graph.kernels)} kernels, {size(graph.num_bytes)} moved, "
+        f"{graph.name}: {counted(len(graph.kernels), 'kernel')}, "
+        f"{size(graph.num_bytes)} moved, "
         f"{size(graph.peak_bytes)} allocated, compiled in {graph.seconds:.1f} s"
         f"{runs} ({shorter(graph.where)})"
     )

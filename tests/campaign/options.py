@@ -20,7 +20,8 @@ STRINGS = ("", " ", SURROGATE, "x" * 5000, "../../x", "/dev/null", "a\nb", "–"
 # a count that takes hours when it is large: nobody would call that refused or done
 COUNTS = {
     "training.steps", "training.local_batch_size", "training.global_batch_size",
-    "validator.samples", "validator.freq", "metrics.log_freq", "training.seq_len",
+    "validator.samples", "validator.most_samples", "validator.freq", "metrics.log_freq",
+    "training.seq_len",
     "training.gc_freq", "loss.num_summed", "comm.init_timeout_seconds",
     "comm.train_timeout_seconds", "parallelism.data_parallel_replicate_degree",
 }  # fmt: skip

@@ -12,19 +12,12 @@ from pydantic import Field
 
 from marsopt import REGISTRY
 from train.compare.sweep import MOST_SEEDS, Run, Sweep, default_grid
-from train.data.tokens import read_meta
 from train.engine.launch import parse
 from train.engine.resolve import resolve
 from train.engine.titan_optim import MarsOptimizers
 from train.errors import UserError
 from train.files import check_folder, read_json, write_json
-from train.runs.settings import (
-    SETTINGS,
-    difference,
-    held_out_folder,
-    read,
-    settings,
-)
+from train.runs.settings import SETTINGS, difference, read, settings
 
 LOCK = ".lock"  # held by the call at work in the folder, and its runs
 NUM_POINTS = 15  # of each validation curve
@@ -252,11 +245,6 @@ def again(study: Study, threads: int) -> Study:
 def _resolved(name: str, options: Sequence[str]):
     """Return a recipe's checked configuration, which validates on what there is."""
     config = parse([*command_line(name), *options])
-    batch = max(config.training.local_batch_size, 1)
-    held_out = read_meta(held_out_folder(config)).val
-    windows = (held_out.tokens - 1) // max(config.training.seq_len, 1)
-    samples = min(config.validator.samples, windows // batch * batch)
-    config.validator.samples = max(samples, batch)
     resolve(config, 1)
     return config
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import sysconfig
+from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,12 @@ from train.files import MADE, sync
 
 NOT_SOURCE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
 TEXT = {".py", ".pyi", ".md", ".rst", ".txt"}
+JSON = {".jsonl", ".parquet", ".arrow"}
+JSON_LINES = (
+    "JSON lines, parquet and arrow are read by --source openwebtext --dataset FOLDER, "
+    "from a column text"
+)
+MOST_ENDINGS = 4
 
 
 def files_of(root: Path, suffixes: set[str] = TEXT) -> list[Path]:
@@ -30,6 +37,51 @@ def files_of(root: Path, suffixes: set[str] = TEXT) -> list[Path]:
     named = (p for p in every if p.suffix in suffixes or p.name == "METADATA")
     kept = (root / p for p in named if not NOT_SOURCE & set(p.parts))
     return sorted(p for p in kept if p.is_file())
+
+
+def endings_beside(root: Path) -> Counter[str]:
+    """Return how many files of a folder, by their ending, ``files_of`` leaves out, but
+    for tests and what is hidden.
+    """
+    root = root.resolve()
+    if not root.is_dir():
+        return Counter()
+    kept = set(files_of(root))
+    found: Counter[str] = Counter()
+    for path in root.rglob("*"):
+        parts = path.relative_to(root).parts
+        aside = NOT_SOURCE & set(parts) or any(part.startswith(".") for part in parts)
+        if path not in kept and path.is_file() and not aside:
+            found[path.suffix or "without an ending"] += 1
+    return found
+
+
+def _listed(endings: Counter[str]) -> str:
+    """Return "3 .jsonl, 2 .png"."""
+    common = [f"{num:,} {ending}" for ending, num in endings.most_common(MOST_ENDINGS)]
+    rest = endings.total() - sum(num for _, num in endings.most_common(MOST_ENDINGS))
+    return ", ".join(common + [f"{rest:,} others"] * bool(rest))
+
+
+def _texts(folders: list[Path]) -> tuple[list[Path], Counter[str]]:
+    """Return the files that stand for ``folders``, which may be files, and the endings
+    of those left out.
+
+    Raises:
+        UserError: a folder without any text.
+    """
+    files, beside = [], Counter()
+    for root in folders:
+        found, others = files_of(root), endings_beside(root)
+        if not found:
+            raise UserError(
+                f"got {root} with no file of text ({_listed(others) or 'it is empty'}),"
+                f" expected some that end in {' '.join(sorted(TEXT))}: "
+                + (JSON_LINES if JSON & set(others) else "name a file to have it read")
+            )
+        files += found
+        beside += others
+    return files, beside
 
 
 def standard_library() -> list[Path]:
@@ -69,9 +121,10 @@ class LocalText:
     def __init__(
         self, source: str, files: list[Path], fraction: float, held_out: list[Path]
     ) -> None:
-        whole = {f for path in held_out for f in files_of(path)}
-        every = dict.fromkeys(f for path in files for f in files_of(path))
-        every = standard_library() if source == "python" else every
+        held, beside = _texts(held_out)
+        texts, others = _texts(files)
+        whole, self._left_out = set(held), beside + others
+        every = standard_library() if source == "python" else dict.fromkeys(texts)
         self._files = [f for f in every if f not in whole] + sorted(whole)
         self._held_out = whole if held_out else None
         split = by_document if source == "python" else by_tail
@@ -93,6 +146,10 @@ class LocalText:
 
     def make(self, work: Path, coder: Tokenizer, processes: int) -> Meta:
         """Write train.bin and val.bin; return what they hold."""
+        if self._left_out:
+            json = f"; {JSON_LINES}" if JSON & set(self._left_out) else ""
+            ours = f"which end in none of {' '.join(sorted(TEXT))}"
+            print(f"left out: {_listed(self._left_out)}, {ours}{json}")
         bar = tqdm(self._files, desc="tokenize", unit="file", disable=None)
         pieces = (piece for path in bar for piece in self._pieces(path))
         batches = ((split, [text]) for split, text in pieces if text)

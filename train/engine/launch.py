@@ -1,7 +1,9 @@
 """From the command line to a run: python -m train."""
 
 import argparse
+import difflib
 import logging
+import math
 import os
 import sys
 import threading
@@ -25,37 +27,55 @@ def recipe(name: str | None) -> Callable:
     import configs
 
     if name not in configs.__all__:
+        near = difflib.get_close_matches(f"{name}", configs.__all__, 3, 0.5)
         raise UserError(
-            f"got --config {name}, expected one of {configs.__all__}: name a function "
-            "of configs/__init__.py"
+            f"got --config {name}, expected one of the {len(configs.__all__)} recipes"
+            f"{', such as ' + ', '.join(near) if near else ''}: python -m train --help "
+            "lists them"
         )
     return getattr(configs, name)
 
 
+def recipes() -> str:
+    """Return the help that names all recipes."""
+    import configs
+
+    # which python -OO leaves out
+    told = {name: recipe(name).__doc__ or "" for name in configs.__all__}
+    first = {name: text.partition("\n")[0] for name, text in told.items()}
+    width = max(map(len, first))
+    listed = "".join(f"  {name:{width}}  {line}\n" for name, line in first.items())
+    return (
+        "usage: python -m train --config NAME [--section.option VALUE ...]\n\n"
+        f"recipes:\n{listed}\n"
+        "python -m train --config NAME --help lists the options of a recipe."
+    )
+
+
 def parse(argv: list[str]):
     """Return the configuration named by --config with the options after it."""
-    from train.engine.titan import ConfigManager
-
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", nargs="?")
     args, rest = parser.parse_known_args(argv)
-    if args.config is None and (not argv or {"-h", "--help"} & set(argv)):
-        import configs
-
-        # which python -OO leaves out
-        told = {name: recipe(name).__doc__ or "" for name in configs.__all__}
-        lines = {name: text.partition("\n")[0] for name, text in told.items()}
-        listed = "".join(f"  {name:24}{line}\n" for name, line in lines.items())
-        print(
-            "usage: python -m train --config NAME [--section.option VALUE ...]\n\n"
-            f"recipes:\n{listed}\n"
-            "python -m train --config NAME --help lists the options of a recipe."
-        )
+    for_help = bool({"-h", "--help"} & set(rest))
+    if args.config is None and (not argv or for_help):
+        print(recipes())
         sys.exit(0 if argv else 2)
-    recipe(args.config)  # or say which there are
+    make = recipe(args.config)  # or say which there are
+    import tyro
+
+    from train.engine.options import check_known, listing
+    from train.engine.titan import ConfigManager, custom_registry
+
+    ConfigManager()  # which makes the registry complete
     try:
-        named = ["--module", "configs", "--config", args.config]
-        return ConfigManager().parse_args([*named, *rest])
+        config = make()
+        if for_help and not any(word.startswith("activation-") for word in rest):
+            print(listing(args.config, config))
+            sys.exit(0)
+        check_known(config, rest)
+        how = dict(prog="python -m train", registry=custom_registry)
+        return tyro.cli(type(config), args=rest, default=config, **how)
     except (ValueError, AssertionError) as error:  # torchtitan's checks of its fields
         raise UserError(
             f"got options that torchtitan refuses ({error}), expected valid ones: see "
@@ -154,6 +174,22 @@ def main() -> None:
     train(config, signals)
 
 
+def title(config) -> str:
+    """Say in a line what a configuration trains, and how."""
+    from marsopt import REGISTRY
+    from train.gpt2 import tensor_sizes
+
+    opt, sizes = config.optimizer, tensor_sizes(config.model_spec.model.shape)
+    count = sum(math.prod(size) for size in sizes.values())
+    corrects = REGISTRY[opt.mars_type].is_mars or opt.correction == "transport"
+    return (
+        f"{config.model_spec.flavor}: GPT-2 of {count / 1e6:.3g}M parameters, "
+        f"{config.training.steps:,} steps\n{opt.mars_type}, "
+        f"{opt.correction + ' correction' if corrects else 'no correction'}, peak rate "
+        f"{opt.lr:g}"
+    )
+
+
 def train(config, signals) -> None:
     """Train to the last step and show what came out; before it, end the process."""
     import torch.distributed as dist
@@ -178,8 +214,7 @@ def train(config, signals) -> None:
             first = dist.get_rank() == 0
             dist.destroy_process_group()
             if first:
-                title = f"{config.model_spec.flavor}: {config.optimizer.mars_type}"
-                summarize(Path(config.dump_folder), title)
+                summarize(Path(config.dump_folder), title(config))
     except BaseException as error:
         end(error, signals.told, config, step, began)
     if step < steps:

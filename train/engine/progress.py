@@ -4,14 +4,23 @@ import logging
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
+from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from train.data.tokenizers import Bytes
 from train.data.tokens import Meta
-from train.engine.titan import LoggerContainer, MetricsProcessor, TensorBoardLogger
+from train.engine.titan import (
+    BaseLogger,
+    LoggerContainer,
+    MetricsProcessor,
+    TensorBoardLogger,
+)
+from train.runs.checkpoints import last_step
 from train.runs.summary import PER_BYTE
 
 
@@ -27,6 +36,17 @@ def _silent():
         root.setLevel(level)
 
 
+class Scalars(TensorBoardLogger):
+    """TensorBoard's files of one run, all in ``folder``: what was written after step
+    ``done`` by a call that was cut off is not shown.
+    """
+
+    def __init__(self, folder: Path, done: int) -> None:
+        self.tag = None
+        purge = done + 1 if done else None
+        self.writer = SummaryWriter(str(folder), max_queue=1000, purge_step=purge)
+
+
 class Progress(MetricsProcessor):
     """torchtitan's metrics, with loss, speed and remaining time on the console."""
 
@@ -35,9 +55,27 @@ class Progress(MetricsProcessor):
         total_steps: int = 0
         """Set from training.steps."""
 
+    def _build_metric_logger(self, *, config, dump_folder, **kwargs) -> BaseLogger:
+        done = last_step(Path(dump_folder))
+        if done >= config.total_steps:  # nothing will be logged
+            return BaseLogger()
+        others = replace(config, enable_tensorboard=False)
+        kwargs |= dict(config=others, dump_folder=dump_folder)
+        logger = super()._build_metric_logger(**kwargs)
+        rank, folder = dist.get_rank(), Path(dump_folder) / config.save_tb_folder
+        if config.enable_tensorboard and (rank == 0 or config.save_for_all_ranks):
+            if not isinstance(logger, LoggerContainer):
+                logger = LoggerContainer()
+            each = folder / f"rank_{rank}" if config.save_for_all_ranks else folder
+            logger.add_logger(Scalars(each, done))
+        return logger
+
     def begin(self, meta: Meta) -> None:
         """Begin to log; called once, before the first step."""
+        # torchtitan takes a device that it does not know for an A100
+        self.has_quantization |= self.device_memory_monitor.device_name == "cpu"
         self._per_byte = meta.nats_per_byte("val")
+        self._is_bytes = meta.tokenizer == Bytes.name
         self._started: tuple[int, float] | None = None
         self._bar: tqdm | None = None
         self._speaks = dist.get_rank() == 0
@@ -79,7 +117,8 @@ class Progress(MetricsProcessor):
         if self._per_byte is not None:
             per_byte = loss * self._per_byte
             metrics[PER_BYTE] = per_byte
-            line += f"  ({per_byte:.4f} nats/byte)"
+            if not self._is_bytes:  # else all but the same number
+                line += f"  ({per_byte:.4f} nats/byte)"
         with _silent():
             super().log_validation(loss, step, metrics)
         self._flush()

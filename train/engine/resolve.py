@@ -1,6 +1,8 @@
 """A configuration made complete, and checked before processes meet."""
 
+import logging
 import math
+from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 
@@ -9,13 +11,13 @@ import torch
 from marsopt import REGISTRY, NewtonSchulz, mars
 from train.data.batches import Batches
 from train.data.tokens import open_tokens
-from train.errors import UserError
+from train.errors import UserError, counted
 from train.runs.initial import check_initial
 from train.runs.settings import held_out_folder
 
 POSITIVE = (
     "training.steps", "training.local_batch_size", "training.gc_freq",
-    "loss.num_summed", "validator.freq", "validator.samples", "metrics.log_freq",
+    "loss.num_summed", "validator.freq", "validator.most_samples", "metrics.log_freq",
     "comm.init_timeout_seconds", "comm.train_timeout_seconds",
     "parallelism.data_parallel_replicate_degree",
 )  # fmt: skip
@@ -45,22 +47,48 @@ UNUSED = {
 }  # fmt: skip
 
 
+# options that follow from others, and are filled in here
+FOLLOW = {
+    "dataloader.vocab_size", "dataloader.seed", "validator.dataloader.vocab_size",
+    "validator.dataloader.seed", "validator.last_step", "metrics.total_steps",
+}  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+
 def resolve(config, world: int) -> None:
-    """Fill in what follows from other fields, and check all that can be checked."""
-    _check_ranges(config)
-    _check_unused(config)
-    _check_degrees(config, world)
-    _check_batches(config, world)
-    _check_schedule(config)
-    _check_optimizer(config)
-    _check_data(config, world)
+    """Fill in what follows from other fields, and check all that can be checked.
+
+    Raises:
+        UserError: every mistake that was found, each a message of its own.
+    """
+    found = [*_ranges(config), *_unused(config)]
+    broken = {path.split(".")[0] for path, _ in found}
+    messages = [message for _, message in found]
+    for check, sections in (
+        (_check_degrees, {"parallelism"}),
+        (_check_batches, {"training"}),
+        (_check_warmup, {"training", "lr_scheduler"}),
+        (_check_decay, {"training", "lr_scheduler"}),
+        (_check_rule, {"optimizer"}),
+        (_check_floor, {"optimizer", "lr_scheduler"}),
+        (_check_correction, {"optimizer"}),
+        (_check_data, {"training", "debug", "dataloader", "validator"}),
+        (_fill_in, {"training"}),
+    ):
+        if broken & sections:  # it could not be understood
+            continue
+        try:
+            check(config, world)
+        except UserError as error:
+            messages += error.args
+    if messages:
+        raise UserError(*messages)
     check_initial(config)
-    _set(config.validator, "last_step", config.training.steps)
-    _set(config.metrics, "total_steps", config.training.steps)
 
 
-def _check_ranges(config) -> None:
-    """Check single numbers."""
+def _ranges(config) -> Iterator[tuple[str, str]]:
+    """Yield (option, what is wrong) of single numbers."""
     block, inf = config.model_spec.model.shape.block_size, math.inf
     least, most = dict.fromkeys(POSITIVE, 1) | dict.fromkeys(NOT_NEGATIVE, 0), LARGEST
     for path, low, high, expected in (
@@ -70,20 +98,22 @@ def _check_ranges(config) -> None:
     ):
         value = attrgetter(path)(config)
         if value is None or not low <= value < high:
-            raise UserError(f"got {path}={value}, expected {expected}: change it")
+            yield path, f"got {path}={value}, expected {expected}: change it"
     if not config.dump_folder.strip():
-        raise UserError(
-            "got an empty --dump-folder, expected a folder for the run: runs/NAME"
+        yield (
+            "dump_folder",
+            "got an empty --dump-folder, expected a folder for the run: runs/NAME",
         )
 
 
-def _check_unused(config) -> None:
-    """Check that options without effect have their usual values."""
+def _unused(config) -> Iterator[tuple[str, str]]:
+    """Yield (option, what is wrong) of options that have no effect here."""
     for path, usual in UNUSED.items():
         if (value := attrgetter(path)(config)) != usual:
-            raise UserError(
+            yield (
+                path,
                 f"got {path}={value}, expected {usual}: this application does not use "
-                "another value; leave it out"
+                "another value; leave it out",
             )
 
 
@@ -92,10 +122,11 @@ def _check_degrees(config, world: int) -> None:
     replicas, shards = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
     fits = world % replicas == 0 and shards in (-1, world // replicas)
     if not fits:
+        ranks = counted(world, "rank")
         raise UserError(
             f"got parallelism.data_parallel_replicate_degree={replicas} and "
-            f"data_parallel_shard_degree={shards} on {world} ranks, expected a product "
-            f"of {world}: change them (-1 shards over what is left), or start another "
+            f"data_parallel_shard_degree={shards} on {ranks}, expected a product of "
+            f"{world}: change them (-1 shards over what is left), or start another "
             "number of processes"
         )
 
@@ -106,9 +137,10 @@ def _check_batches(config, world: int) -> None:
     if t.global_batch_size < 0:
         t.global_batch_size = per_pass
     if t.global_batch_size % per_pass or t.global_batch_size == 0:
+        ranks = counted(world, "rank")
         raise UserError(
-            f"got training.global_batch_size={t.global_batch_size} with {world} ranks "
-            f"of local_batch_size={t.local_batch_size}, expected a multiple of "
+            f"got training.global_batch_size={t.global_batch_size} with {ranks} of "
+            f"local_batch_size={t.local_batch_size}, expected a multiple of "
             f"{per_pass} (ranks x local batch x micro-steps): "
             + _what_divides(t.global_batch_size, world)
         )
@@ -121,21 +153,29 @@ def _what_divides(global_batch: int, world: int) -> str:
         by_distance = (n for d in range(world) for n in (world - d, world + d))
         near = next((n for n in by_distance if global_batch % n == 0 < global_batch), 1)
         return (
-            f"{world} ranks cannot share {global_batch} samples equally; start {near}, "
+            f"{counted(world, 'rank')} cannot share {counted(global_batch, 'sample')} "
+            f"equally; start {near}, "
             f"or set --training.global-batch-size to a multiple of {world}"
         )
     fit = [str(n) for n in range(1, min(each, MOST_SAMPLES) + 1) if each % n == 0]
     return f"set --training.local-batch-size to one of {', '.join(fit)}"
 
 
-def _check_schedule(config) -> None:
-    rates = config.lr_scheduler
-    total = rates.total_steps or config.training.steps
+def _schedule_steps(config) -> int:
+    return config.lr_scheduler.total_steps or config.training.steps
+
+
+def _check_warmup(config, world: int) -> None:
+    rates, total = config.lr_scheduler, _schedule_steps(config)
     if rates.warmup_steps >= total:
         raise UserError(
             f"got lr_scheduler.warmup_steps={rates.warmup_steps}, expected less than "
             f"the schedule's {total} steps: shorten the warm-up"
         )
+
+
+def _check_decay(config, world: int) -> None:
+    rates, total = config.lr_scheduler, _schedule_steps(config)
     if rates.kind != "wsd":
         if rates.decay_ratio is not None:
             raise UserError(
@@ -143,31 +183,41 @@ def _check_schedule(config) -> None:
                 f"lr_scheduler.kind={rates.kind}, expected None: it belongs to wsd"
             )
         return
-    left, ratio = 1 - rates.warmup_steps / total, rates.decay_ratio
-    longest = total - rates.warmup_steps
+    ratio, longest = rates.decay_ratio, total - rates.warmup_steps
+    if longest <= 0:  # that is said of the warm-up
+        return
     finite = ratio is None or math.isfinite(ratio)
     if not (finite and 1 <= rates.decay_steps(total) <= longest):
         raise UserError(
             f"got lr_scheduler.decay_ratio={rates.decay_ratio}, expected at least one "
-            f"of {total} steps and at most {left:.4g} of them (what the warm-up "
-            "leaves; None = a fifth): change the ratio or the warm-up"
+            f"of {total} steps and at most {longest / total:.4g} of them (what the "
+            "warm-up leaves; None = a fifth): change the ratio or the warm-up"
         )
 
 
-def _check_optimizer(config) -> None:
-    opt, min_lr = config.optimizer, config.lr_scheduler.min_lr
+def _check_rule(config, world: int) -> None:
+    opt = config.optimizer
     try:
         mars(**opt.rule_options())
         mars(weight_decay=opt.embedding_weight_decay)
         NewtonSchulz(dtype=getattr(torch, opt.ns_dtype), gram=opt.ns_gram)
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
-    if not 0 <= min_lr <= opt.lr:
+
+
+def _check_floor(config, world: int) -> None:
+    rate, min_lr = config.optimizer.lr, config.lr_scheduler.min_lr
+    if not 0 <= min_lr <= rate and rate > 0:
         raise UserError(
             f"got lr_scheduler.min_lr={min_lr}, expected a number from 0 to "
-            f"optimizer.lr={opt.lr}: it is the rate at the end"
+            f"optimizer.lr={rate}: it is the rate at the end"
         )
-    if opt.correction == "exact" and not REGISTRY[opt.mars_type].is_mars:
+
+
+def _check_correction(config, world: int) -> None:
+    opt = config.optimizer
+    rule = REGISTRY.get(opt.mars_type)
+    if opt.correction == "exact" and rule is not None and not rule.is_mars:
         raise UserError(
             f"got optimizer.correction=exact with {opt.mars_type}, expected a MARS "
             "type: baselines correct nothing"
@@ -189,24 +239,51 @@ def _check_data(config, world: int) -> None:
         tokenizers.append(meta.tokenizer)
     if len(set(tokenizers)) > 1:
         raise UserError(
-            f"got {tokenizers[1]} tokens to validate on in {folder}, expected "
+            f"got tokens by {tokenizers[1]} to validate on in {folder}, expected "
             f"{tokenizers[0]}, as in {config.dataloader.dataset_path}: prepare both "
             "with one tokenizer"
         )
     if config.tokenizer.name != tokenizers[0]:
         raise UserError(
-            f"got {tokenizers[0]} tokens in {config.dataloader.dataset_path} with "
+            f"got tokens by {tokenizers[0]} in {config.dataloader.dataset_path} with "
             f"tokenizer.name={config.tokenizer.name}, expected those of one tokenizer: "
             f"give --tokenizer.name {tokenizers[0]}, or other data"
         )
-    samples, per_pass = config.validator.samples, t.local_batch_size * world
-    fits = samples % per_pass == 0 and samples <= batches.num_windows
-    if config.validator.enable and not fits:
+    _check_samples(config, world, batches.num_windows)
+
+
+def _check_samples(config, world: int, held_out: int) -> None:
+    """Choose the samples of a validation, of so many windows, or check those given."""
+    t, validator = config.training, config.validator
+    per_pass, folder = t.local_batch_size * world, validator.dataloader.dataset_path
+    if not validator.enable:
+        return
+    if validator.samples is None:
+        most = min(validator.most_samples, held_out)
+        # whole global batches where that can be: the same for any number of ranks
+        whole = t.global_batch_size
+        whole = whole if whole % per_pass == 0 < whole <= most else per_pass
+        validator.samples = max(most // whole, 1) * whole
+        if validator.samples < validator.most_samples:
+            log.warning(
+                "validating on %d samples where the recipe has %d: %s holds out %d",
+                *(validator.samples, validator.most_samples, folder, held_out),
+            )
+    samples = validator.samples
+    if not (samples % per_pass == 0 < samples <= held_out):
         raise UserError(
-            f"got validator.samples={samples} with {world} ranks of local_batch_size="
-            f"{t.local_batch_size}, expected a multiple of {per_pass} up to the "
-            f"{batches.num_windows} windows of {t.seq_len} tokens held out in {folder}"
+            f"got validator.samples={samples} with {counted(world, 'rank')} of "
+            f"local_batch_size={t.local_batch_size}, expected a multiple of {per_pass} "
+            f"up to the {held_out} windows of {t.seq_len} tokens held out in {folder}"
         )
+
+
+def _fill_in(config, world: int) -> None:
+    for section, name in (
+        (config.validator, "last_step"),
+        (config.metrics, "total_steps"),
+    ):
+        _set(section, name, config.training.steps)
 
 
 def _set(section, name: str, value: int) -> None:

@@ -11,14 +11,15 @@ prepare()
 from torchtitan.components.checkpointer import TRAIN_STATE
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
-from torchtitan.components.metrics import LoggerContainer, MetricsProcessor
-from torchtitan.components.metrics import TensorBoardLogger
+from torchtitan.components.metrics import BaseLogger, LoggerContainer
+from torchtitan.components.metrics import MetricsProcessor, TensorBoardLogger
 from torchtitan.components.optimizer import LRSchedulersContainer, ParamGroupConfig
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
 from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig
 from torchtitan.config import TrainingConfig
+from torchtitan.config.manager import custom_registry
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec

@@ -39,6 +39,10 @@ class TokenLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
+        dataset_path: str | None = None
+        """The folder of train.prepare; of validator.dataloader None = that of
+        dataloader.
+        """
         split: str = "train"
         """train or val."""
         infinite: bool = True
@@ -76,8 +80,12 @@ class HeldOut(Validator):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
-        samples: int = 256
-        """Held-out sequences per validation, over all ranks."""
+        samples: int | None = None
+        """Held-out sequences per validation, over all ranks; None = as many as there
+        are, up to most_samples.
+        """
+        most_samples: int = 256
+        """What the recipe validates on where that much is held out."""
         last_step: int = 0
         """Set from training.steps."""
 

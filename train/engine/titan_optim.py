@@ -1,6 +1,6 @@
 """MARS and the learning rate's schedules as torchtitan's containers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from re import search
@@ -19,6 +19,7 @@ from train.engine.titan import (
 from train.errors import UserError
 
 EMBEDDINGS, VECTORS, MATRICES = r"^(wte|wpe)\.", r"norm\.weight$", ".*"
+GROUPS = {EMBEDDINGS: "embeddings", VECTORS: "layer_norms", MATRICES: "matrices"}
 # rules that give everything one rate, and whose scripts keep embeddings from them
 # (MARS_M/train_mars_m.py, train_moonlight.py)
 ONE_RATE = frozenset(n for n, rule in REGISTRY.items() if rule.others == "adamw")
@@ -165,6 +166,7 @@ class MarsOptimizers(MarsOptimizersContainer):
                 'all gradients: write optimizer_name="MARS" in every group of '
                 'param_groups, with mars_type="adamw" for AdamW'
             )
+        self._names = [GROUPS.get(group.pattern) for group in config.param_groups]
         # of the last step, before the clip; one tensor, filled in by every step
         first = next(p for part in model_parts for p in part.parameters())
         self.grad_norm = torch.zeros((), device=first.device)
@@ -181,6 +183,17 @@ class MarsOptimizers(MarsOptimizersContainer):
         """Set every gamma to this factor of the configured one."""
         for group, own in zip(self.mars.param_groups, self._gammas, strict=True):
             group.update({key: factor * value for key, value in own.items()})
+
+    def rates(self) -> dict[str, float]:
+        """Return the learning rate of each group, by its name or its number."""
+        groups, found = self.mars.param_groups, {}
+        names = self._names if len(self._names) == len(groups) else [None] * len(groups)
+        for i, (name, group) in enumerate(zip(names, groups, strict=True)):
+            apart = REGISTRY[group["mars_type"]].others == "adamw_1d"
+            of_vectors = name == GROUPS[VECTORS] and not group["optimize_1d"]
+            scale = group["lr_1d"] / group["base_lr"] if apart and of_vectors else 1.0
+            found[name or f"group{i}"] = float(group["lr"]) * scale
+        return found
 
     @property
     def mars(self) -> MARS:
@@ -215,6 +228,14 @@ class RateSchedule(LRSchedulersContainer):
             if self.kind == "wsd":
                 options["decay"] = self.decay_steps(total)
             return RateSchedule(optimizers, partial(SCHEDULES[self.kind], **options))
+
+    def __init__(self, optimizers: MarsOptimizers, factor: Callable) -> None:
+        super().__init__(optimizers, factor)
+        self._optimizers = optimizers
+
+    def get_metrics(self) -> dict[str, float]:
+        """Return what is logged."""
+        return {f"lr/{name}": lr for name, lr in self._optimizers.rates().items()}
 
 
 SCHEDULES = {"cosine": cosine, "linear": linear, "wsd": wsd}

@@ -30,7 +30,7 @@ def _tasks(trained: Trained, tasks: dict, args: argparse.Namespace) -> dict:
 
 
 def _loss(trained: Trained, args: argparse.Namespace) -> dict:
-    """Return the mean loss over all held-out tokens of --data."""
+    """Return the mean loss over all held-out tokens of --data, or of the run's."""
     block = trained.model.shape.block_size
     window = args.window or trained.window or block
     if window > block:
@@ -38,15 +38,27 @@ def _loss(trained: Trained, args: argparse.Namespace) -> dict:
             f"got --window {window}, expected at most the model's {block}: lower it"
         )
     vocab_size = trained.model.shape.vocab_size
-    tokens, meta = open_tokens(args.data, "val", vocab_size=vocab_size)
+    data = args.data or trained.held_out
+    if data is None:
+        raise UserError(
+            f"got --loss without --data, and {trained.folder} does not say where its "
+            "data lies, expected the folder of train.prepare whose held-out text is "
+            "meant: --data data/NAME"
+        )
+    tokens, meta = open_tokens(data, "val", vocab_size=vocab_size)
+    if args.data is None and meta.val.sha256 != trained.data:
+        raise UserError(
+            f"got {data}, which holds out another text than when {trained.folder} was "
+            "trained, expected the same: name its place, or what is meant, by --data"
+        )
     if trained.tokens not in (None, meta.tokenizer):
         raise UserError(
-            f"got {meta.tokenizer} tokens in {args.data}, expected {trained.tokens}, "
+            f"got tokens by {meta.tokenizer} in {data}, expected {trained.tokens}, "
             "on which the model was trained: prepare the text with that tokenizer"
         )
     model = trained.model.to(args.device)
     found = whole_loss(model, tokens, window=window, batch=args.batch_size)
-    loss: dict = dict(data=str(args.data), sha256=meta.val.sha256, tokens=found.tokens)
+    loss: dict = dict(data=str(data), sha256=meta.val.sha256, tokens=found.tokens)
     loss |= dict(window=window, nats_per_token=found.nats_per_token)
     said = f"loss {found.nats_per_token:.5f} nats per token"
     scale = meta.nats_per_byte("val")
@@ -80,8 +92,9 @@ def _arguments() -> argparse.Namespace:
     add("--limit", type=int, help="examples per task (default: all)")
     add("--num-fewshot", type=int, help="default: as the task says")
     add("--loss", action="store_true",
-        help="the loss over all held-out text of --data")
-    add("--data", type=Path, help="a folder of train.prepare")
+        help="the loss over all held-out text")
+    add("--data", type=Path,
+        help="a folder of train.prepare (default: that of the run)")
     add("--window", type=int,
         help="tokens seen together, for --loss (default: as trained)")
     add("--batch-size", type=int, default=8)
@@ -98,9 +111,9 @@ def _arguments() -> argparse.Namespace:
     if not args.tasks and not args.loss:
         raise UserError(
             "got neither --tasks nor --loss, expected one or both: --tasks hellaswag, "
-            "or --loss --data data/NAME"
+            "or --loss"
         )
-    if args.loss and args.data is None:
+    if args.loss and args.data is None and args.run is None:
         raise UserError(
             "got --loss without --data, expected the folder of train.prepare whose "
             "held-out text is meant: --data data/NAME"

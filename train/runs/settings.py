@@ -16,6 +16,7 @@ from train.gpt2 import Shape
 from train.runs.checkpoints import last_step
 
 SETTINGS, FROM = "settings.json", "initial_load_path"
+HELD_OUT = "held_out_folder"  # where it lay when the run began; it may be moved
 AGAIN = (
     "the folder of a run, which python -m train --config NAME makes: restore what was "
     "written there, or choose another"
@@ -31,7 +32,7 @@ EXECUTION_WITHIN = {
     "training": {"steps", "local_batch_size", "gc_freq", "gc_debug",
                  "disable_cuda_graphs"},
     "optimizer": {"compile"},
-    "validator": {"freq", "samples", "steps", "enable", "last_step"},
+    "validator": {"freq", "samples", "most_samples", "steps", "enable", "last_step"},
     "debug": {"print_config", "save_config_file", "enable_structured_logging"},
 }  # fmt: skip
 
@@ -76,7 +77,7 @@ def difference(mine: dict, theirs: dict) -> str:
     """Say what of two runs' settings differs; empty if nothing does."""
     changed = [
         f"{key}={mine.get(key)!r} where it has {theirs.get(key)!r}"
-        for key in sorted(mine.keys() | theirs.keys())
+        for key in sorted((mine.keys() | theirs.keys()) - {HELD_OUT})
         if mine.get(key) != theirs.get(key)
     ]
     return "; ".join(changed[:3]) + (" and more" if len(changed) > 3 else "")
@@ -98,6 +99,7 @@ def claim(config) -> None:
             raise UserError(
                 f"got {what}, expected the settings of the run in {folder}: give "
                 "these to continue it, or another --dump-folder to start a new one"
+                + _longer(config, theirs)
             )
     elif begun:
         raise UserError(
@@ -106,7 +108,18 @@ def claim(config) -> None:
         )
     elif os.environ["RANK"] == "0":
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, mine)
+        write_json(path, mine | {HELD_OUT: str(held_out_folder(config))})
+
+
+def _longer(config, theirs: dict) -> str:
+    """Say how a run is continued to another last step than its schedule's."""
+    steps, total = config.training.steps, theirs.get("schedule_steps")
+    if config.lr_scheduler.total_steps is not None or steps == total:
+        return ""
+    return (
+        f". To train it to step {steps} by its schedule of {total} steps, after which "
+        f"the rate stays: --training.steps {steps} --lr-scheduler.total-steps {total}"
+    )
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -123,6 +136,8 @@ class Described:
     ]
     tokenizer: Annotated[Literal[*TOKENIZERS], Field(validation_alias="tokenizer.name")]
     window: Annotated[PositiveInt, Field(validation_alias="training.seq_len")]
+    data: Annotated[str, Field(validation_alias="data.val")] = ""
+    held_out: Annotated[str | None, Field(validation_alias=HELD_OUT)] = None
 
 
 def describe(folder: Path) -> Described:

@@ -1,8 +1,12 @@
 """The end of a run: loss curves as a picture, a sample, and where everything lies."""
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
-from train.data.tokenizers import tokenizer
+import numpy as np
+
+from train.data.tokenizers import Bytes, tokenizer
 from train.errors import UserError
 from train.files import write_json
 from train.gpt2.inference import generate
@@ -35,19 +39,49 @@ def read_scalars(folder: Path) -> dict[str, dict[int, float]]:
     }
 
 
+def smoothed(values: Sequence[float]) -> np.ndarray:
+    """Return (num,) running means over a tenth of the values around each, fewer at both
+    ends.
+    """
+    half = len(values) // 20
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    reach = np.minimum(half, np.minimum(at, len(values) - 1 - at))
+    return (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)
+
+
+def heights(curves: Sequence[dict[int, float]]) -> tuple[float, float]:
+    """Return the losses between which a picture shows curves, {step: loss}: from the
+    lowest to where a tenth of the steps is done, so that the start, which is several
+    times as high, does not press the rest flat.
+    """
+    last = max(step for curve in curves for step in curve)
+    late = [[v for step, v in curve.items() if step >= last / 10] for curve in curves]
+    shown = [value for values in late for value in values if math.isfinite(value)]
+    low, high = min(shown, default=0.0), max(shown, default=1.0)
+    return low - 0.05 * (high - low), high + 0.05 * (high - low)
+
+
 def plot(scalars: dict[str, dict[int, float]], title: str, path: Path) -> None:
     """Draw training and validation loss against steps."""
     labels = dict(title=title, xlabel="step", ylabel="loss (nats per token)")
+    row, held_out = scalars.get(TRAIN, {}), scalars.get(VAL, {})
+    mean = dict(zip(row, smoothed([*row.values()]).tolist(), strict=True))
     with picture(path, **labels) as axes:
-        if row := scalars.get(TRAIN):
+        if row:
+            raw = dict(color="0.85", linewidth=0.8)
+            axes.plot([*row], [*row.values()], **raw)
             axes.plot(
-                list(row), list(row.values()), "-", color="0.55", label="training"
+                [*mean], [*mean.values()], color="0.5", label="training, smoothed"
             )
-        if row := scalars.get(VAL):
-            steps, losses = list(row), list(row.values())
+        if held_out:
+            steps, losses = [*held_out], [*held_out.values()]
             axes.plot(steps, losses, "o--", color="black", label="held-out text")
             beside = dict(textcoords="offset points", xytext=(-4, 8), ha="right")
             axes.annotate(f"{losses[-1]:.3f}", (steps[-1], losses[-1]), **beside)
+        if curves := [curve for curve in (mean, held_out) if curve]:
+            axes.set_ylim(*heights(curves))
+        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
 
 
@@ -74,7 +108,7 @@ def summarize(folder: Path, title: str) -> None:
     """Print and draw what the finished run in ``folder`` has to show."""
     scalars = read_scalars(folder / "tb")
     plot(scalars, title, folder / "loss.png")
-    step = last_step(folder)
+    step, is_bytes = last_step(folder), describe(folder).tokenizer == Bytes.name
     summary: dict[str, float] = {"step": step}
     if step in (losses := scalars.get(VAL, {})):
         summary["validation_loss"] = losses[step]
@@ -82,10 +116,12 @@ def summarize(folder: Path, title: str) -> None:
         if step in (per_byte := scalars.get(PER_BYTE, {})):
             summary["nats_per_byte"] = per_byte[step]
             line += f", {per_byte[step]:.4f} nats per byte of held-out text"
+        if is_bytes:  # but for the ends of texts, which are tokens too
+            line = f"validation loss {losses[step]:.4f} nats per byte of held-out text"
     elif losses:  # cut off between the last checkpoint and its validation
         line = (
             f"no validation after step {step}: python -m train.evaluate --run {folder} "
-            "--loss --data DATA"
+            "--loss"
         )
     else:
         line = "validation was off"

@@ -24,7 +24,9 @@ class Trained:
 
     ``step`` is of a run's checkpoint, None for a Hugging Face folder; ``window`` the
     length of the sequences it was trained on, None where that is the block size;
-    ``tokens`` the name of the tokenizer they came from, None where that has none.
+    ``tokens`` the name of the tokenizer they came from, None where that has none;
+    ``held_out`` where the run's data lay, None where that is not known, and ``data``
+    the checksum of what it held out.
     """
 
     load: Callable[[], GPT2]
@@ -33,6 +35,8 @@ class Trained:
     step: int | None = None
     window: int | None = None
     tokens: str | None = None
+    held_out: Path | None = None
+    data: str = ""
 
     @cached_property
     def model(self) -> GPT2:
@@ -48,7 +52,9 @@ def of_run(folder: Path, step: int | None) -> Trained:
     step = int(path.name.removeprefix("step-"))
     load = partial(checkpoints.load_model, folder, run.shape, step)
     coder = partial(tokenizer, run.tokenizer)
-    return Trained(load, coder, folder, step, run.window, run.tokenizer)
+    found = dict(step=step, window=run.window, tokens=run.tokenizer, data=run.data)
+    held_out = None if run.held_out is None else Path(run.held_out)
+    return Trained(load, coder, folder, held_out=held_out, **found)
 
 
 def of_folder(folder: Path) -> Trained:
