@@ -54,7 +54,6 @@ def _label(axes, ends: list[tuple[Entry, float, float]], looks: dict) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     low, high = axes.get_ylim()
     heights = spread_out([y for _, _, y in ends], 0.042 * (high - low))
-    right = axes.get_xlim()[1]
     for (e, x, y), height in zip(ends, heights, strict=True):
         color = looks[e.recipe.name]["color"]
         line = dict(arrowstyle="-", color=color, linewidth=0.6, linestyle=":")
@@ -62,8 +61,8 @@ def _label(axes, ends: list[tuple[Entry, float, float]], looks: dict) -> None:
         text = dict(fontsize=8, va="center", annotation_clip=False, color="0.35")
         if e.recipe.corrects:
             text |= dict(color=color, weight="bold")
-        said, place = f"{e.name}  {y:.3f}", (right * 1.025, height)
-        axes.annotate(said, (x, y), place, arrowprops=line, **text)
+        text |= dict(textcoords=axes.get_yaxis_transform(), arrowprops=line)
+        axes.annotate(f"{e.name}  {y:.3f}", (x, y), (1.02, height), **text)
 
 
 def by(
@@ -90,7 +89,8 @@ def by(
         finals = [y for _, _, y in ends]
         low, high = min(finals), max(*finals, float(np.median(early)))
         margins = low - 0.06 * (high - low), high + 0.04 * (high - low)
-        axes.set(xlim=(0, max(x for _, x, _ in ends)), ylim=margins)
+        # beyond the last point, whose marker the border would cut
+        axes.set(xlim=(0, 1.01 * max(x for _, x, _ in ends)), ylim=margins)
         _label(axes, ends, looks)
 
 
@@ -142,7 +142,8 @@ def by_value(name: str, swept: list[tuple[Entry, int]], title: str, path: Path) 
     looks, ends = style([e for e, _ in swept]), []
     places = _places(name, list(dict.fromkeys(v for *_, line in lines for v in line)))
     losses = [v for *_, line in lines for v in line.values() if math.isfinite(v)]
-    low, top = min(losses), min(max(losses), 2 * np.median(losses) - min(losses))
+    low, usual = min(losses), float(np.quantile(losses, 0.75))
+    top = min(max(losses), low + 2 * (usual - low))
     high = top + 0.05 * (top - low)
     what = "peak learning rate" if name == "lr" else name
     labels = dict(
