@@ -368,7 +368,7 @@ def test_pictures_name_what_was_trained_and_cut_nothing(found, tmp_path, drawn):
     path = tmp_path / "a.png"
     plots.by(lambda e: 1.0, "tokens", found, "GPT-2, 40 steps, 2 seeds", path)
     (axes,) = drawn[0].axes
-    assert axes.get_title() == "GPT-2, 40 steps, 2 seeds"
+    assert axes.get_title(loc="left") == "GPT-2, 40 steps, 2 seeds"
     last = axes.transData.transform((40, 3.0))[0]
     assert axes.bbox.x1 - last >= 2 * drawn[0].dpi / 72  # half a marker of 4 points
 
@@ -401,12 +401,24 @@ def test_one_rate_is_no_sweep(found, options, tmp_path):
     ],
 )
 def test_rates_on_the_axis_do_not_run_into_each_other(rates, tmp_path, drawn):
+    for name in ("short", "tiny_mars_adamw_transport:betas=0.95,0.99:gamma=0.025"):
+        path = tmp_path / "a.png"
+        plots.by_value("lr", [rated(name, *rates)], "title", path)
+        (axes,) = drawn[-1].axes
+        labels = [text for text in axes.get_xticklabels() if text.get_text()]
+        assert len(labels) >= 3
+        assert not overlap([text.get_window_extent().padded(2) for text in labels])
+        assert axes.bbox.width > drawn[-1].dpi * 4
+
+
+def test_a_picture_of_an_option_without_effect(tmp_path, drawn):
+    sweep = Sweep.of("a", [1], 1, {"gamma": ["0.1", "0.2"]}, {"gamma": "0.1"})
+    tried = {Run(f"a:gamma={gamma}", 1, 0): 3.0 for gamma in (0.05, 0.1, 0.2)}
+    flat = replace(rated("a", 1), found=search(sweep, tried))
     path = tmp_path / "a.png"
-    plots.by_value("lr", plots.sweeps([rated("a", *rates)])["lr"], "title", path)
-    (axes,) = drawn[0].axes
-    labels = [text for text in axes.get_xticklabels() if text.get_text()]
-    assert len(labels) >= min(3, len(rates))
-    assert not overlap([text.get_window_extent().padded(2) for text in labels])
+    plots.by_value("gamma", [flat], "title", path)
+    low, high = drawn[0].axes[0].get_ylim()
+    assert low < 3.0 < high
 
 
 def test_labels_are_moved_apart_and_keep_their_order():
