@@ -7,18 +7,22 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 
+import matplotlib.pyplot
 import numpy as np
 import pytest
 
 from tests.forks import forked
 from train import prepare
-from train.compare import curves, plots, results, study
+from train.compare import curves, plots, results, study, table, timing
 from train.compare.__main__ import arguments, grids, swept
 from train.compare.curves import Curve
 from train.compare.session import Session
@@ -361,6 +365,77 @@ def test_mars_stands_out_and_no_two_lines_are_alike(found):
     assert len(kinds) == len(more)
 
 
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that were drawn."""
+    figures, close = [], matplotlib.pyplot.close
+    monkeypatch.setattr(matplotlib.pyplot, "close", figures.append)
+    yield figures
+    for figure in figures:
+        close(figure)
+
+
+def overlap(boxes):
+    return any(a.overlaps(b) for a, b in combinations(boxes, 2))
+
+
+def test_pictures_name_what_was_trained_and_cut_nothing(found, tmp_path, drawn):
+    path = tmp_path / "a.png"
+    plots.by(lambda e: 1.0, "tokens", found, "GPT-2, 40 steps, 2 seeds", path)
+    (axes,) = drawn[0].axes
+    assert axes.get_title(loc="left") == "GPT-2, 40 steps, 2 seeds"
+    last = axes.transData.transform((40, 3.0))[0]
+    assert axes.bbox.x1 - last >= 2 * drawn[0].dpi / 72  # half a marker of 4 points
+
+
+def rated(name, *rates):
+    made = entry(name, True, 0.1, curve(5.0, 3.0))
+    sweep = Sweep.of(name, rates, rates[len(rates) // 2], {}, {})
+    losses = {Run(name, lr, 0): 3 + (lr - rates[len(rates) // 2]) ** 2 for lr in rates}
+    return replace(made, found=search(sweep, losses))
+
+
+def test_one_rate_is_no_sweep(found, options, tmp_path):
+    alone = rated("alone", 1e-3)
+    names = table._pictures([alone], make(["tiny_adamw"], options), tmp_path)
+    assert names == ["loss_by_tokens.png", "loss_by_time.png"]
+    assert {p.name for p in tmp_path.iterdir()} == {*names}
+    both = plots.sweeps([alone, *found])
+    assert [e.recipe.name for e, _ in both["lr"]] == ["good", "bad"]
+    untimed = replace(alone, seconds_per_step=None)
+    names = table._pictures([untimed], make(["tiny_adamw"], options), tmp_path)
+    assert names == ["loss_by_tokens.png"]
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        (5e-3, 5.5e-3, 6e-3),
+        (1e-3, 2e-3, 4e-3),
+        (2.5e-4, 5e-4, 1e-3, 2e-3, 3e-3, 4e-3, 6e-3, 8e-3, 1.2e-2, 2.4e-2, 4.8e-2),
+    ],
+)
+def test_rates_on_the_axis_do_not_run_into_each_other(rates, tmp_path, drawn):
+    for name in ("short", "tiny_mars_adamw_transport:betas=0.95,0.99:gamma=0.025"):
+        path = tmp_path / "a.png"
+        plots.by_value("lr", [rated(name, *rates)], "title", path)
+        (axes,) = drawn[-1].axes
+        labels = [text for text in axes.get_xticklabels() if text.get_text()]
+        assert len(labels) >= 3
+        assert not overlap([text.get_window_extent().padded(2) for text in labels])
+        assert axes.bbox.width > drawn[-1].dpi * 4
+
+
+def test_a_picture_of_an_option_without_effect(tmp_path, drawn):
+    sweep = Sweep.of("a", [1], 1, {"gamma": ["0.1", "0.2"]}, {"gamma": "0.1"})
+    tried = {Run(f"a:gamma={gamma}", 1, 0): 3.0 for gamma in (0.05, 0.1, 0.2)}
+    flat = replace(rated("a", 1), found=search(sweep, tried))
+    path = tmp_path / "a.png"
+    plots.by_value("gamma", [flat], "title", path)
+    low, high = drawn[0].axes[0].get_ylim()
+    assert low < 3.0 < high
+
+
 def test_labels_are_moved_apart_and_keep_their_order():
     heights = [1.0, 1.01, 1.02, 3.0]
     moved = plots.spread_out(heights, 0.5)
@@ -392,6 +467,59 @@ def test_a_process_ends_with_the_one_that_started_it():
     began = time.monotonic()
     parent.communicate("now\n", timeout=40)  # until nobody holds its output
     assert time.monotonic() - began < 30
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+from train.compare.children import end, spawn
+child = spawn("timeit", ["-n", "1", "import time; print('up', flush=True); "
+                         "time.sleep(60)"], threads=1, lock=0)
+try:
+    sys.stdin.readline()
+    os.killpg(0, signal.SIGINT)
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(0.3)  # in which the child would say that it was interrupted
+    end([child])
+    print("ended", child.returncode, flush=True)
+"""
+
+
+def test_a_terminals_ctrl_c_is_not_told_by_the_children():
+    parent = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], cwd=ROOT, text=True, process_group=0,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert parent.stdout.readline() == "up\n"
+    said, _ = parent.communicate("now\n", timeout=40)
+    assert said == f"ended {-signal.SIGTERM}\n"
+
+
+def test_a_stopped_measurement_goes_on(tmp_path):
+    """With the turns that it has, after another of warm-up."""
+    runs, calls = {"a": "a/lr-1/seed-0", "b": "b/lr-1/seed-0"}, []
+
+    def step(stop=math.inf):
+        calls.append(len(calls))
+        if len(calls) > stop:
+            raise KeyboardInterrupt
+        return 1.0 + len(calls)
+
+    draft = tmp_path / timing.DRAFT
+    steps = {"a": partial(step, stop=4 * 2 * timing.BLOCK + 1), "b": step}
+    with pytest.raises(KeyboardInterrupt):
+        timing.take_turns(timing.begun(draft, runs, 2), steps, tmp_path)
+    assert not (tmp_path / "timing.json").exists()
+    assert timing.begun(draft, runs, 2).done == 3
+    for other in (({**runs, "b": "b/lr-2/seed-0"}, 2), (runs, 1), ({"a": "x"}, 2)):
+        assert timing.begun(draft, *other).done == 0
+    calls.clear()
+    steps = {"a": step, "b": step}
+    timing.take_turns(timing.begun(draft, runs, 2), steps, tmp_path)
+    assert len(calls) == (1 + timing.TURNS - 3) * 2 * timing.BLOCK
+    found = json.loads((tmp_path / "timing.json").read_text())
+    assert {len(values) for values in found.values()} == {timing.TURNS * timing.BLOCK}
+    assert not draft.exists()
 
 
 def words(data, folder, *more):

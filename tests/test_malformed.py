@@ -27,6 +27,7 @@ from train import export, import_hf, plan, prepare, sample
 from train.compare import __main__ as compare
 from train.compare import curves
 from train.compare.study import Recipe, Study
+from train.compare.sweep import Run, Sweep
 from train.data import tokenizer_files
 from train.data.shards import Ledger
 from train.data.tokenizers import Bytes
@@ -405,13 +406,14 @@ def comparison(tmp_path, monkeypatch):
     study = Study(
         *(30, 128, 2, 8, ["--x"], {"a": {"model_spec.model": 1}}, {"a": recipe}),
         *({"a": [1e-3]}, 1),
+        swept={"a": {"eps": ["1e-8"]}},
     )
     study.save(tmp_path)
     (tmp_path / "timing.json").write_text('{"a": [0.1, 0.2]}')
     curve = curves.Curve(np.array([0, 30]), np.array([5.0, 3.0]))
-    found = {curves.Run("a", 1e-3, 0): curve}
+    found = {Run("a:eps=1e-8", 1e-3, 0): curve}
     monkeypatch.setattr(results, "load_all", lambda *args: found)
-    for name in ("by", "by_rate"):
+    for name in ("by", "by_value"):
         monkeypatch.setattr(plots, name, lambda *args: None)
     return tmp_path, study
 
@@ -432,6 +434,7 @@ def test_a_comparison_that_was_altered(what, comparison):
             *[(name,) for name in ("tokens_per_step", "recipes", "grids", "options")],
             *[("recipes", "a"), ("recipes", "a", "lr"), ("recipes", "a", "corrects")],
             *[("grids", "a"), ("grids", "a", 0), ("settings", "a")],
+            *[("swept",), ("swept", "a"), ("swept", "a", "eps")],
         ],
         "timing.json": [("a",), ("a", 0)],
     }
@@ -456,7 +459,8 @@ def test_a_comparison_that_was_altered(what, comparison):
 def test_folders_beside_the_runs_are_the_users(tmp_path):
     for name in ("lr-0.1/seed-0.bak", "lr-0.1 copy/seed-0", "lr-/seed-1"):
         (tmp_path / "a" / name).mkdir(parents=True)
-    assert curves.load_all(tmp_path, 30, ["a"]) == {}
+    sweep = Sweep.of("a", [0.1], 0.1, {}, {})
+    assert curves.load_all(tmp_path, 30, [sweep]) == {}
 
 
 # ---- weights -------------------------------------------------------------------------

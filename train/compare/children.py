@@ -39,16 +39,23 @@ def spawn(
 ) -> subprocess.Popen:
     """Start ``python -m module`` as a process that ends with this one and holds the
     lock until then; what it says goes to ``console``, None = where ours goes.
+
+    A terminal's Ctrl-C reaches this process alone, which ends its children: a process
+    inherits what is blocked here.
     """
     command = [sys.executable, "-m", "train.compare.children", module]
-    return subprocess.Popen(
-        [*command, *map(str, args)],
-        stdin=subprocess.PIPE,
-        stdout=console,
-        stderr=subprocess.STDOUT if console is not None else None,
-        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-        pass_fds=(lock,),
-    )
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(
+            [*command, *map(str, args)],
+            stdin=subprocess.PIPE,
+            stdout=console,
+            stderr=subprocess.STDOUT if console is not None else None,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            pass_fds=(lock,),
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def end(processes: Sequence[subprocess.Popen]) -> None:

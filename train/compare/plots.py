@@ -17,7 +17,7 @@ from train.compare.results import Entry
 from train.pictures import picture
 
 DASHES = ["-", (0, (6, 2)), (0, (2, 1.2)), (0, (6, 2, 1.5, 2)), (0, (1, 1.5))]
-MARKERS, SIZE = "osD^vP", (9, 5.2)
+MARKERS = "osD^vP"
 MARS, BASELINE = ("#0b3c8c", "#b5440e", "#146b4a", "#5b2a86", "#000000"), "0.55"
 
 
@@ -35,6 +35,11 @@ def style(found: list[Entry]) -> dict[str, dict]:
     return looks
 
 
+def _size(found: list[Entry]) -> tuple[float, float]:
+    """Return inches that leave the curves their place beside the longest name."""
+    return 9 + 0.08 * max(0, max(len(e.name) for e in found) - 25), 5.2
+
+
 def spread_out(heights: list[float], gap: float) -> list[float]:
     """Return the same heights in the same order, moved apart to at least ``gap``.
 
@@ -49,12 +54,14 @@ def spread_out(heights: list[float], gap: float) -> list[float]:
     return moved.tolist()
 
 
-def _label(axes, ends: list[tuple[Entry, float, float]], looks: dict) -> None:
+def _label(
+    axes, ends: list[tuple[Entry, float, float]], looks: dict, title: str
+) -> None:
     """Write names at the right border, a thin line from each to its curve's end."""
+    axes.set_title(title, loc="left", fontsize=10)  # centred, it would move the axes
     axes.spines[["top", "right"]].set_visible(False)
     low, high = axes.get_ylim()
     heights = spread_out([y for _, _, y in ends], 0.042 * (high - low))
-    right = axes.get_xlim()[1]
     for (e, x, y), height in zip(ends, heights, strict=True):
         color = looks[e.recipe.name]["color"]
         line = dict(arrowstyle="-", color=color, linewidth=0.6, linestyle=":")
@@ -62,8 +69,8 @@ def _label(axes, ends: list[tuple[Entry, float, float]], looks: dict) -> None:
         text = dict(fontsize=8, va="center", annotation_clip=False, color="0.35")
         if e.recipe.corrects:
             text |= dict(color=color, weight="bold")
-        said, place = f"{e.name}  {y:.3f}", (right * 1.025, height)
-        axes.annotate(said, (x, y), place, arrowprops=line, **text)
+        text |= dict(textcoords=axes.get_yaxis_transform(), arrowprops=line)
+        axes.annotate(f"{e.name}  {y:.3f}", (x, y), (1.02, height), **text)
 
 
 def by(
@@ -76,9 +83,8 @@ def by(
     """Draw mean losses against steps times ``unit``, with the range over seeds."""
     looks, ends = style(found), []
     early = [e.curve.at(0.12 * found[0].curve.steps[-1]) for e in found]
-    ylabel = "validation loss (nats per token)"
-    labels = dict(title=title, xlabel=xlabel, ylabel=ylabel)
-    with picture(path, SIZE, **labels) as axes:
+    labels = dict(xlabel=xlabel, ylabel="validation loss (nats per token)")
+    with picture(path, _size(found), **labels) as axes:
         for e in found:
             curve, look = e.curve, looks[e.recipe.name]
             x = curve.steps * unit(e)
@@ -90,8 +96,9 @@ def by(
         finals = [y for _, _, y in ends]
         low, high = min(finals), max(*finals, float(np.median(early)))
         margins = low - 0.06 * (high - low), high + 0.04 * (high - low)
-        axes.set(xlim=(0, max(x for _, x, _ in ends)), ylim=margins)
-        _label(axes, ends, looks)
+        # beyond the last point, whose marker the border would cut
+        axes.set(xlim=(0, 1.01 * max(x for _, x, _ in ends)), ylim=margins)
+        _label(axes, ends, looks, title)
 
 
 def sweeps(found: list[Entry]) -> dict[str, list[tuple[Entry, int]]]:
@@ -124,7 +131,8 @@ def _ticks(places: dict[str, float], log: bool) -> tuple[list[float], list[str]]
     """
     shown: list[tuple[float, str]] = []
     ordered = sorted((math.log(x) if log else x, x, v) for v, x in places.items())
-    least = 0.08 * (ordered[-1][0] - ordered[0][0])
+    width = 0.022 * max(map(len, places))  # of the axis, in an ordinary font
+    least = width * (ordered[-1][0] - ordered[0][0])
     last = -math.inf
     for at, x, value in ordered:
         if at - last >= least:
@@ -133,24 +141,24 @@ def _ticks(places: dict[str, float], log: bool) -> tuple[list[float], list[str]]
     return [x for x, _ in shown], [value for _, value in shown]
 
 
-def by_value(name: str, swept: list[tuple[Entry, int]], title: str, path: Path) -> None:
-    """Draw the final loss of seed 0 against one axis of ``sweeps``, the others at their
+def by_value(name: str, found: list[Entry], title: str, path: Path) -> None:
+    """Draw the final loss of seed 0 against one of ``sweeps``, the others at their
     best; a ring is the chosen value, a cross at the top a run that diverged or is above
     the picture.
     """
-    lines = [(e, i, e.found.line(i)) for e, i in swept]
-    looks, ends = style([e for e, _ in swept]), []
+    lines = [(e, i, e.found.line(i)) for e, i in sweeps(found)[name]]
+    looks, ends = style(found), []
     places = _places(name, list(dict.fromkeys(v for *_, line in lines for v in line)))
     losses = [v for *_, line in lines for v in line.values() if math.isfinite(v)]
-    low, top = min(losses), min(max(losses), 2 * np.median(losses) - min(losses))
-    high = top + 0.05 * (top - low)
+    low, usual = min(losses), float(np.quantile(losses, 0.75))
+    top = min(max(losses), low + 2 * (usual - low))
+    high = top + 0.05 * (top - low or 1.0)  # where an option has no effect: 1 nat
     what = "peak learning rate" if name == "lr" else name
     labels = dict(
-        title=title,
         xlabel=f"{what} (ring: chosen; cross: diverged or above)",
         ylabel="final validation loss (nats per token)",
     )
-    with picture(path, SIZE, **labels) as axes:
+    with picture(path, _size(found), **labels) as axes:
         for e, i, line in lines:
             look, best = looks[e.recipe.name], e.found.best[i]
             color, chosen = look["color"], line[best]
@@ -168,4 +176,4 @@ def by_value(name: str, swept: list[tuple[Entry, int]], title: str, path: Path) 
         axes.set_ylim(low - 0.05 * (high - low), high)
         axes.minorticks_off()
         axes.set_xticks(*_ticks(places, name == "lr"))
-        _label(axes, ends, looks)
+        _label(axes, ends, looks, title)

@@ -71,8 +71,9 @@ class Entry:
         names = "lr num_trials num_diverged best final seconds_per_step"
         own = {name: getattr(self, name) for name in names.split()}
         found = self.found
-        return own | {
+        return {
             "name": self.name,
+            **own,
             "options": found.sweep.options(found.best),
             "inside": found.inside,
             "num_untried": len(found.wanted),

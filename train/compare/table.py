@@ -98,9 +98,9 @@ def _pictures(found: list[Entry], study: Study, folder: Path) -> list[str]:
         names.append("loss_by_time.png")
         path, xlabel = folder / names[-1], "training time (s)"
         plots.by(lambda e: e.seconds_per_step, xlabel, timed, title, path)
-    for axis, swept in plots.sweeps(found).items():
+    for axis in plots.sweeps(found):
         names.append(f"loss_by_{'rate' if axis == 'lr' else axis}.png")
-        plots.by_value(axis, swept, f"{study.length}, seed 0", folder / names[-1])
+        plots.by_value(axis, found, f"{study.length}, seed 0", folder / names[-1])
     return names
 
 
