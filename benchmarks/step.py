@@ -27,6 +27,7 @@ from benchmarks.contenders import OURS, REFERENCE, TORCH, Contender
 from benchmarks.measure import plan, run
 from marsopt.profiling.gpt2 import MODELS, VOCAB_SIZE, shapes
 from marsopt.profiling.machine import describe, one_line
+from marsopt.rules.registry import canonical
 from train.errors import UserError, command
 
 FAMILIES = ("ours", "torch", "peers")
@@ -76,6 +77,8 @@ def choose(
     Raises:
         UserError: an unknown name.
     """
+    without = [*map(canonical, without)]
+    only = None if only is None else [*map(canonical, only)]
     known = {*FAMILIES, *(c.key for c in every)}
     unknown = [name for name in [*(only or []), *without] if name not in known]
     if unknown:

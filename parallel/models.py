@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from marsopt import REGISTRY
 from marsopt.profiling import gpt2
+from marsopt.rules.registry import canonical
 
 from .forecast import Job
 
@@ -155,9 +156,10 @@ def jobs(
 
 def _parts(rule: str) -> tuple[str, str]:
     """Return the names of a rule and of its correction."""
-    mars_type, _, correction = rule.rpartition("-")
+    name = canonical(rule)
+    mars_type, _, correction = name.rpartition("-")
     if correction not in CORRECTIONS:
-        mars_type, correction = rule, "approximate"
+        mars_type, correction = name, "approximate"
     found = REGISTRY.get(mars_type)
     if found is None or (correction == "exact" and not found.is_mars):
         raise ValueError(

@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer import MODEL, OPTIMIZER, CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
-from marsopt import LOCAL, MARS, REGISTRY
+from marsopt import LOCAL, MARS
 from marsopt.optim.roles import NAMES
+from marsopt.rules.registry import named
 
 from .checkpoint import load
 from .collectives import MeshCollectives
@@ -197,8 +198,7 @@ def default_mars(
     """Return a configuration for torchtitan's language models, as ``default_adamw``:
     ``mars_type`` moves the matrices of the layers, expert weights in batches; MARS's
     own AdamW, with this lr too, moves embeddings, output head, routers and vectors,
-    without weight decay unless ``weight_decay_1d`` is given. ("mars-m", "moonlight" and
-    NorMuon decay vectors as they do matrices.)
+    without weight decay unless ``weight_decay_1d`` is given.
 
     Args:
         lr: learning rate of everything; of what AdamW moves, ``lr_1d`` if given.
@@ -225,7 +225,7 @@ def default_mars(
         lr=options["lr_1d"],
         betas=options["betas_1d"],
         weight_decay=options["weight_decay_1d"],
-        epsilon_hat=REGISTRY[mars_type].others == "adamw",
+        epsilon_hat=named(mars_type).others == "adamw",
     )
     return MarsOptimizersContainer.Config(
         param_groups=[

@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 from configs.published import LR, ONE_RATE, RULES, SIZES, TRANSPORT_GAMMA
 from marsopt import MARS, REGISTRY
 from marsopt.profiling.gpt2 import EMBEDDINGS
+from marsopt.rules.registry import canonical
 from train.errors import UserError
 
 MAX_NORM = 1.0
@@ -145,7 +146,7 @@ def method(name: str, size: str, lr: float | None = None) -> Method:
     Raises:
         UserError: no such method, or a rate that no recipe has.
     """
-    found = Method(name=name, size=size, lr=lr or 0.0, gamma=GAMMA)
+    found = Method(name=canonical(name), size=size, lr=lr or 0.0, gamma=GAMMA)
     if found.rule not in REGISTRY or found.rule.replace("-", "_") not in RULES:
         raise UserError(
             f"got method {name!r}, expected {TORCH} or one of {sorted(LR)}, with "
@@ -157,7 +158,7 @@ def method(name: str, size: str, lr: float | None = None) -> Method:
             "choose one that begins with mars-"
         )
     key = found.rule.replace("-", "_")
-    if lr is None and size not in LR[key]:
+    if lr is None and size not in LR.get(key, {}):
         raise UserError(
             f"got no learning rate for {name} on GPT-2 {size}, which no recipe has, "
             f"expected one: give --lrs {name}=RATE"

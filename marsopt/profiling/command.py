@@ -16,7 +16,7 @@ from marsopt.optim.compiling import declined, missing_for
 from marsopt.profiling.gpt2 import MODELS, VOCAB_SIZE, Subject, shapes
 from marsopt.profiling.machine import free_memory
 from marsopt.profiling.optimizer import profile_optimizer
-from marsopt.rules.registry import REGISTRY
+from marsopt.rules.registry import REGISTRY, canonical
 
 # by which a call ends in an answer, not in hours of lists
 MOST = {"layers": 100_000, "width": 2**20, "vocab": 2**24, "steps": 10**6}
@@ -35,7 +35,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "print(marsopt.profile(step_fn, *args)).",
     )
     add = parser.add_argument
-    rules = [name.replace("-", "_") for name in REGISTRY]
     dtypes = ["float32", "bfloat16"]
     apart = (
         "apart: as autograd leaves them; joined: one buffer per shape "
@@ -47,7 +46,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("--layers", "--width"):
         add(name, type=int, help="instead of the model's own")
     add("--vocab", type=int, default=VOCAB_SIZE, help="rows of wte")
-    add("--rule", choices=rules, default="mars_adamw")
+    add("--rule", type=canonical, choices=list(REGISTRY), default="mars-adamw")
     add("--correction", choices=["approximate", "transport"], default="approximate")
     add("--h-dtype", choices=dtypes, help="of the kept gradient")
     add("--gradients", choices=["apart", "joined"], default="apart", help=apart)
@@ -150,7 +149,7 @@ def run(args: argparse.Namespace) -> None:
     """Profile; print and write what came out."""
     subject = Subject(
         shapes(args.layers, args.width, args.vocab),
-        args.rule.replace("_", "-"),
+        args.rule,
         num_steps=args.steps + 2,
         device=args.device,
         h_dtype=args.h_dtype and getattr(torch, args.h_dtype),

@@ -178,13 +178,18 @@ RULES = (
 REGISTRY: dict[str, NamedRule] = {rule.name: rule for rule in RULES}
 
 
+def canonical(name: str) -> str:
+    """Return a name as the registry writes it: "MARS_AdamW" is "mars-adamw"."""
+    return name.lower().replace("_", "-")
+
+
 def named(mars_type: str) -> NamedRule:
-    """Return the rule that ``mars_type`` names; "MARS_AdamW" is "mars-adamw" too.
+    """Return the rule that ``mars_type`` names, in any spelling of ``canonical``.
 
     Raises:
         ValueError: there is none.
     """
-    name = str(mars_type).lower().replace("_", "-")
+    name = canonical(str(mars_type))
     if name not in REGISTRY:
         close = get_close_matches(name, REGISTRY, n=1)
         meant = f"did you mean {close[0]!r}?" if close else "choose one of these names"

@@ -189,7 +189,7 @@ class MarsOptimizers(MarsOptimizersContainer):
         groups, found = self.mars.param_groups, {}
         names = self._names if len(self._names) == len(groups) else [None] * len(groups)
         for i, (name, group) in enumerate(zip(names, groups, strict=True)):
-            apart = REGISTRY[group["mars_type"]].others == "adamw_1d"
+            apart = group["lr_1d"] is not None
             of_vectors = name == GROUPS[VECTORS] and not group["optimize_1d"]
             scale = group["lr_1d"] / group["base_lr"] if apart and of_vectors else 1.0
             found[name or f"group{i}"] = float(group["lr"]) * scale
