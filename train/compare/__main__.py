@@ -1,4 +1,4 @@
-"""python -m train.compare --configs A B C --out DIR [--lrs ...] [--steps N] ..."""
+"""python -m train.compare --configs A B C --out DIR [--lrs ...] [--sweep ...] ..."""
 
 import argparse
 import math
@@ -23,7 +23,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Return the command line, checked; what stands after -- goes to every run."""
     parser = argparse.ArgumentParser(
         "python -m train.compare",
-        description="Train recipes at several learning rates, and compare the best.",
+        description="Train recipes at several rates and options, and compare the best.",
         epilog="What follows -- is given to every run: -- --dataloader.dataset-path D",
     )
     add = parser.add_argument

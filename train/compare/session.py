@@ -58,6 +58,8 @@ class Session:
 
     def _start(self) -> bool:
         """Fill the free places; return whether anything was started."""
+        if len(self.running) >= self.jobs:
+            return False
         busy = {child.run for child in self.running}
         runs = sweep.next_runs(self.sweeps, *self._state())
         ready = [run for run in runs if run not in busy]
