@@ -293,11 +293,15 @@ def test_published_batches_divide_on_the_usual_numbers_of_gpus(name, world):
 def test_a_batch_that_does_not_divide_says_what_does(world, local, told):
     config = configs.small_mars_adamw()
     config.training.local_batch_size = local
-    head = f"got training.global_batch_size=480 with {world} ranks of local_batch_size="
-    with pytest.raises(UserError, match=told) as error:
+    config.dataloader.dataset_path = "/none"
+    ranks = f"{world:,} ranks of local_batch_size={local}"
+    head = f"got training.global_batch_size=480 with {ranks}, expected a multiple of"
+    with pytest.raises(UserError) as error:
         resolve(config, world)
-    assert str(error.value).startswith(f"{head}{local}, expected a multiple of")
-    assert "\n" not in str(error.value)
+    batch, data = error.value.args
+    assert batch.startswith(head)
+    assert re.search(told, batch)
+    assert data.startswith("got no /none/meta.json")
 
 
 # ---- the tiny ones are trained -------------------------------------------------------
