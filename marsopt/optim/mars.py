@@ -359,7 +359,8 @@ class MARS(LayoutOptimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 ahead = self._in_train_mode and self._ahead.knows(p)
-                yield p, self.state[p][ITERATE] if ahead else p.detach()
+                x = self.state[p].get(ITERATE) if ahead else None
+                yield p, p.detach() if x is None else x
 
     def lend(self) -> None:
         """Transport: as ``eval()``, for a state dict, until the next forward pass of a

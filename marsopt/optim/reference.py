@@ -127,10 +127,11 @@ class TakenGradients:
     """Which gradients were read by whom, so that a backward pass is found that adds to
     one of them for want of ``zero_grad()``.
 
-    It is told with certainty or not at all, by a hook that autograd and FSDP2 call
-    right after a gradient was accumulated: it finds the very tensor that was read, with
-    one write more. (Zeroed in place, it has two.) Not found are gradients that others
-    write, sums that are new tensors (``create_graph``), and what a CUDA graph replays.
+    A hook that autograd and FSDP2 call right after a gradient was accumulated finds the
+    very tensor that was read, with one write more. Zeroed in place, it has two; zeroed
+    through ``.data``, which counts nowhere, it has one, and is taken wrongly. Not found
+    are gradients that others write, sums that are new tensors (``create_graph``), and
+    what a CUDA graph replays.
     """
 
     def __init__(self) -> None:
