@@ -475,7 +475,7 @@ logging.getLogger("marsopt").setLevel(logging.INFO)
 def values(compile):
     g = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(s, generator=g)) for s in ((6, 4), (4,))]
-    optimizer = MARS(params, lr=0.01, max_norm=1.0, compile=compile)
+    optimizer = MARS(params, lr=0.01, lr_1d=3e-3, max_norm=1.0, compile=compile)
     for _ in range(3):
         for p in params:
             p.grad = torch.randn(p.shape, generator=g)
@@ -692,15 +692,18 @@ def test_an_empty_list_is_an_error():
 
 
 def zero(rank, world, correction):
-    """One matrix and one vector; rank 1 gets nothing, or the vector."""
+    """One matrix and one vector; rank 1 gets nothing, or the vector. ZeRO puts its
+    arguments into the groups, which then say them: lr_1d has to be said, too.
+    """
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch.jit
 
     found = []
     for shapes in (((6, 4),), ((6, 4), (4,))):
         params = parameters(*shapes)
         optimizer = ZeroRedundancyOptimizer(
-            params, optimizer_class=MARS, lr=LR, correction=correction, compile=False
-        )
+            params, optimizer_class=MARS, correction=correction, compile=False,
+            lr=LR, lr_1d=LR,
+        )  # fmt: skip
         for seed in range(4):
             fill(params, seed)
             optimizer.step()
@@ -714,7 +717,11 @@ def test_zero_redundancy_is_the_whole_optimizer(correction):
     for found in spawn(zero, 2, correction):
         for got in found:
             want = parameters(*(p.shape for p in got))
-            run(build(want, "eager", lr=LR, correction=correction), want, range(4))
+            run(
+                build(want, "eager", lr=LR, lr_1d=LR, correction=correction),
+                want,
+                range(4),
+            )
             equal(got, want, 1e-6)
 
 
@@ -793,7 +800,10 @@ class SAM(torch.optim.Optimizer):
 
 
 def test_sam_passes_options_twice():
-    kwargs = dict(lr=LR, is_approx=True, ns_dtype=torch.float32)
+    """In its groups too, which then say them: lr_1d has to be said for vectors."""
+    kwargs = dict(
+        lr=LR, lr_1d=3e-3, weight_decay_1d=0.1, is_approx=True, ns_dtype=torch.float32
+    )
     kwargs |= dict(compile=False, state_dtype=None, weight_decay=0.1, clip=None)
     params, twin = parameters(), parameters()
     optimizer, plain = SAM(params, MARS, **kwargs), MARS(twin, **kwargs)

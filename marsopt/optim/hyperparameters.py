@@ -46,10 +46,10 @@ def complete(group: dict[str, Any], given: Mapping[str, Any]) -> set[str]:
     row = named(group.get("mars_type", given["mars_type"]))
     own = {name: None for name, of in FOLLOWED.items() if of in group}
     missing = {**row.hyperparameters, **given, **own}
-    filled = missing.keys() - group.keys()
+    filled = [name for name in missing if name not in group]  # in one order everywhere
     group.update({name: missing[name] for name in filled})
     group["mars_type"] = row.name
-    return filled - given.keys() - own.keys()
+    return {name for name in filled if name not in given and name not in own}
 
 
 def structure(group: Mapping[str, Any]) -> tuple:
