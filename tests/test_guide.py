@@ -1,4 +1,6 @@
-"""What docs/guide.md shows runs as it stands there, and does what the text says."""
+"""What README and docs/guide.md show runs as it stands there, and does what the text
+says.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from torch import nn
 import marsopt
 from marsopt import MARS
 
-GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"
+ROOT = Path(__file__).parent.parent
 
 
-def snippets() -> dict[str, list[str]]:
+def snippets(page: Path) -> dict[str, list[str]]:
     """The code of each heading, or of each bold beginning of a paragraph."""
     found, where, code = {}, "", []
-    for line in [*GUIDE.read_text().splitlines(), "end"]:
+    for line in [*page.read_text().splitlines(), "end"]:
         if line.startswith("    ") or (code and not line):
             code.append(line.removeprefix("    "))
             continue
@@ -32,7 +34,8 @@ def snippets() -> dict[str, list[str]]:
     return found
 
 
-SNIPPETS = snippets()
+SNIPPETS = snippets(ROOT / "docs" / "guide.md")
+README = snippets(ROOT / "README.md")
 
 
 @pytest.fixture
@@ -60,7 +63,7 @@ def run(name, names, part=None):
     """Run the code under ``name``: all of it, or one part."""
     parts = SNIPPETS[name] if part is None else [SNIPPETS[name][part]]
     for code in parts:
-        exec(compile(code, f"{GUIDE.name}: {name}", "exec"), names)
+        exec(compile(code, f"guide.md: {name}", "exec"), names)
     return SimpleNamespace(**names)
 
 
@@ -197,3 +200,40 @@ def test_many_runs_at_once_and_gradients_of_a_run(names):
     for i, d in enumerate(1e-6 * torch.eye(2, dtype=torch.float64)):
         slope = float(outer(at + d) - outer(at - d)) / 2e-6
         assert float(found.meta["2.bias"][i]) == pytest.approx(slope, rel=1e-4)
+
+
+def test_the_readmes_start_trains_a_model_with_embeddings(caplog):
+    """And says nothing but what it compiles: rates and embeddings are chosen."""
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.inner = nn.Embedding(12, 8), nn.Linear(8, 8)
+            self.head = nn.Linear(8, 12)
+
+        def forward(self, x):
+            return self.head(self.inner(self.embed(x)).relu())
+
+    torch.manual_seed(0)
+    model, x = Words(), torch.arange(12)
+    (code,) = README["Start here"]
+    code = code.replace("max_norm=1.0)", "max_norm=1.0, compile=False)")
+    names = dict(model=model, loss_fn=nn.functional.cross_entropy)
+    exec(compile(code, "README.md", "exec"), names | {"batches": [(x, x.roll(1))] * 200})
+    model.eval()
+    with torch.no_grad():
+        assert nn.functional.cross_entropy(model(x), x.roll(1)) < 1.0
+    assert not [r.message for r in caplog.records if r.levelname == "WARNING"]
+
+
+def test_the_readmes_loop_and_rule(names):
+    model = names["model"]
+    names["MARS"] = lambda *given, **more: MARS(*given, compile=False, **more)
+    (code,) = README["Your own loop"]
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["optimizer"].param_groups[0]["lr_1d"] == 3e-3
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    names |= dict(params=params, grads=params)
+    (code,) = README["Pure functions"]
+    exec(compile(code, "README.md", "exec"), names)
+    assert not torch.equal(names["params"]["0.bias"], params["0.bias"])
