@@ -115,10 +115,12 @@ class Method:
         return self.rule.replace("-", "_")
 
     @property
-    def _lr_1d(self) -> float:
-        """Return the rate of vectors, as far from the recipe's as ``lr`` is."""
+    def _lr_1d(self) -> float | None:
+        """Return the rate of vectors, as far from the recipe's as ``lr`` is; None = lr
+        itself.
+        """
         if self._key in ONE_RATE:
-            return self.lr
+            return None
         return SIZES[self.size].lr_1d * self.lr / LR[self._key][self.size]
 
     def build(self, model: nn.Module, *, compile: bool) -> MARS | ClippedAdamW:
