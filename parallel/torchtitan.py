@@ -198,7 +198,8 @@ def default_mars(
     """Return a configuration for torchtitan's language models, as ``default_adamw``:
     ``mars_type`` moves the matrices of the layers, expert weights in batches; MARS's
     own AdamW, with this lr too, moves embeddings, output head, routers and vectors,
-    without weight decay unless ``weight_decay_1d`` is given.
+    without weight decay unless ``weight_decay_1d`` is given. (Vectors in the layers
+    take the rule itself with "adamw", "nadamw" and "lion", at these numbers.)
 
     Args:
         lr: learning rate of everything; of what AdamW moves, ``lr_1d`` if given.
@@ -214,7 +215,9 @@ def default_mars(
             f"got {sorted(unknown)}, expected arguments of marsopt.MARS: see its "
             "docstring"
         )
-    options = dict(lr_1d=lr, betas_1d=(0.9, 0.95), weight_decay_1d=0.0) | options
+    ours = dict(lr_1d=lr, betas_1d=(0.9, 0.95), weight_decay_1d=0.0)
+    options = {k: v for k, v in options.items() if k not in ours or v is not None}
+    options = ours | options
     per_group = {k: v for k, v in options.items() if k not in WHOLE}
     layers = dict(mars_type=mars_type, lr=lr, matrices="batched") | per_group
     beside = {k: v for k, v in per_group.items() if k in ("eps", "gamma", "gamma_1d")}

@@ -219,7 +219,9 @@ def test_the_readmes_start_trains_a_model_with_embeddings(caplog):
     (code,) = README["Start here"]
     code = code.replace("max_norm=1.0)", "max_norm=1.0, compile=False)")
     names = dict(model=model, loss_fn=nn.functional.cross_entropy)
-    exec(compile(code, "README.md", "exec"), names | {"batches": [(x, x.roll(1))] * 200})
+    exec(
+        compile(code, "README.md", "exec"), names | {"batches": [(x, x.roll(1))] * 200}
+    )
     model.eval()
     with torch.no_grad():
         assert nn.functional.cross_entropy(model(x), x.roll(1)) < 1.0

@@ -906,3 +906,41 @@ def test_schedule_free_loops_find_their_methods():
     with traced():
         optimizer.eval()
         optimizer.train()
+
+
+@pytest.mark.usefixtures("both_layouts")
+def test_closures_of_a_followed_model_train_as_a_loop_does():
+    """After a validation, whose mode only the closure's forward pass ends, and where
+    the closure itself takes a state dict after its backward pass.
+    """
+    (model, optimizer), (plain, other) = pair(), pair(follow=False)
+    for t in range(5):
+
+        def closure(t=t):
+            optimizer.zero_grad()
+            loss = model(batch(t)).square().mean()
+            loss.backward()
+            model.state_dict()
+            return loss
+
+        optimizer.step(closure)
+        with torch.no_grad():
+            model.eval()
+            model(batch(9))
+            model.train()
+    trained(plain, other, range(5))
+    optimizer.eval(), other.eval()
+    equal(model.parameters(), plain.parameters())
+
+
+def test_a_closure_that_ends_in_eval_mode_is_refused():
+    model, optimizer = pair(follow=False)
+    before = copies(model.parameters())
+
+    def closure():
+        model(batch(0)).square().mean().backward()
+        optimizer.eval()
+
+    with pytest.raises(RuntimeError, match="got step\\(\\) in eval mode"):
+        optimizer.step(closure)
+    equal(model.parameters(), before)

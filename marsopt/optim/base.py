@@ -21,6 +21,7 @@ from marsopt.optim.groups import (
     has_two_rates,
     labels,
     misspelt,
+    revived,
 )
 from marsopt.optim.hyperparameters import check_group, complete
 from marsopt.optim.kernels import InPlaceKernels
@@ -93,8 +94,8 @@ class LayoutOptimizer(Optimizer):
                 logging.WARNING,
                 "tensors that are not matrices take AdamW at lr_1d="
                 f"{param_group['lr_1d']}, a default of {param_group['mars_type']!r}; "
-                f"lr={param_group['lr']} moves matrices alone: pass lr_1d to choose "
-                "the rate of the others (lr_1d=lr: one rate)",
+                f"lr={param_group['base_lr']} is the rate of matrices alone. Pass "
+                "lr_1d to choose that of the others",
             )
         for what in misspelt(param_group, self.defaults):
             self._say(logging.WARNING, what)
@@ -143,12 +144,12 @@ class LayoutOptimizer(Optimizer):
             self.param_groups, self.state, self._options, self._compile, self._layout
         )
 
-    def _fitting(self, what: str) -> Layout:
+    def _fitting(self, what: str, *, agree: bool = True) -> Layout:
         """The layout, made anew where a group or a frozen parameter has changed; for
-        ``what``, which is going to write.
+        ``what``, which is going to write. Ranks ``agree`` where all of them do it.
         """
         self._writes.check(what)
-        if not self._agreed:  # once: later changes need not come on all ranks at once
+        if agree and not self._agreed:  # once: later changes need not come everywhere
             told = described(self.param_groups, self._options)
             self._options["collectives"].agree(told)
             self._agreed = True
@@ -252,6 +253,7 @@ class LayoutOptimizer(Optimizer):
         finally:
             handle.remove()
             self._loading = None
+        self._lent = False  # parameters are what the saved mode says
         if torn:
             log.warning(
                 "marsopt: state was loaded after a step that an exception had broken "
@@ -262,7 +264,8 @@ class LayoutOptimizer(Optimizer):
         """Take over ``saved``; torch.optim has made ``cast`` of it, in which state has
         the parameters' dtype.
         """
-        groups = zip(self.param_groups, cast["param_groups"], strict=True)
+        before = self.param_groups
+        groups = zip(before, cast["param_groups"], strict=True)
         foreign = set() if self._is_transport else {TRAIN_MODE, "gamma_1d"}
         self.param_groups = [
             {**old, **{key: new[key] for key in new if key not in foreign}}
@@ -270,6 +273,8 @@ class LayoutOptimizer(Optimizer):
         ]
         for group in self.param_groups:
             check_group(group, self._options)
+        for what in revived(before, self.param_groups):
+            self._say(logging.WARNING, what)
         self.state = under_loaded(self.state, cast["state"])
         layout = self._new_layout()
         labelled = labels(self.param_groups)

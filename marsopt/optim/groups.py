@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from marsopt.functional.routing import MATRICES, route
+from marsopt.functional.routing import FOLLOWED, MATRICES, route
 from marsopt.functional.trees import check_parameter
 from marsopt.optim.hyperparameters import check_group
+from marsopt.optim.state_dict import TRAIN_MODE
 from marsopt.optim.storage import check_apart
 from marsopt.rules import checks
 from marsopt.rules.newton_schulz import NewtonSchulz
+from marsopt.rules.registry import named
 
 
 def label(groups: Sequence[Mapping[str, Any]], number: int, index: int) -> str:
@@ -35,9 +37,9 @@ def labels(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, str]]:
 
 
 def described(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-    """Return what has to be the same on all ranks: all but the parameters and lr."""
+    """Return what has to be the same on all ranks: not the parameters, lr, mode."""
     told = [
-        {k: str(v) for k, v in group.items() if k not in ("params", "lr")}
+        {k: str(v) for k, v in group.items() if k not in ("params", "lr", TRAIN_MODE)}
         for group in groups
     ]
     return repr((told, {k: v for k, v in options.items() if k != "collectives"}))
@@ -70,12 +72,13 @@ def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
 
 
 def check_no_module(given: Any) -> None:
-    """Check that ``given`` is no module, whose elements, if it has any, are modules.
+    """Check that ``given`` is no module: its elements, if it has any, are modules, but
+    for those of a ParameterList, which torch.optim takes too.
 
     Raises:
         TypeError: it is one.
     """
-    if isinstance(given, nn.Module):
+    if isinstance(given, nn.Module) and not isinstance(given, nn.ParameterList):
         raise TypeError(
             f"got a module ({type(given).__name__}), expected tensors: pass its "
             ".parameters() or .named_parameters()"
@@ -87,7 +90,7 @@ def misspelt(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[
     which keep numbers of their own in param groups ("initial_lr", "swa_lr").
     """
     ours = {*defaults, *MATRICES, "base_lr", "gamma_1d", "nesterov", "adjust_lr_fn"}
-    for key in group.keys() - ours:
+    for key in {key for key in group if isinstance(key, str)} - ours:
         for near in get_close_matches(key, ours, n=1, cutoff=0.85):
             yield (
                 f"a param group has the key {key!r}, which is not read; if {near!r} "
@@ -113,6 +116,14 @@ def admit(groups: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> None:
     group.setdefault("base_lr", float(group["lr"]))
     check_group(group, options)
     check_matrices(groups, options)
+    # later changes of a tensor would not be seen without a sync
+    unseen = group["base_lr"] == 0 and isinstance(group["lr"], Tensor)
+    if unseen and has_two_rates(group, options):
+        raise ValueError(
+            f"got lr=0 as a tensor for a group with lr_1d={group['lr_1d']}, expected a "
+            "base rate, which lr_1d is measured against: add the group with its peak "
+            "lr, or give it base_lr"
+        )
     device = next((p.device for g in groups for p in g["params"]), None)
     for i, p in enumerate(group["params"]):
         what = label(groups, len(groups) - 1, i)
@@ -123,14 +134,34 @@ def admit(groups: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> None:
 
 def has_two_rates(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     """Return whether tensors of a group have the rate lr_1d, and it is not lr."""
-    lr, lr_1d = group["lr"], group["lr_1d"]
     routing = route({**options, **group})
     return (
         routing.own_rate
-        and not isinstance(lr, Tensor)  # looking would be a sync
-        and lr != lr_1d
+        and group["base_lr"] != group["lr_1d"]
         and any(not routing.matrix.matrices.takes(p.shape) for p in group["params"])
     )
+
+
+def revived(
+    before: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """Yield what to say of values for vectors that a checkpoint brings to a rule which
+    has none by default: earlier versions saved them for every rule, and did not read
+    them.
+    """
+    for old, new in zip(before, loaded, strict=True):
+        own = named(new["mars_type"]).hyperparameters
+        found = [
+            f"{name}={new[name]}"
+            for name in FOLLOWED
+            if own[name] is None and old[name] is None and new[name] is not None
+        ]
+        if found:
+            yield (
+                f"the state dict brings {', '.join(found)} to {new['mars_type']!r}: "
+                "they hold for tensors that are not matrices. Where they were saved by "
+                "an earlier version, which ignored them, set them to None in the group"
+            )
 
 
 def check_matrices(

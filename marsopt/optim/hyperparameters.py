@@ -21,7 +21,13 @@ PAIRS = ("betas", "betas_1d")
 RATES = ("lr", "lr_1d", "base_lr")
 # What, when it changes in a group, changes formulas and not only their numbers.
 STRUCTURE = (
-    *("mars_type", "optimize_1d", "amsgrad", "epsilon_hat", "nesterov", *MATRICES),
+    "mars_type",
+    "optimize_1d",
+    "amsgrad",
+    "epsilon_hat",
+    "nesterov",
+    "adjust_lr_fn",
+    *MATRICES,
 )
 # What is off, or another value, where it is None: that changes formulas too.
 OPTIONAL = ("clip", *FOLLOWED)

@@ -40,15 +40,15 @@ class MARS(LayoutOptimizer):
     is None is the rule's own, which docs/guide.md lists; the authors' four names have
     the authors' values.
 
-    Every hyperparameter up to ``clip``, those from ``epsilon_hat`` to ``clip_per``, and
-    ``gamma_1d`` may be set per param group and changed between steps, as in
-    torch.optim. What a group gives as lr, betas or weight_decay when it is added holds
-    for everything in it, unless it gives ``lr_1d``, ``betas_1d`` or ``weight_decay_1d``
-    too; None for one of these three in a group is the group's lr, betas or
-    weight_decay. What changes which rule moves a tensor (``mars_type``, ``matrices``),
-    and ``clip`` to or from None, restarts the state that the two rules do not share;
-    the learning rate of the others is lr * lr_1d / base_lr, where the group's
-    ``base_lr`` is its lr when it was added, so that it follows the schedule.
+    Every hyperparameter up to ``clip`` but ``is_approx``, those from ``epsilon_hat`` to
+    ``clip_per``, and ``gamma_1d`` may be set per param group and changed between steps,
+    as in torch.optim. What a group gives as lr, betas or weight_decay when it is added
+    holds for everything in it, unless it gives ``lr_1d``, ``betas_1d`` or
+    ``weight_decay_1d`` too; None for one of these three in a group is the group's lr,
+    betas or weight_decay. What changes which rule moves a tensor (``mars_type``,
+    ``matrices``), and ``clip`` to or from None, restarts the state that the two rules
+    do not share; the learning rate of the others is lr * lr_1d / base_lr, where the
+    group's ``base_lr`` is its lr when it was added, so that it follows the schedule.
 
     Args:
         params: tensors, (name, tensor) pairs or param groups. Real floating point,
@@ -112,7 +112,7 @@ class MARS(LayoutOptimizer):
             per group too; None = gamma.
         nonfinite: "skip" = a step whose gradient holds a NaN or infinity changes
             nothing and is counted in ``num_skipped``, without a host sync; a warning
-            is logged once where ten in a row were skipped (on CUDA and CPU). "raise" =
+            is logged once where a run stands still (on CUDA and CPU). "raise" =
             it also raises FloatingPointError (one sync a step).
 
     Raises:
@@ -226,18 +226,18 @@ class MARS(LayoutOptimizer):
                 ``nonfinite="raise"``; nothing has changed.
         """
         self._writes.check("step()")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         if self._lent:  # since the backward pass
             self.train()
-        if not self._in_train_mode:
+        if not self._in_train_mode:  # a closure may have ended so, too
             raise RuntimeError(
                 "got step() in eval mode, expected train mode: the gradient belongs to "
                 "the point ahead; call optimizer.train() before the forward pass (or "
                 "model.train(), where the optimizer follows the model)"
             )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
 
         layout = self._fitting("step()")
         if not layout.buckets:  # everything is frozen, or elsewhere
@@ -379,7 +379,8 @@ class MARS(LayoutOptimizer):
     def _switch(self, train: bool) -> None:
         if not self._is_transport or self._in_train_mode == train:
             return
-        layout = self._fitting("train()" if train else "eval()")
+        # one rank may do it alone, for a state dict
+        layout = self._fitting("train()" if train else "eval()", agree=False)
         self._writes.begin()
         self._ahead.exchange(layout.buckets, self.state)
         self._options["collectives"].written()

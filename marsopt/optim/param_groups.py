@@ -48,9 +48,10 @@ def param_groups(
       of GPT-2 small; larger ones have a smaller rate).
     - "adamw", "nadamw", "lion": the rule itself, without decay.
 
-    Every group names its rule, its lr and its decay, and may be changed before it is
-    passed on. With transport, groups that AdamW moves look ahead by ``gamma``, which a
-    group may have of its own, not by ``gamma_1d``.
+    Every group names its rule, its lr and its decay, so that these arguments of MARS no
+    longer reach it: give them here. It may be changed before it is passed on. With
+    transport, groups that AdamW moves look ahead by ``gamma``, which a group may have
+    of its own, not by ``gamma_1d``.
 
     Args:
         model: on any device, sharded, compiled, checkpointed or not. Parameters that do
@@ -126,6 +127,7 @@ def _beside(
     own = {name: value for name, value in own.items() if value is not None}
     # said, so that an argument of MARS for the rule does not change AdamW
     form = dict(mars_type="adamw", epsilon_hat=row.others == "adamw", nesterov=False)
+    form["optimize_1d"] = False
     rest = hidden | form | own
     if not row.matrix_only:
         return undecayed, rest | given

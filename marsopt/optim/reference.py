@@ -151,7 +151,8 @@ class TakenGradients:
                 self._seen[p.grad] = reader, _num_writes(p.grad, local)
                 self._added.pop(p.grad, None)
                 if p not in self._watched and p.requires_grad and p.is_leaf:
-                    p.register_post_accumulate_grad_hook(_hook(self, local))
+                    hook = p.register_post_accumulate_grad_hook(_hook(self, local))
+                    weakref.finalize(self, hook.remove)
                     self._watched[p] = True
 
     def accumulated(self, g: Tensor, num_writes: int) -> None:
@@ -176,10 +177,11 @@ class TakenGradients:
                 if p.grad is None or p.grad not in self._added:
                     continue
                 other, before = self._seen[p.grad]
+                if other == reader:
+                    continue
                 local = bucket.collectives.local
                 # written since: clipped or unscaled, unless it was zeroed
-                kept = _num_writes(p.grad, local) == before or bool(local(p.grad).any())
-                if other != reader and kept:
+                if _num_writes(p.grad, local) == before or bool(local(p.grad).any()):
                     raise RuntimeError(
                         f"got {reader} with gradients that were added to those which "
                         f"{other} had read, expected those of one batch: call "

@@ -29,7 +29,8 @@ class AdamW(Preconditioner):
         beta1 m/(1 - beta1^(t+1)) + (1 - beta1) c/(1 - beta1^t)
 
     which is Dozat's Algorithm 2 with a constant beta1 (optax.nadamw; torch.optim.NAdam
-    with decoupled_weight_decay, where momentum_decay has switched its schedule off).
+    with decoupled_weight_decay and a momentum_decay so large, 1e6, that its schedule
+    stays at beta1; 0 would halve beta1).
 
     Args:
         betas: decay rates of m and v.

@@ -135,6 +135,7 @@ class MarsOptimizers(MarsOptimizersContainer):
                     "betas": beside["betas_1d"] or beside["betas"],
                     "gamma": self.gamma if self.gamma_1d is None else self.gamma_1d,
                     "epsilon_hat": self.mars_type in ONE_RATE,
+                    "nesterov": False,
                     "optimize_1d": False,
                 }
             vectors = {"weight_decay": self.weight_decay_1d}
