@@ -5,7 +5,6 @@ closed, standard output that nobody reads.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,7 +54,13 @@ def test_an_interrupt_while_a_command_imports_is_one_line(module, tmp_path):
 
 
 def test_who_imports_the_application_keeps_its_own_signals():
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    code = (
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import train\n"
+        "print(signal.getsignal(signal.SIGINT).__name__)"
+    )
+    assert started("-c", code, capture_output=True).stdout == "default_int_handler\n"
 
 
 CLOSED = """

@@ -454,6 +454,6 @@ def test_a_held_out_file_is_in_no_other_split(tmp_path, monkeypatch):
     sizes = meta.train.text_bytes, meta.val.text_bytes
     assert sizes == (len("text a\n"), len("text b\n"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="got no text for the val split"):
+    with pytest.raises(UserError, match="with no file of text .it is empty."):
         empty = [tmp_path / "empty"]
         prepare("text", "bytes", tmp_path / "other", files, held_out=empty)

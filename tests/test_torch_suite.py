@@ -211,7 +211,8 @@ def test_groups_are_optimizers_of_their_own(mars_type, mode):
     groups = [{"params": [p], "lr": lr} for p, lr in zip(params, rates, strict=True)]
     together = build(groups, mode, **kw)
     apart = [
-        build([p], "eager", lr=lr, **kw) for p, lr in zip(others, rates, strict=True)
+        build([{"params": [p], "lr": lr}], "eager", **kw)
+        for p, lr in zip(others, rates, strict=True)
     ]
     with traced():
         for seed in range(3):

@@ -82,7 +82,7 @@ class LayoutOptimizer(Optimizer):
         check_once(self.param_groups, param_group)
         defaulted = set()
         if isinstance(param_group, dict):  # torch.optim refuses all else
-            defaulted = complete(param_group, self._options["given"])
+            defaulted = complete(param_group, self._options["given"], self.defaults)
         super().add_param_group(param_group)
         try:
             admit(self.param_groups, self._options)

@@ -33,7 +33,9 @@ STRUCTURE = (
 OPTIONAL = ("clip", *FOLLOWED)
 
 
-def complete(group: dict[str, Any], given: Mapping[str, Any]) -> set[str]:
+def complete(
+    group: dict[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> set[str]:
     """Give a new param group what it lacks of the rule's hyperparameters: the
     constructor's value, else the rule's own default. What the group itself gives as lr,
     betas or weight_decay holds for everything in it, unless it gives the value that
@@ -42,6 +44,7 @@ def complete(group: dict[str, Any], given: Mapping[str, Any]) -> set[str]:
     Args:
         group: as its user wrote it.
         given: what the constructor was given, and "mars_type".
+        defaults: the optimizer's, of that type: the rule's own but for what was given.
 
     Returns:
         The names of the values that are the rule's own defaults.
@@ -52,6 +55,8 @@ def complete(group: dict[str, Any], given: Mapping[str, Any]) -> set[str]:
     row = named(group.get("mars_type", given["mars_type"]))
     own = {name: None for name, of in FOLLOWED.items() if of in group}
     missing = {**row.hyperparameters, **given, **own}
+    if row.name == given["mars_type"]:
+        missing = {name: defaults[name] for name in missing} | own
     filled = [name for name in missing if name not in group]  # in one order everywhere
     group.update({name: missing[name] for name in filled})
     group["mars_type"] = row.name

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from marsopt import REGISTRY, NewtonSchulz, mars
+from marsopt.rules import checks
 from train.data.batches import Batches
 from train.data.tokens import open_tokens
 from train.errors import UserError, counted
@@ -198,6 +199,7 @@ def _check_decay(config, world: int) -> None:
 def _check_rule(config, world: int) -> None:
     opt = config.optimizer
     try:
+        checks.positive("lr", opt.lr)
         mars(**opt.rule_options())
         mars(weight_decay=opt.embedding_weight_decay)
         NewtonSchulz(dtype=getattr(torch, opt.ns_dtype), gram=opt.ns_gram)
