@@ -267,7 +267,7 @@ def started(data, folder, *options, ranks=1):
 
 def after_step(process: subprocess.Popen, step: int) -> None:
     """Wait until it says that it took this step."""
-    limit = threading.Timer(120, process.kill)
+    limit = threading.Timer(300, process.kill)  # of a busy machine
     limit.start()
     for line in process.stdout:
         if line.startswith(f"step {step}/"):
