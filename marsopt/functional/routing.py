@@ -67,7 +67,7 @@ def route(given: Mapping[str, Any]) -> Routing:
             f"got nesterov={nesterov!r} with mars_type={row.name!r}, expected None: "
             "its momentum has no Nesterov form"
         )
-    own = {} if nesterov is None else {"nesterov": nesterov}
+    form = {} if nesterov is None else {"nesterov": nesterov}
 
     def algorithm(row: NamedRule, numbers: Mapping[str, Any], **more) -> Algorithm:
         # matrix rules take the authors' betas one by one
@@ -76,7 +76,7 @@ def route(given: Mapping[str, Any]) -> Routing:
         own = {name: values[name] for name in row.arguments if name in values}
         return row.algorithm(**{**own, **more})
 
-    matrix, adamw = algorithm(row, given, **common, **own), REGISTRY["adamw"]
+    matrix, adamw = algorithm(row, given, **common, **form), REGISTRY["adamw"]
     if optimize_1d:
         rest = algorithm(adamw, given, **common) if row.matrix_only else None
         return Routing(matrix, rest, False)
@@ -87,7 +87,7 @@ def route(given: Mapping[str, Any]) -> Routing:
     # a tensor beside the rule is corrected by transport alone, and never clipped
     common = dict(state_dtype=given["state_dtype"], correction=unclipped)
     if row.others == "itself":
-        rest = algorithm(row, numbers, **common, **own)
+        rest = algorithm(row, numbers, **common, **form)
     elif row.others == "adamw":
         rest = algorithm(adamw, numbers, **common, epsilon_hat=True)
     else:
