@@ -1,6 +1,6 @@
-"""A GPU that is not there: within ``h100()`` torch, inductor and Triton are told that one
-H100 is present, so that whatever runs over fake CUDA tensors takes a GPU's path. Nothing
-is launched and no driver is asked.
+"""A GPU that is not there: within ``h100()`` torch, inductor and Triton are told that
+one H100 is present, so that whatever runs over fake CUDA tensors takes a GPU's path.
+Nothing is launched and no driver is asked.
 """
 
 from __future__ import annotations
