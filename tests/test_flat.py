@@ -504,7 +504,7 @@ def count_graphs(mars_type, num_layers, monkeypatch):
     optimizer = MARS(params, mars_type=mars_type, max_norm=1.0, compile=True)
     found = []
 
-    def backend(graph, _):
+    def backend(graph, _, **options):
         found.append(len(graph.graph.nodes))
         return graph.forward
 

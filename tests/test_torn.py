@@ -258,11 +258,11 @@ def test_a_backend_that_cannot_compile_has_written_nothing(part, monkeypatch):
     """With compile=True that is an error, whichever graph comes first to fail."""
     real = compiling.own_compile
 
-    def failing(function):
+    def failing(function, options):
         def fail(*_):
             raise BackendCompilerFailed(fail, RuntimeError("no such machine"), None)
 
-        return fail if function.__name__ == part else real(function)
+        return fail if function.__name__ == part else real(function, options)
 
     monkeypatch.setattr(compiling, "own_compile", failing)
     params = parameters()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from marsopt.functional.collectives import Collectives
@@ -35,7 +36,7 @@ def global_clip(grad_norm: Tensor, max_norm: Number) -> Tensor:
     return (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
 
 
-def products(stacks: Sequence[Stack]) -> list[tuple[Tensor, ...]]:
+def products(stacks: Sequence[Stack]) -> list[Tensor]:
     """Return the inner products of what is clipped in every stack, partial over
     shards.
     """
@@ -45,19 +46,20 @@ def products(stacks: Sequence[Stack]) -> list[tuple[Tensor, ...]]:
     ]
 
 
-def statistics(products: Sequence[tuple[Tensor, ...]], live: Tensor | None) -> Tensor:
+def statistics(products: Sequence[Tensor], live: Tensor | None) -> Tensor:
     """Return (N, 4): <g,g>, <g,h>, <h,h> of the parts that have a gradient here, else
     zeros, and how many ranks have one.
     """
-    columns = [
-        torch.cat([p[i] if i < len(p) else torch.zeros_like(p[0]) for p in products])
-        for i in range(3)
-    ]
-    if live is None:
-        return torch.stack([*columns, torch.ones_like(columns[0])], 1)
+    sums = torch.cat([_row_of(found) for found in products])
     # not a product: 0 times infinity is no zero
-    here = [torch.where(live, column, 0.0) for column in columns]
-    return torch.stack([*here, live.to(columns[0].dtype)], 1)
+    return sums if live is None else torch.where(live[:, None], sums, 0.0)
+
+
+def _row_of(products: Tensor) -> Tensor:
+    """Return (N, 4) of one or three columns: with zeros for those that lack, and one
+    rank.
+    """
+    return F.pad(F.pad(products, (0, 3 - products.shape[1])), (0, 1), value=1.0)
 
 
 def decide(
@@ -94,15 +96,15 @@ def decide(
 def _scales(hyper: Hyperparameters, sums: Tensor, a: Tensor, finite: Tensor) -> Scales:
     w_g, w_h = hyper.algorithm.weights(hyper.gamma, a, sums[:, :3])
     t = hyper.t.to(sums.dtype) + 1
-    ones, live = torch.ones_like(t), hyper.per_tensor(sums[:, 3] > 0)
+    one, live = torch.ones_like(a), hyper.per_tensor(sums[:, 3] > 0)
     k = hyper.algorithm.lookahead(hyper.gamma) if hyper.algorithm.transports else None
     return Scales(
         ok=live & finite,
-        a=a * ones,
+        a=a,
         g=w_g,
         h=w_h,
-        k=None if k is None else k * ones,
-        own=tuple(v * ones for v in hyper.algorithm.scalars(t, hyper.lr, hyper.gamma)),
+        k=None if k is None else k * one,
+        own=tuple(v * one for v in hyper.algorithm.scalars(t, hyper.lr, hyper.gamma)),
     )
 
 

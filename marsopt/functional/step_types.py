@@ -92,9 +92,10 @@ class RuleGroup(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Per-tensor scalars of a step (clip factors, rates, bias corrections), as vectors
-    over the N tensors of a group or the L of a stack. ``g`` and ``h`` are over parts
-    that are clipped; of a stack of such tensors, over rows (L, ..., rows).
+    """Scalars of a step (clip factors, rates, bias corrections): vectors over the N
+    tensors of a group or the L of a stack, or 0-D where all have the same. ``g`` and
+    ``h`` are over parts that are clipped; of a stack of such tensors, over rows (L,
+    ..., rows).
     """
 
     ok: Tensor  # bool: the step is finite and the tensor has a gradient
@@ -127,7 +128,7 @@ class Scales(NamedTuple):
 
 
 def factor(numbers: Tensor, x: Tensor) -> Tensor:
-    """Return numbers over the first dims of ``x`` as a factor of it."""
+    """Return numbers over the first dims of ``x``, or one, as a factor of it."""
     return numbers.view(*numbers.shape, *(1 for _ in range(x.ndim - numbers.ndim)))
 
 
@@ -137,8 +138,10 @@ def _of_stacks(
     """Return what consecutive stacks have of a vector over tensors, or over the parts
     that are clipped: a number for each tensor, or for each row where a tensor has
     several parts. One loop then moves all of such a stack, where inductor would make
-    one over rows and others over elements.
+    one over rows and others over elements. A number that all have stays as it is.
     """
+    if vector.ndim == 0:
+        return [vector for _ in stacks]
     sizes = [s.num_tensors * (s.num_clipped if per_part else 1) for s in stacks]
     found = []
     for v, s in zip(vector.split(sizes), stacks, strict=True):

@@ -9,9 +9,10 @@ import os
 import shutil
 import sysconfig
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -78,7 +79,11 @@ def announce() -> None:
 
 
 def compiled_where_possible(
-    function: Callable, *, required: bool, say: Callable[[int, str], None]
+    function: Callable,
+    *,
+    required: bool,
+    say: Callable[[int, str], None],
+    options: Mapping[str, Any] | None = None,
 ) -> Callable:
     """``function``, compiled; eager wherever dynamo declines to trace.
 
@@ -91,8 +96,9 @@ def compiled_where_possible(
         function: takes and changes tensors; reads nothing else.
         required: raise where the backend fails.
         say: told, with a level of logging, why it runs eagerly.
+        options: of inductor.
     """
-    compiled = own_compile(function)
+    compiled = own_compile(function, options)
     broken = False
 
     def call(*args):
@@ -142,7 +148,9 @@ def once() -> Callable[[int, str], None]:
     return cache(lambda level, what: log.log(level, "marsopt: %s", what))
 
 
-def own_compile(function: Callable) -> Callable:
+def own_compile(
+    function: Callable, options: Mapping[str, Any] | None = None
+) -> Callable:
     """torch.compile with a cache of its own.
 
     Dynamo keeps compiled code by code object: two optimizers that compile one function
@@ -156,4 +164,5 @@ def own_compile(function: Callable) -> Callable:
         function.__closure__,
     )
     own.__kwdefaults__ = function.__kwdefaults__
-    return torch.compile(own, fullgraph=True, dynamic=False)
+    given = None if options is None else dict(options)
+    return torch.compile(own, fullgraph=True, dynamic=False, options=given)

@@ -184,6 +184,13 @@ def _holds_tensor(value: Any) -> bool:
 
 def _set(cell: Tensor, value: Number) -> None:
     if isinstance(value, Tensor):
+        capturing = cell.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing and not value.is_cuda:
+            raise RuntimeError(
+                f"got a hyperparameter as a tensor on {value.device} in a step that a "
+                f"CUDA graph captures, expected one on {cell.device}: a replay could "
+                "not read it; move it there, and change it in place"
+            )
         cell.copy_(value, non_blocking=True)
     else:
         cell.fill_(value)

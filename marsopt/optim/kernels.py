@@ -83,6 +83,10 @@ def apply_(
 
 # ---- compiled ------------------------------------------------------------------------
 
+# What is decided for each tensor is a few bytes in each of many steps. Inductor fuses
+# loops that share data, ten bytes or more; here each loop for itself costs a launch.
+NUMBERS = {"aggressive_fusion": True, "score_fusion_memory_threshold": 0}
+
 
 class InPlaceKernels(PureKernels):
     """Kernels that write into the stacks that they are given.
@@ -123,7 +127,10 @@ class InPlaceKernels(PureKernels):
             return function
         if (function, graph) not in self._functions:
             self._functions[function, graph] = compiled_where_possible(
-                function, required=self._required, say=self._say
+                function,
+                required=self._required,
+                say=self._say,
+                options=NUMBERS if function in (assess, step.decide) else None,
             )
         return self._functions[function, graph]
 

@@ -19,6 +19,7 @@ from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.calls import should_stack
 from marsopt.optim.groups import check_matrices, label, labels
 from marsopt.optim.hyperparameters import DeviceHyperparameters, structure
+from marsopt.optim.live import Live
 from marsopt.optim.state_dict import State, forget_strangers, own
 from marsopt.rules.algorithm import working
 
@@ -73,6 +74,7 @@ class Layout:
         self._away: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._moved: list[Tensor] = []
         self._told: str | None = None  # the groups' numbers
+        self._live = Live()
         self._forms = [(x.shape, x.device, x.dtype) for x in self.params]
         with torch.no_grad():  # now, so that no address changes in the first step
             for bucket in self.buckets:
@@ -152,9 +154,9 @@ class Layout:
 
     # ---- a step ----------------------------------------------------------------------
 
-    def gather(self) -> tuple[list[RuleGroup], Tensor | None]:
+    def gather(self) -> tuple[list[RuleGroup], Tensor]:
         """Return the arguments of the one step, with the groups' present
-        hyperparameters; and which parameters have a gradient (N,), None: all have.
+        hyperparameters; and which of its N parts have a gradient (N,), bool.
 
         Copied are gradients of buckets of several parameters (autograd and FSDP leave
         them apart), unless they lie in one buffer (``MARS.join_gradients``), and
@@ -163,6 +165,8 @@ class Layout:
 
         Raises:
             ValueError: a hyperparameter out of its range.
+            RuntimeError: a CUDA graph captures it, and it has to send something that is
+                on the host.
         """
         refreshed = [hyper.refresh() for hyper in self._hyper]  # all of them
         if any(refreshed):
@@ -178,11 +182,7 @@ class Layout:
             found.append(RuleGroup(group.hyper, stacks))
         if copies[0]:
             torch._foreach_copy_(*copies)
-        if all(live):
-            return found, None
-        # one transfer, which the host does not wait for
-        flags = torch.tensor(live).to(self.params[0].device, non_blocking=True)
-        return found, flags
+        return found, self._live.on(self.params[0].device, live)
 
     def told(self) -> str:
         """Return the groups' numbers in the last ``gather``, for ranks to compare."""

@@ -27,6 +27,7 @@ class Kernel:
     num_bytes: int  # read and written
     is_extern: bool
     flagged_bytes: int = 0  # and read where a flag says so: see ``_flagged_bytes``
+    input_bytes: int = 0  # of the largest tensor that the graph was given and it reads
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,24 @@ class CompileLog:
                 flagged = _flagged_bytes(node)
                 graph.kernels.append(
                     Kernel(
-                        node.get_name(), 4 * words - flagged, node.is_extern(), flagged
+                        name=node.get_name(),
+                        num_bytes=4 * words - flagged,
+                        is_extern=node.is_extern(),
+                        flagged_bytes=flagged,
+                        input_bytes=_input_bytes(node),
                     )
                 )
+
+
+def _input_bytes(node) -> int:
+    """Return the bytes of the largest tensor that a kernel reads of those that its
+    graph was given.
+    """
+    from torch._inductor.virtualized import V
+
+    given = set(V.graph.graph_input_names)
+    reads = [dep for dep in node.read_writes.reads if dep.name in given]
+    return max((dep.numbytes_hint() for dep in reads), default=0)
 
 
 def _flagged_bytes(node) -> int:

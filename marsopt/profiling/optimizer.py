@@ -44,17 +44,17 @@ def full_buffers(algorithm: Algorithm) -> list[str]:
 
 
 def passes(
-    algorithm: Algorithm, *, g: int, x: int, h: int, buffers: int
+    algorithm: Algorithm, *, g: int, x: int, h: int, m: int, buffers: int
 ) -> tuple[int, int]:
     """Return the least bytes of the norms and of the update, from the bytes of what
-    they pass over; h is 0 where it is not read.
+    they pass over; h is 0 where it is not read, and ``buffers`` has the momentum m.
     """
     # h is read already
     update = g + h + 2 * buffers + (h if algorithm.keeps_h else 0)
     # of a matrix rule the update leaves x; applying reads x and the factors, writes x
-    update += 3 * x if algorithm.matrix_only else 2 * x
+    update += 2 * x + (m if algorithm.matrix_only else 0)  # factors are as m is
     update += x if algorithm.transports else 0  # x is in the state; y is written
-    update += x if algorithm.makes_matrix else 0
+    update += m if algorithm.makes_matrix else 0
     return g + h, update
 
 
@@ -67,9 +67,15 @@ def _floor(bucket: ParameterBucket) -> tuple[int, int, int]:
         g=g,
         x=sum(p.nbytes for p in bucket.params),
         h=bucket.state["h"].nbytes if algorithm.reads_h else 0,
+        m=bucket.state["m"].nbytes,
         buffers=sum(bucket.state[s].nbytes for s in full_buffers(algorithm)),
     )
     return norms, update, 0 if adjacent(grads) is not None else 2 * g
+
+
+def floor_of(buckets: Sequence[ParameterBucket]) -> Floor:
+    """Return the bytes of a step over these, with the gradients that are there."""
+    return Floor(*map(sum, zip(*map(_floor, buckets), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,7 @@ class OptimizerReport(Report):
     @property
     def num_stack_kernels(self) -> int:
         """Return the kernels of one step that pass over a stack."""
-        return self.num_kernels_over(min(self.stack_bytes))
+        return self.num_kernels_over(min(self.stack_bytes), inputs=True)
 
     @property
     def num_small_kernels(self) -> int:
@@ -254,6 +260,6 @@ def profile_optimizer(
         num_tensors=len(subject.params),
         num_params=sum(p.numel() for p in subject.params),
         stack_bytes=tuple(sum(p.grad.nbytes for p in ps) for ps in layout.leaves),
-        floor=Floor(*map(sum, zip(*map(_floor, layout.buckets), strict=True))),
+        floor=floor_of(layout.buckets),
         orthogonal=orthogonal(layout.groups, device),
     )

@@ -60,13 +60,15 @@ class Report:
         """Return what ``num_bytes`` take at the copy bandwidth; None as there."""
         return self.num_bytes / self.copy_bandwidth if self.graphs else None
 
-    def num_kernels_over(self, num_bytes: int) -> int:
-        """Return the kernels of one call that read and write at least ``num_bytes``."""
+    def num_kernels_over(self, num_bytes: int, *, inputs: bool = False) -> int:
+        """Return the kernels of one call that read and write at least ``num_bytes``, or
+        read a tensor of as many that the graph was given (``inputs``).
+        """
         return sum(
             graph.num_runs
             for graph in self.graphs
             for kernel in graph.kernels
-            if kernel.num_bytes >= num_bytes
+            if (kernel.input_bytes if inputs else kernel.num_bytes) >= num_bytes
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ from marsopt.rules.correction import Correction
 from marsopt.rules.matrices import Matrices, MatrixRows
 from marsopt.rules.preconditioner import Dims, Preconditioner
 
+ROW = 256  # elements; of shorter rows, as of a convolution, several are one
+
 
 def working_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype to compute in: float32 for half precision, else its own."""
@@ -22,6 +25,17 @@ def working_dtype(tensor: Tensor) -> torch.dtype:
 def working(tensor: Tensor) -> Tensor:
     """Return ``tensor`` in its working dtype."""
     return tensor.to(working_dtype(tensor))
+
+
+def _row_dims(shape: Sequence[int], first: int) -> tuple[int, ...]:
+    """Return the last dims of ``shape``, none before ``first``, that make a row long
+    enough to be read at once.
+    """
+    start, size = len(shape), 1
+    while start > first and size < ROW:
+        start -= 1
+        size *= shape[start]
+    return tuple(range(start, len(shape)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,25 +139,30 @@ class Algorithm:
 
     def inner_products(
         self, g: Tensor, h: Tensor | None, rows: MatrixRows | None = None
-    ) -> tuple[Tensor, ...]:
-        """Return <g,g>, <g,h>, <h,h> of the tensors of a stack (L, *shape), (L,) each,
-        or of their matrices, (L * num,), from one read of g and h; <g,g> alone where no
-        h is read.
+    ) -> Tensor:
+        """Return <g,g>, <g,h>, <h,h> of the tensors of a stack (L, *shape), (L, 3), or
+        of their matrices, (L * num, 3), from one read of g and h; <g,g> alone, with one
+        column, where no h is read.
 
         Written as sums of products, not as norms: inductor then keeps them in one graph
-        with what divides by them.
+        with what divides by them. Rows are summed first, then all products of them at
+        once: a GPU then reads whole rows in its widest loads, where inductor's own
+        split of a long sum need not divide it.
         """
         first = 1 if rows is None else 1 + self.matrices.column_dim(g.ndim - 1)
-        g, dims = working(g), tuple(range(first, g.ndim))
-
-        def inner(a: Tensor, b: Tensor) -> Tensor:
-            products = (a * b).sum(dims) if dims else a * b
-            return products if rows is None else rows.sum(products).flatten()
-
-        if not self.reads_h:
-            return (inner(g, g),)
-        h = working(h)
-        return inner(g, g), inner(g, h), inner(h, h)
+        g, dims = working(g), _row_dims(g.shape, first)
+        pairs = [(g, g)]
+        if self.reads_h:
+            h = working(h)
+            pairs += [(g, h), (h, h)]
+        every = [(a * b).sum(dims) if dims else a * b for a, b in pairs]
+        sums = torch.stack(every, 1)  # (L, products, *what is left of the shape)
+        if rows is None:
+            return sums.flatten(2).sum(2) if sums.ndim > 2 else sums
+        if sums.ndim > 1 + first:
+            sums = sums.flatten(1 + first).sum(-1)
+        found = rows.sum(sums.flatten(0, 1)).unflatten(0, sums.shape[:2])
+        return found.mT.flatten(0, 1)
 
     def weights(
         self, gamma: Number, a: Tensor, products: Tensor

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._inductor import async_compile, compile_fx, config, graph
 
 from benchmarks.gpu.rehearsal.device import NoGuard
@@ -38,15 +38,30 @@ class Graph:
 
 @dataclass(frozen=True)
 class Launch:
-    """One call of a kernel: ``args`` are its tensors (on meta) and its sizes."""
+    """One call of a kernel.
+
+    Args:
+        kernel: its name.
+        args: its tensors (on meta) and its sizes.
+        outside: memory of the graph's inputs, by the address of the storage.
+    """
 
     kernel: str
     args: tuple[Any, ...]
+    outside: frozenset[int]
 
     @property
     def sizes(self) -> list[int]:
         """Return how many elements it goes over along each of its axes."""
         return [a for a in self.args if isinstance(a, int)]
+
+    def is_outside(self, tensor: Tensor) -> bool:
+        """Return whether the graph was given ``tensor``, or its memory."""
+        return _memory(tensor) in self.outside
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 Runner = Callable[..., Any]
@@ -128,7 +143,7 @@ class Kernel:
 
     def run(self, *args, stream=None, **kwargs) -> None:
         """Note the launch; and run it, where somebody can."""
-        self._log.append(Launch(self.name, args))
+        self._log.append((self.name, args))
         if self._run is not None:
             self._run(self, *args, **kwargs)
 
@@ -155,18 +170,18 @@ class Wrapper:
         call: takes a list of the graph's inputs.
         inputs: makes inputs of their shapes, on meta.
         sources: of kernels, by name.
-        log: launches of all calls.
+        log: names of kernels and their arguments, of all calls.
     """
 
     call: Callable[[list], Any]
     inputs: Callable[[], list]
     sources: dict[str, str]
-    log: list[Launch]
+    log: list[tuple[str, tuple]]
 
 
 def load(source: str, *, device: str = "meta", run=None) -> Wrapper:
     """Return a graph's wrapper, whose kernels are ``run`` (by default not at all)."""
-    log: list[Launch] = []
+    log: list[tuple[str, tuple]] = []
     kernels = _Sources(log, run)
     scope: dict[str, Any] = {"__name__": "rehearsed", "__file__": "rehearsed.py"}
     stream = mock.patch.object(  # a torch without CUDA has none
@@ -224,5 +239,8 @@ def _inputs(scope: dict[str, Any]) -> list:
 def launches(found: Graph) -> tuple[dict[str, str], list[Launch]]:
     """Return a graph's kernels, by name, and the launches of one call."""
     wrapper = load(found.source)
-    wrapper.call(list(wrapper.inputs()))
-    return wrapper.sources, wrapper.log
+    inputs = wrapper.inputs()
+    outside = frozenset(_memory(x) for x in inputs if isinstance(x, Tensor))
+    wrapper.call(list(inputs))
+    log = [Launch(name, args, outside) for name, args in wrapper.log]
+    return wrapper.sources, log

@@ -1,0 +1,180 @@
+"""What a lowered step is made of: launches, bytes, and what its kernels compile to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.gpu.rehearsal.binaries import Binary, compiled
+from benchmarks.gpu.rehearsal.cases import Lowered
+from benchmarks.gpu.rehearsal.device import h100
+from benchmarks.gpu.rehearsal.lowering import launches
+from benchmarks.gpu.rehearsal.traffic import Access, Traffic, accesses, traffic
+
+# of the 65536 of an H100's processor: 12 warps of 32 threads then run at once
+MOST_REGISTERS = 168
+EXACT = 1e-3  # by which bytes may differ from the floor
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of a step.
+
+    Args:
+        name: inductor's, of which the end is its number in the graph.
+        graph: the function whose graph it is in.
+        runs: launches of it.
+        sizes: of its first launch.
+        over_stack: whether it goes over gradients, parameters or state.
+        divides: whether a full-size index has a modulo or a quotient.
+        traffic: of all its launches.
+        accesses: of its first launch.
+        source: Triton.
+    """
+
+    name: str
+    graph: str
+    runs: int
+    sizes: tuple[int, ...]
+    over_stack: bool
+    divides: bool
+    traffic: Traffic
+    accesses: tuple[Access, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """The kernels of one step of a case."""
+
+    lowered: Lowered
+    kernels: list[Kernel]
+
+    @property
+    def num_launches(self) -> int:
+        """Return those of a step."""
+        return sum(kernel.runs for kernel in self.kernels)
+
+    @property
+    def num_stack_launches(self) -> int:
+        """Return those that go over stacks."""
+        return sum(kernel.runs for kernel in self.kernels if kernel.over_stack)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Return that of a step."""
+        return sum((kernel.traffic for kernel in self.kernels), Traffic())
+
+    def faults(self) -> Iterator[str]:
+        """Yield what is not as it was meant to be, before anything is compiled."""
+        floor, found = self.lowered.floor, self.traffic.num_bytes
+        if abs(found / floor - 1) > EXACT:
+            n = self.lowered.num_params
+            yield f"{found / n:.2f} bytes a parameter, floor {floor / n:.2f}"
+        if self.lowered.num_recompiled:
+            yield f"{self.lowered.num_recompiled} recompiles while numbers moved"
+        for kernel in self.kernels:
+            if kernel.divides and kernel.over_stack:
+                yield f"{kernel.graph}: a division an element in {kernel.name}"
+
+
+def measure(lowered: Lowered) -> Step:
+    """Return the kernels of a lowered step."""
+    found = []
+    smallest = min(lowered.stack_sizes)
+    for graph in lowered.graphs:
+        with h100():
+            sources, log = launches(graph)
+        for name, source in sources.items():
+            runs = [run for run in log if run.kernel == name]
+            mine = [accesses(source, run) for run in runs]
+            full = [a for a in mine[0] if a.of_stack and a.num_elements >= smallest]
+            found.append(
+                Kernel(
+                    name=name,
+                    graph=graph.function,
+                    runs=len(mine),
+                    sizes=tuple(runs[0].sizes),
+                    over_stack=bool(full),
+                    divides=any(a.divides for a in full),
+                    traffic=sum(map(traffic, mine), Traffic()),
+                    accesses=tuple(mine[0]),
+                    source=source,
+                )
+            )
+    return Step(lowered, found)
+
+
+class Compiler:
+    """Binaries of kernels, each source compiled once for all cases."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[Binary]] = {}
+
+    def binaries(self, kernel: Kernel) -> list[Binary]:
+        """Return a kernel in each configuration that inductor would try."""
+        if kernel.source not in self._known:
+            with h100():
+                self._known[kernel.source] = list(compiled(kernel.name, kernel.source))
+        return self._known[kernel.source]
+
+
+def binary_faults(kernel: Kernel, binaries: list[Binary]) -> Iterator[str]:
+    """Yield what is not as it was meant to be in a kernel's machine code."""
+    for binary in binaries:
+        what = f"{kernel.graph}: {kernel.name} with {binary.config}"
+        if binary.spills:
+            yield f"{what} spills {binary.spills} bytes"
+        if binary.registers > MOST_REGISTERS:
+            yield f"{what} has {binary.registers} registers"
+        for (opcode, bits), num in binary.missing(kernel.accesses).items():
+            yield f"{what} lacks {num} {opcode}.{bits}"
+
+
+def to_dict(step: Step, compiler: Compiler | None) -> dict[str, Any]:
+    """Return what JSON can hold, and every fault.
+
+    Args:
+        step: what was measured.
+        compiler: of the kernels over stacks; None: nothing is compiled.
+    """
+    lowered, n = step.lowered, step.lowered.num_params
+    faults, kernels = [*step.faults()], []
+    for kernel in step.kernels:
+        row = dict(
+            name=kernel.name,
+            graph=kernel.graph,
+            runs=kernel.runs,
+            sizes=kernel.sizes,
+            over_stack=kernel.over_stack,
+            **asdict(kernel.traffic),
+        )
+        if compiler is not None and kernel.over_stack:
+            binaries = compiler.binaries(kernel)
+            faults += binary_faults(kernel, binaries)
+            row["binaries"] = [
+                {
+                    **asdict(binary),
+                    "widths": {f"{op}.{b}": k for (op, b), k in binary.widths.items()},
+                }
+                for binary in binaries
+            ]
+        kernels.append(row)
+    found = step.traffic
+    return dict(
+        **asdict(lowered.case),
+        name=lowered.case.name,
+        num_params=n,
+        num_stacks=len(lowered.stack_sizes),
+        graphs=[graph.function for graph in lowered.graphs],
+        num_recompiled=lowered.num_recompiled,
+        launches=step.num_launches,
+        stack_launches=step.num_stack_launches,
+        loaded=found.loaded / n,
+        stored=found.stored / n,
+        flagged=found.flagged / n,
+        floor=lowered.floor / n,
+        kernels=kernels,
+        faults=faults,
+    )
