@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -248,6 +249,13 @@ class MARS(LayoutOptimizer):
             self._ahead.begin(layout.buckets, self.state)
         with named_range("marsopt: gather"):
             groups, live = layout.gather()
+        if layout.unaligned is not None and self._compile:
+            self._say(
+                logging.WARNING,
+                f"the gradient of {layout.unaligned} begins inside a larger buffer, at "
+                "no multiple of 16 bytes: the GPU reads it in narrow loads. Where the "
+                "buffer is yours, begin every view at such a multiple",
+            )
         collectives, alike = self._options["collectives"], None
         if collectives is not LOCAL:
             alike = f"{layout.told()}, max_norm={self.max_norm}"
