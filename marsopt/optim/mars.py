@@ -119,7 +119,9 @@ class MARS(LayoutOptimizer):
     Raises:
         TypeError, ValueError: arguments out of their range, tensors that no rule can
             move.
-        RuntimeError: ``compile=True`` where nothing can compile.
+        RuntimeError: ``compile=True`` where nothing can compile. Of a step that a CUDA
+            graph captures: a hyperparameter that is a tensor on the CPU, or gradients
+            missing that no step before was missing alone.
     """
 
     def __init__(

@@ -20,15 +20,17 @@ from benchmarks.gpu.rehearsal.measure import Compiler, measure, to_dict
 from train.files import write_json
 
 ROOT = Path(__file__).parents[3]
+# of this folder, that make a result
+PARTS = ("binaries", "cases", "device", "lowering", "measure", "traffic")
 
 
 @cache
 def fingerprint() -> str:
     """Return what a result depends on: all sources, torch and Triton."""
     found = hashlib.sha256(f"{torch.__version__} {version('triton')}".encode())
-    for folder in ("marsopt", "benchmarks/gpu/rehearsal"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            found.update(path.read_bytes())
+    own = [Path(__file__).with_name(f"{part}.py") for part in PARTS]
+    for path in (*own, *sorted((ROOT / "marsopt").rglob("*.py"))):
+        found.update(path.read_bytes())
     return found.hexdigest()
 
 
