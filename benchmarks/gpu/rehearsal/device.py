@@ -240,7 +240,8 @@ def h100(*, triton: bool = True) -> Iterator[None]:
         for patch in patches:
             stack.enter_context(patch)
         # what they said before holds for the machine as it is
-        for cached in (_triton.has_triton, _triton._device_supports_tma):
-            cached.cache_clear()
-            stack.callback(cached.cache_clear)
+        for cached in vars(_triton).values():
+            if hasattr(cached, "cache_clear"):
+                cached.cache_clear()
+                stack.callback(cached.cache_clear)
         yield
