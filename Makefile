@@ -3,6 +3,8 @@
 # make test-oldest   the library on the oldest torch that it declares
 # make gpu           correctness, speed and a training on one GPU, nine minutes of each;
 #                    again: what is missing. Numbers in runs/gpu
+# make gpu-rehearsal all of the GPU path that can be verified without one: an hour on two
+#                    cores; again: what is missing. Tables and runs/gpu/rehearsal-*.json
 # make clean         delete the virtual environments and what tests and builds leave
 #
 # All but clean create .venv on first use: gigabytes. make train takes RUN=name (a
@@ -26,7 +28,7 @@ ifneq ($(RANKS),1)
 LAUNCH := $(BIN)/torchrun --nproc-per-node $(RANKS) -m
 endif
 
-.PHONY: help train test test-oldest lint gpu clean
+.PHONY: help train test test-oldest lint gpu gpu-rehearsal clean
 
 # what the header of this file says
 help:
@@ -35,8 +37,8 @@ help:
 train: $(VENV)/ready $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
 	$(LAUNCH) train --config $(CONFIG) --dump-folder runs/$(RUN) $(OPTIONS)
 
-test: lint $(VENV)/evaluate $(VENV)/examples
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+test: lint $(VENV)/evaluate $(VENV)/examples $(VENV)-triton/ready
+	MARSOPT_TRITON=$(VENV)-triton $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # the library's own tests on the oldest torch that it declares (several GB of packages)
 test-oldest: $(VENV)-oldest/ready
@@ -53,6 +55,24 @@ lint: $(VENV)/ready
 
 gpu: $(VENV)/ready data/packages/meta.json
 	$(BIN)/python -m benchmarks.gpu
+
+gpu-rehearsal: $(VENV)/ready $(VENV)-triton/ready
+	@mkdir -p runs/gpu
+	PYTHONPATH=$(VENV)-triton $(BIN)/python -m benchmarks.gpu.rehearsal \
+		--json runs/gpu/rehearsal-kernels.json
+	for part in interpreted host ranks models; do \
+		PYTHONPATH=$(VENV)-triton $(BIN)/python -m benchmarks.gpu.rehearsal.$$part \
+			--json runs/gpu/rehearsal-$$part.json || exit 1; done
+
+# Triton, which torch for a CPU comes without, on the path of the rehearsal alone: where
+# it can be imported, inductor answers otherwise. A torch for GPUs brings its own
+$(VENV)-triton/ready: requirements-rehearsal.txt constraints.txt $(VENV)/ready
+	@rm -rf $(VENV)-triton && mkdir $(VENV)-triton
+	@$(BIN)/python -c 'import triton' 2>/dev/null || \
+		$(BIN)/pip install --disable-pip-version-check --no-deps --target $(VENV)-triton \
+			-r requirements-rehearsal.txt -c constraints.txt || \
+		echo "no Triton for this machine: tests that rehearse the GPU path are skipped"
+	@touch $@
 
 # sources and documentation of installed packages; two packages are held out
 data/packages/meta.json: | $(VENV)/ready
@@ -80,4 +100,4 @@ $(VENV)/evaluate $(VENV)/examples: $(VENV)/%: requirements-%.txt constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-triton .pytest_cache .ruff_cache build dist

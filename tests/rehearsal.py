@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # where make installs Triton, apart from the environment
 TRITON = ROOT / os.environ.get("MARSOPT_TRITON", ".venv-triton")
-HAS_TRITON = importlib.util.find_spec("triton") is not None or TRITON.is_dir()
+HAS_TRITON = bool(importlib.util.find_spec("triton")) or (TRITON / "triton").is_dir()
 needs_triton = pytest.mark.skipif(
     not HAS_TRITON, reason=f"needs Triton, in the environment or in {TRITON.name}"
 )

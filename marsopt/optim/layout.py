@@ -23,6 +23,8 @@ from marsopt.optim.live import Live
 from marsopt.optim.state_dict import State, forget_strangers, own
 from marsopt.rules.algorithm import working
 
+WIDEST_LOAD = 16  # bytes: a GPU's, at multiples of as many
+
 
 def _structure(groups: Sequence[dict[str, Any]]) -> list[tuple]:
     return [(id(g), *structure(g), *map(id, g["params"])) for g in groups]
@@ -75,6 +77,7 @@ class Layout:
         self._moved: list[Tensor] = []
         self._told: str | None = None  # the groups' numbers
         self._live = Live()
+        self.unaligned: str | None = None  # a gradient that no wide load can read
         self._forms = [(x.shape, x.device, x.dtype) for x in self.params]
         with torch.no_grad():  # now, so that no address changes in the first step
             for bucket in self.buckets:
@@ -230,6 +233,8 @@ class Layout:
         if all(has) and all(g.stride() == strides for g in grads):
             g = adjacent(grads)
             if g is not None:
+                if g.is_cuda and g.storage_offset() * g.itemsize % WIDEST_LOAD:
+                    self.unaligned = bucket.labels[0]
                 return g
         rest = iter(grads)
         dtype = reduce(torch.promote_types, (g.dtype for g in grads or pieces))

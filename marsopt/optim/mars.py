@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -118,7 +119,9 @@ class MARS(LayoutOptimizer):
     Raises:
         TypeError, ValueError: arguments out of their range, tensors that no rule can
             move.
-        RuntimeError: ``compile=True`` where nothing can compile.
+        RuntimeError: ``compile=True`` where nothing can compile. Of a step that a CUDA
+            graph captures: a hyperparameter that is a tensor on the CPU, or gradients
+            missing that no step before was missing alone.
     """
 
     def __init__(
@@ -248,6 +251,13 @@ class MARS(LayoutOptimizer):
             self._ahead.begin(layout.buckets, self.state)
         with named_range("marsopt: gather"):
             groups, live = layout.gather()
+        if layout.unaligned is not None and self._compile:
+            self._say(
+                logging.WARNING,
+                f"the gradient of {layout.unaligned} begins inside a larger buffer, at "
+                "no multiple of 16 bytes: the GPU reads it in narrow loads. Where the "
+                "buffer is yours, begin every view at such a multiple",
+            )
         collectives, alike = self._options["collectives"], None
         if collectives is not LOCAL:
             alike = f"{layout.told()}, max_norm={self.max_norm}"

@@ -34,6 +34,7 @@ class Binary:
     Args:
         config: block sizes and warps.
         elements: of a block that one thread has.
+        used: of these, in the mean; fewer where a row does not fill its block.
         registers: of a thread.
         spills: bytes of local memory of a thread.
         widths: loads and stores of global memory.
@@ -41,28 +42,26 @@ class Binary:
 
     config: str
     elements: int
+    used: int
     registers: int
     spills: int
     widths: Widths
 
-    def missing(self, accesses: Sequence[Access]) -> Widths:
+    def missing(self, accesses: Sequence[Access]) -> Counter:
         """Return the full-size loads and stores that are narrower than this block
         allows: how many of the wide ones are not there.
         """
-        return wanted(accesses, self.elements) - Counter(self.widths)
+        return self.wanted(accesses) - Counter(self.widths)
 
-
-def wanted(accesses: Sequence[Access], elements: int) -> Counter:
-    """Return the full-size loads and stores, each as wide as can be, of a thread that
-    has so many elements.
-    """
-    found: Counter = Counter()
-    for access in accesses:
-        if access.full:
-            bits = 8 * access.size * elements
-            widest = min(WIDEST, bits)
-            found[STORE if access.is_store else LOAD, widest] += bits // widest
-    return found
+    def wanted(self, accesses: Sequence[Access]) -> Counter:
+        """Return the full-size loads and stores of a thread, each as wide as can be."""
+        found: Counter = Counter()
+        for access in accesses:
+            if access.full:
+                bits = min(WIDEST, 8 * access.size * self.elements)
+                num = max(1, 8 * access.size * self.used // bits)
+                found[STORE if access.is_store else LOAD, bits] += num
+        return found
 
 
 @cache
@@ -88,8 +87,8 @@ def widths_of(sass: str) -> Widths:
     return dict(found)
 
 
-# of a reduction that has its whole row at once; else the configuration has it
-ROW_BLOCK = re.compile(r"R0_BLOCK: tl.constexpr = (\d+)")
+# of a reduction that has its whole row at once, in a block that is a power of two
+WHOLE_ROW = re.compile(r"r0_numel = (\d+)\n\s*R0_BLOCK: tl.constexpr = (\d+)")
 
 
 def compiled(name: str, source: str) -> Iterator[Binary]:
@@ -100,7 +99,7 @@ def compiled(name: str, source: str) -> Iterator[Binary]:
     from triton.compiler import ASTSource
 
     tuner = getattr(PyCodeCache.load(source), name)
-    row = ROW_BLOCK.search(source)
+    row = WHOLE_ROW.search(source)
     for config in tuner.configs:
         meta = tuner._create_compile_meta(config)
         code = ASTSource(
@@ -114,13 +113,15 @@ def compiled(name: str, source: str) -> Iterator[Binary]:
             file.flush()
             usage = _printed("cuobjdump", "-res-usage", file.name)
             sass = _printed("nvdisasm", "-c", file.name)
-        used = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
-        sizes = [*config.kwargs.values(), *([int(row[1])] if row else [])]
-        size = prod(sizes)
+        counts = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+        columns, block = (int(row[1]), int(row[2])) if row else (1, 1)
+        sizes, threads = [*config.kwargs.values()], WARP * config.num_warps
+        shape = " x ".join(map(str, [*sizes, block] if row else sizes))
         yield Binary(
-            config=f"{' x '.join(map(str, sizes))}, {config.num_warps} warps",
-            elements=max(1, size // (WARP * config.num_warps)),
-            registers=int(used["REG"]),
-            spills=int(used["STACK"]) + int(used["LOCAL"]),
+            config=f"{shape}, {config.num_warps} warps",
+            elements=max(1, prod(sizes) * block // threads),
+            used=max(1, prod(sizes) * columns // threads),
+            registers=int(counts["REG"]),
+            spills=int(counts["STACK"]) + int(counts["LOCAL"]),
             widths=widths_of(sass),
         )

@@ -29,6 +29,7 @@ LLAMA_LAYER = {
     "attention_norm": (WIDTH,),
     "ffn_norm": (WIDTH,),
 }
+NONE = "none"  # what options call no correction
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

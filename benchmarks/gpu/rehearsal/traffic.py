@@ -11,6 +11,7 @@ from math import prod
 
 from benchmarks.gpu.rehearsal.lowering import Launch
 
+
 @dataclass(frozen=True)
 class Access:
     """A load or store of one launch.

@@ -1,0 +1,124 @@
+"""The GPU path without a GPU: steps lowered to Triton, kernels compiled for an H100."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.gpu.rehearsal.measure import MOST_REGISTERS
+from tests.rehearsal import ROOT, needs_triton, rehearsed
+
+pytestmark = needs_triton
+
+# graphs, launches, and of them over stacks: with what is fused today
+FROZEN = {
+    "mars-adamw/approximate/gpt2-small/float32": (2, 25, 13),
+    "mars-adamw/transport/gpt2-small/float32": (2, 25, 13),
+    "mars-m/transport/gpt2-small/bfloat16": (3, 30, 17),
+    "normuon/none/llama-7b-layer/float32": (3, 23, 13),
+    "nadamw/none/gpt2-xl/bfloat16": (2, 22, 13),
+}
+BINARIES = (
+    "mars-adamw/approximate/gpt2-medium/float32/binaries",
+    "mars-adamw/transport/gpt2-xl/float32/binaries",
+    "mars-m/transport/gpt2-small/bfloat16/binaries",
+)
+# each with what its check has to say
+MUTANTS = {
+    "mars-adamw/transport/gpt2-small/float32=read_always": "40.01 bytes a parameter",
+    "mars-adamw/approximate/gpt2-medium/float32=sum_at_once": "a division an element",
+    "mars-lion/approximate/gpt2-small/float32=none_if_all": "1 recompiles",
+    "adamw/none/llama-7b-layer/float32/binaries=few_registers": "spills",
+}
+
+
+@pytest.fixture(scope="module")
+def lowered(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lowered")
+    return rehearsed("tests.lowered", *FROZEN, *MUTANTS, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compiled")
+    return rehearsed("tests.lowered", *BINARIES, folder=folder)["cases"]
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_graphs_and_launches(lowered, name):
+    found = lowered["cases"][name]
+    counts = len(found["graphs"]), found["launches"], found["stack_launches"]
+    assert counts == FROZEN[name]
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_bytes_are_the_floor_and_nothing_recompiles(lowered, name):
+    found = lowered["cases"][name]
+    assert found["faults"] == []
+    assert found["loaded"] + found["stored"] == pytest.approx(found["floor"], rel=1e-3)
+    assert found["num_recompiled"] == 0
+
+
+def test_y_is_behind_a_flag(lowered):
+    for name in FROZEN:
+        size = 2 if "bfloat16" in name else 4
+        expected = size if "transport" in name else 0
+        assert lowered["cases"][name]["flagged"] == expected, name
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_a_fault(lowered, name):
+    assert MUTANTS[name] in " ".join(lowered["cases"][name]["faults"])
+
+
+@pytest.mark.parametrize("name", BINARIES)
+def test_kernels_neither_spill_nor_load_narrowly(compiled, name):
+    found = compiled[name]
+    binaries = [b for kernel in found["kernels"] for b in kernel.get("binaries", ())]
+    assert len(binaries) >= found["stack_launches"]
+    assert found["faults"] == []
+    assert all(b["spills"] == 0 for b in binaries)
+    assert all(b["registers"] <= MOST_REGISTERS for b in binaries)
+    assert all(b["narrow"] == 0 < b["full_size"] for b in binaries)
+
+
+def test_an_unaligned_gradient_is_told(lowered):
+    said = lowered["messages"]
+    assert said["aligned"] == ""
+    assert "the gradient of 2 begins inside a larger buffer" in said["unaligned"]
+
+
+def test_a_capture_refuses_what_a_replay_could_not_read(lowered):
+    said = lowered["messages"]
+    assert said["warm"] == said["known pattern"] == "captured"
+    assert "1 gradients missing" in said["new pattern"]
+    assert "a hyperparameter as a tensor on cpu" in said["rate on the host"]
+
+
+def test_the_command(tmp_path):
+    """A case lowered, kept, and read again; a table, and everything as JSON."""
+    own = ("--rules", "adamw", "--corrections", "none", "--models", "gpt2-small")
+    own += ("--dtypes", "float32", "--no-binaries", "--workers", "1")
+    own += ("--out", str(tmp_path / "out"))
+    found = rehearsed("benchmarks.gpu.rehearsal", *own, folder=tmp_path)
+    (row,) = found["cases"]
+    assert (row["rule"], row["faults"]) == ("adamw", [])
+    (kept,) = (tmp_path / "out").iterdir()
+    entry = json.loads(kept.read_text())
+    assert entry["result"] == row
+    entry["result"]["launches"] = 1234  # what is kept is not done again
+    kept.write_text(json.dumps(entry))
+    again = rehearsed("benchmarks.gpu.rehearsal", *own, folder=tmp_path)
+    assert again["cases"][0]["launches"] == 1234
+    table = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.rehearsal.tables"]
+        + [str(tmp_path / "rehearsed.json")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "| adamw | gpt2-small | float32 | 2 | 1234 |" in table
