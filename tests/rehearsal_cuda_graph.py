@@ -1,5 +1,6 @@
 """The training step of examples.cuda_graph over fake CUDA tensors, as it is and with
-defects: what would keep a graph from capturing it, or a replay from being the next step.
+defects: what would keep a graph from capturing it, or a replay from being the next
+step.
 
     python -m tests.rehearsal_cuda_graph --json FILE
 """
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,9 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu.rehearsal.device import h100
+from benchmarks.gpu.rehearsal.fakes import addresses
 from benchmarks.gpu.rehearsal.host import Watch
 from examples import cuda_graph as example
 from marsopt import MARS
+from marsopt.optim.state_dict import ITERATE
+from tests.stacking import as_on_a_gpu
 from train.files import write_json
 
 
@@ -52,13 +57,13 @@ def storages(tree):
             yield StorageWeakRef(storage), storage.nbytes()
 
 
-def addresses(model, optimizer):
+def held(model, optimizer):
     """What a graph has noted down: of parameters, state, rates, and bounds."""
-    held = [*model.parameters(), *model.buffers()]
-    held += [t for state in optimizer.state.values() for t in state.values()]
-    held += [group["lr"] for group in optimizer.param_groups]
-    held += [optimizer._max_norm, optimizer._skipped]
-    return [ref.cdata for ref, _ in storages(held)]
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [t for state in optimizer.state.values() for t in state.values()]
+    tensors += [group["lr"] for group in optimizer.param_groups]
+    tensors += [optimizer._max_norm, optimizer._skipped]
+    return [ref.cdata for ref, _ in storages(tensors)]
 
 
 def frozen(schedule, optimizer):
@@ -77,9 +82,9 @@ def frozen(schedule, optimizer):
     return other
 
 
-def warm(compile=False):
+def warm():
     """A model and its optimizer after two steps, and a batch."""
-    model, optimizer = example.build(torch.device("cuda"), compile=compile)
+    model, optimizer = example.build(torch.device("cuda"), compile=False)
     batch = [torch.empty(example.BATCH, n, device="cuda") for n in (16, 4)]
     for step in range(2):
         example.schedule(optimizer, step)
@@ -87,26 +92,33 @@ def warm(compile=False):
     return model, optimizer, batch
 
 
-def inspected(step, schedule, compile=False):
+def inspected(step, schedule):
     with FakeTensorMode():
-        model, optimizer, batch = warm(compile)
+        model, optimizer, batch = warm()
         other = frozen(schedule, optimizer)
-        before = addresses(model, optimizer)
+        before = held(model, optimizer)
         with Kept() as seen:
             loss = step(model, optimizer, batch)  # noqa: F841  (is kept)
         found = dict(
             num_operations=seen.num_operations,
             crossings=[str(crossing) for crossing in seen.found],
             largest_left=max(seen.left()),
-            moved=before != addresses(model, optimizer),
+            moved=before != held(model, optimizer),
             frozen=other,
         )
         with Watch() as exchanged:
             optimizer.eval()
             optimizer.train()
         found["exchange"] = [str(crossing) for crossing in exchanged.found]
-        found["moved_by_exchange"] = before != addresses(model, optimizer)
+        found["moved_by_exchange"] = before != held(model, optimizer)
     return found
+
+
+def stacked():
+    """As it is, where tensors of one shape have moved into stacks."""
+    with pytest.MonkeyPatch.context() as patch, addresses():
+        as_on_a_gpu(patch)
+        return inspected(example.training_step, example.schedule)
 
 
 # ---- defects -------------------------------------------------------------------------
@@ -135,7 +147,7 @@ def prints_loss(model, optimizer, batch):
 def moves_state(model, optimizer, batch):
     loss = example.training_step(model, optimizer, batch)
     for state in optimizer.state.values():
-        state["x"] = state["x"].clone()
+        state[ITERATE] = state[ITERATE].clone()
     return loss
 
 
@@ -152,9 +164,7 @@ def refused(prepare, steps_before):
                 p.grad = torch.empty_like(p)
             optimizer.step()
         prepare(optimizer, params)
-        with mock.patch.object(
-            torch.cuda, "is_current_stream_capturing", lambda: True
-        ):
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
             try:
                 optimizer.step()
             except RuntimeError as error:
@@ -183,6 +193,7 @@ if __name__ == "__main__":
         step, schedule = example.training_step, example.schedule
         found = dict(
             as_it_is=inspected(step, schedule),
+            stacked=stacked(),
             by_numbers=inspected(step, by_numbers),
             by_new_tensors=inspected(step, by_new_tensors),
             keeps_gradients=inspected(keeps_gradients, schedule),

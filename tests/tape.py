@@ -38,7 +38,9 @@ class Tape(TorchDispatchMode):
         every = {id(t): t for entry in self._log for t in _tensors(entry)}
         with torch.autograd._unsafe_preserve_version_counter(tuple(every.values())):
             for func, args, kwargs, out in self._log:
-                for there, made in zip(out, _tensors(func(*args, **kwargs)), strict=True):
+                for there, made in zip(
+                    out, _tensors(func(*args, **kwargs)), strict=True
+                ):
                     if made.data_ptr() != there.data_ptr():  # no view, not in place
                         there.copy_(made)
 

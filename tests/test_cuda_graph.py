@@ -1,0 +1,199 @@
+"""The training step of examples.cuda_graph, as far as it can be told without a GPU:
+what a capture would refuse, by fake CUDA tensors; what replays would compute, by a tape
+that runs the recorded operations again.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from examples import cuda_graph as example
+from tests.rehearsal import rehearsed
+from tests.stacking import copies
+from tests.tape import Tape
+
+# ---- what a capture needs ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("graph")
+    return rehearsed("tests.rehearsal_cuda_graph", folder=folder)
+
+
+@pytest.mark.parametrize("layout", ["as_it_is", "stacked"])
+def test_a_step_may_be_captured(found, layout):
+    """Nothing crosses between host and device; every address stays; and no more than a
+    number for each of the six parameters is left of what it has allocated.
+    """
+    step = dict(found[layout])
+    assert step.pop("num_operations") > 500
+    assert step.pop("largest_left") <= 6 * 8
+    clean = dict(crossings=[], frozen=[], exchange=[])
+    assert step == clean | dict(moved=False, moved_by_exchange=False)
+
+
+@pytest.mark.parametrize(
+    "defect, what",
+    [
+        ("by_numbers", lambda step: step["frozen"] == ["lr"]),
+        ("by_new_tensors", lambda step: step["frozen"] == ["lr"]),
+        ("keeps_gradients", lambda step: step["largest_left"] == 64 * 64 * 4),
+        ("prints_loss", lambda step: step["crossings"]),
+        ("moves_state", lambda step: step["moved"]),
+    ],
+)
+def test_a_defect_is_found(found, defect, what):
+    assert what(found[defect])
+
+
+@pytest.mark.parametrize(
+    "what, said",
+    [
+        ("first", "a step to capture whose parameters are new to it"),
+        ("missing", "a step to capture with 1 gradients missing"),
+        (
+            "rate_of_the_host",
+            "a hyperparameter as a tensor on cpu in a step that a CUDA",
+        ),
+    ],
+)
+def test_a_capture_refuses_what_a_replay_could_not_read(found, what, said):
+    assert found["refused"]["warm"] is None
+    assert found["refused"][what].startswith(f"got {said}")
+
+
+# ---- what replays compute ------------------------------------------------------------
+
+
+def draw(step):
+    g = torch.Generator().manual_seed(step)
+    return [torch.randn(example.BATCH, n, generator=g) for n in (16, 4)]
+
+
+def eager(model, optimizer, batch):
+    return SimpleNamespace(
+        replay=lambda: example.training_step(model, optimizer, batch)
+    )
+
+
+def taped(model, optimizer, batch):
+    """A step is taken here: recording one runs it."""
+    with Tape() as tape:
+        example.training_step(model, optimizer, batch)
+    return tape
+
+
+def run(start, schedule=example.schedule, between=lambda optimizer, step, batch: None):
+    """Take eight steps from the third on, all but the first of them by replays.
+
+    Args:
+        start: what makes them, from a model that was warmed up.
+        schedule: writes rates.
+        between: called before each step.
+    """
+    torch.manual_seed(0)
+    model, optimizer = example.build(torch.device("cpu"), compile=False)
+    batch, graph = draw(0), None
+    for step in range(10):
+        for static, new in zip(batch, draw(step), strict=True):
+            static.copy_(new)
+        schedule(optimizer, step)
+        if step < 2:
+            example.training_step(model, optimizer, batch)
+            continue
+        between(optimizer, step, batch)
+        if graph is None and start is taped:
+            graph = taped(model, optimizer, batch)
+            continue
+        graph = graph or eager(model, optimizer, batch)
+        graph.replay()
+    return model, optimizer
+
+
+def same(between=lambda optimizer, step, batch: None, schedule=example.schedule):
+    """Whether replays end where eager steps do, bit for bit."""
+    ends = []
+    for start in (eager, taped):
+        model, optimizer = run(start, schedule, between)
+        optimizer.eval()
+        ends.append((copies(model.parameters()), optimizer.num_skipped))
+    (a, skipped), (b, skipped_too) = ends
+    return all(map(torch.equal, a, b)) and skipped == skipped_too
+
+
+def test_replays_are_the_next_steps(both_layouts):
+    assert same()
+
+
+def test_validation_between_replays(both_layouts):
+    seen = []
+
+    def validate(optimizer, step, batch):
+        seen.append(step)
+        optimizer.eval()
+        optimizer.train()
+
+    assert same(validate) and len(seen) == 16
+
+
+def test_a_norm_that_is_set_between_replays_is_read():
+    def tighten(optimizer, step, batch):
+        optimizer.max_norm = 1e-3 * (step + 1)
+
+    assert same(tighten)
+    (fixed, _), (moved, _) = run(taped), run(taped, between=tighten)
+    pairs = zip(fixed.parameters(), moved.parameters(), strict=True)
+    assert not all(torch.equal(p, q) for p, q in pairs)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted_in_replays():
+    def poison(optimizer, step, batch):
+        if step == 5:
+            batch[0][0, 0] = float("nan")
+
+    assert same(poison)
+    model, optimizer = run(taped, between=poison)
+    assert optimizer.num_skipped == 1
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def by_numbers(optimizer, step):
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * (1 - step / 10)
+
+
+def by_new_tensors(optimizer, step):
+    for group in optimizer.param_groups:
+        group["lr"] = torch.full_like(group["lr"], 1e-3 * (step + 1))
+
+
+def decay(optimizer, step):
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.1 * step
+
+
+@pytest.mark.parametrize("schedule", [by_numbers, by_new_tensors, decay])
+def test_numbers_and_new_tensors_are_frozen(schedule):
+    assert not same(schedule=schedule)
+
+
+def test_a_tape_refuses_to_tell_the_host_a_value():
+    with Tape(), pytest.raises(RuntimeError, match="when stream is capturing"):
+        torch.ones(()).item()
+
+
+# ---- the example ---------------------------------------------------------------------
+
+
+def test_on_a_cpu_it_says_that_nothing_is_captured_and_learns(capsys, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, on which it captures")
+    build = example.build
+    monkeypatch.setattr(example, "build", lambda device: build(device, compile=False))
+    example.main()
+    first, *steps, last = capsys.readouterr().out.splitlines()
+    assert "nothing is captured" in first and last == "skipped 0"
+    losses = [float(line.rpartition(" ")[2]) for line in steps]
+    assert len(losses) == 6 and losses[-1] < 0.05 * losses[0]
