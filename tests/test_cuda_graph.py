@@ -3,6 +3,7 @@ what a capture would refuse, by fake CUDA tensors; what replays would compute, b
 that runs the recorded operations again.
 """
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -159,6 +160,38 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_in_replays():
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+def in_place(optimizer, step):
+    """Every number as a tensor that is there, moved."""
+    for group in optimizer.param_groups:
+        for key in ("gamma", "weight_decay", "weight_decay_1d", "eps", "clip"):
+            if step == 0:
+                group[key] = torch.tensor(group[key], dtype=torch.float64)
+            group[key].fill_(0.01 * (step + 1))
+        for key in ("betas", "betas_1d"):
+            if step == 0:
+                group[key] = tuple(map(torch.tensor, group[key]))
+            for beta in group[key]:
+                beta.fill_(0.8 + 0.01 * step)
+
+
+def test_every_number_may_be_a_tensor_that_moves():
+    assert same(schedule=in_place)
+    (fixed, _), (moved, _) = run(taped), run(taped, schedule=in_place)
+    pairs = zip(fixed.parameters(), moved.parameters(), strict=True)
+    assert not any(torch.equal(p, q) for p, q in pairs)
+
+
+def test_schedulers_of_torch_write_into_a_tensor():
+    def by_torch(optimizer, step):
+        if step == 0:
+            own = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (n + 1))
+            optimizer.scheduler = own
+        elif step > 2:  # before, torch would warn that no step has been taken
+            optimizer.scheduler.step()
+
+    assert same(schedule=by_torch)
+
+
 def by_numbers(optimizer, step):
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * (1 - step / 10)
@@ -177,6 +210,16 @@ def decay(optimizer, step):
 @pytest.mark.parametrize("schedule", [by_numbers, by_new_tensors, decay])
 def test_numbers_and_new_tensors_are_frozen(schedule):
     assert not same(schedule=schedule)
+
+
+def test_loading_exchanges_what_a_graph_reads():
+    model, optimizer = run(eager)
+    optimizer.eval()
+    rate = optimizer.param_groups[0]["lr"]
+    count = optimizer.state[model[0].weight]["step"]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.param_groups[0]["lr"] is not rate
+    assert optimizer.state[model[0].weight]["step"] is not count
 
 
 def test_a_tape_refuses_to_tell_the_host_a_value():
