@@ -209,6 +209,19 @@ def rate_on(device: str) -> Change:
     return change
 
 
+def numbers_on_gpu(optimizer: MARS, params: Params) -> None:
+    """Turn every number of the groups into a tensor on the GPU."""
+
+    def on_gpu(number: float) -> Tensor:
+        return torch.full((), number, dtype=torch.float64, device="cuda")
+
+    for group in optimizer.param_groups:
+        for key in ("lr", "lr_1d", "gamma", "weight_decay", "eps", "clip"):
+            group[key] = on_gpu(1e-3)
+        for key in ("betas", "betas_1d"):
+            group[key] = on_gpu(0.9), on_gpu(0.95)
+
+
 def step(optimizer: MARS) -> None:
     """One step; exact MARS with its protocol."""
     optimizer.update_previous_grad()
@@ -263,6 +276,7 @@ def cases() -> Iterator[Case]:
     yield Case("amsgrad", dict(amsgrad=True))
     yield Case("no clip, no max_norm", dict(clip=None, max_norm=None))
     yield Case("lr is a tensor on the GPU", warm=rate_on("cuda"))
+    yield Case("every number is a tensor on the GPU", ahead, warm=numbers_on_gpu)
     yield Case(
         "lr is a tensor on the CPU",
         warm=rate_on("cpu"),
