@@ -3,22 +3,25 @@ mutant of the code that their checks guard, and what the command says of wrong i
 
     python -m tests.interpreted --json FILE [CASE ...]
 
-A CASE is one of the command's; with =MUTANT it is small, takes one step, and the
-library is changed before, but for the eager steps that it is compared with.
+A CASE is one of the command's, which plays it; with =MUTANT it is small, takes one
+step, and the library is changed before, but for the eager steps that it is compared
+with.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 # first, since all that follows imports Triton
-from benchmarks.gpu.rehearsal import interpreter
-from benchmarks.gpu.rehearsal.interpreted import case_of, interpreted, to_dict
+from benchmarks.gpu.rehearsal import interpreted, interpreter
 
 # isort: split
 import torch
@@ -84,17 +87,24 @@ MUTANTS = {
 }
 
 
-def found(text: str) -> dict:
-    """Return what comes of a case, with every fault."""
+def mutated(text: str) -> interpreted.Result:
+    """Return what comes of CASE=MUTANT."""
     text, _, mutant = text.partition("=")
-    case = case_of(text)
-    if not mutant:
-        return to_dict(interpreted(case, eager(case)))
     change, kind = MUTANTS[mutant]
-    case = replace(case, shapes=SHAPES, steps=(kind,))
+    case = replace(interpreted.case_of(text), shapes=SHAPES, steps=(kind,))
     reference = eager(case)
     with change():
-        return to_dict(interpreted(case, reference))
+        return interpreted.interpreted(case, reference)
+
+
+def reported(found: list[interpreted.Result], path: Path) -> tuple[int, dict]:
+    """Return the status in which the command ends, and the JSON that it writes."""
+    try:
+        interpreted.report(found, path)
+        status = 0
+    except SystemExit as ended:
+        status = ended.code
+    return status, json.loads(path.read_text())
 
 
 def messages() -> dict[str, str]:
@@ -104,7 +114,7 @@ def messages() -> dict[str, str]:
     said = {}
     for text in WRONG:
         try:
-            case_of(text)
+            interpreted.case_of(text)
         except UserError as error:
             said[text] = str(error)
     with mock.patch.dict(os.environ):
@@ -122,8 +132,21 @@ def main() -> None:
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    cases = {text: found(text) for text in args.cases}
-    write_json(args.json, dict(cases=cases, messages=messages()))
+    plain = [text for text in args.cases if "=" not in text]
+    mutants = [text for text in args.cases if "=" in text]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        interpreted.main(["--cases", *plain, "--json", str(args.json)])
+    found = json.loads(args.json.read_text())
+    status, others = reported([mutated(text) for text in mutants], args.json)
+    rows = [*found["cases"], *others["cases"]]
+    everything = dict(
+        made_with=found["made_with"],
+        cases=dict(zip(plain + mutants, rows, strict=True)),
+        printed=printed.getvalue(),
+        status=status,
+        messages=messages(),
+    )
+    write_json(args.json, everything)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,17 @@ def test_a_mutant_is_a_fault(found, name):
         assert said in faults
 
 
+def test_a_fault_ends_in_status_1(found):
+    assert found["status"] == 1
+
+
+def test_the_table_names_every_case(found):
+    assert f"triton {found['made_with']['triton']}" in found["printed"]
+    for name in CASES:
+        assert f"\n{name}" in found["printed"]
+    assert f"{len(CASES)} cases, 0 faults" in found["printed"]
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_input_is_told(found, name):
     assert WRONG[name] in found["messages"][name]

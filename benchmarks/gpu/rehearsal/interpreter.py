@@ -29,8 +29,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 @dataclass
 class Traffic:
-    """Bytes that kernels have moved. An address that several lanes of one access share
-    counts once, as a cache line does on a GPU.
+    """Bytes that kernels have moved; an address that several lanes of one access share
+    counts once.
     """
 
     loaded: int = 0

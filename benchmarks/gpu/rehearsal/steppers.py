@@ -17,7 +17,8 @@ from marsopt.rules.registry import REGISTRY
 
 Kind = Literal["normal", "skipped", "missing"]
 STEPS: tuple[Kind, ...] = ("normal", "normal", "skipped", "missing")
-# one stack, which no block of a kernel divides, of two matrices, three vectors, ...
+# stacks of two matrices, three vectors, two matrices and one; blocks of kernels, powers
+# of two, divide none of them
 SHAPES = ((48, 40), (48, 40), (40,), (40,), (40,), (40, 48), (40, 48), (33, 40))
 MISSING = 1  # which parameter has no gradient then: one of two in a stack
 
