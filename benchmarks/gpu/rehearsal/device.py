@@ -44,13 +44,36 @@ H100 = types.SimpleNamespace(
 )
 
 GUARD = """
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 namespace {
 struct Nothing final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  // a backward pass looks up streams by the index of their device, and its events wait
+  c10::Device getDevice() const override { return {c10::DeviceType::CUDA, 0}; }
+  c10::Stream getStream(c10::Device) const noexcept override {
+    return c10::Stream(c10::Stream::DEFAULT, getDevice());
+  }
+  void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag)
+      const override {}
+  void block(void*, const c10::Stream&) const override {}
 };
-}
 C10_REGISTER_GUARD_IMPL(CUDA, Nothing)
+
+// autograd asks which accelerator there is, for the stream of what it sums; torch has
+// taken its default answers, an object without fields, while it was imported
+struct Hooks final : at::CUDAHooksInterface {
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return false; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+};
+static_assert(sizeof(Hooks) == sizeof(at::CUDAHooksInterface));
+const auto* placed =
+    new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks;
+}
 """
 
 
@@ -66,7 +89,7 @@ def _allow_fakes() -> None:
         source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
         source.write_text(GUARD)
         compiler = [os.environ.get("CXX", "g++"), "-std=c++20", "-shared", "-fPIC"]
-        places = [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10"]
+        places = [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
         made = [str(source), "-o", str(library)]
         subprocess.run([*compiler, *made, *places], check=True)
         ctypes.CDLL(str(library))
@@ -217,7 +240,8 @@ def h100(*, triton: bool = True) -> Iterator[None]:
         for patch in patches:
             stack.enter_context(patch)
         # what they said before holds for the machine as it is
-        for cached in (_triton.has_triton, _triton._device_supports_tma):
-            cached.cache_clear()
-            stack.callback(cached.cache_clear)
+        for cached in vars(_triton).values():
+            if hasattr(cached, "cache_clear"):
+                cached.cache_clear()
+                stack.callback(cached.cache_clear)
         yield
