@@ -46,7 +46,11 @@ class Traffic:
 
 
 # what generated kernels call of libdevice; arguments and result have one dtype
-LIBDEVICE: dict[str, Callable] = {"pow": np.power, "sqrt": np.sqrt}
+LIBDEVICE: dict[str, Callable] = {
+    "pow": np.power,
+    "rsqrt": lambda x: 1 / np.sqrt(x),  # of torch 2.14
+    "sqrt": np.sqrt,
+}
 
 
 class Libdevice:

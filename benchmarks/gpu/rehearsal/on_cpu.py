@@ -82,6 +82,7 @@ def interpreting() -> Iterator[Runs]:
     with h100(), interpreter() as traffic, lowering(run) as graphs:
         lowered = compile_fx.compile_fx
 
+        # calls itself where a graph has options of its own: what is there stays there
         def compile_there(gm, inputs, *args, **kwargs):
             return lowered(gm, _on_gpu(gm, inputs), *args, **kwargs)
 
