@@ -141,10 +141,19 @@ def test_state_of_others_is_copied_with_the_optimizer(made):
         assert torch.equal(twin.state[first]["z"], torch.full((2,), 5.0))
 
 
+def count_with(counter, monkeypatch):
+    """Compile with ``counter``, which takes no options of inductor."""
+
+    def backend(graph, inputs, **options):
+        return counter(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+
+
 def test_state_of_others_compiles_nothing_anew(monkeypatch):
     forced(monkeypatch, "stacks")
     counter = CompileCounter()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    count_with(counter, monkeypatch)
     params = parameters()
     optimizer = MARS(params, lr=LR, compile=True)
     for seed in range(5):
@@ -447,7 +456,7 @@ def test_flops_of_a_compiled_step_are_counted(monkeypatch):
 def test_a_step_after_a_dispatch_mode_is_compiled_again(monkeypatch):
     forced(monkeypatch, "stacks")
     counter = CompileCounter()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    count_with(counter, monkeypatch)
     a, b = parameters(), parameters()
     plain, optimizer = (MARS(p, lr=LR, compile=c) for p, c in ((a, False), (b, True)))
     fill(b, 0)
