@@ -113,7 +113,8 @@ def admit(groups: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> None:
     group = groups[-1]
     _check_options(group, options)
     checks.at_least_zero("lr", group["lr"])
-    group.setdefault("base_lr", float(group["lr"]))
+    if "base_lr" not in group:
+        group["base_lr"] = float(group["lr"])  # of a tensor: waits for its device
     check_group(group, options)
     check_matrices(groups, options)
     # later changes of a tensor would not be seen without a sync

@@ -129,7 +129,9 @@ class DeviceHyperparameters:
         changed = [
             key
             for key, value in now.items()
-            if _holds_tensor(value) or self._seen.get(key, ...) != value
+            if _holds_tensor(value)
+            or _holds_tensor(before := self._seen.get(key, ...))  # no device is asked
+            or before != value
         ]
         if any(self._seen.get(key, ...) is not now[key] for key in changed):
             check_group(group, self._options)
