@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu.rehearsal.cases import NONE, Case, lower
 from benchmarks.gpu.rehearsal.device import h100
+from benchmarks.gpu.rehearsal.faults import faults
 from benchmarks.gpu.rehearsal.lowering import lowering
 from benchmarks.gpu.rehearsal.measure import Compiler, measure, to_dict
 from marsopt import MARS
@@ -81,7 +82,8 @@ def case(text: str) -> dict:
     chosen = Case(rule, None if correction == NONE else correction, model, dtype)
     changed = MUTANTS[mutant]() if mutant else contextlib.nullcontext()
     with changed:
-        return to_dict(measure(lower(chosen)), Compiler() if binaries else None)
+        found = to_dict(measure(lower(chosen)), Compiler() if binaries else None)
+    return found | dict(faults=[*faults(found)])
 
 
 class Said(logging.Handler):

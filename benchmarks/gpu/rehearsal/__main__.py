@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.rehearsal.cases import ALL_MODELS, DTYPES, NONE, cases
+from benchmarks.gpu.rehearsal.faults import faults
 from benchmarks.gpu.rehearsal.rehearse import rehearse
 from benchmarks.gpu.rehearsal.tables import steps
 from marsopt.rules.correction import KINDS
@@ -90,10 +91,10 @@ def main() -> None:
             each = stack.enter_context(pool).map(do, chosen)
         for number, row in enumerate(each, 1):
             found.append(row)
-            faults = "; ".join(row["faults"]) or "as it should be"
+            said = "; ".join(faults(row)) or "as it should be"
             print(
                 f"[{number} of {len(chosen)}] {row['name']}, {row['model']}, "
-                f"{row['dtype']}: {faults}",
+                f"{row['dtype']}: {said}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -103,7 +104,7 @@ def main() -> None:
     print(f"torch {made['torch']}, triton {made['triton']}, {made['device']}; bytes a")
     print("parameter, from the Triton source; registers and widths from SASS\n")
     print(steps(found))
-    num_faults = sum(len(row["faults"]) for row in found)
+    num_faults = sum(len([*faults(row)]) for row in found)
     print(f"\n{len(found)} cases, {num_faults} faults")
     if num_faults:
         raise SystemExit(1)

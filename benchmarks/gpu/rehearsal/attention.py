@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-
 HALF = (torch.float16, torch.bfloat16)  # that FlashAttention takes
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,10 +11,7 @@ from benchmarks.gpu.rehearsal.device import h100
 from benchmarks.gpu.rehearsal.lowering import launches
 from benchmarks.gpu.rehearsal.traffic import Access, Traffic, accesses, traffic
 
-# of the 65536 of an H100's processor: 12 warps of 32 threads then run at once
-MOST_REGISTERS = 168
 NAME = "kernel"  # of all that are compiled: equal ones have other names elsewhere
-EXACT = 1e-3  # by which bytes may differ from the floor
 
 
 @dataclass(frozen=True)
@@ -67,18 +63,6 @@ class Step:
         """Return that of a step."""
         return sum((kernel.traffic for kernel in self.kernels), Traffic())
 
-    def faults(self) -> Iterator[str]:
-        """Yield what is not as it was meant to be, before anything is compiled."""
-        floor, found = self.lowered.floor, self.traffic.num_bytes
-        if abs(found / floor - 1) > EXACT:
-            n = self.lowered.num_params
-            yield f"{found / n:.2f} bytes a parameter, floor {floor / n:.2f}"
-        if self.lowered.num_recompiled:
-            yield f"{self.lowered.num_recompiled} recompiles while numbers moved"
-        for kernel in self.kernels:
-            if kernel.divides and kernel.over_stack:
-                yield f"{kernel.graph}: a division an element in {kernel.name}"
-
 
 def measure(lowered: Lowered) -> Step:
     """Return the kernels of a lowered step."""
@@ -122,27 +106,15 @@ class Compiler:
         return self._known[source]
 
 
-def binary_faults(kernel: Kernel, binaries: list[Binary]) -> Iterator[str]:
-    """Yield what is not as it was meant to be in a kernel's machine code."""
-    for binary in binaries:
-        what = f"{kernel.graph}: {kernel.name} with {binary.config}"
-        if binary.spills:
-            yield f"{what} spills {binary.spills} bytes"
-        if binary.registers > MOST_REGISTERS:
-            yield f"{what} has {binary.registers} registers"
-        for (opcode, bits), num in binary.missing(kernel.accesses).items():
-            yield f"{what} lacks {num} {opcode}.{bits}"
-
-
 def to_dict(step: Step, compiler: Compiler | None) -> dict[str, Any]:
-    """Return what JSON can hold, and every fault.
+    """Return what JSON can hold.
 
     Args:
         step: what was measured.
         compiler: of the kernels over stacks; None: nothing is compiled.
     """
     lowered, n = step.lowered, step.lowered.num_params
-    faults, kernels = [*step.faults()], []
+    kernels = []
     for kernel in step.kernels:
         row = dict(
             name=kernel.name,
@@ -150,11 +122,11 @@ def to_dict(step: Step, compiler: Compiler | None) -> dict[str, Any]:
             runs=kernel.runs,
             sizes=kernel.sizes,
             over_stack=kernel.over_stack,
+            divides=kernel.divides,
             **asdict(kernel.traffic),
         )
         if compiler is not None and kernel.over_stack:
             binaries = compiler.binaries(kernel)
-            faults += binary_faults(kernel, binaries)
             row["binaries"] = [
                 {
                     **asdict(binary),
@@ -180,5 +152,4 @@ def to_dict(step: Step, compiler: Compiler | None) -> dict[str, Any]:
         flagged=found.flagged / n,
         floor=lowered.floor / n,
         kernels=kernels,
-        faults=faults,
     )

@@ -1,6 +1,7 @@
 """The documentation's tables, from what the rehearsal wrote.
 
-python -m benchmarks.gpu.rehearsal.tables FILE.json
+python -m benchmarks.gpu.rehearsal.tables FILE.json [--rules ...]
+    [--corrections ...] [--models ...] [--dtypes ...]
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.rehearsal.cases import NONE
+from benchmarks.gpu.rehearsal.faults import faults
 from benchmarks.gpu.tables import markdown
 from train.errors import command
 
 Row = dict[str, Any]  # of a case, as ``measure.to_dict`` makes it
+KEYS = dict(rules="rule", corrections="correction", models="model", dtypes="dtype")
 
 
 def binaries(row: Row) -> list[dict[str, Any]]:
@@ -71,8 +75,19 @@ def main() -> None:
         prog="python -m benchmarks.gpu.rehearsal.tables", description=__doc__
     )
     parser.add_argument("file", type=Path)
-    found = json.loads(parser.parse_args().file.read_text())
-    print(steps(found["cases"]))
+    for plural, key in KEYS.items():
+        parser.add_argument(f"--{plural}", nargs="+", dest=key, help="(default: all)")
+    args = vars(parser.parse_args())
+    found = json.loads(args.pop("file").read_text())
+    chosen = [
+        row
+        for row in found["cases"]
+        if all(v is None or (row[key] or NONE) in v for key, v in args.items())
+    ]
+    print(steps(chosen))
+    num = sum(len([*faults(row)]) for row in chosen)
+    made = ", ".join(f"{name} {value}" for name, value in found["made_with"].items())
+    print(f"\n{len(chosen)} cases, {num} faults; {made}")
 
 
 if __name__ == "__main__":
