@@ -46,13 +46,14 @@ def measure(plan: loop.Plan, method: Method) -> dict[str, Any]:
         found = Loop(plan, method, compile=True)
         params = [*found.task.model.parameters()]
         for _ in range(NUM_STEPS):
+            gc.collect()  # compiling leaves frames, and their tensors, in cycles
             allocated.reset()
             found.gradient()
             gradient_peak, gradients = allocated.peak, held(p.grad for p in params)
+            gc.collect()
             allocated.reset()
             found.step()
             step_peak = allocated.peak
-            gc.collect()  # compiling leaves frames, and their tensors, in cycles
         rows = (x for entry in found.optimizer.state.values() for x in entry.values())
         return dict(
             method=method.name,
