@@ -55,7 +55,7 @@ def test_memory_of_gpt2_xl_is_what_is_forecast(found):
     row = found["memory"]["row"]
     assert row["problems"] == []
     for name, told in row["forecast"].items():
-        assert row[name] == pytest.approx(told, rel=0.02), name
+        assert row[name] == pytest.approx(told, rel=1e-4), name
     assert row["lives"] < row["step_peak"] < 80 * 2**30
 
 
