@@ -68,6 +68,18 @@ def load(model: GPT2, optimizer: MARS, folder: Path) -> int:
     return saved["step"]
 
 
+def train_step(model: GPT2, optimizer: MARS, tokens: torch.Tensor) -> torch.Tensor:
+    """One step on chains (batch, time). Returns this rank's loss."""
+    logits = model(tokens[:, :-1])
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), tokens[:, 1:].flatten()
+    )
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 def main() -> None:
     dist.init_process_group()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -81,15 +93,9 @@ def main() -> None:
 
     for step in range(first, first + STEPS):
         tokens = batch(step, rank, world, device)
-        logits = model(tokens[:, :-1])
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), tokens[:, 1:].flatten()
-        )
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = train_step(model, optimizer, tokens)
         if step % 20 == 0 or step == first + STEPS - 1:
-            mean = loss.detach() / world
+            mean = loss / world
             dist.all_reduce(mean)
             if rank == 0:
                 norm = float(optimizer.grad_norm)

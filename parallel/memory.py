@@ -2,8 +2,8 @@
 optimizer holds at most on a GPU.
 
 Parameters, gradients and state are float32 and cut along rows; counted is the first
-rank, which has most. Activations, and what FSDP gathers for forward and backward, are
-not in it.
+rank, which has most. One rank alone has plain parameters, without FSDP2. Activations
+are not in it, nor what FSDP gathers for forward and backward.
 """
 
 from __future__ import annotations
@@ -64,10 +64,18 @@ class Stack:
 
     @property
     def packed_bytes(self) -> int:
-        """Return what a step copies into stacks of its own: gradients and shards of
-        parameters, which autograd and FSDP leave apart.
+        """Return what a step copies into stacks of its own."""
+        return self.num_packed * self.nbytes
+
+    @property
+    def num_packed(self) -> int:
+        """Return how many tensors of each parameter are copied: its gradient, which
+        autograd leaves apart, and its shard, which FSDP holds. A parameter that nobody
+        shards has moved into its stack once and for all.
         """
-        return 2 * self.nbytes if self.num > 1 else 0
+        if self.num == 1:
+            return 0
+        return 1 if self.num_ranks == 1 else 2
 
 
 def stacks(

@@ -93,7 +93,8 @@ def legend(hardware: Hardware) -> str:
     """Return what the columns of ``comparison`` mean and assume."""
     machine = hardware.machine
     return f"""\
-Counted: FSDP2, all in float32, each GPU its shard, of which the largest is shown.
+Counted: FSDP2, all in float32, each GPU its shard, of which the largest is shown; one
+  GPU alone without FSDP2: its parameters lie in the optimizer's own stacks.
   param, grad, state: what stays. peak: that, and the most that the optimizer's step
   holds beside it (Newton-Schulz in bf16); without activations, what FSDP gathers in
   bf16 for forward and backward, and buffers of NCCL and cuBLAS. MB sent: by the

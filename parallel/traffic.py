@@ -27,7 +27,7 @@ def moved(stack: Stack) -> int:
     h, buffers = one if algorithm.reads_h else 0, len(full_buffers(algorithm)) * one
     norms, update = passes(algorithm, g=one, x=one, h=h, m=one, buffers=buffers)
     # gradients are packed; shards of parameters go there and back
-    packed = 6 * one if stack.num > 1 else 0
+    packed = (0, 2, 6)[stack.num_packed] * one
     return norms + update + packed + _protocol(stack)
 
 

@@ -1,5 +1,5 @@
-"""Attention as a GPU takes it: a torch without CUDA has no fused kernels to choose from,
-and would write out all T x T weights.
+"""Attention as a GPU takes it: a torch without CUDA has no fused kernels to choose
+from, and would write out all T x T weights.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 aten = torch.ops.aten
+COPIES = (aten._to_copy.default, aten.copy_.default)
 # they send a number of the device to the host, which waits for it
 READS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default)
 
@@ -68,28 +69,35 @@ class Watch(TorchDispatchMode):
         if func in READS and any(x.device.type == "cuda" for x in into):
             self._note(func, into[0], "cuda to cpu", waits=True)
         out = func(*args, **kwargs)
-        self._look(func, into, _tensors(out), kwargs)
+        self._look(func, into, _tensors(out), args, kwargs)
         return out
 
     def _is_pinned(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage() in self._pinned
 
-    def _look(self, func, into: list[Tensor], gives: list[Tensor], kwargs) -> None:
+    def _look(
+        self, func, into: list[Tensor], gives: list[Tensor], args, kwargs
+    ) -> None:
         """Note an operation over both devices. A number of the host, 0-D, that a kernel
         takes as an argument is none.
         """
-        source = [x.device.type for x in into if x.ndim or func in COPIES]
-        devices = {*source, *(x.device.type for x in gives)}
-        if not {"cpu", "cuda"} <= devices or not into:
+        taken = [x for x in into if x.ndim or func in COPIES]
+        if not taken or {x.device.type for x in (*taken, *gives)} != {"cpu", "cuda"}:
             return
-        first = into[-1] if func is aten.copy_.default else into[0]
+        in_place = func is aten.copy_.default
+        first = taken[-1] if in_place else taken[0]
+        here = next(x for x in (*taken, *gives) if x.device.type == "cpu")
+        asked = kwargs.get("non_blocking", in_place and len(args) > 2 and args[2])
         to = "cuda" if first.device.type == "cpu" else "cpu"
-        is_free = kwargs.get("non_blocking", False) and self._is_pinned(first)
-        self._note(func, first, f"{first.device.type} to {to}", waits=not is_free)
+        way = f"{first.device.type} to {to}"
+        self._note(func, first, way, waits=not (asked and self._is_pinned(here)))
 
     def _note(self, func, tensor: Tensor, way: str, *, waits: bool) -> None:
         found = Crossing(func.name(), tuple(tensor.shape), way, waits)
         self.crossings.append(found)
 
-
-COPIES = (aten._to_copy.default, aten.copy_.default)
+    def taken(self) -> tuple[list[Crossing], Counter[str]]:
+        """Return crossings and collectives since the last call."""
+        found = self.crossings, self.collectives
+        self.crossings, self.collectives = [], Counter()
+        return found

@@ -80,7 +80,8 @@ const auto* placed =
 @functools.cache
 def _allow_fakes() -> None:
     """Let a torch without CUDA take fake CUDA tensors: in-place copies ask for a device
-    guard, which FakeTensorMode replaces only where a build has one.
+    guard, which FakeTensorMode replaces only where a build has one, and backward passes
+    for an accelerator with streams. It holds until the process ends.
     """
     if torch.backends.cuda.is_built():
         return
