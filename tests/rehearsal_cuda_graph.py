@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.gpu.rehearsal.crossings import Watch
 from benchmarks.gpu.rehearsal.device import h100
 from benchmarks.gpu.rehearsal.fakes import addresses
-from benchmarks.gpu.rehearsal.host import Watch
 from examples import cuda_graph as example
 from marsopt import MARS
 from marsopt.optim.state_dict import ITERATE

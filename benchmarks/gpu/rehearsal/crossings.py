@@ -4,50 +4,97 @@ every operation over fake CUDA tensors.
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+import marsopt
+import parallel
+
 aten = torch.ops.aten
-COPIES = (aten._to_copy.default, aten.copy_.default)
-# they send a number of the device to the host, which waits for it
-READS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default)
+COPY, WAIT = "copy", "wait"
+# of fake tensors, which have no values: a result, or its shape, depends on one
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+LIBRARY = tuple(Path(room.__file__).parent for room in (marsopt, parallel))
+# torch's operations, by the names of the forecast; others stay under their own
+KINDS = {
+    "c10d::allreduce_": "all-reduce",
+    "c10d::alltoall_base_": "all-to-all",
+    "c10d::_allgather_base_": "all-gather",
+    "c10d::_reduce_scatter_base_": "reduce-scatter",
+}
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """An operation with tensors of host and device.
+    """Something that crosses between host and device.
 
     Args:
-        operation: its name.
-        shape: of the first tensor that it takes.
-        way: such as "cpu to cuda".
-        waits: whether the host waits: for what it reads, or for a copy of memory that
-            is not pinned or that was not asked to be asynchronous.
+        kind: "copy" (operands or results lie on both), or "wait" for a value.
+        operation: torch's name of it.
+        shape: of what is read.
+        way: "cpu to cuda" or "cuda to cpu".
+        waits: whether the host waits: for a value, or for a copy of memory that is not
+            pinned or that was not asked to be asynchronous.
+        where: the innermost lines of the library that led there, outermost first.
     """
 
+    kind: str
     operation: str
     shape: tuple[int, ...]
     way: str
     waits: bool
+    where: tuple[str, ...]
+
+    def __str__(self) -> str:
+        where = self.where[-1] if self.where else "outside of the library"
+        return f"{self.kind}, {self.way}, in {where}"
 
 
-def _tensors(tree: object) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+def _where() -> tuple[str, ...]:
+    found = []
+    for frame in traceback.extract_stack():
+        path = Path(frame.filename)
+        for room in LIBRARY:
+            if path.is_relative_to(room):
+                place = path.relative_to(room.parent)
+                found.append(f"{place}:{frame.lineno} {frame.name}")
+    return tuple(found[-2:])
 
 
 class Watch(TorchDispatchMode):
-    """Notes crossings and collectives; pins memory, which fake tensors cannot."""
+    """Notes in ``found`` what crosses between host and device within it, the host's
+    calls of ``torch.cuda.synchronize`` too; and counts ``collectives`` by kind.
+
+    To be entered within a FakeTensorMode. The host that asks for a value of the device,
+    which fake tensors lack, is told 1, and goes on. Where the shape of a result depends
+    on values, fake tensors have no result: ``watched`` ends there. Memory is pinned,
+    which fake tensors cannot be.
+
+    A 0-D tensor of the CPU that takes part in arithmetic on the device is noted as a
+    copy, too: torch reads it on the host, so that a graph would keep what it was.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.crossings: list[Crossing] = []
+        self.found: list[Crossing] = []
         self.collectives: Counter[str] = Counter()
+        self.num_operations = 0
+        self.ended = False  # before its end
         self._pinned = WeakIdKeyDictionary()
 
     @classmethod
@@ -56,6 +103,7 @@ class Watch(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_operations += 1
         kwargs = kwargs or {}
         if func is aten._pin_memory.default:
             out = torch.empty_like(args[0])
@@ -63,14 +111,27 @@ class Watch(TorchDispatchMode):
             return out
         if func is aten.is_pinned.default:
             return self._is_pinned(args[0])
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.collectives[func.name()] += 1
-        into = _tensors((args, kwargs))
-        if func in READS and any(x.device.type == "cuda" for x in into):
-            self._note(func, into[0], "cuda to cpu", waits=True)
-        out = func(*args, **kwargs)
-        self._look(func, into, _tensors(out), args, kwargs)
+        self._count(func)
+        into = _placed((args, kwargs))
+        on_device = any(x.is_cuda for x in into)
+        if func is aten._local_scalar_dense.default and on_device:
+            self._note(WAIT, func, into[0], "cuda to cpu", waits=True)
+            return _one(args[0].dtype)
+        try:
+            out = func(*args, **kwargs)
+        except NEEDS_VALUES:
+            if on_device:
+                self._note(WAIT, func, into[0], "cuda to cpu", waits=True)
+                self.ended = True
+            raise
+        self._look(func, into, _placed(out), args, kwargs)
         return out
+
+    def _count(self, func) -> None:
+        name = func._schema.name
+        communicates = func.namespace in ("c10d", "_c10d_functional")
+        if communicates and not name.endswith("wait_tensor"):
+            self.collectives[KINDS.get(name, name)] += 1
 
     def _is_pinned(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage() in self._pinned
@@ -78,26 +139,74 @@ class Watch(TorchDispatchMode):
     def _look(
         self, func, into: list[Tensor], gives: list[Tensor], args, kwargs
     ) -> None:
-        """Note an operation over both devices. A number of the host, 0-D, that a kernel
-        takes as an argument is none.
-        """
-        taken = [x for x in into if x.ndim or func in COPIES]
-        if not taken or {x.device.type for x in (*taken, *gives)} != {"cpu", "cuda"}:
+        """Note an operation over both devices."""
+        every = [*into, *gives]
+        if len({x.device.type for x in every}) < 2:
             return
+        # what is written is the first operand of a copy in place
         in_place = func is aten.copy_.default
-        first = taken[-1] if in_place else taken[0]
-        here = next(x for x in (*taken, *gives) if x.device.type == "cpu")
+        source = into[1] if in_place else every[0]
+        here = next(x for x in every if x.device.type == "cpu")
         asked = kwargs.get("non_blocking", in_place and len(args) > 2 and args[2])
-        to = "cuda" if first.device.type == "cpu" else "cpu"
-        way = f"{first.device.type} to {to}"
-        self._note(func, first, way, waits=not (asked and self._is_pinned(here)))
+        way = "cuda to cpu" if source.is_cuda else "cpu to cuda"
+        waits = not (asked and self._is_pinned(here))
+        self._note(COPY, func, source, way, waits=waits)
 
-    def _note(self, func, tensor: Tensor, way: str, *, waits: bool) -> None:
-        found = Crossing(func.name(), tuple(tensor.shape), way, waits)
-        self.crossings.append(found)
+    def _note(
+        self, kind: str, func: Any, tensor: Tensor | None, way: str, *, waits: bool
+    ) -> None:
+        shape = () if tensor is None else tuple(tensor.shape)
+        found = Crossing(kind, str(func), shape, way, waits, _where())
+        self.found.append(found)
 
-    def taken(self) -> tuple[list[Crossing], Counter[str]]:
-        """Return crossings and collectives since the last call."""
-        found = self.crossings, self.collectives
-        self.crossings, self.collectives = [], Counter()
+    def taken(self) -> list[Crossing]:
+        """Return what crossed since the last call."""
+        found, self.found = self.found, []
         return found
+
+    def __enter__(self):
+        self._patch = mock.patch.object(torch.cuda, "synchronize", self._synchronize)
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self._patch.stop()
+        return super().__exit__(*error)
+
+    def _synchronize(self, *args) -> None:
+        name = "torch.cuda.synchronize"
+        self._note(WAIT, name, None, "cuda to cpu", waits=True)
+
+
+def reads(found: Iterable[Crossing]) -> Iterator[str]:
+    """Say what the host waits for a value of, where it should for none."""
+    for crossing in found:
+        if crossing.kind == WAIT:
+            yield (
+                "got a number that the host reads from the device, expected none: "
+                f"{crossing.operation} in {crossing}"
+            )
+
+
+def _one(dtype: torch.dtype) -> float:
+    if dtype == torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1
+
+
+def _placed(tree: Any) -> list[Tensor]:
+    """Return its tensors, in their order; meta tensors lie nowhere."""
+    tensors = (t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor))
+    return [t for t in tensors if t.device.type in ("cpu", "cuda")]
+
+
+def watched(act: Callable[[], Any]) -> Watch:
+    """Call ``act`` under a watch, to its end if fake tensors can reach it."""
+    watch = Watch()
+    try:
+        with watch:
+            act()
+    except NEEDS_VALUES:
+        if not watch.ended:  # it needs values of the host, which have to be real
+            raise
+    return watch

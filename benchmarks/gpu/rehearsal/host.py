@@ -15,149 +15,21 @@ a CUDA graph is captured.
 from __future__ import annotations
 
 import argparse
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-import marsopt
-import parallel
 from benchmarks.gpu.rehearsal.cases import corrections, move
+from benchmarks.gpu.rehearsal.crossings import COPY, WAIT, Crossing, Watch, watched
 from benchmarks.gpu.rehearsal.device import h100
 from marsopt import MARS, REGISTRY
 from train.errors import command
 from train.files import write_json
-
-COPY, WAIT = "copy", "wait"
-# of fake tensors, which have no values: a result, or its shape, depends on one
-NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-LIBRARY = tuple(Path(room.__file__).parent for room in (marsopt, parallel))
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """Something that crosses between host and device.
-
-    Args:
-        kind: "copy" (operands or results lie on both), or "wait" for a value.
-        operation: torch's name of it.
-        way: "cpu to cuda" or "cuda to cpu".
-        where: the innermost lines of the library that led there, outermost first.
-    """
-
-    kind: str
-    operation: str
-    way: str
-    where: tuple[str, ...]
-
-    def __str__(self) -> str:
-        where = self.where[-1] if self.where else "outside of the library"
-        return f"{self.kind}, {self.way}, in {where}"
-
-
-def _where() -> tuple[str, ...]:
-    found = []
-    for frame in traceback.extract_stack():
-        path = Path(frame.filename)
-        for room in LIBRARY:
-            if path.is_relative_to(room):
-                place = path.relative_to(room.parent)
-                found.append(f"{place}:{frame.lineno} {frame.name}")
-    return tuple(found[-2:])
-
-
-class Watch(TorchDispatchMode):
-    """Notes in ``found`` what crosses between host and device within it; the host's
-    calls of ``torch.cuda.synchronize``, too.
-
-    To be entered within a FakeTensorMode. The host that asks for a value of the device,
-    which fake tensors lack, is told 1, and goes on. Where the shape of a result depends
-    on values, fake tensors have no result: ``watched`` ends there.
-
-    A 0-D tensor of the CPU that takes part in arithmetic on the device is noted as a
-    copy, too: torch reads it on the host, so that a graph would keep what it was.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Crossing] = []
-        self.num_operations = 0
-        self.ended = False  # before its end
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.num_operations += 1
-        kwargs = kwargs or {}
-        before = _devices((args, kwargs))
-        if func is torch.ops.aten._local_scalar_dense.default and "cuda" in before:
-            self._note(WAIT, func, "cuda to cpu")
-            return _one(args[0].dtype)
-        try:
-            out = func(*args, **kwargs)
-        except NEEDS_VALUES:
-            if "cuda" in before:
-                self._note(WAIT, func, "cuda to cpu")
-                self.ended = True
-            raise
-        devices = before + _devices(out)
-        if len(set(devices)) > 1:
-            # what is written is the first operand of a copy in place
-            into_first = func is torch.ops.aten.copy_.default
-            source = devices[1] if into_first else devices[0]
-            others = {"cpu": "cuda", "cuda": "cpu"}
-            self._note(COPY, func, f"{source} to {others[source]}")
-        return out
-
-    def __enter__(self):
-        self._patch = mock.patch.object(torch.cuda, "synchronize", self._synchronize)
-        self._patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self._patch.stop()
-        return super().__exit__(*error)
-
-    def _synchronize(self, *args) -> None:
-        self._note(WAIT, "torch.cuda.synchronize", "cuda to cpu")
-
-    def _note(self, kind: str, operation: Any, way: str) -> None:
-        self.found.append(Crossing(kind, str(operation), way, _where()))
-
-
-def _one(dtype: torch.dtype) -> float:
-    if dtype == torch.bool:
-        return True
-    return 1.0 if dtype.is_floating_point else 1
-
-
-def _devices(tree: Any) -> list[str]:
-    """Return where its tensors lie, in their order; meta tensors lie nowhere."""
-    tensors = (t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor))
-    return [t.device.type for t in tensors if t.device.type in ("cpu", "cuda")]
-
-
-def watched(act: Callable[[], Any]) -> Watch:
-    """Call ``act`` under a watch, to its end if fake tensors can reach it."""
-    watch = Watch()
-    try:
-        with watch:
-            act()
-    except NEEDS_VALUES:
-        if not watch.ended:  # it needs values of the host, which have to be real
-            raise
-    return watch
-
 
 # ---- cases ---------------------------------------------------------------------------
 

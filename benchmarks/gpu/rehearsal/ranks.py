@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -37,8 +36,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.gpu.rehearsal.cases import move
+from benchmarks.gpu.rehearsal.crossings import COPY, Crossing, Watch
 from benchmarks.gpu.rehearsal.device import h100
-from benchmarks.gpu.rehearsal.host import COPY, Crossing, Watch
 from marsopt import MARS
 from marsopt.profiling.gpt2 import EMBEDDINGS, MODELS, param_groups, shapes
 from marsopt.rules.registry import REGISTRY
@@ -48,12 +47,6 @@ from train.errors import check_least, command, counted
 from train.files import write_json
 
 LAYERS, WIDTH = MODELS["gpt2-small"]
-# torch's operators, by the names of the forecast; others stay under their own
-KINDS = {
-    "c10d::allreduce_": "all-reduce",
-    "c10d::alltoall_base_": "all-to-all",
-    "c10d::_allgather_base_": "all-gather",
-}
 # where ranks compare numbers, these are sent in the step that first has them
 COMPARED = "parallel/agreement.py"
 
@@ -125,21 +118,6 @@ class Found:
         if self.collectives != self.forecast:
             found.append(f"got {self.collectives}, expected {self.forecast}")
         return found
-
-
-class Counts(Watch):
-    """Counts collectives, too, in ``collectives``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.collectives: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        communicates = func.namespace in ("c10d", "_c10d_functional")
-        if communicates and not name.endswith("wait_tensor"):
-            self.collectives[KINDS.get(name, name)] += 1
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class Parameters(nn.Module):
@@ -218,7 +196,7 @@ def play(case: Case, num_layers: int = LAYERS) -> Found:
                     p.grad = torch.empty_like(p)
                 optimizer.step()
             stepped = time.perf_counter()
-            with Counts() as warm:
+            with Watch() as warm:
                 optimizer.step()
             for group in optimizer.param_groups:
                 move(group)
