@@ -150,7 +150,7 @@ REFERENCE = Contender(
 )
 
 
-WORDS = {"mars": "MARS", "adamw": "AdamW", "normuon": "NorMuon"}
+WORDS = {"mars": "MARS", "adamw": "AdamW", "nadamw": "NAdamW", "normuon": "NorMuon"}
 # for those that are compared with torch's own; the others take MARS_HYPER
 HYPER: dict[str, dict[str, Any]] = {
     "adamw": ADAMW_AS_OURS,

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.gpu.rehearsal import cases
 from benchmarks.gpu.rehearsal.cases import NONE, Case, lower
 from benchmarks.gpu.rehearsal.device import h100
 from benchmarks.gpu.rehearsal.faults import faults
@@ -69,9 +70,25 @@ def few_registers():
     return mock.patch.object(triton, "compile", compile)
 
 
+def at_odd_places():
+    """Let gradients begin 12 bytes after a multiple of 16."""
+
+    def odd(p):
+        buffer = torch.empty(p.numel() + 3, dtype=p.dtype, device=p.device)
+        return buffer[3:].view_as(p)
+
+    return mock.patch.object(cases, "gradient_of", odd)
+
+
 MUTANTS = {
     made.__name__: made
-    for made in (read_always, sum_at_once, none_if_all, few_registers)
+    for made in (
+        read_always,
+        sum_at_once,
+        none_if_all,
+        few_registers,
+        at_odd_places,
+    )
 }
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.gpu.rehearsal.faults import MOST_REGISTERS
+from benchmarks.gpu.rehearsal.faults import MOST_REGISTERS, faults
 from tests.rehearsal import ROOT, needs_triton, rehearsed
 
 pytestmark = needs_triton
@@ -32,6 +32,7 @@ MUTANTS = {
     "mars-adamw/approximate/gpt2-medium/float32=sum_at_once": "divides for every",
     "mars-lion/approximate/gpt2-small/float32=none_if_all": "1 recompiles",
     "adamw/none/llama-7b-layer/float32/binaries=few_registers": "spills",
+    "lion/none/llama-7b-layer/float32/binaries=at_odd_places": "wide loads or stores",
 }
 
 
@@ -83,6 +84,26 @@ def test_kernels_neither_spill_nor_load_narrowly(compiled, name):
     assert all(b["spills"] == 0 for b in binaries)
     assert all(b["registers"] <= MOST_REGISTERS for b in binaries)
     assert all(b["narrow"] == 0 < b["full_size"] for b in binaries)
+
+
+def test_each_fault_is_found(compiled):
+    """In figures that are changed, one after the other."""
+    row = compiled[BINARIES[0]]
+    kernel = next(k for k in row["kernels"] if "binaries" in k)
+    binary = kernel["binaries"][0]
+    assert [*faults(row)] == []
+    for part, key, value, told in [
+        (row, "stored", 1.003 * row["stored"] + 0.003 * row["loaded"], "bytes a param"),
+        (row, "num_recompiled", 2, "2 recompiles"),
+        (kernel, "divides", True, "divides for every element"),
+        (binary, "spills", 8, "spills 8 bytes"),
+        (binary, "registers", MOST_REGISTERS + 1, "has 169 registers"),
+        (binary, "narrow", 3, "lacks 3 wide"),
+    ]:
+        before, part[key] = part[key], value
+        (fault,) = faults(row)
+        assert told in fault
+        part[key] = before
 
 
 def test_an_unaligned_gradient_is_told(lowered):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu.rehearsal.device import h100
@@ -109,7 +109,7 @@ def lower(case: Case) -> Lowered:
             for name, size in sizes.items()
         }
         for p in params.values():
-            p.grad = torch.empty_like(p)
+            p.grad = gradient_of(p)
         optimizer = MARS(
             param_groups(params, case.rule),
             mars_type=case.rule,
@@ -137,6 +137,11 @@ def lower(case: Case) -> Lowered:
         [sum(p.numel() for p in ps) for ps in optimizer._layout.leaves],
         floor,
     )
+
+
+def gradient_of(p: Tensor) -> Tensor:
+    """Return memory for a gradient, as autograd allocates it."""
+    return torch.empty_like(p)
 
 
 def step(optimizer: MARS, case: Case) -> None:
