@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from benchmarks.gpu.rehearsal import rehearse
+from benchmarks.gpu.rehearsal.cases import Case
 from benchmarks.gpu.rehearsal.faults import MOST_REGISTERS, faults
-from tests.rehearsal import ROOT, needs_triton, rehearsed
+from benchmarks.gpu.rehearsal.tables import steps
+from tests.rehearsal import needs_triton, rehearsed
 
 pytestmark = needs_triton
 
@@ -22,7 +23,6 @@ FROZEN = {
     "nadamw/none/gpt2-xl/bfloat16": (2, 22, 13),
 }
 BINARIES = (
-    "mars-adamw/approximate/gpt2-medium/float32/binaries",
     "mars-adamw/transport/gpt2-xl/float32/binaries",
     "mars-m/transport/gpt2-small/bfloat16/binaries",
 )
@@ -115,12 +115,12 @@ def test_an_unaligned_gradient_is_told(lowered):
 def test_a_capture_refuses_what_a_replay_could_not_read(lowered):
     said = lowered["messages"]
     assert said["warm"] == said["known pattern"] == "captured"
-    assert "1 gradients missing" in said["new pattern"]
+    assert "lacks 1 gradients" in said["new pattern"]
     assert "a hyperparameter as a tensor on cpu" in said["rate on the host"]
 
 
 def test_the_command(tmp_path):
-    """A case lowered, kept, and read again; a table, and everything as JSON."""
+    """A case lowered and kept; a table, and everything as JSON."""
     own = ("--rules", "adamw", "--corrections", "none", "--models", "gpt2-small")
     own += ("--dtypes", "float32", "--no-binaries", "--workers", "1")
     own += ("--out", str(tmp_path / "out"))
@@ -128,18 +128,24 @@ def test_the_command(tmp_path):
     (row,) = found["cases"]
     assert (row["rule"], row["num_recompiled"]) == ("adamw", 0)
     (kept,) = (tmp_path / "out").iterdir()
-    entry = json.loads(kept.read_text())
-    assert entry["result"] == row
-    entry["result"]["launches"] = 1234  # what is kept is not done again
-    kept.write_text(json.dumps(entry))
-    again = rehearsed("benchmarks.gpu.rehearsal", *own, folder=tmp_path)
-    assert again["cases"][0]["launches"] == 1234
-    table = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.rehearsal.tables"]
-        + [str(tmp_path / "rehearsed.json")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert "| adamw | gpt2-small | float32 | 2 | 1234 |" in table
+    assert json.loads(kept.read_text())["result"] == row
+    assert "| adamw | gpt2-small | float32 | 2 | 22 |" in steps([row])
+
+
+def test_what_is_kept_is_not_done_again(tmp_path, monkeypatch):
+    """As long as no source has changed."""
+
+    def lower(case):
+        raise RuntimeError("lowered")
+
+    monkeypatch.setattr(rehearse, "lower", lower)
+    case = Case("adamw")
+    monkeypatch.setattr(rehearse, "fingerprint", lambda: "today")
+    with pytest.raises(RuntimeError, match="lowered"):
+        rehearse.rehearse(case, False, tmp_path)
+    kept = tmp_path / "adamw_none_gpt2-small_float32_lowered.json"
+    kept.write_text(json.dumps(dict(fingerprint="today", result=dict(launches=22))))
+    assert rehearse.rehearse(case, False, tmp_path) == dict(launches=22)
+    monkeypatch.setattr(rehearse, "fingerprint", lambda: "tomorrow")
+    with pytest.raises(RuntimeError, match="lowered"):
+        rehearse.rehearse(case, False, tmp_path)

@@ -164,5 +164,14 @@ def own_compile(
         function.__closure__,
     )
     own.__kwdefaults__ = function.__kwdefaults__
-    given = None if options is None else dict(options)
-    return torch.compile(own, fullgraph=True, dynamic=False, options=given)
+    return torch.compile(own, fullgraph=True, dynamic=False, options=_known(options))
+
+
+def _known(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return those that this inductor has: their names are no promise of torch's."""
+    if options is None:
+        return None
+    from torch._inductor import list_options  # imported when something is compiled
+
+    names = set(list_options())
+    return {name: value for name, value in options.items() if name in names}

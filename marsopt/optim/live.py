@@ -30,9 +30,9 @@ class Live:
             return found
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"got a step to capture with {len(live) - sum(live)} gradients missing "
-                "that no step before it was missing alone, expected the same as in a "
-                "step before: take one with these gradients before the capture"
+                f"got a step to capture that lacks {len(live) - sum(live)} gradients, "
+                "as no step before it did, expected one that lacks the same as a step "
+                "before: take one with these gradients before the capture"
             )
         found = torch.tensor(live).to(device, non_blocking=True)
         if len(self._sent) < PATTERNS:  # what a graph has captured stays where it is

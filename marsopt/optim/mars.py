@@ -121,7 +121,7 @@ class MARS(LayoutOptimizer):
             move.
         RuntimeError: ``compile=True`` where nothing can compile. Of a step that a CUDA
             graph captures: a hyperparameter that is a tensor on the CPU, or gradients
-            missing that no step before was missing alone.
+            that are missing as in no step before.
     """
 
     def __init__(
