@@ -3,7 +3,7 @@
 # make test-oldest   the library on the oldest torch that it declares
 # make gpu           correctness, speed and a training on one GPU, nine minutes of each;
 #                    again: what is missing. Numbers in runs/gpu
-# make gpu-rehearsal all of the GPU path that can be verified without one: an hour on two
+# make gpu-rehearsal all of the GPU path that can be verified without one: half an hour on two
 #                    cores; again: what is missing. Tables and runs/gpu/rehearsal-*.json
 # make clean         delete the virtual environments and what tests and builds leave
 #
