@@ -3,8 +3,8 @@
 # make test-oldest   the library on the oldest torch that it declares
 # make gpu           correctness, speed and a training on one GPU, nine minutes of each;
 #                    again: what is missing. Numbers in runs/gpu
-# make gpu-rehearsal all of the GPU path that can be verified without one: half an hour on two
-#                    cores; again: what is missing. Tables and runs/gpu/rehearsal-*.json
+# make gpu-rehearsal all of the GPU path that can be verified without one: half an hour on
+#                    two cores; again: what is missing. runs/gpu/rehearsal-*.json
 # make clean         delete the virtual environments and what tests and builds leave
 #
 # All but clean create .venv on first use: gigabytes. make train takes RUN=name (a

@@ -29,7 +29,7 @@ import torch
 from benchmarks.gpu.rehearsal.cases import ALL_MODELS, DTYPES, NONE, cases
 from benchmarks.gpu.rehearsal.faults import faults
 from benchmarks.gpu.rehearsal.rehearse import rehearse
-from benchmarks.gpu.rehearsal.tables import steps
+from benchmarks.gpu.rehearsal.tables import report
 from marsopt.rules.correction import KINDS
 from marsopt.rules.registry import REGISTRY, canonical
 from train.errors import UserError, check_least, command
@@ -101,12 +101,9 @@ def main() -> None:
     made = dict(torch=torch.__version__, triton=version("triton"), device="sm_90")
     if args.json is not None:
         write_json(args.json, dict(made_with=made, cases=found))
-    print(f"torch {made['torch']}, triton {made['triton']}, {made['device']}; bytes a")
-    print("parameter, from the Triton source; registers and widths from SASS\n")
-    print(steps(found))
-    num_faults = sum(len([*faults(row)]) for row in found)
-    print(f"\n{len(found)} cases, {num_faults} faults")
-    if num_faults:
+    print("bytes a parameter, from the Triton source; registers and widths from SASS\n")
+    print(report(made, found))
+    if any(any(faults(row)) for row in found):
         raise SystemExit(1)
 
 

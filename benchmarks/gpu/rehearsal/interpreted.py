@@ -52,7 +52,6 @@ from benchmarks.gpu.rehearsal.steppers import (
     Stepper,
     corrections,
     eager,
-    own_correction,
 )
 from marsopt.profiling.optimizer import floor_of
 from marsopt.rules.registry import REGISTRY, canonical
@@ -235,7 +234,7 @@ def case_of(text: str) -> Case:
             raise UserError(
                 f"got {word!r} in {text!r}, expected one of {known}: choose one"
             )
-    return Case(rule, *(words or [own_correction(rule)]))
+    return Case(rule, *(words or [corrections(rule)[0]]))
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -40,8 +40,10 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
-    logging.disable(logging.NOTSET)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 compiler = cache(Compiler)  # one a process

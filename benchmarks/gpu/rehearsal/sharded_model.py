@@ -12,16 +12,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.gpu.rehearsal.crossings import Watch, reads
 from benchmarks.gpu.rehearsal.device import Event
 from benchmarks.gpu.rehearsal.fakes import fake_h100
 from benchmarks.gpu.rehearsal.lowering import launches
+from benchmarks.gpu.rehearsal.ranks import process_group
 from examples import fsdp2
 from marsopt.profiling.gpt2 import EMBEDDINGS
 from parallel import MeshCollectives
@@ -65,17 +64,14 @@ def pretended(rank: int, world: int) -> Iterator[DeviceMesh]:
 
     Ranks compare no text: what they would compare are numbers, which fakes have not.
     """
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    try:
-        with (
-            streams(),
-            mock.patch.object(MeshCollectives, "agree", lambda self, told: None),
-        ):
-            with unset_fake_temporarily():
-                mesh = init_device_mesh("cuda", (world,))
-            yield mesh
-    finally:
-        dist.destroy_process_group()
+    with (
+        process_group(rank, world),
+        streams(),
+        mock.patch.object(MeshCollectives, "agree", lambda self, told: None),
+    ):
+        with unset_fake_temporarily():
+            mesh = init_device_mesh("cuda", (world,))
+        yield mesh
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu.rehearsal import cases
 from benchmarks.gpu.rehearsal.cases import DTYPES, NONE
 from marsopt import MARS
 from marsopt.rules.registry import REGISTRY
@@ -66,16 +67,11 @@ class Case:
         return [torch.randn(s, generator=numbers).to(dtype) for s in self.shapes]
 
 
-def own_correction(rule: str) -> str:
-    """Return the correction that a rule has by itself."""
-    return "approximate" if REGISTRY[rule].is_mars else NONE
-
-
 def corrections(rule: str) -> tuple[str, ...]:
-    """Return a rule's corrections, but exact MARS: it has the steps of "approximate",
-    with an h that comes from elsewhere.
+    """Return a rule's corrections, its own first, but exact MARS: it has the steps of
+    "approximate", with an h that comes from elsewhere.
     """
-    return own_correction(rule), "transport"
+    return tuple(kind or NONE for kind in cases.corrections(rule) if kind != "exact")
 
 
 DEFAULT = (

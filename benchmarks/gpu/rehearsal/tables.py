@@ -69,6 +69,15 @@ def steps(rows: Iterable[Row]) -> str:
     return markdown(head, lines)
 
 
+def report(made: dict[str, str], rows: list[Row]) -> str:
+    """Return the table of these cases, and below it how many faults they have and what
+    they were lowered by.
+    """
+    num = sum(len([*faults(row)]) for row in rows)
+    with_what = ", ".join(f"{name} {value}" for name, value in made.items())
+    return f"{steps(rows)}\n\n{len(rows)} cases, {num} faults; {with_what}"
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(
@@ -84,10 +93,7 @@ def main() -> None:
         for row in found["cases"]
         if all(v is None or (row[key] or NONE) in v for key, v in args.items())
     ]
-    print(steps(chosen))
-    num = sum(len([*faults(row)]) for row in chosen)
-    made = ", ".join(f"{name} {value}" for name, value in found["made_with"].items())
-    print(f"\n{len(chosen)} cases, {num} faults; {made}")
+    print(report(found["made_with"], chosen))
 
 
 if __name__ == "__main__":
