@@ -163,7 +163,7 @@ def _ours(name: str, title: str = "", **changed: Any) -> Contender:
     """Return the row of a rule, with what is ``changed`` in a variant of it."""
     rule, embeddings = REGISTRY[name], ""
     num_buffers = rule.num_buffers()
-    if rule.others == "adamw":
+    if rule.fallback == "adamw":
         num_buffers = max(num_buffers, REGISTRY["adamw"].num_buffers())
         embeddings = "embeddings by AdamW, as its authors do"
     written = "-".join(WORDS.get(word, word.title()) for word in name.split("-"))

@@ -22,9 +22,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.timing import spread, take_turns
 from marsopt import MARS
+from marsopt.parallel import MeshCollectives
 from marsopt.profiling.gpt2 import MODELS, shapes
 from marsopt.profiling.machine import describe, one_line, seconds
-from parallel import MeshCollectives
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from benchmarks.peers import INSTALL, version
 from marsopt import MARS
-from parallel import MeshCollectives
+from marsopt.parallel import MeshCollectives
 
 LR = 0.02
 MOMENTUM = 0.95  # everybody's default but HeavyBall's

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m examples.fsdp2 [FOLDER]
 
 The first run with FOLDER saves there, the next goes on from it, on any number of
-processes. Where marsopt was installed by pip, MeshCollectives is in marsopt.parallel.
+processes.
 """
 
 import os
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from marsopt import MARS, param_groups
-from parallel import MeshCollectives
+from marsopt.parallel import MeshCollectives
 from train.gpt2 import GPT2, Shape
 
 SHAPE = Shape(num_layers=2, num_heads=2, width=64, block_size=16, vocab_size=64)

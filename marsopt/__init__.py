@@ -2,11 +2,15 @@
 functional, compiled, sharded.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from marsopt.functional import named
 from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.flat import FlatGroup
 from marsopt.functional.named import (
     adamw,
     lion,
+    mars,
     mars_adamw,
     mars_lion,
     mars_m,
@@ -17,38 +21,47 @@ from marsopt.functional.named import (
     nadamw,
     normuon,
 )
-from marsopt.functional.routing import mars
 from marsopt.functional.rule import Rule
 from marsopt.optim.mars import MARS
 from marsopt.optim.param_groups import param_groups
-from marsopt.profiling.profiler import profile
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.correction import Correction
+from marsopt.rules.correction import Approximate, Correction
+from marsopt.rules.exact import Exact
 from marsopt.rules.lion import Lion, SignAverage
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import NewtonSchulz, newton_schulz, polar_factor
 from marsopt.rules.normuon import NorMuon
 from marsopt.rules.orthogonal import Orthogonal
-from marsopt.rules.registry import REGISTRY
+from marsopt.rules.registry import REGISTRY, NamedRule, register
+from marsopt.rules.svrg import SVRG
+from marsopt.rules.transport import Transport
 from marsopt.version import __version__
+
+if TYPE_CHECKING:
+    from marsopt.profiling.profiler import profile
 
 __all__ = [
     "LOCAL",
     "MARS",
     "REGISTRY",
+    "SVRG",
     "AdamW",
     "Algorithm",
+    "Approximate",
     "Collectives",
     "Correction",
+    "Exact",
     "FlatGroup",
     "Lion",
     "Matrices",
+    "NamedRule",
     "NewtonSchulz",
     "NorMuon",
     "Orthogonal",
     "Rule",
     "SignAverage",
+    "Transport",
     "__version__",
     "adamw",
     "lion",
@@ -65,5 +78,17 @@ __all__ = [
     "normuon",
     "param_groups",
     "polar_factor",
+    "register",
     "profile",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the profiler once somebody asks for it: no training needs it. Return the
+    function of a rule that is registered, and has no name above.
+    """
+    if name == "profile":
+        from marsopt.profiling.profiler import profile
+
+        return profile
+    return getattr(named, name)

@@ -1,8 +1,15 @@
-"""The mesh: collectives that carry marsopt's rules over sharded parameters. From a
-wheel: marsopt.parallel.
+"""The mesh: collectives that carry marsopt's rules over sharded parameters. The package
+is ``marsopt.parallel``: in the checkout ``marsopt/parallel`` is a link to this folder.
 """
 
-import marsopt
+if __name__ != "marsopt.parallel":
+    # the same class twice would not be the same class
+    raise ImportError(
+        f"got an import of {__name__}, expected one of marsopt.parallel, which is this "
+        f"folder's only name: write from marsopt.{__name__} import ..."
+    )
+
+import marsopt  # noqa: E402
 
 if "Collectives" not in vars(marsopt):
     raise ImportError(

@@ -27,7 +27,7 @@ class Agreement:
         self._copy: Tensor | None = None  # of it, on the host, after ``_copied``
         self._copied: torch.cuda.Event | None = None
 
-    def rows(self, what: str, num_ranks: int, like: Tensor) -> Tensor | None:
+    def digest_rows(self, what: str, num_ranks: int, like: Tensor) -> Tensor | None:
         """Return rows of the width of ``like``, to be summed beside it; None where a
         CUDA graph is captured, which must not take them from the host.
         """

@@ -15,13 +15,16 @@ from torch import Tensor
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from marsopt import Matrices, NewtonSchulz
+from marsopt.functional.collectives import Leaf, Request, run_at_owner
+from marsopt.rules.dtypes import working
+from marsopt.rules.matrices import Matrices
+from marsopt.rules.newton_schulz import NewtonSchulz
+from marsopt.rules.preconditioner import MatrixCost, Whole
 
 from .agreement import Agreement
 from .cut import Cut, cut_of
-from .exchange import unflatten
 from .layout_cache import LayoutCache
 from .placement import Placement, onto_first
 from .planner import Machine, Strategy, plan
@@ -39,16 +42,12 @@ class Reduction(NamedTuple):
     contributes: Tensor | None
 
 
-# one all-reduce of ``sum_along``, and which leaves take part
-LineReduction = tuple[dist.ProcessGroup, list[int]]
-
-
 class Partition(NamedTuple):
-    """The leaves of one call of ``orthogonalize``, by how that is done."""
+    """The leaves of one call of ``on_owners``, by how that is done."""
 
     groups: list[tuple[ShardGroup, dict[int, Cut]]]
-    whole: list[int]  # each matrix lies on one rank: of a batch, or replicated
-    gathered: list[int]  # cut by several axes or in stripes, or planned so
+    local: list[int]  # each matrix lies on one rank: of a batch, or replicated
+    gathered: list[int]  # cut by several axes or strided, or planned so
 
 
 class MeshCollectives:
@@ -82,7 +81,6 @@ class MeshCollectives:
         plan([], 1, NewtonSchulz(), **self._options)  # checks
         self.mesh = mesh
         self._reductions: LayoutCache[list[Reduction]] = LayoutCache()
-        self._line_reductions: LayoutCache[list[LineReduction]] = LayoutCache()
         self._partitions: LayoutCache[Partition] = LayoutCache()
         self._agreement = Agreement()
 
@@ -154,7 +152,7 @@ class MeshCollectives:
     # ---- sum -----------------------------------------------------------------------
 
     def sum(
-        self, sums: Tensor, leaves: Sequence[Tensor], alike: str | None = None
+        self, sums: Tensor, leaves: Sequence[Tensor], digest: str | None = None
     ) -> Tensor:
         """Sum ``sums`` (len(leaves), K) over the shards of each leaf.
 
@@ -162,20 +160,20 @@ class MeshCollectives:
         is summed over anyway, so that all ranks go on with the same numbers. Replicas
         (HSDP) are taken to hold the same gradients, as FSDP2 leaves them.
 
-        Where ranks that sum together differ in ``alike``, the sums are NaN, which voids
-        a step. Replicas do not sum, so that of them each set of shards is compared by
-        itself.
+        Where ranks that sum together differ in ``digest``, the sums are NaN, which
+        voids a step. Replicas do not sum, so that of them each set of shards is
+        compared by itself.
 
         Raises:
             RuntimeError: at the first call with a list, ranks that hold different ones;
-                ``alike`` differs, on a GPU at one of the next calls.
+                ``digest`` differs, on a GPU at one of the next calls.
         """
         reductions = self._reductions.of(leaves, (), self._find_reductions)
-        told = None
-        if alike is not None and reductions:
-            self._agreement.check(alike)
+        digests = None
+        if digest is not None and reductions:
+            self._agreement.check(digest)
             num_ranks = math.prod(r.group.size() for r in reductions)
-            told = self._agreement.rows(alike, num_ranks, sums)
+            digests = self._agreement.digest_rows(digest, num_ranks, sums)
         for reduction in reductions:
             part = sums
             if reduction.rows is not None:
@@ -184,21 +182,29 @@ class MeshCollectives:
                 # another rank contributes, but what is not finite here is heard
                 silent = torch.where(torch.isfinite(part), 0.0, torch.nan)
                 part = torch.where(reduction.contributes[:, None], part, silent)
-            part = part.contiguous() if told is None else torch.cat([part, told])
+            part = part.contiguous() if digests is None else torch.cat([part, digests])
             dist.all_reduce(part, group=reduction.group)
-            if told is not None:
-                part, told = part.split([len(part) - len(told), len(told)])
+            if digests is not None:
+                part, digests = part.split([len(part) - len(digests), len(digests)])
             if reduction.rows is None:
                 sums = part
             else:
                 sums = sums.index_copy(0, reduction.rows, part)
-        if told is None:
+        if digests is None:
             return sums
-        return self._agreement.judged(sums, told, num_ranks, alike)
+        return self._agreement.judged(sums, digests, num_ranks, digest)
 
-    def still_agree(self, alike: str) -> None:
+    @property
+    def groups(self) -> list[ShardGroup]:
+        """Return the matrices that were brought to owners so far, and what was decided
+        for them: one group for each mesh axis and list of parameters.
+        """
+        found = self._partitions.every()
+        return [group for partition in found for group, _ in partition.groups]
+
+    def check_ranks_agree(self, digest: str) -> None:
         """Raise where a ``sum`` on a GPU is known to have found ranks that differ."""
-        self._agreement.check(alike)
+        self._agreement.check(digest)
 
     def _find_reductions(self, leaves: Sequence[Tensor]) -> list[Reduction]:
         """Return the all-reduces of ``sum`` for one list of leaves."""
@@ -219,43 +225,6 @@ class MeshCollectives:
                 index = torch.tensor(rows, device=device)
             found.append(Reduction(mesh.get_group(axis), index, contributes))
         return found
-
-    def sum_along(
-        self,
-        parts: Sequence[Tensor],
-        leaves: Sequence[Tensor],
-        matrices: Sequence[Matrices],
-        lines: Literal["rows", "cols"],
-    ) -> list[Tensor]:
-        """Sum the part of each leaf over the shards that the "cols" or "rows" of its
-        matrices are cut into: one all-reduce per mesh axis that does so for some leaf.
-
-        Raises:
-            RuntimeError: at the first call with a list, ranks that hold different ones.
-        """
-        out = list(parts)
-        find = partial(self._find_line_reductions, lines, matrices)
-        key = (lines, *_distinct(matrices))
-        for group, members in self._line_reductions.of(leaves, key, find):
-            flat = torch.cat([out[i].reshape(-1) for i in members])
-            dist.all_reduce(flat, group=group)
-            summed = unflatten(flat, [out[i].shape for i in members])
-            for i, part in zip(members, summed, strict=True):
-                out[i] = part.to(out[i].dtype)
-        return out
-
-    def _find_line_reductions(
-        self, lines: str, matrices: Sequence[Matrices], leaves: Sequence[Tensor]
-    ) -> list[LineReduction]:
-        """Return the all-reduces of ``sum_along`` for one list of leaves."""
-        found: dict[tuple[DeviceMesh | None, int], list[int]] = {}
-        verb = f"sum_along {lines}", *_distinct(matrices)
-        for i, place in enumerate(self._places(verb, leaves)):
-            first = matrices[i].column_dim(leaves[i].ndim)
-            for axis, cut in zip(place.axes, place.dims, strict=True):
-                if (cut >= first) == (lines == "cols"):
-                    found.setdefault((place.mesh, axis), []).append(i)
-        return [(mesh.get_group(axis), ones) for (mesh, axis), ones in found.items()]
 
     # ---- agreement -----------------------------------------------------------------
 
@@ -287,67 +256,130 @@ class MeshCollectives:
                 "model, param groups, options and MeshCollectives on every rank"
             )
 
-    # ---- orthogonalize -------------------------------------------------------------
+    # ---- whole matrices ------------------------------------------------------------
 
-    def orthogonalize(
-        self,
-        pieces: Sequence[Tensor],
-        ns: NewtonSchulz,
-        leaves: Sequence[Tensor],
-        matrices: Sequence[Matrices],
-    ) -> list[Tensor]:
-        """Return the orthogonal factors of the whole matrices of each leaf; both are
-        pieces of leaves.
+    def on_owners(self, requests: Sequence[Request]) -> list[Whole]:
+        """Bring together the whole matrices of each leaf, let their preconditioners'
+        ``at_owner`` make something of them, and return it as this rank's pieces.
         """
-        key = (ns, *_distinct(matrices))
-        find = partial(self._find_partition, ns, matrices)
-        partition = self._partitions.of(leaves, key, find)
-        out: dict[int, Tensor] = {}
+        partition = self._partition([one.leaf for one in requests])
+        out: dict[int, Whole] = {}
         for group, cuts in partition.groups:
-            parts = [part for i, cut in cuts.items() for part in cut.split(pieces[i])]
-            found = group.orthogonalize(parts)
-            rest = (found[n] for n in range(len(parts)))
+            found = group.on_owners(_of_matrices(requests, group, cuts))
+            rest = (found[n] for n in range(len(group.matrices)))
             for i, cut in cuts.items():
                 own = [next(rest) for _ in cut.matrices]
-                out[i] = cut.join(own, pieces[i])
-        alone = ns.many([matrices[i].unbound(pieces[i]) for i in partition.whole])
-        for i, o in zip(partition.whole, alone, strict=True):
-            out[i] = o.view_as(pieces[i])
-        own = [(pieces[i], leaves[i], matrices[i]) for i in partition.gathered]
-        out |= zip(partition.gathered, self._by_gathering(own, ns), strict=True)
-        return [out[i] for i in range(len(pieces))]
+                out[i] = _joined(own, cut, requests[i])
+        here = [requests[i] for i in partition.local]
+        out |= zip(partition.local, run_at_owner(here), strict=True)
+        own = [requests[i] for i in partition.gathered]
+        out |= zip(partition.gathered, self._by_gathering(own), strict=True)
+        return [out[i] for i in range(len(requests))]
 
-    def _by_gathering(
-        self, parts: Sequence[tuple[Tensor, Tensor, Matrices]], ns: NewtonSchulz
-    ) -> list[Tensor]:
-        """Orthogonalize (piece, leaf, matrices) on every rank: reference and
-        fallback.
+    def owns(self, leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
+        """Return, by number, which matrices of each leaf have their owner here."""
+        if not leaves:
+            return []
+        partition = self._partition(leaves)
+        out: dict[int, tuple[int, ...]] = {}
+        for group, cuts in partition.groups:
+            mine, first = set(group.owns), 0
+            for i, cut in cuts.items():
+                here = range(first, first + len(cut.matrices))
+                every = _numbers(leaves[i].tensor, leaves[i].matrices)
+                out[i] = tuple(
+                    n for n, at in zip(every, here, strict=True) if at in mine
+                )
+                first += len(cut.matrices)
+        for i in partition.local:
+            leaf, matrices = leaves[i].tensor, leaves[i].matrices
+            rows = None if leaf.numel() == 0 else self.rows(leaf, matrices)
+            if rows is None:
+                out[i] = tuple(range(matrices.num_in(leaf.shape)))
+            else:
+                size = matrices.shape_in(leaf.shape)[0]
+                out[i] = tuple(torch.unique(rows // size).tolist())
+        for i in partition.gathered:
+            num = leaves[i].matrices.num_in(leaves[i].tensor.shape)
+            out[i] = tuple(range(num))
+        return [out[i] for i in range(len(leaves))]
+
+    def publish(
+        self, owned: Tensor, leaf: Tensor, num: int, owns: tuple[int, ...]
+    ) -> Tensor:
+        """Return an owner's buffer of a leaf's ``num`` matrices, (number here, *shape),
+        as a DTensor (num, *shape) that is cut along its first dim of a matrix. A
+        collective of the leaf's mesh.
         """
-        whole = [
-            self.wrap(piece.to(ns.payload(piece.dtype)), leaf).full_tensor()
-            for piece, leaf, _ in parts
-        ]
-        factors = ns.many(
-            [m.unbound(x) for x, (_, _, m) in zip(whole, parts, strict=True)]
-        )
-        return [
-            _piece(o.view(leaf.shape), leaf.device_mesh, leaf.placements).to(
-                piece.dtype
+        if not isinstance(leaf, DTensor):
+            return owned
+        mesh, device = leaf.device_mesh, owned.device
+        index = torch.tensor(owns, dtype=torch.int64, device=device)
+        # of several owners, as replicas are, the first one tells
+        first = torch.full((num,), dist.get_world_size(), device=device)
+        first[index] = dist.get_rank()
+        mine = first.clone()
+        for axis in range(mesh.ndim):
+            dist.all_reduce(first, dist.ReduceOp.MIN, group=mesh.get_group(axis))
+        whole = owned.new_zeros(num, *owned.shape[1:])
+        tells = (first == mine)[index]
+        whole[index[tells]] = owned[tells]
+        for axis in range(mesh.ndim):
+            dist.all_reduce(whole, group=mesh.get_group(axis))
+        places: list = [Replicate()] * mesh.ndim
+        cutting = Placement.of(leaf).axes
+        if cutting and whole.ndim > 1:
+            places[cutting[0]] = Shard(1)
+        return distribute_tensor(whole, mesh, places, src_data_rank=None)
+
+    def claim(self, published: Tensor, owns: tuple[int, ...]) -> Tensor:
+        """Return the part of ``publish``'s result that has its owner here."""
+        if isinstance(published, DTensor):
+            published = published.full_tensor()
+        return published[list(owns)]
+
+    def _by_gathering(self, requests: Sequence[Request]) -> list[Whole]:
+        """Do the owners' work on every rank: reference and fallback."""
+        every = []
+        for one in requests:
+            piece, leaf = one.given.matrix, one.tensor
+            travels = one.preconditioner.cost.payload(piece.dtype)
+            matrix = self.wrap(piece.to(travels), leaf).full_tensor()
+            rows = tuple(self.wrap(r, leaf).full_tensor() for r in one.given.rows)
+            every.append(one._replace(given=Whole(matrix, rows, one.given.owned)))
+        found = []
+        for one, made in zip(requests, run_at_owner(every), strict=True):
+            leaf, dtype = one.tensor, one.given.matrix.dtype
+            mesh, ndim = leaf.device_mesh, leaf.ndim
+            matrix = _piece(made.matrix, mesh, leaf.placements).to(dtype)
+            rows = tuple(
+                _piece(r, mesh, [onto_first(p, ndim, r.ndim) for p in leaf.placements])
+                for r in made.rows
             )
-            for o, (piece, leaf, _) in zip(factors, parts, strict=True)
-        ]
+            found.append(Whole(matrix, rows, made.owned))
+        return found
+
+    def _partition(self, leaves: Sequence[Leaf]) -> Partition:
+        cost = leaves[0].preconditioner.cost
+        ways = [(one.matrices, one.preconditioner.is_polar) for one in leaves]
+        find = partial(self._find_partition, cost, ways)
+        key = (cost, *_distinct(ways))
+        return self._partitions.of([one.tensor for one in leaves], key, find)
 
     def _find_partition(
-        self, ns: NewtonSchulz, matrices: Sequence[Matrices], leaves: Sequence[Tensor]
+        self,
+        cost: MatrixCost,
+        ways: Sequence[tuple[Matrices, bool]],
+        leaves: Sequence[Tensor],
     ) -> Partition:
         by_axis: dict[tuple, dict[int, Cut]] = {}
-        whole, gathered = [], []
-        places = self._places((ns, *matrices), leaves)
+        local, gathered = [], []
+        places = self._places((cost, *ways), leaves)
         for i, leaf in enumerate(leaves):
-            cut = cut_of(leaf, places[i], matrices[i])
-            if cut == "whole":
-                whole.append(i)
-            elif cut == "stripes":
+            cut = cut_of(leaf, places[i], *ways[i])
+            if cut == "local":
+                local.append(i)
+            elif cut == "strided":
                 gathered.append(i)
             else:
                 group = cut.mesh, cut.axis, cut.has_replicas
@@ -355,8 +387,7 @@ class MeshCollectives:
         if gathered:
             log.warning(
                 "marsopt.parallel: %d parameters are cut by several mesh axes or in "
-                "stripes (tensor parallelism); they are gathered whole for "
-                "Newton-Schulz, which is slow",
+                "strides (tensor parallelism); they are gathered whole, which is slow",
                 len(gathered),
             )
         groups = []
@@ -366,16 +397,72 @@ class MeshCollectives:
                 continue
             every = [matrix for cut in cuts.values() for matrix in cut.matrices]
             group = ShardGroup(
-                mesh, axis, every, ns, has_replicas=copies, **self._options
+                mesh, axis, every, cost, has_replicas=copies, **self._options
             )
             groups.append((group, cuts))
-        return Partition(groups, whole, gathered)
+        return Partition(groups, local, gathered)
 
 
-def _distinct(matrices: Sequence[Matrices]) -> Sequence[Matrices]:
+def _of_matrices(
+    requests: Sequence[Request], group: ShardGroup, cuts: dict[int, Cut]
+) -> list[Request]:
+    """Return the requests of leaves as those of their matrices, in order."""
+    mine, found = set(group.owns), []
+    for i, cut in cuts.items():
+        given = requests[i].given
+        rows = zip(*map(cut.split_rows, given.rows), strict=True)
+        owned = iter(zip(*(o.unbind() for o in given.owned), strict=True))
+        for shard in cut.split(given.matrix):
+            whole = Whole(
+                shard,
+                next(rows, ()),
+                next(owned) if given.owned and len(found) in mine else (),
+            )
+            found.append(requests[i]._replace(given=whole))
+    return found
+
+
+def _joined(own: Sequence[Whole], cut: Cut, request: Request) -> Whole:
+    """Return what became of a leaf's matrices as its piece."""
+    like = request.given.matrix
+    first = like.shape[: request.matrices.column_dim(like.ndim)]
+    every = list(zip(*(one.rows for one in own), strict=True))
+    rows = tuple(torch.cat(r).view(first) for r in every)
+    if not own:  # no matrix has a row here
+        num = len(request.preconditioner.row_outputs)
+        rows = tuple(working(like.new_empty(first)) for _ in range(num))
+    owned = tuple(
+        torch.stack(new) if new else old
+        for old, new in zip(
+            request.given.owned,
+            list(zip(*(one.owned for one in own if one.owned), strict=True))
+            or [()] * len(request.given.owned),
+            strict=True,
+        )
+    )
+    return Whole(cut.join([one.matrix for one in own], like), rows, owned)
+
+
+def _numbers(leaf: Tensor, matrices: Matrices) -> list[int]:
+    """Return, in their order, the numbers of the matrices of a leaf that have a row in
+    the batches which lie here.
+    """
+    row_dim = matrices.column_dim(leaf.ndim) - 1
+    batches = leaf.shape[:row_dim]
+    blocks = matrices.num_in(leaf.shape) // max(1, batches.numel())
+    numbers = torch.arange(batches.numel() * blocks).view(*batches, blocks)
+    if isinstance(leaf, DTensor) and row_dim > 0:
+        places = [onto_first(p, leaf.ndim, row_dim) for p in leaf.placements]
+        at = numbers[..., 0].to(leaf.device_mesh.device_type)
+        firsts = _piece(at.contiguous(), leaf.device_mesh, places).flatten().cpu()
+        return [int(first) + n for first in firsts for n in range(blocks)]
+    return numbers.flatten().tolist()
+
+
+def _distinct(ways: Sequence) -> Sequence:
     """Return a key of them that is short where no parameter differs from the others."""
-    alike = all(m is matrices[0] or m == matrices[0] for m in matrices)
-    return matrices[:1] if alike else matrices
+    alike = all(way is ways[0] or way == ways[0] for way in ways)
+    return ways[:1] if alike else ways
 
 
 def _piece(whole: Tensor, mesh: DeviceMesh, placements: Sequence) -> Tensor:

@@ -44,6 +44,15 @@ class Cut:
         batches = piece.reshape(self.num_batches, sum(sizes), cols)
         return [part for batch in batches.unbind() for part in batch.split(sizes)]
 
+    def split_rows(self, numbers: Tensor) -> list[Tensor]:
+        """Return numbers of the rows that lie here as those of each matrix."""
+        if numbers.ndim == 1 and len(self.blocks) == 1:
+            return [numbers]
+        ranks = self.mesh.size(self.axis)
+        sizes = [block.shards(ranks)[self.rank][0] for block in self.blocks]
+        batches = numbers.reshape(self.num_batches, sum(sizes))
+        return [part for batch in batches.unbind() for part in batch.split(sizes)]
+
     def join(self, parts: list[Tensor], like: Tensor) -> Tensor:
         """Undo ``split`` of a piece of the shape of ``like``."""
         if len(parts) == 1:
@@ -52,18 +61,18 @@ class Cut:
 
 
 def cut_of(
-    leaf: Tensor, place: Placement, matrices: Matrices
-) -> Cut | Literal["whole", "stripes"]:
-    """Return how one axis cuts the matrices of a leaf; "whole" where each of them lies
-    on one rank, "stripes" where several axes cut them, or one not into consecutive
-    pieces.
+    leaf: Tensor, place: Placement, matrices: Matrices, is_polar: bool
+) -> Cut | Literal["local", "strided"]:
+    """Return how one axis cuts the matrices of a leaf; "local" where each of them lies
+    on one rank, "strided" where several axes cut them, or one not into consecutive
+    pieces. ``is_polar`` is as in ``planner.Matrix``.
     """
     row_dim = matrices.column_dim(leaf.ndim) - 1
     inner = [i for i, dim in enumerate(place.dims) if dim >= row_dim]
     if not inner or leaf.numel() == 0:
-        return "whole"
+        return "local"
     if len(inner) > 1 or not place.consecutive[inner[0]]:
-        return "stripes"
+        return "strided"
     axis, dim = place.axes[inner[0]], place.dims[inner[0]]
     sizes = shard_sizes(leaf.shape[dim], place.mesh.size(axis))
     rows, cols = matrices.shape_in(leaf.shape)
@@ -73,14 +82,15 @@ def cut_of(
         # pieces of a kernel are not consecutive columns, but columns in another order
         # have a factor in that order
         lengths = tuple(size * (cols // leaf.shape[dim]) for size in sizes)
-        blocks = [Matrix(rows, cols, 1, lengths)] * num_blocks
+        blocks = [Matrix(rows, cols, 1, lengths, is_polar)] * num_blocks
     elif num_blocks == 1:
-        blocks = [Matrix(rows, cols, 0)]
+        blocks = [Matrix(rows, cols, 0, None, is_polar)]
     elif all(size % rows == 0 for size in sizes):
-        return "whole"
+        return "local"
     else:
         starts = range(0, num_rows, rows)
-        blocks = [Matrix(rows, cols, 0, _overlaps(s, rows, sizes)) for s in starts]
+        lengths = [_overlaps(start, rows, sizes) for start in starts]
+        blocks = [Matrix(rows, cols, 0, own, is_polar) for own in lengths]
     return Cut(
         mesh=place.mesh,
         axis=axis,

@@ -4,12 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 Shape = Sequence[int]
+
+
+class Piece(NamedTuple):
+    """What a tensor that arrives is."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+    def num_words(self, words: torch.dtype) -> int:
+        """Return how many elements of the dtype ``words`` it takes."""
+        return prod(self.shape) * (self.dtype.itemsize // words.itemsize)
+
+
+def to_words(x: Tensor, words: torch.dtype) -> Tensor:
+    """Return the bits of ``x`` flat, as a tensor of the dtype ``words``, which is no
+    wider than its own.
+    """
+    return x.reshape(-1).contiguous().view(words)
+
+
+def from_words(flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+    """Return the tensors whose bits follow each other in ``flat``; it may be longer."""
+    sizes = [piece.num_words(flat.dtype) for piece in pieces]
+    parts = flat[: sum(sizes)].split(sizes)
+    return [
+        # wider ones need not begin at a multiple of their width
+        (part if piece.dtype == flat.dtype else part.clone().view(piece.dtype)).view(
+            tuple(piece.shape)
+        )
+        for part, piece in zip(parts, pieces, strict=True)
+    ]
 
 
 class Exchange:
@@ -20,23 +52,26 @@ class Exchange:
 
     Args:
         sent: what each rank is to have of this one.
-        shapes: of what each rank sends to this one.
-        like: a tensor of the dtype and device that all travel in.
+        pieces: what each rank sends to this one.
+        words: an empty tensor of the device, and of the narrowest dtype among all that
+            travel: bits travel as this.
         group: the ranks.
     """
 
     def __init__(
         self,
         sent: Sequence[Sequence[Tensor]],
-        shapes: Sequence[Sequence[Shape]],
-        like: Tensor,
+        pieces: Sequence[Sequence[Piece]],
+        words: Tensor,
         group: dist.ProcessGroup,
     ) -> None:
-        to = [sum(x.numel() for x in part) for part in sent]
-        self._shapes, self._of = shapes, [sum(map(prod, part)) for part in shapes]
-        parts = [x.reshape(-1).to(like.dtype) for part in sent for x in part]
-        self._leaving = torch.cat(parts) if parts else like.new_empty(0)
-        self._arriving = like.new_empty(sum(self._of))
+        flat = [[to_words(x, words.dtype) for x in part] for part in sent]
+        to = [sum(map(len, part)) for part in flat]
+        self._pieces = pieces
+        self._of = [sum(p.num_words(words.dtype) for p in part) for part in pieces]
+        every = [x for part in flat for x in part]
+        self._leaving = torch.cat(every) if every else words
+        self._arriving = words.new_empty(sum(self._of))
         self._work = dist.all_to_all_single(
             self._arriving, self._leaving, self._of, to, group=group, async_op=True
         )
@@ -46,11 +81,9 @@ class Exchange:
         self._work.wait()
         self._work = self._leaving = None  # gloo's work would keep it
         parts = self._arriving.split(self._of)
-        return [unflatten(p, s) for p, s in zip(parts, self._shapes, strict=True)]
+        return [from_words(p, s) for p, s in zip(parts, self._pieces, strict=True)]
 
 
 def unflatten(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
     """Return consecutive parts of ``flat`` in these shapes; it may be longer."""
-    sizes = [prod(shape) for shape in shapes]
-    parts = flat[: sum(sizes)].split(sizes)
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return from_words(flat, [Piece(shape, flat.dtype) for shape in shapes])

@@ -25,6 +25,10 @@ class LayoutCache(Generic[Found]):
         self._by_value: dict[Hashable, Found] = {}
         self._last: dict[Hashable, tuple[list[weakref.ref[Tensor]], Found]] = {}
 
+    def every(self) -> list[Found]:
+        """Return all that was found."""
+        return list(self._by_value.values())
+
     def of(
         self,
         leaves: Sequence[Tensor],

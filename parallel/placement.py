@@ -50,7 +50,17 @@ def onto_first(placement: AxisPlacement, ndim: int, num_dims: int) -> AxisPlacem
     return placement if cuts else Replicate()
 
 
-def shard_sizes(size: int, num_ranks: int) -> list[int]:
-    """Return the lengths of Shard's pieces of a dim: as torch.chunk, then empty."""
+def shard_size(size: int, rank: int, num_ranks: int) -> int:
+    """Return the length of one rank's piece of a dim, as Shard cuts it: as torch.chunk,
+    then empty.
+    """
     chunk = -(-size // num_ranks)
-    return [max(0, min(chunk, size - r * chunk)) for r in range(num_ranks)]
+    return max(0, min(chunk, size - rank * chunk))
+
+
+def shard_sizes(size: int, num_ranks: int) -> list[int]:
+    """Return ``shard_size`` of every rank."""
+    chunk = max(1, -(-size // num_ranks))
+    num_full, rest = divmod(size, chunk)
+    sizes = [chunk] * num_full + [rest] * (num_full < num_ranks)
+    return sizes + [0] * (num_ranks - len(sizes))

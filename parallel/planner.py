@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 from typing import Literal
 
 from marsopt import NewtonSchulz
 
-from .placement import shard_sizes
+from .placement import shard_size, shard_sizes
 
 Strategy = Literal["owner", "gram", "replicate"]
 STRATEGIES: tuple[Strategy, ...] = ("owner", "gram", "replicate")
@@ -38,27 +39,30 @@ class Matrix:
     """A matrix that one mesh axis cuts along ``dim``.
 
     ``lengths`` of the pieces, rank by rank; None = as Shard cuts. One of several in a
-    parameter may begin and end anywhere on the ranks.
+    parameter may begin and end anywhere on the ranks. ``is_polar``: what is made of it
+    is its polar factor and nothing else.
     """
 
     rows: int
     cols: int
     dim: int
     lengths: tuple[int, ...] | None = None
+    is_polar: bool = True
 
     @property
     def may_gram(self) -> bool:
-        """Return whether the Gram matrix of its short side is a sum over shards."""
-        return self.cols <= self.rows if self.dim == 0 else self.rows <= self.cols
+        """Return whether a sum over shards, the Gram matrix of its short side, is all
+        that they need.
+        """
+        short = self.cols <= self.rows if self.dim == 0 else self.rows <= self.cols
+        return short and self.is_polar
 
     def shard_numel(self, rank: int, num_ranks: int) -> int:
         """Return the number of elements of one rank's shard."""
         if self.lengths is not None:
             length = self.lengths[rank]
-        else:  # in one piece of ``shard_sizes``, whose list takes time on many ranks
-            whole = (self.rows, self.cols)[self.dim]
-            chunk = -(-whole // num_ranks)
-            length = max(0, min(chunk, whole - rank * chunk))
+        else:
+            length = shard_size((self.rows, self.cols)[self.dim], rank, num_ranks)
         return length * (self.cols if self.dim == 0 else self.rows)
 
     def shards(self, num_ranks: int) -> list[tuple[int, int]]:
@@ -126,9 +130,12 @@ def assign(flops: Sequence[int], num_ranks: int) -> tuple[list[int], list[float]
     Ties go to the earlier matrix and the lower rank, so that every rank agrees.
     """
     owners, loads = [0] * len(flops), [0.0] * num_ranks
+    least = [(0.0, rank) for rank in range(num_ranks)]  # a heap
     for i in sorted(range(len(flops)), key=lambda i: (-flops[i], i)):
-        owners[i] = min(range(num_ranks), key=lambda r: (loads[r], r))
-        loads[owners[i]] += flops[i]
+        _, owner = least[0]
+        owners[i] = owner
+        loads[owner] += flops[i]
+        heapreplace(least, (loads[owner], owner))
     return owners, loads
 
 
@@ -238,17 +245,16 @@ def cost(
     of a Gram matrix, by a ring all-reduce in float32; mn s (p - 1)/p of a gathered one.
     """
     p, away = plan.num_ranks, (plan.num_ranks - 1) / plan.num_ranks
-    split = plan.replicas
     there, back = ns.payload().itemsize, ns.dtype.itemsize
-    sharing = back * (split - 1) / split
-    loads, extra = [0.0] * (p * split), [0.0] * (p * split)  # of each owner
-    sent = seconds = 0.0  # of everybody
+    seconds, loads = 0.0, [0.0] * (p * plan.replicas)  # the second of each owner
+    sizes = [
+        (m.rows * m.cols, m.shard_numel(owner % p, p))
+        for m, owner in zip(matrices, plan.owners, strict=True)
+    ]
+    sent, extra = exchanged(plan, sizes, there, back)
     for m, strategy, owner in zip(matrices, plan.strategies, plan.owners, strict=True):
         numel, short = m.rows * m.cols, min(m.rows, m.cols)
         if strategy == "owner":
-            sent += (there / split + sharing) * numel / p
-            own = m.shard_numel(owner % p, p)  # stays at home
-            extra[owner] += back * (numel - own) - there * own
             loads[owner] += ns.num_flops(m.rows, m.cols)
         elif strategy == "gram":
             sent += 8 * short**2 * away
@@ -258,4 +264,24 @@ def cost(
             seconds += ns.num_flops(m.rows, m.cols) / machine.flops
     bytes_max = sent + max(extra)
     seconds += bytes_max / machine.link + max(loads) / machine.flops
-    return Cost(sent + sum(extra) / (p * split), bytes_max, seconds, loads)
+    return Cost(sent + sum(extra) / len(extra), bytes_max, seconds, loads)
+
+
+def exchanged(
+    plan: Plan, sizes: Sequence[tuple[int, int]], there: int, back: int
+) -> tuple[float, list[float]]:
+    """Return the bytes that every rank sends to owners and, as one of several replicas,
+    gives the others; and what each owner sends beside that.
+
+    Args:
+        plan: who owns what.
+        sizes: elements of each matrix, and those of them that lie at its owner.
+        there, back: bytes of an element on its way to the owner, and back.
+    """
+    p, split = plan.num_ranks, plan.replicas
+    sent, extra = 0.0, [0.0] * (p * split)
+    for i in plan.members("owner"):
+        numel, own = sizes[i]
+        sent += (there / split + back * (split - 1) / split) * numel / p
+        extra[plan.owners[i]] += back * (numel - own) - there * own
+    return sent, extra

@@ -1,4 +1,4 @@
-"""ShardGroup: Newton-Schulz of matrices that one mesh axis cuts."""
+"""ShardGroup: whole matrices at their owners, of those that one mesh axis cuts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
-from marsopt import NewtonSchulz
+from marsopt.functional.collectives import Request, at_owner
+from marsopt.rules.preconditioner import MatrixCost, Whole
 
-from .exchange import Exchange, unflatten
+from .exchange import Exchange, Piece, from_words, to_words, unflatten
 from .planner import Matrix, plan
 
 
@@ -24,7 +25,7 @@ class ShardGroup:
         mesh: the mesh that they lie on.
         axis: the axis that cuts them.
         matrices: shapes and cut dims.
-        ns: how they are orthogonalized.
+        cost: of what their owners do.
         has_replicas: whether another axis of the mesh has the same matrices (HSDP).
         options: of ``planner.plan``.
     """
@@ -34,18 +35,19 @@ class ShardGroup:
         mesh: DeviceMesh,
         axis: int,
         matrices: Sequence[Matrix],
-        ns: NewtonSchulz,
+        cost: MatrixCost,
         *,
         has_replicas: bool,
         **options,
     ) -> None:
-        self.matrices, self._ns = matrices, ns
+        self.matrices, self._cost = matrices, cost
         self._group, self._rank = mesh.get_group(axis), mesh.get_local_rank(axis)
         others = [a for a in range(mesh.ndim) if a != axis]
         # one replicate axis beside the shard axis is HSDP
         copies = mesh.size(others[0]) if has_replicas and len(others) == 1 else 1
-        self.plan = plan(matrices, mesh.size(axis), ns, replicas=copies, **options)
-        self._shapes = [m.shards(self.plan.num_ranks) for m in matrices]
+        self.plan = plan(matrices, mesh.size(axis), cost, replicas=copies, **options)
+        shapes = {m: m.shards(self.plan.num_ranks) for m in set(matrices)}
+        self._shapes = [shapes[m] for m in matrices]
         # the replica axis where replicas share the owners' work, and who is who there
         self._replicas, self._replica = None, 0
         if self.plan.replicas > 1 and self.plan.num_buckets:
@@ -54,94 +56,185 @@ class ShardGroup:
         self._exchanges = [
             self.plan.exchanges(replica) for replica in range(self.plan.replicas)
         ]
+        own = self._replica * self.plan.num_ranks + self._rank
+        # which matrices have their owner here: without sharing, one in every replica
+        self.owns = [i for i, owner in enumerate(self.plan.owners) if owner == own]
 
-    def orthogonalize(self, local: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return shards of the factors of what is not to be gathered, by index, from
-        shards of all matrices.
+    def on_owners(self, requests: Sequence[Request]) -> dict[int, Whole]:
+        """Return what becomes of all matrices, by number, as shards, from shards of
+        all; owners' buffers where the owner is.
         """
-        found = self._by_owners(local)
+        found = self._by_owners(requests)
         if self._replicas is not None:
-            found = self._shared(found, local)
-        return found | self._by_gram(local)
+            found = self._shared(found, requests)
+        return found | self._by_gram(requests)
 
-    def _by_owners(self, local: Sequence[Tensor]) -> dict[int, Tensor]:
+    def _by_owners(self, requests: Sequence[Request]) -> dict[int, Whole]:
         """Send shards to owners and back: two all-to-all per bucket.
 
-        All shards are under way before the first bucket is iterated, and a bucket's
-        factors travel back while the next one is iterated.
+        All shards are under way before the first bucket is worked on, and what becomes
+        of a bucket travels back while the next one is worked on.
         """
-        ns, ranks, there, back = self._ns, range(self.plan.num_ranks), [], []
-        exchanges = self._exchanges[self._replica]
+        ranks, there, back = range(self.plan.num_ranks), [], []
+        exchanges, kept = self._exchanges[self._replica], {}
         for owned in exchanges:
             with record_function("marsopt: exchange"):
-                sent = [[local[i] for i in part] for part in owned]
-                dtypes = (x.dtype for part in sent for x in part)
-                widest = ns.payload(reduce(torch.promote_types, dtypes))
-                pieces = [
-                    [self._shapes[i][r] for i in owned[self._rank]] for r in ranks
+                dtypes = (
+                    requests[i].given.matrix.dtype for part in owned for i in part
+                )
+                words = self._cost.payload(reduce(torch.promote_types, dtypes))
+                sent = [
+                    [x for i in part for x in self._to_owner(i, requests[i], words)]
+                    for part in owned
                 ]
-                like = local[0].new_empty(0, dtype=widest)
+                pieces = [
+                    [
+                        piece
+                        for i in owned[self._rank]
+                        for piece in self._from(r, i, requests[i], words)
+                    ]
+                    for r in ranks
+                ]
+                like = requests[0].given.matrix.new_empty(0, dtype=words)
                 there.append(Exchange(sent, pieces, like, self._group))
+                del sent  # it has copies in ``words``
         for owned, arriving in zip(exchanges, there, strict=True):
             by_rank, mine = arriving.wait(), owned[self._rank]
-            with record_function("marsopt: newton-schulz on the owner"):
-                factors = ns.many(
-                    [
-                        torch.cat(
-                            [pieces[k] for pieces in by_rank], self.matrices[i].dim
-                        )
-                        for k, i in enumerate(mine)
-                    ]
-                )
+            with record_function("marsopt: whole matrices at their owner"):
+                made = at_owner(self._whole(mine, requests, by_rank))
+            del by_rank
             with record_function("marsopt: exchange"):
+                words = self._cost.dtype
                 cuts = [
-                    o.split(
-                        [shape[self.matrices[i].dim] for shape in self._shapes[i]],
-                        self.matrices[i].dim,
-                    )
-                    for i, o in zip(mine, factors, strict=True)
+                    self._cuts(i, requests[i], one, words)
+                    for i, one in zip(mine, made, strict=True)
                 ]
-                sent = [[cut[r] for cut in cuts] for r in ranks]
-                shards = [[self._shapes[i][self._rank] for i in part] for part in owned]
-                like = local[0].new_empty(0, dtype=ns.dtype)
-                back.append(Exchange(sent, shards, like, self._group))
-        return {
-            i: shard.to(local[i].dtype)
-            for owned, arriving in zip(exchanges, back, strict=True)
-            for part, shards in zip(owned, arriving.wait(), strict=True)
-            for i, shard in zip(part, shards, strict=True)
-        }
+                kept |= {i: one.owned for i, one in zip(mine, made, strict=True)}
+                del made
+                sent = [[x for cut in cuts for x in cut[r]] for r in ranks]
+                pieces = [
+                    [x for i in part for x in self._back(i, requests[i], words)]
+                    for part in owned
+                ]
+                like = requests[0].given.matrix.new_empty(0, dtype=words)
+                back.append(Exchange(sent, pieces, like, self._group))
+                del cuts, sent  # which are the factors
+        found = {}
+        for owned, arriving in zip(exchanges, back, strict=True):
+            for part, tensors in zip(owned, arriving.wait(), strict=True):
+                rest = iter(tensors)
+                for i in part:
+                    num_rows = len(requests[i].preconditioner.row_outputs)
+                    shard = next(rest).to(requests[i].given.matrix.dtype)
+                    rows = tuple(next(rest) for _ in range(num_rows))
+                    found[i] = Whole(shard, rows, kept.get(i, ()))
+        return found
+
+    # ---- what travels: a matrix, and numbers of its rows where these are cut ---------
+
+    def _to_owner(self, i: int, request: Request, words: torch.dtype) -> list[Tensor]:
+        given, wide = request.given, _row_dtype(request, words)
+        rows = given.rows if self.matrices[i].dim == 0 else ()
+        return [given.matrix.to(words), *(r.to(wide) for r in rows)]
+
+    def _from(
+        self, rank: int, i: int, request: Request, words: torch.dtype
+    ) -> list[Piece]:
+        """Return what a rank sends of a matrix to its owner."""
+        shape, wide = self._shapes[i][rank], _row_dtype(request, words)
+        rows = request.given.rows if self.matrices[i].dim == 0 else ()
+        return [Piece(shape, words), *(Piece(shape[:1], wide) for _ in rows)]
+
+    def _whole(
+        self,
+        mine: Sequence[int],
+        requests: Sequence[Request],
+        by_rank: Sequence[Sequence[Tensor]],
+    ) -> list[Request]:
+        """Return this owner's matrices, from what every rank has sent."""
+        found, from_ranks = [], [iter(tensors) for tensors in by_rank]
+        for i in mine:
+            dim, given = self.matrices[i].dim, requests[i].given
+            matrix = torch.cat([next(tensors) for tensors in from_ranks], dim)
+            rows = given.rows  # of whole columns: here already
+            if dim == 0:
+                rows = tuple(
+                    torch.cat([next(tensors) for tensors in from_ranks]) for _ in rows
+                )
+            found.append(requests[i]._replace(given=Whole(matrix, rows, given.owned)))
+        return found
+
+    def _cuts(
+        self, i: int, request: Request, made: Whole, words: torch.dtype
+    ) -> list[list[Tensor]]:
+        """Return what each rank is to have of what became of a matrix."""
+        dim, wide = self.matrices[i].dim, _row_dtype(request, words)
+        sizes = [shape[dim] for shape in self._shapes[i]]
+        parts = [[part] for part in made.matrix.to(words).split(sizes, dim)]
+        for r in made.rows:
+            own = r.to(wide).split(sizes) if dim == 0 else [r.to(wide)] * len(sizes)
+            for part, numbers in zip(parts, own, strict=True):
+                part.append(numbers)
+        return parts
+
+    def _back(self, i: int, request: Request, words: torch.dtype) -> list[Piece]:
+        """Return what the owner of a matrix sends here."""
+        shape, wide = self._shapes[i][self._rank], _row_dtype(request, words)
+        num_rows = len(request.preconditioner.row_outputs)
+        return [Piece(shape, words), *[Piece(shape[:1], wide)] * num_rows]
+
+    # ---- replicas, and shards without an owner ---------------------------------------
 
     def _shared(
-        self, mine: dict[int, Tensor], local: Sequence[Tensor]
-    ) -> dict[int, Tensor]:
-        """Give this replica's factors to all replicas: one all-gather, padded."""
+        self, mine: dict[int, Whole], requests: Sequence[Request]
+    ) -> dict[int, Whole]:
+        """Give what this replica's owners made to all replicas: one all-gather,
+        padded.
+        """
+        words = self._cost.dtype
         shares = [
             [i for owned in exchanges for part in owned for i in part]
             for exchanges in self._exchanges
         ]
-        shapes = [[local[i].shape for i in share] for share in shares]
-        widest = max(sum(s.numel() for s in part) for part in shapes)
-        flat = torch.zeros(widest, dtype=self._ns.dtype, device=local[0].device)
+        pieces = [
+            [piece for i in share for piece in self._back(i, requests[i], words)]
+            for share in shares
+        ]
+        widest = max(sum(p.num_words(words) for p in part) for part in pieces)
+        like = requests[0].given.matrix
+        flat = torch.zeros(widest, dtype=words, device=like.device)
         if mine:
-            own = torch.cat([mine[i].reshape(-1) for i in shares[self._replica]])
+            own = torch.cat(
+                [
+                    to_words(x, words)
+                    for i in shares[self._replica]
+                    for x in (mine[i].matrix.to(words), *mine[i].rows)
+                ]
+            )
             flat[: len(own)] = own
-        everyone = flat.new_empty(len(shapes) * widest)
+        everyone = flat.new_empty(len(shares) * widest)
         dist.all_gather_into_tensor(everyone, flat, group=self._replicas)
-        rows = everyone.view(len(shapes), widest)
-        return {
-            i: piece.to(local[i].dtype)
-            for share, row, part in zip(shares, rows, shapes, strict=True)
-            for i, piece in zip(share, unflatten(row, part), strict=True)
-        }
+        found = {}
+        for share, row, part in zip(
+            shares, everyone.view(len(shares), widest), pieces, strict=True
+        ):
+            rest = iter(from_words(row, part))
+            for i in share:
+                shard = next(rest).to(requests[i].given.matrix.dtype)
+                num_rows = len(requests[i].preconditioner.row_outputs)
+                rows = tuple(next(rest) for _ in range(num_rows))
+                owned = mine[i].owned if i in mine else ()
+                found[i] = Whole(shard, rows, owned)
+        return found
 
-    def _by_gram(self, local: Sequence[Tensor]) -> dict[int, Tensor]:
+    def _by_gram(self, requests: Sequence[Request]) -> dict[int, Whole]:
         """Use Gram matrices of short sides: one all-reduce of all, in float32."""
         members = self.plan.members("gram")
         if not members:
             return {}
-        wide = torch.float64 if self._ns.dtype == torch.float64 else torch.float32
-        wide = reduce(torch.promote_types, (local[i].dtype for i in members), wide)
+        local = {i: requests[i].given.matrix for i in members}
+        wide = torch.float64 if self._cost.dtype == torch.float64 else torch.float32
+        wide = reduce(torch.promote_types, (x.dtype for x in local.values()), wide)
 
         def tall(x: Tensor, i: int) -> Tensor:
             return x if self.matrices[i].dim == 0 else x.mT
@@ -156,8 +249,16 @@ class ShardGroup:
             dist.all_reduce(flat, group=self._group)
             summed = unflatten(flat, [gram.shape for gram in grams])
             return {
-                i: tall((piece @ self._ns.from_gram(gram)).to(local[i].dtype), i)
+                i: Whole(
+                    tall((piece @ self._cost.from_gram(gram)).to(local[i].dtype), i)
+                )
                 for i, piece, gram in zip(members, x, summed, strict=True)
             }
         finally:
             torch.set_float32_matmul_precision(before)
+
+
+def _row_dtype(request: Request, words: torch.dtype) -> torch.dtype:
+    """Return what numbers of rows travel in: exactly, as words that may be narrower."""
+    wide = torch.promote_types(request.given.matrix.dtype, torch.float32)
+    return torch.promote_types(wide, words)

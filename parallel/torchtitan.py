@@ -21,23 +21,18 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
-from torchtitan.components.checkpointer import MODEL, OPTIMIZER, CheckpointManager
+from torchtitan.components.checkpointer import OPTIMIZER, CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 from marsopt import LOCAL, MARS
-from marsopt.optim.roles import NAMES
+from marsopt.functional.routing import every_hyperparameter
+from marsopt.optim.param_groups import NAMES
+from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.registry import named
 
-from .checkpoint import load
 from .collectives import MeshCollectives
 
 NAME = "MARS"
-# What a param group may not have of its own: one value for the whole optimizer.
-WHOLE = (
-    *("correction", "is_approx", "max_norm", "nonfinite", "compile"),
-    *("ns_steps", "ns_coefficients", "ns_dtype", "ns_gram", "state_dtype", "h_dtype"),
-)
-DTYPES = ("ns_dtype", "state_dtype", "h_dtype")
 # What AdamW moves beside the rule in default_mars, as marsopt.param_groups tells it by
 # name
 BESIDE = "|".join(NAMES.values())
@@ -59,7 +54,7 @@ def build_mars(groups: Iterable[dict[str, Any]], **options: Any) -> MARS:
     for group in groups:
         own = {k: v for k, v in group.items() if k not in ("fused", "foreach")}
         found.append(_with_dtypes(own))
-    for name in WHOLE:
+    for name in _whole():
         given = [options[name]] if name in options else []
         given += [group.pop(name) for group in found if name in group]
         if any(value != given[0] for value in given):
@@ -76,16 +71,25 @@ def build_mars(groups: Iterable[dict[str, Any]], **options: Any) -> MARS:
     )
 
 
+def _whole() -> list[str]:
+    """Return what a param group may not have of its own: one value for MARS."""
+    every = every_hyperparameter().values()
+    return [line.name for line in every if line.is_whole] + ["nonfinite", "compile"]
+
+
 def _with_dtypes(options: dict[str, Any]) -> dict[str, Any]:
     """Return ``options`` with dtypes in place of their names."""
-    named = {k: options[k] for k in DTYPES if isinstance(options.get(k), str)}
-    for key, name in named.items():
-        if not isinstance(getattr(torch, name, None), torch.dtype):
-            raise ValueError(
-                f'got {key}={name!r}, expected the name of a dtype: write "float32", '
-                '"bfloat16" or "float16"'
-            )
-    return options | {key: getattr(torch, name) for key, name in named.items()}
+    found = dict(options)
+    for line in every_hyperparameter().values():
+        name = options.get(line.name)
+        if line.is_dtype and isinstance(name, str):
+            found[line.name] = getattr(torch, name, None)
+            if not isinstance(found[line.name], torch.dtype):
+                raise ValueError(
+                    f"got {line.name}={name!r}, expected the name of a dtype: write "
+                    '"float32", "bfloat16" or "float16"'
+                )
+    return found
 
 
 class MarsOptimizersContainer(OptimizersContainer):
@@ -158,29 +162,13 @@ class MarsOptimizersContainer(OptimizersContainer):
 
 class MarsCheckpointManager(CheckpointManager):
     """torchtitan's manager of checkpoints; with transport the model in them is the one
-    that is trained, and the state belongs to it. Loading runs no code that a checkpoint
-    names. (The data loaders of torchtitan's own recipes unpickle their state
-    themselves.)
+    that is trained, and the state belongs to it. Loading is torchtitan's, by DCP, which
+    runs code that a checkpoint names: load only those that you trust.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         pass
-
-    def dcp_load(
-        self,
-        state_dict: dict[str, Any],
-        checkpoint_id: str,
-        from_hf: bool,
-        from_quantized: bool,
-    ) -> None:
-        """Load as torchtitan does, by ``checkpoint.load``."""
-        if from_hf:  # safetensors, which hold no code
-            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
-            return
-        load(state_dict, checkpoint_id)
-        if MODEL in self.states:
-            self.states[MODEL].load_state_dict(state_dict)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save as torchtitan does, in eval mode until all is staged."""
@@ -209,27 +197,16 @@ def default_mars(
     Raises:
         TypeError: an option that ``MARS`` does not have.
     """
-    unknown = options.keys() - signature(MARS).parameters.keys()
-    if unknown:
-        raise TypeError(
-            f"got {sorted(unknown)}, expected arguments of marsopt.MARS: see its "
-            "docstring"
-        )
+    known = {**every_hyperparameter(), **signature(MARS).parameters}
+    check_names(options, known, "marsopt.MARS")
     ours = dict(lr_1d=lr, betas_1d=(0.9, 0.95), weight_decay_1d=0.0)
     options = {k: v for k, v in options.items() if k not in ours or v is not None}
-    options = ours | options
-    per_group = {k: v for k, v in options.items() if k not in WHOLE}
+    options, whole = ours | options, _whole()
+    per_group = {k: v for k, v in options.items() if k not in whole}
     layers = dict(mars_type=mars_type, lr=lr, matrices="batched") | per_group
-    beside = {k: v for k, v in per_group.items() if k in ("eps", "gamma", "gamma_1d")}
-    if beside.get("gamma_1d") is not None:
-        beside["gamma"] = beside["gamma_1d"]
-    beside |= dict(
-        mars_type="adamw",
-        lr=options["lr_1d"],
-        betas=options["betas_1d"],
-        weight_decay=options["weight_decay_1d"],
-        epsilon_hat=named(mars_type).others == "adamw",
-    )
+    beside = named(mars_type).fallback_group(options)
+    del beside["nesterov"]  # no group inherits one; DCP misses keys that were not saved
+    beside |= {k: v for k, v in options.items() if k == "eps"}
     return MarsOptimizersContainer.Config(
         param_groups=[
             ParamGroupConfig(
@@ -240,7 +217,7 @@ def default_mars(
             ),
         ],
         optimizer_factory_kwargs_by_name={
-            NAME: {k: v for k, v in options.items() if k in WHOLE} | {"lr": lr}
+            NAME: {k: v for k, v in options.items() if k in whole} | {"lr": lr}
         },
     )
 

@@ -62,7 +62,7 @@ def forked(*args: object, ranks: int = 1) -> tuple[int, str, str]:
 
 
 def main() -> None:
-    from tests.campaign.children import POLL, Command, Running, import_all
+    from train.campaign.children import POLL, Command, Running, import_all
 
     import_all()
     with os.fdopen(os.dup(1), "w") as answers:  # children have 1 for themselves

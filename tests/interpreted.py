@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.gpu.rehearsal.steppers import eager
 from marsopt.functional import step
-from marsopt.optim import kernels
+from marsopt.optim import compiled
 from train.errors import UserError
 from train.files import write_json
 
@@ -53,12 +53,16 @@ def written_always():
 
 def forgotten():
     """Commit everything but m."""
-    real = kernels._commit
+    real = compiled.in_place
 
-    def commit(old, new):
-        real(old, new._replace(buffers={**new.buffers, "m": old.buffers["m"]}))
+    def in_place(function):
+        def moved(old, *own):
+            new, more = function(old, *own)
+            return new._replace(buffers={**new.buffers, "m": old.buffers["m"]}), more
 
-    return mock.patch.object(kernels, "_commit", commit)
+        return real(moved)
+
+    return mock.patch.object(compiled, "in_place", in_place)
 
 
 def blind():

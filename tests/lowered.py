@@ -28,8 +28,7 @@ from benchmarks.gpu.rehearsal.lowering import lowering
 from benchmarks.gpu.rehearsal.measure import Compiler, measure, to_dict
 from marsopt import MARS
 from marsopt.functional import step
-from marsopt.optim.live import Live
-from marsopt.rules import algorithm
+from marsopt.optim.layout import Layout
 
 HEAVY = 32  # registers: fewer than an update needs
 
@@ -45,17 +44,19 @@ def sum_at_once():
     def everything(shape, first):
         return tuple(range(first, len(shape)))
 
-    return mock.patch.object(algorithm, "_row_dims", everything)
+    return mock.patch.object(step, "row_dims", everything)
 
 
 def none_if_all():
     """Have no flags where all gradients are there."""
-    real = Live.on
+    real = Layout.gather
 
-    def on(self, device, live):
-        return None if all(live) else real(self, device, live)
+    def gather(layout):
+        groups, live = real(layout)
+        has = all(p.grad is not None for p in layout.params)
+        return groups, None if has else live
 
-    return mock.patch.object(Live, "on", on)
+    return mock.patch.object(Layout, "gather", gather)
 
 
 def few_registers():

@@ -20,13 +20,12 @@ from benchmarks.gpu.rehearsal.pretraining import plan_of, shape_of
 from benchmarks.pretrain import loop
 from benchmarks.pretrain.methods import Method, method
 from examples import fsdp2
-from parallel import forecast
-from parallel.memory import memory
 from train.files import write_json
 from train.gpt2 import Shape
 
 SMALL = Shape(num_layers=1, num_heads=2, width=128, block_size=64, vocab_size=512)
 METHOD = method("mars-m", "small")
+FORECAST = peak.forecast
 GRADIENT, LOSS, TRAIN_STEP = loop.Task.gradient, loop.mean_loss, fsdp2.train_step
 
 
@@ -85,7 +84,8 @@ def reads_after_the_step(model, optimizer, tokens) -> Tensor:
 
 
 def without_gradients(*args):
-    return replace(memory(*args), gradients=0)
+    found = FORECAST(*args)
+    return replace(found, memory=replace(found.memory, gradients=0))
 
 
 def loops() -> dict[str, list[str]]:
@@ -131,7 +131,7 @@ def memories() -> dict[str, object]:
     plan = plan_of(shape_of(model), 2, compile=False)
     counted = peak.measure(plan, method("mars-m", "xl", 1e-3))
     row = peak.beside(counted, model)
-    with mock.patch.object(forecast, "memory", without_gradients):
+    with mock.patch.object(peak, "forecast", without_gradients):
         forgot = peak.beside(counted, model)["problems"]
     kept = counted | dict(lives=counted["lives"] + counted["gradients"])
     leaked = peak.beside(kept, model)["problems"]

@@ -21,7 +21,8 @@ def ns5(m, eps=5e-10):
 
 class Oracle:
     """One tensor under one algorithm; call step(g, lr, h=None) for each gradient, which
-    with transport belongs to the point that the last step returned.
+    with transport belongs to the point that the last step returned. With SVRG h is the
+    batch's gradient at a snapshot, and anchor(mu) tells the full gradient there.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Oracle:
         amsgrad=False,
         epsilon_hat=False,
         transport=False,
+        svrg=False,
     ):
         self.x = np.array(x, dtype=np.float64)
         self.kind, self.beta1, self.beta2, self.eps, self.wd = (
@@ -54,11 +56,15 @@ class Oracle:
             epsilon_hat,
         )
         self.transport = transport
+        self.svrg, self.mu = svrg, 0.0
         self.t = 0
         self.m = np.zeros_like(self.x)
         self.v = np.zeros_like(self.x)
         self.v_max = np.zeros_like(self.x)
         self.last = np.zeros_like(self.x)
+
+    def anchor(self, mu):
+        self.mu = np.array(mu, dtype=np.float64)
 
     def step(self, g, lr, h=None):
         g = np.array(g, dtype=np.float64)
@@ -66,7 +72,9 @@ class Oracle:
         c = g
         if self.kind.startswith("mars"):
             reference = self.last if h is None else np.array(h, dtype=np.float64)
-            if not self.transport:
+            if self.svrg:
+                c = g - self.gamma * (reference - self.mu)
+            elif not self.transport:
                 c = g + self.gamma * self.beta1 / (1 - self.beta1) * (g - reference)
             if self.clip is not None and np.linalg.norm(c) > self.clip:
                 c = c / np.linalg.norm(c) * self.clip

@@ -20,8 +20,7 @@ from benchmarks.gpu.rehearsal.crossings import Watch
 from benchmarks.gpu.rehearsal.device import h100
 from benchmarks.gpu.rehearsal.fakes import addresses
 from examples import cuda_graph as example
-from marsopt import MARS
-from marsopt.optim.state_dict import ITERATE
+from marsopt import MARS, Transport
 from tests.stacking import as_on_a_gpu
 from train.files import write_json
 
@@ -58,11 +57,11 @@ def storages(tree):
 
 
 def held(model, optimizer):
-    """What a graph has noted down: of parameters, state, rates, and bounds."""
+    """What a graph has noted down: of parameters, state and rates."""
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [t for state in optimizer.state.values() for t in state.values()]
     tensors += [group["lr"] for group in optimizer.param_groups]
-    tensors += [optimizer._max_norm, optimizer._skipped]
+    tensors += optimizer.describe().scalars
     return [ref.cdata for ref, _ in storages(tensors)]
 
 
@@ -146,8 +145,9 @@ def prints_loss(model, optimizer, batch):
 
 def moves_state(model, optimizer, batch):
     loss = example.training_step(model, optimizer, batch)
+    iterate = Transport.keeps["x"].key
     for state in optimizer.state.values():
-        state[ITERATE] = state[ITERATE].clone()
+        state[iterate] = state[iterate].clone()
     return loss
 
 

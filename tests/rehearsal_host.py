@@ -13,10 +13,9 @@ import torch
 from benchmarks.gpu.rehearsal.device import h100
 from benchmarks.gpu.rehearsal.host import Case, play, play_all, to_dict
 from marsopt.optim.layout import Layout
-from marsopt.optim.live import Live
 from train.files import write_json
 
-count = Layout.count
+count, gather = Layout.count, Layout.gather
 
 
 def asks(layout, decision, skipped):
@@ -34,8 +33,9 @@ def selects(layout, decision, skipped):
     count(layout, decision, skipped)
 
 
-def sends(live, device, flags):
-    return torch.tensor(flags).to(device, non_blocking=True)
+def sends(layout):
+    groups, live = gather(layout)
+    return groups, torch.tensor([True] * len(live)).to(live.device, non_blocking=True)
 
 
 def scales(layout, decision, skipped):
@@ -47,7 +47,7 @@ MUTANTS = {
     "asks": (Layout, "count", asks),
     "synchronizes": (Layout, "count", synchronizes),
     "selects": (Layout, "count", selects),
-    "sends": (Live, "on", sends),
+    "sends": (Layout, "gather", sends),
     "scales": (Layout, "count", scales),
 }
 

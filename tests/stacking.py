@@ -7,10 +7,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import marsopt
 from marsopt import MARS
-from marsopt.optim import base, layout
-from marsopt.optim.calls import Call
+from marsopt.optim import base, compiled, layout
+from marsopt.optim.compiled import Call
 
 # eager; compiled, every tensor by itself, as large ones on a CPU; compiled, tensors of
 # one shape as one stack, as on a GPU
@@ -21,7 +20,7 @@ def forced(patch: pytest.MonkeyPatch, mode: str) -> str:
     """From now on, what is compiled moves as ``mode`` says."""
     if mode != "eager":
         small = {"leaves": 0, "stacks": 2**62}[mode]
-        patch.setattr(marsopt.optim.calls, "SMALL", small)
+        patch.setattr(compiled, "SMALL", small)
     return mode
 
 
@@ -43,7 +42,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """
     patch.setattr(layout, "should_stack", lambda *_: True)
     patch.setattr(
-        base, "calls", lambda buckets, compile: [Call(list(range(len(buckets))), 0)]
+        base, "calls", lambda kinds, compile: [Call(list(range(len(kinds))), 0)]
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils._pytree import tree_map
 
 import marsopt
 
@@ -39,7 +40,16 @@ class Row:
     @property
     def exact(self) -> bool:
         """Whether it has an exact form."""
-        return self.has_gamma and not self.transports
+        return self.has_gamma and not (self.transports or self.anchors)
+
+    @property
+    def anchors(self) -> bool:
+        """Whether every step needs the batch's gradient at a snapshot."""
+        return self.oracle.get("svrg", False)
+
+    def given(self, grads) -> dict:
+        """What a step is given beside ``grads``, in the same container."""
+        return dict(reference=tree_map(torch.cos, grads)) if self.anchors else {}
 
     def rule(self, **more) -> marsopt.Rule:
         return self.make(**{**self.kwargs, **more})
@@ -140,6 +150,17 @@ ROWS |= {
     )
     for name, row in ROWS.items()
     if row.exact and "noclip" not in name
+} | {
+    f"{name}-svrg": Row(
+        row.make,
+        row.oracle | dict(svrg=True, gamma=0.5),
+        # snapshot and mu; h is given, where it was kept: not beside a single average
+        row.buffers + (2 if row.buffers == 1 else 1),
+        row.matrix_only,
+        row.kwargs | dict(correction="svrg", gamma=0.5),
+    )
+    for name, row in ROWS.items()
+    if row.exact
 }
 
 

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from marsopt import MARS
-from parallel import MeshCollectives
-from parallel.agreement import Agreement
+from marsopt.parallel import MeshCollectives
+from marsopt.parallel.agreement import Agreement
 from tests.processes import spawn
 
 CHANGES = {
@@ -45,7 +45,8 @@ def train(rank, world, shape, places, who, what, compile):
     for t in range(3):
         optimizer.param_groups[0]["lr"] = 0.01 / (t + 1)
         step()
-    pieces = [optimizer._options["collectives"].local(p.detach()) for p in params]
+    collectives = MeshCollectives(mesh)
+    pieces = [collectives.local(p.detach()) for p in params]
     before = [piece.clone() for piece in pieces]
     if rank in who:
         CHANGES[what](optimizer)
@@ -104,7 +105,7 @@ def test_all_axes_that_cut_something_compare():
 @pytest.mark.parametrize("num_ranks", [2, 3, 1000, 2**16])
 def test_sums_are_exact_at_any_number_of_ranks(num_ranks, dtype):
     like, agreement = torch.zeros(5, 4, dtype=dtype), Agreement()
-    ours, theirs = (agreement.rows(what, num_ranks, like) for what in ("a", "b"))
+    ours, theirs = (agreement.digest_rows(what, num_ranks, like) for what in ("a", "b"))
     assert ours.shape[1] == 4 and not torch.equal(ours, theirs)
     total = ours * num_ranks  # as exact as the sum, which stays below 2^24
     exact = 2 / torch.finfo(dtype).eps

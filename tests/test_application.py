@@ -23,7 +23,7 @@ from tests.forks import forked
 from train import prepare
 from train.data.batches import Batches
 from train.data.tokens import open_tokens
-from train.engine import launch
+from train.engine import launch, recipes
 from train.engine.launch import parse, title
 from train.engine.resolve import FOLLOW, UNUSED, resolve
 from train.engine.schedule import cosine
@@ -56,7 +56,13 @@ TINY = [
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     out = tmp_path_factory.mktemp("text") / "data"
-    prepare.prepare("text", "bytes", out, [Path(json.__file__), Path(re.__file__)], 0.2)
+    prepare.prepare(
+        "text",
+        "bytes",
+        out,
+        files=[Path(json.__file__), Path(re.__file__)],
+        val_fraction=0.2,
+    )
     return out
 
 
@@ -456,7 +462,7 @@ def test_options_of_activation_checkpointing_are_known():
 
 def test_help_without_docstrings(monkeypatch, capsys):
     """python -OO leaves them out."""
-    monkeypatch.setattr(launch, "recipe", lambda name: lambda: None)
+    monkeypatch.setattr(recipes, "recipe", lambda name, module: lambda: None)
     with pytest.raises(SystemExit) as ended:
         launch.parse(["--help"])
     assert ended.value.code == 0
@@ -612,7 +618,7 @@ def test_a_validation_has_as_many_samples_as_there_are(data, caplog):
 def test_text_shorter_than_a_sample(tmp_path):
     file = tmp_path / "short.txt"
     file.write_text("x" * 100)
-    prepare.prepare("text", "bytes", tmp_path / "data", [file], 0.1)
+    prepare.prepare("text", "bytes", tmp_path / "data", files=[file], val_fraction=0.1)
     with pytest.raises(UserError, match="got 11 tokens, expected at least one sample"):
         resolve(tiny(tmp_path / "data"), world=1)
 
@@ -643,7 +649,9 @@ def test_a_folder_belongs_to_one_run(data, tmp_path, monkeypatch):
         claimed(training__steps=1500)
     claimed(training__steps=1500, lr_scheduler__total_steps=1400)
     other = tmp_path / "other"
-    prepare.prepare("text", "bytes", other, [Path(shutil.__file__)], 0.2)
+    prepare.prepare(
+        "text", "bytes", other, files=[Path(shutil.__file__)], val_fraction=0.2
+    )
     with pytest.raises(UserError, match=r"got data\.train="):
         claimed(other)
     elsewhere = replace(tiny(data).validator.dataloader, dataset_path=str(other))

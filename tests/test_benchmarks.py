@@ -19,7 +19,7 @@ from benchmarks.measure import plan, walk
 from benchmarks.timing import spread, take_turns
 from benchmarks.workload import EMBEDDING, Gradients, parameters
 from marsopt import REGISTRY
-from marsopt.optim import compiling
+from marsopt.optim import compiled
 from marsopt.profiling.gpt2 import shapes
 from tests.processes import spawn
 from train.errors import UserError
@@ -158,10 +158,10 @@ def test_compiled(monkeypatch, tmp_path):
 
 def test_a_missing_compiler_is_said_in_one_line(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    compiling.missing_for.cache_clear()
+    compiled.missing_for.cache_clear()
     with pytest.raises(UserError, match="no C.. compiler .* --eager"):
         call(monkeypatch, *SMALL, "--only", "lion")
-    compiling.missing_for.cache_clear()
+    compiled.missing_for.cache_clear()
 
 
 def test_a_kept_gradient_stays_what_it_was():

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.application
 def test_the_campaign_in_miniature():
     numbers = ["--inputs", "25", "--damaged", "6", "--kills", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.campaign", "--brief", *numbers],
+        [sys.executable, "-m", "train.campaign", "--brief", *numbers],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,

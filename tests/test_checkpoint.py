@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import marsopt
 from marsopt import MARS
-from parallel import MeshCollectives
+from marsopt.parallel import MeshCollectives
 from tests.processes import spawn
 from tests.test_collectives import Model, whole
 

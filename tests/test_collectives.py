@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import marsopt
-from marsopt import MARS, REGISTRY, Matrices
-from parallel import MeshCollectives
+from marsopt import MARS, REGISTRY, Matrices, NewtonSchulz, Orthogonal
+from marsopt.functional.collectives import Request
+from marsopt.parallel import MeshCollectives
+from marsopt.rules.orthogonal import MatrixAverage
+from marsopt.rules.preconditioner import Whole
 from tests.processes import spawn
 
 pytestmark = pytest.mark.processes
@@ -240,13 +244,13 @@ GRID = {
     "first": [Shard(0), Replicate()],
     "second": [Replicate(), Shard(1)],
 }
-# mesh, placements, and the all-reduces of one call along dim 0 and along dim 1
+# mesh and placements
 MESHES = {
-    "2 ranks": ((2,), LINE, [1, 1]),
-    "4 ranks": ((4,), LINE, [1, 1]),
-    "HSDP 2x2": ((2, 2), HYBRID, [1, 1]),  # over the shard axis alone
-    "FSDP x TP 2x2": ((2, 2), GRID, [2, 2]),
-    "rows alone 2x2": ((2, 2), {"first": [Shard(0), Replicate()]}, [1, 0]),
+    "2 ranks": ((2,), LINE),
+    "4 ranks": ((4,), LINE),
+    "HSDP 2x2": ((2, 2), HYBRID),
+    "FSDP x TP 2x2": ((2, 2), GRID),
+    "rows alone 2x2": ((2, 2), {"first": [Shard(0), Replicate()]}),
 }
 
 
@@ -279,57 +283,61 @@ def indices(leaf, dim):
     return mine.select(1 - dim, 0)
 
 
-def sum_lines(rank, world, shape, places):
-    """Sums of rows and columns against those of whole matrices; all-reduces."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowSums(MatrixAverage):
+    """At the owner: the matrix in the order of its rows' numbers, and its row sums."""
+
+    row_inputs = ("number",)
+    row_outputs = ("number", "sum")
+
+    def at_owner(self, given, stage):
+        for one in given:  # all rows are there, in order
+            assert one.rows[0].tolist() == [*range(one.matrix.shape[0])]
+        return [Whole(2 * x, (r, x.sum(-1))) for x, (r,), _ in given]
+
+
+def rows_at_owners(rank, world, shape, places, strategy):
+    """Numbers of rows go to owners and come back; nothing that is given changes."""
     mesh = init_device_mesh("cpu", shape)
-    collectives = MeshCollectives(mesh)
+    collectives = MeshCollectives(mesh, strategy=strategy)
     wholes, leaves = matrices(mesh, places)
-    real, calls, counts = dist.all_reduce, [], []
-
-    def all_reduce(tensor, *args, **kw):
-        calls.append(tensor.numel())
-        return real(tensor, *args, **kw)
-
-    for dim, lines in 2 * [(0, "rows"), (1, "cols")]:
-        parts = [collectives.local(leaf).sum(dim) for leaf in leaves]
-        alike = [Matrices()] * len(leaves)
-        parts[0] = parts[0].float()  # among wider ones it stays what it is
-        given = [part.clone() for part in parts]
-        calls.clear()
-        dist.all_reduce = all_reduce
-        try:
-            sums = collectives.sum_along(parts, leaves, alike, lines)
-        finally:
-            dist.all_reduce = real
-        counts.append(len(calls))
-        assert all(map(torch.equal, given, parts))
-        assert [s.dtype for s in sums] == [p.dtype for p in parts]
-        for whole, leaf, got in zip(wholes, leaves, sums, strict=True):
-            want = whole.sum(dim)[indices(leaf, 1 - dim)].to(got.dtype)
-            torch.testing.assert_close(got, want)
-    return counts[2:]  # before that all ranks had to agree
+    same = RowSums(ns=NewtonSchulz(dtype=torch.float64))
+    requests = []
+    for leaf in leaves:
+        numbers = (indices(leaf, 0).double(),)
+        given = Whole(collectives.local(leaf), numbers)
+        requests.append(Request(given, leaf, Matrices(), same))
+    before = [one.given.matrix.clone() for one in requests]
+    for _ in range(2):
+        found = collectives.on_owners(requests)
+        for one, whole, leaf, got in zip(requests, wholes, leaves, found, strict=True):
+            assert torch.equal(got.matrix, 2 * one.given.matrix)
+            assert torch.equal(got.rows[0], one.given.rows[0])
+            assert torch.equal(got.rows[1], whole.sum(1)[indices(leaf, 0)])
+    return all(map(torch.equal, before, [one.given.matrix for one in requests]))
 
 
+@pytest.mark.parametrize("strategy", ["owner", "replicate"])
 @pytest.mark.parametrize("name", MESHES)
-def test_sums_along_a_dim_are_those_of_whole_matrices(name):
-    shape, places, counts = MESHES[name]
+def test_numbers_of_rows_travel_with_their_matrices(name, strategy):
+    shape, places = MESHES[name]
     world = torch.Size(shape).numel()
-    assert spawn(sum_lines, world, shape, places) == [counts] * world
+    assert all(spawn(rows_at_owners, world, shape, places, strategy))
 
 
-def sum_different(rank, world):
+def own_different(rank, world):
     mesh = init_device_mesh("cpu", (world,))
-    whole = torch.ones(4 + rank, 4)
-    leaf = cut(whole, mesh, [Shard(0)])
+    leaf = cut(torch.ones(4 + rank, 4), mesh, [Shard(0)])
+    request = Request(Whole(leaf.to_local()), leaf, Matrices(), Orthogonal())
     try:
-        MeshCollectives(mesh).sum_along([torch.ones(4)], [leaf], [Matrices()], "rows")
+        MeshCollectives(mesh).on_owners([request])
     except RuntimeError as error:
         return str(error)
     return "no error"
 
 
-def test_sums_along_a_dim_of_different_lists_are_an_error_not_a_hang():
-    for told in spawn(sum_different, 2, seconds=60):
+def test_different_matrices_are_an_error_not_a_hang():
+    for told in spawn(own_different, 2, seconds=60):
         assert "expected the same everywhere" in told
 
 
@@ -357,6 +365,6 @@ def wrap_lines(rank, world, shape, places):
 
 @pytest.mark.parametrize("name", MESHES)
 def test_wrapped_rows_make_the_whole(name):
-    shape, places, _ = MESHES[name]
+    shape, places = MESHES[name]
     world = torch.Size(shape).numel()
     assert all(spawn(wrap_lines, world, shape, places))

@@ -48,7 +48,9 @@ CALL = [
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     out = tmp_path_factory.mktemp("text") / "data"
-    prepare.prepare("text", "bytes", out, [Path(_pydecimal.__file__)], 0.2)
+    prepare.prepare(
+        "text", "bytes", out, files=[Path(_pydecimal.__file__)], val_fraction=0.2
+    )
     return out
 
 
@@ -397,13 +399,13 @@ def rated(name, *rates):
 
 def test_one_rate_is_no_sweep(found, options, tmp_path):
     alone = rated("alone", 1e-3)
-    names = table._pictures([alone], make(["tiny_adamw"], options), tmp_path)
+    names = table.draw_pictures([alone], make(["tiny_adamw"], options), tmp_path)
     assert names == ["loss_by_tokens.png", "loss_by_time.png"]
     assert {p.name for p in tmp_path.iterdir()} == {*names}
     both = plots.sweeps([alone, *found])
     assert [e.recipe.name for e, _ in both["lr"]] == ["good", "bad"]
     untimed = replace(alone, seconds_per_step=None)
-    names = table._pictures([untimed], make(["tiny_adamw"], options), tmp_path)
+    names = table.draw_pictures([untimed], make(["tiny_adamw"], options), tmp_path)
     assert names == ["loss_by_tokens.png"]
 
 

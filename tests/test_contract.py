@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections import defaultdict
 from functools import partial
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import marsopt
 from marsopt import MARS
 from tests.processes import spawn
 from tests.stacking import build, copies, equal, fill, forced, run, traced
@@ -774,12 +776,9 @@ def test_a_global_norm_of_a_group_is_refused():
 
 
 def test_defaults_repeated_in_a_group_are_accepted():
-    group = {
-        name: MARS.__init__.__kwdefaults__[name]
-        for name in OPTIONS
-        if name != "is_approx"
-    }
-    MARS([{"params": parameters(), "is_approx": True, **group}])
+    listed = {**signature(marsopt.mars).parameters, **signature(MARS).parameters}
+    group = {name: listed[name].default for name in OPTIONS}
+    MARS([{"params": parameters(), **group}])
 
 
 class SAM(torch.optim.Optimizer):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import marsopt
 from marsopt import MARS, FlatGroup, Matrices
-from parallel import MeshCollectives
+from marsopt.parallel import MeshCollectives
 from tests.processes import spawn
 from tests.slices import FLATTENED
 from tests.stacking import MODES, build, equal, forced, run
@@ -193,7 +193,7 @@ def functional(rank, world):
     found = []
     for place, collectives in ((put, MeshCollectives(mesh)), (list, marsopt.LOCAL)):
         params = place(whole)
-        state = rule.init(params)
+        state = rule.init(params, collectives=collectives)
         for _ in range(2):
             grads = place([x.cos() for x in whole])
             params, state = rule.step(

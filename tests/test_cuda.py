@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from marsopt import MARS, REGISTRY
-from marsopt.optim.standstill import PATIENCE
-from parallel import MeshCollectives
+from marsopt.optim.watch import PATIENCE
+from marsopt.parallel import MeshCollectives
 from tests import recordings
 
 DEVICE = os.environ.get("MARSOPT_TEST_DEVICE", "cuda")

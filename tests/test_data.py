@@ -25,7 +25,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def data(tmp_path, text):
-    prepare.prepare("text", "bytes", tmp_path / "data", [text], 0.1)
+    prepare.prepare("text", "bytes", tmp_path / "data", files=[text], val_fraction=0.1)
     return tmp_path / "data"
 
 
@@ -50,7 +50,7 @@ def test_prepare_python_holds_out_whole_files(tmp_path, monkeypatch):
         files.append(tmp_path / f"m{i}.py")
         files[-1].write_text(f"# {i}\n" * 5)
     monkeypatch.setattr(local_text, "standard_library", lambda: files)
-    meta = prepare.prepare("python", "bytes", tmp_path / "data", [], 0.3)
+    meta = prepare.prepare("python", "bytes", tmp_path / "data", val_fraction=0.3)
     train, _ = open_tokens(tmp_path / "data", "train", vocab_size=257)
     val, _ = open_tokens(tmp_path / "data", "val", vocab_size=257)
     assert (train == 256).sum() + (val == 256).sum() == 40
@@ -69,24 +69,26 @@ def test_the_standard_library_is_found_without_tests():
 
 def test_prepare_twice_recognises_its_work(data, text, capsys):
     stamp = (data / "train.bin").stat().st_mtime_ns
-    prepare.prepare("text", "bytes", data, [text], 0.1)
+    prepare.prepare("text", "bytes", data, files=[text], val_fraction=0.1)
     assert "prepared already" in capsys.readouterr().out
     assert (data / "train.bin").stat().st_mtime_ns == stamp
     with pytest.raises(UserError, match="made from something else"):
-        prepare.prepare("text", "bytes", data, [text], 0.2)
+        prepare.prepare("text", "bytes", data, files=[text], val_fraction=0.2)
     raw = text.read_text()
     text.write_text(raw[::-1])  # of the same size
     with pytest.raises(UserError, match="made from something else"):
-        prepare.prepare("text", "bytes", data, [text], 0.1)
+        prepare.prepare("text", "bytes", data, files=[text], val_fraction=0.1)
     with pytest.raises(UserError, match="which is a file"):
-        prepare.prepare("text", "bytes", text, [text], 0.1)
+        prepare.prepare("text", "bytes", text, files=[text], val_fraction=0.1)
 
 
 def test_a_failed_prepare_leaves_nothing(tmp_path):
     bad = tmp_path / "bad.txt"
     bad.write_bytes(b"\xff\xfe\xff")
     with pytest.raises(UserError, match="UTF-8"):
-        prepare.prepare("text", "bytes", tmp_path / "data", [bad], 0.1)
+        prepare.prepare(
+            "text", "bytes", tmp_path / "data", files=[bad], val_fraction=0.1
+        )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.txt"]
 
 
@@ -133,13 +135,17 @@ def test_other_bad_input(tmp_path, text):
     with pytest.raises(UserError, match="got tokenizer 'words'"):
         tokenizer("words")
     with pytest.raises(UserError, match="got no files"):
-        prepare.prepare("text", "bytes", tmp_path / "d", [], 0.1)
+        prepare.prepare("text", "bytes", tmp_path / "d", val_fraction=0.1)
     with pytest.raises(UserError, match="got 1 file with --source python"):
-        prepare.prepare("python", "bytes", tmp_path / "d", [text], 0.1)
+        prepare.prepare(
+            "python", "bytes", tmp_path / "d", files=[text], val_fraction=0.1
+        )
     with pytest.raises(UserError, match="got --val-fraction 1.5"):
-        prepare.prepare("text", "bytes", tmp_path / "d", [text], 1.5)
+        prepare.prepare("text", "bytes", tmp_path / "d", files=[text], val_fraction=1.5)
     with pytest.raises(UserError, match="No such file"):
-        prepare.prepare("text", "bytes", tmp_path / "d", [tmp_path / "none"], 0.1)
+        prepare.prepare(
+            "text", "bytes", tmp_path / "d", files=[tmp_path / "none"], val_fraction=0.1
+        )
 
 
 def test_a_folder_of_json_lines_is_told_from_missing_text(tmp_path, capsys):
@@ -152,15 +158,23 @@ def test_a_folder_of_json_lines_is_told_from_missing_text(tmp_path, capsys):
     for given in ([folder], [tmp_path / "text.md", folder]):
         (tmp_path / "text.md").write_text("words " * 99)
         with pytest.raises(UserError, match=message):
-            prepare.prepare("text", "bytes", tmp_path / "out", given, 0.1)
+            prepare.prepare(
+                "text", "bytes", tmp_path / "out", files=given, val_fraction=0.1
+            )
     (folder / "text.md").write_text("words " * 99)
-    prepare.prepare("text", "bytes", tmp_path / "out", [folder], 0.1)
+    prepare.prepare("text", "bytes", tmp_path / "out", files=[folder], val_fraction=0.1)
     said = capsys.readouterr().out
     assert said.startswith("left out: 2 .jsonl, 1 .png, which end in none of .md .py")
     assert "--dataset FOLDER" in said
     (tmp_path / "out3").mkdir()
     with pytest.raises(UserError, match=r"no file of text \(it is empty\)"):
-        prepare.prepare("text", "bytes", tmp_path / "out2", [tmp_path / "out3"], 0.1)
+        prepare.prepare(
+            "text",
+            "bytes",
+            tmp_path / "out2",
+            files=[tmp_path / "out3"],
+            val_fraction=0.1,
+        )
 
 
 def test_what_was_prepared_is_said_in_words(tmp_path, text, capsys, monkeypatch):

@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import tiktoken
@@ -140,15 +141,17 @@ def few_merges():
     merges = [(spelled(a), spelled(b)) for a, b in merges]
     ranks = {bytes([b]): b for b in range(256)}
     ranks |= {a + b: 256 + i for i, (a, b) in enumerate(merges)}
-    coder = GPT2Tokenizer.__new__(GPT2Tokenizer)  # without the download
-    coder.vocab_size, coder.end_of_text = 257 + len(merges), 256 + len(merges)
-    coder._encoding = tiktoken.Encoding(
+    end_of_text = 256 + len(merges)
+    encoding = tiktoken.Encoding(
         "few",
         pat_str=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|"
         r"\s+(?!\S)|\s",  # tiktoken_ext/openai_public.py
         mergeable_ranks=ranks,
-        special_tokens={tokenizer_files.END_OF_TEXT: coder.end_of_text},
+        special_tokens={tokenizer_files.END_OF_TEXT: end_of_text},
     )
+    with mock.patch.object(tiktoken, "get_encoding", lambda name: encoding):
+        coder = GPT2Tokenizer()  # without the download
+    coder.vocab_size, coder.end_of_text = end_of_text + 1, end_of_text
     return coder, merges
 
 

@@ -110,13 +110,15 @@ def test_a_rule_on_stacks_is_the_rule_on_leaves(row):
     for i in range(5):
         g = tensors(shapes, 1 + i)
         before = [v.clone() for v in flat.stacks]
-        x, s = rule.step(x, g, s, lr=LR)
+        given = row.given(g)
+        x, s = rule.step(x, g, s, lr=LR, **given)
         packed = FlatGroup.pack(g)
-        new, t = rule.step(flat, packed, t, lr=LR)
+        given = {name: FlatGroup.pack(tree) for name, tree in given.items()}
+        new, t = rule.step(flat, packed, t, lr=LR, **given)
         assert all(map(torch.equal, before, flat.stacks))
         flat = new
         torch.testing.assert_close(flat.unpack(), x, **CLOSE)
-    for name in rule.matrix.buffers:
+    for name in rule.matrix.kept:
         torch.testing.assert_close(t.buffers[name].unpack(), s.buffers[name], **CLOSE)
 
 
@@ -225,37 +227,37 @@ def test_stacks_are_leaves_to_the_class(mars_type, missing):
         walk(*each, [2], missing)
         walk(*each, [3])
     equal(one, two)
-    assert max(len(bucket.params) for bucket in two[0]._layout.buckets) == 3
+    assert max(len(bucket.params) for bucket in two[0].describe().buckets) == 3
 
 
 @pytest.mark.parametrize("mars_type", TYPES)
 @pytest.mark.parametrize("missing", [(), (2,)], ids=str)
 def test_calls_are_leaves_to_the_class(mars_type, missing, monkeypatch):
     """Large leaves on a CPU: one of each kind that is as frequent makes a call."""
-    monkeypatch.setattr(marsopt.optim.calls, "SMALL", 0)
+    monkeypatch.setattr(marsopt.optim.compiled, "SMALL", 0)
     one, two = pair(mars_type=mars_type)
     for each in (one, two):
         walk(*each, range(2))
         walk(*each, [2], missing)
     equal(one, two)
-    sizes = [len(call.stacks) for call in two[0]._kernels.calls]
+    sizes = [len(call.stacks) for call in two[0].describe().calls]
     # a, b, c: three of a kind; scale, bias: two; tall
     assert sorted(sizes) == [1, 1, 1, 1, 1, 1]
-    assert all(bucket.flat is None for bucket in two[0]._layout.buckets)
+    assert all(bucket.flat is None for bucket in two[0].describe().buckets)
 
 
 def test_calls_take_kinds_that_are_as_frequent_together(monkeypatch):
-    monkeypatch.setattr(marsopt.optim.calls, "SMALL", 4)
+    monkeypatch.setattr(marsopt.optim.compiled, "SMALL", 4)
     shapes = {
         f"{kind}{i}": s for i in range(3) for kind, s in (("a", (3, 2)), ("b", (2, 4)))
     }
     shapes |= {"table": (7, 3), "scale": (4,), "bias": (4,)}
     params = parameters(shapes)
     optimizer = MARS(params, compile=True)
-    buckets = optimizer._layout.buckets
+    buckets = optimizer.describe().buckets
     calls = [
         [(len(buckets[i].params), *buckets[i].shape) for i in call.stacks]
-        for call in optimizer._kernels.calls
+        for call in optimizer.describe().calls
     ]
     layer = [(1, 3, 2), (1, 2, 4)]
     assert sorted(calls) == sorted([layer, layer, layer, [(1, 7, 3), (2, 4)]])
@@ -286,7 +288,8 @@ def test_compiled_stacks_are_the_eager_leaves():
 
 
 def bucket_of(optimizer, p):
-    return next(b for b in optimizer._layout.buckets if any(q is p for q in b.params))
+    buckets = optimizer.describe().buckets
+    return next(b for b in buckets if any(q is p for q in b.params))
 
 
 def test_parameters_of_one_shape_move_into_a_stack():
@@ -353,7 +356,7 @@ def test_parameters_lie_in_their_buffer_after_construction_and_stay():
     walk(optimizer, params, [1])
     assert params[2].data_ptr() == address
     assert bucket_of(optimizer, params[2]).flat is not None
-    assert (0, "x") not in optimizer._layout._scratch
+    assert (0, "x") not in optimizer.describe().scratch
 
 
 def test_a_leaf_that_is_cast_leaves_its_stack():
@@ -448,11 +451,16 @@ def test_gradients_in_one_buffer_are_taken_without_a_copy():
         optimizer.join_gradients()
         assert adjacent([params[i].grad for i in (0, 2, 4)]) is not None
         assert all((p.grad == 0).all() for p in params)
-        optimizer._layout._scratch.clear()
+        before = {
+            k: stack.clone() for k, (stack, _) in optimizer.describe().scratch.items()
+        }
+        assert before
         for p, g in zip(params, tensors(SHAPES, 1).values(), strict=True):
             p.grad += g
         optimizer.step()
-        assert not optimizer._layout._scratch
+        after = optimizer.describe().scratch
+        assert all(torch.equal(after[k][0], stack) for k, stack in before.items())
+        assert after.keys() == before.keys()
     walk(*one, [1])
     equal(one, (optimizer, params))
     optimizer.zero_grad()
@@ -527,7 +535,7 @@ def count_graphs(mars_type, num_layers, monkeypatch):
     ],
 )
 def test_graphs_do_not_grow_with_depth(mars_type, small, num_graphs, monkeypatch):
-    monkeypatch.setattr(marsopt.optim.calls, "SMALL", small)
+    monkeypatch.setattr(marsopt.optim.compiled, "SMALL", small)
     shallow = count_graphs(mars_type, 2, monkeypatch)
     assert shallow[0] == num_graphs
     assert count_graphs(mars_type, 12, monkeypatch) == shallow
@@ -546,5 +554,6 @@ def test_passes_are_named_in_a_profilers_trace():
         "marsopt: gather",
         "marsopt: norms",
         "marsopt: update",
-        "marsopt: newton-schulz",
+        "marsopt: matrices",
+        "marsopt: scatter",
     }

@@ -103,7 +103,7 @@ def test_tables_take_what_commands_wrote(tmp_path):
 
 
 def test_the_profiler_asks_for_triton_before_anything_is_compiled():
-    code = "from marsopt.optim.compiling import missing_for as m; print(m('cuda'))"
+    code = "from marsopt.optim.compiled import missing_for as m; print(m('cuda'))"
     told = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -13,7 +13,7 @@ import marsopt
 from marsopt import MARS, REGISTRY
 
 MATRIX, VECTOR = (6, 4), (5,)
-ELEMENTWISE = [n for n, rule in REGISTRY.items() if rule.others == "itself"]
+ELEMENTWISE = [n for n, rule in REGISTRY.items() if rule.fallback == "itself"]
 ROUTED = [n for n in REGISTRY if n not in ELEMENTWISE]
 
 
@@ -56,7 +56,9 @@ def test_what_a_group_gives_holds_for_vectors(mars_type):
     if mars_type in ELEMENTWISE:
         alone = mars([twin], mars_type=mars_type, **own)
     else:
-        hat = dict(mars_type="adamw", epsilon_hat=REGISTRY[mars_type].others == "adamw")
+        hat = dict(
+            mars_type="adamw", epsilon_hat=REGISTRY[mars_type].fallback == "adamw"
+        )
         alone = mars([twin], **hat, **own)
     walk(optimizer, [vector], scheduler=halving(optimizer))
     walk(alone, [twin], scheduler=halving(alone))
@@ -154,24 +156,23 @@ def test_groups_of_another_type_have_its_own_defaults():
     assert given["weight_decay"] == 0.3  # the constructor has said it
 
 
-@pytest.mark.parametrize("name", [n.replace("-", "_") for n in REGISTRY])
-def test_signatures_have_the_registrys_defaults(name):
-    """They are written out for readers and type checkers."""
-    found = inspect.signature(getattr(marsopt, name)).parameters
-    row = REGISTRY[name.replace("_", "-")]
-    for argument, default in row.arguments.items():
-        if argument in found:
-            assert found[argument].default == default, argument
-        elif argument == "ns":
-            given = {n: found[f"ns_{n}"].default for n in ("steps", "dtype", "gram")}
-            given["coefficients"] = found["ns_coefficients"].default
-            assert marsopt.NewtonSchulz(**given) == default
-        else:
-            assert (name, argument) == ("nadamw", "nesterov")  # what the name says
-    rest = {"gamma", "clip", "clip_per", "h_dtype"} & found.keys()
-    assert bool(rest) == row.is_mars
-    for argument in rest:
-        assert found[argument].default == getattr(marsopt.Correction, argument)
+@pytest.mark.parametrize("name", REGISTRY)
+def test_signatures_have_the_defaults_of_what_they_build(name):
+    """Left out or given as the signature says, an argument is the same rule."""
+    door = getattr(marsopt, name.replace("-", "_"))
+    found = {n: p.default for n, p in inspect.signature(door).parameters.items()}
+    assert {"max_norm", "state_dtype", "matrices", "block_rows"} <= found.keys()
+    correction = {"gamma", "clip", "clip_per", "h_dtype", "correction", "is_approx"}
+    assert correction & found.keys() == (
+        correction if REGISTRY[name].is_mars else set()
+    )
+    left_out, said = door().matrix, door(**found).matrix
+    for part in ("preconditioner", "correction", "matrices", "state_dtype"):
+        one, other = getattr(left_out, part), getattr(said, part)
+        assert type(one) is type(other)
+        assert getattr(one, "__dict__", one) == getattr(other, "__dict__", other)
+    own = vars(REGISTRY[name].preconditioner(**REGISTRY[name].defaults))
+    assert vars(left_out.preconditioner) == own
 
 
 DOORS = [getattr(marsopt, n.replace("-", "_")) for n in REGISTRY]
@@ -237,7 +238,7 @@ def test_nesterov_is_an_option_of_rules_that_have_one():
     walk(one, [a]), walk(two, [b])
     torch.testing.assert_close(a, b, rtol=0, atol=0)
     plain = mars([a], mars_type="moonlight", nesterov=False)
-    assert not plain._layout.buckets[0].algorithm.preconditioner.nesterov
+    assert not plain.describe().buckets[0].algorithm.preconditioner.nesterov
     with pytest.raises(ValueError, match="got nesterov=True with mars_type='lion'"):
         mars([a], mars_type="lion", nesterov=True)
 

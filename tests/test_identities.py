@@ -6,9 +6,15 @@ import pytest
 import torch
 
 import marsopt
-from marsopt import Algorithm, Correction, Rule
+from marsopt import SVRG, Algorithm, Approximate, Exact, Rule, Transport
+from marsopt.functional.collectives import LOCAL
 from marsopt.functional.step import assess
-from marsopt.functional.step_types import Hyperparameters, RuleGroup, Stack
+from marsopt.functional.step_types import (
+    Hyperparameters,
+    Members,
+    RuleGroup,
+    Stack,
+)
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.lion import Lion, SignAverage
 from marsopt.rules.normuon import NorMuon
@@ -152,15 +158,15 @@ def test_the_clip_norm_from_three_inner_products(max_norm):
     rule = marsopt.mars_adamw(clip=1e-3, gamma=0.025)
     g, h = torch.randn(64, 96), torch.randn(64, 96)
     algorithm = rule.matrix
-    stack = Stack(algorithm, g[None], g[None], h[None], {}, g.shape)
+    stack = Stack(algorithm, g[None], g[None], {"h": h[None]}, g.shape)
     hyper = Hyperparameters(algorithm, LR, 0.025, torch.zeros(1), (g.dtype,))
     group = RuleGroup(hyper, [stack])
-    _, decision = assess([group], None, max_norm, lambda partial: partial)
-    scales = decision.scales[0][g.dtype]
+    _, decision = assess([group], [Members([g])], max_norm=max_norm, collectives=LOCAL)
+    of_g, of_h = decision.scalars[0][g.dtype].weights
     a = 1.0 if max_norm is None else max_norm / (g.double().norm() + 1e-6)
     k = 0.025 * 0.95 / 0.05
     c = a * g.double() + k * (a * g.double() - h.double())
-    clipped = scales.g[0] * g.double() + scales.h[0] * h.double()
+    clipped = of_g[0] * g.double() + of_h[0] * h.double()
     torch.testing.assert_close(clipped, 1e-3 * c / c.norm(), rtol=1e-6, atol=1e-12)
     torch.testing.assert_close(decision.grad_norm, g.double().norm(), rtol=1e-6, atol=0)
 
@@ -185,11 +191,11 @@ PAGES = {
 
 
 @pytest.mark.parametrize("clip", [None, 1e9])
-@pytest.mark.parametrize("kind", ["approximate", "exact"])
+@pytest.mark.parametrize("kind", [Approximate, Exact, SVRG])
 @pytest.mark.parametrize("page", PAGES)
 def test_every_correction_of_nothing_leaves_every_preconditioner(page, kind, clip):
     """gamma = 0 and a clip that is off or idle: c is the gradient."""
-    correction = Correction(kind=kind, gamma=0.0, clip=clip)
+    correction = kind(gamma=0.0, clip=clip)
     corrected = Rule(
         matrix=Algorithm(preconditioner=PAGES[page], correction=correction)
     )
@@ -198,7 +204,7 @@ def test_every_correction_of_nothing_leaves_every_preconditioner(page, kind, cli
     s, t = corrected.init(x), plain.init(y)
     for i in range(5):
         g = tensors(MATRICES, 1 + i, dtype=torch.float64)
-        h = tensors(MATRICES, 50 + i, dtype=torch.float64) if kind == "exact" else None
+        h = tensors(MATRICES, 50 + i, dtype=torch.float64) if kind.given else None
         x, s = corrected.step(x, g, s, lr=LR, reference=h)
         y, t = plain.step(y, g, t, lr=LR)
         assert_same([x], [y])
@@ -232,10 +238,10 @@ def test_transport_is_exact_mars_on_quadratics(page, clip, gamma):
         Rule(
             matrix=Algorithm(
                 preconditioner=PAGES[page],
-                correction=Correction(kind=kind, gamma=gamma, clip=clip),
+                correction=kind(gamma=gamma, clip=clip),
             )
         )
-        for kind in ("exact", "transport")
+        for kind in (Exact, Transport)
     )
     x = x_prev = y = tensors(MATRICES, 0, dtype=torch.float64)
     s, t = exact.init(x), transport.init(y)
@@ -273,7 +279,7 @@ def test_away_from_quadratics_the_difference_falls_with_the_square_of_the_step()
 @pytest.mark.parametrize("page", PAGES)
 def test_transport_with_gamma_zero_looks_nowhere(page):
     plain = Rule(matrix=Algorithm(preconditioner=PAGES[page]))
-    correction = Correction(kind="transport", gamma=0.0, clip=None)
+    correction = Transport(gamma=0.0, clip=None)
     rule = Rule(matrix=Algorithm(preconditioner=PAGES[page], correction=correction))
     x = y = tensors(MATRICES, 0, dtype=torch.float64)
     s, t = plain.init(x), rule.init(y)
@@ -289,7 +295,7 @@ def test_transport_with_gamma_zero_looks_nowhere(page):
 def test_every_preconditioner_sees_the_corrected_gradient(page):
     """A step on g with the reference h is a plain step on c, computed by hand."""
     plain = Rule(matrix=Algorithm(preconditioner=PAGES[page]))
-    correction = Correction(kind="exact", gamma=0.05, clip=2.0)
+    correction = Exact(gamma=0.05, clip=2.0)
     rule = Rule(matrix=Algorithm(preconditioner=PAGES[page], correction=correction))
     beta1 = PAGES[page].beta1
     x = y = tensors(MATRICES, 0, dtype=torch.float64)

@@ -13,18 +13,43 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# each folder may import itself and what stands right of it
-LAYERS = ["configs", "train", "parallel", "marsopt"]
+# each layer may import itself and what stands right of it; a folder is a layer. That of
+# parallel is imported as marsopt.parallel: a link in the folder marsopt leads there
+LAYERS = ["tests", "configs", "train", "parallel", "marsopt"]
+PACKAGES = {layer: layer for layer in LAYERS} | {"parallel": "marsopt.parallel"}
+
+
+def name_of(path: Path) -> str:
+    """ "marsopt.parallel.cut" of parallel/cut.py; of an __init__.py its folder's."""
+    folder, *parts = path.relative_to(ROOT).with_suffix("").parts
+    inner = [part for part in parts if part != "__init__"]
+    return ".".join([PACKAGES[folder], *inner])
+
+
+def layer_of(name: str) -> str | None:
+    """The layer of a module's name; None of a module that is in none."""
+    if name == "marsopt.parallel" or name.startswith("marsopt.parallel."):
+        return "parallel"
+    layer = name.split(".")[0]
+    # the folder's own name imports nothing: the package refuses it
+    return layer if layer in LAYERS and layer != "parallel" else None
 
 
 def imports(path: Path) -> set[str]:
-    """Names of all absolute imports, wherever they stand in the file."""
+    """Names of all imports, wherever they stand in the file, relative ones resolved;
+    of ``from a import b`` both a and a.b, which may be a module.
+    """
+    package = name_of(path).split(".")
+    if path.name != "__init__.py":
+        package.pop()
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.add(node.module)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
     return found
 
 
@@ -44,19 +69,64 @@ ROOMS = {
     "engine": {"errors", "files", "gpt2", "data", "runs"},
 }
 COMMANDS = {
-    "compare", "evaluate", "export", "import_hf", "plan", "prepare", "sample",
+    "campaign", "compare", "evaluate", "export", "import_hf", "plan", "prepare",
+    "sample",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("folder", LAYERS)
-def test_imports_point_right(folder):
-    forbidden = {*LAYERS[: LAYERS.index(folder)], "tests", "examples"}
-    for path in files(folder):
-        wrong = {name for name in imports(path) if name.split(".")[0] in forbidden}
-        # the command line names the recipes; nothing else in train knows them
-        if path == ROOT / "train" / "engine" / "launch.py":
-            wrong -= {"configs"}
+# what others name so that tests meet it: namedtuple, os and threading; torch's tensors
+# and modules; accelerate; torchtitan, whose methods ours override
+OF_OTHERS = {
+    *("_asdict", "_replace", "_exit", "_shutdown", "_version"),
+    *("_forward_pre_hooks", "_state_dict_pre_hooks", "_post_accumulate_grad_hooks"),
+    *("_reset_state", "_purge_stale_checkpoints", "_resolve_optimizer_factory"),
+}
+
+
+def private(path: Path) -> set[str]:
+    """Attributes whose names begin with one underscore, but for those of the test's own
+    objects and of modules of torch.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Attribute) or not node.attr.startswith("_"):
+            continue
+        whose = ast.unparse(node.value)
+        own = whose in ("self", "cls") or whose.split(".")[0] == "torch"
+        if not own and not node.attr.startswith("__"):
+            found.add(f"{whose}.{node.attr}")
+    return {name for name in found if name.rpartition(".")[2] not in OF_OTHERS}
+
+
+@pytest.mark.parametrize("path", files("tests"), ids=lambda path: path.stem)
+def test_tests_read_nothing_private(path):
+    """Of the library they use what its users can; see ``MARS.describe``."""
+    assert not private(path)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_point_right(layer):
+    allowed = {*LAYERS[LAYERS.index(layer) :], None}
+    for path in files(layer):
+        wrong = {name for name in imports(path) if layer_of(name) not in allowed}
         assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+
+
+# what stands beside the layers may use them, not they it
+@pytest.mark.parametrize("layer", LAYERS[1:])
+def test_nothing_imports_examples_or_benchmarks(layer):
+    for path in files(layer):
+        roots = {name.split(".")[0] for name in imports(path)}
+        assert not roots & {"examples", "benchmarks"}, path
+
+
+def test_no_file_is_in_a_circle():
+    """Of all layers but the tests, in one graph: also between parallel and marsopt."""
+    paths = [path for layer in LAYERS[1:] for path in files(layer)]
+    arrows = {name_of(path): imports(path) for path in paths}
+    assert {"marsopt.parallel.collectives", "marsopt.rules.registry"} <= arrows.keys()
+    graph = {name: found & arrows.keys() - {name} for name, found in arrows.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names it
 
 
 def room_of(module: str) -> str:
@@ -92,8 +162,10 @@ def test_rooms_import_what_the_table_says(room):
 
 
 def test_commands_know_rooms_not_each_other():
-    """But for what export makes, which evaluate reads and import_hf names."""
-    for command in COMMANDS:
+    """But for what export makes, which evaluate reads and import_hf names; and the
+    campaign plays them all.
+    """
+    for command in COMMANDS - {"campaign"}:
         for path in members()[command]:
             names = {n for n in imports(path) if n.split(".")[0] == "train"}
             others = {room_of(name) for name in names} - {command} - ROOMS.keys()
@@ -114,23 +186,6 @@ def test_rooms_of_the_library_stand_in_one_order(room):
         assert "marsopt" not in imports(path), path
 
 
-def test_no_file_of_the_library_is_in_a_circle():
-    arrows = {}
-    for path in files("marsopt"):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        arrows[".".join(parts)] = {
-            name for name in imports(path) if name.startswith("marsopt.")
-        } | {
-            # from marsopt.rules import checks
-            f"{node.module}.{alias.name}"
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.ImportFrom) and (node.module or "") != "marsopt"
-            for alias in node.names
-        }
-    graph = {name: found & arrows.keys() for name, found in arrows.items()}
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names it
-
-
 def test_marsopt_is_arithmetic():
     """It imports torch, never torch.distributed, never torchtitan."""
     for path in files("marsopt"):
@@ -140,28 +195,55 @@ def test_marsopt_is_arithmetic():
 
 
 def test_few_doors_lead_to_torchtitan():
-    doors = {p.relative_to(ROOT).as_posix() for f in LAYERS for p in files(f)
+    doors = {p.relative_to(ROOT).as_posix() for f in LAYERS[1:] for p in files(f)
              if any(n.split(".")[0] == "torchtitan" for n in imports(p))}  # fmt: skip
     assert doors == {
         "parallel/torchtitan.py", "train/engine/titan.py", "train/engine/titan_cpu.py"
     }  # fmt: skip
 
 
-def test_parallel_travels_under_another_name():
-    """Siblings relatively, so that it also works as marsopt.parallel."""
+def test_nothing_that_trains_imports_the_forecast():
+    """It is a tool's room, which knows torch's process group for tests."""
+    room = "marsopt.parallel.forecast"
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for layer in LAYERS[1:]
+        for path in files(layer)
+        if any(name == room or name.startswith(f"{room}.") for name in imports(path))
+    }
+    inside = {user for user in users if user.startswith("parallel/forecast/")}
+    assert inside
+    assert users - inside == {"train/plan.py"}
+
+
+def python(code: str) -> subprocess.CompletedProcess:
+    """Run ``code`` in the checkout."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_parallel_has_one_name():
+    """Two would be two classes of every name."""
     for path in files("parallel"):
-        assert not {n for n in imports(path) if n.split(".")[0] == "parallel"}, path
+        nodes = ast.walk(ast.parse(path.read_text()))
+        named = [n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module]
+        siblings = [name for name in named if name.startswith("marsopt.parallel")]
+        assert not siblings, f"{path} imports {siblings}, expected relative imports"
+    found = python("from parallel import MeshCollectives")
+    assert found.returncode == 1
+    assert "got an import of parallel, expected one of marsopt.parallel" in found.stderr
+    found = python("from marsopt.parallel import MeshCollectives as M; print(M)")
+    assert "'marsopt.parallel.collectives.MeshCollectives'" in found.stdout
 
 
 def test_another_projects_package_of_this_name_is_told(tmp_path):
     """The index has one; who installed it over ours learns what to do."""
     (tmp_path / "marsopt").mkdir()
     (tmp_path / "marsopt/__init__.py").write_text("")
-    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; import parallel"
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
-    )
-    assert "expected that of torch-marsopt: pip uninstall marsopt" in found.stderr
+    (tmp_path / "marsopt/parallel").symlink_to(ROOT / "parallel")
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; import marsopt.parallel"
+    said = python(code).stderr
+    assert "expected that of torch-marsopt: pip uninstall marsopt" in said
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +280,8 @@ def test_the_wheel_holds_marsopt_alone(wheel, tmp_path):
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"marsopt"}
     assert "marsopt/py.typed" in names
     assert any(n.startswith("torch_marsopt-") for n in names)
-    assert "marsopt/parallel/collectives.py" in names
+    modules = sorted(n for n in names if n.startswith("marsopt/parallel/"))
+    assert modules == [f"marsopt/{p.relative_to(ROOT)}" for p in files("parallel")]
     assert "marsopt/parallel/torchtitan.py" in names  # imported by who asks for it
     code = (
         "import marsopt, marsopt.parallel as p; from marsopt import MARS;"

@@ -72,7 +72,7 @@ def test_value_stays_the_mean_and_gradient_is_the_sum(num_summed):
 def data(tmp_path_factory):
     out = tmp_path_factory.mktemp("text") / "data"
     sources = [Path(json.__file__), Path(logging.__file__)]
-    prepare.prepare("text", "bytes", out, sources, 0.1)
+    prepare.prepare("text", "bytes", out, files=sources, val_fraction=0.1)
     return out
 
 

@@ -23,7 +23,7 @@ def test_stacked_eagerly_they_move_as_one_by_one():
     """... and look as if each had a storage of its own."""
     many, alone = parameters(20, 1), parameters(20, 1)
     together = MARS(many, lr=0.01, compile=False)
-    assert len(together._layout.buckets) == 1
+    assert len(together.describe().buckets) == 1
     each = [MARS([p], lr=0.01, compile=False) for p in alone]
     for _ in range(3):
         together.step()
@@ -42,5 +42,5 @@ def test_few_of_a_shape_stay_where_they_are():
     params = parameters(15, 1)
     before = [p.data_ptr() for p in params]
     optimizer = MARS(params, compile=False)
-    assert len(optimizer._layout.buckets) == 15
+    assert len(optimizer.describe().buckets) == 15
     assert [p.data_ptr() for p in params] == before

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 import marsopt
 from marsopt import MARS, REGISTRY
-from marsopt.optim import compiling, standstill
+from marsopt.optim import compiled, watch
 
 pytestmark = pytest.mark.usefixtures("both_layouts")
 
@@ -70,7 +70,8 @@ def test_signature_and_defaults_are_the_authors():
     import inspect
 
     named = inspect.signature(MARS).parameters
-    positional = [n for n, p in named.items() if p.kind is not p.KEYWORD_ONLY]
+    assert len(named) <= 25
+    positional = [n for n, p in named.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == [
         "params",
         "lr",
@@ -158,7 +159,7 @@ def test_schedulers_move_both_rates():
     for t in range(3):
         fill(params, t)
         optimizer.step()
-        matrix, vector = optimizer._layout.groups
+        matrix, vector = optimizer.describe().groups
         assert float(matrix.hyper.lr) == pytest.approx(0.1 / (1 + t))
         assert float(vector.hyper.lr) == pytest.approx(0.02 / (1 + t))
         scheduler.step()
@@ -342,7 +343,7 @@ def test_nonfinite_may_raise():
 def count(request, monkeypatch):
     """How the host gets the count: read where it is, or sent, as a GPU sends it."""
     if request.param == "sent":
-        monkeypatch.setattr(standstill, "FREE_TO_READ", ())
+        monkeypatch.setattr(watch, "FREE_TO_READ", ())
 
 
 def stands_still(caplog):
@@ -379,20 +380,26 @@ def test_skipped_steps_among_others_are_no_standstill(caplog):
 
 
 def test_a_count_that_is_under_way_is_not_waited_for(monkeypatch, caplog):
-    monkeypatch.setattr(standstill, "FREE_TO_READ", ())
-    watch, skipped = standstill.Standstill(), torch.zeros((), dtype=torch.int64)
+    monkeypatch.setattr(watch, "FREE_TO_READ", ())
+    standstill, skipped = watch.Standstill(), torch.zeros((), dtype=torch.int64)
     told = []
 
     def steps(number):
         for _ in range(number):
             skipped.add_(1)
-            watch.look(skipped, lambda level, what: told.append(what))
+            standstill.look(skipped, lambda level, what: told.append(what))
 
-    steps(1)
-    watch._sent.fill_(standstill.UNDER_WAY)
-    steps(30)
+    under_way = []
+    with monkeypatch.context() as slow:
+        slow.setattr(
+            torch.Tensor,
+            "copy_",
+            lambda to, count, **_: under_way.append((to, count.clone())),
+        )
+        steps(31)
     assert not told
-    watch._sent.fill_(1)  # the count after the first step arrives
+    ((to, count),) = under_way  # that after the first step, which arrives
+    to.copy_(count)
     steps(20)
     assert "the last 40 steps changed nothing" in told[0]
 
@@ -747,7 +754,7 @@ def test_a_live_value_out_of_range_is_caught():
 
 
 def test_compile_says_what_it_decided(monkeypatch, caplog):
-    monkeypatch.setattr(compiling, "missing_for", lambda device: "no C++ compiler")
+    monkeypatch.setattr(compiled, "missing_for", lambda device: "no C++ compiler")
     with pytest.raises(RuntimeError, match="got compile=True"):
         MARS(parameters((2, 2)), compile=True)
     with caplog.at_level(logging.WARNING):
@@ -759,7 +766,7 @@ def test_compile_says_what_it_decided(monkeypatch, caplog):
 def test_the_first_compiled_step_of_a_process_says_so(monkeypatch, caplog):
     """Before it is compiled; nothing is said of what runs eagerly."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    compiling.announce.cache_clear()
+    compiled.announce.cache_clear()
 
     def said():
         ours = [r for r in caplog.records if r.name.startswith("marsopt")]

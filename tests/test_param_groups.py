@@ -22,7 +22,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 import marsopt
 from configs.published import LR, ONE_RATE, RULES, SIZES
 from marsopt import MARS, REGISTRY, param_groups
-from marsopt.optim.roles import by_name, roles
+from marsopt.optim.param_groups import by_name, roles
 from train.gpt2 import GPT2, Shape
 
 GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"
@@ -374,7 +374,7 @@ def test_numbers_are_those_of_the_recipes_for_gpt2_small(key):
     """But for matrix rules to which the recipes give the embeddings too."""
     rule, lr, decay = key.replace("_", "-"), LR[key]["small"], RULES[key]
     lr_1d = lr if key in ONE_RATE else SIZES["small"].lr_1d
-    by_rule = REGISTRY[rule].others == "itself"
+    by_rule = REGISTRY[rule].fallback == "itself"
     matrices, tables, vectors = param_groups(
         on_meta("ours"), rule, lr=lr, weight_decay=decay.matrices
     )
@@ -389,7 +389,7 @@ def test_numbers_are_those_of_the_recipes_for_gpt2_small(key):
     for group in (matrices, tables, vectors):
         other = group["mars_type"] != rule
         assert group.get("betas") == ((0.9, 0.95) if other else None)
-        eps_first = other and REGISTRY[rule].others == "adamw"
+        eps_first = other and REGISTRY[rule].fallback == "adamw"
         assert group.get("epsilon_hat", False) == eps_first
 
 
@@ -505,7 +505,7 @@ def test_names_alone_tell_as_much_to_torchtitan(name):
     """What default_mars gives to AdamW is what is no matrix; norms stay with the rule,
     which gives them to its AdamW.
     """
-    from parallel.torchtitan import BESIDE
+    from marsopt.parallel.torchtitan import BESIDE
 
     for parameter, p, role in roles(on_meta(name)):
         if p.ndim > 1 and parameter != "heads":

@@ -36,7 +36,7 @@ WARMUP, TOTAL = 2000, 100_000
 def data(tmp_path_factory):
     out = tmp_path_factory.mktemp("text") / "data"
     files = [Path(module.__file__) for module in (json, re, configs)]
-    prepare.prepare("text", "bytes", out, files, 0.1)
+    prepare.prepare("text", "bytes", out, files=files, val_fraction=0.1)
     return out
 
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from marsopt import NewtonSchulz
-from parallel import models, tables
-from parallel.forecast import Hardware, Job, forecast
-from parallel.placement import shard_sizes
-from parallel.planner import Machine, Matrix, assign, cost, plan
+from marsopt.parallel.forecast import Hardware, Job, forecast, models, tables
+from marsopt.parallel.placement import shard_sizes
+from marsopt.parallel.planner import Machine, Matrix, assign, cost, plan
 from tests.forks import forked
 from train import errors
 from train.plan import duration, job_of, main
@@ -150,6 +149,15 @@ def test_matrices_beside_the_rule_have_adamws_state():
     job = Job(shapes, "moonlight", 1, 1, elementwise={"wte.weight"})
     assert list(job.matrices()) == ["b"]
     assert forecast(job, 1).memory.state == 4 * (2 * 96 + 96 + 2 * 8)
+
+
+def test_tensors_of_several_matrices_are_not_planned():
+    """Experts in one tensor: AdamW's, unless they are asked to be matrices."""
+    shapes = {"experts": (4, 12, 8), "b": (8, 12)}
+    assert list(Job(shapes, "muon", 1, 1).matrices()) == ["b"]
+    job = Job(shapes, "muon", 1, 1, options={"matrices": "batched"})
+    with pytest.raises(ValueError, match="got experts of shape .4, 12, 8., which is"):
+        job.matrices()
 
 
 def test_bad_arguments():

@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
+from inspect import signature
 from pathlib import Path
 
 import datasets
@@ -19,18 +21,19 @@ import pytest
 from tests.corpora import MARK, documents, llmc_files, nanogpt_files, write_corpus
 from train import errors
 from train.data import hub, web_text
-from train.data.encoding import encoded
+from train.data.encoding import encode, encoded
 from train.data.hub import Corpus, Place
-from train.data.token_files import Stream
-from train.data.tokenizers import tokenizer
-from train.data.tokens import open_tokens
+from train.data.source import VAL_FRACTION, Option, Source
+from train.data.token_files import Stream, read_content
+from train.data.tokenizers import TOKENIZERS, tokenizer
+from train.data.tokens import Meta, open_tokens
 from train.data.web_text import gather, split_order
 from train.errors import UserError
-from train.files import unfinished, workspace
-from train.prepare import main, prepare
+from train.files import MADE, unfinished, workspace
+from train.prepare import SOURCES, main, prepare
 
 ROOT = Path(__file__).parent.parent
-SOURCES = {"openwebtext": dict(val_fraction=0.1), "fineweb-edu": {}}
+STREAMED = {"openwebtext": dict(val_fraction=0.1), "fineweb-edu": {}}
 TEXTS = documents(200)
 
 
@@ -40,7 +43,7 @@ def corpus(tmp_path_factory):
 
 
 def make(source, dataset, out, **options):
-    options = {**SOURCES[source], "shard_tokens": 4000, **options}
+    options = {**STREAMED[source], "shard_tokens": 4000, **options}
     return prepare(source, "bytes", out, dataset=str(dataset), **options)
 
 
@@ -99,7 +102,7 @@ def test_the_split_of_openwebtext_itself():
     assert order["train"][:3].tolist() == [4269689, 2140761, 3324742]
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", STREAMED)
 def test_the_number_of_processes_does_not_matter(tmp_path, corpus, source, monkeypatch):
     monkeypatch.setattr(hub, "BATCH_DOCUMENTS", 5)  # more batches than are in flight
     make(source, corpus, tmp_path / "one")
@@ -144,7 +147,7 @@ class Killed(BaseException):
     """Nothing catches it, like a kill."""
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", STREAMED)
 def test_cut_off_before_every_write_that_counts(tmp_path, corpus, source, monkeypatch):
     """All moments at which a file is synced or renamed, one after the other."""
     monkeypatch.setattr(web_text, "SLAB", 70)
@@ -315,7 +318,7 @@ def test_prepared_data_is_recognised(tmp_path, corpus, capsys):
 # ---- bad input -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", STREAMED)
 @pytest.mark.parametrize("offline", ["1", ""])
 def test_no_way_to_the_hub_is_one_quick_line(tmp_path, source, offline):
     """An endpoint that nobody serves, in place of a network that is down."""
@@ -358,8 +361,66 @@ def test_bad_options(tmp_path, corpus):
     refused("got --val-fraction 0.1 with --source fineweb-edu", val_fraction=0.1)
     refused("got --val-fraction 1.0, expected a number between", val_fraction=1.0)
     refused("holds out 200, expected some to train", "openwebtext", val_fraction=0.9999)
-    with pytest.raises(UserError, match="--dataset or --subset with --source python"):
+    with pytest.raises(UserError, match="got --dataset .*with --source python"):
         prepare("python", "bytes", tmp_path / "out", dataset=str(corpus))
+
+
+class Poem(Source):
+    """All that a source has to be."""
+
+    name = "poem"
+    tokenizer = "bytes"
+    summary = "one line, again and again"
+    options = (VAL_FRACTION, Option("lines", "how many", int))
+
+    def __init__(self, val_fraction: float = 0.5, lines: int = 2) -> None:
+        self._num_val = round(val_fraction * lines)
+        self._lines = lines
+        self.request = self.plan = {"source": self.name, "lines": lines}
+
+    def make(self, work, coder, processes):
+        numbers = {"train": self._lines - self._num_val, "val": self._num_val}
+        splits = {}
+        for split, num in numbers.items():
+            path = work / MADE / f"{split}.bin"
+            ids = encode(coder.name, ["Nur wer im Wohlstand lebt\n"] * num, False)
+            path.write_bytes(ids.tobytes())
+            splits[split] = read_content(path, coder.byte_lengths())
+        return Meta(coder.name, coder.vocab_size, self.request, **splits)
+
+
+def test_a_source_is_a_class_and_its_place_in_the_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(SOURCES, Poem.name, Poem)
+
+    def called(*words):
+        monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words)])
+        main()
+        return capsys.readouterr().out
+
+    given = ("--source", "poem", "--out", tmp_path / "out", "--lines", 4)
+    assert "81 training and 27 held-out bytes in " in called(
+        *given, "--val-fraction", 0.25
+    )
+    assert "is prepared already" in called(*given)
+    with pytest.raises(UserError, match="made from something else"):
+        called(*given[:-1], 5)
+    with pytest.raises(UserError, match="got --lines 3 with .*it is for poem"):
+        called("--lines", 3, "--out", tmp_path / "other")
+    with pytest.raises(SystemExit):
+        called("--help")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "poem: one line, again and again" in said
+    assert "--lines LINES how many (poem 2)" in said
+    assert "openwebtext 0.0005, text, python 0.05, poem 0.5)" in said
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_source_says_what_it_is(name):
+    source = SOURCES[name]
+    assert source.name == name
+    assert source.tokenizer in TOKENIZERS
+    assert source.summary
+    assert signature(source).parameters.keys() == {o.name for o in source.options}
 
 
 def test_unreadable_data_sets(tmp_path):
@@ -425,8 +486,8 @@ def test_packages_are_held_out_whole(tmp_path, capsys):
         path = site / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    given = "text", "bytes", tmp_path / "out", [site]
-    meta = prepare(*given, held_out=[site / "b"])
+    given = partial(prepare, "text", "bytes", tmp_path / "out", files=[site])
+    meta = given(held_out=[site / "b"])
     train, _ = open_tokens(tmp_path / "out", "train", vocab_size=257)
     val, _ = open_tokens(tmp_path / "out", "val", vocab_size=257)
     bytes_only = tokenizer("bytes")
@@ -434,10 +495,10 @@ def test_packages_are_held_out_whole(tmp_path, capsys):
     assert bytes_only.decode(train[:]) == "".join(texts[name] for name in kept)
     assert bytes_only.decode(val[:]) == texts["b/__init__.py"]
     assert meta.source["files"] == 4 and meta.source["held_out"] == 1
-    prepare(*given, held_out=[site / "b"])
+    given(held_out=[site / "b"])
     assert "is prepared already" in capsys.readouterr().out
     with pytest.raises(UserError, match="made from something else"):
-        prepare(*given)
+        given()
     with pytest.raises(UserError, match="got --held-out with --source python"):
         prepare("python", "bytes", tmp_path / "other", held_out=[site / "b"])
 
@@ -450,10 +511,10 @@ def test_a_held_out_file_is_in_no_other_split(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     held_out = [tmp_path / "texts" / ".." / "texts" / "b.txt"]
     files = [Path("texts"), Path("texts/a.txt")]
-    meta = prepare("text", "bytes", tmp_path / "out", files, held_out=held_out)
+    meta = prepare("text", "bytes", tmp_path / "out", files=files, held_out=held_out)
     sizes = meta.train.text_bytes, meta.val.text_bytes
     assert sizes == (len("text a\n"), len("text b\n"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="with no file of text .it is empty."):
         empty = [tmp_path / "empty"]
-        prepare("text", "bytes", tmp_path / "other", files, held_out=empty)
+        prepare("text", "bytes", tmp_path / "other", files=files, held_out=empty)

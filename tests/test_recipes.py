@@ -169,7 +169,7 @@ def effective(mars, model) -> dict:
                     peak *= group["lr_1d"] / group["base_lr"]
                 if group["weight_decay_1d"] is not None:
                     wd = group["weight_decay_1d"]
-                rule = rule if REGISTRY[rule].others == "itself" else "adamw"
+                rule = rule if REGISTRY[rule].fallback == "itself" else "adamw"
             found.setdefault(kind, set()).add((rule, peak, wd, betas))
     assert all(len(values) == 1 for values in found.values()), found
     return {kind: values.pop() for kind, values in found.items()}
@@ -314,7 +314,7 @@ def trained(tmp_path_factory):
     """What two steps of each printed, from one process."""
     folder = tmp_path_factory.mktemp("tiny")
     sources = [Path(json.__file__), Path(logging.__file__)]
-    prepare.prepare("text", "bytes", folder / "data", sources, 0.1)
+    prepare.prepare("text", "bytes", folder / "data", files=sources, val_fraction=0.1)
     options = [
         "--training.steps", "2", "--lr-scheduler.warmup-steps", "1",
         "--metrics.log-freq", "1", "--validator.samples", "16",

@@ -24,8 +24,8 @@ def test_what_crosses_is_documented(found):
 @pytest.mark.parametrize(
     "title, kind, room",
     [
-        ("lr is a tensor on the CPU", "copy", "hyperparameters.py"),
-        ("a gradient is missing for the first time", "copy", "live.py"),
+        ("lr is a tensor on the CPU", "copy", "groups.py"),
+        ("a gradient is missing for the first time", "copy", "layout.py"),
         ('nonfinite="raise"', "wait", "mars.py"),
         ("num_skipped", "wait", "mars.py"),
     ],

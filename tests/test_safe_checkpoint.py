@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from parallel.checkpoint import INDEX_TYPES, UnreadableCheckpoint, load, read_index
 from tests.processes import spawn
+from train.runs.safe_dcp import INDEX_TYPES, UnreadableCheckpoint, load, read_index
 
 
 class Touch:
@@ -159,6 +159,22 @@ def test_an_object_runs_nothing(tmp_path):
     mark.unlink()
     with pytest.raises(UnreadableCheckpoint, match="got state in .*it names getattr"):
         alone(load, {"state": None}, folder)
+    assert not mark.exists()
+
+
+def test_a_run_loads_by_this_reader(tmp_path):
+    """torchtitan's manager would load objects by DCP's own."""
+    from train.engine.titan_checkpoint import RunCheckpoints
+
+    mark, folder = tmp_path / "mark", tmp_path / "saved"
+    alone(dcp.save, {"state": Touch(mark)}, checkpoint_id=folder)
+    manager = object.__new__(RunCheckpoints)  # without a trainer
+    manager.states = {}
+    with (
+        warnings.catch_warnings(action="ignore", category=UserWarning),
+        pytest.raises(UnreadableCheckpoint, match="got state in .*it names getattr"),
+    ):
+        manager.dcp_load({"state": None}, str(folder), False, False)
     assert not mark.exists()
 
 

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 
 import marsopt
 from marsopt import REGISTRY
-from parallel.checkpoint import load
 from tests.stacking import MODES, build, forced, traced
+from train.runs.safe_dcp import load
 
 WIDTH = 32  # 4 KiB a matrix: more than what a file says about it
 NUM_LAYERS = 4

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from parallel import MeshCollectives
+from marsopt.parallel import MeshCollectives
 from tests.processes import spawn
 from tests.slices import BATCHED, FLATTENED, TENSORS, Several, at_once, in_loop
 

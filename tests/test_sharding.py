@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from marsopt import MARS, REGISTRY
-from parallel import MeshCollectives
+from marsopt.parallel import MeshCollectives
 from tests.processes import spawn
 
 pytestmark = pytest.mark.processes
@@ -317,8 +317,7 @@ def count(rank, world, strategy):
                 step()
     finally:
         dist.all_reduce, dist.all_to_all_single = real
-    (partition,) = collectives._partitions._by_value.values()
-    ((group, _),) = partition.groups
+    (group,) = collectives.groups
     return list(calls), group.matrices, group.plan
 
 
@@ -327,7 +326,7 @@ def test_collectives_and_bytes_are_those_of_the_plan():
     the byte, over uneven shards too.
     """
     from marsopt import NewtonSchulz
-    from parallel.planner import cost
+    from marsopt.parallel.planner import cost
 
     world = 2
     results = spawn(count, world, "owner")
@@ -498,7 +497,9 @@ def test_functional_steps_keep_nothing_and_reduce_once():
 
 def precision(rank, world):
     """Relative errors to float64: mixed dtypes, float64, and the default bf16."""
-    from marsopt import Matrices, NewtonSchulz
+    from marsopt import Matrices, NewtonSchulz, Orthogonal
+    from marsopt.functional.collectives import Request
+    from marsopt.rules.preconditioner import Whole
 
     mesh = init_device_mesh("cpu", (world,))
     out = {}
@@ -514,15 +515,13 @@ def precision(rank, world):
             ]
             given = [w.to(d) for w, d in zip(whole, dtypes, strict=True)]
             cut = [distribute_tensor(w, mesh, [Shard(0)]) for w in given]
-            found = MeshCollectives(mesh, strategy=strategy).orthogonalize(
-                [c.to_local() for c in cut],
-                NewtonSchulz(dtype=ns_dtype),
-                cut,
-                [Matrices()] * len(cut),
+            polar = Orthogonal(ns=NewtonSchulz(dtype=ns_dtype))
+            found = MeshCollectives(mesh, strategy=strategy).on_owners(
+                [Request(Whole(c.to_local()), c, Matrices(), polar) for c in cut]
             )
             exact = NewtonSchulz(dtype=torch.float64)(given[1].double())
             mine = distribute_tensor(exact, mesh, [Shard(0)]).to_local()
-            error = (found[1].double() - mine).norm() / mine.norm()
+            error = (found[1].matrix.double() - mine).norm() / mine.norm()
             out[strategy, name] = float(error)
     return out
 

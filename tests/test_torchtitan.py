@@ -17,7 +17,7 @@ from tests import titan_models as titan  # it prepares torchtitan for a CPU
 # isort: split
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
-from parallel.torchtitan import (
+from marsopt.parallel.torchtitan import (
     BESIDE,
     MarsCheckpointManager,
     MarsOptimizersContainer,

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import marsopt
 from marsopt import MARS
-from parallel import MeshCollectives
+from marsopt.parallel import MeshCollectives
 from tests.processes import spawn
 from tests.stacking import MODES, build, copies, equal, fill, forced, run, traced
 
@@ -230,7 +230,7 @@ def test_contradictions_are_errors():
         MARS(params(), gamma_1d=0.1)
     with pytest.raises(ValueError, match="got gamma_1d=0.1 with correction='exact'"):
         marsopt.mars(gamma_1d=0.1, is_approx=False)
-    with pytest.raises(ValueError, match="got rest_gamma=nan"):
+    with pytest.raises(ValueError, match="got gamma_1d=nan"):
         marsopt.mars(correction="transport", gamma_1d=float("nan"))
     with pytest.raises(ValueError, match="got a reference"):
         rule, x = marsopt.mars_adamw(correction="transport"), [torch.ones(2)]

@@ -69,7 +69,9 @@ def run(tmp_path_factory):
     what it printed then, and what the user's folders hold before and after.
     """
     root = tmp_path_factory.mktemp("run")
-    prepare.prepare("text", "bytes", root / "data", [Path(json.__file__)], 0.2)
+    prepare.prepare(
+        "text", "bytes", root / "data", files=[Path(json.__file__)], val_fraction=0.2
+    )
     options = [*OPTIONS, "--dataloader.dataset-path", root / "data"]
     printed = train_all({"run": [*options, "--training.steps", 4]}, root, **SMALL)
     assert sorted(losses(printed["run"])) == [1, 2, 3, 4], printed["run"]

@@ -6,21 +6,20 @@ import math
 from datetime import timedelta
 from pathlib import Path
 
-from parallel import models, tables
-from parallel.forecast import Forecast, Hardware, Job, sweep
-from train.engine.launch import recipe
+from marsopt.parallel.forecast import Forecast, Hardware, Job, models, sweep, tables
+from train.engine.recipes import MODULE, recipe
 from train.errors import UserError, check_least, command
 from train.gpt2 import tensor_sizes
 from train.pictures import picture
 
 PICTURES = (".png", ".pdf", ".svg")
-MOST_RANKS = 2**16  # as many as are planned in seconds
+MOST_RANKS = 2**13  # as many as are planned within ten seconds
 
 
-def job_of(config_name: str) -> Job:
-    """Return the model and optimizer of a recipe."""
+def job_of(config_name: str, module: str = MODULE) -> Job:
+    """Return the model and optimizer of a recipe of ``module``."""
     logging.disable(logging.WARNING)  # torchtitan's, about options that nobody set
-    config = recipe(config_name)()
+    config = recipe(config_name, module)()
     logging.disable(logging.NOTSET)
     if config.optimizer.param_groups:
         raise UserError(
@@ -84,6 +83,8 @@ def main() -> None:
     either.add_argument("--config", help="a recipe, as python -m train --help lists")
     either.add_argument("--model", help=f"one of {', '.join(models.MODELS)}")
     # fmt: off
+    add("--module", default=MODULE,
+        help="that has the recipe of --config (default: %(default)s)")
     add("--rules", nargs="+", metavar="RULE",
         help="with --model: the rules to compare, such as adamw mars-m-transport "
         f"(default: {' '.join(models.RULES)})")
@@ -123,7 +124,7 @@ def main() -> None:
     options = dict(replicas=args.replicas, hardware=Hardware.of(**rates))
     what, given = args.model if of_model else args.config, (args.rules, args.tokens)
     try:
-        jobs = models.jobs(what, *given) if of_model else [job_of(what)]
+        jobs = models.jobs(what, *given) if of_model else [job_of(what, args.module)]
         if not args.sweep:
             print(tables.report(what, jobs, ranks, every=args.all, **options))
             return

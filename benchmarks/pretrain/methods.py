@@ -92,7 +92,7 @@ class Method:
         """
         row, lr_1d, key = RULES[self._key], self._lr_1d, self._key
         embeddings: dict[str, Any] = {"weight_decay": row.embeddings}
-        if REGISTRY[self.rule].others == "adamw":
+        if REGISTRY[self.rule].fallback == "adamw":
             adamw = dict(mars_type="adamw", betas=(0.9, 0.95), gamma=self.gamma)
             one_rate = key in ONE_RATE
             rate = self.lr if one_rate else lr_1d

@@ -5,15 +5,77 @@ live whole in one process.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Literal, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from marsopt.rules.matrices import Matrices
-from marsopt.rules.newton_schulz import NewtonSchulz
+from marsopt.rules.preconditioner import MatrixPreconditioner, Whole
 
-Lines = Literal["rows", "cols"]  # dims before ``Matrices.column_dim``; from it on
+
+class Leaf(NamedTuple):
+    """A parameter that is made of matrices."""
+
+    tensor: Tensor  # as its owner holds it
+    matrices: Matrices
+    preconditioner: MatrixPreconditioner
+
+
+class Request(NamedTuple):
+    """What one leaf has for the owners of its matrices."""
+
+    given: Whole  # this process's piece of the leaf and of numbers of its rows
+    tensor: Tensor  # the parameter, as its owner holds it
+    matrices: Matrices
+    preconditioner: MatrixPreconditioner
+    stage: bool = False
+
+    @property
+    def leaf(self) -> Leaf:
+        return Leaf(self.tensor, self.matrices, self.preconditioner)
+
+
+def run_at_owner(requests: Sequence[Request]) -> list[Whole]:
+    """Return what preconditioners make of leaves that lie whole in this process."""
+    given = []
+    for one in requests:
+        whole, matrices = one.given, one.matrices
+        matrix, ndim = matrices.unbound(whole.matrix), whole.matrix.ndim
+        rows = tuple(matrices.unbound_rows(r, ndim) for r in whole.rows)
+        single = matrix.ndim == 2
+        owned = tuple(o[0] if single else o for o in whole.owned)
+        given.append(one._replace(given=Whole(matrix, rows, owned)))
+    found = []
+    for one, made in zip(requests, at_owner(given), strict=True):
+        like = one.given.matrix
+        first = like.shape[: one.matrices.column_dim(like.ndim)]
+        single = made.matrix.ndim == 2
+        found.append(
+            Whole(
+                made.matrix.view_as(like),
+                tuple(r.reshape(first) for r in made.rows),
+                tuple(o[None] if single else o for o in made.owned),
+            )
+        )
+    return found
+
+
+def at_owner(requests: Sequence[Request]) -> list[Whole]:
+    """Return what preconditioners make of whole matrices, each of what is its own: one
+    call of each.
+    """
+    calls: dict[tuple[int, bool], list[int]] = {}
+    for i, one in enumerate(requests):
+        calls.setdefault((id(one.preconditioner), one.stage), []).append(i)
+    found: list[Whole] = [one.given for one in requests]
+    for mine in calls.values():
+        first = requests[mine[0]]
+        given = [requests[i].given for i in mine]
+        made = first.preconditioner.at_owner(given, first.stage)
+        for i, one in zip(mine, made, strict=True):
+            found[i] = one
+    return found
 
 
 class Collectives(Protocol):
@@ -48,37 +110,37 @@ class Collectives(Protocol):
         """Raise on every rank unless all were given the same ``what``."""
 
     def sum(
-        self, partial: Tensor, leaves: Sequence[Tensor], alike: str | None = None
+        self, partial: Tensor, leaves: Sequence[Tensor], digest: str | None = None
     ) -> Tensor:
         """Sum ``partial`` (len(leaves), K) over the shards of each leaf; what is
-        replicated counts once. Where ranks differ in ``alike``, the sums are NaN, and
+        replicated counts once. Where ranks differ in ``digest``, the sums are NaN, and
         all of them raise, then or at a later call.
         """
 
-    def still_agree(self, alike: str) -> None:
+    def check_ranks_agree(self, digest: str) -> None:
         """Raise where a ``sum`` is known to have found ranks that differ."""
 
-    def sum_along(
-        self,
-        parts: Sequence[Tensor],
-        leaves: Sequence[Tensor],
-        matrices: Sequence[Matrices],
-        lines: Lines,
-    ) -> list[Tensor]:
-        """Sum the part of each leaf over the shards that cut the ``lines`` of its
-        matrices.
+    def on_owners(self, requests: Sequence[Request]) -> list[Whole]:
+        """Bring together the whole matrices of each leaf, let their preconditioners'
+        ``at_owner`` make something of them, and return it as this process's pieces.
+        The preconditioners of all requests have one cost.
         """
 
-    def orthogonalize(
-        self,
-        pieces: Sequence[Tensor],
-        ns: NewtonSchulz,
-        leaves: Sequence[Tensor],
-        matrices: Sequence[Matrices],
-    ) -> list[Tensor]:
-        """The orthogonal factors of the whole matrices of each leaf, given and returned
-        as this process's pieces.
+    def owns(self, leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
+        """Return, by number, which matrices of each leaf have their owner here, for
+        leaves whose preconditioners have one cost: those of one ``on_owners``.
         """
+
+    def publish(
+        self, owned: Tensor, leaf: Tensor, num: int, owns: tuple[int, ...]
+    ) -> Tensor:
+        """Return an owner's buffer of a leaf's ``num`` matrices, of which those that
+        are listed lie here, (number here, *shape), as a tensor (num, *shape) that
+        belongs beside the leaf in a checkpoint of all ranks.
+        """
+
+    def claim(self, published: Tensor, owns: tuple[int, ...]) -> Tensor:
+        """Return the part of ``publish``'s result that has its owner here."""
 
 
 class LocalCollectives:
@@ -118,32 +180,26 @@ class LocalCollectives:
         pass
 
     def sum(
-        self, partial: Tensor, leaves: Sequence[Tensor], alike: str | None = None
+        self, partial: Tensor, leaves: Sequence[Tensor], digest: str | None = None
     ) -> Tensor:
         return partial
 
-    def still_agree(self, alike: str) -> None:
+    def check_ranks_agree(self, digest: str) -> None:
         pass
 
-    def sum_along(
-        self,
-        parts: Sequence[Tensor],
-        leaves: Sequence[Tensor],
-        matrices: Sequence[Matrices],
-        lines: Lines,
-    ) -> list[Tensor]:
-        return list(parts)
+    def on_owners(self, requests: Sequence[Request]) -> list[Whole]:
+        return run_at_owner(requests)
 
-    def orthogonalize(
-        self,
-        pieces: Sequence[Tensor],
-        ns: NewtonSchulz,
-        leaves: Sequence[Tensor],
-        matrices: Sequence[Matrices],
-    ) -> list[Tensor]:
-        pairs = zip(matrices, pieces, strict=True)
-        factors = ns.many([m.unbound(piece) for m, piece in pairs])
-        return [o.view_as(x) for o, x in zip(factors, pieces, strict=True)]
+    def owns(self, leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
+        return [tuple(range(one.matrices.num_in(one.tensor.shape))) for one in leaves]
+
+    def publish(
+        self, owned: Tensor, leaf: Tensor, num: int, owns: tuple[int, ...]
+    ) -> Tensor:
+        return owned
+
+    def claim(self, published: Tensor, owns: tuple[int, ...]) -> Tensor:
+        return published
 
 
 LOCAL = LocalCollectives()

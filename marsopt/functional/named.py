@@ -1,346 +1,150 @@
-"""The named rules as functions. Signatures repeat the defaults of the registry, for
-readers, editors and type checkers; a test compares the two.
+"""The named rules as functions, made from the registry and the table of
+hyperparameters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import Parameter, Signature
 from typing import Any
 
-import torch
-
+from marsopt.functional.routing import (
+    Choice,
+    check_suits,
+    every_hyperparameter,
+    route,
+)
 from marsopt.functional.rule import Rule
-from marsopt.rules.checks import Number
-from marsopt.rules.correction import Correction, resolve
+from marsopt.rules import checks
+from marsopt.rules.hyperparameters import (
+    Table,
+    arguments,
+    check_names,
+    described,
+    table,
+)
 from marsopt.rules.matrices import Matrices
-from marsopt.rules.newton_schulz import NewtonSchulz
-from marsopt.rules.registry import REGISTRY
+from marsopt.rules.registry import (
+    CORRECTIONS,
+    REGISTRY,
+    NamedRule,
+    canonical,
+    correction_named,
+    named,
+    resolve,
+)
 
 
-def _rule(name: str, given: dict[str, Any]) -> Rule:
-    """Return a named rule from the arguments of its function, all of them.
+def function(row: NamedRule) -> Callable[..., Rule]:
+    """Return the function of a named rule: ``marsopt.mars_adamw`` of "mars-adamw"."""
 
-    Raises:
-        ValueError: a hyperparameter out of its range.
-    """
-    row, max_norm = REGISTRY[name], given.pop("max_norm")
-    matrices = Matrices(kind=given.pop("matrices"), block_rows=given.pop("block_rows"))
-    correction = None
+    def make(**given: Any) -> Rule:
+        check_names(given, _taken(row), make.__name__)
+        correction = None
+        if row.is_mars:
+            told = resolve(given.get("is_approx", True), given.get("correction"))
+            kind = correction_named(told)
+            check_suits(row, kind, {k: given[k] for k in given.keys() - row.table})
+            correction = kind(**arguments(kind, given))
+        algorithm = row.algorithm(
+            correction=correction,
+            state_dtype=given.get("state_dtype"),
+            matrices=Matrices(**arguments(Matrices, given)),
+            **arguments(row.preconditioner, given),
+        )
+        return Rule(matrix=algorithm, max_norm=given.get("max_norm"))
+
+    return _documented(
+        make,
+        row.name.replace("-", "_"),
+        _taken(row),
+        f"Return the rule {row.name!r} ({row.source}), which moves every tensor that "
+        f"it is given.\n\n``{row.preconditioner.__name__}`` has its formulas.",
+    )
+
+
+def _taken(row: NamedRule) -> Table:
+    """Return what the function of a rule takes: that of corrections if it has one."""
+    shared, found = table(Choice), dict(row.table)
     if row.is_mars:
-        kind = resolve(given.pop("is_approx"), given.pop("correction"))
-        own = {k: given.pop(k) for k in ("gamma", "clip", "clip_per", "h_dtype")}
-        correction = Correction(kind=kind, **own)
-    if row.matrix_only:
-        parts = "steps", "coefficients", "dtype", "gram"
-        given["ns"] = NewtonSchulz(**{k: given.pop(f"ns_{k}") for k in parts})
-    algorithm = row.algorithm(correction=correction, matrices=matrices, **given)
-    return Rule(matrix=algorithm, max_norm=max_norm)
+        for kind in CORRECTIONS.values():
+            found = {**table(kind), **found}
+        found |= {name: shared[name] for name in ("is_approx", "correction")}
+    found |= {name: shared[name] for name in ("max_norm", "state_dtype")}
+    return found | table(Matrices)
 
 
-def adamw(
-    *,
-    betas: tuple[Number, Number] = (0.9, 0.999),
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.01,
-    amsgrad: bool = False,
-    epsilon_hat: bool = False,
-    nesterov: bool = False,
-    max_norm: Number | None = None,
-    state_dtype: torch.dtype | None = None,
-    matrices: str = "2d",
-    block_rows: int | None = None,
-) -> Rule:
-    """Return AdamW (arXiv 1711.05101), as torch.optim.AdamW.
-
-    Args:
-        betas, eps, weight_decay, amsgrad, epsilon_hat, nesterov: of the step;
-            ``marsopt.AdamW`` has its formulas.
-        max_norm, state_dtype, matrices, block_rows: as in ``marsopt.mars``.
-    """
-    return _rule("adamw", locals())
+def _mars(**given: Any) -> Rule:
+    check_names(given, _listed(), "mars")
+    own = named(given.get("mars_type", Choice.mars_type)).hyperparameters
+    given |= {name: own[name] for name in own if given.get(name) is None}
+    base_lr = given.setdefault("base_lr", Choice.base_lr)
+    checks.positive("base_lr", base_lr)
+    chosen = route(given)
+    return Rule(
+        matrix=chosen.matrix,
+        rest=chosen.fallback,
+        rest_ratio=given["lr_1d"] / base_lr if chosen.own_rate else 1.0,
+        rest_gamma=given.get("gamma_1d") if chosen.own_gamma else None,
+        max_norm=given.get("max_norm"),
+    )
 
 
-def nadamw(
-    *,
-    betas: tuple[Number, Number] = (0.9, 0.999),
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.01,
-    amsgrad: bool = False,
-    epsilon_hat: bool = False,
-    max_norm: Number | None = None,
-    state_dtype: torch.dtype | None = None,
-    matrices: str = "2d",
-    block_rows: int | None = None,
-) -> Rule:
-    """Return NAdamW: AdamW with Nesterov's momentum (Dozat, 2016).
-
-    Args:
-        betas, eps, weight_decay, amsgrad, epsilon_hat: of the step;
-            ``marsopt.AdamW`` has its formulas.
-        max_norm, state_dtype, matrices, block_rows: as in ``marsopt.mars``.
-    """
-    return _rule("nadamw", locals())
+def _listed() -> Table:
+    """Return what ``mars`` takes: a step is given its lr."""
+    return {name: h for name, h in every_hyperparameter().items() if name != "lr"}
 
 
-def mars_adamw(
-    *,
-    betas: tuple[Number, Number] = (0.95, 0.99),
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.0,
-    amsgrad: bool = False,
-    epsilon_hat: bool = False,
-    nesterov: bool = False,
-    gamma: Number = 0.025,
-    clip: Number | None = 1.0,
-    clip_per: str = "matrix",
-    is_approx: bool = True,
-    correction: str | None = None,
-    h_dtype: torch.dtype | None = None,
-    max_norm: Number | None = None,
-    state_dtype: torch.dtype | None = None,
-    matrices: str = "2d",
-    block_rows: int | None = None,
-) -> Rule:
-    """Return MARS-AdamW (arXiv 2411.10438, Algorithm 2).
-
-    Args:
-        betas, eps, weight_decay, amsgrad, epsilon_hat, nesterov: of the step;
-            ``marsopt.AdamW`` has its formulas.
-        gamma, clip, clip_per, h_dtype, correction (its kind; None = what is_approx
-            says), is_approx: of the corrected gradient; see ``marsopt.Correction``.
-        max_norm, state_dtype, matrices, block_rows: as in ``marsopt.mars``.
-    """
-    return _rule("mars-adamw", locals())
+def _documented(
+    make: Callable[..., Rule], name: str, known: Table, text: str
+) -> Callable[..., Rule]:
+    """Return a function with a name, the signature of a table, and a docstring."""
+    make.__name__ = make.__qualname__ = name
+    make.__signature__ = Signature(
+        [
+            Parameter(
+                line.name,
+                Parameter.KEYWORD_ONLY,
+                default=line.default,
+                annotation=line.hint,
+            )
+            for line in known.values()
+        ],
+        return_annotation=Rule,
+    )
+    make.__doc__ = (
+        f"{text}\n\nArgs:\n{described(known)}\n\nRaises:\n"
+        "    TypeError: an argument that it does not have.\n"
+        "    ValueError: a hyperparameter out of its range.\n"
+    )
+    return make
 
 
-def lion(
-    *,
-    betas: tuple[Number, Number] = (0.9, 0.99),
-    weight_decay: Number = 0.0,
-    max_norm: Number | None = None,
-    state_dtype: torch.dtype | None = None,
-    matrices: str = "2d",
-    block_rows: int | None = None,
-) -> Rule:
-    """Return Lion (arXiv 2302.06675).
+mars: Callable[..., Rule] = _documented(
+    _mars,
+    "mars",
+    _listed(),
+    "Return the authors' routing as one rule: matrices by ``mars_type``, other\n"
+    "tensors by AdamW.\n\n"
+    "What is None is the rule's own, as ``MARS`` has it too: docs/guide.md lists it.",
+)
 
-    Args:
-        betas, weight_decay: of the step; ``marsopt.Lion`` has its formulas.
-        max_norm, state_dtype, matrices, block_rows: as in ``marsopt.mars``.
-    """
-    return _rule("lion", locals())
-
-
-def mars_lion(
-    *,
-    momentum: Number = 0.95,
-    weight_decay: Number = 0.0,
-    gamma: Number = 0.025,
-    clip: Number | None = 1.0,
-    clip_per: str = "matrix",
-    is_approx: bool = True,
-    correction: str | None = None,
-    h_dtype: torch.dtype | None = None,
-    max_norm: Number | None = None,
-    state_dtype: torch.dtype | None = None,
-    matrices: str = "2d",
-    block_rows: int | None = None,
-) -> Rule:
-    """Return MARS-Lion (arXiv 2411.10438, Algorithm 3).
-
-    Args:
-        momentum, weight_decay: of the step; ``marsopt.SignAverage`` has its formulas.
-        gamma, clip, clip_per, h_dtype, correction (its kind; None = what is_approx
-            says), is_approx: of the corrected gradient; see ``marsopt.Correction``.
-        max_norm, state_dtype, matrices, block_rows: as in ``marsopt.mars``.
-    """
-    return _rule("mars-lion", locals())
+adamw: Callable[..., Rule] = function(REGISTRY["adamw"])
+nadamw: Callable[..., Rule] = function(REGISTRY["nadamw"])
+mars_adamw: Callable[..., Rule] = function(REGISTRY["mars-adamw"])
+lion: Callable[..., Rule] = function(REGISTRY["lion"])
+mars_lion: Callable[..., Rule] = function(REGISTRY["mars-lion"])
+muon: Callable[..., Rule] = function(REGISTRY["muon"])
+mars_shampoo: Callable[..., Rule] = function(REGISTRY["mars-shampoo"])
+moonlight: Callable[..., Rule] = function(REGISTRY["moonlight"])
+mars_m: Callable[..., Rule] = function(REGISTRY["mars-m"])
+normuon: Callable[..., Rule] = function(REGISTRY["normuon"])
+mars_normuon: Callable[..., Rule] = function(REGISTRY["mars-normuon"])
 
 
-def muon(
-    *,
-    momentum: Number = 0.95,
-    weight_decay: Number = 0.1,
-    nesterov: bool = True,
-    adjust_lr_fn: str = "original",
-    ns_steps: int = 5,
-    ns_coefficients: str = "quintic",
-    ns_dtype: torch.dtype = torch.bfloat16,
-    ns_gram: bool = False,
-    max_norm: Number | None = None,
-    state_dtype: torch.dtype | None = None,
-    matrices: str = "2d",
-    block_rows: int | None = None,
-) -> Rule:
-    """Return Muon (K. Jordan, kellerjordan.github.io/posts/muon, 2024).
-
-    Args:
-        momentum, weight_decay, nesterov, adjust_lr_fn: of the step;
-            ``marsopt.Orthogonal`` has its formulas.
-        ns_steps, ns_coefficients, ns_dtype, ns_gram: of Newton-Schulz; see
-            ``marsopt.NewtonSchulz``.
-        max_norm, state_dtype, matrices, block_rows: as in ``marsopt.mars``.
-    """
-    return _rule("muon", locals())
-
-
-def mars_shampoo(
-    *,
-    momentum: Number = 0.95,
-    weight_decay: Number = 0.0,
-    nesterov: bool = False,
-    adjust_lr_fn: str = "original",
-    ns_steps: int = 5,
-    ns_coefficients: str = "quintic",
-    ns_dtype: torch.dtype = torch.bfloat16,
-    ns_gram: bool = False,
-    gamma: Number = 0.025,
-    clip: Number | None = 1.0,
-    clip_per: str = "matrix",
-    is_approx: bool = True,
-    correction: str | None = None,
-    h_dtype: torch.dtype | None = None,
-    max_norm: Number | None = None,
-    state_dtype: torch.dtype | None = None,
-    matrices: str = "2d",
-    block_rows: int | None = None,
-) -> Rule:
-    """Return MARS-Shampoo (arXiv 2411.10438, Algorithm 4).
-
-    Args:
-        momentum, weight_decay, nesterov, adjust_lr_fn: of the step;
-            ``marsopt.Orthogonal`` has its formulas.
-        ns_steps, ns_coefficients, ns_dtype, ns_gram: of Newton-Schulz; see
-            ``marsopt.NewtonSchulz``.
-        gamma, clip, clip_per, h_dtype, correction (its kind; None = what is_approx
-            says), is_approx: of the corrected gradient; see ``marsopt.Correction``.
-        max_norm, state_dtype, matrices, block_rows: as in ``marsopt.mars``.
-    """
-    return _rule("mars-shampoo", locals())
-
-
-def moonlight(
-    *,
-    momentum: Number = 0.95,
-    weight_decay: Number = 0.1,
-    nesterov: bool = True,
-    adjust_lr_fn: str = "match_rms_adamw",
-    ns_steps: int = 5,
-    ns_coefficients: str = "quintic",
-    ns_dtype: torch.dtype = torch.bfloat16,
-    ns_gram: bool = False,
-    max_norm: Number | None = None,
-    state_dtype: torch.dtype | None = None,
-    matrices: str = "2d",
-    block_rows: int | None = None,
-) -> Rule:
-    """Return Moonlight's Muon (arXiv 2502.16982).
-
-    Args:
-        momentum, weight_decay, nesterov, adjust_lr_fn: of the step;
-            ``marsopt.Orthogonal`` has its formulas.
-        ns_steps, ns_coefficients, ns_dtype, ns_gram: of Newton-Schulz; see
-            ``marsopt.NewtonSchulz``.
-        max_norm, state_dtype, matrices, block_rows: as in ``marsopt.mars``.
-    """
-    return _rule("moonlight", locals())
-
-
-def mars_m(
-    *,
-    momentum: Number = 0.95,
-    weight_decay: Number = 0.0,
-    nesterov: bool = False,
-    adjust_lr_fn: str = "match_rms_adamw",
-    ns_steps: int = 5,
-    ns_coefficients: str = "quintic",
-    ns_dtype: torch.dtype = torch.bfloat16,
-    ns_gram: bool = False,
-    gamma: Number = 0.025,
-    clip: Number | None = 1.0,
-    clip_per: str = "matrix",
-    is_approx: bool = True,
-    correction: str | None = None,
-    h_dtype: torch.dtype | None = None,
-    max_norm: Number | None = None,
-    state_dtype: torch.dtype | None = None,
-    matrices: str = "2d",
-    block_rows: int | None = None,
-) -> Rule:
-    """Return MARS-M (arXiv 2510.21800).
-
-    Args:
-        momentum, weight_decay, nesterov, adjust_lr_fn: of the step;
-            ``marsopt.Orthogonal`` has its formulas.
-        ns_steps, ns_coefficients, ns_dtype, ns_gram: of Newton-Schulz; see
-            ``marsopt.NewtonSchulz``.
-        gamma, clip, clip_per, h_dtype, correction (its kind; None = what is_approx
-            says), is_approx: of the corrected gradient; see ``marsopt.Correction``.
-        max_norm, state_dtype, matrices, block_rows: as in ``marsopt.mars``.
-    """
-    return _rule("mars-m", locals())
-
-
-def normuon(
-    *,
-    momentum: Number = 0.95,
-    beta2: Number = 0.95,
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.1,
-    nesterov: bool = False,
-    adjust_lr_fn: str = "match_rms_adamw",
-    ns_steps: int = 5,
-    ns_coefficients: str = "quintic",
-    ns_dtype: torch.dtype = torch.bfloat16,
-    ns_gram: bool = False,
-    max_norm: Number | None = None,
-    state_dtype: torch.dtype | None = None,
-    matrices: str = "2d",
-    block_rows: int | None = None,
-) -> Rule:
-    """Return NorMuon (arXiv 2510.05491).
-
-    Args:
-        momentum, beta2, eps, weight_decay, nesterov, adjust_lr_fn: of the step;
-            ``marsopt.NorMuon`` has its formulas.
-        ns_steps, ns_coefficients, ns_dtype, ns_gram: of Newton-Schulz; see
-            ``marsopt.NewtonSchulz``.
-        max_norm, state_dtype, matrices, block_rows: as in ``marsopt.mars``.
-    """
-    return _rule("normuon", locals())
-
-
-def mars_normuon(
-    *,
-    momentum: Number = 0.95,
-    beta2: Number = 0.95,
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.0,
-    nesterov: bool = False,
-    adjust_lr_fn: str = "match_rms_adamw",
-    ns_steps: int = 5,
-    ns_coefficients: str = "quintic",
-    ns_dtype: torch.dtype = torch.bfloat16,
-    ns_gram: bool = False,
-    gamma: Number = 0.025,
-    clip: Number | None = 1.0,
-    clip_per: str = "matrix",
-    is_approx: bool = True,
-    correction: str | None = None,
-    h_dtype: torch.dtype | None = None,
-    max_norm: Number | None = None,
-    state_dtype: torch.dtype | None = None,
-    matrices: str = "2d",
-    block_rows: int | None = None,
-) -> Rule:
-    """Return MARS's correction before NorMuon (arXiv 2510.05491).
-
-    Args:
-        momentum, beta2, eps, weight_decay, nesterov, adjust_lr_fn: of the step;
-            ``marsopt.NorMuon`` has its formulas.
-        ns_steps, ns_coefficients, ns_dtype, ns_gram: of Newton-Schulz; see
-            ``marsopt.NewtonSchulz``.
-        gamma, clip, clip_per, h_dtype, correction (its kind; None = what is_approx
-            says), is_approx: of the corrected gradient; see ``marsopt.Correction``.
-        max_norm, state_dtype, matrices, block_rows: as in ``marsopt.mars``.
-    """
-    return _rule("mars-normuon", locals())
+def __getattr__(name: str) -> Callable[..., Rule]:
+    """Return the function of a rule that was registered later."""
+    row = REGISTRY.get(canonical(name))
+    if row is None or name != name.lower():
+        raise AttributeError(f"module 'marsopt' has no attribute {name!r}")
+    return function(row)

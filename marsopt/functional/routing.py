@@ -2,175 +2,224 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from marsopt.functional.rule import Rule
+from marsopt.functional.binding import Side, sides
 from marsopt.rules import checks
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
-from marsopt.rules.correction import Correction, resolve
+from marsopt.rules.correction import Correction
+from marsopt.rules.hyperparameters import (
+    Hyperparameter,
+    Table,
+    arguments,
+    check_fields,
+    check_values,
+    number,
+    structure,
+    table,
+)
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import NewtonSchulz
-from marsopt.rules.registry import REGISTRY, NamedRule, named
+from marsopt.rules.preconditioner import Preconditioner
+from marsopt.rules.registry import (
+    CORRECTIONS,
+    FALLBACK_TABLE,
+    FOLLOWED,
+    REGISTRY,
+    NamedRule,
+    correction_named,
+    named,
+    resolve,
+)
 
-# Which matrices tensors are made of, and what of them is clipped.
-MATRICES = dict(matrices="2d", block_rows=None, clip_per=Correction.clip_per)
-# What tensors that are not matrices take where it is None.
-FOLLOWED = {"lr_1d": "lr", "betas_1d": "betas", "weight_decay_1d": "weight_decay"}
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Choice:
+    """Which rules move a model, and the hyperparameters that are of no rule alone.
+
+    Args:
+        mars_type: a name in ``marsopt.REGISTRY``: the rule of matrices. Elementwise
+            baselines ("adamw", "nadamw", "lion") take every tensor.
+        lr: learning rate.
+        base_lr: the peak rate that ``lr_1d`` is measured against. It is no learning
+            rate: that of a step is given to ``step``, or is the param group's ``lr``.
+        optimize_1d: give tensors that are not matrices to the MARS rule too (matrix
+            rules: to MARS-AdamW), with its own numbers.
+        lr_1d, betas_1d, weight_decay_1d: of what moves tensors that are not matrices,
+            at the step's lr times lr_1d / base_lr, so that it follows the schedule.
+            None = the rule's own: lr, betas and weight_decay themselves, or the
+            authors' 3e-3, (0.9, 0.95) and 0.1.
+        gamma_1d: of a correction that looks ahead (transport), gamma of the AdamW for
+            tensors that are not matrices; None = gamma.
+        is_approx: False = exact MARS; True = what ``correction`` says.
+        correction: "approximate", "exact", "transport" or "svrg", in place of
+            ``is_approx``; None = what that says. With transport every ``mars_type``
+            looks ahead, baselines (without clip) and the AdamW beside them too.
+        max_norm: threshold of the global gradient norm, applied inside the step (in
+            place of clip_grad_norm_); None = off.
+        state_dtype: dtype of the state; None = the parameter's own. Not narrower than
+            the parameter.
+    """
+
+    mars_type: str = "mars-adamw"
+    lr: Number = number(3e-3, checks.at_least_zero)
+    base_lr: Number = number(3e-3, checks.at_least_zero)
+    optimize_1d: bool = False
+    lr_1d: Number | None = number(None, checks.none_or(checks.at_least_zero))
+    betas_1d: tuple[Number, Number] | None = number(None, checks.none_or(checks.betas))
+    weight_decay_1d: Number | None = number(None, checks.none_or(checks.at_least_zero))
+    gamma_1d: Number | None = number(None, checks.none_or(checks.finite))
+    is_approx: bool = structure(True, whole=True)
+    correction: str | None = structure(None, whole=True)
+    max_norm: Number | None = structure(None, checks.positive_or_none, whole=True)
+    state_dtype: torch.dtype | None = structure(
+        None, checks.floating_or_none, whole=True
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class Routing(NamedTuple):
     """Who moves what: the authors' routing."""
 
     matrix: Algorithm
-    rest: Algorithm | None  # None: ``matrix`` takes every tensor
-    own_rate: bool  # whether the rest has the rate lr_1d instead of lr
-    own_gamma: bool = False  # whether the rest takes gamma_1d instead of gamma
+    fallback: Algorithm | None  # None: ``matrix`` takes every tensor
+    own_rate: bool = False  # whether the fallback has the rate lr_1d instead of lr
+    own_gamma: bool = False  # whether the fallback takes gamma_1d instead of gamma
+
+    def sides(self, shapes: Sequence[torch.Size]) -> list[Side]:
+        """Return who moves tensors of these shapes."""
+        return sides(self.matrix, self.fallback, shapes)
+
+
+@cache
+def shared_hyperparameters(correction: type[Correction]) -> Table:
+    """Return the table of what every rule has, with this correction."""
+    parts = table(Choice), table(Matrices), table(correction), FALLBACK_TABLE
+    return {name: line for part in parts for name, line in part.items()}
+
+
+def hyperparameters(row: NamedRule, correction: type[Correction]) -> Table:
+    """Return the table of what a rule and a correction together have."""
+    return _joined(row.preconditioner, correction)
+
+
+@cache
+def _joined(
+    preconditioner: type[Preconditioner], correction: type[Correction]
+) -> Table:
+    own = {n: h for n, h in table(preconditioner).items() if h.beta is None}
+    return {**shared_hyperparameters(correction), **own}
+
+
+def every_hyperparameter() -> Table:
+    """Return the table of all rules and corrections, as ``mars`` and ``MARS`` have it:
+    a default that rules do not share is None, each rule's own.
+    """
+    own = {name for row in REGISTRY.values() for name in row.hyperparameters}
+    shared, found = shared_hyperparameters(Correction), {}
+    for name, line in _everything().items():
+        if not line.is_whole and (name not in shared or name in own):
+            line = line._replace(default=None, hint=line.hint | None)
+        found[name] = line
+    return found
+
+
+def _everything() -> Table:
+    rules = frozenset(row.preconditioner for row in REGISTRY.values())
+    return _every(rules, frozenset(CORRECTIONS.values()))
+
+
+@cache
+def _every(preconditioners: frozenset[type], corrections: frozenset[type]) -> Table:
+    by_name = {"key": lambda component: component.__name__}  # in one order everywhere
+    found: dict[str, Hyperparameter] = {}
+    for kind in sorted(corrections, **by_name):
+        for preconditioner in sorted(preconditioners, **by_name):
+            found = {**_joined(preconditioner, kind), **found}
+    return found
+
+
+def check_suits(
+    row: NamedRule, correction: type[Correction], given: Mapping[str, Any]
+) -> None:
+    """Check that a rule and a correction have the hyperparameters that are ``given``.
+
+    Raises:
+        ValueError: one is of other rules or corrections.
+    """
+    own, every = hyperparameters(row, correction), _everything()
+    for name, value in given.items():
+        if name in own or name not in every or every[name].is_whole:
+            continue
+        have = [n for n, other in REGISTRY.items() if name in other.table]
+        have += [n for n, kind in CORRECTIONS.items() if name in table(kind)]
+        raise ValueError(
+            f"got {name}={value!r} with mars_type={row.name!r}, expected None: it is "
+            f"of {', '.join(have)}; leave it out, or choose one of these"
+        )
 
 
 def route(given: Mapping[str, Any]) -> Routing:
-    """Return the algorithms behind ``given["mars_type"]``, from the authors'
-    hyperparameters: the arguments of ``mars``, complete; None for one of those that end
-    in ``_1d`` is the rule's own lr, betas or weight_decay.
+    """Return the algorithms behind ``given["mars_type"]``, from hyperparameters by the
+    names that ``mars`` has. What is left out is the rule's own; None for one of those
+    that end in ``_1d`` is lr, betas or weight_decay.
 
     Raises:
-        ValueError: an unknown type, ``optimize_1d`` for a baseline, ``nesterov`` for a
-            rule that has none, a hyperparameter out of its range.
+        ValueError: an unknown type, ``optimize_1d`` for a baseline, a hyperparameter
+            that the rule does not have, or that is out of its range.
     """
-    given = {**MATRICES, **given}
-    row, optimize_1d = named(given["mars_type"]), given["optimize_1d"]
-    matrices = Matrices(kind=given["matrices"], block_rows=given["block_rows"])
-    common = dict(state_dtype=given["state_dtype"], matrices=matrices)
-    if optimize_1d and not row.is_mars:
+    choice = Choice(**arguments(Choice, given))
+    row = named(choice.mars_type)
+    kind = correction_named(resolve(choice.is_approx, choice.correction))
+    check_suits(row, kind, {n: v for n, v in given.items() if v is not None})
+    check_values(hyperparameters(row, kind), given)
+    NewtonSchulz(**arguments(NewtonSchulz, given))  # checked, whether it is read or not
+    if choice.optimize_1d and not row.is_mars:
         raise ValueError(
             f"got optimize_1d=True with mars_type={row.name!r}, expected a MARS type: "
             "a baseline corrects nothing, leave optimize_1d False"
         )
-    found = Correction(
-        kind=resolve(given["is_approx"], given["correction"]),
-        **{name: given[name] for name in ("gamma", "clip", "clip_per", "h_dtype")},
+    if choice.gamma_1d is not None and not kind.is_ahead:
+        ahead = [n for n, other in CORRECTIONS.items() if other.is_ahead]
+        raise ValueError(
+            f"got gamma_1d={choice.gamma_1d!r} with correction={kind.name!r}, expected "
+            f"None: it is of corrections that look ahead, leave it out or choose one "
+            f"of {ahead}"
+        )
+    correction = kind(**arguments(kind, given))
+    unclipped = replace(correction, clip=None) if kind.suits_baselines else None
+    matrices = Matrices(**arguments(Matrices, given))
+    common = dict(
+        state_dtype=choice.state_dtype,
+        correction=correction if row.is_mars else unclipped,
     )
-    unclipped = replace(found, clip=None) if found.transports else None
-    common["correction"] = found if row.is_mars else unclipped
-    if given.get("gamma_1d") is not None and unclipped is None:
-        raise ValueError(
-            f"got gamma_1d={given['gamma_1d']!r} with correction={found.kind!r}, "
-            'expected None: it is of correction="transport" alone'
-        )
-    nesterov = given.pop("nesterov", None)
-    if nesterov is not None and "nesterov" not in row.arguments:
-        raise ValueError(
-            f"got nesterov={nesterov!r} with mars_type={row.name!r}, expected None: "
-            "its momentum has no Nesterov form"
-        )
-    form = {} if nesterov is None else {"nesterov": nesterov}
 
-    def algorithm(row: NamedRule, numbers: Mapping[str, Any], **more) -> Algorithm:
-        # matrix rules take the authors' betas one by one
-        momentum, beta2 = numbers["betas"]
-        values = {**numbers, "momentum": momentum, "beta2": beta2}
-        own = {name: values[name] for name in row.arguments if name in values}
-        return row.algorithm(**{**own, **more})
+    def algorithm(row: NamedRule, numbers: Mapping[str, Any], **more: Any) -> Algorithm:
+        return row.algorithm(**arguments(row.preconditioner, numbers), **more)
 
-    matrix, adamw = algorithm(row, given, **common, **form), REGISTRY["adamw"]
-    if optimize_1d:
-        rest = algorithm(adamw, given, **common) if row.matrix_only else None
-        return Routing(matrix, rest, False)
-    apart = [name for name in FOLLOWED if given[name] is not None]
-    if row.others == "itself" and not apart:
-        return Routing(matrix, None, False)
-    numbers = {**given, **{FOLLOWED[name]: given[name] for name in apart}}
-    # a tensor beside the rule is corrected by transport alone, and never clipped
-    common = dict(state_dtype=given["state_dtype"], correction=unclipped)
-    if row.others == "itself":
-        rest = algorithm(row, numbers, **common, **form)
-    elif row.others == "adamw":
-        rest = algorithm(adamw, numbers, **common, epsilon_hat=True)
+    matrix, adamw = algorithm(row, given, matrices=matrices, **common), named("adamw")
+    beside = {name: given[name] for name in FALLBACK_TABLE if name in given}
+    if choice.optimize_1d:
+        common["matrices"] = matrices
+        fallback = algorithm(adamw, beside, **common) if row.matrix_only else None
+        return Routing(matrix, fallback)
+    apart = [name for name in FOLLOWED if given.get(name) is not None]
+    if row.fallback == "itself" and not apart:
+        return Routing(matrix, None)
+    numbers = {FOLLOWED[name]: given[name] for name in apart}
+    # beside a rule, only a correction that suits baselines applies, and never a clip
+    common["correction"] = unclipped
+    if row.fallback == "itself":
+        fallback = algorithm(row, {**given, **numbers}, **common)
     else:
-        rest = algorithm(adamw, numbers, **common)
-    return Routing(matrix, rest, given["lr_1d"] is not None, unclipped is not None)
-
-
-def mars(
-    *,
-    mars_type: str = "mars-adamw",
-    base_lr: float = 3e-3,
-    betas: tuple[Number, Number] | None = None,
-    eps: Number = 1e-8,
-    weight_decay: Number | None = None,
-    amsgrad: bool = False,
-    gamma: Number = 0.025,
-    is_approx: bool = True,
-    optimize_1d: bool = False,
-    lr_1d: float | None = None,
-    betas_1d: tuple[Number, Number] | None = None,
-    weight_decay_1d: Number | None = None,
-    clip: Number | None = 1.0,
-    max_norm: Number | None = None,
-    epsilon_hat: bool = False,
-    nesterov: bool | None = None,
-    matrices: str = "2d",
-    block_rows: int | None = None,
-    clip_per: str = "matrix",
-    ns_steps: int = 5,
-    ns_coefficients: str = "quintic",
-    ns_dtype: torch.dtype = torch.bfloat16,
-    ns_gram: bool = False,
-    state_dtype: torch.dtype | None = None,
-    h_dtype: torch.dtype | None = None,
-    correction: str | None = None,
-    gamma_1d: Number | None = None,
-) -> Rule:
-    """Return the authors' routing as one rule: matrices by ``mars_type``, other tensors
-    by AdamW.
-
-    What is None is the rule's own, as ``MARS`` has it too: ``betas``, ``weight_decay``,
-    ``nesterov``, and ``lr_1d``, ``betas_1d`` and ``weight_decay_1d`` of tensors that
-    are not matrices (docs/guide.md has the table).
-
-    Args:
-        mars_type: a name in ``marsopt.REGISTRY``. "adamw", "nadamw" and "lion" take
-            every tensor.
-        base_lr: the peak rate that ``lr_1d`` is measured against. It is no learning
-            rate: that of a step is given to ``step``.
-        matrices, block_rows, clip_per: which matrices a tensor is made of ("2d": one,
-            if it has exactly two dims; "batched", "flattened": see ``Matrices``), and
-            whether each is clipped.
-        betas, eps, weight_decay, amsgrad, epsilon_hat, nesterov, gamma, clip, max_norm:
-            as in ``mars_adamw``; rules with one momentum take betas[0], NorMuon
-            betas[1] for the moment of rows.
-        is_approx, correction: where the reference gradient comes from, as in
-            ``mars_adamw``. With "transport" every ``mars_type`` looks ahead, baselines
-            (without clip) and the AdamW beside them too.
-        optimize_1d: give the other tensors to the MARS rule too (matrix rules: to
-            MARS-AdamW), with its own numbers.
-        gamma_1d: with transport, gamma of the AdamW for the others; None = gamma.
-        lr_1d, betas_1d, weight_decay_1d: of what moves the others; its rate is the
-            step's lr times lr_1d / base_lr, so that it follows the schedule.
-        ns_steps, ns_coefficients, ns_dtype, ns_gram: how matrices are orthogonalized:
-            see ``NewtonSchulz``.
-        state_dtype, h_dtype: dtype of the state buffers, and of h alone; None = the
-            parameter's own.
-
-    Raises:
-        ValueError: an unknown ``mars_type`` or a hyperparameter out of its range.
-    """
-    given = dict(locals())
-    own = named(mars_type).hyperparameters
-    given |= {name: own[name] for name in own if given[name] is None}
-    checks.positive("base_lr", base_lr)
-    if given["lr_1d"] is not None:
-        checks.at_least_zero("lr_1d", given["lr_1d"])
-    given["ns"] = NewtonSchulz(ns_steps, ns_coefficients, ns_dtype, gram=ns_gram)
-    chosen = route(given)
-    return Rule(
-        matrix=chosen.matrix,
-        rest=chosen.rest,
-        rest_ratio=given["lr_1d"] / base_lr if chosen.own_rate else 1.0,
-        rest_gamma=gamma_1d if chosen.own_gamma else None,
-        max_norm=max_norm,
-    )
+        numbers |= {"epsilon_hat": True} if row.fallback == "adamw" else {}
+        fallback = algorithm(adamw, {**beside, **numbers}, **common)
+    return Routing(matrix, fallback, choice.lr_1d is not None, unclipped is not None)

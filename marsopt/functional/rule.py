@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from marsopt.functional.binding import sides
 from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.flat import (
     FlatGroup,
@@ -16,8 +17,8 @@ from marsopt.functional.flat import (
     rebuild,
     subtree,
 )
-from marsopt.functional.state import State, group, held, trees, zeros
-from marsopt.functional.step import step
+from marsopt.functional.state import State, bind, held, new_state, trees
+from marsopt.functional.step import advance, assess
 from marsopt.functional.trees import Tree, check_container, flatten, match, names
 from marsopt.rules import checks
 from marsopt.rules.algorithm import Algorithm
@@ -60,7 +61,9 @@ class Rule:
         if self.rest_gamma is not None:
             checks.finite("rest_gamma", self.rest_gamma)
 
-    def init(self, params: Tree) -> State | RoutedState:
+    def init(
+        self, params: Tree, *, collectives: Collectives = LOCAL
+    ) -> State | RoutedState:
         """Return the state before the first step: of what this rule needs and no more,
         zeros, and with transport the parameters.
 
@@ -70,6 +73,7 @@ class Rule:
                 container, or is a dict where two algorithms share them. Gradients flow
                 back to them, from transport's x too: detach them where those are not
                 wanted.
+            collectives: as in ``step``.
 
         Raises:
             TypeError: ``params`` is no such container of tensors.
@@ -78,7 +82,7 @@ class Rule:
         """
         return self._join(
             {
-                side: zeros(algorithm, _part(params, part))
+                side: new_state(algorithm, _part(params, part), collectives)
                 for side, algorithm, part in self._sides(params)
             }
         )
@@ -93,6 +97,7 @@ class Rule:
         gamma: Number | None = None,
         reference: Tree | None = None,
         collectives: Collectives = LOCAL,
+        stage: bool = False,
     ) -> tuple[Tree, State | RoutedState]:
         """Take one step; nothing that is passed in changes.
 
@@ -109,8 +114,10 @@ class Rule:
                 state). Given = exact MARS (h, the current batch's gradient at the
                 previous parameters). At the first step there is no previous gradient:
                 exact MARS starts with zeros, as the authors' script does.
-            collectives: who sums over shards and orthogonalizes; ``LOCAL`` for whole
-                tensors.
+            collectives: who sums over shards and brings whole matrices together;
+                ``LOCAL`` for whole tensors.
+            stage: whether to do what a preconditioner does every so many steps (its
+                ``every``); those named in ``marsopt.REGISTRY`` have no such stage.
 
         Returns:
             The new parameters, in the container of ``params``, and the new state. With
@@ -130,33 +137,82 @@ class Rule:
         check_matching(params, grads, "grads")
         if reference is not None:
             check_matching(params, reference, "reference")
-        sides, groups, leaves = self._sides(params), [], []
+        sides, groups, members = self._sides(params), [], []
         for side, algorithm, part in sides:
             tree = _part(params, part)
             rate, scale = lr, gamma
             if side == "rest":
                 rate = lr * self.rest_ratio
                 scale = gamma if self.rest_gamma is None else self.rest_gamma
-            h = None
-            if reference is not None and algorithm.reads_h:
+            given = {}
+            if reference is not None and algorithm.operands:
                 h = match(tree, _part(reference, part), "reference")
-            g = match(tree, _part(grads, part), "grads")
-            groups.append(
-                group(algorithm, tree, g, h, states[side], rate, scale, collectives)
+                given = {algorithm.operands[0]: h}
+            g, own = match(tree, _part(grads, part), "grads"), states[side]
+            group, of_stacks = bind(
+                algorithm, tree, g, given, own, rate, scale, collectives, stage
             )
-            flat = isinstance(tree, FlatGroup)
-            leaves += [list(x.unbind()) if flat else [x] for x in flatten(tree, "")]
-        done = step(groups, leaves, max_norm=self.max_norm, collectives=collectives)
-        moved, rest = {}, iter(done.stacks)
-        for (side, algorithm, part), moving in zip(sides, groups, strict=True):
-            tree = _part(params, part)
-            own = [next(rest) for _ in moving.stacks]
+            groups.append(group)
+            members += of_stacks
+        _, decision = assess(
+            groups, members, max_norm=self.max_norm, collectives=collectives
+        )
+        done = advance(groups, members, decision, collectives=collectives)
+        moved, first = {}, 0
+        for (side, algorithm, part), group in zip(sides, groups, strict=True):
+            tree, last = _part(params, part), first + len(group.stacks)
             new, states[side] = trees(
-                algorithm, tree, own, states[side], done.decision, collectives
+                algorithm,
+                tree,
+                done.stacks[first:last],
+                done.owned[first:last],
+                states[side],
+                decision,
+                collectives,
             )
             moved.update(zip(names(tree), new, strict=True))
+            first = last
         new = rebuild(params, [moved[name] for name in names(params)])
         return new, self._join(states)
+
+    def anchor(
+        self, params: Tree, grads: Tree, state: State | RoutedState
+    ) -> State | RoutedState:
+        """Return the state with a new anchor, for ``correction="svrg"``.
+
+        Args:
+            params: as given to ``init``: the new snapshot.
+            grads: the full gradient there.
+            state: what ``init`` or the last step returned.
+
+        Raises:
+            ValueError: a rule without an anchor, names or shapes that differ.
+        """
+        if self.matrix.correction is None:
+            raise ValueError(
+                f"got a full gradient for {self.matrix}, expected a rule that has an "
+                'anchor: choose correction="svrg"'
+            )
+        check_matching(params, grads, "grads")
+        states = self._split(state)
+        for side, algorithm, part in self._sides(params):
+            if algorithm.correction is None:
+                continue
+            tree = _part(params, part)
+            every = zip(
+                flatten(tree, "params"),
+                match(tree, _part(grads, part), "grads"),
+                strict=True,
+            )
+            found = [algorithm.correction.anchored(x, g) for x, g in every]
+            buffers = dict(states[side].buffers)
+            for symbol in found[0]:
+                before = held(algorithm, symbol, tree, states[side])
+                pairs = zip(found, before, strict=True)
+                now = [own[symbol].detach().to(b.dtype, copy=True) for own, b in pairs]
+                buffers[symbol] = rebuild(tree, now)
+            states[side] = states[side]._replace(buffers=buffers)
+        return self._join(states)
 
     def iterate(self, params: Tree, state: State | RoutedState) -> Tree:
         """Return the parameters to evaluate and to save: with transport those in the
@@ -173,7 +229,7 @@ class Rule:
         for side, algorithm, part in self._sides(params):
             tree = _part(params, part)
             leaves = flatten(tree, "params")
-            if algorithm.transports:
+            if algorithm.is_ahead:
                 leaves = held(algorithm, "x", tree, states[side])
             found.update(zip(names(tree), leaves, strict=True))
         return rebuild(params, [found[name] for name in names(params)])
@@ -193,11 +249,16 @@ class Rule:
             check_container(params, "params")
         if self.rest is None:
             return [("matrix", self.matrix, None)]
-        takes = self.matrix.matrices.takes
-        matrix = [n for n in names(params) if takes(leaf_shape(params, params[n]))]
-        others = [n for n in names(params) if n not in set(matrix)]
-        sides = (("matrix", self.matrix, matrix), ("rest", self.rest, others))
-        return [side for side in sides if side[2]]
+        called = names(params)
+        shapes = [leaf_shape(params, params[name]) for name in called]
+        return [
+            (
+                "rest" if side.is_fallback else "matrix",
+                side.algorithm,
+                [called[i] for i in side.members],
+            )
+            for side in sides(self.matrix, self.rest, shapes)
+        ]
 
     def _join(self, states: dict[str, State | None]) -> State | RoutedState:
         if self.rest is None:
@@ -221,17 +282,19 @@ class Rule:
             raise ValueError(
                 f"got gamma={gamma!r} for {algorithm}, which has none: leave gamma out"
             )
-        if reference is not None and not algorithm.reads_h:
+        if reference is not None and not algorithm.operands:
             raise ValueError(
                 f"got a reference for {algorithm}, expected a rule that corrects the "
                 "gradient by one: leave reference out, or build a MARS rule with "
                 'correction="exact"'
             )
-        if reference is None and algorithm.reads_h and not algorithm.keeps_h:
+        if reference is None and algorithm.given:
             raise ValueError(
-                'got reference=None for a rule with correction="exact", expected the '
-                "current batch's gradient at the previous parameters: pass "
-                "reference=, zeros at the first step"
+                "got reference=None for a rule with "
+                f"correction={algorithm.correction.name!r}, expected a second gradient "
+                'of the current batch: with "exact" that at the previous parameters, '
+                'zeros at the first step; with "svrg" that at the snapshot; pass '
+                "reference="
             )
 
 

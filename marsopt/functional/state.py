@@ -1,4 +1,4 @@
-"""One algorithm's state, and its trees as stacks and back."""
+"""One algorithm's state over trees of tensors, and trees as stacks and back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from marsopt.functional.binding import allocate, matrix_rows, owned_starts
 from marsopt.functional.collectives import Collectives
 from marsopt.functional.flat import (
     FlatGroup,
@@ -15,17 +16,19 @@ from marsopt.functional.flat import (
     leaf_shape,
     rebuild,
 )
-from marsopt.functional.rows import matrix_rows
 from marsopt.functional.step_types import (
     Decision,
     Hyperparameters,
+    Members,
     RuleGroup,
     Stack,
-    several,
+    norms_per_tensor,
 )
 from marsopt.functional.trees import Tree, check_parameter, flatten, names
-from marsopt.rules.algorithm import Algorithm, working_dtype
+from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.buffers import Buffer, is_full
 from marsopt.rules.checks import Number
+from marsopt.rules.dtypes import working_dtype
 
 
 class State(NamedTuple):
@@ -58,7 +61,7 @@ class State(NamedTuple):
         return self.buffers["v"]
 
 
-def zeros(algorithm: Algorithm, params: Tree) -> State:
+def new_state(algorithm: Algorithm, params: Tree, collectives: Collectives) -> State:
     """Return the state before the first step.
 
     Raises:
@@ -76,37 +79,40 @@ def zeros(algorithm: Algorithm, params: Tree) -> State:
                 "AdamW, or route them yourself"
             )
         matrices.check(shape, what)
-    device = leaves[0].device
     # separate storage for every buffer: a shared one costs torch.compile a graph
     buffers = {
-        symbol: rebuild(
-            params,
-            [
-                x.clone()  # y is x at first, for gradients too
-                if symbol == "x"
-                else torch.zeros_like(
-                    _without_last(
-                        x, algorithm.num_missing(symbol, leaf_shape(params, x))
-                    ),
-                    dtype=algorithm.dtype_of(symbol, x),
-                )
-                for x in leaves
-            ],
-        )
-        for symbol in algorithm.buffers
+        symbol: rebuild(params, _starts(algorithm, buffer, params, collectives))
+        for symbol, buffer in algorithm.kept.items()
     }
-    zero = torch.zeros((), dtype=torch.float32, device=device)
+    zero = torch.zeros((), dtype=torch.float32, device=leaves[0].device)
     return State(zero, zero.clone(), buffers)
 
 
-def _without_last(x: Tensor, num_dims: int) -> Tensor:
-    """Return a tensor like ``x``, a leaf or a stack of a FlatGroup, without so many of
-    its dims. Its values mean nothing.
-    """
-    x = x.detach()
-    for _ in range(num_dims):
-        x = x.sum(-1) if x.shape[-1] == 0 else x.select(-1, 0)
-    return x
+def _starts(
+    algorithm: Algorithm, buffer: Buffer, params: Tree, collectives: Collectives
+) -> list[Tensor]:
+    """Return a buffer before the first step, leaf by leaf or stack by stack."""
+    flat, leaves = isinstance(params, FlatGroup), flatten(params, "params")
+    if buffer.home == "owner":
+        owned = owned_starts(algorithm, buffer, _unbound(params), collectives)
+        if not flat:
+            return owned
+        rest = iter(owned)
+        return [torch.stack([next(rest) for _ in x]) for x in leaves]
+    if flat or is_full(buffer):  # of a DTensor, one like it
+        return [allocate(algorithm, buffer, x, stacked=flat) for x in leaves]
+    pieces = [
+        allocate(algorithm, buffer, collectives.local(x), stacked=False) for x in leaves
+    ]
+    return [collectives.wrap(p, x) for p, x in zip(pieces, leaves, strict=True)]
+
+
+def _unbound(params: Tree) -> list[Tensor]:
+    """Return every parameter, those of a FlatGroup too."""
+    leaves = flatten(params, "params")
+    if not isinstance(params, FlatGroup):
+        return leaves
+    return [x for stack in leaves for x in stack.unbind()]
 
 
 def held(algorithm: Algorithm, symbol: str, params: Tree, state: State) -> list[Tensor]:
@@ -123,39 +129,45 @@ def held(algorithm: Algorithm, symbol: str, params: Tree, state: State) -> list[
         )
     what, buffers = f"state.{symbol}", state.buffers[symbol]
     check_matching(params, buffers, what)
+    buffer, flat = algorithm.buffers[symbol], isinstance(params, FlatGroup)
     for name in names(params):
         x = params[name]
-        num_missing = algorithm.num_missing(symbol, leaf_shape(params, x))
-        expected = tuple(x.shape[: x.ndim - num_missing])
-        if buffers[name].shape != expected:
+        if buffer.home == "owner":
+            continue  # how many matrices have their owner here, its owner knows
+        expected = buffer.shape(leaf_shape(params, x), algorithm.matrices)
+        found = buffers[name].shape[1:] if flat else buffers[name].shape
+        if found != expected:
             raise ValueError(
                 f"got {what}[{name!r}] of shape {tuple(buffers[name].shape)}, expected "
-                f"{expected}: make the state by init on them"
+                f"{(*x.shape[:1], *expected) if flat else tuple(expected)}: make the "
+                "state by init on them"
             )
     return [buffers[name] for name in names(params)]
 
 
-def group(
+def bind(
     algorithm: Algorithm,
     params: Tree,
     grads: list[Tensor],
-    reference: list[Tensor] | None,
+    given: dict[str, list[Tensor]],
     state: State,
     lr: Number,
     gamma: Number | None,
     collectives: Collectives,
-) -> RuleGroup:
-    """Return the tensors that take ``algorithm`` as stacks: one per tensor, or one per
-    shape of a FlatGroup.
+    stage: bool,
+) -> tuple[RuleGroup, list[Members]]:
+    """Return the tensors that take ``algorithm`` as stacks, one per tensor or one per
+    shape of a FlatGroup, and their members.
     """
     flat = isinstance(params, FlatGroup)
-    buffers = {s: held(algorithm, s, params, state) for s in algorithm.buffers}
-    h = buffers.get("h") if reference is None else reference
+    every = {s: held(algorithm, s, params, state) for s in algorithm.kept}
+    at_owner = algorithm.preconditioner.owned if algorithm.matrix_only else ()
+    sharded = {s: tree for s, tree in every.items() if s not in at_owner}
 
     def local(tensor: Tensor) -> Tensor:
         return tensor if flat else collectives.local(tensor).unsqueeze(0)
 
-    stacks = []
+    stacks, members = [], []
     for i, x in enumerate(flatten(params, "params")):
         shape = leaf_shape(params, x)
         stacks.append(
@@ -163,27 +175,29 @@ def group(
                 algorithm=algorithm,
                 x=local(x),
                 g=local(grads[i]),
-                h=None if h is None else local(h[i]),
-                buffers={symbol: local(tree[i]) for symbol, tree in buffers.items()},
+                buffers={symbol: local(tree[i]) for symbol, tree in sharded.items()},
                 shape=shape,
                 rows=matrix_rows(algorithm, x, shape, collectives),
+                given={symbol: local(tree[i]) for symbol, tree in given.items()},
             )
         )
+        own = [every[symbol][i] for symbol in at_owner]
+        owned = list(zip(*(o.unbind() if flat else [o] for o in own), strict=True))
+        members.append(Members(list(x.unbind()) if flat else [x], owned))
     if gamma is None:
         gamma = 0.0 if algorithm.correction is None else algorithm.correction.gamma
     num = sum(stack.num_tensors for stack in stacks)
     dtypes = tuple(dict.fromkeys(working_dtype(stack.x) for stack in stacks))
-    parts = several([(s.num_tensors, s.num_clipped) for s in stacks])
-    return RuleGroup(
-        Hyperparameters(algorithm, lr, gamma, state.t.expand(num), dtypes, parts),
-        stacks,
-    )
+    parts = norms_per_tensor([(s.num_tensors, s.num_clipped) for s in stacks])
+    hyper = Hyperparameters(algorithm, lr, gamma, state.t.expand(num), dtypes, parts)
+    return RuleGroup(hyper, stacks, stage), members
 
 
 def trees(
     algorithm: Algorithm,
     params: Tree,
     stacks: Sequence[Stack],
+    owned: Sequence[list[tuple[Tensor, ...]]],
     state: State,
     decision: Decision,
     collectives: Collectives,
@@ -199,10 +213,16 @@ def trees(
             for new, like in zip(parts, leaves, strict=True)
         ]
 
-    buffers = {
-        symbol: rebuild(params, whole([s.buffers[symbol] for s in stacks]))
-        for symbol in algorithm.buffers
-    }
+    at_owner = algorithm.preconditioner.owned if algorithm.matrix_only else ()
+    buffers = {}
+    for symbol in algorithm.kept:
+        if symbol in at_owner:
+            n = at_owner.index(symbol)
+            every = [[one[n] for one in own] for own in owned]
+            found = [torch.stack(own) if flat else own[0] for own in every]
+        else:
+            found = whole([s.buffers[symbol] for s in stacks])
+        buffers[symbol] = rebuild(params, found)
     went = decision.finite.to(state.t.dtype)
     new = State(state.t + went, state.skipped + 1 - went, buffers)
     return whole([stack.x for stack in stacks]), new

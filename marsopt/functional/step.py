@@ -1,32 +1,200 @@
-"""The one step, over stacks of tensors: gradient statistics, decision, update,
-orthogonalization, application. ``Rule.step`` and ``MARS.step`` both run ``step``; the
-class hands in kernels that write in place.
+"""The one step, over stacks of tensors. ``assess`` measures all gradients and decides;
+``advance`` moves parameters and state. ``Rule.step`` and ``MARS.step`` both run these
+two; the class hands in a ``Run`` that compiles their parts and writes in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from marsopt.functional.collectives import Collectives
-from marsopt.functional.rows import Rows, row_weights
+from marsopt.functional.collectives import Collectives, Request
 from marsopt.functional.stacks import repeated, stacked, where_or_unread
 from marsopt.functional.step_types import (
     Decision,
     Hyperparameters,
+    Members,
     RuleGroup,
-    Scales,
     Stack,
+    StepScalars,
     factor,
     scalar_dtype,
 )
-from marsopt.rules.algorithm import working, working_dtype
 from marsopt.rules.checks import Number
-from marsopt.rules.newton_schulz import NewtonSchulz
+from marsopt.rules.correction import pairs
+from marsopt.rules.dtypes import working, working_dtype
+from marsopt.rules.preconditioner import MatrixCost, Whole
+
+ROW = 256  # elements; of shorter rows, as of a convolution, several are one
+
+
+# ---- how parts of a step are run -----------------------------------------------------
+
+
+class Run(Protocol):
+    """Who runs the parts of a step."""
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether ``assess_alone`` is to be one call: one process has everything."""
+
+    def call(self, function: Callable, *args):
+        """Return ``function(*args)``, which writes nothing."""
+
+    def meet(self, what: str, function: Callable, *args):
+        """Return ``function(*args)``, in which ranks meet for ``what``: no graph."""
+
+    def each(self, function: Callable, stacks: Sequence[Stack]) -> list[Tensor]:
+        """Return ``function(stacks)``, a list with one tensor per stack; it may be
+        called with some of them at a time.
+        """
+
+    def move(
+        self, function: Callable, stacks: Sequence[Stack], *columns: Sequence
+    ) -> tuple[list[Stack], list[Tensor | None]]:
+        """Return the new stacks and what else ``function`` returns, for each stack with
+        its own of ``columns``. Stacks whose first of them is None are skipped.
+        """
+
+    def store(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors that hold what is ``new``."""
+
+
+class Pure:
+    """Every result is a new tensor: nothing that is passed in changes."""
+
+    is_fused = False
+
+    def call(self, function, *args):
+        return function(*args)
+
+    def meet(self, what, function, *args):
+        return function(*args)
+
+    def each(self, function, stacks):
+        return function(stacks)
+
+    def move(self, function, stacks, *columns):
+        moved, more = list(stacks), [None] * len(stacks)
+        for i, (stack, *own) in enumerate(zip(stacks, *columns, strict=True)):
+            if own[0] is not None:
+                moved[i], more[i] = function(stack, *own)
+        return moved, more
+
+    def store(self, old, new):
+        return list(new)
+
+
+PURE = Pure()
+
+
+# ---- measuring and deciding ----------------------------------------------------------
+
+
+def assess(
+    groups: Sequence[RuleGroup],
+    members: Sequence[Members],
+    *,
+    max_norm: Number | None,
+    collectives: Collectives,
+    live: Tensor | None = None,
+    digest: str | None = None,
+    run: Run = PURE,
+) -> tuple[Tensor, Decision]:
+    """Measure all gradients and decide about the step.
+
+    Args:
+        groups: everything that moves, N parts in all.
+        members: of every stack, in the order of ``groups``.
+        max_norm: threshold of the global gradient norm; None = off.
+        collectives: who sums over shards.
+        live: (N,) bool, False for parts without a gradient here; None = all have one.
+        digest: what has to be the same on all ranks; else the step is void.
+        run: who computes.
+
+    Returns:
+        Complete sums, and what they decide: see ``statistics`` and ``decide``.
+    """
+    if run.is_fused:
+        return run.call(assess_alone, groups, live, max_norm)
+    stacks = stacks_of(groups)
+    leaves = []
+    for stack, own in zip(stacks, members, strict=True):
+        leaves += repeated(own.leaves, stack.num_clipped)
+    partial = statistics(run.each(products, stacks), live)
+    sums = run.meet("exchange", collectives.sum, partial, leaves, digest)
+    return sums, run.call(decide, [group.hyper for group in groups], sums, max_norm)
+
+
+def assess_alone(
+    groups: Sequence[RuleGroup], live: Tensor | None, max_norm: Number | None
+) -> tuple[Tensor, Decision]:
+    """``assess`` where one process has everything: one graph."""
+    sums = statistics(products(stacks_of(groups)), live)
+    return sums, decide([group.hyper for group in groups], sums, max_norm)
+
+
+def stacks_of(groups: Sequence[RuleGroup]) -> list[Stack]:
+    """Return the stacks of all groups, in order."""
+    return [stack for group in groups for stack in group.stacks]
+
+
+def products(stacks: Sequence[Stack]) -> list[Tensor]:
+    """Return the inner products of what is clipped in every stack, partial over shards:
+    those of all pairs of g and its operands, (parts, pairs), from one read of them.
+
+    Written as sums of products, not as norms: inductor then keeps them in one graph
+    with what divides by them. Rows are summed first, then all products of them at once:
+    a GPU then reads whole rows in its widest loads, where inductor's own split of a
+    long sum need not divide it.
+    """
+    return [_products(stack) for stack in stacks]
+
+
+def _products(stack: Stack) -> Tensor:
+    rows = stack.rows if stack.num_clipped > 1 else None
+    first = 1 if rows is None else stack.num_row_dims
+    v = [working(stack.g), *map(working, stack.operands)]
+    dims = row_dims(stack.g.shape, first)
+    every = [v[i] * v[j] for i, j in pairs(v)]
+    # (L, pairs, *what is left of the shape)
+    sums = torch.stack([one.sum(dims) if dims else one for one in every], 1)
+    if rows is None:
+        return sums.flatten(2).sum(2) if sums.ndim > 2 else sums
+    if sums.ndim > 1 + first:
+        sums = sums.flatten(1 + first).sum(-1)
+    found = rows.sum(sums.flatten(0, 1)).unflatten(0, sums.shape[:2])
+    return found.mT.flatten(0, 1)
+
+
+def row_dims(shape: Sequence[int], first: int) -> tuple[int, ...]:
+    """Return the last dims of ``shape``, none before ``first``, that make a row long
+    enough to be read at once.
+    """
+    start, size = len(shape), 1
+    while start > first and size < ROW:
+        start -= 1
+        size *= shape[start]
+    return tuple(range(start, len(shape)))
+
+
+def statistics(products: Sequence[Tensor], live: Tensor | None) -> Tensor:
+    """Return (N, pairs + 1): the inner products of the parts that have a gradient here,
+    else zeros, and in the last column how many ranks have one.
+    """
+    width = max(found.shape[1] for found in products)
+    sums = torch.cat(
+        [
+            F.pad(F.pad(found, (0, width - found.shape[1])), (0, 1), value=1.0)
+            for found in products
+        ]
+    )
+    # not a product: 0 times infinity is no zero
+    return sums if live is None else torch.where(live[:, None], sums, 0.0)
 
 
 def global_clip(grad_norm: Tensor, max_norm: Number) -> Tensor:
@@ -36,37 +204,11 @@ def global_clip(grad_norm: Tensor, max_norm: Number) -> Tensor:
     return (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
 
 
-def products(stacks: Sequence[Stack]) -> list[Tensor]:
-    """Return the inner products of what is clipped in every stack, partial over
-    shards.
-    """
-    return [
-        s.algorithm.inner_products(s.g, s.h, s.rows if s.num_clipped > 1 else None)
-        for s in stacks
-    ]
-
-
-def statistics(products: Sequence[Tensor], live: Tensor | None) -> Tensor:
-    """Return (N, 4): <g,g>, <g,h>, <h,h> of the parts that have a gradient here, else
-    zeros, and how many ranks have one.
-    """
-    sums = torch.cat([_row_of(found) for found in products])
-    # not a product: 0 times infinity is no zero
-    return sums if live is None else torch.where(live[:, None], sums, 0.0)
-
-
-def _row_of(products: Tensor) -> Tensor:
-    """Return (N, 4) of one or three columns: with zeros for those that lack, and one
-    rank.
-    """
-    return F.pad(F.pad(products, (0, 3 - products.shape[1])), (0, 1), value=1.0)
-
-
 def decide(
     hypers: Sequence[Hyperparameters], sums: Tensor, max_norm: Number | None
 ) -> Decision:
-    """Decide about a step from the complete sums (N, 4): the clips, whether everything
-    is finite, and each algorithm's scalars, for all its tensors at once.
+    """Decide about a step from the complete sums: the clips, whether everything is
+    finite, and each algorithm's scalars, for all its tensors at once.
 
     A tensor that has a gradient on no rank stays as it is; where some ranks have none,
     theirs counts as zero, so that all ranks go on alike.
@@ -79,7 +221,7 @@ def decide(
         a = global_clip(grad_norm, max_norm)
     parts = sums.split([hyper.num_parts for hyper in hypers])
     found = [
-        _scales(hyper, part, a, finite)
+        _scalars(hyper, part, a, finite)
         for hyper, part in zip(hypers, parts, strict=True)
     ]
     t = [h.t + s.ok.to(h.t.dtype) for h, s in zip(hypers, found, strict=True)]
@@ -90,73 +232,94 @@ def decide(
         }
         for hyper, s in zip(hypers, found, strict=True)
     ]
-    return Decision(grad_norm, finite, t, cast)
+    return Decision(grad_norm, finite, t, [s.ok for s in found], cast)
 
 
-def _scales(hyper: Hyperparameters, sums: Tensor, a: Tensor, finite: Tensor) -> Scales:
-    w_g, w_h = hyper.algorithm.weights(hyper.gamma, a, sums[:, :3])
+def _scalars(
+    hyper: Hyperparameters, sums: Tensor, a: Tensor, finite: Tensor
+) -> StepScalars:
+    algorithm, gamma = hyper.algorithm, hyper.gamma
+    beta1, correction = algorithm.preconditioner.beta1, algorithm.corrects
     t = hyper.t.to(sums.dtype) + 1
-    one, live = torch.ones_like(a), hyper.per_tensor(sums[:, 3] > 0)
-    k = hyper.algorithm.lookahead(hyper.gamma) if hyper.algorithm.transports else None
-    return Scales(
+    one, live = torch.ones_like(a), hyper.per_tensor(sums[:, -1] > 0)
+    weights, k = (a * torch.ones_like(sums[:, 0]),), None  # c is the gradient
+    if correction is not None:
+        weights = correction.weights(beta1, gamma, a, sums[:, :-1])
+        k = correction.extrapolation(beta1, gamma)
+    return StepScalars(
         ok=live & finite,
-        a=a,
-        g=w_g,
-        h=w_h,
-        k=None if k is None else k * one,
-        own=tuple(v * one for v in hyper.algorithm.scalars(t, hyper.lr, hyper.gamma)),
+        grad_clip=a,
+        weights=weights,
+        extrapolation=None if k is None else k * one,
+        rule=tuple(v * one for v in algorithm.scalars(t, hyper.lr, gamma)),
     )
 
 
-def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[Scales]:
+# ---- moving --------------------------------------------------------------------------
+
+
+class Moved(NamedTuple):
+    """What a step makes, stack by stack in the order of its groups."""
+
+    stacks: list[Stack]
+    owned: list[list[tuple[Tensor, ...]]]  # as in ``Members``
+
+
+def advance(
+    groups: Sequence[RuleGroup],
+    members: Sequence[Members],
+    decision: Decision,
+    *,
+    collectives: Collectives,
+    run: Run = PURE,
+) -> Moved:
+    """Move parameters and state one step on; a step that is not finite keeps all."""
+    stacks, scalars = stacks_of(groups), per_stack(groups, decision)
+    stacks, made = run.move(update, stacks, scalars)
+    owned = [list(own.owned) for own in members]
+    if any(stack.algorithm.matrix_only for stack in stacks):
+        stages = [group.stage for group in groups for _ in group.stacks]
+        found = run.meet(
+            "matrices", at_owners, stacks, made, members, stages, collectives
+        )
+        matrices = [None if one is None else one.matrix for one in found]
+        rows = [() if one is None else one.rows for one in found]
+        stacks, _ = run.move(apply, stacks, matrices, rows, scalars)
+        owned = _keep_owned(groups, members, found, decision, run)
+    return Moved(stacks, owned)
+
+
+def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[StepScalars]:
     """Cut the groups' vectors into stacks, in the order of ``groups``."""
     found = []
-    for group, cast in zip(groups, decision.scales, strict=True):
+    for group, cast in zip(groups, decision.scalars, strict=True):
         cut = {dtype: s.per_stack(group.stacks) for dtype, s in cast.items()}
         for i, stack in enumerate(group.stacks):
             found.append(cut[working_dtype(stack.x)][i])
     return found
 
 
-def assess(
-    groups: Sequence[RuleGroup],
-    live: Tensor | None,
-    max_norm: Number | None,
-    total: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, Decision]:
-    """Measure all gradients and decide about the step.
-
-    Args:
-        groups: everything that moves, N parts in all.
-        live: (N,) bool, False for parts without a gradient here; None = all have one.
-        max_norm: threshold of the global norm; None = off.
-        total: completes sums (N, 4) over shards.
-    """
-    stacks = [stack for group in groups for stack in group.stacks]
-    sums = total(statistics(products(stacks), live))
-    return sums, decide([group.hyper for group in groups], sums, max_norm)
-
-
-def update(stack: Stack, scales: Scales) -> tuple[Stack, Tensor | None]:
+def update(stack: Stack, scalars: StepScalars) -> tuple[Stack, Tensor | None]:
     """Move buffers and, for an elementwise algorithm, x one step on.
 
-    For a matrix algorithm x stays, and the second result is the stack of matrices to
-    orthogonalize; None stands for m, so that no second full-size tensor is made, and
-    for an elementwise algorithm.
+    For a matrix algorithm x stays, and the second result is the stack of matrices that
+    go to their owners; None stands for m, so that no second full-size tensor is made,
+    and for an elementwise algorithm.
     """
-    algorithm, s = stack.algorithm, scales.over(stack.x)
+    algorithm, s = stack.algorithm, scalars.broadcast_to(stack.x)
     g = working(stack.g)
-    c = s.g * g
-    if stack.h is not None:
-        c = c + s.h * working(stack.h)
+    c = s.weights[0] * g
+    for weight, operand in zip(s.weights[1:], stack.operands, strict=True):
+        c = c + weight * working(operand)
     moments = {
         symbol: working(stack.buffers[symbol])
-        for symbol, dims in algorithm.preconditioner.buffers.items()
-        if dims is None
+        for symbol, buffer in algorithm.preconditioner.buffers.items()
+        if buffer.home == "shard"
     }
-    out, new = algorithm.preconditioner.update(working(start(stack)), c, moments, s.own)
-    if algorithm.keeps_h:
-        new["h"] = s.a * g
+    x = working(iterate(stack))
+    out, new = algorithm.preconditioner.update(x, c, moments, s.rule)
+    if algorithm.operands:
+        new |= algorithm.corrects.kept(s.grad_clip * g)
     buffers = dict(stack.buffers)
     for symbol, value in new.items():
         old = buffers[symbol]
@@ -164,138 +327,144 @@ def update(stack: Stack, scales: Scales) -> tuple[Stack, Tensor | None]:
     stack = stack._replace(buffers=buffers)
     if algorithm.matrix_only:
         return stack, out
-    return moved(stack, out, s), None
+    return write_params(stack, out, s), None
 
 
-def start(stack: Stack) -> Tensor:
-    """Return the parameters that a step starts from: with transport those in the state,
-    while ``stack.x`` is the point ahead.
+def iterate(stack: Stack) -> Tensor:
+    """Return the parameters that a step starts from: those in the state where
+    ``stack.x`` is the point ahead of them.
     """
-    return stack.buffers["x"] if stack.algorithm.transports else stack.x
+    return stack.buffers["x"] if stack.algorithm.is_ahead else stack.x
 
 
-def moved(stack: Stack, new: Tensor, s: Scales) -> Stack:
-    """Return ``stack`` with the parameters ``new``; with transport those go to the
-    state, and y = x + k (x - x_prev) takes their place.
+def write_params(stack: Stack, new: Tensor, s: StepScalars) -> Stack:
+    """Return ``stack`` with the parameters ``new``; where gradients are taken ahead
+    those go to the state, and y = x + k (x - x_prev) takes their place.
     """
-    old, dtype = start(stack), stack.x.dtype
+    old, dtype = iterate(stack), stack.x.dtype
     x = torch.where(s.ok, new.to(dtype), old)
-    if not stack.algorithm.transports:
+    if s.extrapolation is None:
         return stack._replace(x=x)
-    y = new + s.k * (new - working(old))
+    y = new + s.extrapolation * (new - working(old))
     y = where_or_unread(s.ok, y.to(dtype), stack.x)
     return stack._replace(x=y, buffers={**stack.buffers, "x": x})
 
 
-def apply(stack: Stack, factors: Tensor, rows: Rows | None, scales: Scales) -> Stack:
-    """Move x of a matrix algorithm one step on, given the orthogonal factors of what
-    ``update`` returned; where rows are scaled, their moment too.
+def apply(
+    stack: Stack, matrix: Tensor, rows: Sequence[Tensor], scalars: StepScalars
+) -> tuple[Stack, None]:
+    """Move x of a matrix algorithm one step on, given what its owners have made, and
+    numbers of rows; buffers among these are replaced.
     """
-    s, page = scales.over(stack.x), stack.algorithm.preconditioner
-    o, buffers = working(factors), stack.buffers
-    if rows is not None:
-        o, old = factor(rows.weights, o) * o, buffers["r"]
-        r = torch.where(factor(scales.ok, old), rows.r.to(old.dtype), old)
-        buffers = {**buffers, "r": r}
-    new = page.apply(working(start(stack)), o, s.own, stack.matrix_shape)
-    return moved(stack._replace(buffers=buffers), new, s)
+    s, preconditioner = scalars.broadcast_to(stack.x), stack.algorithm.preconditioner
+    by_symbol = dict(zip(preconditioner.row_outputs, rows, strict=True))
+    buffers = dict(stack.buffers)
+    for symbol, value in by_symbol.items():
+        if symbol in buffers:
+            old = buffers[symbol]
+            ok = factor(scalars.ok, old)
+            buffers[symbol] = torch.where(ok, value.to(old.dtype), old)
+    o, x = working(matrix), working(iterate(stack))
+    factors = {symbol: factor(value, o) for symbol, value in by_symbol.items()}
+    new = preconditioner.apply(x, o, factors, s.rule, stack.matrix_shape)
+    return write_params(stack._replace(buffers=buffers), new, s), None
 
 
-def orthogonalize(
+def at_owners(
     stacks: Sequence[Stack],
-    matrices: Sequence[Tensor | None],
-    leaves: Sequence[Sequence[Tensor]],
+    made: Sequence[Tensor | None],
+    members: Sequence[Members],
+    stages: Sequence[bool],
     collectives: Collectives,
-) -> list[Tensor | None]:
-    """Return the factors of what ``update`` returned, stack by stack (None for an
-    elementwise algorithm): one call of the verb per way of orthogonalizing.
+) -> list[Whole | None]:
+    """Bring what ``update`` returned to the owners of whole matrices and back, stack by
+    stack (None for an elementwise algorithm): one call of the verb for each way in
+    which that costs something. Owners' buffers are lists, one item for each tensor.
     """
-    factors: list[Tensor | None] = [None] * len(stacks)
+    found: list[Whole | None] = [None] * len(stacks)
     # a dict keeps the stacks' order, which is the same on every rank
-    ways: dict[NewtonSchulz, list[int]] = {}
+    ways: dict[MatrixCost, list[int]] = {}
     for i, stack in enumerate(stacks):
         if stack.algorithm.matrix_only:
-            ways.setdefault(stack.algorithm.preconditioner.ns, []).append(i)
-    for ns, mine in ways.items():
-        pieces = [
-            stacks[i].buffers["m"] if matrices[i] is None else matrices[i] for i in mine
-        ]
-        found = iter(
-            collectives.orthogonalize(
-                [u for piece in pieces for u in piece.unbind()],
-                ns,
-                [p for i in mine for p in leaves[i]],
-                [stacks[i].algorithm.matrices for i in mine for _ in leaves[i]],
-            )
-        )
+            ways.setdefault(stack.algorithm.preconditioner.cost, []).append(i)
+    for mine in ways.values():
+        requests = []
         for i in mine:
-            factors[i] = stacked([next(found) for _ in range(stacks[i].num_tensors)])
-    return factors
+            requests += _requests(stacks[i], made[i], members[i], stages[i])
+        back = iter(collectives.on_owners(requests))
+        for i in mine:
+            parts = [next(back) for _ in range(stacks[i].num_tensors)]
+            found[i] = Whole(
+                stacked([part.matrix for part in parts]),
+                tuple(
+                    stacked(own)
+                    for own in zip(*(part.rows for part in parts), strict=True)
+                ),
+                [part.owned for part in parts],
+            )
+    return found
 
 
-class PureKernels:
-    """The parts of a step, out of place: nothing that is passed in changes. The class's
-    ``InPlaceKernels`` has the same methods, compiled, and writes into its inputs.
-    """
-
-    assess = staticmethod(assess)
-
-    def update(self, stacks, scales):
-        moved = [update(stack, s) for stack, s in zip(stacks, scales, strict=True)]
-        return [stack for stack, _ in moved], [u for _, u in moved]
-
-    orthogonalize = staticmethod(orthogonalize)
-
-    def apply(self, stacks, factors, rows, scales):
-        return [
-            stack if o is None else apply(stack, o, row, s)
-            for stack, o, row, s in zip(stacks, factors, rows, scales, strict=True)
-        ]
-
-
-PURE = PureKernels()
-
-
-class Done(NamedTuple):
-    """What a step returns: the stacks in the order of its groups, and what it found."""
-
-    stacks: list[Stack]
-    decision: Decision
-    sums: Tensor  # (N, 4), of N parts
+def _requests(
+    stack: Stack, made: Tensor | None, members: Members, stage: bool
+) -> list[Request]:
+    """Return what each tensor of a stack has for the owners of its matrices."""
+    algorithm = stack.algorithm
+    matrices = (stack.buffers["m"] if made is None else made).unbind()
+    rows = [
+        working(stack.buffers[symbol]).unbind()
+        for symbol in algorithm.preconditioner.row_inputs
+    ]
+    return [
+        Request(
+            Whole(
+                matrix,
+                tuple(own[n] for own in rows),
+                members.owned[n] if members.owned else (),
+            ),
+            leaf,
+            algorithm.matrices,
+            algorithm.preconditioner,
+            stage,
+        )
+        for n, (matrix, leaf) in enumerate(zip(matrices, members.leaves, strict=True))
+    ]
 
 
-def step(
+def _keep_owned(
     groups: Sequence[RuleGroup],
-    leaves: Sequence[Sequence[Tensor]],
-    *,
-    max_norm: Number | None,
-    collectives: Collectives,
-    live: Tensor | None = None,
-    alike: str | None = None,
-    kernels: PureKernels = PURE,
-) -> Done:
-    """Take the whole step.
-
-    Args:
-        groups: everything that moves.
-        leaves: stack by stack, the parameters as their owner holds them (DTensors too).
-        max_norm: threshold of the global gradient norm; None = off.
-        collectives: who sums over shards and orthogonalizes.
-        live: as in ``assess``.
-        alike: what has to be the same on all ranks; else the step is void.
-        kernels: who computes.
+    members: Sequence[Members],
+    found: Sequence[Whole | None],
+    decision: Decision,
+    run: Run,
+) -> list[list[tuple[Tensor, ...]]]:
+    """Return the owners' buffers after the step; those of tensors that stay as they are
+    stay too.
     """
-    stacks = [stack for group in groups for stack in group.stacks]
-    every = []
-    for stack, part in zip(stacks, leaves, strict=True):
-        every += repeated(part, stack.num_clipped)
-    sums, decision = kernels.assess(
-        groups, live, max_norm, lambda partial: collectives.sum(partial, every, alike)
-    )
-    scales = per_stack(groups, decision)
-    moved, matrices = kernels.update(stacks, scales)
-    if any(stack.algorithm.matrix_only for stack in stacks):
-        factors = kernels.orthogonalize(moved, matrices, leaves, collectives)
-        rows = row_weights(moved, factors, leaves, collectives)
-        moved = kernels.apply(moved, factors, rows, scales)
-    return Done(moved, decision, sums)
+    ok = [
+        one
+        for group, every in zip(groups, decision.ok, strict=True)
+        for one in every.split([stack.num_tensors for stack in group.stacks])
+    ]
+    kept: list[list[tuple[Tensor, ...]]] = []
+    for own, new, may in zip(members, found, ok, strict=True):
+        if not own.owned or new is None:
+            kept.append([])
+            continue
+        kept.append(
+            [
+                tuple(
+                    run.store(
+                        old,
+                        [
+                            torch.where(one, n.to(o.dtype), o)
+                            for o, n in zip(old, now, strict=True)
+                        ],
+                    )
+                )
+                for old, now, one in zip(
+                    own.owned, new.owned, may.unbind(), strict=True
+                )
+            ]
+        )
+    return kept

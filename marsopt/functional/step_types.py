@@ -4,7 +4,7 @@ decides about them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,10 +23,17 @@ class Stack(NamedTuple):
     algorithm: Algorithm
     x: Tensor
     g: Tensor
-    h: Tensor | None  # None where the algorithm reads none
-    buffers: dict[str, Tensor]  # by symbol
+    buffers: dict[str, Tensor]  # by symbol, those at home in shards
     shape: torch.Size  # of one whole tensor
-    rows: MatrixRows | None = None  # None where ``needs_rows`` says no
+    # to which matrices rows belong, where parts of a tensor have a norm of their own
+    rows: MatrixRows | None = None
+    given: Mapping[str, Tensor] = {}  # operands in place of buffers of the same symbol
+
+    @property
+    def operands(self) -> list[Tensor]:
+        """Return what c is made of beside the gradient."""
+        found = {**self.buffers, **self.given}
+        return [found[symbol] for symbol in self.algorithm.operands]
 
     @property
     def num_tensors(self) -> int:
@@ -43,10 +50,18 @@ class Stack(NamedTuple):
         return self.algorithm.matrices.shape_in(self.shape)
 
     @property
-    def column_dims(self) -> tuple[int, ...]:
-        """Return which dims of the stack, of matrices, count their columns."""
-        ndim = len(self.shape)
-        return tuple(range(1 + self.algorithm.matrices.column_dim(ndim), 1 + ndim))
+    def num_row_dims(self) -> int:
+        """Return how many dims of the stack, its first ones, count rows."""
+        return 1 + self.algorithm.matrices.column_dim(len(self.shape))
+
+
+class Members(NamedTuple):
+    """The tensors of one stack as their owner holds them (DTensors too)."""
+
+    leaves: Sequence[Tensor]
+    # of each, its buffers that live where whole matrices do, (number here, *shape), in
+    # the order of ``MatrixPreconditioner.owned``
+    owned: Sequence[tuple[Tensor, ...]] = ()
 
 
 class Hyperparameters(NamedTuple):
@@ -77,7 +92,7 @@ class Hyperparameters(NamedTuple):
         return torch.cat([cut.view(parts)[:, 0] for cut, parts in pairs])
 
 
-def several(
+def norms_per_tensor(
     parts: Sequence[tuple[int, int]],
 ) -> tuple[tuple[int, int], ...] | None:
     """Return ``Hyperparameters.parts`` of these stacks."""
@@ -89,40 +104,46 @@ class RuleGroup(NamedTuple):
 
     hyper: Hyperparameters
     stacks: Sequence[Stack]
+    # whether its preconditioner's stage is due, which the host decides
+    stage: bool = False
 
 
-class Scales(NamedTuple):
+class StepScalars(NamedTuple):
     """Scalars of a step (clip factors, rates, bias corrections): vectors over the N
-    tensors of a group or the L of a stack, or 0-D where all have the same. ``g`` and
-    ``h`` are over parts that are clipped; of a stack of such tensors, over rows (L,
-    ..., rows).
+    tensors of a group or the L of a stack, or 0-D where all have the same. Weights are
+    over parts that are clipped; of a stack of such tensors, all are over rows (L, ...,
+    rows).
     """
 
     ok: Tensor  # bool: the step is finite and the tensor has a gradient
-    a: Tensor  # what the gradient is multiplied by before it is kept as h
-    g: Tensor  # c = g * gradient + h * reference
-    h: Tensor | None
-    k: Tensor | None  # by how many displacements y is ahead of x; None: no transport
-    own: tuple[Tensor, ...]  # the preconditioner's: rates and bias corrections
+    grad_clip: Tensor  # factor of the global clip, with which a gradient is kept
+    # c = weights[0] * gradient + weights[1] * first operand + ...
+    weights: tuple[Tensor, ...]
+    # by how many displacements y is ahead of x; None: parameters are x
+    extrapolation: Tensor | None
+    rule: tuple[Tensor, ...]  # the preconditioner's: rates and bias corrections
 
-    def map(self, function: Callable) -> Scales:
+    def map(self, function: Callable[[Tensor], Tensor]) -> StepScalars:
         """Return ``function`` of every vector."""
-        found = [None if v is None else function(v) for v in self[:-1]]
-        return Scales(*found, tuple(function(v) for v in self.own))
+        k = self.extrapolation
+        return StepScalars(
+            ok=function(self.ok),
+            grad_clip=function(self.grad_clip),
+            weights=tuple(map(function, self.weights)),
+            extrapolation=None if k is None else function(k),
+            rule=tuple(map(function, self.rule)),
+        )
 
-    def per_stack(self, stacks: Sequence[Stack]) -> list[Scales]:
+    def per_stack(self, stacks: Sequence[Stack]) -> list[StepScalars]:
         """Return them for consecutive stacks."""
-        cuts = self._replace(g=None, h=None).map(
+        cuts = self._replace(weights=()).map(
             lambda v: _of_stacks(v, stacks, per_part=False)
         )
-        g, h = (
-            None if v is None else _of_stacks(v, stacks, per_part=True)
-            for v in (self.g, self.h)
-        )
-        cuts = cuts._replace(g=g, h=h)
+        weights = tuple(_of_stacks(v, stacks, per_part=True) for v in self.weights)
+        cuts = cuts._replace(weights=weights)
         return [cuts.map(lambda own, i=i: own[i]) for i in range(len(stacks))]
 
-    def over(self, x: Tensor) -> Scales:
+    def broadcast_to(self, x: Tensor) -> StepScalars:
         """Return them as factors of a stack ``x``."""
         return self.map(lambda v: factor(v, x))
 
@@ -147,7 +168,7 @@ def _of_stacks(
     for v, s in zip(vector.split(sizes), stacks, strict=True):
         if s.num_clipped > 1:
             each = v.view(s.num_tensors, -1).expand(-1, s.num_clipped)
-            v = s.rows.spread(each, s.x.shape[: s.column_dims[0]])
+            v = s.rows.spread(each, s.x.shape[: s.num_row_dims])
         found.append(v)
     return found
 
@@ -158,9 +179,10 @@ class Decision(NamedTuple):
     grad_norm: Tensor  # 0-D, global norm of the gradient before any clip
     finite: Tensor  # 0-D bool; False means that nothing changes
     t: list[Tensor]  # (N,) of every group, after the step
+    ok: list[Tensor]  # (N,) bool of every group: which tensors move
     # of every group, in each dtype that one of its stacks is computed in: a wider one
     # would widen the products
-    scales: list[dict[torch.dtype, Scales]]
+    scalars: list[dict[torch.dtype, StepScalars]]
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:

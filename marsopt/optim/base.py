@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,25 +12,22 @@ from torch.optim import Optimizer
 
 from marsopt.functional.collectives import LOCAL
 from marsopt.functional.step_types import Decision, scalar_dtype
-from marsopt.optim.calls import calls
-from marsopt.optim.compiling import decide, once
+from marsopt.optim.buckets import BucketGroup, ParameterBucket
+from marsopt.optim.compiled import Call, InPlace, calls, once, resolve_compile
 from marsopt.optim.groups import (
     admit,
+    check_group,
     check_no_module,
     check_once,
+    complete,
     described,
     has_two_rates,
     labels,
     misspelt,
     revived,
 )
-from marsopt.optim.hyperparameters import check_group, complete
-from marsopt.optim.kernels import InPlaceKernels
 from marsopt.optim.layout import Layout
-from marsopt.optim.lookahead import Lookahead
-from marsopt.optim.reference import NextReference
-from marsopt.optim.roles import warn_of_embeddings
-from marsopt.optim.standstill import Standstill
+from marsopt.optim.param_groups import warn_of_embeddings
 from marsopt.optim.state_dict import (
     TRAIN_MODE,
     check_ids,
@@ -37,10 +35,27 @@ from marsopt.optim.state_dict import (
     to_restore,
     under_loaded,
 )
-from marsopt.optim.writes import Writes
+from marsopt.optim.watch import Standstill, Writes
 from marsopt.rules import checks
+from marsopt.rules.registry import correction_named
 
 log = logging.getLogger(__name__)
+
+
+class Description(NamedTuple):
+    """How an optimizer lies in memory, and how its step is compiled."""
+
+    buckets: list[ParameterBucket]  # parameters that move as one stack
+    groups: list[BucketGroup]  # of them, by algorithm, with its present rates
+    calls: Sequence[Call]  # of compiled graphs: which stacks each of them moves
+    # stacks that gradients ("g") and parameters ("x") were copied into, by the number
+    # of their bucket; on a CPU they stay for the next step
+    scratch: Mapping[tuple[int, str], tuple[Tensor, tuple[Tensor, ...]]]
+    # 0-D, on the device, which steps read and write where they are: how many steps were
+    # skipped and, if there is one, the threshold of the global norm
+    scalars: list[Tensor]
+    num_life_bytes: int  # held by the correction beside ``optimizer.state``
+    is_torn: bool  # whether an exception has broken off a step
 
 
 class LayoutOptimizer(Optimizer):
@@ -59,7 +74,7 @@ class LayoutOptimizer(Optimizer):
         self._layout: Layout | None = None
         self._loading: dict[str, Any] | None = None  # inside load_state_dict
         self._decision: Decision | None = None
-        self._next, self._ahead = NextReference(), Lookahead()
+        self._life = correction_named(options["correction"]).life()
         self._say, self._writes = once(), Writes()
         self._standstill = Standstill()
         self._agreed = False  # whether all ranks were found to hold the same options
@@ -82,7 +97,7 @@ class LayoutOptimizer(Optimizer):
         check_once(self.param_groups, param_group)
         defaulted = set()
         if isinstance(param_group, dict):  # torch.optim refuses all else
-            defaulted = complete(param_group, self._options["given"], self.defaults)
+            defaulted = complete(param_group, self._options, self.defaults)
         super().add_param_group(param_group)
         try:
             admit(self.param_groups, self._options)
@@ -99,7 +114,7 @@ class LayoutOptimizer(Optimizer):
             )
         for what in misspelt(param_group, self.defaults):
             self._say(logging.WARNING, what)
-        if self._is_transport:
+        if self._life.exchanges:
             self.param_groups[-1][TRAIN_MODE] = self.param_groups[0][TRAIN_MODE]
         if self._layout is not None:  # else the constructor is still adding groups
             warn_of_embeddings(self.param_groups, self._say)
@@ -114,25 +129,24 @@ class LayoutOptimizer(Optimizer):
         first = next((p for g in self.param_groups for p in g["params"]), None)
         device = torch.device("cpu") if first is None else first.device
         wanted = self._options["compile"]
-        self._compile = False if first is None else decide(wanted, device.type)
+        self._compile = False if first is None else resolve_compile(wanted, device.type)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
 
     def _build(self, layout: Layout | None = None) -> None:
-        """Make missing state, buckets over it, and kernels that move them."""
+        """Make missing state, buckets over it, and a run that moves them."""
         if self._layout is not None:
             self._settle()
-        known = self._ahead.moving()
+        before = self._life.before_rebuild()
         try:
             layout = layout or self._new_layout()
         finally:
             there = layout or self._layout
             if there is not None:
-                self._ahead.moved(known, there.buckets, self.state)
+                self._life.after_rebuild(there.held, before)
         self._max_norm: Tensor | None = None
         self.max_norm = self._options["max_norm"]
-        self._kernels = InPlaceKernels(
-            calls(layout.buckets, self._compile),
-            self._writes,
+        self._run = InPlace(
+            calls([bucket.kind() for bucket in layout.buckets], self._compile),
             alone=self._options["collectives"] is LOCAL,
             compile=self._compile,
             required=self._options["compile"] is True,
@@ -159,21 +173,13 @@ class LayoutOptimizer(Optimizer):
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Let x be what somebody has written into parameters since the last step."""
-        self._ahead.settle(self._layout.buckets, self.state)
-
-    @property
-    def _is_exact(self) -> bool:
-        return self._options["correction"] == "exact"
-
-    @property
-    def _is_transport(self) -> bool:
-        return self._options["correction"] == "transport"
+        """Take over what somebody has written into parameters since the last step."""
+        self._life.settle(self._layout.held)
 
     @property
     def _in_train_mode(self) -> bool:
         groups = self.param_groups
-        return not self._is_transport or all(group[TRAIN_MODE] for group in groups)
+        return not self._life.exchanges or all(group[TRAIN_MODE] for group in groups)
 
     @property
     def max_norm(self) -> float | None:
@@ -196,6 +202,20 @@ class LayoutOptimizer(Optimizer):
         else:  # in place: a captured CUDA graph reads it where it is
             self._max_norm.fill_(bound)
 
+    def describe(self) -> Description:
+        """Return how parameters form stacks and calls at present: for tools and tests,
+        to be read, not changed.
+        """
+        return Description(
+            buckets=self._layout.buckets,
+            groups=self._layout.groups,
+            calls=self._run.calls,
+            scratch=self._layout.scratch,
+            scalars=[s for s in (self._skipped, self._max_norm) if s is not None],
+            num_life_bytes=self._life.num_bytes,
+            is_torn=self._writes.are_torn,
+        )
+
     # ---- state ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,12 +226,13 @@ class LayoutOptimizer(Optimizer):
             RuntimeError: an exception has broken off a step.
         """
         self._writes.check("state_dict()")
+        self._life.check_may_save()
         if not self._layout.covers():  # parameters were exchanged in the groups
             self._build()
         if self._follows:
             self.lend()
         self._settle()
-        if self._ahead.is_ahead and self._in_train_mode:
+        if self._life.is_away and self._in_train_mode:
             self._say(
                 logging.WARNING,
                 "state_dict() in train mode: the parameters are the points where "
@@ -220,7 +241,17 @@ class LayoutOptimizer(Optimizer):
                 "optimizer.eval() before and optimizer.train() after, or "
                 "optimizer.follow(model) once",
             )
-        return super().state_dict()
+        found = super().state_dict()
+        ids, publish = self._ids(), self._options["collectives"].publish
+        for p, key, owns, num in self._layout.owned_entries():
+            entry = found["state"][ids[p]] = dict(found["state"][ids[p]])
+            entry[key] = publish(self.state[p][key], p, num, owns)
+        return found
+
+    def _ids(self) -> dict[Tensor, int]:
+        """Return under which number a state dict knows each parameter."""
+        every = [p for group in self.param_groups for p in group["params"]]
+        return {p: i for i, p in enumerate(every)}
 
     @torch.inference_mode(False)  # under which later steps could not write what is made
     @torch.no_grad()
@@ -239,7 +270,7 @@ class LayoutOptimizer(Optimizer):
         """
         check_ids(labels(self.param_groups), state_dict)
         before = self.param_groups, self.state
-        self._loading, torn = state_dict, self._writes.unfinished
+        self._loading, torn = state_dict, self._writes.are_torn
 
         def remember(_: Optimizer, after_hooks: dict[str, Any]) -> None:
             self._loading = after_hooks  # hooks of others may have replaced it
@@ -266,7 +297,7 @@ class LayoutOptimizer(Optimizer):
         """
         before = self.param_groups
         groups = zip(before, cast["param_groups"], strict=True)
-        foreign = set() if self._is_transport else {TRAIN_MODE, "gamma_1d"}
+        foreign = set() if self._life.exchanges else {TRAIN_MODE, "gamma_1d"}
         self.param_groups = [
             {**old, **{key: new[key] for key in new if key not in foreign}}
             for old, new in groups
@@ -278,27 +309,40 @@ class LayoutOptimizer(Optimizer):
         self.state = under_loaded(self.state, cast["state"])
         layout = self._new_layout()
         labelled = labels(self.param_groups)
-        if self._writes.unfinished:
+        if self._writes.are_torn:
             check_not_ours(self.state, saved)
+        saved = self._claimed(saved, layout)
         pairs = to_restore(self.state, labelled, saved)
-        self._writes.begin()
-        for tensor, value in pairs:  # the authors' step is an int
-            tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
-        self._next.forget(fresh=True)
         ids, every = check_ids(labelled, saved), [p for p, _ in labelled]
         entries = {
             p: saved["state"].get(i, {}) for i, p in zip(ids, every, strict=True)
         }
-        self._ahead.loaded(layout.buckets, self.state, entries)
-        self._build(layout)
-        self._writes.end()
+        with self._writes:
+            for tensor, value in pairs:  # the authors' step is an int
+                is_tensor = isinstance(value, Tensor)
+                tensor.copy_(value) if is_tensor else tensor.fill_(value)
+            self._life.loaded(layout.held, entries)
+            self._build(layout)
+
+    def _claimed(self, saved: dict[str, Any], layout: Layout) -> dict[str, Any]:
+        """Return ``saved`` with those parts of buffers at owners that live here."""
+        known = check_ids(labels(self.param_groups), saved)
+        ids = dict(zip(self._ids(), known, strict=True))
+        entries = dict(saved["state"])
+        for p, key, owns, _ in layout.owned_entries():
+            entry = dict(entries.get(ids[p], {}))
+            if key in entry:
+                entry[key] = self._options["collectives"].claim(entry[key], owns)
+            entries[ids[p]] = entry
+        return {**saved, "state": entries}
 
     def __getstate__(self) -> dict[str, Any]:
         self._writes.check("a copy or pickle")
+        self._life.check_may_save()
         self._settle()
         names = ("_options", "_compile", "_skipped", "_lent")
         kept = {key: getattr(self, key) for key in names}
-        return {**super().__getstate__(), **kept, "_fresh": self._next.fresh}
+        return {**super().__getstate__(), **kept, "_carried": self._life.carried()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if self.__dict__.get("_loading") is not None:
@@ -310,9 +354,9 @@ class LayoutOptimizer(Optimizer):
         if "_options" in state:  # from a pickle or deepcopy
             self._layout, self._decision = None, None
             self._agreed = self._follows = False
-            self._next = NextReference()
-            self._next.forget(fresh=self.__dict__.pop("_fresh"))
-            self._ahead, self._say, self._writes = Lookahead(), once(), Writes()
+            self._life = correction_named(self._options["correction"]).life()
+            carried = self.__dict__.pop("_carried")
+            self._say, self._writes = once(), Writes()
             self._standstill = Standstill()
             self._build()
-            self._ahead.believe(self._layout.params, self.state)
+            self._life.resumed(self._layout.held, carried)

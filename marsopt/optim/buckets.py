@@ -12,21 +12,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsopt.functional.collectives import Collectives
-from marsopt.functional.rows import matrix_rows
-from marsopt.functional.stacks import adjacent, group_by
-from marsopt.functional.step_types import Hyperparameters, several
-from marsopt.optim.hyperparameters import DeviceHyperparameters
-from marsopt.optim.state_dict import (
-    ITERATE,
-    OWN_KEYS,
-    State,
-    kept_buffers,
-    state_key,
+from marsopt.functional.binding import (
+    allocate,
+    buffer_shape,
+    matrix_rows,
+    owned_leaves,
+    start_at_owner,
 )
-from marsopt.optim.storage import are_rows, known_stack, may_move, move_in, own_rows
-from marsopt.rules.algorithm import Algorithm, working_dtype
+from marsopt.functional.collectives import Collectives
+from marsopt.functional.stacks import (
+    adjacent,
+    are_rows,
+    can_relocate,
+    flatten_into_stack,
+    group_by,
+    known_stack,
+    separate_tensors,
+)
+from marsopt.functional.step_types import (
+    Hyperparameters,
+    Members,
+    norms_per_tensor,
+)
+from marsopt.optim.groups import DeviceHyperparameters
+from marsopt.optim.state_dict import State
+from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.buffers import Buffer
+from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.matrices import MatrixRows
+from marsopt.rules.registry import STATE_KEYS
 
 
 @dataclass
@@ -38,6 +52,10 @@ class ParameterBucket:
     labels: list[str]
     collectives: Collectives
     state: dict[str, Tensor] = field(default_factory=dict)  # stacks by symbol
+    # of each parameter, the buffers whose home is with the owners of matrices, and the
+    # numbers of those matrices that have their owner here
+    owned: list[tuple[Tensor, ...]] = field(default_factory=list)
+    owns: list[tuple[int, ...]] = field(default_factory=list)
     flat: Tensor | None = None  # (L, *shape), whose rows the parameters are
 
     def __post_init__(self) -> None:
@@ -51,6 +69,10 @@ class ParameterBucket:
     def shape(self) -> torch.Size:
         """Return that of one whole parameter."""
         return self.params[0].shape
+
+    @property
+    def members(self) -> Members:
+        return Members(self.params, self.owned)
 
     def pieces(self) -> list[Tensor]:
         """Return the parameters' local pieces."""
@@ -66,8 +88,8 @@ class ParameterBucket:
             return pieces[0].unsqueeze(0)
         if self.flat is None or not are_rows(pieces, self.flat):
             self.flat = adjacent(pieces)  # laid out so by their owner
-            if self.flat is None and all(map(may_move, pieces, self.params)):
-                self.flat = move_in(self.params)
+            if self.flat is None and all(map(can_relocate, pieces, self.params)):
+                self.flat = flatten_into_stack(self.params)
         return self.flat
 
     def kind(self) -> Hashable:
@@ -89,70 +111,64 @@ class BucketGroup:
 
     hyper: Hyperparameters
     buckets: list[ParameterBucket]
+    group: dict[str, Any]  # the param group
+
+
+# ---- buckets -------------------------------------------------------------------------
+
+
+def moves(p: Tensor, state: State) -> bool:
+    """Return whether a parameter takes part in steps: a frozen one gets no state before
+    its first gradient.
+    """
+    return p.requires_grad or p.grad is not None or "step" in state.get(p, ())
 
 
 def build(
     group: dict[str, Any],
     hyper: DeviceHyperparameters,
     state: State,
-    options: Mapping[str, Any],
+    collectives: Collectives,
     stacked: Callable[[Tensor, int], bool],
-    known: Mapping[int, Tensor],
 ) -> list[BucketGroup]:
-    """Return the group's buckets, over existing state and fresh zeros where there is
-    none.
-
-    A frozen parameter gets no state before its first gradient.
+    """Return the group's buckets, without state.
 
     Args:
         group: a param group.
         hyper: its hyperparameters.
         state: the optimizer's.
-        options: what the optimizer was built with.
+        collectives: who holds the parameters.
         stacked: whether a parameter shares its bucket with those of its shape, of which
             there are so many.
-        known: stacks of buckets before these, by address: rows of them stay there.
     """
     routing, params = hyper.routing, group["params"]
-    moving = [
-        i
-        for i, p in enumerate(params)
-        if p.requires_grad or p.grad is not None or "step" in state.get(p, ())
-    ]
     names = group.get("param_names", [f"{i}" for i in range(len(params))])
-    takes = routing.matrix.matrices.takes
-    matrix = [i for i in moving if routing.rest is None or takes(params[i].shape)]
-    matrices = set(matrix)
-    rest = [i for i in moving if i not in matrices]
-    rest_rate = hyper.lr_1d if routing.own_rate else hyper.lr
-    rest_gamma = hyper.gamma_1d if routing.own_gamma else hyper.gamma
+    moving = [i for i, p in enumerate(params) if moves(p, state)]
     found = []
-    for algorithm, lr, gamma, part in (
-        (routing.matrix, hyper.lr, hyper.gamma, matrix),
-        (routing.rest, rest_rate, rest_gamma, rest),
-    ):
-        keys = _keys([params[i] for i in part], options["collectives"], stacked)
+    for side in routing.sides([params[i].shape for i in moving]):
+        part = [moving[n] for n in side.members]
+        own_rate = side.is_fallback and routing.own_rate
+        own_gamma = side.is_fallback and routing.own_gamma
+        keys = _keys([params[i] for i in part], collectives, stacked)
         buckets = [
             ParameterBucket(
-                algorithm=algorithm,
+                algorithm=side.algorithm,
                 params=[params[part[n]] for n in members],
                 labels=[names[part[n]] for n in members],
-                collectives=options["collectives"],
+                collectives=collectives,
             )
             for members in group_by(keys)
         ]
-        if not buckets:
-            continue
-        for bucket in buckets:
-            _attach(bucket, state, known)
         dtypes = tuple(dict.fromkeys(working_dtype(b.params[0]) for b in buckets))
-        t = _steps([p for b in buckets for p in b.params], state)
-        parts = several([(len(b.params), b.num_clipped) for b in buckets])
-        found.append(
-            BucketGroup(
-                Hyperparameters(algorithm, lr, gamma, t, dtypes, parts), buckets
-            )
+        own = Hyperparameters(
+            algorithm=side.algorithm,
+            lr=hyper.lr_1d if own_rate else hyper.lr,
+            gamma=hyper.gamma_1d if own_gamma else hyper.gamma,
+            t=_steps([p for b in buckets for p in b.params], state),
+            dtypes=dtypes,
+            parts=norms_per_tensor([(len(b.params), b.num_clipped) for b in buckets]),
         )
+        found.append(BucketGroup(own, buckets, group))
     return found
 
 
@@ -181,52 +197,57 @@ def _steps(params: Sequence[Tensor], state: State) -> Tensor:
     """Return the steps taken (N,); ``state`` holds its rows."""
     before = [float(state.get(p, {}).get("step", 0.0)) for p in params]
     t = torch.tensor(before, dtype=torch.float32, device=params[0].device)
-    for p, step in zip(params, own_rows(t), strict=True):
+    for p, step in zip(params, separate_tensors(t), strict=True):
         state[p]["step"] = step
     return t
 
 
-def _attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -> None:
+# ---- their state ---------------------------------------------------------------------
+
+
+def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -> None:
     """Give a bucket its stacks: those that are there already, or fresh ones with what
     ``state`` holds, which from now on holds their rows.
+
+    Args:
+        bucket: the bucket.
+        state: the optimizer's.
+        known: stacks of buckets before these, by address: rows of them stay there.
     """
-    pieces, wanted = bucket.pieces(), kept_buffers(bucket.algorithm)
+    pieces, buffers = bucket.pieces(), bucket.algorithm.buffers
     if len(pieces) > 1:
         bucket.flat = known_stack(pieces, known)
-    keys = {symbol: state_key(bucket.algorithm, symbol) for symbol in wanted}
-    unwanted = OWN_KEYS - {"step", *keys.values()}
+    unwanted = STATE_KEYS - {buffer.key for buffer in buffers.values()}
     for p in bucket.params:
         for key in unwanted & set(state[p]):
             del state[p][key]  # of another rule: stale when that one returns
-    for symbol, key in keys.items():
-        num_missing = bucket.algorithm.num_missing(symbol, bucket.shape)
-        num_dims = len(bucket.shape) - num_missing
-        for p in bucket.params if num_missing else ():
-            if key in state[p] and state[p][key].ndim != num_dims:
-                del state[p][key]  # of the rows of other matrices
-        dtype = bucket.algorithm.dtype_of(symbol, pieces[0])
-        stack = _existing(bucket, key, dtype, state, known)
+    for symbol, buffer in buffers.items():
+        if buffer.home == "owner":
+            continue
+        shape = buffer_shape(bucket.algorithm, buffer, bucket.shape)
+        for p in bucket.params:
+            if buffer.key in state[p] and state[p][buffer.key].ndim != len(shape):
+                del state[p][buffer.key]  # of the rows of other matrices
+        stack = _existing(bucket, buffer, state, known)
         if stack is None:
-            stack = _zeros(pieces, dtype, num_dims)
-            for p, row in zip(bucket.params, own_rows(stack), strict=True):
-                if key in state[p]:
-                    row.copy_(bucket.collectives.local(state[p][key]))
-                elif key == ITERATE:
+            stack = _fresh(bucket.algorithm, buffer, pieces)
+            for p, row in zip(bucket.params, separate_tensors(stack), strict=True):
+                if buffer.key in state[p]:
+                    row.copy_(bucket.collectives.local(state[p][buffer.key]))
+                elif buffer.start == "parameter":
                     row.copy_(bucket.collectives.local(p.detach()))
-                state[p][key] = bucket.collectives.wrap(row, p)
+                state[p][buffer.key] = bucket.collectives.wrap(row, p)
         bucket.state[symbol] = stack
 
 
 def _existing(
-    bucket: ParameterBucket,
-    key: str,
-    dtype: torch.dtype,
-    state: State,
-    known: Mapping[int, Tensor],
+    bucket: ParameterBucket, buffer: Buffer, state: State, known: Mapping[int, Tensor]
 ) -> Tensor | None:
-    if not all(key in state[p] for p in bucket.params):
+    if not all(buffer.key in state[p] for p in bucket.params):
         return None
-    rows = [bucket.collectives.local(state[p][key]) for p in bucket.params]
+    local = bucket.collectives.local
+    rows = [local(state[p][buffer.key]) for p in bucket.params]
+    dtype = bucket.algorithm.dtype_of(buffer, local(bucket.params[0]))
     if any(row.dtype != dtype for row in rows):
         return None  # of a parameter in another dtype, whose state was handed over
     if len(rows) == 1:
@@ -234,9 +255,44 @@ def _existing(
     return known_stack(rows, known)
 
 
-def _zeros(pieces: Sequence[Tensor], dtype: torch.dtype, num_dims: int) -> Tensor:
-    """Return zeros over the first dims of the pieces, a stack."""
-    first = pieces[0]
-    if len(pieces) == 1 and num_dims == first.ndim:  # its state has its strides
-        return torch.zeros_like(first, dtype=dtype).unsqueeze(0)
-    return first.new_zeros(len(pieces), *first.shape[:num_dims], dtype=dtype)
+def _fresh(algorithm: Algorithm, buffer: Buffer, pieces: Sequence[Tensor]) -> Tensor:
+    """Return a stack of zeros, for pieces of one shape."""
+    zeros = buffer._replace(start="zeros")
+    if len(pieces) == 1:  # its state has its strides
+        return allocate(algorithm, zeros, pieces[0].detach(), stacked=False)[None]
+    like = pieces[0].detach().expand(len(pieces), *pieces[0].shape)
+    shape = buffer_shape(algorithm, buffer, like.shape[1:])
+    return like.new_zeros(len(like), *shape, dtype=algorithm.dtype_of(buffer, like))
+
+
+def attach_owned(
+    buckets: Sequence[ParameterBucket], state: State, *, moved: bool
+) -> None:
+    """Give buckets the buffers whose home is with the owners of matrices: those that
+    are in ``state``, or fresh ones.
+
+    Args:
+        buckets: all that share their exchanges.
+        state: the optimizer's.
+        moved: whether owners may be others than those that hold ``state``, as they are
+            where other parameters share the exchanges: all ranks then hand over what
+            they have.
+    """
+    collectives = buckets[0].collectives
+    leaves = [one for b in buckets for one in owned_leaves(b.algorithm, b.params)]
+    owns = iter(collectives.owns(leaves))
+    for bucket in buckets:
+        algorithm = bucket.algorithm
+        for p in bucket.params:
+            mine, buffers = next(owns), []
+            for symbol in algorithm.preconditioner.owned:
+                buffer = algorithm.buffers[symbol]
+                found = state[p].get(buffer.key)
+                if found is None:
+                    found = start_at_owner(algorithm, buffer, p, len(mine))
+                elif moved:
+                    found = collectives.claim(found, mine)
+                state[p][buffer.key] = found
+                buffers.append(found)
+            bucket.owned.append(tuple(buffers))
+            bucket.owns.append(mine)

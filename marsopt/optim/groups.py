@@ -1,4 +1,7 @@
-"""What the class takes as a param group."""
+"""What the class takes as a param group, and its hyperparameters on the device: numbers
+that may change as tensors that do not, so that compiled code reads them and never
+recompiles.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from marsopt.functional.routing import FOLLOWED, MATRICES, route
+from marsopt.functional.routing import (
+    Routing,
+    every_hyperparameter,
+    hyperparameters,
+    route,
+)
+from marsopt.functional.stacks import check_overlap
+from marsopt.functional.step_types import scalar_dtype
 from marsopt.functional.trees import check_parameter
-from marsopt.optim.hyperparameters import check_group
 from marsopt.optim.state_dict import TRAIN_MODE
-from marsopt.optim.storage import check_apart
 from marsopt.rules import checks
-from marsopt.rules.newton_schulz import NewtonSchulz
-from marsopt.rules.registry import named
+from marsopt.rules.checks import Number
+from marsopt.rules.hyperparameters import Table, check_values
+from marsopt.rules.registry import FOLLOWED, correction_named, named
 
 
 def label(groups: Sequence[Mapping[str, Any]], number: int, index: int) -> str:
@@ -85,11 +94,76 @@ def check_no_module(given: Any) -> None:
         )
 
 
+def group_table(group: Mapping[str, Any], options: Mapping[str, Any]) -> Table:
+    """Return the hyperparameters that a group has, of the whole optimizer's too.
+
+    Args:
+        group: says its ``mars_type``.
+        options: what the optimizer was built with, its correction by name.
+    """
+    correction = correction_named(options["correction"])
+    return hyperparameters(named(group["mars_type"]), correction)
+
+
+def complete(
+    group: dict[str, Any], options: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> set[str]:
+    """Give a new param group what it lacks of the rule's hyperparameters: the
+    constructor's value, else the rule's own default. What the group itself gives as lr,
+    betas or weight_decay holds for everything in it, unless it gives the value that
+    ends in ``_1d`` too.
+
+    Args:
+        group: as its user wrote it.
+        options: of the whole optimizer; what the constructor was given for its type is
+            among them, with "mars_type".
+        defaults: the optimizer's, of that type: the rule's own but for what was given.
+
+    Returns:
+        The names of the values that are the rule's own defaults.
+
+    Raises:
+        ValueError: an unknown ``mars_type``.
+    """
+    given = options["given"]
+    row = named(group.get("mars_type", given["mars_type"]))
+    group["mars_type"] = row.name
+    known = group_table(group, options)
+    own = {name: None for name, of in FOLLOWED.items() if of in group}
+    missing = {**row.hyperparameters, **given, **own}
+    if row.name == given["mars_type"]:
+        missing |= {n: defaults[n] for n in missing if n in defaults} | own
+    # in one order everywhere
+    filled = [name for name in missing if name in known and name not in group]
+    group.update({name: missing[name] for name in filled})
+    return {name for name in filled if name not in given and name not in own}
+
+
+def structure(group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what, when it changes, changes formulas and not only their numbers: every
+    hyperparameter that is no number, and which numbers there are.
+    """
+    return {
+        name: group.get(name) is None if line.is_number else group.get(name)
+        for name, line in group_table(group, options).items()
+        if not line.is_whole
+    }
+
+
+def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> Routing:
+    """Check a group's hyperparameters; return the algorithms that they name.
+
+    Raises:
+        ValueError: one is out of its range.
+    """
+    return route({**options, **group})
+
+
 def misspelt(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[str]:
     """Yield what to say of keys that are nearly ours. All others belong to other tools,
     which keep numbers of their own in param groups ("initial_lr", "swa_lr").
     """
-    ours = {*defaults, *MATRICES, "base_lr", "gamma_1d", "nesterov", "adjust_lr_fn"}
+    ours = {*defaults, *every_hyperparameter()}
     for key in {key for key in group if isinstance(key, str)} - ours:
         for near in get_close_matches(key, ours, n=1, cutoff=0.85):
             yield (
@@ -130,7 +204,7 @@ def admit(groups: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> None:
         what = label(groups, len(groups) - 1, i)
         _check(p, what, device, options)
     local = options["collectives"].local
-    check_apart([(local(p), what) for p, what in labels(groups)])
+    check_overlap([(local(p), what) for p, what in labels(groups)])
 
 
 def has_two_rates(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
@@ -139,8 +213,13 @@ def has_two_rates(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     return (
         routing.own_rate
         and group["base_lr"] != group["lr_1d"]
-        and any(not routing.matrix.matrices.takes(p.shape) for p in group["params"])
+        and _has_fallback(group, routing)
     )
+
+
+def _has_fallback(group: Mapping[str, Any], routing: Routing) -> bool:
+    sides = routing.sides([p.shape for p in group["params"]])
+    return any(side.is_fallback for side in sides)
 
 
 def revived(
@@ -182,14 +261,9 @@ def check_matrices(
 
 
 def _check_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    ns: NewtonSchulz = options["ns"]
-    parts = dict(
-        ns_steps=ns.steps,
-        ns_coefficients=ns.coefficients,
-        ns_dtype=ns.dtype,
-        ns_gram=ns.gram,
-    )
-    own = {**options, **parts}
+    every = every_hyperparameter()
+    own = {name: line.default for name, line in every.items() if line.is_whole}
+    own |= options
     # an equal one changes nothing: SAM and ZeRO pass options here as well; max_norm is
     # refused, since ZeRO's parts would each be clipped by a norm of their own
     foreign = sorted(
@@ -220,3 +294,119 @@ def _check(
         )
     # raises for a sharded parameter without collectives
     options["collectives"].local(p)
+
+
+class DeviceHyperparameters:
+    """One group's, and the algorithms that read them.
+
+    ``lr``, ``lr_1d`` (already in proportion to lr), ``gamma`` and ``gamma_1d`` are 0-D
+    tensors; ``routing`` reads the others.
+    """
+
+    def __init__(self, group: dict[str, Any], options: Mapping[str, Any]) -> None:
+        self._group, self._options = group, options
+        device = group["params"][0].device
+        self._seen: dict[str, Any] = {}
+
+        def cell() -> Tensor:
+            return torch.zeros((), dtype=scalar_dtype(device), device=device)
+
+        def cells(value: Any) -> Tensor | tuple[Tensor, ...]:
+            many = isinstance(value, tuple | list)
+            return tuple(cell() for _ in value) if many else cell()
+
+        self._numbers = {
+            name: line
+            for name, line in group_table(group, options).items()
+            if line.is_number and not line.is_whole
+        }
+        there = {n: v for n in self._numbers if (v := group.get(n)) is not None}
+        self._cells = {name: cells(value) for name, value in there.items()}
+        self.routing = route({**options, **group, **self._cells})
+        del self._cells["base_lr"]  # no algorithm reads it
+        self.lr, self.gamma = self._cells["lr"], self._cells["gamma"]
+        self.lr_1d = self._cells.setdefault("lr_1d", cell())
+        self.gamma_1d = self._cells.setdefault("gamma_1d", cell())
+        uses_fallback = _has_fallback(group, self.routing)
+        self._needs_base_lr = self.routing.own_rate and uses_fallback
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Take over what has changed in the group since the last call; return whether
+        a number has.
+
+        Raises:
+            ValueError: a value out of its range.
+        """
+        now = {name: self._group.get(name) for name in self._numbers}
+        for name, value in now.items():  # a list may be changed in place
+            if isinstance(value, list):
+                now[name] = tuple(value)
+        changed = [
+            name
+            for name, value in now.items()
+            if _holds_tensor(value)
+            or _holds_tensor(before := self._seen.get(name, ...))  # no device is asked
+            or before != value
+        ]
+        new = {n: now[n] for n in changed if self._seen.get(n, ...) is not now[n]}
+        check_values(self._numbers, new)
+        if changed:
+            own = now["gamma_1d"] if self.routing.own_gamma else None
+            gamma_1d = now["gamma"] if own is None else own
+            values = now | {"lr_1d": self._rate_1d(), "gamma_1d": gamma_1d}
+            for name, cell in self._cells.items():
+                if name in changed or name in ("lr_1d", "gamma_1d"):
+                    _set(cell, values[name])
+        self._seen = now
+        return any(not _holds_tensor(now[name]) for name in changed)
+
+    def digest_text(self) -> str:
+        """Return what ranks have to have alike, but for tensors."""
+        numbers = {k: v for k, v in self._seen.items() if not _holds_tensor(v)}
+        said = {**structure(self._group, self._options), **numbers}
+        return repr({name: _plain(value) for name, value in said.items()})
+
+    def _rate_1d(self) -> Number:
+        lr, base = self._group["lr"], self._group["base_lr"]
+        if not self.routing.own_rate:
+            return lr
+        if base > 0:
+            return lr * (self._group["lr_1d"] / base)
+        if self._needs_base_lr and not isinstance(lr, Tensor) and lr != 0:
+            raise ValueError(
+                f"got lr={lr} for a group that was added with lr=0, expected a base "
+                "rate: lr_1d is measured against it; "
+                "add the group with its peak lr, or set group['base_lr'] to it"
+            )
+        return 0.0 * lr
+
+
+def _plain(value: Any) -> Any:
+    """Return equal numbers as one type, for their text to be equal."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number else value
+
+
+def _holds_tensor(value: Any) -> bool:
+    values = value if isinstance(value, tuple) else (value,)
+    return any(isinstance(v, Tensor) for v in values)
+
+
+def _set(cell: Tensor | tuple[Tensor, ...], value: Any) -> None:
+    if isinstance(cell, tuple):
+        for one, own in zip(cell, value, strict=True):
+            _set(one, own)
+    elif isinstance(value, Tensor):
+        capturing = cell.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing and not value.is_cuda:
+            raise RuntimeError(
+                f"got a hyperparameter as a tensor on {value.device} in a step that a "
+                f"CUDA graph captures, expected one on {cell.device}: a replay could "
+                "not read it; move it there, and change it in place"
+            )
+        cell.copy_(value, non_blocking=True)
+    else:
+        cell.fill_(value)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import reduce
-from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -15,19 +14,22 @@ from torch._subclasses.fake_tensor import is_fake
 from marsopt.functional.stacks import adjacent, repeated
 from marsopt.functional.step_types import Decision, RuleGroup, Stack
 from marsopt.optim import buckets
-from marsopt.optim.buckets import ParameterBucket
-from marsopt.optim.calls import should_stack
-from marsopt.optim.groups import check_matrices, label, labels
-from marsopt.optim.hyperparameters import DeviceHyperparameters, structure
-from marsopt.optim.live import Live
-from marsopt.optim.state_dict import State, forget_strangers, own
-from marsopt.rules.algorithm import working
+from marsopt.optim.buckets import BucketGroup, ParameterBucket
+from marsopt.optim.compiled import should_stack
+from marsopt.optim.groups import (
+    DeviceHyperparameters,
+    check_matrices,
+    label,
+    labels,
+    structure,
+)
+from marsopt.optim.state_dict import State, own
+from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.dtypes import working
+from marsopt.rules.life import Held
 
 WIDEST_LOAD = 16  # bytes: a GPU's, at multiples of as many
-
-
-def _structure(groups: Sequence[dict[str, Any]]) -> list[tuple]:
-    return [(id(g), *structure(g), *map(id, g["params"])) for g in groups]
+PATTERNS = 64  # of missing gradients that are kept: a mixture of experts has no end
 
 
 class Layout:
@@ -50,11 +52,11 @@ class Layout:
         before: Layout | None = None,
     ) -> None:
         check_matrices(groups, options)
-        self._groups, self._collectives = groups, options["collectives"]
-        self._structure, self._state = _structure(groups), state
+        self._groups, self._options = groups, options
+        self._collectives = options["collectives"]
+        self._state = state
         filled = [group for group in groups if group["params"]]
         self._hyper = [DeviceHyperparameters(group, options) for group in filled]
-        known = {} if before is None else before.known
 
         def stacked(p: Tensor, num_alike: int) -> bool:
             return should_stack(p, compile, num_alike)
@@ -62,29 +64,47 @@ class Layout:
         self.groups = [
             found
             for group, hyper in zip(filled, self._hyper, strict=True)
-            for found in buckets.build(group, hyper, state, options, stacked, known)
+            for found in buckets.build(group, hyper, state, self._collectives, stacked)
         ]
         self.buckets = [b for group in self.groups for b in group.buckets]
-        self.leaves = [bucket.params for bucket in self.buckets]
-        self.params = list(chain.from_iterable(self.leaves))
-        self._known_params = set(self.params)
+        for found in self.groups:
+            if _every(found) is not None:  # there from the start, to be loaded into
+                found.group.setdefault(STAGE_COUNT, 0)
+        known = {} if before is None else before.stacks
+        for bucket in self.buckets:
+            buckets.attach(bucket, state, known)
+        ways: dict[Hashable, list[ParameterBucket]] = {}
+        for bucket in self.buckets:
+            preconditioner = bucket.algorithm.preconditioner
+            if preconditioner.matrix_only and preconditioner.owned:
+                ways.setdefault(preconditioner.cost, []).append(bucket)
+        if ways and before is not None:
+            before.publish_owned(state)
+        for together in ways.values():
+            buckets.attach_owned(together, state, moved=before is not None)
+        self.members = [bucket.members for bucket in self.buckets]
+        self.params = [p for bucket in self.buckets for p in bucket.params]
         self._every = [p for group in groups for p in group["params"]]
-        forget_strangers(state, groups)
-        self._held = [(b.params[0], own(state[b.params[0]])) for b in self.buckets]
-        self._steps = [state[p]["step"] for p in self.params]
-        self._scratch: dict[tuple[int, str], tuple[Tensor, tuple[Tensor, ...]]] = {}
+        self.held = [
+            Held(p, self._collectives.local, state, _correction_keys(bucket.algorithm))
+            for bucket in self.buckets
+            for p in bucket.params
+        ]
+        _forget_removed(state, self._every)
+        self._signature, self._seen = self._sign()
+        self.scratch: dict[tuple[int, str], tuple[Tensor, tuple[Tensor, ...]]] = {}
         self._away: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._moved: list[Tensor] = []
-        self._told: str | None = None  # the groups' numbers
-        self._live = Live()
+        self._digest: str | None = None  # the groups' numbers
+        self._live: dict[tuple[bool, ...], Tensor] = {}
         self.unaligned: str | None = None  # a gradient that no wide load can read
-        self._forms = [(x.shape, x.device, x.dtype) for x in self.params]
+        self._forms = [(x.shape, x.device) for x in self.params]
         with torch.no_grad():  # now, so that no address changes in the first step
             for bucket in self.buckets:
                 bucket.flattened(bucket.pieces())
 
     @property
-    def known(self) -> dict[int, Tensor]:
+    def stacks(self) -> dict[int, Tensor]:
         """Return all stacks of several parameters, by address."""
         stacks = [
             stack
@@ -94,6 +114,27 @@ class Layout:
             if stack is not None and not is_fake(stack)
         ]
         return {stack.data_ptr(): stack for stack in stacks}
+
+    def owned_entries(self) -> list[tuple[Tensor, str, tuple[int, ...], int]]:
+        """Return (parameter, key in its state, which of its matrices have their owner
+        here, how many it has) of all buffers whose home is with owners.
+        """
+        return [
+            (p, bucket.algorithm.buffers[symbol].key, owns, num)
+            for bucket in self.buckets
+            for num in [bucket.algorithm.matrices.num_in(bucket.shape)]
+            for p, owns in zip(bucket.params, bucket.owns, strict=False)
+            for symbol in bucket.algorithm.preconditioner.owned
+        ]
+
+    def publish_owned(self, state: State) -> None:
+        """Replace all buffers at owners in ``state`` by those of all ranks: before
+        others become owners. A collective.
+        """
+        for p, key, owns, num in self.owned_entries():
+            if key in state.get(p, ()):
+                found = state[p][key]
+                state[p][key] = self._collectives.publish(found, p, num, owns)
 
     # ---- whether it still holds ------------------------------------------------------
 
@@ -105,47 +146,37 @@ class Layout:
     def fits(self, state: State) -> bool:
         """Return whether groups and state are still those that this was made for.
 
-        Of state it looks at every step, and at all tensors of the first parameter of
-        each bucket: who replaces state (to move it off the device and back) replaces
-        all.
-
         Raises:
             ValueError: a sparse gradient, or a parameter of another shape or on another
                 device than before.
         """
-        known = self._check_forms()
-        for number, group in enumerate(self._groups):
-            for i, p in enumerate(group["params"]):
-                grad = p.grad  # read once: of a subclass it is slow
-                if grad is None:
-                    continue
-                if grad.layout != torch.strided:
-                    raise ValueError(
-                        f"got a gradient of layout {grad.layout} for "
-                        f"{label(self._groups, number, i)}, expected torch.strided: "
-                        "make it dense (nn.Embedding(sparse=False))"
-                    )
-                known = known and p in self._known_params  # else it has thawed
-        return (
-            known
-            and state is self._state
-            and self._structure == _structure(self._groups)
-            and all(
-                state.get(p, {}).get("step") is step
-                for p, step in zip(self.params, self._steps, strict=True)
-            )
-            and all(
-                state.get(p, {}).get(key) is tensor
-                for p, held in self._held
-                for key, tensor in held.items()
-            )
-        )
+        self._check_forms()
+        self._check_gradients()
+        return state is self._state and self._sign()[0] == self._signature
 
-    def _check_forms(self) -> bool:
-        """Return whether parameters have the dtype that their buckets were made for."""
-        same = True
-        for p, (shape, device, dtype) in zip(self.params, self._forms, strict=True):
-            same = same and p.dtype == dtype
+    def _sign(self) -> tuple[list, list]:
+        """Return all that a layout depends on: formulas, who moves in which dtype, and
+        which tensors hold the state; and the objects, which keep their ids while this
+        does.
+
+        Of state it has every step, and all tensors of the first parameter of each
+        bucket: who replaces state (to move it off the device and back) replaces all.
+        """
+        state, groups = self._state, list(self._groups)
+        seen: list = [*groups, *self._every]
+        seen += [state.get(p, {}).get("step") for p in self.params]
+        for bucket in self.buckets:
+            seen += own(state.get(bucket.params[0], {})).values()
+        said = [structure(group, self._options) for group in groups]
+        said += [
+            (id(p), p.dtype, buckets.moves(p, state))
+            for g in groups
+            for p in g["params"]
+        ]
+        return [*said, *map(id, seen)], seen
+
+    def _check_forms(self) -> None:
+        for p, (shape, device) in zip(self.params, self._forms, strict=True):
             if p.shape != shape or p.device != device:
                 (what,) = (text for q, text in labels(self._groups) if q is p)
                 raise ValueError(
@@ -153,7 +184,17 @@ class Layout:
                     f"{tuple(shape)} on {device}, where its state is: build a new MARS "
                     "after a parameter was resized or moved"
                 )
-        return same
+
+    def _check_gradients(self) -> None:
+        for number, group in enumerate(self._groups):
+            for i, p in enumerate(group["params"]):
+                grad = p.grad
+                if grad is not None and grad.layout != torch.strided:
+                    raise ValueError(
+                        f"got a gradient of layout {grad.layout} for "
+                        f"{label(self._groups, number, i)}, expected torch.strided: "
+                        "make it dense (nn.Embedding(sparse=False))"
+                    )
 
     # ---- a step ----------------------------------------------------------------------
 
@@ -173,7 +214,7 @@ class Layout:
         """
         refreshed = [hyper.refresh() for hyper in self._hyper]  # all of them
         if any(refreshed):
-            self._told = None
+            self._digest = None
         copies: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._away, self._moved = ([], []), []
         number, live, found = 0, [], []
@@ -182,16 +223,16 @@ class Layout:
             for bucket in group.buckets:
                 stacks.append(self._stack(number, bucket, copies, live))
                 number += 1
-            found.append(RuleGroup(group.hyper, stacks))
+            found.append(RuleGroup(group.hyper, stacks, _stage_is_due(group)))
         if copies[0]:
             torch._foreach_copy_(*copies)
-        return found, self._live.on(self.params[0].device, live)
+        return found, self._live_on(self.params[0].device, live)
 
-    def told(self) -> str:
+    def digest(self) -> str:
         """Return the groups' numbers in the last ``gather``, for ranks to compare."""
-        if self._told is None:
-            self._told = ", ".join(hyper.told() for hyper in self._hyper)
-        return self._told
+        if self._digest is None:
+            self._digest = ", ".join(hyper.digest_text() for hyper in self._hyper)
+        return self._digest
 
     def _stack(
         self, number: int, bucket: ParameterBucket, copies, live: list[bool]
@@ -201,17 +242,14 @@ class Layout:
         if x is not None and x is bucket.flat:
             self._moved.extend(bucket.params)
         if x is None:
-            x, rows = self._rows(number, "x", pieces, copies)
+            x, rows = self._scratch_stack(number, "x", pieces, copies)
             self._away[0].extend(pieces)
             self._away[1].extend(rows)
-        g = self._gradients(number, bucket, pieces, copies, live)
-        algorithm, state = bucket.algorithm, bucket.state
         return Stack(
-            algorithm=algorithm,
+            algorithm=bucket.algorithm,
             x=x,
-            g=g,
-            h=state.get("h"),
-            buffers={symbol: state[symbol] for symbol in algorithm.buffers},
+            g=self._gradients(number, bucket, pieces, copies, live),
+            buffers=bucket.state,
             shape=bucket.shape,
             rows=bucket.rows,
         )
@@ -243,16 +281,16 @@ class Layout:
             next(rest) if real else zero.expand_as(x)
             for x, real in zip(pieces, has, strict=True)
         ]
-        return self._rows(number, "g", like, copies, strides, dtype)[0]
+        return self._scratch_stack(number, "g", like, copies, strides, dtype)[0]
 
-    def _rows(
+    def _scratch_stack(
         self, number: int, role: str, leaves, copies, strides=None, dtype=None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return a scratch stack and its rows; the leaves are noted down to be copied
         into them.
         """
         first, dtype = leaves[0], dtype or leaves[0].dtype
-        scratch, rows = self._scratch.get((number, role), (None, ()))
+        scratch, rows = self.scratch.get((number, role), (None, ()))
         if scratch is None or scratch.dtype != dtype:
             made = dict(dtype=dtype, device=first.device)
             if strides is not None and len(leaves) == 1:
@@ -260,10 +298,34 @@ class Layout:
             else:
                 scratch = torch.empty(len(leaves), *first.shape, **made)
             rows = scratch.unbind()
-            self._scratch[number, role] = scratch, rows
+            self.scratch[number, role] = scratch, rows
         copies[0].extend(rows)
         copies[1].extend(leaves)
         return scratch, rows
+
+    def _live_on(self, device: torch.device, live: list[bool]) -> Tensor:
+        """Return ``live`` as a bool tensor (N,) on ``device``. A pattern is sent there
+        when it is first seen, and kept: later steps with it copy nothing, so that a
+        CUDA graph may capture them.
+
+        Raises:
+            RuntimeError: a CUDA graph captures the step, and no step before it had this
+                pattern.
+        """
+        pattern = tuple(live)
+        found = self._live.get(pattern)
+        if found is not None:
+            return found
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"got a step to capture that lacks {len(live) - sum(live)} gradients, "
+                "as no step before it did, expected one that lacks the same as a step "
+                "before: take one with these gradients before the capture"
+            )
+        found = torch.tensor(live).to(device, non_blocking=True)
+        if len(self._live) < PATTERNS:  # what a graph has captured stays where it is
+            self._live[pattern] = found
+        return found
 
     def scatter(self) -> None:
         """Copy parameters that were copied in back to where they live.
@@ -278,8 +340,8 @@ class Layout:
             torch._foreach_copy_(*self._away)
         torch.autograd.graph.increment_version(self._moved)
         self._away, self._moved = ([], []), []
-        for key in [k for k, (s, _) in self._scratch.items() if s.device.type != "cpu"]:
-            del self._scratch[key]
+        for key in [k for k, (s, _) in self.scratch.items() if s.device.type != "cpu"]:
+            del self.scratch[key]
 
     def count(self, decision: Decision, skipped: Tensor) -> None:
         """Count the step that was taken, or skipped, after everything is written: where
@@ -287,6 +349,9 @@ class Layout:
         """
         torch._foreach_copy_([group.hyper.t for group in self.groups], decision.t)
         skipped += decision.finite.logical_not()
+        for group in self.groups:
+            if _every(group) is not None:
+                group.group[STAGE_COUNT] += 1
 
     # ---- gradients -------------------------------------------------------------------
 
@@ -330,3 +395,36 @@ class Layout:
             "numbers: nothing has changed; lower the learning rate, or pass "
             "nonfinite='skip' to go on"
         )
+
+
+# How many steps a group has taken whose preconditioner has stages: the host's count,
+# saved with the group, so that a run that goes on keeps its rhythm.
+STAGE_COUNT = "stage_count"
+
+
+def _every(group: BucketGroup) -> int | None:
+    preconditioner = group.hyper.algorithm.preconditioner
+    return preconditioner.every if preconditioner.matrix_only else None
+
+
+def _stage_is_due(group: BucketGroup) -> bool:
+    every = _every(group)
+    return every is not None and group.group[STAGE_COUNT] % every == 0
+
+
+def _correction_keys(algorithm: Algorithm) -> dict[str, str]:
+    """Return the keys of a correction's buffers in ``optimizer.state``, by symbol."""
+    own = algorithm.preconditioner.buffers
+    return {s: b.key for s, b in algorithm.buffers.items() if s not in own}
+
+
+def _forget_removed(state: State, present: Sequence[Tensor]) -> None:
+    """Drop our state of parameters that are in no group any more: somebody exchanged
+    them (for float32 masters, say), and torch's state_dict knows no name for them.
+    """
+    known = set(present)
+    for p in [p for p in state if isinstance(p, Tensor) and p not in known]:
+        for key in own(state[p]):
+            del state[p][key]
+        if not state[p]:
+            del state[p]

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from marsopt.functional.collectives import LOCAL, Collectives
-from marsopt.functional.routing import MATRICES
-from marsopt.functional.step import global_clip, step
+from marsopt.functional.routing import (
+    check_suits,
+    every_hyperparameter,
+    shared_hyperparameters,
+)
+from marsopt.functional.step import advance, assess, global_clip
 from marsopt.optim.base import LayoutOptimizer
-from marsopt.optim.follow import follow
-from marsopt.optim.ranges import named_range
-from marsopt.optim.state_dict import ITERATE, TRAIN_MODE
+from marsopt.optim.compiled import named_range
+from marsopt.optim.layout import Layout
+from marsopt.optim.state_dict import TRAIN_MODE
+from marsopt.optim.watch import follow
 from marsopt.rules import checks
-from marsopt.rules.correction import resolve
-from marsopt.rules.newton_schulz import NewtonSchulz
-from marsopt.rules.registry import named
-
-# Arguments that every param group may set, and those of the whole optimizer.
-PER_GROUP = (
-    *("lr", "betas", "eps", "weight_decay", "amsgrad", "gamma", "mars_type"),
-    *("optimize_1d", "lr_1d", "betas_1d", "weight_decay_1d", "clip", "epsilon_hat"),
-)
-OPTIONS = (
-    *("max_norm", "state_dtype", "h_dtype", "collectives", "compile", "nonfinite"),
-)
+from marsopt.rules.hyperparameters import check_names
+from marsopt.rules.registry import correction_named, named, resolve
 
 
 class MARS(LayoutOptimizer):
@@ -41,15 +37,16 @@ class MARS(LayoutOptimizer):
     is None is the rule's own, which docs/guide.md lists; the authors' four names have
     the authors' values.
 
-    Every hyperparameter up to ``clip`` but ``is_approx``, those from ``epsilon_hat`` to
-    ``clip_per``, and ``gamma_1d`` may be set per param group and changed between steps,
-    as in torch.optim. What a group gives as lr, betas or weight_decay when it is added
-    holds for everything in it, unless it gives ``lr_1d``, ``betas_1d`` or
-    ``weight_decay_1d`` too; None for one of these three in a group is the group's lr,
-    betas or weight_decay. What changes which rule moves a tensor (``mars_type``,
-    ``matrices``), and ``clip`` to or from None, restarts the state that the two rules
-    do not share; the learning rate of the others is lr * lr_1d / base_lr, where the
-    group's ``base_lr`` is its lr when it was added, so that it follows the schedule.
+    Every hyperparameter may be set per param group and changed between steps, as in
+    torch.optim, but for those of the whole optimizer: ``is_approx``, ``correction``,
+    ``max_norm``, Newton-Schulz (``ns_...``) and dtypes. What a group gives as lr, betas
+    or weight_decay when it is added holds for everything in it, unless it gives
+    ``lr_1d``, ``betas_1d`` or ``weight_decay_1d`` too; None for one of these three in a
+    group is the group's lr, betas or weight_decay. What changes which rule moves a
+    tensor (``mars_type``, ``matrices``), and ``clip`` to or from None, restarts the
+    state that the two rules do not share; the learning rate of the others is lr * lr_1d
+    / base_lr, where the group's ``base_lr`` is its lr when it was added, so that it
+    follows the schedule.
 
     Args:
         params: tensors, (name, tensor) pairs or param groups. Real floating point,
@@ -79,42 +76,36 @@ class MARS(LayoutOptimizer):
         max_norm: threshold of the global gradient norm, applied inside the step (in
             place of clip_grad_norm_); the norm is that of all parameters of this
             optimizer. None = off. An attribute too, which may change between steps.
+        correction: "approximate", "exact", "transport" or "svrg", in place of
+            ``is_approx``; None = what that says. Transport is this project's form of
+            exact MARS with one gradient a step: between steps parameters hold y = x + k
+            (x - x_prev), k = gamma beta1 / (1 - beta1), and the state keeps x, which
+            ``eval()`` puts into them. Every ``mars_type`` looks ahead, baselines
+            (without clip) and the AdamW beside them too.
+        gamma_1d: with transport, gamma of the AdamW for tensors that are not matrices;
+            None = gamma.
+        nesterov: Nesterov's form of the rule's momentum; None = the rule's own, on for
+            "muon", "moonlight" and "nadamw".
         epsilon_hat: AdamW adds eps before debiasing, as the MARS-M and Moonlight
             scripts do for embeddings. For tensors that are not matrices, these two and
             both kinds of NorMuon always do.
-        nesterov: Nesterov's form of the rule's momentum; None = the rule's own, on for
-            "muon", "moonlight" and "nadamw".
         matrices: "2d"; "batched": a tensor (..., rows, cols), as the weights of
             experts, is a batch of matrices, which take ``mars_type``; or "flattened": a
             tensor (rows, ...), as the kernel of a convolution, is one matrix that does.
-        block_rows: so many consecutive rows form one matrix: the head width of a
-            projection, or each of several fused ones; None = all rows of a tensor.
-        clip_per: what ``clip`` bounds, "matrix" or "tensor".
-        ns_steps, ns_coefficients, ns_dtype, ns_gram: Newton-Schulz iterations,
-            coefficient set, working precision, and whether to iterate on Gram matrices
-            where that is less work (float32): see ``NewtonSchulz``.
         state_dtype: dtype of the state; None = the parameter's own. torch.float32 for
             bf16 parameters; not narrower than the parameter.
-        h_dtype: dtype of the kept gradient; None = that of the state. torch.bfloat16
-            halves its share of memory and traffic.
-        collectives: ``parallel.MeshCollectives(mesh)`` for sharded parameters.
+        collectives: ``marsopt.parallel.MeshCollectives(mesh)`` for sharded parameters.
         compile: None = compile where this machine can (logged once), True = required,
             False = eager. Compiled, parameters of one shape move into one buffer at
             construction (on a CPU small ones only; eagerly those of 4096 elements or
             fewer, if 16 or more have one shape), unless others look into their storage:
             capture CUDA graphs of the model after that.
-        correction: "approximate", "exact" or "transport", in place of ``is_approx``;
-            None = what that says. Transport is this project's form of exact MARS with
-            one gradient a step: between steps parameters hold y = x + k (x - x_prev), k
-            = gamma beta1 / (1 - beta1), and the state keeps x, which ``eval()`` puts
-            into them. Every ``mars_type`` looks ahead, baselines (without clip) and the
-            AdamW beside them too.
-        gamma_1d: with transport, gamma of the AdamW for tensors that are not matrices,
-            per group too; None = gamma.
         nonfinite: "skip" = a step whose gradient holds a NaN or infinity changes
             nothing and is counted in ``num_skipped``, without a host sync; a warning
             is logged once where a run stands still (on CUDA and CPU). "raise" =
             it also raises FloatingPointError (one sync a step).
+        hyperparameters: any other argument of ``marsopt.mars``, whose help lists them:
+            ``adjust_lr_fn``, ``block_rows``, ``ns_dtype`` and so on.
 
     Raises:
         TypeError, ValueError: arguments out of their range, tensors that no rule can
@@ -142,24 +133,18 @@ class MARS(LayoutOptimizer):
         *,
         clip: float | None = 1.0,
         max_norm: float | None = None,
-        epsilon_hat: bool = False,
-        nesterov: bool | None = None,
-        matrices: str = "2d",
-        block_rows: int | None = None,
-        clip_per: str = "matrix",
-        ns_steps: int = 5,
-        ns_coefficients: str = "quintic",
-        ns_dtype: torch.dtype = torch.bfloat16,
-        ns_gram: bool = False,
-        state_dtype: torch.dtype | None = None,
-        h_dtype: torch.dtype | None = None,
-        collectives: Collectives = LOCAL,
-        compile: bool | None = None,
         correction: str | None = None,
         gamma_1d: float | None = None,
+        nesterov: bool | None = None,
+        epsilon_hat: bool = False,
+        matrices: str = "2d",
+        state_dtype: torch.dtype | None = None,
+        collectives: Collectives = LOCAL,
+        compile: bool | None = None,
         nonfinite: str = "skip",
+        **hyperparameters: Any,
     ) -> None:
-        given = dict(locals())
+        given = dict(locals()) | hyperparameters
         if nonfinite not in ("skip", "raise"):
             raise ValueError(
                 f"got nonfinite={nonfinite!r}, expected 'skip' or 'raise': choose one "
@@ -171,28 +156,32 @@ class MARS(LayoutOptimizer):
                 "got collectives=None, expected an object with the verbs of "
                 "marsopt.Collectives: leave it out for whole tensors"
             )
-        kind, row = resolve(is_approx, correction), named(mars_type)
-        own = row.hyperparameters
-        options = dict(
-            {name: given[name] for name in OPTIONS},
-            correction=kind,
-            is_approx=kind != "exact",
-            ns=NewtonSchulz(ns_steps, ns_coefficients, ns_dtype, gram=ns_gram),
-            # what groups of another ``mars_type`` take over from this one
-            given={"mars_type": row.name}
-            | {name: given[name] for name in own if given[name] is not None},
+        every, row = every_hyperparameter(), named(mars_type)
+        check_names(hyperparameters, every, "marsopt.MARS")
+        kind = correction_named(resolve(is_approx, correction))
+        own, shared = row.hyperparameters, shared_hyperparameters(kind)
+        said = {n: v for n, v in given.items() if n in every and v is not None}
+        check_suits(row, kind, said)
+        whole = {n for n, line in every.items() if line.is_whole}
+        options = {n: given[n] for n in given if n in whole} | dict(
+            correction=kind.name,
+            collectives=collectives,
+            compile=compile,
+            nonfinite=nonfinite,
         )
-        defaults = {name: given[name] for name in PER_GROUP} | own | options["given"]
+        # what groups of another ``mars_type`` take over from this one, if they have it
+        taken = {n for n in said if n in own or n not in shared} - whole
+        options["given"] = {n: said[n] for n in given if n in taken}
+        options["given"]["mars_type"] = row.name
         # a key in the groups only where it says something: checkpoints have the rest
-        plain = {**MATRICES, "nesterov": None}
-        defaults |= {k: given[k] for k in plain if given[k] != plain[k]}
-        if kind == "transport":
-            defaults |= {"gamma_1d": gamma_1d, TRAIN_MODE: True}
-        elif gamma_1d is not None:
-            raise ValueError(
-                f"got gamma_1d={gamma_1d} with correction={kind!r}, expected None: it "
-                'is of correction="transport" alone'
-            )
+        sparse = ("matrices", *hyperparameters)
+        plain = {n for n in sparse if given[n] == every[n].default}
+        plain |= set() if kind.is_ahead or "gamma_1d" in said else {"gamma_1d"}
+        kept = shared.keys() - whole - plain - ({"base_lr"} - said.keys())
+        numbers = {n: line.default for n, line in shared.items() if line.is_number}
+        numbers = numbers | given | own | options["given"]
+        defaults = {n: numbers[n] for n in numbers if n in kept}
+        defaults |= {TRAIN_MODE: True} if kind.is_ahead else {}
         super().__init__(params, defaults, options)
 
     # ---- the step ------------------------------------------------------------------
@@ -245,10 +234,7 @@ class MARS(LayoutOptimizer):
         layout = self._fitting("step()")
         if not layout.buckets:  # everything is frozen, or elsewhere
             return loss
-        if self._is_exact:
-            self._next.check(layout.buckets)
-        if self._is_transport:
-            self._ahead.begin(layout.buckets, self.state)
+        self._life.before_step(layout.held)
         with named_range("marsopt: gather"):
             groups, live = layout.gather()
         if layout.unaligned is not None and self._compile:
@@ -258,31 +244,34 @@ class MARS(LayoutOptimizer):
                 "no multiple of 16 bytes: the GPU reads it in narrow loads. Where the "
                 "buffer is yours, begin every view at such a multiple",
             )
-        collectives, alike = self._options["collectives"], None
+        collectives, digest = self._options["collectives"], None
         if collectives is not LOCAL:
-            alike = f"{layout.told()}, max_norm={self.max_norm}"
-        _, decision, sums = step(
+            digest = f"{layout.digest()}, max_norm={self.max_norm}"
+        sums, decision = assess(
             groups,
-            layout.leaves,
+            layout.members,
             max_norm=self._max_norm,
             collectives=collectives,
             live=live,
-            alike=alike,
-            kernels=self._kernels,  # which note the first write
+            digest=digest,
+            run=self._run,
         )
-        with named_range("marsopt: scatter"):
-            layout.scatter()
-            layout.count(decision, self._skipped)
-        self._standstill.look(self._skipped, self._say)
-        if self._is_transport:
-            self._ahead.note(layout.buckets, self.state)
-        if self._is_exact:
-            self._next.stepped(layout.buckets)
+        with self._writes:
+            advance(
+                groups,
+                layout.members,
+                decision,
+                collectives=collectives,
+                run=self._run,
+            )
+            with named_range("marsopt: scatter"):
+                layout.scatter()
+                layout.count(decision, self._skipped)
+            self._standstill.look(self._skipped, self._say)
+            self._life.after_step(layout.held)
         self._decision = decision
-        bad = self._options["nonfinite"] == "raise" and not decision.finite
-        self._writes.end()
-        if bad:
-            collectives.still_agree(alike)
+        if self._options["nonfinite"] == "raise" and not decision.finite:
+            collectives.check_ranks_agree(digest)
             raise FloatingPointError(layout.blame(sums))
         return loss
 
@@ -354,7 +343,7 @@ class MARS(LayoutOptimizer):
                 "parameters, expected the model that it trains: pass that, after FSDP2 "
                 "has exchanged its parameters"
             )
-        if self._is_transport:
+        if self._life.exchanges:
             self._follows = True
             follow(self, model)
 
@@ -366,17 +355,17 @@ class MARS(LayoutOptimizer):
         read.
         """
         self._settle()
+        held = {one.p: one for one in self._layout.held if self._in_train_mode}
         for group in self.param_groups:
             for p in group["params"]:
-                ahead = self._in_train_mode and self._ahead.knows(p)
-                x = self.state[p].get(ITERATE) if ahead else None
+                x = self._life.iterate(held[p]) if p in held else None
                 yield p, p.detach() if x is None else x
 
     def lend(self) -> None:
         """Transport: as ``eval()``, for a state dict, until the next forward pass of a
         model that is followed, or the next ``step()``.
         """
-        if self._in_train_mode and self._ahead.is_ahead:
+        if self._in_train_mode and self._life.is_away:
             self._switch(train=False)
             self._lent = True
 
@@ -387,16 +376,18 @@ class MARS(LayoutOptimizer):
     @torch.inference_mode(False)  # under which later steps could not write what is made
     @torch.no_grad()
     def _switch(self, train: bool) -> None:
-        if not self._is_transport or self._in_train_mode == train:
+        if not self._life.exchanges or self._in_train_mode == train:
             return
         # one rank may do it alone, for a state dict
         layout = self._fitting("train()" if train else "eval()", agree=False)
-        self._writes.begin()
-        self._ahead.exchange(layout.buckets, self.state)
+        with self._writes:
+            self._exchange(layout)
+            for group in self.param_groups:
+                group[TRAIN_MODE] = train
+
+    def _exchange(self, layout: Layout) -> None:
+        self._life.exchange(layout.held)
         self._options["collectives"].written()
-        for group in self.param_groups:
-            group[TRAIN_MODE] = train
-        self._writes.end()
 
     # ---- exact MARS: the authors' protocol -----------------------------------------
 
@@ -421,16 +412,20 @@ class MARS(LayoutOptimizer):
                 replayed by a CUDA graph. (Zero it by ``zero_grad``: what is zeroed
                 through ``p.grad.data``, unseen by autograd, counts as not zeroed.)
         """
-        if not self._is_exact:
-            return
-        layout = self._fitting("update_previous_grad()")
-        self._next.check_handed_over()
+        if self._life.takes_gradients:
+            layout = self._fitting("update_previous_grad()")
+            self._life.check_may_keep()
+            self._life.keep(layout.held, self._factor(layout, grad_scale))
+
+    def _factor(self, layout: Layout, grad_scale: float | Tensor | None) -> Any:
+        """Return what the gradients that are there are to be multiplied by: one over
+        the scale of the loss, and a global clip of their own.
+        """
         factor = None if grad_scale is None else 1.0 / grad_scale
-        if self._max_norm is not None:
-            norm = layout.grad_norm()
-            scale = 1.0 if factor is None else factor
-            factor = scale * global_clip(norm * scale, self._max_norm)
-        self._next.keep(layout.buckets, factor)
+        if self._max_norm is None:
+            return factor
+        scale = 1.0 if factor is None else factor
+        return scale * global_clip(layout.grad_norm() * scale, self._max_norm)
 
     @torch.no_grad()
     def update_last_grad(self) -> None:
@@ -439,9 +434,43 @@ class MARS(LayoutOptimizer):
         Raises:
             RuntimeError: ``update_previous_grad`` was not called since the last time.
         """
-        if self._is_exact:
+        if self._life.takes_gradients:
             layout = self._fitting("update_last_grad()")
-            self._next.check_kept()
-            self._writes.begin()
-            self._next.hand_over(layout.buckets)
-            self._writes.end()
+            self._life.check_may_hand_over()
+            with self._writes:
+                self._life.hand_over(layout.held)
+
+    # ---- an anchor -----------------------------------------------------------------
+
+    @torch.no_grad()
+    def update_anchor(self, *, grad_scale: float | Tensor | None = None) -> None:
+        """Corrections with an anchor (SVRG): let the snapshot be the parameters, and
+        its full gradient what is in ``p.grad``. With ``max_norm`` it gets a global clip
+        of its own. Other corrections: nothing.
+
+        Args:
+            grad_scale: as in ``update_previous_grad``.
+        """
+        if self._life.has_anchor:
+            layout = self._fitting("update_anchor()")
+            factor = self._factor(layout, grad_scale)
+            with self._writes:
+                self._life.anchor(layout.held, factor)
+
+    @contextmanager
+    def at_snapshot(self) -> Iterator[None]:
+        """Corrections with an anchor (SVRG): let parameters hold the snapshot in this
+        context, for the batch's gradient there. Other corrections: nothing.
+        """
+        self._visit_snapshot()
+        try:
+            yield
+        finally:
+            self._visit_snapshot()
+
+    @torch.no_grad()
+    def _visit_snapshot(self) -> None:
+        if self._life.has_anchor:
+            layout = self._fitting("at_snapshot()")
+            with self._writes:
+                self._exchange(layout)

@@ -1,18 +1,63 @@
-"""Param groups of a whole model: which rule moves which parameter, by which numbers."""
+"""Param groups of a whole model: what each parameter is to it, which rule moves it, and
+by which numbers.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
-from marsopt.optim.roles import Role, roles
 from marsopt.rules import checks
-from marsopt.rules.registry import NamedRule, named
+from marsopt.rules.matrices import Matrices
+from marsopt.rules.registry import FOLLOWED, named
 
+Role = Literal[
+    "matrix", "experts", "convolution", "embedding", "head", "router", "vector", "other"
+]
+
+# Roles that a name tells, whatever the module is, in this order: as torchtitan,
+# transformers, timm and nanoGPT name them. They are searched in names without the parts
+# of WRAPPERS, and stand for any of them, so that torchtitan's groups can use them too.
+NAMES: dict[Role, str] = {
+    # biases of experts have two dims, one table has one a head; A of a state space
+    # model is a vector for each channel
+    "vector": r"bias(_[A-Z]+|_table)?$|(^|\.)A_log$",
+    # torchtitan's fused w13, whose rows of gate and up lie between each other, so that
+    # no two of its dims are a matrix
+    "other": r"(^|\.)w13(\.|_|$)",
+    # the second kind of names is also used inside of blocks, for something else
+    "head": (
+        r"(^|\.)(lm_head|embed_out|unembed|shared_head\.head)\.weight$"
+        r"|^(?!(.*\.)?\d+\.)(.*\.)?(output|head|classifier|score|fc)\.weight$"
+    ),
+    # tables, and what projects patches: patch_embed.proj; then, as parameters of the
+    # model's own, positions, class tokens, latents
+    "embedding": (
+        r"(^|\.)([^.]*embed[^.]*|([^.]*_)?emb|wte|wpe)(\.[^.]+)?(\.weight)?$"
+        r"|(^|\.)(([^.]*_)?pos(ition(al)?)?(s|_[hw])?|[^.]*_tokens?|latents)$"
+    ),
+    "router": r"(^|\.)router\.([^.]+\.)*weight$|(^|\.)gate\.weight$",
+}
+# What torch puts into the names of a module that it compiles, checkpoints or shards.
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+# A tensor without a name looks like an embedding or a head if it has so many rows, so
+# many times its columns, and if at most so many have its shape (a table and a head).
+# Vocabularies have 32000 rows and more, of some 1000 to 8000 columns. Hidden matrices
+# are as tall, too, in models with wide MLPs (Gemma, T5), with projections from a low
+# rank (MLA) and with LoRA, but those are there once for each block.
+ROWS, ASPECT, TWINS = 8192, 8, 2
+NUM_TOLD = 4  # of the parameters that a message names
 # What has the group of the embeddings.
 TABLES: tuple[Role, ...] = ("embedding", "head", "router")
-NUMBERS = ("lr", "betas", "weight_decay")
 
 
 def param_groups(
@@ -87,22 +132,27 @@ def param_groups(
         )
     row = named(mars_type)
     checks.at_least_zero("lr", lr)
-    decay = row.arguments["weight_decay"] if weight_decay is None else weight_decay
+    decay = row.table["weight_decay"].default if weight_decay is None else weight_decay
     hidden = dict(mars_type=row.name, lr=lr, weight_decay=decay)
-    tables, rest = _beside(
-        row, hidden, dict(lr=lr_1d, betas=betas_1d, weight_decay=weight_decay_1d)
-    )
-    everything = row.others == "itself"
+    given = dict(lr_1d=lr_1d, betas_1d=betas_1d, weight_decay_1d=weight_decay_1d)
+    tables, vectors = hidden | {"weight_decay": 0.0}, row.fallback_group(hidden | given)
+    everything = row.fallback == "itself"
+    if everything:
+        said = {FOLLOWED[name]: v for name, v in given.items() if v is not None}
+        vectors = tables | said
+    elif row.matrix_only:
+        undecayed = row.fallback == "adamw_1d" and weight_decay_1d is None
+        tables = vectors | ({"weight_decay": 0.0} if undecayed else {})
     parts: dict[str, dict[str, Any]] = {"matrix": hidden}
     if experts or everything:
         parts["experts"] = hidden | {"matrices": "batched"}
     if convolutions or everything:
         parts["convolution"] = hidden | {"matrices": "flattened"}
-    parts |= {"tables": tables, "rest": rest}
+    parts |= {"tables": tables, "vectors": vectors}
     groups = {part: {"params": [], **options} for part, options in parts.items()}
     for name, p, role in roles(model):
-        beside = "tables" if role in TABLES else "rest"
-        groups[role if role in parts else beside]["params"].append((name, p))
+        other = "tables" if role in TABLES else "vectors"
+        groups[role if role in parts else other]["params"].append((name, p))
     filled = [group for group in groups.values() if group["params"]]
     if not filled:
         raise ValueError(
@@ -112,24 +162,140 @@ def param_groups(
     return filled
 
 
-def _beside(
-    row: NamedRule, hidden: dict[str, Any], given: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what moves embeddings, heads and routers beside a rule, and what moves
-    vectors; ``given`` takes the place of AdamW's numbers where it is not None.
+@dataclass
+class _Uses:
+    """Where a tensor is in a model: tied ones are in several places."""
+
+    tensor: Tensor
+    names: list[str] = field(default_factory=list)
+    owners: list[nn.Module] = field(default_factory=list)
+
+
+def roles(model: nn.Module) -> Iterator[tuple[str, Tensor, Role]]:
+    """Yield (name, tensor, role) of the parameters that require a gradient: each once,
+    under the name that ``model.named_parameters()`` gives it.
+
+    The roles are those of ``marsopt.param_groups``. A tensor that is an embedding in
+    one place is one in all of them (a tied head).
     """
-    given = {name: value for name, value in given.items() if value is not None}
-    undecayed = hidden | {"weight_decay": 0.0}
-    if row.others == "itself":
-        return undecayed, undecayed | given
-    # None: as hidden matrices have it
-    own = {name: row.hyperparameters[f"{name}_1d"] for name in NUMBERS}
-    own = {name: value for name, value in own.items() if value is not None}
-    # said, so that an argument of MARS for the rule does not change AdamW
-    form = dict(mars_type="adamw", epsilon_hat=row.others == "adamw", nesterov=False)
-    form["optimize_1d"] = False
-    rest = hidden | form | own
-    if not row.matrix_only:
-        return undecayed, rest | given
-    tables = rest if row.others == "adamw" else rest | {"weight_decay": 0.0}
-    return tables | given, rest | given
+    found: dict[int, _Uses] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = module.named_parameters(prefix, recurse=False, remove_duplicate=False)
+        for name, p in own:
+            uses = found.setdefault(id(p), _Uses(p))
+            uses.names.append(name)
+            uses.owners.append(module)
+    every = {_plain(name) for uses in found.values() for name in uses.names}
+    head = _last_linear_over_a_vocabulary(model)
+    for uses in found.values():
+        if uses.tensor.requires_grad:
+            yield uses.names[0], uses.tensor, _role(uses, every, head)
+
+
+def _role(uses: _Uses, every: set[str], head: Tensor | None) -> Role:
+    p, owners, names = uses.tensor, uses.owners, [_plain(name) for name in uses.names]
+    if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner in owners):
+        return "embedding"
+    if p.ndim < 2:
+        return "vector"
+    told: list[Role] = [role for name in names if (role := by_name(name)) is not None]
+    told = [r for r in told if r != "router" or any(_routes(n, every) for n in names)]
+    if told:
+        return told[0]
+    if p.numel() == max(p.shape):  # (num, 1) and (1, num)
+        return "vector"
+    if p is head:
+        return "head"
+    if any(isinstance(owner, _ConvNd) for owner in owners):
+        return "convolution"
+    if p.ndim == 2:
+        return "matrix"
+    return "experts" if any("expert" in name for name in names) else "other"
+
+
+def by_name(name: str) -> Role | None:
+    """Return the role that a parameter's name tells, if it does."""
+    plain = _plain(name)
+    return next((r for r, pattern in NAMES.items() if re.search(pattern, plain)), None)
+
+
+def _plain(name: str) -> str:
+    """Return a name as the model itself has it, without wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _routes(name: str, every: set[str]) -> bool:
+    """Whether what is named like a router stands beside experts: ``gate`` is also what
+    some call the first matrix of a gated MLP.
+    """
+    block = name.removesuffix("gate.weight")
+    beside = (n.removeprefix(block) for n in every if n.startswith(block))
+    return "router" in name or any("expert" in other for other in beside)
+
+
+def _last_linear_over_a_vocabulary(model: nn.Module) -> Tensor | None:
+    """Return the weight of the model's last Linear if it has as many outputs as an
+    embedding has rows, and these are more than its columns: positions and tables of
+    types have fewer.
+    """
+    modules = [*model.modules()]
+    tables = [m for m in modules if isinstance(m, nn.Embedding)]
+    sizes = {t.num_embeddings for t in tables if t.num_embeddings > t.embedding_dim}
+    last = next((m for m in reversed(modules) if isinstance(m, nn.Linear)), None)
+    return last.weight if last is not None and last.out_features in sizes else None
+
+
+def warn_of_embeddings(
+    groups: Sequence[Mapping[str, Any]], say: Callable[[int, str], None]
+) -> None:
+    """Say it where a matrix rule is given embeddings or output heads together with
+    hidden matrices.
+
+    They are told by name in groups with names, else by shape. A group whose matrices
+    are embeddings and heads alone is meant so, as in the authors' recipes of Muon.
+
+    Args:
+        groups: an optimizer's, complete.
+        say: takes a level of ``logging`` and a message.
+    """
+    twins = Counter(p.shape for group in groups for p in group["params"])
+    found = {
+        what: group["mars_type"]
+        for number, group in enumerate(groups)
+        if named(group["mars_type"]).matrix_only
+        for what in _tables_among_matrices(group, number, twins)
+    }
+    if not found:
+        return
+    told, rules = ", ".join([*found][:NUM_TOLD]), dict.fromkeys(found.values())
+    more = f" and {len(found) - NUM_TOLD} more" if len(found) > NUM_TOLD else ""
+    say(
+        logging.WARNING,
+        f"{' and '.join(rules)} orthogonalizes the steps of what looks like embeddings "
+        f"or an output head: {told}{more}. AdamW is the usual rule for these: "
+        f"marsopt.param_groups(model, {next(iter(rules))!r}, lr=...) makes such param "
+        "groups; a group that holds nothing else says that it is meant",
+    )
+
+
+def _tables_among_matrices(
+    group: Mapping[str, Any], number: int, twins: Mapping[torch.Size, int]
+) -> list[str]:
+    """Return what a message calls those of a group; ``twins`` says how many tensors of
+    the optimizer have a shape.
+    """
+    kind, names = Matrices(kind=group.get("matrices", "2d")), group.get("param_names")
+    found, num_matrices = [], 0
+    for i, p in enumerate(group["params"]):
+        if not kind.takes(p.shape):
+            continue
+        num_matrices += 1
+        if names and by_name(names[i]) in ("embedding", "head"):
+            found.append(repr(names[i]))
+        elif not names and _is_tall(p) and twins[p.shape] <= TWINS:
+            found.append(f"parameter {i} of group {number}, of shape {tuple(p.shape)}")
+    return found if len(found) < num_matrices else []
+
+
+def _is_tall(p: Tensor) -> bool:
+    return p.ndim == 2 and p.shape[0] >= max(ROWS, ASPECT * p.shape[1])

@@ -12,67 +12,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.adamw import AdamW
+from marsopt.rules.algorithm import GRADIENTS, MOMENTUM
+from marsopt.rules.registry import CORRECTIONS, STATE_KEYS
 
 log = logging.getLogger(__name__)
 
-# Symbols of the algorithms, and what torch.optim (and, for h, the authors) call them.
-STATE_KEYS = {
-    "m": "exp_avg",
-    "v": "exp_avg_sq",
-    "v_max": "max_exp_avg_sq",
-    "r": "row_exp_avg_sq",
-    "h": "last_grad",
-    "x": "iterate",
-}
+# The names of an average, whatever it averages.
+AVERAGES = frozenset({AdamW.keeps["m"].key, MOMENTUM, GRADIENTS})
 
-LAST_GRAD, ITERATE = STATE_KEYS["h"], STATE_KEYS["x"]
-MOMENTUM, GRADIENTS = "momentum_buffer", "grad_avg"
+
+def _correction_keys(*starts: str) -> frozenset[str]:
+    """Return the keys of what corrections keep that starts so; of all without one."""
+    every = [b for kind in CORRECTIONS.values() for b in kind.keeps.values()]
+    return frozenset(b.key for b in every if not starts or b.start in starts)
+
+
 TRAIN_MODE = "train_mode"  # of a param group, as schedule-free optimizers call it
-# All else in ``optimizer.state[p]`` is somebody else's (timm's Lookahead keeps its slow
-# weights there): it is carried, and never looked at.
-OWN_KEYS = frozenset({"step", *STATE_KEYS.values(), MOMENTUM, GRADIENTS})
-
-
-def state_key(algorithm: Algorithm, symbol: str) -> str:
-    """Return what ``optimizer.state[p]`` calls a buffer.
-
-    An average has three names, so that one is never taken for the other: of corrected
-    gradients; "momentum_buffer" in a plain matrix rule, as torch.optim.Muon has it; and
-    "grad_avg" where approximate MARS averages plain gradients instead.
-    """
-    if symbol == "m" and algorithm.is_quasi_hyperbolic:
-        return GRADIENTS
-    if symbol == "m" and algorithm.matrix_only and algorithm.correction is None:
-        return MOMENTUM
-    return STATE_KEYS[symbol]
-
-
-def kept_buffers(algorithm: Algorithm) -> list[str]:
-    """Return the symbols of what the class keeps: also h that exact MARS is given."""
-    given = ["h"] if algorithm.reads_h and not algorithm.keeps_h else []
-    return [*algorithm.buffers, *given]
-
-
 State = MutableMapping[Tensor, dict[str, Any]]  # ``optimizer.state``
 
 
 def own(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what ``optimizer.state[p]`` holds of ours."""
-    return {key: value for key, value in entry.items() if key in OWN_KEYS}
-
-
-def forget_strangers(state: State, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Drop our state of parameters that are in no group any more: somebody exchanged
-    them (for float32 masters, say), and torch's state_dict knows no name for them.
+    """Return what ``optimizer.state[p]`` holds of ours. All else is somebody else's
+    (timm's Lookahead keeps its slow weights there): it is carried, never looked at.
     """
-    present = {p for group in groups for p in group["params"]}
-    gone = [p for p in state if isinstance(p, Tensor) and p not in present]
-    for p in gone:
-        for key in OWN_KEYS & set(state[p]):
-            del state[p][key]
-        if not state[p]:
-            del state[p]
+    return {key: value for key, value in entry.items() if _is_ours(key)}
+
+
+def _is_ours(key: str) -> bool:
+    return key == "step" or key in STATE_KEYS
 
 
 def check_ids(labelled: Sequence[tuple[Tensor, str]], saved: Mapping[str, Any]) -> list:
@@ -98,7 +66,7 @@ def under_loaded(present: State, loaded: Mapping[Any, Any]) -> State:
     for key, entry in loaded.items():
         if isinstance(key, Tensor):
             mine = own(present.get(key, {}))
-            foreign = {k: v for k, v in entry.items() if k not in OWN_KEYS}
+            foreign = {k: v for k, v in entry.items() if not _is_ours(k)}
             state[key] = {"step": torch.zeros(()), **mine, **foreign}
         else:
             state[key] = entry
@@ -108,14 +76,17 @@ def under_loaded(present: State, loaded: Mapping[Any, Any]) -> State:
 def _under_our_names(
     mine: Mapping[str, Any], found: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return ``found`` with its average under the name of ours, where transport alone
-    makes the difference: all three are averages of what the rule was given.
+    """Return ``found`` with its average under the name of ours, where what restarts
+    from the parameter alone makes the difference (transport): all averages are of what
+    the rule was given.
     """
-    names = {STATE_KEYS["m"], MOMENTUM, GRADIENTS}
-    want, have = names & set(mine), names & set(found)
-    if (ITERATE in mine) == (ITERATE in found) or want & have or len(have) != 1:
+    want, have = AVERAGES & set(mine), AVERAGES & set(found)
+    restarting = _correction_keys("parameter")
+    same = restarting & set(mine) == restarting & set(found)
+    if same or want & have or len(have) != 1:
         return found
-    return {**found, **dict.fromkeys(want, found[have.pop()])}
+    (average,) = have
+    return {**found, **dict.fromkeys(want, found[average])}
 
 
 def check_not_ours(state: State, saved: Mapping[str, Any]) -> None:
@@ -141,18 +112,22 @@ def to_restore(
     their own dtype: torch.optim's own loading casts to the parameter's, which would
     round float32 state of bf16 parameters. What is there already is left out.
 
-    Between transport and the other corrections moments go on. What only one of them
-    keeps starts anew: h at zero, x as ``Lookahead.loaded`` has it.
+    From one correction to another moments go on. What only one of them keeps starts
+    anew: a gradient at zero, what starts as the parameter as its ``Life.loaded`` has
+    it.
 
     Raises:
         ValueError: something is missing, or has another shape.
     """
     pairs, restarts = [], set()
+    every, restarting = _correction_keys(), _correction_keys("parameter")
     for i, (p, label) in zip(check_ids(labelled, saved), labelled, strict=True):
         found, mine = saved["state"].get(i, {}), own(state.get(p, {}))
         found = _under_our_names(mine, found)
         absent = set(mine) - set(found)
-        anew = absent & ({ITERATE, LAST_GRAD} if ITERATE in found else {ITERATE})
+        # saved with a correction that ours is not
+        others = (every & set(found)) - set(mine)
+        anew = absent & (every if others else restarting)
         missing = sorted(absent - anew)
         if missing:
             raise ValueError(
@@ -161,8 +136,7 @@ def to_restore(
                 "it into one like that"
             )
         restarts |= anew
-        if LAST_GRAD in anew:
-            pairs.append((mine[LAST_GRAD], 0.0))
+        pairs += [(mine[key], 0.0) for key in sorted(anew - restarting)]
         for key, tensor in mine.items():
             if key in anew:
                 continue

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from marsopt.optim.compiling import declined, missing_for
+from marsopt.optim.compiled import declined, missing_for
 from marsopt.profiling.gpt2 import MODELS, VOCAB_SIZE, Subject, shapes
 from marsopt.profiling.machine import free_memory
 from marsopt.profiling.optimizer import profile_optimizer

@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 import torch
 
 from marsopt.functional.stacks import adjacent
-from marsopt.optim.buckets import BucketGroup, ParameterBucket
+from marsopt.optim.buckets import ParameterBucket
 from marsopt.profiling.gpt2 import Subject
 from marsopt.profiling.machine import typical
 from marsopt.profiling.profiler import profile
 from marsopt.profiling.table import Report, size
 from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.buffers import is_full
 from marsopt.rules.newton_schulz import NewtonSchulz
 
 
@@ -36,26 +37,27 @@ class Floor:
 
 
 def full_buffers(algorithm: Algorithm) -> list[str]:
-    """Return the symbols of what a step passes over beside x, g and h: what has fewer
-    dims than x is no pass over it.
+    """Return the symbols of what a step passes over beside x, g and the
+    operands of a correction: what has fewer dims than x is no pass over it.
     """
     kept = algorithm.preconditioner.buffers.items()
-    return [symbol for symbol, dims in kept if dims is None]
+    return [symbol for symbol, buffer in kept if is_full(buffer)]
 
 
 def passes(
     algorithm: Algorithm, *, g: int, x: int, h: int, m: int, buffers: int
 ) -> tuple[int, int]:
     """Return the least bytes of the norms and of the update, from the bytes of what
-    they pass over; h is 0 where it is not read, and ``buffers`` has the momentum m.
+    they pass over; ``h`` is one operand of the correction, and ``buffers`` has the
+    momentum m.
     """
-    # h is read already
-    update = g + h + 2 * buffers + (h if algorithm.keeps_h else 0)
+    operands = len(algorithm.operands) * h
+    update = g + operands + 2 * buffers + len(algorithm.written) * h
     # of a matrix rule the update leaves x; applying reads x and the factors, writes x
     update += 2 * x + (m if algorithm.matrix_only else 0)  # factors are as m is
-    update += x if algorithm.transports else 0  # x is in the state; y is written
+    update += x if algorithm.is_ahead else 0  # x is in the state; y is written
     update += m if algorithm.makes_matrix else 0
-    return g + h, update
+    return g + operands, update
 
 
 def _floor(bucket: ParameterBucket) -> tuple[int, int, int]:
@@ -66,7 +68,7 @@ def _floor(bucket: ParameterBucket) -> tuple[int, int, int]:
         algorithm,
         g=g,
         x=sum(p.nbytes for p in bucket.params),
-        h=bucket.state["h"].nbytes if algorithm.reads_h else 0,
+        h=max((bucket.state[s].nbytes for s in algorithm.operands), default=0),
         m=bucket.state["m"].nbytes,
         buffers=sum(bucket.state[s].nbytes for s in full_buffers(algorithm)),
     )
@@ -94,13 +96,13 @@ class Orthogonal:
         return self.num_flops / self.seconds
 
 
-def orthogonal(groups: Sequence[BucketGroup], device: str) -> Orthogonal | None:
+def orthogonal(buckets: Sequence[ParameterBucket], device: str) -> Orthogonal | None:
     """Measure it on the momentum; return None where no algorithm orthogonalizes."""
-    chosen = [group for group in groups if group.hyper.algorithm.matrix_only]
+    chosen = [bucket for bucket in buckets if bucket.algorithm.matrix_only]
     if not chosen:
         return None
-    ns = chosen[0].hyper.algorithm.preconditioner.ns
-    matrices = [m for group in chosen for b in group.buckets for m in b.state["m"]]
+    ns = chosen[0].algorithm.preconditioner.ns
+    matrices = [m for bucket in chosen for m in bucket.state["m"]]
     return Orthogonal(
         num_matrices=len(matrices),
         num_flops=sum(ns.num_flops(*m.shape) for m in matrices),
@@ -253,13 +255,13 @@ def profile_optimizer(
     """
     # the optimizer compiles its own
     report = profile(subject, compile=False, device=device, **options)
-    layout = subject.optimizer._layout
+    buckets = subject.optimizer.describe().buckets
     return OptimizerReport(
         **vars(report),
         title=title,
         num_tensors=len(subject.params),
         num_params=sum(p.numel() for p in subject.params),
-        stack_bytes=tuple(sum(p.grad.nbytes for p in ps) for ps in layout.leaves),
-        floor=floor_of(layout.buckets),
-        orthogonal=orthogonal(layout.groups, device),
+        stack_bytes=tuple(sum(p.grad.nbytes for p in b.params) for b in buckets),
+        floor=floor_of(buckets),
+        orthogonal=orthogonal(buckets, device),
     )

@@ -1,4 +1,4 @@
-"""The algorithms: corrections times preconditioners, each a page that reads like its
+"""The algorithms: corrections times preconditioners, each a file that reads like its
 algorithm box.
 
 Symbols, here and everywhere: x parameter, g gradient, h reference gradient, c corrected

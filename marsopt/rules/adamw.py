@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from marsopt.rules import checks
+from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
-from marsopt.rules.preconditioner import Dims, Preconditioner
+from marsopt.rules.hyperparameters import number
+from marsopt.rules.preconditioner import Preconditioner
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,26 +45,26 @@ class AdamW(Preconditioner):
         weight_decay: decoupled: x <- (1 - lr weight_decay) x - ...
     """
 
-    betas: tuple[Number, Number] = (0.9, 0.999)
-    eps: Number = 1e-8
-    weight_decay: Number = 0.01
+    betas: tuple[Number, Number] = number((0.9, 0.999), checks.betas)
+    eps: Number = number(1e-8, checks.at_least_zero)
+    weight_decay: Number = number(0.01, checks.at_least_zero)
     amsgrad: bool = False
     epsilon_hat: bool = False
     nesterov: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.betas("betas", self.betas)
-        checks.at_least_zero("eps", self.eps)
+    keeps = {
+        "m": Buffer("exp_avg"),
+        "v": Buffer("exp_avg_sq"),
+        "v_max": Buffer("max_exp_avg_sq"),
+    }
 
     @property
     def beta1(self) -> Number:
         return self.betas[0]
 
     @property
-    def buffers(self) -> dict[str, Dims]:
-        more = {"v_max": None} if self.amsgrad else {}
-        return {"m": None, "v": None, **more}
+    def buffers(self):
+        return {s: b for s, b in self.keeps.items() if s != "v_max" or self.amsgrad}
 
     def scalars(self, t, lr, w=None):
         beta1, beta2 = self.betas

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from marsopt.rules import checks
+from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import Correction
-from marsopt.rules.matrices import Matrices, MatrixRows
-from marsopt.rules.preconditioner import Dims, Preconditioner
+from marsopt.rules.dtypes import working_dtype
+from marsopt.rules.matrices import Matrices
+from marsopt.rules.preconditioner import Preconditioner
 
-ROW = 256  # elements; of shorter rows, as of a convolution, several are one
-
-
-def working_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype to compute in: float32 for half precision, else its own."""
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def working(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` in its working dtype."""
-    return tensor.to(working_dtype(tensor))
-
-
-def _row_dims(shape: Sequence[int], first: int) -> tuple[int, ...]:
-    """Return the last dims of ``shape``, none before ``first``, that make a row long
-    enough to be read at once.
-    """
-    start, size = len(shape), 1
-    while start > first and size < ROW:
-        start -= 1
-        size *= shape[start]
-    return tuple(range(start, len(shape)))
+# An average has three names in a state, so that one is never taken for the other: of
+# corrected gradients (its own key); "momentum_buffer" in a plain matrix rule, as
+# torch.optim.Muon has it; and "grad_avg" where plain gradients are averaged instead of
+# corrected ones.
+MOMENTUM, GRADIENTS = "momentum_buffer", "grad_avg"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,56 +56,59 @@ class Algorithm:
     @property
     def is_quasi_hyperbolic(self) -> bool:
         """Whether the average of g stands for the one of c (see ``Average``)."""
-        correction = self.correction
         return (
-            correction is not None
-            and correction.kind == "approximate"
-            and correction.clip is None
+            self.correction is not None
+            and self.correction.is_linear
             and self.preconditioner.averages
         )
 
     @property
-    def reads_h(self) -> bool:
-        """Whether a step computes c = g + k (g - h) from a reference gradient."""
-        corrects = self.correction is not None and not self.transports
-        return corrects and not self.is_quasi_hyperbolic
+    def is_ahead(self) -> bool:
+        """Whether parameters hold a point ahead of x, which the state keeps."""
+        return self.correction is not None and self.correction.is_ahead
 
     @property
-    def transports(self) -> bool:
-        """Whether parameters hold the point y ahead of x, which the state keeps."""
-        return self.correction is not None and self.correction.transports
+    def corrects(self) -> Correction | None:
+        """The correction, where a step makes c by it."""
+        return None if self.is_quasi_hyperbolic else self.correction
 
     @property
-    def keeps_h(self) -> bool:
-        """Whether the state keeps the gradient as the next step's h."""
-        return self.reads_h and self.correction.kind == "approximate"
+    def operands(self) -> tuple[str, ...]:
+        """What c is made of beside the gradient, by symbol."""
+        return () if self.corrects is None else self.corrects.operands
 
     @property
-    def makes_matrix(self) -> bool:
-        """Whether what is orthogonalized is a tensor of its own, and not m."""
-        nesterov = self.matrix_only and self.preconditioner.nesterov
-        return nesterov or (self.matrix_only and self.is_quasi_hyperbolic)
+    def given(self) -> tuple[str, ...]:
+        """Those of the operands that the caller hands to every step."""
+        return () if self.corrects is None else self.corrects.given
 
     @property
-    def buffers(self) -> dict[str, Dims]:
-        """What the state keeps, by symbol, and which dims of x it has."""
-        h: dict[str, Dims] = {"h": None} if self.keeps_h else {}
-        x: dict[str, Dims] = {"x": None} if self.transports else {}
-        return {**self.preconditioner.buffers, **h, **x}
+    def buffers(self) -> dict[str, Buffer]:
+        """What there is for each tensor beside it and its gradient, by symbol."""
+        own = dict(self.preconditioner.buffers)
+        if "m" in own and self.is_quasi_hyperbolic:
+            own["m"] = own["m"]._replace(key=GRADIENTS)
+        elif "m" in own and self.matrix_only and self.correction is None:
+            own["m"] = own["m"]._replace(key=MOMENTUM)
+        return own if self.corrects is None else {**own, **self.corrects.buffers}
 
-    def dtype_of(self, symbol: str, x: Tensor) -> torch.dtype:
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Those of the operands that a step replaces for the next one."""
+        return () if self.corrects is None else self.corrects.written
+
+    @property
+    def kept(self) -> dict[str, Buffer]:
+        """What the state has to keep from one step to the next: buffers that the caller
+        does not hand over.
+        """
+        return {s: b for s, b in self.buffers.items() if s not in self.given}
+
+    def dtype_of(self, buffer: Buffer, x: Tensor) -> torch.dtype:
         """Return the dtype of a buffer for ``x``."""
-        if symbol == "h" and self.correction.h_dtype is not None:
-            return self.correction.h_dtype
-        if symbol == "x":  # exchanged with the parameter, bit for bit
-            return x.dtype
-        return self.state_dtype or x.dtype
-
-    def num_missing(self, symbol: str, shape: torch.Size) -> int:
-        """Return how many dims, the last ones, a buffer lacks of a tensor's shape."""
-        if self.buffers.get(symbol) is None:
-            return 0
-        return len(shape) - self.matrices.column_dim(len(shape))
+        own = self.state_dtype or x.dtype
+        by_name = {"parameter": x.dtype, "state": own, "working": working_dtype(x)}
+        return by_name.get(buffer.dtype, buffer.dtype)
 
     def num_clipped(self, shape: torch.Size) -> int:
         """Return how many parts of a tensor of this shape have a norm of their own."""
@@ -130,55 +117,14 @@ class Algorithm:
             return 1
         return self.matrices.num_in(shape)
 
-    def needs_rows(self, shape: torch.Size) -> bool:
-        """Return whether it asks to which matrix of several a row belongs."""
-        scales_rows = self.matrix_only and self.preconditioner.scales_rows
-        return self.num_clipped(shape) > 1 or (
-            scales_rows and self.matrices.num_in(shape) > 1
-        )
-
-    def inner_products(
-        self, g: Tensor, h: Tensor | None, rows: MatrixRows | None = None
-    ) -> Tensor:
-        """Return <g,g>, <g,h>, <h,h> of the tensors of a stack (L, *shape), (L, 3), or
-        of their matrices, (L * num, 3), from one read of g and h; <g,g> alone, with one
-        column, where no h is read.
-
-        Written as sums of products, not as norms: inductor then keeps them in one graph
-        with what divides by them. Rows are summed first, then all products of them at
-        once: a GPU then reads whole rows in its widest loads, where inductor's own
-        split of a long sum need not divide it.
-        """
-        first = 1 if rows is None else 1 + self.matrices.column_dim(g.ndim - 1)
-        g, dims = working(g), _row_dims(g.shape, first)
-        pairs = [(g, g)]
-        if self.reads_h:
-            h = working(h)
-            pairs += [(g, h), (h, h)]
-        every = [(a * b).sum(dims) if dims else a * b for a, b in pairs]
-        sums = torch.stack(every, 1)  # (L, products, *what is left of the shape)
-        if rows is None:
-            return sums.flatten(2).sum(2) if sums.ndim > 2 else sums
-        if sums.ndim > 1 + first:
-            sums = sums.flatten(1 + first).sum(-1)
-        found = rows.sum(sums.flatten(0, 1)).unflatten(0, sums.shape[:2])
-        return found.mT.flatten(0, 1)
-
-    def weights(
-        self, gamma: Number, a: Tensor, products: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the weights of g and h in c, (N,) each; None where no h is read."""
-        if self.reads_h or self.transports:
-            beta1 = self.preconditioner.beta1
-            return self.correction.weights(beta1, gamma, a, products)
-        return a * torch.ones_like(products[:, 0]), None
-
-    def lookahead(self, gamma: Number) -> Number:
-        """Return k, by how many displacements y is ahead of x."""
-        return self.correction.scale(self.preconditioner.beta1, gamma)
-
     def scalars(self, t: Tensor, lr: Number, gamma: Number) -> tuple[Number, ...]:
         """Return the preconditioner's numbers for tensors at their steps t (N,)."""
         if self.is_quasi_hyperbolic:
             return self.preconditioner.scalars(t, lr, gamma)
         return self.preconditioner.scalars(t, lr)
+
+    @property
+    def makes_matrix(self) -> bool:
+        """Whether what goes to the owners of matrices is a tensor of its own, not m."""
+        own = self.matrix_only and self.preconditioner.makes_matrix
+        return own or (self.matrix_only and self.is_quasi_hyperbolic)

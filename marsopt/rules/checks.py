@@ -5,7 +5,8 @@ looking would be a sync.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 
 import torch
 from torch import Tensor
@@ -111,3 +112,25 @@ def count_or_none(name: str, value: int | None) -> None:
             f"got {name}={value!r}, expected None or a whole number >= 1: None "
             "switches it off"
         )
+
+
+def none_or(check: Callable[[str, Number], None]) -> Callable[..., None]:
+    """Return a check that takes None too."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def one_of(values: tuple) -> Callable[[str, object], None]:
+    """Return a check for one of these values."""
+
+    def check(name: str, value: object) -> None:
+        if value not in values:
+            raise ValueError(
+                f"got {name}={value!r}, expected one of {values}: choose one"
+            )
+
+    return check
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Return what a misspelt name most likely means, if anything."""
+    return next(iter(get_close_matches(name, known, n=1)), None)

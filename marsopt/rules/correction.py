@@ -1,121 +1,170 @@
-"""MARS's correction of the gradient (arXiv 2411.10438, Algorithm 1; the authors'
-optimizers/mars.py): c, its scale k, its clip; and what stands for it with one gradient,
-transport (this project's; implicit gradient transport, arXiv 1906.03532, seen through
-MARS).
+"""MARS's corrected gradient c (arXiv 2411.10438, Algorithm 1; the authors'
+optimizers/mars.py), as every correction makes it: a weighted sum of the gradient and
+other operands, clipped.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from marsopt.rules import checks
+from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
+from marsopt.rules.hyperparameters import check_fields, number, structure
+from marsopt.rules.life import Life
 
-Kind = Literal["approximate", "exact", "transport"]
-KINDS: tuple[str, ...] = get_args(Kind)
 Per = Literal["matrix", "tensor"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Correction:
-    """What a preconditioner is given in place of the gradient:
+class Correction(ABC):
+    """What a preconditioner is given in place of the gradient g:
 
-        k = gamma beta1 / (1 - beta1)
-        c = g(x) + k (g(x) - h)                    approximate and exact
-        c = g(y)  at  y = x + k (x - x_prev)       transport
+        c = w_0 g + w_1 v_1 + w_2 v_2 + ...        v: the operands of this correction
         c <- c / max(1, ||c||_F / clip)            per matrix or tensor
 
-    with beta1 the decay rate of the preconditioner's first moment, and x_prev the
-    parameters one step before. On the current batch g(y) is the exact c to first order
-    in x - x_prev, and c itself where the loss is quadratic.
+    A subclass says which operands, with which coefficients; which of them the state
+    keeps, and what happens to them before and after a step (its ``Life``).
 
     Args:
-        kind: "approximate": h is the previous step's gradient, kept in the state.
-            "exact": h is the current batch's gradient at x_prev, given to every step.
-            "transport": parameters hold y while gradients are taken, the state keeps
-            x, and there is no h.
-        gamma: scale of the variance reduction; 0 turns it off. With transport, the
-            lookahead that a step leaves has the gamma of that step.
+        gamma: scale of the variance reduction; 0 turns it off.
         clip: threshold of the norm of c; None = off.
         clip_per: what has a norm of its own: "matrix", where a tensor is made of
             several (``Matrices``), or "tensor".
-        h_dtype: dtype of the kept h; None = that of the other buffers. Half precision
-            saves memory and traffic, and rounds h by up to 2^-9 (bf16).
+        h_dtype: dtype of a kept gradient; None = that of the other buffers. Half
+            precision saves memory and traffic, and rounds it by up to 2^-9 (bf16).
     """
 
-    kind: Kind = "approximate"
-    gamma: Number = 0.025
-    clip: Number | None = 1.0
-    clip_per: Per = "matrix"
-    h_dtype: torch.dtype | None = None
+    gamma: Number = number(0.025, checks.finite)
+    clip: Number | None = number(1.0, checks.positive_or_none)
+    clip_per: Per = structure("matrix", checks.one_of(get_args(Per)))
+    h_dtype: torch.dtype | None = structure(None, checks.floating_or_none, whole=True)
+
+    name: ClassVar[str]
+    # operands beside the gradient, by symbol: each is a buffer
+    operands: ClassVar[tuple[str, ...]] = ()
+    # those of them that the caller hands to every step, by the life of this correction
+    given: ClassVar[tuple[str, ...]] = ()
+    # all that it may keep, by symbol
+    keeps: ClassVar[dict[str, Buffer]] = {}
+    # those buffers that the step itself writes: see ``kept``
+    written: ClassVar[tuple[str, ...]] = ()
+    # whether parameters hold a point ahead of the iterate, which is the buffer "x"
+    is_ahead: ClassVar[bool] = False
+    # whether baselines take it too: it then changes where gradients are taken alone
+    suits_baselines: ClassVar[bool] = False
+    life: ClassVar[type[Life]] = Life
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(
-                f"got correction={self.kind!r}, expected one of {KINDS}: choose one"
-            )
-        checks.finite("gamma", self.gamma)
-        checks.positive_or_none("clip", self.clip)
-        if self.clip_per not in get_args(Per):
-            raise ValueError(
-                f"got clip_per={self.clip_per!r}, expected one of {get_args(Per)}: "
-                "choose one"
-            )
-        checks.floating_or_none("h_dtype", self.h_dtype)
+        check_fields(self)
 
     @property
-    def transports(self) -> bool:
-        """Whether the gradient is taken ahead of x, so that no h is needed."""
-        return self.kind == "transport"
+    def buffers(self) -> dict[str, Buffer]:
+        """What the state keeps, by symbol."""
+        return {
+            symbol: buffer._replace(dtype=self.h_dtype)
+            if symbol == "h" and self.h_dtype is not None
+            else buffer
+            for symbol, buffer in self.keeps.items()
+        }
 
-    @staticmethod
-    def scale(beta1: Number, gamma: Number) -> Number:
-        """Return k."""
-        return gamma * beta1 / (1 - beta1)
+    @property
+    def is_linear(self) -> bool:
+        """Whether the average of c follows from that of g, so that neither c nor an
+        operand has to be there (``Average`` has the formula).
+        """
+        return False
+
+    @abstractmethod
+    def coefficients(self, beta1: Number, gamma: Number) -> tuple[Number, ...]:
+        """Return those of g and of each operand, before the clip.
+
+        Args:
+            beta1: decay rate of the preconditioner's first moment.
+            gamma: scale of the variance reduction in this step.
+        """
+
+    def kept(self, g: Tensor) -> dict[str, Tensor]:
+        """Return what the step itself puts into buffers, given the gradient as the
+        global clip leaves it.
+        """
+        return {}
+
+    def extrapolation(self, beta1: Number, gamma: Number) -> Number | None:
+        """Return by how many displacements parameters are ahead of the iterate after a
+        step with this ``gamma``; None where ``is_ahead`` is False.
+        """
+        return None
+
+    def anchored(self, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+        """Return the buffers that a full gradient ``g`` at ``x`` sets."""
+        raise ValueError(
+            f"got a full gradient for correction={self.name!r}, expected one that has "
+            'an anchor: choose correction="svrg"'
+        )
 
     def weights(
         self, beta1: Number, gamma: Number, a: Tensor, products: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return (N,) weights with which c = w_g g + w_h h, for N tensors or matrices;
-        None for h where there is none.
+    ) -> tuple[Tensor, ...]:
+        """Return (N,) weights of g and of each operand in c, for N tensors or matrices.
 
         Args:
             beta1: decay rate of the first moment.
             gamma: scale of the variance reduction in this step.
             a: factor of the global clip on g, 0-D.
-            products: (N, 3) <g,g>, <g,h>, <h,h> of each, complete over shards.
+            products: (N, pairs) inner products of g and the operands with each other,
+                in the order of ``pairs``, complete over shards.
         """
-        gg, gh, hh = products.unbind(1)
-        k = 0.0 if self.transports else self.scale(beta1, gamma)
-        w_g, w_h = (1 + k) * a, k * torch.ones_like(gg)
-        s = torch.ones_like(gg)
-        if self.clip is not None:
-            # ||(1+k) a g - k h||^2 expanded: neither c nor a second pass is needed
-            cc = w_g * w_g * gg - 2 * w_g * w_h * gh + w_h * w_h * hh
-            s = self.clip / cc.clamp(min=0).sqrt().clamp(min=self.clip)
-        return s * w_g, None if self.transports else -s * w_h
+        one = torch.ones_like(products[:, 0])
+        w = [value * one for value in self.coefficients(beta1, gamma)]
+        w[0] = w[0] * a
+        if self.clip is None:
+            return tuple(w)
+        # ||c||^2 expanded: neither c nor a second pass over the operands is needed
+        cc = torch.zeros_like(one)
+        for (i, j), product in zip(pairs(w), products.unbind(1), strict=False):
+            cc = cc + (1 if i == j else 2) * w[i] * w[j] * product
+        s = self.clip / cc.clamp(min=0).sqrt().clamp(min=self.clip)
+        return tuple(s * value for value in w)
 
 
-def resolve(is_approx: bool, correction: str | None) -> str:
-    """Return the kind that the authors' ``is_approx`` and our ``correction`` name.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Approximate(Correction):
+    """The authors' default (section 3.2): with h the previous step's gradient, which
+    the state keeps,
 
-    Raises:
-        ValueError: they contradict each other, or the kind is unknown.
+    k = gamma beta1 / (1 - beta1)
+    c = g + k (g - h)
     """
-    if correction is None:
-        return "approximate" if is_approx else "exact"
-    if correction not in KINDS:
-        raise ValueError(
-            f"got correction={correction!r}, expected one of {KINDS} or None: None "
-            "takes what is_approx says"
-        )
-    if not is_approx and correction != "exact":
-        raise ValueError(
-            f"got is_approx=False with correction={correction!r}, expected one to "
-            "agree with the other: pass only correction"
-        )
-    return correction
+
+    name = "approximate"
+    operands = ("h",)
+    keeps = {"h": Buffer("last_grad")}
+    written = ("h",)
+
+    @property
+    def is_linear(self) -> bool:
+        return self.clip is None
+
+    def coefficients(self, beta1, gamma):
+        k = scale(beta1, gamma)
+        return 1 + k, -k
+
+    def kept(self, g):
+        return {"h": g}
+
+
+def pairs(values: Sequence) -> list[tuple[int, int]]:
+    """Return the positions (i, j), i <= j, of all pairs, (0, 0) first."""
+    return [(i, j) for i in range(len(values)) for j in range(i, len(values))]
+
+
+def scale(beta1: Number, gamma: Number) -> Number:
+    """Return k = gamma beta1 / (1 - beta1), the scale of MARS's correction."""
+    return gamma * beta1 / (1 - beta1)

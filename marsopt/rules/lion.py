@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from marsopt.rules import checks
+from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
-from marsopt.rules.preconditioner import Average, Dims, Preconditioner
+from marsopt.rules.hyperparameters import number
+from marsopt.rules.preconditioner import Average, Preconditioner
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,19 +26,13 @@ class Lion(Preconditioner):
         betas: weights of m in the update and in its own average.
     """
 
-    betas: tuple[Number, Number] = (0.9, 0.99)
+    betas: tuple[Number, Number] = number((0.9, 0.99), checks.betas)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.betas("betas", self.betas)
+    keeps = {"m": Buffer("exp_avg")}
 
     @property
     def beta1(self) -> Number:
         return self.betas[1]  # of the average
-
-    @property
-    def buffers(self) -> dict[str, Dims]:
-        return {"m": None}
 
     def scalars(self, t, lr, w=None):
         return lr, 1 - lr * self.weight_decay

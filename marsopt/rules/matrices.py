@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from marsopt.rules import checks
+from marsopt.rules.hyperparameters import check_fields, structure
 
 Kind = Literal["2d", "batched", "flattened"]
-KINDS: tuple[str, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +30,11 @@ class Matrices:
             projections of one shape that were fused. None = all rows.
     """
 
-    kind: Kind = "2d"
-    block_rows: int | None = None
+    kind: Kind = structure("2d", checks.one_of(get_args(Kind)), name="matrices")
+    block_rows: int | None = structure(None, checks.count_or_none)
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(
-                f"got matrices={self.kind!r}, expected one of {KINDS}: choose one"
-            )
-        checks.count_or_none("block_rows", self.block_rows)
+        check_fields(self)
 
     @property
     def expected(self) -> str:
@@ -93,6 +89,15 @@ class Matrices:
         rows, cols = self.shape_in(tensor.shape)
         num = tensor.numel() // (rows * cols) if rows * cols else 0
         return tensor.reshape(num, rows, cols)
+
+    def unbound_rows(self, numbers: Tensor, ndim: int) -> Tensor:
+        """Return numbers of all rows of a tensor with so many dims, (..., rows), as
+        those of a batch (num, rows); of a tensor that is one matrix as (rows,).
+        """
+        is_one = self.column_dim(ndim) == 1
+        if is_one and self.block_rows in (None, numbers.shape[0]):
+            return numbers
+        return numbers.reshape(-1, self.block_rows or max(1, numbers.shape[-1]))
 
 
 class MatrixRows(NamedTuple):

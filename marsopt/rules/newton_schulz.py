@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from marsopt.rules.hyperparameters import structure
+
 # Amsel, Persson, Musco, Gower, "The Polar Express" (arXiv 2505.16932), Algorithm 1:
 # minimax quintics for singular values in [1e-3, 1], cushion 0.02407327424182761;
 # recomputed in tests/test_newton_schulz.py.
@@ -58,11 +60,11 @@ class NewtonSchulz:
             Gram matrix is lost for good (``python -m benchmarks.newton_schulz``).
     """
 
-    steps: int = 5
-    coefficients: str = "quintic"
-    dtype: torch.dtype = torch.bfloat16
-    eps: float = 5e-10
-    gram: bool = False
+    steps: int = structure(5, name="ns_steps", whole=True)
+    coefficients: str = structure("quintic", name="ns_coefficients", whole=True)
+    dtype: torch.dtype = structure(torch.bfloat16, name="ns_dtype", whole=True)
+    eps: float = structure(5e-10, name="ns_eps", whole=True)
+    gram: bool = structure(False, name="ns_gram", whole=True)
 
     def __post_init__(self) -> None:
         if self.coefficients not in COEFFICIENTS:

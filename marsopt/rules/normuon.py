@@ -5,12 +5,16 @@ each row of the orthogonal factor; on MARS's corrected gradient: MARS-NorMuon.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+
+import torch
 
 from marsopt.rules import checks
+from marsopt.rules.buffers import Buffer, one_per_row
 from marsopt.rules.checks import Number
-from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, MatrixAverage
-from marsopt.rules.preconditioner import Dims
+from marsopt.rules.dtypes import working
+from marsopt.rules.hyperparameters import number, structure
+from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, MatrixAverage
+from marsopt.rules.preconditioner import Average, Whole
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,21 +36,26 @@ class NorMuon(MatrixAverage):
         eps: added to the root of r.
     """
 
-    adjust_lr_fn: str = MATCH_RMS_ADAMW
-    beta2: Number = 0.95
-    eps: Number = 1e-8
+    adjust_lr_fn: str = structure(MATCH_RMS_ADAMW, checks.one_of(SCALES))
+    beta2: Number = number(0.95, checks.decay_rate, beta=1)
+    eps: Number = number(1e-8, checks.at_least_zero)
 
-    scales_rows: ClassVar[bool] = True
+    keeps = {**Average.keeps, "r": Buffer("row_exp_avg_sq", shape=one_per_row)}
+    row_inputs = ("r",)
+    row_outputs = ("r", "weight")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.decay_rate("beta2", self.beta2)
-        checks.at_least_zero("eps", self.eps)
+    def at_owner(self, given, stage):
+        found = []
+        for one, made in zip(given, super().at_owner(given, stage), strict=True):
+            o, (r,) = working(made.matrix), one.rows
+            squares = torch.linalg.vector_norm(o, dim=-1).square()
+            r = self.beta2 * r + (1 - self.beta2) * squares / max(1, o.shape[-1])
+            w = 1 / (r.sqrt() + self.eps)
+            after = (squares * w * w).sum(-1, keepdim=True)  # ||o'||^2
+            tiny = torch.finfo(after.dtype).tiny  # of a zero matrix
+            rescale = (squares.sum(-1, keepdim=True) / after.clamp(min=tiny)).sqrt()
+            found.append(Whole(made.matrix, (r, w * rescale)))
+        return found
 
-    @property
-    def buffers(self) -> dict[str, Dims]:
-        return {"m": None, "r": "rows"}
-
-    def rows(self, r, squares, shape):
-        r = self.beta2 * r + (1 - self.beta2) * squares / max(1, shape[-1])
-        return r, 1 / (r.sqrt() + self.eps)
+    def apply(self, x, o, rows, s, shape):
+        return super().apply(x, rows["weight"] * o, rows, s, shape)

@@ -6,19 +6,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
-from torch import Tensor
 
+from marsopt.rules import checks
+from marsopt.rules.hyperparameters import structure
 from marsopt.rules.newton_schulz import NewtonSchulz
-from marsopt.rules.preconditioner import Average
+from marsopt.rules.preconditioner import Average, MatrixPreconditioner, Whole
 
-ORIGINAL, MATCH_RMS_ADAMW = "original", "match_rms_adamw"  # torch.optim.Muon's words
+SCALES = ORIGINAL, MATCH_RMS_ADAMW = "original", "match_rms_adamw"  # as torch's Muon
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class MatrixAverage(Average):
+class MatrixAverage(Average, MatrixPreconditioner):
     """An average whose direction is orthogonalized: o = NS(u), and
 
         x <- (1 - lr weight_decay) x - lr scale(rows, cols) o
@@ -33,24 +33,20 @@ class MatrixAverage(Average):
     """
 
     nesterov: bool = False
-    adjust_lr_fn: str = ORIGINAL
+    adjust_lr_fn: str = structure(ORIGINAL, checks.one_of(SCALES))
     ns: NewtonSchulz = NewtonSchulz()
-
-    matrix_only: ClassVar[bool] = True
-    # whether ``rows`` rescales the factor's rows from a moment of their own
-    scales_rows: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.adjust_lr_fn not in (ORIGINAL, MATCH_RMS_ADAMW):
-            raise ValueError(
-                f"got adjust_lr_fn={self.adjust_lr_fn!r}, expected {ORIGINAL!r} or "
-                f"{MATCH_RMS_ADAMW!r}: choose one of the two"
-            )
 
     @property
     def averages(self) -> bool:
         return not self.nesterov  # which looks at c itself, too
+
+    @property
+    def makes_matrix(self) -> bool:
+        return self.nesterov
+
+    @property
+    def cost(self) -> NewtonSchulz:
+        return self.ns
 
     def scalars(self, t, lr, w=None):
         return super().scalars(t, lr, 1 - self.momentum if self.nesterov else w)
@@ -67,20 +63,13 @@ class MatrixAverage(Average):
             return max(1, rows / max(1, cols)) ** 0.5
         return 0.2 * max(rows, cols) ** 0.5
 
-    def apply(
-        self, x: Tensor, o: Tensor, s: tuple[Tensor, ...], shape: torch.Size
-    ) -> Tensor:
-        """Return the new x, from the factor o of matrices whose whole is ``shape``."""
+    def at_owner(self, given, stage):
+        factors = self.ns.many([one.matrix for one in given])
+        return [Whole(o) for o in factors]
+
+    def apply(self, x, o, rows, s, shape):
         rate, decay, *_ = s
         return decay * x - (rate * self.lr_scale(shape)) * o
-
-    def rows(
-        self, r: Tensor, squares: Tensor, shape: torch.Size
-    ) -> tuple[Tensor, Tensor]:
-        """Return the new moment r of rows and their weights (L, ..., rows), before each
-        matrix is rescaled to its norm; ``squares`` are sums over whole rows of o.
-        """
-        raise NotImplementedError(f"{type(self).__name__} scales no rows")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,3 +85,5 @@ class Orthogonal(MatrixAverage):
     "original", Moonlight with "match_rms_adamw"; MARS-Shampoo and MARS-M are those
     without nesterov. MARS-M without clip is the authors' MARS-M-efficient.
     """
+
+    is_polar = True

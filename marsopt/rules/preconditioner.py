@@ -1,19 +1,23 @@
-"""What a page of a preconditioner states: its buffers, its scalars, its update."""
+"""What a preconditioner states: its buffers, its scalars, its update; and where it
+needs whole matrices, what their owners do.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from marsopt.rules import checks
+from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
+from marsopt.rules.hyperparameters import check_fields, number
 
-Buffers = Mapping[str, Tensor]  # by symbol
-Dims = Literal["rows"] | None  # of x that a buffer has: not columns'; None = all
+Tensors = Mapping[str, Tensor]  # by symbol
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,12 +28,13 @@ class Preconditioner(ABC):
         weight_decay: decoupled: x <- (1 - lr weight_decay) x - ...
     """
 
-    weight_decay: Number = 0.0
+    weight_decay: Number = number(0.0, checks.at_least_zero)
 
-    matrix_only: ClassVar[bool] = False
+    keeps: ClassVar[dict[str, Buffer]] = {}  # all that it may keep, by symbol
+    matrix_only: ClassVar[bool] = False  # whether it is a ``MatrixPreconditioner``
 
     def __post_init__(self) -> None:
-        checks.at_least_zero("weight_decay", self.weight_decay)
+        check_fields(self)
 
     @property
     @abstractmethod
@@ -42,9 +47,9 @@ class Preconditioner(ABC):
         return False
 
     @property
-    @abstractmethod
-    def buffers(self) -> dict[str, Dims]:
-        """What the state keeps, by symbol, and which dims of x it has."""
+    def buffers(self) -> dict[str, Buffer]:
+        """What the state keeps, by symbol."""
+        return self.keeps
 
     @abstractmethod
     def scalars(
@@ -56,10 +61,97 @@ class Preconditioner(ABC):
 
     @abstractmethod
     def update(
-        self, x: Tensor, c: Tensor, buffers: Buffers, s: tuple[Tensor, ...]
+        self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the new x and buffers; a matrix rule returns in place of x what is to
-        be orthogonalized, None for m itself.
+        """Return the new x and the buffers that change; a matrix preconditioner returns
+        in place of x what goes to the owners, None for m itself.
+        """
+
+
+class Whole(NamedTuple):
+    """What an owner has of one tensor's matrices, or gives back."""
+
+    matrix: Tensor  # (rows, cols), or a batch (num, rows, cols)
+    rows: tuple[Tensor, ...] = ()  # numbers of rows: (rows,) or (num, rows) each
+    owned: tuple[Tensor, ...] = ()  # the owner's buffers: (*shape) or (num, *shape)
+
+
+class MatrixCost(Protocol):
+    """What the work on whole matrices costs, by which owners are chosen. Equal ones
+    share their exchanges: hashable, and alike on all ranks.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What results travel in."""
+
+    def payload(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
+        """Return what a matrix of ``dtype`` travels in to its owner."""
+
+    def num_flops(self, rows: int, cols: int) -> int:
+        """Return those of one matrix in one step."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MatrixPreconditioner(Preconditioner):
+    """One whose step is made of whole matrices: what ``update`` returns is brought to
+    their owners, ``at_owner`` makes something of it, and ``apply`` moves x by that.
+    """
+
+    # symbols of buffers of one number a row that go to the owners, and of what comes
+    # back: those among them that are buffers replace these, in the same order
+    row_inputs: ClassVar[tuple[str, ...]] = ()
+    row_outputs: ClassVar[tuple[str, ...]] = ()
+    # whether ``at_owner`` is the polar factor of ``cost`` and nothing else, which
+    # shards may then make from their sum of Gram matrices
+    is_polar: ClassVar[bool] = False
+    # so many steps lie between two stages; None = there is no stage
+    every: ClassVar[int | None] = None
+
+    matrix_only = True
+
+    @property
+    @abstractmethod
+    def cost(self) -> MatrixCost:
+        """What ``at_owner`` costs."""
+
+    @property
+    def owned(self) -> tuple[str, ...]:
+        """Return the symbols of the buffers that live with the owners."""
+        return tuple(s for s, b in self.buffers.items() if b.home == "owner")
+
+    @property
+    def makes_matrix(self) -> bool:
+        """Whether ``update`` returns a tensor of its own, and not None for m."""
+        return True
+
+    @abstractmethod
+    def at_owner(self, given: Sequence[Whole], stage: bool) -> list[Whole]:
+        """Return what becomes of whole matrices, ``row_outputs`` and owners' buffers in
+        place of ``row_inputs`` and these; nothing that is given changes.
+
+        Args:
+            given: matrices, in what they traveled in or wider.
+            stage: whether this step is one of those that come ``every`` so many.
+        """
+
+    @abstractmethod
+    def apply(
+        self,
+        x: Tensor,
+        o: Tensor,
+        rows: Tensors,
+        s: tuple[Tensor, ...],
+        shape: torch.Size,
+    ) -> Tensor:
+        """Return the new x.
+
+        Args:
+            x: (L, *shape of a piece).
+            o: the same, what ``at_owner`` made.
+            rows: by symbol of ``row_outputs``, as factors of ``o``.
+            s: this preconditioner's scalars, as factors of ``x``.
+            shape: (rows, cols) of a whole matrix.
         """
 
 
@@ -78,11 +170,9 @@ class Average(Preconditioner):
         momentum: mu, decay rate of m; default 0.95, the authors' betas[0].
     """
 
-    momentum: Number = 0.95
+    momentum: Number = number(0.95, checks.decay_rate, beta=0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.decay_rate("momentum", self.momentum)
+    keeps = {"m": Buffer("exp_avg")}
 
     @property
     def beta1(self) -> Number:
@@ -91,10 +181,6 @@ class Average(Preconditioner):
     @property
     def averages(self) -> bool:
         return True
-
-    @property
-    def buffers(self) -> dict[str, Dims]:
-        return {"m": None}
 
     def scalars(self, t, lr, w=None):
         weights = () if w is None else (w,)

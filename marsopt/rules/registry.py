@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
+from marsopt.rules import checks
 from marsopt.rules.adamw import AdamW
-from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.correction import Correction, Kind
+from marsopt.rules.algorithm import GRADIENTS, MOMENTUM, Algorithm
+from marsopt.rules.buffers import is_full
+from marsopt.rules.correction import Approximate, Correction
+from marsopt.rules.exact import Exact
+from marsopt.rules.hyperparameters import Table, table
 from marsopt.rules.lion import Lion, SignAverage
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.normuon import NorMuon
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, Orthogonal
 from marsopt.rules.preconditioner import Preconditioner
+from marsopt.rules.svrg import SVRG
+from marsopt.rules.transport import Transport
 
-# Who moves what is not a matrix: the rule itself; an AdamW with numbers of its own, the
-# authors' (optimizers/mars.py); or one with the rule's own lr and weight decay and eps
-# on the raw v (as MARS_M/train_mars_m.py and train_moonlight.py do).
-Others = Literal["itself", "adamw_1d", "adamw"]
+# What moves tensors that are not matrices: the rule itself; an AdamW with numbers of
+# its own, the authors' (optimizers/mars.py); or one with the rule's own lr and weight
+# decay and eps on the raw v (as MARS_M/train_mars_m.py and train_moonlight.py do).
+Fallback = Literal["itself", "adamw_1d", "adamw"]
 # The numbers of that; None: the rule's lr, betas or weight_decay.
-OTHERS: dict[Others, dict[str, Any]] = {
+FALLBACKS: dict[Fallback, dict[str, Any]] = {
     "itself": dict(lr_1d=None, betas_1d=None, weight_decay_1d=None),
     "adamw_1d": dict(lr_1d=3e-3, betas_1d=(0.9, 0.95), weight_decay_1d=0.1),
     "adamw": dict(lr_1d=None, betas_1d=(0.9, 0.95), weight_decay_1d=None),
 }
-# Second of ``betas`` for rules that have one momentum alone, which do not read it.
-UNUSED_BETA = 0.99
+# What the fallback takes of the rule where a number of its own is None.
+FOLLOWED = {name: name.removesuffix("_1d") for name in FALLBACKS["itself"]}
+# What groups give to the AdamW beside a rule; their ``nesterov`` is the rule's.
+FALLBACK_TABLE = {n: line for n, line in table(AdamW).items() if n != "nesterov"}
+# Those of ``betas`` that a rule does not read: the authors'.
+UNUSED_BETAS = (0.95, 0.99)
 
 
 @dataclass(frozen=True)
@@ -38,42 +47,74 @@ class NamedRule:
 
     Args:
         name: what ``mars_type`` calls it.
-        preconditioner: its page.
+        preconditioner: its class.
         is_mars: whether it corrects the gradient.
-        others: who moves what is not a matrix.
-        defaults: arguments of the page that differ from its own defaults.
+        fallback: what moves tensors that are not matrices.
+        defaults: arguments of the preconditioner that differ from its own defaults.
         source: paper and algorithm.
     """
 
     name: str
     preconditioner: type[Preconditioner]
     is_mars: bool
-    others: Others
+    fallback: Fallback
     defaults: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
 
     @property
     def matrix_only(self) -> bool:
-        """Whether Newton-Schulz makes its steps, for matrices alone."""
+        """Whether it moves matrices alone."""
         return self.preconditioner.matrix_only
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """Its hyperparameters and their defaults; the correction's apart."""
-        own = {f.name: f.default for f in fields(self.preconditioner)}
-        return {**own, **self.defaults}
+    def table(self) -> Table:
+        """Its preconditioner's hyperparameters, with its own defaults."""
+        return {
+            name: line._replace(default=self.defaults.get(name, line.default))
+            for name, line in table(self.preconditioner).items()
+        }
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Its defaults under the names that routing and param groups have: the momentum
-        of matrix rules as the first of ``betas``, NorMuon's beta2 as the second.
+        """Its defaults of what every param group of it has, by the names that groups
+        have: momentums that stand alone as parts of ``betas``.
         """
-        own = self.arguments
-        betas = own.get("momentum"), own.get("beta2", UNUSED_BETA)
+        own, betas = self.table, list(UNUSED_BETAS)
+        for line in own.values():
+            if line.beta is not None:
+                betas[line.beta] = line.default
+        numbers = {
+            name: line.default
+            for name, line in own.items()
+            if line.is_number and line.beta is None and name not in FALLBACK_TABLE
+        }
         return dict(
-            betas=own.get("betas", betas),
-            weight_decay=own["weight_decay"],
-            **OTHERS[self.others],
+            betas=own["betas"].default if "betas" in own else tuple(betas),
+            weight_decay=own["weight_decay"].default,
+            **numbers,
+            **FALLBACKS[self.fallback],
+        )
+
+    def fallback_group(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a param group says whose parameters AdamW moves beside this rule,
+        as embeddings; it says all, so that an argument of MARS for the rule does not
+        change AdamW.
+
+        Args:
+            given: of the rule's own group: lr, betas, weight_decay and gamma, and what
+                stands in their place where it is not None, lr_1d and so on.
+        """
+        beside, numbers = self.hyperparameters, {}
+        beside |= {name: value for name, value in given.items() if value is not None}
+        for name in ("lr", "betas", "weight_decay", "gamma"):
+            value = beside.get(f"{name}_1d")
+            value = beside.get(name) if value is None else value
+            numbers |= {} if value is None else {name: value}
+        return numbers | dict(
+            mars_type="adamw",
+            epsilon_hat=self.fallback == "adamw",
+            nesterov=False,
+            optimize_1d=False,
         )
 
     def algorithm(
@@ -84,22 +125,24 @@ class NamedRule:
         matrices: Matrices = Matrices(),
         **arguments: Any,
     ) -> Algorithm:
-        """Join the page, with these ``arguments`` of it, and a correction."""
-        page = self.preconditioner(**{**self.defaults, **arguments})
+        """Join the preconditioner, with these ``arguments`` of it, and a correction."""
         return Algorithm(
-            preconditioner=page,
+            preconditioner=self.preconditioner(**{**self.defaults, **arguments}),
             correction=correction,
             state_dtype=state_dtype,
             matrices=matrices,
             name=self.name,
         )
 
-    def num_buffers(self, kind: Kind = "approximate") -> int:
+    def num_buffers(self, correction: str = Approximate.name) -> int:
         """Return how many tensors of the parameter's size the state holds."""
-        corrects = self.is_mars or kind == "transport"
-        found = self.algorithm(correction=Correction(kind=kind) if corrects else None)
-        return sum(dims is None for dims in found.buffers.values())
+        kind = CORRECTIONS[correction]
+        corrects = self.is_mars or kind.suits_baselines
+        found = self.algorithm(correction=kind() if corrects else None)
+        return sum(map(is_full, found.kept.values()))
 
+
+CORRECTIONS: dict[str, type[Correction]] = {}
 
 RULES = (
     NamedRule("adamw", AdamW, False, "itself", source="arXiv 1711.05101"),
@@ -175,7 +218,28 @@ RULES = (
     ),
 )
 
-REGISTRY: dict[str, NamedRule] = {rule.name: rule for rule in RULES}
+REGISTRY: dict[str, NamedRule] = {}
+
+# The names of all that a component may keep in ``optimizer.state[p]``; all else there
+# is somebody else's.
+STATE_KEYS = {MOMENTUM, GRADIENTS}
+
+
+def register(component: NamedRule | type[Correction]) -> None:
+    """Give a rule or a correction its name: ``MARS``, ``mars`` and all tools know it
+    from then on.
+    """
+    if isinstance(component, NamedRule):
+        REGISTRY[component.name] = component
+        keeps = component.preconditioner.keeps
+    else:
+        CORRECTIONS[component.name] = component
+        keeps = component.keeps
+    STATE_KEYS.update(buffer.key for buffer in keeps.values())
+
+
+for _component in (*RULES, Approximate, Exact, Transport, SVRG):
+    register(_component)
 
 
 def canonical(name: str) -> str:
@@ -191,9 +255,39 @@ def named(mars_type: str) -> NamedRule:
     """
     name = canonical(str(mars_type))
     if name not in REGISTRY:
-        close = get_close_matches(name, REGISTRY, n=1)
-        meant = f"did you mean {close[0]!r}?" if close else "choose one of these names"
+        close = checks.closest(name, REGISTRY)
+        meant = f"did you mean {close!r}?" if close else "choose one of these names"
         raise ValueError(
             f"got mars_type={mars_type!r}, expected one of {tuple(REGISTRY)}: {meant}"
         )
     return REGISTRY[name]
+
+
+def correction_named(name: str) -> type[Correction]:
+    """Return the correction of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in CORRECTIONS:
+        raise ValueError(
+            f"got correction={name!r}, expected one of {tuple(CORRECTIONS)}: choose one"
+        )
+    return CORRECTIONS[name]
+
+
+def resolve(is_approx: bool, correction: str | None) -> str:
+    """Return the correction that the authors' ``is_approx`` and ours name together.
+
+    Raises:
+        ValueError: they contradict each other, or there is none of this name.
+    """
+    if correction is None:
+        return Approximate.name if is_approx else Exact.name
+    name = correction_named(correction).name
+    if not is_approx and name != Exact.name:
+        raise ValueError(
+            f"got is_approx=False with correction={correction!r}, expected one to "
+            "agree with the other: pass only correction"
+        )
+    return name

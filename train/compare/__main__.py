@@ -19,7 +19,7 @@ PARTS = ("runs", "timing", "report")
 SEEDS = 3
 
 
-def arguments(argv: Sequence[str]) -> argparse.Namespace:
+def arguments(argv: list[str]) -> argparse.Namespace:
     """Return the command line, checked; what stands after -- goes to every run."""
     parser = argparse.ArgumentParser(
         "python -m train.compare",
@@ -31,6 +31,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--configs", nargs="+", metavar="CONFIG[:OPTION=VALUE...]",
         help="recipes, with options of the optimizer of their own, as in "
         "tiny_mars_m:gamma=0.05; left out: go on as --out says")
+    add("--module", help="that has the recipes (default: configs)")
     add("--out", type=Path, required=True, help="folder of the comparison")
     add("--lrs", nargs="+", default=[], metavar="LR | CONFIG=LR,LR,...",
         help="rates for all recipes, or for one (default: half, once and twice the "
@@ -48,7 +49,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     # fmt: on
     cut = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:cut])
-    args.options = list(argv[cut + 1 :])
+    given = [] if args.module is None else ["--module", args.module]
+    args.options = given + argv[cut + 1 :]
     check_least(2, steps=args.steps)
     check_least(1, MOST_SEEDS, seeds=args.seeds, jobs=args.jobs)
     settings = (args.lrs, args.sweep, args.steps, args.seeds, args.options)

@@ -88,7 +88,7 @@ def markdown(
     return "\n".join(lines) + "\n"
 
 
-def _pictures(found: list[Entry], study: Study, folder: Path) -> list[str]:
+def draw_pictures(found: list[Entry], study: Study, folder: Path) -> list[str]:
     """Draw what there is to draw; return the names of the files."""
     millions, title = study.tokens_per_step / 1e6, f"{study.length}, {_seeds(found)}"
     names = ["loss_by_tokens.png"]
@@ -116,7 +116,7 @@ def report(study: Study, folder: Path) -> None:
     text = markdown(found, table, study, [n for n in study.recipes if n not in names])
     (folder / "table.md").write_text(text)
     write_json(folder / "results.json", as_json(found, table, study))
-    pictures = _pictures(found, study, folder)
+    pictures = draw_pictures(found, study, folder)
     print(
         f"\n{text}\n"
         f"{'table':12} {folder}: table.md\n"

@@ -3,13 +3,16 @@
 import hashlib
 import sysconfig
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from train.data.encoding import encoded
+from train.data.source import FILES, HELD_OUT, VAL_FRACTION, Source
 from train.data.token_files import read_content
 from train.data.tokenizers import Tokenizer
 from train.data.tokens import SPLITS, Meta
@@ -24,6 +27,7 @@ JSON_LINES = (
     "from a column text"
 )
 MOST_ENDINGS = 4
+SHARE = 0.05  # held out unless told otherwise
 
 
 def files_of(root: Path, suffixes: set[str] = TEXT) -> list[Path]:
@@ -63,7 +67,7 @@ def _listed(endings: Counter[str]) -> str:
     return ", ".join(common + [f"{rest:,} others"] * bool(rest))
 
 
-def _texts(folders: list[Path]) -> tuple[list[Path], Counter[str]]:
+def _texts(folders: Sequence[Path]) -> tuple[list[Path], Counter[str]]:
     """Return the files that stand for ``folders``, which may be files, and the endings
     of those left out.
 
@@ -99,50 +103,40 @@ def read(path: Path) -> str:
         ) from error
 
 
-def by_document(text: str, fraction: float) -> list[tuple[str, str]]:
+def by_document(path: Path, text: str, fraction: float) -> list[tuple[str, str]]:
     """Return [(split, text)]: held out whole, or not, by the hash of its content."""
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
     return [("val" if digest < fraction * 2**64 else "train", text)]
 
 
-def by_tail(text: str, fraction: float) -> list[tuple[str, str]]:
+def by_tail(path: Path, text: str, fraction: float) -> list[tuple[str, str]]:
     """Return [(split, text)]: its tail held out."""
     cut = round(len(text) * (1 - fraction))
     return [("train", text[:cut]), ("val", text[cut:])]
 
 
-class LocalText:
-    """Files of this machine: small enough to begin again after a kill.
+class LocalFiles(Source):
+    """Files of this machine: small enough to begin again after a kill."""
 
-    Of the source "python" whole files are held out, of "text" those that are named, or
-    else the tail of each file. Folders stand for the text files in them.
-    """
+    tokenizer = "bytes"
 
     def __init__(
-        self, source: str, files: list[Path], fraction: float, held_out: list[Path]
+        self,
+        own: dict[str, Any],
+        files: Iterable[Path],
+        split: Callable[[Path, str], list[tuple[str, str]]],
+        left_out: Counter[str],
     ) -> None:
-        held, beside = _texts(held_out)
-        texts, others = _texts(files)
-        whole, self._left_out = set(held), beside + others
-        every = standard_library() if source == "python" else dict.fromkeys(texts)
-        self._files = [f for f in every if f not in whole] + sorted(whole)
-        self._held_out = whole if held_out else None
-        split = by_document if source == "python" else by_tail
-        self._split = partial(split, fraction=fraction)
+        """``own`` is what the source says of itself in ``request``, ``split`` gives
+        [(split, text)] of a file and its text, ``left_out`` are endings of files that
+        lie beside.
+        """
+        self._files, self._split, self._left_out = [*files], split, left_out
         contents = hashlib.sha256()
         for path in self._files:
             contents.update(f"{path.name}:{read(path)}\n".encode())
         known = {"files": len(self._files), "contents": contents.hexdigest()}
-        own: dict = {"source": source, "val_fraction": fraction}
-        if held_out:
-            own = {"source": source, "held_out": len(whole)}
-        self.request = self.plan = own | known
-
-    def _pieces(self, path: Path) -> list[tuple[str, str]]:
-        """Return [(split, text)] of a file."""
-        if self._held_out is not None:
-            return [("val" if path in self._held_out else "train", read(path))]
-        return self._split(read(path))
+        self.request = self.plan = {"source": self.name} | own | known
 
     def make(self, work: Path, coder: Tokenizer, processes: int) -> Meta:
         """Write train.bin and val.bin; return what they hold."""
@@ -151,7 +145,7 @@ class LocalText:
             ours = f"which end in none of {' '.join(sorted(TEXT))}"
             print(f"left out: {_listed(self._left_out)}, {ours}{json}")
         bar = tqdm(self._files, desc="tokenize", unit="file", disable=None)
-        pieces = (piece for path in bar for piece in self._pieces(path))
+        pieces = (piece for path in bar for piece in self._split(path, read(path)))
         batches = ((split, [text]) for split, text in pieces if text)
         ids = encoded(batches, coder.name, processes=processes)
         paths = {split: work / MADE / f"{split}.bin" for split in SPLITS}
@@ -170,3 +164,56 @@ class LocalText:
                     "files, or another --val-fraction"
                 )
         return Meta(coder.name, coder.vocab_size, self.request, **splits)
+
+
+class Text(LocalFiles):
+    """Files that the user names; folders stand for the text files in them. Held out is
+    the tail of each file, or whole files that are named.
+    """
+
+    name = "text"
+    summary = f"FILES, of each a tail held out (default: {SHARE})"
+    options = (FILES, HELD_OUT, VAL_FRACTION)
+
+    def __init__(
+        self,
+        files: Sequence[Path] = (),
+        held_out: Sequence[Path] = (),
+        val_fraction: float | None = None,
+    ) -> None:
+        if not files:
+            raise UserError(
+                "got no files with --source text, expected UTF-8 files: name some"
+            )
+        if held_out and val_fraction is not None:
+            raise UserError(
+                f"got --held-out and --val-fraction {val_fraction} with --source text, "
+                "expected one of them: leave the other out"
+            )
+        held, beside = _texts(held_out)
+        texts, others = _texts(files)
+        whole, left_out = set(held), beside + others
+        every = [f for f in dict.fromkeys(texts) if f not in whole] + sorted(whole)
+        if held_out:
+
+            def by_name(path: Path, text: str) -> list[tuple[str, str]]:
+                return [("val" if path in whole else "train", text)]
+
+            super().__init__({"held_out": len(whole)}, every, by_name, left_out)
+        else:
+            share = val_fraction or SHARE
+            split = partial(by_tail, fraction=share)
+            super().__init__({"val_fraction": share}, every, split, left_out)
+
+
+class StandardLibrary(LocalFiles):
+    """Python's own modules, of which whole files are held out."""
+
+    name = "python"
+    summary = "the standard library's source, of which whole files are held out"
+    options = (VAL_FRACTION,)
+
+    def __init__(self, val_fraction: float = SHARE) -> None:
+        split = partial(by_document, fraction=val_fraction)
+        own = {"val_fraction": val_fraction}
+        super().__init__(own, standard_library(), split, Counter())

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from train.data import source
 from train.data.hub import Place
 from train.data.shards import Ledger, tokenise
+from train.data.source import DATASET, SHARD_TOKENS, SUBSET, Source
 from train.data.token_files import Split, Stream, open_shard, read_content
 from train.data.tokenizers import GPT2, Tokenizer
 from train.data.tokens import SPLITS, Meta
@@ -22,6 +24,7 @@ REVISION = "refs/convert/parquet"
 # nanoGPT, data/openwebtext/prepare.py
 VAL_FRACTION, SEED = 0.0005, 2357
 NUM_DOCUMENTS, NUM_TOKENS = 8_013_769, {"train": 9_035_582_198, "val": 4_434_897}
+PER_SHARD = 10**8  # tokens, as llm.c and modded-nanogpt
 SLAB = 1 << 16  # documents that are put in order at a time, about 150 MB
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
@@ -34,22 +37,33 @@ def _meta(request: dict, ledger: Ledger, coder: Tokenizer, **splits: Split) -> M
     return Meta(coder.name, coder.vocab_size, request | done, **splits)
 
 
-class FineWebEdu:
+class FineWebEdu(Source):
     """End of text before each document, shards of 100 million tokens, the first held
     out (llm.c, dev/data/fineweb.py); named as the MARS authors' scripts look for them.
 
     ``dataset`` is None for the hub's, or another one's name, or a folder.
     """
 
+    name = "fineweb-edu"
+    tokenizer = "gpt2"
+    summary = (
+        "shards with a header (2 GB per 1B tokens), of the hub's "
+        f"{' or '.join(SUBSETS)} (default {list(SUBSETS)[-1]})"
+    )
+    options = (DATASET, SUBSET, SHARD_TOKENS)
+
     def __init__(
-        self, dataset: str | None, subset: str | None, shard_tokens: int
+        self,
+        dataset: str | None = None,
+        subset: str | None = None,
+        shard_tokens: int = PER_SHARD,
     ) -> None:
         if dataset is None:
             dataset, subset = FINEWEB_EDU, subset or list(SUBSETS)[-1]
         known = SUBSETS.get(subset) if dataset == FINEWEB_EDU else None
         place = Place(dataset, subset, num_documents=known)
         self._place, self._shard_tokens = place, shard_tokens
-        own = {"source": "fineweb-edu", "shard_tokens": shard_tokens}
+        own = {"source": self.name, "shard_tokens": shard_tokens}
         self.request = self.plan = own | place.identity()
 
     def make(self, work: Path, coder: Tokenizer, processes: int) -> Meta:
@@ -86,7 +100,7 @@ def _joined(shards: dict[str, Split]) -> Split:
     )
 
 
-class OpenWebText:
+class OpenWebText(Source):
     """nanoGPT's files: end of text after each document, its split, its order.
 
     The order is a permutation of all documents, so all are tokenised first, into a
@@ -96,16 +110,25 @@ class OpenWebText:
     ``dataset`` is None for the hub's, or another one's name, or a folder.
     """
 
+    name = "openwebtext"
+    tokenizer = "gpt2"
+    summary = "nanoGPT's files (needs 36 GB of disk, 18 stay)"
+    options = (source.VAL_FRACTION, DATASET, SUBSET, SHARD_TOKENS)
+
     def __init__(
-        self, dataset: str | None, subset: str | None, share: float, shard_tokens: int
+        self,
+        dataset: str | None = None,
+        subset: str | None = None,
+        val_fraction: float = VAL_FRACTION,
+        shard_tokens: int = PER_SHARD,
     ) -> None:
-        self._published, self._val_fraction = dataset is None, share
+        self._published, self._val_fraction = dataset is None, val_fraction
         if dataset is None:
             place = Place(OPENWEBTEXT, subset, REVISION, NUM_DOCUMENTS)
         else:
             place = Place(dataset, subset)
         self._place, self._shard_tokens = place, shard_tokens
-        own = {"source": "openwebtext", "val_fraction": share, "seed": SEED}
+        own = {"source": self.name, "val_fraction": val_fraction, "seed": SEED}
         self.request = own | place.identity()
         self.plan = {**self.request, "shard_tokens": shard_tokens}
 

@@ -19,13 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from parallel.checkpoint import UnreadableCheckpoint
 from train.errors import UNREAD, UserError, is_unread, say, shared_store
 from train.runs.checkpoints import instead, last_step
+from train.runs.safe_dcp import UnreadableCheckpoint
 
 FAILED, UNUSABLE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
-# what the user can mend: before the first step, these say what
-MENDABLE = UserError, UnreadableCheckpoint
 PATIENCE = 5.0  # seconds in which other ranks say why they end
 ORPHAN_PATIENCE = 600.0  # seconds in which a rank without a launcher may still save
 SPACE = 1 << 20  # bytes; with less a disk counts as full
@@ -125,7 +123,7 @@ def end(
         )
     else:
         log.info("the run has failed", exc_info=error)
-        code = FAILED if began or not isinstance(error, MENDABLE) else UNUSABLE
+        code = FAILED if began or not isinstance(error, UserError) else UNUSABLE
         line = _failure(error, config, folder, step)
     say(line)
     if told_launcher := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -143,7 +141,7 @@ def _failure(error: BaseException, config, folder: Path, step: int) -> str:
     line = f"error: {_ask_others(_reason(error, folder), _by_others(error), rank)}"
     if isinstance(error, UnreadableCheckpoint) and last_step(folder):
         return f"{line}. {instead(folder, config.model_spec.model.shape)}"
-    if isinstance(error, MENDABLE):
+    if isinstance(error, UserError):
         return line
     line += f", at step {step} of {config.training.steps}: {_goes_on(folder)}"
     path = folder / f"rank{rank}.log"
@@ -168,7 +166,7 @@ def _reason(error: BaseException, folder: Path) -> str:
     no_space = isinstance(error, OSError) and error.errno == errno.ENOSPC
     if no_space or shutil.disk_usage(folder).free < SPACE:
         return f"no space is left on the disk of {folder}: make some"
-    if isinstance(error, MENDABLE):
+    if isinstance(error, UserError):
         return str(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,16 +1,15 @@
 """From the command line to a run: python -m train."""
 
 import argparse
-import difflib
 import logging
 import math
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
+from train.engine import recipes
 from train.errors import UserError
 from train.files import check_folder, hold
 
@@ -22,46 +21,19 @@ NOISE = (
 )
 
 
-def recipe(name: str | None) -> Callable:
-    """Return the function of configs that makes the configuration of this name."""
-    import configs
-
-    if name not in configs.__all__:
-        near = difflib.get_close_matches(f"{name}", configs.__all__, 3, 0.5)
-        raise UserError(
-            f"got --config {name}, expected one of the {len(configs.__all__)} recipes"
-            f"{', such as ' + ', '.join(near) if near else ''}: python -m train --help "
-            "lists them"
-        )
-    return getattr(configs, name)
-
-
-def recipes() -> str:
-    """Return the help that names all recipes."""
-    import configs
-
-    # which python -OO leaves out
-    told = {name: recipe(name).__doc__ or "" for name in configs.__all__}
-    first = {name: text.partition("\n")[0] for name, text in told.items()}
-    width = max(map(len, first))
-    listed = "".join(f"  {name:{width}}  {line}\n" for name, line in first.items())
-    return (
-        "usage: python -m train --config NAME [--section.option VALUE ...]\n\n"
-        f"recipes:\n{listed}\n"
-        "python -m train --config NAME --help lists the options of a recipe."
-    )
-
-
 def parse(argv: list[str]):
-    """Return the configuration named by --config with the options after it."""
+    """Return the configuration named by --config, of the recipes in --module, with the
+    options after it.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", nargs="?")
+    parser.add_argument("--module", default=recipes.MODULE)
     args, rest = parser.parse_known_args(argv)
     for_help = bool({"-h", "--help"} & set(rest))
     if args.config is None and (not argv or for_help):
-        print(recipes())
+        print(recipes.listing(args.module))
         sys.exit(0 if argv else 2)
-    make = recipe(args.config)  # or say which there are
+    make = recipes.recipe(args.config, args.module)  # or say which there are
     import tyro
 
     from train.engine.options import check_known, listing

@@ -1,25 +1,28 @@
-"""torchtitan's checkpoints of the model that is trained, with checksums, which leave
-alone what the user keeps beside them.
+"""torchtitan's checkpoints of the model that is trained, with checksums, read without
+running code, which leave alone what the user keeps beside them.
 """
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from train.engine.titan import TRAIN_STATE, MarsCheckpointManager
+from train.engine.titan import MODEL, TRAIN_STATE, MarsCheckpointManager
 from train.errors import UserError
 from train.runs import checksums
 from train.runs.checkpoints import complete_steps, step_folders
+from train.runs.safe_dcp import load
 
 log = logging.getLogger(__name__)
 
 
 class RunCheckpoints(MarsCheckpointManager):
     """torchtitan's manager. Its own search for "step-N" finds that anywhere in a name,
-    so that it would read and delete a copy "step-20.bak" or "best-step-20".
+    so that it would read and delete a copy "step-20.bak" or "best-step-20"; and its
+    own reader, DCP's, runs code that a checkpoint names.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -32,6 +35,21 @@ class RunCheckpoints(MarsCheckpointManager):
         """Whether this step's checkpoint is the last before the run is ended."""
         # beside the steps that follow: hashing holds no lock of Python's
         self._hashing = ThreadPoolExecutor(1)
+
+    def dcp_load(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        from_hf: bool,
+        from_quantized: bool,
+    ) -> None:
+        """Load as torchtitan does, by ``safe_dcp.load``."""
+        if from_hf:  # safetensors, which hold no code
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        load(state_dict, checkpoint_id)
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(state_dict)
 
     def _load(self, step: int = -1) -> bool:
         loaded = super()._load(step)

@@ -22,7 +22,7 @@ EMBEDDINGS, VECTORS, MATRICES = r"^(wte|wpe)\.", r"norm\.weight$", ".*"
 GROUPS = {EMBEDDINGS: "embeddings", VECTORS: "layer_norms", MATRICES: "matrices"}
 # rules that give everything one rate, and whose scripts keep embeddings from them
 # (MARS_M/train_mars_m.py, train_moonlight.py)
-ONE_RATE = frozenset(n for n, rule in REGISTRY.items() if rule.others == "adamw")
+ONE_RATE = frozenset(n for n, rule in REGISTRY.items() if rule.fallback == "adamw")
 
 
 class MarsOptimizers(MarsOptimizersContainer):
@@ -126,18 +126,10 @@ class MarsOptimizers(MarsOptimizersContainer):
                 return self.param_groups
             embeddings = {"weight_decay": self.embedding_weight_decay}
             if self.by_adamw:
-                given = {k: v for k, v in self.options().items() if v is not None}
-                beside = {**named(self.mars_type).hyperparameters, **given}
-                one_rate = self.mars_type in ONE_RATE or beside["lr_1d"] is None
-                embeddings |= {
-                    "mars_type": "adamw",
-                    "lr": self.lr if one_rate else beside["lr_1d"],
-                    "betas": beside["betas_1d"] or beside["betas"],
-                    "gamma": self.gamma if self.gamma_1d is None else self.gamma_1d,
-                    "epsilon_hat": self.mars_type in ONE_RATE,
-                    "nesterov": False,
-                    "optimize_1d": False,
-                }
+                # embeddings have this rate and decay where the scripts have one of each
+                own = {"weight_decay_1d": self.embedding_weight_decay}
+                own |= {"lr_1d": None} if self.mars_type in ONE_RATE else {}
+                embeddings = named(self.mars_type).fallback_group(self.options() | own)
             vectors = {"weight_decay": self.weight_decay_1d}
             own = {EMBEDDINGS: embeddings, VECTORS: vectors, MATRICES: {}}
             group = partial(ParamGroupConfig, optimizer_name="MARS")

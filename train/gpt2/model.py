@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from parallel.models import num_flops_per_token
 from train.files import Limits
 
 # as files may give them: what is built from these takes a second at most
@@ -34,9 +33,12 @@ class Shape:
     inverse_layer_scale: bool = True
 
     def num_flops_per_token(self, num_params: int, seq_len: int) -> int:
-        """Return the FLOPs of a token: positions are looked up, not multiplied with."""
-        sizes = self.num_layers, self.width, seq_len
-        return num_flops_per_token(num_params - self.block_size * self.width, *sizes)
+        """Return the FLOPs of a token, forward and backward: 6 per weight that is
+        multiplied with, as positions are not, and causal attention (PaLM, arXiv
+        2204.02311, appendix B).
+        """
+        looked_up, attention = self.block_size, self.num_layers * seq_len
+        return 6 * (num_params + (attention - looked_up) * self.width)
 
     def __post_init__(self) -> None:
         if self.width % self.num_heads:

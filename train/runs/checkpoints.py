@@ -11,12 +11,12 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from parallel.checkpoint import UnreadableCheckpoint, load, read_index
 from train.errors import UserError
 from train.files import check_file
 from train.gpt2 import GPT2, Shape, tensor_sizes
 from train.runs import checksums
 from train.runs.checksums import SUMS
+from train.runs.safe_dcp import load, read_index
 
 INDEX = ".metadata"
 STEP = re.compile("step-(0|[1-9][0-9]*)")
@@ -154,10 +154,7 @@ def _read_index(path: Path) -> Metadata:
             f"got {path} without {INDEX}, expected the folder of a complete "
             "checkpoint, e.g. runs/NAME/checkpoint/step-N: choose one"
         )
-    try:
-        return read_index(path)
-    except UnreadableCheckpoint as error:
-        raise UserError(str(error)) from error
+    return read_index(path)
 
 
 def delete(path: Path) -> None:
@@ -174,11 +171,8 @@ def load_model(folder: Path, shape: Shape, step: int | None = None) -> GPT2:
     path = checkpoint(folder, step)
     model = GPT2(shape)
     state = model.state_dict()
-    try:
-        with _alone():
-            load(state, path, no_dist=True)
-    except UnreadableCheckpoint as error:
-        raise UserError(str(error)) from error
+    with _alone():
+        load(state, path, no_dist=True)
     model.load_state_dict(state)
     return model.eval()
 

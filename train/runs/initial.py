@@ -32,7 +32,7 @@ def _settings_of(path: Path) -> Path | None:
     return None
 
 
-def _shape_of(path: Path, run: Path | None) -> Shape | None:
+def shape_of(path: Path, run: Path | None) -> Shape | None:
     if (path / NOTE).exists():
         return read_json(path / NOTE, Shape, "what train.import_hf wrote: restore it")
     return None if run is None else describe(run).shape
@@ -49,7 +49,7 @@ def check_initial(config) -> None:
     whole = not config.checkpoint.initial_load_model_only
     check(path, shape, whole=whole)
     run = _settings_of(path)
-    noted = _shape_of(path, run)
+    noted = shape_of(path, run)
     if noted is not None and noted != shape:
         raise UserError(
             f"got checkpoint.initial_load_path={path} of {noted}, expected {shape}: "

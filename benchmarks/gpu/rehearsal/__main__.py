@@ -30,8 +30,7 @@ from benchmarks.gpu.rehearsal.cases import ALL_MODELS, DTYPES, NONE, cases
 from benchmarks.gpu.rehearsal.faults import faults
 from benchmarks.gpu.rehearsal.rehearse import rehearse
 from benchmarks.gpu.rehearsal.tables import report
-from marsopt.rules.correction import KINDS
-from marsopt.rules.registry import REGISTRY, canonical
+from marsopt.rules.registry import CORRECTIONS, REGISTRY, canonical
 from train.errors import UserError, check_least, command
 from train.files import write_json
 
@@ -47,8 +46,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     # fmt: off
     add("--rules", nargs="+", type=canonical, choices=list(REGISTRY), metavar="RULE",
         default=list(REGISTRY), help="(default: all)")
-    add("--corrections", nargs="+", choices=[*KINDS, NONE], default=[*KINDS, NONE],
-        help="(default: all)")
+    every = [*CORRECTIONS, NONE]
+    add("--corrections", nargs="+", choices=every, default=every, help="(default: all)")
     add("--models", nargs="+", choices=ALL_MODELS, default=ALL_MODELS,
         help="(default: all)")
     add("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES),

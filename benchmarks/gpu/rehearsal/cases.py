@@ -121,7 +121,7 @@ def lower(case: Case) -> Lowered:
         )
         step(optimizer, case)
         num_graphs = len(graphs)
-        floor = floor_of(optimizer._layout.buckets).num_bytes
+        floor = floor_of(optimizer.describe().buckets).num_bytes
         for group in optimizer.param_groups:
             move(group)
         optimizer.max_norm = 2.0
@@ -134,7 +134,7 @@ def lower(case: Case) -> Lowered:
         graphs[:num_graphs],
         num_recompiled,
         sum(map(prod, sizes.values())),
-        [sum(p.numel() for p in ps) for ps in optimizer._layout.leaves],
+        [sum(p.numel() for p in b.params) for b in optimizer.describe().buckets],
         floor,
     )
 

@@ -23,20 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 import marsopt
-import parallel
+from marsopt.parallel.forecast.record import KINDS
 
 aten = torch.ops.aten
 COPY, WAIT = "copy", "wait"
 # of fake tensors, which have no values: a result, or its shape, depends on one
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-LIBRARY = tuple(Path(room.__file__).parent for room in (marsopt, parallel))
-# torch's operations, by the names of the forecast; others stay under their own
-KINDS = {
-    "c10d::allreduce_": "all-reduce",
-    "c10d::alltoall_base_": "all-to-all",
-    "c10d::_allgather_base_": "all-gather",
-    "c10d::_reduce_scatter_base_": "reduce-scatter",
-}
+LIBRARY = Path(marsopt.__file__).parent
 
 
 @dataclass(frozen=True)
@@ -69,10 +62,9 @@ def _where() -> tuple[str, ...]:
     found = []
     for frame in traceback.extract_stack():
         path = Path(frame.filename)
-        for room in LIBRARY:
-            if path.is_relative_to(room):
-                place = path.relative_to(room.parent)
-                found.append(f"{place}:{frame.lineno} {frame.name}")
+        if path.is_relative_to(LIBRARY):
+            place = path.relative_to(LIBRARY.parent)
+            found.append(f"{place}:{frame.lineno} {frame.name}")
     return tuple(found[-2:])
 
 

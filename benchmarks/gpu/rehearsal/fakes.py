@@ -17,7 +17,7 @@ from benchmarks.gpu.rehearsal.attention import fused_attention
 from benchmarks.gpu.rehearsal.device import h100
 from benchmarks.gpu.rehearsal.lowering import Graph, Runner, lowering
 from marsopt.functional import stacks
-from marsopt.optim import buckets, layout, storage
+from marsopt.optim import buckets, layout
 
 BYTES = 2**60  # more than any storage has
 
@@ -50,10 +50,10 @@ def addresses() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         enter = patches.enter_context
         enter(mock.patch.object(FakeTensor, "data_ptr", _address, create=True))
-        for module in (stacks, layout, storage):
+        for module in (stacks, layout):
             enter(mock.patch.object(module, "is_fake", lambda tensor: False))
-        for module in (buckets, storage):
-            enter(mock.patch.object(module, "own_rows", _rows))
+        for module in (stacks, buckets):
+            enter(mock.patch.object(module, "separate_tensors", _rows))
         yield
 
 

@@ -8,7 +8,7 @@ needed. An exit status of 1 says that something crosses that the documentation d
 name, or that something which it names does not cross.
 
 Not watched is the count of skipped steps, which is sent to the host at every tenth step
-without a wait (``marsopt.optim.standstill``): that is off under fake tensors, and while
+without a wait (``marsopt.optim.watch``): that is off under fake tensors, and while
 a CUDA graph is captured.
 """
 

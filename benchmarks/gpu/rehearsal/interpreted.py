@@ -142,7 +142,7 @@ def interpreted(case: Case, reference: Stepper) -> Result:
                     if not torch.equal(x, before[i, name])
                 )
             before = now
-            floor = floor or floor_of(ours.optimizer._layout.buckets).num_bytes
+            floor = floor or floor_of(ours.optimizer.describe().buckets).num_bytes
 
         ours.walk(after)
     spent = [

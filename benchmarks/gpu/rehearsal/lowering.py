@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch._inductor import async_compile, compile_fx, config, graph
 
 from benchmarks.gpu.rehearsal.device import NoGuard
-from marsopt.optim import compiling
+from marsopt.optim import compiled
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def lowering(
     with (
         config.patch(options),
         mock.patch.object(compile_fx, "compile_fx", whole),
-        mock.patch.object(compiling, "declined", lambda: None),
+        mock.patch.object(compiled, "declined", lambda: None),
     ):
         yield graphs
 

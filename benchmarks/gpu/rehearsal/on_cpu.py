@@ -89,7 +89,7 @@ def interpreting() -> Iterator[Runs]:
         with (
             mock.patch.object(compile_fx, "compile_fx", compile_there),
             # answers for CUDA tensors
-            mock.patch.object(base, "decide", lambda wanted, device: wanted),
+            mock.patch.object(base, "resolve_compile", lambda wanted, device: wanted),
             mock.patch.object(layout, "should_stack", lambda p, compile, num: compile),
         ):
             yield Runs(traffic, graphs, wrappers)

@@ -18,8 +18,7 @@ from benchmarks.gpu.rehearsal.lowering import Graph, Runner, load
 from benchmarks.gpu.rehearsal.pretraining import Loop
 from benchmarks.pretrain import loop
 from benchmarks.pretrain.methods import Method
-from parallel import models
-from parallel.forecast import forecast
+from marsopt.parallel.forecast import forecast, models
 
 TOLERANCE = 0.05  # of the forecast
 NUM_STEPS = 2  # the first makes what stays
@@ -74,7 +73,7 @@ def beside(found: dict[str, Any], model: str) -> dict[str, Any]:
 
     Args:
         found: the answer.
-        model: one of ``parallel.models.MODELS``.
+        model: one of ``marsopt.parallel.forecast.models.MODELS``.
     """
     (job,) = models.jobs(model, [found["method"]])
     memory = forecast(job, 1).memory

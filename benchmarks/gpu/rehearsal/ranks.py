@@ -1,6 +1,6 @@
 """Steps of one rank among many: FSDP2 and HSDP over a process group that sends nothing,
 and fake CUDA tensors. Counted are the collectives of a warm step, beside those that
-``parallel.forecast`` names, and what crosses between host and device.
+``marsopt.parallel.forecast`` names, and what crosses between host and device.
 
     python -m benchmarks.gpu.rehearsal.ranks [--layers N] [--json FILE]
 
@@ -11,16 +11,13 @@ forecast.
 Not rehearsed is how ranks find out that they were given different lists, which reads
 numbers: before the step that is counted it is left out. Nor is the flag that tells the
 host, some steps later and without a wait, whether ranks agreed: it is on its way for
-ever, as no event of the GPU is ever over here (``parallel.agreement``).
+ever, as no event of the GPU is ever over here (``marsopt.parallel.agreement``).
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -28,21 +25,19 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.gpu.rehearsal.cases import move
 from benchmarks.gpu.rehearsal.crossings import COPY, Crossing, Watch
 from benchmarks.gpu.rehearsal.device import h100
 from marsopt import MARS
+from marsopt.parallel import MeshCollectives
+from marsopt.parallel.forecast import Job, forecast
+from marsopt.parallel.forecast.record import pretended
 from marsopt.profiling.gpt2 import EMBEDDINGS, MODELS, param_groups, shapes
 from marsopt.rules.registry import REGISTRY
-from parallel import MeshCollectives
-from parallel.forecast import Job, forecast
 from train.errors import check_least, command, counted
 from train.files import write_json
 
@@ -90,7 +85,7 @@ class Found:
     Args:
         case: which.
         collectives: of a warm step, by kind.
-        forecast: the same, as ``parallel.forecast`` has it.
+        forecast: the same, as ``marsopt.parallel.forecast`` has it.
         crossings: of that step.
         moved: crossings of a step before which every number has moved.
         num_operations: of the warm step.
@@ -141,17 +136,6 @@ def model(num_layers: int) -> Parameters:
     return whole
 
 
-@contextmanager
-def process_group(rank: int, num_ranks: int) -> Iterator[None]:
-    """Be one of so many ranks, of which there is no other."""
-    own = dict(rank=rank, world_size=num_ranks, store=FakeStore())
-    dist.init_process_group("fake", **own)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def forecast_of(case: Case, num_layers: int) -> dict[str, int]:
     """Return the collectives of a step that the forecast names, without zeros."""
     *replicas, shards = case.sizes
@@ -167,42 +151,41 @@ def forecast_of(case: Case, num_layers: int) -> dict[str, int]:
 def play(case: Case, num_layers: int = LAYERS) -> Found:
     """Take steps as one rank, and count in the second."""
     began = time.perf_counter()
-    axes = ("replicate", "shard")[-len(case.sizes) :]
-    with process_group(case.rank, prod(case.sizes)), h100(triton=False):
-        mesh = init_device_mesh("cuda", case.sizes, mesh_dim_names=axes)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            with torch.device("cuda"):
-                net = model(num_layers)
-            for layer in net.inner.values():
-                fully_shard(layer, mesh=mesh)
-            fully_shard(net, mesh=mesh)
-            params = {
-                name.removeprefix("inner."): p for name, p in net.named_parameters()
-            }
-            # it reads numbers, which fake tensors lack
-            with mock.patch.object(MeshCollectives, "agree", lambda self, what: None):
-                optimizer = MARS(
-                    param_groups(params, case.rule),
-                    mars_type=case.rule,
-                    correction=case.correction,
-                    lr=1e-4,
-                    lr_1d=REGISTRY[case.rule].hyperparameters["lr_1d"],
-                    max_norm=1.0,
-                    compile=False,
-                    collectives=MeshCollectives(mesh),
-                )
-                built = time.perf_counter()
-                for p in params.values():
-                    p.grad = torch.empty_like(p)
-                optimizer.step()
-            stepped = time.perf_counter()
-            with Watch() as warm:
-                optimizer.step()
-            for group in optimizer.param_groups:
-                move(group)
-            optimizer.max_norm = 2.0
-            with Watch() as moving:
-                optimizer.step()
+    with (
+        h100(triton=False),
+        pretended(case.rank, case.sizes, "cuda") as mesh,
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        with torch.device("cuda"):
+            net = model(num_layers)
+        for layer in net.inner.values():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        params = {name.removeprefix("inner."): p for name, p in net.named_parameters()}
+        # it reads numbers, which fake tensors lack
+        with mock.patch.object(MeshCollectives, "agree", lambda self, what: None):
+            optimizer = MARS(
+                param_groups(params, case.rule),
+                mars_type=case.rule,
+                correction=case.correction,
+                lr=1e-4,
+                lr_1d=REGISTRY[case.rule].hyperparameters["lr_1d"],
+                max_norm=1.0,
+                compile=False,
+                collectives=MeshCollectives(mesh),
+            )
+            built = time.perf_counter()
+            for p in params.values():
+                p.grad = torch.empty_like(p)
+            optimizer.step()
+        stepped = time.perf_counter()
+        with Watch() as warm:
+            optimizer.step()
+        for group in optimizer.param_groups:
+            move(group)
+        optimizer.max_norm = 2.0
+        with Watch() as moving:
+            optimizer.step()
     return Found(
         case=case,
         collectives=dict(warm.collectives),
@@ -217,11 +200,7 @@ def play(case: Case, num_layers: int = LAYERS) -> Found:
 
 def play_all(cases: tuple[Case, ...] = CASES, num_layers: int = LAYERS) -> list[Found]:
     """Play every case."""
-    with warnings.catch_warnings():
-        # torch 2.13 has another name for it, which 2.11 lacks
-        said = r"`torch\.distributed\.all_gather_into_tensor` is deprecated"
-        warnings.filterwarnings("ignore", said, FutureWarning)
-        return [play(case, num_layers) for case in cases]
+    return [play(case, num_layers) for case in cases]
 
 
 def table(found: list[Found]) -> str:

@@ -13,18 +13,17 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.gpu.rehearsal.crossings import Watch, reads
 from benchmarks.gpu.rehearsal.device import Event
 from benchmarks.gpu.rehearsal.fakes import fake_h100
 from benchmarks.gpu.rehearsal.lowering import launches
-from benchmarks.gpu.rehearsal.ranks import process_group
 from examples import fsdp2
+from marsopt.parallel import MeshCollectives
+from marsopt.parallel.forecast import Job, forecast, record
 from marsopt.profiling.gpt2 import EMBEDDINGS
-from parallel import MeshCollectives
-from parallel.forecast import Job, forecast
 from train.gpt2 import tensor_sizes
 
 NUM_STEPS = 3
@@ -64,13 +63,10 @@ def pretended(rank: int, world: int) -> Iterator[DeviceMesh]:
 
     Ranks compare no text: what they would compare are numbers, which fakes have not.
     """
-    with (
-        process_group(rank, world),
-        streams(),
-        mock.patch.object(MeshCollectives, "agree", lambda self, told: None),
-    ):
+    silent = mock.patch.object(MeshCollectives, "agree", lambda self, told: None)
+    with contextlib.ExitStack() as stack, streams(), silent:
         with unset_fake_temporarily():
-            mesh = init_device_mesh("cuda", (world,))
+            mesh = stack.enter_context(record.pretended(rank, (world,), "cuda"))
         yield mesh
 
 

@@ -148,8 +148,8 @@ class Stepper:
         """Return the bytes that a skipped step reads and another does not: with
         transport, of y.
         """
-        buckets = self.optimizer._layout.buckets
-        mine = [p for b in buckets if b.algorithm.transports for p in b.params]
+        buckets = self.optimizer.describe().buckets
+        mine = [p for b in buckets if b.algorithm.is_ahead for p in b.params]
         return sum(p.nbytes for p in mine)
 
 

@@ -1,0 +1,116 @@
+"""What a tensor's algorithm needs beside it, made once for both doors: its buffers as
+they start, and to which matrices its rows belong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from marsopt.functional.collectives import Collectives, Leaf
+from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.buffers import Buffer, is_full
+from marsopt.rules.matrices import MatrixRows
+
+
+class Side(NamedTuple):
+    """Some tensors, and who moves them."""
+
+    algorithm: Algorithm
+    members: list[int]
+    is_fallback: bool
+
+
+def sides(
+    matrix: Algorithm, fallback: Algorithm | None, shapes: Sequence[torch.Size]
+) -> list[Side]:
+    """Return who moves tensors of these shapes: ``matrix`` what is made of matrices,
+    ``fallback`` the rest; without a fallback, ``matrix`` moves all. A side without
+    members is left out.
+    """
+    if fallback is None:
+        every = list(range(len(shapes)))
+        return [Side(matrix, every, False)] if every else []
+    takes = [matrix.matrices.takes(shape) for shape in shapes]
+    found = [
+        Side(matrix, [i for i, taken in enumerate(takes) if taken], False),
+        Side(fallback, [i for i, taken in enumerate(takes) if not taken], True),
+    ]
+    return [side for side in found if side.members]
+
+
+def buffer_shape(
+    algorithm: Algorithm, buffer: Buffer, shape: Sequence[int]
+) -> torch.Size:
+    """Return the shape of a buffer at home in shards, for a piece of this shape."""
+    return buffer.shape(torch.Size(shape), algorithm.matrices)
+
+
+def allocate(
+    algorithm: Algorithm, buffer: Buffer, x: Tensor, *, stacked: bool
+) -> Tensor:
+    """Return a buffer at home in shards as it starts, for a piece ``x`` of a tensor, or
+    for a stack of such (L, *shape).
+    """
+    dtype = algorithm.dtype_of(buffer, x)
+    if buffer.start == "parameter":
+        return x.to(dtype, copy=True)
+    if is_full(buffer):  # with the strides of x
+        return torch.zeros_like(x, dtype=dtype)
+    first = x.shape[:1] if stacked else ()
+    shape = buffer_shape(algorithm, buffer, x.shape[len(first) :])
+    return x.detach().new_zeros(*first, *shape, dtype=dtype)
+
+
+def owned_leaves(algorithm: Algorithm, params: Sequence[Tensor]) -> list[Leaf]:
+    """Return parameters as the owners of their matrices ask for them."""
+    return [Leaf(p, algorithm.matrices, algorithm.preconditioner) for p in params]
+
+
+def owned_starts(
+    algorithm: Algorithm,
+    buffer: Buffer,
+    params: Sequence[Tensor],
+    collectives: Collectives,
+) -> list[Tensor]:
+    """Return a buffer at home with owners as it starts, (number here, *shape) for each
+    of the parameters, which have to be all that share the exchange.
+    """
+    owns = collectives.owns(owned_leaves(algorithm, params))
+    return [
+        start_at_owner(algorithm, buffer, p, len(own))
+        for p, own in zip(params, owns, strict=True)
+    ]
+
+
+def start_at_owner(algorithm: Algorithm, buffer: Buffer, p: Tensor, num: int) -> Tensor:
+    """Return the start of an owner's buffer of ``num`` matrices of a parameter."""
+    shape = buffer.shape(algorithm.matrices.shape_in(p.shape), algorithm.matrices)
+    made = dict(dtype=algorithm.dtype_of(buffer, p), device=p.device)
+    if buffer.start == "identity":
+        one = torch.eye(shape[-1], **made)
+        return one.expand(num, *shape).clone()
+    return torch.zeros(num, *shape, **made)
+
+
+def matrix_rows(
+    algorithm: Algorithm, leaf: Tensor, shape: torch.Size, collectives: Collectives
+) -> MatrixRows | None:
+    """Return to which matrices the rows of a leaf's piece belong; None where no part of
+    it has a norm of its own.
+
+    Args:
+        algorithm: what moves the leaf.
+        leaf: a parameter as its owner holds it, or a stack of such.
+        shape: of one whole parameter.
+        collectives: who knows which rows lie here.
+    """
+    if algorithm.num_clipped(shape) == 1:
+        return None
+    matrices = algorithm.matrices
+    num_rows = matrices.shape_in(shape)[0]
+    here = collectives.rows(leaf, matrices)
+    return MatrixRows(matrices.num_in(shape), num_rows, here)

@@ -1,0 +1,374 @@
+"""The parts of a step, compiled: whether this machine can, which stacks each call of a
+graph moves, and one commit at the rim: results go into the tensors that hold them,
+inside the compiled region.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sysconfig
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from marsopt.functional import step
+from marsopt.functional.stacks import group_by
+from marsopt.functional.step_types import Stack
+
+log = logging.getLogger(__name__)
+
+# ---- which stacks a call moves -------------------------------------------------------
+
+# elements; below it a copy costs less than a call
+SMALL = 2**16
+# eagerly, how many parameters of one shape are moved as one, and up to which size
+MANY, TINY = 16, 2**12
+
+
+class Call(NamedTuple):
+    """One call of a compiled graph."""
+
+    stacks: list[int]  # positions of the stacks that it moves
+    graph: int  # which graph: calls of one graph differ in their tensors alone
+
+
+def should_stack(p: Tensor, compile: bool, num_alike: int) -> bool:
+    """Return whether parameters of one shape share a stack.
+
+    On a GPU every launch counts, so they do. On a CPU a launch is nothing and the copy
+    of a gradient into its stack is a fifth of the step, so that large ones stay by
+    themselves, and ``calls`` keeps the graphs as small. Eager steps make temporaries as
+    large as what they work on: one parameter each, but for tiny ones that are many,
+    where all time would go into calls.
+
+    Args:
+        p: one of them.
+        compile: whether the step is compiled.
+        num_alike: how many of the group may share the stack.
+    """
+    if not compile:
+        return num_alike >= MANY and p.numel() <= TINY
+    return p.device.type != "cpu" or p.numel() <= SMALL
+
+
+def calls(kinds: Sequence[Hashable], compile: bool) -> list[Call]:
+    """Assign stacks to calls of compiled graphs.
+
+    Stacks that occur equally often are compiled into one graph, called once per
+    occurrence: a graph of one layer is compiled, and called for every layer; stacks
+    that occur once share one call.
+
+    Args:
+        kinds: of every stack, what a compiled graph knows of it; the same on all ranks.
+        compile: whether the step is compiled.
+    """
+    if not compile:
+        return [Call(list(range(len(kinds))), 0)]
+    kinds = group_by(kinds)
+    return [
+        Call(list(row), graph)
+        for graph, together in enumerate(group_by([len(kind) for kind in kinds]))
+        for row in zip(*(kinds[i] for i in together), strict=True)
+    ]
+
+
+# ---- whether and how to compile ------------------------------------------------------
+
+
+@cache
+def missing_for(device_type: str) -> str | None:
+    """What torch.compile lacks here for ``device_type``, or None."""
+    if device_type == "cpu":
+        compilers = (
+            [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "cl"]
+        )
+        if not any(shutil.which(name) for name in compilers):
+            return f"no C++ compiler (looked for {', '.join(compilers)})"
+        if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+            return "no Python headers (Python.h; Debian: apt-get install python3-dev)"
+        return None
+    from torch.utils._triton import has_triton  # torch alone does not import it
+
+    if has_triton():
+        return None
+    return f"no Triton for {device_type}"
+
+
+def resolve_compile(compile: bool | None, device_type: str) -> bool:
+    """Resolve the ``compile`` argument. None asks the machine, and says what came out.
+
+    Raises:
+        RuntimeError: ``compile=True`` where nothing can compile.
+    """
+    if compile not in (None, True, False):
+        raise ValueError(
+            f"got compile={compile!r}, expected None, True or False: None compiles "
+            "where this machine can"
+        )
+    if compile is False:
+        return False
+    missing = missing_for(device_type)
+    if missing is None:
+        log.info(
+            "marsopt: the optimizer step is compiled (compile=False turns this off)"
+        )
+        return True
+    if compile:
+        raise RuntimeError(
+            f"got compile=True, expected a working compiler, found {missing}: install "
+            "it or pass compile=False"
+        )
+    log.warning("marsopt: the optimizer step runs eagerly, since there is %s", missing)
+    return False
+
+
+@cache
+def announce() -> None:
+    """Say that compiling takes its time, once per process: until it is done, a first
+    step looks as if it hung.
+    """
+    log.warning(
+        "marsopt: compiling the optimizer's step, once: some 30 s on a CPU, and less "
+        "where torch's cache on disk has it; compile=False starts at once, but every "
+        "step then takes longer, often several times as long"
+    )
+
+
+def compiled_where_possible(
+    function: Callable,
+    *,
+    required: bool,
+    say: Callable[[int, str], None],
+    options: Mapping[str, Any] | None = None,
+) -> Callable:
+    """``function``, compiled; eager wherever dynamo declines to trace.
+
+    It declines under a TorchDispatchMode (CommDebugMode, FlopCounterMode: the tools
+    that count see every operation then) and with TORCH_COMPILE_DISABLE=1. Where the
+    backend fails, while it compiles and so before anything is written, the function
+    runs eagerly from then on.
+
+    Args:
+        function: takes and changes tensors; reads nothing else.
+        required: raise where the backend fails.
+        say: told, with a level of logging, why it runs eagerly.
+        options: of inductor.
+    """
+    compiled = own_compile(function, options)
+    broken = False
+
+    def call(*args):
+        nonlocal broken
+        off = declined()
+        if off is not None:
+            say(logging.INFO, f"the optimizer step runs eagerly {off}")
+        if broken or off is not None:
+            return function(*args)
+        announce()
+        try:
+            return compiled(*args)
+        except Exception as error:
+            if required or not backend_failed(error):
+                raise
+            broken = True
+            why = str(error).partition("\n")[0]
+            say(
+                logging.WARNING,
+                "the optimizer step runs eagerly, since compiling it failed "
+                f"({type(error).__name__}: {why}); compile=True raises this error",
+            )
+            return function(*args)
+
+    return call
+
+
+def declined() -> str | None:
+    """Where dynamo traces nothing now, or None."""
+    if torch._C._len_torch_dispatch_stack():
+        return "under a TorchDispatchMode"
+    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
+        if os.environ.get(name) == "1":
+            return f"with {name}=1"
+    return None
+
+
+def backend_failed(error: Exception) -> bool:
+    """Return whether a compiled function has failed before it ran."""
+    from torch._dynamo.exc import ShortenTraceback  # of BackendCompilerFailed, too
+
+    return isinstance(error, ShortenTraceback)
+
+
+def once() -> Callable[[int, str], None]:
+    """A way to say things, each once."""
+    return cache(lambda level, what: log.log(level, "marsopt: %s", what))
+
+
+def own_compile(
+    function: Callable, options: Mapping[str, Any] | None = None
+) -> Callable:
+    """torch.compile with a cache of its own.
+
+    Dynamo keeps compiled code by code object: two optimizers that compile one function
+    would share the limit on recompiles. It is that of which tools read a graph's name.
+    """
+    own = types.FunctionType(
+        function.__code__.replace(co_name=function.__name__),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    return torch.compile(own, fullgraph=True, dynamic=False, options=_known(options))
+
+
+def _known(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return those that this inductor has: their names are no promise of torch's."""
+    if options is None:
+        return None
+    from torch._inductor import list_options  # imported when something is compiled
+
+    names = set(list_options())
+    return {name: value for name, value in options.items() if name in names}
+
+
+# ---- running a step in place ---------------------------------------------------------
+
+# What is decided for each tensor is a few bytes in each of many steps. Inductor fuses
+# loops that share data, ten bytes or more; here each loop for itself costs a launch.
+NUMBERS = {"aggressive_fusion": True, "score_fusion_memory_threshold": 0}
+RANGES = {
+    step.assess_alone: "marsopt: norms",
+    step.products: "marsopt: norms",
+    step.decide: "marsopt: norms",
+    step.update: "marsopt: update",
+    step.apply: "marsopt: update",
+}
+
+
+def named_range(name: str) -> AbstractContextManager:
+    """Return a range of this name in the trace of the profiler that runs, if one does:
+    entering and leaving a range costs some microseconds.
+    """
+    if profiler._is_profiler_enabled:
+        return profiler.record_function(name)
+    return nullcontext()
+
+
+def in_place(function: Callable) -> Callable:
+    """Return ``step.update`` or ``step.apply`` over lists of stacks, whose results are
+    written into the tensors that hold them. Its graph is called after it, with the
+    underscore of what writes in place.
+    """
+
+    def moved_(stacks: Sequence[Stack], *columns: Sequence) -> list[Tensor | None]:
+        more = []
+        for old, *own in zip(stacks, *columns, strict=True):
+            new, made = function(old, *own)
+            _commit(old, new)
+            more.append(made)
+        return more
+
+    moved_.__name__ = f"{function.__name__}_"
+    return moved_
+
+
+def _commit(old: Stack, new: Stack) -> None:
+    """Write what is new into the tensors that hold it."""
+    if new.x is not old.x:
+        old.x.copy_(new.x)
+    for symbol, buffer in old.buffers.items():
+        if new.buffers[symbol] is not buffer:
+            buffer.copy_(new.buffers[symbol])
+
+
+class InPlace:
+    """A ``step.Run`` that writes into the stacks that it is given.
+
+    Two graphs move an elementwise algorithm: statistics with all that is decided from
+    them, and the update. A matrix algorithm has a third, after what its owners do.
+    Where there are several calls, or other ranks have to be asked, the decision is a
+    graph of its own. Calls of one graph share it and never recompile.
+
+    Ranges named "marsopt: ..." show the parts in a profiler's trace.
+
+    Args:
+        calls: which stacks each call of a graph moves.
+        alone: whether no other rank has a say.
+        compile: False = eager.
+        required: whether a backend that fails raises.
+    """
+
+    def __init__(
+        self, calls: Sequence[Call], *, alone: bool, compile: bool, required: bool
+    ) -> None:
+        self.calls = calls
+        self.is_fused = alone and len(calls) == 1
+        self._compile, self._required = compile, required
+        self._functions: dict[tuple[Callable, int], Callable] = {}
+        self._say = once()
+
+    def _compiled(self, function: Callable, graph: int = 0) -> Callable:
+        """Return ``function`` as calls of this graph take it."""
+        if (function, graph) not in self._functions:
+            is_number = function in (step.assess_alone, step.decide)
+            moves = function in (step.update, step.apply)
+            made = in_place(function) if moves else function
+            if self._compile:
+                made = compiled_where_possible(
+                    made,
+                    required=self._required,
+                    say=self._say,
+                    options=NUMBERS if is_number else None,
+                )
+            self._functions[function, graph] = made
+        return self._functions[function, graph]
+
+    def call(self, function: Callable, *args):
+        with named_range(RANGES[function]):
+            return self._compiled(function)(*args)
+
+    def meet(self, what: str, function: Callable, *args):
+        with named_range(f"marsopt: {what}"):
+            return function(*args)
+
+    def each(self, function: Callable, stacks: Sequence[Stack]) -> list[Tensor]:
+        with named_range(RANGES[function]):
+            return self._by_calls(function, stacks)
+
+    def move(
+        self, function: Callable, stacks: Sequence[Stack], *columns: Sequence
+    ) -> tuple[list[Stack], list[Tensor | None]]:
+        with named_range(RANGES[function]):
+            return list(stacks), self._by_calls(function, stacks, *columns)
+
+    def store(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
+        torch._foreach_copy_(list(old), list(new))
+        return list(old)
+
+    def _by_calls(
+        self, function: Callable, stacks: Sequence[Stack], *columns: Sequence
+    ) -> list:
+        """Return what ``function`` of lists gives, call by call, one item per stack.
+        Stacks whose first of ``columns`` is None are skipped.
+        """
+        found: list = [None] * len(stacks)
+        for call in self.calls:
+            mine = [i for i in call.stacks if not columns or columns[0][i] is not None]
+            if not mine:
+                continue
+            lists = [[column[i] for i in mine] for column in (stacks, *columns)]
+            parts = self._compiled(function, call.graph)(*lists)
+            for i, part in zip(mine, parts, strict=True):
+                found[i] = part
+        return found

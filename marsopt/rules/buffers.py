@@ -1,0 +1,52 @@
+"""What a component keeps for each parameter: shape, start value, home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+
+from marsopt.rules.matrices import Matrices
+
+Shape = Callable[[torch.Size, Matrices], torch.Size]
+
+
+def like_x(shape: torch.Size, matrices: Matrices) -> torch.Size:
+    """Return the shape of the parameter itself."""
+    return shape
+
+
+def one_per_row(shape: torch.Size, matrices: Matrices) -> torch.Size:
+    """Return the dims of a parameter before those that count columns."""
+    return shape[: matrices.column_dim(len(shape))]
+
+
+class Buffer(NamedTuple):
+    """A tensor that the state keeps for each parameter.
+
+    Args:
+        key: its name in ``optimizer.state[p]``, torch.optim's where it has one. No two
+            components share a key, but for tensors that mean the same.
+        shape: its shape. With home "shard", from the shape of the piece of a parameter
+            that lies here: its first dims are then those of the parameter, and are cut
+            as they are. With home "owner", from (rows, cols) of one whole matrix.
+        start: its value before the first step: zeros, the parameter, or an identity
+            matrix.
+        home: "shard": beside each piece of the parameter. "owner": where whole matrices
+            are brought together, (number of matrices owned here, *shape).
+        dtype: "state": the ``state_dtype`` of the algorithm, or the parameter's own;
+            "parameter": the parameter's own; "working": that or float32, whichever is
+            wider; or a dtype.
+    """
+
+    key: str
+    shape: Shape = like_x
+    start: Literal["zeros", "parameter", "identity"] = "zeros"
+    home: Literal["shard", "owner"] = "shard"
+    dtype: torch.dtype | Literal["state", "parameter", "working"] = "state"
+
+
+def is_full(buffer: Buffer) -> bool:
+    """Return whether it has the shape of the parameter."""
+    return buffer.home == "shard" and buffer.shape is like_x

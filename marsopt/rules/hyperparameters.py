@@ -1,0 +1,199 @@
+"""The table of hyperparameters: the fields of the dataclasses that rules are made of.
+
+A field made by ``number`` may change from step to step: compiled code reads it from a
+tensor. Any other field is structure, a Python value that formulas depend on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import Field, field, fields, is_dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import torch
+
+from marsopt.rules import checks
+
+Check = Callable[[str, Any], None]  # of a name and a value; raises ValueError
+
+
+def number(default: Any, check: Check, *, beta: int | None = None) -> Any:
+    """Return a dataclass field that may change from step to step: a number or a pair.
+
+    Args:
+        default: its value; None is one too.
+        check: raises where a value is out of its range.
+        beta: its place in the authors' ``betas``, by which MARS and param groups set
+            it; None = they have it under its own name.
+    """
+    return field(default=default, metadata=dict(number=True, check=check, beta=beta))
+
+
+def structure(
+    default: Any,
+    check: Check | None = None,
+    *,
+    name: str | None = None,
+    whole: bool = False,
+) -> Any:
+    """Return a dataclass field whose change is one of formulas. A plain default says
+    the same where none of these arguments is needed.
+
+    Args:
+        default: its value.
+        check: raises where a value is none of those that there are.
+        name: what users call it; None = as the field.
+        whole: whether it is one value for the whole optimizer; else every param group
+            may have its own.
+    """
+    return field(default=default, metadata=dict(check=check, name=name, whole=whole))
+
+
+class Hyperparameter(NamedTuple):
+    """A line of the table."""
+
+    name: str  # as users write it
+    default: Any
+    hint: Any  # its type
+    text: str  # what it is, from the docstring of its dataclass
+    check: Check | None
+    is_number: bool
+    is_whole: bool
+    beta: int | None
+
+    @property
+    def may_be_none(self) -> bool:
+        """Whether None is a value; else it is the rule's own."""
+        return type(None) in get_args(self.hint)
+
+    @property
+    def is_dtype(self) -> bool:
+        """Whether it is a dtype, or may be one."""
+        return torch.dtype in (self.hint, *get_args(self.hint))
+
+
+Table = Mapping[str, Hyperparameter]
+
+
+@cache
+def table(component: type) -> Table:
+    """Return the hyperparameters of a dataclass, and of those that are its fields, by
+    the name that users write.
+    """
+    hints, texts = get_type_hints(component), _texts(component)
+    found: dict[str, Hyperparameter] = {}
+    for f in fields(component):
+        if is_dataclass(f.default):
+            found |= table(type(f.default))
+            continue
+        found[_name(f)] = Hyperparameter(
+            _name(f),
+            f.default,
+            hints[f.name],
+            texts.get(f.name, ""),
+            f.metadata.get("check"),
+            f.metadata.get("number", False),
+            f.metadata.get("whole", False),
+            f.metadata.get("beta"),
+        )
+    return found
+
+
+def arguments(component: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a dataclass that are among ``given``, under the names of
+    its fields. None is the dataclass's own value where it is none itself.
+    """
+    found: dict[str, Any] = {}
+    known = table(component)
+    for f in fields(component):
+        if is_dataclass(f.default):
+            own = arguments(type(f.default), given)
+            if own:
+                found[f.name] = replace(f.default, **own)
+            continue
+        line = known[_name(f)]
+        if line.beta is not None and line.name not in given and "betas" in given:
+            found[f.name] = given["betas"][line.beta]
+        elif line.name in given:
+            value = given[line.name]
+            if value is not None or line.may_be_none or line.is_number:
+                found[f.name] = value
+    return found
+
+
+def check_fields(component: Any) -> None:
+    """Check the fields of a dataclass's instance.
+
+    Raises:
+        ValueError: one is out of its range.
+    """
+    for f in fields(component):
+        if (check := f.metadata.get("check")) is not None:
+            check(_name(f), getattr(component, f.name))
+
+
+def check_values(known: Table, given: Mapping[str, Any]) -> None:
+    """Check those of ``given`` that are in a table.
+
+    Raises:
+        ValueError: one is out of its range.
+    """
+    for name, value in given.items():
+        if (line := known.get(name)) is None:
+            continue
+        own = value is None and not line.is_number  # the rule's own
+        if line.check is not None and (line.may_be_none or not own):
+            line.check(name, value)
+
+
+def check_names(given: Mapping[str, Any], known: Mapping[str, Any], what: str) -> None:
+    """Check that all names that are ``given`` to ``what`` are known.
+
+    Raises:
+        TypeError: one is not.
+    """
+    unknown = [name for name in given if name not in known]
+    if not unknown:
+        return
+    close = {n: checks.closest(n, known) for n in unknown}
+    meant = [f"{near!r} for {name!r}" for name, near in close.items() if near]
+    do = f"did you mean {', '.join(meant)}?" if meant else "leave out what it is not"
+    raise TypeError(
+        f"got {sorted(unknown)}, expected arguments of {what} "
+        f"({', '.join(sorted(known))}): {do}"
+    )
+
+
+def described(known: Table) -> str:
+    """Return what a docstring's list of arguments says of a table."""
+    return "\n".join(
+        textwrap.fill(
+            f"{line.name}: {line.text}",
+            80,
+            initial_indent="    ",
+            subsequent_indent="        ",
+        )
+        for line in known.values()
+    )
+
+
+def _name(f: Field) -> str:
+    return f.metadata.get("name") or f.name
+
+
+def _texts(component: type) -> dict[str, str]:
+    """Return what the docstrings of a dataclass and its bases say of its fields."""
+    found: dict[str, str] = {}
+    for base in reversed(component.__mro__):
+        doc = inspect.cleandoc(base.__dict__.get("__doc__") or "")
+        listed = doc.partition("\nArgs:\n")[2].partition("\n\n")[0]
+        for names, text in re.findall(
+            r"^    (\w[\w, ]*): (.*(?:\n     .*)*)", listed, re.MULTILINE
+        ):
+            text = " ".join(text.split())
+            found |= dict.fromkeys(names.split(", "), text)
+    return found

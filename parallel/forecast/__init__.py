@@ -1,0 +1,11 @@
+"""What a sharded step will send, compute, hold and take, before any process is started.
+
+Memory and messages are recorded: the step itself runs on tensors without memory, as one
+rank among many that are not there. FLOPs are counted, and times are a model
+(docs/scaling.md). Nothing that trains imports this room.
+"""
+
+from .models import Job
+from .step import Forecast, Hardware, forecast, sweep
+
+__all__ = ["Forecast", "Hardware", "Job", "forecast", "sweep"]

@@ -1,0 +1,271 @@
+"""What is planned: a model and how it is trained, who moves which of its tensors and
+which of them go to owners; and models that are planned by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+import marsopt
+from marsopt import REGISTRY
+from marsopt.functional.binding import sides
+from marsopt.profiling import gpt2
+from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.preconditioner import MatrixCost
+from marsopt.rules.registry import canonical
+
+from ..placement import shard_size
+from ..planner import Matrix
+
+FULL = 4  # bytes of a float32: parameters, gradients, momenta
+CORRECTIONS = ("exact", "transport")  # at the end of a rule's name
+RULES = (  # that are compared
+    *("adamw", "muon", "mars-adamw", "mars-adamw-exact", "mars-adamw-transport"),
+    *("mars-m", "mars-m-transport"),
+)
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Tensors of one shape that one algorithm moves together."""
+
+    algorithm: Algorithm
+    shape: torch.Size
+    names: tuple[str, ...]
+
+    def local(self, rank: int, num_ranks: int) -> torch.Size:
+        """Return the shape of one rank's piece of a tensor, as Shard(0) cuts."""
+        first, *rest = self.shape
+        return torch.Size([shard_size(first, rank, num_ranks), *rest])
+
+    def num_packed(self, num_ranks: int) -> int:
+        """Return how many tensors of each parameter a step copies into stacks of its
+        own: its gradient, which autograd leaves apart, and its shard, which FSDP holds.
+        A parameter that nobody shards has moved into its stack once and for all.
+        """
+        if len(self.names) == 1:
+            return 0
+        return 1 if num_ranks == 1 else 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model and how it is trained."""
+
+    shapes: Mapping[str, Sequence[int]]  # of all parameters, by name
+    mars_type: str  # the rule of its matrices
+    tokens: int  # per step, over all ranks
+    flops_per_token: int  # of forward and backward
+    elementwise: Collection[str] = ()  # matrices that AdamW takes all the same
+    # arguments of ``marsopt.mars``: correction, clip and amsgrad say what is kept
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_params(self) -> int:
+        """Return the number of all parameters."""
+        return sum(math.prod(s) for s in self.shapes.values())
+
+    @property
+    def rule(self) -> str:
+        """Return the rule's name, its correction at its end."""
+        kind = self.options.get("correction") or "approximate"
+        return self.mars_type if kind == "approximate" else f"{self.mars_type}-{kind}"
+
+    @property
+    def num_gradients(self) -> int:
+        """Return how many gradients a step wants: exact MARS two."""
+        return 1 + any(stack.algorithm.given != () for stack in self.alike)
+
+    @cached_property
+    def alike(self) -> list[Alike]:
+        """Return who moves what, routed and stacked as ``MARS`` does."""
+        rule = marsopt.mars(**{**self.options, "mars_type": self.mars_type})
+        adamw = dict(mars_type="adamw", optimize_1d=False)
+        beside = marsopt.mars(**{**self.options, **adamw}).matrix
+        found: dict[tuple[Algorithm, torch.Size], list[str]] = {}
+        for is_beside, *who in ((False, rule.matrix, rule.rest), (True, beside, None)):
+            names = [n for n in self.shapes if (n in self.elementwise) == is_beside]
+            shapes = [torch.Size(self.shapes[name]) for name in names]
+            for side in sides(*who, shapes):
+                for i in side.members:
+                    found.setdefault((side.algorithm, shapes[i]), []).append(names[i])
+        return [Alike(*key, tuple(names)) for key, names in found.items()]
+
+    @property
+    def cost(self) -> MatrixCost:
+        """Return that of whole matrices; of Newton-Schulz where there are none."""
+        found = [s.algorithm.preconditioner for s in self.alike]
+        costs = [one.cost for one in found if one.matrix_only]
+        return costs[0] if costs else marsopt.NewtonSchulz()
+
+    def matrices(self) -> dict[str, Matrix]:
+        """Return the matrices that owners take, as FSDP2 cuts them: along rows.
+
+        Raises:
+            ValueError: a tensor that is made of several matrices.
+        """
+        found = {}
+        for stack in self.alike:
+            if not stack.algorithm.matrix_only:
+                continue
+            if stack.algorithm.matrices.shape_in(stack.shape) != stack.shape:
+                raise ValueError(
+                    f"got {stack.names[0]} of shape {tuple(stack.shape)}, which is "
+                    "made of several matrices, expected tensors that are one each: "
+                    'plan with matrices="2d" and without block_rows'
+                )
+            is_polar = stack.algorithm.preconditioner.is_polar
+            matrix = Matrix(*stack.shape, 0, is_polar=is_polar)
+            found.update(dict.fromkeys(stack.names, matrix))
+        return found
+
+
+# ---- by name -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    """A transformer, and how its authors trained it.
+
+    Args:
+        shapes: of all parameters, by name.
+        num_layers, width: of its blocks, for the FLOPs of attention.
+        looked_up: embeddings that nothing is multiplied with.
+        beside: embeddings and head, which AdamW moves beside a rule of matrices.
+        seq_len: tokens of a sequence.
+        tokens: of a step.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    num_layers: int
+    width: int
+    looked_up: tuple[str, ...]
+    beside: tuple[str, ...]
+    seq_len: int
+    tokens: int
+
+    @property
+    def num_params(self) -> int:
+        """Return the number of all parameters."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def num_flops_per_token(self) -> int:
+        """Return the FLOPs of a token, forward and backward: 6 per weight that is
+        multiplied with, and causal attention (PaLM, arXiv 2204.02311, appendix B).
+        """
+        looked_up = sum(math.prod(self.shapes[name]) for name in self.looked_up)
+        attention = self.num_layers * self.width * self.seq_len
+        return 6 * (self.num_params - looked_up + attention)
+
+
+def llama_shapes(
+    num_layers: int, width: int, inner: int, vocab_size: int = 32_000
+) -> dict[str, tuple[int, ...]]:
+    """Return LLaMA's parameters (Touvron et al., arXiv 2302.13971, section 2): no
+    biases, RMSNorm, SwiGLU, a head of its own, and as many heads of keys as of queries.
+    """
+    block = {
+        "attn_norm": (width,),
+        **dict.fromkeys(("q", "k", "v", "attn_out"), (width, width)),
+        "mlp_norm": (width,),
+        **dict.fromkeys(("gate", "up"), (inner, width)),
+        "down": (width, inner),
+    }
+    blocks = {
+        f"{i}.{n}": shape for i in range(num_layers) for n, shape in block.items()
+    }
+    ends = dict.fromkeys(("embedding", "head"), (vocab_size, width))
+    return {**ends, **blocks, "norm": (width,)}
+
+
+def _gpt2(name: str) -> Model:
+    """As the MARS authors train it: 480 sequences a step (arXiv 2411.10438)."""
+    num_layers, width = gpt2.MODELS[name]
+    return Model(
+        shapes=gpt2.shapes(num_layers, width),
+        num_layers=num_layers,
+        width=width,
+        looked_up=("wpe",),  # wte is the head, too
+        beside=gpt2.EMBEDDINGS,
+        seq_len=gpt2.NUM_POSITIONS,
+        tokens=480 * gpt2.NUM_POSITIONS,
+    )
+
+
+def _llama(num_layers: int, width: int, inner: int, seq_len: int) -> Model:
+    return Model(
+        shapes=llama_shapes(num_layers, width, inner),
+        num_layers=num_layers,
+        width=width,
+        looked_up=("embedding",),
+        beside=("embedding", "head"),
+        seq_len=seq_len,
+        tokens=2**22,  # "4M" in the papers of both LLaMAs
+    )
+
+
+MODELS: dict[str, Model] = {
+    **{name: _gpt2(name) for name in gpt2.MODELS},
+    # Geng and Liu, OpenLLaMA (2023), config.json of open_llama_3b
+    "llama-3b": _llama(26, 3200, 8640, 2048),
+    # LLaMA (arXiv 2302.13971, table 2), as Llama 2 (arXiv 2307.09288, table 1), whose
+    # sequences these are; inner widths from config.json of Llama-2-7b and 13b
+    "llama-7b": _llama(32, 4096, 11_008, 4096),
+    "llama-13b": _llama(40, 5120, 13_824, 4096),
+}
+
+
+def jobs(
+    model: str, rules: Sequence[str] | None = None, tokens: int | None = None
+) -> list[Job]:
+    """Return how each of ``rules`` trains a model; AdamW has embeddings and head,
+    beside any rule of matrices.
+
+    Args:
+        model: a name in ``MODELS``.
+        rules: names in ``marsopt.REGISTRY``, also with "-exact" or "-transport"; None =
+            ``RULES``.
+        tokens: of a step; None = as many as its authors took.
+
+    Raises:
+        ValueError: an unknown model or rule.
+    """
+    if model not in MODELS:
+        raise ValueError(
+            f"got model {model}, expected one of {', '.join(MODELS)}: choose one"
+        )
+    chosen, found = MODELS[model], []
+    for mars_type, correction in map(_parts, RULES if rules is None else rules):
+        found.append(
+            Job(
+                shapes=chosen.shapes,
+                mars_type=mars_type,
+                tokens=chosen.tokens if tokens is None else tokens,
+                flops_per_token=chosen.num_flops_per_token,
+                elementwise=chosen.beside if REGISTRY[mars_type].matrix_only else (),
+                options={"correction": correction},
+            )
+        )
+    return found
+
+
+def _parts(rule: str) -> tuple[str, str]:
+    """Return the names of a rule and of its correction."""
+    name = canonical(rule)
+    mars_type, _, correction = name.rpartition("-")
+    if correction not in CORRECTIONS:
+        mars_type, correction = name, "approximate"
+    found = REGISTRY.get(mars_type)
+    if found is None or (correction == "exact" and not found.is_mars):
+        raise ValueError(
+            f"got rule {rule}, expected one of {', '.join(REGISTRY)}, or with -exact "
+            "(of MARS alone) or -transport at its end: choose one"
+        )
+    return mars_type, correction

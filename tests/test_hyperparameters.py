@@ -1,0 +1,312 @@
+"""The table of hyperparameters: what a rule or a correction says of its own is known to
+every door, with nothing but its line in the registry.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import marsopt
+from marsopt import MARS, REGISTRY
+from marsopt.optim.groups import DeviceHyperparameters
+from marsopt.rules import checks
+from marsopt.rules.buffers import Buffer
+from marsopt.rules.checks import Number
+from marsopt.rules.correction import Correction
+from marsopt.rules.hyperparameters import number, structure
+from marsopt.rules.preconditioner import Average
+from marsopt.rules.registry import CORRECTIONS, NamedRule
+
+LR = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Power(Average):
+    """With c the gradient: x <- (1 - lr weight_decay) x - lr sign(m) |m|^alpha.
+
+    Args:
+        alpha: exponent of the average.
+        is_cubic: three times that.
+    """
+
+    alpha: Number = number(0.5, checks.at_least_zero)
+    is_cubic: bool = False
+
+    def update(self, x, c, buffers, s):
+        rate, decay, *w = s
+        m, u = self.average(buffers["m"], c, w)
+        size = u.abs() ** (3 * self.alpha if self.is_cubic else self.alpha)
+        return decay * x - rate * torch.sign(u) * size, {"m": m}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Damped(Correction):
+    """c = g + rho (g - h).
+
+    Args:
+        rho: scale of the difference, whatever beta1 is.
+    """
+
+    rho: Number = number(0.5, checks.finite)
+    is_signed: bool = structure(False, whole=True)
+
+    name = "damped"
+    operands = ("h",)
+    keeps = {"h": Buffer("last_grad")}
+    written = ("h",)
+
+    def coefficients(self, beta1, gamma):
+        rho = -self.rho if self.is_signed else self.rho
+        return 1 + rho, -rho
+
+    def kept(self, g):
+        return {"h": g}
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """Their lines in the registry."""
+    rules = [NamedRule("power", Power, False, "itself", source="of these tests")]
+    rules.append(NamedRule("mars-power", Power, True, "adamw_1d", dict(alpha=1.0)))
+    for rule in rules:
+        monkeypatch.setitem(REGISTRY, rule.name, rule)
+    monkeypatch.setitem(CORRECTIONS, Damped.name, Damped)
+
+
+def parameters(*shapes):
+    g = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(shape, generator=g)) for shape in shapes]
+
+
+def gradient(p, seed):
+    return torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+
+
+def by_hand(p, alphas, *, mu=0.95, decay=0.0):
+    """The trajectory of Power, in float64."""
+    x, m = p.detach().double().clone(), torch.zeros_like(p, dtype=torch.float64)
+    for t, alpha in enumerate(alphas):
+        m = mu * m + (1 - mu) * gradient(p, t).double()
+        x = (1 - LR * decay) * x - LR * torch.sign(m) * m.abs() ** alpha
+    return x.float()
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_number_of_a_rule_may_be_given_and_changed(compile):
+    """In the constructor, in a group, between steps: and nothing is compiled anew."""
+    p, q = parameters((4, 6), (5,))
+    alphas = [[0.5, 0.25, 2.0], [1.0, 1.0, 0.5]]
+    want = [by_hand(p, alphas[0]), by_hand(q, alphas[1])]
+    groups = [{"params": [p]}, {"params": [q], "alpha": 1.0}]
+    optimizer = MARS(groups, LR, mars_type="power", alpha=0.5, compile=compile)
+    for t in range(3):
+        for group, own in zip(optimizer.param_groups, alphas, strict=True):
+            assert t or group["alpha"] == own[0]
+            group["alpha"] = own[t]
+        for x in (p, q):
+            x.grad = gradient(x, t)
+        before = counters["stats"]["unique_graphs"]
+        optimizer.step()
+        assert t < 1 or counters["stats"]["unique_graphs"] == before
+    torch.testing.assert_close(p.detach(), want[0])
+    torch.testing.assert_close(q.detach(), want[1])
+    optimizer.param_groups[0]["alpha"] = -1.0
+    with pytest.raises(ValueError, match="got alpha=-1"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(
+    "door",
+    [
+        lambda **own: marsopt.power(**own),
+        lambda **own: marsopt.mars(mars_type="power", **own),
+    ],
+    ids=["power", "mars"],
+)
+def test_the_functional_doors_know_a_new_rule(door, compile):
+    (p,) = parameters((4, 6))
+    for own, alphas in (({}, [0.5] * 3), ({"alpha": 0.25}, [0.25] * 3)):
+        rule, x = door(**own), [p.detach()]
+        step = torch.compile(rule.step, fullgraph=True) if compile else rule.step
+        state = rule.init(x)
+        for t in range(3):
+            x, state = step(x, [gradient(p, t)], state, lr=LR)
+        torch.testing.assert_close(x[0], by_hand(p, alphas))
+
+
+def test_structure_of_a_rule_changes_its_formula():
+    (p,) = parameters((4, 6))
+    want = by_hand(p, [0.5, 1.5])
+    optimizer = MARS([p], LR, mars_type="power", is_cubic=False, compile=False)
+    for t in range(2):
+        optimizer.param_groups[0]["is_cubic"] = t == 1
+        p.grad = gradient(p, t)
+        optimizer.step()
+    torch.testing.assert_close(p.detach(), want)
+
+
+def test_groups_have_what_their_rule_has():
+    shapes = [(4, 6)] * 4
+    groups = [{"params": [p]} for p in parameters(*shapes)]
+    groups[1] |= {"mars_type": "adamw"}
+    groups[2] |= {"mars_type": "mars-power"}
+    groups[3] |= {"mars_type": "lion"}
+    optimizer = MARS(groups, mars_type="power", alpha=0.75, nesterov=None)
+    found = [group.get("alpha") for group in optimizer.param_groups]
+    assert found == [0.75, None, 0.75, None]  # what the constructor has said
+    by_itself = MARS(parameters((2, 2)), mars_type="mars-power")
+    assert by_itself.param_groups[0]["alpha"] == 1.0
+    groups = [{"params": parameters((2, 2)), "mars_type": "muon"}]
+    groups.append({"params": parameters((2, 2)), "mars_type": "lion"})
+    groups[0]["nesterov"] = False
+    assert "nesterov" not in MARS(groups).param_groups[1]
+
+
+def test_the_number_is_saved_and_loaded():
+    (p,), (q,) = parameters((4, 6)), parameters((4, 6))
+    saved = MARS([p], mars_type="power", alpha=0.75).state_dict()
+    assert saved["param_groups"][0]["alpha"] == 0.75
+    other = MARS([q], mars_type="power")
+    del saved["param_groups"][0]["betas"]
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["alpha"] == 0.75
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        lambda **own: MARS(parameters((2, 2)), **own),
+        lambda **own: MARS([{"params": parameters((2, 2)), **own}]),
+        marsopt.mars,
+    ],
+    ids=["class", "group", "mars"],
+)
+@pytest.mark.parametrize(
+    "own",
+    [
+        dict(alpha=0.5),
+        dict(mars_type="lion", alpha=0.5),
+        dict(mars_type="lion", nesterov=True),
+        dict(mars_type="adamw", adjust_lr_fn="original"),
+        dict(rho=0.5),
+    ],
+    ids=str,
+)
+def test_a_number_of_another_rule_is_refused(door, own):
+    name = [*own][-1]
+    with pytest.raises(ValueError, match=f"got {name}=.*leave it out"):
+        door(**own)
+
+
+@pytest.mark.parametrize(
+    "door",
+    [lambda **own: MARS(parameters((2, 2)), **own), marsopt.mars, marsopt.mars_m],
+    ids=["class", "mars", "mars_m"],
+)
+def test_a_misspelt_argument_is_answered_with_the_nearest(door):
+    with pytest.raises(TypeError, match="got .'ns_step'.*did you mean 'ns_steps' for"):
+        door(ns_step=3)
+    with pytest.raises(TypeError, match="got .'whatever'.*expected arguments of"):
+        door(whatever=3)
+    with pytest.raises(AttributeError, match="no attribute 'powers'"):
+        marsopt.powers  # noqa: B018
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_correction_needs_its_line_alone(compile):
+    """The class, changed between steps without compiling anew, is the rule by hand."""
+    (p,) = parameters((4, 6))
+    rhos = [0.5, 2.0, -1.0]
+    x, m, h = p.detach().double(), 0.0, 0.0
+    for t, rho in enumerate(rhos):
+        g = gradient(p, t).double()
+        m = 0.95 * m + 0.05 * (g + rho * (g - h))
+        x, h = x - LR * torch.sign(m), g
+    own = dict(mars_type="mars-lion", correction="damped", clip=None)
+    optimizer = MARS([p], LR, **own, compile=compile)
+    assert optimizer.param_groups[0]["rho"] == 0.5
+    for t, rho in enumerate(rhos):
+        optimizer.param_groups[0]["rho"] = rho
+        p.grad = gradient(p, t)
+        before = counters["stats"]["unique_graphs"]
+        optimizer.step()
+        assert t < 1 or counters["stats"]["unique_graphs"] == before
+    torch.testing.assert_close(p.detach(), x.float())
+    with pytest.raises(ValueError, match="is_signed.* in a param group"):
+        MARS([{"params": [p], "is_signed": True}], **own)
+
+
+def test_the_functional_doors_know_a_new_correction():
+    (p,) = parameters((4, 6))
+    for make in (
+        lambda: marsopt.mars_lion(correction="damped", rho=0.25, is_signed=True),
+        lambda: marsopt.mars(
+            mars_type="mars-lion", correction="damped", rho=0.25, is_signed=True
+        ),
+    ):
+        found = make().matrix.correction
+        assert (type(found), found.rho, found.is_signed) == (Damped, 0.25, True)
+    with pytest.raises(ValueError, match="got rho=0.25"):
+        marsopt.mars_lion(rho=0.25)
+
+
+@pytest.mark.parametrize("name", ["power", "mars_lion", "mars_adamw", "normuon"])
+def test_help_shows_every_argument_with_its_default_and_its_text(name):
+    door = getattr(marsopt, name)
+    assert door.__name__ == name
+    arguments = inspect.getdoc(door).partition("Args:")[2]
+    for argument, parameter in inspect.signature(door).parameters.items():
+        assert parameter.default is not inspect.Parameter.empty
+        (text,) = [t for t in arguments.split("\n") if t.startswith(f"    {argument}:")]
+        assert len(text.split()) > 2
+    if name == "power":
+        assert "exponent of the average" in arguments
+
+
+def test_the_scale_of_the_rate_may_be_given_and_changed():
+    """Muon with Moonlight's scale is Moonlight, from the step on that says so."""
+    (p,), (q,) = parameters((12, 4)), parameters((12, 4))
+    common = dict(lr=LR, weight_decay=0.1, compile=False, ns_dtype=torch.float32)
+    muon = MARS([p], mars_type="muon", adjust_lr_fn="match_rms_adamw", **common)
+    assert muon.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+    moonlight = MARS([q], mars_type="moonlight", **common)
+    for t, scale in enumerate(["match_rms_adamw", "original"]):
+        for optimizer, x in ((muon, p), (moonlight, q)):
+            optimizer.param_groups[0]["adjust_lr_fn"] = scale
+            x.grad = gradient(x, t)
+            optimizer.step()
+        torch.testing.assert_close(p, q, rtol=0, atol=0)
+    assert MARS(parameters((2, 2)), base_lr=0.5).param_groups[0]["base_lr"] == 0.5
+
+
+def test_saved_groups_have_the_keys_that_they_had():
+    """DCP refuses a checkpoint that lacks a key."""
+    keys = (
+        "params lr betas eps weight_decay amsgrad gamma mars_type optimize_1d lr_1d "
+        "betas_1d weight_decay_1d clip epsilon_hat base_lr"
+    )
+    for name in set(REGISTRY) - {"power", "mars-power"}:
+        (group,) = MARS(parameters((2, 2)), mars_type=name).param_groups
+        assert set(group) == set(keys.split()), name
+    (group,) = MARS(parameters((2, 2)), correction="transport").param_groups
+    assert set(group) == {*keys.split(), "gamma_1d", "train_mode"}
+    given = dict(block_rows=2, clip_per="tensor", matrices="batched", nesterov=True)
+    (group,) = MARS(parameters((2, 2)), **given).param_groups
+    assert set(group) == {*keys.split(), *given}
+
+
+def test_what_ranks_compare_names_every_number_and_structure():
+    optimizer = MARS(parameters((2, 2)), mars_type="power", compile=False)
+    (group,) = optimizer.param_groups
+    options = dict(correction="approximate")
+    texts = set()
+    for change in ({}, {"alpha": 0.25}, {"is_cubic": True}, {"lr": 0.5}):
+        texts.add(DeviceHyperparameters({**group, **change}, options).digest_text())
+    assert len(texts) == 4

@@ -1,0 +1,97 @@
+"""--module: recipes of a module of the user's."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from train import plan, prepare
+from train.compare import __main__ as compare
+from train.compare import study
+from train.engine.launch import parse
+from train.engine.resolve import resolve
+from train.errors import UserError
+
+MINE = """
+from configs import tiny_mars_adamw
+
+__all__ = ["stronger"]
+
+
+def stronger():
+    '''MARS-AdamW with a stronger correction.'''
+    config = tiny_mars_adamw()
+    config.optimizer.gamma = 0.05
+    config.dump_folder = "runs/stronger"
+    return config
+"""
+OPTION = ["--module", "house.mine"]
+
+
+@pytest.fixture
+def house(tmp_path, monkeypatch):
+    (tmp_path / "house").mkdir()
+    (tmp_path / "house/mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_a_recipe_of_ones_own_is_listed_resolved_and_planned(house, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(["--help", *OPTION])
+    assert ended.value.code == 0
+    listed = re.findall(r"^  (\w+)  +\S", capsys.readouterr().out, re.MULTILINE)
+    assert listed == ["stronger"]
+    config = parse(["--config", "stronger", *OPTION, "--training.steps", "200"])
+    assert (config.optimizer.gamma, config.training.steps) == (0.05, 200)
+    assert plan.job_of("stronger", "house.mine").mars_type == "mars-adamw"
+    for other in ("tiny_adamw", "strongr"):
+        with pytest.raises(UserError, match="one of the 1 recipes of house.mine"):
+            parse(["--config", other, *OPTION])
+    with pytest.raises(UserError, match="recipes of configs"):
+        parse(["--config", "stronger"])
+
+
+def test_a_comparison_keeps_whose_recipes_it_compares(house):
+    data = house / "data"
+    prepare.prepare(
+        "text", "bytes", data, files=[Path(json.__file__)], val_fraction=0.2
+    )
+    given = ["--configs", "stronger", "--lrs", "1e-3", "--steps", "9", "--out", "x"]
+    given += [*OPTION, "--", "--dataloader.dataset-path", str(data)]
+    made = compare.chosen(compare.arguments(given), jobs=1)
+    made.save(house)
+    again = study.Study.load(house)  # as a call with --out alone does
+    (sweep,) = again.sweeps.values()
+    config = parse(again.arguments(sweep.run(sweep.start, 0), house))
+    resolve(config, 1)
+    assert (config.optimizer.gamma, config.optimizer.lr) == (0.05, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "module, said",
+    [
+        ("none_here", "got --module none_here, of which there is no none_here"),
+        ("json.mine", "of which there is no json.mine, expected a module of recipes"),
+        ("mine.py/x", "write its name as in import"),
+        (".mine", "write its name as in import"),
+        ("", "write its name as in import"),
+        ("a\0b", "write its name as in import"),
+        ("bare", "got --module bare without names in __all__"),
+    ],
+)
+def test_modules_without_recipes(tmp_path, monkeypatch, module, said):
+    (tmp_path / "bare.py").write_text("x = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=re.escape(said)):
+        parse(["--config", "tiny_adamw", "--module", module])
+
+
+def test_what_a_module_lacks_itself_is_shown_as_python_shows_it(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="nothing_of_this_name"):
+        parse(["--config", "tiny_adamw", "--module", "broken"])
