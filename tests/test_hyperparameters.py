@@ -65,7 +65,7 @@ class Damped(Correction):
         rho = -self.rho if self.is_signed else self.rho
         return 1 + rho, -rho
 
-    def kept(self, g):
+    def kept(self, g, old):
         return {"h": g}
 
 
@@ -310,3 +310,39 @@ def test_what_ranks_compare_names_every_number_and_structure():
     for change in ({}, {"alpha": 0.25}, {"is_cubic": True}, {"lr": 0.5}):
         texts.add(DeviceHyperparameters({**group, **change}, options).digest_text())
     assert len(texts) == 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FromMean(Correction):
+    """c = g + gamma (g - mean), mean <- 0.9 mean + 0.1 g."""
+
+    name = "from-mean"
+    operands = written = ("mean",)
+    keeps = {"mean": Buffer("grad_mean")}
+
+    def coefficients(self, beta1, gamma):
+        return 1 + gamma, -gamma
+
+    def kept(self, g, old):
+        return {"mean": 0.9 * old["mean"] + 0.1 * g}
+
+
+def test_a_correction_may_build_on_what_it_keeps():
+    algorithm = marsopt.Algorithm(
+        preconditioner=marsopt.AdamW(weight_decay=0.0),
+        correction=FromMean(gamma=0.5, clip=None),
+    )
+    rule = marsopt.Rule(matrix=algorithm)
+    plain = marsopt.adamw(weight_decay=0.0)
+    x = y = [torch.ones(3, dtype=torch.float64)]
+    state, twin, mean = rule.init(x), plain.init(y), torch.zeros(3, dtype=torch.float64)
+    for seed in range(3):
+        made = torch.Generator().manual_seed(seed)
+        g = torch.randn(3, generator=made, dtype=torch.float64)
+        x, state = rule.step(x, [g], state, lr=0.1)
+        y, twin = plain.step(y, [g + 0.5 * (g - mean)], twin, lr=0.1)
+        mean = 0.9 * mean + 0.1 * g
+        torch.testing.assert_close(x[0], y[0], rtol=0, atol=1e-14)
+    torch.testing.assert_close(state.buffers["mean"][0], mean, rtol=0, atol=1e-14)
+    with pytest.raises(ValueError, match="got a reference for"):  # its mean is its own
+        rule.step(x, [g], state, lr=0.1, reference=[g])

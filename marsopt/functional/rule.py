@@ -145,9 +145,9 @@ class Rule:
                 rate = lr * self.rest_ratio
                 scale = gamma if self.rest_gamma is None else self.rest_gamma
             given = {}
-            if reference is not None and algorithm.operands:
+            if reference is not None and algorithm.reference is not None:
                 h = match(tree, _part(reference, part), "reference")
-                given = {algorithm.operands[0]: h}
+                given = {algorithm.reference: h}
             g, own = match(tree, _part(grads, part), "grads"), states[side]
             group, of_stacks = bind(
                 algorithm, tree, g, given, own, rate, scale, collectives, stage
@@ -282,7 +282,7 @@ class Rule:
             raise ValueError(
                 f"got gamma={gamma!r} for {algorithm}, which has none: leave gamma out"
             )
-        if reference is not None and not algorithm.operands:
+        if reference is not None and algorithm.reference is None:
             raise ValueError(
                 f"got a reference for {algorithm}, expected a rule that corrects the "
                 "gradient by one: leave reference out, or build a MARS rule with "

@@ -318,8 +318,11 @@ def update(stack: Stack, scalars: StepScalars) -> tuple[Stack, Tensor | None]:
     }
     x = working(iterate(stack))
     out, new = algorithm.preconditioner.update(x, c, moments, s.rule)
-    if algorithm.operands:
-        new |= algorithm.corrects.kept(s.grad_clip * g)
+    correction = algorithm.corrects
+    if correction is not None:
+        own = correction.buffers.keys() & stack.buffers.keys()
+        old = {symbol: working(stack.buffers[symbol]) for symbol in sorted(own)}
+        new |= correction.kept(s.grad_clip * g, old)
     buffers = dict(stack.buffers)
     for symbol, value in new.items():
         old = buffers[symbol]

@@ -78,6 +78,11 @@ class Algorithm:
         return () if self.corrects is None else self.corrects.operands
 
     @property
+    def reference(self) -> str | None:
+        """The operand that ``Rule.step``'s ``reference`` stands for."""
+        return None if self.corrects is None else self.corrects.reference
+
+    @property
     def given(self) -> tuple[str, ...]:
         """Those of the operands that the caller hands to every step."""
         return () if self.corrects is None else self.corrects.given

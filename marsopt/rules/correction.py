@@ -6,7 +6,7 @@ other operands, clipped.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -51,6 +51,8 @@ class Correction(ABC):
     operands: ClassVar[tuple[str, ...]] = ()
     # those of them that the caller hands to every step, by the life of this correction
     given: ClassVar[tuple[str, ...]] = ()
+    # the operand that ``Rule.step``'s ``reference`` stands for
+    reference: ClassVar[str | None] = None
     # all that it may keep, by symbol
     keeps: ClassVar[dict[str, Buffer]] = {}
     # those buffers that the step itself writes: see ``kept``
@@ -90,9 +92,10 @@ class Correction(ABC):
             gamma: scale of the variance reduction in this step.
         """
 
-    def kept(self, g: Tensor) -> dict[str, Tensor]:
-        """Return what the step itself puts into buffers, given the gradient as the
-        global clip leaves it.
+    def kept(self, g: Tensor, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what the step itself puts into the buffers of ``written``, given the
+        gradient as the global clip leaves it, and this correction's buffers as they
+        are.
         """
         return {}
 
@@ -145,6 +148,7 @@ class Approximate(Correction):
 
     name = "approximate"
     operands = ("h",)
+    reference = "h"
     keeps = {"h": Buffer("last_grad")}
     written = ("h",)
 
@@ -156,7 +160,7 @@ class Approximate(Correction):
         k = scale(beta1, gamma)
         return 1 + k, -k
 
-    def kept(self, g):
+    def kept(self, g, old):
         return {"h": g}
 
 

@@ -141,6 +141,7 @@ class Exact(Correction):
     name = "exact"
     operands = ("h",)
     given = ("h",)
+    reference = "h"
     keeps = {"h": Buffer("last_grad")}
     life = NextGradients
 

@@ -131,6 +131,7 @@ class SVRG(Correction):
     name = "svrg"
     operands = ("h", "mu")
     given = ("h",)
+    reference = "h"
     keeps = {
         "h": Buffer("snapshot_grad"),
         "mu": Buffer("anchor_grad"),
