@@ -6,17 +6,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from marsopt import LOCAL, MARS, mars
 from marsopt.parallel import MeshCollectives
+from tests import dcp_states
 from tests.factors import registered
 from tests.processes import spawn
 
@@ -153,11 +149,7 @@ def save(rank, world, folder):
 
     model, optimizer = build(put, collectives=MeshCollectives(mesh))
     walk(model, optimizer, range(3), put)
-    state = {
-        "model": model.state_dict(),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
-    dcp.save(state, checkpoint_id=folder)
+    dcp_states.save(model, optimizer, folder)
     walk(model, optimizer, range(3, STEPS), put)
     return full(model)
 
@@ -170,13 +162,7 @@ def resume(rank, world, folder):
         return distribute_tensor(x, mesh, [Shard(0)])
 
     model, optimizer = build(put, collectives=MeshCollectives(mesh))
-    state = {
-        "model": model.state_dict(),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    dcp_states.load(model, optimizer, folder)
     walk(model, optimizer, range(3, STEPS), put)
     return full(model)
 

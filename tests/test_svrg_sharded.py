@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from marsopt import MARS
 from marsopt.parallel import MeshCollectives
+from tests import dcp_states
 from tests.processes import spawn
 
 pytestmark = pytest.mark.processes
@@ -93,20 +89,10 @@ def sharded(rank, world, folder):
         model, optimizer = build(put, mars_type, collectives=MeshCollectives(mesh))
         at = f"{folder}/{mars_type}"
         if world == 3:  # two ranks have saved
-            state = {
-                "model": model.state_dict(),
-                "optimizer": get_optimizer_state_dict(model, optimizer),
-            }
-            dcp.load(state, checkpoint_id=at)
-            model.load_state_dict(state["model"])
-            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+            dcp_states.load(model, optimizer, at)
         else:
             walk(model, optimizer, range(3), put)
-            state = {
-                "model": model.state_dict(),
-                "optimizer": get_optimizer_state_dict(model, optimizer),
-            }
-            dcp.save(state, checkpoint_id=at)
+            dcp_states.save(model, optimizer, at)
         walk(model, optimizer, range(3, STEPS), put)
         found = full(model)
         worst.append(max(float((found[n] - want[n]).abs().max()) for n in want))

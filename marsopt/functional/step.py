@@ -454,20 +454,14 @@ def _keep_owned(
         if not own.owned or new is None:
             kept.append([])
             continue
-        kept.append(
-            [
-                tuple(
-                    run.store(
-                        old,
-                        [
-                            torch.where(one, n.to(o.dtype), o)
-                            for o, n in zip(old, now, strict=True)
-                        ],
-                    )
-                )
-                for old, now, one in zip(
-                    own.owned, new.owned, may.unbind(), strict=True
-                )
-            ]
-        )
+        each = zip(may.unbind(), own.owned, new.owned, strict=True)
+        kept.append([_where(run, one, old, now) for one, old, now in each])
     return kept
+
+
+def _where(
+    run: Run, ok: Tensor, old: Sequence[Tensor], new: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return what one tensor's buffers hold after the step."""
+    pairs = zip(old, new, strict=True)
+    return tuple(run.store(old, [torch.where(ok, n.to(o.dtype), o) for o, n in pairs]))

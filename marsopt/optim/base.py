@@ -311,12 +311,10 @@ class LayoutOptimizer(Optimizer):
         labelled = labels(self.param_groups)
         if self._writes.are_torn:
             check_not_ours(self.state, saved)
-        saved = self._claimed(saved, layout)
+        ids = dict(zip(self._ids(), check_ids(labelled, saved), strict=True))
+        saved = self._claimed(saved, ids, layout)
         pairs = to_restore(self.state, labelled, saved)
-        ids, every = check_ids(labelled, saved), [p for p, _ in labelled]
-        entries = {
-            p: saved["state"].get(i, {}) for i, p in zip(ids, every, strict=True)
-        }
+        entries = {p: saved["state"].get(i, {}) for p, i in ids.items()}
         with self._writes:
             for tensor, value in pairs:  # the authors' step is an int
                 is_tensor = isinstance(value, Tensor)
@@ -324,10 +322,12 @@ class LayoutOptimizer(Optimizer):
             self._life.loaded(layout.held, entries)
             self._build(layout)
 
-    def _claimed(self, saved: dict[str, Any], layout: Layout) -> dict[str, Any]:
-        """Return ``saved`` with those parts of buffers at owners that live here."""
-        known = check_ids(labels(self.param_groups), saved)
-        ids = dict(zip(self._ids(), known, strict=True))
+    def _claimed(
+        self, saved: dict[str, Any], ids: Mapping[Tensor, Any], layout: Layout
+    ) -> dict[str, Any]:
+        """Return ``saved``, which knows parameters by ``ids``, with those parts of
+        buffers at owners that live here.
+        """
         entries = dict(saved["state"])
         for p, key, owns, _ in layout.owned_entries():
             entry = dict(entries.get(ids[p], {}))
