@@ -320,7 +320,7 @@ def update(stack: Stack, scalars: StepScalars) -> tuple[Stack, Tensor | None]:
     out, new = algorithm.preconditioner.update(x, c, moments, s.rule)
     correction = algorithm.corrects
     if correction is not None:
-        own = correction.buffers.keys() & stack.buffers.keys()
+        own = correction.keeps.keys() & stack.buffers.keys()
         old = {symbol: working(stack.buffers[symbol]) for symbol in sorted(own)}
         new |= correction.kept(s.grad_clip * g, old)
     buffers = dict(stack.buffers)

@@ -95,7 +95,7 @@ class Algorithm:
             own["m"] = own["m"]._replace(key=GRADIENTS)
         elif "m" in own and self.matrix_only and self.correction is None:
             own["m"] = own["m"]._replace(key=MOMENTUM)
-        return own if self.corrects is None else {**own, **self.corrects.buffers}
+        return own if self.corrects is None else {**own, **self.corrects.keeps}
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -112,7 +112,13 @@ class Algorithm:
     def dtype_of(self, buffer: Buffer, x: Tensor) -> torch.dtype:
         """Return the dtype of a buffer for ``x``."""
         own = self.state_dtype or x.dtype
-        by_name = {"parameter": x.dtype, "state": own, "working": working_dtype(x)}
+        narrow = None if self.corrects is None else self.corrects.h_dtype
+        by_name = {
+            "state": own,
+            "gradient": narrow or own,
+            "parameter": x.dtype,
+            "working": working_dtype(x),
+        }
         return by_name.get(buffer.dtype, buffer.dtype)
 
     def num_clipped(self, shape: torch.Size) -> int:

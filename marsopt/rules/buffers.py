@@ -36,6 +36,7 @@ class Buffer(NamedTuple):
         home: "shard": beside each piece of the parameter. "owner": where whole matrices
             are brought together, (number of matrices owned here, *shape).
         dtype: "state": the ``state_dtype`` of the algorithm, or the parameter's own;
+            "gradient": the same, unless the correction's ``h_dtype`` says otherwise;
             "parameter": the parameter's own; "working": that or float32, whichever is
             wider; or a dtype.
     """
@@ -44,7 +45,7 @@ class Buffer(NamedTuple):
     shape: Shape = like_x
     start: Literal["zeros", "parameter", "identity"] = "zeros"
     home: Literal["shard", "owner"] = "shard"
-    dtype: torch.dtype | Literal["state", "parameter", "working"] = "state"
+    dtype: torch.dtype | Literal["state", "gradient", "parameter", "working"] = "state"
 
 
 def is_full(buffer: Buffer) -> bool:

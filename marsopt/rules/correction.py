@@ -67,16 +67,6 @@ class Correction(ABC):
         check_fields(self)
 
     @property
-    def buffers(self) -> dict[str, Buffer]:
-        """What the state keeps, by symbol."""
-        return {
-            symbol: buffer._replace(dtype=self.h_dtype)
-            if symbol == "h" and self.h_dtype is not None
-            else buffer
-            for symbol, buffer in self.keeps.items()
-        }
-
-    @property
     def is_linear(self) -> bool:
         """Whether the average of c follows from that of g, so that neither c nor an
         operand has to be there (``Average`` has the formula).
@@ -149,7 +139,7 @@ class Approximate(Correction):
     name = "approximate"
     operands = ("h",)
     reference = "h"
-    keeps = {"h": Buffer("last_grad")}
+    keeps = {"h": Buffer("last_grad", dtype="gradient")}
     written = ("h",)
 
     @property

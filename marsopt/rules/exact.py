@@ -142,7 +142,7 @@ class Exact(Correction):
     operands = ("h",)
     given = ("h",)
     reference = "h"
-    keeps = {"h": Buffer("last_grad")}
+    keeps = {"h": Buffer("last_grad", dtype="gradient")}
     life = NextGradients
 
     def coefficients(self, beta1, gamma):

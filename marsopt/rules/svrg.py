@@ -133,7 +133,7 @@ class SVRG(Correction):
     given = ("h",)
     reference = "h"
     keeps = {
-        "h": Buffer("snapshot_grad"),
+        "h": Buffer("snapshot_grad", dtype="gradient"),
         "mu": Buffer("anchor_grad"),
         "snapshot": Buffer("snapshot", start="parameter", dtype="parameter"),
     }
