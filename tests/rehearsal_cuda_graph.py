@@ -20,7 +20,7 @@ from benchmarks.gpu.rehearsal.crossings import Watch
 from benchmarks.gpu.rehearsal.device import h100
 from benchmarks.gpu.rehearsal.fakes import addresses
 from examples import cuda_graph as example
-from marsopt import MARS, Transport
+from marsopt import MARS, AdamW
 from tests.stacking import as_on_a_gpu
 from train.files import write_json
 
@@ -145,9 +145,9 @@ def prints_loss(model, optimizer, batch):
 
 def moves_state(model, optimizer, batch):
     loss = example.training_step(model, optimizer, batch)
-    iterate = Transport.keeps["x"].key
+    key = AdamW.keeps["m"].key
     for state in optimizer.state.values():
-        state[iterate] = state[iterate].clone()
+        state[key] = state[key].clone()
     return loss
 
 

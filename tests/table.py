@@ -139,12 +139,13 @@ ROWS = {
         dict(ns_dtype=torch.float64),
     ),
 }
-TRANSPORT = dict(correction="transport", gamma=0.1)
+TRANSPORT, STORED = dict(correction="transport", gamma=0.1), dict(store_iterate=True)
 ROWS |= {
     f"{name}-transport": Row(
         row.make,
         row.oracle | dict(transport=True, gamma=0.1),
-        row.buffers,  # x in place of h
+        # x in place of h; AdamW computes it
+        row.buffers - (row.oracle["kind"] == "mars-adamw"),
         row.matrix_only,
         row.kwargs | TRANSPORT,
     )
@@ -161,6 +162,13 @@ ROWS |= {
     )
     for name, row in ROWS.items()
     if row.exact
+}
+ROWS |= {
+    f"{name}-stored": Row(
+        row.make, row.oracle, row.buffers + 1, kwargs=row.kwargs | STORED
+    )
+    for name, row in ROWS.items()
+    if row.transports and row.oracle["kind"] == "mars-adamw"
 }
 
 

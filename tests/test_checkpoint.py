@@ -89,10 +89,10 @@ FORMS = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_resumes_on_other_numbers_of_ranks(name, tmp_path):
-    """2 -> 1 -> 4 (HSDP) -> 2 is the uninterrupted run, h or x included."""
+    """2 -> 1 -> 4 (HSDP) -> 2 is the uninterrupted run, h or y included."""
     form = FORMS[name]
     want, names = spawn(legs, 2, *form, False, str(tmp_path / "whole"), 0, 4)[0]
-    assert ("iterate" if "transport" in form else "last_grad") in names
+    assert ("ahead" if "transport" in form else "last_grad") in names
     folder = str(tmp_path / "parts")
     for i, (world, hybrid) in enumerate(
         ((2, False), (1, False), (4, True), (2, False))

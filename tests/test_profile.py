@@ -120,17 +120,25 @@ def test_bytes_a_parameter_with_h_in_half_precision():
     assert report.num_bytes <= 1.002 * report.floor.num_bytes
 
 
-def test_bytes_a_parameter_of_transport():
-    """36 with both clips: no h; x is in the state, and y is written without being read.
-    That is behind a mask, which inductor's count takes for a read.
+@pytest.mark.parametrize("stores", [False, True])
+def test_bytes_a_parameter_of_transport(stores):
+    """32 with both clips: no h, and x follows from what is there. Where it is in the
+    state 36: y is written without being read, behind a mask that inductor's count takes
+    for a read.
     """
-    report, _ = watched("mars-adamw", shapes(2, WIDTH, VOCAB), correction="transport")
-    assert report.floor.num_bytes == 36 * report.num_params
-    assert report.bytes_per_param <= 36.05
-    assert report.flagged_bytes == 4 * report.num_params
-    assert "4.00 a parameter read behind a mask" in str(report)
+    report, _ = watched(
+        "mars-adamw",
+        shapes(2, WIDTH, VOCAB),
+        correction="transport",
+        store_iterate=stores,
+    )
+    least = 36 if stores else 32
+    assert report.floor.num_bytes == least * report.num_params
+    assert report.bytes_per_param <= least + 0.05
+    assert report.flagged_bytes == 4 * stores * report.num_params
+    assert ("4.00 a parameter read behind a mask" in str(report)) is stores
     assert [g.name for g in report.graphs] == ["assess_alone", "update_"]
-    assert report.num_stack_kernels == 2 * len(report.stack_bytes)
+    assert report.num_stack_kernels <= 2 * len(report.stack_bytes)
     assert report.peak_bytes < MATRIX
     assert report.recompiles == []
 

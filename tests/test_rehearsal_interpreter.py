@@ -15,8 +15,11 @@ ROWS = "mars-normuon/approximate"  # moments of rows, a matrix made to orthogona
 CASES = (ADAMW, TRANSPORT, BFLOAT16, ROWS)
 # each with what its checks have to say
 MUTANTS = {
-    f"{TRANSPORT}=read_always": ["step 1 (normal) moved 40."],
-    f"{TRANSPORT}=written_always": ["changed parameter", "parameters differ by nan"],
+    f"{BFLOAT16}=read_always": ["step 1 (normal) moved 24."],
+    "mars-lion/transport=written_always": [
+        "changed parameter",
+        "parameters differ by nan",
+    ],
     f"{ADAMW}=forgotten": ["state differs by 1.0e+00"],
     f"{ADAMW}=blind": ["0 steps counted as skipped, expected 1", "changed"],
     f"{BFLOAT16}=cut_off": ["parameters differ"],
@@ -56,7 +59,7 @@ def test_a_nan_is_skipped_and_counted(found, name):
 def test_y_is_read_where_a_step_is_skipped(found, name):
     case = found["cases"][name]
     first, second, skipped, missing = case["num_bytes"]
-    y = {ADAMW: 0, TRANSPORT: 4, BFLOAT16: 2, ROWS: 0}[name]
+    y = {ADAMW: 0, TRANSPORT: 0, BFLOAT16: 2, ROWS: 0}[name]
     assert first == second == pytest.approx(case["floor"], abs=0.6)
     assert skipped - second == pytest.approx(y, abs=0.02)
     # of one tensor of 1,920 elements among 9,120

@@ -227,7 +227,7 @@ def test_with_transport_a_model_in_eval_mode_holds_what_is_trained():
             p.grad = torch.randn_like(p)
         container.step()
     weight, x = part.layers["0"].weight, torch.randn(3, 4)
-    y, iterate = weight.detach().clone(), mars.state[weight]["iterate"].clone()
+    y, iterate = weight.detach().clone(), dict(mars.iterates())[weight].clone()
     assert not torch.equal(y, iterate)
     part.eval()
     part(x)

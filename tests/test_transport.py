@@ -35,19 +35,34 @@ def params(seed: int = 0, dtype=torch.float32) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(s, generator=g, dtype=dtype)) for s in shapes]
 
 
+# whether the optimizers of a test keep x, or compute it where they can
+FORM = {"store_iterate": False}
+
+
+@pytest.fixture(params=["stored", "computed"])
+def both_forms(request, monkeypatch):
+    """Everything holds for an x that is kept and for one that is computed."""
+    monkeypatch.setitem(FORM, "store_iterate", request.param == "stored")
+
+
 def made(own, mode: str = "eager", **more) -> MARS:
     kwargs = dict(lr=LR, gamma=GAMMA, correction="transport", ns_dtype=torch.float32)
-    return build(own, mode, **{**kwargs, **more})
+    return build(own, mode, **{**kwargs, **FORM, **more})
 
 
 def held(optimizer) -> list[torch.Tensor]:
-    """What the state holds of x, or of y in eval mode."""
-    return [entry["iterate"].clone() for entry in optimizer.state.values()]
+    """What parameters are not: x in train mode, in eval mode the points ahead."""
+    if optimizer.param_groups[0].get("train_mode", True):
+        found = dict(optimizer.iterates())
+        return [found[p].clone() for p in optimizer.state]
+    entries = optimizer.state.values()
+    return [entry.get("ahead", entry.get("iterate")).clone() for entry in entries]
 
 
 # ---- the class is the functional rule ------------------------------------------------
 
 
+@pytest.mark.usefixtures("both_forms")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("mars_type", TYPES)
 def test_the_class_is_the_rule(mars_type, mode, monkeypatch):
@@ -70,6 +85,7 @@ def test_the_class_is_the_rule(mars_type, mode, monkeypatch):
     equal(mine, rule.iterate(y, state), 1e-6)
 
 
+@pytest.mark.usefixtures("both_forms")
 @pytest.mark.parametrize("mode", ["leaves", "stacks"])
 def test_compiled_is_eager_and_never_recompiles(mode, monkeypatch):
     """While gamma moves, per group and scheduled, and a step is skipped."""
@@ -116,6 +132,7 @@ def test_a_recorded_trajectory():
 # ---- modes ---------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("both_forms")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", MODES)
 def test_eval_and_train_exchange_bit_for_bit(mode, dtype, monkeypatch):
@@ -135,6 +152,7 @@ def test_eval_and_train_exchange_bit_for_bit(mode, dtype, monkeypatch):
     equal(held(optimizer), x)
 
 
+@pytest.mark.usefixtures("both_forms")
 def test_a_step_in_eval_mode_is_an_error():
     own = params()
     optimizer = made(own)
@@ -160,6 +178,7 @@ def test_other_corrections_have_no_modes(correction):
     assert "train_mode" not in optimizer.param_groups[0]
 
 
+@pytest.mark.usefixtures("both_forms")
 def test_what_is_skipped_or_has_no_gradient_stays():
     own = params()
     optimizer = made(own)
@@ -190,6 +209,7 @@ def test_gamma_is_that_of_the_step_that_leaves_the_lookahead():
         equal([p], [x + k * (x - x_prev)], 1e-6)
 
 
+@pytest.mark.usefixtures("both_forms")
 def test_one_cycle_cycles_the_first_beta_and_with_it_the_lookahead():
     """That of the AdamW beside the rule stays; vectors' rate keeps its proportion."""
     own = params()
@@ -249,6 +269,7 @@ def test_the_protocol_of_exact_mars_does_nothing():
 # ---- saved and loaded ----------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("both_forms")
 @pytest.mark.parametrize("model_first", [False, True])
 @pytest.mark.parametrize("in_eval", [False, True])
 @pytest.mark.parametrize("mode", MODES)
@@ -283,6 +304,7 @@ def test_a_resumed_run_is_the_run(mode, in_eval, model_first, monkeypatch):
     equal(held(other), held(optimizer))
 
 
+@pytest.mark.usefixtures("both_forms")
 def test_saving_in_train_mode_says_so_once(caplog):
     own = params()
     optimizer = made(own, lr_1d=LR)
@@ -300,6 +322,7 @@ def test_saving_in_train_mode_says_so_once(caplog):
     assert "optimizer.eval()" in record.getMessage()
 
 
+@pytest.mark.usefixtures("both_forms")
 @pytest.mark.parametrize("to", ["transport", "approximate"])
 def test_another_correction_restarts_what_the_two_do_not_share(to, caplog):
     """Moments go on; x starts where the parameters are, h at zero; said once."""
@@ -313,7 +336,8 @@ def test_another_correction_restarts_what_the_two_do_not_share(to, caplog):
     with caplog.at_level(logging.WARNING):
         other.load_state_dict(optimizer.state_dict())
     (record,) = [r for r in caplog.records if "another correction" in r.getMessage()]
-    anew = {"transport": "iterate", "approximate": "last_grad"}[to]
+    x = "iterate" if FORM["store_iterate"] else "lookahead"
+    anew = {"transport": x, "approximate": "last_grad"}[to]
     assert anew in record.getMessage()
     with torch.no_grad():
         for p, value in zip(new, own, strict=True):
@@ -332,6 +356,7 @@ def test_another_correction_restarts_what_the_two_do_not_share(to, caplog):
     assert all(0 < size < 3 * LR for size in moved)  # from where the weights were
 
 
+@pytest.mark.usefixtures("both_forms")
 def test_copies_and_pickles_go_on():
     own = params()
     optimizer = made(own)
@@ -344,9 +369,228 @@ def test_copies_and_pickles_go_on():
     equal(held(again), held(optimizer))
 
 
+# ---- x that is computed --------------------------------------------------------------
+
+COMPUTED = ("adamw", "mars-adamw")  # as the AdamW beside other rules
+
+
+def moments(optimizer, p) -> set[str]:
+    return set(optimizer.state[p]) - {"step"}
+
+
+@pytest.mark.parametrize("mars_type", TYPES)
+def test_adamw_keeps_its_moments_and_four_numbers(mars_type):
+    """In place of x, which other rules keep, and all where it would be rounded."""
+    own = params()
+    for dtype, state_dtype in (
+        (torch.float32, None),
+        (torch.float64, None),
+        (torch.float32, torch.float64),
+        (torch.bfloat16, None),
+        (torch.bfloat16, torch.float32),
+    ):
+        own = params(dtype=dtype)
+        optimizer = made(own, mars_type=mars_type, state_dtype=state_dtype)
+        exact = state_dtype is None and dtype.itemsize >= 4
+        for p in own:
+            beside = p.ndim < 2 and mars_type not in ("nadamw", "lion")
+            computed = exact and (mars_type in COMPUTED or beside)
+            assert ("lookahead" in optimizer.state[p]) is computed
+            assert ("iterate" in optimizer.state[p]) is not computed
+            if computed:
+                assert optimizer.state[p]["lookahead"].shape == (4,)
+                assert moments(optimizer, p) == {"exp_avg", "exp_avg_sq", "lookahead"}
+
+
+HARD = [
+    dict(),
+    dict(amsgrad=True),
+    dict(epsilon_hat=True, eps=1e-3),
+    dict(weight_decay=0.0),
+    dict(weight_decay=5.0),
+    dict(gamma=-0.1),
+    dict(gamma=0.0),
+    dict(clip=None, max_norm=0.5),
+    dict(clip=1e-2, matrices="batched"),
+    dict(betas=(0.0, 0.9)),
+    dict(optimize_1d=True),
+]
+
+
+@pytest.mark.parametrize("options", HARD, ids=str)
+def test_x_that_is_computed_is_x(options):
+    """In float64 to rounding, with a schedule to zero and back, skipped steps and
+    gradients that are missing.
+    """
+    both = params(dtype=torch.float64), params(dtype=torch.float64)
+    forms = dict(weight_decay=0.1) | options
+    optimizers = [
+        made(own, store_iterate=stores, **forms)
+        for own, stores in zip(both, (True, False), strict=True)
+    ]
+    for t in range(12):
+        for optimizer, own in zip(optimizers, both, strict=True):
+            fill(own, t)
+            optimizer.param_groups[0]["lr"] = LR * (0, 1, 0.5, 2)[t % 4]
+            if t == 5:
+                own[0].grad[0, 0] = torch.inf
+            if t == 7:
+                own[1].grad = None
+            optimizer.step()
+        equal(*both, 1e-12)
+        equal(held(optimizers[1]), held(optimizers[0]), 1e-12)
+
+
+def test_a_step_that_halves_x_leaves_no_lookahead():
+    """x would follow from y with all its digits lost; nothing is told from such y."""
+    own = params()
+    optimizer = made(own, weight_decay=0.5, lr=0.5, weight_decay_1d=1.0, lr_1d=0.5)
+    run(optimizer, own, range(3))  # (1 + k) lr weight_decay = 2.9 * 0.25
+    equal(own, held(optimizer))
+    optimizer.param_groups[0].update(lr=0.05, base_lr=0.5)
+    run(optimizer, own, [3])
+    assert not any(map(torch.equal, own[:3], held(optimizer)))
+    assert all(p.isfinite().all() for p in own)
+
+
+@pytest.mark.parametrize("change", [dict(amsgrad=True), dict(mars_type="lion")])
+def test_x_restarts_where_its_moments_do(change):
+    """It followed from them; parameters are the truth then."""
+    own = params()
+    optimizer = made(own, mars_type="adamw", lr=LR)
+    group = optimizer.param_groups[0]
+    for now in (change, dict(amsgrad=False, mars_type="adamw")):
+        run(optimizer, own, range(3))
+        y = copies(own)
+        group.update(now, lr=0.0, base_lr=LR)
+        fill(own, 3)
+        optimizer.step()
+        equal(own, y)
+        equal(held(optimizer), y)
+        group.update(lr=LR)
+
+
+@pytest.mark.parametrize("in_eval", [False, True])
+@pytest.mark.parametrize("to_stored", [False, True])
+@pytest.mark.parametrize("model_first", [False, True])
+def test_either_form_resumes_from_the_other(to_stored, in_eval, model_first, caplog):
+    own, new = params(), params(1)
+    optimizer = made(own, store_iterate=not to_stored)
+    run(optimizer, own, range(3))
+    if in_eval:
+        optimizer.eval()
+    weights, state = copies(own), copy.deepcopy(optimizer.state_dict())
+    optimizer.train()
+    x = held(optimizer)
+    other = made(new, store_iterate=to_stored)
+
+    def load_model():
+        with torch.no_grad():
+            for p, value in zip(new, weights, strict=True):
+                p.copy_(value)
+
+    if model_first:
+        load_model()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        other.load_state_dict(state)
+    if not model_first:
+        load_model()
+    (record,) = [r for r in caplog.records if "store_iterate" in r.getMessage()]
+    other.train()
+    if in_eval and not to_stored:  # the lookahead of one step is given up
+        equal(new, x)
+        return
+    equal(new, own)
+    # a gradient that is there already belongs to the point ahead, as it was
+    run(optimizer, own, [3])
+    run(other, new, [3])
+    equal(held(other), held(optimizer), 1e-6)
+    equal(new, own, 1e-6)
+    fresh = params()
+    assert set(other.state[new[0]]) == set(
+        made(fresh, store_iterate=to_stored).state[fresh[0]]
+    )
+    again = copy.deepcopy(other)
+    run(again, again.param_groups[0]["params"], [4])
+    run(other, new, [4])
+    equal(held(again), held(other))
+
+
+def test_a_state_dict_between_two_forms_loses_nothing():
+    """Loaded, saved, and loaded again before there was a step."""
+    own = params()
+    optimizer = made(own, store_iterate=True)
+    run(optimizer, own, range(3))
+    x = held(optimizer)
+    for stores in (False, True, False):
+        new = params(1)
+        other = made(new, store_iterate=stores)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        with torch.no_grad():
+            for p, value in zip(new, own, strict=True):
+                p.copy_(value)
+        optimizer, own = other, new
+        other.eval()
+        equal(new, x, 1e-6)
+        other.train()
+
+
+def test_the_point_ahead_takes_memory_in_eval_mode_alone():
+    own = params()
+    optimizer = made(own, optimize_1d=True)
+
+    def num_bytes():
+        every = [v for entry in optimizer.state.values() for v in entry.values()]
+        return sum(v.nbytes for v in every if v.numel() > 4)
+
+    size = sum(p.nbytes for p in own)
+    run(optimizer, own, range(2))
+    assert num_bytes() == 2 * size
+    optimizer.eval()
+    assert num_bytes() == 3 * size
+    optimizer.train()
+    assert num_bytes() == 2 * size
+
+
+def test_a_point_ahead_that_was_not_saved_is_computed():
+    """As DCP loads into an optimizer in train mode what was saved in eval mode."""
+    own, new = params(), params(1)
+    optimizer = made(own)
+    run(optimizer, own, range(3))
+    y = copies(own)
+    optimizer.eval()
+    state = copy.deepcopy(optimizer.state_dict())
+    for entry in state["state"].values():
+        del entry["ahead"]
+    other = made(new)
+    with torch.no_grad():
+        for p, value in zip(new, own, strict=True):
+            p.copy_(value)
+    other.load_state_dict(state)
+    other.train()
+    equal(new, y, 1e-6)
+
+
+def test_a_rule_that_computes_x_refuses_a_state_that_has_it():
+    x = [torch.ones(3)]
+    stored = marsopt.mars_adamw(correction="transport", store_iterate=True)
+    computed = marsopt.mars_adamw(correction="transport")
+    state = stored.init(x)
+    with pytest.raises(ValueError, match="store_iterate=True takes a state"):
+        computed.step(x, x, state, lr=LR)
+    with pytest.raises(ValueError, match="store_iterate=True takes a state"):
+        computed.iterate(x, state)
+    with pytest.raises(ValueError, match="got a state without x"):
+        stored.step(x, x, computed.init(x), lr=LR)
+    with pytest.raises(ValueError, match="got store_iterate=1, expected True or False"):
+        marsopt.mars_adamw(correction="transport", store_iterate=1)
+
+
 # ---- what others write ---------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("both_forms")
 @pytest.mark.usefixtures("both_layouts")
 @pytest.mark.parametrize("in_eval", [False, True])
 @pytest.mark.parametrize("by_data", [False, True])
@@ -380,6 +624,7 @@ def accelerated(optimizer):
     return optimizer
 
 
+@pytest.mark.usefixtures("both_forms")
 @pytest.mark.usefixtures("both_layouts")
 @pytest.mark.parametrize("handed", [accelerated, copy.deepcopy])
 @pytest.mark.parametrize("before", [False, True])
@@ -402,6 +647,7 @@ def test_weights_loaded_around_a_copy_of_a_fresh_optimizer_are_kept(handed, befo
         assert float((p.detach() - value).abs().max()) < 0.5
 
 
+@pytest.mark.usefixtures("both_forms")
 @pytest.mark.parametrize("saved_by", ["state_dict", "deepcopy"])
 def test_what_is_written_before_saving_is_saved(saved_by):
     own, new = params(), params(1)
@@ -425,6 +671,7 @@ def test_what_is_written_before_saving_is_saved(saved_by):
     equal(held(other), held(optimizer))
 
 
+@pytest.mark.usefixtures("both_forms")
 @pytest.mark.usefixtures("both_layouts")
 @pytest.mark.parametrize("how", ["thawed", "added"])
 def test_a_layout_made_anew_is_no_write(how, caplog):
@@ -437,7 +684,7 @@ def test_a_layout_made_anew_is_no_write(how, caplog):
         optimizers.append(made(group, lr_1d=LR))
         run(optimizers[-1], each, range(3))
     optimizer, other = optimizers
-    x = [optimizer.state[p]["iterate"].clone() for p in own]
+    x = [x.clone() for p, x in optimizer.iterates() if p is not late[0]]
     if how == "thawed":
         late[0].requires_grad_(True)
         fill([late[0]], 9)
@@ -477,6 +724,7 @@ def test_a_mode_in_a_group_means_nothing_to_other_corrections():
     run(optimizer, own + more, range(2))
 
 
+@pytest.mark.usefixtures("both_forms")
 def test_writing_before_every_step_is_an_error():
     """As SAM does: the step would be taken from y, which is another algorithm."""
     own = params()
@@ -499,6 +747,7 @@ def test_writing_before_every_step_is_an_error():
     equal(own, before)
 
 
+@pytest.mark.usefixtures("both_forms")
 @pytest.mark.usefixtures("both_layouts")
 def test_weights_loaded_before_the_first_step_are_where_it_starts(caplog):
     own, reference = params(), params(1)
@@ -514,6 +763,7 @@ def test_weights_loaded_before_the_first_step_are_where_it_starts(caplog):
     assert not caplog.records
 
 
+@pytest.mark.usefixtures("both_forms")
 def test_a_partial_load_that_passes_x_by_takes_the_loaded_weights():
     """DCP with allow_partial_load, from a checkpoint of another correction: the state
     dict that is loaded is the one that was handed out, x as it was.
@@ -531,6 +781,7 @@ def test_a_partial_load_that_passes_x_by_takes_the_loaded_weights():
     equal(own, weights)
 
 
+@pytest.mark.usefixtures("both_forms")
 def test_loading_its_own_state_dict_changes_nothing():
     own = params()
     optimizer = made(own)
@@ -543,6 +794,7 @@ def test_loading_its_own_state_dict_changes_nothing():
     equal(own, y)
 
 
+@pytest.mark.usefixtures("both_forms")
 def test_a_group_added_in_eval_mode_joins_it():
     own, more = params(), params(1)
     optimizer = made(own)
@@ -585,6 +837,7 @@ def trained(model, optimizer, steps, between=lambda: None):
     return losses
 
 
+@pytest.mark.usefixtures("both_forms")
 @pytest.mark.usefixtures("both_layouts")
 @pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode])
 def test_a_model_in_eval_mode_holds_what_is_trained(inference):
@@ -618,6 +871,7 @@ def test_a_model_in_eval_mode_holds_what_is_trained(inference):
     equal(model.parameters(), plain.parameters())
 
 
+@pytest.mark.usefixtures("both_forms")
 @pytest.mark.usefixtures("both_layouts")
 @pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
 def test_state_dicts_are_of_what_is_trained_and_training_resumes_from_them(order):
@@ -655,6 +909,7 @@ def test_state_dicts_are_of_what_is_trained_and_training_resumes_from_them(order
     equal(again.parameters(), model.parameters())
 
 
+@pytest.mark.usefixtures("both_forms")
 def test_state_dicts_of_parts_and_with_variables_are_of_what_is_trained():
     model, optimizer = pair()
     trained(model, optimizer, range(3))
@@ -671,6 +926,7 @@ def test_state_dicts_of_parts_and_with_variables_are_of_what_is_trained():
         optimizer.step()
 
 
+@pytest.mark.usefixtures("both_forms")
 def test_weights_that_a_followed_model_loads_are_where_it_goes_on():
     model, optimizer = pair()
     trained(model, optimizer, range(2))
@@ -716,6 +972,7 @@ def test_a_compiled_model_is_followed(how):
     equal(weights.values(), plain.state_dict().values())
 
 
+@pytest.mark.usefixtures("both_forms")
 def test_copies_and_pickles_of_a_followed_model_are_nobodys():
     model, optimizer = pair()
     trained(model, optimizer, range(3))
@@ -767,6 +1024,7 @@ def test_following_is_nothing_to_other_corrections(correction):
     assert not any(x.requires_grad for _, x in pairs)
 
 
+@pytest.mark.usefixtures("both_forms")
 @pytest.mark.usefixtures("both_layouts")
 def test_iterates_are_what_is_trained_in_any_mode():
     own = params()
@@ -780,7 +1038,8 @@ def test_iterates_are_what_is_trained_in_any_mode():
     found = dict(optimizer.iterates())
     before = {p: x.clone() for p, x in found.items()}
     y = copies(own)
-    assert found[own[0]] is optimizer.state[own[0]]["iterate"]
+    kept = optimizer.state[own[0]].get("iterate")
+    assert (kept is None) != FORM["store_iterate"] and kept in (None, found[own[0]])
     optimizer.eval()
     equal(own, before.values())
     equal(own, [x for _, x in optimizer.iterates()])

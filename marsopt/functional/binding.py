@@ -25,21 +25,28 @@ class Side(NamedTuple):
 
 
 def sides(
-    matrix: Algorithm, fallback: Algorithm | None, shapes: Sequence[torch.Size]
+    matrix: Algorithm,
+    fallback: Algorithm | None,
+    params: Sequence[Tensor],
+    shapes: Sequence[torch.Size],
 ) -> list[Side]:
-    """Return who moves tensors of these shapes: ``matrix`` what is made of matrices,
-    ``fallback`` the rest; without a fallback, ``matrix`` moves all. A side without
-    members is left out.
+    """Return who moves these tensors, or stacks of such: ``matrix`` what is made of
+    matrices, ``fallback`` the rest; without a fallback, ``matrix`` moves all. A side
+    without members is left out.
+
+    Args:
+        matrix, fallback: the two algorithms, as rules have them.
+        params: tensors, or stacks of them.
+        shapes: of each of ``params``, that of a whole tensor.
     """
-    if fallback is None:
-        every = list(range(len(shapes)))
-        return [Side(matrix, every, False)] if every else []
-    takes = [matrix.matrices.takes(shape) for shape in shapes]
-    found = [
-        Side(matrix, [i for i, taken in enumerate(takes) if taken], False),
-        Side(fallback, [i for i, taken in enumerate(takes) if not taken], True),
-    ]
-    return [side for side in found if side.members]
+    takes = [fallback is None or matrix.matrices.takes(shape) for shape in shapes]
+    found = []
+    for is_fallback, algorithm in ((False, matrix), (True, fallback)):
+        members = [i for i, taken in enumerate(takes) if taken != is_fallback]
+        if members:
+            own = algorithm.over([params[i] for i in members])
+            found.append(Side(own, members, is_fallback))
+    return found
 
 
 def buffer_shape(

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from marsopt.functional.binding import Side, sides
 from marsopt.rules import checks
@@ -94,9 +95,9 @@ class Routing(NamedTuple):
     own_rate: bool = False  # whether the fallback has the rate lr_1d instead of lr
     own_gamma: bool = False  # whether the fallback takes gamma_1d instead of gamma
 
-    def sides(self, shapes: Sequence[torch.Size]) -> list[Side]:
-        """Return who moves tensors of these shapes."""
-        return sides(self.matrix, self.fallback, shapes)
+    def sides(self, params: Sequence[Tensor]) -> list[Side]:
+        """Return who moves these tensors."""
+        return sides(self.matrix, self.fallback, params, [p.shape for p in params])
 
 
 @cache

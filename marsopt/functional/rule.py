@@ -17,7 +17,7 @@ from marsopt.functional.flat import (
     rebuild,
     subtree,
 )
-from marsopt.functional.state import State, bind, held, new_state, trees
+from marsopt.functional.state import State, bind, held, iterates, new_state, trees
 from marsopt.functional.step import advance, assess
 from marsopt.functional.trees import Tree, check_container, flatten, match, names
 from marsopt.rules import checks
@@ -159,7 +159,9 @@ class Rule:
         )
         done = advance(groups, members, decision, collectives=collectives)
         moved, first = {}, 0
-        for (side, algorithm, part), group in zip(sides, groups, strict=True):
+        for (side, algorithm, part), group, behind in zip(
+            sides, groups, decision.behind, strict=True
+        ):
             tree, last = _part(params, part), first + len(group.stacks)
             new, states[side] = trees(
                 algorithm,
@@ -168,6 +170,7 @@ class Rule:
                 done.owned[first:last],
                 states[side],
                 decision,
+                behind,
                 collectives,
             )
             moved.update(zip(names(tree), new, strict=True))
@@ -214,13 +217,20 @@ class Rule:
             states[side] = states[side]._replace(buffers=buffers)
         return self._join(states)
 
-    def iterate(self, params: Tree, state: State | RoutedState) -> Tree:
-        """Return the parameters to evaluate and to save: with transport those in the
-        state, which ``params`` is ahead of; else ``params``.
+    def iterate(
+        self,
+        params: Tree,
+        state: State | RoutedState,
+        *,
+        collectives: Collectives = LOCAL,
+    ) -> Tree:
+        """Return the parameters to evaluate and to save: with transport those that
+        ``params`` is ahead of, from the state or computed by it; else ``params``.
 
         Args:
             params: what ``init`` was given or the last step returned.
             state: its state.
+            collectives: as in ``step``.
 
         Raises:
             ValueError: a state of another rule or of other parameters.
@@ -230,7 +240,7 @@ class Rule:
             tree = _part(params, part)
             leaves = flatten(tree, "params")
             if algorithm.is_ahead:
-                leaves = held(algorithm, "x", tree, states[side])
+                leaves = iterates(algorithm, tree, states[side], collectives)
             found.update(zip(names(tree), leaves, strict=True))
         return rebuild(params, [found[name] for name in names(params)])
 
@@ -247,17 +257,16 @@ class Rule:
             )
         if not isinstance(params, FlatGroup):
             check_container(params, "params")
-        if self.rest is None:
-            return [("matrix", self.matrix, None)]
         called = names(params)
-        shapes = [leaf_shape(params, params[name]) for name in called]
+        leaves = flatten(params, "params")
+        shapes = [leaf_shape(params, x) for x in leaves]
         return [
             (
                 "rest" if side.is_fallback else "matrix",
                 side.algorithm,
-                [called[i] for i in side.members],
+                None if self.rest is None else [called[i] for i in side.members],
             )
-            for side in sides(self.matrix, self.rest, shapes)
+            for side in sides(self.matrix, self.rest, leaves, shapes)
         ]
 
     def _join(self, states: dict[str, State | None]) -> State | RoutedState:

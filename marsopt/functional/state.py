@@ -23,6 +23,7 @@ from marsopt.functional.step_types import (
     RuleGroup,
     Stack,
     norms_per_tensor,
+    scalar_dtype,
 )
 from marsopt.functional.trees import Tree, check_parameter, flatten, names
 from marsopt.rules.algorithm import Algorithm
@@ -32,13 +33,15 @@ from marsopt.rules.dtypes import working_dtype
 
 
 class State(NamedTuple):
-    """What one algorithm remembers: steps taken and skipped (0-D), and by symbol its
-    buffers, each in the container of the parameters.
+    """What one algorithm remembers: steps taken and skipped (0-D); by symbol its
+    buffers, each in the container of the parameters; and with transport, where x is no
+    such buffer, the numbers of the last step (num_behind,) from which it follows.
     """
 
     t: Tensor
     skipped: Tensor
     buffers: dict[str, Tree]
+    behind: Tensor | None = None
 
     @property
     def h(self) -> Tree | None:
@@ -47,7 +50,9 @@ class State(NamedTuple):
 
     @property
     def x(self) -> Tree | None:
-        """Return the parameters behind the lookahead; None without transport."""
+        """Return the parameters behind the lookahead; None where ``Rule.iterate``
+        computes them, or there is no lookahead.
+        """
         return self.buffers.get("x")
 
     @property
@@ -85,7 +90,11 @@ def new_state(algorithm: Algorithm, params: Tree, collectives: Collectives) -> S
         for symbol, buffer in algorithm.kept.items()
     }
     zero = torch.zeros((), dtype=torch.float32, device=leaves[0].device)
-    return State(zero, zero.clone(), buffers)
+    behind = None
+    if algorithm.num_behind:
+        dtype = scalar_dtype(zero.device)
+        behind = torch.zeros(algorithm.num_behind, dtype=dtype, device=zero.device)
+    return State(zero, zero.clone(), buffers, behind)
 
 
 def _starts(
@@ -145,6 +154,46 @@ def held(algorithm: Algorithm, symbol: str, params: Tree, state: State) -> list[
     return [buffers[name] for name in names(params)]
 
 
+def check_behind(algorithm: Algorithm, state: State) -> Tensor | None:
+    """Return the numbers from which x follows, or None where it is a buffer.
+
+    Raises:
+        ValueError: the state has x itself where it is to follow.
+    """
+    if not algorithm.num_behind:
+        return None
+    if state.behind is None:
+        raise ValueError(
+            "got a state without the numbers of its last step, expected one of a rule "
+            "with the same options: store_iterate=True takes a state that has x itself"
+        )
+    return state.behind
+
+
+def iterates(
+    algorithm: Algorithm, params: Tree, state: State, collectives: Collectives
+) -> list[Tensor]:
+    """Return what parameters are ahead of, leaf by leaf or stack by stack.
+
+    Raises:
+        ValueError: a state of another rule or of other parameters.
+    """
+    numbers = check_behind(algorithm, state)
+    if numbers is None:
+        return held(algorithm, "x", params, state)
+    flat, leaves = isinstance(params, FlatGroup), flatten(params, "params")
+    own = algorithm.preconditioner.buffers
+    every = {symbol: held(algorithm, symbol, params, state) for symbol in own}
+    found = []
+    for i, y in enumerate(leaves):
+        local = (lambda x: x) if flat else collectives.local
+        moments = {symbol: local(tree[i]) for symbol, tree in every.items()}
+        behind = numbers.to(y.dtype).unbind()
+        x = algorithm.preconditioner.behind(local(y), moments, behind)
+        found.append(x if flat else collectives.wrap(x, y))
+    return found
+
+
 def bind(
     algorithm: Algorithm,
     params: Tree,
@@ -187,9 +236,18 @@ def bind(
     if gamma is None:
         gamma = 0.0 if algorithm.correction is None else algorithm.correction.gamma
     num = sum(stack.num_tensors for stack in stacks)
+    behind = check_behind(algorithm, state)
     dtypes = tuple(dict.fromkeys(working_dtype(stack.x) for stack in stacks))
     parts = norms_per_tensor([(s.num_tensors, s.num_clipped) for s in stacks])
-    hyper = Hyperparameters(algorithm, lr, gamma, state.t.expand(num), dtypes, parts)
+    hyper = Hyperparameters(
+        algorithm,
+        lr,
+        gamma,
+        state.t.expand(num),
+        dtypes,
+        behind=None if behind is None else behind.expand(num, -1),
+        parts=parts,
+    )
     return RuleGroup(hyper, stacks, stage), members
 
 
@@ -200,6 +258,7 @@ def trees(
     owned: Sequence[list[tuple[Tensor, ...]]],
     state: State,
     decision: Decision,
+    behind: Tensor | None,
     collectives: Collectives,
 ) -> tuple[list[Tensor], State]:
     """Return the leaves (or stacks of a FlatGroup) and the state after a step."""
@@ -224,5 +283,6 @@ def trees(
             found = whole([s.buffers[symbol] for s in stacks])
         buffers[symbol] = rebuild(params, found)
     went = decision.finite.to(state.t.dtype)
-    new = State(state.t + went, state.skipped + 1 - went, buffers)
+    last = None if behind is None else behind[0]  # all tensors have the same
+    new = State(state.t + went, state.skipped + 1 - went, buffers, last)
     return whole([stack.x for stack in stacks]), new

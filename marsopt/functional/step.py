@@ -220,10 +220,11 @@ def decide(
     if max_norm is not None:
         a = global_clip(grad_norm, max_norm)
     parts = sums.split([hyper.num_parts for hyper in hypers])
-    found = [
+    both = [
         _scalars(hyper, part, a, finite)
         for hyper, part in zip(hypers, parts, strict=True)
     ]
+    found, behind = [list(one) for one in zip(*both, strict=True)]
     t = [h.t + s.ok.to(h.t.dtype) for h, s in zip(hypers, found, strict=True)]
     cast = [
         {
@@ -232,12 +233,13 @@ def decide(
         }
         for hyper, s in zip(hypers, found, strict=True)
     ]
-    return Decision(grad_norm, finite, t, [s.ok for s in found], cast)
+    return Decision(grad_norm, finite, t, behind, [s.ok for s in found], cast)
 
 
 def _scalars(
     hyper: Hyperparameters, sums: Tensor, a: Tensor, finite: Tensor
-) -> StepScalars:
+) -> tuple[StepScalars, Tensor | None]:
+    """Return the scalars of a step, and what the next one gets as ``behind``."""
     algorithm, gamma = hyper.algorithm, hyper.gamma
     beta1, correction = algorithm.preconditioner.beta1, algorithm.corrects
     t = hyper.t.to(sums.dtype) + 1
@@ -246,13 +248,16 @@ def _scalars(
     if correction is not None:
         weights = correction.weights(beta1, gamma, a, sums[:, :-1])
         k = correction.extrapolation(beta1, gamma)
-    return StepScalars(
-        ok=live & finite,
-        grad_clip=a,
-        weights=weights,
-        extrapolation=None if k is None else k * one,
-        rule=tuple(v * one for v in algorithm.scalars(t, hyper.lr, gamma)),
-    )
+    ok, k = live & finite, None if k is None else k * one
+    rule = tuple(v * one for v in algorithm.scalars(t, hyper.lr, gamma))
+    behind = left = None
+    if hyper.behind is not None:  # y takes the place of x: there is no other
+        (dtype,) = hyper.dtypes
+        rule, numbers = algorithm.preconditioner.look_ahead(rule, k, dtype)
+        behind, k = hyper.behind.unbind(1), None
+        left = torch.stack([number.expand_as(t) for number in numbers], 1)
+        left = torch.where(ok[:, None], left, hyper.behind)
+    return StepScalars(ok, a, weights, k, behind, rule), left
 
 
 # ---- moving --------------------------------------------------------------------------
@@ -317,6 +322,8 @@ def update(stack: Stack, scalars: StepScalars) -> tuple[Stack, Tensor | None]:
         if buffer.home == "shard"
     }
     x = working(iterate(stack))
+    if s.behind is not None:
+        x = algorithm.preconditioner.behind(x, moments, s.behind)
     out, new = algorithm.preconditioner.update(x, c, moments, s.rule)
     correction = algorithm.corrects
     if correction is not None:
@@ -334,10 +341,10 @@ def update(stack: Stack, scalars: StepScalars) -> tuple[Stack, Tensor | None]:
 
 
 def iterate(stack: Stack) -> Tensor:
-    """Return the parameters that a step starts from: those in the state where
-    ``stack.x`` is the point ahead of them.
+    """Return the parameters that a step starts from: those in the state, where it
+    keeps some.
     """
-    return stack.buffers["x"] if stack.algorithm.is_ahead else stack.x
+    return stack.buffers.get("x", stack.x) if stack.algorithm.is_ahead else stack.x
 
 
 def write_params(stack: Stack, new: Tensor, s: StepScalars) -> Stack:

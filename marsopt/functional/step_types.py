@@ -72,6 +72,8 @@ class Hyperparameters(NamedTuple):
     gamma: Number
     t: Tensor  # (N,) steps that each tensor has taken
     dtypes: tuple[torch.dtype, ...]  # working dtypes of its stacks, each once
+    # (N, num_behind) numbers of the last step, from which x follows; None: it is kept
+    behind: Tensor | None = None
     # of each stack: its tensors, and the parts of each that have a norm of their own;
     # None: one part each (a graph would guard every number)
     parts: tuple[tuple[int, int], ...] | None = None
@@ -121,16 +123,19 @@ class StepScalars(NamedTuple):
     weights: tuple[Tensor, ...]
     # by how many displacements y is ahead of x; None: parameters are x
     extrapolation: Tensor | None
+    # numbers of the last step that lead from the parameters to x; None: x is there
+    behind: tuple[Tensor, ...] | None
     rule: tuple[Tensor, ...]  # the preconditioner's: rates and bias corrections
 
     def map(self, function: Callable[[Tensor], Tensor]) -> StepScalars:
         """Return ``function`` of every vector."""
-        k = self.extrapolation
+        k, behind = self.extrapolation, self.behind
         return StepScalars(
             ok=function(self.ok),
             grad_clip=function(self.grad_clip),
             weights=tuple(map(function, self.weights)),
             extrapolation=None if k is None else function(k),
+            behind=None if behind is None else tuple(map(function, behind)),
             rule=tuple(map(function, self.rule)),
         )
 
@@ -179,6 +184,7 @@ class Decision(NamedTuple):
     grad_norm: Tensor  # 0-D, global norm of the gradient before any clip
     finite: Tensor  # 0-D bool; False means that nothing changes
     t: list[Tensor]  # (N,) of every group, after the step
+    behind: list[Tensor | None]  # as in ``Hyperparameters``, after the step
     ok: list[Tensor]  # (N,) bool of every group: which tensors move
     # of every group, in each dtype that one of its stacks is computed in: a wider one
     # would widen the products

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from marsopt.functional.collectives import LOCAL
-from marsopt.functional.step_types import Decision, scalar_dtype
+from marsopt.functional.step_types import scalar_dtype
 from marsopt.optim.buckets import BucketGroup, ParameterBucket
 from marsopt.optim.compiled import Call, InPlace, calls, once, resolve_compile
 from marsopt.optim.groups import (
@@ -73,7 +73,7 @@ class LayoutOptimizer(Optimizer):
         self._options = options
         self._layout: Layout | None = None
         self._loading: dict[str, Any] | None = None  # inside load_state_dict
-        self._decision: Decision | None = None
+        self._grad_norm: Tensor | None = None
         self._life = correction_named(options["correction"]).life()
         self._say, self._writes = once(), Writes()
         self._standstill = Standstill()
@@ -135,7 +135,8 @@ class LayoutOptimizer(Optimizer):
     def _build(self, layout: Layout | None = None) -> None:
         """Make missing state, buckets over it, and a run that moves them."""
         if self._layout is not None:
-            self._settle()
+            with torch.no_grad():
+                self._life.settle(self._layout.held)
         before = self._life.before_rebuild()
         try:
             layout = layout or self._new_layout()
@@ -173,8 +174,11 @@ class LayoutOptimizer(Optimizer):
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Take over what somebody has written into parameters since the last step."""
+        """Take over what somebody has written into parameters since the last step, or
+        loaded into the state.
+        """
         self._life.settle(self._layout.held)
+        self._life.complete(self._layout.held)
 
     @property
     def _in_train_mode(self) -> bool:
@@ -319,7 +323,7 @@ class LayoutOptimizer(Optimizer):
             for tensor, value in pairs:  # the authors' step is an int
                 is_tensor = isinstance(value, Tensor)
                 tensor.copy_(value) if is_tensor else tensor.fill_(value)
-            self._life.loaded(layout.held, entries)
+            self._life.loaded(layout.held, entries, self._in_train_mode)
             self._build(layout)
 
     def _claimed(
@@ -352,7 +356,7 @@ class LayoutOptimizer(Optimizer):
         # torch.optim's own, which MARS does not have: groups would take it up
         self.defaults.pop("differentiable", None)
         if "_options" in state:  # from a pickle or deepcopy
-            self._layout, self._decision = None, None
+            self._layout, self._grad_norm = None, None
             self._agreed = self._follows = False
             self._life = correction_named(self._options["correction"]).life()
             carried = self.__dict__.pop("_carried")

@@ -33,11 +33,12 @@ from marsopt.functional.step_types import (
     Hyperparameters,
     Members,
     norms_per_tensor,
+    scalar_dtype,
 )
 from marsopt.optim.groups import DeviceHyperparameters
 from marsopt.optim.state_dict import State
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.buffers import Buffer
+from marsopt.rules.buffers import AHEAD, LOOKAHEAD, Buffer
 from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.matrices import MatrixRows
 from marsopt.rules.registry import STATE_KEYS
@@ -130,6 +131,7 @@ def build(
     state: State,
     collectives: Collectives,
     stacked: Callable[[Tensor, int], bool],
+    known: Mapping[int, Tensor],
 ) -> list[BucketGroup]:
     """Return the group's buckets, without state.
 
@@ -140,12 +142,13 @@ def build(
         collectives: who holds the parameters.
         stacked: whether a parameter shares its bucket with those of its shape, of which
             there are so many.
+        known: stacks of the layout before, by address: what is in them stays there.
     """
     routing, params = hyper.routing, group["params"]
     names = group.get("param_names", [f"{i}" for i in range(len(params))])
     moving = [i for i, p in enumerate(params) if moves(p, state)]
     found = []
-    for side in routing.sides([params[i].shape for i in moving]):
+    for side in routing.sides([params[i] for i in moving]):
         part = [moving[n] for n in side.members]
         own_rate = side.is_fallback and routing.own_rate
         own_gamma = side.is_fallback and routing.own_gamma
@@ -160,12 +163,14 @@ def build(
             for members in group_by(keys)
         ]
         dtypes = tuple(dict.fromkeys(working_dtype(b.params[0]) for b in buckets))
+        every = [p for b in buckets for p in b.params]
         own = Hyperparameters(
             algorithm=side.algorithm,
             lr=hyper.lr_1d if own_rate else hyper.lr,
             gamma=hyper.gamma_1d if own_gamma else hyper.gamma,
-            t=_steps([p for b in buckets for p in b.params], state),
+            t=_steps(every, state),
             dtypes=dtypes,
+            behind=_behind(side.algorithm.num_behind, every, state, known),
             parts=norms_per_tensor([(len(b.params), b.num_clipped) for b in buckets]),
         )
         found.append(BucketGroup(own, buckets, group))
@@ -202,6 +207,27 @@ def _steps(params: Sequence[Tensor], state: State) -> Tensor:
     return t
 
 
+def _behind(
+    num: int, params: Sequence[Tensor], state: State, known: Mapping[int, Tensor]
+) -> Tensor | None:
+    """Return the numbers of the last step (N, num), from which x follows; ``state``
+    holds its rows. None where there are none.
+    """
+    if not num:
+        return None
+    if all(LOOKAHEAD in state[p] for p in params):
+        found = known_stack([state[p][LOOKAHEAD] for p in params], known)
+        if found is not None:
+            return found
+    device = params[0].device
+    found = torch.zeros(len(params), num, dtype=scalar_dtype(device), device=device)
+    for p, row in zip(params, separate_tensors(found), strict=True):
+        if LOOKAHEAD in state[p]:
+            row.copy_(state[p][LOOKAHEAD])
+        state[p][LOOKAHEAD] = row
+    return found
+
+
 # ---- their state ---------------------------------------------------------------------
 
 
@@ -218,9 +244,15 @@ def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -
     if len(pieces) > 1:
         bucket.flat = known_stack(pieces, known)
     unwanted = STATE_KEYS - {buffer.key for buffer in buffers.values()}
+    if bucket.algorithm.num_behind:
+        unwanted -= {LOOKAHEAD, AHEAD}
+    wanted = {b.key for b in buffers.values() if b.home == "shard"}
     for p in bucket.params:
-        for key in unwanted & set(state[p]):
+        stale = unwanted & set(state[p])
+        for key in stale:
             del state[p][key]  # of another rule: stale when that one returns
+        if LOOKAHEAD in state[p] and (stale or wanted - set(state[p])):
+            state[p][LOOKAHEAD].zero_()  # x does not follow from what starts anew
     for symbol, buffer in buffers.items():
         if buffer.home == "owner":
             continue

@@ -218,7 +218,7 @@ def has_two_rates(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
 
 
 def _has_fallback(group: Mapping[str, Any], routing: Routing) -> bool:
-    sides = routing.sides([p.shape for p in group["params"]])
+    sides = routing.sides(group["params"])
     return any(side.is_fallback for side in sides)
 
 

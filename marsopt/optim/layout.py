@@ -24,7 +24,7 @@ from marsopt.optim.groups import (
     structure,
 )
 from marsopt.optim.state_dict import State, own
-from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.buffers import LOOKAHEAD
 from marsopt.rules.dtypes import working
 from marsopt.rules.life import Held
 
@@ -61,16 +61,18 @@ class Layout:
         def stacked(p: Tensor, num_alike: int) -> bool:
             return should_stack(p, compile, num_alike)
 
+        known = {} if before is None else before.stacks
         self.groups = [
             found
             for group, hyper in zip(filled, self._hyper, strict=True)
-            for found in buckets.build(group, hyper, state, self._collectives, stacked)
+            for found in buckets.build(
+                group, hyper, state, self._collectives, stacked, known
+            )
         ]
         self.buckets = [b for group in self.groups for b in group.buckets]
         for found in self.groups:
             if _every(found) is not None:  # there from the start, to be loaded into
                 found.group.setdefault(STAGE_COUNT, 0)
-        known = {} if before is None else before.stacks
         for bucket in self.buckets:
             buckets.attach(bucket, state, known)
         ways: dict[Hashable, list[ParameterBucket]] = {}
@@ -86,7 +88,13 @@ class Layout:
         self.params = [p for bucket in self.buckets for p in bucket.params]
         self._every = [p for group in groups for p in group["params"]]
         self.held = [
-            Held(p, self._collectives.local, state, _correction_keys(bucket.algorithm))
+            Held(
+                p,
+                self._collectives.local,
+                state,
+                bucket.algorithm.correction_keys,
+                bucket.algorithm.leads_back,
+            )
             for bucket in self.buckets
             for p in bucket.params
         ]
@@ -105,15 +113,18 @@ class Layout:
 
     @property
     def stacks(self) -> dict[int, Tensor]:
-        """Return all stacks of several parameters, by address."""
-        stacks = [
+        """Return all stacks of several parameters, and their groups' numbers from which
+        x follows, by address.
+        """
+        stacks = [group.hyper.behind for group in self.groups]
+        stacks += [
             stack
             for bucket in self.buckets
             if len(bucket.params) > 1
             for stack in (bucket.flat, *bucket.state.values())
-            if stack is not None and not is_fake(stack)
         ]
-        return {stack.data_ptr(): stack for stack in stacks}
+        found = [s for s in stacks if s is not None and not is_fake(s)]
+        return {stack.data_ptr(): stack for stack in found}
 
     def owned_entries(self) -> list[tuple[Tensor, str, tuple[int, ...], int]]:
         """Return (parameter, key in its state, which of its matrices have their owner
@@ -166,7 +177,10 @@ class Layout:
         seen: list = [*groups, *self._every]
         seen += [state.get(p, {}).get("step") for p in self.params]
         for bucket in self.buckets:
-            seen += own(state.get(bucket.params[0], {})).values()
+            keys = {buffer.key for buffer in bucket.algorithm.buffers.values()}
+            entry = state.get(bucket.params[0], {})
+            seen += [value for key, value in entry.items() if key in keys]
+            seen.append(entry.get(LOOKAHEAD) if bucket.algorithm.num_behind else None)
         said = [structure(group, self._options) for group in groups]
         said += [
             (id(p), p.dtype, buckets.moves(p, state))
@@ -347,7 +361,11 @@ class Layout:
         """Count the step that was taken, or skipped, after everything is written: where
         that fails, it was not taken.
         """
-        torch._foreach_copy_([group.hyper.t for group in self.groups], decision.t)
+        old = [group.hyper.t for group in self.groups]
+        old += [group.hyper.behind for group in self.groups]
+        pairs = zip(old, [*decision.t, *decision.behind], strict=True)
+        kept, new = zip(*(pair for pair in pairs if pair[0] is not None), strict=True)
+        torch._foreach_copy_(kept, new)
         skipped += decision.finite.logical_not()
         for group in self.groups:
             if _every(group) is not None:
@@ -410,12 +428,6 @@ def _every(group: BucketGroup) -> int | None:
 def _stage_is_due(group: BucketGroup) -> bool:
     every = _every(group)
     return every is not None and group.group[STAGE_COUNT] % every == 0
-
-
-def _correction_keys(algorithm: Algorithm) -> dict[str, str]:
-    """Return the keys of a correction's buffers in ``optimizer.state``, by symbol."""
-    own = algorithm.preconditioner.buffers
-    return {s: b.key for s, b in algorithm.buffers.items() if s not in own}
 
 
 def _forget_removed(state: State, present: Sequence[Tensor]) -> None:

@@ -269,7 +269,7 @@ class MARS(LayoutOptimizer):
                 layout.count(decision, self._skipped)
             self._standstill.look(self._skipped, self._say)
             self._life.after_step(layout.held)
-        self._decision = decision
+        self._grad_norm = decision.grad_norm
         if self._options["nonfinite"] == "raise" and not decision.finite:
             collectives.check_ranks_agree(digest)
             raise FloatingPointError(layout.blame(sums))
@@ -289,7 +289,7 @@ class MARS(LayoutOptimizer):
     @property
     def grad_norm(self) -> Tensor | None:
         """Global gradient norm of the last step before any clip, 0-D."""
-        return None if self._decision is None else self._decision.grad_norm
+        return self._grad_norm
 
     @property
     def num_skipped(self) -> int:
@@ -365,7 +365,7 @@ class MARS(LayoutOptimizer):
         """Transport: as ``eval()``, for a state dict, until the next forward pass of a
         model that is followed, or the next ``step()``.
         """
-        if self._in_train_mode and self._life.is_away:
+        if self._life.exchanges and self._in_train_mode:
             self._switch(train=False)
             self._lent = True
 
@@ -381,12 +381,12 @@ class MARS(LayoutOptimizer):
         # one rank may do it alone, for a state dict
         layout = self._fitting("train()" if train else "eval()", agree=False)
         with self._writes:
-            self._exchange(layout)
+            self._exchange(layout, train)
             for group in self.param_groups:
                 group[TRAIN_MODE] = train
 
-    def _exchange(self, layout: Layout) -> None:
-        self._life.exchange(layout.held)
+    def _exchange(self, layout: Layout, ahead: bool) -> None:
+        self._life.exchange(layout.held, ahead)
         self._options["collectives"].written()
 
     # ---- exact MARS: the authors' protocol -----------------------------------------
@@ -462,15 +462,15 @@ class MARS(LayoutOptimizer):
         """Corrections with an anchor (SVRG): let parameters hold the snapshot in this
         context, for the batch's gradient there. Other corrections: nothing.
         """
-        self._visit_snapshot()
+        self._visit_snapshot(True)
         try:
             yield
         finally:
-            self._visit_snapshot()
+            self._visit_snapshot(False)
 
     @torch.no_grad()
-    def _visit_snapshot(self) -> None:
+    def _visit_snapshot(self, there: bool) -> None:
         if self._life.has_anchor:
             layout = self._fitting("at_snapshot()")
             with self._writes:
-                self._exchange(layout)
+                self._exchange(layout, there)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import GRADIENTS, MOMENTUM
+from marsopt.rules.buffers import AHEAD, LOOKAHEAD
 from marsopt.rules.registry import CORRECTIONS, STATE_KEYS
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,14 @@ AVERAGES = frozenset({AdamW.keeps["m"].key, MOMENTUM, GRADIENTS})
 def _correction_keys(*starts: str) -> frozenset[str]:
     """Return the keys of what corrections keep that starts so; of all without one."""
     every = [b for kind in CORRECTIONS.values() for b in kind.keeps.values()]
-    return frozenset(b.key for b in every if not starts or b.start in starts)
+    found = {b.key for b in every if not starts or b.start in starts}
+    return frozenset(found | _point_keys())
+
+
+def _point_keys() -> set[str]:
+    """Return the keys by which it is known how far parameters are ahead of x."""
+    kept = {kind.keeps["x"].key for kind in CORRECTIONS.values() if kind.is_ahead}
+    return {LOOKAHEAD, *kept}
 
 
 TRAIN_MODE = "train_mode"  # of a param group, as schedule-free optimizers call it
@@ -121,9 +129,13 @@ def to_restore(
     """
     pairs, restarts = [], set()
     every, restarting = _correction_keys(), _correction_keys("parameter")
+    points = _point_keys()
     for i, (p, label) in zip(check_ids(labelled, saved), labelled, strict=True):
         found, mine = saved["state"].get(i, {}), own(state.get(p, {}))
         found = _under_our_names(mine, found)
+        mine.pop(AHEAD, None)  # this, and x in another form, the correction takes over
+        if points & set(found):
+            mine = {k: v for k, v in mine.items() if k in found or k not in points}
         absent = set(mine) - set(found)
         # saved with a correction that ours is not
         others = (every & set(found)) - set(mine)

@@ -80,6 +80,7 @@ class Subject:
         h_dtype: torch.dtype | None = None,
         joined: bool = False,
         correction: str = "approximate",
+        store_iterate: bool = False,
     ) -> None:
         torch.manual_seed(0)
         named = {
@@ -89,7 +90,7 @@ class Subject:
         for p in named.values():
             p.grad = 1e-3 * torch.randn_like(p)
         options = dict(lr=1e-4, max_norm=1.0, h_dtype=h_dtype, compile=True)
-        options |= dict(correction=correction)
+        options |= dict(correction=correction, store_iterate=store_iterate)
         self.optimizer = MARS(param_groups(named, rule), mars_type=rule, **options)
         if joined:
             self.optimizer.join_gradients()

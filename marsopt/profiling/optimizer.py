@@ -55,7 +55,8 @@ def passes(
     update = g + operands + 2 * buffers + len(algorithm.written) * h
     # of a matrix rule the update leaves x; applying reads x and the factors, writes x
     update += 2 * x + (m if algorithm.matrix_only else 0)  # factors are as m is
-    update += x if algorithm.is_ahead else 0  # x is in the state; y is written
+    if algorithm.is_ahead and not algorithm.num_behind:
+        update += x  # which is in the state; y is written
     update += m if algorithm.makes_matrix else 0
     return g + operands, update
 

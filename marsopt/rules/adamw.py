@@ -63,6 +63,10 @@ class AdamW(Preconditioner):
         return self.betas[0]
 
     @property
+    def num_behind(self):
+        return 0 if self.nesterov else 4  # which looks at c, that nobody keeps
+
+    @property
     def buffers(self):
         return {s: b for s, b in self.keeps.items() if s != "v_max" or self.amsgrad}
 
@@ -85,3 +89,47 @@ class AdamW(Preconditioner):
             new["v_max"] = largest = torch.maximum(buffers["v_max"], v)
         step = rate_m * m + rate_c[0] * c if rate_c else rate_m * m
         return decay * x - step / (torch.sqrt(largest) * debias + eps), new
+
+    def look_ahead(self, s, k, dtype):
+        """With u = m / (sqrt(v) debias + eps) and e = lr weight_decay a step is
+
+            x' = x + d,  d = -(e x + rate u)
+            y  = x + (1 + k) d = (1 - (1 + k) e) x - (1 + k) rate u
+
+        which is AdamW's own form again. From the second line, x and with it d are
+        functions of y, u and numbers:
+
+            x' = y - k d = y + k/(1 - (1 + k) e) (e y + rate u)
+
+        e is taken from what the decay is in ``dtype``: its rounding would add up.
+        Where y would keep less than half of x, it is x'.
+        """
+        debias, eps, decay, rate = s
+        e = 1 - decay
+        k = torch.where((1 + k) * e <= 0.5, k, 0.0)
+        decay = (1 - (1 + k) * e).to(dtype).to(k.dtype)
+        e = torch.where(k > -0.5, (1 - decay) / (1 + k), e)
+        back = k / decay
+        return (debias, eps, decay, (1 + k) * rate), (
+            back * e,
+            back * rate,
+            debias,
+            eps,
+        )
+
+    def behind(self, y, buffers, numbers):
+        e, rate, *_ = numbers
+        d = e * y + rate * self._direction(buffers, numbers)
+        # before the first step, and where somebody has written y, there is no number
+        return y + torch.where(rate == 0, torch.zeros_like(rate), d)
+
+    def ahead(self, x, buffers, numbers):
+        e, rate, *_ = numbers
+        y = (x - rate * self._direction(buffers, numbers)) / (1 + e)
+        return torch.where(rate == 0, x, y)
+
+    def _direction(self, buffers, numbers):
+        """Return u of the step that has left these."""
+        _, _, debias, eps = numbers
+        largest = buffers["v_max" if self.amsgrad else "v"]
+        return buffers["m"] / (torch.sqrt(largest) * debias + eps)

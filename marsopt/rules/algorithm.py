@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -64,8 +66,38 @@ class Algorithm:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether parameters hold a point ahead of x, which the state keeps."""
+        """Whether parameters hold a point ahead of x."""
         return self.correction is not None and self.correction.is_ahead
+
+    @property
+    def num_behind(self) -> int:
+        """How many numbers of the last step x follows from, with the point ahead and
+        the buffers; 0: parameters are x, or the state keeps it.
+        """
+        stores = not self.is_ahead or self.correction.store_iterate
+        return 0 if stores else self.preconditioner.num_behind
+
+    @property
+    def leads_back(self) -> Preconditioner | None:
+        """Who can compute x from the point ahead of it, if anybody."""
+        able = self.is_ahead and self.preconditioner.num_behind
+        return self.preconditioner if able else None
+
+    def over(self, params: Sequence[Tensor]) -> Algorithm:
+        """Return this algorithm for these parameters: one that keeps x where it would
+        not follow exactly, from half precision or buffers of another dtype.
+        """
+        if not self.num_behind:
+            return self
+        dtypes = {p.dtype for p in params}
+        wide = all(p.dtype == working_dtype(p) for p in params)
+        own = {self.state_dtype or dtype for dtype in dtypes}
+        return self if wide and len(dtypes | own) == 1 else self._storing
+
+    @cached_property
+    def _storing(self) -> Algorithm:  # one, which compiled graphs are known by
+        correction = replace(self.correction, store_iterate=True)
+        return replace(self, correction=correction)
 
     @property
     def corrects(self) -> Correction | None:
@@ -95,7 +127,18 @@ class Algorithm:
             own["m"] = own["m"]._replace(key=GRADIENTS)
         elif "m" in own and self.matrix_only and self.correction is None:
             own["m"] = own["m"]._replace(key=MOMENTUM)
-        return own if self.corrects is None else {**own, **self.corrects.keeps}
+        if self.corrects is None:
+            return own
+        keeps = dict(self.corrects.keeps)
+        if self.num_behind:
+            del keeps["x"]
+        return {**own, **keeps}
+
+    @property
+    def correction_keys(self) -> dict[str, str]:
+        """What the buffers of its correction are called in ``optimizer.state``."""
+        keeps = {} if self.corrects is None else self.corrects.keeps
+        return {symbol: buffer.key for symbol, buffer in keeps.items()}
 
     @property
     def written(self) -> tuple[str, ...]:

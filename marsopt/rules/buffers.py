@@ -9,6 +9,10 @@ import torch
 
 from marsopt.rules.matrices import Matrices
 
+# Where x follows from the point ahead of it, the state has the numbers of the last step
+# in place of x; and that point, for as long as parameters are x.
+LOOKAHEAD, AHEAD = "lookahead", "ahead"
+
 Shape = Callable[[torch.Size, Matrices], torch.Size]
 
 

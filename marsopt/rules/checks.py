@@ -103,6 +103,14 @@ def floating_or_none(name: str, value: torch.dtype | None) -> None:
         )
 
 
+def true_or_false(name: str, value: bool) -> None:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(
+            f"got {name}={value!r}, expected True or False: pass one of the two"
+        )
+
+
 def count_or_none(name: str, value: int | None) -> None:
     """None or a whole number >= 1."""
     if value is not None and (

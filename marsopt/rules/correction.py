@@ -59,6 +59,8 @@ class Correction(ABC):
     written: ClassVar[tuple[str, ...]] = ()
     # whether parameters hold a point ahead of the iterate, which is the buffer "x"
     is_ahead: ClassVar[bool] = False
+    # whether that buffer is kept even where x follows from what else is there
+    store_iterate: ClassVar[bool] = True
     # whether baselines take it too: it then changes where gradients are taken alone
     suits_baselines: ClassVar[bool] = False
     life: ClassVar[type[Life]] = Life

@@ -117,7 +117,7 @@ class NextGradients(Life):
                 h.zero_() if row is None else h.copy_(row)
         self._full, self._owed, self._fresh = False, False, True
 
-    def loaded(self, held, entries):
+    def loaded(self, held, entries, ahead):
         self._forget(fresh=True)
 
     def carried(self) -> bool:

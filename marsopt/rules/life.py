@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from marsopt.rules.buffers import LOOKAHEAD
+from marsopt.rules.preconditioner import Preconditioner
+
 Factor = Tensor | float | None  # what a gradient is multiplied by; None = nothing
 
 
@@ -21,9 +24,10 @@ class Held:
         state: ``optimizer.state``.
         keys: of its correction's buffers there, by symbol; empty where its algorithm
             has no correction, or needs no buffer of one.
+        leads_back: what can compute x from the point ahead of it.
     """
 
-    __slots__ = ("p", "local", "_state", "_keys")
+    __slots__ = ("p", "local", "_state", "_keys", "_leads_back")
 
     def __init__(
         self,
@@ -31,8 +35,10 @@ class Held:
         local: Callable[[Tensor], Tensor],
         state: MutableMapping[Tensor, dict[str, Any]],
         keys: Mapping[str, str],
+        leads_back: Preconditioner | None = None,
     ) -> None:
         self.p, self.local, self._state, self._keys = p, local, state, keys
+        self._leads_back = leads_back
 
     @property
     def piece(self) -> Tensor:
@@ -49,8 +55,13 @@ class Held:
         """Return whether it has taken a step. Costs a sync."""
         return bool(self._state[self.p]["step"])
 
+    @property
+    def entry(self) -> dict[str, Any]:
+        """Return what ``optimizer.state`` holds for it."""
+        return self._state.get(self.p, {})
+
     def __contains__(self, symbol: str) -> bool:
-        return self._keys.get(symbol) in self._state.get(self.p, ())
+        return self._keys.get(symbol) in self.entry
 
     def __getitem__(self, symbol: str) -> Tensor:
         """Return this rank's piece of a buffer."""
@@ -63,6 +74,33 @@ class Held:
     def found(self, symbol: str, entry: Mapping[str, Any]) -> Any:
         """Return a buffer of another state's ``entry``, or None."""
         return entry.get(self._keys[symbol])
+
+    # ---- a point ahead ---------------------------------------------------------------
+
+    @property
+    def can_lead_back(self) -> bool:
+        """Return whether ``behind`` and ``ahead`` are known."""
+        return self._leads_back is not None
+
+    @property
+    def numbers(self) -> Tensor | None:
+        """Return those of the last step, from which x follows; None where the state
+        keeps x, or the parameter is x.
+        """
+        return self.entry.get(LOOKAHEAD)
+
+    def behind(self, numbers: Tensor) -> Tensor:
+        """Return this rank's piece of x, where the parameter is the point ahead."""
+        return self._leads_back.behind(self.piece, *self._known(numbers))
+
+    def ahead(self, numbers: Tensor) -> Tensor:
+        """Return this rank's piece of the point ahead, where the parameter is x."""
+        return self._leads_back.ahead(self.piece, *self._known(numbers))
+
+    def _known(self, numbers: Tensor) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
+        buffers = self._leads_back.buffers.items()
+        moments = {symbol: self.local(self.entry[b.key]) for symbol, b in buffers}
+        return moments, numbers.to(self.p.dtype).unbind()
 
 
 class Life:
@@ -125,12 +163,17 @@ class Life:
         """Return whether parameters may hold something else than the iterate."""
         return False
 
-    def exchange(self, held: Sequence[Held]) -> None:
-        """Exchange the contents of parameters and of a buffer."""
+    def exchange(self, held: Sequence[Held], ahead: bool) -> None:
+        """Let parameters hold the one or the other point.
+
+        Args:
+            held: all parameters.
+            ahead: whether to hold the one where gradients are taken.
+        """
 
     def iterate(self, held: Held) -> Tensor | None:
-        """Return what is trained, in train mode, as ``optimizer.state`` holds it; None
-        where it is the parameter itself.
+        """Return what is trained, in train mode, like the parameter (a DTensor of one);
+        None where it is the parameter itself.
         """
         return None
 
@@ -153,6 +196,9 @@ class Life:
         out or parameters move.
         """
 
+    def complete(self, held: Sequence[Held]) -> None:
+        """Before state is handed out: finish a load, now that parameters are there."""
+
     def before_rebuild(self) -> Any:
         """Return what ``after_rebuild`` is to be told: parameters may move."""
         return None
@@ -161,9 +207,18 @@ class Life:
         """Note where parameters are now, by our own doing."""
 
     def loaded(
-        self, held: Sequence[Held], entries: Mapping[Tensor, Mapping[str, Any]]
+        self,
+        held: Sequence[Held],
+        entries: Mapping[Tensor, Mapping[str, Any]],
+        ahead: bool,
     ) -> None:
-        """Note that state was loaded; ``entries`` is what was there, by parameter."""
+        """Note that state was loaded.
+
+        Args:
+            held: all parameters.
+            entries: what was there, by parameter.
+            ahead: as in ``exchange``, of the parameters that belong to it.
+        """
 
     def carried(self) -> Any:
         """Return what a copy or pickle has to know."""

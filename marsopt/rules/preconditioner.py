@@ -32,6 +32,9 @@ class Preconditioner(ABC):
 
     keeps: ClassVar[dict[str, Buffer]] = {}  # all that it may keep, by symbol
     matrix_only: ClassVar[bool] = False  # whether it is a ``MatrixPreconditioner``
+    # how many numbers of a step x follows from, with the point ahead of it and the
+    # buffers (``behind``); 0: it does not follow
+    num_behind: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -66,6 +69,33 @@ class Preconditioner(ABC):
         """Return the new x and the buffers that change; a matrix preconditioner returns
         in place of x what goes to the owners, None for m itself.
         """
+
+    def look_ahead(
+        self, s: tuple[Number, ...], k: Tensor, dtype: torch.dtype
+    ) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
+        """Return scalars with which ``update`` moves x to the point y = x' + k (x' - x)
+        in place of x', and the ``num_behind`` numbers that lead from y back to x'.
+
+        Args:
+            s: this preconditioner's scalars.
+            k: by how many displacements y is ahead, 0-D or (N,).
+            dtype: what ``update`` gets its scalars in.
+        """
+        raise NotImplementedError(f"{type(self).__name__} stores x")
+
+    def behind(self, y: Tensor, buffers: Tensors, numbers: Sequence[Tensor]) -> Tensor:
+        """Return x from the point ahead of it, as the last step left it.
+
+        Args:
+            y: what ``update`` made with the scalars of ``look_ahead``.
+            buffers: as the same step left them.
+            numbers: of that step, as factors of y; all 0: y is x.
+        """
+        raise NotImplementedError(f"{type(self).__name__} stores x")
+
+    def ahead(self, x: Tensor, buffers: Tensors, numbers: Sequence[Tensor]) -> Tensor:
+        """Return the point ahead of x, of which ``behind`` makes x."""
+        raise NotImplementedError(f"{type(self).__name__} stores x")
 
 
 class Whole(NamedTuple):

@@ -85,7 +85,7 @@ class Snapshot(Life):
                 put(one["mu"], one.grad, factor)
         self._fresh, self._anchored = False, True
 
-    def exchange(self, held: Sequence[Held]) -> None:
+    def exchange(self, held: Sequence[Held], ahead: bool) -> None:
         """Exchange parameters and snapshot."""
         for one in held:
             if "snapshot" in one:
@@ -106,7 +106,7 @@ class Snapshot(Life):
                 "one of the current parameters: leave the context first"
             )
 
-    def loaded(self, held, entries):
+    def loaded(self, held, entries, ahead):
         self._fresh, self._anchored = False, any(one.has_stepped for one in held)
 
     def carried(self) -> tuple[bool, bool]:

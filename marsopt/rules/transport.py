@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from marsopt.rules.buffers import Buffer
+from marsopt.rules import checks
+from marsopt.rules.buffers import AHEAD, LOOKAHEAD, Buffer
 from marsopt.rules.correction import Correction, scale
+from marsopt.rules.hyperparameters import structure
 from marsopt.rules.life import Held, Life
 
 log = logging.getLogger(__name__)
@@ -27,24 +29,26 @@ class Versions(NamedTuple):
     p: int
     piece: int  # of p on this rank: DCP writes there
     storage: int  # of that: p.data = ... gives it another
-    x: int
+    x: int  # of x, or of the numbers from which it follows
 
 
 def _versions(one: Held) -> Versions:
     p, piece = one.p, one.piece
     storage = piece.untyped_storage()._cdata
-    return Versions(p._version, piece._version, storage, one["x"]._version)
+    kept = one["x"] if one.numbers is None else one.numbers
+    return Versions(p._version, piece._version, storage, kept._version)
 
 
 class Extrapolation(Life):
-    """Parameters hold y, the point ahead, and the state keeps x. Exchanges the two, and
-    finds out where somebody else has written a parameter: x restarts from there, so
-    that nothing which is loaded, averaged or clamped between two steps is lost.
+    """Parameters hold y, the point ahead; x is in the state, or follows from y, the
+    moments and the last step's numbers. Lets parameters be x for evaluation, and finds
+    out where somebody else has written a parameter: x restarts from there, so that
+    nothing which is loaded, averaged or clamped between two steps is lost.
 
-    Writing is found by autograd's version counters (of the parameter, and of its x for
-    checkpoints that load into the tensors of a state dict) and by the storage, which
-    ``p.data = ...`` exchanges. What is written in place through ``p.data`` counts
-    elsewhere, and is not found.
+    Writing is found by autograd's version counters (of the parameter, and of its x or
+    numbers for checkpoints that load into the tensors of a state dict) and by the
+    storage, which ``p.data = ...`` exchanges. What is written in place through
+    ``p.data`` counts elsewhere, and is not found.
     """
 
     exchanges = True
@@ -52,6 +56,9 @@ class Extrapolation(Life):
     def __init__(self) -> None:
         # versions after our last write; None: p and x are to be trusted
         self._seen: dict[Tensor, Versions | None] = {}
+        # what a checkpoint of the other form has brought, until parameters are there
+        # too: x, or the numbers from which it follows
+        self._brought: dict[Tensor, Tensor] = {}
         self._told = False
         self._in_a_row = 0  # steps before each of which somebody has written
 
@@ -72,7 +79,7 @@ class Extrapolation(Life):
                 "write between optimizer.eval() and optimizer.train(), or choose "
                 "another correction (SAM moves parameters before every step)"
             )
-        if found and found[0]["x"].is_cuda and torch.cuda.is_current_stream_capturing():
+        if found and found[0].p.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "got a step to capture whose parameters are new to it, expected one "
                 "after an ordinary step: replays would start from y every time; take a "
@@ -81,11 +88,29 @@ class Extrapolation(Life):
             )
         for one in found:
             self._take_over(one)
+        self.complete(held)
 
     def _take_over(self, one: Held) -> None:
         """Let x be what is in the parameter."""
-        one["x"].copy_(one.piece)
+        self._brought.pop(one.p, None)
+        if one.numbers is None:
+            one["x"].copy_(one.piece)
+        else:
+            one.numbers.zero_()
+            one.entry.pop(AHEAD, None)
         if one.p in self._seen:  # once, also where this step fails and is tried again
+            self._seen[one.p] = _versions(one)
+
+    def complete(self, held: Sequence[Held]) -> None:
+        """Go on from what a checkpoint of the other form has brought."""
+        for one in _ahead(held) if self._brought else ():
+            brought = self._brought.pop(one.p, None)
+            if brought is None:
+                continue
+            if one.numbers is None:
+                one["x"].copy_(one.behind(brought))
+            else:  # a gradient that is there already is of the point ahead, as it was
+                one.piece.copy_(brought)
             self._seen[one.p] = _versions(one)
 
     def after_step(self, held: Sequence[Held]) -> None:
@@ -100,17 +125,29 @@ class Extrapolation(Life):
             if one.p in self._seen and self._changed(one):
                 self._take_over(one)
 
-    def exchange(self, held: Sequence[Held]) -> None:
-        """Exchange the contents of parameters and state. Where somebody else has
-        written a parameter since our last write, both are that.
+    def exchange(self, held: Sequence[Held], ahead: bool) -> None:
+        """Let parameters be y (``ahead``) or x, and keep the other one. Where somebody
+        else has written a parameter since our last write, both are that.
         """
         for one in _ahead(held):
-            x, piece = one["x"], one.piece
-            before = piece.clone()
-            if not self._changed(one):
-                piece.copy_(x)
-            x.copy_(before)
-        self.after_step(held)
+            if self._changed(one):
+                self._take_over(one)
+        self.complete(held)
+        for one in _ahead(held):
+            piece, numbers = one.piece, one.numbers
+            if numbers is None:
+                before = piece.clone()
+                piece.copy_(one["x"])
+                one["x"].copy_(before)
+            elif not ahead:
+                _keep_ahead(one, one.p.detach())
+                piece.copy_(one.behind(numbers))
+            else:  # bit for bit, unless it has not been saved
+                kept = one.entry.pop(AHEAD, None)
+                y = one.ahead(numbers) if kept is None else one.local(kept)
+                piece.copy_(y)
+            if one.p in self._seen:  # before its first step p stays the truth
+                self._seen[one.p] = _versions(one)
 
     @property
     def is_away(self) -> bool:
@@ -119,8 +156,13 @@ class Extrapolation(Life):
 
     def iterate(self, held: Held) -> Tensor | None:
         """Return x, which belongs to p from the first step on, or a load."""
-        belongs = held.p in self._seen and "x" in held
-        return held.kept("x") if belongs else None
+        if held.p not in self._seen or held not in _ahead([held]):
+            return None
+        if held.numbers is None:
+            return held.kept("x")
+        x = torch.empty_like(held.p, requires_grad=False)
+        held.local(x).copy_(held.behind(held.numbers))
+        return x
 
     def before_rebuild(self) -> list[Tensor]:
         """Trust p and x, in case that ``after_rebuild`` never comes; return whose
@@ -138,7 +180,10 @@ class Extrapolation(Life):
                 self._seen[one.p] = _versions(one)
 
     def loaded(
-        self, held: Sequence[Held], entries: Mapping[Tensor, Mapping[str, Any]]
+        self,
+        held: Sequence[Held],
+        entries: Mapping[Tensor, Mapping[str, Any]],
+        ahead: bool,
     ) -> None:
         """Trust p and x, whoever of the two came first.
 
@@ -146,15 +191,57 @@ class Extrapolation(Life):
         the tensor in the state, unwritten since our last write, a partial load has
         passed it by: nothing is new.
         """
+        self._brought.clear()
+        others = 0
         for one in _ahead(held):
-            found = one.found("x", entries.get(one.p, {}))
-            if found is None or not one.has_stepped:  # no step yet: x is p
-                self._seen.pop(one.p, None)
+            entry, stores = entries.get(one.p, {}), one.numbers is None
+            x, numbers = one.found("x", entry), entry.get(LOOKAHEAD)
+            same, other = (x, numbers) if stores else (numbers, x)
+            seen, kept = self._seen.pop(one.p, None), _kept(one)
+            if same is None and not stores:
+                kept.zero_()
+            if not one.has_stepped:  # x is p
                 continue
-            seen = self._seen.get(one.p)
-            ours = found is one.kept("x") and seen is not None
-            if not (ours and _versions(one).x == seen.x):
-                self._seen[one.p] = None
+            if same is not None:
+                ours = same is kept and seen is not None
+                is_new = not (ours and _versions(one).x == seen.x)
+                self._seen[one.p] = None if is_new else seen
+            elif other is not None:
+                others += 1
+                self._bring(one, other, entry.get(AHEAD), ahead)
+            if not stores:
+                _keep_ahead(one, entry.get(AHEAD) if same is not None else None)
+        if others:
+            log.warning(
+                "marsopt: the state was saved with another store_iterate: %s tensors "
+                "go on from it, and change its form with the next step",
+                others,
+            )
+
+    def _bring(
+        self, one: Held, brought: Tensor, point: Tensor | None, ahead: bool
+    ) -> None:
+        """Note what a checkpoint of the other form knows of x.
+
+        Args:
+            one: the parameter.
+            brought: x, or the numbers from which it follows.
+            point: y where a checkpoint of numbers has it.
+            ahead: whether parameters are y.
+        """
+        stores = one.numbers is None
+        if stores and not (one.can_lead_back and (ahead or point is not None)):
+            return  # x restarts from p
+        self._seen[one.p] = None
+        if not ahead:
+            if stores:  # contents are exchanged, and else parameters are x already
+                one.kept("x").copy_(point)
+            return
+        if stores:
+            self._brought[one.p] = brought.to(one.piece.device, copy=True)
+        else:
+            kept = torch.empty_like(one.p, requires_grad=False)
+            self._brought[one.p] = one.local(kept.copy_(brought))
 
     def resumed(self, held: Sequence[Held], carried: None) -> None:
         """Trust the parameters and x of a copy, or from a pickle."""
@@ -176,7 +263,21 @@ class Extrapolation(Life):
 
 def _ahead(held: Sequence[Held]) -> list[Held]:
     """Return those that look ahead; of others, somebody may have taken x away."""
-    return [one for one in held if "x" in one]
+    return [one for one in held if "x" in one or one.numbers is not None]
+
+
+def _kept(one: Held) -> Tensor:
+    """Return x, or the numbers from which it follows, as the state has it."""
+    return one.kept("x") if one.numbers is None else one.numbers
+
+
+def _keep_ahead(one: Held, point: Tensor | None) -> None:
+    """Let the state have this as the point ahead, or none."""
+    if point is None:
+        one.entry.pop(AHEAD, None)
+    elif point is not one.entry.get(AHEAD):
+        kept = torch.empty_like(one.p, requires_grad=False)
+        one.entry[AHEAD] = kept.copy_(point)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -187,10 +288,18 @@ class Transport(Correction):
         c = g(y)  at  y = x + k (x - x_prev)
 
     On the current batch that is the exact c to first order in x - x_prev, and c itself
-    where the loss is quadratic. Parameters hold y while gradients are taken, and the
-    state keeps x; there is no reference gradient. The lookahead that a step leaves has
-    the gamma of that step.
+    where the loss is quadratic. Parameters hold y while gradients are taken; there is
+    no reference gradient. The lookahead that a step leaves has the gamma of that step.
+
+    With AdamW x follows from y, the moments and four numbers of the last step, so that
+    the state is AdamW's own; other rules, and half precision, keep it in the state.
+
+    Args:
+        store_iterate: keep x in the state with AdamW too: 4 bytes a parameter more of
+            state and of traffic, for what is a rounding.
     """
+
+    store_iterate: bool = structure(False, checks.true_or_false, whole=True)
 
     name = "transport"
     keeps = {"x": Buffer("iterate", start="parameter", dtype="parameter")}

@@ -92,7 +92,8 @@ class Job:
         for is_beside, *who in ((False, rule.matrix, rule.rest), (True, beside, None)):
             names = [n for n in self.shapes if (n in self.elementwise) == is_beside]
             shapes = [torch.Size(self.shapes[name]) for name in names]
-            for side in sides(*who, shapes):
+            like = [torch.empty(shape, device="meta") for shape in shapes]
+            for side in sides(*who, like, shapes):
                 for i in side.members:
                     found.setdefault((side.algorithm, shapes[i]), []).append(names[i])
         return [Alike(*key, tuple(names)) for key, names in found.items()]

@@ -244,6 +244,8 @@ def _record(job: Job, rank: Rank) -> Record:
     stacks = [one.stack for one in every]
     kept = [x for one in every for x in (*one.buffers.values(), *sum(one.owned, ()))]
     state = sum(x.nbytes for x in kept)
+    # numbers of the last step, in float64, from which x follows
+    state += 8 * sum(len(a.leaves) * a.of.algorithm.num_behind for a in every)
     lives = {a.life: a.life() for one in every if (a := one.of.algorithm.correction)}
     for life in lives.values():
         if life.takes_gradients:
@@ -306,10 +308,10 @@ def _held(every: Sequence[Parameters], local: Callable[[Tensor], Tensor]) -> lis
     """Return parameters as the life of a correction meets them."""
     found = []
     for one in every:
-        own = one.of.algorithm.preconditioner.buffers
-        keys = {s: s for s in one.buffers if s not in own}
+        keys = one.of.algorithm.correction_keys
+        kept = {s: key for s, key in keys.items() if s in one.buffers}
         for n, leaf in enumerate(one.leaves):
-            state = {leaf: {s: one.buffers[s][n] for s in keys}}
+            state = {leaf: {key: one.buffers[s][n] for s, key in kept.items()}}
             found.append(Held(leaf, local, state, keys))
     return found
 
@@ -333,12 +335,15 @@ def _groups(every: Sequence[Parameters], rank: Rank) -> list[RuleGroup]:
             )
             stacks.append(stack)
             parts.append((stack.num_tensors, stack.num_clipped))
+        num = sum(num for num, _ in parts)
+        behind = torch.zeros(num, algorithm.num_behind, device="meta")
         hyper = Hyperparameters(
             algorithm=algorithm,
             lr=1e-3,
             gamma=0.025,
-            t=torch.zeros(sum(num for num, _ in parts), device="meta"),
+            t=torch.zeros(num, device="meta"),
             dtypes=(torch.float32,),
+            behind=behind if algorithm.num_behind else None,
             parts=norms_per_tensor(parts),
         )
         has_stages = algorithm.matrix_only and algorithm.preconditioner.every

@@ -91,6 +91,10 @@ class MarsOptimizers(MarsOptimizersContainer):
         """Newton-Schulz on Gram matrices where that is less work (ns_dtype float32)."""
         h_dtype: Literal["bfloat16", "float16"] | None = None
         """dtype of the kept gradient: half precision halves its memory; None = fp32."""
+        store_iterate: bool = False
+        """With transport, keep the parameters behind the lookahead in the state with
+        AdamW too, which otherwise computes them: 4 bytes a parameter.
+        """
         compile: bool | None = None
         """Compile the step: None = where this machine can."""
 
@@ -141,7 +145,8 @@ class MarsOptimizers(MarsOptimizersContainer):
 
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
         names = [n for part in model_parts for n, _ in part.named_parameters()]
-        working = ("ns_dtype", "ns_gram", "h_dtype", "compile")  # of a step
+        # of a step
+        working = "ns_dtype", "ns_gram", "h_dtype", "store_iterate", "compile"
         given = config.options() | {name: getattr(config, name) for name in working}
         config = replace(
             config,

@@ -145,12 +145,14 @@ class Stepper:
         return found
 
     def flagged(self) -> int:
-        """Return the bytes that a skipped step reads and another does not: with
-        transport, of y.
+        """Return the bytes that a skipped step reads and another does not: of y, where
+        the state keeps x.
         """
-        buckets = self.optimizer.describe().buckets
-        mine = [p for b in buckets if b.algorithm.is_ahead for p in b.params]
-        return sum(p.nbytes for p in mine)
+        every = self.optimizer.describe().buckets
+        stores = [
+            b for b in every if b.algorithm.is_ahead and not b.algorithm.num_behind
+        ]
+        return sum(p.nbytes for b in stores for p in b.params)
 
 
 def eager(case: Case) -> Stepper:
