@@ -59,6 +59,12 @@ def held(optimizer) -> list[torch.Tensor]:
     return [entry.get("ahead", entry.get("iterate")).clone() for entry in entries]
 
 
+@torch.no_grad()
+def write(own, values) -> None:
+    for p, value in zip(own, values, strict=True):
+        p.copy_(value)
+
+
 # ---- the class is the functional rule ------------------------------------------------
 
 
@@ -287,16 +293,11 @@ def test_a_resumed_run_is_the_run(mode, in_eval, model_first, monkeypatch):
 
     other = made(new, mode)
 
-    def load_model():
-        with torch.no_grad():
-            for p, value in zip(new, weights, strict=True):
-                p.copy_(value)
-
     if model_first:
-        load_model()
+        write(new, weights)
     other.load_state_dict(state)
     if not model_first:
-        load_model()
+        write(new, weights)
     assert other.param_groups[0]["train_mode"] is not in_eval
     other.train()
     run(other, new, range(3, 6))
@@ -339,9 +340,7 @@ def test_another_correction_restarts_what_the_two_do_not_share(to, caplog):
     x = "iterate" if FORM["store_iterate"] else "lookahead"
     anew = {"transport": x, "approximate": "last_grad"}[to]
     assert anew in record.getMessage()
-    with torch.no_grad():
-        for p, value in zip(new, own, strict=True):
-            p.copy_(value)
+    write(new, own)
     for p, q in zip(new, own, strict=True):
         equal([other.state[p]["exp_avg"]], [optimizer.state[q]["exp_avg"]])
     if to == "approximate":
@@ -484,18 +483,13 @@ def test_either_form_resumes_from_the_other(to_stored, in_eval, model_first, cap
     x = held(optimizer)
     other = made(new, store_iterate=to_stored)
 
-    def load_model():
-        with torch.no_grad():
-            for p, value in zip(new, weights, strict=True):
-                p.copy_(value)
-
     if model_first:
-        load_model()
+        write(new, weights)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         other.load_state_dict(state)
     if not model_first:
-        load_model()
+        write(new, weights)
     (record,) = [r for r in caplog.records if "store_iterate" in r.getMessage()]
     other.train()
     if in_eval and not to_stored:  # the lookahead of one step is given up
@@ -527,9 +521,7 @@ def test_a_state_dict_between_two_forms_loses_nothing():
         new = params(1)
         other = made(new, store_iterate=stores)
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        with torch.no_grad():
-            for p, value in zip(new, own, strict=True):
-                p.copy_(value)
+        write(new, own)
         optimizer, own = other, new
         other.eval()
         equal(new, x, 1e-6)
@@ -564,9 +556,7 @@ def test_a_point_ahead_that_was_not_saved_is_computed():
     for entry in state["state"].values():
         del entry["ahead"]
     other = made(new)
-    with torch.no_grad():
-        for p, value in zip(new, own, strict=True):
-            p.copy_(value)
+    write(new, own)
     other.load_state_dict(state)
     other.train()
     equal(new, y, 1e-6)
@@ -662,9 +652,7 @@ def test_what_is_written_before_saving_is_saved(saved_by):
     else:
         other = made(new)
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        with torch.no_grad():
-            for p, value in zip(new, own, strict=True):
-                p.copy_(value)
+        write(new, own)
     run(optimizer, own, [3])
     run(other, new, [3])
     equal(new, own)
@@ -752,9 +740,7 @@ def test_writing_before_every_step_is_an_error():
 def test_weights_loaded_before_the_first_step_are_where_it_starts(caplog):
     own, reference = params(), params(1)
     optimizer = made(own, lr_1d=LR)
-    with torch.no_grad():
-        for p, value in zip(own, reference, strict=True):
-            p.copy_(value)
+    write(own, reference)
     other = made(reference, lr_1d=LR)
     run(optimizer, own, range(3))
     run(other, reference, range(3))
@@ -773,9 +759,7 @@ def test_a_partial_load_that_passes_x_by_takes_the_loaded_weights():
     run(optimizer, own, range(3))
     template = optimizer.state_dict()
     weights = [p.detach() + 1 for p in own]
-    with torch.no_grad():
-        for p, value in zip(own, weights, strict=True):
-            p.copy_(value)
+    write(own, weights)
     optimizer.load_state_dict(template)
     optimizer.eval()
     equal(own, weights)
