@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from marsopt import MARS, REGISTRY
-from marsopt.profiling.gpt2 import param_groups
+from marsopt.profiling.gpt2 import EMBEDDINGS, param_groups
 
 Params = Mapping[str, nn.Parameter]
 
@@ -113,7 +113,7 @@ def ours(mars_type: str, **options: Any) -> Callable[[Params, bool], Entry]:
         arguments = dict(MARS_HYPER, max_norm=MAX_NORM) | options
         groups = param_groups(params, mars_type)
         if any(p.dtype != torch.float32 for p in params.values()):
-            arguments["state_dtype"] = torch.float32
+            arguments.setdefault("state_dtype", torch.float32)
         optimizer = MARS(groups, mars_type=mars_type, compile=compile, **arguments)
         exact = not arguments.get("is_approx", True)
         return entry_of(params, optimizer, exact=exact)
@@ -131,13 +131,20 @@ def torch_adamw(*, clip: bool, **mode: bool) -> Callable[[Params, bool], Entry]:
     return build
 
 
-def torch_muon(params: Params, compile: bool) -> Entry:
-    """Build ``torch.optim.Muon`` on all matrices, fused AdamW on the rest."""
-    matrices, others = by_ndim(params)
-    muon = torch.optim.Muon(matrices, **MUON_HYPER)
-    rest = ADAMW_HYPER | dict(lr=MARS_HYPER["lr_1d"])
-    adamw = torch.optim.AdamW(others, fused=True, **rest)
-    return entry_of(params, muon, adamw, clip=True)
+def torch_muon(*, beside: Collection[str] = ()) -> Callable[[Params, bool], Entry]:
+    """Build ``torch.optim.Muon`` on all matrices but those that are named, fused AdamW
+    on the rest.
+    """
+
+    def build(params: Params, compile: bool) -> Entry:
+        matrices, others = by_ndim({n: p for n, p in params.items() if n not in beside})
+        muon = torch.optim.Muon(matrices, **MUON_HYPER)
+        rest = ADAMW_HYPER | dict(lr=MARS_HYPER["lr_1d"])
+        others += [params[name] for name in beside]
+        adamw = torch.optim.AdamW(others, fused=True, **rest)
+        return entry_of(params, muon, adamw, clip=True)
+
+    return build
 
 
 REFERENCE = Contender(
@@ -150,6 +157,7 @@ REFERENCE = Contender(
 )
 
 
+BF16_STATE = dict(state_dtype=torch.bfloat16, stochastic_rounding=True)
 WORDS = {"mars": "MARS", "adamw": "AdamW", "nadamw": "NAdamW", "normuon": "NorMuon"}
 # for those that are compared with torch's own; the others take MARS_HYPER
 HYPER: dict[str, dict[str, Any]] = {
@@ -187,6 +195,18 @@ OURS = [
         "MARS-AdamW, both clips, h in bf16",
         key="mars-adamw-bf16-h",
         build=ours("mars-adamw", h_dtype=torch.bfloat16),
+    ),
+    _ours(
+        "mars-adamw",
+        "MARS-AdamW, both clips, state in bf16",
+        key="mars-adamw-bf16-state",
+        build=ours("mars-adamw", **BF16_STATE),
+    ),
+    _ours(
+        "adamw",
+        "AdamW, global clip, state in bf16",
+        key="adamw-bf16-state",
+        build=ours("adamw", **ADAMW_AS_OURS, **BF16_STATE),
     ),
     _ours(
         "mars-adamw",
@@ -244,10 +264,20 @@ TORCH = [
         key="torch-muon",
         title="clip_grad_norm_ + torch Muon",
         family="torch",
-        build=torch_muon,
+        build=torch_muon(),
         num_buffers=1,
         matrix=True,
         twin="muon",
         note="all matrices, as ours; fused AdamW for the rest",
+    ),
+    Contender(
+        key="torch-muon-blocks",
+        title="clip_grad_norm_ + torch Muon of blocks",
+        family="torch",
+        build=torch_muon(beside=EMBEDDINGS),
+        num_buffers=2,
+        matrix=True,
+        note="the matrices of blocks, as our MARS-M and Moonlight; fused AdamW for "
+        "the rest",
     ),
 ]

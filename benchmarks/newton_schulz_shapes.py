@@ -4,8 +4,9 @@
         [--layers N] [--rounds 5] [--json FILE]
 
 All matrices of one shape are iterated together, as a step does it, in bfloat16. The
-rate counts the operations of the iterations; it stands beside that of their products
-alone (same shapes, batched) and that of one large square product.
+rate counts the operations of the iterations, of symmetric products those that are done;
+it stands beside that of whole products alone (same shapes, batched) and that of one
+large square product.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def row(
     shape: tuple[int, int], count: int, device: str, num_rounds: int
 ) -> dict[str, Any]:
     """Return what ``count`` matrices of a shape take; FLOP/s and seconds."""
-    ns = NewtonSchulz()
+    ns = NewtonSchulz(dtype=torch.bfloat16)
     generator = torch.Generator(device).manual_seed(0)
     batch = torch.randn(count, *shape, device=device, generator=generator).unbind()
     call = partial(ns.many, batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from marsopt.functional.collectives import Leaf, Request, run_at_owner
+from marsopt.functional.collectives import Leaf, Request, row_numbers, run_at_owner
 from marsopt.rules.dtypes import working
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import NewtonSchulz
@@ -122,17 +122,21 @@ class MeshCollectives:
             stride=stride,
         )
 
-    def rows(self, tensor: Tensor, matrices: Matrices) -> Tensor | None:
-        """Return which rows of all ``matrices`` of ``tensor`` lie here: their numbers
-        among all of them, in the order of the piece's; None = all.
+    def cuts(self, tensor: Tensor) -> Mapping[int, Tensor]:
+        """Return, for every dim of ``tensor`` that is cut, which of its indices lie
+        here, in the order of the piece's.
         """
-        first = matrices.column_dim(tensor.ndim)
-        if all(dim >= first for dim in Placement.of(tensor).dims):
-            return None
-        shape, mesh = tensor.shape[:first], tensor.device_mesh
-        numbers = torch.arange(shape.numel(), device=mesh.device_type).view(shape)
-        places = [onto_first(p, tensor.ndim, first) for p in tensor.placements]
-        return _piece(numbers, mesh, places).flatten()
+        found, ndim = {}, tensor.ndim
+        for dim in Placement.of(tensor).dims:
+            mesh, shape = tensor.device_mesh, [1] * ndim
+            shape[dim] = tensor.shape[dim]
+            every = torch.arange(shape[dim], device=mesh.device_type).view(shape)
+            places = [
+                p if not p.is_replicate() and p.dim % ndim == dim else Replicate()
+                for p in tensor.placements
+            ]
+            found[dim] = _piece(every, mesh, places).flatten()
+        return found
 
     def placement(self, tensor: Tensor) -> Hashable:
         """Return mesh and placements; None for a plain tensor."""
@@ -293,7 +297,8 @@ class MeshCollectives:
                 first += len(cut.matrices)
         for i in partition.local:
             leaf, matrices = leaves[i].tensor, leaves[i].matrices
-            rows = None if leaf.numel() == 0 else self.rows(leaf, matrices)
+            cuts = {} if leaf.numel() == 0 else self.cuts(leaf)
+            rows = row_numbers(leaf.shape, cuts, matrices, leaf.device)
             if rows is None:
                 out[i] = tuple(range(matrices.num_in(leaf.shape)))
             else:
@@ -343,7 +348,8 @@ class MeshCollectives:
         every = []
         for one in requests:
             piece, leaf = one.given.matrix, one.tensor
-            travels = one.preconditioner.cost.payload(piece.dtype)
+            cost = one.preconditioner.cost.on(piece.device.type)
+            travels = cost.payload(piece.dtype)
             matrix = self.wrap(piece.to(travels), leaf).full_tensor()
             rows = tuple(self.wrap(r, leaf).full_tensor() for r in one.given.rows)
             every.append(one._replace(given=Whole(matrix, rows, one.given.owned)))
@@ -374,6 +380,7 @@ class MeshCollectives:
     ) -> Partition:
         by_axis: dict[tuple, dict[int, Cut]] = {}
         local, gathered = [], []
+        cost = cost.on(leaves[0].device.type)  # on which ranks agree: machines differ
         places = self._places((cost, *ways), leaves)
         for i, leaf in enumerate(leaves):
             cut = cut_of(leaf, places[i], *ways[i])

@@ -12,6 +12,7 @@ from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
 from marsopt.functional.collectives import Request, at_owner
+from marsopt.rules.newton_schulz import full_float32, gram_matrix
 from marsopt.rules.preconditioner import MatrixCost, Whole
 
 from .exchange import Exchange, Piece, from_words, to_words, unflatten
@@ -239,12 +240,9 @@ class ShardGroup:
         def tall(x: Tensor, i: int) -> Tensor:
             return x if self.matrices[i].dim == 0 else x.mT
 
-        # TF32 would lose what a Gram matrix, formed once, cannot do without
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-        try:
+        with full_float32():
             x = [tall(local[i].to(wide), i) for i in members]
-            grams = [piece.mT @ piece for piece in x]
+            grams = [gram_matrix(piece) for piece in x]
             flat = torch.cat([gram.reshape(-1) for gram in grams])
             dist.all_reduce(flat, group=self._group)
             summed = unflatten(flat, [gram.shape for gram in grams])
@@ -254,8 +252,6 @@ class ShardGroup:
                 )
                 for i, piece, gram in zip(members, x, summed, strict=True)
             }
-        finally:
-            torch.set_float32_matmul_precision(before)
 
 
 def _row_dtype(request: Request, words: torch.dtype) -> torch.dtype:

@@ -33,6 +33,9 @@ class Exact:
 
     dtype: torch.dtype = torch.float64
 
+    def on(self, device_type):
+        return self
+
     def payload(self, dtype=torch.float32):
         return torch.promote_types(dtype, self.dtype)
 

@@ -37,7 +37,7 @@ WRONG = (
     "mars-adam",
     "mars-m/exact",
     "lion/none/float16",
-    "lion/none/float32/float32/7",
+    "lion/none/float32/float32/float32/7",
 )
 
 

@@ -3,8 +3,8 @@ code that its checks guard, and what a step says of what a GPU would not do.
 
     python -m tests.lowered --json FILE [CASE ...]
 
-A CASE is rule/correction/model/dtype, with /binaries to compile, and with =MUTANT to
-change the library before.
+A CASE is rule/correction/model/dtype, with /state-bfloat16 for state in that, with
+/binaries to compile, and with =MUTANT to change the library before.
 """
 
 from __future__ import annotations
@@ -96,11 +96,14 @@ MUTANTS = {
 def case(text: str) -> dict:
     """Return what a case is made of."""
     text, _, mutant = text.partition("=")
-    rule, correction, model, dtype, *binaries = text.split("/")
-    chosen = Case(rule, None if correction == NONE else correction, model, dtype)
+    rule, correction, model, dtype, *more = text.split("/")
+    state = "bfloat16" if "state-bfloat16" in more else "float32"
+    chosen = Case(rule, None if correction == NONE else correction, model, dtype, state)
     changed = MUTANTS[mutant]() if mutant else contextlib.nullcontext()
     with changed:
-        found = to_dict(measure(lower(chosen)), Compiler() if binaries else None)
+        found = to_dict(
+            measure(lower(chosen)), Compiler() if "binaries" in more else None
+        )
     return found | dict(faults=[*faults(found)])
 
 

@@ -541,10 +541,6 @@ SETTINGS = {
     ),
     "unknown mars_type": (dict(optimizer__mars_type="mars"), "got mars_type='mars'"),
     "betas": (dict(optimizer__betas=(0.9, 1.0)), r"got betas\[1\]=1.0"),
-    "Gram matrices in half precision": (
-        dict(optimizer__ns_gram=True, optimizer__ns_dtype="bfloat16"),
-        "got gram=True with dtype=torch.bfloat16",
-    ),
     "min_lr above lr": (dict(lr_scheduler__min_lr=1.0), "got lr_scheduler.min_lr=1.0"),
     "embedding decay": (
         dict(optimizer__embedding_weight_decay=-1.0),

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import marsopt
 from marsopt import MARS, REGISTRY, Matrices, NewtonSchulz, Orthogonal
-from marsopt.functional.collectives import Request
+from marsopt.functional.collectives import Request, numbers, row_numbers
 from marsopt.parallel import MeshCollectives
 from marsopt.rules.orthogonal import MatrixAverage
 from marsopt.rules.preconditioner import Whole
@@ -259,6 +259,13 @@ def cut(whole, mesh, placements):
     return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
+def cut_like(whole, leaf):
+    """``whole`` as ``leaf`` is cut."""
+    if not isinstance(leaf, DTensor):
+        return whole
+    return cut(whole, leaf.device_mesh, leaf.placements)
+
+
 def matrices(mesh, places):
     """Whole matrices, even and uneven and with empty shards, and their leaves."""
     g = torch.Generator().manual_seed(3)
@@ -343,7 +350,7 @@ def test_different_matrices_are_an_error_not_a_hang():
 
 def wrap_lines(rank, world, shape, places):
     """Every rank's rows of a vector make the whole one again, and it knows which they
-    are.
+    are, and the number of every element.
     """
     mesh = init_device_mesh("cpu", shape)
     collectives = MeshCollectives(mesh)
@@ -351,7 +358,13 @@ def wrap_lines(rank, world, shape, places):
     for leaf in leaves:
         vector = torch.arange(leaf.shape[0], dtype=torch.float64)
         mine = vector[indices(leaf, 0)]
-        rows = collectives.rows(leaf, Matrices())
+        cuts = collectives.cuts(leaf)
+        every = torch.arange(leaf.numel()).view(leaf.shape)
+        assert torch.equal(
+            numbers(leaf.shape, cuts, leaf.device),
+            collectives.local(cut_like(every, leaf)),
+        )
+        rows = row_numbers(leaf.shape, cuts, Matrices(), leaf.device)
         assert torch.equal(vector if rows is None else vector[rows], mine)
         buffer = collectives.wrap(mine, leaf)
         assert collectives.local(buffer).data_ptr() == mine.data_ptr()

@@ -149,7 +149,10 @@ def count_with(counter, monkeypatch):
     def backend(graph, inputs, **options):
         return counter(graph, inputs)
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    real = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **own: real(f, **{**own, "backend": backend})
+    )
 
 
 def test_state_of_others_compiles_nothing_anew(monkeypatch):
@@ -744,8 +747,10 @@ OPTIONS = {
     "ns_coefficients": ("polar_express", "quintic"),
     "ns_dtype": (torch.float32, torch.bfloat16),
     "ns_gram": (True, False),
+    "ns_scaling": ("aol", "frobenius"),
     "state_dtype": (torch.float64, torch.float32),
     "h_dtype": (torch.bfloat16, None),
+    "stochastic_rounding": (True, False),
     "compile": (False, True),
     "nonfinite": ("raise", "skip"),
 }

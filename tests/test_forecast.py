@@ -5,6 +5,7 @@ Most of it is equal to the byte; what is not says why.
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -24,6 +25,7 @@ from marsopt.parallel.forecast.record import Recorder, pretended, record
 from marsopt.parallel.planner import Machine
 from marsopt.profiling.optimizer import floor_of
 from marsopt.profiling.profiler import traced
+from marsopt.rules import newton_schulz
 from tests.processes import spawn
 from tests.stacking import as_on_a_gpu, forced
 from train.gpt2 import GPT2, Shape
@@ -95,29 +97,42 @@ def kept(optimizer):
 # ---- memory --------------------------------------------------------------------------
 
 
+NARROW = dict(state_dtype=torch.bfloat16, stochastic_rounding=True)
+
+
+@pytest.mark.parametrize("options", [{}, NARROW], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("rule", RULES)
-def test_state_is_what_the_optimizer_keeps(rule):
+def test_state_is_what_the_optimizer_keeps(rule, options):
     params = {n: nn.Parameter(x) for n, x in drawn(0).items()}
-    optimizer = build(params, rule, compile=False)
+    optimizer = build(params, rule, compile=False, **options)
     for p in params.values():
         p.grad = torch.zeros_like(p)
     optimizer.update_previous_grad()
-    assert forecast(job_of(rule), 1).memory.state == kept(optimizer)
+    assert forecast(job_of(rule, **options), 1).memory.state == kept(optimizer)
+
+
+def test_state_in_bfloat16_is_half_on_shards_too():
+    for num_ranks in (1, 3):
+        wide, narrow = (
+            forecast(job_of("mars-adamw", **options), num_ranks).memory.state
+            for options in ({}, NARROW)
+        )
+        assert wide == 2 * narrow
 
 
 NS = [
-    NewtonSchulz(),
+    NewtonSchulz().on("meta"),
     NewtonSchulz(dtype=torch.float32),
-    NewtonSchulz(steps=1),
-    NewtonSchulz(steps=2),
+    NewtonSchulz(steps=1).on("meta"),
+    NewtonSchulz(steps=2).on("meta"),
 ]
 
 
 @pytest.mark.parametrize("ns", NS, ids=lambda ns: f"{ns.dtype} {ns.steps}")
 @pytest.mark.parametrize("shape", [(768, 192), (192, 768), (192, 192)])
 def test_what_is_recorded_of_newton_schulz(ns, shape):
-    """By hand: the input divided, before it is cast; an iterate, its Gram matrix and
-    polynomial beside the next iterate; or beside the next Gram matrix.
+    """By hand: an iterate and the next, a Gram matrix and its polynomial; or the last
+    iterate, and what it is cast to.
     """
     matrix, size = empty([shape])[0], ns.dtype.itemsize
     with Recorder([matrix]) as recorder:
@@ -126,7 +141,6 @@ def test_what_is_recorded_of_newton_schulz(ns, shape):
     held = [
         (4 + size) * numel if size < 4 else 4 * numel,
         size * (2 * numel + 2 * square),
-        size * (numel + 3 * square) if ns.steps > 1 else 0,
     ]
     assert factor.nbytes == matrix.nbytes
     assert recorder.most == CLOSE(max(held), rel=1e-4)  # norms are not in it
@@ -176,6 +190,7 @@ def test_a_compiled_step_holds_what_is_predicted(rule, monkeypatch):
     CPU pack operands, for each thread, which no GPU does.
     """
     forced(monkeypatch, "stacks")
+    monkeypatch.setattr(newton_schulz, "LARGE", sys.maxsize)  # batches, as on a GPU
     params = {n: nn.Parameter(x) for n, x in drawn(0).items()}
     optimizer = build(params, rule, compile=True, ns_dtype=torch.float32)
     for n in range(3):
@@ -247,6 +262,7 @@ def two_ranks(rank, world, rules):
                 return out[0]
 
             patch.setattr(step_of, "at_owners", watched)
+            patch.setattr(newton_schulz, "LARGE", sys.maxsize)  # batches
             with counted.counting():
                 step(optimizer)
         found.append((kept(optimizer), counted.calls, peaks[0]))
@@ -283,16 +299,18 @@ def test_two_ranks_keep_send_and_hold_what_is_predicted():
 # ---- passes and products -------------------------------------------------------------
 
 
+@pytest.mark.parametrize("options", [{}, NARROW], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("rule", [r for r in RULES if not r.endswith("exact")])
-def test_bytes_moved_are_those_of_the_profiler(rule, monkeypatch):
+def test_bytes_moved_are_those_of_the_profiler(rule, options, monkeypatch):
     """Its floor is inductor's count to 0.2% (tests/test_profile.py)."""
     forced(monkeypatch, "stacks")
     params = {n: nn.Parameter(x) for n, x in drawn(0).items()}
-    optimizer = build(params, rule, compile=True)
+    optimizer = build(params, rule, compile=True, **options)
     for p in params.values():
         p.grad = torch.zeros_like(p)
     floor = floor_of(optimizer.describe().buckets)
-    assert forecast(job_of(rule), 1).moved_bytes == floor.num_bytes + floor.packed
+    found = forecast(job_of(rule, **options), 1)
+    assert found.moved_bytes == floor.num_bytes + floor.packed
 
 
 @pytest.mark.parametrize("model", ["gpt2-small", "gpt2-xl", "llama-3b", "llama-13b"])

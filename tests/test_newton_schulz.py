@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from marsopt import NewtonSchulz, newton_schulz, polar_factor
-from marsopt.rules.newton_schulz import COEFFICIENTS
+from marsopt.rules import newton_schulz as file
+from marsopt.rules.newton_schulz import COEFFICIENTS, blocks, symmetric_flops
 
 
 def matrix(rows, cols, seed=0, dtype=torch.float64, smallest=0.1):
@@ -126,7 +127,155 @@ def test_many_are_each_by_itself():
         torch.testing.assert_close(o, ns(m), rtol=0, atol=1e-12)
 
 
+def by_hand(m, dtype, steps=5):
+    """Plain products of a matrix on its short side."""
+    x = (m / (torch.linalg.vector_norm(m) + 5e-10)).to(dtype)
+    tall = m.shape[0] > m.shape[1]
+    ((a, b, c),) = COEFFICIENTS["quintic"]
+    for _ in range(steps):
+        gram = x.mT @ x if tall else x @ x.mT
+        p = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, *((x, p) if tall else (p, x)), beta=a)
+    return x.to(m.dtype)
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 3), (3, 0), (1, 1), (40, 8), (512, 512), (513, 640), (700, 520)]
+)
+@pytest.mark.parametrize(
+    ("dtype", "error"),
+    [(torch.bfloat16, 0.0), (torch.float32, 2e-6), (torch.float64, 1e-14)],
+)
+def test_blocks_are_whole_products(shape, dtype, error):
+    """Bit for bit in bf16, whose sums are rounded to a bit that they agree in."""
+    m = torch.randn(shape)
+    given = m.clone()
+    got, want = newton_schulz(m, dtype=dtype), by_hand(m, dtype)
+    assert float((got - want).norm()) <= error * float(want.norm())
+    assert torch.equal(m, given)
+    both = newton_schulz(torch.stack([m, m]), dtype=dtype)
+    assert float((both[1] - want).norm()) <= max(error, 1e-2) * float(want.norm())
+
+
+def test_blocks_end_at_the_diagonal_and_cover_the_triangle():
+    for size in (0, 1, 511, 512, 768, 1280, 5000):
+        cut = blocks(size)
+        assert [start for start, _ in cut[1:]] == [stop for _, stop in cut[:-1]]
+        assert sum(stop - start for start, stop in cut) == size
+    assert len(blocks(511)) == 1
+    assert len(blocks(768)) == 3
+    # (blocks + 1)/(2 blocks) of the whole
+    assert symmetric_flops(768, 3072) == 2 * 768**2 * 3072 * 4 // 6
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of jvp
+@pytest.mark.parametrize("gram", [False, True])
+@pytest.mark.parametrize("scaling", ["frobenius", "aol"])
+def test_transforms_have_plain_products(gram, scaling, monkeypatch):
+    """Gradients, vmap, forward derivatives and one graph, where buffers cannot be."""
+    for name in ("MIN_ROWS", "GRAIN"):
+        monkeypatch.setattr(file, name, 2)
+    ns = NewtonSchulz(dtype=torch.float64, gram=gram, scaling=scaling)
+    m = torch.randn(3, 12, 5, dtype=torch.float64)
+    want = ns(m)
+    assert len(blocks(5)) > 1
+    assert torch.autograd.gradcheck(ns, m[0].clone().requires_grad_())
+    equal = torch.testing.assert_close
+    equal(torch.func.vmap(ns)(m), want)
+    primal, tangent = torch.func.jvp(ns, (m,), (torch.ones_like(m),))
+    equal(primal, want)
+    ahead = (ns(m + 1e-6) - ns(m - 1e-6)) / 2e-6
+    equal(tangent, ahead, rtol=1e-5, atol=1e-6)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(m, torch.ones_like(m))
+        equal(torch.autograd.forward_ad.unpack_dual(ns(dual)).tangent, tangent)
+    equal(torch.compile(ns, backend="aot_eager", fullgraph=True)(m), want)
+
+
+@pytest.mark.parametrize("shape", [(2100, 520), (520, 1200), (40, 8), (3, 30, 9)])
+@pytest.mark.parametrize("scaling", ["frobenius", "aol"])
+def test_the_gram_form_is_the_iteration(shape, scaling):
+    m = torch.randn(shape, dtype=torch.float64)
+    want = NewtonSchulz(dtype=torch.float64, scaling=scaling)(m)
+    ns = NewtonSchulz(dtype=torch.float64, gram=True, scaling=scaling)
+    torch.testing.assert_close(ns(m), want, rtol=0, atol=1e-11)
+    got = NewtonSchulz(dtype=torch.float32, gram=True, scaling=scaling)(m.float())
+    assert float((got - want).norm() / want.norm()) < 1e-5
+    assert not ns(torch.zeros(shape)).any()
+
+
+def test_an_embedding_takes_the_gram_form_beside_half_precision():
+    """In float32, where that is a quarter of the operations, and no less exact."""
+    ns, long = NewtonSchulz(dtype=torch.bfloat16, gram=True), (3000, 64)
+    plain = NewtonSchulz(dtype=torch.bfloat16)
+    assert ns.num_flops(*long) < plain.num_flops(*long) / 4
+    assert ns.num_flops(800, 64) == plain.num_flops(800, 64)
+    m = torch.randn(long)
+    exact = NewtonSchulz(dtype=torch.float64)(m)
+    errors = [float((one(m) - exact).norm() / exact.norm()) for one in (ns, plain)]
+    assert errors[0] < errors[1] < 3e-2
+    assert ns.many([m])[0].dtype == torch.bfloat16
+
+
+def test_float32_stays_float32_in_the_gram_form():
+    """Whatever is said of its products elsewhere: bf16 in place of them would show."""
+    ns, m = NewtonSchulz(dtype=torch.float32, gram=True), matrix(300, 20, smallest=1e-3)
+    before, want = torch.get_float32_matmul_precision(), ns(m.float())
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert torch.equal(ns(m.float()), want)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_what_is_not_said_is_chosen_by_the_device(monkeypatch, caplog):
+    ns, large = NewtonSchulz(), (3000, 64)
+    assert ns.on("cuda") == NewtonSchulz(dtype=torch.bfloat16, gram=False)
+    for has in (True, False):
+        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+            monkeypatch.setattr(torch.cpu, name, lambda has=has: has)
+        monkeypatch.setattr(file.platform, "machine", lambda: "x86_64")
+        file.found_dtype.cache_clear()
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            dtype = torch.bfloat16 if has else torch.float32
+            assert ns.on("cpu") == NewtonSchulz(dtype=dtype, gram=True)
+            ns.on("cpu")
+            assert [r.getMessage() for r in caplog.records] == [
+                f"marsopt: Newton-Schulz on this CPU in {dtype}, which has "
+                f"{'the' if has else 'no'} instructions for bfloat16; on Gram matrices "
+                "in float32 where that is faster (ns_dtype and ns_gram say otherwise)"
+            ]
+        assert ns.many([torch.randn(large)])[0].dtype == dtype
+    file.found_dtype.cache_clear()
+    for told in (dict(dtype=torch.float16), dict(dtype=torch.float32, gram=True)):
+        own = NewtonSchulz(**told)
+        assert own.on("cpu").dtype == own.on("cuda").dtype == told["dtype"]
+        assert own.on("cpu").gram == own.on("cuda").gram == told.get("gram", False)
+
+
+def test_aol_is_scaling_by_gram_row_sums():
+    """As in arXiv 2512.04632: singular values at most 1, all nearer to one another."""
+    m = torch.randn(40, 12, dtype=torch.float64) * torch.logspace(0, 1, 12)
+    m[:, 3] = 0
+    s = (m.mT @ m).abs().sum(-1).rsqrt()
+    s[3] = 0
+    scaled = m * s
+    values = torch.linalg.svdvals(scaled)
+    assert float(values.max()) <= 1 + 1e-12
+    ns = NewtonSchulz(
+        dtype=torch.float64, scaling="aol", coefficients="taylor", steps=30
+    )
+    torch.testing.assert_close(ns(m), polar_factor(scaled), rtol=0, atol=1e-10)
+    quintic = NewtonSchulz(dtype=torch.float64, scaling="aol", steps=4)
+    found = torch.linalg.svdvals(quintic(m))[:-1]
+    assert 0.66 < float(found.min()) < float(found.max()) < 1.22
+
+
 def test_bad_arguments():
+    with pytest.raises(ValueError, match="got scaling='rows', expected one of"):
+        NewtonSchulz(scaling="rows")
     with pytest.raises(ValueError, match="expected .*rows, cols"):
         newton_schulz(torch.zeros(3))
     with pytest.raises(ValueError, match="got steps=0"):

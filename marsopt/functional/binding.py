@@ -4,13 +4,13 @@ they start, and to which matrices its rows belong.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from marsopt.functional.collectives import Collectives, Leaf
+from marsopt.functional.collectives import Collectives, Leaf, row_numbers
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import Buffer, is_full
 from marsopt.rules.matrices import MatrixRows
@@ -119,5 +119,14 @@ def matrix_rows(
         return None
     matrices = algorithm.matrices
     num_rows = matrices.shape_in(shape)[0]
-    here = collectives.rows(leaf, matrices)
+    here = row_numbers(shape, collectives.cuts(leaf), matrices, leaf.device)
     return MatrixRows(matrices.num_in(shape), num_rows, here)
+
+
+def rounding_cuts(
+    algorithm: Algorithm, leaf: Tensor, collectives: Collectives
+) -> Mapping[int, Tensor]:
+    """Return ``Collectives.cuts`` of a leaf, or of a stack of such, where a step rounds
+    stochastically; nothing where it does not.
+    """
+    return collectives.cuts(leaf) if algorithm.stochastic_rounding else {}

@@ -4,9 +4,10 @@ live whole in one process.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -78,6 +79,50 @@ def at_owner(requests: Sequence[Request]) -> list[Whole]:
     return found
 
 
+def numbers(
+    shape: torch.Size,
+    cuts: Mapping[int, Tensor],
+    device: torch.device,
+    dtype: torch.dtype = torch.int64,
+) -> Tensor:
+    """Return the numbers of a piece's elements in the whole tensor, row by row.
+
+    Args:
+        shape: of the whole tensor, or its first dims.
+        cuts: of the tensor, as ``Collectives.cuts`` returns them.
+        device: of the piece.
+        dtype: of the numbers.
+    """
+    cuts = {dim: here for dim, here in cuts.items() if dim < len(shape)}
+    # dims behind all cuts are one, so that a compiled loop over them is
+    first = max(cuts, default=-1) + 1
+    stride = shape[first:].numel()
+    found = torch.arange(stride, dtype=dtype, device=device).view(shape[first:])
+    for dim in reversed(range(first)):
+        here = cuts.get(dim)
+        if here is None:
+            here = torch.arange(shape[dim], device=device)
+        here = here.to(device=device, dtype=dtype) * stride
+        found = found + here.view(-1, *[1] * (len(shape) - 1 - dim))
+        stride *= shape[dim]
+    return found
+
+
+def row_numbers(
+    shape: torch.Size,
+    cuts: Mapping[int, Tensor],
+    matrices: Matrices,
+    device: torch.device,
+) -> Tensor | None:
+    """Return which rows of all ``matrices`` of a tensor lie here: their numbers among
+    all of them, in the order of the piece's; None = all.
+    """
+    first = matrices.column_dim(len(shape))
+    if all(dim >= first for dim in cuts):
+        return None
+    return numbers(shape[:first], cuts, device).flatten()
+
+
 class Collectives(Protocol):
     """Communication and sharding operations that a step needs, over lists of
     parameters (``leaves``), which may be DTensors.
@@ -91,9 +136,9 @@ class Collectives(Protocol):
         fewer dims, of one that has only so many of its first dims.
         """
 
-    def rows(self, tensor: Tensor, matrices: Matrices) -> Tensor | None:
-        """Return which rows of all ``matrices`` of ``tensor`` lie here: their numbers
-        among all of them, in the order of the piece's; None = all.
+    def cuts(self, tensor: Tensor) -> Mapping[int, Tensor]:
+        """Return, for every dim of ``tensor`` that is cut, which of its indices lie
+        here, in the order of the piece's.
         """
 
     def placement(self, tensor: Tensor) -> Hashable:
@@ -167,8 +212,8 @@ class LocalCollectives:
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:
         return local
 
-    def rows(self, tensor: Tensor, matrices: Matrices) -> Tensor | None:
-        return None
+    def cuts(self, tensor: Tensor) -> Mapping[int, Tensor]:
+        return {}
 
     def placement(self, tensor: Tensor) -> Hashable:
         return None

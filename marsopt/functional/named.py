@@ -49,6 +49,7 @@ def function(row: NamedRule) -> Callable[..., Rule]:
         algorithm = row.algorithm(
             correction=correction,
             state_dtype=given.get("state_dtype"),
+            stochastic_rounding=given.get("stochastic_rounding", False),
             matrices=Matrices(**arguments(Matrices, given)),
             **arguments(row.preconditioner, given),
         )
@@ -70,7 +71,8 @@ def _taken(row: NamedRule) -> Table:
         for kind in CORRECTIONS.values():
             found = {**table(kind), **found}
         found |= {name: shared[name] for name in ("is_approx", "correction")}
-    found |= {name: shared[name] for name in ("max_norm", "state_dtype")}
+    names = "max_norm", "state_dtype", "stochastic_rounding"
+    found |= {name: shared[name] for name in names}
     return found | table(Matrices)
 
 

@@ -65,7 +65,9 @@ class Choice:
         max_norm: threshold of the global gradient norm, applied inside the step (in
             place of clip_grad_norm_); None = off.
         state_dtype: dtype of the state; None = the parameter's own. Not narrower than
-            the parameter.
+            the parameter, but torch.bfloat16 with ``stochastic_rounding``.
+        stochastic_rounding: round what a step writes into state of bfloat16 up or down
+            at random, right on average. Parameters are rounded to nearest.
     """
 
     mars_type: str = "mars-adamw"
@@ -81,6 +83,9 @@ class Choice:
     max_norm: Number | None = structure(None, checks.positive_or_none, whole=True)
     state_dtype: torch.dtype | None = structure(
         None, checks.floating_or_none, whole=True
+    )
+    stochastic_rounding: bool = structure(
+        False, checks.one_of((False, True)), whole=True
     )
 
     def __post_init__(self) -> None:
@@ -200,6 +205,7 @@ def route(given: Mapping[str, Any]) -> Routing:
     matrices = Matrices(**arguments(Matrices, given))
     common = dict(
         state_dtype=choice.state_dtype,
+        stochastic_rounding=choice.stochastic_rounding,
         correction=correction if row.is_mars else unclipped,
     )
 

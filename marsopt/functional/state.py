@@ -8,7 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from marsopt.functional.binding import allocate, matrix_rows, owned_starts
+from marsopt.functional.binding import (
+    allocate,
+    matrix_rows,
+    owned_starts,
+    rounding_cuts,
+)
 from marsopt.functional.collectives import Collectives
 from marsopt.functional.flat import (
     FlatGroup,
@@ -75,7 +80,7 @@ def new_state(algorithm: Algorithm, params: Tree, collectives: Collectives) -> S
     leaves = flatten(params, "params")
     for name, x in zip(names(params), leaves, strict=True):
         what = f"params[{name!r}]"
-        check_parameter(x, what, algorithm.state_dtype)
+        check_parameter(x, what, algorithm.state_dtype, algorithm.stochastic_rounding)
         shape, matrices = leaf_shape(params, x), algorithm.matrices
         if algorithm.matrix_only and not matrices.takes(shape):
             raise ValueError(
@@ -227,6 +232,7 @@ def bind(
                 buffers={symbol: local(tree[i]) for symbol, tree in sharded.items()},
                 shape=shape,
                 rows=matrix_rows(algorithm, x, shape, collectives),
+                cuts=rounding_cuts(algorithm, x, collectives),
                 given={symbol: local(tree[i]) for symbol, tree in given.items()},
             )
         )

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from marsopt.functional.collectives import Collectives, Request
+from marsopt.functional.binding import buffer_shape
+from marsopt.functional.collectives import Collectives, Request, numbers
 from marsopt.functional.stacks import repeated, stacked, where_or_unread
 from marsopt.functional.step_types import (
     Decision,
@@ -24,6 +25,7 @@ from marsopt.functional.step_types import (
     factor,
     scalar_dtype,
 )
+from marsopt.rules import rounding
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import pairs
 from marsopt.rules.dtypes import working, working_dtype
@@ -60,6 +62,11 @@ class Run(Protocol):
         its own of ``columns``. Stacks whose first of them is None are skipped.
         """
 
+    def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
+        """Return which stacks, by position, go through ``move`` and ``at_owners``
+        together: what is made of one portion is let go of before the next.
+        """
+
     def store(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors that hold what is ``new``."""
 
@@ -84,6 +91,9 @@ class Pure:
             if own[0] is not None:
                 moved[i], more[i] = function(stack, *own)
         return moved, more
+
+    def portions(self, stacks):
+        return [range(len(stacks))]
 
     def store(self, old, new):
         return list(new)
@@ -187,12 +197,11 @@ def statistics(products: Sequence[Tensor], live: Tensor | None) -> Tensor:
     else zeros, and in the last column how many ranks have one.
     """
     width = max(found.shape[1] for found in products)
-    sums = torch.cat(
-        [
-            F.pad(F.pad(found, (0, width - found.shape[1])), (0, 1), value=1.0)
-            for found in products
-        ]
-    )
+    wide = [  # a call of the host for each stack that needs one
+        found if found.shape[1] == width else F.pad(found, (0, width - found.shape[1]))
+        for found in products
+    ]
+    sums = F.pad(torch.cat(wide), (0, 1), value=1.0)
     # not a product: 0 times infinity is no zero
     return sums if live is None else torch.where(live[:, None], sums, 0.0)
 
@@ -228,7 +237,7 @@ def decide(
     t = [h.t + s.ok.to(h.t.dtype) for h, s in zip(hypers, found, strict=True)]
     cast = [
         {
-            dtype: s.map(lambda v, d=dtype: v if v.dtype == torch.bool else v.to(d))
+            dtype: s.map(lambda v, d=dtype: v.to(d) if v.is_floating_point() else v)
             for dtype in hyper.dtypes
         }
         for hyper, s in zip(hypers, found, strict=True)
@@ -257,7 +266,8 @@ def _scalars(
         behind, k = hyper.behind.unbind(1), None
         left = torch.stack([number.expand_as(t) for number in numbers], 1)
         left = torch.where(ok[:, None], left, hyper.behind)
-    return StepScalars(ok, a, weights, k, behind, rule), left
+    key = rounding.step_key(t) if algorithm.stochastic_rounding else None
+    return StepScalars(ok, a, weights, k, behind, rule, key), left
 
 
 # ---- moving --------------------------------------------------------------------------
@@ -280,18 +290,44 @@ def advance(
 ) -> Moved:
     """Move parameters and state one step on; a step that is not finite keeps all."""
     stacks, scalars = stacks_of(groups), per_stack(groups, decision)
-    stacks, made = run.move(update, stacks, scalars)
-    owned = [list(own.owned) for own in members]
+    found: list[Sequence[tuple[Tensor, ...]]] = [()] * len(stacks)
     if any(stack.algorithm.matrix_only for stack in stacks):
         stages = [group.stage for group in groups for _ in group.stacks]
-        found = run.meet(
-            "matrices", at_owners, stacks, made, members, stages, collectives
-        )
-        matrices = [None if one is None else one.matrix for one in found]
-        rows = [() if one is None else one.rows for one in found]
-        stacks, _ = run.move(apply, stacks, matrices, rows, scalars)
-        owned = _keep_owned(groups, members, found, decision, run)
-    return Moved(stacks, owned)
+        for part in run.portions(stacks):
+            columns = members, scalars, stages
+            stacks, owned = _advance(part, stacks, columns, collectives, run)
+            for i, own in owned.items():
+                found[i] = own
+    else:
+        stacks, _ = run.move(update, stacks, scalars)
+    return Moved(stacks, _keep_owned(groups, members, found, decision, run))
+
+
+def _advance(
+    part: Sequence[int],
+    stacks: Sequence[Stack],
+    columns: tuple[Sequence[Members], Sequence[StepScalars], Sequence[bool]],
+    collectives: Collectives,
+    run: Run,
+) -> tuple[list[Stack], dict[int, Sequence[tuple[Tensor, ...]]]]:
+    """Move the stacks of one portion; return all stacks, and what owners keep of those
+    of matrices, by position.
+    """
+    members, scalars, stages = columns
+    everybody, mine = range(len(stacks)), set(part)
+    stacks, made = run.move(
+        update, stacks, [scalars[i] if i in mine else None for i in everybody]
+    )
+    whole = [i for i in part if stacks[i].algorithm.matrix_only]
+    if not whole:
+        return stacks, {}
+    given = [[column[i] for i in whole] for column in (stacks, made, members, stages)]
+    every = run.meet("matrices", at_owners, *given, collectives)
+    found = dict(zip(whole, every, strict=True))
+    matrices = [found[i].matrix if i in found else None for i in everybody]
+    rows = [found[i].rows if i in found else () for i in everybody]
+    stacks, _ = run.move(apply, stacks, matrices, rows, scalars)
+    return stacks, {i: one.owned for i, one in found.items()}
 
 
 def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[StepScalars]:
@@ -332,12 +368,25 @@ def update(stack: Stack, scalars: StepScalars) -> tuple[Stack, Tensor | None]:
         new |= correction.kept(s.grad_clip * g, old)
     buffers = dict(stack.buffers)
     for symbol, value in new.items():
-        old = buffers[symbol]
-        buffers[symbol] = torch.where(s.ok, value.to(old.dtype), old)
+        value = rounded(stack, symbol, value, s.key)
+        buffers[symbol] = torch.where(s.ok, value, buffers[symbol])
     stack = stack._replace(buffers=buffers)
     if algorithm.matrix_only:
         return stack, out
     return write_params(stack, out, s), None
+
+
+def rounded(stack: Stack, symbol: str, value: Tensor, key: Tensor | None) -> Tensor:
+    """Return a new value of a buffer in its dtype; ``key`` is a factor of it."""
+    old, algorithm = stack.buffers[symbol], stack.algorithm
+    buffer = algorithm.buffers[symbol]
+    if not algorithm.rounds(buffer, old.dtype):
+        return value.to(old.dtype)
+    shape = buffer_shape(algorithm, buffer, stack.shape)
+    dtype = torch.int32 if shape.numel() < 2**31 else torch.int64
+    index = numbers(shape, stack.cuts, old.device, dtype)
+    number = list(algorithm.buffers).index(symbol)
+    return rounding.stochastic(value, rounding.noise(index, key, number))
 
 
 def iterate(stack: Stack) -> Tensor:
@@ -372,8 +421,9 @@ def apply(
     for symbol, value in by_symbol.items():
         if symbol in buffers:
             old = buffers[symbol]
-            ok = factor(scalars.ok, old)
-            buffers[symbol] = torch.where(ok, value.to(old.dtype), old)
+            own = scalars.broadcast_to(old)
+            value = rounded(stack, symbol, value, own.key)
+            buffers[symbol] = torch.where(own.ok, value, old)
     o, x = working(matrix), working(iterate(stack))
     factors = {symbol: factor(value, o) for symbol, value in by_symbol.items()}
     new = preconditioner.apply(x, o, factors, s.rule, stack.matrix_shape)
@@ -386,17 +436,16 @@ def at_owners(
     members: Sequence[Members],
     stages: Sequence[bool],
     collectives: Collectives,
-) -> list[Whole | None]:
+) -> list[Whole]:
     """Bring what ``update`` returned to the owners of whole matrices and back, stack by
-    stack (None for an elementwise algorithm): one call of the verb for each way in
-    which that costs something. Owners' buffers are lists, one item for each tensor.
+    stack of matrix algorithms: one call of the verb for each way in which that costs
+    something. Owners' buffers are lists, one item for each tensor.
     """
-    found: list[Whole | None] = [None] * len(stacks)
+    found: dict[int, Whole] = {}
     # a dict keeps the stacks' order, which is the same on every rank
     ways: dict[MatrixCost, list[int]] = {}
     for i, stack in enumerate(stacks):
-        if stack.algorithm.matrix_only:
-            ways.setdefault(stack.algorithm.preconditioner.cost, []).append(i)
+        ways.setdefault(stack.algorithm.preconditioner.cost, []).append(i)
     for mine in ways.values():
         requests = []
         for i in mine:
@@ -412,7 +461,7 @@ def at_owners(
                 ),
                 [part.owned for part in parts],
             )
-    return found
+    return [found[i] for i in range(len(stacks))]
 
 
 def _requests(
@@ -444,12 +493,12 @@ def _requests(
 def _keep_owned(
     groups: Sequence[RuleGroup],
     members: Sequence[Members],
-    found: Sequence[Whole | None],
+    found: Sequence[Sequence[tuple[Tensor, ...]]],
     decision: Decision,
     run: Run,
 ) -> list[list[tuple[Tensor, ...]]]:
-    """Return the owners' buffers after the step; those of tensors that stay as they are
-    stay too.
+    """Return the owners' buffers after the step, from those that were found for each
+    tensor of every stack; those of tensors that stay as they are stay too.
     """
     ok = [
         one
@@ -458,10 +507,10 @@ def _keep_owned(
     ]
     kept: list[list[tuple[Tensor, ...]]] = []
     for own, new, may in zip(members, found, ok, strict=True):
-        if not own.owned or new is None:
+        if not own.owned:
             kept.append([])
             continue
-        each = zip(may.unbind(), own.owned, new.owned, strict=True)
+        each = zip(may.unbind(), own.owned, new, strict=True)
         kept.append([_where(run, one, old, now) for one, old, now in each])
     return kept
 

@@ -4,7 +4,7 @@ decides about them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,8 @@ class Stack(NamedTuple):
     shape: torch.Size  # of one whole tensor
     # to which matrices rows belong, where parts of a tensor have a norm of their own
     rows: MatrixRows | None = None
+    # where noise is needed: what lies here, as ``Collectives.cuts`` says
+    cuts: Mapping[int, Tensor] = {}
     given: Mapping[str, Tensor] = {}  # operands in place of buffers of the same symbol
 
     @property
@@ -126,10 +128,12 @@ class StepScalars(NamedTuple):
     # numbers of the last step that lead from the parameters to x; None: x is there
     behind: tuple[Tensor, ...] | None
     rule: tuple[Tensor, ...]  # the preconditioner's: rates and bias corrections
+    # of the noise in this step, int64; None: nothing is rounded stochastically
+    key: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> StepScalars:
         """Return ``function`` of every vector."""
-        k, behind = self.extrapolation, self.behind
+        k, behind, key = self.extrapolation, self.behind, self.key
         return StepScalars(
             ok=function(self.ok),
             grad_clip=function(self.grad_clip),
@@ -137,16 +141,34 @@ class StepScalars(NamedTuple):
             extrapolation=None if k is None else function(k),
             behind=None if behind is None else tuple(map(function, behind)),
             rule=tuple(map(function, self.rule)),
+            key=None if key is None else function(key),
         )
 
     def per_stack(self, stacks: Sequence[Stack]) -> list[StepScalars]:
         """Return them for consecutive stacks."""
-        cuts = self._replace(weights=()).map(
-            lambda v: _of_stacks(v, stacks, per_part=False)
+        clipped = [stack.num_clipped for stack in stacks]
+
+        def cut(vector: Tensor, *, per_part: bool = False) -> Sequence[Tensor]:
+            return _of_stacks(vector, stacks, clipped, per_part=per_part)
+
+        def or_none(vector: Tensor | None) -> Sequence[Tensor | None]:
+            return [None] * len(stacks) if vector is None else cut(vector)
+
+        def each(vectors: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
+            found = zip(*map(cut, vectors), strict=True)
+            return found if vectors else [()] * len(stacks)
+
+        columns = zip(
+            cut(self.ok),
+            cut(self.grad_clip),
+            zip(*(cut(v, per_part=True) for v in self.weights), strict=True),
+            or_none(self.extrapolation),
+            [None] * len(stacks) if self.behind is None else each(self.behind),
+            each(self.rule),
+            or_none(self.key),
+            strict=True,
         )
-        weights = tuple(_of_stacks(v, stacks, per_part=True) for v in self.weights)
-        cuts = cuts._replace(weights=weights)
-        return [cuts.map(lambda own, i=i: own[i]) for i in range(len(stacks))]
+        return [StepScalars(*own) for own in columns]
 
     def broadcast_to(self, x: Tensor) -> StepScalars:
         """Return them as factors of a stack ``x``."""
@@ -159,23 +181,29 @@ def factor(numbers: Tensor, x: Tensor) -> Tensor:
 
 
 def _of_stacks(
-    vector: Tensor, stacks: Sequence[Stack], *, per_part: bool
-) -> list[Tensor]:
+    vector: Tensor, stacks: Sequence[Stack], clipped: Sequence[int], *, per_part: bool
+) -> Sequence[Tensor]:
     """Return what consecutive stacks have of a vector over tensors, or over the parts
-    that are clipped: a number for each tensor, or for each row where a tensor has
-    several parts. One loop then moves all of such a stack, where inductor would make
-    one over rows and others over elements. A number that all have stays as it is.
+    that are clipped (of each tensor of a stack so many): a number for each tensor, or
+    for each row where a tensor has several parts. One loop then moves all of such a
+    stack, where inductor would make one over rows and others over elements. A number
+    that all have stays as it is.
     """
     if vector.ndim == 0:
-        return [vector for _ in stacks]
-    sizes = [s.num_tensors * (s.num_clipped if per_part else 1) for s in stacks]
-    found = []
-    for v, s in zip(vector.split(sizes), stacks, strict=True):
-        if s.num_clipped > 1:
-            each = v.view(s.num_tensors, -1).expand(-1, s.num_clipped)
-            v = s.rows.spread(each, s.x.shape[: s.num_row_dims])
-        found.append(v)
-    return found
+        return [vector] * len(stacks)
+    nums = zip(stacks, clipped, strict=True)
+    sizes = [s.num_tensors * (parts if per_part else 1) for s, parts in nums]
+    found = vector.split(sizes)
+    if max(clipped) == 1:
+        return found
+    return [
+        v
+        if parts == 1
+        else s.rows.spread(
+            v.view(s.num_tensors, -1).expand(-1, parts), s.x.shape[: s.num_row_dims]
+        )
+        for v, s, parts in zip(found, stacks, clipped, strict=True)
+    ]
 
 
 class Decision(NamedTuple):

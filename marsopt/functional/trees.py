@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from marsopt.rules.rounding import NARROW
+
 Tree = Sequence[Tensor] | Mapping[str, Tensor]
 
 
@@ -112,7 +114,10 @@ def check_like(x: Tensor, g: Tensor, what: str) -> None:
 
 
 def check_parameter(
-    x: Tensor, what: str, state_dtype: torch.dtype | None = None
+    x: Tensor,
+    what: str,
+    state_dtype: torch.dtype | None = None,
+    stochastic_rounding: bool = False,
 ) -> None:
     """Raises ValueError where no rule can move ``x``."""
     if not x.is_floating_point():
@@ -129,9 +134,17 @@ def check_parameter(
         raise ValueError(
             f"got {what} of layout {x.layout}, expected torch.strided: make it dense"
         )
-    if state_dtype and torch.promote_types(state_dtype, x.dtype) != state_dtype:
+    own = state_dtype or x.dtype
+    if stochastic_rounding and own == torch.float16:
+        raise ValueError(
+            f"got stochastic_rounding with state of torch.float16 for {what}, expected "
+            "torch.bfloat16 or wider: pass state_dtype=torch.bfloat16"
+        )
+    may_be_narrow = stochastic_rounding and own == NARROW
+    if torch.promote_types(own, x.dtype) != own and not may_be_narrow:
         raise ValueError(
             f"got state_dtype={state_dtype} for {what} of {x.dtype}, expected nothing "
             "narrower than the parameter, where small steps would be rounded away: "
-            "leave it out, or narrow h alone (h_dtype)"
+            "leave it out, narrow h alone (h_dtype), or pass torch.bfloat16 with "
+            "stochastic_rounding=True"
         )

@@ -17,6 +17,7 @@ from marsopt.functional.binding import (
     buffer_shape,
     matrix_rows,
     owned_leaves,
+    rounding_cuts,
     start_at_owner,
 )
 from marsopt.functional.collectives import Collectives
@@ -63,6 +64,7 @@ class ParameterBucket:
         self.rows: MatrixRows | None = matrix_rows(
             self.algorithm, self.params[0], self.shape, self.collectives
         )
+        self.cuts = rounding_cuts(self.algorithm, self.params[0], self.collectives)
         # parts of each parameter that have a norm of their own
         self.num_clipped = self.algorithm.num_clipped(self.shape)
 

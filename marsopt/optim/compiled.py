@@ -23,6 +23,7 @@ from torch.autograd import profiler
 from marsopt.functional import step
 from marsopt.functional.stacks import group_by
 from marsopt.functional.step_types import Stack
+from marsopt.optim.direct import Direct
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,9 @@ log = logging.getLogger(__name__)
 
 # elements; below it a copy costs less than a call
 SMALL = 2**16
+# stacks of one graph that is called for many layers: they share what a call costs the
+# host, and compiling takes as long for any number of layers
+TOGETHER = 4
 # eagerly, how many parameters of one shape are moved as one, and up to which size
 MANY, TINY = 16, 2**12
 
@@ -63,9 +67,9 @@ def should_stack(p: Tensor, compile: bool, num_alike: int) -> bool:
 def calls(kinds: Sequence[Hashable], compile: bool) -> list[Call]:
     """Assign stacks to calls of compiled graphs.
 
-    Stacks that occur equally often are compiled into one graph, called once per
-    occurrence: a graph of one layer is compiled, and called for every layer; stacks
-    that occur once share one call.
+    Stacks that occur equally often are compiled into one graph: that of one layer,
+    which is called for every layer, or of several layers where these have few stacks;
+    stacks that occur once share one call.
 
     Args:
         kinds: of every stack, what a compiled graph knows of it; the same on all ranks.
@@ -73,12 +77,15 @@ def calls(kinds: Sequence[Hashable], compile: bool) -> list[Call]:
     """
     if not compile:
         return [Call(list(range(len(kinds))), 0)]
-    kinds = group_by(kinds)
-    return [
-        Call(list(row), graph)
-        for graph, together in enumerate(group_by([len(kind) for kind in kinds]))
-        for row in zip(*(kinds[i] for i in together), strict=True)
-    ]
+    kinds, found = group_by(kinds), []
+    for graph, together in enumerate(group_by([len(kind) for kind in kinds])):
+        layers = list(zip(*(kinds[i] for i in together), strict=True))
+        most = max(1, TOGETHER // len(together))
+        num = max(n for n in range(1, most + 1) if len(layers) % n == 0)
+        for start in range(0, len(layers), num):
+            row = [i for layer in layers[start : start + num] for i in layer]
+            found.append(Call(row, graph))
+    return found
 
 
 # ---- whether and how to compile ------------------------------------------------------
@@ -150,7 +157,8 @@ def compiled_where_possible(
     say: Callable[[int, str], None],
     options: Mapping[str, Any] | None = None,
 ) -> Callable:
-    """``function``, compiled; eager wherever dynamo declines to trace.
+    """``function``, compiled; eager wherever dynamo declines to trace. It takes what
+    ``declined`` has returned before its arguments: asked once for many calls.
 
     It declines under a TorchDispatchMode (CommDebugMode, FlopCounterMode: the tools
     that count see every operation then) and with TORCH_COMPILE_DISABLE=1. Where the
@@ -166,9 +174,8 @@ def compiled_where_possible(
     compiled = own_compile(function, options)
     broken = False
 
-    def call(*args):
+    def call(off: str | None, *args):
         nonlocal broken
-        off = declined()
         if off is not None:
             say(logging.INFO, f"the optimizer step runs eagerly {off}")
         if broken or off is not None:
@@ -216,7 +223,7 @@ def once() -> Callable[[int, str], None]:
 def own_compile(
     function: Callable, options: Mapping[str, Any] | None = None
 ) -> Callable:
-    """torch.compile with a cache of its own.
+    """torch.compile with a cache of its own, called past Dynamo where that is safe.
 
     Dynamo keeps compiled code by code object: two optimizers that compile one function
     would share the limit on recompiles. It is that of which tools read a graph's name.
@@ -229,13 +236,13 @@ def own_compile(
         function.__closure__,
     )
     own.__kwdefaults__ = function.__kwdefaults__
-    return torch.compile(own, fullgraph=True, dynamic=False, options=_known(options))
+    return Direct(own, _known(options or {}))
 
 
-def _known(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _known(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return those that this inductor has: their names are no promise of torch's."""
-    if options is None:
-        return None
+    if not options:
+        return {}
     from torch._inductor import list_options  # imported when something is compiled
 
     names = set(list_options())
@@ -283,6 +290,11 @@ def in_place(function: Callable) -> Callable:
     return moved_
 
 
+def _without(function: Callable) -> Callable:
+    """Return ``function`` behind an argument that it does not need."""
+    return lambda _, *args: function(*args)
+
+
 def _commit(old: Stack, new: Stack) -> None:
     """Write what is new into the tensors that hold it."""
     if new.x is not old.x:
@@ -314,12 +326,15 @@ class InPlace:
     ) -> None:
         self.calls = calls
         self.is_fused = alone and len(calls) == 1
+        self._alone = alone
         self._compile, self._required = compile, required
         self._functions: dict[tuple[Callable, int], Callable] = {}
         self._say = once()
 
     def _compiled(self, function: Callable, graph: int = 0) -> Callable:
-        """Return ``function`` as calls of this graph take it."""
+        """Return ``function`` as calls of this graph take it, behind an argument: what
+        ``declined`` has returned.
+        """
         if (function, graph) not in self._functions:
             is_number = function in (step.assess_alone, step.decide)
             moves = function in (step.update, step.apply)
@@ -331,12 +346,14 @@ class InPlace:
                     say=self._say,
                     options=NUMBERS if is_number else None,
                 )
+            else:
+                made = _without(made)
             self._functions[function, graph] = made
         return self._functions[function, graph]
 
     def call(self, function: Callable, *args):
         with named_range(RANGES[function]):
-            return self._compiled(function)(*args)
+            return self._compiled(function)(declined(), *args)
 
     def meet(self, what: str, function: Callable, *args):
         with named_range(f"marsopt: {what}"):
@@ -352,6 +369,10 @@ class InPlace:
         with named_range(RANGES[function]):
             return list(stacks), self._by_calls(function, stacks, *columns)
 
+    def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
+        # ranks exchange all that they have at once, in buckets
+        return [c.stacks for c in self.calls] if self._alone else [range(len(stacks))]
+
     def store(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
         torch._foreach_copy_(list(old), list(new))
         return list(old)
@@ -363,12 +384,13 @@ class InPlace:
         Stacks whose first of ``columns`` is None are skipped.
         """
         found: list = [None] * len(stacks)
+        off = declined()
         for call in self.calls:
             mine = [i for i in call.stacks if not columns or columns[0][i] is not None]
             if not mine:
                 continue
             lists = [[column[i] for i in mine] for column in (stacks, *columns)]
-            parts = self._compiled(function, call.graph)(*lists)
+            parts = self._compiled(function, call.graph)(off, *lists)
             for i, part in zip(mine, parts, strict=True):
                 found[i] = part
         return found

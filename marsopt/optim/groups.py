@@ -281,7 +281,9 @@ def _check_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> None
 def _check(
     p: Tensor, what: str, device: torch.device | None, options: Mapping[str, Any]
 ) -> None:
-    check_parameter(p, what, options["state_dtype"])
+    check_parameter(
+        p, what, options["state_dtype"], options.get("stochastic_rounding", False)
+    )
     if p.device.type == "meta":
         raise ValueError(
             f"got {what} on the meta device, expected real storage: build MARS after "

@@ -266,6 +266,7 @@ class Layout:
             buffers=bucket.state,
             shape=bucket.shape,
             rows=bucket.rows,
+            cuts=bucket.cuts,
         )
 
     def _gradients(

@@ -93,7 +93,8 @@ class MARS(LayoutOptimizer):
             experts, is a batch of matrices, which take ``mars_type``; or "flattened": a
             tensor (rows, ...), as the kernel of a convolution, is one matrix that does.
         state_dtype: dtype of the state; None = the parameter's own. torch.float32 for
-            bf16 parameters; not narrower than the parameter.
+            bf16 parameters; not narrower than the parameter, but torch.bfloat16 with
+            ``stochastic_rounding``.
         collectives: ``marsopt.parallel.MeshCollectives(mesh)`` for sharded parameters.
         compile: None = compile where this machine can (logged once), True = required,
             False = eager. Compiled, parameters of one shape move into one buffer at

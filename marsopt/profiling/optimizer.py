@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from marsopt.functional.stacks import adjacent
 from marsopt.optim.buckets import ParameterBucket
@@ -45,16 +46,16 @@ def full_buffers(algorithm: Algorithm) -> list[str]:
 
 
 def passes(
-    algorithm: Algorithm, *, g: int, x: int, h: int, m: int, buffers: int
+    algorithm: Algorithm, *, g: int, x: int, h: int, m: int, o: int, buffers: int
 ) -> tuple[int, int]:
     """Return the least bytes of the norms and of the update, from the bytes of what
-    they pass over; ``h`` is one operand of the correction, and ``buffers`` has the
-    momentum m.
+    they pass over; ``h`` is one operand of the correction, ``o`` what a matrix rule's
+    owners made, and ``buffers`` has the momentum m.
     """
     operands = len(algorithm.operands) * h
     update = g + operands + 2 * buffers + len(algorithm.written) * h
     # of a matrix rule the update leaves x; applying reads x and the factors, writes x
-    update += 2 * x + (m if algorithm.matrix_only else 0)  # factors are as m is
+    update += 2 * x + (o if algorithm.matrix_only else 0)
     if algorithm.is_ahead and not algorithm.num_behind:
         update += x  # which is in the state; y is written
     update += m if algorithm.makes_matrix else 0
@@ -71,9 +72,18 @@ def _floor(bucket: ParameterBucket) -> tuple[int, int, int]:
         x=sum(p.nbytes for p in bucket.params),
         h=max((bucket.state[s].nbytes for s in algorithm.operands), default=0),
         m=bucket.state["m"].nbytes,
+        o=_factor_bytes(algorithm, bucket.state["m"]),
         buffers=sum(bucket.state[s].nbytes for s in full_buffers(algorithm)),
     )
     return norms, update, 0 if adjacent(grads) is not None else 2 * g
+
+
+def _factor_bytes(algorithm: Algorithm, m: Tensor) -> int:
+    """Return those of what owners make of whole matrices that lie in one process."""
+    if not algorithm.matrix_only:
+        return 0
+    cost = algorithm.preconditioner.cost.on(m.device.type)
+    return m.numel() * cost.dtype.itemsize
 
 
 def floor_of(buckets: Sequence[ParameterBucket]) -> Floor:
@@ -102,7 +112,7 @@ def orthogonal(buckets: Sequence[ParameterBucket], device: str) -> Orthogonal | 
     chosen = [bucket for bucket in buckets if bucket.algorithm.matrix_only]
     if not chosen:
         return None
-    ns = chosen[0].algorithm.preconditioner.ns
+    ns = chosen[0].algorithm.preconditioner.ns.on(device)
     matrices = [m for bucket in chosen for m in bucket.state["m"]]
     return Orthogonal(
         num_matrices=len(matrices),
@@ -124,7 +134,7 @@ def products_rate(
         x = torch.randn(count, short, long, device=device).to(ns.dtype)
         gram = torch.randn(count, short, short, device=device).to(ns.dtype)
         wide, square = torch.empty_like(x), torch.empty_like(gram)
-        flops += count * ns.num_flops(short, long) // ns.steps
+        flops += count * (4 * long * short**2 + 2 * short**3)
 
         def products(x=x, gram=gram, wide=wide, square=square) -> None:
             torch.bmm(x, x.mT, out=square)

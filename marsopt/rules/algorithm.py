@@ -16,6 +16,7 @@ from marsopt.rules.correction import Correction
 from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.preconditioner import Preconditioner
+from marsopt.rules.rounding import NARROW
 
 # An average has three names in a state, so that one is never taken for the other: of
 # corrected gradients (its own key); "momentum_buffer" in a plain matrix rule, as
@@ -33,7 +34,9 @@ class Algorithm:
         correction: makes c from the gradient; None: c is the gradient.
         state_dtype: dtype of the state buffers; None = the parameter's own. Not
             narrower than that: moments are averages of small steps, which rounding to
-            nearest would lose.
+            nearest would lose; but bfloat16 with ``stochastic_rounding``.
+        stochastic_rounding: whether what a step writes into state buffers of bfloat16
+            is rounded stochastically.
         matrices: which matrices a tensor is made of.
         name: what messages call it.
     """
@@ -41,11 +44,20 @@ class Algorithm:
     preconditioner: Preconditioner
     correction: Correction | None = None
     state_dtype: torch.dtype | None = None
+    stochastic_rounding: bool = False
     matrices: Matrices = Matrices()
     name: str = ""
 
     def __post_init__(self) -> None:
         checks.floating_or_none("state_dtype", self.state_dtype)
+        checks.one_of((False, True))("stochastic_rounding", self.stochastic_rounding)
+        h_dtype = None if self.correction is None else self.correction.h_dtype
+        if self.stochastic_rounding and torch.float16 in (self.state_dtype, h_dtype):
+            raise ValueError(
+                f"got state_dtype={self.state_dtype} and h_dtype={h_dtype} with "
+                "stochastic_rounding, expected no torch.float16, in which squares "
+                "of small gradients are zero: choose torch.bfloat16"
+            )
 
     def __str__(self) -> str:
         return self.name or type(self.preconditioner).__name__
@@ -155,6 +167,8 @@ class Algorithm:
     def dtype_of(self, buffer: Buffer, x: Tensor) -> torch.dtype:
         """Return the dtype of a buffer for ``x``."""
         own = self.state_dtype or x.dtype
+        if buffer.home == "owner":  # which are not rounded stochastically
+            own = torch.promote_types(own, x.dtype)
         narrow = None if self.corrects is None else self.corrects.h_dtype
         by_name = {
             "state": own,
@@ -163,6 +177,13 @@ class Algorithm:
             "working": working_dtype(x),
         }
         return by_name.get(buffer.dtype, buffer.dtype)
+
+    def rounds(self, buffer: Buffer, dtype: torch.dtype) -> bool:
+        """Return whether a step rounds stochastically what it writes into a buffer of
+        this dtype, at home in shards.
+        """
+        own = buffer.dtype in ("state", "gradient")
+        return self.stochastic_rounding and own and dtype == NARROW
 
     def num_clipped(self, shape: torch.Size) -> int:
         """Return how many parts of a tensor of this shape have a norm of their own."""

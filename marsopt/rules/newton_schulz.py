@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import logging
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from marsopt.rules.hyperparameters import structure
+
+log = logging.getLogger(__name__)
 
 # Amsel, Persson, Musco, Gower, "The Polar Express" (arXiv 2505.16932), Algorithm 1:
 # minimax quintics for singular values in [1e-3, 1], cushion 0.02407327424182761;
@@ -41,6 +48,184 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
 }
 
 
+SCALINGS = FROBENIUS, AOL = "frobenius", "aol"
+
+# ---- symmetric products --------------------------------------------------------------
+
+# Rows of a block, at least, and how many blocks at most: smaller products take longer
+# than they save (two cores of an AMD EPYC, bf16: 0.98 of the time of whole products at
+# 512 x 512, 0.90 at 768, 0.83 at 1280).
+MIN_ROWS, MAX_BLOCKS, GRAIN = 256, 6, 64
+
+
+def blocks(size: int) -> list[tuple[int, int]]:
+    """Return the blocks of rows, where they start and stop, in which a symmetric matrix
+    of this size is computed: each to its own end of the diagonal.
+    """
+    num = max(1, min(size // MIN_ROWS, MAX_BLOCKS))
+    rows = max(1, -(-size // (num * GRAIN))) * GRAIN
+    return [(start, min(start + rows, size)) for start in range(0, size, rows)]
+
+
+def symmetric_flops(size: int, inner: int) -> int:
+    """Return those of a symmetric (size, inner) by (inner, size) product by blocks:
+    (blocks + 1)/(2 blocks) of the whole one's where blocks are equal.
+    """
+    return 2 * inner * sum((stop - start) * stop for start, stop in blocks(size))
+
+
+class Triangle:
+    """Memory for symmetric products (k, k), or a batch of them: rows of the lower
+    triangle are computed in blocks, and mirrored.
+
+    Args:
+        like: (..., rows, cols), whose dtype, device and batch they have.
+        size: k.
+    """
+
+    def __init__(self, like: Tensor, size: int) -> None:
+        self.whole = whole = like.new_empty(*like.shape[:-2], size, size)
+        cut = blocks(size)
+        # views are made once: a product of a small block is soon done
+        self.rows = [
+            (start, stop - start, stop, _part(whole, (start, stop), (0, stop)))
+            for start, stop in cut
+        ]
+        self.mirrored = [
+            (
+                _part(whole, (start, stop), (stop, size)),
+                _part(whole, (stop, size), (start, stop)).mT,
+            )
+            for start, stop in cut[:-1]
+        ]
+
+
+def _part(x: Tensor, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
+    (top, bottom), (left, right) = rows, cols
+    return x.narrow(-2, top, bottom - top).narrow(-1, left, right - left)
+
+
+def symmetric(
+    a: Tensor,
+    b: Tensor,
+    into: Triangle | None,
+    *,
+    add: Tensor | None = None,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+) -> Tensor:
+    """Return a b, or alpha a b + beta add, which the caller knows to be symmetric.
+
+    Args:
+        a: (k, n), or a batch (num, k, n).
+        b: (n, k), or a batch.
+        into: memory that has none of the others; None = one plain product, in a new
+            tensor, which autograd, vmap and inductor know.
+        add: (k, k), symmetric, or a batch.
+    """
+    product, add_product = _products(a)
+    if into is None:
+        if add is None:
+            return a @ b
+        return add_product(add, a, b, beta=beta, alpha=alpha)
+    for start, num, stop, out in into.rows:
+        given = a.narrow(-2, start, num), b.narrow(-1, 0, stop)
+        if add is None:
+            product(*given, out=out)
+        else:
+            own = _part(add, (start, stop), (0, stop))
+            add_product(own, *given, beta=beta, alpha=alpha, out=out)
+    for above, below in into.mirrored:
+        above.copy_(below)
+    return into.whole
+
+
+def gram_matrix(x: Tensor) -> Tensor:
+    """Return X^T X of (rows, cols), or of a batch of them."""
+    return symmetric(x.mT, x, Triangle(x, x.shape[-1]) if _may_write(x) else None)
+
+
+def _products(x: Tensor):
+    """Return the product, and the sum with a product, of matrices or of batches. The
+    latter rounds once where a sum of products rounds twice: half the error.
+    """
+    return (torch.mm, torch.addmm) if x.ndim == 2 else (torch.bmm, torch.baddbmm)
+
+
+def _may_write(x: Tensor) -> bool:
+    """Return whether products may be written into buffers (``out=``): autograd,
+    torch.func, tensor subclasses and inductor have products in new tensors alone.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or type(x) not in (Tensor, torch.nn.Parameter)
+        or torch._C._functorch.is_functorch_wrapped_tensor(x)  # nothing public asks it
+        or (x.requires_grad and torch.is_grad_enabled())
+        or forward_ad.unpack_dual(x).tangent is not None
+    )
+
+
+# ---- what this machine does best -----------------------------------------------------
+
+# Rate of half precision over float32's, where there are instructions for it: 4.2 on an
+# AMD EPYC (avx512_bf16), 4.1 on an Intel Xeon (amx_bf16).
+HALF_RATE = 4
+
+
+@torch.compiler.assume_constant_result
+def cpu_dtype() -> torch.dtype:
+    """Return the precision that this CPU iterates in unless it is told another: bf16
+    where it has instructions for it, else float32, of which bf16 would be emulated.
+    """
+    return found_dtype()
+
+
+@cache
+def found_dtype() -> torch.dtype:
+    # torch has these since 2.6, without an underscore nowhere
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        has = (
+            torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        )
+    else:
+        has = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    dtype = torch.bfloat16 if has else torch.float32
+    log.info(
+        "marsopt: Newton-Schulz on this CPU in %s, which has %s instructions for "
+        "bfloat16; on Gram matrices in float32 where that is faster (ns_dtype and "
+        "ns_gram say otherwise)",
+        dtype,
+        "the" if has else "no",
+    )
+    return dtype
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Let products of float32 be float32's: TF32 or bf16 in their place would lose what
+    a Gram matrix, formed once, cannot do without.
+    """
+    if torch.compiler.is_compiling():  # which has no such region
+        yield
+        return
+    kinds = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = [kind.fp32_precision for kind in kinds]
+    for kind in kinds:
+        kind.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for kind, precision in zip(kinds, before, strict=True):
+            kind.fp32_precision = precision
+
+
+# ---- the iteration -------------------------------------------------------------------
+
+# elements that a CPU divides at a time, and from which it iterates matrices one by one:
+# each then occupies all cores, and fits better into their caches
+PIECE, LARGE = 2**20, 2**18
+
+
 @dataclass(frozen=True)
 class NewtonSchulz:
     """How matrices are orthogonalized: a value that rules hold and collectives carry
@@ -50,44 +235,75 @@ class NewtonSchulz:
         steps: number of iterations.
         coefficients: a name in ``COEFFICIENTS``.
         dtype: working precision of the iteration. The input is normalized before it is
-            cast.
+            cast. None = what the device does best: bfloat16; on a CPU without
+            instructions for that, float32.
         eps: added to the Frobenius norm that divides the input, so that a zero matrix
             stays zero. The authors add 1e-8 to the norm of m/(1 - beta1); for m itself
             that is 5e-10 at beta1 = 0.95.
-        gram: iterate on the Gram matrix of the short side (``from_gram``) where that
-            takes fewer operations: 0.58 of them for a 4:1 matrix, 0.69 for 3:1, and
-            none are saved for a square one. float32 and wider only: what is lost of a
-            Gram matrix is lost for good (``python -m benchmarks.newton_schulz``).
+        gram: iterate on the Gram matrix of the short side (``from_gram``) where that is
+            faster: in ``dtype`` where it takes fewer operations, 0.49 of them for a 4:1
+            matrix; for half precision in float32, a quarter as fast, where it takes
+            less than a quarter of them, as for an embedding. What is lost of a Gram
+            matrix is lost for good (``python -m benchmarks.newton_schulz``). None =
+            on a CPU, where ``dtype`` is None too.
+        scaling: "frobenius": the input is divided by its norm. "aol": then, along the
+            short side, by the roots of its Gram matrix's absolute row sums, which costs
+            no product: nearer to orthogonal, so that four steps do what five did, but
+            the factor is that of the scaled matrix (Boissin, Massena, Mamalet,
+            Serrurier, "Turbo-Muon", arXiv 2512.04632; Prach, Lampert, arXiv
+            2208.03160).
     """
 
     steps: int = structure(5, name="ns_steps", whole=True)
     coefficients: str = structure("quintic", name="ns_coefficients", whole=True)
-    dtype: torch.dtype = structure(torch.bfloat16, name="ns_dtype", whole=True)
+    dtype: torch.dtype | None = structure(None, name="ns_dtype", whole=True)
     eps: float = structure(5e-10, name="ns_eps", whole=True)
-    gram: bool = structure(False, name="ns_gram", whole=True)
+    gram: bool | None = structure(None, name="ns_gram", whole=True)
+    scaling: str = structure(FROBENIUS, name="ns_scaling", whole=True)
 
     def __post_init__(self) -> None:
-        if self.coefficients not in COEFFICIENTS:
-            raise ValueError(
-                f"got coefficients={self.coefficients!r}, expected one of "
-                f"{sorted(COEFFICIENTS)}: "
-                "choose one of these names"
-            )
+        for name, value, known in (
+            ("coefficients", self.coefficients, sorted(COEFFICIENTS)),
+            ("scaling", self.scaling, sorted(SCALINGS)),
+        ):
+            if value not in known:
+                raise ValueError(
+                    f"got {name}={value!r}, expected one of {known}: choose one of "
+                    "these names"
+                )
         if self.steps < 1:
             raise ValueError(
                 f"got steps={self.steps}, expected at least 1: pass a positive number "
                 "of iterations"
             )
-        if not self.dtype.is_floating_point:
+        if self.dtype is not None and not self.dtype.is_floating_point:
             raise ValueError(
                 f"got dtype={self.dtype}, expected a floating point type: pass e.g. "
                 "torch.bfloat16"
             )
-        if self.gram and self.dtype.itemsize < 4:
-            raise ValueError(
-                f"got gram=True with dtype={self.dtype}, expected float32 or float64: "
-                "half precision would lose the small singular values"
-            )
+
+    # ---- precision and form ----------------------------------------------------------
+
+    def on(self, device_type: str) -> NewtonSchulz:
+        """Return what this is on such a device: no field is None. Ranks that work
+        together have to agree on it.
+        """
+        dtype, gram = self._chosen(device_type)
+        return replace(self, dtype=dtype, gram=gram)
+
+    def _chosen(self, device_type: str) -> tuple[torch.dtype, bool]:
+        """Return dtype and gram on such a device."""
+        if self.dtype is not None:
+            return self.dtype, bool(self.gram)
+        if device_type != "cpu":
+            return torch.bfloat16, bool(self.gram)
+        return cpu_dtype(), self.gram is None or self.gram
+
+    def _takes_gram(self, rows: int, cols: int, dtype: torch.dtype, gram: bool) -> bool:
+        slower = HALF_RATE if dtype.itemsize < 4 else 1
+        return gram and slower * self._gram_flops(rows, cols) < self._flops(rows, cols)
+
+    # ---- factors ---------------------------------------------------------------------
 
     def __call__(self, matrices: Tensor) -> Tensor:
         """The approximate polar factor of ``matrices`` (..., rows, cols), in their own
@@ -99,60 +315,147 @@ class NewtonSchulz:
                 "cols): "
                 "give tensors that are not matrices to an elementwise rule"
             )
-        # no name here holds the first iterate: it is freed when there is a second
-        factors = self._iterate(self._normalized(matrices))
-        return factors.reshape(matrices.shape).to(matrices.dtype)
+        x = matrices
+        if x.ndim > 3:
+            x = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
+        return self._factors(x).reshape(matrices.shape).to(matrices.dtype)
 
-    def _normalized(self, matrices: Tensor) -> Tensor:
-        """The first iterate, in the working precision: (rows, cols), or a batch (num,
-        rows, cols).
+    def _factors(self, matrices: Tensor) -> Tensor:
+        """Of a matrix (rows, cols), or a batch (num, rows, cols), in the precision that
+        they are computed in.
         """
+        dtype, gram = self._chosen(matrices.device.type)
+        rows, cols = matrices.shape[-2:]
+        if self._takes_gram(rows, cols, dtype, gram):
+            return self._by_gram(matrices, dtype)
+        # no name here holds the first iterate: it is written over
+        return self._iterate(self._normalized(matrices, dtype))
+
+    def _normalized(self, matrices: Tensor, dtype: torch.dtype) -> Tensor:
+        """The first iterate, a new tensor."""
         norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
-        x = (matrices / (norm + self.eps)).to(self.dtype)
-        return x if x.ndim == 2 else x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
+        norm = norm + self.eps
+        if dtype == matrices.dtype or not _may_write(matrices):
+            return (matrices / norm).to(dtype)
+        out = torch.empty_like(
+            matrices, dtype=dtype, memory_format=torch.contiguous_format
+        )
+        pieces = [(matrices, norm, out)]
+        if matrices.device.type == "cpu" and matrices.numel() > PIECE:
+            # quotients of a CPU are all in their own precision before they are cast
+            pieces = [
+                (m, n, o)
+                for own in zip(*map(_each, (matrices, norm, out)), strict=True)
+                for m, n, o in _rows(*own)
+            ]
+        for m, n, o in pieces:
+            torch.div(m, n, out=o)
+        return out
 
     def _iterate(self, x: Tensor) -> Tensor:
-        """All iterations on a normalized matrix (rows, cols), or a batch of them; the
-        Gram matrix is that of the short side.
+        """All iterations on a normalized matrix, or a batch of them, which is written
+        over: on an iterate and the next, a Gram matrix and its polynomial.
         """
-        tall = x.shape[-2] > x.shape[-1]
-        if self._takes_gram(*x.shape[-2:]):
-            q = self.from_gram(x.mT @ x if tall else x @ x.mT)
-            return x @ q if tall else q @ x
-        # they round once where a sum of products rounds twice: half the error
-        add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
-        table = COEFFICIENTS[self.coefficients]
-        for i in range(self.steps):
-            a, b, c = table[min(i, len(table) - 1)]
-            gram = x.mT @ x if tall else x @ x.mT
-            p = add_product(gram, gram, gram, beta=b, alpha=c)
-            x = add_product(x, x, p, beta=a) if tall else add_product(x, p, x, beta=a)
+        rows, cols = x.shape[-2:]
+        tall, writes = rows > cols, _may_write(x)
+        _, add_product = _products(x)
+        first = second = after = None
+        if writes:
+            first, second = (Triangle(x, min(rows, cols)) for _ in range(2))
+        for i, (a, b, c) in enumerate(self._polynomials()):
+            gram = symmetric(*((x.mT, x) if tall else (x, x.mT)), first)
+            if i == 0 and self.scaling == AOL:
+                s = _aol(gram).to(x.dtype)
+                x = x * (s[..., None, :] if tall else s[..., None])
+                gram = gram * s[..., None] * s[..., None, :]
+            p = symmetric(gram, gram, second, add=gram, beta=b, alpha=c)
+            factors = (x, p) if tall else (p, x)
+            made = add_product(x, *factors, beta=a, out=after)
+            x, after = made, x if writes else None
         return x
 
-    def _takes_gram(self, rows: int, cols: int) -> bool:
-        return self.gram and self._gram_flops(rows, cols) < self._flops(rows, cols)
+    def _by_gram(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        x = x.to(torch.promote_types(dtype, torch.float32))
+        tall = x.shape[-2] > x.shape[-1]
+        with full_float32():
+            q = self.from_gram(gram_matrix(x if tall else x.mT))
+            if dtype == x.dtype or not _may_write(x):
+                return (x @ q if tall else q.mT @ x).to(dtype)
+            out = torch.empty_like(x, dtype=dtype)
+            long = -2 if tall else -1
+            num = max(1, PIECE // q.shape[-1])
+            for own, o in zip(x.split(num, long), out.split(num, long), strict=True):
+                o.copy_(own @ q if tall else q.mT @ own)
+            return out
 
     def from_gram(self, gram: Tensor) -> Tensor:
         """Q (..., k, k) with X Q the factor of X, from X^T X (..., k, k) alone.
 
         Every iterate is X times a polynomial in X^T X, so that a matrix cut into rows
-        needs its Gram matrix summed once, and no other exchange. Q is computed in the
-        dtype of ``gram``, which has to be float32 or wider: a Gram matrix has the
-        square of the condition number.
+        needs its Gram matrix summed once, and no other exchange. All these polynomials
+        commute, so that their products are symmetric. Q is computed in the dtype of
+        ``gram``, which has to be float32 or wider: a Gram matrix has the square of the
+        condition number. The norm of X has to be below the root of the largest number.
         """
-        k = gram.shape[-1]
-        one = torch.eye(k, dtype=gram.dtype, device=gram.device)
+        shape = gram.shape
         norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp(min=0).sqrt() + self.eps
-        norm = norm[..., None, None]
-        gram, q = gram / norm / norm, one / norm
+        norm = norm[..., None]
+        scale = 1 / norm.expand(shape[:-1])
+        gram = gram / norm[..., None] / norm[..., None]
+        if self.scaling == AOL:
+            s = _aol(gram)
+            scale, gram = scale * s, gram * s[..., None] * s[..., None, :]
+        if gram.ndim > 3:
+            gram = gram.reshape(shape[:-2].numel(), *shape[-2:])
+        triangles: list[Triangle | None] = [None] * 5
+        if _may_write(gram):
+            triangles = [Triangle(gram, shape[-1]) for _ in range(5)]
+        for_p, for_half, for_gram, *for_q = triangles
+        q = gram
+        polynomials = self._polynomials()
+        for i, (a, b, c) in enumerate(polynomials):
+            p = symmetric(gram, gram, for_p, add=gram, beta=b, alpha=c)
+            p.diagonal(dim1=-2, dim2=-1).add_(a)
+            q = symmetric(q, p, for_q[i % 2]) if i else p.clone()
+            if i < len(polynomials) - 1:
+                half = symmetric(p, gram, for_half)
+                gram = symmetric(half, p, for_gram)
+        return scale[..., None] * q.reshape(shape)
+
+    def _polynomials(self) -> list[tuple[float, float, float]]:
         table = COEFFICIENTS[self.coefficients]
-        for i in range(self.steps):
-            a, b, c = table[min(i, len(table) - 1)]
-            p = a * one + b * gram + c * gram @ gram
-            q = q @ p
-            if i < self.steps - 1:
-                gram = p @ gram @ p
-        return q
+        return [table[min(i, len(table) - 1)] for i in range(self.steps)]
+
+    def many(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Orthogonalize a list of matrices (rows, cols) and batches of them (num, rows,
+        cols): one batched iteration per shape and dtype; on a CPU large ones one by
+        one. Factors are in the precision that they were computed in.
+        """
+        batches: dict[tuple, list[int]] = {}
+        for i, x in enumerate(matrices):
+            batches.setdefault((*x.shape, x.dtype, x.device), []).append(i)
+        out: list[Tensor] = list(matrices)
+        # largest first: what they need beside their factors is freed before most
+        # factors are there
+        for members in sorted(
+            batches.values(), key=lambda own: -matrices[own[0]].numel()
+        ):
+            first = matrices[members[0]]
+            size = first.shape[-2:].numel()
+            if first.device.type == "cpu" and size >= LARGE:
+                for i in members:
+                    own = [self._factors(x) for x in _each(matrices[i])]
+                    out[i] = own[0] if first.ndim == 2 else torch.stack(own)
+            elif len(members) == 1 or first.ndim > 2:
+                for i in members:
+                    out[i] = self._factors(matrices[i])
+            else:
+                batch = torch.stack([matrices[i] for i in members])
+                for i, o in zip(members, self._factors(batch).unbind(), strict=True):
+                    out[i] = o
+        return out
+
+    # ---- what it costs ---------------------------------------------------------------
 
     def payload(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
         """What a matrix of ``dtype`` may travel in before it is normalized.
@@ -160,56 +463,53 @@ class NewtonSchulz:
         bf16 where the iteration is bf16: it has the range of float32, so that
         normalizing can wait until the whole matrix is together. fp16 has not.
         """
-        return torch.bfloat16 if self.dtype == torch.bfloat16 else dtype
+        return torch.bfloat16 if self.dtype in (None, torch.bfloat16) else dtype
 
     def num_flops(self, rows: int, cols: int) -> int:
-        """Of the iteration on one matrix."""
-        if self._takes_gram(rows, cols):
-            return self._gram_flops(rows, cols)
-        return self._flops(rows, cols)
+        """Of the iteration on one matrix; for the device that ``on`` was told."""
+        gram = self._takes_gram(
+            rows, cols, self.dtype or torch.bfloat16, bool(self.gram)
+        )
+        return (self._gram_flops if gram else self._flops)(rows, cols)
 
     def _flops(self, rows: int, cols: int) -> int:
-        """Two products with the matrix and one Gram square, in every iteration."""
+        """A Gram matrix, its square and a product with the matrix, in every
+        iteration.
+        """
         short, long = sorted((rows, cols))
-        return self.steps * (4 * long * short**2 + 2 * short**3)
+        squares = symmetric_flops(short, long) + symmetric_flops(short, short)
+        return self.steps * (squares + 2 * long * short**2)
 
     def _gram_flops(self, rows: int, cols: int) -> int:
-        """Two products with the matrix; all else is short x short."""
-        short, long = sorted((rows, cols))
-        return 4 * long * short**2 + (self.steps * 8 - 4) * short**3
+        return self.num_gram_flops(rows, cols, 1)
 
     def num_gram_flops(self, rows: int, cols: int, num_ranks: int) -> int:
-        """Of the Gram form on one of ``num_ranks``: its share of rows, and k x k."""
-        short, long = sorted((rows, cols))
-        return 4 * long * short**2 // num_ranks + (self.steps * 8 - 4) * short**3
-
-    def many(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Orthogonalize a list of matrices (rows, cols) and batches of them (num, rows,
-        cols): one batched iteration per shape and dtype.
-
-        On a CPU oblong matrices are iterated one by one: each occupies all cores, and
-        fits better into their caches.
+        """Of the Gram form on one of ``num_ranks``: its share of rows, for the Gram
+        matrix and one product; all else is short x short.
         """
-        batches: dict[tuple, list[int]] = {}
-        for i, x in enumerate(matrices):
-            batches.setdefault((*x.shape, x.dtype, x.device), []).append(i)
-        out: list[Tensor] = list(matrices)
-        for members in batches.values():
-            first = matrices[members[0]]
-            oblong = first.shape[-2] != first.shape[-1]
-            one_by_one = oblong and first.device.type == "cpu"
-            if one_by_one and first.ndim > 2 and len(first):
-                factors: Iterable[Tensor] = [
-                    torch.stack([self(x) for x in matrices[i].unbind()])
-                    for i in members
-                ]
-            elif len(members) == 1 or one_by_one or first.ndim > 2:
-                factors = [self(matrices[i]) for i in members]
-            else:
-                factors = self(torch.stack([matrices[i] for i in members])).unbind()
-            for i, o in zip(members, factors, strict=True):
-                out[i] = o
-        return out
+        short, long = sorted((rows, cols))
+        own = symmetric_flops(short, long) + 2 * long * short**2
+        small = (4 * self.steps - 3) * symmetric_flops(short, short)
+        return own // num_ranks + small
+
+
+def _aol(gram: Tensor) -> Tensor:
+    """Return one over the roots of a Gram matrix's absolute row sums, (..., k)."""
+    wide = torch.promote_types(gram.dtype, torch.float32)
+    sums = torch.linalg.vector_norm(gram, 1, dim=-1, dtype=wide)
+    return sums.clamp(min=torch.finfo(gram.dtype).tiny).rsqrt()
+
+
+def _each(x: Tensor) -> tuple[Tensor, ...]:
+    """Return the matrices of a batch; of one matrix, itself."""
+    return (x,) if x.ndim == 2 else x.unbind()
+
+
+def _rows(x: Tensor, norm: Tensor, out: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Cut a matrix and its quotient into pieces of some rows."""
+    num = max(1, PIECE // max(1, x.shape[-1]))
+    for m, o in zip(x.split(num), out.split(num), strict=True):
+        yield m, norm, o
 
 
 def newton_schulz(
@@ -217,7 +517,7 @@ def newton_schulz(
     *,
     steps: int = 5,
     coefficients: str = "quintic",
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     eps: float = 5e-10,
 ) -> Tensor:
     """Approximate the orthogonal factor U V^T of ``matrices`` = U S V^T (..., rows,
@@ -227,7 +527,8 @@ def newton_schulz(
     short side (MARS paper, arXiv 2411.10438, section 3.3; the authors'
     ``zeropower_via_newtonschulz5``). "quintic" with five steps, the default, leaves
     singular values in about 0.7..1.2. Zero rows and columns stay zero. Returns the
-    input's dtype.
+    input's dtype. ``dtype`` is that of ``NewtonSchulz``: None = bfloat16 where the
+    device has instructions for it.
 
     Raises:
         ValueError: fewer than two dims, an unknown coefficient set, a non-positive

@@ -111,6 +111,9 @@ class MatrixCost(Protocol):
     share their exchanges: hashable, and alike on all ranks.
     """
 
+    def on(self, device_type: str) -> MatrixCost:
+        """Return what this is on such a device, where that is not the same on all."""
+
     @property
     def dtype(self) -> torch.dtype:
         """What results travel in."""

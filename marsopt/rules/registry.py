@@ -122,6 +122,7 @@ class NamedRule:
         *,
         correction: Correction | None = None,
         state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
         matrices: Matrices = Matrices(),
         **arguments: Any,
     ) -> Algorithm:
@@ -130,6 +131,7 @@ class NamedRule:
             preconditioner=self.preconditioner(**{**self.defaults, **arguments}),
             correction=correction,
             state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
             matrices=matrices,
             name=self.name,
         )

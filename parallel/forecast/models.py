@@ -100,10 +100,12 @@ class Job:
 
     @property
     def cost(self) -> MatrixCost:
-        """Return that of whole matrices; of Newton-Schulz where there are none."""
+        """Return that of whole matrices, on GPUs; of Newton-Schulz where there are
+        none.
+        """
         found = [s.algorithm.preconditioner for s in self.alike]
         costs = [one.cost for one in found if one.matrix_only]
-        return costs[0] if costs else marsopt.NewtonSchulz()
+        return (costs[0] if costs else marsopt.NewtonSchulz()).on("meta")
 
     def matrices(self) -> dict[str, Matrix]:
         """Return the matrices that owners take, as FSDP2 cuts them: along rows.

@@ -28,6 +28,7 @@ from marsopt.functional.binding import (
     matrix_rows,
     owned_leaves,
     owned_starts,
+    rounding_cuts,
 )
 from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.step_types import (
@@ -152,6 +153,9 @@ class Compiled:
                 made.append(None if own[0] is None else function(stack, *own)[1])
             self._recorder.take(made[-1])
         return list(stacks), made
+
+    def portions(self, stacks):
+        return [range(len(stacks))]
 
     def store(self, old, new):
         return list(old)
@@ -325,6 +329,7 @@ def _groups(every: Sequence[Parameters], rank: Rank) -> list[RuleGroup]:
         stacks, parts = [], []
         for one in own:
             num, shape = one.of.num_packed(rank.num_ranks), one.of.shape
+            cuts = rounding_cuts(algorithm, one.leaves[0], rank.collectives)
             stack = Stack(
                 algorithm=algorithm,
                 x=torch.empty_like(one.stack) if num > 1 else one.stack,
@@ -332,6 +337,7 @@ def _groups(every: Sequence[Parameters], rank: Rank) -> list[RuleGroup]:
                 buffers=one.buffers,
                 shape=shape,
                 rows=matrix_rows(algorithm, one.leaves[0], shape, rank.collectives),
+                cuts={dim: here.to("meta") for dim, here in cuts.items()},
             )
             stacks.append(stack)
             parts.append((stack.num_tensors, stack.num_clipped))

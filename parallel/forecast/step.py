@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from marsopt.profiling.optimizer import full_buffers, passes
 
 from ..placement import shard_size
@@ -170,9 +172,22 @@ def moved_bytes(alike: Alike, num_ranks: int) -> int:
     update, application, and the way into stacks and back; Newton-Schulz not.
     """
     algorithm = alike.algorithm
-    one = FULL * len(alike.names) * alike.local(0, num_ranks).numel()
-    buffers = len(full_buffers(algorithm)) * one
-    norms, update = passes(algorithm, g=one, x=one, h=one, m=one, buffers=buffers)
+    num, x = len(alike.names) * alike.local(0, num_ranks).numel(), torch.empty(())
+    one, sizes = FULL * num, {}
+    for symbol, buffer in algorithm.buffers.items():
+        sizes[symbol] = num * algorithm.dtype_of(buffer, x).itemsize
+    o = one  # what comes back from owners is as what they were sent
+    if algorithm.matrix_only and num_ranks == 1:
+        o = num * algorithm.preconditioner.cost.on("meta").dtype.itemsize
+    norms, update = passes(
+        algorithm,
+        g=one,
+        x=one,
+        h=max((sizes[symbol] for symbol in algorithm.operands), default=0),
+        m=sizes["m"],
+        o=o,
+        buffers=sum(sizes[symbol] for symbol in full_buffers(algorithm)),
+    )
     # gradients are packed; shards of parameters go there and back
     packed = (0, 2, 6)[alike.num_packed(num_ranks)] * one
     # beside a step of exact MARS: the norm of the next gradient, its copy, and the copy

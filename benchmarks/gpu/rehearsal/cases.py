@@ -49,18 +49,21 @@ class Case:
         rule: of the registry.
         correction: None for a rule that corrects nothing.
         model: of ``ALL_MODELS``.
-        dtype: of parameters and gradients; the state is in float32.
+        dtype: of parameters and gradients.
+        state: dtype of the state; bfloat16 is rounded stochastically.
     """
 
     rule: str
     correction: str | None = None
     model: str = "gpt2-small"
     dtype: str = "float32"
+    state: str = "float32"
 
     @property
     def name(self) -> str:
         """Return what tables call it."""
-        return self.rule + (f" {self.correction}" if self.correction else "")
+        narrow = ", state in bfloat16" if self.state == "bfloat16" else ""
+        return self.rule + (f" {self.correction}" if self.correction else "") + narrow
 
 
 def corrections(rule: str) -> tuple[str | None, ...]:
@@ -117,7 +120,8 @@ def lower(case: Case) -> Lowered:
             lr=1e-4,
             max_norm=1.0,
             compile=True,
-            state_dtype=torch.float32,
+            state_dtype=DTYPES[case.state],
+            stochastic_rounding=case.state == "bfloat16",
         )
         step(optimizer, case)
         num_graphs = len(graphs)

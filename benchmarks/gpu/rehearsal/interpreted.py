@@ -3,11 +3,11 @@ beside eager steps of the same optimizer on the same numbers.
 
     python -m benchmarks.gpu.rehearsal.interpreted [--cases CASE ...] [--json FILE]
 
-A CASE is RULE[/CORRECTION[/DTYPE[/H_DTYPE]]], as mars-adamw, mars-m/transport/bfloat16
-or mars-adamw/approximate/float32/bfloat16: the dtypes of parameters and of the kept
-gradient; other state is in float32. Without --cases: every rule with its own correction
-and with transport, and four cases of bfloat16. Triton is needed beside torch: `make
-gpu-rehearsal` installs it apart.
+A CASE is RULE[/CORRECTION[/DTYPE[/H_DTYPE[/STATE]]]], as mars-adamw or
+mars-m/transport/bfloat16: the dtypes of parameters, of the kept gradient and of other
+state, which bfloat16 rounds stochastically. Without --cases: every rule with its own
+correction and with transport, and five cases of bfloat16. Triton is needed beside
+torch: `make gpu-rehearsal` installs it apart.
 
 Four steps are taken, in which lr, gamma, betas, weight decay and both clips move; a
 gradient of the third holds a NaN, and in the fourth one of two parameters of one shape
@@ -223,11 +223,12 @@ def case_of(text: str) -> Case:
             f"got the rule {rule!r} in {text!r}, expected one of {tuple(REGISTRY)}: "
             "choose one"
         )
-    choices = (corrections(rule), tuple(DTYPES), tuple(DTYPES))
+    dtypes = tuple(DTYPES)
+    choices = (corrections(rule), dtypes, dtypes, dtypes)
     if len(words) > len(choices):
         raise UserError(
-            f"got {text!r}, expected RULE[/CORRECTION[/DTYPE[/H_DTYPE]]]: leave "
-            f"{words[len(choices)]!r} out"
+            f"got {text!r}, expected RULE[/CORRECTION[/DTYPE[/H_DTYPE[/STATE]]]]: "
+            f"leave {words[len(choices)]!r} out"
         )
     for word, known in zip(words, choices, strict=False):
         if word not in known:

@@ -52,7 +52,8 @@ compiler = cache(Compiler)  # one a process
 def rehearse(case: Case, binaries: bool, out: Path) -> dict[str, Any]:
     """Return what a case is made of; from ``out``, if it is there."""
     kind = "compiled" if binaries else "lowered"
-    parts = (case.rule, case.correction or NONE, case.model, case.dtype, kind)
+    parts = (case.rule, case.correction or NONE, case.model, case.dtype)
+    parts += (case.state, kind)
     path = out / f"{' '.join(parts).replace(' ', '_')}.json"
     if path.exists():
         found = json.loads(path.read_text())

@@ -33,6 +33,7 @@ class Case:
         correction: "none" (of a baseline), "approximate" or "transport".
         dtype: of parameters and gradients, of ``DTYPES``.
         h_dtype: of the kept gradient, of ``DTYPES``.
+        state: dtype of the state, of ``DTYPES``; bfloat16 is rounded stochastically.
         shapes: of parameters.
         steps: "normal"; "skipped", as a gradient holds a NaN; or "missing", as a
             parameter has no gradient, which the first step may not be.
@@ -42,14 +43,17 @@ class Case:
     correction: str
     dtype: str = "float32"
     h_dtype: str = "float32"
+    state: str = "float32"
     shapes: tuple[tuple[int, ...], ...] = SHAPES
     steps: tuple[Kind, ...] = STEPS
 
     @property
     def name(self) -> str:
         """Return what the command line calls it."""
-        words = [self.rule, self.correction, self.dtype]
-        return "/".join(words + [self.h_dtype] * (self.h_dtype != "float32"))
+        words = [self.rule, self.correction, self.dtype, self.h_dtype, self.state]
+        while len(words) > 3 and words[-1] == "float32":
+            words.pop()
+        return "/".join(words)
 
     @property
     def num_params(self) -> int:
@@ -80,6 +84,7 @@ DEFAULT = (
     Case("mars-adamw", "transport", "bfloat16"),
     Case("mars-m", "transport", "bfloat16"),
     Case("mars-adamw", "approximate", "float32", "bfloat16"),
+    Case("mars-adamw", "approximate", "float32", "bfloat16", "bfloat16"),
 )
 
 
@@ -101,7 +106,8 @@ class Stepper:
             max_norm=0.7,
             clip=0.3,
             ns_dtype=torch.float32,  # coarser numbers would hide differences
-            state_dtype=torch.float32,
+            state_dtype=DTYPES[case.state],
+            stochastic_rounding=case.state == "bfloat16",
             h_dtype=DTYPES[case.h_dtype],
             compile=compile,
             correction=None if case.correction == NONE else case.correction,
