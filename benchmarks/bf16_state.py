@@ -32,9 +32,7 @@ from train.errors import UserError, check_least, command
 from train.files import write_json
 from train.gpt2 import Shape
 
-SEQ_LEN, VOCAB_SIZE = 128, 257
-SHAPE = Shape(4, 4, 128, SEQ_LEN, VOCAB_SIZE, False)  # that of configs.tiny
-MINIMAL = Shape(1, 1, 8, SEQ_LEN, VOCAB_SIZE, False)
+NUM_HEADS, VOCAB_SIZE = 4, 257
 WARMUP, FLOOR = 100, 0.1  # of the learning rate, as configs.tiny has it
 FLOAT32 = "float32"
 NEAREST = "bfloat16, to nearest"
@@ -64,8 +62,10 @@ RECIPES = (
 def plan(args: argparse.Namespace, seed: int) -> Plan:
     """Return how runs of a seed go."""
     return Plan(
-        shape=MINIMAL if args.quick else SHAPE,
-        seq_len=SEQ_LEN,
+        shape=Shape(
+            args.layers, NUM_HEADS, args.width, args.seq_len, VOCAB_SIZE, False
+        ),
+        seq_len=args.seq_len,
         batch=args.batch,
         micro_batch=args.batch,
         steps=args.steps,
@@ -76,7 +76,7 @@ def plan(args: argparse.Namespace, seed: int) -> Plan:
         seed=seed,
         device="cpu",
         dtype="float32",
-        compile=not args.quick,
+        compile=not args.eager,
     )
 
 
@@ -166,18 +166,27 @@ def main() -> None:
     # fmt: off
     add("--data", type=Path, default=Path("data/python"), metavar="FOLDER")
     add("--json", type=Path, required=True, metavar="FILE", help="losses; continued")
+    add("--layers", type=int, default=4, help="(%(default)s, as configs.tiny)")
+    add("--width", type=int, default=128, help="the same (%(default)s)")
+    add("--seq-len", type=int, default=128, help="the same (%(default)s)")
     add("--steps", type=int, default=3000, help="of a run (%(default)s)")
     add("--batch", type=int, default=8, help="sequences a step (%(default)s)")
     add("--held-out", type=int, default=512, help="sequences (%(default)s)")
     add("--seeds", type=int, default=3, help="(%(default)s)")
-    add("--quick", action="store_true", help="a model that shows nothing, eagerly")
+    add("--eager", action="store_true", help="compile nothing")
     # fmt: on
     args = parser.parse_args()
-    check_least(1, steps=args.steps, batch=args.batch, held_out=args.held_out)
+    names = ["layers", "width", "seq_len", "steps", "batch", "held_out"]
+    about = {name: getattr(args, name) for name in names}
+    check_least(1, **about)
+    about |= dict(eager=args.eager)
+    if args.width % NUM_HEADS:
+        raise UserError(
+            f"got --width {args.width}, expected a multiple of {NUM_HEADS}, the number "
+            "of heads: change it"
+        )
     check_least(2, seeds=args.seeds)
     checks.outputs(args.json)
-    about = dict(steps=args.steps, batch=args.batch, held_out=args.held_out)
-    about |= dict(quick=args.quick)
     done: dict[str, Any] = dict(about=about, losses={})
     if args.json.exists():
         done = json.loads(args.json.read_bytes())
@@ -187,8 +196,8 @@ def main() -> None:
                 "options, or another --json"
             )
     print(one_line(describe("cpu")))
-    print(f"loss in nats a byte after {args.steps} steps, mean ± standard deviation")
-    print(f"of {args.seeds} seeds", flush=True)
+    print(", ".join(f"{name} {value}" for name, value in about.items()))
+    print(f"loss in nats a byte, mean ± standard deviation of {args.seeds} seeds")
     for recipe, seed, precision in runs(args):
         name = key(recipe, seed, precision)
         if name not in done["losses"]:
