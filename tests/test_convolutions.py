@@ -56,7 +56,9 @@ def test_a_step_over_channels_last_compiles_into_one_graph():
 
 
 def test_a_stack_of_kernels_is_moved_by_one_loop_without_intermediates(monkeypatch):
-    """g, h and m are read, h and m written: 20 bytes a parameter; then x, o and x."""
+    """g, h and m are read, h and m written: 20 bytes a parameter; then x,
+    o in bfloat16, and x: 10.
+    """
     forced(monkeypatch, "stacks")
     params = [nn.Parameter(torch.randn(16, 8, 3, 3)) for _ in range(4)]
     optimizer = build(params, "stacks", mars_type="mars-m", **FLATTENED)
@@ -64,7 +66,7 @@ def test_a_stack_of_kernels_is_moved_by_one_loop_without_intermediates(monkeypat
         p.grad = torch.randn_like(p)
     report = marsopt.profile(optimizer.step, steps=2)
     num = sum(p.numel() for p in params)
-    for name, least in (("update_", 20 * num), ("apply_", 12 * num)):
+    for name, least in (("update_", 20 * num), ("apply_", 10 * num)):
         (graph,) = (graph for graph in report.graphs if graph.name == name)
         assert len(graph.kernels) == 1 and graph.peak_bytes == 0
         assert least <= graph.num_bytes < 1.02 * least
