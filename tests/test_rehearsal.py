@@ -16,13 +16,13 @@ pytestmark = needs_triton
 
 # graphs, launches, and of them over stacks: with what is fused today
 FROZEN = {
-    "mars-adamw/approximate/gpt2-small/float32": (2, 26, 13),
-    "mars-adamw/transport/gpt2-small/float32": (2, 28, 13),
-    "mars-m/transport/gpt2-small/bfloat16": (3, 31, 17),
+    "mars-adamw/approximate/gpt2-small/float32": (2, 25, 13),
+    "mars-adamw/transport/gpt2-small/float32": (2, 27, 13),
+    "mars-m/transport/gpt2-small/bfloat16": (3, 30, 17),
     "normuon/none/llama-7b-layer/float32": (3, 23, 13),
-    "nadamw/none/gpt2-xl/bfloat16": (2, 23, 13),
+    "nadamw/none/gpt2-xl/bfloat16": (2, 22, 13),
     # one more: with noise, inductor makes no one kernel of two stacks of equal size
-    "mars-adamw/approximate/gpt2-small/float32/state-bfloat16": (2, 27, 14),
+    "mars-adamw/approximate/gpt2-small/float32/state-bfloat16": (2, 26, 14),
 }
 BINARIES = (
     "mars-adamw/transport/gpt2-xl/float32/binaries",
@@ -146,7 +146,7 @@ def test_what_is_kept_is_not_done_again(tmp_path, monkeypatch):
     monkeypatch.setattr(rehearse, "fingerprint", lambda: "today")
     with pytest.raises(RuntimeError, match="lowered"):
         rehearse.rehearse(case, False, tmp_path)
-    kept = tmp_path / "adamw_none_gpt2-small_float32_lowered.json"
+    kept = tmp_path / "adamw_none_gpt2-small_float32_float32_lowered.json"
     kept.write_text(json.dumps(dict(fingerprint="today", result=dict(launches=22))))
     assert rehearse.rehearse(case, False, tmp_path) == dict(launches=22)
     monkeypatch.setattr(rehearse, "fingerprint", lambda: "tomorrow")

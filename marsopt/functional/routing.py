@@ -84,9 +84,7 @@ class Choice:
     state_dtype: torch.dtype | None = structure(
         None, checks.floating_or_none, whole=True
     )
-    stochastic_rounding: bool = structure(
-        False, checks.one_of((False, True)), whole=True
-    )
+    stochastic_rounding: bool = structure(False, checks.true_or_false, whole=True)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -197,11 +197,12 @@ def statistics(products: Sequence[Tensor], live: Tensor | None) -> Tensor:
     else zeros, and in the last column how many ranks have one.
     """
     width = max(found.shape[1] for found in products)
-    wide = [  # a call of the host for each stack that needs one
-        found if found.shape[1] == width else F.pad(found, (0, width - found.shape[1]))
-        for found in products
-    ]
-    sums = F.pad(torch.cat(wide), (0, 1), value=1.0)
+    sums = torch.cat(
+        [
+            F.pad(F.pad(found, (0, width - found.shape[1])), (0, 1), value=1.0)
+            for found in products
+        ]
+    )
     # not a product: 0 times infinity is no zero
     return sums if live is None else torch.where(live[:, None], sums, 0.0)
 

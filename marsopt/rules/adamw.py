@@ -110,12 +110,8 @@ class AdamW(Preconditioner):
         decay = (1 - (1 + k) * e).to(dtype).to(k.dtype)
         e = torch.where(k > -0.5, (1 - decay) / (1 + k), e)
         back = k / decay
-        return (debias, eps, decay, (1 + k) * rate), (
-            back * e,
-            back * rate,
-            debias,
-            eps,
-        )
+        numbers = back * e, back * rate, debias, eps
+        return (debias, eps, decay, (1 + k) * rate), numbers
 
     def behind(self, y, buffers, numbers):
         e, rate, *_ = numbers

@@ -50,7 +50,7 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         checks.floating_or_none("state_dtype", self.state_dtype)
-        checks.one_of((False, True))("stochastic_rounding", self.stochastic_rounding)
+        checks.true_or_false("stochastic_rounding", self.stochastic_rounding)
         h_dtype = None if self.correction is None else self.correction.h_dtype
         if self.stochastic_rounding and torch.float16 in (self.state_dtype, h_dtype):
             raise ValueError(

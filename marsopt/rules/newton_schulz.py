@@ -182,6 +182,7 @@ def cpu_dtype() -> torch.dtype:
 
 @cache
 def found_dtype() -> torch.dtype:
+    """Ask the CPU, once, and say what came out: dynamo traces into no cache."""
     # torch has these since 2.6, without an underscore nowhere
     if platform.machine().lower() in ("x86_64", "amd64"):
         has = (
