@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 
 from marsopt.rules.hyperparameters import structure
@@ -158,7 +159,7 @@ def _may_write(x: Tensor) -> bool:
     """
     return not (
         torch.compiler.is_compiling()
-        or type(x) not in (Tensor, torch.nn.Parameter)
+        or (type(x) not in (Tensor, torch.nn.Parameter) and not is_fake(x))
         or torch._C._functorch.is_functorch_wrapped_tensor(x)  # nothing public asks it
         or (x.requires_grad and torch.is_grad_enabled())
         or forward_ad.unpack_dual(x).tangent is not None

@@ -103,7 +103,11 @@ class Extrapolation(Life):
 
     def complete(self, held: Sequence[Held]) -> None:
         """Go on from what a checkpoint of the other form has brought."""
-        for one in _ahead(held) if self._brought else ():
+        if not self._brought:
+            return
+        ahead = _ahead(held)
+        ours = [one for one in ahead if one.p in self._seen and not self._changed(one)]
+        for one in ahead:
             brought = self._brought.pop(one.p, None)
             if brought is None:
                 continue
@@ -111,6 +115,7 @@ class Extrapolation(Life):
                 one["x"].copy_(one.behind(brought))
             else:  # a gradient that is there already is of the point ahead, as it was
                 one.piece.copy_(brought)
+        for one in ours:  # after all: pieces of one buffer count together
             self._seen[one.p] = _versions(one)
 
     def after_step(self, held: Sequence[Held]) -> None:
@@ -143,9 +148,11 @@ class Extrapolation(Life):
                 _keep_ahead(one, one.p.detach())
                 piece.copy_(one.behind(numbers))
             else:  # bit for bit, unless it has not been saved
-                kept = one.entry.pop(AHEAD, None)
+                kept = one.entry.get(AHEAD)
                 y = one.ahead(numbers) if kept is None else one.local(kept)
                 piece.copy_(y)
+                one.entry.pop(AHEAD, None)  # afterwards: the copy may be broken off
+        for one in _ahead(held):  # after all, as in complete
             if one.p in self._seen:  # before its first step p stays the truth
                 self._seen[one.p] = _versions(one)
 

@@ -122,7 +122,8 @@ def _of_target(target: Target) -> Iterator[Malformed]:
             old = old[key]
         is_needed = any(where.startswith(key) for key in target.needed)
         removed = json.dumps(_changed(original, path, None, remove=True)).encode()
-        yield case(f"without {where}", removed, is_needed or None)
+        # a run of before an option was there goes on, where it is null by default
+        yield case(f"without {where}", removed, (is_needed and old is not None) or None)
         for new in VALUES:
             if new == old:
                 continue
