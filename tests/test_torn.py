@@ -21,7 +21,15 @@ from torch._dynamo.exc import BackendCompilerFailed
 import marsopt
 from marsopt import MARS
 from marsopt.optim import compiled
-from tests.stacking import as_on_a_gpu, copies, equal, fill, forced, traced
+from tests.stacking import (
+    as_on_a_gpu,
+    copies,
+    equal,
+    fill,
+    forced,
+    in_one_buffer,
+    traced,
+)
 
 OURS = str(Path(marsopt.__file__).parent)
 SHAPES = ((4, 3), (4, 3), (3,))
@@ -134,15 +142,13 @@ def parameters() -> list[torch.Tensor]:
     return [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
 
 
-def in_one_buffer() -> list[torch.Tensor]:
-    """They cannot move: a step copies them into stacks and back, as FSDP's shards."""
-    sizes = [torch.Size(shape).numel() for shape in SHAPES]
-    pieces = torch.cat([p.detach().flatten() for p in parameters()]).split(sizes)
-    # the last comes between the two of one shape, which would be a stack as they lie
-    order = [0, 2, 1]
-    spread = torch.cat([pieces[i] for i in order]).split([sizes[i] for i in order])
-    found = {i: piece.view(SHAPES[i]) for i, piece in zip(order, spread, strict=True)}
-    return [nn.Parameter(found[i]) for i in range(len(SHAPES))]
+def apart_in_one_buffer() -> list[torch.Tensor]:
+    """They cannot move: a step copies them into stacks and back, as FSDP's shards. The
+    last comes between the two of one shape, which would be a stack as they lie.
+    """
+    first, second, last = parameters()
+    first, last, second = in_one_buffer([first, last, second])
+    return [first, second, last]
 
 
 CASES = [
@@ -165,7 +171,7 @@ def test_broken_off_anywhere(mars_type, kind, mode, monkeypatch):
         as_on_a_gpu(monkeypatch)
     else:
         forced(monkeypatch, mode)
-    params = in_one_buffer() if mode == "copied" else parameters()
+    params = apart_in_one_buffer() if mode == "copied" else parameters()
     optimizer = MARS(
         params, lr=0.01, mars_type=mars_type, correction=kind, max_norm=1.0,
         compile=mode == "stacks", ns_dtype=torch.float32,

@@ -21,7 +21,17 @@ import marsopt
 from marsopt import MARS
 from marsopt.parallel import MeshCollectives
 from tests.processes import spawn
-from tests.stacking import MODES, build, copies, equal, fill, forced, run, traced
+from tests.stacking import (
+    MODES,
+    build,
+    copies,
+    equal,
+    fill,
+    forced,
+    in_one_buffer,
+    run,
+    traced,
+)
 
 TYPES = list(marsopt.REGISTRY)
 GAMMA, LR = 0.1, 1e-2
@@ -33,14 +43,6 @@ def params(seed: int = 0, dtype=torch.float32) -> list[nn.Parameter]:
     g = torch.Generator().manual_seed(seed)
     shapes = [(6, 5), (6, 5), (4, 8), (5,), (5,)]
     return [nn.Parameter(torch.randn(s, generator=g, dtype=dtype)) for s in shapes]
-
-
-def pieces(seed: int = 0) -> list[nn.Parameter]:
-    """The same as parts of one buffer, whose writes autograd counts together."""
-    own = params(seed)
-    sizes = [p.numel() for p in own]
-    parts = torch.cat([p.detach().flatten() for p in own]).split(sizes)
-    return [nn.Parameter(a.view_as(p)) for a, p in zip(parts, own, strict=True)]
 
 
 # whether the optimizers of a test keep x, or compute it where they can
@@ -479,7 +481,7 @@ def test_x_restarts_where_its_moments_do(change):
 
 @pytest.mark.usefixtures("both_forms")
 def test_our_writes_into_pieces_of_one_buffer_are_ours(caplog):
-    own, apart = pieces(), params()
+    own, apart = in_one_buffer(params()), params()
     optimizer, expected = made(own), made(apart)
     for each, mine in ((optimizer, own), (expected, apart)):
         run(each, mine, range(3))
@@ -489,7 +491,7 @@ def test_our_writes_into_pieces_of_one_buffer_are_ours(caplog):
     optimizer.train()
     equal(own, y)
     # a load of the other form ends when state is handed out
-    new = pieces(1)
+    new = in_one_buffer(params(1))
     other = made(new, store_iterate=not FORM["store_iterate"])
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     write(new, y)

@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from marsopt.rules.hyperparameters import structure
@@ -156,10 +156,11 @@ def _products(x: Tensor):
 def _may_write(x: Tensor) -> bool:
     """Return whether products may be written into buffers (``out=``): autograd,
     torch.func, tensor subclasses and inductor have products in new tensors alone.
+    Tensors without memory go the way of those for which they stand.
     """
     return not (
         torch.compiler.is_compiling()
-        or (type(x) not in (Tensor, torch.nn.Parameter) and not is_fake(x))
+        or type(x) not in (Tensor, torch.nn.Parameter, FakeTensor)
         or torch._C._functorch.is_functorch_wrapped_tensor(x)  # nothing public asks it
         or (x.requires_grad and torch.is_grad_enabled())
         or forward_ad.unpack_dual(x).tangent is not None
