@@ -61,7 +61,8 @@ def test_a_stack_of_kernels_is_moved_by_one_loop_without_intermediates(monkeypat
     """
     forced(monkeypatch, "stacks")
     params = [nn.Parameter(torch.randn(16, 8, 3, 3)) for _ in range(4)]
-    optimizer = build(params, "stacks", mars_type="mars-m", **FLATTENED)
+    own = dict(mars_type="mars-m", ns_dtype=torch.bfloat16)  # whatever the CPU has
+    optimizer = build(params, "stacks", **own, **FLATTENED)
     for p in params:
         p.grad = torch.randn_like(p)
     report = marsopt.profile(optimizer.step, steps=2)
