@@ -16,10 +16,14 @@ from marsopt.functional.named import (
     mars_m,
     mars_normuon,
     mars_shampoo,
+    mars_soap,
+    mars_soap_muon,
     moonlight,
     muon,
     nadamw,
     normuon,
+    soap,
+    soap_muon,
 )
 from marsopt.functional.rule import Rule
 from marsopt.optim.mars import MARS
@@ -34,6 +38,7 @@ from marsopt.rules.newton_schulz import NewtonSchulz, newton_schulz, polar_facto
 from marsopt.rules.normuon import NorMuon
 from marsopt.rules.orthogonal import Orthogonal
 from marsopt.rules.registry import REGISTRY, NamedRule, register
+from marsopt.rules.soap import SOAP
 from marsopt.rules.svrg import SVRG
 from marsopt.rules.transport import Transport
 from marsopt.version import __version__
@@ -45,6 +50,7 @@ __all__ = [
     "LOCAL",
     "MARS",
     "REGISTRY",
+    "SOAP",
     "SVRG",
     "AdamW",
     "Algorithm",
@@ -71,6 +77,8 @@ __all__ = [
     "mars_m",
     "mars_normuon",
     "mars_shampoo",
+    "mars_soap",
+    "mars_soap_muon",
     "moonlight",
     "muon",
     "nadamw",
@@ -80,6 +88,8 @@ __all__ = [
     "polar_factor",
     "register",
     "profile",
+    "soap",
+    "soap_muon",
 ]
 
 

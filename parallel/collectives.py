@@ -17,14 +17,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from marsopt.functional.collectives import Leaf, Request, row_numbers, run_at_owner
+from marsopt.functional.collectives import (
+    Leaf,
+    Owned,
+    Part,
+    Request,
+    row_numbers,
+    run_at_owner,
+)
 from marsopt.rules.dtypes import working
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import MatrixCost, Whole
 
 from .agreement import Agreement
-from .cut import Cut, cut_of
+from .cut import Cut, Way, cut_of
 from .layout_cache import LayoutCache
 from .placement import Placement, onto_first
 from .planner import Machine, Strategy, plan
@@ -280,38 +287,38 @@ class MeshCollectives:
         out |= zip(partition.gathered, self._by_gathering(own), strict=True)
         return [out[i] for i in range(len(requests))]
 
-    def owns(self, leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
-        """Return, by number, which matrices of each leaf have their owner here."""
+    def owns(self, leaves: Sequence[Leaf]) -> list[Owned]:
+        """Return which matrices of each leaf have their owner here."""
         if not leaves:
             return []
         partition = self._partition(leaves)
-        out: dict[int, tuple[int, ...]] = {}
+        out: dict[int, Owned] = {}
         for group, cuts in partition.groups:
             mine, first = set(group.owns), 0
             for i, cut in cuts.items():
                 here = range(first, first + len(cut.matrices))
                 every = _numbers(leaves[i].tensor, leaves[i].matrices)
-                out[i] = tuple(
+                numbers = tuple(
                     n for n, at in zip(every, here, strict=True) if at in mine
                 )
+                # matrices of one leaf that shards may own are alike
+                out[i] = Owned(numbers, group.part(first) if numbers else None)
                 first += len(cut.matrices)
         for i in partition.local:
             leaf, matrices = leaves[i].tensor, leaves[i].matrices
             cuts = {} if leaf.numel() == 0 else self.cuts(leaf)
             rows = row_numbers(leaf.shape, cuts, matrices, leaf.device)
             if rows is None:
-                out[i] = tuple(range(matrices.num_in(leaf.shape)))
+                out[i] = Owned(tuple(range(matrices.num_in(leaf.shape))))
             else:
                 size = matrices.shape_in(leaf.shape)[0]
-                out[i] = tuple(torch.unique(rows // size).tolist())
+                out[i] = Owned(tuple(torch.unique(rows // size).tolist()))
         for i in partition.gathered:
             num = leaves[i].matrices.num_in(leaves[i].tensor.shape)
-            out[i] = tuple(range(num))
+            out[i] = Owned(tuple(range(num)))
         return [out[i] for i in range(len(leaves))]
 
-    def publish(
-        self, owned: Tensor, leaf: Tensor, num: int, owns: tuple[int, ...]
-    ) -> Tensor:
+    def publish(self, owned: Tensor, leaf: Tensor, num: int, owns: Owned) -> Tensor:
         """Return an owner's buffer of a leaf's ``num`` matrices, (number here, *shape),
         as a DTensor (num, *shape) that is cut along its first dim of a matrix. A
         collective of the leaf's mesh.
@@ -319,16 +326,19 @@ class MeshCollectives:
         if not isinstance(leaf, DTensor):
             return owned
         mesh, device = leaf.device_mesh, owned.device
-        index = torch.tensor(owns, dtype=torch.int64, device=device)
+        index = torch.tensor(owns.numbers, dtype=torch.int64, device=device)
+        shape, ones = list(owned.shape[1:]), [1] * (owned.ndim - 1)
+        if owns.part is not None:
+            shape[owns.part.dim] = ones[owns.part.dim] = owns.part.size
         # of several owners, as replicas are, the first one tells
-        first = torch.full((num,), dist.get_world_size(), device=device)
-        first[index] = dist.get_rank()
-        mine = first.clone()
+        first = torch.full((num, *ones), dist.get_world_size(), device=device)
+        whole = owned.new_zeros(num, *shape)
+        here, place = _here(first, owns.part), _here(whole, owns.part)
+        here[index] = dist.get_rank()
+        mine = here[index].clone()
         for axis in range(mesh.ndim):
             dist.all_reduce(first, dist.ReduceOp.MIN, group=mesh.get_group(axis))
-        whole = owned.new_zeros(num, *owned.shape[1:])
-        tells = (first == mine)[index]
-        whole[index[tells]] = owned[tells]
+        place[index] = torch.where(here[index] == mine, owned, 0)
         for axis in range(mesh.ndim):
             dist.all_reduce(whole, group=mesh.get_group(axis))
         places: list = [Replicate()] * mesh.ndim
@@ -337,11 +347,11 @@ class MeshCollectives:
             places[cutting[0]] = Shard(1)
         return distribute_tensor(whole, mesh, places, src_data_rank=None)
 
-    def claim(self, published: Tensor, owns: tuple[int, ...]) -> Tensor:
+    def claim(self, published: Tensor, owns: Owned) -> Tensor:
         """Return the part of ``publish``'s result that has its owner here."""
         if isinstance(published, DTensor):
             published = published.full_tensor()
-        return published[list(owns)]
+        return _here(published, owns.part)[list(owns.numbers)]
 
     def _by_gathering(self, requests: Sequence[Request]) -> list[Whole]:
         """Do the owners' work on every rank: reference and fallback."""
@@ -367,7 +377,7 @@ class MeshCollectives:
 
     def _partition(self, leaves: Sequence[Leaf]) -> Partition:
         cost = leaves[0].preconditioner.cost
-        ways = [(one.matrices, one.preconditioner.is_polar) for one in leaves]
+        ways = [Way.of(one.matrices, one.preconditioner) for one in leaves]
         find = partial(self._find_partition, cost, ways)
         key = (cost, *_distinct(ways))
         return self._partitions.of([one.tensor for one in leaves], key, find)
@@ -375,7 +385,7 @@ class MeshCollectives:
     def _find_partition(
         self,
         cost: MatrixCost,
-        ways: Sequence[tuple[Matrices, bool]],
+        ways: Sequence[Way],
         leaves: Sequence[Tensor],
     ) -> Partition:
         by_axis: dict[tuple, dict[int, Cut]] = {}
@@ -383,7 +393,7 @@ class MeshCollectives:
         cost = cost.on(leaves[0].device.type)  # on which ranks agree: machines differ
         places = self._places((cost, *ways), leaves)
         for i, leaf in enumerate(leaves):
-            cut = cut_of(leaf, places[i], *ways[i])
+            cut = cut_of(leaf, places[i], ways[i])
             if cut == "local":
                 local.append(i)
             elif cut == "strided":
@@ -464,6 +474,13 @@ def _numbers(leaf: Tensor, matrices: Matrices) -> list[int]:
         firsts = _piece(at.contiguous(), leaf.device_mesh, places).flatten().cpu()
         return [int(first) + n for first in firsts for n in range(blocks)]
     return numbers.flatten().tolist()
+
+
+def _here(whole: Tensor, part: Part | None) -> Tensor:
+    """Return a part of every matrix of a buffer (num, *shape), a view."""
+    return (
+        whole if part is None else whole.narrow(1 + part.dim, part.start, part.length)
+    )
 
 
 def _distinct(ways: Sequence) -> Sequence:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from marsopt import Matrices
+from marsopt.rules.preconditioner import MatrixPreconditioner
 
 from .placement import Placement, shard_sizes
 from .planner import Matrix
+
+
+class Way(NamedTuple):
+    """How a leaf is made of matrices, and what its preconditioner does with them."""
+
+    matrices: Matrices
+    sums: bool  # whether it may do with sums over shards
+    keeps: bool  # whether it keeps something where their owners are
+
+    @classmethod
+    def of(cls, matrices: Matrices, preconditioner: MatrixPreconditioner) -> Way:
+        return cls(matrices, preconditioner.sums, bool(preconditioner.owned))
 
 
 @dataclass(frozen=True)
@@ -61,12 +74,13 @@ class Cut:
 
 
 def cut_of(
-    leaf: Tensor, place: Placement, matrices: Matrices, is_polar: bool
+    leaf: Tensor, place: Placement, way: Way
 ) -> Cut | Literal["local", "strided"]:
     """Return how one axis cuts the matrices of a leaf; "local" where each of them lies
     on one rank, "strided" where several axes cut them, or one not into consecutive
-    pieces. ``is_polar`` is as in ``planner.Matrix``.
+    pieces.
     """
+    matrices, sums, keeps = way
     row_dim = matrices.column_dim(leaf.ndim) - 1
     inner = [i for i, dim in enumerate(place.dims) if dim >= row_dim]
     if not inner or leaf.numel() == 0:
@@ -80,17 +94,21 @@ def cut_of(
     num_blocks = num_rows // rows
     if dim > row_dim:
         # pieces of a kernel are not consecutive columns, but columns in another order
-        # have a factor in that order
+        # have a factor in that order; what is kept of them would be in it, too
+        if keeps and dim > row_dim + 1:
+            return "strided"
         lengths = tuple(size * (cols // leaf.shape[dim]) for size in sizes)
-        blocks = [Matrix(rows, cols, 1, lengths, is_polar)] * num_blocks
+        blocks = [Matrix(rows, cols, 1, lengths, sums)] * num_blocks
     elif num_blocks == 1:
-        blocks = [Matrix(rows, cols, 0, None, is_polar)]
+        blocks = [Matrix(rows, cols, 0, None, sums)]
     elif all(size % rows == 0 for size in sizes):
         return "local"
     else:
         starts = range(0, num_rows, rows)
         lengths = [_overlaps(start, rows, sizes) for start in starts]
-        blocks = [Matrix(rows, cols, 0, own, is_polar) for own in lengths]
+        # pieces of unlike lengths: what is kept of them could not be one tensor
+        sums = sums and not keeps
+        blocks = [Matrix(rows, cols, 0, own, sums) for own in lengths]
     return Cut(
         mesh=place.mesh,
         axis=axis,

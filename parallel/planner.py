@@ -1,4 +1,4 @@
-"""Who orthogonalizes which matrix, and how: a pure function, the same on every rank.
+"""Who works on which whole matrix, and how: a pure function, the same on every rank.
 
 FLOPs and bytes are those of docs/scaling.md. Times are a model, for choosing; they are
 not measurements.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from heapq import heapreplace
 from typing import Literal
 
-from marsopt import NewtonSchulz
+from marsopt.rules.preconditioner import MatrixCost
 
 from .placement import shard_size, shard_sizes
 
@@ -25,8 +25,8 @@ class Machine:
 
     Args:
         link: bytes a second that one rank sends.
-        flops: of Newton-Schulz in its working precision, a second.
-        flops_fp32: of the Gram form, which is computed in float32.
+        flops: of products in half precision, a second.
+        flops_fp32: of those in float32, as of the Gram form and of SOAP.
     """
 
     link: float = 50e9
@@ -39,23 +39,15 @@ class Matrix:
     """A matrix that one mesh axis cuts along ``dim``.
 
     ``lengths`` of the pieces, rank by rank; None = as Shard cuts. One of several in a
-    parameter may begin and end anywhere on the ranks. ``is_polar``: what is made of it
-    is its polar factor and nothing else.
+    parameter may begin and end anywhere on the ranks. ``sums``: whether its shards may
+    do with sums, where what they do allows that (``MatrixCost.may_sum``).
     """
 
     rows: int
     cols: int
     dim: int
     lengths: tuple[int, ...] | None = None
-    is_polar: bool = True
-
-    @property
-    def may_gram(self) -> bool:
-        """Return whether a sum over shards, the Gram matrix of its short side, is all
-        that they need.
-        """
-        short = self.cols <= self.rows if self.dim == 0 else self.rows <= self.cols
-        return short and self.is_polar
+    sums: bool = True
 
     def shard_numel(self, rank: int, num_ranks: int) -> int:
         """Return the number of elements of one rank's shard."""
@@ -142,7 +134,7 @@ def assign(flops: Sequence[int], num_ranks: int) -> tuple[list[int], list[float]
 def plan(
     matrices: Sequence[Matrix],
     num_ranks: int,
-    ns: NewtonSchulz,
+    work: MatrixCost,
     *,
     strategy: Strategy | Literal["auto"] = "auto",
     max_buckets: int = 2,
@@ -170,28 +162,31 @@ def plan(
             f"got max_buckets={max_buckets}, expected 1 or more: 2 overlaps"
         )
 
+    def may_gram(m: Matrix) -> bool:
+        return m.sums and work.may_sum(m.rows, m.cols, m.dim)
+
     def seconds(plan: Plan) -> float:
-        return cost(matrices, plan, ns, machine).seconds
+        return cost(matrices, plan, work, machine).seconds
 
     def draft(strategies: Sequence[Strategy]) -> Plan:
         shared = sorted({1, replicas} if strategy == "auto" else {replicas})
         drafts = [
-            _plan(matrices, num_ranks, ns, strategies, max_buckets, split)
+            _plan(matrices, num_ranks, work, strategies, max_buckets, split)
             for split in shared
         ]
         return min(drafts, key=seconds)
 
     if strategy == "replicate" or num_ranks * replicas == 1:
-        return _plan(matrices, num_ranks, ns, ["replicate"] * len(matrices), 1, 1)
+        return _plan(matrices, num_ranks, work, ["replicate"] * len(matrices), 1, 1)
     if strategy == "gram":
-        return draft(["gram" if m.may_gram else "owner" for m in matrices])
+        return draft(["gram" if may_gram(m) else "owner" for m in matrices])
     best = draft(["owner"] * len(matrices))
     if strategy == "owner":
         return best
     # equal ones are moved together
     shapes = sorted(
-        {m for m in matrices if m.may_gram},
-        key=lambda m: (-ns.num_flops(m.rows, m.cols), m.dim, m.rows),
+        {m for m in matrices if may_gram(m)},
+        key=lambda m: (-work.num_flops(m.rows, m.cols), m.dim, m.rows),
     )
     for shape in shapes:
         trial: list[Strategy] = [
@@ -205,13 +200,13 @@ def plan(
 def _plan(
     matrices: Sequence[Matrix],
     num_ranks: int,
-    ns: NewtonSchulz,
+    work: MatrixCost,
     strategies: Sequence[Strategy],
     max_buckets: int,
     replicas: int,
 ) -> Plan:
     """Return owners and buckets for given strategies."""
-    flops = [ns.num_flops(m.rows, m.cols) for m in matrices]
+    flops = [work.num_flops(m.rows, m.cols) for m in matrices]
     owners, buckets = [-1] * len(matrices), [0] * len(matrices)
 
     def deal(members: list[int], parts: int, into: list[int]) -> None:
@@ -234,18 +229,20 @@ def _plan(
 def cost(
     matrices: Sequence[Matrix],
     plan: Plan,
-    ns: NewtonSchulz,
+    work: MatrixCost,
     machine: Machine = Machine(),
 ) -> Cost:
     """Return bytes that a rank sends, FLOPs of each owner, and the model's time.
 
     Bytes of a matrix with an owner: mn s / p from every other rank, and mn s (p - 1)/p
     back from the owner, together 2 mn s / p a rank less what stays at home (split over
-    R replicas: that over R, and mn s (R - 1)/(p R) for their factors); 8 k^2 (p - 1)/p
-    of a Gram matrix, by a ring all-reduce in float32; mn s (p - 1)/p of a gathered one.
+    R replicas: that over R, and mn s (R - 1)/(p R) for their factors); 8 (p - 1)/p for
+    each number that shards sum up, as k^2 of a Gram matrix, by a ring all-reduce in
+    float32; mn s (p - 1)/p of a gathered one.
     """
     p, away = plan.num_ranks, (plan.num_ranks - 1) / plan.num_ranks
-    there, back = ns.payload().itemsize, ns.dtype.itemsize
+    there, back = work.payload().itemsize, work.returned().itemsize
+    rate = machine.flops_fp32 if work.is_float32 else machine.flops
     seconds, loads = 0.0, [0.0] * (p * plan.replicas)  # the second of each owner
     sizes = [
         (m.rows * m.cols, m.shard_numel(owner % p, p))
@@ -253,17 +250,17 @@ def cost(
     ]
     sent, extra = exchanged(plan, sizes, there, back)
     for m, strategy, owner in zip(matrices, plan.strategies, plan.owners, strict=True):
-        numel, short = m.rows * m.cols, min(m.rows, m.cols)
+        numel = m.rows * m.cols
         if strategy == "owner":
-            loads[owner] += ns.num_flops(m.rows, m.cols)
+            loads[owner] += work.num_flops(m.rows, m.cols)
         elif strategy == "gram":
-            sent += 8 * short**2 * away
-            seconds += ns.num_gram_flops(m.rows, m.cols, p) / machine.flops_fp32
+            sent += 8 * work.num_summed(m.rows, m.cols) * away
+            seconds += work.num_shard_flops(m.rows, m.cols, p) / machine.flops_fp32
         else:
             sent += there * numel * away
-            seconds += ns.num_flops(m.rows, m.cols) / machine.flops
+            seconds += work.num_flops(m.rows, m.cols) / rate
     bytes_max = sent + max(extra)
-    seconds += bytes_max / machine.link + max(loads) / machine.flops
+    seconds += bytes_max / machine.link + max(loads) / rate
     return Cost(sent + sum(extra) / len(extra), bytes_max, seconds, loads)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import reduce
 
 import torch
@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
-from marsopt.functional.collectives import Request, at_owner
-from marsopt.rules.newton_schulz import full_float32, gram_matrix
+from marsopt.functional.collectives import Part, Request, at_owner
 from marsopt.rules.preconditioner import MatrixCost, Whole
 
 from .exchange import Exchange, Piece, from_words, to_words, unflatten
@@ -58,8 +57,23 @@ class ShardGroup:
             self.plan.exchanges(replica) for replica in range(self.plan.replicas)
         ]
         own = self._replica * self.plan.num_ranks + self._rank
-        # which matrices have their owner here: without sharing, one in every replica
-        self.owns = [i for i, owner in enumerate(self.plan.owners) if owner == own]
+        # which matrices have their owner here: without sharing, one in every replica;
+        # those that do with sums have one in every rank
+        together = set(self.plan.members("gram"))
+        self.owns = [
+            i
+            for i, owner in enumerate(self.plan.owners)
+            if owner == own or i in together
+        ]
+
+    def part(self, i: int) -> Part | None:
+        """Return which part of a matrix lies here, where all its shards own it."""
+        if self.plan.strategies[i] != "gram":
+            return None
+        dim, shapes = self.matrices[i].dim, self._shapes[i]
+        sizes = [shape[dim] for shape in shapes]
+        start = sum(sizes[: self._rank])
+        return Part(dim, start, sizes[self._rank], sum(sizes))
 
     def on_owners(self, requests: Sequence[Request]) -> dict[int, Whole]:
         """Return what becomes of all matrices, by number, as shards, from shards of
@@ -68,7 +82,7 @@ class ShardGroup:
         found = self._by_owners(requests)
         if self._replicas is not None:
             found = self._shared(found, requests)
-        return found | self._by_gram(requests)
+        return found | self._by_sums(requests)
 
     def _by_owners(self, requests: Sequence[Request]) -> dict[int, Whole]:
         """Send shards to owners and back: two all-to-all per bucket.
@@ -77,13 +91,11 @@ class ShardGroup:
         of a bucket travels back while the next one is worked on.
         """
         ranks, there, back = range(self.plan.num_ranks), [], []
+        wide = _widest(requests)
         exchanges, kept = self._exchanges[self._replica], {}
         for owned in exchanges:
             with record_function("marsopt: exchange"):
-                dtypes = (
-                    requests[i].given.matrix.dtype for part in owned for i in part
-                )
-                words = self._cost.payload(reduce(torch.promote_types, dtypes))
+                words = self._cost.payload(wide)
                 sent = [
                     [x for i in part for x in self._to_owner(i, requests[i], words)]
                     for part in owned
@@ -105,7 +117,7 @@ class ShardGroup:
                 made = at_owner(self._whole(mine, requests, by_rank))
             del by_rank
             with record_function("marsopt: exchange"):
-                words = self._cost.dtype
+                words = self._cost.returned(wide)
                 cuts = [
                     self._cuts(i, requests[i], one, words)
                     for i, one in zip(mine, made, strict=True)
@@ -192,7 +204,7 @@ class ShardGroup:
         """Give what this replica's owners made to all replicas: one all-gather,
         padded.
         """
-        words = self._cost.dtype
+        words = self._cost.returned(_widest(requests))
         shares = [
             [i for owned in exchanges for part in owned for i in part]
             for exchanges in self._exchanges
@@ -228,30 +240,31 @@ class ShardGroup:
                 found[i] = Whole(shard, rows, owned)
         return found
 
-    def _by_gram(self, requests: Sequence[Request]) -> dict[int, Whole]:
-        """Use Gram matrices of short sides: one all-reduce of all, in float32."""
-        members = self.plan.members("gram")
-        if not members:
-            return {}
-        local = {i: requests[i].given.matrix for i in members}
-        wide = torch.float64 if self._cost.dtype == torch.float64 else torch.float32
-        wide = reduce(torch.promote_types, (x.dtype for x in local.values()), wide)
+    def _by_sums(self, requests: Sequence[Request]) -> dict[int, Whole]:
+        """Let shards work on what they have, and on sums over all of them."""
+        calls: dict[tuple[int, int, Hashable], list[int]] = {}
+        for i in self.plan.members("gram"):
+            one = requests[i]
+            key = id(one.preconditioner), self.matrices[i].dim, one.stage
+            calls.setdefault(key, []).append(i)
+        found: dict[int, Whole] = {}
+        for (_, dim, stage), mine in calls.items():
+            preconditioner = requests[mine[0]].preconditioner
+            given = [requests[i].given for i in mine]
+            made = preconditioner.at_shards(given, dim, stage, self._sum)
+            found |= zip(mine, made, strict=True)
+        return found
 
-        def tall(x: Tensor, i: int) -> Tensor:
-            return x if self.matrices[i].dim == 0 else x.mT
+    def _sum(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sums of tensors over shards: one all-reduce of all."""
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        dist.all_reduce(flat, group=self._group)
+        return unflatten(flat, [part.shape for part in parts])
 
-        with full_float32():
-            x = [tall(local[i].to(wide), i) for i in members]
-            grams = [gram_matrix(piece) for piece in x]
-            flat = torch.cat([gram.reshape(-1) for gram in grams])
-            dist.all_reduce(flat, group=self._group)
-            summed = unflatten(flat, [gram.shape for gram in grams])
-            return {
-                i: Whole(
-                    tall((piece @ self._cost.from_gram(gram)).to(local[i].dtype), i)
-                )
-                for i, piece, gram in zip(members, x, summed, strict=True)
-            }
+
+def _widest(requests: Sequence[Request]) -> torch.dtype:
+    dtypes = (one.given.matrix.dtype for one in requests)
+    return reduce(torch.promote_types, dtypes)
 
 
 def _row_dtype(request: Request, words: torch.dtype) -> torch.dtype:

@@ -40,6 +40,9 @@ class Oracle:
         epsilon_hat=False,
         transport=False,
         svrg=False,
+        sides="both",
+        frequency=10,
+        max_dim=10_000,
     ):
         self.x = np.array(x, dtype=np.float64)
         self.kind, self.beta1, self.beta2, self.eps, self.wd = (
@@ -57,6 +60,7 @@ class Oracle:
         )
         self.transport = transport
         self.svrg, self.mu = svrg, 0.0
+        self.sides, self.frequency, self.max_dim = sides, frequency, max_dim
         self.t = 0
         self.m = np.zeros_like(self.x)
         self.v = np.zeros_like(self.x)
@@ -148,6 +152,71 @@ class Oracle:
         self.x = self.x - lr * 0.2 * np.sqrt(max(c.shape)) * scaled
 
     mars_normuon = normuon
+
+    def soap(self, c, lr):
+        """nikhilvyas/SOAP, soap.py, in the order of its operations; their counter is
+        one behind, since the first step is none.
+        """
+        t = self.t - 1
+        if t > 0:
+            o = self.adam_in_basis(c)
+            rate = lr * np.sqrt(1 - self.beta2**t) / (1 - self.beta1**t)
+            self.x = self.x - rate * o
+            self.x = self.x + self.x * (-lr * self.wd)
+        self.follow(c, t)
+
+    mars_soap = soap
+
+    def soap_muon(self, c, lr):
+        t = self.t - 1
+        if t > 0:
+            o = ns5(self.adam_in_basis(c))
+            scale = 0.2 * np.sqrt(max(c.shape))
+            self.x = self.x * (1 - lr * self.wd) - lr * scale * o
+        self.follow(c, t)
+
+    mars_soap_muon = soap_muon
+
+    def adam_in_basis(self, c):
+        turned = self.turn(c)
+        self.m = self.beta1 * self.m + (1 - self.beta1) * turned
+        self.v = self.beta2 * self.v + (1 - self.beta2) * turned**2
+        return self.turn_back(self.m / (np.sqrt(self.v) + self.eps))
+
+    def turn(self, a):
+        for axis, q in self.q.items():
+            a = np.moveaxis(np.tensordot(q, a, axes=(0, axis)), 0, axis)
+        return a
+
+    def turn_back(self, a):
+        for axis, q in self.q.items():
+            a = np.moveaxis(np.tensordot(q, a, axes=(1, axis)), 0, axis)
+        return a
+
+    def follow(self, c, t):
+        """Factors, and their bases; m goes out of the old ones and into the new."""
+        if t == 0:
+            short = 0 if c.shape[0] < c.shape[1] else 1
+            axes = (0, 1) if self.sides == "both" else (short,)
+            axes = [axis for axis in axes if c.shape[axis] <= self.max_dim]
+            self.gg = {axis: np.zeros((c.shape[axis],) * 2) for axis in axes}
+        else:
+            self.m = self.turn_back(self.m)
+        for axis, gg in self.gg.items():
+            outer = np.tensordot(c, c, axes=((1 - axis,), (1 - axis,)))
+            self.gg[axis] = self.beta2 * gg + (1 - self.beta2) * outer
+        if t == 0:
+            self.q = {
+                axis: np.linalg.eigh(gg)[1][:, ::-1] for axis, gg in self.gg.items()
+            }
+            return
+        if t % self.frequency == 0:
+            for axis, gg in self.gg.items():
+                q = self.q[axis]
+                order = np.argsort(-np.diag(q.T @ gg @ q))
+                self.v = np.take(self.v, order, axis=axis)
+                self.q[axis] = np.linalg.qr(gg @ q[:, order])[0]
+        self.m = self.turn(self.m)
 
     def moonlight(self, c, lr):
         self.m = self.beta1 * self.m + c

@@ -15,19 +15,34 @@ SHAPES = {"wide": (6, 20), "tall": (24, 8), "square": (8, 8), "bias": (7,)}
 MATRICES = ("wide", "tall", "square")
 
 
+def steady(mars_type: str) -> dict:
+    """Options with which rounding stays small: where gradients are zero in some
+    directions, eigenvectors there are left to chance, and without eps Adam divides what
+    is seen along them, rounding, by its own size.
+    """
+    return dict(sides="short", eps=0.01) if "soap" in mars_type else {}
+
+
 @dataclass(frozen=True)
 class Row:
     """A rule, the oracle's arguments for it, and what its state may hold."""
 
     make: Callable[..., marsopt.Rule]
     oracle: dict
-    buffers: int
+    buffers: int  # of the parameter's size
     matrix_only: bool = False
     kwargs: dict = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
         return MATRICES if self.matrix_only else tuple(SHAPES)
+
+    @property
+    def num_factors(self) -> int:
+        """Buffers of other sizes that its matrices' owners keep: two factors, their
+        bases and a count.
+        """
+        return 5 if "soap" in self.oracle["kind"] else 0
 
     @property
     def has_gamma(self) -> bool:
@@ -50,6 +65,15 @@ class Row:
     def given(self, grads) -> dict:
         """What a step is given beside ``grads``, in the same container."""
         return dict(reference=tree_map(torch.cos, grads)) if self.anchors else {}
+
+    def counted(self, t: int) -> dict:
+        """What a compiled step is given so that it need not ask how many steps were
+        taken: one number for each stage, each a graph.
+        """
+        if not self.num_factors:
+            return {}
+        often = self.kwargs["precondition_frequency"]
+        return dict(count=0 if t == 0 else often if t % often == 0 else 1)
 
     def rule(self, **more) -> marsopt.Rule:
         return self.make(**{**self.kwargs, **more})
@@ -137,6 +161,36 @@ ROWS = {
         1,
         True,
         dict(ns_dtype=torch.float64),
+    ),
+    # short sides alone: of a long one the first gradient says too little, so that its
+    # eigenvectors are any (tests/test_soap.py has both)
+    "soap": Row(
+        marsopt.soap,
+        dict(kind="soap", beta2=0.95, wd=0.1, sides="short", frequency=3),
+        2,
+        True,
+        dict(weight_decay=0.1, sides="short", precondition_frequency=3),
+    ),
+    "mars_soap": Row(
+        marsopt.mars_soap,
+        dict(kind="mars-soap", beta2=0.95, wd=0.01, sides="short", frequency=2),
+        3,
+        True,
+        dict(sides="short", precondition_frequency=2),
+    ),
+    "soap_muon": Row(
+        marsopt.soap_muon,
+        dict(kind="soap-muon", beta2=0.95, wd=0.01, sides="short", frequency=1),
+        2,
+        True,
+        dict(sides="short", precondition_frequency=1, ns_dtype=torch.float64),
+    ),
+    "mars_soap_muon": Row(
+        marsopt.mars_soap_muon,
+        dict(kind="mars-soap-muon", beta2=0.95, wd=0.01, sides="short", frequency=3),
+        3,
+        True,
+        dict(sides="short", precondition_frequency=3, ns_dtype=torch.float64),
     ),
 }
 TRANSPORT, STORED = dict(correction="transport", gamma=0.1), dict(store_iterate=True)

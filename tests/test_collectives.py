@@ -21,6 +21,7 @@ from marsopt.parallel import MeshCollectives
 from marsopt.rules.orthogonal import MatrixAverage
 from marsopt.rules.preconditioner import Whole
 from tests.processes import spawn
+from tests.table import steady
 
 pytestmark = pytest.mark.processes
 
@@ -79,6 +80,7 @@ def make(mars_type, is_approx, sharded, compiled=False):
         max_norm=2.0,
         ns_dtype=torch.float32,
         compile=compiled,
+        **steady(mars_type),
     )
     if not sharded:
         return model, MARS(model.named_parameters(), **kw)

@@ -221,9 +221,8 @@ def functional(rank, world):
         for step in range(STEPS):
             grads = {name: put(wholes(1 + step)[name]) for name in own}
             params, state = rule.step(
-                params, grads, state, lr=0.05, collectives=collectives,
-                stage=step % 2 == 0,
-            )  # fmt: skip
+                params, grads, state, lr=0.05, collectives=collectives
+            )
         return params
 
     found = steps(lambda x: distribute_tensor(x, mesh, [Shard(0)]), collectives)

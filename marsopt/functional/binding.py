@@ -10,7 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from marsopt.functional.collectives import Collectives, Leaf, row_numbers
+from marsopt.functional.collectives import (
+    Collectives,
+    Leaf,
+    Owned,
+    row_numbers,
+)
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import Buffer, is_full
 from marsopt.rules.matrices import MatrixRows
@@ -88,14 +93,21 @@ def owned_starts(
     """
     owns = collectives.owns(owned_leaves(algorithm, params))
     return [
-        start_at_owner(algorithm, buffer, p, len(own))
+        start_at_owner(algorithm, buffer, p, own)
         for p, own in zip(params, owns, strict=True)
     ]
 
 
-def start_at_owner(algorithm: Algorithm, buffer: Buffer, p: Tensor, num: int) -> Tensor:
-    """Return the start of an owner's buffer of ``num`` matrices of a parameter."""
+def start_at_owner(
+    algorithm: Algorithm, buffer: Buffer, p: Tensor, owns: Owned
+) -> Tensor:
+    """Return the start of an owner's buffer of those matrices of a parameter that have
+    their owner here.
+    """
+    num, part = len(owns.numbers), owns.of(buffer).part
     shape = buffer.shape(algorithm.matrices.shape_in(p.shape), algorithm.matrices)
+    if part is not None:
+        shape = [*shape[: part.dim], part.length, *shape[part.dim + 1 :]]
     made = dict(dtype=algorithm.dtype_of(buffer, p), device=p.device)
     if buffer.start == "identity":
         one = torch.eye(shape[-1], **made)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from marsopt.rules.buffers import Buffer, like_x
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.preconditioner import MatrixPreconditioner, Whole
 
@@ -23,6 +24,29 @@ class Leaf(NamedTuple):
     preconditioner: MatrixPreconditioner
 
 
+class Part(NamedTuple):
+    """A piece of a matrix."""
+
+    dim: int  # that is cut: 0 for rows, 1 for columns
+    start: int
+    length: int
+    size: int  # of the whole along this dim
+
+
+class Owned(NamedTuple):
+    """Which matrices of a leaf have their owner here, by number."""
+
+    numbers: tuple[int, ...]
+    # where all shards of a matrix own it together: which one lies here
+    part: Part | None = None
+
+    def of(self, buffer: Buffer) -> Owned:
+        """Return which part of a buffer lies here: a part of those alone that have the
+        shape of the matrix.
+        """
+        return self if buffer.shape is like_x else self._replace(part=None)
+
+
 class Request(NamedTuple):
     """What one leaf has for the owners of its matrices."""
 
@@ -30,7 +54,7 @@ class Request(NamedTuple):
     tensor: Tensor  # the parameter, as its owner holds it
     matrices: Matrices
     preconditioner: MatrixPreconditioner
-    stage: bool = False
+    stage: Hashable = None
 
     @property
     def leaf(self) -> Leaf:
@@ -66,7 +90,7 @@ def at_owner(requests: Sequence[Request]) -> list[Whole]:
     """Return what preconditioners make of whole matrices, each of what is its own: one
     call of each.
     """
-    calls: dict[tuple[int, bool], list[int]] = {}
+    calls: dict[tuple[int, Hashable], list[int]] = {}
     for i, one in enumerate(requests):
         calls.setdefault((id(one.preconditioner), one.stage), []).append(i)
     found: list[Whole] = [one.given for one in requests]
@@ -171,20 +195,18 @@ class Collectives(Protocol):
         The preconditioners of all requests have one cost.
         """
 
-    def owns(self, leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
-        """Return, by number, which matrices of each leaf have their owner here, for
-        leaves whose preconditioners have one cost: those of one ``on_owners``.
+    def owns(self, leaves: Sequence[Leaf]) -> list[Owned]:
+        """Return which matrices of each leaf have their owner here, for leaves whose
+        preconditioners have one cost: those of one ``on_owners``.
         """
 
-    def publish(
-        self, owned: Tensor, leaf: Tensor, num: int, owns: tuple[int, ...]
-    ) -> Tensor:
-        """Return an owner's buffer of a leaf's ``num`` matrices, of which those that
-        are listed lie here, (number here, *shape), as a tensor (num, *shape) that
-        belongs beside the leaf in a checkpoint of all ranks.
+    def publish(self, owned: Tensor, leaf: Tensor, num: int, owns: Owned) -> Tensor:
+        """Return an owner's buffer of a leaf's ``num`` matrices, of which those of
+        ``owns`` lie here, (number here, *shape), as a tensor (num, *shape) that belongs
+        beside the leaf in a checkpoint of all ranks.
         """
 
-    def claim(self, published: Tensor, owns: tuple[int, ...]) -> Tensor:
+    def claim(self, published: Tensor, owns: Owned) -> Tensor:
         """Return the part of ``publish``'s result that has its owner here."""
 
 
@@ -235,15 +257,14 @@ class LocalCollectives:
     def on_owners(self, requests: Sequence[Request]) -> list[Whole]:
         return run_at_owner(requests)
 
-    def owns(self, leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
-        return [tuple(range(one.matrices.num_in(one.tensor.shape))) for one in leaves]
+    def owns(self, leaves: Sequence[Leaf]) -> list[Owned]:
+        nums = [one.matrices.num_in(one.tensor.shape) for one in leaves]
+        return [Owned(tuple(range(num))) for num in nums]
 
-    def publish(
-        self, owned: Tensor, leaf: Tensor, num: int, owns: tuple[int, ...]
-    ) -> Tensor:
+    def publish(self, owned: Tensor, leaf: Tensor, num: int, owns: Owned) -> Tensor:
         return owned
 
-    def claim(self, published: Tensor, owns: tuple[int, ...]) -> Tensor:
+    def claim(self, published: Tensor, owns: Owned) -> Tensor:
         return published
 
 

@@ -142,6 +142,10 @@ moonlight: Callable[..., Rule] = function(REGISTRY["moonlight"])
 mars_m: Callable[..., Rule] = function(REGISTRY["mars-m"])
 normuon: Callable[..., Rule] = function(REGISTRY["normuon"])
 mars_normuon: Callable[..., Rule] = function(REGISTRY["mars-normuon"])
+soap: Callable[..., Rule] = function(REGISTRY["soap"])
+mars_soap: Callable[..., Rule] = function(REGISTRY["mars-soap"])
+soap_muon: Callable[..., Rule] = function(REGISTRY["soap-muon"])
+mars_soap_muon: Callable[..., Rule] = function(REGISTRY["mars-soap-muon"])
 
 
 def __getattr__(name: str) -> Callable[..., Rule]:

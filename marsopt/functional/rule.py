@@ -97,7 +97,7 @@ class Rule:
         gamma: Number | None = None,
         reference: Tree | None = None,
         collectives: Collectives = LOCAL,
-        stage: bool = False,
+        count: int | None = None,
     ) -> tuple[Tree, State | RoutedState]:
         """Take one step; nothing that is passed in changes.
 
@@ -116,8 +116,10 @@ class Rule:
                 exact MARS starts with zeros, as the authors' script does.
             collectives: who sums over shards and brings whole matrices together;
                 ``LOCAL`` for whole tensors.
-            stage: whether to do what a preconditioner does every so many steps (its
-                ``every``); those named in ``marsopt.REGISTRY`` have no such stage.
+            count: how many steps were taken before, for a rule that does something
+                every so many (SOAP). None = what the state says, which it is asked: on
+                a GPU a wait, under torch.compile and vmap an error. Other rules do not
+                ask.
 
         Returns:
             The new parameters, in the container of ``params``, and the new state. With
@@ -150,7 +152,15 @@ class Rule:
                 given = {algorithm.reference: h}
             g, own = match(tree, _part(grads, part), "grads"), states[side]
             group, of_stacks = bind(
-                algorithm, tree, g, given, own, rate, scale, collectives, stage
+                algorithm,
+                tree,
+                g,
+                given,
+                own,
+                rate,
+                scale,
+                collectives,
+                _count(algorithm, own) if count is None else count,
             )
             groups.append(group)
             members += of_stacks
@@ -309,6 +319,13 @@ class Rule:
 
 # What torch.load makes by default, which runs no code that a file names
 torch.serialization.add_safe_globals([State, RoutedState, FlatGroup, Packing])
+
+
+def _count(algorithm: Algorithm, state: State) -> int:
+    """Return how many steps were taken, where the algorithm has to know on the host."""
+    preconditioner = algorithm.preconditioner
+    has_stages = preconditioner.matrix_only and preconditioner.every is not None
+    return int(state.t) if has_stages else 0
 
 
 def _part(tree: Tree, part: list | None) -> Tree:

@@ -208,7 +208,7 @@ def bind(
     lr: Number,
     gamma: Number | None,
     collectives: Collectives,
-    stage: bool,
+    count: int,
 ) -> tuple[RuleGroup, list[Members]]:
     """Return the tensors that take ``algorithm`` as stacks, one per tensor or one per
     shape of a FlatGroup, and their members.
@@ -254,7 +254,7 @@ def bind(
         behind=None if behind is None else behind.expand(num, -1),
         parts=parts,
     )
-    return RuleGroup(hyper, stacks, stage), members
+    return RuleGroup(hyper, stacks, count), members
 
 
 def trees(

@@ -293,9 +293,9 @@ def advance(
     stacks, scalars = stacks_of(groups), per_stack(groups, decision)
     found: list[Sequence[tuple[Tensor, ...]]] = [()] * len(stacks)
     if any(stack.algorithm.matrix_only for stack in stacks):
-        stages = [group.stage for group in groups for _ in group.stacks]
+        counts = [group.count for group in groups for _ in group.stacks]
         for part in run.portions(stacks):
-            columns = members, scalars, stages
+            columns = members, scalars, counts
             stacks, owned = _advance(part, stacks, columns, collectives, run)
             for i, own in owned.items():
                 found[i] = own
@@ -307,14 +307,14 @@ def advance(
 def _advance(
     part: Sequence[int],
     stacks: Sequence[Stack],
-    columns: tuple[Sequence[Members], Sequence[StepScalars], Sequence[bool]],
+    columns: tuple[Sequence[Members], Sequence[StepScalars], Sequence[int]],
     collectives: Collectives,
     run: Run,
 ) -> tuple[list[Stack], dict[int, Sequence[tuple[Tensor, ...]]]]:
     """Move the stacks of one portion; return all stacks, and what owners keep of those
     of matrices, by position.
     """
-    members, scalars, stages = columns
+    members, scalars, counts = columns
     everybody, mine = range(len(stacks)), set(part)
     stacks, made = run.move(
         update, stacks, [scalars[i] if i in mine else None for i in everybody]
@@ -322,7 +322,7 @@ def _advance(
     whole = [i for i in part if stacks[i].algorithm.matrix_only]
     if not whole:
         return stacks, {}
-    given = [[column[i] for i in whole] for column in (stacks, made, members, stages)]
+    given = [[column[i] for i in whole] for column in (stacks, made, members, counts)]
     every = run.meet("matrices", at_owners, *given, collectives)
     found = dict(zip(whole, every, strict=True))
     matrices = [found[i].matrix if i in found else None for i in everybody]
@@ -435,7 +435,7 @@ def at_owners(
     stacks: Sequence[Stack],
     made: Sequence[Tensor | None],
     members: Sequence[Members],
-    stages: Sequence[bool],
+    counts: Sequence[int],
     collectives: Collectives,
 ) -> list[Whole]:
     """Bring what ``update`` returned to the owners of whole matrices and back, stack by
@@ -450,7 +450,8 @@ def at_owners(
     for mine in ways.values():
         requests = []
         for i in mine:
-            requests += _requests(stacks[i], made[i], members[i], stages[i])
+            first = len(requests)
+            requests += _requests(stacks[i], made[i], members[i], counts[i], first)
         back = iter(collectives.on_owners(requests))
         for i in mine:
             parts = [next(back) for _ in range(stacks[i].num_tensors)]
@@ -466,9 +467,11 @@ def at_owners(
 
 
 def _requests(
-    stack: Stack, made: Tensor | None, members: Members, stage: bool
+    stack: Stack, made: Tensor | None, members: Members, count: int, first: int
 ) -> list[Request]:
-    """Return what each tensor of a stack has for the owners of its matrices."""
+    """Return what each tensor of a stack has for the owners of its matrices; the first
+    of them has the number ``first``.
+    """
     algorithm = stack.algorithm
     matrices = (stack.buffers["m"] if made is None else made).unbind()
     rows = [
@@ -485,7 +488,7 @@ def _requests(
             leaf,
             algorithm.matrices,
             algorithm.preconditioner,
-            stage,
+            algorithm.preconditioner.stage(count, first + n),
         )
         for n, (matrix, leaf) in enumerate(zip(matrices, members.leaves, strict=True))
     ]

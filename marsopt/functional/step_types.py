@@ -108,8 +108,8 @@ class RuleGroup(NamedTuple):
 
     hyper: Hyperparameters
     stacks: Sequence[Stack]
-    # whether its preconditioner's stage is due, which the host decides
-    stage: bool = False
+    # steps that were taken before this one, as the host counts them
+    count: int = 0
 
 
 class StepScalars(NamedTuple):

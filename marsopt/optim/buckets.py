@@ -20,7 +20,7 @@ from marsopt.functional.binding import (
     rounding_cuts,
     start_at_owner,
 )
-from marsopt.functional.collectives import Collectives
+from marsopt.functional.collectives import Collectives, Owned
 from marsopt.functional.stacks import (
     adjacent,
     are_rows,
@@ -57,7 +57,7 @@ class ParameterBucket:
     # of each parameter, the buffers whose home is with the owners of matrices, and the
     # numbers of those matrices that have their owner here
     owned: list[tuple[Tensor, ...]] = field(default_factory=list)
-    owns: list[tuple[int, ...]] = field(default_factory=list)
+    owns: list[Owned] = field(default_factory=list)
     flat: Tensor | None = None  # (L, *shape), whose rows the parameters are
 
     def __post_init__(self) -> None:
@@ -323,9 +323,9 @@ def attach_owned(
                 buffer = algorithm.buffers[symbol]
                 found = state[p].get(buffer.key)
                 if found is None:
-                    found = start_at_owner(algorithm, buffer, p, len(mine))
+                    found = start_at_owner(algorithm, buffer, p, mine)
                 elif moved:
-                    found = collectives.claim(found, mine)
+                    found = collectives.claim(found, mine.of(buffer))
                 state[p][buffer.key] = found
                 buffers.append(found)
             bucket.owned.append(tuple(buffers))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from marsopt.functional.collectives import Owned
 from marsopt.functional.stacks import adjacent, repeated
 from marsopt.functional.step_types import Decision, RuleGroup, Stack
 from marsopt.optim import buckets
@@ -71,7 +72,7 @@ class Layout:
         ]
         self.buckets = [b for group in self.groups for b in group.buckets]
         for found in self.groups:
-            if _every(found) is not None:  # there from the start, to be loaded into
+            if _has_stages(found):  # there from the start, to be loaded into
                 found.group.setdefault(STAGE_COUNT, 0)
         for bucket in self.buckets:
             buckets.attach(bucket, state, known)
@@ -126,16 +127,17 @@ class Layout:
         found = [s for s in stacks if s is not None and not is_fake(s)]
         return {stack.data_ptr(): stack for stack in found}
 
-    def owned_entries(self) -> list[tuple[Tensor, str, tuple[int, ...], int]]:
-        """Return (parameter, key in its state, which of its matrices have their owner
-        here, how many it has) of all buffers whose home is with owners.
+    def owned_entries(self) -> list[tuple[Tensor, str, Owned, int]]:
+        """Return (parameter, key in its state, what of its matrices has its owner here,
+        how many it has) of all buffers whose home is with owners.
         """
         return [
-            (p, bucket.algorithm.buffers[symbol].key, owns, num)
+            (p, buffer.key, owns.of(buffer), num)
             for bucket in self.buckets
             for num in [bucket.algorithm.matrices.num_in(bucket.shape)]
             for p, owns in zip(bucket.params, bucket.owns, strict=False)
             for symbol in bucket.algorithm.preconditioner.owned
+            for buffer in [bucket.algorithm.buffers[symbol]]
         ]
 
     def publish_owned(self, state: State) -> None:
@@ -237,7 +239,9 @@ class Layout:
             for bucket in group.buckets:
                 stacks.append(self._stack(number, bucket, copies, live))
                 number += 1
-            found.append(RuleGroup(group.hyper, stacks, _stage_is_due(group)))
+            found.append(
+                RuleGroup(group.hyper, stacks, group.group.get(STAGE_COUNT, 0))
+            )
         if copies[0]:
             torch._foreach_copy_(*copies)
         return found, self._live_on(self.params[0].device, live)
@@ -369,7 +373,7 @@ class Layout:
         torch._foreach_copy_(kept, new)
         skipped += decision.finite.logical_not()
         for group in self.groups:
-            if _every(group) is not None:
+            if _has_stages(group):
                 group.group[STAGE_COUNT] += 1
 
     # ---- gradients -------------------------------------------------------------------
@@ -421,14 +425,9 @@ class Layout:
 STAGE_COUNT = "stage_count"
 
 
-def _every(group: BucketGroup) -> int | None:
+def _has_stages(group: BucketGroup) -> bool:
     preconditioner = group.hyper.algorithm.preconditioner
-    return preconditioner.every if preconditioner.matrix_only else None
-
-
-def _stage_is_due(group: BucketGroup) -> bool:
-    every = _every(group)
-    return every is not None and group.group[STAGE_COUNT] % every == 0
+    return preconditioner.matrix_only and preconditioner.every is not None
 
 
 def _forget_removed(state: State, present: Sequence[Tensor]) -> None:

@@ -20,6 +20,7 @@ from marsopt.profiling.profiler import profile
 from marsopt.profiling.table import Report, size
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import is_full
+from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.newton_schulz import NewtonSchulz
 
 
@@ -46,11 +47,11 @@ def full_buffers(algorithm: Algorithm) -> list[str]:
 
 
 def passes(
-    algorithm: Algorithm, *, g: int, x: int, h: int, m: int, o: int, buffers: int
+    algorithm: Algorithm, *, g: int, x: int, h: int, made: int, o: int, buffers: int
 ) -> tuple[int, int]:
     """Return the least bytes of the norms and of the update, from the bytes of what
-    they pass over; ``h`` is one operand of the correction, ``o`` what a matrix rule's
-    owners made, and ``buffers`` has the momentum m.
+    they pass over; ``h`` is one operand of the correction, ``made`` what a matrix rule
+    makes for owners where that is no buffer, ``o`` what those made.
     """
     operands = len(algorithm.operands) * h
     update = g + operands + 2 * buffers + len(algorithm.written) * h
@@ -58,7 +59,7 @@ def passes(
     update += 2 * x + (o if algorithm.matrix_only else 0)
     if algorithm.is_ahead and not algorithm.num_behind:
         update += x  # which is in the state; y is written
-    update += m if algorithm.makes_matrix else 0
+    update += made if algorithm.makes_matrix else 0
     return g + operands, update
 
 
@@ -71,19 +72,19 @@ def _floor(bucket: ParameterBucket) -> tuple[int, int, int]:
         g=g,
         x=sum(p.nbytes for p in bucket.params),
         h=max((bucket.state[s].nbytes for s in algorithm.operands), default=0),
-        m=bucket.state["m"].nbytes,
-        o=_factor_bytes(algorithm, bucket.state["m"]),
+        made=sum(p.numel() * working_dtype(p).itemsize for p in bucket.params),
+        o=_factor_bytes(algorithm, bucket.params),
         buffers=sum(bucket.state[s].nbytes for s in full_buffers(algorithm)),
     )
     return norms, update, 0 if adjacent(grads) is not None else 2 * g
 
 
-def _factor_bytes(algorithm: Algorithm, m: Tensor) -> int:
+def _factor_bytes(algorithm: Algorithm, params: Sequence[Tensor]) -> int:
     """Return those of what owners make of whole matrices that lie in one process."""
     if not algorithm.matrix_only:
         return 0
-    cost = algorithm.preconditioner.cost.on(m.device.type)
-    return m.numel() * cost.dtype.itemsize
+    dtype = algorithm.preconditioner.cost.on(params[0].device.type).returned()
+    return sum(p.numel() for p in params) * dtype.itemsize
 
 
 def floor_of(buckets: Sequence[ParameterBucket]) -> Floor:

@@ -137,7 +137,7 @@ class Algorithm:
         own = dict(self.preconditioner.buffers)
         if "m" in own and self.is_quasi_hyperbolic:
             own["m"] = own["m"]._replace(key=GRADIENTS)
-        elif "m" in own and self.matrix_only and self.correction is None:
+        elif "m" in own and self.is_momentum and self.correction is None:
             own["m"] = own["m"]._replace(key=MOMENTUM)
         if self.corrects is None:
             return own
@@ -145,6 +145,11 @@ class Algorithm:
         if self.num_behind:
             del keeps["x"]
         return {**own, **keeps}
+
+    @property
+    def is_momentum(self) -> bool:
+        """Whether m is what others call a momentum buffer: beside a matrix, as it is."""
+        return self.matrix_only and self.preconditioner.buffers["m"].home == "shard"
 
     @property
     def correction_keys(self) -> dict[str, str]:

@@ -122,6 +122,14 @@ def count_or_none(name: str, value: int | None) -> None:
         )
 
 
+def count(name: str, value: int) -> None:
+    """A whole number >= 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"got {name}={value!r}, expected a whole number >= 1: pass one"
+        )
+
+
 def none_or(check: Callable[[str, Number], None]) -> Callable[..., None]:
     """Return a check that takes None too."""
     return lambda name, value: None if value is None else check(name, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -425,6 +425,28 @@ class NewtonSchulz:
                 gram = symmetric(half, p, for_gram)
         return scale[..., None] * q.reshape(shape)
 
+    def of_shards(
+        self,
+        shards: Sequence[Tensor],
+        dim: int,
+        sum_up: Callable[[Sequence[Tensor]], list[Tensor]],
+    ) -> list[Tensor]:
+        """The shards' parts of the factors of matrices that are cut along their long
+        side, ``dim``: from the sums of Gram matrices, in one call of ``sum_up``.
+        """
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        with full_float32():
+            tall = [x if dim == 0 else x.mT for x in shards]
+            tall = [x.to(torch.promote_types(x.dtype, wide)) for x in tall]
+            grams = sum_up([gram_matrix(x) for x in tall])
+            made = [
+                x @ self.from_gram(gram) for x, gram in zip(tall, grams, strict=True)
+            ]
+        return [
+            (o if dim == 0 else o.mT).to(x.dtype)
+            for o, x in zip(made, shards, strict=True)
+        ]
+
     def _polynomials(self) -> list[tuple[float, float, float]]:
         table = COEFFICIENTS[self.coefficients]
         return [table[min(i, len(table) - 1)] for i in range(self.steps)]
@@ -468,6 +490,15 @@ class NewtonSchulz:
         """
         return torch.bfloat16 if self.dtype in (None, torch.bfloat16) else dtype
 
+    def returned(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
+        """What its factor travels in: what it was computed in."""
+        return self.dtype or torch.bfloat16
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether it iterates in float32, or wider."""
+        return self.dtype is not None and self.dtype.itemsize >= 4
+
     def num_flops(self, rows: int, cols: int) -> int:
         """Of the iteration on one matrix; for the device that ``on`` was told."""
         gram = self._takes_gram(
@@ -484,9 +515,19 @@ class NewtonSchulz:
         return self.steps * (squares + 2 * long * short**2)
 
     def _gram_flops(self, rows: int, cols: int) -> int:
-        return self.num_gram_flops(rows, cols, 1)
+        return self.num_shard_flops(rows, cols, 1)
 
-    def num_gram_flops(self, rows: int, cols: int, num_ranks: int) -> int:
+    def may_sum(self, rows: int, cols: int, dim: int) -> bool:
+        """Whether the sum over shards along ``dim`` of the Gram matrix of the other
+        side, which has to be the short one, is all that they need.
+        """
+        return cols <= rows if dim == 0 else rows <= cols
+
+    def num_summed(self, rows: int, cols: int) -> int:
+        """The elements of that Gram matrix."""
+        return min(rows, cols) ** 2
+
+    def num_shard_flops(self, rows: int, cols: int, num_ranks: int) -> int:
         """Of the Gram form on one of ``num_ranks``: its share of rows, for the Gram
         matrix and one product; all else is short x short.
         """

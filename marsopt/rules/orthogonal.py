@@ -17,6 +17,14 @@ from marsopt.rules.preconditioner import Average, MatrixPreconditioner, Whole
 SCALES = ORIGINAL, MATCH_RMS_ADAMW = "original", "match_rms_adamw"  # as torch's Muon
 
 
+def lr_scale(adjust_lr_fn: str, shape: torch.Size) -> float:
+    """Return what a whole matrix of this shape multiplies the learning rate by."""
+    rows, cols = shape
+    if adjust_lr_fn == ORIGINAL:
+        return max(1, rows / max(1, cols)) ** 0.5
+    return 0.2 * max(rows, cols) ** 0.5
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MatrixAverage(Average, MatrixPreconditioner):
     """An average whose direction is orthogonalized: o = NS(u), and
@@ -56,20 +64,13 @@ class MatrixAverage(Average, MatrixPreconditioner):
         m, u = self.average(buffers["m"], c, w)
         return (None if u is m else u), {"m": m}
 
-    def lr_scale(self, shape: torch.Size) -> float:
-        """Return what a whole matrix of this shape multiplies the learning rate by."""
-        rows, cols = shape
-        if self.adjust_lr_fn == ORIGINAL:
-            return max(1, rows / max(1, cols)) ** 0.5
-        return 0.2 * max(rows, cols) ** 0.5
-
     def at_owner(self, given, stage):
         factors = self.ns.many([one.matrix for one in given])
         return [Whole(o) for o in factors]
 
     def apply(self, x, o, rows, s, shape):
         rate, decay, *_ = s
-        return decay * x - (rate * self.lr_scale(shape)) * o
+        return decay * x - (rate * lr_scale(self.adjust_lr_fn, shape)) * o
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,4 +87,8 @@ class Orthogonal(MatrixAverage):
     without nesterov. MARS-M without clip is the authors' MARS-M-efficient.
     """
 
-    is_polar = True
+    sums = True
+
+    def at_shards(self, given, dim, stage, sum_up):
+        shards = [one.matrix for one in given]
+        return [Whole(o) for o in self.ns.of_shards(shards, dim, sum_up)]

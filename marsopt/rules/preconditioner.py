@@ -5,7 +5,7 @@ needs whole matrices, what their owners do.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -18,6 +18,7 @@ from marsopt.rules.checks import Number
 from marsopt.rules.hyperparameters import check_fields, number
 
 Tensors = Mapping[str, Tensor]  # by symbol
+SumUp = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,14 +116,28 @@ class MatrixCost(Protocol):
         """Return what this is on such a device, where that is not the same on all."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """What results travel in."""
+    def is_float32(self) -> bool:
+        """Whether its products are of float32, for the model of time."""
 
     def payload(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
         """Return what a matrix of ``dtype`` travels in to its owner."""
 
+    def returned(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
+        """Return what becomes of it, on its way back."""
+
     def num_flops(self, rows: int, cols: int) -> int:
-        """Return those of one matrix in one step."""
+        """Return those of one matrix in one step, on average."""
+
+    def may_sum(self, rows: int, cols: int, dim: int) -> bool:
+        """Return whether shards of a matrix, cut along ``dim``, need sums of numbers
+        alone, and nobody the whole of it: see ``MatrixPreconditioner.at_shards``.
+        """
+
+    def num_summed(self, rows: int, cols: int) -> int:
+        """Return how many numbers those are."""
+
+    def num_shard_flops(self, rows: int, cols: int, num_ranks: int) -> int:
+        """Return the FLOPs of one of so many equal shards that sum."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,11 +150,8 @@ class MatrixPreconditioner(Preconditioner):
     # back: those among them that are buffers replace these, in the same order
     row_inputs: ClassVar[tuple[str, ...]] = ()
     row_outputs: ClassVar[tuple[str, ...]] = ()
-    # whether ``at_owner`` is the polar factor of ``cost`` and nothing else, which
-    # shards may then make from their sum of Gram matrices
-    is_polar: ClassVar[bool] = False
-    # so many steps lie between two stages; None = there is no stage
-    every: ClassVar[int | None] = None
+    # whether there is ``at_shards``, for matrices that ``cost`` says may do with sums
+    sums: ClassVar[bool] = False
 
     matrix_only = True
 
@@ -158,15 +170,46 @@ class MatrixPreconditioner(Preconditioner):
         """Whether ``update`` returns a tensor of its own, and not None for m."""
         return True
 
+    @property
+    def every(self) -> int | None:
+        """In how many steps each ``stage`` comes round; None = all steps are alike."""
+        return None
+
+    def stage(self, count: int, number: int) -> Hashable:
+        """Return what ``at_owner`` is to do in a step beside what it always does, which
+        the host decides, so that nothing waits for the device.
+
+        Args:
+            count: how many steps were taken before.
+            number: of the tensor, among those that are brought to owners together.
+        """
+        return None
+
     @abstractmethod
-    def at_owner(self, given: Sequence[Whole], stage: bool) -> list[Whole]:
+    def at_owner(self, given: Sequence[Whole], stage: Hashable) -> list[Whole]:
         """Return what becomes of whole matrices, ``row_outputs`` and owners' buffers in
         place of ``row_inputs`` and these; nothing that is given changes.
 
         Args:
             given: matrices, in what they traveled in or wider.
-            stage: whether this step is one of those that come ``every`` so many.
+            stage: of these matrices in this step.
         """
+
+    def at_shards(
+        self, given: Sequence[Whole], dim: int, stage: Hashable, sum_up: SumUp
+    ) -> list[Whole]:
+        """Return what becomes of this rank's shards of matrices, where these need sums
+        alone. Owners' buffers of a matrix's own shape are those of the shards; of all
+        others every rank has the whole.
+
+        Args:
+            given: shards, along ``dim`` of the matrices.
+            dim: 0 where rows are cut, 1 where columns are.
+            stage: as in ``at_owner``.
+            sum_up: returns, for a list of tensors, their sums over all shards: one
+                all-reduce a call.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs whole matrices")
 
     @abstractmethod
     def apply(

@@ -11,7 +11,7 @@ import torch
 from marsopt.rules import checks
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import GRADIENTS, MOMENTUM, Algorithm
-from marsopt.rules.buffers import AHEAD, LOOKAHEAD, is_full
+from marsopt.rules.buffers import AHEAD, LOOKAHEAD, like_x
 from marsopt.rules.correction import Approximate, Correction
 from marsopt.rules.exact import Exact
 from marsopt.rules.hyperparameters import Table, table
@@ -20,6 +20,7 @@ from marsopt.rules.matrices import Matrices
 from marsopt.rules.normuon import NorMuon
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, Orthogonal
 from marsopt.rules.preconditioner import Preconditioner
+from marsopt.rules.soap import SOAP
 from marsopt.rules.svrg import SVRG
 from marsopt.rules.transport import Transport
 
@@ -141,7 +142,7 @@ class NamedRule:
         kind = CORRECTIONS[correction]
         corrects = self.is_mars or kind.suits_baselines
         found = self.algorithm(correction=kind() if corrects else None)
-        return sum(map(is_full, found.kept.values()))
+        return sum(buffer.shape is like_x for buffer in found.kept.values())
 
 
 CORRECTIONS: dict[str, type[Correction]] = {}
@@ -217,6 +218,30 @@ RULES = (
         True,
         "adamw",
         source="MARS, Algorithm 1, before arXiv 2510.05491",
+    ),
+    NamedRule("soap", SOAP, False, "adamw", source="arXiv 2409.11321"),
+    NamedRule(
+        "mars-soap",
+        SOAP,
+        True,
+        "adamw",
+        source="MARS, Algorithm 1, before arXiv 2409.11321",
+    ),
+    NamedRule(
+        "soap-muon",
+        SOAP,
+        False,
+        "adamw",
+        dict(orthogonalize=True),
+        "arXiv 2409.11321, then K. Jordan, Muon, 2024",
+    ),
+    NamedRule(
+        "mars-soap-muon",
+        SOAP,
+        True,
+        "adamw",
+        dict(orthogonalize=True),
+        "MARS, Algorithm 1, before SOAP-Muon",
     ),
 )
 

@@ -123,8 +123,8 @@ class Job:
                     "made of several matrices, expected tensors that are one each: "
                     'plan with matrices="2d" and without block_rows'
                 )
-            is_polar = stack.algorithm.preconditioner.is_polar
-            matrix = Matrix(*stack.shape, 0, is_polar=is_polar)
+            sums = stack.algorithm.preconditioner.sums
+            matrix = Matrix(*stack.shape, 0, sums=sums)
             found.update(dict.fromkeys(stack.names, matrix))
         return found
 

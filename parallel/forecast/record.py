@@ -352,6 +352,6 @@ def _groups(every: Sequence[Parameters], rank: Rank) -> list[RuleGroup]:
             behind=behind if algorithm.num_behind else None,
             parts=norms_per_tensor(parts),
         )
-        has_stages = algorithm.matrix_only and algorithm.preconditioner.every
-        found.append(RuleGroup(hyper, stacks, stage=bool(has_stages)))
+        every = algorithm.matrix_only and algorithm.preconditioner.every
+        found.append(RuleGroup(hyper, stacks, count=every or 0))
     return found

@@ -107,8 +107,9 @@ def forecast(
     calls = [Counter(kind for kind, _ in one.collectives) for one in found]
     # of all norms: what Gram matrices send is in the plan's cost
     reduced = sum(num for kind, num in found[0].collectives if kind == "all-reduce")
-    grams = [min(matrices[i].rows, matrices[i].cols) for i in chosen.members("gram")]
-    norms = reduced - sum(2 * FULL * short**2 for short in grams) * (p - 1) / p
+    grams = [matrices[i] for i in chosen.members("gram")]
+    summed = sum(job.cost.num_summed(m.rows, m.cols) for m in grams)
+    norms = reduced - 2 * FULL * summed * (p - 1) / p
     mean, most = (norms + rows for rows in _row_bytes(job, matrices, chosen))
     moved = sum(moved_bytes(alike, p) for alike in job.alike)
     parameters = max(one.parameters for one in found)
@@ -178,13 +179,13 @@ def moved_bytes(alike: Alike, num_ranks: int) -> int:
         sizes[symbol] = num * algorithm.dtype_of(buffer, x).itemsize
     o = one  # what comes back from owners is as what they were sent
     if algorithm.matrix_only and num_ranks == 1:
-        o = num * algorithm.preconditioner.cost.on("meta").dtype.itemsize
+        o = num * algorithm.preconditioner.cost.on("meta").returned().itemsize
     norms, update = passes(
         algorithm,
         g=one,
         x=one,
         h=max((sizes[symbol] for symbol in algorithm.operands), default=0),
-        m=sizes["m"],
+        made=one,
         o=o,
         buffers=sum(sizes[symbol] for symbol in full_buffers(algorithm)),
     )

@@ -1,0 +1,400 @@
+"""SOAP (Vyas et al., arXiv 2409.11321, Algorithm 3, as nikhilvyas/SOAP's soap.py has
+it): Adam in the eigenbasis of Shampoo's factors; on MARS's corrected gradient:
+MARS-SOAP; with an orthogonalized step: SOAP-Muon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from marsopt.rules import checks
+from marsopt.rules.buffers import Buffer
+from marsopt.rules.checks import Number
+from marsopt.rules.dtypes import working
+from marsopt.rules.hyperparameters import number, structure
+from marsopt.rules.matrices import Matrices
+from marsopt.rules.newton_schulz import (
+    LARGE,
+    NewtonSchulz,
+    full_float32,
+    gram_matrix,
+    symmetric_flops,
+)
+from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, lr_scale
+from marsopt.rules.preconditioner import MatrixPreconditioner, SumUp, Whole
+
+Sides = Literal["both", "short"]
+FIRST, REFRESH = "first", "refresh"  # stages
+
+
+class Kept(NamedTuple):
+    """What an owner keeps of a matrix, or of a batch of them, in the order of
+    ``SOAP.keeps``. A side without a factor has matrices (0, 0).
+    """
+
+    m: Tensor  # (..., rows, cols), in the basis, as v
+    v: Tensor
+    n: Tensor  # (...): how many gradients the factors have
+    row_factor: Tensor  # (..., rows, rows): L, and its basis
+    row_basis: Tensor
+    col_factor: Tensor  # (..., cols, cols): R, and its basis
+    col_basis: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SOAP(MatrixPreconditioner):
+    """With G = c the gradient, or MARS's c, and Q_L, Q_R orthogonal, the bases of the
+    factors L and R:
+
+        the first step:
+            L <- (1 - b) G G^T,  R <- (1 - b) G^T G
+            Q_L, Q_R <- their eigenvectors, descending;  x stays
+        all others, of which t counts:
+            G' = Q_L^T G Q_R
+            m <- beta1 m + (1 - beta1) G'
+            v <- beta2 v + (1 - beta2) G'^2
+            o = Q_L (m / (sqrt(v) + eps)) Q_R^T
+            x <- (1 - lr weight_decay) (x - lr sqrt(1 - beta2^t) / (1 - beta1^t) o)
+            L <- b L + (1 - b) G G^T,  R <- b R + (1 - b) G^T G
+        and where t is a multiple of precondition_frequency, for L as for R:
+            order Q_L by diag(Q_L^T L Q_L), descending, and the rows of v with it
+            Q_L <- the orthogonal factor of QR(L Q_L);  m follows into the new basis
+
+    With ``orthogonalize``, o is the orthogonal factor of that (SOAP-Muon), and
+
+            x <- (1 - lr weight_decay) x - lr scale(rows, cols) o
+
+    Factors, bases and all products with them are in float32 without TF32, in float64
+    for parameters of that dtype: their spectrum is wider than half precision holds. A
+    matrix that gets its first gradient after others have had theirs starts in the basis
+    of its own rows and columns, until the next refresh.
+
+    Args:
+        betas: decay rates of m and v.
+        eps: added to the root of v.
+        shampoo_beta: b, decay rate of the factors; None = betas[1].
+        sides: which have a factor: "both", or the "short" one alone (of a square, the
+            columns): less state and fewer products, 10.7 bytes a parameter and 0.3 of
+            Newton-Schulz's FLOPs for GPT-2 small.
+        precondition_frequency: steps from one refresh of the bases to the next.
+        max_dim: a side longer than this has no factor, as that of a vocabulary.
+        stagger: let tensors refresh one after the other, not all in the same step:
+            every step then takes the same time.
+        orthogonalize: step along the orthogonal factor.
+        adjust_lr_fn: scale by shape, with ``orthogonalize``: as ``Orthogonal``'s.
+        ns: how steps are orthogonalized.
+    """
+
+    betas: tuple[Number, Number] = number((0.95, 0.95), checks.betas)
+    eps: Number = number(1e-8, checks.at_least_zero)
+    weight_decay: Number = number(0.01, checks.at_least_zero)
+    shampoo_beta: Number | None = number(None, checks.none_or(checks.decay_rate))
+    sides: Sides = structure("both", checks.one_of(get_args(Sides)))
+    precondition_frequency: int = structure(10, checks.count)
+    max_dim: int = structure(10_000, checks.count)
+    stagger: bool = structure(False, checks.true_or_false)
+    orthogonalize: bool = structure(False, checks.true_or_false)
+    adjust_lr_fn: str = structure(MATCH_RMS_ADAMW, checks.one_of(SCALES))
+    ns: NewtonSchulz = NewtonSchulz()
+
+    keeps = {
+        "m": Buffer("exp_avg_in_basis", home="owner"),
+        "v": Buffer("exp_avg_sq_in_basis", home="owner"),
+        "n": Buffer("num_grads", home="owner", dtype=torch.float32),
+        "L": Buffer("row_factor", home="owner", dtype="working"),
+        "QL": Buffer("row_basis", home="owner", dtype="working", start="identity"),
+        "R": Buffer("col_factor", home="owner", dtype="working"),
+        "QR": Buffer("col_basis", home="owner", dtype="working", start="identity"),
+    }
+    sums = True
+
+    @property
+    def beta1(self) -> Number:
+        return self.betas[0]
+
+    @property
+    def buffers(self):
+        shapes = {"n": _one_number}
+        shapes |= dict.fromkeys(("L", "QL"), partial(self._square, 0))
+        shapes |= dict.fromkeys(("R", "QR"), partial(self._square, 1))
+        return {
+            symbol: buffer._replace(shape=shapes.get(symbol, buffer.shape))
+            for symbol, buffer in self.keeps.items()
+        }
+
+    def _square(self, side: int, shape: torch.Size, matrices: Matrices) -> torch.Size:
+        size = shape[side] if self.cost.has_factor(*shape)[side] else 0
+        return torch.Size([size, size])
+
+    @property
+    def cost(self) -> SOAPCost:
+        ns = self.ns if self.orthogonalize else None
+        return SOAPCost(self.sides, self.precondition_frequency, self.max_dim, ns)
+
+    def scalars(self, t, lr, w=None):
+        beta1, beta2 = self.betas
+        moves = (t > 1).to(t.dtype)  # not in the first step
+        decay = 1 - moves * lr * self.weight_decay
+        if self.orthogonalize:
+            return moves * lr, decay
+        t = (t - 1).clamp(min=1)
+        return moves * lr * (1 - beta2**t).sqrt() / (1 - beta1**t), decay
+
+    def update(self, x, c, buffers, s):
+        return c, {}
+
+    def apply(self, x, o, rows, s, shape):
+        rate, decay = s
+        if self.orthogonalize:
+            return decay * x - (rate * lr_scale(self.adjust_lr_fn, shape)) * o
+        return decay * (x - rate * o)
+
+    # ---- whole matrices, and shards --------------------------------------------------
+
+    @property
+    def every(self) -> int:
+        return self.precondition_frequency
+
+    def stage(self, count, number):
+        if count == 0:
+            return FIRST
+        if self.stagger:
+            count += number
+        return REFRESH if count % self.precondition_frequency == 0 else None
+
+    def at_owner(self, given, stage):
+        return self._step(given, stage, None, 0)
+
+    def at_shards(self, given, dim, stage, sum_up):
+        return self._step(given, stage, sum_up, dim)
+
+    def _step(
+        self, given: Sequence[Whole], stage: Hashable, sum_up: SumUp | None, dim: int
+    ) -> list[Whole]:
+        """Return what becomes of whole matrices, or of shards along ``dim`` whose
+        products ``sum_up`` completes.
+        """
+        batches = _together(given)
+        g = [working(one.matrix) for one, _ in batches]
+        kept = [Kept(*one.owned) for one, _ in batches]
+        with full_float32():
+            grams = [_grams(*pair) for pair in zip(g, kept, strict=True)]
+            if sum_up is not None:
+                grams = _summed(grams, sum_up)
+            o, new = [], []
+            for columns in zip(g, kept, grams, strict=True):
+                own, after = self._adam(*columns, stage)
+                o.append(own)
+                new.append(after)
+            if self.orthogonalize and stage != FIRST:
+                if sum_up is None:
+                    o = self.ns.many(o)
+                else:
+                    o = self.ns.of_shards(o, dim, sum_up)
+        found = [Whole(given[0].matrix)] * len(given)
+        for (_, members), own, after in zip(batches, o, new, strict=True):
+            if len(members) == 1:
+                found[members[0]] = Whole(own, (), tuple(after))
+                continue
+            for i, one, *each in zip(members, own, *after, strict=True):
+                found[i] = Whole(one, (), tuple(each))
+        return found
+
+    def _adam(
+        self, g: Tensor, kept: Kept, grams: tuple[Tensor, Tensor], stage: Hashable
+    ) -> tuple[Tensor, Kept]:
+        """Return o, before it is orthogonalized, and what is kept from then on."""
+        (beta1, beta2), b = self.betas, self.shampoo_beta
+        b = beta2 if b is None else b
+        m, v, n, *factors = kept
+        bases = kept.row_basis, kept.col_basis
+        is_first = n == 0
+        starts, o = is_first[..., None, None], torch.zeros_like(g)
+        if stage != FIRST:
+            turned = _into(g, *bases)
+            m = torch.where(starts, m, beta1 * m + (1 - beta1) * turned)
+            v = torch.where(starts, v, beta2 * v + (1 - beta2) * (turned * turned))
+            step = torch.where(starts, 0.0, m / (v.sqrt() + self.eps))
+            o = _back(step, *bases)
+        L, R = (
+            b * factor + (1 - b) * gram
+            for factor, gram in zip(factors[::2], grams, strict=True)
+        )
+        if stage == FIRST:
+            bases = [
+                torch.where(starts, _eigenvectors(factor), basis)
+                for factor, basis in zip((L, R), bases, strict=True)
+            ]
+        elif stage == REFRESH:
+            m = _back(m, *bases)
+            (left, rows), (right, cols) = map(_refreshed, (L, R), bases)
+            v = v if rows is None else torch.take_along_dim(v, rows[..., :, None], -2)
+            v = v if cols is None else torch.take_along_dim(v, cols[..., None, :], -1)
+            bases = left, right
+            m = _into(m, *bases)
+        return o, Kept(m, v, n + 1, L, bases[0], R, bases[1])
+
+
+def _one_number(shape: torch.Size, matrices: Matrices) -> torch.Size:
+    return torch.Size([])
+
+
+# ---- over batches of matrices (..., rows, cols) ------------------------------------------
+
+
+def _together(given: Sequence[Whole]) -> list[tuple[Whole, list[int]]]:
+    """Return matrices of one shape as a batch, with their positions; on a CPU large ones
+    one by one.
+    """
+    alike: dict[tuple, list[int]] = {}
+    for i, one in enumerate(given):
+        x = one.matrix
+        alone = x.ndim > 2 or (x.device.type == "cpu" and x.numel() >= LARGE)
+        key = (i,) if alone else (x.shape, x.dtype, *(o.shape for o in one.owned))
+        alike.setdefault(key, []).append(i)
+    found = []
+    for members in alike.values():
+        first = given[members[0]]
+        if len(members) > 1:
+            every = [given[i] for i in members]
+            owned = zip(*(one.owned for one in every), strict=True)
+            matrix = torch.stack([one.matrix for one in every])
+            first = Whole(matrix, (), tuple(torch.stack(own) for own in owned))
+        found.append((first, members))
+    return found
+
+
+def _grams(g: Tensor, kept: Kept) -> tuple[Tensor, Tensor]:
+    """Return G G^T and G^T G, where there is a factor of it."""
+    return (
+        gram_matrix(g.mT) if _exists(kept.row_factor) else kept.row_factor,
+        gram_matrix(g) if _exists(kept.col_factor) else kept.col_factor,
+    )
+
+
+def _summed(
+    grams: Sequence[tuple[Tensor, Tensor]], sum_up: SumUp
+) -> list[tuple[Tensor, Tensor]]:
+    """Return them complete over shards."""
+    total = iter(sum_up([gram for pair in grams for gram in pair]))
+    return [(next(total), next(total)) for _ in grams]
+
+
+def _exists(factor: Tensor) -> bool:
+    return factor.shape[-1] > 0
+
+
+def _into(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return Q_L^T X Q_R."""
+    x = left.mT @ x if _exists(left) else x
+    return x @ right if _exists(right) else x
+
+
+def _back(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return Q_L X Q_R^T."""
+    x = left @ x if _exists(left) else x
+    return x @ right.mT if _exists(right) else x
+
+
+def _eigenvectors(factor: Tensor) -> Tensor:
+    """Return those of symmetric matrices, of the largest eigenvalue first."""
+    if not _exists(factor):
+        return factor
+    try:
+        q = torch.linalg.eigh(factor).eigenvectors
+    except torch.linalg.LinAlgError:  # which float32 may lead to
+        q = torch.linalg.eigh(factor.double()).eigenvectors.to(factor.dtype)
+    return q.flip(-1)
+
+
+def _refreshed(factor: Tensor, basis: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the basis after one orthogonal iteration, and the order in which it takes
+    the old one; None where there is no factor.
+    """
+    if not _exists(factor):
+        return basis, None
+    product = factor @ basis
+    order = (basis * product).sum(-2).argsort(-1, descending=True)
+    product = torch.take_along_dim(product, order[..., None, :], -1)
+    return torch.linalg.qr(product).Q, order
+
+
+# ---- what it costs -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SOAPCost:
+    """What SOAP of a matrix costs; ``ns`` where the step is orthogonalized."""
+
+    sides: Sides
+    precondition_frequency: int
+    max_dim: int
+    ns: NewtonSchulz | None
+
+    def on(self, device_type: str) -> SOAPCost:
+        return self if self.ns is None else replace(self, ns=self.ns.on(device_type))
+
+    @property
+    def is_float32(self) -> bool:
+        return True
+
+    def payload(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
+        return torch.promote_types(dtype, torch.float32)
+
+    def returned(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
+        return self.payload(dtype) if self.ns is None else self.ns.returned(dtype)
+
+    def has_factor(self, rows: int, cols: int) -> tuple[bool, bool]:
+        """Return whether the rows, and whether the columns have one."""
+        both = self.sides == "both"
+        return (
+            rows <= self.max_dim and (both or rows < cols),
+            cols <= self.max_dim and (both or cols <= rows),
+        )
+
+    def _factors(self, rows: int, cols: int) -> list[tuple[int, int]]:
+        """Return the sizes of factors, and of the other side."""
+        sizes = (rows, cols), (cols, rows)
+        has = self.has_factor(rows, cols)
+        return [pair for pair, there in zip(sizes, has, strict=True) if there]
+
+    def num_flops(self, rows: int, cols: int) -> int:
+        """Return those of a step on average: the refresh divided by its frequency."""
+        own = 0 if self.ns is None else self.ns.num_flops(rows, cols)
+        return own + self._num_flops(rows, cols, 1)
+
+    def may_sum(self, rows: int, cols: int, dim: int) -> bool:
+        """Return whether no factor is of the cut side; where the step is
+        orthogonalized, that has to be the long one, too.
+        """
+        alone = not self.has_factor(rows, cols)[dim]
+        return alone and (self.ns is None or self.ns.may_sum(rows, cols, dim))
+
+    def num_summed(self, rows: int, cols: int) -> int:
+        own = 0 if self.ns is None else self.ns.num_summed(rows, cols)
+        return own + sum(size**2 for size, _ in self._factors(rows, cols))
+
+    def num_shard_flops(self, rows: int, cols: int, num_ranks: int) -> int:
+        own = 0
+        if self.ns is not None:
+            own = self.ns.num_shard_flops(rows, cols, num_ranks)
+        return own + self._num_flops(rows, cols, num_ranks)
+
+    def _num_flops(self, rows: int, cols: int, num_ranks: int) -> int:
+        """Return those of factors, on one of so many ranks that share what is as long
+        as the matrix; bases are refreshed by each of them.
+        """
+        shared, own = 0.0, 0.0
+        for size, other in self._factors(rows, cols):
+            turn = 2 * rows * cols * size
+            shared += symmetric_flops(size, other) + 2 * turn
+            # m out and in; a product, and a QR with its orthogonal factor
+            shared += 2 * turn / self.precondition_frequency
+            own += (2 + 8 / 3) * size**3 / self.precondition_frequency
+        return round(shared / num_ranks + own)
