@@ -28,17 +28,28 @@ SHAPES = {
     "heads": (8, 5),
     "bias": (6,),
 }
-OPTIONS = dict(
-    mars_type="factors", lr=0.05, weight_decay=0.1, max_norm=2.0, compile=False
-)
+OPTIONS = dict(lr=0.05, weight_decay=0.1, max_norm=2.0, compile=False)
 STEPS = 5
+# what has factors; of long sides the first gradient leaves eigenvectors to chance, so
+# that both sides have one of square matrices alone
+SQUARES = {"square": (5, 5), "experts": (3, 4, 4), "heads": (8, 4), "bias": (6,)}
+SHORT = dict(sides="short", precondition_frequency=2)
+RULES = {
+    "factors": dict(mars_type="factors"),
+    "both sides": dict(mars_type="mars-soap", precondition_frequency=2),
+    "short side": dict(mars_type="mars-soap", **SHORT),
+    "orthogonalized": dict(
+        mars_type="mars-soap-muon", stagger=True, ns_dtype=torch.float64, **SHORT
+    ),
+}
+rules = pytest.mark.parametrize("rule", RULES)
 
 
-def wholes(seed: int) -> dict[str, torch.Tensor]:
+def wholes(seed: int, rule: str = "factors") -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(shape, generator=g, dtype=torch.float64)
-        for name, shape in SHAPES.items()
+        for name, shape in (SQUARES if rule == "both sides" else SHAPES).items()
     }
 
 
@@ -49,8 +60,8 @@ class Model(nn.Module):
             self.register_parameter(name, nn.Parameter(x))
 
 
-def build(put, **more) -> tuple[Model, MARS]:
-    model = Model({name: put(x) for name, x in wholes(0).items()})
+def build(put, rule, **more) -> tuple[Model, MARS]:
+    model = Model({name: put(x) for name, x in wholes(0, rule).items()})
     own = {
         "experts": dict(matrices="batched"),
         "heads": dict(block_rows=4),
@@ -59,12 +70,12 @@ def build(put, **more) -> tuple[Model, MARS]:
         {"params": [(name, p)], **own.get(name, {})}
         for name, p in model.named_parameters()
     ]
-    return model, MARS(groups, **OPTIONS, **more)
+    return model, MARS(groups, **OPTIONS, **RULES[rule], **more)
 
 
-def walk(model, optimizer, steps, put) -> None:
+def walk(model, optimizer, rule, steps, put) -> None:
     for step in steps:
-        for name, g in wholes(1 + step).items():
+        for name, g in wholes(1 + step, rule).items():
             getattr(model, name).grad = put(g)
         optimizer.step()
 
@@ -77,9 +88,9 @@ def full(model) -> dict[str, torch.Tensor]:
 
 
 @registered()
-def alone(**more) -> dict[str, torch.Tensor]:
-    model, optimizer = build(lambda x: x, **more)
-    walk(model, optimizer, range(STEPS), lambda x: x)
+def alone(rule, **more) -> dict[str, torch.Tensor]:
+    model, optimizer = build(lambda x: x, rule, **more)
+    walk(model, optimizer, rule, range(STEPS), lambda x: x)
     return full(model)
 
 
@@ -110,6 +121,11 @@ CASES = {
     "4 ranks": ((4,), first, "auto"),
     "columns": ((3,), columns, "auto"),
     "gathered": ((2,), first, "replicate"),
+    "sums, 2 ranks": ((2,), first, "gram"),
+    "sums, 3 ranks": ((3,), first, "gram"),
+    "sums, 4 ranks": ((4,), first, "gram"),
+    "sums, columns": ((3,), columns, "gram"),
+    "sums, HSDP": ((2, 2), hybrid, "gram"),
     "HSDP": ((2, 2), hybrid, "auto"),
     "two axes": ((2, 2), grid, "auto"),
 }
@@ -122,13 +138,14 @@ def sharded(rank, world, mesh_shape, place, strategy):
     def put(x):
         return distribute_tensor(x, mesh, place(x.ndim))
 
-    worst = []
-    for correction in ("approximate", "transport"):
-        more = dict(correction=correction)
-        collectives = MeshCollectives(mesh, strategy=strategy)
-        model, optimizer = build(put, collectives=collectives, **more)
-        walk(model, optimizer, range(STEPS), put)
-        worst.append(largest(full(model), alone(**more)))
+    worst = {}
+    for rule in RULES:
+        for correction in ("approximate", "transport"):
+            more = dict(correction=correction)
+            collectives = MeshCollectives(mesh, strategy=strategy)
+            model, optimizer = build(put, rule, collectives=collectives, **more)
+            walk(model, optimizer, rule, range(STEPS), put)
+            worst[rule, correction] = largest(full(model), alone(rule, **more))
     return worst
 
 
@@ -137,45 +154,60 @@ def test_sharded_equals_unsharded(name):
     mesh_shape, place, strategy = CASES[name]
     world = torch.Size(mesh_shape).numel()
     for worst in spawn(sharded, world, mesh_shape, place, strategy):
-        assert max(worst) < 1e-11
+        assert max(worst.values()) < 1e-9, worst
 
 
 @registered()
-def save(rank, world, folder):
-    mesh = init_device_mesh("cpu", (world,))
+def save(rank, world, folder, strategy):
+    mesh, found = init_device_mesh("cpu", (world,)), []
 
     def put(x):
         return distribute_tensor(x, mesh, [Shard(0)])
 
-    model, optimizer = build(put, collectives=MeshCollectives(mesh))
-    walk(model, optimizer, range(3), put)
-    dcp_states.save(model, optimizer, folder)
-    walk(model, optimizer, range(3, STEPS), put)
-    return full(model)
+    for rule in RULES:
+        collectives = MeshCollectives(mesh, strategy=strategy)
+        model, optimizer = build(put, rule, collectives=collectives)
+        walk(model, optimizer, rule, range(3), put)
+        dcp_states.save(model, optimizer, f"{folder}/{rule}")
+        walk(model, optimizer, rule, range(3, STEPS), put)
+        found.append(full(model))
+    return found
 
 
 @registered()
-def resume(rank, world, folder):
-    mesh = init_device_mesh("cpu", (world,))
+def resume(rank, world, folder, strategy):
+    mesh, found = init_device_mesh("cpu", (world,)), []
 
     def put(x):
         return distribute_tensor(x, mesh, [Shard(0)])
 
-    model, optimizer = build(put, collectives=MeshCollectives(mesh))
-    dcp_states.load(model, optimizer, folder)
-    walk(model, optimizer, range(3, STEPS), put)
-    return full(model)
+    for rule in RULES:
+        collectives = MeshCollectives(mesh, strategy=strategy)
+        model, optimizer = build(put, rule, collectives=collectives)
+        dcp_states.load(model, optimizer, f"{folder}/{rule}")
+        walk(model, optimizer, rule, range(3, STEPS), put)
+        found.append(full(model))
+    return found
 
 
-@pytest.mark.parametrize("ranks", [(2, 3), (3, 1), (1, 2), (4, 2)])
-def test_a_checkpoint_goes_on_with_other_numbers_of_ranks(ranks, tmp_path):
-    """The stage's rhythm too: it comes every two steps, and three were taken."""
-    before, after = ranks
-    want = alone()
-    for found in spawn(save, before, str(tmp_path)):
-        assert largest(found, want) < 1e-11
-    for found in spawn(resume, after, str(tmp_path)):
-        assert largest(found, want) < 1e-11
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, "auto"), (3, "gram")),
+        ((3, "gram"), (1, "auto")),
+        ((1, "auto"), (2, "owner")),
+        ((4, "gram"), (2, "gram")),
+    ],
+)
+def test_a_checkpoint_goes_on_with_other_numbers_of_ranks(before, after, tmp_path):
+    """With other owners, or with shards that own together, too; and the rhythm of
+    stages goes on: they come every two steps, and three were taken.
+    """
+    wants = [alone(rule) for rule in RULES]
+    for (ranks, strategy), function in ((before, save), (after, resume)):
+        for every in spawn(function, ranks, str(tmp_path), strategy):
+            for rule, found, want in zip(RULES, every, wants, strict=True):
+                assert largest(found, want) < 1e-9, rule
 
 
 @registered()
@@ -186,35 +218,39 @@ def thaw(rank, world):
     def put(x):
         return distribute_tensor(x, mesh, [Shard(0)])
 
-    def steps(put, **more):
-        model, optimizer = build(put, **more)
+    def steps(put, rule, **more):
+        model, optimizer = build(put, rule, **more)
         model.tall.requires_grad_(False)
         model.wide.requires_grad_(False)
         for step in range(STEPS):
             if step == 3:
                 model.tall.requires_grad_(True)
                 model.wide.requires_grad_(True)
-            for name, g in wholes(1 + step).items():
+            for name, g in wholes(1 + step, rule).items():
                 p = getattr(model, name)
                 p.grad = put(g) if p.requires_grad else None
             optimizer.step()
         return full(model)
 
-    found = steps(put, collectives=MeshCollectives(mesh, strategy="owner"))
-    return largest(found, steps(lambda x: x))
+    worst = {}
+    for rule in ("factors", "short side", "orthogonalized"):
+        for strategy in ("owner", "gram"):
+            collectives = MeshCollectives(mesh, strategy=strategy)
+            found = steps(put, rule, collectives=collectives)
+            worst[rule, strategy] = largest(found, steps(lambda x: x, rule))
+    return worst
 
 
 def test_owners_may_change():
-    assert max(spawn(thaw, 3)) < 1e-11
+    for worst in spawn(thaw, 3):
+        assert max(worst.values()) < 1e-9, worst
 
 
 @registered()
 def functional(rank, world):
-    mesh = init_device_mesh("cpu", (world,))
-    collectives = MeshCollectives(mesh)
-    rule = mars(mars_type="factors", max_norm=2.0)
+    mesh, worst = init_device_mesh("cpu", (world,)), {}
 
-    def steps(put, collectives):
+    def steps(rule, put, collectives):
         own = ("wide", "tall", "square", "bias")
         params = {name: put(wholes(0)[name]) for name in own}
         state = rule.init(params, collectives=collectives)
@@ -225,26 +261,36 @@ def functional(rank, world):
             )
         return params
 
-    found = steps(lambda x: distribute_tensor(x, mesh, [Shard(0)]), collectives)
-    want = steps(lambda x: x, LOCAL)
-    return largest({n: x.full_tensor() for n, x in found.items()}, want)
+    for strategy in ("owner", "gram"):
+        for name in ("factors", "short side", "orthogonalized"):
+            rule = mars(max_norm=2.0, **RULES[name])
+            collectives = MeshCollectives(mesh, strategy=strategy)
+            found = steps(
+                rule, lambda x: distribute_tensor(x, mesh, [Shard(0)]), collectives
+            )
+            want = steps(rule, lambda x: x, LOCAL)
+            whole = {n: x.full_tensor() for n, x in found.items()}
+            worst[strategy, name] = largest(whole, want)
+    return worst
 
 
 def test_the_functional_step_is_the_same():
-    assert max(spawn(functional, 2)) < 1e-11
+    for worst in spawn(functional, 2):
+        assert max(worst.values()) < 1e-9, worst
 
 
+@rules
 @registered()
-def test_a_void_step_keeps_owners_buffers():
-    model, optimizer = build(lambda x: x)
-    walk(model, optimizer, range(2), lambda x: x)
+def test_a_void_step_keeps_owners_buffers(rule):
+    model, optimizer = build(lambda x: x, rule)
+    walk(model, optimizer, rule, range(2), lambda x: x)
     before = {
         (name, key): value.clone()
         for name, p in model.named_parameters()
         for key, value in optimizer.state[p].items()
     }
-    for name, g in wholes(9).items():
-        getattr(model, name).grad = g.fill_(torch.nan) if name == "wide" else g
+    for name, g in wholes(9, rule).items():
+        getattr(model, name).grad = g.fill_(torch.nan) if name == "square" else g
     optimizer.step()
     assert optimizer.num_skipped == 1
     for (name, key), value in before.items():

@@ -148,7 +148,7 @@ class Algorithm:
 
     @property
     def is_momentum(self) -> bool:
-        """Whether m is what others call a momentum buffer: beside a matrix, as it is."""
+        """Whether m is what others call a momentum buffer: of a matrix, as it is."""
         return self.matrix_only and self.preconditioner.buffers["m"].home == "shard"
 
     @property

@@ -245,12 +245,12 @@ def _one_number(shape: torch.Size, matrices: Matrices) -> torch.Size:
     return torch.Size([])
 
 
-# ---- over batches of matrices (..., rows, cols) ------------------------------------------
+# ---- over batches of matrices (..., rows, cols) --------------------------------------
 
 
 def _together(given: Sequence[Whole]) -> list[tuple[Whole, list[int]]]:
-    """Return matrices of one shape as a batch, with their positions; on a CPU large ones
-    one by one.
+    """Return matrices of one shape as a batch, with their positions; on a CPU large
+    ones one by one.
     """
     alike: dict[tuple, list[int]] = {}
     for i, one in enumerate(given):
