@@ -10,6 +10,7 @@ import marsopt
 from marsopt import MARS, REGISTRY, FlatGroup, Matrices, NewtonSchulz
 from tests.slices import TENSORS, Several, at_once, in_loop, values
 from tests.stacking import MODES, build, forced, traced
+from tests.table import steady
 
 STEPS = 3
 OPTIONS = dict(
@@ -33,6 +34,7 @@ def test_the_class_moves_every_matrix_as_if_it_were_alone(
 ):
     forced(monkeypatch, mode)
     own = dict(OPTIONS, mars_type=mars_type, correction=correction)
+    own |= steady(mars_type)
     want = in_loop(TENSORS, STEPS, compile=False, **own)
     with traced():
         got, _ = at_once(TENSORS, STEPS, compile=mode != "eager", **own)
@@ -79,10 +81,12 @@ def together(kind: str) -> dict[str, Several]:
 @pytest.mark.parametrize("mars_type", REGISTRY)
 def test_a_rule_moves_every_matrix_as_if_it_were_alone(mars_type, kind, flat):
     tensors = together(kind)
-    want = in_loop(tensors, STEPS, mars_type=mars_type, compile=False, **OPTIONS)
+    more = steady(mars_type)
+    own = OPTIONS | more
+    want = in_loop(tensors, STEPS, mars_type=mars_type, compile=False, **own)
     rule = marsopt.mars(
         mars_type=mars_type, base_lr=0.1, lr_1d=0.1, weight_decay=0.1, max_norm=3.0,
-        ns_dtype=torch.float64, matrices=kind,
+        ns_dtype=torch.float64, matrices=kind, **more,
     )  # fmt: skip
     pack = FlatGroup.pack if flat else dict
     params = pack(values(0, tensors))

@@ -428,7 +428,8 @@ def test_every_rule_takes_its_groups(rule, name):
     before = [p.detach().clone() for p in model.parameters()]
     for p in model.parameters():
         p.grad = torch.randn_like(p)
-    optimizer.step()
+    for _ in range(2):  # the first one of SOAP moves nothing
+        optimizer.step()
     for old, p in zip(before, model.parameters(), strict=True):
         assert p.isfinite().all() and not torch.equal(old, p)
     assert {g["mars_type"] for g in optimizer.param_groups} <= {rule, "adamw"}

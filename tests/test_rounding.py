@@ -214,6 +214,10 @@ KINDS = [
 ]
 
 
+# with the owners of whole matrices, where nothing is rounded stochastically
+WHOLE = {b.key for b in marsopt.SOAP.keeps.values() if b.home == "owner"}
+
+
 @pytest.mark.parametrize(("mars_type", "correction"), KINDS)
 def test_every_rule_keeps_bfloat16_near_float32(mars_type, correction):
     params, state = walk(mars_type, correction, tree(0), {})
@@ -224,7 +228,7 @@ def test_every_rule_keeps_bfloat16_near_float32(mars_type, correction):
             assert (p - wanted[name]).abs().max() < 5e-3
         for key, value in state[name].items():
             whole = exact[name][key]
-            if key in ("step", "iterate"):
+            if key in ("step", "iterate", *WHOLE):
                 assert value.dtype == torch.float32, key
                 continue
             assert value.dtype == BF16, key

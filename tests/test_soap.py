@@ -1,0 +1,385 @@
+"""SOAP against its authors' algorithm, and what it promises beside: eigenvectors once,
+refreshes as they are spread, float32 whatever the rest is, the state and the products
+that its docstring counts, and what shards send.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import marsopt
+from marsopt import MARS, SOAP, NewtonSchulz
+from marsopt.parallel import MeshCollectives
+from marsopt.parallel.forecast import models
+from marsopt.parallel.forecast.record import Recorder, pretended
+from marsopt.rules.preconditioner import Whole
+from tests.oracle import Oracle
+from tests.processes import spawn
+from tests.slices import TENSORS, at_once, in_loop
+
+WIDE, TALL, SQUARE = (6, 10), (10, 6), (8, 8)
+
+
+def drawn(shape, seed, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
+
+
+# ---- the authors' algorithm ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("frequency", [1, 3, 10])
+@pytest.mark.parametrize("kind", ["soap", "mars-soap", "soap-muon"])
+def test_forty_steps_are_the_authors(kind, frequency):
+    own = dict(ns_dtype=torch.float64) if kind == "soap-muon" else {}
+    rule = getattr(marsopt, kind.replace("-", "_"))(
+        precondition_frequency=frequency, weight_decay=0.1, **own
+    )
+    x = [drawn(SQUARE, 0)]
+    oracle = Oracle(x[0].numpy(), kind, beta2=0.95, wd=0.1, frequency=frequency)
+    state = rule.init(x)
+    for t in range(40):
+        g = [drawn(SQUARE, 1 + t)]
+        x, state = rule.step(x, g, state, lr=0.01)
+        want = oracle.step(g[0].numpy(), 0.01)
+    assert np.abs(x[0].numpy() - want).max() < 1e-6
+    # the first step is none: 39 of about the rate each
+    assert (x[0] - drawn(SQUARE, 0)).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("shape", [WIDE, TALL])
+def test_a_long_side_starts_in_any_eigenvectors_and_goes_on_as_the_authors(shape):
+    """Of 10 dims the first gradient says 6: the rest is left to the library that finds
+    eigenvectors, so that the oracle takes over ours once they are found to be some.
+    """
+    rule = marsopt.soap(precondition_frequency=4)
+    x = [drawn(shape, 0)]
+    oracle = Oracle(x[0].numpy(), "soap", beta2=0.95, wd=0.01, frequency=4)
+    state = rule.init(x)
+    for t in range(40):
+        g = [drawn(shape, 1 + t)]
+        x, state = rule.step(x, g, state, lr=0.01)
+        want = oracle.step(g[0].numpy(), 0.01)
+        if t == 0:
+            for axis, (factor, basis) in enumerate((("L", "QL"), ("R", "QR"))):
+                gg, q = (state.buffers[s][0][0].numpy() for s in (factor, basis))
+                np.testing.assert_allclose(gg, oracle.gg[axis], atol=1e-12)
+                values = q.T @ gg @ q
+                diagonal = np.diag(values)
+                np.testing.assert_allclose(values, np.diag(diagonal), atol=1e-12)
+                np.testing.assert_allclose(q.T @ q, np.eye(len(q)), atol=1e-12)
+                assert (np.diff(diagonal) < 1e-12).all()
+                oracle.q[axis] = q
+    assert np.abs(x[0].numpy() - want).max() < 1e-6
+
+
+def test_a_side_above_max_dim_has_no_factor():
+    x, g = [drawn(WIDE, 0)], [drawn(WIDE, 1)]
+    rule = marsopt.soap(max_dim=8, precondition_frequency=2)
+    oracle = Oracle(x[0].numpy(), "soap", beta2=0.95, wd=0.01, frequency=2, max_dim=8)
+    state = rule.init(x)
+    assert state.buffers["R"][0].shape == state.buffers["QR"][0].shape == (1, 0, 0)
+    for t in range(5):
+        g = [drawn(WIDE, 1 + t)]
+        x, state = rule.step(x, g, state, lr=0.01)
+        want = oracle.step(g[0].numpy(), 0.01)
+    assert np.abs(x[0].numpy() - want).max() < 1e-6
+    both = marsopt.soap(max_dim=5)  # Adam, a step behind
+    assert all(not both.init(x).buffers[s][0].numel() for s in ("L", "QL", "R", "QR"))
+
+
+def test_shampoo_beta_is_that_of_the_factors():
+    x, g = [drawn(SQUARE, 0)], [drawn(SQUARE, 1)]
+    for own, b in (({}, 0.9), (dict(shampoo_beta=0.5), 0.5)):
+        rule = marsopt.soap(betas=(0.95, 0.9), **own)
+        _, state = rule.step(x, g, rule.init(x), lr=0.01)
+        want = (1 - b) * g[0] @ g[0].mT
+        torch.testing.assert_close(state.buffers["L"][0][0], want)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (dict(sides="left"), r"got sides='left', expected one of \('both', 'short'\)"),
+        (dict(precondition_frequency=0), "expected a whole number >= 1"),
+        (dict(max_dim=2.5), "expected a whole number >= 1"),
+        (dict(shampoo_beta=1.0), r"expected a number in \[0, 1\)"),
+    ],
+)
+def test_what_it_does_not_take(given, said):
+    with pytest.raises(ValueError, match=said):
+        marsopt.soap(**given)
+
+
+# ---- the class, and tensors of several matrices --------------------------------------
+
+
+@pytest.mark.parametrize("mars_type", ["mars-soap", "soap-muon"])
+def test_the_class_is_the_function(mars_type):
+    """Compiled, with factors of several shapes, and a vector beside them."""
+    shapes = {"a": SQUARE, "b": SQUARE, "c": TALL, "bias": (7,)}
+    own = dict(sides="short", precondition_frequency=2, ns_dtype=torch.float64)
+    params = {n: nn.Parameter(drawn(s, i)) for i, (n, s) in enumerate(shapes.items())}
+    optimizer = MARS(params.items(), mars_type=mars_type, lr=0.01, compile=True, **own)
+    rule = marsopt.mars(mars_type=mars_type, **own)
+    x = {n: p.detach().clone() for n, p in params.items()}
+    state = rule.init(x)
+    for t in range(6):
+        g = {n: drawn(s, 10 * t + i) for i, (n, s) in enumerate(shapes.items())}
+        x, state = rule.step(x, g, state, lr=0.01)
+        for n, p in params.items():
+            p.grad = g[n].clone()
+        optimizer.step()
+    for n, p in params.items():
+        torch.testing.assert_close(p.detach(), x[n], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mars_type", ["mars-soap", "soap-muon"])
+def test_tensors_of_several_matrices_are_those_matrices(mars_type):
+    own = dict(
+        mars_type=mars_type,
+        lr=0.1,
+        lr_1d=0.1,
+        sides="short",
+        precondition_frequency=2,
+        ns_dtype=torch.float64,
+        compile=False,
+    )
+    want = in_loop(TENSORS, 5, **own)
+    got, _ = at_once(TENSORS, 5, **own)
+    for name, p in got.items():
+        torch.testing.assert_close(p.detach(), want[name], rtol=0, atol=1e-9)
+
+
+def test_a_tensor_that_joins_later_starts_in_its_own_coordinates():
+    """Its first gradient is for the factors alone, as that of the others was; then it
+    is Adam's turn, until a basis comes with the next refresh.
+    """
+    early, late = (nn.Parameter(drawn(SQUARE, i)) for i in range(2))
+    late.requires_grad_(False)
+    start = late.detach().clone()
+    optimizer = MARS(
+        [early, late], mars_type="soap", lr=0.01, weight_decay=0.0, compile=False
+    )
+    grads = []
+    for t in range(1, 5):
+        early.grad = drawn(SQUARE, t)
+        if t >= 2:
+            late.requires_grad_(True)
+            late.grad = drawn(SQUARE, 10 + t)
+            grads.append(late.grad)
+        optimizer.step()
+        if t == 2:
+            assert torch.equal(late, start)
+    m = v = torch.zeros_like(start)
+    x = start
+    for k, g in enumerate(grads[1:], 1):
+        m, v = 0.95 * m + 0.05 * g, 0.95 * v + 0.05 * g * g
+        debias = (1 - 0.95**k) ** 0.5 / (1 - 0.95**k)
+        x = x - 0.01 * debias * m / (v.sqrt() + 1e-8)
+    torch.testing.assert_close(late.detach(), x, rtol=0, atol=1e-12)
+
+
+# ---- when, and in which precision ----------------------------------------------------
+
+
+class Decompositions(TorchDispatchMode):
+    """Counts those of a step: matrices, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for kind in ("linalg_eigh", "linalg_qr"):
+            if kind in function.name():
+                self.found[kind] += args[0].shape[:-2].numel()
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("stagger", [False, True])
+def test_eigenvectors_once_and_refreshes_in_their_rhythm(stagger):
+    params = [nn.Parameter(drawn(SQUARE, i)) for i in range(6)]
+    own = dict(sides="short", precondition_frequency=3, stagger=stagger)
+    optimizer = MARS(params, mars_type="soap", lr=0.01, compile=False, **own)
+    found = []
+    for t in range(8):
+        for i, p in enumerate(params):
+            p.grad = drawn(SQUARE, 10 * t + i)
+        with Decompositions() as mode:
+            optimizer.step()
+        found.append((mode.found["linalg_eigh"], mode.found["linalg_qr"]))
+    all_at_once = [(0, 0), (0, 0), (0, 6)]
+    each = [(0, 2)] * 7 if stagger else 3 * all_at_once
+    assert found == [(6, 0), *each[:7]]
+
+
+def test_products_are_float32_whatever_others_ask_for():
+    """bfloat16 in their place, which "medium" allows, would be another step."""
+    found = []
+    for precision in ("highest", "medium"):
+        rule, x = marsopt.soap(precondition_frequency=2), [drawn(SQUARE, 0).float()]
+        state, before = rule.init(x), torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(precision)
+        try:
+            for t in range(5):
+                g = [drawn(SQUARE, 1 + t).float()]
+                x, state = rule.step(x, g, state, lr=0.01)
+        finally:
+            torch.set_float32_matmul_precision(before)
+        found.append(x[0])
+    assert torch.equal(*found)
+
+
+def test_factors_of_half_precision_are_float32():
+    x = [drawn(SQUARE, 0, torch.bfloat16)]
+    state = marsopt.soap().init(x)
+    assert state.buffers["m"][0].dtype == torch.bfloat16
+    kinds = {state.buffers[s][0].dtype for s in ("L", "QL", "R", "QR")}
+    assert kinds == {torch.float32}
+
+
+# ---- what it costs -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sides", ["both", "short"])
+@pytest.mark.parametrize("orthogonalize", [False, True])
+def test_flops_are_those_of_its_products(sides, orthogonalize):
+    """Over one round of refreshes; QR, which torch does not count, is left out."""
+    every = 4
+    soap = SOAP(
+        sides=sides,
+        precondition_frequency=every,
+        orthogonalize=orthogonalize,
+        ns=NewtonSchulz(dtype=torch.float32),
+    )
+    for shape in ((300, 640), (512, 512), (640, 300)):
+        shapes = [b.shape(torch.Size(shape), None) for b in soap.buffers.values()]
+        meta = [torch.empty(s, device="meta") for s in (shape, *shapes)]
+        given = [Whole(meta[0], (), tuple(meta[1:]))]
+        with FlopCounterMode(display=False) as counter:
+            for count in range(1, every + 1):
+                soap.at_owner(given, soap.stage(count, 0))
+        sizes = {s[0] for s in shapes[-4:]} - {0} if sides == "short" else set(shape)
+        num = 2 if sides == "both" and len(sizes) == 1 else 1
+        qr = sum(num * 8 / 3 * size**3 for size in sizes)
+        want = every * soap.cost.num_flops(*shape) - qr
+        assert counter.get_total_flops() == pytest.approx(want, rel=1e-6), shape
+
+
+def test_gpt2_small_takes_the_state_and_the_products_that_are_said():
+    """10.7 bytes a parameter and 0.3 of Newton-Schulz's FLOPs, of the matrices that are
+    no embeddings.
+    """
+    (job,) = models.jobs("gpt2-small", ["muon"])
+    hidden = [(m.rows, m.cols) for m in job.matrices().values()]
+    soap, ns = SOAP(sides="short"), NewtonSchulz(dtype=torch.bfloat16)
+    shapes = [
+        buffer.shape(torch.Size(shape), None)
+        for shape in hidden
+        for buffer in soap.buffers.values()
+    ]
+    num_params = sum(rows * cols for rows, cols in hidden)
+    num_bytes = 4 * sum(map(torch.Size.numel, shapes)) / num_params
+    assert num_bytes == pytest.approx(10.7, abs=0.05)
+    flops = [sum(c.num_flops(*s) for s in hidden) for c in (soap.cost, ns)]
+    assert flops[0] / flops[1] == pytest.approx(0.3, abs=0.05)
+
+
+# ---- what shards send ----------------------------------------------------------------
+
+
+def sent(rule, shape, ranks, **options):
+    """(kind, bytes) of the collectives of a later step of one rank, norms left out."""
+    with pretended(0, (ranks,)) as mesh:
+        p = nn.Parameter(distribute_tensor(drawn(shape, 0).float(), mesh, [Shard(0)]))
+        collectives = MeshCollectives(mesh, **options)
+        own = dict(sides="short") if "soap" in rule else {}
+        optimizer = MARS(
+            [p], mars_type=rule, lr=0.1, collectives=collectives, compile=False,
+            ns_dtype=torch.float32, **own,
+        )  # fmt: skip
+        for _ in range(2):
+            p.grad = distribute_tensor(drawn(shape, 1).float(), mesh, [Shard(0)])
+            with Recorder([]) as recorder:
+                optimizer.step()
+    return recorder.collectives[1:]
+
+
+def test_what_owners_exchange_is_what_newton_schulz_does():
+    for shape in ((64, 64), (32, 128)):
+        want = sent("muon", shape, 4, strategy="owner")
+        assert [kind for kind, _ in want] == ["all-to-all"] * 2
+        for rule in ("soap", "soap-muon"):
+            assert sent(rule, shape, 4, strategy="owner") == want
+
+
+def test_shards_with_the_short_side_in_columns_sum_and_exchange_nothing():
+    """One all-reduce of k x k; a second one where the step is orthogonalized."""
+    k, ranks = 16, 4
+    once = "all-reduce", 2 * (ranks - 1) / ranks * 4 * k**2
+    for shape in ((64, k), (k, k)):
+        assert sent("soap", shape, ranks, strategy="gram") == [once]
+        assert sent("soap-muon", shape, ranks, strategy="gram") == [once] * 2
+        assert sent("muon", shape, ranks, strategy="gram") == [once]
+    # and the planner finds it
+    assert sent("soap", (4096, k), ranks) == [once]
+    kinds = [kind for kind, _ in sent("soap", (k, 64), ranks, strategy="gram")]
+    assert kinds == ["all-to-all"] * 2
+
+
+# ---- saved and resumed ---------------------------------------------------------------
+
+
+def test_a_state_dict_goes_on_to_the_bit():
+    def build():
+        params = [nn.Parameter(drawn(s, i)) for i, s in enumerate((SQUARE, TALL, (5,)))]
+        own = dict(precondition_frequency=2, compile=False)
+        return params, MARS(params, mars_type="mars-soap", lr=0.01, **own)
+
+    def walk(params, optimizer, steps):
+        for t in steps:
+            for i, p in enumerate(params):
+                p.grad = drawn(p.shape, 10 * t + i)
+            optimizer.step()
+
+    params, optimizer = build()
+    walk(params, optimizer, range(3))
+    saved = [p.detach().clone() for p in params], optimizer.state_dict()
+    again, resumed = build()
+    for p, value in zip(again, saved[0], strict=True):
+        p.data.copy_(value)
+    resumed.load_state_dict(saved[1])
+    for pair in ((params, optimizer), (again, resumed)):
+        walk(*pair, range(3, 8))
+    assert all(map(torch.equal, params, again))
+
+
+def train(rank, world):
+    """Largest difference to one process under fully_shard and torch's own tools."""
+    mesh = init_device_mesh("cpu", (world,))
+    whole = nn.Parameter(drawn(TALL, 0))
+    p = nn.Parameter(distribute_tensor(drawn(TALL, 0), mesh, [Shard(0)]))
+    own = dict(mars_type="soap", sides="short", lr=0.01, compile=False)
+    alone, shared = MARS([whole], **own), None
+    shared = MARS([p], collectives=MeshCollectives(mesh), **own)
+    for t in range(12):
+        whole.grad = drawn(TALL, 1 + t)
+        p.grad = distribute_tensor(whole.grad.clone(), mesh, [Shard(0)])
+        alone.step()
+        shared.step()
+    return float((p.detach().full_tensor() - whole.detach()).abs().max())
+
+
+@pytest.mark.processes
+def test_the_planner_may_choose():
+    assert max(spawn(train, 2)) < 1e-9
