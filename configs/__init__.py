@@ -64,10 +64,13 @@ HOMES = {
         "tiny_mars_m_transport",
         "tiny_mars_shampoo",
         "tiny_mars_shampoo_transport",
+        "tiny_mars_soap_transport",
         "tiny_moonlight",
         "tiny_moonlight_transport",
         "tiny_muon",
         "tiny_nadamw",
+        "tiny_soap",
+        "tiny_soap_muon",
     ),
 }  # the file of each recipe
 

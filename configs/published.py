@@ -61,7 +61,8 @@ class Decay:
     min_lr_divisor: float = 1.0  # of the size's
 
 
-# NAdamW is of no published recipe: its numbers are those of a sweep (docs/results.md).
+# NAdamW, SOAP and SOAP-Muon are of no published recipe: NAdamW's numbers are those of a
+# sweep (docs/results.md), SOAP's its authors' defaults (arXiv 2409.11321).
 # Lion, and MARS-Lion with it: decay 3 times AdamW's, so that lr x decay is AdamW's (its
 # paper's advice), and a third of its final rate. MARS-M and Moonlight decay everything
 # alike. Momentum rules have the first of betas alone.
@@ -75,10 +76,17 @@ RULES = {
     "mars_lion": Decay(0.3, 0.0, 0.1, min_lr_divisor=3),
     "mars_shampoo": Decay(0.0, 0.0, 0.1),
     "mars_m": Decay(0.01, 0.01, 0.01),
+    "soap": Decay(0.01, 0.01, 0.01, betas=(0.95, 0.95)),
+    "mars_soap": Decay(0.01, 0.01, 0.01, betas=(0.95, 0.95)),
+    "soap_muon": Decay(0.1, 0.1, 0.1, betas=(0.95, 0.95)),
+    "mars_soap_muon": Decay(0.1, 0.1, 0.1, betas=(0.95, 0.95)),
 }
 
 # rules that move LayerNorm weights at the matrices' rate
-ONE_RATE = ("adamw", "nadamw", "lion", "moonlight", "mars_m")
+ONE_RATE = (
+    *("adamw", "nadamw", "lion", "moonlight", "mars_m"),
+    *("soap", "mars_soap", "soap_muon", "mars_soap_muon"),
+)
 
 # Gamma with transport, of GPT-2 small: guesses, ours.
 TRANSPORT_GAMMA = {

@@ -252,7 +252,8 @@ class ShardGroup:
             preconditioner = requests[mine[0]].preconditioner
             given = [requests[i].given for i in mine]
             made = preconditioner.at_shards(given, dim, stage, self._sum)
-            found |= zip(mine, made, strict=True)
+            for i, one in zip(mine, made, strict=True):
+                found[i] = requests[i].kept(one)
         return found
 
     def _sum(self, parts: Sequence[Tensor]) -> list[Tensor]:

@@ -89,8 +89,8 @@ def copy_share(result: dict[str, Any]) -> float:
     floor = result["floor"]
     num_bytes = floor["norms"] + floor["update"] + floor["packed"]
     seconds = num_bytes / result["copy_bandwidth"]
-    ns = result["orthogonal"]
-    seconds += ns["num_flops"] / ns["matmul_rate"] if ns else 0.0
+    whole = result["whole_matrices"]
+    seconds += whole["num_flops"] / whole["matmul_rate"] if whole else 0.0
     return seconds / result["seconds"]
 
 

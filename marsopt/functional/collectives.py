@@ -4,7 +4,7 @@ live whole in one process.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -47,6 +47,9 @@ class Owned(NamedTuple):
         return self if buffer.shape is like_x else self._replace(part=None)
 
 
+Tensors = tuple[Tensor, ...]
+
+
 class Request(NamedTuple):
     """What one leaf has for the owners of its matrices."""
 
@@ -55,10 +58,17 @@ class Request(NamedTuple):
     matrices: Matrices
     preconditioner: MatrixPreconditioner
     stage: Hashable = None
+    # returns owners' buffers after the step, from those before and from what became of
+    # them: the first ones themselves where it has written into them
+    keep: Callable[[Tensors, Tensors], Tensors] = lambda old, new: new
 
     @property
     def leaf(self) -> Leaf:
         return Leaf(self.tensor, self.matrices, self.preconditioner)
+
+    def kept(self, made: Whole) -> Whole:
+        """Return what was made of this, with owners' buffers after the step."""
+        return made._replace(owned=self.keep(self.given.owned, made.owned))
 
 
 def run_at_owner(requests: Sequence[Request]) -> list[Whole]:
@@ -72,34 +82,35 @@ def run_at_owner(requests: Sequence[Request]) -> list[Whole]:
         owned = tuple(o[0] if single else o for o in whole.owned)
         given.append(one._replace(given=Whole(matrix, rows, owned)))
     found = []
-    for one, made in zip(requests, at_owner(given), strict=True):
+    for one, own, made in zip(requests, given, at_owner(given), strict=True):
         like = one.given.matrix
         first = like.shape[: one.matrices.column_dim(like.ndim)]
         single = made.matrix.ndim == 2
-        found.append(
-            Whole(
-                made.matrix.view_as(like),
-                tuple(r.reshape(first) for r in made.rows),
-                tuple(o[None] if single else o for o in made.owned),
-            )
-        )
+        owned = one.given.owned
+        if made.owned is not own.given.owned:
+            owned = tuple(o[None] if single else o for o in made.owned)
+        rows = tuple(r.reshape(first) for r in made.rows)
+        found.append(Whole(made.matrix.view_as(like), rows, owned))
     return found
 
 
 def at_owner(requests: Sequence[Request]) -> list[Whole]:
     """Return what preconditioners make of whole matrices, each of what is its own: one
-    call of each.
+    call of each; where buffers are kept, of each shape, so that what becomes of them is
+    let go of before the next.
     """
-    calls: dict[tuple[int, Hashable], list[int]] = {}
+    calls: dict[tuple, list[int]] = {}
     for i, one in enumerate(requests):
-        calls.setdefault((id(one.preconditioner), one.stage), []).append(i)
+        shape = one.given.matrix.shape if one.given.owned else None
+        key = id(one.preconditioner), one.stage, shape
+        calls.setdefault(key, []).append(i)
     found: list[Whole] = [one.given for one in requests]
     for mine in calls.values():
         first = requests[mine[0]]
         given = [requests[i].given for i in mine]
         made = first.preconditioner.at_owner(given, first.stage)
         for i, one in zip(mine, made, strict=True):
-            found[i] = one
+            found[i] = requests[i].kept(one)
     return found
 
 

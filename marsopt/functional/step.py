@@ -6,6 +6,7 @@ two; the class hands in a ``Run`` that compiles their parts and writes in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -67,8 +68,10 @@ class Run(Protocol):
         together: what is made of one portion is let go of before the next.
         """
 
-    def store(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors that hold what is ``new``."""
+    def store(
+        self, old: tuple[Tensor, ...], new: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Return tensors that hold what is ``new``: ``old`` itself, or others."""
 
 
 class Pure:
@@ -96,7 +99,7 @@ class Pure:
         return [range(len(stacks))]
 
     def store(self, old, new):
-        return list(new)
+        return tuple(new)
 
 
 PURE = Pure()
@@ -274,6 +277,13 @@ def _scalars(
 # ---- moving --------------------------------------------------------------------------
 
 
+class Host(NamedTuple):
+    """What is known of the tensors of a stack before their owners are asked."""
+
+    count: int  # steps that were taken before
+    ok: Sequence[Tensor]  # of each, 0-D bool: whether it moves
+
+
 class Moved(NamedTuple):
     """What a step makes, stack by stack in the order of its groups."""
 
@@ -291,30 +301,34 @@ def advance(
 ) -> Moved:
     """Move parameters and state one step on; a step that is not finite keeps all."""
     stacks, scalars = stacks_of(groups), per_stack(groups, decision)
-    found: list[Sequence[tuple[Tensor, ...]]] = [()] * len(stacks)
+    owned: list[list[tuple[Tensor, ...]]] = [[] for _ in stacks]
     if any(stack.algorithm.matrix_only for stack in stacks):
-        counts = [group.count for group in groups for _ in group.stacks]
+        hosts = [
+            Host(group.count, one.unbind())
+            for group, every in zip(groups, decision.ok, strict=True)
+            for one in every.split([stack.num_tensors for stack in group.stacks])
+        ]
         for part in run.portions(stacks):
-            columns = members, scalars, counts
-            stacks, owned = _advance(part, stacks, columns, collectives, run)
-            for i, own in owned.items():
-                found[i] = own
+            columns = members, scalars, hosts
+            stacks, found = _advance(part, stacks, columns, collectives, run)
+            for i, own in found.items():
+                owned[i] = own
     else:
         stacks, _ = run.move(update, stacks, scalars)
-    return Moved(stacks, _keep_owned(groups, members, found, decision, run))
+    return Moved(stacks, owned)
 
 
 def _advance(
     part: Sequence[int],
     stacks: Sequence[Stack],
-    columns: tuple[Sequence[Members], Sequence[StepScalars], Sequence[int]],
+    columns: tuple[Sequence[Members], Sequence[StepScalars], Sequence[Host]],
     collectives: Collectives,
     run: Run,
-) -> tuple[list[Stack], dict[int, Sequence[tuple[Tensor, ...]]]]:
+) -> tuple[list[Stack], dict[int, list[tuple[Tensor, ...]]]]:
     """Move the stacks of one portion; return all stacks, and what owners keep of those
     of matrices, by position.
     """
-    members, scalars, counts = columns
+    members, scalars, hosts = columns
     everybody, mine = range(len(stacks)), set(part)
     stacks, made = run.move(
         update, stacks, [scalars[i] if i in mine else None for i in everybody]
@@ -322,8 +336,8 @@ def _advance(
     whole = [i for i in part if stacks[i].algorithm.matrix_only]
     if not whole:
         return stacks, {}
-    given = [[column[i] for i in whole] for column in (stacks, made, members, counts)]
-    every = run.meet("matrices", at_owners, *given, collectives)
+    given = [[column[i] for i in whole] for column in (stacks, made, members, hosts)]
+    every = run.meet("matrices", at_owners, *given, collectives, run)
     found = dict(zip(whole, every, strict=True))
     matrices = [found[i].matrix if i in found else None for i in everybody]
     rows = [found[i].rows if i in found else () for i in everybody]
@@ -435,8 +449,9 @@ def at_owners(
     stacks: Sequence[Stack],
     made: Sequence[Tensor | None],
     members: Sequence[Members],
-    counts: Sequence[int],
+    hosts: Sequence[Host],
     collectives: Collectives,
+    run: Run,
 ) -> list[Whole]:
     """Bring what ``update`` returned to the owners of whole matrices and back, stack by
     stack of matrix algorithms: one call of the verb for each way in which that costs
@@ -451,7 +466,7 @@ def at_owners(
         requests = []
         for i in mine:
             first = len(requests)
-            requests += _requests(stacks[i], made[i], members[i], counts[i], first)
+            requests += _requests(stacks[i], made[i], members[i], hosts[i], first, run)
         back = iter(collectives.on_owners(requests))
         for i in mine:
             parts = [next(back) for _ in range(stacks[i].num_tensors)]
@@ -467,7 +482,12 @@ def at_owners(
 
 
 def _requests(
-    stack: Stack, made: Tensor | None, members: Members, count: int, first: int
+    stack: Stack,
+    made: Tensor | None,
+    members: Members,
+    host: Host,
+    first: int,
+    run: Run,
 ) -> list[Request]:
     """Return what each tensor of a stack has for the owners of its matrices; the first
     of them has the number ``first``.
@@ -488,40 +508,19 @@ def _requests(
             leaf,
             algorithm.matrices,
             algorithm.preconditioner,
-            algorithm.preconditioner.stage(count, first + n),
+            algorithm.preconditioner.stage(host.count, first + n),
+            partial(_keep, run, host.ok[n]),
         )
         for n, (matrix, leaf) in enumerate(zip(matrices, members.leaves, strict=True))
     ]
 
 
-def _keep_owned(
-    groups: Sequence[RuleGroup],
-    members: Sequence[Members],
-    found: Sequence[Sequence[tuple[Tensor, ...]]],
-    decision: Decision,
-    run: Run,
-) -> list[list[tuple[Tensor, ...]]]:
-    """Return the owners' buffers after the step, from those that were found for each
-    tensor of every stack; those of tensors that stay as they are stay too.
-    """
-    ok = [
-        one
-        for group, every in zip(groups, decision.ok, strict=True)
-        for one in every.split([stack.num_tensors for stack in group.stacks])
-    ]
-    kept: list[list[tuple[Tensor, ...]]] = []
-    for own, new, may in zip(members, found, ok, strict=True):
-        if not own.owned:
-            kept.append([])
-            continue
-        each = zip(may.unbind(), own.owned, new, strict=True)
-        kept.append([_where(run, one, old, now) for one, old, now in each])
-    return kept
-
-
-def _where(
-    run: Run, ok: Tensor, old: Sequence[Tensor], new: Sequence[Tensor]
+def _keep(
+    run: Run, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Return what one tensor's buffers hold after the step."""
+    """Return what one tensor's buffers at an owner hold after the step."""
+    if not new:
+        return old
     pairs = zip(old, new, strict=True)
-    return tuple(run.store(old, [torch.where(ok, n.to(o.dtype), o) for o, n in pairs]))
+    now = [torch.where(ok, n.to(o.dtype), o) for o, n in pairs]
+    return run.store(old, now)

@@ -1,5 +1,6 @@
 """The report on a step of MARS: beside what any function gets, kernels per stack, bytes
-a parameter beside what no step can go below, packed gradients, Newton-Schulz.
+a parameter beside what no step can go below, packed gradients, and what is done with
+whole matrices.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from marsopt.functional.collectives import Request, run_at_owner
 from marsopt.functional.stacks import adjacent
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.profiling.gpt2 import Subject
@@ -20,8 +22,9 @@ from marsopt.profiling.profiler import profile
 from marsopt.profiling.table import Report, size
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import is_full
-from marsopt.rules.dtypes import working_dtype
+from marsopt.rules.dtypes import working, working_dtype
 from marsopt.rules.newton_schulz import NewtonSchulz
+from marsopt.rules.preconditioner import Whole
 
 
 @dataclass(frozen=True)
@@ -93,9 +96,12 @@ def floor_of(buckets: Sequence[ParameterBucket]) -> Floor:
 
 
 @dataclass(frozen=True)
-class Orthogonal:
-    """Newton-Schulz of every matrix of one step, apart from the step."""
+class WholeMatrices:
+    """What is done with every whole matrix of one step, apart from the step; where
+    steps differ, in the mean.
+    """
 
+    name: str
     num_matrices: int
     num_flops: int
     seconds: float
@@ -108,32 +114,59 @@ class Orthogonal:
         return self.num_flops / self.seconds
 
 
-def orthogonal(buckets: Sequence[ParameterBucket], device: str) -> Orthogonal | None:
-    """Measure it on the momentum; return None where no algorithm orthogonalizes."""
+def whole_matrices(
+    buckets: Sequence[ParameterBucket], device: str
+) -> WholeMatrices | None:
+    """Measure it on the gradients; return None where no algorithm needs any."""
     chosen = [bucket for bucket in buckets if bucket.algorithm.matrix_only]
     if not chosen:
         return None
-    ns = chosen[0].algorithm.preconditioner.ns.on(device)
-    matrices = [m for bucket in chosen for m in bucket.state["m"]]
-    return Orthogonal(
-        num_matrices=len(matrices),
-        num_flops=sum(ns.num_flops(*m.shape) for m in matrices),
-        seconds=typical(lambda: ns.many(matrices), device),
-        matmul_rate=products_rate([tuple(m.shape) for m in matrices], ns, device),
-        dtype=str(ns.dtype).removeprefix("torch."),
+    preconditioner = chosen[0].algorithm.preconditioner
+    cost, rounds = preconditioner.cost.on(device), preconditioner.every or 1
+    shapes, requests = [], []
+    for bucket in chosen:
+        algorithm, members = bucket.algorithm, bucket.members
+        for n, p in enumerate(members.leaves):
+            rows = [bucket.state[s][n] for s in algorithm.preconditioner.row_inputs]
+            owned = members.owned[n] if members.owned else ()
+            given = Whole(working(p.grad), tuple(map(working, rows)), owned)
+            own = algorithm.matrices, algorithm.preconditioner
+            requests.append(Request(given, p, *own))
+            shapes += [
+                algorithm.matrices.shape_in(p.shape)
+            ] * algorithm.matrices.num_in(p.shape)
+
+    def one_round() -> None:
+        for count in range(1, rounds + 1):
+            run_at_owner(
+                [
+                    one._replace(stage=one.preconditioner.stage(count, n))
+                    for n, one in enumerate(requests)
+                ]
+            )
+
+    dtype = torch.float32 if cost.is_float32 else cost.returned()
+    is_ns = isinstance(cost, NewtonSchulz)
+    return WholeMatrices(
+        name="Newton-Schulz" if is_ns else type(preconditioner).__name__,
+        num_matrices=len(shapes),
+        num_flops=sum(cost.num_flops(*shape) for shape in shapes),
+        seconds=typical(one_round, device) / rounds,
+        matmul_rate=products_rate(shapes, dtype, device),
+        dtype=str(dtype).removeprefix("torch."),
     )
 
 
 def products_rate(
-    shapes: Sequence[tuple[int, int]], ns: NewtonSchulz, device: str
+    shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: str
 ) -> float:
-    """Return the FLOP/s of X X^T, G G and P X, the products of one iteration, over
-    batches of X, one for each of these (rows, cols).
+    """Return the FLOP/s of X X^T, G G and P X, the products of an iteration of
+    Newton-Schulz, over batches of X, one for each of these (rows, cols).
     """
     flops, seconds = 0, 0.0
     for (short, long), count in Counter(tuple(sorted(s)) for s in shapes).items():
-        x = torch.randn(count, short, long, device=device).to(ns.dtype)
-        gram = torch.randn(count, short, short, device=device).to(ns.dtype)
+        x = torch.randn(count, short, long, device=device).to(dtype)
+        gram = torch.randn(count, short, short, device=device).to(dtype)
         wide, square = torch.empty_like(x), torch.empty_like(gram)
         flops += count * (4 * long * short**2 + 2 * short**3)
 
@@ -164,7 +197,7 @@ class OptimizerReport(Report):
     num_params: int
     stack_bytes: tuple[int, ...]  # of each stack's gradients
     floor: Floor
-    orthogonal: Orthogonal | None
+    whole_matrices: WholeMatrices | None
 
     @property
     def num_stacks(self) -> int:
@@ -197,15 +230,16 @@ class OptimizerReport(Report):
         rates.
         """
         seconds = (self.num_bytes + self.floor.packed) / self.copy_bandwidth
-        if self.orthogonal is not None:
-            seconds += self.orthogonal.num_flops / self.orthogonal.matmul_rate
+        if self.whole_matrices is not None:
+            whole = self.whole_matrices
+            seconds += whole.num_flops / whole.matmul_rate
         return seconds
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, in what JSON can hold."""
         found = super().to_dict()
-        if self.orthogonal is not None:
-            found["orthogonal"]["rate"] = self.orthogonal.rate
+        if self.whole_matrices is not None:
+            found["whole_matrices"]["rate"] = self.whole_matrices.rate
         return found
 
     def __str__(self) -> str:
@@ -216,7 +250,11 @@ class OptimizerReport(Report):
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the table, as name and text."""
-        return [*super().rows(), *zip(("Newton-Schulz", ""), self._ns(), strict=False)]
+        found = super().rows()
+        if self.whole_matrices is not None:
+            names = self.whole_matrices.name, ""
+            found += zip(names, self._whole(self.whole_matrices), strict=True)
+        return found
 
     def _kernels(self) -> str:
         return (
@@ -242,20 +280,19 @@ class OptimizerReport(Report):
         return [f"and {more:.2f} a parameter read behind a mask, if a step is skipped"]
 
     def _rates(self) -> str:
-        if self.orthogonal is None:
+        if self.whole_matrices is None:
             return super()._rates()
-        rate = self.orthogonal.matmul_rate / 1e9
+        rate = self.whole_matrices.matmul_rate / 1e9
         return f"{super()._rates()} and {rate:.0f} GFLOP/s of a matmul"
 
-    def _ns(self) -> list[str]:
-        ns = self.orthogonal
-        if ns is None:
-            return []
+    def _whole(self, whole: WholeMatrices) -> list[str]:
+        products = "its products" if whole.name == "Newton-Schulz" else "products"
         return [
-            f"{ns.num_matrices} matrices, {ns.num_flops / 1e9:.3g} GFLOP in "
-            f"{1e3 * ns.seconds:.0f} ms apart, {ns.dtype}: {ns.rate / 1e9:.0f} GFLOP/s",
-            f"{ns.rate / ns.matmul_rate:.0%} of the {ns.matmul_rate / 1e9:.0f} GFLOP/s "
-            "of its products alone",
+            f"{whole.num_matrices} matrices, {whole.num_flops / 1e9:.3g} GFLOP in "
+            f"{1e3 * whole.seconds:.0f} ms apart, {whole.dtype}: "
+            f"{whole.rate / 1e9:.0f} GFLOP/s",
+            f"{whole.rate / whole.matmul_rate:.0%} of the "
+            f"{whole.matmul_rate / 1e9:.0f} GFLOP/s of {products} alone",
         ]
 
 
@@ -275,5 +312,5 @@ def profile_optimizer(
         num_params=sum(p.numel() for p in subject.params),
         stack_bytes=tuple(sum(p.grad.nbytes for p in b.params) for b in buckets),
         floor=floor_of(buckets),
-        orthogonal=orthogonal(buckets, device),
+        whole_matrices=whole_matrices(buckets, device),
     )

@@ -48,13 +48,19 @@ class MarsOptimizers(MarsOptimizersContainer):
         """Weight decay of token and position embeddings."""
         embeddings_by_adamw: bool | None = None
         """Give embeddings to the AdamW of LayerNorm weights: None = as the authors'
-        script of this type, that is with mars-m and moonlight.
+        script of this type, that is with mars-m and moonlight (and those of soap).
         """
         amsgrad: bool = False
         """Divide by the root of the largest second moment so far."""
         nesterov: bool | None = None
         """Nesterov's form of the rule's momentum; None = the rule's own: on with
         nadamw, muon and moonlight.
+        """
+        sides: Literal["both", "short"] | None = None
+        """Of soap and soap-muon: which sides of a matrix have a factor; None = both."""
+        precondition_frequency: int | None = None
+        """Of soap and soap-muon: steps from one refresh of the bases to the next; None
+        = 10.
         """
         correction: Literal["approximate", "exact", "transport"] = "approximate"
         """What MARS corrects the gradient by: approximate = the previous one; exact = a
@@ -75,7 +81,7 @@ class MarsOptimizers(MarsOptimizersContainer):
         """Give LayerNorm weights to the MARS rule too."""
         lr_1d: float | None = None
         """Peak learning rate of LayerNorm weights; None = the rule's own: lr with
-        adamw, nadamw, lion, mars-m and moonlight, else 3e-3.
+        adamw, nadamw, lion, mars-m, moonlight and soap, else 3e-3.
         """
         betas_1d: tuple[float, float] | None = None
         """Decay rates of what moves LayerNorm weights; None = the rule's own: betas
@@ -104,7 +110,8 @@ class MarsOptimizers(MarsOptimizersContainer):
         def options(self) -> dict:
             """Return arguments of MARS, which are defaults of every group."""
             names = (
-                "mars_type lr betas eps weight_decay amsgrad nesterov gamma clip "
+                "mars_type lr betas eps weight_decay amsgrad nesterov sides "
+                "precondition_frequency gamma clip "
                 "optimize_1d lr_1d betas_1d weight_decay_1d gamma_1d correction"
             )
             return {name: getattr(self, name) for name in names.split()}
