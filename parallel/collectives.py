@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -290,8 +291,10 @@ class MeshCollectives:
 
     def owns(self, leaves: Sequence[Leaf]) -> list[Owned]:
         """Return which matrices of each leaf have their owner here."""
-        if not leaves:
-            return []
+        with unset_fake_temporarily():  # real numbers for a model without memory, too
+            return self._owns(leaves) if leaves else []
+
+    def _owns(self, leaves: Sequence[Leaf]) -> list[Owned]:
         partition = self._partition(leaves)
         out: dict[int, Owned] = {}
         for group, cuts in partition.groups:

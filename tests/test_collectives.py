@@ -102,6 +102,15 @@ def whole(model):
     }
 
 
+def tolerance(mars_type) -> float:
+    """Rounding of another order, which Newton-Schulz makes larger where singular values
+    are small; and SOAP before it, once more.
+    """
+    if "soap-muon" in mars_type:
+        return 2e-4
+    return 1e-5 if REGISTRY[mars_type].matrix_only else 1e-6
+
+
 def train_sharded(rank, world, cases):
     out = []
     for mars_type, is_approx, compiled in cases:
@@ -126,7 +135,7 @@ def test_sharded_is_whole(world):
                     params[n],
                     p,
                     rtol=0,
-                    atol=1e-5 if REGISTRY[mars_type].matrix_only else 1e-6,
+                    atol=tolerance(mars_type),
                     msg=lambda m, n=n, t=mars_type, a=is_approx: f"{t} {a} {n}: {m}",
                 )
 

@@ -84,6 +84,8 @@ tiny_mars_adamw_exact mars-adamw   6e-3    6e-3    3e-3    6e-4     .01  0    .1
 tiny_mars_lion       mars-lion     1e-3    1e-3    3e-3    1e-4     .3   0    .1   .95 .99
 tiny_mars_shampoo    mars-shampoo  3e-2    3e-2    3e-3    3e-3     0    0    .1   .95 .99
 tiny_mars_m          mars-m        6e-3    6e-3    6e-3    6e-4     .01  .01  .01  .95 .99
+tiny_soap            soap          6e-3    6e-3    6e-3    6e-4     .01  .01  .01  .95 .95
+tiny_soap_muon       soap-muon     6e-3    6e-3    6e-3    6e-4     .1   .1   .1   .95 .95
 small_mars_adamw_transport mars-adamw 6e-3 6e-3    3e-3    3e-5     .01  0    .1   .95 .99
 small_mars_lion_transport mars-lion 2e-4   2e-4    3e-3    1e-5     .3   0    .1   .95 .99
 small_mars_shampoo_transport mars-shampoo 2e-2 2e-2 3e-3   3e-5     0    0    .1   .95 .99
@@ -94,6 +96,7 @@ tiny_mars_adamw_transport mars-adamw 6e-3  6e-3    3e-3    6e-4     .01  0    .1
 tiny_mars_lion_transport mars-lion 5e-4    5e-4    3e-3    5e-5     .3   0    .1   .95 .99
 tiny_mars_shampoo_transport mars-shampoo 3e-2 3e-2 3e-3    3e-3     0    0    .1   .95 .99
 tiny_mars_m_transport mars-m       1.2e-2  1.2e-2  1.2e-2  1.2e-3   .01  .01  .01  .95 .99
+tiny_mars_soap_transport mars-soap 6e-3    6e-3    6e-3    6e-4     .01  .01  .01  .95 .95
 """  # noqa: E501
 GAMMA = {  # where it is not the published 0.025
     "tiny_mars_adamw_gamma0": 0.0,
@@ -101,6 +104,7 @@ GAMMA = {  # where it is not the published 0.025
     "tiny_mars_shampoo_transport": 0.05,
     "tiny_mars_m_transport": 0.05,
     "tiny_moonlight_transport": 0.05,
+    "tiny_mars_soap_transport": 0.05,
     "small_mars_adamw_transport": 0.05,
 }
 HEAD, *ROWS = [line.split() for line in TABLE.split("\n") if line]
@@ -217,7 +221,8 @@ def test_recipe_is_the_table_and_builds_for_8_ranks(name, mesh):
         kind: (rule, pytest.approx(lr), wd, b)
         for kind, (rule, lr, wd, b) in effective(mars, model).items()
     }
-    beside = row["rule"] in ("mars-m", "moonlight")  # embeddings by AdamW
+    # embeddings by AdamW
+    beside = row["rule"] in ("mars-m", "moonlight") or "soap" in row["rule"]
     itself = row["rule"] in ("adamw", "nadamw", "lion")
     vectors = betas if itself else (0.9, 0.95)
     own = row["rule"] if itself else "adamw"

@@ -143,6 +143,24 @@ def test_the_class_is_the_function(mars_type):
         torch.testing.assert_close(p.detach(), x[n], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("make", [marsopt.mars_soap, marsopt.soap_muon])
+def test_many_runs_at_once_are_each_of_them(make):
+    """By vmap, which has torch's QR and its eigenvectors."""
+    rule = make(precondition_frequency=2, ns_dtype=torch.float64)
+    starts = drawn((3, *SQUARE), 0)
+    grads = [drawn((3, *SQUARE), 1 + t) for t in range(5)]
+
+    def run(x, grads, counts=(None,) * 5):
+        x, state = [x], rule.init([x])
+        for g, count in zip(grads, counts, strict=True):
+            x, state = rule.step(x, [g], state, lr=0.01, count=count)
+        return x[0]
+
+    found = torch.func.vmap(lambda x, g: run(x, g, range(5)))(starts, grads)
+    each = [run(x, [g[i] for g in grads]) for i, x in enumerate(starts)]
+    torch.testing.assert_close(found, torch.stack(each), rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("mars_type", ["mars-soap", "soap-muon"])
 def test_tensors_of_several_matrices_are_those_matrices(mars_type):
     own = dict(

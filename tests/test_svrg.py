@@ -15,6 +15,7 @@ from torch import nn
 import marsopt
 from marsopt import MARS, REGISTRY
 from tests.stacking import equal, forced, traced
+from tests.table import steady
 
 SHAPES = {"a": (6, 4), "b": (6, 4), "tall": (5, 3), "bias": (4,)}
 TYPES = [name for name, rule in REGISTRY.items() if rule.is_mars]
@@ -88,9 +89,10 @@ def by_rule(mars_type: str, steps: int, **kwargs) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("mars_type", TYPES)
 def test_the_protocol_is_the_rule(mars_type, clip, mode, monkeypatch):
     forced(monkeypatch, mode)
-    run = Run(mode, mars_type=mars_type, clip=clip)
+    own = dict(clip=clip, **steady(mars_type))
+    run = Run(mode, mars_type=mars_type, **own)
     run.go(range(7))
-    want = by_rule(mars_type, 7, clip=clip)
+    want = by_rule(mars_type, 7, **own)
     equal(run.params.values(), want.values(), 1e-12)
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from marsopt.rules.buffers import Buffer, like_x
 from marsopt.rules.matrices import Matrices
+from marsopt.rules.newton_schulz import LARGE
 from marsopt.rules.preconditioner import MatrixPreconditioner, Whole
 
 
@@ -96,13 +97,13 @@ def run_at_owner(requests: Sequence[Request]) -> list[Whole]:
 
 def at_owner(requests: Sequence[Request]) -> list[Whole]:
     """Return what preconditioners make of whole matrices, each of what is its own: one
-    call of each; where buffers are kept, of each shape, so that what becomes of them is
-    let go of before the next.
+    call of each; where buffers are kept, of each large matrix, so that what becomes of
+    them is let go of before the next.
     """
     calls: dict[tuple, list[int]] = {}
     for i, one in enumerate(requests):
-        shape = one.given.matrix.shape if one.given.owned else None
-        key = id(one.preconditioner), one.stage, shape
+        alone = bool(one.given.owned) and one.given.matrix.numel() >= LARGE
+        key = id(one.preconditioner), one.stage, i if alone else None
         calls.setdefault(key, []).append(i)
     found: list[Whole] = [one.given for one in requests]
     for mine in calls.values():

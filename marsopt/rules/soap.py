@@ -192,7 +192,7 @@ class SOAP(MatrixPreconditioner):
                 own, after = self._adam(*columns, stage)
                 o.append(own)
                 new.append(after)
-            if self.orthogonalize and stage != FIRST:
+            if self.orthogonalize:
                 if sum_up is None:
                     o = self.ns.many(o)
                 else:
@@ -249,13 +249,13 @@ def _one_number(shape: torch.Size, matrices: Matrices) -> torch.Size:
 
 
 def _together(given: Sequence[Whole]) -> list[tuple[Whole, list[int]]]:
-    """Return matrices of one shape as a batch, with their positions; on a CPU large
-    ones one by one.
+    """Return small matrices of one shape as a batch, with their positions; large ones
+    one by one.
     """
     alike: dict[tuple, list[int]] = {}
     for i, one in enumerate(given):
         x = one.matrix
-        alone = x.ndim > 2 or (x.device.type == "cpu" and x.numel() >= LARGE)
+        alone = x.ndim > 2 or x.numel() >= LARGE
         key = (i,) if alone else (x.shape, x.dtype, *(o.shape for o in one.owned))
         alike.setdefault(key, []).append(i)
     found = []
