@@ -371,10 +371,12 @@ def accelerator():
     accelerate.state.AcceleratorState._reset_state(True)
 
 
-def test_accelerate_goes_on_as_if_uninterrupted(mode, accelerator, tmp_path):
-    whole = fresh(mode)
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-soap"])
+def test_accelerate_goes_on_as_if_uninterrupted(mars_type, mode, accelerator, tmp_path):
+    own = dict(mars_type=mars_type)
+    whole = fresh(mode, **own)
     train(*whole, range(4))
-    first = accelerator.prepare(*fresh(mode))
+    first = accelerator.prepare(*fresh(mode, **own))
     train(*first, range(2))
     accelerator.save_state(tmp_path)
     train(*first, range(7, 9))  # astray
@@ -382,7 +384,7 @@ def test_accelerate_goes_on_as_if_uninterrupted(mode, accelerator, tmp_path):
     train(*first, range(2, 4))
     bitwise(first[0].state_dict(), whole[0].state_dict())
     accelerator.free_memory()
-    second = accelerator.prepare(*fresh(mode, seed=1))
+    second = accelerator.prepare(*fresh(mode, seed=1, **own))
     accelerator.load_state(tmp_path)
     train(*second, range(2, 4))
     bitwise(second[0].state_dict(), whole[0].state_dict())

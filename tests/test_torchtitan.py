@@ -60,13 +60,23 @@ def test_torchtitans_models_train_alike_on_one_rank_and_two(runs, model, rule):
         assert (two.moved[name] - moved).norm() < bound * moved.norm(), name
 
 
-def stopped(rank, world, folder):
+# rules whose runs are stopped, and go on
+STOPPED = {
+    "transport": RULES["transport"],
+    "soap": default_mars(
+        mars_type="mars-soap", lr=3e-3, correction="transport", gamma=0.05,
+        sides="short", precondition_frequency=2, **EAGER,
+    ),
+}  # fmt: skip
+
+
+def stopped(rank, world, folder, rule):
     """Losses of a run, and of one that went on from its last but one checkpoint; how
     far the model in the last checkpoint is from the trained parameters.
     """
 
     def configuration():
-        config = titan.configuration("llama3", RULES["transport"])
+        config = titan.configuration("llama3", STOPPED[rule])
         config.dump_folder = folder
         config.checkpoint = MarsCheckpointManager.Config(
             enable=True, interval=3, last_save_model_only=False, keep_latest_k=0
@@ -91,11 +101,12 @@ def stopped(rank, world, folder):
 
 
 @pytest.mark.processes
-def test_a_run_goes_on_from_a_checkpoint_of_the_model_that_is_trained(tmp_path):
+@pytest.mark.parametrize("rule", STOPPED)
+def test_a_run_goes_on_from_a_checkpoint_of_the_model_that_is_trained(rule, tmp_path):
     """With transport, and with llama3's fused projection, which torchtitan splits in
     checkpoints and joins after the optimizer was loaded.
     """
-    ((whole, again), _) = spawn(stopped, 2, str(tmp_path), seconds=300)
+    ((whole, again), _) = spawn(stopped, 2, str(tmp_path), rule, seconds=300)
     assert whole.seen == 0.0
     assert again.losses == whole.losses[3:]
     for name, moved in whole.moved.items():
