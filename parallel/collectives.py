@@ -277,9 +277,8 @@ class MeshCollectives:
         partition = self._partition([one.leaf for one in requests])
         out: dict[int, Whole] = {}
         for group, cuts in partition.groups:
-            given = _of_matrices(requests, group, cuts)
-            found = group.on_owners(given)
-            rest = ((given[n], found[n]) for n in range(len(group.matrices)))
+            found = group.on_owners(_of_matrices(requests, group, cuts))
+            rest = (found[n] for n in range(len(group.matrices)))
             for i, cut in cuts.items():
                 own = [next(rest) for _ in cut.matrices]
                 out[i] = _joined(own, cut, requests[i])
@@ -443,20 +442,17 @@ def _of_matrices(
     return found
 
 
-def _joined(
-    every: Sequence[tuple[Request, Whole]], cut: Cut, request: Request
-) -> Whole:
-    """Return what became of a leaf's matrices, each after its request, as its piece."""
-    like, own = request.given.matrix, [made for _, made in every]
+def _joined(own: Sequence[Whole], cut: Cut, request: Request) -> Whole:
+    """Return what became of a leaf's matrices as its piece."""
+    like = request.given.matrix
     first = like.shape[: request.matrices.column_dim(like.ndim)]
-    by_row = zip(*(one.rows for one in own), strict=True)
-    rows = tuple(torch.cat(r).view(first) for r in by_row)
+    every = zip(*(one.rows for one in own), strict=True)
+    rows = tuple(torch.cat(r).view(first) for r in every)
     if not own:  # no matrix has a row here
         num = len(request.preconditioner.row_outputs)
         rows = tuple(working(like.new_empty(first)) for _ in range(num))
     owned = request.given.owned
-    new = [made.owned for one, made in every if made.owned is not one.given.owned]
-    if new:
+    if new := [one.owned for one in own if one.owned]:
         owned = tuple(map(torch.stack, zip(*new, strict=True)))
     return Whole(cut.join([one.matrix for one in own], like), rows, owned)
 

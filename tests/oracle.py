@@ -43,6 +43,7 @@ class Oracle:
         sides="both",
         frequency=10,
         max_dim=10_000,
+        cautious=False,
     ):
         self.x = np.array(x, dtype=np.float64)
         self.kind, self.beta1, self.beta2, self.eps, self.wd = (
@@ -61,6 +62,7 @@ class Oracle:
         self.transport = transport
         self.svrg, self.mu = svrg, 0.0
         self.sides, self.frequency, self.max_dim = sides, frequency, max_dim
+        self.cautious = cautious
         self.t = 0
         self.m = np.zeros_like(self.x)
         self.v = np.zeros_like(self.x)
@@ -89,6 +91,11 @@ class Oracle:
             return self.x + ahead * (self.x - before)
         return self.x
 
+    def move(self, step, lr):
+        """Decoupled decay; cautious: arXiv 2510.12402."""
+        agrees = step * self.x >= 0 if self.cautious else np.ones_like(self.x)
+        self.x = self.x - step - lr * self.wd * agrees * self.x
+
     def adamw(self, c, lr):
         self.m = self.beta1 * self.m + (1 - self.beta1) * c
         self.adam_step(self.m / (1 - self.beta1**self.t), c, lr)
@@ -108,35 +115,34 @@ class Oracle:
         denominator = (
             (np.sqrt(v) + self.eps) / root if self.hat else np.sqrt(v) / root + self.eps
         )
-        self.x = self.x - lr * (self.wd * self.x + m_hat / denominator)
+        self.move(lr * m_hat / denominator, lr)
 
     mars_adamw = adamw
 
     def lion(self, c, lr):
         direction = np.sign(self.beta1 * self.m + (1 - self.beta1) * c)
         self.m = self.beta2 * self.m + (1 - self.beta2) * c
-        self.x = self.x - lr * (self.wd * self.x + direction)
+        self.move(lr * direction, lr)
 
     def mars_lion(self, c, lr):
         self.m = self.beta1 * self.m + (1 - self.beta1) * c
-        self.x = self.x - lr * (self.wd * self.x + np.sign(self.m))
+        self.move(lr * np.sign(self.m), lr)
 
     def mars_shampoo(self, c, lr):
         self.m = self.beta1 * self.m + (1 - self.beta1) * c
         rows, cols = c.shape
         o = ns5(self.m / (1 - self.beta1), eps=1e-8)
-        self.x = self.x - lr * (np.sqrt(max(1, rows / cols)) * o + self.wd * self.x)
+        self.move(lr * np.sqrt(max(1, rows / cols)) * o, lr)
 
     def mars_m(self, c, lr):
         self.m = self.beta1 * self.m + (1 - self.beta1) * c
-        self.x = self.x * (1 - lr * self.wd)
-        self.x = self.x - lr * 0.2 * np.sqrt(max(c.shape)) * ns5(self.m)
+        self.move(lr * 0.2 * np.sqrt(max(c.shape)) * ns5(self.m), lr)
 
     def muon(self, c, lr):
         self.m = self.beta1 * self.m + c
         rows, cols = c.shape
         o = ns5(c + self.beta1 * self.m)
-        self.x = self.x * (1 - lr * self.wd) - lr * np.sqrt(max(1, rows / cols)) * o
+        self.move(lr * np.sqrt(max(1, rows / cols)) * o, lr)
 
     def normuon(self, c, lr, beta2=0.95, eps=1e-8):
         """arXiv 2510.05491, Algorithm 1, with the norm of the factor kept."""
@@ -148,8 +154,7 @@ class Oracle:
             [row / (np.sqrt(r) + eps) for row, r in zip(o, self.r, strict=True)]
         )
         scaled = scaled * np.linalg.norm(o) / np.linalg.norm(scaled)
-        self.x = self.x * (1 - lr * self.wd)
-        self.x = self.x - lr * 0.2 * np.sqrt(max(c.shape)) * scaled
+        self.move(lr * 0.2 * np.sqrt(max(c.shape)) * scaled, lr)
 
     mars_normuon = normuon
 
@@ -161,8 +166,9 @@ class Oracle:
         if t > 0:
             o = self.adam_in_basis(c)
             rate = lr * np.sqrt(1 - self.beta2**t) / (1 - self.beta1**t)
+            agrees = o * self.x >= 0 if self.cautious else np.ones_like(self.x)
             self.x = self.x - rate * o
-            self.x = self.x + self.x * (-lr * self.wd)
+            self.x = self.x + self.x * (-lr * self.wd) * agrees
         self.follow(c, t)
 
     mars_soap = soap
@@ -171,8 +177,7 @@ class Oracle:
         t = self.t - 1
         if t > 0:
             o = ns5(self.adam_in_basis(c))
-            scale = 0.2 * np.sqrt(max(c.shape))
-            self.x = self.x * (1 - lr * self.wd) - lr * scale * o
+            self.move(lr * 0.2 * np.sqrt(max(c.shape)) * o, lr)
         self.follow(c, t)
 
     mars_soap_muon = soap_muon
@@ -221,4 +226,4 @@ class Oracle:
     def moonlight(self, c, lr):
         self.m = self.beta1 * self.m + c
         o = ns5(c + self.beta1 * self.m)
-        self.x = self.x * (1 - lr * self.wd) - lr * 0.2 * np.sqrt(max(c.shape)) * o
+        self.move(lr * 0.2 * np.sqrt(max(c.shape)) * o, lr)

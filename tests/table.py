@@ -53,6 +53,11 @@ class Row:
         return self.oracle.get("transport", False)
 
     @property
+    def computes_iterate(self) -> bool:
+        """Whether x follows from the point ahead of it, with transport."""
+        return self.oracle["kind"] == "mars-adamw" and "cautious" not in self.oracle
+
+    @property
     def exact(self) -> bool:
         """Whether it has an exact form."""
         return self.has_gamma and not (self.transports or self.anchors)
@@ -79,6 +84,7 @@ class Row:
         return self.make(**{**self.kwargs, **more})
 
 
+CAUTIOUS = dict(weight_decay=0.5, cautious_weight_decay=True)
 ROWS = {
     "mars_adamw": Row(
         marsopt.mars_adamw,
@@ -97,6 +103,12 @@ ROWS = {
         dict(kind="mars-adamw", amsgrad=True),
         4,
         kwargs=dict(amsgrad=True),
+    ),
+    "mars_adamw-cautious": Row(
+        marsopt.mars_adamw,
+        dict(kind="mars-adamw", wd=0.5, cautious=True),
+        3,
+        kwargs=CAUTIOUS,
     ),
     "mars_lion": Row(marsopt.mars_lion, dict(kind="mars-lion"), 2),
     "mars_lion-noclip": Row(
@@ -127,6 +139,12 @@ ROWS = {
         dict(ns_dtype=torch.float64, clip=None),
     ),
     "adamw": Row(marsopt.adamw, dict(kind="adamw", beta1=0.9, beta2=0.999, wd=0.01), 2),
+    "adamw-cautious": Row(
+        marsopt.adamw,
+        dict(kind="adamw", beta1=0.9, beta2=0.999, wd=0.5, cautious=True),
+        2,
+        kwargs=CAUTIOUS,
+    ),
     "adamw-nesterov": Row(  # with epsilon beside the raw v, and the largest v
         marsopt.adamw,
         dict(kind="nadamw", beta1=0.9, beta2=0.999, wd=0.01, amsgrad=True)
@@ -138,6 +156,19 @@ ROWS = {
         marsopt.nadamw, dict(kind="nadamw", beta1=0.9, beta2=0.999, wd=0.01), 2
     ),
     "lion": Row(marsopt.lion, dict(kind="lion", beta1=0.9, beta2=0.99), 1),
+    "lion-cautious": Row(
+        marsopt.lion,
+        dict(kind="lion", beta1=0.9, beta2=0.99, wd=0.5, cautious=True),
+        1,
+        kwargs=CAUTIOUS,
+    ),
+    "muon-cautious": Row(
+        marsopt.muon,
+        dict(kind="muon", wd=0.5, cautious=True),
+        1,
+        True,
+        CAUTIOUS | dict(ns_dtype=torch.float64),
+    ),
     "muon": Row(
         marsopt.muon, dict(kind="muon", wd=0.1), 1, True, dict(ns_dtype=torch.float64)
     ),
@@ -147,6 +178,13 @@ ROWS = {
         1,
         True,
         dict(ns_dtype=torch.float64),
+    ),
+    "normuon-cautious": Row(
+        marsopt.normuon,
+        dict(kind="normuon", wd=0.5, cautious=True),
+        1,
+        True,
+        CAUTIOUS | dict(ns_dtype=torch.float64),
     ),
     "mars_normuon": Row(
         marsopt.mars_normuon,
@@ -170,6 +208,15 @@ ROWS = {
         2,
         True,
         dict(weight_decay=0.1, sides="short", precondition_frequency=3),
+    ),
+    "soap-cautious": Row(
+        marsopt.soap,
+        dict(
+            kind="soap", beta2=0.95, wd=0.5, sides="short", frequency=3, cautious=True
+        ),
+        2,
+        True,
+        CAUTIOUS | dict(sides="short", precondition_frequency=3),
     ),
     "mars_soap": Row(
         marsopt.mars_soap,
@@ -198,8 +245,8 @@ ROWS |= {
     f"{name}-transport": Row(
         row.make,
         row.oracle | dict(transport=True, gamma=0.1),
-        # x in place of h; AdamW computes it
-        row.buffers - (row.oracle["kind"] == "mars-adamw"),
+        # x in place of h; AdamW computes it, unless its decay looks at the sign of x
+        row.buffers - row.computes_iterate,
         row.matrix_only,
         row.kwargs | TRANSPORT,
     )
@@ -222,7 +269,7 @@ ROWS |= {
         row.make, row.oracle, row.buffers + 1, kwargs=row.kwargs | STORED
     )
     for name, row in ROWS.items()
-    if row.transports and row.oracle["kind"] == "mars-adamw"
+    if row.transports and row.computes_iterate
 }
 
 

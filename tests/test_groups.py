@@ -243,6 +243,58 @@ def test_nesterov_is_an_option_of_rules_that_have_one():
         mars([a], mars_type="lion", nesterov=True)
 
 
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "muon", "normuon", "lion"])
+def test_a_cautious_optimizer_is_so_beside_the_rule_unless_a_group_says_no(mars_type):
+    def cautious(optimizer):
+        buckets = optimizer.describe().buckets
+        return [b.algorithm.preconditioner.cautious_weight_decay for b in buckets]
+
+    options = dict(lr_1d=1e-3, mars_type=mars_type)
+    whole = mars(parameters(MATRIX, VECTOR), cautious_weight_decay=True, **options)
+    assert cautious(whole) == [True, True]  # the matrix, and the vector beside it
+    assert cautious(mars(parameters(MATRIX, VECTOR), **options)) == [False, False]
+    (a,), (b,) = parameters(MATRIX), parameters(VECTOR)
+    no = dict(params=[b], mars_type="adamw", cautious_weight_decay=False)
+    groups = [dict(params=[a]), no]
+    own = mars(groups, cautious_weight_decay=True, mars_type=mars_type)
+    assert cautious(own) == [True, False]
+
+
+@pytest.mark.parametrize("correction", ["approximate", "transport"])
+def test_a_cautious_optimizer_goes_on_from_a_state_that_lacks_the_option(correction):
+    params = parameters(MATRIX, VECTOR)
+    plain = mars(params, correction=correction)
+    walk(plain, params)
+    saved = plain.state_dict()
+    assert "cautious_weight_decay" not in saved["param_groups"][0]
+    again = mars(params, correction=correction, cautious_weight_decay=True)
+    again.load_state_dict(saved)
+    walk(again, params)
+    assert again.param_groups[0]["cautious_weight_decay"]
+    assert ("iterate" in again.state[params[0]]) == (correction == "transport")
+
+
+@pytest.mark.parametrize("mars_type", ["adamw", "mars-adamw", "normuon"])
+def test_compiled_cautious_decay_equals_eager(mars_type):
+    found = []
+    options = dict(lr=0.02, weight_decay=0.5, cautious_weight_decay=True)
+    for compiled in (True, False):
+        params = parameters(MATRIX, VECTOR)
+        walk(
+            MARS(
+                params,
+                mars_type=mars_type,
+                compile=compiled,
+                ns_dtype=torch.float32,
+                **options,
+            ),
+            params,
+        )
+        found.append(params)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
 def test_the_version_is_that_of_the_package():
     assert marsopt.__version__.count(".") == 2
 

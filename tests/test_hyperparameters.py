@@ -299,6 +299,7 @@ def test_saved_groups_have_the_keys_that_they_had():
     (group,) = MARS(parameters((2, 2)), correction="transport").param_groups
     assert set(group) == {*keys.split(), "gamma_1d", "train_mode"}
     given = dict(block_rows=2, clip_per="tensor", matrices="batched", nesterov=True)
+    given |= dict(cautious_weight_decay=True)
     (group,) = MARS(parameters((2, 2)), **given).param_groups
     assert set(group) == {*keys.split(), *given}
 

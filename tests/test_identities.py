@@ -308,3 +308,46 @@ def test_every_preconditioner_sees_the_corrected_gradient(page):
         x, s = rule.step(x, g, s, lr=LR, reference=h)
         y, t = plain.step(y, c, t, lr=LR)
         assert_same([x], [y], 1e-9)
+
+
+def test_normuon_with_beta2_zero_normalizes_rows():
+    """o' = o / row norms, rescaled to the norm of o; no row remembers the last one."""
+    x = tensors(MATRICES, 0, dtype=torch.float64)
+    rule = marsopt.normuon(beta2=0.0, ns_dtype=torch.float64, weight_decay=0.0)
+    plain = marsopt.moonlight(ns_dtype=torch.float64, weight_decay=0.0, nesterov=False)
+    state, state_plain = rule.init(x), plain.init(x)
+    for t in range(3):
+        g = tensors(MATRICES, 1 + t, dtype=torch.float64)
+        new, state = rule.step(x, g, state, lr=LR)
+        muon, state_plain = plain.step(x, g, state_plain, lr=LR)
+        for n in x:
+            got, o = x[n] - new[n], x[n] - muon[n]
+            norms = got.norm(dim=1)
+            assert o.norm(dim=1).std() > 1e-2 * o.norm(dim=1).mean(), n  # not by itself
+            torch.testing.assert_close(
+                norms, norms.mean().expand_as(norms), rtol=1e-6, atol=0
+            )
+            want = o / o.norm(dim=1, keepdim=True)
+            want = want * o.norm() / want.norm()
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "normuon", "mars_m"])
+def test_cautious_decay_acts_where_step_and_parameter_agree(name):
+    """After one step x is that of plain decay there, that of no decay elsewhere."""
+    make = getattr(marsopt, name)
+    own = dict(ns_dtype=torch.float64) if name not in ("adamw", "lion") else {}
+    x, g = (tensors(MATRICES, i, dtype=torch.float64) for i in (0, 1))
+
+    def moved(**options):
+        rule = make(**own, **options)
+        return rule.step(x, g, rule.init(x), lr=LR)[0]
+
+    free, plain = moved(weight_decay=0.0), moved(weight_decay=0.5)
+    cautious = moved(weight_decay=0.5, cautious_weight_decay=True)
+    for n in x:
+        agrees = (x[n] - free[n]) * x[n] >= 0
+        assert 0.1 < agrees.double().mean() < 0.9
+        want = torch.where(agrees, plain[n], free[n])
+        torch.testing.assert_close(cautious[n], want, rtol=0, atol=1e-14)
+        assert (cautious[n] - plain[n]).abs().max() > 1e-3

@@ -43,9 +43,13 @@ class Clocked(Subject):
         self.seconds.append(time.process_time() - start)
 
 
-def watched(rule: str, tensors, *, steps: int = 3, log=None, **options):
+def watched(
+    rule: str, tensors, *, steps: int = 3, log=None, cautious: bool = False, **options
+):
     """Return the report, and the CPU seconds of the first step."""
     clocked = Clocked(tensors, rule, num_steps=steps + 2, **options)
+    for group in clocked.optimizer.param_groups if cautious else ():
+        group["cautious_weight_decay"] = True
     report = profile_optimizer(
         clocked, title=rule, steps=steps, cold=False, compile_log=log
     )
@@ -112,6 +116,15 @@ def test_bytes_a_parameter(shallow):
     assert report.bytes_per_param <= 44.05  # and scalars, of a model this small
     assert report.num_bytes <= 1.001 * report.floor.num_bytes
     assert graph(report, "assess_alone").num_bytes < 1.01 * report.floor.norms
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
+def test_cautious_decay_moves_no_byte_more(mars_type):
+    plain, _ = watched(mars_type, FEW)
+    report, _ = watched(mars_type, FEW, cautious=True)
+    assert report.num_bytes == plain.num_bytes
+    assert report.num_stack_kernels == plain.num_stack_kernels
+    assert report.recompiles == []
 
 
 def test_bytes_a_parameter_with_h_in_half_precision():

@@ -65,7 +65,9 @@ def grid(name):
     return [Shard(0), Shard(1) if by_both else Replicate()]
 
 
-def train(place, mesh, collectives, mars_type, kind, scale, compiled=False):
+def train(
+    place, mesh, collectives, mars_type, kind, scale, compiled=False, cautious=False
+):
     """STEPS steps on given gradients; whole parameters afterwards, with transport also
     the x behind them.
     """
@@ -84,7 +86,8 @@ def train(place, mesh, collectives, mars_type, kind, scale, compiled=False):
     kw = {} if collectives is None else dict(collectives=collectives)
     optimizer = MARS(
         params.items(), lr=0.02, weight_decay=0.1, mars_type=mars_type, max_norm=2.0,
-        correction=kind, ns_dtype=torch.float32, compile=compiled, **kw,
+        correction=kind, ns_dtype=torch.float32, compile=compiled,
+        cautious_weight_decay=cautious, **kw,
     )  # fmt: skip
 
     def give(seed):
@@ -126,6 +129,24 @@ def compare(rank, world, cases, mesh_shape, place, strategies):
                 error = max(float((got[n] - want[n]).abs().max()) for n in want)
                 worst[kind] = max(worst[kind], error)
     return worst
+
+
+def compare_cautious(rank, world):
+    """Largest difference to whole tensors, and that of cautious to plain decay."""
+    torch.set_grad_enabled(False)
+    collectives = MeshCollectives(mesh := init_device_mesh("cpu", (world,)))
+    case = ("adamw", APPROXIMATE, 1.0)
+    want, _ = train(None, None, None, *case, cautious=True)
+    plain, _ = train(None, None, None, *case)
+    got, _ = train(rows, mesh, collectives, *case, cautious=True)
+    return [
+        max(float((a[n] - want[n]).abs().max()) for n in want) for a in (got, plain)
+    ]
+
+
+def test_sharded_cautious_decay_equals_unsharded():
+    for error, seen in spawn(compare_cautious, 2):
+        assert error < 1e-6 < 1e-4 < seen
 
 
 ALL = ("owner", "gram", "replicate")

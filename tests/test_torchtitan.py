@@ -259,7 +259,10 @@ def test_with_transport_a_model_in_eval_mode_holds_what_is_trained():
 
 def test_what_default_mars_says_of_transport_holds_for_embeddings_too():
     options = dict(correction="transport", gamma=0.2, gamma_1d=0.1, eps=1e-6)
+    options |= dict(cautious_weight_decay=True)
     beside, layers = default_mars(**options).param_groups
+    for group in (beside, layers):
+        assert group.optimizer_kwargs["cautious_weight_decay"]
     assert beside.optimizer_kwargs["gamma"] == 0.1
     assert layers.optimizer_kwargs["gamma"] == 0.2
     assert beside.optimizer_kwargs["eps"] == layers.optimizer_kwargs["eps"] == 1e-6

@@ -60,8 +60,8 @@ class Request(NamedTuple):
     preconditioner: MatrixPreconditioner
     stage: Hashable = None
     # returns owners' buffers after the step, from those before and from what became of
-    # them: the first ones themselves where it has written into them
-    keep: Callable[[Tensors, Tensors], Tensors] = lambda old, new: new
+    # them; None where it has written into the first ones
+    keep: Callable[[Tensors, Tensors], Tensors | None] = lambda old, new: new
 
     @property
     def leaf(self) -> Leaf:
@@ -83,12 +83,12 @@ def run_at_owner(requests: Sequence[Request]) -> list[Whole]:
         owned = tuple(o[0] if single else o for o in whole.owned)
         given.append(one._replace(given=Whole(matrix, rows, owned)))
     found = []
-    for one, own, made in zip(requests, given, at_owner(given), strict=True):
+    for one, made in zip(requests, at_owner(given), strict=True):
         like = one.given.matrix
         first = like.shape[: one.matrices.column_dim(like.ndim)]
         single = made.matrix.ndim == 2
         owned = one.given.owned
-        if made.owned is not own.given.owned:
+        if made.owned is not None:
             owned = tuple(o[None] if single else o for o in made.owned)
         rows = tuple(r.reshape(first) for r in made.rows)
         found.append(Whole(made.matrix.view_as(like), rows, owned))

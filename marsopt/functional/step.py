@@ -70,8 +70,8 @@ class Run(Protocol):
 
     def store(
         self, old: tuple[Tensor, ...], new: Sequence[Tensor]
-    ) -> tuple[Tensor, ...]:
-        """Return tensors that hold what is ``new``: ``old`` itself, or others."""
+    ) -> tuple[Tensor, ...] | None:
+        """Return tensors that hold what is ``new``; None where ``old`` do from now."""
 
 
 class Pure:
@@ -281,7 +281,7 @@ class Host(NamedTuple):
     """What is known of the tensors of a stack before their owners are asked."""
 
     count: int  # steps that were taken before
-    ok: Sequence[Tensor]  # of each, 0-D bool: whether it moves
+    ok: Tensor  # (L,) bool: which of them move
 
 
 class Moved(NamedTuple):
@@ -304,7 +304,7 @@ def advance(
     owned: list[list[tuple[Tensor, ...]]] = [[] for _ in stacks]
     if any(stack.algorithm.matrix_only for stack in stacks):
         hosts = [
-            Host(group.count, one.unbind())
+            Host(group.count, one)
             for group, every in zip(groups, decision.ok, strict=True)
             for one in every.split([stack.num_tensors for stack in group.stacks])
         ]
@@ -493,6 +493,7 @@ def _requests(
     of them has the number ``first``.
     """
     algorithm = stack.algorithm
+    ok = host.ok.unbind() if members.owned else [host.ok] * stack.num_tensors
     matrices = (stack.buffers["m"] if made is None else made).unbind()
     rows = [
         working(stack.buffers[symbol]).unbind()
@@ -509,7 +510,7 @@ def _requests(
             algorithm.matrices,
             algorithm.preconditioner,
             algorithm.preconditioner.stage(host.count, first + n),
-            partial(_keep, run, host.ok[n]),
+            partial(_keep, run, ok[n]),
         )
         for n, (matrix, leaf) in enumerate(zip(matrices, members.leaves, strict=True))
     ]
@@ -517,10 +518,10 @@ def _requests(
 
 def _keep(
     run: Run, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    """Return what one tensor's buffers at an owner hold after the step."""
-    if not new:
-        return old
+) -> tuple[Tensor, ...] | None:
+    """Return what one tensor's buffers at an owner hold after the step, or None, as
+    ``Run.store`` does.
+    """
     pairs = zip(old, new, strict=True)
     now = [torch.where(ok, n.to(o.dtype), o) for o, n in pairs]
     return run.store(old, now)

@@ -373,11 +373,9 @@ class InPlace:
         # ranks exchange all that they have at once, in buckets
         return [c.stacks for c in self.calls] if self._alone else [range(len(stacks))]
 
-    def store(
-        self, old: tuple[Tensor, ...], new: Sequence[Tensor]
-    ) -> tuple[Tensor, ...]:
-        torch._foreach_copy_(list(old), list(new))
-        return old
+    def store(self, old: tuple[Tensor, ...], new: Sequence[Tensor]) -> None:
+        if old:
+            torch._foreach_copy_(list(old), list(new))
 
     def _by_calls(
         self, function: Callable, stacks: Sequence[Stack], *columns: Sequence

@@ -64,7 +64,8 @@ class AdamW(Preconditioner):
 
     @property
     def num_behind(self):
-        return 0 if self.nesterov else 4  # which looks at c, that nobody keeps
+        # the former looks at c, that nobody keeps; the latter at the sign of x
+        return 0 if self.nesterov or self.cautious_weight_decay else 4
 
     @property
     def buffers(self):
@@ -88,7 +89,8 @@ class AdamW(Preconditioner):
         if self.amsgrad:
             new["v_max"] = largest = torch.maximum(buffers["v_max"], v)
         step = rate_m * m + rate_c[0] * c if rate_c else rate_m * m
-        return decay * x - step / (torch.sqrt(largest) * debias + eps), new
+        step = step / (torch.sqrt(largest) * debias + eps)
+        return self.decay_of(x, step, decay) * x - step, new
 
     def look_ahead(self, s, k, dtype):
         """With u = m / (sqrt(v) debias + eps) and e = lr weight_decay a step is

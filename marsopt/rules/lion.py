@@ -39,7 +39,8 @@ class Lion(Preconditioner):
 
     def update(self, x, c, buffers, s):
         (beta1, beta2), (rate, decay), m = self.betas, s, buffers["m"]
-        x = decay * x - rate * torch.sign(beta1 * m + (1 - beta1) * c)
+        step = rate * torch.sign(beta1 * m + (1 - beta1) * c)
+        x = self.decay_of(x, step, decay) * x - step
         return x, {"m": beta2 * m + (1 - beta2) * c}
 
 
@@ -54,4 +55,5 @@ class SignAverage(Average):
     def update(self, x, c, buffers, s):
         rate, decay, *w = s
         m, u = self.average(buffers["m"], c, w)
-        return decay * x - rate * torch.sign(u), {"m": m}
+        step = rate * torch.sign(u)
+        return self.decay_of(x, step, decay) * x - step, {"m": m}

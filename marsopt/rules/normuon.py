@@ -31,6 +31,10 @@ class NorMuon(MatrixAverage):
     scale(rows, cols) ||o||_F where o is exactly orthogonal and the scale is
     "match_rms_adamw", the default here.
 
+    With beta2 = 0, r is the mean square of each row itself, so that all rows of o' have
+    one norm: Muon with its factor normalized by rows ("Muon+" calls that
+    post-normalization), at the same one number a row of state.
+
     Args:
         beta2: decay rate of r.
         eps: added to the root of r.

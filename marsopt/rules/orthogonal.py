@@ -70,7 +70,8 @@ class MatrixAverage(Average, MatrixPreconditioner):
 
     def apply(self, x, o, rows, s, shape):
         rate, decay, *_ = s
-        return decay * x - (rate * lr_scale(self.adjust_lr_fn, shape)) * o
+        step = (rate * lr_scale(self.adjust_lr_fn, shape)) * o
+        return self.decay_of(x, step, decay) * x - step
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
-from marsopt.rules.hyperparameters import check_fields, number
+from marsopt.rules.hyperparameters import check_fields, number, structure
 
 Tensors = Mapping[str, Tensor]  # by symbol
 SumUp = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -27,9 +27,13 @@ class Preconditioner(ABC):
 
     Args:
         weight_decay: decoupled: x <- (1 - lr weight_decay) x - ...
+        cautious_weight_decay: decay only those elements of x that the step moves
+            towards zero as well, where step * x >= 0 ("Cautious Weight Decay", arXiv
+            2510.12402; dion's ``cautious_wd``).
     """
 
     weight_decay: Number = number(0.0, checks.at_least_zero)
+    cautious_weight_decay: bool = structure(False, checks.true_or_false)
 
     keeps: ClassVar[dict[str, Buffer]] = {}  # all that it may keep, by symbol
     matrix_only: ClassVar[bool] = False  # whether it is a ``MatrixPreconditioner``
@@ -71,6 +75,23 @@ class Preconditioner(ABC):
         in place of x what goes to the owners, None for m itself.
         """
 
+    def decay_of(self, x: Tensor, step: Tensor, decay: Tensor) -> Tensor:
+        """Return what x is multiplied by beside the subtraction of ``step``.
+
+        Args:
+            x: before the step, of any shape.
+            step: what is subtracted from x beside the decay, with the learning rate in
+                it, in the shape of x.
+            decay: 1 - lr weight_decay, as a factor of x.
+
+        Returns:
+            ``decay`` itself; with ``cautious_weight_decay``, in the shape of x, that
+            where step * x >= 0 and else 1 (arXiv 2510.12402).
+        """
+        if not self.cautious_weight_decay:
+            return decay
+        return torch.where(step * x >= 0, decay, 1.0)
+
     def look_ahead(
         self, s: tuple[Number, ...], k: Tensor, dtype: torch.dtype
     ) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
@@ -104,7 +125,8 @@ class Whole(NamedTuple):
 
     matrix: Tensor  # (rows, cols), or a batch (num, rows, cols)
     rows: tuple[Tensor, ...] = ()  # numbers of rows: (rows,) or (num, rows) each
-    owned: tuple[Tensor, ...] = ()  # the owner's buffers: (*shape) or (num, *shape)
+    # the owner's buffers: (*shape) or (num, *shape); None: written where they lie
+    owned: tuple[Tensor, ...] | None = ()
 
 
 class MatrixCost(Protocol):

@@ -99,11 +99,13 @@ class NamedRule:
     def fallback_group(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a param group says whose parameters AdamW moves beside this rule,
         as embeddings; it says all, so that an argument of MARS for the rule does not
-        change AdamW.
+        change AdamW. ``cautious_weight_decay`` is of the whole optimizer unless a
+        group says otherwise: it is said here only where it is given.
 
         Args:
             given: of the rule's own group: lr, betas, weight_decay and gamma, and what
-                stands in their place where it is not None, lr_1d and so on.
+                stands in their place where it is not None, lr_1d and so on; and
+                cautious_weight_decay.
         """
         beside, numbers = self.hyperparameters, {}
         beside |= {name: value for name, value in given.items() if value is not None}
@@ -111,6 +113,8 @@ class NamedRule:
             value = beside.get(f"{name}_1d")
             value = beside.get(name) if value is None else value
             numbers |= {} if value is None else {name: value}
+        if (cautious := given.get("cautious_weight_decay")) is not None:
+            numbers["cautious_weight_decay"] = cautious
         return numbers | dict(
             mars_type="adamw",
             epsilon_hat=self.fallback == "adamw",

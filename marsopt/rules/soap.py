@@ -152,8 +152,10 @@ class SOAP(MatrixPreconditioner):
     def apply(self, x, o, rows, s, shape):
         rate, decay = s
         if self.orthogonalize:
-            return decay * x - (rate * lr_scale(self.adjust_lr_fn, shape)) * o
-        return decay * (x - rate * o)
+            step = (rate * lr_scale(self.adjust_lr_fn, shape)) * o
+            return self.decay_of(x, step, decay) * x - step
+        step = rate * o
+        return self.decay_of(x, step, decay) * (x - step)
 
     # ---- whole matrices, and shards --------------------------------------------------
 
