@@ -33,6 +33,12 @@ ADAMW_AS_OURS: dict[str, Any] = ADAMW_HYPER | dict(
     lr_1d=ADAMW_HYPER["lr"], weight_decay_1d=ADAMW_HYPER["weight_decay"]
 )
 MUON_HYPER: dict[str, Any] = dict(lr=2e-2, weight_decay=0.1)
+# The authors' defaults (nikhilvyas/SOAP). EVERY: the bases refreshed in every step, so
+# that the median of steps has a refresh in it.
+SOAP_HYPER: dict[str, Any] = dict(
+    lr=3e-3, betas=(0.95, 0.95), eps=1e-8, weight_decay=0.01
+)
+EVERY: dict[str, Any] = dict(precondition_frequency=1)
 
 
 class Entry(NamedTuple):
@@ -137,14 +143,25 @@ def torch_muon(*, beside: Collection[str] = ()) -> Callable[[Params, bool], Entr
     """
 
     def build(params: Params, compile: bool) -> Entry:
-        matrices, others = by_ndim({n: p for n, p in params.items() if n not in beside})
-        muon = torch.optim.Muon(matrices, **MUON_HYPER)
-        rest = ADAMW_HYPER | dict(lr=MARS_HYPER["lr_1d"])
-        others += [params[name] for name in beside]
-        adamw = torch.optim.AdamW(others, fused=True, **rest)
-        return entry_of(params, muon, adamw, clip=True)
+        return beside_adamw(params, beside, torch.optim.Muon, **MUON_HYPER)
 
     return build
+
+
+def beside_adamw(
+    params: Params,
+    beside: Collection[str],
+    kind: Callable[..., Optimizer],
+    **options: Any,
+) -> Entry:
+    """Return the step of an optimizer of all matrices but those that are named, and of
+    fused AdamW for the rest.
+    """
+    matrices, others = by_ndim({n: p for n, p in params.items() if n not in beside})
+    rest = ADAMW_HYPER | dict(lr=MARS_HYPER["lr_1d"])
+    others += [params[name] for name in beside]
+    adamw = torch.optim.AdamW(others, fused=True, **rest)
+    return entry_of(params, kind(matrices, **options), adamw, clip=True)
 
 
 REFERENCE = Contender(
@@ -164,6 +181,8 @@ HYPER: dict[str, dict[str, Any]] = {
     "adamw": ADAMW_AS_OURS,
     "muon": MUON_HYPER,
     "moonlight": MUON_HYPER,
+    "soap": SOAP_HYPER,
+    "soap-muon": SOAP_HYPER,
 }
 
 
@@ -225,6 +244,18 @@ OURS = [
         "MARS-M transport, both clips",
         key="mars-m-transport",
         build=ours("mars-m", correction="transport"),
+    ),
+    _ours(
+        "soap",
+        "SOAP, global clip, a refresh in every step",
+        key="soap-every",
+        build=ours("soap", **SOAP_HYPER, **EVERY),
+    ),
+    _ours(
+        "soap",
+        "SOAP of short sides, global clip",
+        key="soap-short",
+        build=ours("soap", **SOAP_HYPER, sides="short"),
     ),
     _ours(
         "mars-adamw",

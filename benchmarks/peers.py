@@ -16,13 +16,17 @@ from typing import Any
 from torch import nn
 
 from benchmarks.contenders import (
+    EVERY,
     MARS_HYPER,
+    SOAP_HYPER,
     Contender,
     Entry,
     Params,
+    beside_adamw,
     by_ndim,
     entry_of,
 )
+from marsopt.profiling.gpt2 import EMBEDDINGS
 from train.errors import UserError
 
 INSTALL = "pip install -r benchmarks/requirements.txt -c constraints.txt"
@@ -94,6 +98,16 @@ def heavyball(params: Params, _: bool) -> Entry:
     return entry_of(params, optimizer, clip=True)
 
 
+def soap(package: str, **options: Any) -> Callable[[Params, bool], Entry]:
+    """SOAP of a package, on the matrices of blocks."""
+
+    def build(params: Params, _: bool) -> Entry:
+        kind = importlib.import_module(package).SOAP
+        return beside_adamw(params, EMBEDDINGS, kind, **SOAP_HYPER, **options)
+
+    return build
+
+
 def timm(params: Params, _: bool) -> Entry:
     """timm's Mars. Its file alone: importing timm wants a torchvision that fits torch
     to the bit, which CPU builds of torch do not find on the package index.
@@ -129,6 +143,28 @@ def authors(checkout: Path | None, **options: Any) -> Callable[[Params, bool], E
         return entry_of(params, optimizer, clip=True, exact=exact)
 
     return build
+
+
+def _soaps(package: str, title: str, note: str, **options: Any) -> list[Contender]:
+    """Return the rows of a package's SOAP, with a refresh every ten steps, as by
+    default, and in every one.
+    """
+    refreshes = {"": dict(precondition_frequency=10), "-every": EVERY}
+    return [
+        Contender(
+            key=f"{package.replace('_', '-')}-soap{end}",
+            title=f"clip_grad_norm_ + {title} SOAP"
+            + (", a refresh in every step" if end else ""),
+            family="peers",
+            build=soap(package, **often, **options),
+            num_buffers=7,
+            matrix=True,
+            twin=f"soap{end}",
+            package=package,
+            note=note,
+        )
+        for end, often in refreshes.items()
+    ]
 
 
 FROM_INDEX = [
@@ -174,6 +210,15 @@ FROM_INDEX = [
         package="timm",
         note="no correction at step 1; any tensor of two or more dims is a matrix; has "
         "neither a foreach nor a compiled mode",
+    ),
+    *_soaps("pytorch_optimizer", "pytorch_optimizer", "m in the parameter's own basis"),
+    *_soaps(
+        "heavyball",
+        "HeavyBall",
+        "another refresh of the bases",
+        shampoo_beta=SOAP_HYPER["betas"][1],
+        max_precond_dim=10_000,
+        merge_dims=False,
     ),
 ]
 

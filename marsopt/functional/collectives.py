@@ -61,7 +61,7 @@ class Request(NamedTuple):
     stage: Hashable = None
     # returns owners' buffers after the step, from those before and from what became of
     # them; None where it has written into the first ones
-    keep: Callable[[Tensors, Tensors], Tensors | None] = lambda old, new: new
+    keep: Callable[[Tensors, Tensors], Tensors | None] = lambda old, new: None
 
     @property
     def leaf(self) -> Leaf:

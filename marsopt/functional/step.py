@@ -69,9 +69,11 @@ class Run(Protocol):
         """
 
     def store(
-        self, old: tuple[Tensor, ...], new: Sequence[Tensor]
+        self, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor | None, ...]
     ) -> tuple[Tensor, ...] | None:
-        """Return tensors that hold what is ``new``; None where ``old`` do from now."""
+        """Return tensors that hold what is ``new``, and not None, if ``ok`` (0-D bool),
+        else ``old``; None where ``old`` do from now.
+        """
 
 
 class Pure:
@@ -98,8 +100,11 @@ class Pure:
     def portions(self, stacks):
         return [range(len(stacks))]
 
-    def store(self, old, new):
-        return tuple(new)
+    def store(self, ok, old, new):
+        pairs = zip(old, new, strict=True)
+        return tuple(
+            o if n is None else torch.where(ok, n.to(o.dtype), o) for o, n in pairs
+        )
 
 
 PURE = Pure()
@@ -510,18 +515,7 @@ def _requests(
             algorithm.matrices,
             algorithm.preconditioner,
             algorithm.preconditioner.stage(host.count, first + n),
-            partial(_keep, run, ok[n]),
+            partial(run.store, ok[n]),
         )
         for n, (matrix, leaf) in enumerate(zip(matrices, members.leaves, strict=True))
     ]
-
-
-def _keep(
-    run: Run, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor, ...]
-) -> tuple[Tensor, ...] | None:
-    """Return what one tensor's buffers at an owner hold after the step, or None, as
-    ``Run.store`` does.
-    """
-    pairs = zip(old, new, strict=True)
-    now = [torch.where(ok, n.to(o.dtype), o) for o, n in pairs]
-    return run.store(old, now)

@@ -373,9 +373,12 @@ class InPlace:
         # ranks exchange all that they have at once, in buckets
         return [c.stacks for c in self.calls] if self._alone else [range(len(stacks))]
 
-    def store(self, old: tuple[Tensor, ...], new: Sequence[Tensor]) -> None:
-        if old:
-            torch._foreach_copy_(list(old), list(new))
+    def store(
+        self, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor | None, ...]
+    ) -> None:
+        for o, n in zip(old, new, strict=True):
+            if n is not None:
+                torch.where(ok, n.to(o.dtype), o, out=o)
 
     def _by_calls(
         self, function: Callable, stacks: Sequence[Stack], *columns: Sequence

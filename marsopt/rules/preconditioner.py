@@ -125,8 +125,9 @@ class Whole(NamedTuple):
 
     matrix: Tensor  # (rows, cols), or a batch (num, rows, cols)
     rows: tuple[Tensor, ...] = ()  # numbers of rows: (rows,) or (num, rows) each
-    # the owner's buffers: (*shape) or (num, *shape); None: written where they lie
-    owned: tuple[Tensor, ...] | None = ()
+    # the owner's buffers: (*shape) or (num, *shape), None for one that stays as it is;
+    # None for all: written where they lie
+    owned: tuple[Tensor | None, ...] | None = ()
 
 
 class MatrixCost(Protocol):

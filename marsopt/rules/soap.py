@@ -35,16 +35,17 @@ FIRST, REFRESH = "first", "refresh"  # stages
 
 class Kept(NamedTuple):
     """What an owner keeps of a matrix, or of a batch of them, in the order of
-    ``SOAP.keeps``. A side without a factor has matrices (0, 0).
+    ``SOAP.keeps``; None stands for what a step leaves as it is. A side without a factor
+    has matrices (0, 0).
     """
 
-    m: Tensor  # (..., rows, cols), in the basis, as v
-    v: Tensor
-    n: Tensor  # (...): how many gradients the factors have
-    row_factor: Tensor  # (..., rows, rows): L, and its basis
-    row_basis: Tensor
-    col_factor: Tensor  # (..., cols, cols): R, and its basis
-    col_basis: Tensor
+    m: Tensor | None = None  # (..., rows, cols), in the basis, as v
+    v: Tensor | None = None
+    n: Tensor | None = None  # (...): how many gradients the factors have
+    row_factor: Tensor | None = None  # (..., rows, rows): L, and its basis
+    row_basis: Tensor | None = None
+    col_factor: Tensor | None = None  # (..., cols, cols): R, and its basis
+    col_basis: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -204,7 +205,8 @@ class SOAP(MatrixPreconditioner):
             if len(members) == 1:
                 found[members[0]] = Whole(own, (), tuple(after))
                 continue
-            for i, one, *each in zip(members, own, *after, strict=True):
+            every = [[None] * len(members) if x is None else x for x in after]
+            for i, one, *each in zip(members, own, *every, strict=True):
                 found[i] = Whole(one, (), tuple(each))
         return found
 
@@ -213,34 +215,39 @@ class SOAP(MatrixPreconditioner):
     ) -> tuple[Tensor, Kept]:
         """Return o, before it is orthogonalized, and what is kept from then on."""
         (beta1, beta2), b = self.betas, self.shampoo_beta
-        b = beta2 if b is None else b
-        m, v, n, *factors = kept
-        bases = kept.row_basis, kept.col_basis
-        is_first = n == 0
-        starts, o = is_first[..., None, None], torch.zeros_like(g)
+        m, v, n = working(kept.m), working(kept.v), kept.n
+        bases, new = (kept.row_basis, kept.col_basis), Kept()
+        is_first = (n == 0).to(g.dtype)[..., None, None]
+        o = torch.zeros_like(g)
         if stage != FIRST:
             turned = _into(g, *bases)
-            m = torch.where(starts, m, beta1 * m + (1 - beta1) * turned)
-            v = torch.where(starts, v, beta2 * v + (1 - beta2) * (turned * turned))
-            step = torch.where(starts, 0.0, m / (v.sqrt() + self.eps))
-            o = _back(step, *bases)
-        L, R = (
-            b * factor + (1 - b) * gram
-            for factor, gram in zip(factors[::2], grams, strict=True)
-        )
+            m = _mixed(m, turned, (1 - beta1) * (1 - is_first))
+            v = _mixed(v, turned * turned, (1 - beta2) * (1 - is_first))
+            # beside a first gradient m and v are zero
+            o = _back(m / (v.sqrt() + (self.eps + is_first)), *bases)
+            new = new._replace(m=m, v=v)
+        factors = [
+            _mixed(factor, gram, 1 - (beta2 if b is None else b))
+            for factor, gram in zip(
+                (kept.row_factor, kept.col_factor), grams, strict=True
+            )
+        ]
+        new = new._replace(n=n + 1, row_factor=factors[0], col_factor=factors[1])
         if stage == FIRST:
             bases = [
-                torch.where(starts, _eigenvectors(factor), basis)
-                for factor, basis in zip((L, R), bases, strict=True)
+                torch.where(is_first > 0, _eigenvectors(factor), basis)
+                for factor, basis in zip(factors, bases, strict=True)
             ]
         elif stage == REFRESH:
             m = _back(m, *bases)
-            (left, rows), (right, cols) = map(_refreshed, (L, R), bases)
-            v = v if rows is None else torch.take_along_dim(v, rows[..., :, None], -2)
-            v = v if cols is None else torch.take_along_dim(v, cols[..., None, :], -1)
+            (left, rows), (right, cols) = map(_refreshed, factors, bases)
+            v = v if rows is None else _in_order(v, rows, -2)
+            v = v if cols is None else _in_order(v, cols, -1)
             bases = left, right
-            m = _into(m, *bases)
-        return o, Kept(m, v, n + 1, L, bases[0], R, bases[1])
+            new = new._replace(m=_into(m, *bases), v=v)
+        if stage is not None:
+            new = new._replace(row_basis=bases[0], col_basis=bases[1])
+        return o, new
 
 
 def _one_number(shape: torch.Size, matrices: Matrices) -> torch.Size:
@@ -304,6 +311,21 @@ def _back(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return x @ right.mT if _exists(right) else x
 
 
+def _mixed(old: Tensor, new: Tensor, weight: Number) -> Tensor:
+    """Return the average after ``new``, with this weight, in one pass."""
+    if isinstance(weight, Tensor):
+        weight = weight.to(old.dtype)
+    return torch.lerp(old, new, weight)
+
+
+def _in_order(x: Tensor, order: Tensor, dim: int) -> Tensor:
+    """Return rows (dim -2) or columns (-1) of matrices in an order (..., size)."""
+    if order.ndim == 1:
+        return x.index_select(dim, order)
+    other = -1 if dim == -2 else -2
+    return torch.take_along_dim(x, order.unsqueeze(other), dim)
+
+
 def _eigenvectors(factor: Tensor) -> Tensor:
     """Return those of symmetric matrices, of the largest eigenvalue first."""
     if not _exists(factor):
@@ -323,8 +345,7 @@ def _refreshed(factor: Tensor, basis: Tensor) -> tuple[Tensor, Tensor | None]:
         return basis, None
     product = factor @ basis
     order = (basis * product).sum(-2).argsort(-1, descending=True)
-    product = torch.take_along_dim(product, order[..., None, :], -1)
-    return torch.linalg.qr(product).Q, order
+    return torch.linalg.qr(_in_order(product, order, -1)).Q, order
 
 
 # ---- what it costs -------------------------------------------------------------------

@@ -157,7 +157,7 @@ class Compiled:
     def portions(self, stacks):
         return [range(len(stacks))]
 
-    def store(self, old, new):
+    def store(self, ok, old, new):
         return None
 
 
