@@ -79,12 +79,12 @@ def tiny_moonlight() -> MarsTrainer.Config:
 
 def tiny_soap() -> MarsTrainer.Config:
     """SOAP: embeddings by AdamW."""
-    return _tiny("tiny_soap", "soap", lr=6e-3, min_lr=6e-4)
+    return _tiny("tiny_soap", "soap", lr=1.2e-2, min_lr=1.2e-3)
 
 
 def tiny_soap_muon() -> MarsTrainer.Config:
     """SOAP-Muon, factors of the short sides alone."""
-    return _tiny("tiny_soap_muon", "soap_muon", lr=6e-3, min_lr=6e-4, sides="short")
+    return _tiny("tiny_soap_muon", "soap_muon", lr=1.2e-2, min_lr=1.2e-3, sides="short")
 
 
 def tiny_mars_adamw() -> MarsTrainer.Config:
@@ -149,7 +149,7 @@ def tiny_mars_m_transport() -> MarsTrainer.Config:
 
 def tiny_mars_soap_transport() -> MarsTrainer.Config:
     """MARS-SOAP, transport: exact MARS with one gradient."""
-    return _transport("mars_soap", lr=6e-3, min_lr=6e-4, gamma=0.05)
+    return _transport("mars_soap", lr=1.2e-2, min_lr=1.2e-3, gamma=0.05)
 
 
 def tiny_moonlight_transport() -> MarsTrainer.Config:

@@ -84,8 +84,8 @@ tiny_mars_adamw_exact mars-adamw   6e-3    6e-3    3e-3    6e-4     .01  0    .1
 tiny_mars_lion       mars-lion     1e-3    1e-3    3e-3    1e-4     .3   0    .1   .95 .99
 tiny_mars_shampoo    mars-shampoo  3e-2    3e-2    3e-3    3e-3     0    0    .1   .95 .99
 tiny_mars_m          mars-m        6e-3    6e-3    6e-3    6e-4     .01  .01  .01  .95 .99
-tiny_soap            soap          6e-3    6e-3    6e-3    6e-4     .01  .01  .01  .95 .95
-tiny_soap_muon       soap-muon     6e-3    6e-3    6e-3    6e-4     .1   .1   .1   .95 .95
+tiny_soap            soap          1.2e-2  1.2e-2  1.2e-2  1.2e-3   .01  .01  .01  .95 .95
+tiny_soap_muon       soap-muon     1.2e-2  1.2e-2  1.2e-2  1.2e-3   .1   .1   .1   .95 .95
 small_mars_adamw_transport mars-adamw 6e-3 6e-3    3e-3    3e-5     .01  0    .1   .95 .99
 small_mars_lion_transport mars-lion 2e-4   2e-4    3e-3    1e-5     .3   0    .1   .95 .99
 small_mars_shampoo_transport mars-shampoo 2e-2 2e-2 3e-3   3e-5     0    0    .1   .95 .99
@@ -96,7 +96,7 @@ tiny_mars_adamw_transport mars-adamw 6e-3  6e-3    3e-3    6e-4     .01  0    .1
 tiny_mars_lion_transport mars-lion 5e-4    5e-4    3e-3    5e-5     .3   0    .1   .95 .99
 tiny_mars_shampoo_transport mars-shampoo 3e-2 3e-2 3e-3    3e-3     0    0    .1   .95 .99
 tiny_mars_m_transport mars-m       1.2e-2  1.2e-2  1.2e-2  1.2e-3   .01  .01  .01  .95 .99
-tiny_mars_soap_transport mars-soap 6e-3    6e-3    6e-3    6e-4     .01  .01  .01  .95 .95
+tiny_mars_soap_transport mars-soap 1.2e-2  1.2e-2  1.2e-2  1.2e-3   .01  .01  .01  .95 .95
 """  # noqa: E501
 GAMMA = {  # where it is not the published 0.025
     "tiny_mars_adamw_gamma0": 0.0,
