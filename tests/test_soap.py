@@ -21,6 +21,7 @@ from marsopt import MARS, SOAP, NewtonSchulz
 from marsopt.parallel import MeshCollectives
 from marsopt.parallel.forecast import models
 from marsopt.parallel.forecast.record import Recorder, pretended
+from marsopt.parallel.planner import cost, plan
 from marsopt.rules.preconditioner import Whole
 from tests.oracle import Oracle
 from tests.processes import spawn
@@ -224,16 +225,19 @@ class Decompositions(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("shape", [SQUARE, (264, 264)], ids=["stacked", "apart"])
 @pytest.mark.parametrize("stagger", [False, True])
-def test_eigenvectors_once_and_refreshes_in_their_rhythm(stagger):
-    params = [nn.Parameter(drawn(SQUARE, i)) for i in range(6)]
+def test_eigenvectors_once_and_refreshes_in_their_rhythm(stagger, shape):
+    """Over all tensors, also where a CPU moves large ones some at a time."""
+    params = [nn.Parameter(drawn(shape, i)) for i in range(6)]
     own = dict(sides="short", precondition_frequency=3, stagger=stagger)
-    optimizer = MARS(params, mars_type="soap", lr=0.01, compile=False, **own)
+    optimizer = MARS(params, mars_type="soap", lr=0.01, compile=True, **own)
+    assert (len(optimizer.describe().calls) > 1) == (shape != SQUARE)
     found = []
     for t in range(8):
         for i, p in enumerate(params):
-            p.grad = drawn(SQUARE, 10 * t + i)
-        with Decompositions() as mode:
+            p.grad = drawn(shape, 10 * t + i)
+        with Decompositions() as mode:  # under which nothing is compiled
             optimizer.step()
         found.append((mode.found["linalg_eigh"], mode.found["linalg_qr"]))
     all_at_once = [(0, 0), (0, 0), (0, 6)]
@@ -311,6 +315,18 @@ def test_gpt2_small_takes_the_state_and_the_products_that_are_said():
     assert num_bytes == pytest.approx(10.7, abs=0.05)
     flops = [sum(c.num_flops(*s) for s in hidden) for c in (soap.cost, ns)]
     assert flops[0] / flops[1] == pytest.approx(0.3, abs=0.05)
+
+
+def test_owners_have_equal_work_with_its_refreshes():
+    for sides, often in (("both", 10), ("both", 1), ("short", 10)):
+        soap = SOAP(sides=sides, precondition_frequency=often).cost
+        (job,) = models.jobs("gpt2-small", ["muon"])
+        matrices = [*job.matrices().values()]
+        found = plan(matrices, 8, soap, strategy="owner")
+        spent = cost(matrices, found, soap)
+        every = sum(soap.num_flops(m.rows, m.cols) for m in matrices)
+        assert sum(spent.owner_flops) == pytest.approx(every)
+        assert spent.imbalance < 1.1
 
 
 # ---- what shards send ----------------------------------------------------------------

@@ -286,6 +286,7 @@ class Host(NamedTuple):
     """What is known of the tensors of a stack before their owners are asked."""
 
     count: int  # steps that were taken before
+    first: int  # number of the first of them, among all tensors
     ok: Tensor  # (L,) bool: which of them move
 
 
@@ -308,11 +309,11 @@ def advance(
     stacks, scalars = stacks_of(groups), per_stack(groups, decision)
     owned: list[list[tuple[Tensor, ...]]] = [[] for _ in stacks]
     if any(stack.algorithm.matrix_only for stack in stacks):
-        hosts = [
-            Host(group.count, one)
-            for group, every in zip(groups, decision.ok, strict=True)
-            for one in every.split([stack.num_tensors for stack in group.stacks])
-        ]
+        hosts, first = [], 0
+        for group, every in zip(groups, decision.ok, strict=True):
+            for ok in every.split([stack.num_tensors for stack in group.stacks]):
+                hosts.append(Host(group.count, first, ok))
+                first += len(ok)
         for part in run.portions(stacks):
             columns = members, scalars, hosts
             stacks, found = _advance(part, stacks, columns, collectives, run)
@@ -470,8 +471,7 @@ def at_owners(
     for mine in ways.values():
         requests = []
         for i in mine:
-            first = len(requests)
-            requests += _requests(stacks[i], made[i], members[i], hosts[i], first, run)
+            requests += _requests(stacks[i], made[i], members[i], hosts[i], run)
         back = iter(collectives.on_owners(requests))
         for i in mine:
             parts = [next(back) for _ in range(stacks[i].num_tensors)]
@@ -491,12 +491,9 @@ def _requests(
     made: Tensor | None,
     members: Members,
     host: Host,
-    first: int,
     run: Run,
 ) -> list[Request]:
-    """Return what each tensor of a stack has for the owners of its matrices; the first
-    of them has the number ``first``.
-    """
+    """Return what each tensor of a stack has for the owners of its matrices."""
     algorithm = stack.algorithm
     ok = host.ok.unbind() if members.owned else [host.ok] * stack.num_tensors
     matrices = (stack.buffers["m"] if made is None else made).unbind()
@@ -514,7 +511,7 @@ def _requests(
             leaf,
             algorithm.matrices,
             algorithm.preconditioner,
-            algorithm.preconditioner.stage(host.count, first + n),
+            algorithm.preconditioner.stage(host.count, host.first + n),
             partial(run.store, ok[n]),
         )
         for n, (matrix, leaf) in enumerate(zip(matrices, members.leaves, strict=True))

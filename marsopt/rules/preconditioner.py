@@ -204,7 +204,7 @@ class MatrixPreconditioner(Preconditioner):
 
         Args:
             count: how many steps were taken before.
-            number: of the tensor, among those that are brought to owners together.
+            number: of the tensor, among all.
         """
         return None
 
