@@ -12,7 +12,6 @@ that a call which was ended is continued by the same command.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterator
 from functools import partial
@@ -22,18 +21,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks import checks
+from benchmarks import tiny
 from benchmarks.pretrain.loop import Plan, Task
 from marsopt import MARS
 from marsopt.profiling.machine import describe, one_line
 from train.data.token_files import open_raw
 from train.engine.schedule import cosine
-from train.errors import UserError, check_least, command
+from train.errors import command
 from train.files import write_json
-from train.gpt2 import Shape
 
-NUM_HEADS, VOCAB_SIZE = 4, 257
-WARMUP, FLOOR = 100, 0.1  # of the learning rate, as configs.tiny has it
+WARMUP = 100  # steps, as configs.tiny has it
 FLOAT32 = "float32"
 NEAREST = "bfloat16, to nearest"
 STOCHASTIC = "bfloat16, stochastic"
@@ -57,27 +54,6 @@ RECIPES = (
     Recipe("mars-adamw", 6e-3, (0.95, 0.99)),
     Recipe("adamw", 4e-3, (0.9, 0.999)),
 )
-
-
-def plan(args: argparse.Namespace, seed: int) -> Plan:
-    """Return how runs of a seed go."""
-    return Plan(
-        shape=Shape(
-            args.layers, NUM_HEADS, args.width, args.seq_len, VOCAB_SIZE, False
-        ),
-        seq_len=args.seq_len,
-        batch=args.batch,
-        micro_batch=args.batch,
-        steps=args.steps,
-        warmup=min(WARMUP, args.steps),
-        floor=FLOOR,
-        held_out=args.held_out,
-        interval=args.steps,
-        seed=seed,
-        device="cpu",
-        dtype="float32",
-        compile=not args.eager,
-    )
 
 
 def train(
@@ -145,14 +121,9 @@ def table(found: dict[str, list[float]], seeds: int) -> Iterator[str]:
             ]
             held_out, training = zip(*(one for one, _ in both), strict=True)
             apart = [one[0] - base[0] for one, base in both]
-            cells = [spread(held_out), spread(training)]
-            cells.append("" if precision == FLOAT32 else spread(apart, "+"))
+            cells = [tiny.spread(held_out), tiny.spread(training)]
+            cells.append("" if precision == FLOAT32 else tiny.spread(apart, "+"))
             yield " | ".join([recipe.rule, precision, *cells])
-
-
-def spread(values: list[float], sign: str = "") -> str:
-    """Return mean and standard deviation."""
-    return f"{statistics.mean(values):{sign}.4f} ± {statistics.stdev(values):.4f}"
 
 
 def main() -> None:
@@ -163,45 +134,34 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    # fmt: off
-    add("--data", type=Path, default=Path("data/python"), metavar="FOLDER")
     add("--json", type=Path, required=True, metavar="FILE", help="losses; continued")
-    add("--layers", type=int, default=4, help="(%(default)s, as configs.tiny)")
-    add("--width", type=int, default=128, help="the same (%(default)s)")
-    add("--seq-len", type=int, default=128, help="the same (%(default)s)")
-    add("--steps", type=int, default=3000, help="of a run (%(default)s)")
-    add("--batch", type=int, default=8, help="sequences a step (%(default)s)")
-    add("--held-out", type=int, default=512, help="sequences (%(default)s)")
-    add("--seeds", type=int, default=3, help="(%(default)s)")
+    tiny.add_sizes(
+        parser,
+        layers=4,
+        width=128,
+        seq_len=128,
+        steps=3000,
+        batch=8,
+        held_out=512,
+    )
     add("--eager", action="store_true", help="compile nothing")
-    # fmt: on
     args = parser.parse_args()
-    names = ["layers", "width", "seq_len", "steps", "batch", "held_out"]
-    about = {name: getattr(args, name) for name in names}
-    check_least(1, **about)
-    about |= dict(eager=args.eager)
-    if args.width % NUM_HEADS:
-        raise UserError(
-            f"got --width {args.width}, expected a multiple of {NUM_HEADS}, the number "
-            "of heads: change it"
-        )
-    check_least(2, seeds=args.seeds)
-    checks.outputs(args.json)
-    done: dict[str, Any] = dict(about=about, losses={})
-    if args.json.exists():
-        done = json.loads(args.json.read_bytes())
-        if done["about"] != about:
-            raise UserError(
-                f"got {args.json} of {done['about']}, expected {about}: give the same "
-                "options, or another --json"
-            )
+    about = tiny.sizes(args, [args.json]) | dict(eager=args.eager)
+    done = tiny.known(args.json, about, losses={})
     print(one_line(describe("cpu")))
     print(", ".join(f"{name} {value}" for name, value in about.items()))
     print(f"loss in nats a byte, mean ± standard deviation of {args.seeds} seeds")
     for recipe, seed, precision in runs(args):
         name = key(recipe, seed, precision)
         if name not in done["losses"]:
-            found = train(args.data, plan(args, seed), recipe, precision)
+            plan = tiny.plan(
+                args,
+                seed,
+                steps=args.steps,
+                warmup=min(WARMUP, args.steps),
+                compile=not args.eager,
+            )
+            found = train(args.data, plan, recipe, precision)
             done["losses"][name] = found
             write_json(args.json, done)
     print(*table(done["losses"], args.seeds), sep="\n")

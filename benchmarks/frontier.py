@@ -18,7 +18,6 @@ it. The table is of all files.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -28,18 +27,15 @@ from typing import Any, NamedTuple
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks import checks
-from benchmarks.bf16_state import spread
+from benchmarks import tiny
 from benchmarks.pretrain.loop import Plan, Task
 from marsopt import MARS, param_groups
 from marsopt.profiling.machine import describe, one_line
 from train.data.token_files import open_raw
 from train.engine.schedule import cosine
-from train.errors import UserError, check_least, command
+from train.errors import command
 from train.files import write_json
-from train.gpt2 import Shape
 
-NUM_HEADS, VOCAB_SIZE, FLOOR = 4, 257, 0.1
 WARMUP = 0.1  # of the steps
 BETAS = (0.6, 0.8, 0.9, 0.95, 0.98)
 TRANSPORT = dict(correction="transport", gamma=0.05)
@@ -111,23 +107,8 @@ def optimum(loss: Callable[[Point], float], start: Point) -> Point:
 
 def plan(args: argparse.Namespace, seed: int, steps: int) -> Plan:
     """Return how runs of a seed go."""
-    return Plan(
-        shape=Shape(
-            args.layers, NUM_HEADS, args.width, args.seq_len, VOCAB_SIZE, False
-        ),
-        seq_len=args.seq_len,
-        batch=args.batch,
-        micro_batch=args.batch,
-        steps=steps,
-        warmup=max(1, round(WARMUP * steps)),
-        floor=FLOOR,
-        held_out=args.held_out,
-        interval=steps,
-        seed=seed,
-        device="cpu",
-        dtype="float32",
-        compile=False,
-    )
+    warmup = max(1, round(WARMUP * steps))
+    return tiny.plan(args, seed, steps=steps, warmup=warmup, compile=False)
 
 
 class Training:
@@ -192,21 +173,11 @@ class Study:
 
     def __init__(self, args: argparse.Namespace, about: dict[str, Any]) -> None:
         self._args, self._path, self._began = args, args.json[0], time.monotonic()
-        self._mine: dict[str, Any] = dict(about=about, seconds={}, losses={}, best={})
-        self._others = []
-        for path in args.json:
-            if not path.exists():
-                continue
-            found = json.loads(path.read_bytes())
-            if found["about"] != about:
-                raise UserError(
-                    f"got {path} of {found['about']}, expected {about}: give the same "
-                    "options, or another --json"
-                )
-            if path == self._path:
-                self._mine = found
-            else:
-                self._others.append(found)
+        first, *others = (
+            tiny.known(path, about, seconds={}, losses={}, best={})
+            for path in args.json
+        )
+        self._mine, self._others = first, others
 
     def _found(self, kind: str) -> dict[str, Any]:
         every = {}
@@ -282,7 +253,7 @@ class Study:
                 ]
                 here = [losses[key] for key in keys if key in losses]
                 whole = len(here) == len(keys)
-                every.append(spread(here) if whole else "not run")
+                every.append(tiny.spread(here) if whole else "not run")
             ratio = times[title] / times[BASELINE]
             cells += [every[0], f"{1e3 * times[title]:.1f}, {ratio:.2f}"]
             cells += [f"{fits}", every[1]]
@@ -298,29 +269,15 @@ def main() -> None:
     )
     add = parser.add_argument
     # fmt: off
-    add("--data", type=Path, default=Path("data/python"), metavar="FOLDER")
     add("--json", type=Path, required=True, nargs="+", metavar="FILE", help="the first one is written, all are read")  # noqa: E501
     add("--methods", nargs="*", choices=list(METHODS), default=list(METHODS), metavar="METHOD", help="to run, of: " + "; ".join(METHODS) + " (all); none: the table alone")  # noqa: E501
-    add("--layers", type=int, default=2, help="(%(default)s)")
-    add("--width", type=int, default=64, help="(%(default)s)")
-    add("--seq-len", type=int, default=64, help="tokens of a sequence (%(default)s)")
-    add("--steps", type=int, default=600, help="of a run (%(default)s)")
-    add("--batch", type=int, default=8, help="sequences a step (%(default)s)")
-    add("--held-out", type=int, default=512, help="sequences (%(default)s)")
-    add("--seeds", type=int, default=3, help="(%(default)s)")
     add("--minutes", type=float, help="start no run after so many")
     # fmt: on
+    tiny.add_sizes(
+        parser, layers=2, width=64, seq_len=64, steps=600, batch=8, held_out=512
+    )
     args = parser.parse_args()
-    names = ["layers", "width", "seq_len", "steps", "batch", "held_out"]
-    about = {name: getattr(args, name) for name in names}
-    check_least(1, **about)
-    check_least(2, seeds=args.seeds)
-    if args.width % NUM_HEADS:
-        raise UserError(
-            f"got --width {args.width}, expected a multiple of {NUM_HEADS}, the number "
-            "of heads: change it"
-        )
-    checks.outputs(*args.json)
+    about = tiny.sizes(args, args.json)
     print(one_line(describe("cpu")))
     print(", ".join(f"{name} {value}" for name, value in about.items()))
     study = Study(args, about)
