@@ -33,7 +33,7 @@ from marsopt import MARS, param_groups
 from marsopt.profiling.machine import describe, one_line
 from train.data.token_files import open_raw
 from train.engine.schedule import cosine
-from train.errors import command
+from train.errors import UserError, command
 from train.files import write_json
 
 WARMUP = 0.1  # of the steps
@@ -178,6 +178,16 @@ class Study:
             for path in args.json
         )
         self._mine, self._others = first, others
+        seen: dict[str, float] = {}
+        for path, one in zip(args.json, [first, *others], strict=True):
+            twice = sorted(seen.keys() & one["losses"].keys())
+            if any(seen[name] != one["losses"][name] for name in twice):
+                raise UserError(
+                    f"got {len(twice)} runs twice, in {path} and a file before it, "
+                    f"expected each in one ({twice[0]}), since runs of one seed differ "
+                    "a little: give calls beside each other other --methods"
+                )
+            seen |= one["losses"]
 
     def _found(self, kind: str) -> dict[str, Any]:
         every = {}
