@@ -215,7 +215,7 @@ FROM_INDEX = [
     *_soaps(
         "heavyball",
         "HeavyBall",
-        "refreshes one call earlier; lifts small eigenvalues; eps is a bound from below",
+        "refreshes a call earlier; lifts small eigenvalues; eps bounds from below",
         shampoo_beta=SOAP_HYPER["betas"][1],
         max_precond_dim=10_000,
         merge_dims=False,

@@ -66,7 +66,7 @@ def test_the_command_goes_on_and_reads_what_others_ran(call, tmp_path, monkeypat
     again = json.loads((tmp_path / "other.json").read_bytes())
     again["losses"] |= dict.fromkeys(found["losses"], 9.0)
     (tmp_path / "third.json").write_text(json.dumps(again))
-    with pytest.raises(UserError, match="expected each in one file"):
+    with pytest.raises(UserError, match="expected each in one"):
         call(files=("losses.json", "third.json"))
     with pytest.raises(UserError, match="the same options, or another --json"):
         call("--steps", "5")
