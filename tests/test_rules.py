@@ -274,7 +274,15 @@ GENERATED = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+# rules with stages have a graph for each: of these pairs those that differ in kind
+TRACED = [
+    name
+    for name, row in ROWS.items()
+    if not row.num_factors or name in ("mars_soap", "soap_muon")
+]
+
+
+@pytest.mark.parametrize("name", TRACED)
 def test_compiles_once_and_equals_eager(name):
     """No recompile while lr, gamma and the step change, but for a stage that is new;
     inductor equals eager.
@@ -289,7 +297,7 @@ def test_compiles_once_and_equals_eager(name):
     fast = torch.compile(step, backend=backend, fullgraph=True)
     a, b = ((x, rule.init(x)) for _ in range(2))
     stages = []
-    for t in range(8 if row.num_factors else 4):
+    for t in range(5 if row.num_factors else 4):
         lr = torch.tensor(LR / (1 + t), dtype=torch.float64)
         gamma = torch.tensor(0.01 * t, dtype=torch.float64) if row.has_gamma else None
         g = tensors(row.names, 1 + t)

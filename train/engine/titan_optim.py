@@ -57,11 +57,9 @@ class MarsOptimizers(MarsOptimizersContainer):
         nadamw, muon and moonlight.
         """
         sides: Literal["both", "short"] | None = None
-        """Of soap and soap-muon: which sides of a matrix have a factor; None = both."""
+        """Of SOAP: which sides of a matrix have a factor; None = both."""
         precondition_frequency: int | None = None
-        """Of soap and soap-muon: steps from one refresh of the bases to the next; None
-        = 10.
-        """
+        """Of SOAP: steps between two refreshes of its bases; None = 10."""
         correction: Literal["approximate", "exact", "transport"] = "approximate"
         """What MARS corrects the gradient by: approximate = the previous one; exact = a
         second gradient a step, of the next batch at the current parameters; transport =
