@@ -145,7 +145,16 @@ def authors(checkout: Path | None, **options: Any) -> Callable[[Params, bool], E
     return build
 
 
-def _soaps(package: str, title: str, note: str, **options: Any) -> list[Contender]:
+# what makes a package's SOAP take the authors' defaults
+SOAP_OPTIONS: dict[str, dict[str, Any]] = {
+    "pytorch_optimizer": {},
+    "heavyball": dict(
+        shampoo_beta=SOAP_HYPER["betas"][1], max_precond_dim=10_000, merge_dims=False
+    ),
+}
+
+
+def _soaps(package: str, title: str, note: str) -> list[Contender]:
     """Return the rows of a package's SOAP, with a refresh every ten steps, as by
     default, and in every one.
     """
@@ -156,7 +165,7 @@ def _soaps(package: str, title: str, note: str, **options: Any) -> list[Contende
             title=f"clip_grad_norm_ + {title} SOAP"
             + (", a refresh in every step" if end else ""),
             family="peers",
-            build=soap(package, **often, **options),
+            build=soap(package, **often, **SOAP_OPTIONS[package]),
             num_buffers=7,
             matrix=True,
             twin=f"soap{end}",
@@ -216,9 +225,6 @@ FROM_INDEX = [
         "heavyball",
         "HeavyBall",
         "refreshes a call earlier; lifts small eigenvalues; eps bounds from below",
-        shampoo_beta=SOAP_HYPER["betas"][1],
-        max_precond_dim=10_000,
-        merge_dims=False,
     ),
 ]
 

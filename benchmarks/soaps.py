@@ -19,14 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.contenders import SOAP_HYPER
-from benchmarks.peers import INSTALL, version
+from benchmarks.peers import INSTALL, SOAP_OPTIONS, version
 from marsopt import MARS
 from train.errors import command
 
 SIZE, STEPS, OFTEN = 64, 25, dict(precondition_frequency=3)
-ROWS = {"marsopt": None, "pytorch_optimizer": {}, "heavyball": dict(
-    shampoo_beta=SOAP_HYPER["betas"][1], max_precond_dim=10_000, merge_dims=False
-)}  # fmt: skip
 COLUMNS = {"first step": 0, "third": 2, "fourth, which refreshes": 3, "last": -1}
 
 
@@ -53,7 +50,7 @@ def ours(p: nn.Parameter) -> Optimizer:
 
 def theirs(package: str) -> Callable[[nn.Parameter], Optimizer]:
     """Build a package's."""
-    kind, options = importlib.import_module(package).SOAP, ROWS[package]
+    kind, options = importlib.import_module(package).SOAP, SOAP_OPTIONS[package]
     return lambda p: kind([p], **SOAP_HYPER, **OFTEN, **options)
 
 
@@ -75,7 +72,7 @@ def main() -> None:
     print(f"distance from the authors' algorithm, of the way so far; {STEPS} steps")
     print("|".join(["", " package ", *(f" {name} " for name in COLUMNS), ""]))
     print("|---" * (1 + len(COLUMNS)) + "|")
-    for package in ROWS:
+    for package in ("marsopt", *SOAP_OPTIONS):
         if package != "marsopt" and version(package) is None:
             print(f"| {package}: not installed: {INSTALL} |")
             continue

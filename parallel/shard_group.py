@@ -91,9 +91,12 @@ class ShardGroup:
         of a bucket travels back while the next one is worked on.
         """
         ranks, there, back = range(self.plan.num_ranks), [], []
-        wide = _widest(requests)
         exchanges, kept = self._exchanges[self._replica], {}
-        for owned in exchanges:
+        wides = [
+            _widest([requests[i] for part in owned for i in part])
+            for owned in exchanges
+        ]
+        for owned, wide in zip(exchanges, wides, strict=True):
             with record_function("marsopt: exchange"):
                 words = self._cost.payload(wide)
                 sent = [
@@ -111,7 +114,7 @@ class ShardGroup:
                 like = requests[0].given.matrix.new_empty(0, dtype=words)
                 there.append(Exchange(sent, pieces, like, self._group))
                 del sent  # it has copies in ``words``
-        for owned, arriving in zip(exchanges, there, strict=True):
+        for owned, wide, arriving in zip(exchanges, wides, there, strict=True):
             by_rank, mine = arriving.wait(), owned[self._rank]
             with record_function("marsopt: whole matrices at their owner"):
                 made = at_owner(self._whole(mine, requests, by_rank))

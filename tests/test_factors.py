@@ -45,6 +45,17 @@ RULES = {
 rules = pytest.mark.parametrize("rule", RULES)
 
 
+def bound(rule: str) -> float:
+    """QR and Adam's quotients make more of rounding than the test's own rule."""
+    return 1e-11 if rule == "factors" else 1e-9
+
+
+def near(worst: dict) -> bool:
+    """Whether the largest differences, by rule and more, are rounding."""
+    names = {key: next(n for n in RULES if n in key) for key in worst}
+    return all(far < bound(names[key]) for key, far in worst.items())
+
+
 def wholes(seed: int, rule: str = "factors") -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     return {
@@ -154,7 +165,7 @@ def test_sharded_equals_unsharded(name):
     mesh_shape, place, strategy = CASES[name]
     world = torch.Size(mesh_shape).numel()
     for worst in spawn(sharded, world, mesh_shape, place, strategy):
-        assert max(worst.values()) < 1e-9, worst
+        assert near(worst), worst
 
 
 @registered()
@@ -207,7 +218,7 @@ def test_a_checkpoint_goes_on_with_other_numbers_of_ranks(before, after, tmp_pat
     for (ranks, strategy), function in ((before, save), (after, resume)):
         for every in spawn(function, ranks, str(tmp_path), strategy):
             for rule, found, want in zip(RULES, every, wants, strict=True):
-                assert largest(found, want) < 1e-9, rule
+                assert largest(found, want) < bound(rule), rule
 
 
 @registered()
@@ -243,7 +254,7 @@ def thaw(rank, world):
 
 def test_owners_may_change():
     for worst in spawn(thaw, 3):
-        assert max(worst.values()) < 1e-9, worst
+        assert near(worst), worst
 
 
 @registered()
@@ -276,7 +287,7 @@ def functional(rank, world):
 
 def test_the_functional_step_is_the_same():
     for worst in spawn(functional, 2):
-        assert max(worst.values()) < 1e-9, worst
+        assert near(worst), worst
 
 
 @rules

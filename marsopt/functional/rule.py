@@ -323,9 +323,7 @@ torch.serialization.add_safe_globals([State, RoutedState, FlatGroup, Packing])
 
 def _count(algorithm: Algorithm, state: State) -> int:
     """Return how many steps were taken, where the algorithm has to know on the host."""
-    preconditioner = algorithm.preconditioner
-    has_stages = preconditioner.matrix_only and preconditioner.every is not None
-    return int(state.t) if has_stages else 0
+    return int(state.t) if algorithm.has_stages else 0
 
 
 def _part(tree: Tree, part: list | None) -> Tree:

@@ -15,7 +15,7 @@ from marsopt.functional.collectives import Owned
 from marsopt.functional.stacks import adjacent, repeated
 from marsopt.functional.step_types import Decision, RuleGroup, Stack
 from marsopt.optim import buckets
-from marsopt.optim.buckets import BucketGroup, ParameterBucket
+from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.compiled import should_stack
 from marsopt.optim.groups import (
     DeviceHyperparameters,
@@ -72,7 +72,9 @@ class Layout:
         ]
         self.buckets = [b for group in self.groups for b in group.buckets]
         for found in self.groups:
-            if _has_stages(found):  # there from the start, to be loaded into
+            if (
+                found.hyper.algorithm.has_stages
+            ):  # there from the start, to be loaded into
                 found.group.setdefault(STAGE_COUNT, 0)
         for bucket in self.buckets:
             buckets.attach(bucket, state, known)
@@ -373,7 +375,7 @@ class Layout:
         torch._foreach_copy_(kept, new)
         skipped += decision.finite.logical_not()
         for group in self.groups:
-            if _has_stages(group):
+            if group.hyper.algorithm.has_stages:
                 group.group[STAGE_COUNT] += 1
 
     # ---- gradients -------------------------------------------------------------------
@@ -423,11 +425,6 @@ class Layout:
 # How many steps a group has taken whose preconditioner has stages: the host's count,
 # saved with the group, so that a run that goes on keeps its rhythm.
 STAGE_COUNT = "stage_count"
-
-
-def _has_stages(group: BucketGroup) -> bool:
-    preconditioner = group.hyper.algorithm.preconditioner
-    return preconditioner.matrix_only and preconditioner.every is not None
 
 
 def _forget_removed(state: State, present: Sequence[Tensor]) -> None:

@@ -68,6 +68,11 @@ class Algorithm:
         return self.preconditioner.matrix_only
 
     @property
+    def has_stages(self) -> bool:
+        """Whether what is done with whole matrices differs from step to step."""
+        return self.matrix_only and self.preconditioner.every is not None
+
+    @property
     def is_quasi_hyperbolic(self) -> bool:
         """Whether the average of g stands for the one of c (see ``Average``)."""
         return (

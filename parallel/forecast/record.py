@@ -352,6 +352,6 @@ def _groups(every: Sequence[Parameters], rank: Rank) -> list[RuleGroup]:
             behind=behind if algorithm.num_behind else None,
             parts=norms_per_tensor(parts),
         )
-        every = algorithm.matrix_only and algorithm.preconditioner.every
-        found.append(RuleGroup(hyper, stacks, count=every or 0))
+        count = algorithm.preconditioner.every if algorithm.has_stages else 0
+        found.append(RuleGroup(hyper, stacks, count=count))
     return found
