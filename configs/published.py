@@ -62,7 +62,7 @@ class Decay:
 
 
 # NAdamW, SOAP and SOAP-Muon are of no published recipe: NAdamW's numbers are those of a
-# sweep (docs/results.md), SOAP's its authors' defaults (arXiv 2409.11321).
+# short sweep of configs.tiny's model, SOAP's its authors' defaults (arXiv 2409.11321).
 # Lion, and MARS-Lion with it: decay 3 times AdamW's, so that lr x decay is AdamW's (its
 # paper's advice), and a third of its final rate. MARS-M and Moonlight decay everything
 # alike. Momentum rules have the first of betas alone.

@@ -16,21 +16,20 @@ from torch import Tensor
 from benchmarks.gpu.rehearsal import peak, pretraining, sharded_model
 from benchmarks.gpu.rehearsal.allocations import Allocations
 from benchmarks.gpu.rehearsal.fakes import fake_h100
-from benchmarks.gpu.rehearsal.pretraining import plan_of, shape_of
-from benchmarks.pretrain import loop
-from benchmarks.pretrain.methods import Method, method
+from benchmarks.gpu.rehearsal.pretraining import setting_of, shape_of
 from examples import fsdp2
+from train.compare import plain
 from train.files import write_json
 from train.gpt2 import Shape
 
 SMALL = Shape(num_layers=1, num_heads=2, width=128, block_size=64, vocab_size=512)
-METHOD = method("mars-m", "small")
+METHOD = "mars-m"
 FORECAST = peak.forecast
-GRADIENT, LOSS, TRAIN_STEP = loop.Task.gradient, loop.mean_loss, fsdp2.train_step
+GRADIENT, LOSS, TRAIN_STEP = plain.Task.gradient, plain.mean_loss, fsdp2.train_step
 
 
 def rehearsed(*, compile: bool = False) -> dict:
-    return pretraining.rehearse(plan_of(SMALL, 2, compile=compile), METHOD)
+    return pretraining.rehearse(setting_of(SMALL, 2, compile=compile), METHOD)
 
 
 # ---- mutants -------------------------------------------------------------------------
@@ -48,11 +47,11 @@ def breaks_the_graph(model, inputs, labels, half) -> Tensor:
 
 
 calls = 0
-BUILD = Method.build
+BUILD = plain.build
 
 
-def eagerly(self, model, *, compile):
-    return BUILD(self, model, compile=False)
+def eagerly(model, recipe, *, steps, compile):
+    return BUILD(model, recipe, steps=steps, compile=False)
 
 
 def takes_another_number(model, inputs, labels, half) -> Tensor:
@@ -91,17 +90,17 @@ def without_gradients(*args):
 def loops() -> dict[str, list[str]]:
     """Return the problems of the loop, as it is and changed."""
     found = {"as it is": rehearsed(compile=True)["problems"]}
-    task = loop.Task
+    task = plain.Task
     with mock.patch.object(task, "gradient", reads_the_loss):
         found["reads the loss"] = rehearsed()["problems"]
     with mock.patch.object(Tensor, "pin_memory", lambda self: self):
         found["pageable"] = rehearsed()["problems"]
-    with mock.patch.object(loop, "mean_loss", breaks_the_graph):
+    with mock.patch.object(plain, "mean_loss", breaks_the_graph):
         found["graph break"] = rehearsed(compile=True)["problems"]
     with (
-        mock.patch.object(loop, "mean_loss", takes_another_number),
+        mock.patch.object(plain, "mean_loss", takes_another_number),
         mock.patch.object(task, "gradient", counts),
-        mock.patch.object(Method, "build", eagerly),
+        mock.patch.object(plain, "build", eagerly),
     ):
         found["recompiles"] = rehearsed(compile=True)["problems"]
     return found
@@ -128,8 +127,8 @@ class eager(fsdp2.MARS):
 def memories() -> dict[str, object]:
     """Return what GPT-2 XL needs, and the problems of it, as it is and changed."""
     model = "gpt2-xl"
-    plan = plan_of(shape_of(model), 2, compile=False)
-    counted = peak.measure(plan, method("mars-m", "xl", 1e-3))
+    setting = setting_of(shape_of(model), 2, compile=False)
+    counted = peak.measure(setting, "mars-m")
     row = peak.beside(counted, model)
     with mock.patch.object(peak, "forecast", without_gradients):
         forgot = peak.beside(counted, model)["problems"]

@@ -34,7 +34,7 @@ def started(*args, folder=ROOT, **options):
 # what makes them import torch, where it is not the first thing that they do
 ARGUMENTS = {
     "train": ["--config", "tiny_adamw"],
-    "train.compare": ["--configs", "tiny_adamw", "--out", "out"],
+    "train.compare": ["tiny"],
 }
 EVERY = ["train", *(f"train.{name}" for name in sorted(COMMANDS))]
 

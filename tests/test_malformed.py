@@ -23,11 +23,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from marsopt.profiling import command as profile
+from tests import quick_setting
 from train import export, import_hf, plan, prepare, sample
 from train.compare import __main__ as compare
-from train.compare import curves
-from train.compare.study import Recipe, Study
-from train.compare.sweep import Run, Sweep
+from train.compare.store import Store
 from train.data import tokenizer_files
 from train.data.shards import Ledger
 from train.data.tokenizers import Bytes
@@ -281,14 +280,6 @@ def test_a_json_file_that_is_no_file_is_one_line(what, place, in_time):
         (place / file).write_bytes(whole)
 
 
-def test_a_comparison_that_is_no_file(comparison, in_time):
-    folder, _ = comparison
-    (folder / "comparison.json").unlink()
-    os.mkfifo(folder / "comparison.json")
-    report = (compare.main, "--out", folder, "--only", "report")
-    assert "comparison.json, which is a folder, a FIFO" in refused(*report)
-
-
 def test_a_byte_order_mark_is_no_part_of_a_json_file(place):
     for file, act, _ in JSON.values():
         whole = (place / file).read_bytes()
@@ -394,75 +385,76 @@ def test_ledgers_and_plans_that_were_altered(source, unfinished, tmp_path):
     assert called(*act)[0] == 0
 
 
-# ---- a comparison's files ------------------------------------------------------------
+# ---- a study's files -----------------------------------------------------------------
+
+STUDY = ("study", "--module", "tests.quick_setting", "--only", "report")
 
 
 @pytest.fixture
 def comparison(tmp_path, monkeypatch):
-    """The folder of a finished comparison, whose curves nobody trained."""
-    import numpy as np
+    """The folder of a finished study, whose curves nobody trained."""
+    from train.compare import plots
 
-    from train.compare import plots, results
-
-    recipe = Recipe("a", "adamw", False, "approximate", 1e-3, 1e-3, 1e-5, 0.1)
-    study = Study(
-        *(30, 128, 2, 8, ["--x"], {"a": {"model_spec.model": 1}}, {"a": recipe}),
-        *({"a": [1e-3]}, 1),
-        swept={"a": {"eps": ["1e-8"]}},
-    )
-    study.save(tmp_path)
-    (tmp_path / "timing.json").write_text('{"a": [0.1, 0.2]}')
-    curve = curves.Curve(np.array([0, 30]), np.array([5.0, 3.0]))
-    found = {Run("a:eps=1e-8", 1e-3, 0): curve}
-    monkeypatch.setattr(results, "load_all", lambda *args: found)
-    for name in ("by", "by_value"):
-        monkeypatch.setattr(plots, name, lambda *args: None)
-    return tmp_path, study
+    study = quick_setting.study()
+    store = Store(tmp_path)
+    store.agree(study.setting.identity())
+    for title in study.methods:
+        while wanted := study.wanted(title, store.losses):
+            for run in wanted:
+                own = dict(recipe=run.recipe, seed=run.seed, noise=0.0, steps=30)
+                store.add(run, dict(curve=quick_setting.curve(**own), wall=1.0))
+    (tmp_path / "timing.json").write_text('{"control": 0.1, "better": 0.2}')
+    monkeypatch.setattr(plots, "draw", lambda *args: [])
+    return tmp_path
 
 
 def test_a_comparison_reads_what_it_wrote(comparison):
-    folder, study = comparison
-    assert Study.load(folder) == study
-    assert called(compare.main, "--out", folder, "--only", "report")[0] == 0
+    assert called(compare.main, *STUDY, "--out", comparison)[0] == 0
 
 
 @pytest.mark.parametrize("what", VALUES)
 def test_a_comparison_that_was_altered(what, comparison):
-    folder, _ = comparison
-    report = (compare.main, "--out", folder, "--only", "report")
-    places = {
-        "comparison.json": [
-            *[(name,) for name in ("steps", "num_seeds", "threads", "settings")],
-            *[(name,) for name in ("tokens_per_step", "recipes", "grids", "options")],
-            *[("recipes", "a"), ("recipes", "a", "lr"), ("recipes", "a", "corrects")],
-            *[("grids", "a"), ("grids", "a", 0), ("settings", "a")],
-            *[("swept",), ("swept", "a"), ("swept", "a", "eps")],
-        ],
-        "timing.json": [("a",), ("a", 0)],
-    }
+    report = (compare.main, *STUDY, "--out", comparison)
+    runs, first = comparison / "runs.jsonl", comparison / "first.json"
+    line, rest = runs.read_text().split("\n", 1)
     right = {
-        "true": {"corrects"},
-        "object": {("settings", "a")},
-        "list": {("grids", "a"), ("a",)},
-        "huge": {("grids", "a", 0), ("recipes", "a", "lr"), ("a", 0)},
+        "null": {("curve", 9, 1)},
+        "negative": {("curve", 9, 1)},
+        "huge": {("curve", 9, 0), ("curve", 9, 1), ("seed",), ("wall",)},
+        "object": {("recipe",)},
     }
-    for name, inside in places.items():
-        whole = (folder / name).read_bytes()
-        for at in inside:
-            (folder / name).write_bytes(whole)
-            damage(folder / name, at, VALUES[what])
-            if {at, at[-1]} & right.get(what, set()):
-                assert called(*report)[0] == 0, at
-            else:
-                assert name in refused(*report)
-        (folder / name).write_bytes(whole)
+    places = [("recipe",), ("seed",), ("curve",), ("curve", 9), ("curve", 9, 0)]
+    for at in (*places, ("curve", 9, 1), ("wall",)):
+        first.write_text(line)
+        damage(first, at, VALUES[what])
+        runs.write_text(f"{first.read_text()}\n{rest}")
+        if at in right.get(what, ()):
+            code, _, err = called(*report)
+            # without a run of its search a method is not in the table
+            assert code == 0, err
+        else:
+            assert "runs.jsonl" in refused(*report), at
+    runs.write_text(f"{line}\n{rest}")
+    timing = comparison / "timing.json"
+    timing.write_text('{"control": 0.1, "better": 0.2}')
+    damage(timing, ("control",), VALUES[what])
+    if what == "huge":
+        assert called(*report)[0] == 0
+    else:
+        assert "timing.json" in refused(*report)
 
 
-def test_folders_beside_the_runs_are_the_users(tmp_path):
-    for name in ("lr-0.1/seed-0.bak", "lr-0.1 copy/seed-0", "lr-/seed-1"):
-        (tmp_path / "a" / name).mkdir(parents=True)
-    sweep = Sweep.of("a", [0.1], 0.1, {}, {})
-    assert curves.load_all(tmp_path, 30, [sweep]) == {}
+@pytest.mark.parametrize("what", ODD)
+def test_a_store_that_is_no_file(what, comparison, in_time):
+    for name in ("runs.jsonl", "setting.json", "timing.json"):
+        whole = (comparison / name).read_bytes()
+        (comparison / name).unlink()
+        ODD[what](comparison / name)
+        said = refused(compare.main, *STUDY, "--out", comparison)
+        assert f"{name}, which is a folder, a FIFO, a device or a link to " in said
+        path = comparison / name
+        shutil.rmtree(path) if what == "folder" else path.unlink()
+        path.write_bytes(whole)
 
 
 # ---- weights -------------------------------------------------------------------------
@@ -571,7 +563,7 @@ OPTIONS = {
         plan.main,
         ["--ranks", "--replicas", "--link-gbps", "--tflops", "--memory-gbs"],
     ),
-    "compare": (compare.main, ["--steps", "--seeds", "--jobs", "--lrs"]),
+    "compare": (compare.main, ["--jobs", "--minutes"]),
 }
 
 
@@ -584,7 +576,7 @@ def base(name, made, tmp_path):
         "export": (*run, "--out", tmp_path / "out"),
         "prepare": (*("--source", "text", "--out", tmp_path / "out", made / "a.txt"),),
         "plan": ("--config", "tiny_mars_m"),
-        "compare": ("--configs", "tiny_adamw", "--out", tmp_path / "out"),
+        "compare": ("tiny", "--out", tmp_path / "out"),
     }[name]
 
 
@@ -592,15 +584,11 @@ def base(name, made, tmp_path):
 def test_numbers_out_of_range(name, made, tmp_path, monkeypatch):
     main, options = OPTIONS[name]
     usual = base(name, made, tmp_path)
-    if name == "compare":  # what it would ask the recipes, which takes seconds
+    if name == "compare":  # what it would resolve, which takes seconds
         monkeypatch.setattr(compare, "compare", lambda args: pytest.fail(str(args)))
     for option in options:
         for number in NUMBERS:
-            if (option, number) == ("--steps", LONG):
-                continue
-            if name == "compare" and option == "--lrs":
-                with pytest.raises(UserError, match="got --lrs"):
-                    compare.grids([number if number != LONG else "-1"], ["a"])
+            if (option, number) == ("--minutes", "0"):
                 continue
             said = refused(main, *usual, f"{option}={number}")
             assert option in said
@@ -688,7 +676,7 @@ def test_paths_that_are_no_folders(path, made, tmp_path, monkeypatch):
         (export.main, [f"--run={path}", "--out", tmp_path / "out"]),
         (import_hf.main, [f"--model={path}", "--out", tmp_path / "out"]),
         (evaluate.main, [*model, "--loss", f"--data={path}"]),
-        (compare.main, ["--only", "report", f"--out={path}"]),
+        (compare.main, [*STUDY, f"--out={path}"]),
     ):
         refused(main, *args)
     if path not in ("~nobody/x",):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from train import plan, prepare
-from train.compare import __main__ as compare
-from train.compare import study
+from train.compare.recipes import Setting
+from train.compare.study import Run
 from train.engine.launch import parse
 from train.engine.resolve import resolve
 from train.errors import UserError
@@ -55,18 +55,16 @@ def test_a_recipe_of_ones_own_is_listed_resolved_and_planned(house, capsys):
         parse(["--config", "stronger"])
 
 
-def test_a_comparison_keeps_whose_recipes_it_compares(house):
+def test_a_study_of_recipes_of_ones_own(house):
     data = house / "data"
     prepare.prepare(
         "text", "bytes", data, files=[Path(json.__file__)], val_fraction=0.2
     )
-    given = ["--configs", "stronger", "--lrs", "1e-3", "--steps", "9", "--out", "x"]
-    given += [*OPTION, "--", "--dataloader.dataset-path", str(data)]
-    made = compare.chosen(compare.arguments(given), jobs=1)
-    made.save(house)
-    again = study.Study.load(house)  # as a call with --out alone does
-    (sweep,) = again.sweeps.values()
-    config = parse(again.arguments(sweep.run(sweep.start, 0), house))
+    options = ("--dataloader.dataset-path", str(data))
+    setting = Setting(steps=9, options=options, module="house.mine")
+    recipe = dict(config="stronger", lr=1e-3)
+    setting.check({"mine": recipe})
+    config = parse(setting.command(Run(recipe, 0), house)[1])
     resolve(config, 1)
     assert (config.optimizer.gamma, config.optimizer.lr) == (0.05, 1e-3)
 

@@ -1,4 +1,4 @@
-"""Model code on a GPU that is not there: the loop of benchmarks.pretrain, the FSDP2
+"""Model code on a GPU that is not there: the plain loop, the FSDP2
 example, and memory beside the forecast; each check reports a mutant.
 """
 

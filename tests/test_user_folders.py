@@ -11,7 +11,7 @@ import pytest
 
 from tests.trainers import losses, train_all
 from train import prepare, sample
-from train.compare.curves import discard_incomplete, keep_last_checkpoint
+from train.compare.recipes import go_back, keep_last_checkpoint
 from train.errors import UserError
 from train.runs.checkpoints import checkpoint, delete, last_step, steps
 from train.runs.checksums import SUMS
@@ -114,7 +114,7 @@ def test_a_comparison_deletes_the_run_s_own_checkpoints_alone(run, tmp_path):
     assert contents(folder) == run[2]
     # a run that was cut off before its last validation goes back a checkpoint
     shutil.rmtree(folder / "tb")
-    assert discard_incomplete(folder, 12)
+    go_back(folder, 12)
     assert numbered(folder) == set()
     assert contents(folder) == run[2]
 

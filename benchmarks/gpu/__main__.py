@@ -30,7 +30,7 @@ from train.errors import UserError, check_least, command
 from train.files import write_json
 
 TAIL = 4000  # characters of a command's output that are kept
-GRACE = 30.0  # seconds of a training's limit for its start, and for its picture
+GRACE = 30.0  # seconds of a study's limit for its start, and for its pictures
 
 
 def arguments() -> argparse.Namespace:
@@ -65,11 +65,13 @@ def run(job: Job, folder: Path, seconds: float) -> dict[str, Any]:
 
     ``code`` is None where it was cut; ``result`` is what it wrote as JSON, if it did.
     """
-    path = folder / f"{job.name.replace(' ', '-')}.json"
-    call = [sys.executable, "-m", job.module, "--json", str(path), *job.args]
+    place = folder / job.name.replace(" ", "-")
+    path, call = place.with_suffix(".json"), [sys.executable, "-m", job.module]
     if job.resumes:
-        png = str(path.with_suffix(".png"))
-        call += ["--limit", str(max(1, round(seconds - GRACE))), "--png", png]
+        path, minutes = place / "results.json", max(1, seconds - GRACE) / 60
+        call += [*job.args, "--out", str(place), "--minutes", f"{minutes:.2f}"]
+    else:
+        call += ["--json", str(path), *job.args]
     began = time.perf_counter()
     child = subprocess.Popen(
         call,
@@ -106,11 +108,9 @@ def run(job: Job, folder: Path, seconds: float) -> dict[str, Any]:
     )
 
 
-def is_done(job: Job, entry: dict[str, Any] | None) -> bool:
+def is_done(entry: dict[str, Any] | None) -> bool:
     """Return whether a command need not run again."""
-    if entry is None or entry["code"] != 0:
-        return False
-    return not (job.resumes and entry["result"]["not_run"])
+    return entry is not None and entry["code"] == 0
 
 
 def play(part: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def play(part: str, args: argparse.Namespace) -> dict[str, Any]:
     found = json.loads(path.read_text()) if path.exists() else {}
     end = time.perf_counter() + args.limit
     for job in jobs_of(part, args.device, args.miniature, args.data):
-        if is_done(job, found.get(job.name)):
+        if is_done(found.get(job.name)):
             continue
         left = end - time.perf_counter()
         if left < (1 if args.miniature else job.seconds):

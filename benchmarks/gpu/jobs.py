@@ -18,13 +18,6 @@ CONTENDERS = {
     "matrix": ("mars-m", "muon", "moonlight", "torch-muon"),
     "peers": ("mars-adamw", "peers"),
 }
-TRAINED = (
-    "torch-adamw",
-    "mars-adamw-transport",
-    "moonlight",
-    "mars-adamw",
-    "mars-m-transport",
-)
 # what only a GPU can answer first; each compiles, but for the second
 TESTS = {
     "tests gpu": "sync or replays or one_sharded",
@@ -34,9 +27,8 @@ TESTS = {
 TINY_STEP = ("--layers", "1", "--vocab", "64", "--rounds", "2", "--eager")
 TINY_PROFILE = ("--layers", "1", "--width", "64", "--vocab", "64", "--steps", "1")
 TINY_TRAINING = (
-    *("--layers", "2", "--width", "64", "--seq-len", "64", "--tokens", "4e3"),
-    *("--batch", "8", "--micro-batch", "4", "--held-out", "8", "--validations", "2"),
-    *("--vocab", "50304", "--eager"),
+    *("layers=2", "width=64", "heads=1", "seq_len=64", "batch=8", "micro_batch=4"),
+    *("steps=8", "held_out=8", "points=2", "compile=false"),
 )
 # rehearsed on a CPU: what compiles is in the tests already, and takes minutes
 TINY_TESTS = {"tests gpu": "one_sharded and eager", "tests eager": "golden and eager"}
@@ -44,14 +36,14 @@ TINY_TESTS = {"tests gpu": "one_sharded and eager", "tests eager": "golden and e
 
 @dataclass(frozen=True)
 class Job:
-    """A command ``python -m MODULE ARGS... --json FILE``.
+    """A command ``python -m MODULE ARGS... --json FILE``, or a study.
 
     Args:
         name: its key in the part's file.
         seconds: about what it takes on an H100; not started where less is left. A
             guess until it has run there.
-        resumes: whether it continues from its own file, which then is NAME.json beside
-            the part's.
+        resumes: whether it is a study of ``train.compare``, which continues from its
+            store, a folder NAME beside the part's file.
     """
 
     name: str
@@ -125,18 +117,15 @@ def speed(device: str, miniature: bool) -> list[Job]:
 
 def training(device: str, miniature: bool, data: Path) -> list[Job]:
     """Return GPT-2 small by five methods at the recipes' rates; then the same at the
-    best rates of sweeps, at half the tokens.
+    best rates of searches, at a quarter of the tokens.
     """
-    args = ("--data", str(data), "--device", device, "--methods", *TRAINED)
+    changes = ("--set", f"data={data}", f"device={device}")
     if miniature:
-        return [
-            Job("pretrain", "benchmarks.pretrain", (*args, *TINY_TRAINING), 1, True)
-        ]
-    sweep = ("--sweep", "0.5", "1", "2", "--sweep-tokens", "1e7", "--extensions", "1")
-    swept = (*args, *sweep, "--tokens", "5e7")
+        args = ("gpu", *changes, *TINY_TRAINING)
+        return [Job("pretrain", "train.compare", args, 1, True)]
     return [
-        Job("pretrain", "benchmarks.pretrain", args, 300, resumes=True),
-        Job("pretrain swept", "benchmarks.pretrain", swept, 200, resumes=True),
+        Job("pretrain", "train.compare", ("gpu", *changes), 300, resumes=True),
+        Job("swept", "train.compare", ("gpu_swept", *changes), 200, resumes=True),
     ]
 
 

@@ -171,32 +171,33 @@ def budgets(found: dict[str, Any]) -> str:
 
 
 def trained(found: dict[str, Any]) -> str:
-    """Return what the methods reached, at the recipes' rates and at swept ones."""
-    rows, notes = [], []
+    """Return what the methods reached, at the recipes' rates and at searched ones."""
+    rows = []
     for name, result in found.items():
-        for run in result["runs"]:
-            tokens, seconds, loss = run["curve"][-1]
-            each, peak = run["step_seconds"], run["peak_bytes"]
-            edge = " (edge)" if run["method"] in result["edges"] else ""
+        setting = result["setting"]
+        per_step = setting["batch"] * setting["seq_len"]
+        for title, method in result["methods"].items():
+            step = method["step"]
+            each, peak, rate = step["seconds"], step["peak_bytes"], step["matmul_rate"]
+            lr = method["values"].get("lr")
             rows.append(
                 [
-                    run["method"],
-                    ("swept, " if "swept" in name else "") + f"{run['lr']:.2g}{edge}",
-                    f"{loss:.4f}",
-                    f"{tokens / 1e6:,.4g}M",
-                    f"{seconds:,.0f}",
-                    f"{run['tokens_per_step'] / each:,.0f}",
-                    f"{run['flops'] / each / run['matmul_rate']:.1%}",
-                    f"{run['optimizer_seconds'] / each:.1%}",
+                    title,
+                    "the recipe's" if lr is None else f"{lr:.2g}",
+                    "diverged" if method["mean"] is None else f"{method['mean']:.4f}",
+                    f"{per_step * setting['steps'] / 1e6:,.4g}M",
+                    f"{setting['steps'] * each:,.0f}",
+                    f"{per_step / each:,.0f}",
+                    "-" if rate is None else f"{step['flops'] / each / rate:.1%}",
+                    f"{step['optimizer_seconds'] / each:.1%}",
                     "-" if peak is None else f"{peak / 2**30:.1f}",
-                    run["machine"],
+                    name,
                 ]
             )
-        notes += [f"not run ({name}): {text}" for text in result["not_run"]]
     head = ["method", "lr", "held-out loss", "tokens", "seconds", "tokens/s",
             "of the product rate", "optimizer's share", "peak GiB",
-            "machine"]  # fmt: skip
-    return "\n".join([markdown(head, rows), *notes])
+            "study"]  # fmt: skip
+    return markdown(head, rows)
 
 
 def tables(out: Path) -> str:

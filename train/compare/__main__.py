@@ -1,119 +1,61 @@
-"""python -m train.compare --configs A B C --out DIR [--lrs ...] [--sweep ...] ..."""
+"""python -m train.compare STUDY [--out DIR] ...: go on with a study, and report."""
 
 import argparse
-import math
+import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from train.compare.sweep import MOST_SEEDS, rounded
-from train.engine.launch import console
 from train.errors import UserError, check_least, command
-from train.files import hold
+from train.files import check_folder, hold
 
 WAIT = 15  # seconds for the runs of a call that was killed to end
+LOCK = ".lock"  # held by the call at work in the folder, and its runs
 PARTS = ("runs", "timing", "report")
-SEEDS = 3
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    """Return the command line, checked; what stands after -- goes to every run."""
+    """Return the command line, checked."""
     parser = argparse.ArgumentParser(
         "python -m train.compare",
-        description="Train recipes at several rates and options, and compare the best.",
-        epilog="What follows -- is given to every run: -- --dataloader.dataset-path D",
+        description="Run what a study still needs, then print its table and draw its "
+        "pictures: methods side by side, each searched with as many trials, judged by "
+        "seeds that its search did not see.",
     )
     add = parser.add_argument
     # fmt: off
-    add("--configs", nargs="+", metavar="CONFIG[:OPTION=VALUE...]",
-        help="recipes, with options of the optimizer of their own, as in "
-        "tiny_mars_m:gamma=0.05; left out: go on as --out says")
-    add("--module", help="that has the recipes (default: configs)")
-    add("--out", type=Path, required=True, help="folder of the comparison")
-    add("--lrs", nargs="+", default=[], metavar="LR | CONFIG=LR,LR,...",
-        help="rates for all recipes, or for one (default: half, once and twice the "
-        "recipe's); a grid whose edge is best widens, a single rate stays")
-    add("--sweep", nargs="+", default=[], metavar="[CONFIG:]OPTION=VALUE/VALUE/...",
-        help="options of the optimizer to search beside the rate, of all recipes or "
-        "of one, as in gamma=0.05/0.1/0.2 or tiny_adamw:betas=0.8,0.95/0.9,0.95: from "
-        "the recipe's own value on, numbers beyond the list where its edge is best")
-    add("--steps", type=int, help="of a run (default: the recipes')")
-    add("--seeds", type=int, help=f"of the best point (default {SEEDS})")
-    add("--jobs", type=int, help="runs at once (default: 1 on a GPU, else 2)")
-    add("--timing", action=argparse.BooleanOptionalAction, default=True,
-        help="measure seconds per step after the runs, recipes taking turns")
+    add("study", metavar="STUDY", help="function of --module that returns a Study")
+    add("--module", default="configs.studies", help="(%(default)s)")
+    add("--out", type=Path, help="folder of the store (runs/STUDY)")
+    add("--methods", nargs="+", metavar="TITLE", help="of the study (all), in order")
+    add("--set", nargs="+", default=[], metavar="NAME=VALUE", dest="changes",
+        help="fields of the study or its setting: steps=100 device=cuda trials=8")
+    add("--jobs", type=int, help="runs at once (1 on a GPU, else all cores)")
+    add("--minutes", type=float, help="start no run that would not end in time")
+    add("--timing", action=argparse.BooleanOptionalAction, default=False,
+        help="measure seconds per step after the runs, methods taking turns")
     add("--only", choices=PARTS, help="one part, with what is there")
     # fmt: on
-    cut = argv.index("--") if "--" in argv else len(argv)
-    args = parser.parse_args(argv[:cut])
-    given = [] if args.module is None else ["--module", args.module]
-    args.options = given + argv[cut + 1 :]
-    check_least(2, steps=args.steps)
-    check_least(1, MOST_SEEDS, seeds=args.seeds, jobs=args.jobs)
-    settings = (args.lrs, args.sweep, args.steps, args.seeds, args.options)
-    if args.configs is None and any(settings):
-        raise UserError(
-            "got settings without --configs, expected none, for they are those of the "
-            "comparison in --out: leave them out, or name the recipes too"
-        )
+    args = parser.parse_args(argv)
+    check_least(1, 1000, jobs=args.jobs)
+    check_least(0, minutes=args.minutes)
+    args.out = args.out or Path("runs") / args.study
     return args
 
 
-def grids(texts: Sequence[str], names: Sequence[str]) -> dict[str, list[float]]:
-    """Return {recipe: rates} of --lrs."""
-    common: list[float] = []
-    own: dict[str, list[float]] = {}
+def changes(texts: list[str]) -> dict:
+    """Return {field: value} of --set."""
+    found = {}
     for text in texts:
-        name, _, rates = text.rpartition("=")
-        if name and name not in names:
-            raise UserError(
-                f"got --lrs {text}, expected a recipe of --configs before the =: add "
-                f"{name} there, or leave this out"
-            )
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise UserError(f"got --set {text}, expected NAME=VALUE: write steps=100")
         try:
-            values = [rounded(float(rate)) for rate in rates.split(",")]
+            found[name] = json.loads(value)
         except ValueError:
-            values = [math.nan]
-        if not all(0 < v < math.inf for v in values):
-            raise UserError(
-                f"got --lrs {text}, expected positive numbers: write 1e-3 2e-3 4e-3, "
-                "or tiny_adamw=1e-3,2e-3,4e-3"
-            )
-        (own.setdefault(name, []) if name else common).extend(values)
-    return {name: sorted(set(own.get(name, common))) for name in names}
-
-
-def swept(texts: Sequence[str], names: Sequence[str]) -> dict[str, dict]:
-    """Return {recipe: {option: values}} of --sweep."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for text in texts:
-        head, _, listed = text.rpartition("=")
-        name, _, option = head.rpartition(":")
-        option, values = option.replace("-", "_"), listed.split("/")
-        if not option or "" in values or ":" in listed:
-            raise UserError(
-                f"got --sweep {text}, expected OPTION=VALUE/VALUE/...: write "
-                "gamma=0.05/0.1/0.2, or tiny_adamw:betas=0.8,0.95/0.9,0.95"
-            )
-        if name and name not in names:
-            raise UserError(
-                f"got --sweep {text}, expected a recipe of --configs before the last :"
-                f", add {name} there, or leave this out"
-            )
-        if option == "lr":
-            raise UserError(f"got --sweep {text}, expected --lrs for rates: give that")
-        for config in [name] if name else names:
-            own = [part.partition("=")[0] for part in config.split(":")[1:]]
-            if option in (key.replace("-", "_") for key in own):
-                raise UserError(
-                    f"got --sweep {text} for {config}, expected an option that the "
-                    "recipe's name does not fix: leave it out of the name"
-                )
-            known = found.setdefault(config, {}).setdefault(option, [])
-            known += [value for value in values if value not in known]
+            found[name] = value
     return found
 
 
@@ -122,53 +64,59 @@ def say(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
 
 
-def chosen(args: argparse.Namespace, jobs: int):
-    """Return the study of this call, with recipes of earlier ones."""
-    from train.compare.study import Study, again, check, make
-
-    threads = max(1, os.cpu_count() // jobs)
-    if args.configs is None:
-        theirs = Study.load(args.out)
-        if args.only == "report":  # also where the data is not
-            return theirs
-        return check(again(theirs, threads), args.out)
-    names = list(dict.fromkeys(args.configs))
-    given = dict(steps=args.steps, num_seeds=args.seeds or SEEDS, options=args.options)
-    points = grids(args.lrs, names), swept(args.sweep, names)
-    study = make(names, *points, threads=threads, **given)
-    return check(study, args.out)
-
-
 def compare(args: argparse.Namespace) -> bool:
     """Do all parts, or that of --only; return whether every run needed is there."""
-    import torch
-
+    from train.compare import timing
+    from train.compare.children import end, spawn
     from train.compare.session import Session
-    from train.compare.study import LOCK, check
+    from train.compare.store import Store
+    from train.compare.study import changed, named
     from train.compare.table import report
-    from train.compare.timing import measure
 
-    console(0)
-    jobs = args.jobs or (1 if torch.cuda.is_available() else min(2, os.cpu_count()))
-    study = chosen(args, jobs)
+    study = changed(named(args.study, args.module), changes(args.changes))
+    titles = args.methods or list(study.methods)
+    unknown = [title for title in titles if title not in study.methods]
+    if unknown:
+        raise UserError(
+            f"got --methods {unknown[0]!r}, expected some of "
+            f"{', '.join(map(repr, study.methods))}: name these"
+        )
+    check_folder("--out", args.out)
     if args.only == "report":  # reads alone: possible while runs go on
-        report(study, args.out)
+        report(study, Store(args.out), args.out)
         return True
+    study.setting.check({title: study.first(title) for title in titles})
     complete = True
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / LOCK).touch()
     with open(hold(args.out / LOCK, "--out", WAIT)) as lock:
         held = lock.fileno()  # outlives this process where a run of it does
-        study = check(study, args.out)  # another call may have begun one since
-        study.save(args.out)
+        store = Store(args.out)
+        store.agree(study.setting.identity())
         if args.only in (None, "runs"):
-            session = Session(study, args.out, jobs=jobs, lock=held, say=say)
-            session.train()
-            complete = not session.failed
+            on_gpu = getattr(study.setting, "device", "cpu") == "cuda"
+            jobs = args.jobs or (1 if on_gpu else os.cpu_count())
+            session = Session(
+                study,
+                store,
+                args.out / "runs",
+                titles,
+                jobs=jobs,
+                threads=max(1, os.cpu_count() // jobs),
+                minutes=args.minutes,
+                lock=held,
+                say=say,
+            )
+            complete = session.train()
         if args.only == "timing" or (args.only is None and args.timing):
-            complete &= measure(study, args.out, held, say)
+            own = [args.study, args.module, args.out, json.dumps(changes(args.changes))]
+            process = spawn(timing.__name__, own, 1, held)
+            try:
+                complete &= process.wait() == 0
+            finally:
+                end([process])
         if args.only is None:
-            report(study, args.out)
+            report(study, store, args.out)
     return complete
 
 

@@ -1,4 +1,4 @@
-"""Processes of a comparison: started, watched, ended together.
+"""Processes of a study: started, watched, ended together.
 
 python -m train.compare.children MODULE ARGUMENT... runs a module that ends with its
 parent: a comparison that is killed must not leave runs behind that a second call would
@@ -13,25 +13,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
-from train.compare.sweep import Run
+from train.compare.study import Run
 
 PATIENCE = 10  # seconds that a process has to end when told to
 
 
-@dataclass
-class Child:
-    """A running training."""
+class Child(NamedTuple):
+    """A run under way."""
 
+    title: str
     run: Run
     process: subprocess.Popen
-    console: Path
-    began: float  # by the session's clock, in seconds at work
-    resumed: bool
-    shown: int  # the last step whose validation loss has been shown
+    folder: Path
+    began: float
 
 
 def spawn(
@@ -59,7 +56,7 @@ def spawn(
 
 
 def end(processes: Sequence[subprocess.Popen]) -> None:
-    """Tell all to end, then make them."""
+    """Tell all to end, then make them; of what has ended, close its pipe."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
@@ -69,6 +66,7 @@ def end(processes: Sequence[subprocess.Popen]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        process.stdin.close()
 
 
 def _end_with_parent() -> None:

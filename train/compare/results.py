@@ -1,179 +1,214 @@
-"""What a comparison found, as numbers."""
+"""What a study found, as numbers."""
+
+from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
-from statistics import mean, median, stdev
-from typing import Annotated, Self
+from statistics import mean, stdev
+from typing import Any
 
 import numpy as np
-from pydantic import Field
-from pydantic_core import from_json, to_json
 
-from train.compare.curves import Curve, load_all
-from train.compare.study import Rate, Recipe, Study
-from train.compare.sweep import Found, search
-from train.files import read_json
+from train.compare import timing
+from train.compare.search import Found
+from train.compare.store import Store, final
+from train.compare.study import Study
 
-Timing = dict[str, Annotated[list[Rate], Field(min_length=1)]]  # seconds of each step
+LEADS, AHEAD = 2.5, 1.0  # standard errors of a difference
+NUM_TRIED = 5  # draws of one who tries a method a few times
+NOT_OF_A_STEP = ("recipe", "seed", "curve", "wall")  # of a run's line
+FEWEST_POINTS = 8  # of curves that are looked into between their points
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Mean over seeds, and standard deviation (0 of one seed)."""
+class Curve:
+    """Mean held-out losses over seeds, nats a token, at steps."""
 
-    mean: float
-    deviation: float
-    values: list[float]
+    steps: np.ndarray
+    losses: np.ndarray
 
-    @classmethod
-    def of(cls, values: list[float]) -> Self:
-        deviation = stdev(values) if len(values) > 1 else 0.0
-        return cls(mean(values), deviation, values)
+    def reaches(self, loss: float) -> float:
+        """Return the first step, between points too, of at most this loss, or inf."""
+        below = np.flatnonzero(self.losses <= loss)
+        if len(below) == 0:
+            return math.inf
+        i = int(below[0])
+        if i == 0:
+            return float(self.steps[0])
+        (s0, s1), (l0, l1) = self.steps[i - 1 : i + 1], self.losses[i - 1 : i + 1]
+        return float(s0 + (s1 - s0) * (l0 - loss) / (l0 - l1))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One recipe at the best point of its sweep. Losses in nats per token of held-out
-    text.
-    """
+    """A method whose search has ended, at its best point."""
 
-    recipe: Recipe
+    title: str
+    control: str
+    values: Mapping[str, float]  # of its axes
     found: Found
-    curves: list[Curve]  # of each seed that did not diverge
-    num_diverged: int  # seeds that did
-    seconds_per_step: float | None  # median; None = not measured
+    inside: float  # see ``Found.inside``
+    losses: list[float]  # final, of the seeds that did not choose
+    num_missing: int  # seeds not run yet
+    curve: Curve | None
+    num_draws: int
+    step: Mapping[str, Any]  # what a run noted of its steps
+    seconds: float | None  # of a step, methods taking turns
 
     @property
-    def name(self) -> str:
-        """Return the recipe's name, with the options that its sweep chose."""
-        return self.found.sweep.run(self.found.best, 0).config
+    def finite(self) -> list[float]:
+        """Return the losses of what did not diverge."""
+        return [loss for loss in self.losses if math.isfinite(loss)]
 
     @property
-    def lr(self) -> float:
-        return float(self.found.best[0])
+    def mean(self) -> float:
+        """Return the mean loss; inf where a seed diverged."""
+        return mean(self.losses)
 
     @property
-    def num_trials(self) -> int:
-        """Return the runs of seed 0, among which it was chosen."""
-        return len(self.found.losses)
+    def draws(self) -> list[float]:
+        """Return the losses of the draws, in their order."""
+        return list(self.found.losses.values())[: self.num_draws]
 
-    @property
-    def best(self) -> Spread:
-        return Spread.of([c.best for c in self.curves])
 
-    @property
-    def final(self) -> Spread:
-        return Spread.of([c.final for c in self.curves])
+def entries(study: Study, store: Store, folder: Path) -> list[Entry]:
+    """Return all methods with a run that counts, best first."""
+    seconds, made = timing.read(folder), []
+    for title, method in study.methods.items():
+        found = study.search(title, store.losses)
+        if found.wanted or found.losses[found.best] == math.inf:
+            continue
+        runs = study.seeds(title, found)
+        lines = [store.lines[run.key] for run in runs if run.key in store.lines]
+        if not lines:
+            continue
+        names = [axis.name for axis in method.axes]
+        curves = [line["curve"] for line in lines if math.isfinite(final(line))]
+        entry = Entry(
+            title=title,
+            control=study.control_of(title),
+            values=dict(zip(names, found.best, strict=True)),
+            found=found,
+            inside=found.inside(method.axes),
+            losses=[final(line) for line in lines],
+            num_missing=len(runs) - len(lines),
+            curve=_curve(curves),
+            num_draws=min(study.num_draws, study.trials_of(title)),
+            step={k: v for k, v in lines[0].items() if k not in NOT_OF_A_STEP},
+            seconds=seconds.get(title),
+        )
+        made.append(entry)
+    return sorted(made, key=lambda entry: entry.mean)
 
-    def facts(self) -> dict:
-        """Return what results.json says of it alone."""
-        names = "lr num_trials num_diverged best final seconds_per_step"
-        own = {name: getattr(self, name) for name in names.split()}
-        found = self.found
-        return {
-            "name": self.name,
-            **own,
-            "options": found.sweep.options(found.best),
-            "inside": found.inside,
-            "num_untried": len(found.wanted),
-            "num_seeds": len(self.curves),
-        }
 
-    def trials(self) -> list[dict]:
-        """Return all points tried, each with its final loss of seed 0."""
-        options = self.found.sweep.options
-        return [
-            {"lr": float(point[0]), **options(point), "final_loss": loss}
-            for point, loss in sorted(self.found.losses.items(), key=lambda kv: kv[1])
-        ]
+def _curve(curves: Sequence[Sequence[Sequence[float]]]) -> Curve | None:
+    if not curves or len(curves[0]) < FEWEST_POINTS:
+        return None
+    losses = np.array([[loss for _, loss in points] for points in curves], float)
+    return Curve(np.array([step for step, _ in curves[0]]), losses.mean(0))
 
-    @property
-    def curve(self) -> Curve:
-        """Return the mean over seeds, at the steps that all have."""
-        steps = self.curves[0].steps
-        for other in self.curves[1:]:
-            steps = np.intersect1d(steps, other.steps)
-        losses = [np.interp(steps, c.steps, c.losses) for c in self.curves]
-        return Curve(steps, np.mean(losses, axis=0))
+
+def noise(found: Sequence[Entry]) -> float | None:
+    """Return sigma: the standard deviation over seeds, pooled over methods; None where
+    no method has two.
+    """
+    groups = [entry.finite for entry in found if len(entry.finite) > 1]
+    free = sum(len(own) - 1 for own in groups)
+    squares = sum((len(own) - 1) * stdev(own) ** 2 for own in groups)
+    return math.sqrt(squares / free) if free else None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One entry's numbers beside the others', most of them to the worst final loss."""
+    """One entry beside its control; None where something is not there."""
 
-    tokens_ratio: float
-    """Tokens until the worst optimizer's final loss, of the tokens that it took."""
-    tokens_ratio_range: tuple[float, float]
-    """Smallest and largest over seeds; inf = a seed did not get there."""
-    seconds_per_step_ratio: float | None  # of the fastest's
-    seconds_ratio: float | None
-    """Seconds until the worst optimizer's final loss, of the seconds that it took."""
-    loss_at_time: float | None  # when the fastest optimizer has finished
+    entry: Entry
+    difference: float | None  # of mean losses; below 0 = better
+    z: float | None  # the same in standard errors
+    wins: float | None
+    """Share of all sets of five draws whose best is better than the control's of the
+    same draws."""
+    tokens: float | None
+    """Tokens until the control's final loss, of what the control took; inf = never."""
+    seconds: float | None  # of a step, of the control's
+
+    @property
+    def verdict(self) -> str:
+        """Say what the difference shows."""
+        if self.z is None:
+            return ""
+        size = abs(self.z)
+        if size < AHEAD:
+            return "tie"
+        side = ("leads", "ahead") if self.z < 0 else ("behind", "behind")
+        return side[0] if size >= LEADS else f"{side[1]}, not shown"
 
 
-def entries(study: Study, folder: Path) -> list[Entry]:
-    """Return all recipes with a finished run that converged, best first."""
-    curves = load_all(folder / "runs", study.steps, study.sweeps.values())
-    scores = {run: curve.score for run, curve in curves.items()}
-    path, again = folder / "timing.json", "seconds: measure again, --only timing"
-    timing = read_json(path, Timing, again) if path.exists() else {}
-    made = []
-    for name, recipe in study.recipes.items():
-        found = search(study.sweeps[name], scores)
-        if math.isinf(found.loss):
+def rows(found: Sequence[Entry]) -> list[Row]:
+    """Return the table, in the order of the entries."""
+    by_title = {entry.title: entry for entry in found}
+    sigma, table = noise(found), []
+    for entry in found:
+        control = by_title.get(entry.control)
+        if control is None or control is entry:
+            table.append(Row(entry, None, None, None, None, None))
             continue
-        seeds = [found.sweep.run(found.best, seed) for seed in range(study.num_seeds)]
-        mine = [curves[r] for r in seeds if r in curves and scores[r] < math.inf]
-        diverged = sum(scores.get(run) == math.inf for run in seeds)
-        seconds = median(timing[name]) if name in timing else None
-        made.append(Entry(recipe, found, mine, diverged, seconds))
-    return sorted(made, key=lambda e: e.final.mean)
-
-
-def rows(found: list[Entry], steps: int) -> list[Row]:
-    """Return the table, in the order of the entries, which is best first."""
-    target = found[-1].final.mean
-    timed = [e.seconds_per_step for e in found if e.seconds_per_step is not None]
-    fastest = min(timed) if timed else None
-    slow = found[-1].seconds_per_step
-    table = []
-    for e in found:
-        curve, own = e.curve, e.seconds_per_step
-        reached = curve.reaches(target) / steps
-        seeds = [c.reaches(target) / steps for c in e.curves]
-        table.append(
-            Row(
-                tokens_ratio=reached,
-                tokens_ratio_range=(min(seeds), max(seeds)),
-                seconds_per_step_ratio=own / fastest if own else None,
-                seconds_ratio=reached * own / slow if own and slow else None,
-                loss_at_time=curve.at(steps * fastest / own) if own else None,
-            )
-        )
+        difference = entry.mean - control.mean
+        n, m = len(entry.losses), len(control.losses)
+        z = difference / (sigma * math.sqrt(1 / n + 1 / m)) if sigma else None
+        tokens = None
+        if entry.curve and control.curve:
+            tokens = entry.curve.reaches(control.mean) / control.curve.steps[-1]
+        own, other = entry.seconds, control.seconds
+        seconds = own / other if own and other else None
+        wins = _wins(entry.draws, control.draws)
+        table.append(Row(entry, difference, z, wins, tokens, seconds))
     return table
 
 
-def as_json(found: list[Entry], table: list[Row], study: Study) -> dict:
-    """Return everything, for other programs; inf and nan as null."""
-    tokens = study.tokens_per_step
-    raw = {
-        "steps": study.steps,
-        "tokens_per_run": study.steps * tokens,
-        "target_loss": found[-1].final.mean,
-        "target_set_by": found[-1].recipe.name,
-        "optimizers": {
-            e.recipe.name: e.facts() | asdict(row)
-            for e, row in zip(found, table, strict=True)
-        },
-        "sweeps": {e.recipe.name: e.trials() for e in found},
-        "curves": {
-            e.recipe.name: {
-                "tokens": (e.curve.steps * tokens).tolist(),
-                "mean_loss": e.curve.losses.tolist(),
-                "loss_of_each_seed": [c.losses.tolist() for c in e.curves],
-            }
-            for e in found
-        },
-    }
-    return from_json(to_json(raw, inf_nan_mode="null"))
+def _wins(mine: Sequence[float], theirs: Sequence[float]) -> float | None:
+    if min(len(mine), len(theirs)) < NUM_TRIED:
+        return None
+    every = list(combinations(range(min(len(mine), len(theirs))), NUM_TRIED))
+    better = [
+        min(mine[i] for i in chosen) < min(theirs[i] for i in chosen)
+        for chosen in every
+    ]
+    return mean(better)
+
+
+def as_json(
+    study: Study, store: Store, found: Sequence[Entry], table: Sequence[Row]
+) -> dict[str, Any]:
+    """Return everything, for other programs; what is not finite as null."""
+
+    def known(value: float | None) -> float | None:
+        return value if value is not None and math.isfinite(value) else None
+
+    methods = {}
+    for row in table:
+        e = row.entry
+        methods[e.title] = dict(
+            values=dict(e.values),
+            control=e.control,
+            losses=[known(loss) for loss in e.losses],
+            mean=known(e.mean),
+            difference=known(row.difference),
+            z=known(row.z),
+            verdict=row.verdict,
+            wins=row.wins,
+            tokens=known(row.tokens),
+            seconds=e.seconds,
+            step=dict(e.step),
+            inside=known(e.inside),
+            trials=[
+                dict(zip(e.values, point, strict=True)) | dict(loss=known(loss))
+                for point, loss in e.found.losses.items()
+                if point
+            ],
+        )
+    own = dict(title=study.title, setting=store.setting, noise=noise(found))
+    return own | dict(methods=methods)

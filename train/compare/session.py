@@ -1,141 +1,180 @@
 """Trains what a study still needs: some runs at once, each its own process."""
 
-import math
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
 import time
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
+from statistics import mean
 from textwrap import indent
 
-from train.compare import curves, sweep
 from train.compare.children import Child, end, spawn
-from train.compare.study import Study
-from train.compare.sweep import Run
+from train.compare.store import Store, final
+from train.compare.study import Run, Study
+from train.errors import counted
 
-POLL = 0.5  # seconds between two looks at the processes
-LOOK = 5.0  # seconds between two looks at their losses
+POLL = 0.3  # seconds between two looks at the processes
+SAID = 6  # lines of what a failed run has printed
 
 
 @dataclass
 class Session:
-    """One call's share of a comparison."""
+    """One call's share of a study.
+
+    Args:
+        study: what is to be run.
+        store: of what was run.
+        folder: for runs under way, and those that the setting keeps.
+        titles: of the methods to be run.
+        jobs: runs at once.
+        threads: of each.
+        minutes: after which nothing starts that would not end, and all is ended; None
+            = no limit.
+        lock: file descriptor that runs hold as long as they live.
+        say: shows a line.
+    """
 
     study: Study
+    store: Store
     folder: Path
+    titles: Sequence[str]
     _: KW_ONLY
-    jobs: int  # runs at once
-    lock: int  # file descriptor that runs hold as long as they live
-    say: Callable[[str], None]  # shows a line
+    jobs: int
+    threads: int
+    minutes: float | None
+    lock: int
+    say: Callable[[str], None]
+    failed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        study, self.failed = self.study, set[Run]()
-        self.sweeps = study.sweeps.values()
-        found = curves.load_all(self.folder / "runs", study.steps, self.sweeps)
-        self.losses = {run: curve.score for run, curve in found.items()}
-        self.running: list[Child] = []
-        self.clock = 0.0  # seconds at work: time spent stopped does not count
-        self.took: dict[str, list[float]] = {}
+        self._running: list[Child] = []
+        self._began = time.monotonic()
 
-    def train(self) -> None:
-        """Train until nothing is left; an interrupt ends all children."""
+    def train(self) -> bool:
+        """Train until nothing is left, an interrupt or the time ends all children;
+        return whether every run is there.
+        """
         self.say(self._outlook())
-        last, looked = time.monotonic(), 0.0
         try:
-            while self._start() or self.running:
+            while self._start() or self._running:
                 time.sleep(POLL)
-                now = time.monotonic()
-                self.clock += min(now - last, 4 * POLL)
-                last = now
-                if self.clock - looked > LOOK:
-                    looked = self.clock
-                    for child in self.running:
-                        self._show(child)
                 self._collect()
+                if self._left() <= 0:
+                    self.say("the time is over: the same command goes on")
+                    break
         finally:
-            end([child.process for child in self.running])
+            end([child.process for child in self._running])
+        return not self._num_left()
+
+    def _left(self) -> float:
+        """Return the seconds that are left."""
+        if self.minutes is None:
+            return float("inf")
+        return 60 * self.minutes - (time.monotonic() - self._began)
+
+    def _fits(self, title: str) -> bool:
+        """Return whether a run of a method would end in time, as far as is known."""
+        return self.minutes is None or self._seconds(title) < self._left()
 
     def _start(self) -> bool:
         """Fill the free places; return whether anything was started."""
-        if len(self.running) >= self.jobs:
-            return False
-        busy = {child.run for child in self.running}
-        runs = sweep.next_runs(self.sweeps, *self._state())
-        ready = [run for run in runs if run not in busy]
-        chosen = ready[: self.jobs - len(self.running)]
-        for run in chosen:
-            self.running.append(self._child(run))
-        return bool(chosen)
+        busy = {child.run.key for child in self._running} | self.failed
+        started = False
+        for title in self.titles:
+            for run in self.study.wanted(title, self.store.losses):
+                if len(self._running) >= self.jobs:
+                    return started
+                if run.key in busy or not self._fits(title):
+                    continue
+                busy.add(run.key)
+                started = True
+                self._child(title, run)
+        return started
 
-    def _state(self) -> tuple:
-        return self.study.num_seeds, self.losses, self.failed
-
-    def _child(self, run: Run) -> Child:
-        """Start a process that trains ``run``, from its last checkpoint on."""
-        folder = self.folder / "runs" / run.path
-        if curves.discard_incomplete(folder, self.study.steps):
-            self.say(f"{run}: was killed at its very end, goes back a checkpoint")
+    def _child(self, title: str, run: Run) -> None:
+        """Start a process that trains a run, from its last checkpoint on, unless it was
+        trained to its end by a call that did not live to see it.
+        """
+        folder = self.place(title, run)
+        if (found := self.study.setting.found(folder)) is not None:
+            self._keep(title, run, folder, found)
+            return
         folder.mkdir(parents=True, exist_ok=True)
-        console, known = folder / "console.txt", curves.validations(folder)
-        options = self.study.arguments(run, self.folder)
-        with console.open("a") as file:
-            process = spawn("train", options, self.study.threads, self.lock, file)
-        self.say(f"{run}: {'continues' if known else 'starts'}")
-        known_step = max(known, default=0)
-        return Child(run, process, console, self.clock, bool(known), known_step)
-
-    def _show(self, child: Child) -> None:
-        """Show the newest validation loss, if one came since the last look."""
-        points = curves.validations(self.folder / "runs" / child.run.path)
-        step = max(points, default=0)
-        if step > child.shown:
-            child.shown = step
-            self.say(
-                f"{child.run}: step {step}/{self.study.steps}, validation loss "
-                f"{points[step]:.4f}"
-            )
+        module, arguments = self.study.setting.command(run, folder)
+        with (folder / "console.txt").open("a") as file:
+            process = spawn(module, arguments, self.threads, self.lock, file)
+        self._running.append(Child(title, run, process, folder, time.monotonic()))
 
     def _collect(self) -> None:
         """Take in what has ended."""
-        for child in [c for c in self.running if c.process.poll() is not None]:
-            self.running.remove(child)
-            self._show(child)
-            run, folder = child.run, self.folder / "runs" / child.run.path
-            curve = curves.load(folder, self.study.steps)
-            if curve is None:  # what fails after the last validation costs nothing
-                self.failed.add(run)
-                said = child.console.read_text(errors="replace").splitlines()
-                self.say(
-                    f"{run}: FAILED (exit code {child.process.returncode}), tried "
-                    f"again by the next call; the end of {child.console}:\n"
-                    + indent("\n".join(said[-6:]), "    ")
-                )
+        for child in [c for c in self._running if c.process.poll() is not None]:
+            self._running.remove(child)
+            end([child.process])
+            found = self.study.setting.found(child.folder)
+            if found is not None:  # what fails after the last validation costs nothing
+                wall = round(time.monotonic() - child.began, 1)
+                found["wall"] = wall
+                self._keep(child.title, child.run, child.folder, found)
                 continue
-            curves.keep_last_checkpoint(folder)
-            self.losses[run] = curve.score
-            seconds = self.clock - child.began
-            if not child.resumed:
-                self.took.setdefault(self.study.recipe_of(run).name, []).append(seconds)
+            self.failed.add(child.run.key)
+            console = child.folder / "console.txt"
+            said = console.read_text(errors="replace").splitlines()
             self.say(
-                f"{run}: done in {timedelta(seconds=round(seconds))}, validation loss "
-                f"{curve.final:.4f}. {self._outlook()}"
+                f"{self._named(child.title, child.run)}: FAILED (exit code "
+                f"{child.process.returncode}), tried again by the next call; the end "
+                f"of {console}:\n" + indent("\n".join(said[-SAID:]), "    ")
             )
 
-    def _seconds(self, name: str) -> float:
-        """Return what its runs took, else those of all; nan before the first."""
-        times = self.took.get(name) or list(chain.from_iterable(self.took.values()))
-        return sum(times) / len(times) if times else math.nan
+    def _keep(self, title: str, run: Run, folder: Path, found: dict) -> None:
+        self.store.add(run, found)
+        if not self.study.setting.keeps:
+            shutil.rmtree(folder)
+            with suppress(OSError):  # what others run is there
+                folder.parent.rmdir()
+                self.folder.rmdir()
+        loss = final(self.store.lines[run.key])
+        self.say(f"{self._named(title, run)}: {loss:.4f}. {self._outlook()}")
+
+    def _seconds(self, title: str) -> float:
+        """Return what runs of a method took in the mean, else those of all; 0 before
+        the first.
+        """
+        walls: dict[str, list[float]] = {}
+        for name, method in self.study.methods.items():
+            for line in self.store.lines.values():
+                if method.recipe.items() <= line["recipe"].items() and "wall" in line:
+                    walls.setdefault(name, []).append(line["wall"])
+        known = walls.get(title) or [w for own in walls.values() for w in own]
+        return mean(known) if known else 0.0
+
+    def _num_left(self) -> int:
+        losses = self.store.losses
+        return sum(self.study.num_left(title, losses) for title in self.titles)
 
     def _outlook(self) -> str:
-        """Say how many of how many are done, and how long the rest takes."""
-        state = self._state()
-        to_come = {s.config: sweep.num_to_come(s, *state) for s in self.sweeps}
-        done, left = len(self.losses), sum(to_come.values())
-        seconds = sum(n * self._seconds(name) for name, n in to_come.items() if n)
-        seconds -= sum(self.clock - child.began for child in self.running)
-        outlook = f"{done} of {done + left} runs done (more where a sweep goes on)"
-        if math.isnan(seconds):
-            return outlook
-        rest = timedelta(seconds=round(max(0.0, seconds) / self.jobs))
-        return f"{outlook}, about {rest} left"
+        """Say how many runs are left, and how long they take."""
+        left = {t: self.study.num_left(t, self.store.losses) for t in self.titles}
+        seconds = sum(n * self._seconds(t) for t, n in left.items()) / self.jobs
+        outlook = f"{counted(sum(left.values()), 'run')} left"
+        rest = timedelta(seconds=round(seconds))
+        return f"{outlook}, about {rest}" if seconds else outlook
+
+    def _values(self, title: str, run: Run) -> list[str]:
+        axes = self.study.methods[title].axes
+        values = [f"{axis.name} {run.recipe[axis.name]:.5g}" for axis in axes]
+        return [*values, f"seed {run.seed}"]
+
+    def _named(self, title: str, run: Run) -> str:
+        return f"{title} ({', '.join(self._values(title, run))})"
+
+    def place(self, title: str, run: Run) -> Path:
+        """Return where a run lies: for people to find it, and no other's."""
+        own = hashlib.sha256(run.key.encode()).hexdigest()[:6]
+        names = [title, " ".join([*self._values(title, run), own])]
+        return self.folder.joinpath(*(re.sub(r"[^\w.]+", "-", n) for n in names))

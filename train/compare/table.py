@@ -1,127 +1,120 @@
-"""A comparison's table and pictures, printed and saved."""
+"""A study's table and pictures, printed and saved."""
+
+from __future__ import annotations
 
 import math
 from pathlib import Path
 
 from train.compare import plots
-from train.compare.results import Entry, Row, Spread, as_json, entries, rows
+from train.compare.results import (
+    AHEAD,
+    LEADS,
+    NUM_TRIED,
+    Entry,
+    Row,
+    as_json,
+    entries,
+    rows,
+)
+from train.compare.results import noise as noise_of
+from train.compare.store import Store
 from train.compare.study import Study
-from train.errors import UserError
+from train.errors import UserError, counted
 from train.files import write_json
 
 HEAD = (
-    "| optimizer | lr | trials | best loss | final loss | tokens to target | s/step "
-    "| s/step ratio | time to target | loss at equal time |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
+    "| method | at | trials | loss | seeds | to its control | z | | of five draws |"
+    " tokens | s/step |\n|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
-def _spread(value: Spread) -> str:
-    if len(value.values) == 1:
-        return f"{value.mean:.3f}"
-    return f"{value.mean:.3f} ± {value.deviation:.3f}"
-
-
-def _cell(value: float | None, form: str = "{:.2f}x") -> str:
-    if value is None:
-        return "not measured"
-    return form.format(value) if math.isfinite(value) else "not reached"
-
-
-def _seeds(found: list[Entry]) -> str:
-    seeds = sorted({len(e.curves) for e in found})
-    return f"{' or '.join(map(str, seeds))} seed{'' if seeds == [1] else 's'}"
+READ = (
+    "Loss: held out, nats a token, at the last step, mean (and range) over seeds that "
+    "the search did not see, which went by seed 0. Inside: within so many steps, "
+    "factors of two, there are worse points on both sides along every axis. z: the "
+    "difference to the control in standard errors, from sigma, the deviation over "
+    f"seeds; leads: {LEADS} and more; not shown: {AHEAD} to {LEADS}. Of five draws: "
+    f"the share of sets of {NUM_TRIED} draws whose best beats the control's best of "
+    "the same. Tokens: until the control's final loss, of those that it took, on the "
+    "mean curve; the rate falls over the whole run, so that a point within is not what "
+    "a run of that length would end with. s/step: of the control's, methods taking "
+    "turns."
+)
 
 
 def _trials(e: Entry) -> str:
-    """Say how many trials there were, and along which axes the best lies inside."""
-    if num_untried := len(e.found.wanted):
-        return f"{e.num_trials} (unfinished: {num_untried} to try)"
-    inside = [axis for axis, is_inside in e.found.inside.items() if is_inside]
-    edges = [axis for axis in e.found.inside if axis not in inside]
-    said = [f"inside {', '.join(inside)}"] if inside else []
-    said += [f"at the edge of {', '.join(edges)}"] if edges else []
-    return f"{e.num_trials} ({'; '.join(said)})" if said else str(e.num_trials)
+    """Say how many trials there were, and how near the worse neighbours are."""
+    if not e.values:
+        return "0"
+    said, inside = str(len(e.found.losses)), e.inside
+    where = f"inside {inside:.2g} steps" if inside < math.inf else "at an edge"
+    return f"{said}, {where}"
 
 
-def _line(e: Entry, row: Row) -> str:
-    low, high = row.tokens_ratio_range
-    tokens = _cell(row.tokens_ratio)
-    if len(e.curves) > 1:
-        tokens += f" ({low:.2f} to {high:.2f})".replace("inf", "never")
-    cells = [e.name, f"{e.lr:g}", _trials(e), _spread(e.best), _spread(e.final), tokens]
-    cells += [_cell(e.seconds_per_step, "{:.3f}"), _cell(row.seconds_per_step_ratio)]
-    cells += [_cell(row.seconds_ratio), _cell(row.loss_at_time, "{:.3f}")]
+def _loss(e: Entry) -> str:
+    if not math.isfinite(e.mean):
+        return f"{len(e.losses) - len(e.finite)} diverged"
+    low, high = min(e.losses), max(e.losses)
+    return f"{e.mean:.4f}" + (f" ({low:.3f} to {high:.3f})" if high > low else "")
+
+
+def _form(value: float | None, form: str) -> str:
+    if value is None:
+        return ""
+    return form.format(value) if math.isfinite(value) else "never"
+
+
+def _line(row: Row) -> str:
+    e = row.entry
+    at = ", ".join(f"{name} {value:.4g}" for name, value in e.values.items())
+    seeds = str(len(e.losses))
+    if e.num_missing:
+        seeds += f" of {len(e.losses) + e.num_missing}"
+    cells = [e.title, at, _trials(e), _loss(e), seeds]
+    cells.append(
+        "control" if e.control == e.title else _form(row.difference, "{:+.4f}")
+    )
+    cells += [_form(row.z, "{:+.1f}"), row.verdict, _form(row.wins, "{:.0%}")]
+    cells += [_form(row.tokens, "{:.2f}x"), _form(row.seconds, "{:.2f}x")]
     return f"| {' | '.join(cells)} |"
 
 
-def markdown(
-    found: list[Entry], table: list[Row], study: Study, missing: list[str]
-) -> str:
+def markdown(study: Study, found: list[Entry], table: list[Row]) -> str:
     """Return the table, and how to read it."""
-    worst = found[-1]
+    noise = noise_of(found)
+    sigma = "no two seeds" if noise is None else f"sigma {noise:.4f}"
     lines = [
-        f"{study.steps} steps of {study.tokens_per_step:,} tokens "
-        f"({study.steps * study.tokens_per_step:,} a run), "
-        f"{_seeds(found)} of the best trial (mean ± standard deviation), "
-        "validation loss in nats per token on "
-        f"{study.validation_samples} held-out sequences.",
+        f"{study.title}: {study.setting.steps:,} steps; searches of "
+        f"{counted(study.trials, 'trial')}, {study.num_draws} of them drawn; {sigma}.",
         "",
         HEAD,
-        *map(_line, found, table),
+        *map(_line, table),
         "",
-        f"Target: {worst.final.mean:.3f}, the worst final loss, that of "
-        f"{worst.name}; ratios to target are of what it took, on the mean "
-        "curve, with the range over seeds. The rate falls over the whole run, so that "
-        "a point within a run is not what a run of that length would end with. Trials "
-        "are runs of seed 0, by whose final loss rate and options were chosen; "
-        "inside: worse on both sides.",
-        "Seconds per step: medians of a separate measurement, recipes taking turns on "
-        f"{study.threads} thread{'s' if study.threads > 1 else ''}; equal time is when "
-        "the fastest has finished.",
+        READ,
     ]
-    for e in found:
-        if e.num_diverged:
-            lines.append(f"{e.name}: {e.num_diverged} more seeds diverged.")
+    missing = [t for t in study.methods if t not in {e.title for e in found}]
     if missing:
-        lines.append(f"Not here: {', '.join(missing)} (no finished, converged run).")
+        lines.append(f"Not here, since not run to an end: {'; '.join(missing)}.")
     return "\n".join(lines) + "\n"
 
 
-def draw_pictures(found: list[Entry], study: Study, folder: Path) -> list[str]:
-    """Draw what there is to draw; return the names of the files."""
-    millions, title = study.tokens_per_step / 1e6, f"{study.length}, {_seeds(found)}"
-    names = ["loss_by_tokens.png"]
-    path = folder / names[0]
-    plots.by(lambda e: millions, "tokens (millions)", found, title, path)
-    if timed := [e for e in found if e.seconds_per_step is not None]:
-        names.append("loss_by_time.png")
-        path, xlabel = folder / names[-1], "training time (s)"
-        plots.by(lambda e: e.seconds_per_step, xlabel, timed, title, path)
-    for axis in plots.sweeps(found):
-        names.append(f"loss_by_{'rate' if axis == 'lr' else axis}.png")
-        plots.by_value(axis, found, f"{study.length}, seed 0", folder / names[-1])
-    return names
-
-
-def report(study: Study, folder: Path) -> None:
+def report(study: Study, store: Store, folder: Path) -> None:
     """Print and save table.md, results.json and the pictures."""
-    found = entries(study, folder)
+    found = entries(study, store, folder)
     if not found:
         raise UserError(
-            f"got no finished run in {folder}, expected one: leave out --only to train"
+            f"got no method in {folder} whose search has ended, expected one: leave "
+            "out --only to train"
         )
-    table = rows(found, study.steps)
-    names = {e.recipe.name for e in found}
-    text = markdown(found, table, study, [n for n in study.recipes if n not in names])
+    table = rows(found)
+    text = markdown(study, found, table)
     (folder / "table.md").write_text(text)
-    write_json(folder / "results.json", as_json(found, table, study))
-    pictures = draw_pictures(found, study, folder)
+    write_json(folder / "results.json", as_json(study, store, found, table))
+    pictures = plots.draw(study, found, folder)
     print(
         f"\n{text}\n"
-        f"{'table':12} {folder}: table.md\n"
-        f"{'numbers':12} {folder}: results.json\n"
-        f"{'pictures':12} {folder}: {', '.join(pictures)}\n"
-        f"{'TensorBoard':12} tensorboard --logdir {folder / 'runs'}",
+        f"{'table':9} {folder / 'table.md'}\n"
+        f"{'numbers':9} {folder / 'results.json'}\n"
+        f"{'pictures':9} {', '.join(str(folder / name) for name in pictures)}",
         flush=True,
     )

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.rehearsal.models [loop] [fsdp2] [memory] [--json FILE]
 
-loop: the bf16 loop of benchmarks.pretrain, lowered to Triton source, with its launches
+loop: the plain bf16 loop of train.compare, lowered to Triton source, with its launches
 and what crosses between host and device. fsdp2: examples/fsdp2.py on one of eight
 ranks, with its collectives. memory: the loop's memory on one GPU, counted as the
 caching allocator counts, beside what train.plan forecasts. Needs Triton. Ends with code
@@ -18,14 +18,12 @@ from typing import Any
 
 from benchmarks import checks
 from benchmarks.gpu.rehearsal import peak, pretraining, sharded_model
-from benchmarks.pretrain.methods import Method, method
 from marsopt.profiling.gpt2 import MODELS
 from train.errors import UserError, check_least, command
 from train.files import write_json
 
 PARTS = ("loop", "fsdp2", "memory")
 METHODS = ("mars-adamw-transport", "mars-adamw", "mars-m")
-LR = 1e-3  # of methods for which no recipe has a rate: no count depends on it
 
 
 def arguments() -> argparse.Namespace:
@@ -39,7 +37,7 @@ def arguments() -> argparse.Namespace:
     # fmt: off
     add("parts", nargs="*", metavar="PART", help=f"of {PARTS}; default: all of them")
     add("--methods", nargs="+", default=METHODS, metavar="NAME",
-        help="as of benchmarks.pretrain (default: three of MARS)")
+        help="as configs.studies.published takes them (three of MARS)")
     add("--model", default="gpt2-small", choices=MODELS, help="of loop (%(default)s)")
     add("--memory-model", default="gpt2-xl", choices=MODELS, help="(%(default)s)")
     add("--micro-batches", type=int, nargs="+", default=[4, 16], metavar="NUM",
@@ -56,24 +54,17 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def methods(args: argparse.Namespace, model: str) -> list[Method]:
-    """Return the methods by name for a model."""
-    size = model.removeprefix("gpt2-")
-    return [method(name, size, LR) for name in args.methods]
-
-
 def rehearse(args: argparse.Namespace) -> dict[str, Any]:
     """Return what every part found, and print it."""
     found: dict[str, Any] = {}
     parts = args.parts or PARTS
     if "loop" in parts:
-        plan = pretraining.plan_of(
-            pretraining.shape_of(args.model), args.micro_batches[0], compile=True
-        )
+        shape = pretraining.shape_of(args.model)
+        setting = pretraining.setting_of(shape, args.micro_batches[0], compile=True)
         found["loop"] = []
-        print(f"loop of benchmarks.pretrain, {args.model}", flush=True)
-        for each in methods(args, args.model):
-            found["loop"].append(pretraining.rehearse(plan, each))
+        print(f"plain loop of train.compare, {args.model}", flush=True)
+        for each in args.methods:
+            found["loop"].append(pretraining.rehearse(setting, each))
             print(pretraining.table(found["loop"][-1]), flush=True)
     if "fsdp2" in parts:
         found["fsdp2"] = [sharded_model.rehearse()]
@@ -88,10 +79,10 @@ def rehearse(args: argparse.Namespace) -> dict[str, Any]:
 def memory(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the memory of each method at each size of micro-batch."""
     shape, rows = pretraining.shape_of(args.memory_model), []
-    for each in methods(args, args.memory_model):
+    for each in args.methods:
         for num in args.micro_batches:
-            plan = pretraining.plan_of(shape, num, compile=not args.eager)
-            rows.append(peak.beside(peak.measure(plan, each), args.memory_model))
+            own = pretraining.setting_of(shape, num, compile=not args.eager)
+            rows.append(peak.beside(peak.measure(own, each), args.memory_model))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Memory of the loop of ``benchmarks.pretrain`` on one GPU, counted over fake tensors
+"""Memory of the loop of ``train.compare`` on one GPU, counted over fake tensors
 as the caching allocator counts it, beside the forecast of ``train.plan``.
 """
 
@@ -15,10 +15,9 @@ from benchmarks.gpu.rehearsal.crossings import Watch
 from benchmarks.gpu.rehearsal.device import H100
 from benchmarks.gpu.rehearsal.fakes import fake_h100
 from benchmarks.gpu.rehearsal.lowering import Graph, Runner, load
-from benchmarks.gpu.rehearsal.pretraining import Loop
-from benchmarks.pretrain import loop
-from benchmarks.pretrain.methods import Method
+from benchmarks.gpu.rehearsal.pretraining import training
 from marsopt.parallel.forecast import forecast, models
+from train.compare.plain import Setting
 
 TOLERANCE = 0.05  # of the forecast
 NUM_STEPS = 2  # the first makes what stays
@@ -34,15 +33,15 @@ def _allocating(graph: Graph, _: fx.GraphModule) -> Runner:
     return load(graph.source, device="cuda", log=deque(maxlen=0)).call
 
 
-def measure(plan: loop.Plan, method: Method) -> dict[str, Any]:
+def measure(setting: Setting, method: str) -> dict[str, Any]:
     """Return bytes of the second step: ``parameters``, ``gradients``, ``state``;
     ``lives``, all that lives after the step; ``gradient_peak`` and ``step_peak``, the
     most that lived at once in forward and backward passes, and in the optimizer.
 
-    The optimizer is compiled, as on a GPU, the model where the plan says so.
+    The optimizer is compiled, as on a GPU, the model where the setting says so.
     """
     with fake_h100(_allocating, boxed=True), Watch(), Allocations() as allocated:
-        found = Loop(plan, method, compile=True)
+        found = training(setting, method, compile=True)
         params = [*found.task.model.parameters()]
         for _ in range(NUM_STEPS):
             gc.collect()  # compiling leaves frames, and their tensors, in cycles
@@ -51,13 +50,13 @@ def measure(plan: loop.Plan, method: Method) -> dict[str, Any]:
             gradient_peak, gradients = allocated.peak, held(p.grad for p in params)
             gc.collect()
             allocated.reset()
-            found.step()
+            found.update()
             step_peak = allocated.peak
         rows = (x for entry in found.optimizer.state.values() for x in entry.values())
         return dict(
-            method=method.name,
-            micro_batch=plan.micro_batch,
-            compiled=plan.compile,
+            method=method,
+            micro_batch=setting.micro_batch,
+            compiled=setting.compile,
             parameters=held(params),
             gradients=gradients,
             state=held(rows),

@@ -1,4 +1,4 @@
-"""The loop of ``benchmarks.pretrain`` over fake CUDA tensors: its own functions,
+"""The plain loop of ``train.compare`` over fake CUDA tensors: its own functions,
 lowered to Triton source, with what crosses between host and device in each step.
 """
 
@@ -6,25 +6,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch._dynamo.exc import Unsupported
-from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.gpu.rehearsal.crossings import Watch, reads
 from benchmarks.gpu.rehearsal.fakes import fake_h100
 from benchmarks.gpu.rehearsal.lowering import Graph, launches
-from benchmarks.pretrain import loop
-from benchmarks.pretrain.methods import Method
+from configs.studies import published
 from marsopt import REGISTRY
 from marsopt.profiling.gpt2 import MODELS, NUM_POSITIONS, VOCAB_SIZE
-from train.engine.schedule import cosine
+from train.compare import plain
 from train.gpt2 import Shape
 
 HEAD_WIDTH = 64
+LR = 1e-3  # for which no recipe is asked: no count depends on it
 NUM_STEPS = 3  # one that compiles, and two that may not
 LIBRARY = re.compile(r"(?:extern_kernels|torch\.ops\.aten)\.[\w.]+\(")
 PARTS = ("forward", "backward")  # of the model, in the order of lowering
@@ -37,59 +35,44 @@ def shape_of(model: str) -> Shape:
     return Shape(num_layers, heads, width, NUM_POSITIONS, VOCAB_SIZE)
 
 
-def plan_of(shape: Shape, micro_batch: int, *, compile: bool) -> loop.Plan:
-    """Return a plan of the benchmark in bfloat16, two micro-batches a step."""
-    return loop.Plan(
-        shape=shape,
+def setting_of(shape: Shape, micro_batch: int, *, compile: bool) -> plain.Setting:
+    """Return a setting in bfloat16, two micro-batches a step."""
+    return plain.Setting(
+        data="none",
+        layers=shape.num_layers,
+        heads=shape.num_heads,
+        width=shape.width,
+        vocab_size=shape.vocab_size,
+        inverse_layer_scale=shape.inverse_layer_scale,
         seq_len=shape.block_size,
         batch=2 * micro_batch,
         micro_batch=micro_batch,
         steps=10,
-        warmup=2,
-        floor=0.05,
         held_out=micro_batch,
-        interval=10,
-        seed=0,
         device="cuda",
         dtype="bfloat16",
         compile=compile,
     )
 
 
-class Loop:
-    """Task, optimizer and schedule as ``loop.run`` makes them, within ``fake_h100``.
+def training(
+    setting: plain.Setting, method: str, *, compile: bool | None = None
+) -> plain.Training:
+    """Return a training of zeros, within ``fake_h100``.
 
     Args:
-        plan: how it is trained.
-        method: by what.
+        setting: how it goes.
+        method: by what, as ``configs.studies.published`` takes it.
         compile: whether the optimizer is compiled; None = as the model.
     """
-
-    def __init__(
-        self, plan: loop.Plan, method: Method, *, compile: bool | None = None
-    ) -> None:
-        torch.compiler.reset()  # else methods share the graphs of one model
-        loop.compiled.cache_clear()
-        tokens = np.zeros(4 * plan.seq_len, np.uint16)
-        self.task = loop.Task(plan, tokens, tokens)
-        compile = plan.compile if compile is None else compile
-        self.optimizer = method.build(self.task.model, compile=compile)
-        rate = dict(warmup=plan.warmup, total=plan.steps, floor=plan.floor)
-        self._scheduler = LambdaLR(self.optimizer, partial(cosine, **rate))
-        self._batches = self.task.batches()
-
-    def gradient(self) -> None:
-        """Take the gradient of the next batch."""
-        self.task.gradient(self._batches.next())
-
-    def step(self) -> None:
-        """Step, and let go of the gradient."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self._scheduler.step()
+    torch.compiler.reset()  # else methods share the graphs of one model
+    plain.compiled.cache_clear()
+    text = np.zeros(4 * setting.seq_len, np.uint16)
+    recipe = published(method, lr=LR)
+    return plain.Training(setting, recipe, 0, (text, text), compile)
 
 
-def rehearse(plan: loop.Plan, method: Method) -> dict[str, Any]:
+def rehearse(setting: plain.Setting, method: str) -> dict[str, Any]:
     """Run three steps.
 
     Returns:
@@ -101,14 +84,14 @@ def rehearse(plan: loop.Plan, method: Method) -> dict[str, Any]:
     steps: list[dict[str, Any]] = []
     problems: list[str] = []
     with fake_h100() as graphs, Watch() as watch:
-        found = Loop(plan, method)
+        found = training(setting, method)
         num_params = sum(p.numel() for p in found.task.model.parameters())
         watch.taken()
         try:
             for _ in range(NUM_STEPS):
                 found.gradient()
                 gradient = watch.taken()
-                found.step()
+                found.update()
                 step = watch.taken()
                 problems += reads((*gradient, *step))
                 crossed = dict(gradient=gradient, step=step)
@@ -116,8 +99,8 @@ def rehearse(plan: loop.Plan, method: Method) -> dict[str, Any]:
                 steps.append(dict(num_graphs=len(graphs), **crossed))
         except Unsupported as error:
             problems.append(f"got a graph break, expected none: {_first(error)}")
-    done = dict(method=method.name, num_params=num_params, steps=steps)
-    done |= dict(compiled=plan.compile, graphs=described(graphs), problems=problems)
+    done = dict(method=method, num_params=num_params, steps=steps)
+    done |= dict(compiled=setting.compile, graphs=described(graphs), problems=problems)
     problems += check(done)
     return done
 
@@ -130,7 +113,7 @@ def described(graphs: list[Graph]) -> list[dict[str, Any]]:
     """Return part, function, launches and calls of libraries of each graph."""
     found, parts = [], iter(PARTS)
     for graph in graphs:
-        is_model = graph.function == loop.mean_loss.__name__
+        is_model = graph.function == plain.mean_loss.__name__
         kernels, log = launches(graph)
         found.append(
             dict(

@@ -1,0 +1,260 @@
+"""Studies of ``python -m train.compare``: what is compared, how, by how many trials.
+
+docs/study.md has the questions, and what came of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from configs.published import LR, ONE_RATE, RULES, SIZES, TRANSPORT_GAMMA
+from train.compare.plain import Setting
+from train.compare.search import Axis
+from train.compare.study import Method, Study
+
+__all__ = ["bf16_state", "gpu", "gpu_swept", "small", "small_all", "tiny"]
+Recipe = dict[str, Any]
+
+# The space that draws come from, the same for all methods of one kind; searches go
+# beyond it.
+RATES = Axis("lr", 2e-3, 3.2e-2)  # of elementwise rules
+MATRIX_RATES = Axis("lr", 4e-3, 6.4e-2)
+BETA1 = Axis("beta1", 0.6, 0.98, decay=True)
+GAMMA = Axis("gamma", 0.0125, 0.4)
+SCALE = Axis("ema_nesterov", 0.1, 1.6)
+OUTER = Axis("snoo", 0.1, 0.8, decay=True)  # momentum
+BETA2 = Axis("beta2", 0.9, 0.999, decay=True)
+DECAY = Axis("weight_decay", 0.0125, 0.4)
+
+ELEMENTWISE: Recipe = dict(one_rate=True, weight_decay=0.1, beta2=0.99)
+MATRICES: Recipe = dict(weight_decay=0.1, beta2=0.95)
+TRANSPORT: Recipe = dict(correction="transport")
+SHORT: Recipe = dict(sides="short")
+MIXED: Recipe = dict(rule="two-averages", weight_decay=0.1, beta2=0.99)
+MIXED |= dict(weight=0.5, age_ratio=5.0)
+
+SEEDS, MORE_SEEDS = 4, 8  # at the best point; more for what the questions turn on
+
+
+def elementwise() -> dict[str, Method]:
+    """Return NAdamW, and the methods beside it."""
+    axes = (RATES, BETA1)
+    nadamw = ELEMENTWISE | dict(rule="nadamw")
+    mars = ELEMENTWISE | dict(rule="mars-adamw")
+    falling = mars | TRANSPORT | dict(gamma_follows_rate=True)
+    return {
+        "NAdamW": Method(nadamw, axes, MORE_SEEDS),
+        "transport": Method(mars | TRANSPORT, (*axes, GAMMA), MORE_SEEDS),
+        "AdamW": Method(ELEMENTWISE | dict(rule="adamw"), axes, SEEDS),
+        "MARS, approximate": Method(mars, (*axes, GAMMA), SEEDS),
+        "two averages": Method(MIXED, axes, SEEDS),
+        "two averages, ahead": Method(MIXED, (*axes, GAMMA), SEEDS),
+        "EMA-Nesterov on NAdamW": Method(nadamw, (*axes, SCALE), SEEDS),
+        "SNOO on NAdamW": Method(nadamw, (*axes, OUTER), SEEDS),
+        "transport, gamma with the rate": Method(falling, (*axes, GAMMA), SEEDS),
+    }
+
+
+def matrices() -> dict[str, Method]:
+    """Return Moonlight, which has Nesterov's momentum, and SOAP-Muon, each with
+    transport and other neighbours.
+    """
+    axes = (MATRIX_RATES, BETA1)
+    moonlight, soap = MATRICES | dict(rule="moonlight"), MATRICES | SHORT
+    ahead = moonlight | TRANSPORT
+    soap_ahead = soap | TRANSPORT | dict(rule="mars-soap-muon")
+    mars_m = MATRICES | dict(rule="mars-m")
+    mine, other = dict(control="Moonlight"), dict(control="SOAP-Muon")
+    plain = Method(soap | dict(rule="soap-muon"), axes, MORE_SEEDS, **mine)
+    return {
+        "Moonlight": Method(moonlight, axes, MORE_SEEDS, **mine),
+        "Moonlight, transport": Method(ahead, (*axes, GAMMA), MORE_SEEDS, **mine),
+        "SOAP-Muon": plain,
+        "SOAP-Muon, transport": Method(soap_ahead, (*axes, GAMMA), MORE_SEEDS, **other),
+        "EMA-Nesterov on Moonlight": Method(moonlight, (*axes, SCALE), SEEDS, **mine),
+        "SNOO on Moonlight": Method(moonlight, (*axes, OUTER), SEEDS, **mine),
+        "MARS-M, approximate": Method(mars_m, (*axes, GAMMA), SEEDS, **mine),
+    }
+
+
+def _setting(layers: int, width: int, heads: int, batch: int, steps: int) -> Setting:
+    return Setting(
+        layers=layers,
+        width=width,
+        heads=heads,
+        vocab_size=257,
+        data="data/python",
+        seq_len=128,
+        batch=batch,
+        steps=steps,
+        warmup=0.1,
+        floor=0.1,
+        held_out=512,
+    )
+
+
+SMALL = _setting(2, 64, 4, batch=8, steps=1920)  # 98,304 weights beside embeddings
+
+
+# GPT-2 small, 131,072 tokens a step
+GPU = Setting(
+    layers=12,
+    width=768,
+    heads=12,
+    vocab_size=50304,
+    inverse_layer_scale=True,
+    data="data/packages",
+    seq_len=1024,
+    batch=128,
+    micro_batch=32,
+    steps=763,
+    floor=0.05,
+    held_out=512,
+    points=20,
+    device="cuda",
+    dtype="bfloat16",
+    compile=True,
+)
+
+
+def small() -> Study:
+    """0.1M parameters, 20 tokens each: elementwise rules and matrix rules."""
+    return Study(
+        title="0.1M parameters, 20 tokens each",
+        setting=SMALL,
+        methods=elementwise() | matrices(),
+        trials=20,
+        num_draws=8,
+    )
+
+
+def small_all() -> Study:
+    """The same, NAdamW and transport, with decay and beta2 searched too."""
+    axes = (BETA2, DECAY)
+    chosen = ("NAdamW", "transport")
+    methods = {
+        name: Method(m.recipe, (*m.axes, *axes), m.num_seeds)
+        for name, m in elementwise().items()
+        if name in chosen
+    }
+    return Study(
+        title="0.1M parameters, 20 tokens each, decay and beta2 searched",
+        setting=SMALL,
+        methods=methods,
+        trials=40,
+        num_draws=8,
+    )
+
+
+def bf16_state() -> Study:
+    """State in float32, in bfloat16 rounded stochastically, and to nearest."""
+    kept: dict[str, Recipe] = {
+        "float32": {},
+        "stochastic": dict(state_dtype="bfloat16", stochastic_rounding=True),
+        "to nearest": dict(nearest_state="bfloat16"),
+    }
+    rules: dict[str, Recipe] = {
+        "MARS-AdamW": dict(rule="mars-adamw", lr=6e-3, beta1=0.95, beta2=0.99),
+        "AdamW": dict(rule="adamw", lr=4e-3, beta1=0.9, beta2=0.999),
+    }
+    methods = {
+        f"{name}, {how}": Method(
+            recipe | own | dict(one_rate=True),
+            num_seeds=6,
+            control=f"{name}, float32",
+        )
+        for name, recipe in rules.items()
+        for how, own in kept.items()
+    }
+    return Study(
+        title="0.1M parameters, state in bfloat16",
+        setting=replace(SMALL, seq_len=64, steps=3000),
+        methods=methods,
+    )
+
+
+def tiny() -> Study:
+    """Recipes of configs.tiny, by torchtitan: rates and beta1."""
+    from train.compare.recipes import Setting as Recipes  # torchtitan with it
+
+    rates = {
+        "tiny_nadamw": (3e-3, 1.2e-2),
+        "tiny_adamw": (2e-3, 8e-3),
+        "tiny_mars_adamw_transport": (3e-3, 1.2e-2),
+        "tiny_moonlight": (6e-3, 2.4e-2),
+        "tiny_moonlight_transport": (6e-3, 2.4e-2),
+    }
+    methods = {
+        name: Method(dict(config=name), (Axis("lr", *ends), BETA1))
+        for name, ends in rates.items()
+    }
+    return Study(
+        title="recipes of configs.tiny, 0.84M parameters",
+        setting=Recipes(steps=750),
+        methods=methods,
+        trials=9,
+        num_draws=3,
+    )
+
+
+def published(name: str, size: str = "small", lr: float | None = None) -> Recipe:
+    """Return a rule's recipe at the numbers of configs.published.
+
+    Args:
+        name: of a rule, with "-transport" or "-exact" behind it for that correction, or
+            "torch-adamw", clip_grad_norm_ and torch's fused AdamW.
+        size: of the GPT-2.
+        lr: where no recipe has one for this size.
+    """
+    rule, recipe = name, {}
+    if name.endswith("-transport"):
+        rule = name.removesuffix("-transport")
+        recipe = TRANSPORT | dict(gamma=TRANSPORT_GAMMA.get(_key(rule), 0.025))
+    elif name.endswith("-exact"):
+        rule, recipe = name.removesuffix("-exact"), dict(correction="exact")
+    key = "adamw" if rule == "torch-adamw" else _key(rule)
+    row, rate = RULES[key], LR[key][size] if lr is None else lr
+    beta1, beta2 = row.betas
+    recipe |= dict(rule=rule, lr=rate, beta1=beta1, beta2=beta2)
+    recipe |= dict(weight_decay=row.matrices)
+    if key not in ONE_RATE:
+        ratio = SIZES[size].lr_1d / rate
+        recipe |= dict(lr_1d_ratio=ratio, weight_decay_1d=row.vectors)
+    return recipe
+
+
+def _key(rule: str) -> str:
+    return rule.replace("-", "_")
+
+
+COMPARED = (
+    *("torch-adamw", "mars-adamw-transport", "moonlight", "mars-adamw"),
+    "mars-m-transport",
+)
+
+
+def gpu() -> Study:
+    """GPT-2 small, 100M tokens on one GPU, at the recipes' numbers."""
+    return Study(
+        title="GPT-2 small, 100M tokens",
+        setting=GPU,
+        methods={name: Method(published(name), num_seeds=1) for name in COMPARED},
+    )
+
+
+def gpu_swept() -> Study:
+    """The same, 25M tokens and rates searched."""
+    methods = {}
+    for name in COMPARED:
+        recipe = published(name)
+        lr = recipe.pop("lr")
+        axes = (Axis("lr", lr / 2, 2 * lr),)
+        methods[name] = Method(recipe, axes, num_seeds=1)
+    return Study(
+        title="GPT-2 small, 25M tokens",
+        setting=replace(GPU, steps=190),
+        methods=methods,
+        trials=4,
+        num_draws=2,
+    )

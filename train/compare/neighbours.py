@@ -1,0 +1,242 @@
+"""What others do with a trajectory, beside transport: wrappers of any optimizer, and
+AdamW whose momentum is a mixture of two averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Wrapper:
+    """An optimizer that moves what another one has moved.
+
+    Args:
+        inner: the other one.
+    """
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        self.params = [p for group in inner.param_groups for p in group["params"]]
+        self.count = 0
+
+    @property
+    def param_groups(self) -> list[dict]:
+        """Return those of the inner one."""
+        return self.inner.param_groups
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self.inner.zero_grad()
+
+    def train(self) -> None:
+        """Put the points where gradients belong into the parameters."""
+        self.inner.train()
+
+    def eval(self) -> None:
+        """Put what is trained into the parameters."""
+        self.inner.eval()
+
+
+class EMANesterov(Wrapper):
+    """EMA-Nesterov (arXiv 2605.25395, as its authors ran it: modded-nanogpt, pull
+    request 308): x' = step(x + s e), e' = 0.99 e + 0.01 (x' - x), with s = ``scale``
+    times the rate's share of its peak between a sixth and three quarters of the run,
+    else 0. The parameters hold x + s e.
+
+    Args:
+        inner: makes the step; its rates are at their peak.
+        scale: s at the peak rate.
+        steps: of the run.
+        decay: of e.
+    """
+
+    WINDOW = (500 / 3150, 2400 / 3150)
+
+    def __init__(
+        self, inner: Optimizer, *, scale: float, steps: int, decay: float = 0.99
+    ) -> None:
+        super().__init__(inner)
+        self._scale, self._decay = scale, decay
+        self._from, self._until = (round(share * steps) for share in self.WINDOW)
+        self._peak = inner.param_groups[0]["lr"]
+        self._x = [p.detach().clone() for p in self.params]
+        self._e = [torch.zeros_like(x) for x in self._x]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take a step."""
+        rate = self.param_groups[0]["lr"] / self._peak
+        self.inner.step()
+        self.count += 1
+        moved = torch._foreach_sub(self.params, self._x)
+        torch._foreach_lerp_(self._e, moved, 1 - self._decay)
+        torch._foreach_copy_(self._x, self.params)
+        if self._from <= self.count < self._until:
+            torch._foreach_add_(self.params, self._e, alpha=self._scale * rate)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Exchange the points ahead for x."""
+        self._ahead = [p.detach().clone() for p in self.params]
+        torch._foreach_copy_(self.params, self._x)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Exchange back."""
+        torch._foreach_copy_(self.params, self._ahead)
+
+
+class SNOO(Wrapper):
+    """SNOO (arXiv 2510.15830): every so many steps, Nesterov's momentum on what they
+    have moved: d = x_then - x, b' = momentum b + d, x' = x_then - lr (d + momentum b').
+
+    Args:
+        inner: makes the steps.
+        lr, momentum: of the outer step.
+        every: inner steps of an outer one.
+    """
+
+    def __init__(
+        self, inner: Optimizer, *, lr: float, momentum: float, every: int
+    ) -> None:
+        super().__init__(inner)
+        self._lr, self._momentum, self._every = lr, momentum, every
+        self._slow = [p.detach().clone() for p in self.params]
+        self._b = [torch.zeros_like(x) for x in self._slow]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take a step."""
+        self.inner.step()
+        self.count += 1
+        if self.count % self._every == 0:
+            d = torch._foreach_sub(self._slow, self.params)
+            torch._foreach_mul_(self._b, self._momentum)
+            torch._foreach_add_(self._b, d)
+            torch._foreach_add_(d, self._b, alpha=self._momentum)
+            torch._foreach_add_(self._slow, d, alpha=-self._lr)
+            torch._foreach_copy_(self.params, self._slow)
+
+
+class NearestState(Wrapper):
+    """An optimizer whose state is what a narrower dtype would have kept of it, rounded
+    to nearest after every step, which MARS itself refuses.
+
+    Args:
+        inner: that optimizer.
+        dtype: of which the state's values are.
+    """
+
+    def __init__(self, inner: Optimizer, dtype: torch.dtype) -> None:
+        super().__init__(inner)
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take a step."""
+        self.inner.step()
+        for state in self.inner.state.values():
+            for key, value in state.items():
+                if key != "step":
+                    value.copy_(value.to(self._dtype))
+
+
+class TwoAverages(Optimizer):
+    """AdamW whose momentum is a mixture of two averages of the gradient, and whose
+    gradients may be taken where that mixture has no lag: at
+
+        y_t = x_t + gamma (a d_t + b e_t),   d_t = x_t - x_{t-1},
+        e_t = rho e_{t-1} + (1 - rho) d_t,
+
+    with a, b, rho of ``lookahead``. With gamma 1, and the weights constant, the
+    mixture of the gradients of a quadratic is the gradient at x_t, once the start is
+    forgotten. The parameters hold y.
+
+    Args:
+        params: to train.
+        lr: learning rate.
+        betas: of the faster average, the slower one, and of squares.
+        weight: of the slower one, at the peak of the rate, with which it falls.
+        gamma: share of the lookahead that leaves no lag; 0 = at x.
+        eps: added to the root.
+        weight_decay: decoupled.
+    """
+
+    def __init__(
+        self,
+        params: Iterator[Tensor],
+        *,
+        lr: float,
+        betas: tuple[float, float, float],
+        weight: float,
+        gamma: float = 0.0,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        own = dict(lr=lr, betas=betas, weight=weight, gamma=gamma)
+        super().__init__(params, own | dict(eps=eps, weight_decay=weight_decay))
+        self._peak, self._t = lr, 0
+        self._params = [p for group in self.param_groups for p in group["params"]]
+        self._x = [p.detach().clone() for p in self._params]
+        self._fast, self._slow, self._v, self._e = (
+            [torch.zeros_like(x) for x in self._x] for _ in range(4)
+        )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Take a step."""
+        (group,) = self.param_groups
+        lr, eps, decay = group["lr"], group["eps"], group["weight_decay"]
+        fast, slow, beta2 = group["betas"]
+        self._t += 1
+        g = [p.grad for p in self._params]
+        torch._foreach_lerp_(self._fast, g, 1 - fast)
+        torch._foreach_lerp_(self._slow, g, 1 - slow)
+        torch._foreach_lerp_(self._v, torch._foreach_mul(g, g), 1 - beta2)
+        share = group["weight"] * lr / self._peak
+        m = torch._foreach_mul(self._fast, (1 - share) / (1 - fast**self._t))
+        torch._foreach_add_(m, self._slow, alpha=share / (1 - slow**self._t))
+        root = torch._foreach_sqrt(self._v)
+        torch._foreach_div_(root, (1 - beta2**self._t) ** 0.5)
+        torch._foreach_add_(root, eps)
+        torch._foreach_div_(m, root)
+        torch._foreach_add_(m, self._x, alpha=decay)
+        d = torch._foreach_mul(m, -lr)
+        torch._foreach_add_(self._x, d)
+        torch._foreach_copy_(self._params, self._x)
+        a, b, rho = lookahead(fast, slow, share)
+        torch._foreach_lerp_(self._e, d, 1 - rho)
+        torch._foreach_add_(self._params, d, alpha=group["gamma"] * a)
+        torch._foreach_add_(self._params, self._e, alpha=group["gamma"] * b)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Exchange y for x."""
+        self._y = [p.detach().clone() for p in self._params]
+        torch._foreach_copy_(self._params, self._x)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Exchange back."""
+        torch._foreach_copy_(self._params, self._y)
+
+
+def lookahead(fast: float, slow: float, weight: float) -> tuple[float, float, float]:
+    """Return a, b and rho, with which a mixture of two averages has no lag: a + b is
+    its mean age.
+
+    Where the mixture is the filter k(z) of gradients, y = x / k(z) makes k(z) y = x;
+    with averages of decays p and q, and weights 1 - w and w, k(z) is
+    n (1 - rho z) / ((1 - p z)(1 - q z)), whose inverse is 1 + a (1 - z) +
+    b (1 - z)(1 - rho) / (1 - rho z).
+    """
+    own, other = (1 - weight) * (1 - fast), weight * (1 - slow)
+    n = own + other
+    rho = (own * slow + other * fast) / n
+    a = fast * slow / (n * rho)
+    b = (rho - fast) * (slow - rho) / (rho * n * (1 - rho) ** 2)
+    return a, b, rho
