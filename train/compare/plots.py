@@ -17,6 +17,7 @@ DASHES = ["-", (0, (6, 2)), (0, (2, 1.2)), (0, (6, 2, 1.5, 2)), (0, (1, 1.5))]
 MARKERS = "osD^vPX*"
 COLORS = ("#0b3c8c", "#b5440e", "#146b4a", "#5b2a86", "#000000", "#8a6d00", "#a0145a")
 TICKS = [digit * 10.0**power for power in range(-6, 2) for digit in (1, 2, 5)]
+USUAL = 0.75  # of a method's losses along an axis; what is above is cut
 LOSS = "held-out loss (nats per token)"
 
 
@@ -79,11 +80,11 @@ def profile(axis: Axis, e: Entry) -> tuple[list[float], list[float]]:
 
 def by_value(axis: Axis, found: Sequence[Entry], looks: dict, path: Path) -> None:
     """Draw the loss of seed 0 against one axis, the others at the best that was tried
-    near it; a ring is the value that was chosen.
+    near it, without the worst; a ring is the value that was chosen.
     """
     lines = {e.title: profile(axis, e) for e in found}
-    usual = [loss for _, own in lines.values() for loss in own]
-    low, high = min(usual), float(np.quantile(usual, 0.85))
+    low = min(loss for _, own in lines.values() for loss in own)
+    high = max(float(np.quantile(own, USUAL)) for _, own in lines.values())
     labels = dict(xlabel=f"{axis.name} (ring: chosen)", ylabel=LOSS)
     with picture(path, (9, 5.2), **labels) as axes:
         ends = []
@@ -95,7 +96,7 @@ def by_value(axis: Axis, found: Sequence[Entry], looks: dict, path: Path) -> Non
             at = 1 - chosen if axis.decay else chosen
             y = e.found.losses[e.found.best]
             axes.plot(at, y, "o", fillstyle="none", markersize=11, color="0.3")
-            ends.append((e, x[-1], own[-1]))
+            ends.append((e, x[-1], min(own[-1], high)))
         axes.set_xscale("log")
         _limit(axes, low, high)
         shown = [t for t in TICKS if axes.get_xlim()[0] < t < axes.get_xlim()[1]]
@@ -144,7 +145,7 @@ def label(axes, ends: Sequence[tuple[Entry, float, float]], looks: dict) -> None
         line |= dict(relpos=(0, 0.5), shrinkA=0, shrinkB=0)
         text = dict(fontsize=8, va="center", annotation_clip=False, color=color)
         text |= dict(textcoords=axes.get_yaxis_transform(), arrowprops=line)
-        axes.annotate(e.title, (x, min(y, high)), (1.02, height), **text)
+        axes.annotate(e.title, (x, y), (1.02, height), **text)
 
 
 def spread_out(heights: Sequence[float], gap: float) -> list[float]:

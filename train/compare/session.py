@@ -118,8 +118,7 @@ class Session:
             end([child.process])
             found = self.study.setting.found(child.folder)
             if found is not None:  # what fails after the last validation costs nothing
-                wall = round(time.monotonic() - child.began, 1)
-                found["wall"] = wall
+                found["wall"] = round(time.monotonic() - child.began, 1)
                 self._keep(child.title, child.run, child.folder, found)
                 continue
             self.failed.add(child.run.key)
