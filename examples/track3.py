@@ -304,7 +304,9 @@ class Muon(torch.optim.Optimizer):
         for i, p in enumerate(group["params"]):
             owner = i % dist.get_world_size()
             if owner == dist.get_rank():
-                averages = self.state[p].setdefault("averages", [torch.zeros_like(p)])
+                if p not in self.state:
+                    self.state[p]["averages"] = [torch.zeros_like(p)]
+                averages = self.state[p]["averages"]
                 if len(averages) < len(memory):
                     averages.append(averages[0].clone())
                 update = self.update(p.grad, averages, memory, self.mix)
@@ -332,7 +334,8 @@ Point = Callable[[int], tuple[float, float, float]]
 
 
 def transport(gamma: float, decay: float, two_from: int | None = None) -> Point:
-    """gamma of the way to the point without lag; gamma = 0: x.
+    """gamma of the way to the point without lag (implicit gradient transport, arXiv
+    1906.03532, with MARS's gamma, arXiv 2411.10438); gamma = 0: x.
 
     Of one average y = x + gamma decay / (1 - decay) d. The other average, e, begins
     with the mixture of two: a decay of 1 keeps it at 0 until then.
