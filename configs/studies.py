@@ -64,7 +64,7 @@ def matrices() -> dict[str, Method]:
     moonlight, soap = MATRICES | dict(rule="moonlight"), MATRICES | SHORT
     ahead = moonlight | TRANSPORT
     soap_ahead = soap | TRANSPORT | dict(rule="mars-soap-muon")
-    mars_m = MATRICES | dict(rule="mars-m")
+    mars_m, beside = MATRICES | dict(rule="mars-m"), dict(beside="nadamw")
     mine, other = dict(control="Moonlight"), dict(control="SOAP-Muon")
     plain = Method(soap | dict(rule="soap-muon"), axes, MORE_SEEDS, **mine)
     return {
@@ -75,6 +75,13 @@ def matrices() -> dict[str, Method]:
         "EMA-Nesterov on Moonlight": Method(moonlight, (*axes, SCALE), SEEDS, **mine),
         "SNOO on Moonlight": Method(moonlight, (*axes, OUTER), SEEDS, **mine),
         "MARS-M, approximate": Method(mars_m, (*axes, GAMMA), SEEDS, **mine),
+        # whose embeddings have Nesterov's momentum too, as transport's look ahead
+        "Moonlight, NAdamW beside": Method(
+            moonlight | beside, axes, MORE_SEEDS, **mine
+        ),
+        "SOAP-Muon, NAdamW beside": Method(
+            soap | dict(rule="soap-muon") | beside, axes, MORE_SEEDS, **other
+        ),
     }
 
 

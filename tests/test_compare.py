@@ -35,7 +35,9 @@ def session(study, folder, **own):
     said: list[str] = []
     usual = dict(jobs=2, threads=1, minutes=None, lock=0, say=said.append)
     titles = own.pop("titles", list(study.methods))
-    made = Session(study, Store(folder), folder / "runs", titles, **usual | own)
+    store = Store(folder)
+    store.agree(study.setting.identity())
+    made = Session(study, store, folder / "runs", titles, **usual | own)
     return made, said
 
 
@@ -76,6 +78,7 @@ def test_a_call_that_was_ended_is_continued(ran, tmp_path):
     study, whole, _ = ran
     lines = (whole / "runs.jsonl").read_text().splitlines(keepends=True)
     cut = "".join(lines[:13]) + lines[13][:40]  # killed while it wrote
+    session(study, tmp_path)  # which notes the setting
     (tmp_path / "runs.jsonl").write_text(cut)
     made, said = session(study, tmp_path, jobs=1)
     assert made.train()
@@ -128,6 +131,7 @@ def test_the_time_ends_a_call(tmp_path):
     assert time.monotonic() - began < 20
     assert said[-1] == "the time is over: the same command goes on"
     lines = dict(recipe=recipe | dict(lr=1.0, beta1=0.5), seed=5, curve=[[1, 2.0]])
+    Store(tmp_path).agree(study.setting.identity())
     (tmp_path / "runs.jsonl").write_text(json.dumps(lines | dict(wall=90.0)) + "\n")
     made, said = session(study, tmp_path, minutes=1)
     began = time.monotonic()
@@ -197,6 +201,21 @@ def test_what_runs_share_may_grow_and_not_change(tmp_path):
         Store(tmp_path).agree(dict(steps=3, one={"lr": 1.5}))
 
 
+def test_runs_without_their_setting_are_refused(tmp_path):
+    line = dict(recipe={}, seed=0, curve=[[1, 2.0]])
+    (tmp_path / "runs.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(UserError, match="runs.jsonl without setting.json, expected"):
+        Store(tmp_path)
+    for content in ('{"steps": 10}', "{}", "[]", "x", ""):
+        (tmp_path / "setting.json").write_text(content)
+        if content.startswith('{"'):
+            with pytest.raises(UserError, match="got steps=999 where .* has 10"):
+                Store(tmp_path).agree(dict(steps=999))
+            continue
+        with pytest.raises(UserError, match="setting.json that does not read"):
+            Store(tmp_path)
+
+
 @pytest.mark.parametrize(
     "content",
     ["[]\n", "{}\n", "nothing\n", '{"recipe": {}, "seed": 0}\n', "\xff\n",
@@ -233,7 +252,8 @@ def test_fields_of_a_study_can_be_changed():
     assert (other.setting.steps, other.setting.noise) == (7, 1)
     assert (other.trials, other.num_draws) == (3, 2)
     assert {method.num_seeds for method in other.methods.values()} == {9}
-    for name, value in (("step", 3), ("steps", "x"), ("steps", 1.5), ("trials", 1)):
+    for name, value in (("step", 3), ("steps", "x"), ("steps", 1.5), ("trials", 1),
+                        ("num_seeds", 0)):  # fmt: skip
         with pytest.raises(UserError, match=f"got --set {name}={value} .*expected val"):
             changed(study, {name: value})
 
@@ -245,6 +265,18 @@ def test_a_study_that_is_none():
     methods = dict(study.methods) | {"c": Method({}, AXES, control="d")}
     with pytest.raises(ValueError, match="got c with control='d', expected the title"):
         replace(study, methods=methods)
+    with pytest.raises(ValueError, match="got a study without methods"):
+        replace(study, methods={})
+
+
+def test_a_function_that_makes_no_study(monkeypatch):
+    def reversed_axis():
+        return Axis("lr", 2.0, 1.0)
+
+    for made in (reversed_axis, lambda x: x, 5):
+        monkeypatch.setattr(quick_setting, "study", made)
+        with pytest.raises(UserError, match="study"):
+            named("study", "tests.quick_setting")
 
 
 # ---- numbers -------------------------------------------------------------------------
@@ -271,6 +303,7 @@ def judged(tmp_path, **losses):
     """Rows by title, of a study with five draws and no more."""
     methods = {t: Method(dict(base=t), AXES, num_seeds=4) for t in losses}
     study = Study(title="x", setting=Quick(), methods=methods, trials=5, num_draws=5)
+    Store(tmp_path).agree(study.setting.identity())
     with open(tmp_path / "runs.jsonl", "w") as file:
         for title, own in losses.items():
             for line in lines_of(study, title, *own).values():
@@ -299,7 +332,7 @@ def test_a_difference_is_judged_by_the_pooled_noise(tmp_path):
     assert row.z == pytest.approx(-0.1 / (want * math.sqrt(1 / 2)))
     said = {title: row.verdict for title, row in by_title.items()}
     assert said == dict(control="", leads="leads", ahead="ahead, not shown",
-                        same="tie", behind="behind", few="leads")  # fmt: skip
+                        same="tie", behind="behind", few="leads so far")  # fmt: skip
     assert by_title["few"].entry.num_missing == 2
     assert by_title["control"].z is None
     # 3 + 27 (1 - t) meets 3.0 where a tenth of the way is missing
@@ -314,38 +347,49 @@ def test_draws_are_compared_five_at_a_time(tmp_path):
         wins=([3.0], (2.9, 9.0, 9.0, 9.0, 9.0)),
     )
     assert by_title["wins"].wins == 1.0
-    mine, theirs = [1.0, 9, 9, 9, 9, 9, 9], [2.0, 2, 2, 2, 2, 2, 2]
+    seven = dict(mine=[1.0, 9, 9, 9, 9, 9, 9], theirs=[2.0, 2, 2, 2, 2, 2, 2])
     sets = list(combinations(range(7), 5))
     share = sum(0 in chosen for chosen in sets) / len(sets)
-    control = [
-        dict(zip(map(str, range(7)), own, strict=True)) for own in (mine, theirs)
-    ]
-    found = [replace(e, num_draws=7, found=replace(e.found, losses=own))
-             for e, own in zip(entries_of(by_title), control, strict=True)]  # fmt: skip
-    again = {row.entry.title: row for row in rows(found)}
-    assert again[found[0].title].wins in (share, None)
-
-
-def entries_of(by_title):
-    return [by_title["wins"].entry, by_title["control"].entry]
+    made = []
+    for e, own in zip((by_title["wins"].entry, by_title["control"].entry),
+                      seven.values(), strict=True):  # fmt: skip
+        # what a search finds after its draws does not count, however good
+        losses = {(float(i),): loss for i, loss in enumerate([*own, 0.5, 0.4])}
+        made.append(replace(e, num_draws=7, found=replace(e.found, losses=losses)))
+    assert rows(made)[0].wins == pytest.approx(share)
+    same = [made[1], replace(made[1], title="same", control=made[1].title)]
+    assert rows(same)[1].wins == 0.0  # equal is no win
 
 
 def test_a_seed_that_diverged_is_told(tmp_path):
     study, found, by_title = judged(
         tmp_path, control=([3.0, 3.1, 3.0, 3.1],), bad=([2.0, None, 2.0, 2.0],)
     )
-    assert found[-1].title == "bad" and by_title["bad"].verdict == "behind"
-    assert "| 1 diverged | 4 |" in table.markdown(study, found, rows(found))
+    assert found[-1].title == "bad" and by_title["bad"].verdict == ""
+    assert "| 1 diverged | 4 |  |  |  |" in table.markdown(
+        study, Store(tmp_path), found, rows(found)
+    )
+
+
+def test_nothing_leads_a_control_that_diverged(tmp_path):
+    study, found, by_title = judged(
+        tmp_path, control=([3.0, None, 3.0, 3.1],), good=([2.0, 2.1, 2.0, 2.0],)
+    )
+    row = by_title["good"]
+    assert (row.difference, row.z, row.tokens, row.verdict) == (None, None, None, "")
+    assert "| 1 diverged |" in table.markdown(
+        study, Store(tmp_path), found, rows(found)
+    )
 
 
 def test_the_table_names_what_is_not_there(ran):
     study, folder, _ = ran
     other = replace(study, methods=dict(study.methods) | {"new": Method({}, AXES)})
     found = entries(other, Store(folder), folder)
-    text = table.markdown(other, found, rows(found))
+    text = table.markdown(other, Store(folder), found, rows(found))
     assert "Not here, since not run to an end: new." in text
     with pytest.raises(UserError, match="whose search has ended, expected one"):
-        table.report(other, Store(folder / "none"), folder)
+        table.report(other, Store(folder / "none"), folder / "none")
 
 
 def test_table_numbers_and_pictures(ran, capsys):
@@ -412,6 +456,15 @@ def test_steps_are_timed_in_turns(ran, monkeypatch):
     found = timing.measure(study, Store(folder))
     assert set(found) == {*study.methods}
     assert 1.3 < found["better"] / found["control"] < 3
+    calls = []
+
+    def rarely():  # every tenth step takes long
+        calls.append(0)
+        time.sleep(0.02 if len(calls) % 10 == 0 else 0.0)
+
+    monkeypatch.setattr(Quick, "stepper", lambda self, recipe: rarely)
+    alone = replace(study, methods={"control": study.methods["control"]})
+    assert timing.measure(alone, Store(folder))["control"] > 0.0019
 
 
 # ---- the command ---------------------------------------------------------------------
@@ -432,7 +485,7 @@ def test_the_command_runs_times_reports_and_goes_on(tmp_path, monkeypatch, capfd
     own = (*own, "num_seeds=1", "--jobs", 2)
     assert call(monkeypatch, *own, "--methods", "control", "--timing") == 0
     told = capfd.readouterr().out
-    assert "3 runs left" in told and "timing: turn 8 of 8" in told
+    assert "3 runs left" in told and "timing: turn 6 of 6" in told
     assert "Not here, since not run to an end: better; fixed." in told
     assert call(monkeypatch, *own) == 0
     told = capfd.readouterr().out

@@ -173,6 +173,7 @@ def test_what_is_compared_is_known_by_its_content(setting, data, tmp_path):
 def test_shipped_studies_can_be_run(make, setting):
     study = make()
     here = replace(study.setting, data=setting.data, device="cpu", seq_len=16)
+    here = replace(here, held_out=4, micro_batch=4)
     here.check({title: study.first(title) for title in study.methods})
 
 
@@ -182,6 +183,13 @@ def test_shipped_studies_can_be_run(make, setting):
         (dict(micro_batch=3), {}, "got batch=4 and passes of 3 sequences"),
         (dict(data="nowhere"), {}, "got no nowhere/train.bin, expected a token file"),
         (dict(warmup=2.0), {}, "got --warmup 2.0, expected at most 1"),
+        (dict(micro_batch=0), {}, "got --micro-batch 0, expected at least 1"),
+        (dict(seq_len=0), {}, "got --seq-len 0, expected at least 1"),
+        (dict(heads=3), {}, "got width=64 and heads=3, expected a multiple"),
+        (dict(dtype="float16"), {}, "got dtype='float16', expected one of float32"),
+        (dict(device="tpu"), {}, "got device='tpu', expected one of cpu, cuda"),
+        (dict(held_out=500), {}, "got held_out=500 sequences of 16 tokens"),
+        ({}, dict(gamma_follows_rate=True), "a: got no 'gamma', expected it"),
         (dict(device="cuda"), {}, "expected a GPU that torch can use"),
         ({}, dict(rule="adam"), "a: got rule='adam', expected torch-adamw, two-averag"),
         ({}, dict(gamma="x"), "a: "),

@@ -26,7 +26,7 @@ MAX_NORM = 1.0
 TORCH, TWO_AVERAGES = "torch-adamw", "two-averages"
 # of what is no option of an optimizer
 GROUPED = ("weight_decay", "weight_decay_1d")
-BUILD = ("rule", "lr", "lr_1d_ratio", "beta1", "beta2", "one_rate", *GROUPED)
+BUILD = ("rule", "lr", "lr_1d_ratio", "beta1", "beta2", "one_rate", "beside", *GROUPED)
 LOOP = ("gamma_follows_rate",)
 EVERY = 20  # inner steps of one of SNOO's
 
@@ -69,7 +69,8 @@ def build(
             (with "weight" and "age_ratio"); "lr"; "beta1" and "beta2", both or none;
             "weight_decay"; "weight_decay_1d" and "lr_1d_ratio", decay and share of the
             rate of what AdamW moves beside a rule; "one_rate", whether all tensors are
-            moved alike instead of by ``marsopt.param_groups``; "ema_nesterov", the
+            moved alike instead of by ``marsopt.param_groups``; "beside", the rule of
+            what those give to AdamW; "ema_nesterov", the
             scale of that wrapper, or "snoo", the outer momentum of that one, whose
             outer rate is one minus it; "nearest_state", a dtype by name, of that one;
             "gamma_follows_rate", which the loop reads; other options of MARS, of which
@@ -117,6 +118,10 @@ def _built(
             f"{sorted(REGISTRY)}: choose one"
         )
     groups = param_groups(model, rule, **given)
+    if "beside" in recipe:
+        for group in groups:
+            if group["mars_type"] == "adamw":
+                group["mars_type"] = recipe["beside"]
     if recipe.get("one_rate"):
         groups = [dict(params=[*model.parameters()], **given)]
         own["optimize_1d"] = REGISTRY[rule].is_mars

@@ -40,6 +40,7 @@ WARM_UP = 3  # steps that compile, and make the state; no time counts them
 WORST = 1.5  # times the loss of a uniform guess, beyond which a run has diverged
 EXECUTION = ("data", "device", "micro_batch", "compile")
 SPLITS = ("train", "val")
+CHOICES = dict(device=("cpu", "cuda"), dtype=("float32", "bfloat16"))
 NUM_SAMPLED = 2**16  # tokens by which a text is known, and their number
 Tokens = np.ndarray | Stream
 
@@ -113,9 +114,21 @@ class Setting:
                 an option that nothing takes.
         """
         check_least(1, layers=self.layers, heads=self.heads, width=self.width)
-        check_least(1, batch=self.batch, micro_batch=self.per_pass, steps=self.steps)
-        check_least(1, held_out=self.held_out, points=self.points)
+        check_least(1, batch=self.batch, micro_batch=self.micro_batch)
+        check_least(1, steps=self.steps, points=self.points, seq_len=self.seq_len)
+        check_least(1, vocab_size=self.vocab_size, held_out=self.held_out)
         check_least(0, 1, warmup=self.warmup, floor=self.floor)
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise UserError(
+                    f"got {name}={getattr(self, name)!r}, expected one of "
+                    f"{', '.join(choices)}: choose one"
+                )
+        if self.width % self.heads:
+            raise UserError(
+                f"got width={self.width} and heads={self.heads}, expected a multiple "
+                "of them: change one of the two"
+            )
         for name, whole in (("batch", self.batch), ("held_out", self.held_out)):
             if whole % self.per_pass:
                 raise UserError(
@@ -127,10 +140,17 @@ class Setting:
                 "got device=cuda, expected a GPU that torch can use: give --set "
                 "device=cpu"
             )
-        self.texts()
+        _, held_out = self.texts()
+        if self.held_out > (len(held_out) - 1) // self.seq_len:
+            raise UserError(
+                f"got held_out={self.held_out} sequences of {self.seq_len} tokens, "
+                f"expected no more than a text of {len(held_out):,} has: change it"
+            )
         model = GPT2(Shape(1, 1, 8, 8, 8))  # any: a recipe knows none
         for title, recipe in recipes.items():
             try:
+                if recipe.get("gamma_follows_rate"):
+                    recipe["gamma"]  # which the loop reads
                 build(model, recipe, steps=self.steps, compile=False)
             except KeyError as error:
                 raise UserError(

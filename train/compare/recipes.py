@@ -106,7 +106,8 @@ class Setting:
     def identity(self) -> dict[str, Any]:
         """Return what two calls must agree on, by name."""
         every = {name: settings(config) for name, config in self._configs.items()}
-        return dict(steps=self.steps, options=[*self.options], **every)
+        own = dict(steps=self.steps, options=[*self.options], points=self.points)
+        return own | dict(held_out=self._num_held_out) | every
 
     def _warmup_share(self, config) -> float:
         own = config.lr_scheduler

@@ -134,6 +134,7 @@ class Row:
     tokens: float | None
     """Tokens until the control's final loss, of what the control took; inf = never."""
     seconds: float | None  # of a step, of the control's
+    is_provisional: bool = False  # seeds are missing, its own or the control's
 
     @property
     def verdict(self) -> str:
@@ -141,10 +142,10 @@ class Row:
         if self.z is None:
             return ""
         size = abs(self.z)
-        if size < AHEAD:
-            return "tie"
         side = ("leads", "ahead") if self.z < 0 else ("behind", "behind")
-        return side[0] if size >= LEADS else f"{side[1]}, not shown"
+        said = side[0] if size >= LEADS else f"{side[1]}, not shown"
+        said = "tie" if size < AHEAD else said
+        return f"{said} so far" if self.is_provisional else said
 
 
 def rows(found: Sequence[Entry]) -> list[Row]:
@@ -156,16 +157,18 @@ def rows(found: Sequence[Entry]) -> list[Row]:
         if control is None or control is entry:
             table.append(Row(entry, None, None, None, None, None))
             continue
-        difference = entry.mean - control.mean
-        n, m = len(entry.losses), len(control.losses)
-        z = difference / (sigma * math.sqrt(1 / n + 1 / m)) if sigma else None
-        tokens = None
-        if entry.curve and control.curve:
+        difference = z = tokens = None
+        if math.isfinite(entry.mean) and math.isfinite(control.mean):
+            difference = entry.mean - control.mean
+            n, m = len(entry.losses), len(control.losses)
+            z = difference / (sigma * math.sqrt(1 / n + 1 / m)) if sigma else None
+        if entry.curve and control.curve and math.isfinite(control.mean):
             tokens = entry.curve.reaches(control.mean) / control.curve.steps[-1]
         own, other = entry.seconds, control.seconds
         seconds = own / other if own and other else None
         wins = _wins(entry.draws, control.draws)
-        table.append(Row(entry, difference, z, wins, tokens, seconds))
+        missing = bool(entry.num_missing or control.num_missing)
+        table.append(Row(entry, difference, z, wins, tokens, seconds, missing))
     return table
 
 

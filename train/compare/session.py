@@ -146,8 +146,10 @@ class Session:
         """
         walls: dict[str, list[float]] = {}
         for name, method in self.study.methods.items():
+            axes = {axis.name for axis in method.axes}
             for line in self.store.lines.values():
-                if method.recipe.items() <= line["recipe"].items() and "wall" in line:
+                fixed = {k: v for k, v in line["recipe"].items() if k not in axes}
+                if fixed == dict(method.recipe) and "wall" in line:
                     walls.setdefault(name, []).append(line["wall"])
         known = walls.get(title) or [w for own in walls.values() for w in own]
         return mean(known) if known else 0.0

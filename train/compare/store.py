@@ -30,31 +30,31 @@ class Store:
         self._path, self._shared = folder / "runs.jsonl", folder / "setting.json"
         self.lines: dict[str, Result] = {}
         self.setting: dict[str, Any] = {}
-        for path in (self._path, self._shared):
+        for path, read in (self._shared, self._setting), (self._path, self._runs):
             check_file(path, WHAT)
             try:
                 if path.exists():
-                    self._read(path.read_bytes())
-            except (
-                ValueError,
-                KeyError,
-                TypeError,
-                OverflowError,
-                RecursionError,
-            ) as error:
+                    read(path.read_bytes())
+            except (ValueError, TypeError, OverflowError, RecursionError) as error:
                 raise UserError(
                     f"got {path} that does not read ({type(error).__name__}: {error}),"
                     f" expected {WHAT}"
                 ) from error
+        if self.lines and not self.setting:
+            raise UserError(
+                f"got {self._path} without {self._shared.name}, expected {WHAT}"
+            )
 
-    def _read(self, content: bytes) -> None:
-        """Read setting.json, or runs but for a last line that was cut off."""
-        if content.startswith(b"{\n"):
-            self.setting = json.loads(content)
-            return
+    def _setting(self, content: bytes) -> None:
+        found = json.loads(content)
+        if not isinstance(found, dict) or not found:
+            raise ValueError("no table of what runs share")
+        self.setting = found
+
+    def _runs(self, content: bytes) -> None:
+        """Read what is whole of it: a last line may be cut off."""
         for line in content.split(b"\n")[:-1]:
-            run = json.loads(line)
-            _check(run)
+            run = _checked(json.loads(line))
             self.lines[Run(run["recipe"], run["seed"]).key] = run
 
     def agree(self, identity: dict[str, Any]) -> None:
@@ -101,17 +101,21 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _check(line: Any) -> None:
-    """Raise ValueError, KeyError or TypeError for what is no line of a run."""
-    recipe, seed, curve = (line[key] for key in ("recipe", "seed", "curve"))
-    wall = line.get("wall", 0.0)
-    right = isinstance(recipe, dict) and is_number(seed) and is_number(wall)
-    right &= isinstance(curve, list) and len(curve) > 0
-    if not right or min(seed, wall) < 0:
+def _checked(line: Any) -> Result:
+    """Return a line of a run; raise ValueError for what is none."""
+    if not isinstance(line, dict) or not {"recipe", "seed", "curve"} <= line.keys():
         raise ValueError("a run without recipe, seed, or curve")
-    for step, loss in curve:
-        if not is_number(step) or step < 1 or not (loss is None or is_number(loss)):
+    numbers = (line["seed"], line.get("wall", 0.0))
+    curve = line["curve"]
+    right = isinstance(line["recipe"], dict) and isinstance(curve, list) and curve
+    if not right or not all(is_number(value) and value >= 0 for value in numbers):
+        raise ValueError("a recipe, seed or curve that is none")
+    for point in curve:
+        right = isinstance(point, list) and len(point) == 2
+        right = right and is_number(point[0]) and point[0] >= 1
+        if not right or not (point[1] is None or is_number(point[1])):
             raise ValueError("a curve that is not of steps and losses")
+    return line
 
 
 def is_number(value: Any) -> bool:

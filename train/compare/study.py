@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -100,7 +101,14 @@ class Study:
                 f"got num_draws={self.num_draws} of trials={self.trials}, expected at "
                 "least one, and no more than all: change them"
             )
+        if not self.methods:
+            raise ValueError("got a study without methods, expected some: add them")
         for title, method in self.methods.items():
+            if method.num_seeds < 1:
+                raise ValueError(
+                    f"got {title} with num_seeds={method.num_seeds}, expected at least "
+                    "one: change it"
+                )
             if method.control not in (None, *self.methods):
                 raise ValueError(
                     f"got {title} with control={method.control!r}, expected the title "
@@ -161,13 +169,25 @@ def named(name: str, module: str = MODULE) -> Study:
         UserError: there is none.
     """
     home = load(module)
-    found = getattr(home, name)() if name in home.__all__ else None
+    made = getattr(home, name) if name in home.__all__ else None
+    try:
+        found = made() if callable(made) and _takes_nothing(made) else None
+    except ValueError as error:  # of an axis, or of the study
+        raise UserError(f"{name}: {error}") from error
     if not isinstance(found, Study):
         raise UserError(
             f"got study {name!r}, expected one of the functions of {module} that return"
             f" a Study: {', '.join(home.__all__)}"
         )
     return found
+
+
+def _takes_nothing(function: Callable) -> bool:
+    try:
+        signature(function).bind()
+    except (TypeError, ValueError):  # it asks for more, or does not say
+        return False
+    return True
 
 
 def changed(study: Study, values: Mapping[str, Any]) -> Study:
@@ -207,7 +227,7 @@ def changed(study: Study, values: Mapping[str, Any]) -> Study:
 def _like(known: Any, value: Any) -> Any:
     """Return a value, if it can stand for the known one."""
     kinds = type(known), type(value)
-    fits = known is None or kinds[0] is kinds[1]
-    if not fits and kinds not in ((float, int), (tuple, list)):
+    others = ((float, int), (tuple, list), (type(None), int))
+    if kinds[0] is not kinds[1] and kinds not in others:
         raise TypeError(f"expected {type(known).__name__}")
     return value

@@ -79,12 +79,12 @@ def _line(row: Row) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def markdown(study: Study, found: list[Entry], table: list[Row]) -> str:
+def markdown(study: Study, store: Store, found: list[Entry], table: list[Row]) -> str:
     """Return the table, and how to read it."""
     noise = noise_of(found)
     sigma = "no two seeds" if noise is None else f"sigma {noise:.4f}"
     lines = [
-        f"{study.title}: {study.setting.steps:,} steps; searches of "
+        f"{study.title}: {store.setting['steps']:,} steps; searches of "
         f"{counted(study.trials, 'trial')}, {study.num_draws} of them drawn; {sigma}.",
         "",
         HEAD,
@@ -107,7 +107,7 @@ def report(study: Study, store: Store, folder: Path) -> None:
             "out --only to train"
         )
     table = rows(found)
-    text = markdown(study, found, table)
+    text = markdown(study, store, found, table)
     (folder / "table.md").write_text(text)
     write_json(folder / "results.json", as_json(study, store, found, table))
     pictures = plots.draw(study, found, folder)

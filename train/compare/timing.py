@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -19,8 +21,8 @@ from train.compare.study import Study, changed, named
 from train.errors import UserError
 from train.files import check_file, write_json
 
-TURN = 5  # steps
-TURNS = 8  # of each method, after one of warm-up
+TURN = 20  # steps: one of what happens every ten or twenty is in each
+TURNS = 6  # of each method, after one of warm-up
 FILE, WHAT = "timing.json", "seconds of steps: measure again, --only timing"
 
 
@@ -44,8 +46,8 @@ def read(folder: Path) -> dict[str, float]:
 
 
 def measure(study: Study, store: Store) -> dict[str, float]:
-    """Return the median seconds of a step of each method, at its best point or, before
-    its search, at the first.
+    """Return the seconds of a step of each method, medians of turns, at its best point
+    or, before its search, at the first.
     """
     steps = {}
     for title, method in study.methods.items():
@@ -56,10 +58,15 @@ def measure(study: Study, store: Store) -> dict[str, float]:
     took: dict[str, list[float]] = {title: [] for title in steps}
     for turn in range(TURNS + 1):
         for title, step in steps.items():
-            own = [seconds(step, device) for _ in range(TURN)]
-            took[title] += own if turn else []
+            own = seconds(partial(_steps, step), device) / TURN
+            took[title] += [own] if turn else []
         print(f"timing: turn {turn} of {TURNS}", flush=True)
     return {title: median(own) for title, own in took.items()}
+
+
+def _steps(step: Callable[[], object]) -> None:
+    for _ in range(TURN):
+        step()
 
 
 def main() -> None:
