@@ -5,15 +5,28 @@ docs/study.md has the questions, and what came of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from configs.published import LR, ONE_RATE, RULES, SIZES, TRANSPORT_GAMMA
 from train.compare.plain import Setting
-from train.compare.search import Axis
+from train.compare.search import Axis, Point
 from train.compare.study import Method, Study
 
-__all__ = ["bf16_state", "gpu", "gpu_swept", "small", "small_all", "tiny"]
+__all__ = [
+    "batch_four",
+    "batch_quarter",
+    "bf16_state",
+    "bpe",
+    "gpu",
+    "gpu_swept",
+    "middle",
+    "prose",
+    "small",
+    "small_all",
+    "tiny",
+]
 Recipe = dict[str, Any]
 
 # The space that draws come from, the same for all methods of one kind; searches go
@@ -50,8 +63,8 @@ def elementwise() -> dict[str, Method]:
         "MARS, approximate": Method(mars, (*axes, GAMMA), SEEDS),
         "two averages": Method(MIXED, axes, SEEDS),
         "two averages, ahead": Method(MIXED, (*axes, GAMMA), SEEDS),
-        "EMA-Nesterov on NAdamW": Method(nadamw, (*axes, SCALE), SEEDS),
-        "SNOO on NAdamW": Method(nadamw, (*axes, OUTER), SEEDS),
+        "EMA-Nesterov on NAdamW": Method(nadamw, (*axes, SCALE), MORE_SEEDS),
+        "SNOO on NAdamW": Method(nadamw, (*axes, OUTER), MORE_SEEDS),
         "transport, gamma with the rate": Method(falling, (*axes, GAMMA), SEEDS),
     }
 
@@ -72,8 +85,10 @@ def matrices() -> dict[str, Method]:
         "Moonlight, transport": Method(ahead, (*axes, GAMMA), MORE_SEEDS, **mine),
         "SOAP-Muon": plain,
         "SOAP-Muon, transport": Method(soap_ahead, (*axes, GAMMA), MORE_SEEDS, **other),
-        "EMA-Nesterov on Moonlight": Method(moonlight, (*axes, SCALE), SEEDS, **mine),
-        "SNOO on Moonlight": Method(moonlight, (*axes, OUTER), SEEDS, **mine),
+        "EMA-Nesterov on Moonlight": Method(
+            moonlight, (*axes, SCALE), MORE_SEEDS, **mine
+        ),
+        "SNOO on Moonlight": Method(moonlight, (*axes, OUTER), MORE_SEEDS, **mine),
         "MARS-M, approximate": Method(mars_m, (*axes, GAMMA), SEEDS, **mine),
         # whose embeddings have Nesterov's momentum too, as transport's look ahead
         "Moonlight, NAdamW beside": Method(
@@ -151,6 +166,89 @@ def small_all() -> Study:
         methods=methods,
         trials=40,
         num_draws=8,
+    )
+
+
+# What the searches of small found, from which those of other settings begin
+SMALL_BEST: dict[str, Point] = {
+    "NAdamW": (0.0146, 0.914),
+    "transport": (0.0131, 0.961, 0.205),
+    "Moonlight": (0.0175, 0.960),
+    "Moonlight, transport": (0.0175, 0.972, 0.0804),
+}
+
+
+def _near(best: Mapping[str, Point], steps: float, num_seeds: int) -> dict[str, Method]:
+    """Return methods of small whose space is so many steps around a point."""
+    every, found = elementwise() | matrices(), {}
+    for title, point in best.items():
+        method = every[title]
+        axes = []
+        for axis, value in zip(method.axes, point, strict=True):
+            place = axis.place(value)
+            ends = axis.value(place - steps), axis.value(place + steps)
+            axes.append(replace(axis, low=ends[0], high=ends[1]))
+        found[title] = replace(method, axes=tuple(axes), num_seeds=num_seeds)
+    return found
+
+
+def _elementwise_near(steps: float) -> dict[str, Method]:
+    best = {title: SMALL_BEST[title] for title in ("NAdamW", "transport")}
+    return _near(best, steps, SEEDS)
+
+
+def batch_quarter() -> Study:
+    """Small, with a quarter of the batch."""
+    return Study(
+        title="0.1M parameters, 20 tokens each, a quarter of the batch",
+        setting=replace(SMALL, batch=2, steps=7680),
+        methods=_elementwise_near(2.0),
+        trials=14,
+        num_draws=6,
+    )
+
+
+def batch_four() -> Study:
+    """Small, with four times the batch."""
+    return Study(
+        title="0.1M parameters, 20 tokens each, four times the batch",
+        setting=replace(SMALL, batch=32, steps=480),
+        methods=_elementwise_near(2.0),
+        trials=14,
+        num_draws=6,
+    )
+
+
+def prose() -> Study:
+    """Small, on prose (make data/prose/meta.json)."""
+    return Study(
+        title="0.1M parameters, 20 tokens each, prose",
+        setting=replace(SMALL, data="data/prose"),
+        methods=_near(SMALL_BEST, 1.0, SEEDS),
+        trials=10,
+        num_draws=4,
+    )
+
+
+def bpe() -> Study:
+    """Small, on a vocabulary of 1,024 (make data/python_bpe/meta.json)."""
+    return Study(
+        title="0.1M parameters, 20 tokens each, BPE",
+        setting=replace(SMALL, data="data/python_bpe", vocab_size=1024),
+        methods=_elementwise_near(1.0),
+        trials=10,
+        num_draws=4,
+    )
+
+
+def middle() -> Study:
+    """0.3M parameters, 20 tokens each."""
+    return Study(
+        title="0.3M parameters, 20 tokens each",
+        setting=_setting(3, 96, 3, batch=16, steps=3240),
+        methods=_near(SMALL_BEST, 1.0, SEEDS),
+        trials=10,
+        num_draws=4,
     )
 
 
