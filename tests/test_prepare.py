@@ -503,6 +503,32 @@ def test_packages_are_held_out_whole(tmp_path, capsys):
         prepare("python", "bytes", tmp_path / "other", held_out=[site / "b"])
 
 
+def test_a_share_of_the_files_is_held_out_whole(tmp_path):
+    """By their content: where they lie and what they are called does not matter."""
+    texts = [f"text {i}\n" * 5 for i in range(40)]
+    kept = {}
+    for folder, names in {"a": "m{}.txt", "b": "other{}.rst"}.items():
+        (tmp_path / folder).mkdir()
+        for i, text in enumerate(texts):
+            (tmp_path / folder / names.format(i)).write_text(text)
+        out = tmp_path / f"{folder}-out"
+        given = partial(prepare, "text", "bytes", out, files=[tmp_path / folder])
+        given(val_files=0.3)
+        splits = [open_tokens(out, s, vocab_size=257)[0] for s in ("train", "val")]
+        whole = [tokenizer("bytes").decode(t[:][t != MARK]) for t in splits]
+        kept[folder] = [{t for t in texts if t in text} for text in whole]
+        with pytest.raises(UserError, match="made from something else"):
+            given(val_fraction=0.3)
+    train, val = kept["a"]
+    assert kept["a"] == kept["b"]
+    assert train | val == set(texts) and not train & val
+    assert 4 <= len(val) <= 20
+    with pytest.raises(UserError, match="got --val-files and --val-fraction with"):
+        given(val_files=0.3, val_fraction=0.3)
+    with pytest.raises(UserError, match="got --val-files 1.5, expected a number"):
+        given(val_files=1.5)
+
+
 def test_a_held_out_file_is_in_no_other_split(tmp_path, monkeypatch):
     """However its path is written; and a file that is named twice counts once."""
     (tmp_path / "texts").mkdir()

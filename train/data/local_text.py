@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from train.data.encoding import encoded
-from train.data.source import FILES, HELD_OUT, VAL_FRACTION, Source
+from train.data.source import FILES, HELD_OUT, VAL_FILES, VAL_FRACTION, Source
 from train.data.token_files import read_content
 from train.data.tokenizers import Tokenizer
 from train.data.tokens import SPLITS, Meta
@@ -168,27 +168,31 @@ class LocalFiles(Source):
 
 class Text(LocalFiles):
     """Files that the user names; folders stand for the text files in them. Held out is
-    the tail of each file, or whole files that are named.
+    the tail of each file, a share of whole files, or whole files that are named.
     """
 
     name = "text"
     summary = f"FILES, of each a tail held out (default: {SHARE})"
-    options = (FILES, HELD_OUT, VAL_FRACTION)
+    options = (FILES, HELD_OUT, VAL_FILES, VAL_FRACTION)
 
     def __init__(
         self,
         files: Sequence[Path] = (),
         held_out: Sequence[Path] = (),
+        val_files: float | None = None,
         val_fraction: float | None = None,
     ) -> None:
         if not files:
             raise UserError(
                 "got no files with --source text, expected UTF-8 files: name some"
             )
-        if held_out and val_fraction is not None:
+        ways = {"--held-out": held_out or None}
+        ways |= {"--val-files": val_files, "--val-fraction": val_fraction}
+        chosen = [flag for flag, value in ways.items() if value is not None]
+        if len(chosen) > 1:
             raise UserError(
-                f"got --held-out and --val-fraction {val_fraction} with --source text, "
-                "expected one of them: leave the other out"
+                f"got {' and '.join(chosen)} with --source text, expected one of them: "
+                "leave the other out"
             )
         held, beside = _texts(held_out)
         texts, others = _texts(files)
@@ -200,6 +204,9 @@ class Text(LocalFiles):
                 return [("val" if path in whole else "train", text)]
 
             super().__init__({"held_out": len(whole)}, every, by_name, left_out)
+        elif val_files is not None:
+            split = partial(by_document, fraction=val_files)
+            super().__init__({"val_files": val_files}, every, split, left_out)
         else:
             share = val_fraction or SHARE
             split = partial(by_tail, fraction=share)

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -121,11 +122,11 @@ def chosen(
     return sources[name](**given)
 
 
-def _check_fraction(value: float) -> None:
+def _check_share(flag: str, value: float) -> None:
     if not 0 < value < 1:
         raise UserError(
-            f"got --val-fraction {value}, expected a number between 0 and 1: 0.05 "
-            "holds out a twentieth"
+            f"got {flag} {value}, expected a number between 0 and 1: 0.05 holds out a "
+            "twentieth"
         )
 
 
@@ -141,7 +142,18 @@ HELD_OUT = Option(
     nargs="+",
     metavar="FILE",
 )
-VAL_FRACTION = Option("val_fraction", "share held out", float, check=_check_fraction)
+VAL_FRACTION = Option(
+    "val_fraction",
+    "share held out",
+    float,
+    check=partial(_check_share, "--val-fraction"),
+)
+VAL_FILES = Option(
+    "val_files",
+    "share of the files, held out whole by the hash of their content",
+    float,
+    check=partial(_check_share, "--val-files"),
+)
 DATASET = Option(
     "dataset",
     "in place of the source's own: a folder of parquet, arrow or JSON-lines files with "

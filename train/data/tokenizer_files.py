@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from train.data.tokenizers import GPT2, Tokenizer
+from train.data.tokenizers import BytePairs, Tokenizer
 from train.errors import UserError
 from train.files import write_json
 
@@ -45,7 +45,8 @@ def vocabulary(coder: Tokenizer) -> tuple[dict[str, int], list[tuple[str, str]]]
     def spell(piece: bytes) -> str:
         return "".join(letter[byte] for byte in piece)
 
-    ranks = coder.ranks if isinstance(coder, GPT2) else {bytes([b]): b for b in letter}
+    bytes_only = {bytes([b]): b for b in letter}
+    ranks = coder.ranks if isinstance(coder, BytePairs) else bytes_only
     pieces = {spell(piece): rank for piece, rank in ranks.items()}
     merges = [(spell(a), spell(b)) for a, b in merges_of(ranks)]
     return pieces | {END_OF_TEXT: coder.end_of_text}, merges

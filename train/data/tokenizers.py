@@ -1,11 +1,18 @@
-"""Text to token ids and back: bytes, or GPT-2's BPE."""
+"""Text to token ids and back: bytes, GPT-2's BPE, or a small one."""
 
+import base64
 from collections.abc import Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from train.errors import UserError
+
+if TYPE_CHECKING:
+    import tiktoken
+
+BPE1024_RANKS = Path(__file__).with_name("bpe1024.tiktoken")
 
 
 class Tokenizer(Protocol):
@@ -38,22 +45,11 @@ class Bytes:
         return np.array([1] * 256 + [0], dtype=np.uint16)
 
 
-class GPT2:
-    """GPT-2's byte pairs by tiktoken, downloaded once, or from TIKTOKEN_CACHE_DIR."""
+class BytePairs:
+    """Byte pairs by tiktoken, and the last id as end of text."""
 
-    name, vocab_size, end_of_text = "gpt2", 50257, 50256
-
-    def __init__(self) -> None:
-        try:
-            import tiktoken
-
-            self._encoding = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # tiktoken passes on whatever its download ran into
-            raise UserError(
-                f"got {type(error).__name__} while loading GPT-2's vocabulary, expected"
-                " tiktoken with a network or a cache: pip install tiktoken, set "
-                "TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bytes"
-            ) from error
+    end_of_text: int
+    _encoding: "tiktoken.Encoding"
 
     @property
     def ranks(self) -> dict[bytes, int]:
@@ -72,7 +68,41 @@ class GPT2:
         return np.array([*lengths, 0], dtype=np.uint16)
 
 
-TOKENIZERS: dict[str, type] = {"bytes": Bytes, "gpt2": GPT2}
+class GPT2(BytePairs):
+    """GPT-2's, downloaded once, or from TIKTOKEN_CACHE_DIR."""
+
+    name, vocab_size, end_of_text = "gpt2", 50257, 50256
+
+    def __init__(self) -> None:
+        try:
+            import tiktoken
+
+            self._encoding = tiktoken.get_encoding("gpt2")
+        except Exception as error:  # tiktoken passes on whatever its download ran into
+            raise UserError(
+                f"got {type(error).__name__} while loading GPT-2's vocabulary, expected"
+                " tiktoken with a network or a cache: pip install tiktoken, set "
+                "TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bytes"
+            ) from error
+
+
+class BPE1024(BytePairs):
+    """256 bytes and 767 merges, which train.data.vocabulary learned and wrote here."""
+
+    name, vocab_size, end_of_text = "bpe1024", 1024, 1023
+
+    def __init__(self) -> None:
+        import tiktoken
+        from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's words
+
+        pieces = BPE1024_RANKS.read_text().split()
+        ranks = {base64.b64decode(piece): i for i, piece in enumerate(pieces)}
+        self._encoding = tiktoken.Encoding(
+            self.name, pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={}
+        )
+
+
+TOKENIZERS: dict[str, type] = {t.name: t for t in (Bytes, GPT2, BPE1024)}
 
 
 def tokenizer(name: str) -> Tokenizer:

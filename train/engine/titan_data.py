@@ -18,7 +18,7 @@ class TitanTokenizer(BaseTokenizer):
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
         name: str = "bytes"
-        """bytes or gpt2."""
+        """bytes, bpe1024 or gpt2."""
 
     def __init__(self, config: Config, **kwargs) -> None:
         super().__init__()
