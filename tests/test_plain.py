@@ -243,3 +243,28 @@ def test_the_module_writes_what_a_run_showed(setting, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plain", *arguments])
     plain.main()
     assert setting.found(tmp_path)["curve"] == train(setting, run.recipe, 3)["curve"]
+
+
+@pytest.mark.parametrize("rule", ["moonlight", "soap-muon"])
+def test_what_is_beside_matrices_has_nesterovs_momentum_where_asked(rule):
+    """As NAdamW moves all tensors: embeddings and norms; matrices stay as they are."""
+    moved = {}
+    recipes = {
+        "plain": dict(rule=rule, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1),
+        "nadamw": dict(rule="nadamw", lr=1e-2, beta1=0.9, beta2=0.95),
+    }
+    recipes["beside"] = recipes["plain"] | dict(beside="nadamw")
+    recipes["nadamw"] |= dict(weight_decay=0.1, one_rate=True)
+    for title, recipe in recipes.items():
+        model = GPT2(SHAPE)
+        model.init_weights(0)
+        made = build(model, recipe, steps=9, compile=False)
+        torch.manual_seed(0)
+        for _ in range(3):
+            for p in model.parameters():
+                p.grad = 1e-4 * torch.randn_like(p)
+            made.step()
+        moved[title] = dict(model.named_parameters())
+    for name, p in moved["beside"].items():
+        is_matrix = name.startswith("layers") and p.ndim == 2
+        assert torch.equal(p, moved["plain"][name]) == is_matrix, name

@@ -122,6 +122,7 @@ def _built(
         for group in groups:
             if group["mars_type"] == "adamw":
                 group["mars_type"] = recipe["beside"]
+                group.pop("nesterov", None)  # that rule's own
     if recipe.get("one_rate"):
         groups = [dict(params=[*model.parameters()], **given)]
         own["optimize_1d"] = REGISTRY[rule].is_mars
