@@ -197,26 +197,25 @@ def _elementwise_near(steps: float) -> dict[str, Method]:
     return _near(best, steps, SEEDS)
 
 
-def batch_quarter() -> Study:
-    """Small, with a quarter of the batch."""
+def _batch(said: str, batch: int) -> Study:
+    """Return small with another batch, at equal tokens."""
     return Study(
-        title="0.1M parameters, 20 tokens each, a quarter of the batch",
-        setting=replace(SMALL, batch=2, steps=7680),
+        title=f"0.1M parameters, 20 tokens each, {said}",
+        setting=replace(SMALL, batch=batch, steps=SMALL.steps * SMALL.batch // batch),
         methods=_elementwise_near(2.0),
         trials=14,
         num_draws=6,
     )
+
+
+def batch_quarter() -> Study:
+    """Small, with a quarter of the batch."""
+    return _batch("a quarter of the batch", SMALL.batch // 4)
 
 
 def batch_four() -> Study:
     """Small, with four times the batch."""
-    return Study(
-        title="0.1M parameters, 20 tokens each, four times the batch",
-        setting=replace(SMALL, batch=32, steps=480),
-        methods=_elementwise_near(2.0),
-        trials=14,
-        num_draws=6,
-    )
+    return _batch("four times the batch", SMALL.batch * 4)
 
 
 def prose() -> Study:

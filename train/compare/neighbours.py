@@ -34,14 +34,32 @@ class Wrapper:
 
     def train(self) -> None:
         """Put the points where gradients belong into the parameters."""
-        self.inner.train()
+        getattr(self.inner, "train", lambda: None)()  # torch's own have none
 
     def eval(self) -> None:
         """Put what is trained into the parameters."""
-        self.inner.eval()
+        getattr(self.inner, "eval", lambda: None)()
 
 
-class EMANesterov(Wrapper):
+class Ahead:
+    """An optimizer whose ``params`` hold points ahead of what is trained, ``_x``."""
+
+    params: list[Tensor]
+    _x: list[Tensor]
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Exchange the points ahead for x."""
+        self._points = [p.detach().clone() for p in self.params]
+        torch._foreach_copy_(self.params, self._x)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Exchange back."""
+        torch._foreach_copy_(self.params, self._points)
+
+
+class EMANesterov(Ahead, Wrapper):
     """EMA-Nesterov (arXiv 2605.25395, as its authors ran it: modded-nanogpt, pull
     request 308): x' = step(x + s e), e' = 0.99 e + 0.01 (x' - x), with s = ``scale``
     times the rate's share of its peak between a sixth and three quarters of the run,
@@ -77,17 +95,6 @@ class EMANesterov(Wrapper):
         torch._foreach_copy_(self._x, self.params)
         if self._from <= self.count < self._until:
             torch._foreach_add_(self.params, self._e, alpha=self._scale * rate)
-
-    @torch.no_grad()
-    def eval(self) -> None:
-        """Exchange the points ahead for x."""
-        self._ahead = [p.detach().clone() for p in self.params]
-        torch._foreach_copy_(self.params, self._x)
-
-    @torch.no_grad()
-    def train(self) -> None:
-        """Exchange back."""
-        torch._foreach_copy_(self.params, self._ahead)
 
 
 class SNOO(Wrapper):
@@ -145,7 +152,7 @@ class NearestState(Wrapper):
                     value.copy_(value.to(self._dtype))
 
 
-class TwoAverages(Optimizer):
+class TwoAverages(Ahead, Optimizer):
     """AdamW whose momentum is a mixture of two averages of the gradient, and whose
     gradients may be taken where that mixture has no lag: at
 
@@ -180,8 +187,8 @@ class TwoAverages(Optimizer):
         own = dict(lr=lr, betas=betas, weight=weight, gamma=gamma)
         super().__init__(params, own | dict(eps=eps, weight_decay=weight_decay))
         self._peak, self._t = lr, 0
-        self._params = [p for group in self.param_groups for p in group["params"]]
-        self._x = [p.detach().clone() for p in self._params]
+        self.params = [p for group in self.param_groups for p in group["params"]]
+        self._x = [p.detach().clone() for p in self.params]
         self._fast, self._slow, self._v, self._e = (
             [torch.zeros_like(x) for x in self._x] for _ in range(4)
         )
@@ -193,7 +200,7 @@ class TwoAverages(Optimizer):
         lr, eps, decay = group["lr"], group["eps"], group["weight_decay"]
         fast, slow, beta2 = group["betas"]
         self._t += 1
-        g = [p.grad for p in self._params]
+        g = [p.grad for p in self.params]
         torch._foreach_lerp_(self._fast, g, 1 - fast)
         torch._foreach_lerp_(self._slow, g, 1 - slow)
         torch._foreach_lerp_(self._v, torch._foreach_mul(g, g), 1 - beta2)
@@ -207,22 +214,11 @@ class TwoAverages(Optimizer):
         torch._foreach_add_(m, self._x, alpha=decay)
         d = torch._foreach_mul(m, -lr)
         torch._foreach_add_(self._x, d)
-        torch._foreach_copy_(self._params, self._x)
+        torch._foreach_copy_(self.params, self._x)
         a, b, rho = lookahead(fast, slow, share)
         torch._foreach_lerp_(self._e, d, 1 - rho)
-        torch._foreach_add_(self._params, d, alpha=group["gamma"] * a)
-        torch._foreach_add_(self._params, self._e, alpha=group["gamma"] * b)
-
-    @torch.no_grad()
-    def eval(self) -> None:
-        """Exchange y for x."""
-        self._y = [p.detach().clone() for p in self._params]
-        torch._foreach_copy_(self._params, self._x)
-
-    @torch.no_grad()
-    def train(self) -> None:
-        """Exchange back."""
-        torch._foreach_copy_(self._params, self._y)
+        torch._foreach_add_(self.params, d, alpha=group["gamma"] * a)
+        torch._foreach_add_(self.params, self._e, alpha=group["gamma"] * b)
 
 
 def lookahead(fast: float, slow: float, weight: float) -> tuple[float, float, float]:

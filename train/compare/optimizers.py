@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 from marsopt import MARS, REGISTRY, param_groups
 from marsopt.rules.registry import canonical
@@ -31,36 +31,18 @@ LOOP = ("gamma_follows_rate",)
 EVERY = 20  # inner steps of one of SNOO's
 
 
-class Clipped:
-    """An optimizer of torch's after ``clip_grad_norm_``, with what a loop around MARS
-    calls.
-
-    Args:
-        inner: that optimizer.
-    """
-
-    def __init__(self, inner: Optimizer) -> None:
-        self._inner, self.param_groups = inner, inner.param_groups
-        self.zero_grad = inner.zero_grad
-        self._params = [p for group in self.param_groups for p in group["params"]]
+class Clipped(Wrapper):
+    """An optimizer of torch's after ``clip_grad_norm_``."""
 
     def step(self) -> None:
         """Clip, and take a step."""
-        clip_grad_norm_(self._params, MAX_NORM)
-        self._inner.step()
-
-    def train(self) -> None:
-        """Let parameters be where gradients belong."""
-        getattr(self._inner, "train", lambda: None)()
-
-    def eval(self) -> None:
-        """Let parameters be what is trained."""
-        getattr(self._inner, "eval", lambda: None)()
+        clip_grad_norm_(self.params, MAX_NORM)
+        self.inner.step()
 
 
 def build(
     model: nn.Module, recipe: Mapping[str, Any], *, steps: int, compile: bool
-) -> MARS | Clipped | Wrapper:
+) -> MARS | Wrapper:
     """Return the optimizer of a model.
 
     Args:

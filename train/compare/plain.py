@@ -27,6 +27,7 @@ from marsopt.profiling.machine import matmul_rate
 from train.compare.optimizers import build
 from train.data.batches import Batches
 from train.data.token_files import Stream, open_raw, open_shard
+from train.data.tokens import SPLITS
 from train.engine.schedule import cosine
 from train.errors import UserError, check_least
 from train.files import write_json
@@ -39,7 +40,6 @@ FOUND = "found.json"
 WARM_UP = 3  # steps that compile, and make the state; no time counts them
 WORST = 1.5  # times the loss of a uniform guess, beyond which a run has diverged
 EXECUTION = ("data", "device", "micro_batch", "compile")
-SPLITS = ("train", "val")
 CHOICES = dict(device=("cpu", "cuda"), dtype=("float32", "bfloat16"))
 NUM_SAMPLED = 2**16  # tokens by which a text is known, and their number
 Tokens = np.ndarray | Stream
@@ -362,12 +362,11 @@ def train(setting: Setting, recipe: Mapping[str, Any], seed: int) -> dict[str, A
 
     Returns:
         "curve", [[step, held-out loss in nats a token]], which ends with null where a
-        run has diverged; "seconds" and "optimizer_seconds" of a
-        step, and of the optimizer in it, medians; "flops" of a step's gradients;
-        "matmul_rate", FLOP/s of a large product of the setting's dtype,
-        and "peak_bytes", most memory, of a GPU, null on a CPU; "wall", seconds of all.
+        run has diverged; "seconds" and "optimizer_seconds" of a step, and of the
+        optimizer in it, medians; "flops" of a step's gradients; "matmul_rate", FLOP/s
+        of a large product of the setting's dtype, and "peak_bytes", most memory, of a
+        GPU, null on a CPU.
     """
-    began = time.perf_counter()
     training = Training(setting, recipe, seed, setting.texts())
     interval = -(-setting.steps // setting.points)
     worst = WORST * math.log(setting.vocab_size)
@@ -397,7 +396,6 @@ def train(setting: Setting, recipe: Mapping[str, Any], seed: int) -> dict[str, A
         flops=flops,
         matmul_rate=matmul_rate("cuda", dtype) if on_gpu else None,
         peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
-        wall=round(time.perf_counter() - began, 1),
     )
 
 

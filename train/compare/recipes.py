@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -183,7 +185,9 @@ class Setting:
         """Return a function that takes steps of a training, which neither validates nor
         saves.
         """
-        words = self._arguments(recipe, 0, Path(mkdtemp()))
+        scratch = mkdtemp()
+        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+        words = self._arguments(recipe, 0, Path(scratch))
         words += ["--validator.no-enable", "--metrics.no-enable-tensorboard"]
         words += ["--metrics.log-freq", str(2**30)]
         config = parse(words)

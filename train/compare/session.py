@@ -144,15 +144,16 @@ class Session:
         """Return what runs of a method took in the mean, else those of all; 0 before
         the first.
         """
-        walls: dict[str, list[float]] = {}
-        for name, method in self.study.methods.items():
-            axes = {axis.name for axis in method.axes}
-            for line in self.store.lines.values():
-                fixed = {k: v for k, v in line["recipe"].items() if k not in axes}
-                if fixed == dict(method.recipe) and "wall" in line:
-                    walls.setdefault(name, []).append(line["wall"])
-        known = walls.get(title) or [w for own in walls.values() for w in own]
-        return mean(known) if known else 0.0
+        method = self.study.methods[title]
+        axes, fixed = {axis.name for axis in method.axes}, dict(method.recipe)
+        timed = [line for line in self.store.lines.values() if "wall" in line]
+        mine = [
+            line
+            for line in timed
+            if {k: v for k, v in line["recipe"].items() if k not in axes} == fixed
+        ]
+        walls = [line["wall"] for line in mine or timed]
+        return mean(walls) if walls else 0.0
 
     def _num_left(self) -> int:
         losses = self.store.losses

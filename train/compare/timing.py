@@ -1,8 +1,8 @@
 """Seconds of a step of each method, measured in one quiet process.
 
-python -m train.compare.timing STUDY MODULE OUT, as ``train.compare`` calls it. All
-trainings live at once and take turns of a few steps, so that what disturbs the machine
-for a while disturbs all alike; medians forget the rest.
+python -m train.compare.timing STUDY MODULE OUT CHANGES, as ``train.compare`` calls it.
+All trainings live at once and take turns of a few steps, so that what disturbs the
+machine for a while disturbs all alike; medians forget the rest.
 """
 
 from __future__ import annotations
