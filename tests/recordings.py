@@ -1,5 +1,5 @@
 """Trajectories that the authors' own code computed, and a walk of the class along one;
-golden/cases.json says how they were made.
+marsopt/conformance/recordings.json says how they were made.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from marsopt import MARS
+from marsopt.conformance import recordings
 
-HERE = Path(__file__).parent / "golden"
-TABLE = json.loads((HERE / "cases.json").read_text())
+TABLE = recordings.table()
 SHAPES = {name: tuple(shape) for name, shape in TABLE["shapes"].items()}
 MATRIX_TYPES = {
     "mars-m": "mars-m",
@@ -26,29 +26,18 @@ MATRIX_TYPES = {
 WHOLE = Path(__file__).parents[2] / "shared" / "golden"
 
 
-def unpack(flat, steps):
-    """[{name: tensor}] of a concatenation over steps and names."""
-    size = sum(int(np.prod(s)) for s in SHAPES.values())
-    out = []
-    for t in range(steps):
-        at, row = t * size, {}
-        for name, shape in SHAPES.items():
-            n = int(np.prod(shape))
-            row[name] = torch.from_numpy(flat[at : at + n].reshape(shape).copy())
-            at += n
-        out.append(row)
-    return out
+def tensors(arrays):
+    return {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}
 
 
 def read_copied(case):
     entry = dict(TABLE["cases"][case])
-    steps = entry["steps"]
-    with np.load(HERE / "trajectories.npz") as z:
-        entry["init"] = unpack(z[entry["init"]], 1)[0]
-        entry["grad"] = unpack(z[entry["grad"]], steps)
-        entry["prev"] = unpack(z[entry["prev"]], steps) if "prev" in entry else None
-        kept = unpack(z[f"param/{case}"], len(TABLE["kept_steps"]))
-    entry["param"] = dict(zip(TABLE["kept_steps"], kept, strict=True))
+    entry["init"] = tensors(recordings.stacked(entry["init"]))
+    for key in ("grad", "prev"):
+        if key in entry:
+            entry[key] = [tensors(row) for row in recordings.steps(entry[key])]
+    params = recordings.steps(f"param/{case}")
+    entry["param"] = {t: tensors(row) for t, row in enumerate(params)}
     return entry
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import configs
-from tests.oracle import Oracle
+from marsopt.conformance.oracle import Oracle
 from tests.trainers import losses, train_all
 from train import prepare
 from train.data.batches import Batches

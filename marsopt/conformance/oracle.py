@@ -72,23 +72,35 @@ class Oracle:
     def anchor(self, mu):
         self.mu = np.array(mu, dtype=np.float64)
 
+    @property
+    def k(self):
+        return self.gamma * self.beta1 / (1 - self.beta1)
+
     def step(self, g, lr, h=None):
-        g = np.array(g, dtype=np.float64)
+        c = self.corrected(g, h)
+        return self.advance(self.clipped(c, np.linalg.norm(c)), lr)
+
+    def corrected(self, g, h=None):
         self.t += 1
-        c = g
-        if self.kind.startswith("mars"):
-            reference = self.last if h is None else np.array(h, dtype=np.float64)
-            if self.svrg:
-                c = g - self.gamma * (reference - self.mu)
-            elif not self.transport:
-                c = g + self.gamma * self.beta1 / (1 - self.beta1) * (g - reference)
-            if self.clip is not None and np.linalg.norm(c) > self.clip:
-                c = c / np.linalg.norm(c) * self.clip
-        self.last, before = g, self.x
+        self.g = np.array(g, dtype=np.float64)
+        h = self.last if h is None else np.array(h, dtype=np.float64)
+        self.last = self.g
+        if not self.kind.startswith("mars") or self.transport:
+            return self.g
+        if self.svrg:
+            return self.g - self.gamma * (h - self.mu)
+        return self.g + self.k * (self.g - h)
+
+    def clipped(self, c, norm):
+        if not self.kind.startswith("mars") or self.clip is None or norm <= self.clip:
+            return c
+        return c / norm * self.clip
+
+    def advance(self, c, lr):
+        before = self.x
         getattr(self, self.kind.replace("-", "_"))(c, lr)
         if self.transport:
-            ahead = self.gamma * self.beta1 / (1 - self.beta1)
-            return self.x + ahead * (self.x - before)
+            return self.x + self.k * (self.x - before)
         return self.x
 
     def move(self, step, lr):
@@ -111,11 +123,13 @@ class Oracle:
         self.v = self.beta2 * self.v + (1 - self.beta2) * c**2
         self.v_max = np.maximum(self.v_max, self.v)
         v = self.v_max if self.amsgrad else self.v
+        self.move(lr * m_hat / self.denominator(v), lr)
+
+    def denominator(self, v):
         root = np.sqrt(1 - self.beta2**self.t)
-        denominator = (
-            (np.sqrt(v) + self.eps) / root if self.hat else np.sqrt(v) / root + self.eps
-        )
-        self.move(lr * m_hat / denominator, lr)
+        if self.hat:
+            return (np.sqrt(v) + self.eps) / root
+        return np.sqrt(v) / root + self.eps
 
     mars_adamw = adamw
 

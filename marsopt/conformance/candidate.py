@@ -1,0 +1,95 @@
+"""An optimizer class of somebody's, run along the cases."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from marsopt.conformance.recordings import AUTHORS, Arrays, Case
+
+Factory = Callable[..., Optimizer]  # of a list of parameters, and AUTHORS's arguments
+EXACT = ("update_previous_grad", "update_last_grad")  # the authors' protocol
+
+
+class Adapted:
+    """As a factory, a class that lacks some of the authors' arguments, or has them by
+    other names.
+
+    Args:
+        made: the class.
+        options: arguments that it is given in any case, by its own names.
+        names: the authors' name: its own.
+    """
+
+    def __init__(
+        self,
+        made: Factory,
+        options: Mapping[str, Any] | None = None,
+        names: Mapping[str, str] | None = None,
+    ):
+        self.made, self.options = made, dict(options or {})
+        self.names = {name: name for name in AUTHORS} | dict(names or {})
+        known = inspect.signature(made).parameters
+        self.taken = {name: own for name, own in self.names.items() if own in known}
+
+    @property
+    def lacks(self) -> list[str]:
+        """Return the authors' arguments that it does not take."""
+        return [name for name in AUTHORS if name not in self.taken]
+
+    def can(self, case: Case) -> bool:
+        """Whether it takes the options that a case turns on."""
+        turned_on = [name for name, value in case.arguments.items() if value is True]
+        default = "is_approx"  # on: a port that has nothing else need not say so
+        return all(name in self.taken for name in turned_on if name != default)
+
+    def __call__(self, params: list[nn.Parameter], **arguments: Any) -> Optimizer:
+        own = {own: arguments[name] for name, own in self.taken.items()}
+        return self.made(params, **(own | self.options))
+
+
+def can(factory: Factory, case: Case) -> bool:
+    """Return whether an optimizer has what a case is about: options that are turned on,
+    and exact MARS, which is looked for as the authors' protocol.
+    """
+    if isinstance(factory, Adapted) and not factory.can(case):
+        return False
+    return case.handed is None or all(
+        hasattr(getattr(factory, "made", factory), name) for name in EXACT
+    )
+
+
+def run(factory: Factory, case: Case) -> list[Arrays]:
+    """Return the parameters after each step of a case, in float32.
+
+    The rate of each step is set in ``param_groups``, as a scheduler does.
+    """
+    params = {
+        name: nn.Parameter(torch.from_numpy(np.array(x)))
+        for name, x in case.init.items()
+    }
+    optimizer = factory(list(params.values()), **case.arguments)
+    after = []
+    for t, lr in enumerate(case.lrs):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if case.handed is not None:
+            _give(params, case.handed[t])
+            optimizer.update_previous_grad()  # type: ignore[attr-defined]
+        _give(params, case.grads[t])
+        optimizer.step()
+        if case.handed is not None:
+            optimizer.update_last_grad()  # type: ignore[attr-defined]
+        after.append({n: p.detach().numpy().copy() for n, p in params.items()})
+    return after
+
+
+def _give(params: Mapping[str, nn.Parameter], grads: Arrays) -> None:
+    for name, p in params.items():
+        p.grad = torch.from_numpy(np.array(grads[name]))

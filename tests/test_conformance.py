@@ -1,0 +1,217 @@
+"""A verdict names what a port does otherwise, and says of MARS that it conforms."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+import marsopt
+from marsopt.conformance import (
+    AUTHORS,
+    DEVIATIONS,
+    Adapted,
+    cases,
+    check,
+    judge,
+    verdict,
+)
+from marsopt.conformance.__main__ import main
+from marsopt.conformance.model import simulate
+
+TYPES = ("mars-adamw", "mars-lion", "mars-shampoo")
+PORT = "marsopt.optim.mars:MARS"
+
+
+def words(report, ndim):
+    (kind,) = [kind for kind in report.kinds if kind.ndim == ndim]
+    return [sorted(d.words for d in found) for found in kind.explained]
+
+
+@pytest.mark.parametrize("mars_type", TYPES)
+def test_mars_conforms(mars_type):
+    found = check(Adapted(marsopt.MARS, dict(compile=False)), mars_type)
+    assert found.conforms and found.num_cases == len(cases(mars_type))
+    assert 0 < found.largest < 1
+
+
+@pytest.mark.parametrize("mars_type", TYPES)
+def test_the_oracle_is_the_authors_code(mars_type):
+    for case in cases(mars_type):
+        for got, want in zip(simulate(case), case.params, strict=True):
+            for name in got:
+                np.testing.assert_allclose(got[name], want[name], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("deviation", DEVIATIONS, ids=lambda d: d.words)
+def test_a_deviation_is_named(deviation):
+    """Alone, in the first type of MARS and of each kind of tensors on which it acts."""
+    for mars_type in TYPES:
+        steps = {c.name: list(simulate(c, [deviation])) for c in cases(mars_type)}
+        found = judge(steps, mars_type)
+        departing = [kind for kind in found.kinds if kind.departure]
+        assert all({deviation} in kind.explained for kind in departing)
+        if departing:
+            return
+    raise AssertionError("it does nothing in any case: it could not be named")
+
+
+class Port(torch.optim.Optimizer):
+    """Another's MARS-AdamW, with faults: no correction at step 1, more than two dims
+    are matrices, vectors decay as matrices do.
+    """
+
+    def __init__(self, params, lr, betas, eps, weight_decay, gamma, lr_1d, betas_1d):
+        super().__init__(params, dict(lr=lr, wd=weight_decay))
+        self.numbers = betas, betas_1d, eps, gamma, lr_1d / lr
+
+    @torch.no_grad()
+    def step(self):
+        betas, betas_1d, eps, gamma, ratio = self.numbers
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, g = self.state[p], p.grad
+                is_matrix = p.ndim >= 2
+                beta1, beta2 = betas if is_matrix else betas_1d
+                if not state:
+                    state.update(t=0, m=torch.zeros_like(p), v=torch.zeros_like(p), h=g)
+                state["t"] += 1
+                c = g
+                if is_matrix:
+                    c = g + gamma * beta1 / (1 - beta1) * (g - state["h"])
+                    c = c / c.norm().clamp(min=1)
+                state["h"] = g.clone()
+                state["m"].lerp_(c, 1 - beta1)
+                state["v"].lerp_(c**2, 1 - beta2)
+                root = (state["v"] / (1 - beta2 ** state["t"])).sqrt() + eps
+                update = state["m"] / (1 - beta1 ** state["t"]) / root
+                lr = group["lr"] * (1 if is_matrix else ratio)
+                p.mul_(1 - lr * group["wd"]).sub_(lr * update)
+
+
+def test_several_faults_of_a_port_are_named():
+    port = Adapted(Port)
+    assert port.lacks == [
+        *("amsgrad", "is_approx", "mars_type", "optimize_1d", "weight_decay_1d")
+    ]
+    found = check(port)
+    first = "no correction at step 1, where h is 0"
+    assert not found.conforms
+    assert words(found, 2) == [[first]]
+    assert words(found, 1) == [["weight_decay_1d is ignored: weight_decay"]]
+    more = "tensors of more than two dims are corrected too"
+    assert sorted([first, more]) in words(found, 4)
+    assert first in str(found) and "step 1" in str(found)
+
+
+@pytest.mark.parametrize("module", ["pytorch_optimizer", "heavyball", "timm.optim"])
+def test_known_faults_of_installed_ports(module):
+    installed = pytest.importorskip(
+        module, exc_type=ImportError, reason="not installed"
+    )
+    made, names, faults = {
+        "pytorch_optimizer": ("MARS", {}, ["eps is added before debiasing"]),
+        "heavyball": (
+            "AdamW",
+            dict(gamma="mars_gamma"),
+            ["gamma and beta1 are swapped", "c is never clipped"],
+        ),
+        "timm.optim": ("Mars", {}, ["no correction at step 1"]),
+    }[module]
+    options = dict(mars=True) if module == "heavyball" else dict(mars_type="adamw")
+    found = check(Adapted(getattr(installed, made), options, names))
+    (told,) = words(found, 2)
+    for fault in faults:
+        assert any(line.startswith(fault) for line in told)
+
+
+def test_what_no_deviation_explains_is_said_as_such(monkeypatch):
+    monkeypatch.setattr(verdict, "AT_MOST", 1)  # pairs and more take their time
+    found = check(Adapted(torch.optim.SGD, dict(momentum=0.9)))
+    assert not found.conforms and not any(kind.explained for kind in found.kinds)
+    assert "none of the named deviations explains it" in str(found)
+
+
+def test_a_case_that_raises_is_told():
+    def broken(params, **arguments):
+        if arguments["amsgrad"]:
+            raise NotImplementedError("no amsgrad")
+        return marsopt.MARS(params, compile=False, **arguments)
+
+    found = check(broken)
+    assert not found.conforms
+    told = set(found.failures.values())
+    assert told == {"NotImplementedError: no amsgrad"} and len(found.failures) == 2
+
+
+def test_adapted_gives_the_authors_values():
+    made = {}
+
+    class Recorder:
+        def __init__(self, params, lr, decay=None, other=1):
+            made.update(lr=lr, decay=decay, other=other)
+
+    Adapted(Recorder, dict(other=2), dict(weight_decay="decay"))([], **AUTHORS)
+    assert made == dict(lr=3e-3, decay=0.0, other=2)
+
+
+def test_the_command(tmp_path, capsys):
+    assert main([PORT, "--option", "compile=False"]) == 0
+    assert "mars-adamw: conforms (11 cases" in capsys.readouterr().out
+    swapped = DEVIATIONS[0]
+    arrays = {
+        f"param/{case.name}/{name}": np.stack([row[name] for row in steps])
+        for case in cases("mars-lion")
+        for steps in [list(simulate(case, [swapped]))]
+        for name in case.init
+    }
+    file = tmp_path / "port.safetensors"
+    save_file(arrays, file)
+    assert main([str(file), "--type", "mars-lion"]) == 1
+    assert swapped.words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        (["no_such_module:X"], "expected MODULE:CLASS"),
+        (["torch.optim"], "expected MODULE:CLASS"),
+        ([PORT, "--option", "lr"], "expected NAME=VALUE"),
+        ([PORT, "--name", "beta=betas"], "expected arguments of the authors'"),
+        (["no.safetensors"], "expected a file of safetensors"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(given, told, capsys):
+    assert main(given) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1 and "Traceback" not in error
+
+
+def test_a_file_with_other_tensors_is_refused(tmp_path, capsys):
+    file = tmp_path / "x.safetensors"
+    save_file({"param/mars-lion-clip/w_tall": np.zeros((4, 3), np.float32)}, file)
+    assert main([str(file)]) == 2
+    assert "expected param/CASE/NAME" in capsys.readouterr().err
+
+
+def test_the_files_are_read_without_torch():
+    code = (
+        "import sys\nfrom safetensors.numpy import load_file\n"
+        "found = load_file('marsopt/conformance/recordings.safetensors')\n"
+        "assert found['grad0/w_tall'].shape == (4, 24, 8)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_nan_departs():
+    (case, *_) = cases("mars-lion")
+    steps = [dict(row) for row in case.params]
+    steps[1]["bias"] = np.full_like(steps[1]["bias"], math.nan)
+    found = judge({case.name: steps}, "mars-lion")
+    assert [kind.ndim for kind in found.kinds if kind.departure] == [1]
