@@ -1,6 +1,8 @@
 # make train         train the small default model and show it
 # make test          lint and the whole test suite
-# make test-oldest   the library on the oldest torch that it declares
+# make test-installed TORCH=version
+#                    the built wheel and sdist in an environment of their own, on a torch
+#                    of your choice, or on the oldest that the library declares
 # make gpu           correctness, speed and a training on one GPU, nine minutes of each;
 #                    again: what is missing. Numbers in runs/gpu
 # make gpu-rehearsal all of the GPU path that can be verified without one: half an hour on
@@ -19,7 +21,8 @@ RANKS   ?= 1
 WORKERS ?= 2
 OPTIONS ?=
 SDISTS  ?= data/sdists
-OLDEST_TORCH  := 2.11.0
+TORCH   ?= 2.11.0
+INSTALLED := $(abspath $(VENV))-torch-$(TORCH)
 LIBRARY_TESTS := rules identities golden newton_schulz against_torch flat optimizer \
 	optimizer_edges saving contract torch_suite collectives sharding checkpoint
 BIN     := $(VENV)/bin
@@ -29,7 +32,7 @@ ifneq ($(RANKS),1)
 LAUNCH := $(BIN)/torchrun --nproc-per-node $(RANKS) -m
 endif
 
-.PHONY: help train test test-oldest lint gpu gpu-rehearsal clean
+.PHONY: help train test test-installed lint gpu gpu-rehearsal clean
 
 # what the header of this file says
 help:
@@ -41,13 +44,22 @@ train: $(VENV)/ready $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
 test: lint $(VENV)/evaluate $(VENV)/examples $(VENV)-triton/ready
 	MARSOPT_TRITON=$(VENV)-triton $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-# the library's own tests on the oldest torch that it declares (several GB of packages)
-test-oldest: $(VENV)-oldest/ready
-	$(VENV)-oldest/bin/python -m pytest $(addprefix tests/test_,$(addsuffix .py,$(LIBRARY_TESTS)))
+# what the wheel and the sdist install, beside copies of tests and documentation: the
+# checkout is not on the path
+test-installed: $(INSTALLED)/ready $(VENV)/ready
+	rm -rf build/installed && mkdir -p build/installed
+	cp -r tests docs README.md pyproject.toml build/installed
+	$(BIN)/python -m build --no-isolation --outdir build/installed/dist
+	cd build/installed && for archive in dist/*.tar.gz dist/*.whl; do \
+		$(INSTALLED)/bin/pip install --force-reinstall --no-deps $$archive && \
+		$(INSTALLED)/bin/pip check && \
+		$(INSTALLED)/bin/python -m pytest tests/test_guide.py || exit 1; done
+	cd build/installed && $(INSTALLED)/bin/python -m pytest \
+		$(addprefix tests/test_,$(addsuffix .py,$(LIBRARY_TESTS)))
 
-$(VENV)-oldest/ready: Makefile
-	$(PYTHON) -m venv $(VENV)-oldest
-	$(VENV)-oldest/bin/pip install --disable-pip-version-check torch==$(OLDEST_TORCH) numpy pytest
+$(INSTALLED)/ready:
+	$(PYTHON) -m venv $(INSTALLED)
+	$(INSTALLED)/bin/pip install torch==$(TORCH) numpy pytest
 	@touch $@
 
 lint: $(VENV)/ready
@@ -118,4 +130,4 @@ $(VENV)/evaluate $(VENV)/examples: $(VENV)/%: requirements-%.txt constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-triton .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) $(VENV)-torch-* $(VENV)-triton .pytest_cache .ruff_cache build dist
