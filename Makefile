@@ -119,9 +119,11 @@ $(PROSE_READY): $(SDISTS)/%/unpacked: | $(VENV)/ready
 # torch first: what depends on it would otherwise choose a build of it
 $(VENV)/ready: requirements.txt constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "got Python %d.%d, expected 3.11 or newer: make PYTHON=python3.12" % sys.version_info[:2])'
-	$(PYTHON) -m venv $(VENV)
-	@echo "torch, the largest package, and then all others, into $(VENV): minutes"
+	@echo "1 of 3: an empty environment, $(VENV) (seconds)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "2 of 3: torch, 0.8 GB, or 5 GB with CUDA (minutes; pip unpacks it in silence)"
 	$(BIN)/pip install --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	@echo "3 of 3: all others, 0.9 GB (minutes; pip unpacks them in silence)"
 	$(BIN)/pip install --disable-pip-version-check -r requirements.txt -c constraints.txt
 	@touch $@
 

@@ -81,7 +81,7 @@ def test_an_index_takes_them(released):
 
 
 def test_the_sdist_builds_the_wheel_of_the_checkout(released, tmp_path):
-    """Byte for byte: marsopt/parallel is a link in the checkout, in the sdist a folder."""
+    """Byte for byte: marsopt/parallel is a link there, and a folder in the sdist."""
     sdist, wheel = released
     assert build(tmp_path, "--wheel").read_bytes() == wheel.read_bytes()
     with tarfile.open(sdist) as archive:
