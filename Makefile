@@ -9,9 +9,10 @@
 #                    two cores; again: what is missing. runs/gpu/rehearsal-*.json
 # make clean         delete the virtual environments and what tests and builds leave
 #
-# All but clean create .venv on first use: gigabytes. make train takes RUN=name (a
-# folder below runs/), CONFIG=recipe, RANKS=processes and OPTIONS='--section.option value
-# ...'; make test WORKERS=processes, each with files of its own.
+# All but clean and test-installed create .venv on first use: gigabytes. make train takes
+# RUN=name (a folder below runs/), CONFIG=recipe, RANKS=processes and
+# OPTIONS='--section.option value ...'; make test WORKERS=processes, each with files of
+# its own.
 
 PYTHON  ?= python3
 VENV    ?= .venv
@@ -44,27 +45,33 @@ train: $(VENV)/ready $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
 test: lint $(VENV)/evaluate $(VENV)/examples $(VENV)-triton/ready
 	MARSOPT_TRITON=$(VENV)-triton $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-# what the wheel and the sdist install, beside copies of tests and documentation: the
-# checkout is not on the path
-test-installed: $(INSTALLED)/ready $(VENV)/ready
+# what the sdist and the wheel install, beside copies of tests, of what they read and of the
+# application's reader of checkpoints: the checkout is not on the path
+test-installed: $(INSTALLED)/ready
 	rm -rf build/installed && mkdir -p build/installed
-	cp -r tests docs README.md pyproject.toml build/installed
-	$(BIN)/python -m build --no-isolation --outdir build/installed/dist
+	cp -r tests train docs README.md pyproject.toml build/installed
+	$(INSTALLED)/bin/python -m build --outdir build/installed/dist
 	cd build/installed && for archive in dist/*.tar.gz dist/*.whl; do \
 		$(INSTALLED)/bin/pip install --force-reinstall --no-deps $$archive && \
 		$(INSTALLED)/bin/pip check && \
 		$(INSTALLED)/bin/python -m pytest tests/test_guide.py || exit 1; done
+	cd build/installed && $(INSTALLED)/bin/python -m marsopt.profile \
+		--model gpt2-small --rule mars-adamw
 	cd build/installed && $(INSTALLED)/bin/python -m pytest \
 		$(addprefix tests/test_,$(addsuffix .py,$(LIBRARY_TESTS)))
 
 $(INSTALLED)/ready:
-	$(PYTHON) -m venv $(INSTALLED)
-	$(INSTALLED)/bin/pip install torch==$(TORCH) numpy pytest
+	@echo "torch $(TORCH) into $(INSTALLED): 0.8 GB, or 5 GB with CUDA (minutes)"
+	@$(PYTHON) -m venv $(INSTALLED)
+	$(INSTALLED)/bin/pip install --disable-pip-version-check \
+		torch==$(TORCH) numpy pytest build
 	@touch $@
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
+	$(BIN)/check-jsonschema --builtin-schema github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema citation-file-format CITATION.cff
 
 gpu: $(VENV)/ready data/packages/meta.json
 	$(BIN)/python -m benchmarks.gpu
@@ -122,7 +129,7 @@ $(VENV)/ready: requirements.txt constraints.txt
 	@echo "1 of 3: an empty environment, $(VENV) (seconds)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "2 of 3: torch, 0.8 GB, or 5 GB with CUDA (minutes; pip unpacks it in silence)"
-	$(BIN)/pip install --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --disable-pip-version-check torch -c constraints.txt
 	@echo "3 of 3: all others, 0.9 GB (minutes; pip unpacks them in silence)"
 	$(BIN)/pip install --disable-pip-version-check -r requirements.txt -c constraints.txt
 	@touch $@
