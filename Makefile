@@ -40,9 +40,11 @@ help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 train: $(VENV)/ready $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
+	@echo "imports torch and torchtitan (ten seconds), compiles in its first step (a minute)"
 	$(LAUNCH) train --config $(CONFIG) --dump-folder runs/$(RUN) $(OPTIONS)
 
 test: lint $(VENV)/evaluate $(VENV)/examples $(VENV)-triton/ready
+	@echo "pytest imports what it tests (half a minute), and then prints a dot a test"
 	MARSOPT_TRITON=$(VENV)-triton $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # what the sdist and the wheel install, beside copies of tests, of what they read and of the
@@ -88,6 +90,7 @@ gpu-rehearsal: $(VENV)/ready $(VENV)-triton/ready
 # it can be imported, inductor answers otherwise. A torch for GPUs brings its own
 $(VENV)-triton/ready: requirements-rehearsal.txt constraints.txt $(VENV)/ready
 	@rm -rf $(VENV)-triton && mkdir $(VENV)-triton
+	@echo "Triton into $(VENV)-triton, 0.7 GB (a minute)"
 	@$(BIN)/python -c 'import triton' 2>/dev/null || \
 		$(BIN)/pip install --disable-pip-version-check --no-deps --target $(VENV)-triton \
 			-r requirements-rehearsal.txt -c constraints.txt || \
@@ -135,6 +138,7 @@ $(VENV)/ready: requirements.txt constraints.txt
 	@touch $@
 
 $(VENV)/evaluate $(VENV)/examples: $(VENV)/%: requirements-%.txt constraints.txt $(VENV)/ready
+	@echo "what $< names, up to 0.5 GB (minutes; pip unpacks it in silence)"
 	$(BIN)/pip install --disable-pip-version-check -r $< -c constraints.txt
 	@touch $@
 
