@@ -102,7 +102,8 @@ def at_owner(requests: Sequence[Request]) -> list[Whole]:
     """
     calls: dict[tuple, list[int]] = {}
     for i, one in enumerate(requests):
-        alone = bool(one.given.owned) and one.given.matrix.numel() >= LARGE
+        # len, not bool: torch 2.11 cannot trace bool of a tuple
+        alone = len(one.given.owned) > 0 and one.given.matrix.numel() >= LARGE
         key = id(one.preconditioner), one.stage, i if alone else None
         calls.setdefault(key, []).append(i)
     found: list[Whole] = [one.given for one in requests]
