@@ -5,6 +5,7 @@
 #                    again: what is missing. Numbers in runs/gpu
 # make gpu-rehearsal all of the GPU path that can be verified without one: half an hour on
 #                    two cores; again: what is missing. runs/gpu/rehearsal-*.json
+# make docs          the documentation site, in build/site: open build/site/index.html
 # make clean         delete the virtual environments and what tests and builds leave
 #
 # All but clean create .venv on first use: gigabytes. make train takes RUN=name (a
@@ -29,7 +30,7 @@ ifneq ($(RANKS),1)
 LAUNCH := $(BIN)/torchrun --nproc-per-node $(RANKS) -m
 endif
 
-.PHONY: help train test test-oldest lint gpu gpu-rehearsal clean
+.PHONY: help train test test-oldest lint docs gpu gpu-rehearsal clean
 
 # what the header of this file says
 help:
@@ -38,7 +39,7 @@ help:
 train: $(VENV)/ready $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
 	$(LAUNCH) train --config $(CONFIG) --dump-folder runs/$(RUN) $(OPTIONS)
 
-test: lint $(VENV)/evaluate $(VENV)/examples $(VENV)-triton/ready
+test: lint $(VENV)/evaluate $(VENV)/examples $(VENV)/docs $(VENV)-triton/ready
 	MARSOPT_TRITON=$(VENV)-triton $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # the library's own tests on the oldest torch that it declares (several GB of packages)
@@ -53,6 +54,11 @@ $(VENV)-oldest/ready: Makefile
 lint: $(VENV)/ready
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
+
+# of README, docs, examples and docstrings, without a network; a warning is an error
+docs: $(VENV)/docs
+	rm -rf build/site
+	$(BIN)/python -m sphinx -W --keep-going -q -c docs/site -d build/doctrees . build/site
 
 gpu: $(VENV)/ready data/packages/meta.json
 	$(BIN)/python -m benchmarks.gpu
@@ -113,7 +119,7 @@ $(VENV)/ready: requirements.txt constraints.txt
 	$(BIN)/pip install --disable-pip-version-check -r requirements.txt -c constraints.txt
 	@touch $@
 
-$(VENV)/evaluate $(VENV)/examples: $(VENV)/%: requirements-%.txt constraints.txt $(VENV)/ready
+$(VENV)/evaluate $(VENV)/examples $(VENV)/docs: $(VENV)/%: requirements-%.txt constraints.txt $(VENV)/ready
 	$(BIN)/pip install --disable-pip-version-check -r $< -c constraints.txt
 	@touch $@
 

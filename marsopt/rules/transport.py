@@ -304,6 +304,15 @@ class Transport(Correction):
     Args:
         store_iterate: keep x in the state with AdamW too: 4 bytes a parameter more of
             state and of traffic, for what is a rounding.
+
+    Example:
+        >>> rule = marsopt.mars_adamw(correction="transport", gamma=0.1)
+        >>> params = {"w": torch.ones(2)}
+        >>> params, state = rule.step(params, params, rule.init(params), lr=0.1)
+        >>> params["w"]                         # y = x + 1.9 (x - x_prev)
+        tensor([0.7100, 0.7100])
+        >>> rule.iterate(params, state)["w"]    # x
+        tensor([0.9000, 0.9000])
     """
 
     store_iterate: bool = structure(False, checks.true_or_false, whole=True)

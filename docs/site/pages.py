@@ -1,0 +1,194 @@
+"""An extension of Sphinx: which files of the checkout are pages of the site, and which
+language the code in them is.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.parsers import Parser
+from sphinx.project import Project
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(path.stem for path in ROOT.glob("examples/*.py"))
+# Chapters of the sidebar; a page that none of them names stands in the last one.
+CHAPTERS = {
+    "Use it": ["choose", "guide", "training", "data", "recipes", "reliability"],
+    "Reference": [
+        *("api/optimizer", "api/functions", "api/components", "api/mesh"),
+        "api/profiling",
+    ],
+    "Decide": [
+        *("study", "results", "comparison", "fidelity", "conformance", "svrg"),
+        *("bf16_state", "track3"),
+    ],
+    "Look inside": ["architecture", "performance", "scaling"],
+    "Examples": [f"source/examples/{name}" for name in EXAMPLES],
+    "Project": ["contents", "changelog", "contributing"],
+}
+# what pages lead to, and no chapter names
+BESIDE = ("source/", "study/")
+NAMES = {"README.md": "index", "docs/README.md": "contents"}
+# how a block begins that is for a shell
+COMMANDS = r"(#.*\n)*(\w+=\S+ )*(make|python|pip|torchrun|git|\.|export|lm_eval) "
+
+
+def linked_sources() -> set[str]:
+    """Return the Python files that pages link to."""
+    found = set()
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
+        for target in re.findall(r"\]\(([^):]+\.py)\)", page.read_text()):
+            found.add((page.parent / target).resolve().relative_to(ROOT).as_posix())
+    return found
+
+
+SOURCES = {f"examples/{name}.py" for name in EXAMPLES} | linked_sources()
+FILES = ["*.md", "docs/**.md", *sorted(SOURCES)]
+
+
+class Pages(Project):
+    """The pages: docs/guide.md is "guide", examples/digits.py "source/examples/digits".
+
+    Sphinx's source folder is the checkout, so that every link between its files holds
+    in the site too.
+    """
+
+    def path2doc(self, filename: str | Path) -> str | None:
+        path = Path(filename)
+        path = path.relative_to(ROOT) if path.is_absolute() else path
+        name, plain = path.as_posix(), path.with_suffix("").as_posix()
+        if path.suffix == ".py":
+            return f"source/{plain}" if name in SOURCES else None
+        if path.suffix != ".md":
+            return None
+        return NAMES.get(name, plain.removeprefix("docs/").lower())
+
+
+class Source(Parser):
+    """The page of a Python file."""
+
+    supported = ("source",)
+
+    def parse(self, inputstring: str, document: nodes.document) -> None:
+        env = document.settings.env
+        path = env.doc2path(env.docname, base=False)
+        section = nodes.section("", nodes.title("", str(path)), ids=["source"])
+        section += nodes.literal_block(inputstring, inputstring, language="python")
+        document += section
+        if f"source/{path.with_suffix('')}" not in CHAPTERS["Examples"]:
+            env.metadata[env.docname]["orphan"] = True
+
+
+def complete(app: Sphinx, docname: str, content: list[str]) -> None:
+    """Append the sidebar's chapters to the first page; give tables a title."""
+    if docname.startswith("study/"):  # a table that train.compare writes, and no more
+        content[0] = f"---\norphan: true\n---\n# {docname}\n\n{content[0]}"
+    if docname != app.config.root_doc:
+        return
+    found = app.env.found_docs
+    named = {docname, *(page for own in CHAPTERS.values() for page in own)}
+    rest = sorted(p for p in found - named if not p.startswith(BESIDE))
+    for caption, own in CHAPTERS.items():
+        pages = [page for page in own if page in found]
+        pages += rest if caption == [*CHAPTERS][-1] else []
+        head = f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n"
+        content[0] += head + "\n".join(pages) + "\n```\n"
+
+
+def language_of(code: str) -> str:
+    """Return that of a block which does not say it: pages and docstrings indent
+    commands, Python, formulas and diagrams alike.
+    """
+    if code.startswith(">>> "):
+        return "pycon"
+    if re.match(COMMANDS, code):
+        return "bash"
+    try:
+        ast.parse(code)
+    except SyntaxError:
+        return "text"
+    return "python"
+
+
+def highlight(app: Sphinx, document: nodes.document) -> None:
+    """Give every block of code its language."""
+    for block in document.findall(nodes.literal_block):
+        if block.get("language", "none") == "none":
+            block["language"] = language_of(block.astext())
+
+
+def arguments(doc: str) -> dict[str, list[str]]:
+    """Return the lines of a docstring's list of arguments, by name."""
+    listed = inspect.cleandoc(doc).partition("\nArgs:\n")[2].partition("\n\n")[0]
+    found: dict[str, list[str]] = {}
+    for entry in re.findall(r"^    \S.*(?:\n     .*)*", listed, re.MULTILINE):
+        found |= dict.fromkeys(re.split(", ", entry.split(":")[0].strip()), [entry])
+    return {name: "".join(entry).split("\n") for name, entry in found.items()}
+
+
+def inherit_arguments(
+    app: Sphinx, what: str, name: str, it: object, options: object, lines: list[str]
+) -> None:
+    """Append to a class's arguments those that the docstrings of its bases describe."""
+    if not inspect.isclass(it):
+        return
+    own, more = arguments("\n" + "\n".join(lines)), []
+    for argument in inspect.signature(it).parameters:
+        above = (arguments(base.__doc__ or "") for base in it.__mro__[1:])
+        entry = next((found[argument] for found in above if argument in found), None)
+        more += entry if entry and argument not in own else []
+    if not more:
+        return
+    if "Args:" in lines:
+        at = lines.index("", lines.index("Args:"))
+    else:
+        sections = [
+            i for i, line in enumerate(lines) if line in ("Raises:", "Example:")
+        ]
+        at, more = min(sections), ["Args:", *more, ""]
+    lines[at:at] = more
+
+
+def mark_blocks(
+    app: Sphinx, what: str, name: str, it: object, options: object, lines: list[str]
+) -> None:
+    """Make reStructuredText of a docstring. Its indented paragraphs, formulas and code,
+    are blocks, not quotations; in its prose * and _ are what they are.
+    """
+    found: list[str] = []
+    inside = False
+    for line in lines:
+        indented = line.startswith("    ")
+        if indented and not inside and found and not found[-1].strip():
+            inside = True
+            found += ["::", ""]
+        inside = inside and (indented or not line.strip())
+        code = inside or line.lstrip().startswith((">>> ", "... "))
+        found.append(line if code else escaped(line))
+    lines[:] = found
+
+
+def escaped(line: str) -> str:
+    """Return a line of prose whose marks outside of ``code`` are text."""
+    parts = line.split("``")
+    parts[::2] = [re.sub(r"[*|]|_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
+    return "``".join(parts)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.add_source_parser(Source)
+    app.connect("builder-inited", use_pages)
+    app.connect("source-read", complete)
+    app.connect("doctree-read", highlight)
+    app.connect("autodoc-process-docstring", inherit_arguments, priority=0)
+    app.connect("autodoc-process-docstring", mark_blocks, priority=1)
+    return {"parallel_read_safe": True}
+
+
+def use_pages(app: Sphinx) -> None:
+    app.project.__class__ = Pages
