@@ -81,9 +81,11 @@ class MeshCollectives:
         >>> import torch.distributed as dist
         >>> from torch.distributed.tensor import Shard, distribute_tensor
         >>> from marsopt.parallel import MeshCollectives
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> alone = dict(store=dist.HashStore(), rank=0, world_size=1)
+        >>> dist.init_process_group("gloo", **alone)
         >>> mesh = dist.init_device_mesh("cpu", (1,))
-        >>> w = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+        >>> rows = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+        >>> w = torch.nn.Parameter(rows)
         >>> collectives = MeshCollectives(mesh)
         >>> optimizer = marsopt.MARS([w], collectives=collectives, compile=False)
         >>> w.square().sum().backward()

@@ -1,5 +1,5 @@
-"""How Sphinx makes the documentation site (make docs) of the files that are also read on
-their own: README.md, docs/*.md, the examples, and the docstrings of the library.
+"""How Sphinx makes the documentation site (make docs) of the files that are also read
+on their own: README.md, docs/*.md, the examples, and the docstrings of the library.
 """
 
 from __future__ import annotations

@@ -180,6 +180,19 @@ def escaped(line: str) -> str:
     return "``".join(parts)
 
 
+def name_factories(
+    app: Sphinx,
+    what: str,
+    name: str,
+    it: object,
+    options: object,
+    signature: str | None,
+    returns: str | None,
+) -> tuple[str | None, str | None]:
+    """Write a signature so that it is Python: dataclasses name no default of dict."""
+    return signature and signature.replace("<factory>", "{}"), returns
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_source_parser(Source)
     app.connect("builder-inited", use_pages)
@@ -187,6 +200,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("doctree-read", highlight)
     app.connect("autodoc-process-docstring", inherit_arguments, priority=0)
     app.connect("autodoc-process-docstring", mark_blocks, priority=1)
+    app.connect("autodoc-process-signature", name_factories)
     return {"parallel_read_safe": True}
 
 

@@ -300,8 +300,8 @@ class MARS(LayoutOptimizer):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Global gradient norm of the last step before any clip, 0-D, float64 (float32 on
-        Apple's GPUs), on the device of the parameters; None before the first step.
+        """Global gradient norm of the last step before any clip, 0-D, float64 (float32
+        on Apple's GPUs), on the device of the parameters; None before the first step.
         """
         return self._grad_norm
 

@@ -157,6 +157,9 @@ class Approximate(Correction):
 
     Source: MARS, arXiv 2411.10438, Algorithm 1 and section 3.2.
 
+    Raises:
+        ValueError: a field out of its range.
+
     Example:
         >>> marsopt.Approximate().coefficients(beta1=0.75, gamma=0.25)    # of g and h
         (1.75, -0.75)

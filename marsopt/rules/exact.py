@@ -139,6 +139,9 @@ class Exact(Correction):
 
     Source: MARS, arXiv 2411.10438, Algorithm 1.
 
+    Raises:
+        ValueError: a field out of its range.
+
     Example:
         >>> rule = marsopt.mars_adamw(correction="exact", clip=None)
         >>> x = {"w": torch.ones(2)}

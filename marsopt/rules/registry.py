@@ -58,8 +58,8 @@ class NamedRule:
         >>> row = marsopt.REGISTRY["mars-m"]
         >>> row.source
         'MARS-M, arXiv 2510.21800'
-        >>> row.matrix_only, row.num_buffers("approximate"), row.num_buffers("transport")
-        (True, 2, 2)
+        >>> row.matrix_only, row.num_buffers("approximate")
+        (True, 2)
     """
 
     name: str

@@ -129,6 +129,9 @@ class SVRG(Correction):
 
     Source: alpha-SVRG, Yin et al., arXiv 2311.05589; SVRG: Johnson and Zhang, 2013.
 
+    Raises:
+        ValueError: a field out of its range.
+
     Example:
         >>> rule = marsopt.mars_adamw(correction="svrg", gamma=1.0, clip=None)
         >>> x = {"w": torch.ones(2)}

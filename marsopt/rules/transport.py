@@ -301,9 +301,15 @@ class Transport(Correction):
     With AdamW x follows from y, the moments and four numbers of the last step, so that
     the state is AdamW's own; other rules, and half precision, keep it in the state.
 
+    Source: this project's; implicit gradient transport (arXiv 1906.03532), seen through
+    MARS (arXiv 2411.10438).
+
     Args:
         store_iterate: keep x in the state with AdamW too: 4 bytes a parameter more of
             state and of traffic, for what is a rounding.
+
+    Raises:
+        ValueError: a field out of its range.
 
     Example:
         >>> rule = marsopt.mars_adamw(correction="transport", gamma=0.1)
