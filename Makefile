@@ -58,7 +58,7 @@ lint: $(VENV)/ready
 # of README, docs, examples and docstrings, without a network; a warning is an error
 docs: $(VENV)/docs
 	rm -rf build/site
-	$(BIN)/python -m sphinx -W --keep-going -q -c docs/site -d build/doctrees . build/site
+	$(BIN)/python -m sphinx -W --keep-going -q -E -c docs/site -d build/doctrees . build/site
 
 gpu: $(VENV)/ready data/packages/meta.json
 	$(BIN)/python -m benchmarks.gpu

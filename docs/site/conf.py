@@ -43,8 +43,28 @@ napoleon_numpy_docstring = False
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
+smartquotes_action = "D"  # dashes; "mars-adamw" is a string
+pygments_style, pygments_dark_style = "a11y-high-contrast-light", "github-dark"
+
 html_theme = "furo"
 html_title = f"marsopt {version}"
+html_logo = html_favicon = "static/logo.svg"
+html_theme_options = {
+    "light_css_variables": {
+        "color-brand-primary": "#9c3a15",
+        "color-brand-content": "#a63d16",
+        "color-brand-visited": "#7d4a35",
+        "color-code-background": "#f5f4f2",
+        "color-sidebar-link-text--top-level": "var(--color-foreground-primary)",
+    },
+    "dark_css_variables": {
+        "color-brand-primary": "#ffa27a",
+        "color-brand-content": "#ffa27a",
+        "color-brand-visited": "#dba48f",
+        "color-code-background": "#1e1f22",
+        "color-sidebar-link-text--top-level": "var(--color-foreground-primary)",
+    },
+}
 html_static_path = ["static"]
 html_css_files = ["style.css"]
 html_copy_source = False

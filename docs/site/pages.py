@@ -10,30 +10,58 @@ import re
 from pathlib import Path
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.parsers import Parser
 from sphinx.project import Project
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.stem for path in ROOT.glob("examples/*.py"))
-# Chapters of the sidebar; a page that none of them names stands in the last one.
-CHAPTERS = {
-    "Use it": ["choose", "guide", "training", "data", "recipes", "reliability"],
-    "Reference": [
-        *("api/optimizer", "api/functions", "api/components", "api/mesh"),
-        "api/profiling",
-    ],
-    "Decide": [
-        *("study", "results", "comparison", "fidelity", "conformance", "svrg"),
-        *("bf16_state", "track3"),
-    ],
-    "Look inside": ["architecture", "performance", "scaling"],
-    "Examples": [f"source/examples/{name}" for name in EXAMPLES],
-    "Project": ["contents", "changelog", "contributing"],
+# The sidebar's chapters: pages, and what it calls them. A page that no chapter has
+# stands in the last one.
+CHAPTERS: dict[str, dict[str, str]] = {
+    "Use it": {
+        "choose": "What to choose",
+        "guide": "Guide",
+        "training": "Training",
+        "data": "Data",
+        "recipes": "Recipes",
+        "reliability": "Reliability",
+    },
+    "Reference": {
+        "api/optimizer": "The optimizer",
+        "api/functions": "Rules as functions",
+        "api/components": "Components",
+        "api/mesh": "Meshes and torchtitan",
+        "api/profiling": "Profiling",
+    },
+    "Evidence": {
+        "study": "The study",
+        "results": "Other trainings",
+        "comparison": "Comparison",
+        "fidelity": "Fidelity",
+        "conformance": "Conformance",
+        "svrg": "SVRG",
+        "bf16_state": "State in bfloat16",
+        "track3": "modded-nanogpt",
+    },
+    "Look inside": {
+        "architecture": "Architecture",
+        "performance": "Performance",
+        "scaling": "Scaling",
+    },
+    "Examples": {f"source/examples/{name}": f"{name}.py" for name in EXAMPLES},
+    "Project": {
+        "contents": "All pages",
+        "changelog": "Changelog",
+        "contributing": "Contributing",
+    },
 }
 # what pages lead to, and no chapter names
 BESIDE = ("source/", "study/")
 NAMES = {"README.md": "index", "docs/README.md": "contents"}
+# what is linked wherever it is named
+NAMED = r"arXiv\s\d{4}\.\d{5}|(?:\.\./|\bdocs/|\b)\w+\.md\b"
 # how a block begins that is for a shell
 COMMANDS = r"(#.*\n)*(\w+=\S+ )*(make|python|pip|torchrun|git|\.|export|lm_eval) "
 
@@ -92,12 +120,12 @@ def complete(app: Sphinx, docname: str, content: list[str]) -> None:
         return
     found = app.env.found_docs
     named = {docname, *(page for own in CHAPTERS.values() for page in own)}
-    rest = sorted(p for p in found - named if not p.startswith(BESIDE))
+    rest = sorted(page for page in found - named if not page.startswith(BESIDE))
     for caption, own in CHAPTERS.items():
-        pages = [page for page in own if page in found]
-        pages += rest if caption == [*CHAPTERS][-1] else []
+        lines = [f"{title} <{page}>" for page, title in own.items() if page in found]
+        lines += rest if caption == [*CHAPTERS][-1] else []
         head = f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n"
-        content[0] += head + "\n".join(pages) + "\n```\n"
+        content[0] += head + "\n".join(lines) + "\n```\n"
 
 
 def language_of(code: str) -> str:
@@ -110,8 +138,8 @@ def language_of(code: str) -> str:
         return "bash"
     try:
         ast.parse(code)
-    except SyntaxError:
-        return "text"
+    except SyntaxError:  # or Python that leaves something out
+        return "python" if re.match(r"(#.*\n)*(from|import) ", code) else "text"
     return "python"
 
 
@@ -120,6 +148,31 @@ def highlight(app: Sphinx, document: nodes.document) -> None:
     for block in document.findall(nodes.literal_block):
         if block.get("language", "none") == "none":
             block["language"] = language_of(block.astext())
+
+
+def link(app: Sphinx, document: nodes.document) -> None:
+    """Make links of papers and pages that plain text names, and let links to pages say
+    what the sidebar calls them, not their files.
+    """
+    titles = {page: title for own in CHAPTERS.values() for page, title in own.items()}
+    inside = nodes.literal, nodes.literal_block, nodes.reference, nodes.title
+    for text in [*document.findall(nodes.Text)]:
+        parent, parts = text.parent, []
+        if isinstance(parent, inside) or not re.search(NAMED, text):
+            continue
+        for i, part in enumerate(re.split(f"({NAMED})", text)):
+            name = Path(part).stem.lower()
+            if i % 2 == 0 or (part.endswith(".md") and name not in titles):
+                parts.append(nodes.Text(part))
+            elif isinstance(parent.parent, addnodes.pending_xref):
+                parts.append(nodes.Text(titles.get(name, part)))
+            elif part.startswith("arXiv"):
+                where = f"https://arxiv.org/abs/{part[-10:]}"
+                parts.append(nodes.reference("", part, refuri=where))
+            else:
+                where = app.builder.get_relative_uri(app.env.docname, name)
+                parts.append(nodes.reference("", titles[name], refuri=where))
+        parent.replace(text, parts)
 
 
 def arguments(doc: str) -> dict[str, list[str]]:
@@ -198,6 +251,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", use_pages)
     app.connect("source-read", complete)
     app.connect("doctree-read", highlight)
+    app.connect("doctree-read", link)
     app.connect("autodoc-process-docstring", inherit_arguments, priority=0)
     app.connect("autodoc-process-docstring", mark_blocks, priority=1)
     app.connect("autodoc-process-signature", name_factories)
