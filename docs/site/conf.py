@@ -67,5 +67,5 @@ html_theme_options = {
 }
 html_static_path = ["static"]
 html_css_files = ["style.css"]
-html_copy_source = False
+html_copy_source = html_use_index = html_domain_indices = False
 html_show_sphinx = False
