@@ -233,7 +233,7 @@ def escaped(line: str) -> str:
     return "``".join(parts)
 
 
-def name_factories(
+def write_defaults(
     app: Sphinx,
     what: str,
     name: str,
@@ -242,8 +242,12 @@ def name_factories(
     signature: str | None,
     returns: str | None,
 ) -> tuple[str | None, str | None]:
-    """Write a signature so that it is Python: dataclasses name no default of dict."""
-    return signature and signature.replace("<factory>", "{}"), returns
+    """Write defaults of dataclasses as somebody would: a dict, and large numbers."""
+    if signature is not None:
+        signature = signature.replace("<factory>", "{}")
+        large = r"\b\d{7,}\.0\b"
+        signature = re.sub(large, lambda found: f"{float(found[0]):g}", signature)
+    return signature, returns
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
@@ -254,7 +258,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("doctree-read", link)
     app.connect("autodoc-process-docstring", inherit_arguments, priority=0)
     app.connect("autodoc-process-docstring", mark_blocks, priority=1)
-    app.connect("autodoc-process-signature", name_factories)
+    app.connect("autodoc-process-signature", write_defaults)
     return {"parallel_read_safe": True}
 
 
