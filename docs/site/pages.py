@@ -7,7 +7,9 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 from docutils import nodes
 from sphinx import addnodes
@@ -15,10 +17,12 @@ from sphinx.application import Sphinx
 from sphinx.parsers import Parser
 from sphinx.project import Project
 
+import marsopt
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.stem for path in ROOT.glob("examples/*.py"))
-# The sidebar's chapters: pages, and what it calls them. A page that no chapter has
-# stands in the last one.
+# The sidebar's chapters: pages, if they are there, and what it calls them. A page that
+# no chapter has stands in the last one.
 CHAPTERS: dict[str, dict[str, str]] = {
     "Use it": {
         "choose": "What to choose",
@@ -55,6 +59,8 @@ CHAPTERS: dict[str, dict[str, str]] = {
         "contents": "All pages",
         "changelog": "Changelog",
         "contributing": "Contributing",
+        "releasing": "Releasing",
+        "security": "Security",
     },
 }
 # what pages lead to, and no chapter names
@@ -253,6 +259,7 @@ def write_defaults(
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_source_parser(Source)
     app.connect("builder-inited", use_pages)
+    app.connect("builder-inited", resolve_hints)
     app.connect("source-read", complete)
     app.connect("doctree-read", highlight)
     app.connect("doctree-read", link)
@@ -264,3 +271,14 @@ def setup(app: Sphinx) -> dict[str, bool]:
 
 def use_pages(app: Sphinx) -> None:
     app.project.__class__ = Pages
+
+
+def resolve_hints(app: Sphinx) -> None:
+    """Let components have the types of fields that they inherit: by name they are
+    looked for in the wrong module.
+    """
+    for name in marsopt.__all__:
+        it = getattr(marsopt, name)
+        if inspect.isclass(it) and is_dataclass(it):
+            known = get_type_hints(it)
+            it.__init__.__annotations__ |= {f.name: known[f.name] for f in fields(it)}
