@@ -175,6 +175,8 @@ def link(app: Sphinx, document: nodes.document) -> None:
             elif part.startswith("arXiv"):
                 where = f"https://arxiv.org/abs/{part[-10:]}"
                 parts.append(nodes.reference("", part, refuri=where))
+            elif not part.startswith("docs/"):  # of another project, for all we know
+                parts.append(nodes.Text(part))
             else:
                 where = app.builder.get_relative_uri(app.env.docname, name)
                 parts.append(nodes.reference("", titles[name], refuri=where))
