@@ -7,6 +7,7 @@
 #                    again: what is missing. Numbers in runs/gpu
 # make gpu-rehearsal all of the GPU path that can be verified without one: half an hour on
 #                    two cores; again: what is missing. runs/gpu/rehearsal-*.json
+# make docs          the documentation site, in build/site: open build/site/index.html
 # make clean         delete the virtual environments and what tests and builds leave
 #
 # All but clean and test-installed create .venv on first use: gigabytes. make train takes
@@ -33,7 +34,7 @@ ifneq ($(RANKS),1)
 LAUNCH := $(BIN)/torchrun --nproc-per-node $(RANKS) -m
 endif
 
-.PHONY: help train test test-installed lint gpu gpu-rehearsal clean
+.PHONY: help train test test-installed lint docs gpu gpu-rehearsal clean
 
 # what the header of this file says
 help:
@@ -43,7 +44,7 @@ train: $(VENV)/ready $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
 	@echo "imports torch and torchtitan (ten seconds), compiles in its first step (a minute)"
 	$(LAUNCH) train --config $(CONFIG) --dump-folder runs/$(RUN) $(OPTIONS)
 
-test: lint $(VENV)/evaluate $(VENV)/examples $(VENV)-triton/ready
+test: lint $(VENV)/evaluate $(VENV)/examples $(VENV)/docs $(VENV)-triton/ready
 	@echo "pytest imports what it tests (half a minute), and then prints a dot a test"
 	MARSOPT_TRITON=$(VENV)-triton $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
@@ -74,6 +75,11 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/check-jsonschema --builtin-schema github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --builtin-schema citation-file-format CITATION.cff
+
+# of README, docs, examples and docstrings, without a network; a warning is an error
+docs: $(VENV)/docs
+	rm -rf build/site
+	$(BIN)/python -m sphinx -W --keep-going -q -E -c docs/site -d build/doctrees . build/site
 
 gpu: $(VENV)/ready data/packages/meta.json
 	$(BIN)/python -m benchmarks.gpu
@@ -137,7 +143,7 @@ $(VENV)/ready: requirements.txt constraints.txt
 	$(BIN)/pip install --disable-pip-version-check -r requirements.txt -c constraints.txt
 	@touch $@
 
-$(VENV)/evaluate $(VENV)/examples: $(VENV)/%: requirements-%.txt constraints.txt $(VENV)/ready
+$(VENV)/evaluate $(VENV)/examples $(VENV)/docs: $(VENV)/%: requirements-%.txt constraints.txt $(VENV)/ready
 	@echo "what $< names, up to 0.5 GB (minutes; pip unpacks it in silence)"
 	$(BIN)/pip install --disable-pip-version-check -r $< -c constraints.txt
 	@touch $@
