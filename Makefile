@@ -53,6 +53,7 @@ $(VENV)-oldest/ready: Makefile
 lint: $(VENV)/ready
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m mypy
 
 gpu: $(VENV)/ready data/packages/meta.json
 	$(BIN)/python -m benchmarks.gpu
