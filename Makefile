@@ -75,6 +75,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/check-jsonschema --builtin-schema github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --builtin-schema citation-file-format CITATION.cff
+	$(BIN)/python -m mypy
 
 # of README, docs, examples and docstrings, without a network; a warning is an error
 docs: $(VENV)/docs

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.routing import (
@@ -129,7 +130,7 @@ class MARS(LayoutOptimizer):
 
     def __init__(
         self,
-        params: Iterable,
+        params: ParamsT,
         lr: float | Tensor = 3e-3,
         betas: tuple[float, float] | None = None,
         eps: float = 1e-8,
