@@ -1,15 +1,19 @@
 # make train         train the small default model and show it
 # make test          lint and the whole test suite
-# make test-oldest   the library on the oldest torch that it declares
+# make test-installed TORCH=version
+#                    the built wheel and sdist in an environment of their own, on a torch
+#                    of your choice, or on the oldest that the library declares
 # make gpu           correctness, speed and a training on one GPU, nine minutes of each;
 #                    again: what is missing. Numbers in runs/gpu
 # make gpu-rehearsal all of the GPU path that can be verified without one: half an hour on
 #                    two cores; again: what is missing. runs/gpu/rehearsal-*.json
+# make docs          the documentation site, in build/site: open build/site/index.html
 # make clean         delete the virtual environments and what tests and builds leave
 #
-# All but clean create .venv on first use: gigabytes. make train takes RUN=name (a
-# folder below runs/), CONFIG=recipe, RANKS=processes and OPTIONS='--section.option value
-# ...'; make test WORKERS=processes, each with files of its own.
+# All but clean and test-installed create .venv on first use: gigabytes. make train takes
+# RUN=name (a folder below runs/), CONFIG=recipe, RANKS=processes and
+# OPTIONS='--section.option value ...'; make test WORKERS=processes, each with files of
+# its own.
 
 PYTHON  ?= python3
 VENV    ?= .venv
@@ -19,7 +23,8 @@ RANKS   ?= 1
 WORKERS ?= 2
 OPTIONS ?=
 SDISTS  ?= data/sdists
-OLDEST_TORCH  := 2.11.0
+TORCH   ?= 2.11.0
+INSTALLED := $(abspath $(VENV))-torch-$(TORCH)
 LIBRARY_TESTS := rules identities golden newton_schulz against_torch flat optimizer \
 	optimizer_edges saving contract torch_suite collectives sharding checkpoint
 BIN     := $(VENV)/bin
@@ -29,30 +34,53 @@ ifneq ($(RANKS),1)
 LAUNCH := $(BIN)/torchrun --nproc-per-node $(RANKS) -m
 endif
 
-.PHONY: help train test test-oldest lint gpu gpu-rehearsal clean
+.PHONY: help train test test-installed lint docs gpu gpu-rehearsal clean
 
 # what the header of this file says
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 train: $(VENV)/ready $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
+	@echo "imports torch and torchtitan (ten seconds), compiles in its first step (a minute)"
 	$(LAUNCH) train --config $(CONFIG) --dump-folder runs/$(RUN) $(OPTIONS)
 
-test: lint $(VENV)/evaluate $(VENV)/examples $(VENV)-triton/ready
+test: lint $(VENV)/evaluate $(VENV)/examples $(VENV)/docs $(VENV)-triton/ready
+	@echo "pytest imports what it tests (half a minute), and then prints a dot a test"
 	MARSOPT_TRITON=$(VENV)-triton $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-# the library's own tests on the oldest torch that it declares (several GB of packages)
-test-oldest: $(VENV)-oldest/ready
-	$(VENV)-oldest/bin/python -m pytest $(addprefix tests/test_,$(addsuffix .py,$(LIBRARY_TESTS)))
+# what the sdist and the wheel install, beside copies of tests, of what they read and of the
+# application's reader of checkpoints: the checkout is not on the path
+test-installed: $(INSTALLED)/ready
+	rm -rf build/installed && mkdir -p build/installed
+	cp -r tests train docs README.md pyproject.toml build/installed
+	$(INSTALLED)/bin/python -m build --outdir build/installed/dist
+	cd build/installed && for archive in dist/*.tar.gz dist/*.whl; do \
+		$(INSTALLED)/bin/pip install --force-reinstall --no-deps $$archive && \
+		$(INSTALLED)/bin/pip check && \
+		$(INSTALLED)/bin/python -m pytest tests/test_guide.py || exit 1; done
+	cd build/installed && $(INSTALLED)/bin/python -m marsopt.profile \
+		--model gpt2-small --rule mars-adamw
+	cd build/installed && $(INSTALLED)/bin/python -m pytest \
+		$(addprefix tests/test_,$(addsuffix .py,$(LIBRARY_TESTS)))
 
-$(VENV)-oldest/ready: Makefile
-	$(PYTHON) -m venv $(VENV)-oldest
-	$(VENV)-oldest/bin/pip install --disable-pip-version-check torch==$(OLDEST_TORCH) numpy pytest
+$(INSTALLED)/ready:
+	@echo "torch $(TORCH) into $(INSTALLED): 0.8 GB, or 5 GB with CUDA (minutes)"
+	@$(PYTHON) -m venv $(INSTALLED)
+	$(INSTALLED)/bin/pip install --disable-pip-version-check \
+		torch==$(TORCH) numpy pytest build
 	@touch $@
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
+	$(BIN)/check-jsonschema --builtin-schema github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema citation-file-format CITATION.cff
+	$(BIN)/python -m mypy
+
+# of README, docs, examples and docstrings, without a network; a warning is an error
+docs: $(VENV)/docs
+	rm -rf build/site
+	$(BIN)/python -m sphinx -W --keep-going -q -E -c docs/site -d build/doctrees . build/site
 
 gpu: $(VENV)/ready data/packages/meta.json
 	$(BIN)/python -m benchmarks.gpu
@@ -69,6 +97,7 @@ gpu-rehearsal: $(VENV)/ready $(VENV)-triton/ready
 # it can be imported, inductor answers otherwise. A torch for GPUs brings its own
 $(VENV)-triton/ready: requirements-rehearsal.txt constraints.txt $(VENV)/ready
 	@rm -rf $(VENV)-triton && mkdir $(VENV)-triton
+	@echo "Triton into $(VENV)-triton, 0.7 GB (a minute)"
 	@$(BIN)/python -c 'import triton' 2>/dev/null || \
 		$(BIN)/pip install --disable-pip-version-check --no-deps --target $(VENV)-triton \
 			-r requirements-rehearsal.txt -c constraints.txt || \
@@ -107,15 +136,18 @@ $(PROSE_READY): $(SDISTS)/%/unpacked: | $(VENV)/ready
 # torch first: what depends on it would otherwise choose a build of it
 $(VENV)/ready: requirements.txt constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "got Python %d.%d, expected 3.11 or newer: make PYTHON=python3.12" % sys.version_info[:2])'
-	$(PYTHON) -m venv $(VENV)
-	@echo "torch, the largest package, and then all others, into $(VENV): minutes"
-	$(BIN)/pip install --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	@echo "1 of 3: an empty environment, $(VENV) (seconds)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "2 of 3: torch, 0.8 GB, or 5 GB with CUDA (minutes; pip unpacks it in silence)"
+	$(BIN)/pip install --disable-pip-version-check torch -c constraints.txt
+	@echo "3 of 3: all others, 0.9 GB (minutes; pip unpacks them in silence)"
 	$(BIN)/pip install --disable-pip-version-check -r requirements.txt -c constraints.txt
 	@touch $@
 
-$(VENV)/evaluate $(VENV)/examples: $(VENV)/%: requirements-%.txt constraints.txt $(VENV)/ready
+$(VENV)/evaluate $(VENV)/examples $(VENV)/docs: $(VENV)/%: requirements-%.txt constraints.txt $(VENV)/ready
+	@echo "what $< names, up to 0.5 GB (minutes; pip unpacks it in silence)"
 	$(BIN)/pip install --disable-pip-version-check -r $< -c constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-triton .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) $(VENV)-torch-* $(VENV)-triton .pytest_cache .ruff_cache build dist

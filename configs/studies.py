@@ -25,6 +25,7 @@ __all__ = [
     "prose",
     "small",
     "small_all",
+    "small_long",
     "tiny",
 ]
 Recipe = dict[str, Any]
@@ -234,6 +235,17 @@ def bpe() -> Study:
     return Study(
         title="0.1M parameters, 20 tokens each, BPE",
         setting=replace(SMALL, data="data/python_bpe", vocab_size=1024),
+        methods=_elementwise_near(1.0),
+        trials=10,
+        num_draws=4,
+    )
+
+
+def small_long() -> Study:
+    """Small, 80 tokens a parameter."""
+    return Study(
+        title="0.1M parameters, 80 tokens each",
+        setting=replace(SMALL, steps=4 * SMALL.steps),
         methods=_elementwise_near(1.0),
         trials=10,
         num_draws=4,

@@ -1,17 +1,26 @@
 """What README and docs/guide.md show runs as it stands there, and does what the text
-says.
+says. Beside this file it needs the two pages and an installed marsopt alone
+(tests/test_package.py, make test-installed).
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import copy
+import importlib.util
 import re
+import runpy
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import marsopt
 from marsopt import MARS
@@ -36,19 +45,40 @@ def snippets(page: Path) -> dict[str, list[str]]:
 
 SNIPPETS = snippets(ROOT / "docs" / "guide.md")
 README = snippets(ROOT / "README.md")
+PAGES = {"README.md": README, "guide.md": SNIPPETS}
+# what is shown, and neither runs nor is a command
+FORMULAS = {("guide.md", "x, computed or kept")}
+
+
+def is_python(code: str) -> bool:
+    with contextlib.suppress(SyntaxError):
+        return bool(ast.parse(code))
+    return False
+
+
+# {(page, heading): its Python}, and all lines of shell
+CODE, COMMANDS = {}, []
+for page, headings in PAGES.items():
+    for heading, parts in headings.items():
+        if code := [part for part in parts if is_python(part)]:
+            CODE[page, heading] = code
+        if (page, heading) not in FORMULAS:
+            others = [part for part in parts if not is_python(part)]
+            COMMANDS += [line for part in others for line in part.splitlines()]
 
 
 @pytest.fixture
-def names():
-    """What the snippets take for granted."""
+def names(monkeypatch):
+    """What the snippets take for granted. To compile would take a minute."""
+    monkeypatch.setitem(MARS.__init__.__kwdefaults__, "compile", False)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
     loader = list(zip(torch.randn(8, 5, 4), torch.randn(8, 5, 2), strict=True))
-    options = dict(lr=1e-2, correction="transport", gamma=0.1, compile=False)
+    options = dict(lr=1e-2, correction="transport", gamma=0.1)
     optimizer = MARS(model.parameters(), **options)
     optimizer.follow(model)
     return dict(
-        MARS=lambda *given, **more: MARS(*given, **dict(compile=False) | more),
+        MARS=MARS,
         copy=copy,
         loader=loader,
         loss_fn=nn.functional.mse_loss,
@@ -76,9 +106,131 @@ def loss(names):
     return found
 
 
-def test_following_a_model_is_one_line(names):
-    (line,) = [code for code in SNIPPETS["Corrections"] if "follow" in code]
-    exec(line, names)
+@contextlib.contextmanager
+def one_rank(model):
+    """A sharded model, and its mesh."""
+    dist.init_process_group("fake", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(model, mesh=mesh)
+        yield mesh
+    finally:
+        dist.destroy_process_group()
+
+
+def rows(num: int, *shape: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(shape)) for _ in range(num)]
+
+
+@contextlib.contextmanager
+def setting(heading, names, folder):
+    """Give ``names`` what the code under a heading takes for granted, and look at what
+    it has made.
+    """
+    model, loader = names["model"], names["loader"]
+    inputs, labels = loader[0]
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    names |= dict(batches=loader[:3], params=params, grads=params, lr=1e-2)
+    names["groups"] = marsopt.param_groups(model, "mars-m", lr=6e-3)
+    names["config"] = SimpleNamespace(optimizer=None)
+    start = [p.detach().clone() for p in model.parameters()]
+
+    def loss(pair):
+        return nn.functional.mse_loss(model(pair[0]), pair[1])
+
+    match heading:
+        case "Guide":
+            names["loss"] = loss(loader[0])
+            yield
+        case "Rules":
+            matrices = [p for p in model.parameters() if p.ndim == 2]
+            vectors = [p for p in model.parameters() if p.ndim == 1]
+            names |= dict(matrices=matrices, norms_and_biases=vectors)
+            names["params"] = model.parameters()
+            yield
+        case "Corrections":
+            names |= dict(step=0, period=10, batch=loader[0], loss=loss)
+            names["full_loss"] = lambda: sum(map(loss, loader)) / len(loader)
+            options = dict(correction="svrg", gamma=0.5)
+            names["optimizer"] = MARS(model.parameters(), **options)
+            yield
+            assert not torch.equal(next(model.parameters()), start[0])
+        case "Without an optimizer object":
+            names |= dict(x=inputs, folder=folder, loss=lambda y: (y - labels).norm())
+            names["functional_call"] = torch.func.functional_call
+            with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+                yield
+            assert not torch.equal(names["flat"].unpack()["0.bias"], params["0.bias"])
+        case "Many runs at once, and gradients of a run":
+            tasks = [SimpleNamespace(support=loader[0], query=loader[1])]
+            names |= dict(held_out=loader[3], models=[model, copy.deepcopy(model)])
+            names["tasks"] = tasks
+            yield
+        case "Experts, heads, fused projections":
+            names |= dict(experts=rows(1, 3, 4, 6), head_width=2, width=6)
+            names |= dict(q_proj=rows(1, 6, 6), qkv=rows(1, 18, 6))
+            names |= dict(kernels=rows(1, 4, 3, 2, 2), others=rows(2, 5))
+            yield
+        case "FSDP2":
+            with one_rank(model) as mesh:
+                names |= dict(mesh=mesh, groups=model.parameters())
+                yield
+                for p in model.parameters():
+                    p.grad = torch.ones_like(p)
+                names["optimizer"].step()
+                assert not torch.equal(next(model.parameters()).to_local(), start[0])
+        case "torchtitan":
+            pytest.importorskip("torchtitan")
+            yield
+            model.embed = nn.Embedding(3, 2)  # a pattern of the guide's asks for one
+            built = names["config"].optimizer.build(model_parts=[model])
+            assert any(type(optimizer) is MARS for optimizer in built)
+        case "Hugging Face":
+            hf = pytest.importorskip("transformers")
+            arguments = hf.TrainingArguments(folder, use_cpu=True, report_to=[])
+            names |= dict(Trainer=hf.Trainer, arguments=arguments, data=loader)
+            yield
+        case "Lightning":
+            yield
+            assert type(names["configure_optimizers"](model)) is MARS
+        case "Fine-tuning":
+            torch.save(model.state_dict(), "pretrained.pt")
+            yield
+        case "CUDA graphs":
+            names["device"] = "cpu"
+            yield
+        case _:
+            yield
+
+
+@pytest.mark.parametrize(("page", "heading"), CODE, ids=map(": ".join, CODE))
+def test_what_is_shown_runs(page, heading, names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with setting(heading, names, tmp_path):
+        for code in CODE[page, heading]:
+            exec(compile(code, f"{page}: {heading}", "exec"), names)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_that_are_shown_exist(line, monkeypatch):
+    """Those of the library take the options that are shown; those of the checkout are
+    there, where there is one.
+    """
+    words = shlex.split(line, comments=True)
+    module = words[words.index("-m") + 1] if "-m" in words else None
+    if module and module.startswith("marsopt."):
+        options = words[words.index("-m") + 2 :]
+        monkeypatch.setattr("sys.argv", [module, *options, "--help"])
+        with pytest.raises(SystemExit, match="^0$"):
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
+    assert words[0] in ("make", "python", "torchrun")
+    if not (ROOT / "Makefile").exists():
+        pytest.skip("a command of the checkout")
+    if module:
+        assert importlib.util.find_spec(module)
+    else:
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
 
 
 def test_fine_tuning(names, tmp_path, monkeypatch):
@@ -161,15 +313,6 @@ def test_one_cycle_without_momentum(names):
     assert max(rates) == pytest.approx(6e-3)
 
 
-def test_functional_state_is_saved_by_its_tensors(names, tmp_path):
-    params = {n: p.detach() for n, p in names["model"].named_parameters()}
-    state = marsopt.mars().init(params)
-    names.update(params=params, state=state, folder=tmp_path)
-    (code,) = [c for c in SNIPPETS["Without an optimizer object"] if "dcp" in c]
-    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        exec(code, names)
-
-
 def test_many_runs_at_once_and_gradients_of_a_run(names):
     """The rate's derivative beside finite differences, in float64."""
     model = names["model"].double()
@@ -202,7 +345,7 @@ def test_many_runs_at_once_and_gradients_of_a_run(names):
         assert float(found.meta["2.bias"][i]) == pytest.approx(slope, rel=1e-4)
 
 
-def test_the_readmes_start_trains_a_model_with_embeddings(caplog):
+def test_the_readmes_start_trains_a_model_with_embeddings(names, caplog):
     """And says nothing but what it compiles: rates and embeddings are chosen."""
 
     class Words(nn.Module):
@@ -217,11 +360,10 @@ def test_the_readmes_start_trains_a_model_with_embeddings(caplog):
     torch.manual_seed(0)
     model, x = Words(), torch.arange(12)
     (code,) = README["Start here"]
-    code = code.replace("max_norm=1.0)", "max_norm=1.0, compile=False)")
-    names = dict(model=model, loss_fn=nn.functional.cross_entropy)
-    exec(
-        compile(code, "README.md", "exec"), names | {"batches": [(x, x.roll(1))] * 200}
-    )
+    caplog.clear()
+    names |= dict(model=model, batches=[(x, x.roll(1))] * 200)
+    names["loss_fn"] = nn.functional.cross_entropy
+    exec(compile(code, "README.md", "exec"), names)
     model.eval()
     with torch.no_grad():
         assert nn.functional.cross_entropy(model(x), x.roll(1)) < 1.0
@@ -230,7 +372,6 @@ def test_the_readmes_start_trains_a_model_with_embeddings(caplog):
 
 def test_the_readmes_loop_and_rule(names):
     model = names["model"]
-    names["MARS"] = lambda *given, **more: MARS(*given, compile=False, **more)
     (code,) = README["Your own loop"]
     exec(compile(code, "README.md", "exec"), names)
     assert names["optimizer"].param_groups[0]["lr_1d"] == 3e-3

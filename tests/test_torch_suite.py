@@ -425,6 +425,8 @@ def test_a_closure_has_gradients_and_its_loss_is_returned(mode):
     assert loss.requires_grad
 
 
+# torch 2.11, of every profile without acc_events
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_a_profiler_names_the_step(made):
     optimizer, params = made
     with torch.profiler.profile(

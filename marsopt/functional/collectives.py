@@ -102,7 +102,8 @@ def at_owner(requests: Sequence[Request]) -> list[Whole]:
     """
     calls: dict[tuple, list[int]] = {}
     for i, one in enumerate(requests):
-        alone = bool(one.given.owned) and one.given.matrix.numel() >= LARGE
+        # len, not bool: torch 2.11 cannot trace bool of a tuple
+        alone = len(one.given.owned) > 0 and one.given.matrix.numel() >= LARGE
         key = id(one.preconditioner), one.stage, i if alone else None
         calls.setdefault(key, []).append(i)
     found: list[Whole] = [one.given for one in requests]
@@ -162,6 +163,23 @@ def row_numbers(
 class Collectives(Protocol):
     """Communication and sharding operations that a step needs, over lists of
     parameters (``leaves``), which may be DTensors.
+
+    ``LOCAL`` is the one of a single process, ``marsopt.parallel.MeshCollectives`` that
+    of a device mesh; whoever shards otherwise writes one more.
+
+    Raises:
+        RuntimeError: of ``agree`` and ``check_ranks_agree``, where ranks differ.
+
+    Example:
+        >>> class Watched(type(marsopt.LOCAL)):
+        ...     def sum(self, partial, leaves, digest=None):
+        ...         print("one sum over shards, of", len(leaves), "tensors")
+        ...         return super().sum(partial, leaves, digest)
+        >>> rule = marsopt.mars_adamw()
+        >>> params = {"w": torch.ones(2, 3), "b": torch.ones(3)}
+        >>> state = rule.init(params)
+        >>> _ = rule.step(params, params, state, lr=0.1, collectives=Watched())
+        one sum over shards, of 2 tensors
     """
 
     def local(self, tensor: Tensor) -> Tensor:

@@ -58,6 +58,15 @@ class FlatGroup(Mapping[str, Tensor]):
     torch.func, torch.compile and ``tree_map``. Each leaf keeps its own norm, clip and
     route. ``stacks`` are views of one contiguous buffer per dtype where ``pack`` made
     them.
+
+    Args:
+        packing: which leaf lies where; ``pack`` makes it.
+        stacks: tensors (L, *shape), one for each shape and dtype of leaves.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        >>> marsopt.FlatGroup.pack(dict(model.named_parameters()))
+        FlatGroup({'0.weight (+1)': (2, 4, 4), '0.bias (+1)': (2, 4)})
     """
 
     def __init__(self, packing: Packing, stacks: Sequence[Tensor]) -> None:
@@ -68,6 +77,9 @@ class FlatGroup(Mapping[str, Tensor]):
     def pack(cls, params: Tree) -> FlatGroup:
         """Copy ``params`` (a sequence or mapping of tensors) into stacks, shape by
         shape and dtype by dtype; the originals stay as they are.
+
+        Args:
+            params: real floating point tensors of one device, of any shapes and dtypes.
 
         Raises:
             TypeError: no sequence or mapping of tensors.

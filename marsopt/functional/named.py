@@ -34,6 +34,17 @@ from marsopt.rules.registry import (
     resolve,
 )
 
+# of every rule, on the gradient of |w|^2 / 2
+EXAMPLE = """\
+    >>> rule = marsopt.{name}()
+    >>> params = {{"w": torch.eye(2)}}
+    >>> state = rule.init(params)
+    >>> for _ in range(3):
+    ...     params, state = rule.step(params, params, state, lr=0.1)
+    >>> bool(params["w"].norm() < 1.41)     # what it was
+    True
+"""
+
 
 def function(row: NamedRule) -> Callable[..., Rule]:
     """Return the function of a named rule: ``marsopt.mars_adamw`` of "mars-adamw"."""
@@ -117,7 +128,8 @@ def _documented(
     make.__doc__ = (
         f"{text}\n\nArgs:\n{described(known)}\n\nRaises:\n"
         "    TypeError: an argument that it does not have.\n"
-        "    ValueError: a hyperparameter out of its range.\n"
+        "    ValueError: a hyperparameter out of its range.\n\n"
+        f"Example:\n{EXAMPLE.format(name=name)}"
     )
     return make
 

@@ -47,7 +47,25 @@ class Rule:
         rest_ratio: learning rate of ``rest`` over that of ``matrix``.
         rest_gamma: gamma of ``rest`` in every step; None: that of ``matrix``.
         max_norm: threshold of the global gradient norm, applied inside the step
-            (clip_grad_norm_ is then not needed); None = off.
+            (``clip_grad_norm_`` is then not needed); None = off.
+
+    Raises:
+        ValueError: ``max_norm`` or ``rest_gamma`` out of its range.
+
+    Example:
+        >>> algorithm = marsopt.Algorithm(
+        ...     preconditioner=marsopt.AdamW(betas=(0.95, 0.99)),
+        ...     correction=marsopt.Approximate(gamma=0.025),
+        ... )
+        >>> rule = marsopt.Rule(matrix=algorithm, max_norm=1.0)
+        >>> params = {"w": torch.ones(2, 3)}
+        >>> state = rule.init(params)
+        >>> params, state = rule.step(params, params, state, lr=0.1)
+        >>> params["w"]
+        tensor([[0.8990, 0.8990, 0.8990],
+                [0.8990, 0.8990, 0.8990]])
+        >>> sorted(state.buffers)
+        ['h', 'm', 'v']
     """
 
     matrix: Algorithm

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.routing import (
@@ -114,11 +115,22 @@ class MARS(LayoutOptimizer):
         RuntimeError: ``compile=True`` where nothing can compile. Of a step that a CUDA
             graph captures: a hyperparameter that is a tensor on the CPU, or gradients
             that are missing as in no step before.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> optimizer = marsopt.MARS(model.parameters(), lr=0.1, compile=False)
+        >>> for _ in range(10):
+        ...     model(torch.ones(2)).square().sum().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> model.weight.detach()
+        tensor([[0.0047, 0.0047]])
     """
 
     def __init__(
         self,
-        params: Iterable,
+        params: ParamsT,
         lr: float | Tensor = 3e-3,
         betas: tuple[float, float] | None = None,
         eps: float = 1e-8,
@@ -289,7 +301,9 @@ class MARS(LayoutOptimizer):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Global gradient norm of the last step before any clip, 0-D."""
+        """Global gradient norm of the last step before any clip, 0-D, float64 (float32
+        on Apple's GPUs), on the device of the parameters; None before the first step.
+        """
         return self._grad_norm
 
     @property

@@ -124,6 +124,16 @@ def param_groups(
         TypeError: ``model`` is no module.
         ValueError: it has no parameter that requires a gradient, or an unknown
             ``mars_type``.
+
+    Example:
+        >>> words = torch.nn.Embedding(12, 4)
+        >>> model = torch.nn.Sequential(words, torch.nn.Linear(4, 4))
+        >>> for group in marsopt.param_groups(model, "moonlight", lr=6e-3):
+        ...     names = [name for name, _ in group["params"]]
+        ...     print(names, group["mars_type"], group["weight_decay"])
+        ['1.weight'] moonlight 0.1
+        ['0.weight'] adamw 0.1
+        ['1.bias'] adamw 0.1
     """
     if not isinstance(model, nn.Module):
         raise TypeError(

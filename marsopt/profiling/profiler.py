@@ -69,6 +69,14 @@ def profile(
     Raises:
         TypeError: ``step_fn`` cannot be called.
         ValueError: ``steps`` below 1, an unknown device.
+
+    Example:
+        >>> x = torch.ones(1000)
+        >>> report = marsopt.profile(
+        ...     x.mul, 2.0, steps=3, compile=False, cold=False, progress=False
+        ... )
+        >>> report.num_calls, report.num_eager_ops, report.num_kernels
+        (5, 1, None)
     """
     if not callable(step_fn):
         raise TypeError(

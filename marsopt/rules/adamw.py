@@ -34,6 +34,10 @@ class AdamW(Preconditioner):
     with decoupled_weight_decay and a momentum_decay so large, 1e6, that its schedule
     stays at beta1; 0 would halve beta1).
 
+    Source: Loshchilov and Hutter, arXiv 1711.05101; with MARS's c: MARS-AdamW, arXiv
+    2411.10438, Algorithm 2; with ``nesterov``: Dozat, Incorporating Nesterov Momentum
+    into Adam, ICLR workshop 2016.
+
     Args:
         betas: decay rates of m and v.
         eps: added to the root of the debiased v.
@@ -43,6 +47,16 @@ class AdamW(Preconditioner):
             Moonlight scripts do (Kingma and Ba, arXiv 1412.6980, end of section 2).
         nesterov: let the first moment look ahead by one step (NAdamW).
         weight_decay: decoupled: x <- (1 - lr weight_decay) x - ...
+
+    Raises:
+        ValueError: a field out of its range.
+
+    Example:
+        >>> algorithm = marsopt.Algorithm(preconditioner=marsopt.AdamW(nesterov=True))
+        >>> rule, params = marsopt.Rule(matrix=algorithm), {"w": torch.ones(3)}
+        >>> params, _ = rule.step(params, params, rule.init(params), lr=0.1)
+        >>> params["w"]
+        tensor([0.8516, 0.8516, 0.8516])
     """
 
     betas: tuple[Number, Number] = number((0.9, 0.999), checks.betas)

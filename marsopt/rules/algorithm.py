@@ -39,6 +39,19 @@ class Algorithm:
             is rounded stochastically.
         matrices: which matrices a tensor is made of.
         name: what messages call it.
+
+    Raises:
+        ValueError: a ``state_dtype`` that is not floating point; float16 with
+            ``stochastic_rounding``.
+
+    Example:
+        >>> algorithm = marsopt.Algorithm(
+        ...     preconditioner=marsopt.Lion(), correction=marsopt.Exact(gamma=0.05)
+        ... )
+        >>> for symbol, buffer in algorithm.buffers.items():
+        ...     print(symbol, buffer.key)
+        m exp_avg
+        h last_grad
     """
 
     preconditioner: Preconditioner

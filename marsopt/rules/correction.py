@@ -39,6 +39,22 @@ class Correction(ABC):
             several (``Matrices``), or "tensor".
         h_dtype: dtype of a kept gradient; None = that of the other buffers. Half
             precision saves memory and traffic, and rounds it by up to 2^-9 (bf16).
+
+    Raises:
+        ValueError: a field out of its range.
+
+    Example:
+        >>> class Damped(marsopt.Correction):
+        ...     name = "damped"
+        ...     def coefficients(self, beta1, gamma):
+        ...         return (1 - gamma,)
+        >>> algorithm = marsopt.Algorithm(
+        ...     preconditioner=marsopt.Lion(), correction=Damped(gamma=0.5)
+        ... )
+        >>> rule, params = marsopt.Rule(matrix=algorithm), {"w": torch.ones(2)}
+        >>> _, state = rule.step(params, params, rule.init(params), lr=0.1)
+        >>> state.buffers["m"]["w"]
+        tensor([0.0050, 0.0050])
     """
 
     gamma: Number = number(0.025, checks.finite)
@@ -134,8 +150,19 @@ class Approximate(Correction):
     """The authors' default (section 3.2): with h the previous step's gradient, which
     the state keeps,
 
-    k = gamma beta1 / (1 - beta1)
-    c = g + k (g - h)
+        k = gamma beta1 / (1 - beta1)
+        c = g + k (g - h)
+
+    In the first step h is zero, as the state is, and c = (1 + k) g before the clip.
+
+    Source: MARS, arXiv 2411.10438, Algorithm 1 and section 3.2.
+
+    Raises:
+        ValueError: a field out of its range.
+
+    Example:
+        >>> marsopt.Approximate().coefficients(beta1=0.75, gamma=0.25)    # of g and h
+        (1.75, -0.75)
     """
 
     name = "approximate"

@@ -136,6 +136,19 @@ class Exact(Correction):
 
     h is given to every step: by the protocol of ``NextGradients``, or as the
     ``reference`` of ``Rule.step``.
+
+    Source: MARS, arXiv 2411.10438, Algorithm 1.
+
+    Raises:
+        ValueError: a field out of its range.
+
+    Example:
+        >>> rule = marsopt.mars_adamw(correction="exact", clip=None)
+        >>> x = {"w": torch.ones(2)}
+        >>> g, h = {"w": torch.full((2,), 3.0)}, {"w": torch.ones(2)}
+        >>> _, state = rule.step(x, g, rule.init(x), lr=0.1, reference=h)
+        >>> state.buffers["m"]["w"]     # 0.05 (g + 0.475 (g - h))
+        tensor([0.1975, 0.1975])
     """
 
     name = "exact"

@@ -22,8 +22,20 @@ class Lion(Preconditioner):
         x <- (1 - lr weight_decay) x - lr sign(beta1 m + (1 - beta1) c)
         m <- beta2 m + (1 - beta2) c
 
+    Source: Chen et al., arXiv 2302.06675, Algorithm 2.
+
     Args:
         betas: weights of m in the update and in its own average.
+
+    Raises:
+        ValueError: a field out of its range.
+
+    Example:
+        >>> algorithm = marsopt.Algorithm(preconditioner=marsopt.Lion(weight_decay=0.1))
+        >>> rule, params = marsopt.Rule(matrix=algorithm), {"w": torch.ones(3)}
+        >>> params, _ = rule.step(params, params, rule.init(params), lr=0.1)
+        >>> params["w"]
+        tensor([0.8900, 0.8900, 0.8900])
     """
 
     betas: tuple[Number, Number] = number((0.9, 0.99), checks.betas)
@@ -48,8 +60,23 @@ class Lion(Preconditioner):
 class SignAverage(Average):
     """With c MARS's corrected gradient, and no second beta:
 
-    m <- beta1 m + (1 - beta1) c
-    x <- (1 - lr weight_decay) x - lr sign(m)
+        m <- mu m + (1 - mu) c
+        x <- (1 - lr weight_decay) x - lr sign(m)
+
+    Source: MARS-Lion, arXiv 2411.10438, Algorithm 3.
+
+    Raises:
+        ValueError: a field out of its range.
+
+    Example:
+        >>> algorithm = marsopt.Algorithm(
+        ...     preconditioner=marsopt.SignAverage(momentum=0.9),
+        ...     correction=marsopt.Approximate(),
+        ... )
+        >>> rule, params = marsopt.Rule(matrix=algorithm), {"w": torch.ones(3)}
+        >>> params, _ = rule.step(params, params, rule.init(params), lr=0.1)
+        >>> params["w"]
+        tensor([0.9000, 0.9000, 0.9000])
     """
 
     def update(self, x, c, buffers, s):

@@ -28,6 +28,17 @@ class Matrices:
         block_rows: so many consecutive rows are a matrix: the head width of a
             projection (num_heads * head_width, cols), or the rows of each of several
             projections of one shape that were fused. None = all rows.
+
+    Raises:
+        ValueError: an unknown ``kind``, or ``block_rows`` below 1.
+
+    Example:
+        >>> heads = marsopt.Matrices(block_rows=64)
+        >>> heads.num_in(torch.Size([768, 768])), heads.shape_in(torch.Size([768, 768]))
+        (12, torch.Size([64, 768]))
+        >>> experts = marsopt.Matrices(kind="batched")
+        >>> experts.num_in(torch.Size([8, 256, 128]))
+        8
     """
 
     kind: Kind = structure("2d", checks.one_of(get_args(Kind)), name="matrices")

@@ -255,6 +255,16 @@ class NewtonSchulz:
             the factor is that of the scaled matrix (Boissin, Massena, Mamalet,
             Serrurier, "Turbo-Muon", arXiv 2512.04632; Prach, Lampert, arXiv
             2208.03160).
+
+    Raises:
+        ValueError: fewer than one step, an unknown set of coefficients or scaling, a
+            ``dtype`` that is not floating point.
+
+    Example:
+        >>> ns = marsopt.NewtonSchulz(steps=10, dtype=torch.float64)
+        >>> factor = ns(torch.diag(torch.tensor([3.0, 2.0], dtype=torch.float64)))
+        >>> bool((factor.diag() - 1).abs().max() < 0.3)
+        True
     """
 
     steps: int = structure(5, name="ns_steps", whole=True)
@@ -570,13 +580,31 @@ def newton_schulz(
     With X_0 = M / (||M||_F + eps), iterates X <- aX + b(XX^T)X + c(XX^T)^2 X on the
     short side (MARS paper, arXiv 2411.10438, section 3.3; the authors'
     ``zeropower_via_newtonschulz5``). "quintic" with five steps, the default, leaves
-    singular values in about 0.7..1.2. Zero rows and columns stay zero. Returns the
-    input's dtype. ``dtype`` is that of ``NewtonSchulz``: None = bfloat16 where the
-    device has instructions for it.
+    singular values in about 0.7..1.2. Zero rows and columns stay zero.
+
+    Args:
+        matrices: (..., rows, cols), real and floating point, of any dtype and device.
+        steps: number of iterations.
+        coefficients: a, b, c of every iteration, by a name in
+            ``marsopt.rules.newton_schulz.COEFFICIENTS``.
+        dtype: working precision, as that of ``NewtonSchulz``: None = bfloat16 where the
+            device has instructions for it, else float32.
+        eps: added to the norm that divides the input.
+
+    Returns:
+        The factor, in the shape and dtype of ``matrices``.
 
     Raises:
         ValueError: fewer than two dims, an unknown coefficient set, a non-positive
             ``steps``, a non-float ``dtype``.
+
+    Example:
+        >>> m = torch.tensor([[3.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
+        >>> o = marsopt.newton_schulz(m, dtype=torch.float32)
+        >>> bool((torch.linalg.svdvals(o) - 1).abs().max() < 0.35)
+        True
+        >>> bool((o[:, 2] == 0).all())
+        True
     """
     return NewtonSchulz(steps, coefficients, dtype, eps)(matrices)
 
@@ -586,6 +614,21 @@ def polar_factor(matrices: Tensor) -> Tensor:
     Newton-Schulz approximates.
 
     Directions whose singular value is zero stay zero, as Newton-Schulz leaves them.
+
+    Args:
+        matrices: (..., rows, cols), float32 or float64.
+
+    Returns:
+        The factor, in the shape and dtype of ``matrices``.
+
+    Raises:
+        RuntimeError: fewer than two dims, or a dtype of which torch has no SVD, as half
+            precision (NotImplementedError).
+
+    Example:
+        >>> marsopt.polar_factor(torch.tensor([[3.0, 0.0, 0.0], [0.0, 2.0, 0.0]]))
+        tensor([[1., 0., 0.],
+                [0., 1., 0.]])
     """
     u, s, vh = torch.linalg.svd(matrices, full_matrices=False)
     tolerance = (

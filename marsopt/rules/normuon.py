@@ -35,9 +35,23 @@ class NorMuon(MatrixAverage):
     one norm: Muon with its factor normalized by rows ("Muon+" calls that
     post-normalization), at the same one number a row of state.
 
+    Source: Li et al., arXiv 2510.05491, Algorithm 1.
+
     Args:
         beta2: decay rate of r.
         eps: added to the root of r.
+
+    Raises:
+        ValueError: a field out of its range.
+
+    Example:
+        >>> rowwise = marsopt.NorMuon(beta2=0.0)        # "Muon+"
+        >>> rule = marsopt.Rule(matrix=marsopt.Algorithm(preconditioner=rowwise))
+        >>> params = {"w": torch.tensor([[3.0, 0.0], [0.0, 2.0]])}
+        >>> params, _ = rule.step(params, params, rule.init(params), lr=0.1)
+        >>> rows = (params["w"] - torch.diag(torch.tensor([3.0, 2.0]))).norm(dim=1)
+        >>> bool((rows[0] - rows[1]).abs() < 1e-6)
+        True
     """
 
     adjust_lr_fn: str = structure(MATCH_RMS_ADAMW, checks.one_of(SCALES))

@@ -86,6 +86,21 @@ class Orthogonal(MatrixAverage):
     b + g, and NS(g + mu b)) have the same factor. Muon is nesterov with the scale
     "original", Moonlight with "match_rms_adamw"; MARS-Shampoo and MARS-M are those
     without nesterov. MARS-M without clip is the authors' MARS-M-efficient.
+
+    Source: K. Jordan, Muon, 2024; Moonlight, arXiv 2502.16982; MARS-Shampoo, arXiv
+    2411.10438, Algorithm 4; MARS-M, arXiv 2510.21800.
+
+    Raises:
+        ValueError: a field out of its range.
+
+    Example:
+        >>> muon = marsopt.Orthogonal(momentum=0.9, nesterov=True)
+        >>> rule = marsopt.Rule(matrix=marsopt.Algorithm(preconditioner=muon))
+        >>> params = {"w": torch.tensor([[3.0, 0.0], [0.0, 2.0]])}
+        >>> new, _ = rule.step(params, params, rule.init(params), lr=0.1)
+        >>> steps = torch.linalg.svdvals(params["w"] - new["w"])
+        >>> bool(((steps > 0.065) & (steps < 0.125)).all())     # lr times 0.7 to 1.2
+        True
     """
 
     sums = True

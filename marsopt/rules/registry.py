@@ -53,6 +53,13 @@ class NamedRule:
         fallback: what moves tensors that are not matrices.
         defaults: arguments of the preconditioner that differ from its own defaults.
         source: paper and algorithm.
+
+    Example:
+        >>> row = marsopt.REGISTRY["mars-m"]
+        >>> row.source
+        'MARS-M, arXiv 2510.21800'
+        >>> row.matrix_only, row.num_buffers("approximate")
+        (True, 2)
     """
 
     name: str
@@ -259,6 +266,24 @@ STATE_KEYS = {MOMENTUM, GRADIENTS, LOOKAHEAD, AHEAD}
 def register(component: NamedRule | type[Correction]) -> None:
     """Give a rule or a correction its name: ``MARS``, ``mars`` and all tools know it
     from then on.
+
+    Args:
+        component: a row of ``REGISTRY``, or a subclass of ``Correction`` with a
+            ``name``; it replaces what has had that name.
+
+    Example:
+        >>> row = marsopt.NamedRule(
+        ...     "mars-lion-long",
+        ...     preconditioner=marsopt.SignAverage,
+        ...     is_mars=True,
+        ...     fallback="itself",
+        ...     defaults=dict(momentum=0.99),
+        ... )
+        >>> marsopt.register(row)
+        >>> rule = marsopt.mars_lion_long()
+        >>> rule.matrix.preconditioner.momentum
+        0.99
+        >>> _ = marsopt.REGISTRY.pop("mars-lion-long")
     """
     if isinstance(component, NamedRule):
         REGISTRY[component.name] = component

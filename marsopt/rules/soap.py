@@ -76,6 +76,8 @@ class SOAP(MatrixPreconditioner):
     matrix that gets its first gradient after others have had theirs starts in the basis
     of its own rows and columns, until the next refresh.
 
+    Source: Vyas et al., arXiv 2409.11321, Algorithm 3, as its authors' code has it.
+
     Args:
         betas: decay rates of m and v.
         eps: added to the root of v.
@@ -90,6 +92,23 @@ class SOAP(MatrixPreconditioner):
         orthogonalize: step along the orthogonal factor.
         adjust_lr_fn: scale by shape, with ``orthogonalize``: as ``Orthogonal``'s.
         ns: how steps are orthogonalized.
+
+    Raises:
+        ValueError: a field out of its range.
+
+    Example:
+        >>> soap = marsopt.SOAP(sides="short")
+        >>> rule = marsopt.Rule(matrix=marsopt.Algorithm(preconditioner=soap))
+        >>> state = rule.init({"w": torch.ones(4, 2)})
+        >>> for symbol, buffer in state.buffers.items():
+        ...     print(symbol, tuple(buffer["w"].shape))
+        m (1, 4, 2)
+        v (1, 4, 2)
+        n (1,)
+        L (1, 0, 0)
+        QL (1, 0, 0)
+        R (1, 2, 2)
+        QR (1, 2, 2)
     """
 
     betas: tuple[Number, Number] = number((0.95, 0.95), checks.betas)

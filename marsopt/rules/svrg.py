@@ -126,6 +126,20 @@ class SVRG(Correction):
     h is given to every step: by the protocol of ``Snapshot``, or as the ``reference``
     of ``Rule.step``; ``Rule.anchor`` sets snapshot and mu. Before the first anchor mu
     is zero.
+
+    Source: alpha-SVRG, Yin et al., arXiv 2311.05589; SVRG: Johnson and Zhang, 2013.
+
+    Raises:
+        ValueError: a field out of its range.
+
+    Example:
+        >>> rule = marsopt.mars_adamw(correction="svrg", gamma=1.0, clip=None)
+        >>> x = {"w": torch.ones(2)}
+        >>> mu, h = {"w": torch.full((2,), 2.0)}, {"w": torch.full((2,), 3.0)}
+        >>> state = rule.anchor(x, mu, rule.init(x))
+        >>> _, state = rule.step(x, h, state, lr=0.1, reference=h)
+        >>> state.buffers["m"]["w"]     # 0.05 (g - h + mu), with g = h
+        tensor([0.1000, 0.1000])
     """
 
     name = "svrg"

@@ -301,9 +301,24 @@ class Transport(Correction):
     With AdamW x follows from y, the moments and four numbers of the last step, so that
     the state is AdamW's own; other rules, and half precision, keep it in the state.
 
+    Source: this project's; implicit gradient transport (arXiv 1906.03532), seen through
+    MARS (arXiv 2411.10438).
+
     Args:
         store_iterate: keep x in the state with AdamW too: 4 bytes a parameter more of
             state and of traffic, for what is a rounding.
+
+    Raises:
+        ValueError: a field out of its range.
+
+    Example:
+        >>> rule = marsopt.mars_adamw(correction="transport", gamma=0.1)
+        >>> params = {"w": torch.ones(2)}
+        >>> params, state = rule.step(params, params, rule.init(params), lr=0.1)
+        >>> params["w"]                         # y = x + 1.9 (x - x_prev)
+        tensor([0.7100, 0.7100])
+        >>> rule.iterate(params, state)["w"]    # x
+        tensor([0.9000, 0.9000])
     """
 
     store_iterate: bool = structure(False, checks.true_or_false, whole=True)
