@@ -16,7 +16,8 @@ except ImportError as error:
 
 from marsopt.conformance.candidate import Adapted
 from marsopt.conformance.deviations import DEVIATIONS
-from marsopt.conformance.recordings import AUTHORS, Case, cases
+from marsopt.conformance.probes import cases
+from marsopt.conformance.recordings import AUTHORS, Case
 from marsopt.conformance.verdict import Departure, Kind, Report, check, judge
 
 __all__ = [

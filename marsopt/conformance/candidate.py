@@ -81,11 +81,11 @@ def run(factory: Factory, case: Case) -> list[Arrays]:
             group["lr"] = lr
         if case.handed is not None:
             _give(params, case.handed[t])
-            optimizer.update_previous_grad()  # type: ignore[attr-defined]
+            optimizer.update_previous_grad()
         _give(params, case.grads[t])
         optimizer.step()
         if case.handed is not None:
-            optimizer.update_last_grad()  # type: ignore[attr-defined]
+            optimizer.update_last_grad()
         after.append({n: p.detach().numpy().copy() for n, p in params.items()})
     return after
 

@@ -8,46 +8,46 @@ from __future__ import annotations
 import numpy as np
 
 from marsopt.conformance.model import Arguments, Deviation
-from marsopt.conformance.oracle import ns5
+from marsopt.conformance.oracle import Oracle, ns5
 
 
-class SwappedGamma:
+class SwappedGamma(Oracle):
     @property
     def k(self):
         return self.beta1 * self.gamma / (1 - self.gamma)
 
 
-class BareGamma:
+class BareGamma(Oracle):
     @property
     def k(self):
         return self.gamma
 
 
-class UnscaledGamma:
+class UnscaledGamma(Oracle):
     @property
     def k(self):
         return self.gamma / (1 - self.beta1)
 
 
-class NoCorrection:
+class NoCorrection(Oracle):
     @property
     def k(self):
         return 0.0
 
 
-class NotAtFirst:
+class NotAtFirst(Oracle):
     def corrected(self, g, h=None):
         c = super().corrected(g, h)
         return self.g if self.t == 1 else c
 
 
-class FromClipped:
+class FromClipped(Oracle):
     def advance(self, c, lr):
         self.last = c
         return super().advance(c, lr)
 
 
-class ClipsGradient:
+class ClipsGradient(Oracle):
     def corrected(self, g, h=None):
         is_mars = self.kind.startswith("mars")
         return super().corrected(g / max(1.0, np.linalg.norm(g)) if is_mars else g, h)
@@ -56,22 +56,22 @@ class ClipsGradient:
         return c
 
 
-class NoClip:
+class NoClip(Oracle):
     def clipped(self, c, norm):
         return c
 
 
-class NoClipAtFirst:
+class NoClipAtFirst(Oracle):
     def clipped(self, c, norm):
         return c if self.t == 1 else super().clipped(c, norm)
 
 
-class AlwaysNormalizes:
+class AlwaysNormalizes(Oracle):
     def clipped(self, c, norm):
         return c / norm if self.kind.startswith("mars") and norm else c
 
 
-class ClipsShards:
+class ClipsShards(Oracle):
     def clipped(self, c, norm):
         parts = np.array_split(c, 2)
         norms = [np.linalg.norm(part) for part in parts]
@@ -81,14 +81,14 @@ class ClipsShards:
         )
 
 
-class SquaresGradient:
+class SquaresGradient(Oracle):
     """v of g."""
 
     def adam_step(self, m_hat, c, lr):
         super().adam_step(m_hat, self.g, lr)
 
 
-class SquaresUnclipped:
+class SquaresUnclipped(Oracle):
     """v of c as it was before the clip."""
 
     def corrected(self, g, h=None):
@@ -99,43 +99,43 @@ class SquaresUnclipped:
         super().adam_step(m_hat, self.unclipped, lr)
 
 
-class EarlyEps:
+class EarlyEps(Oracle):
     def denominator(self, v):
         return (np.sqrt(v) + self.eps) / np.sqrt(1 - self.beta2**self.t)
 
 
-class EpsUnderRoot:
+class EpsUnderRoot(Oracle):
     def denominator(self, v):
         return np.sqrt(v / (1 - self.beta2**self.t) + self.eps)
 
 
-class FloorEps:
+class FloorEps(Oracle):
     def denominator(self, v):
         return np.maximum(np.sqrt(v / (1 - self.beta2**self.t)), self.eps)
 
 
-class SecondEps:
+class SecondEps(Oracle):
     def denominator(self, v):
         return super().denominator(v + 1e-15)
 
 
-class NoEps:
+class NoEps(Oracle):
     def denominator(self, v):
         found = np.sqrt(v / (1 - self.beta2**self.t))
         return np.where(found == 0, 1.0, found)
 
 
-class NoDebiasOfV:
+class NoDebiasOfV(Oracle):
     def denominator(self, v):
         return np.sqrt(v) + self.eps
 
 
-class NoDebiasOfM:
+class NoDebiasOfM(Oracle):
     def adam_step(self, m_hat, c, lr):
         super().adam_step(self.m, c, lr)
 
 
-class DebiasedMaximum:
+class DebiasedMaximum(Oracle):
     """amsgrad over v / (1 - beta2^t)."""
 
     def denominator(self, v):
@@ -146,7 +146,7 @@ class DebiasedMaximum:
         return np.sqrt(self.largest) + self.eps
 
 
-class CoupledDecay:
+class CoupledDecay(Oracle):
     """L2: the decay is a part of the gradient."""
 
     def corrected(self, g, h=None):
@@ -156,17 +156,17 @@ class CoupledDecay:
         self.x = self.x - step
 
 
-class UnscaledDecay:
+class UnscaledDecay(Oracle):
     def move(self, step, lr):
         super().move(step, 1.0)
 
 
-class LionsTwoAverages:
+class LionsTwoAverages(Oracle):
     def mars_lion(self, c, lr):
         self.lion(c, lr)
 
 
-class SignOfC:
+class SignOfC(Oracle):
     def mars_lion(self, c, lr):
         self.m = self.beta1 * self.m + (1 - self.beta1) * c
         self.move(lr * np.sign(c), lr)
@@ -175,7 +175,7 @@ class SignOfC:
 def scaled(scale):
     """Return a change that scales the orthogonal factor by rows and cols otherwise."""
 
-    class Scaled:
+    class Scaled(Oracle):
         def mars_shampoo(self, c, lr):
             self.m = self.beta1 * self.m + (1 - self.beta1) * c
             o = ns5(self.m / (1 - self.beta1), eps=1e-8)

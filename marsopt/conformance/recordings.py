@@ -1,12 +1,10 @@
-"""What the authors' own code computed from given gradients, read from the two files
-beside this one; and cases of faint gradients, which the oracle computed.
-"""
+"""What the authors' own code computed from given gradients, in two files."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,6 @@ AUTHORS: dict[str, Any] = dict(
 # Of parameters, beside what the authors' float32 computed; of Newton-Schulz in bfloat16
 # in units of the rates of all steps so far, times its scale of the tensor's shape.
 TOLERANCE, TOLERANCE_NS = 1e-6, 0.05
-FAINT = 1e-7  # times the gradients: eps shows
 
 
 @dataclass(frozen=True)
@@ -119,28 +116,3 @@ def recorded(name: str) -> Case:
         handed=steps(entry["prev"]) if "prev" in entry else None,
         params=steps(f"param/{name}"),
     )
-
-
-def cases(mars_type: str) -> list[Case]:
-    """Return all recordings of a type of the class, and one with faint gradients."""
-    names = [
-        name
-        for name, entry in table()["cases"].items()
-        if entry["kind"] == "MARS"
-        and entry["kw"].get("mars_type", AUTHORS["mars_type"]) == mars_type
-        and "ns" not in entry
-    ]
-    found = [recorded(name) for name in names]
-    return [*found, faint(found[0])]
-
-
-def faint(case: Case) -> Case:
-    """Return a case with gradients so small that it shows where eps is added; the
-    oracle tells what comes of it.
-    """
-    from marsopt.conformance.model import simulate
-
-    grads = [{n: np.float32(FAINT) * g for n, g in row.items()} for row in case.grads]
-    name = case.name.replace("-clip", "-faint")
-    small = replace(case, name=name, grads=grads)
-    return replace(small, params=list(simulate(small)))

@@ -1,7 +1,7 @@
 """What a port of MARS does otherwise than the authors' class, in words.
 
 Tensors of as many dims are looked at together: first matrices, on which the correction
-acts, then vectors and what has more dims. What is looked for is the smallest set of named
+acts, then vectors and what has more dims. Looked for is the smallest set of named
 deviations whose parameters are the port's, in every case and after every step.
 """
 
@@ -16,7 +16,8 @@ import numpy as np
 from marsopt.conformance.candidate import Factory, can, run
 from marsopt.conformance.deviations import DEVIATIONS
 from marsopt.conformance.model import Deviation, simulate
-from marsopt.conformance.recordings import Arrays, Case, cases
+from marsopt.conformance.probes import cases
+from marsopt.conformance.recordings import Arrays, Case
 
 Found = frozenset[Deviation]
 
@@ -105,15 +106,15 @@ def _told(kind: Kind) -> Iterator[str]:
     if kind.departure is None:
         yield f"  {KINDS[kind.ndim]}: as the authors'"
         return
-    first, *others = kind.explained or [None]
-    if first is None:
+    if not kind.explained:
         yield f"  {KINDS[kind.ndim]}: none of the named deviations explains it"
-    else:
-        yield f"  {KINDS[kind.ndim]}: as if"
-        yield from (f"    - {deviation.words}" for deviation in _ordered(first))
-    for other in others:
-        yield "    or, which these cases cannot tell apart:"
-        yield from (f"    - {deviation.words}" for deviation in _ordered(other))
+    for i, found in enumerate(kind.explained):
+        yield (
+            "    or, which these cases cannot tell apart:"
+            if i
+            else f"  {KINDS[kind.ndim]}: as if"
+        )
+        yield from (f"    - {deviation.words}" for deviation in _ordered(found))
     yield f"    first at {kind.departure}"
 
 
