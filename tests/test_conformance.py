@@ -23,8 +23,8 @@ from marsopt.conformance import (
 )
 from marsopt.conformance.__main__ import main
 from marsopt.conformance.model import simulate
+from marsopt.conformance.recordings import TYPES
 
-TYPES = ("mars-adamw", "mars-lion", "mars-shampoo")
 PORT = "marsopt.optim.mars:MARS"
 
 

@@ -13,9 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from marsopt.conformance import AUTHORS, Adapted, Report, check, judge
-from marsopt.conformance.recordings import Arrays, table
-
-TYPES = ("mars-adamw", "mars-lion", "mars-shampoo")
+from marsopt.conformance.recordings import TYPES, Arrays, table
 
 
 class Unusable(Exception):

@@ -202,11 +202,6 @@ def renamed(**sources):
     return change
 
 
-def of_vectors(arguments: Arguments) -> Arguments:
-    """A rate of what is not corrected that is the rate of what is."""
-    return {**arguments, "lr_1d": arguments["lr"]}
-
-
 def unscheduled(of: int):
     """Return a change: the rate of a kind of tensors does not follow the schedule."""
 
@@ -294,7 +289,7 @@ DEVIATIONS = (
         arguments=replaced(corrects=lambda ndim: False),
     ),
     Deviation("optimize_1d is ignored", arguments=replaced(optimize_1d=False)),
-    Deviation("lr_1d is ignored: lr", arguments=of_vectors),
+    Deviation("lr_1d is ignored: lr", arguments=renamed(lr_1d="lr")),
     Deviation("betas_1d is ignored: betas", arguments=renamed(betas_1d="betas")),
     Deviation(
         "weight_decay_1d is ignored: weight_decay",

@@ -29,6 +29,7 @@ AUTHORS: dict[str, Any] = dict(
     betas_1d=(0.9, 0.95),
     weight_decay_1d=0.1,
 )
+TYPES = ("mars-adamw", "mars-lion", "mars-shampoo")
 # Of parameters, beside what the authors' float32 computed; of Newton-Schulz in bfloat16
 # in units of the rates of all steps so far, times its scale of the tensor's shape.
 TOLERANCE, TOLERANCE_NS = 1e-6, 0.05

@@ -17,7 +17,7 @@ from marsopt.conformance.candidate import Factory, can, run
 from marsopt.conformance.deviations import DEVIATIONS
 from marsopt.conformance.model import Deviation, simulate
 from marsopt.conformance.probes import cases
-from marsopt.conformance.recordings import Arrays, Case
+from marsopt.conformance.recordings import TYPES, Arrays, Case
 
 Found = frozenset[Deviation]
 
@@ -189,10 +189,9 @@ Pairs = Sequence[tuple[Case, Sequence[Arrays]]]
 
 
 def _cases(mars_type: str) -> list[Case]:
-    known = ("mars-adamw", "mars-lion", "mars-shampoo")
-    if mars_type not in known:
+    if mars_type not in TYPES:
         raise ValueError(
-            f"got mars_type={mars_type!r}, expected one of {', '.join(known)}: the "
+            f"got mars_type={mars_type!r}, expected one of {', '.join(TYPES)}: the "
             "types of the authors' class"
         )
     return cases(mars_type)
