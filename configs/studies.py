@@ -5,7 +5,7 @@ docs/study.md has the questions, and what came of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "small_all",
     "small_long",
     "tiny",
+    "to_zero",
 ]
 Recipe = dict[str, Any]
 
@@ -40,6 +41,7 @@ SCALE = Axis("ema_nesterov", 0.1, 1.6)
 OUTER = Axis("snoo", 0.1, 0.8, decay=True)  # momentum
 BETA2 = Axis("beta2", 0.9, 0.999, decay=True)
 DECAY = Axis("weight_decay", 0.0125, 0.4)
+NU1 = Axis("nu1", 0.6, 0.9875, decay=True)  # 1 - nu1 where GAMMA has gamma
 
 ELEMENTWISE: Recipe = dict(one_rate=True, weight_decay=0.1, beta2=0.99)
 MATRICES: Recipe = dict(weight_decay=0.1, beta2=0.95)
@@ -62,6 +64,7 @@ def elementwise() -> dict[str, Method]:
         "transport": Method(mars | TRANSPORT, (*axes, GAMMA), MORE_SEEDS),
         "AdamW": Method(ELEMENTWISE | dict(rule="adamw"), axes, SEEDS),
         "MARS, approximate": Method(mars, (*axes, GAMMA), SEEDS),
+        "QHAdamW": Method(ELEMENTWISE | dict(rule="qhadamw"), (*axes, NU1), MORE_SEEDS),
         "two averages": Method(MIXED, axes, SEEDS),
         "two averages, ahead": Method(MIXED, (*axes, GAMMA), SEEDS),
         "EMA-Nesterov on NAdamW": Method(nadamw, (*axes, SCALE), MORE_SEEDS),
@@ -170,22 +173,28 @@ def small_all() -> Study:
     )
 
 
-# What the searches of small found, from which those of other settings begin
+# What the searches of small found, from which those of other settings begin, and
+# transport's where there is none
 SMALL_BEST: dict[str, Point] = {
     "NAdamW": (0.0146, 0.914),
     "transport": (0.0131, 0.961, 0.205),
     "Moonlight": (0.0175, 0.960),
     "Moonlight, transport": (0.0175, 0.972, 0.0804),
+    "QHAdamW": (0.0131, 0.961, 0.795),
 }
 
 
-def _near(best: Mapping[str, Point], steps: float, num_seeds: int) -> dict[str, Method]:
-    """Return methods of small whose space is so many steps around a point."""
+FOUR = "NAdamW", "transport", "Moonlight", "Moonlight, transport"
+TWO = FOUR[:2]
+
+
+def _near(titles: Iterable[str], steps: float, num_seeds: int) -> dict[str, Method]:
+    """Return methods of small whose space is so many steps around their best of it."""
     every, found = elementwise() | matrices(), {}
-    for title, point in best.items():
+    for title in titles:
         method = every[title]
         axes = []
-        for axis, value in zip(method.axes, point, strict=True):
+        for axis, value in zip(method.axes, SMALL_BEST[title], strict=True):
             place = axis.place(value)
             ends = axis.value(place - steps), axis.value(place + steps)
             axes.append(replace(axis, low=ends[0], high=ends[1]))
@@ -193,17 +202,12 @@ def _near(best: Mapping[str, Point], steps: float, num_seeds: int) -> dict[str, 
     return found
 
 
-def _elementwise_near(steps: float) -> dict[str, Method]:
-    best = {title: SMALL_BEST[title] for title in ("NAdamW", "transport")}
-    return _near(best, steps, SEEDS)
-
-
 def _batch(said: str, batch: int) -> Study:
     """Return small with another batch, at equal tokens."""
     return Study(
         title=f"0.1M parameters, 20 tokens each, {said}",
         setting=replace(SMALL, batch=batch, steps=SMALL.steps * SMALL.batch // batch),
-        methods=_elementwise_near(2.0),
+        methods=_near(TWO, 2.0, SEEDS),
         trials=14,
         num_draws=6,
     )
@@ -224,7 +228,7 @@ def prose() -> Study:
     return Study(
         title="0.1M parameters, 20 tokens each, prose",
         setting=replace(SMALL, data="data/prose"),
-        methods=_near(SMALL_BEST, 1.0, SEEDS),
+        methods=_near(FOUR, 1.0, SEEDS),
         trials=10,
         num_draws=4,
     )
@@ -235,7 +239,7 @@ def bpe() -> Study:
     return Study(
         title="0.1M parameters, 20 tokens each, BPE",
         setting=replace(SMALL, data="data/python_bpe", vocab_size=1024),
-        methods=_elementwise_near(1.0),
+        methods=_near(TWO, 1.0, SEEDS),
         trials=10,
         num_draws=4,
     )
@@ -246,9 +250,20 @@ def small_long() -> Study:
     return Study(
         title="0.1M parameters, 80 tokens each",
         setting=replace(SMALL, steps=4 * SMALL.steps),
-        methods=_elementwise_near(1.0),
+        methods=_near(TWO, 1.0, SEEDS),
         trials=10,
         num_draws=4,
+    )
+
+
+def to_zero() -> Study:
+    """Small, with a rate that falls to zero in a straight line."""
+    return Study(
+        title="0.1M parameters, 20 tokens each, rate linear to zero",
+        setting=replace(SMALL, schedule="linear", floor=0.0),
+        methods=_near((*TWO, "QHAdamW"), 1.0, MORE_SEEDS),
+        trials=14,
+        num_draws=6,
     )
 
 
@@ -257,7 +272,7 @@ def middle() -> Study:
     return Study(
         title="0.3M parameters, 20 tokens each",
         setting=_setting(3, 96, 3, batch=16, steps=3240),
-        methods=_near(SMALL_BEST, 1.0, SEEDS),
+        methods=_near(FOUR, 1.0, SEEDS),
         trials=10,
         num_draws=4,
     )

@@ -10,6 +10,7 @@ from train.compare.neighbours import (
     SNOO,
     EMANesterov,
     NearestState,
+    QHAdamW,
     TwoAverages,
     lookahead,
 )
@@ -86,6 +87,30 @@ def test_snoo_is_nesterovs_momentum_on_what_some_steps_have_moved():
             outer.step()
             fast = slow.detach().clone()
         torch.testing.assert_close(trained[step], fast, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("nu1", [1.0, 0.8])
+def test_qhadamw_weighs_the_gradient_beside_adamws_average(nu1):
+    """With nu1 = 1 it is torch's AdamW."""
+    x, own = start(), dict(lr=0.05, betas=(0.9, 0.99), weight_decay=0.1)
+    qh = QHAdamW([x], nu1=nu1, **own)
+    qh.train = qh.eval = lambda: None
+    _, trained = run(qh, x)
+    y = start()
+    adamw = torch.optim.AdamW([y], **own)
+    here = torch.zeros(5, dtype=torch.float64)
+    m = v = torch.zeros_like(here)
+    for t in range(1, STEPS + 1):
+        g = gradient(here)
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        mean = nu1 * m / (1 - 0.9**t) + (1 - nu1) * g
+        root = (v / (1 - 0.99**t)).sqrt() + 1e-8
+        here = here * (1 - 0.05 * 0.1) - 0.05 * mean / root
+        torch.testing.assert_close(trained[t - 1], here, rtol=1e-10, atol=1e-12)
+        y.grad = gradient(y.detach())
+        adamw.step()
+        same = torch.allclose(trained[t - 1], y.detach(), rtol=1e-10, atol=1e-12)
+        assert t == 1 or same == (nu1 == 1.0)
 
 
 MIXTURES = [(0.9, 0.98, 0.5), (0.8, 0.99, 0.3), (0.95, 0.95, 0.4), (0.9, 0.99, 0.0)]

@@ -114,9 +114,10 @@ def test_exact_mars_takes_the_next_batch_at_the_present_point(setting, monkeypat
     assert [ahead for ahead, _ in following[:-1]] == [batch for batch, _ in own[1:]]
 
 
-def test_rates_go_up_from_zero_and_down_to_the_floor(setting):
+@pytest.mark.parametrize("schedule, quarter", [("cosine", 0.868), ("linear", 0.775)])
+def test_rates_go_up_from_zero_and_down_to_the_floor(setting, schedule, quarter):
     recipe = studies.published("mars-adamw-transport") | dict(gamma_follows_rate=True)
-    one = replace(setting, steps=20, warmup=0.2, floor=0.1)
+    one = replace(setting, steps=20, warmup=0.2, schedule=schedule, floor=0.1)
     training = Training(one, recipe, 0, one.texts())
     peaks = [group["lr"] for group in training.optimizer.param_groups]
     shares, gammas = [], []
@@ -128,6 +129,7 @@ def test_rates_go_up_from_zero_and_down_to_the_floor(setting):
         gammas.append(group["gamma"])
     assert shares[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert shares[-1] == pytest.approx(0.1)
+    assert shares[7] == pytest.approx(quarter, abs=1e-3)
     assert all(a > b for a, b in zip(shares[3:], shares[4:], strict=False))
     assert gammas == pytest.approx([0.05 * share for share in shares])
 
@@ -191,7 +193,7 @@ def test_shipped_studies_can_be_run(make, setting):
         (dict(held_out=500), {}, "got held_out=500 sequences of 16 tokens"),
         ({}, dict(gamma_follows_rate=True), "a: got no 'gamma', expected it"),
         (dict(device="cuda"), {}, "expected a GPU that torch can use"),
-        ({}, dict(rule="adam"), "a: got rule='adam', expected torch-adamw, two-averag"),
+        ({}, dict(rule="adam"), "a: got rule='adam', expected torch-adamw, qhadamw, two"),
         ({}, dict(gamma="x"), "a: "),
         ({}, dict(betas=1, unknown=2), "a: .*unknown"),
         ({}, dict(lr=None), "a: got no 'lr', expected it in the recipe or as an axis"),

@@ -1,5 +1,5 @@
 """What others do with a trajectory, beside transport: wrappers of any optimizer, and
-AdamW whose momentum is a mixture of two averages.
+AdamW whose momentum is a mixture: of an average and the gradient, or of two averages.
 """
 
 from __future__ import annotations
@@ -150,6 +150,57 @@ class NearestState(Wrapper):
             for key, value in state.items():
                 if key != "step":
                     value.copy_(value.to(self._dtype))
+
+
+class QHAdamW(Optimizer):
+    """AdamW by quasi-hyperbolic momentum (arXiv 1810.06801, with nu2 = 1): the average
+    of gradients, debiased, is weighed by nu1, the gradient by 1 - nu1. NAdamW is near
+    it at nu1 = beta1.
+
+    Args:
+        params: to train.
+        lr: learning rate.
+        betas: of the averages of gradients and of squares.
+        nu1: weight of the average.
+        eps: added to the root.
+        weight_decay: decoupled.
+    """
+
+    def __init__(
+        self,
+        params: Iterator[Tensor],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        nu1: float,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        own = dict(lr=lr, betas=betas, nu1=nu1, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, own)
+        (group,) = self.param_groups
+        self._params, self._t = group["params"], 0
+        self._m, self._v = (
+            [torch.zeros_like(p) for p in self._params] for _ in range(2)
+        )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Take a step."""
+        (group,) = self.param_groups
+        lr, nu1, (beta1, beta2) = group["lr"], group["nu1"], group["betas"]
+        self._t += 1
+        g = [p.grad for p in self._params]
+        torch._foreach_lerp_(self._m, g, 1 - beta1)
+        torch._foreach_lerp_(self._v, torch._foreach_mul(g, g), 1 - beta2)
+        m = torch._foreach_mul(self._m, nu1 / (1 - beta1**self._t))
+        torch._foreach_add_(m, g, alpha=1 - nu1)
+        root = torch._foreach_sqrt(self._v)
+        torch._foreach_div_(root, (1 - beta2**self._t) ** 0.5)
+        torch._foreach_add_(root, group["eps"])
+        torch._foreach_div_(m, root)
+        torch._foreach_mul_(self._params, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(self._params, m, alpha=-lr)
 
 
 class TwoAverages(Ahead, Optimizer):

@@ -18,12 +18,13 @@ from train.compare.neighbours import (
     SNOO,
     EMANesterov,
     NearestState,
+    QHAdamW,
     TwoAverages,
     Wrapper,
 )
 
 MAX_NORM = 1.0
-TORCH, TWO_AVERAGES = "torch-adamw", "two-averages"
+TORCH, QH, TWO_AVERAGES = "torch-adamw", "qhadamw", "two-averages"
 # of what is no option of an optimizer
 GROUPED = ("weight_decay", "weight_decay_1d")
 BUILD = ("rule", "lr", "lr_1d_ratio", "beta1", "beta2", "one_rate", "beside", *GROUPED)
@@ -47,14 +48,14 @@ def build(
 
     Args:
         model: to train.
-        recipe: "rule", a name of ``marsopt.REGISTRY``, "torch-adamw" or "two-averages"
-            (with "weight" and "age_ratio"); "lr"; "beta1" and "beta2", both or none;
-            "weight_decay"; "weight_decay_1d" and "lr_1d_ratio", decay and share of the
-            rate of what AdamW moves beside a rule; "one_rate", whether all tensors are
-            moved alike instead of by ``marsopt.param_groups``; "beside", the rule of
-            what those give to AdamW; "ema_nesterov", the
-            scale of that wrapper, or "snoo", the outer momentum of that one, whose
-            outer rate is one minus it; "nearest_state", a dtype by name, of that one;
+        recipe: "rule", a name of ``marsopt.REGISTRY``, "torch-adamw", "qhadamw" (with
+            "nu1") or "two-averages" (with "weight" and "age_ratio"); "lr"; "beta1" and
+            "beta2", both or none; "weight_decay"; "weight_decay_1d" and "lr_1d_ratio",
+            decay and share of the rate of what AdamW moves beside a rule; "one_rate",
+            whether all tensors are moved alike instead of by ``marsopt.param_groups``;
+            "beside", the rule of what those give to AdamW; "ema_nesterov", the scale of
+            that wrapper, or "snoo", the outer momentum of that one, whose outer rate is
+            one minus it; "nearest_state", a dtype by name, of that one;
             "gamma_follows_rate", which the loop reads; other options of MARS, of which
             dtypes are given by name.
         steps: of the run.
@@ -90,14 +91,16 @@ def _built(
     if rule == TORCH:
         groups = param_groups(model, "adamw", **given)
         return Clipped(AdamW(groups, fused=True, **own))
+    if rule == QH:
+        return Clipped(QHAdamW(model.parameters(), **given, **own))
     if rule == TWO_AVERAGES:
         (fast, beta2), ratio = own.pop("betas"), own.pop("age_ratio")
         betas = (fast, 1 - (1 - fast) / ratio, beta2)
         return Clipped(TwoAverages(model.parameters(), betas=betas, **given, **own))
     if rule not in REGISTRY:
         raise ValueError(
-            f"got rule={recipe['rule']!r}, expected {TORCH}, {TWO_AVERAGES} or one of "
-            f"{sorted(REGISTRY)}: choose one"
+            f"got rule={recipe['rule']!r}, expected {TORCH}, {QH}, {TWO_AVERAGES} "
+            f"or one of {sorted(REGISTRY)}: choose one"
         )
     groups = param_groups(model, rule, **given)
     if "beside" in recipe:

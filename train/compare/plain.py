@@ -28,7 +28,7 @@ from train.compare.optimizers import build
 from train.data.batches import Batches
 from train.data.token_files import Stream, open_raw, open_shard
 from train.data.tokens import SPLITS
-from train.engine.schedule import cosine
+from train.engine.schedule import cosine, linear
 from train.errors import UserError, check_least
 from train.files import write_json
 from train.gpt2 import GPT2, Shape
@@ -40,7 +40,10 @@ FOUND = "found.json"
 WARM_UP = 3  # steps that compile, and make the state; no time counts them
 WORST = 1.5  # times the loss of a uniform guess, beyond which a run has diverged
 EXECUTION = ("data", "device", "micro_batch", "compile")
-CHOICES = dict(device=("cpu", "cuda"), dtype=("float32", "bfloat16"))
+SCHEDULES = dict(cosine=cosine, linear=linear)
+CHOICES = dict(
+    device=("cpu", "cuda"), dtype=("float32", "bfloat16"), schedule=tuple(SCHEDULES)
+)
 NUM_SAMPLED = 2**16  # tokens by which a text is known, and their number
 Tokens = np.ndarray | Stream
 
@@ -57,7 +60,8 @@ class Setting:
         batch: sequences of a step, whose gradient is their mean.
         micro_batch: sequences of one forward and backward pass; None = ``batch``.
         steps: of a run, after which the learning rate is at ``floor``.
-        warmup: share of the steps, linear from 0, before half a cosine.
+        warmup: share of the steps, linear from 0, before the schedule.
+        schedule: "cosine" (half of one) or "linear".
         floor: last learning rate, as a share of the peak.
         held_out: sequences of a validation, the first of the held-out text.
         points: validations of a run.
@@ -78,6 +82,7 @@ class Setting:
     micro_batch: int | None = None
     inverse_layer_scale: bool = False
     warmup: float = 0.1
+    schedule: str = "cosine"
     floor: float = 0.1
     points: int = 4
     device: str = "cpu"
@@ -315,7 +320,10 @@ class Training:
         self._exact = recipe.get("correction") == "exact"
         warmup = max(1, round(setting.warmup * setting.steps))
         self._rate = partial(
-            cosine, warmup=warmup, total=setting.steps, floor=setting.floor
+            SCHEDULES[setting.schedule],
+            warmup=warmup,
+            total=setting.steps,
+            floor=setting.floor,
         )
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._follows = recipe.get("gamma_follows_rate", False)
