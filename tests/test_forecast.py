@@ -253,19 +253,23 @@ def two_ranks(rank, world, rules):
                     p.grad = cut(g)
                 if not n:
                     step(optimizer)
-            counted, peaks = Counted(world), [0]
+            counted, peaks = Counted(world), []
 
             def watched(*args, real=step_of.at_owners, peaks=peaks):
                 out = []
                 run = traced(lambda: out.append(real(*args)), "cpu")
-                peaks[0] = run.peak_bytes
+                peaks.append(run.peak_bytes)
                 return out[0]
 
             patch.setattr(step_of, "at_owners", watched)
             patch.setattr(newton_schulz, "LARGE", sys.maxsize)  # batches
             with counted.counting():
                 step(optimizer)
-        found.append((kept(optimizer), counted.calls, peaks[0]))
+            # The least of three: gloo's threads let go of what they have sent when they
+            # come to it, which is after the peak in one step of thirty.
+            for _ in range(2):
+                step(optimizer)
+        found.append((kept(optimizer), counted.calls, min(peaks, default=0)))
     return found
 
 
