@@ -193,7 +193,11 @@ def test_shipped_studies_can_be_run(make, setting):
         (dict(held_out=500), {}, "got held_out=500 sequences of 16 tokens"),
         ({}, dict(gamma_follows_rate=True), "a: got no 'gamma', expected it"),
         (dict(device="cuda"), {}, "expected a GPU that torch can use"),
-        ({}, dict(rule="adam"), "a: got rule='adam', expected torch-adamw, qhadamw, two"),
+        (
+            {},
+            dict(rule="adam"),
+            "a: got rule='adam', expected torch-adamw, qhadamw, two",
+        ),
         ({}, dict(gamma="x"), "a: "),
         ({}, dict(betas=1, unknown=2), "a: .*unknown"),
         ({}, dict(lr=None), "a: got no 'lr', expected it in the recipe or as an axis"),

@@ -25,6 +25,14 @@ class Adapted:
         made: the class.
         options: arguments that it is given in any case, by its own names.
         names: the authors' name: its own.
+
+    Raises:
+        ValueError: a class whose signature cannot be read.
+
+    Example:
+        >>> from marsopt.conformance import Adapted
+        >>> Adapted(torch.optim.AdamW).lacks[:3]
+        ['gamma', 'is_approx', 'mars_type']
     """
 
     def __init__(

@@ -7,13 +7,30 @@ from dataclasses import replace
 import numpy as np
 
 from marsopt.conformance.model import simulate
-from marsopt.conformance.recordings import AUTHORS, Case, recorded, table
+from marsopt.conformance.recordings import AUTHORS, TYPES, Case, recorded, table
 
 FAINT = 1e-7  # times the gradients: eps shows
 
 
 def cases(mars_type: str) -> list[Case]:
-    """Return all recordings of a type of the class, and one with faint gradients."""
+    """Return all recordings of a type of the class, and one with faint gradients.
+
+    Args:
+        mars_type: "mars-adamw", "mars-lion" or "mars-shampoo".
+
+    Raises:
+        ValueError: another type.
+
+    Example:
+        >>> from marsopt.conformance import cases
+        >>> [case.name for case in cases("mars-lion")][0]
+        'mars-lion-clip'
+    """
+    if mars_type not in TYPES:
+        raise ValueError(
+            f"got mars_type={mars_type!r}, expected one of {', '.join(TYPES)}: the "
+            "types of the authors' class"
+        )
     names = [
         name
         for name, entry in table()["cases"].items()

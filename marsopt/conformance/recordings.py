@@ -49,6 +49,12 @@ class Case:
             step, of the next batch at the current parameters. It is h of the step after
             it; h of the first is 0.
         params: parameters after each step.
+
+    Example:
+        >>> from marsopt.conformance import cases
+        >>> case = cases("mars-adamw")[0]
+        >>> case.init["w_tall"].shape, case.tolerance(step=0, name="w_tall")
+        ((24, 8), 1e-06)
     """
 
     name: str

@@ -17,7 +17,7 @@ from marsopt.conformance.candidate import Factory, can, run
 from marsopt.conformance.deviations import DEVIATIONS
 from marsopt.conformance.model import Deviation, simulate
 from marsopt.conformance.probes import cases
-from marsopt.conformance.recordings import TYPES, Arrays, Case
+from marsopt.conformance.recordings import Arrays, Case
 
 Found = frozenset[Deviation]
 
@@ -31,10 +31,23 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Departure:
-    """Where a port first differs."""
+    """Where a port first differs.
+
+    Args:
+        case: its name.
+        step: from 1.
+        name: of the tensor.
+        difference: the largest of its elements.
+        allowed: how large it may be.
+
+    Example:
+        >>> from marsopt.conformance import Departure
+        >>> print(Departure("mars-lion-clip", 2, "bias", 9.3e-6, 1e-6))
+        mars-lion-clip, step 2, bias: 9.3e-06 apart (allowed: 1e-06)
+    """
 
     case: str
-    step: int  # from 1
+    step: int
     name: str
     difference: float
     allowed: float
@@ -54,6 +67,15 @@ class Kind:
         ndim: of the tensors.
         departure: where it first differs; None = nowhere.
         explained: the smallest sets of deviations that all do what it does.
+
+    Example:
+        >>> from marsopt.conformance import Adapted, check
+        >>> report = check(Adapted(torch.optim.AdamW))
+        >>> for kind in report.kinds:
+        ...     print(kind.ndim, kind.departure.step, len(kind.explained))
+        2 2 1
+        1 1 1
+        4 1 1
     """
 
     ndim: int
@@ -71,6 +93,11 @@ class Report:
         largest: difference of parameters in units of what is allowed.
         kinds: matrices, vectors and others.
         failures: by case, what a case that could not be run raised.
+
+    Example:
+        >>> from marsopt.conformance import Report
+        >>> print(Report("mars-lion", num_cases=5, largest=0.09, kinds=[]))
+        mars-lion: conforms (5 cases; largest difference 0.09 of what is allowed)
     """
 
     mars_type: str
@@ -136,8 +163,14 @@ def check(factory: Factory, mars_type: str = "mars-adamw") -> Report:
     Raises:
         ValueError: another ``mars_type``.
         ImportError: NumPy or safetensors are not there.
+
+    Example:
+        >>> from marsopt.conformance import Adapted, check
+        >>> port = Adapted(marsopt.MARS, dict(compile=False))
+        >>> check(port, "mars-lion").conforms
+        True
     """
-    every, failures, trajectories = _cases(mars_type), {}, {}
+    every, failures, trajectories = cases(mars_type), {}, {}
     for case in every:
         if not can(factory, case):
             continue
@@ -161,8 +194,17 @@ def judge(
             are the first of a type with gradients times 1e-7.
         mars_type: as of ``check``.
         failures: cases that could not be run, and why.
+
+    Raises:
+        ValueError: another ``mars_type``, cases that it does not have, or other steps.
+
+    Example:
+        >>> from marsopt.conformance import cases, judge
+        >>> mine = {case.name: case.params for case in cases("mars-lion")}
+        >>> judge(mine, "mars-lion").largest        # the recordings themselves
+        0.0
     """
-    every = {case.name: case for case in _cases(mars_type)}
+    every = {case.name: case for case in cases(mars_type)}
     unknown = [name for name in trajectories if name not in every]
     if unknown:
         raise ValueError(
@@ -186,15 +228,6 @@ def judge(
 
 
 Pairs = Sequence[tuple[Case, Sequence[Arrays]]]
-
-
-def _cases(mars_type: str) -> list[Case]:
-    if mars_type not in TYPES:
-        raise ValueError(
-            f"got mars_type={mars_type!r}, expected one of {', '.join(TYPES)}: the "
-            "types of the authors' class"
-        )
-    return cases(mars_type)
 
 
 def _names(case: Case, ndim: int) -> list[str]:
