@@ -2,7 +2,7 @@
 functional, compiled, sharded.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from marsopt.functional import named
 from marsopt.functional.collectives import LOCAL, Collectives
@@ -93,12 +93,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Load the profiler once somebody asks for it: no training needs it. Return the
-    function of a rule that is registered, and has no name above.
-    """
-    if name == "profile":
-        from marsopt.profiling.profiler import profile
+if not TYPE_CHECKING:  # to a type checker no name is any name
 
-        return profile
-    return getattr(named, name)
+    def __getattr__(name: str) -> object:
+        """Load the profiler once somebody asks for it: no training needs it. Return the
+        function of a rule that is registered, and has no name above.
+        """
+        if name == "profile":
+            from marsopt.profiling.profiler import profile
+
+            return profile
+        return getattr(named, name)

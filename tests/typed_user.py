@@ -6,8 +6,11 @@ Calls that are wrong stand under an ignore, which is an error where it is not ne
 from typing import Any, assert_type
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import marsopt
+from marsopt.conformance import Report, check
+from marsopt.parallel import MeshCollectives
 
 
 def train(model: nn.Module, x: Tensor) -> None:
@@ -21,8 +24,25 @@ def train(model: nn.Module, x: Tensor) -> None:
     rule = marsopt.mars_adamw(gamma=0.025)
     assert_type(rule, marsopt.Rule)
     state = rule.init([x])
-    rule.step([x], [x], state, lr=3e-3)
+    moved, state = rule.step([x], [x], state, lr=3e-3)
+    assert_type(moved, list[Tensor])  # the container that was given
+    named, state = rule.step({"w": x}, {"w": x}, state, lr=x, gamma=x)
+    assert_type(rule.iterate(named, state), dict[str, Tensor])
+    flat, _ = rule.step(marsopt.FlatGroup.pack([x]), [x], state, lr=3e-3)
+    assert_type(flat, marsopt.FlatGroup)
     assert_type(marsopt.newton_schulz(x), Tensor)
+
+
+def shard_and_measure(model: nn.Module, mesh: DeviceMesh) -> None:
+    collectives = MeshCollectives(mesh)
+    marsopt.MARS(model.parameters(), lr=3e-3, collectives=collectives)
+    rule = marsopt.mars_soap_muon(sides="short", precondition_frequency=5)
+    rule.init(dict(model.named_parameters()), collectives=collectives)
+    optimizer = marsopt.MARS(model.parameters())
+    report = marsopt.profile(optimizer.step, steps=3)
+    assert_type(report.num_bytes, int | None)
+    assert_type(check(marsopt.MARS, "mars-lion"), Report)
+    assert_type(check(marsopt.MARS).conforms, bool)
 
 
 def wrong(model: nn.Module, x: Tensor) -> None:
@@ -31,3 +51,10 @@ def wrong(model: nn.Module, x: Tensor) -> None:
     marsopt.MARS([1, 2])  # type: ignore[arg-type]  # numbers for tensors
     marsopt.MARS([x], betas=0.9)  # type: ignore[arg-type]  # one for two
     marsopt.newton_schulz([x])  # type: ignore[arg-type]  # a list for a tensor
+    marsopt.mars_adamw(gama=0.1)  # type: ignore[call-arg]  # misspelt
+    marsopt.mars_adamw(gamma="much")  # type: ignore[arg-type]  # a word
+    marsopt.mars_adamw(matrices="3d")  # type: ignore[arg-type]  # none of the three
+    marsopt.adamw(gamma=0.1)  # type: ignore[call-arg]  # it has none
+    marsopt.mars_adam()  # type: ignore[attr-defined]  # none of the rules
+    marsopt.mars_adamw().init(x)  # type: ignore[arg-type]  # no container
+    MeshCollectives("cuda")  # type: ignore[arg-type]  # a word for a mesh

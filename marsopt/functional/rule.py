@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -19,7 +19,14 @@ from marsopt.functional.flat import (
 )
 from marsopt.functional.state import State, bind, held, iterates, new_state, trees
 from marsopt.functional.step import advance, assess
-from marsopt.functional.trees import Tree, check_container, flatten, match, names
+from marsopt.functional.trees import (
+    AnyTree,
+    Tree,
+    check_container,
+    flatten,
+    match,
+    names,
+)
 from marsopt.rules import checks
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
@@ -32,6 +39,9 @@ class RoutedState(NamedTuple):
 
     matrix: State | None
     rest: State | None
+
+
+AnyState = TypeVar("AnyState", bound=State | RoutedState)  # comes back as such
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,16 +117,16 @@ class Rule:
 
     def step(
         self,
-        params: Tree,
+        params: AnyTree,
         grads: Tree,
-        state: State | RoutedState,
+        state: AnyState,
         *,
         lr: Number,
         gamma: Number | None = None,
         reference: Tree | None = None,
         collectives: Collectives = LOCAL,
         count: int | None = None,
-    ) -> tuple[Tree, State | RoutedState]:
+    ) -> tuple[AnyTree, AnyState]:
         """Take one step; nothing that is passed in changes.
 
         Args:
@@ -207,8 +217,8 @@ class Rule:
         return new, self._join(states)
 
     def anchor(
-        self, params: Tree, grads: Tree, state: State | RoutedState
-    ) -> State | RoutedState:
+        self, params: Tree, grads: Tree, state: AnyState
+    ) -> AnyState:
         """Return the state with a new anchor, for ``correction="svrg"``.
 
         Args:
@@ -247,11 +257,11 @@ class Rule:
 
     def iterate(
         self,
-        params: Tree,
+        params: AnyTree,
         state: State | RoutedState,
         *,
         collectives: Collectives = LOCAL,
-    ) -> Tree:
+    ) -> AnyTree:
         """Return the parameters to evaluate and to save: with transport those that
         ``params`` is ahead of, from the state or computed by it; else ``params``.
 

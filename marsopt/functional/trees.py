@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from marsopt.rules.rounding import NARROW
 
 Tree = Sequence[Tensor] | Mapping[str, Tensor]
+AnyTree = TypeVar("AnyTree", bound=Tree)  # comes back in the same container
 
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)
