@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class Agreement:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple, Tensor] = {}
+        self._known: dict[tuple[Hashable, ...], Tensor] = {}
         self._same: Tensor | None = None  # 0-D bool on a GPU: all that was found
         self._copy: Tensor | None = None  # of it, on the host, after ``_copied``
         self._copied: torch.cuda.Event | None = None

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from marsopt.rules.preconditioner import MatrixCost, Whole
 from .agreement import Agreement
 from .cut import Cut, Way, cut_of
 from .layout_cache import LayoutCache
-from .placement import Placement, onto_first
+from .placement import AxisPlacement, Placement, onto_first
 from .planner import Machine, Strategy, plan
 from .shard_group import ShardGroup
 
@@ -103,7 +103,7 @@ class MeshCollectives:
         max_buckets: int = 2,
         machine: Machine = Machine(),
     ) -> None:
-        self._options = dict(
+        self._options: dict[str, Any] = dict(
             strategy=strategy, max_buckets=max_buckets, machine=machine
         )
         plan([], 1, NewtonSchulz(), **self._options)  # checks
@@ -140,7 +140,7 @@ class MeshCollectives:
         if local.ndim < like.ndim:
             shape = like.shape[: local.ndim]
             stride = torch.empty(shape, device="meta").stride()
-            placements = [onto_first(p, like.ndim, local.ndim) for p in placements]
+            placements = tuple(onto_first(p, like.ndim, local.ndim) for p in placements)
         return DTensor.from_local(
             local,
             like.device_mesh,
@@ -364,7 +364,7 @@ class MeshCollectives:
         place[index] = torch.where(here[index] == mine, owned, 0)
         for axis in range(mesh.ndim):
             dist.all_reduce(whole, group=mesh.get_group(axis))
-        places: list = [Replicate()] * mesh.ndim
+        places: list[AxisPlacement] = [Replicate()] * mesh.ndim
         cutting = Placement.of(leaf).axes
         if cutting and whole.ndim > 1:
             places[cutting[0]] = Shard(1)
@@ -411,7 +411,7 @@ class MeshCollectives:
         ways: Sequence[Way],
         leaves: Sequence[Tensor],
     ) -> Partition:
-        by_axis: dict[tuple, dict[int, Cut]] = {}
+        by_axis: dict[tuple[Hashable, ...], dict[int, Cut]] = {}
         local, gathered = [], []
         cost = cost.on(leaves[0].device.type)  # on which ranks agree: machines differ
         places = self._places((cost, *ways), leaves)
@@ -447,7 +447,8 @@ def _of_matrices(
     requests: Sequence[Request], group: ShardGroup, cuts: dict[int, Cut]
 ) -> list[Request]:
     """Return the requests of leaves as those of their matrices, in order."""
-    mine, found = set(group.owns), []
+    mine = set(group.owns)
+    found: list[Request] = []
     for i, cut in cuts.items():
         given = requests[i].given
         rows = zip(*map(cut.split_rows, given.rows), strict=True)
@@ -500,13 +501,15 @@ def _here(whole: Tensor, part: Part | None) -> Tensor:
     )
 
 
-def _distinct(ways: Sequence) -> Sequence:
+def _distinct(ways: Sequence[Hashable]) -> Sequence[Hashable]:
     """Return a key of them that is short where no parameter differs from the others."""
     alike = all(way is ways[0] or way == ways[0] for way in ways)
     return ways[:1] if alike else ways
 
 
-def _piece(whole: Tensor, mesh: DeviceMesh, placements: Sequence) -> Tensor:
+def _piece(
+    whole: Tensor, mesh: DeviceMesh, placements: Sequence[AxisPlacement]
+) -> Tensor:
     """Return this rank's piece of a tensor that every rank has whole."""
     # src_data_rank=None: nothing is sent
     return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()

@@ -105,10 +105,10 @@ def cut_of(
         return "local"
     else:
         starts = range(0, num_rows, rows)
-        lengths = [_overlaps(start, rows, sizes) for start in starts]
+        every = [_overlaps(start, rows, sizes) for start in starts]
         # pieces of unlike lengths: what is kept of them could not be one tensor
         sums = sums and not keeps
-        blocks = [Matrix(rows, cols, 0, own, sums) for own in lengths]
+        blocks = [Matrix(rows, cols, 0, own, sums) for own in every]
     return Cut(
         mesh=place.mesh,
         axis=axis,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -36,7 +37,7 @@ class Placement:
         return cls(leaf.device_mesh, tuple(cuts), dims, consecutive)
 
     @property
-    def common(self) -> tuple:
+    def common(self) -> tuple[Hashable, ...]:
         """Return what is the same on every rank; a mesh of another rank is another."""
         extent = None if self.mesh is None else tuple(self.mesh.shape)
         return extent, self.axes, self.dims, self.consecutive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ class ShardGroup:
         cost: MatrixCost,
         *,
         has_replicas: bool,
-        **options,
+        **options: Any,
     ) -> None:
         self.matrices, self._cost = matrices, cost
         self._group, self._rank = mesh.get_group(axis), mesh.get_local_rank(axis)
@@ -91,7 +92,8 @@ class ShardGroup:
         of a bucket travels back while the next one is worked on.
         """
         ranks, there, back = range(self.plan.num_ranks), [], []
-        exchanges, kept = self._exchanges[self._replica], {}
+        exchanges = self._exchanges[self._replica]
+        kept: dict[int, Whole] = {}
         wides = [
             _widest([requests[i] for part in owned for i in part])
             for owned in exchanges

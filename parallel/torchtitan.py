@@ -10,7 +10,7 @@ No other file of the library imports torchtitan.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torchtitan.components.checkpointer import OPTIMIZER, CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
@@ -122,13 +123,17 @@ class MarsOptimizersContainer(OptimizersContainer):
                     mars.follow(part)
 
     @staticmethod
-    def _resolve_optimizer_factory(name: str):
+    def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
         if name == NAME:
             return build_mars
         return OptimizersContainer._resolve_optimizer_factory(name)
 
     @staticmethod
-    def _build_param_groups(model, param_group_configs, impl_kwargs):
+    def _build_param_groups(
+        model: nn.Module,
+        param_group_configs: Sequence[ParamGroupConfig],
+        impl_kwargs: dict[str, Any],
+    ) -> list[dict[str, Any]]:
         """As torchtitan's, but a part of the model need not have every group."""
         counts = _num_matched(param_group_configs, [model])
         pairs = zip(param_group_configs, counts, strict=True)

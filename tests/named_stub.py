@@ -1,5 +1,5 @@
-"""What type checkers and editors see of marsopt/functional/named.py, whose functions are
-made from the table of hyperparameters: python -m tests.named_stub writes named.pyi.
+"""What type checkers and editors see of marsopt/functional/named.py, whose functions
+are made from the table of hyperparameters: python -m tests.named_stub writes named.pyi.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from marsopt.rules.correction import Correction
 from marsopt.rules.hyperparameters import number, structure
 from marsopt.rules.preconditioner import Average
 from marsopt.rules.registry import CORRECTIONS, NamedRule
+from tests import named_stub
 
 LR = 0.1
 
@@ -348,3 +349,7 @@ def test_a_correction_may_build_on_what_it_keeps():
     torch.testing.assert_close(state.buffers["mean"][0], mean, rtol=0, atol=1e-14)
     with pytest.raises(ValueError, match="got a reference for"):  # its mean is its own
         rule.step(x, [g], state, lr=0.1, reference=[g])
+
+
+def test_type_checkers_see_the_functions_as_they_are():
+    assert named_stub.STUB.read_text() == named_stub.written()

@@ -83,7 +83,7 @@ def run(factory: Factory, case: Case) -> list[Arrays]:
         for name, x in case.init.items()
     }
     optimizer = factory(list(params.values()), **case.arguments)
-    after = []
+    after: list[Arrays] = []
     for t, lr in enumerate(case.lrs):
         for group in optimizer.param_groups:
             group["lr"] = lr

@@ -85,7 +85,7 @@ def simulate(
             before what the ones after it change.
         names: of the tensors that are wanted; None = all.
     """
-    arguments = dict(case.arguments) | ROUTES
+    arguments = {**case.arguments, **ROUTES}
     for deviation in deviations:
         arguments = dict(deviation.arguments(arguments))
     changes = tuple(d.oracle for d in deviations if d.oracle is not None)

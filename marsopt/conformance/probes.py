@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from marsopt.conformance.model import simulate
-from marsopt.conformance.recordings import AUTHORS, TYPES, Case, recorded, table
+from marsopt.conformance.recordings import AUTHORS, TYPES, Arrays, Case, recorded, table
 
 FAINT = 1e-7  # times the gradients: eps shows
 
@@ -46,7 +46,9 @@ def faint(case: Case) -> Case:
     """Return a case with gradients so small that it shows where eps is added; the
     oracle tells what comes of it.
     """
-    grads = [{n: np.float32(FAINT) * g for n, g in row.items()} for row in case.grads]
+    grads: list[Arrays] = [
+        {n: np.float32(FAINT) * g for n, g in row.items()} for row in case.grads
+    ]
     name = case.name.replace("-clip", "-faint")
     small = replace(case, name=name, grads=grads)
     return replace(small, params=list(simulate(small)))

@@ -77,13 +77,14 @@ class Case:
         if self.arguments["mars_type"] != "mars-shampoo" or len(shape) != 2:
             return TOLERANCE
         scale = max(1.0, shape[0] / shape[1]) ** 0.5
-        return TOLERANCE_NS * scale * sum(self.lrs[: step + 1])
+        return float(TOLERANCE_NS * scale * sum(self.lrs[: step + 1]))
 
 
 @cache
 def table() -> dict[str, Any]:
     """Return recordings.json."""
-    return json.loads((HERE / "recordings.json").read_text())
+    found: dict[str, Any] = json.loads((HERE / "recordings.json").read_text())
+    return found
 
 
 @cache

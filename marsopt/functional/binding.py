@@ -5,7 +5,7 @@ they start, and to which matrices its rows belong.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,8 +107,8 @@ def start_at_owner(
     num, part = len(owns.numbers), owns.of(buffer).part
     shape = buffer.shape(algorithm.matrices.shape_in(p.shape), algorithm.matrices)
     if part is not None:
-        shape = [*shape[: part.dim], part.length, *shape[part.dim + 1 :]]
-    made = dict(dtype=algorithm.dtype_of(buffer, p), device=p.device)
+        shape = torch.Size((*shape[: part.dim], part.length, *shape[part.dim + 1 :]))
+    made: dict[str, Any] = dict(dtype=algorithm.dtype_of(buffer, p), device=p.device)
     if buffer.start == "identity":
         one = torch.eye(shape[-1], **made)
         return one.expand(num, *shape).clone()

@@ -100,7 +100,7 @@ def at_owner(requests: Sequence[Request]) -> list[Whole]:
     call of each; where buffers are kept, of each large matrix, so that what becomes of
     them is let go of before the next.
     """
-    calls: dict[tuple, list[int]] = {}
+    calls: dict[tuple[Hashable, ...], list[int]] = {}
     for i, one in enumerate(requests):
         # len, not bool: torch 2.11 cannot trace bool of a tuple
         alone = len(one.given.owned) > 0 and one.given.matrix.numel() >= LARGE

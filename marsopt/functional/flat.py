@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from marsopt.functional.stacks import empty_stacks, group_by
 from marsopt.functional.trees import (
+    AnyTree,
+    Name,
     Tree,
     check_parameter,
     flatten,
@@ -108,7 +111,7 @@ class FlatGroup(Mapping[str, Tensor]):
         )
         return cls(packing, stacks)
 
-    def unpack(self) -> dict | list:
+    def unpack(self) -> dict[str, Tensor] | list[Tensor]:
         """The leaves as views, in a dict or list as they were given; gradients of
         the views flow into the stacks.
         """
@@ -166,14 +169,14 @@ pytree.register_pytree_node(
 )
 
 
-def rebuild(like: Tree, leaves: Sequence[Tensor]) -> Tree:
+def rebuild(like: AnyTree, leaves: Sequence[Tensor]) -> AnyTree:
     """``leaves`` in the container of ``like``, a FlatGroup for one."""
     if isinstance(like, FlatGroup):
         return FlatGroup(like.packing, leaves)
     return like_tree(like, leaves)
 
 
-def subtree(tree: Tree, part: Sequence) -> FlatGroup | dict:
+def subtree(tree: Tree, part: Sequence[Name]) -> FlatGroup | dict[Any, Tensor]:
     """The leaves of ``tree`` that ``part`` names, as a mapping."""
     if isinstance(tree, FlatGroup):
         return tree.subset(part)

@@ -143,10 +143,12 @@ def _everything() -> Table:
 
 @cache
 def _every(preconditioners: frozenset[type], corrections: frozenset[type]) -> Table:
-    by_name = {"key": lambda component: component.__name__}  # in one order everywhere
+    def by_name(component: type) -> str:
+        return component.__name__  # in one order everywhere
+
     found: dict[str, Hyperparameter] = {}
-    for kind in sorted(corrections, **by_name):
-        for preconditioner in sorted(preconditioners, **by_name):
+    for kind in sorted(corrections, key=by_name):
+        for preconditioner in sorted(preconditioners, key=by_name):
             found = {**_joined(preconditioner, kind), **found}
     return found
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from marsopt.functional.binding import sides
 from marsopt.functional.collectives import LOCAL, Collectives
@@ -21,6 +22,7 @@ from marsopt.functional.state import State, bind, held, iterates, new_state, tre
 from marsopt.functional.step import advance, assess
 from marsopt.functional.trees import (
     AnyTree,
+    Name,
     Tree,
     check_container,
     flatten,
@@ -196,7 +198,8 @@ class Rule:
             groups, members, max_norm=self.max_norm, collectives=collectives
         )
         done = advance(groups, members, decision, collectives=collectives)
-        moved, first = {}, 0
+        moved: dict[Name, Tensor] = {}
+        first = 0
         for (side, algorithm, part), group, behind in zip(
             sides, groups, decision.behind, strict=True
         ):
@@ -216,9 +219,7 @@ class Rule:
         new = rebuild(params, [moved[name] for name in names(params)])
         return new, self._join(states)
 
-    def anchor(
-        self, params: Tree, grads: Tree, state: AnyState
-    ) -> AnyState:
+    def anchor(self, params: Tree, grads: Tree, state: AnyState) -> AnyState:
         """Return the state with a new anchor, for ``correction="svrg"``.
 
         Args:
@@ -273,7 +274,8 @@ class Rule:
         Raises:
             ValueError: a state of another rule or of other parameters.
         """
-        states, found = self._split(state), {}
+        states = self._split(state)
+        found: dict[Name, Tensor] = {}
         for side, algorithm, part in self._sides(params):
             tree = _part(params, part)
             leaves = flatten(tree, "params")
@@ -284,7 +286,7 @@ class Rule:
 
     # ---- sides -----------------------------------------------------------------------
 
-    def _sides(self, params: Tree) -> list[tuple[str, Algorithm, list | None]]:
+    def _sides(self, params: Tree) -> list[tuple[str, Algorithm, list[Name] | None]]:
         """Return who takes the leaves of which names (None: all), in the order of
         ``params``; a side without any is left out.
         """
@@ -319,7 +321,7 @@ class Rule:
                 f"got a {type(state).__name__}, expected {expected.__name__}: make the "
                 "state by init of this rule"
             )
-        if self.rest is None:
+        if isinstance(state, State):
             return {"matrix": state}
         return {"matrix": state.matrix, "rest": state.rest}
 
@@ -354,6 +356,6 @@ def _count(algorithm: Algorithm, state: State) -> int:
     return int(state.t) if algorithm.has_stages else 0
 
 
-def _part(tree: Tree, part: list | None) -> Tree:
+def _part(tree: Tree, part: list[Name] | None) -> Tree:
     """Return the leaves of these names; None: all."""
     return tree if part is None else subtree(tree, part)

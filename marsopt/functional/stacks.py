@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils.dlpack import to_dlpack
 
 ALIGNMENT = 64  # elements: a stack starts at a cache line in every dtype
+
+Item = TypeVar("Item")
 
 
 def group_by(keys: Sequence[Hashable]) -> list[list[int]]:
@@ -24,7 +27,7 @@ def group_by(keys: Sequence[Hashable]) -> list[list[int]]:
     return list(groups.values())
 
 
-def repeated(values: Sequence, times: int) -> Sequence:
+def repeated(values: Sequence[Item], times: int) -> Sequence[Item]:
     """``values``, each so many times in a row."""
     return values if times == 1 else [v for v in values for _ in range(times)]
 

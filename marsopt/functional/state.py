@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -270,7 +270,7 @@ def trees(
     """Return the leaves (or stacks of a FlatGroup) and the state after a step."""
     flat, leaves = isinstance(params, FlatGroup), flatten(params, "params")
 
-    def whole(parts) -> list[Tensor]:
+    def whole(parts: Iterable[Tensor]) -> list[Tensor]:
         if flat:
             return list(parts)
         return [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,10 @@ from marsopt.rules.preconditioner import MatrixCost, Whole
 ROW = 256  # elements; of shorter rows, as of a convolution, several are one
 
 
+Each = Callable[[Sequence[Stack]], list[Tensor]]  # e.g. ``products``
+Move = Callable[..., tuple[Stack, Tensor | None]]  # of a stack and its own columns
+
+
 # ---- how parts of a step are run -----------------------------------------------------
 
 
@@ -45,19 +49,19 @@ class Run(Protocol):
     def is_fused(self) -> bool:
         """Whether ``assess_alone`` is to be one call: one process has everything."""
 
-    def call(self, function: Callable, *args):
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return ``function(*args)``, which writes nothing."""
 
-    def meet(self, what: str, function: Callable, *args):
+    def meet(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         """Return ``function(*args)``, in which ranks meet for ``what``: no graph."""
 
-    def each(self, function: Callable, stacks: Sequence[Stack]) -> list[Tensor]:
+    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
         """Return ``function(stacks)``, a list with one tensor per stack; it may be
         called with some of them at a time.
         """
 
     def move(
-        self, function: Callable, stacks: Sequence[Stack], *columns: Sequence
+        self, function: Move, stacks: Sequence[Stack], *columns: Sequence[Any]
     ) -> tuple[list[Stack], list[Tensor | None]]:
         """Return the new stacks and what else ``function`` returns, for each stack with
         its own of ``columns``. Stacks whose first of them is None are skipped.
@@ -81,26 +85,31 @@ class Pure:
 
     is_fused = False
 
-    def call(self, function, *args):
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
-    def meet(self, what, function, *args):
+    def meet(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
-    def each(self, function, stacks):
+    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
         return function(stacks)
 
-    def move(self, function, stacks, *columns):
-        moved, more = list(stacks), [None] * len(stacks)
+    def move(
+        self, function: Move, stacks: Sequence[Stack], *columns: Sequence[Any]
+    ) -> tuple[list[Stack], list[Tensor | None]]:
+        moved = list(stacks)
+        more: list[Tensor | None] = [None] * len(stacks)
         for i, (stack, *own) in enumerate(zip(stacks, *columns, strict=True)):
             if own[0] is not None:
                 moved[i], more[i] = function(stack, *own)
         return moved, more
 
-    def portions(self, stacks):
+    def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
         return [range(len(stacks))]
 
-    def store(self, ok, old, new):
+    def store(
+        self, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor, ...] | None:
         pairs = zip(old, new, strict=True)
         return tuple(
             o if n is None else torch.where(ok, n.to(o.dtype), o) for o, n in pairs
@@ -140,7 +149,7 @@ def assess(
     if run.is_fused:
         return run.call(assess_alone, groups, live, max_norm)
     stacks = stacks_of(groups)
-    leaves = []
+    leaves: list[Tensor] = []
     for stack, own in zip(stacks, members, strict=True):
         leaves += repeated(own.leaves, stack.num_clipped)
     partial = statistics(run.each(products, stacks), live)

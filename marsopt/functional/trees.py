@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from marsopt.rules.rounding import NARROW
 
 Tree = Sequence[Tensor] | Mapping[str, Tensor]
+Name = Any  # of a leaf: a key of a mapping, or a position in a sequence
 AnyTree = TypeVar("AnyTree", bound=Tree)  # comes back in the same container
 
 
@@ -30,20 +31,21 @@ def check_container(tree: Tree, what: str) -> None:
     )
 
 
-def like_tree(tree: Tree, leaves: Iterable[Tensor]) -> Tree:
+def like_tree(tree: Any, leaves: Iterable[Tensor]) -> Any:
     """Return ``leaves`` in a container like ``tree``."""
     if isinstance(tree, defaultdict):
         return defaultdict(tree.default_factory, zip(tree, leaves, strict=True))
+    kind: Any = type(tree)
     if isinstance(tree, Mapping):
-        return type(tree)(zip(tree, leaves, strict=True))
-    return tree._make(leaves) if _is_namedtuple(tree) else type(tree)(leaves)
+        return kind(zip(tree, leaves, strict=True))
+    return tree._make(leaves) if _is_namedtuple(tree) else kind(leaves)
 
 
 def _is_namedtuple(tree: Tree) -> bool:
     return isinstance(tree, tuple) and hasattr(tree, "_make")
 
 
-def names(tree: Tree) -> list:
+def names(tree: Tree) -> list[Name]:
     """What the leaves are called in messages: keys of a mapping, positions in a
     sequence.
     """

@@ -183,7 +183,7 @@ def _keys(
     params: Sequence[Tensor],
     collectives: Collectives,
     stacked: Callable[[Tensor, int], bool],
-) -> list:
+) -> list[Any]:
     """Return what parameters of one bucket share. Nothing here may differ from rank to
     rank: all ranks have to list their parameters in one order.
     """

@@ -22,6 +22,7 @@ from torch.autograd import profiler
 
 from marsopt.functional import step
 from marsopt.functional.stacks import group_by
+from marsopt.functional.step import Each, Move
 from marsopt.functional.step_types import Stack
 from marsopt.optim.direct import Direct
 
@@ -151,12 +152,12 @@ def announce() -> None:
 
 
 def compiled_where_possible(
-    function: Callable,
+    function: Callable[..., Any],
     *,
     required: bool,
     say: Callable[[int, str], None],
     options: Mapping[str, Any] | None = None,
-) -> Callable:
+) -> Callable[..., Any]:
     """``function``, compiled; eager wherever dynamo declines to trace. It takes what
     ``declined`` has returned before its arguments: asked once for many calls.
 
@@ -174,7 +175,7 @@ def compiled_where_possible(
     compiled = own_compile(function, options)
     broken = False
 
-    def call(off: str | None, *args):
+    def call(off: str | None, *args: Any) -> Any:
         nonlocal broken
         if off is not None:
             say(logging.INFO, f"the optimizer step runs eagerly {off}")
@@ -221,8 +222,8 @@ def once() -> Callable[[int, str], None]:
 
 
 def own_compile(
-    function: Callable, options: Mapping[str, Any] | None = None
-) -> Callable:
+    function: Callable[..., Any], options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
     """torch.compile with a cache of its own, called past Dynamo where that is safe.
 
     Dynamo keeps compiled code by code object: two optimizers that compile one function
@@ -263,7 +264,7 @@ RANGES = {
 }
 
 
-def named_range(name: str) -> AbstractContextManager:
+def named_range(name: str) -> AbstractContextManager[object]:
     """Return a range of this name in the trace of the profiler that runs, if one does:
     entering and leaving a range costs some microseconds.
     """
@@ -272,13 +273,13 @@ def named_range(name: str) -> AbstractContextManager:
     return nullcontext()
 
 
-def in_place(function: Callable) -> Callable:
+def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``step.update`` or ``step.apply`` over lists of stacks, whose results are
     written into the tensors that hold them. Its graph is called after it, with the
     underscore of what writes in place.
     """
 
-    def moved_(stacks: Sequence[Stack], *columns: Sequence) -> list[Tensor | None]:
+    def moved_(stacks: Sequence[Stack], *columns: Sequence[Any]) -> list[Tensor | None]:
         more = []
         for old, *own in zip(stacks, *columns, strict=True):
             new, made = function(old, *own)
@@ -290,7 +291,7 @@ def in_place(function: Callable) -> Callable:
     return moved_
 
 
-def _without(function: Callable) -> Callable:
+def _without(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` behind an argument that it does not need."""
     return lambda _, *args: function(*args)
 
@@ -328,10 +329,12 @@ class InPlace:
         self.is_fused = alone and len(calls) == 1
         self._alone = alone
         self._compile, self._required = compile, required
-        self._functions: dict[tuple[Callable, int], Callable] = {}
+        self._functions: dict[tuple[Callable[..., Any], int], Callable[..., Any]] = {}
         self._say = once()
 
-    def _compiled(self, function: Callable, graph: int = 0) -> Callable:
+    def _compiled(
+        self, function: Callable[..., Any], graph: int = 0
+    ) -> Callable[..., Any]:
         """Return ``function`` as calls of this graph take it, behind an argument: what
         ``declined`` has returned.
         """
@@ -351,20 +354,20 @@ class InPlace:
             self._functions[function, graph] = made
         return self._functions[function, graph]
 
-    def call(self, function: Callable, *args):
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
         with named_range(RANGES[function]):
             return self._compiled(function)(declined(), *args)
 
-    def meet(self, what: str, function: Callable, *args):
+    def meet(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         with named_range(f"marsopt: {what}"):
             return function(*args)
 
-    def each(self, function: Callable, stacks: Sequence[Stack]) -> list[Tensor]:
+    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
         with named_range(RANGES[function]):
             return self._by_calls(function, stacks)
 
     def move(
-        self, function: Callable, stacks: Sequence[Stack], *columns: Sequence
+        self, function: Move, stacks: Sequence[Stack], *columns: Sequence[Any]
     ) -> tuple[list[Stack], list[Tensor | None]]:
         with named_range(RANGES[function]):
             return list(stacks), self._by_calls(function, stacks, *columns)
@@ -381,12 +384,15 @@ class InPlace:
                 torch.where(ok, n.to(o.dtype), o, out=o)
 
     def _by_calls(
-        self, function: Callable, stacks: Sequence[Stack], *columns: Sequence
-    ) -> list:
+        self,
+        function: Callable[..., Any],
+        stacks: Sequence[Stack],
+        *columns: Sequence[Any],
+    ) -> list[Any]:
         """Return what ``function`` of lists gives, call by call, one item per stack.
         Stacks whose first of ``columns`` is None are skipped.
         """
-        found: list = [None] * len(stacks)
+        found: list[Any] = [None] * len(stacks)
         off = declined()
         for call in self.calls:
             mine = [i for i in call.stacks if not columns or columns[0][i] is not None]

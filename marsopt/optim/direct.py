@@ -78,7 +78,9 @@ class Direct:
         options: of inductor.
     """
 
-    def __init__(self, function: Callable, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], options: Mapping[str, Any]
+    ) -> None:
         self._compiled = torch.compile(
             function,
             backend=_inductor,
@@ -98,9 +100,10 @@ class Direct:
                     return route.take(graph, leaves)
         return self._through_dynamo(args, leaves)
 
-    def _through_dynamo(self, args: tuple, leaves: Sequence[Tensor]) -> Any:
+    def _through_dynamo(self, args: tuple[Any, ...], leaves: Sequence[Tensor]) -> Any:
         before = getattr(_calls, "seen", None)
-        _calls.seen = seen = []
+        seen: list[Any] = []
+        _calls.seen = seen
         try:
             found = self._compiled(*args)
         finally:
@@ -184,7 +187,7 @@ class _Route:
 
 
 def _route(
-    args: tuple,
+    args: tuple[Any, ...],
     leaves: Sequence[Tensor],
     graph: Graph,
     inputs: Sequence[Any],

@@ -32,6 +32,8 @@ from marsopt.rules.life import Held
 WIDEST_LOAD = 16  # bytes: a GPU's, at multiples of as many
 PATTERNS = 64  # of missing gradients that are kept: a mixture of experts has no end
 
+Copies = tuple[list[Tensor], list[Tensor]]  # of what is to be copied: to, from
+
 
 class Layout:
     """Made from groups and state, and made anew when ``fits`` says so.
@@ -169,7 +171,7 @@ class Layout:
         self._check_gradients()
         return state is self._state and self._sign()[0] == self._signature
 
-    def _sign(self) -> tuple[list, list]:
+    def _sign(self) -> tuple[list[Any], list[Any]]:
         """Return all that a layout depends on: formulas, who moves in which dtype, and
         which tensors hold the state; and the objects, which keep their ids while this
         does.
@@ -178,7 +180,7 @@ class Layout:
         bucket: who replaces state (to move it off the device and back) replaces all.
         """
         state, groups = self._state, list(self._groups)
-        seen: list = [*groups, *self._every]
+        seen: list[Any] = [*groups, *self._every]
         seen += [state.get(p, {}).get("step") for p in self.params]
         for bucket in self.buckets:
             keys = {buffer.key for buffer in bucket.algorithm.buffers.values()}
@@ -233,9 +235,10 @@ class Layout:
         refreshed = [hyper.refresh() for hyper in self._hyper]  # all of them
         if any(refreshed):
             self._digest = None
-        copies: tuple[list[Tensor], list[Tensor]] = ([], [])
+        copies: Copies = ([], [])
         self._away, self._moved = ([], []), []
-        number, live, found = 0, [], []
+        number, found = 0, []
+        live: list[bool] = []
         for group in self.groups:
             stacks = []
             for bucket in group.buckets:
@@ -255,7 +258,7 @@ class Layout:
         return self._digest
 
     def _stack(
-        self, number: int, bucket: ParameterBucket, copies, live: list[bool]
+        self, number: int, bucket: ParameterBucket, copies: Copies, live: list[bool]
     ) -> Stack:
         pieces = bucket.pieces()
         x = bucket.flattened(pieces)
@@ -280,7 +283,7 @@ class Layout:
         number: int,
         bucket: ParameterBucket,
         pieces: list[Tensor],
-        copies,
+        copies: Copies,
         live: list[bool],
     ) -> Tensor:
         local = bucket.collectives.local
@@ -305,7 +308,13 @@ class Layout:
         return self._scratch_stack(number, "g", like, copies, strides, dtype)[0]
 
     def _scratch_stack(
-        self, number: int, role: str, leaves, copies, strides=None, dtype=None
+        self,
+        number: int,
+        role: str,
+        leaves: Sequence[Tensor],
+        copies: Copies,
+        strides: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return a scratch stack and its rows; the leaves are noted down to be copied
         into them.
@@ -313,7 +322,7 @@ class Layout:
         first, dtype = leaves[0], dtype or leaves[0].dtype
         scratch, rows = self.scratch.get((number, role), (None, ()))
         if scratch is None or scratch.dtype != dtype:
-            made = dict(dtype=dtype, device=first.device)
+            made: dict[str, Any] = dict(dtype=dtype, device=first.device)
             if strides is not None and len(leaves) == 1:
                 scratch = torch.empty_strided(first.shape, strides, **made)[None]
             else:

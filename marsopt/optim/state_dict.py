@@ -51,7 +51,9 @@ def _is_ours(key: str) -> bool:
     return key == "step" or key in STATE_KEYS
 
 
-def check_ids(labelled: Sequence[tuple[Tensor, str]], saved: Mapping[str, Any]) -> list:
+def check_ids(
+    labelled: Sequence[tuple[Tensor, str]], saved: Mapping[str, Any]
+) -> list[Any]:
     """Return the ids under which ``saved`` knows the parameters, in their order.
 
     Raises:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ class Writes:
     def __enter__(self) -> None:
         self.are_torn = True
 
-    def __exit__(self, error: type | None, *_) -> None:
+    def __exit__(self, error: type | None, *_: object) -> None:
         self.are_torn = error is not None
 
     def check(self, what: str) -> None:
@@ -77,7 +77,9 @@ class Standstill:
             self._note(self._num_steps, int(skipped), say)
             return
         if self._sent is None:
-            own = dict(dtype=skipped.dtype, device="cpu", pin_memory=skipped.is_cuda)
+            own: dict[str, Any] = dict(
+                dtype=skipped.dtype, device="cpu", pin_memory=skipped.is_cuda
+            )
             self._sent = torch.zeros((), **own)
         elif int(self._sent) == UNDER_WAY:
             return
@@ -138,15 +140,16 @@ class FollowMode:
     def __init__(self, optimizer: Modes | None = None) -> None:
         self._found = None if optimizer is None else weakref.ref(optimizer)
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), ()
 
-    def __call__(self, module: nn.Module, *_) -> None:
+    def __call__(self, module: nn.Module, *_: object) -> None:
         optimizer = None if self._found is None else self._found()
         if optimizer is not None and not optimizer.is_in(module.training):
             self._switch(optimizer, module.training)
 
-    @torch.compiler.disable  # in place of a graph that writes parameters
+    # in place of a graph that writes parameters
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _switch(self, optimizer: Modes, train: bool) -> None:
         optimizer.train() if train else optimizer.eval()
 
@@ -154,7 +157,7 @@ class FollowMode:
 class LendIterates(FollowMode):
     """A pre-hook of ``state_dict``, which then holds what is trained in any mode."""
 
-    def __call__(self, *_) -> None:
+    def __call__(self, *_: object) -> None:
         optimizer = None if self._found is None else self._found()
         if optimizer is not None:
             optimizer.lend()

@@ -115,7 +115,7 @@ def _make_folder(option: str, path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             return
         except OSError as error:
-            why = error.strerror
+            why = str(error.strerror)
     raise ValueError(
         f"got {option} {path} ({why}), expected a file in a folder that exists or can "
         "be made: name another"

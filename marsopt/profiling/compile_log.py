@@ -120,7 +120,8 @@ class CompileLog:
         graph = self.graphs.get(str(CompileContext.current_compile_id()))
         if graph is None:
             return
-        for node, words in record.args["nodes_num_elem"]:  # of four bytes
+        told: Any = record.args
+        for node, words in told["nodes_num_elem"]:  # of four bytes
             if not isinstance(node, NopKernelSchedulerNode):
                 flagged = _flagged_bytes(node)
                 graph.kernels.append(
@@ -134,7 +135,7 @@ class CompileLog:
                 )
 
 
-def _input_bytes(node) -> int:
+def _input_bytes(node: Any) -> int:
     """Return the bytes of the largest tensor that a kernel reads of those that its
     graph was given.
     """
@@ -145,7 +146,7 @@ def _input_bytes(node) -> int:
     return max((dep.numbytes_hint() for dep in reads), default=0)
 
 
-def _flagged_bytes(node) -> int:
+def _flagged_bytes(node: Any) -> int:
     """Return what a kernel loads only where a flag in memory is set, which inductor
     counts as read: loads behind a mask that depends on loaded values alone, not on the
     position (as that of a padding does). Transport's step reads y so, where a step is
@@ -171,11 +172,11 @@ def _flagged_bytes(node) -> int:
     return found
 
 
-def _loads(nodes) -> list:
+def _loads(nodes: list[Any]) -> list[Any]:
     return [n for n in nodes if n.op == "call_method" and n.target == "load"]
 
 
-def _knows_position(value) -> bool:
+def _knows_position(value: Any) -> bool:
     """Whether an index has a part in a value, other than where it is loaded from."""
     if value.op == "call_method" and value.target == "load":
         return False
@@ -217,7 +218,7 @@ def _metrics_to(take: Callable[[logging.LogRecord], None]) -> Iterator[None]:
         return False  # nobody prints it
 
     level, total = logger.level, metrics.num_bytes_accessed
-    lists: tuple[list, list] = (metrics.nodes_num_elem, metrics.node_runtimes)
+    lists: tuple[list[Any], list[Any]] = (metrics.nodes_num_elem, metrics.node_runtimes)
     lengths = [len(part) for part in lists]
     logger.setLevel(logging.INFO)
     logger.addFilter(caught)

@@ -58,7 +58,10 @@ def param_groups(params: Mapping[str, Tensor], rule: str) -> list[dict[str, Any]
     split = [[(n, p) for n, p in params.items() if (n in beside) == b] for b in (0, 1)]
     adamw = {"mars_type": "adamw", "betas": (0.9, 0.95)}
     own = adamw if row.fallback == "adamw" else {}
-    groups = [{"params": split[0]}, {"params": split[1], **own}]
+    groups: list[dict[str, Any]] = [
+        {"params": split[0]},
+        {"params": split[1], **own},
+    ]
     return [group for group in groups if group["params"]]
 
 
@@ -89,7 +92,9 @@ class Subject:
         }
         for p in named.values():
             p.grad = 1e-3 * torch.randn_like(p)
-        options = dict(lr=1e-4, max_norm=1.0, h_dtype=h_dtype, compile=True)
+        options: dict[str, Any] = dict(
+            lr=1e-4, max_norm=1.0, h_dtype=h_dtype, compile=True
+        )
         options |= dict(correction=correction, store_iterate=store_iterate)
         self.optimizer = MARS(param_groups(named, rule), mars_type=rule, **options)
         if joined:

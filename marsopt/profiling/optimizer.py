@@ -170,7 +170,12 @@ def products_rate(
         wide, square = torch.empty_like(x), torch.empty_like(gram)
         flops += count * (4 * long * short**2 + 2 * short**3)
 
-        def products(x=x, gram=gram, wide=wide, square=square) -> None:
+        def products(
+            x: Tensor = x,
+            gram: Tensor = gram,
+            wide: Tensor = wide,
+            square: Tensor = square,
+        ) -> None:
             torch.bmm(x, x.mT, out=square)
             torch.bmm(gram, gram, out=square)
             torch.bmm(gram, x, out=wide)

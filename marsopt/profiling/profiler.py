@@ -99,9 +99,12 @@ def profile(
         if progress:
             print(f"profile: {what}", file=sys.stderr, flush=True)
 
-    function = torch.compile(step_fn) if compile else step_fn
+    function: Callable[..., object] = torch.compile(step_fn) if compile else step_fn
     torch.compiler.reset()
-    with _uncached(cold), listening(compile_log and Path(compile_log), tell) as log:
+    with (
+        _uncached(cold),
+        listening(Path(compile_log) if compile_log else None, tell) as log,
+    ):
         caches = "with empty caches on disk" if cold else "with the caches on disk"
         tell(f"the first call, for which all is compiled anew, {caches}")
         first = timed().host
@@ -112,7 +115,7 @@ def profile(
         tell(f"{steps} calls, which are timed")
         times = [timed() for _ in range(steps)]
         tell("a call under torch.profiler")
-        found = traced(lambda: function(*args), device, trace and Path(trace))
+        found = traced(lambda: function(*args), device, Path(trace) if trace else None)
     tell("a copy, to compare with")
     for key, graph in log.graphs.items():
         graph.num_runs = found.num_runs[key]
@@ -229,7 +232,8 @@ def _num_eager_ops(events: Sequence[Mapping[str, Any]]) -> int:
         if span.get("ph") == "X" and span["name"].startswith(("aten::", *COMPILED))
     ]
     spans.sort(key=lambda span: (span["ts"], -span["dur"]))
-    found, ends = 0, {}  # of each thread's last outermost span
+    found = 0
+    ends: dict[int, float] = {}  # of each thread's last outermost span
     for span in spans:
         if span["ts"] >= ends.get(span["tid"], -math.inf):
             found += span["name"].startswith("aten::")

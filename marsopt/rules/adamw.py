@@ -5,15 +5,17 @@ momentum: NAdamW (Dozat, Incorporating Nesterov Momentum into Adam, ICLR worksho
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
 from marsopt.rules.hyperparameters import number
-from marsopt.rules.preconditioner import Preconditioner
+from marsopt.rules.preconditioner import Preconditioner, Tensors
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,15 +79,17 @@ class AdamW(Preconditioner):
         return self.betas[0]
 
     @property
-    def num_behind(self):
+    def num_behind(self) -> int:
         # the former looks at c, that nobody keeps; the latter at the sign of x
         return 0 if self.nesterov or self.cautious_weight_decay else 4
 
     @property
-    def buffers(self):
+    def buffers(self) -> dict[str, Buffer]:
         return {s: b for s, b in self.keeps.items() if s != "v_max" or self.amsgrad}
 
-    def scalars(self, t, lr, w=None):
+    def scalars(
+        self, t: Tensor, lr: Number, w: Number | None = None
+    ) -> tuple[Number, ...]:
         beta1, beta2 = self.betas
         root = (1 - beta2**t).sqrt()
         eps = self.eps / root if self.epsilon_hat else self.eps
@@ -95,7 +99,9 @@ class AdamW(Preconditioner):
         rate_m = lr * beta1 / (1 - beta1 ** (t + 1))
         return 1 / root, eps, decay, rate_m, (1 - beta1) * rate
 
-    def update(self, x, c, buffers, s):
+    def update(
+        self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
         (beta1, beta2), (debias, eps, decay, rate_m, *rate_c) = self.betas, s
         m = beta1 * buffers["m"] + (1 - beta1) * c
         v = largest = beta2 * buffers["v"] + (1 - beta2) * (c * c)
@@ -106,7 +112,9 @@ class AdamW(Preconditioner):
         step = step / (torch.sqrt(largest) * debias + eps)
         return self.decay_of(x, step, decay) * x - step, new
 
-    def look_ahead(self, s, k, dtype):
+    def look_ahead(
+        self, s: tuple[Number, ...], k: Tensor, dtype: torch.dtype
+    ) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
         """With u = m / (sqrt(v) debias + eps) and e = lr weight_decay a step is
 
             x' = x + d,  d = -(e x + rate u)
@@ -129,18 +137,18 @@ class AdamW(Preconditioner):
         numbers = back * e, back * rate, debias, eps
         return (debias, eps, decay, (1 + k) * rate), numbers
 
-    def behind(self, y, buffers, numbers):
+    def behind(self, y: Tensor, buffers: Tensors, numbers: Sequence[Tensor]) -> Tensor:
         e, rate, *_ = numbers
         d = e * y + rate * self._direction(buffers, numbers)
         # before the first step, and where somebody has written y, there is no number
         return y + torch.where(rate == 0, torch.zeros_like(rate), d)
 
-    def ahead(self, x, buffers, numbers):
+    def ahead(self, x: Tensor, buffers: Tensors, numbers: Sequence[Tensor]) -> Tensor:
         e, rate, *_ = numbers
         y = (x - rate * self._direction(buffers, numbers)) / (1 + e)
         return torch.where(rate == 0, x, y)
 
-    def _direction(self, buffers, numbers):
+    def _direction(self, buffers: Tensors, numbers: Sequence[Tensor]) -> Tensor:
         """Return u of the step that has left these."""
         _, _, debias, eps = numbers
         largest = buffers["v_max" if self.amsgrad else "v"]

@@ -135,7 +135,7 @@ def none_or(check: Callable[[str, Number], None]) -> Callable[..., None]:
     return lambda name, value: None if value is None else check(name, value)
 
 
-def one_of(values: tuple) -> Callable[[str, object], None]:
+def one_of(values: tuple[object, ...]) -> Callable[[str, object], None]:
     """Return a check for one of these values."""
 
     def check(name: str, value: object) -> None:

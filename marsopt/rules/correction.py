@@ -175,15 +175,15 @@ class Approximate(Correction):
     def is_linear(self) -> bool:
         return self.clip is None
 
-    def coefficients(self, beta1, gamma):
+    def coefficients(self, beta1: Number, gamma: Number) -> tuple[Number, ...]:
         k = scale(beta1, gamma)
         return 1 + k, -k
 
-    def kept(self, g, old):
+    def kept(self, g: Tensor, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"h": g}
 
 
-def pairs(values: Sequence) -> list[tuple[int, int]]:
+def pairs(values: Sequence[object]) -> list[tuple[int, int]]:
     """Return the positions (i, j), i <= j, of all pairs, (0, 0) first."""
     return [(i, j) for i in range(len(values)) for j in range(i, len(values))]
 

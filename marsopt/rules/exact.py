@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from marsopt.rules.buffers import Buffer
+from marsopt.rules.checks import Number
 from marsopt.rules.correction import Correction, scale
 from marsopt.rules.dtypes import working
 from marsopt.rules.life import Factor, Held, Life
@@ -117,13 +119,18 @@ class NextGradients(Life):
                 h.zero_() if row is None else h.copy_(row)
         self._full, self._owed, self._fresh = False, False, True
 
-    def loaded(self, held, entries, ahead):
+    def loaded(
+        self,
+        held: Sequence[Held],
+        entries: Mapping[Tensor, Mapping[str, Any]],
+        ahead: bool,
+    ) -> None:
         self._forget(fresh=True)
 
     def carried(self) -> bool:
         return self._fresh
 
-    def resumed(self, held, carried):
+    def resumed(self, held: Sequence[Held], carried: Any) -> None:
         self._forget(fresh=carried)
 
 
@@ -158,7 +165,7 @@ class Exact(Correction):
     keeps = {"h": Buffer("last_grad", dtype="gradient")}
     life = NextGradients
 
-    def coefficients(self, beta1, gamma):
+    def coefficients(self, beta1: Number, gamma: Number) -> tuple[Number, ...]:
         k = scale(beta1, gamma)
         return 1 + k, -k
 
@@ -250,7 +257,9 @@ def _num_writes(g: Tensor, local: Callable[[Tensor], Tensor]) -> int:
     return g._version + (0 if piece is g else piece._version)
 
 
-def _hook(taken: TakenGradients, local: Callable[[Tensor], Tensor]) -> Callable:
+def _hook(
+    taken: TakenGradients, local: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], None]:
     """Return a hook that does not keep ``taken`` alive, which parameters outlive."""
     found = weakref.ref(taken)
 

@@ -181,7 +181,7 @@ def described(known: Table) -> str:
     )
 
 
-def _name(f: Field) -> str:
+def _name(f: Field[Any]) -> str:
     return f.metadata.get("name") or f.name
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
 from marsopt.rules.hyperparameters import number
-from marsopt.rules.preconditioner import Average, Preconditioner
+from marsopt.rules.preconditioner import Average, Preconditioner, Tensors
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,10 +47,14 @@ class Lion(Preconditioner):
     def beta1(self) -> Number:
         return self.betas[1]  # of the average
 
-    def scalars(self, t, lr, w=None):
+    def scalars(
+        self, t: Tensor, lr: Number, w: Number | None = None
+    ) -> tuple[Number, ...]:
         return lr, 1 - lr * self.weight_decay
 
-    def update(self, x, c, buffers, s):
+    def update(
+        self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
         (beta1, beta2), (rate, decay), m = self.betas, s, buffers["m"]
         step = rate * torch.sign(beta1 * m + (1 - beta1) * c)
         x = self.decay_of(x, step, decay) * x - step
@@ -79,8 +84,10 @@ class SignAverage(Average):
         tensor([0.9000, 0.9000, 0.9000])
     """
 
-    def update(self, x, c, buffers, s):
+    def update(
+        self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
         rate, decay, *w = s
-        m, u = self.average(buffers["m"], c, w)
+        m, u = self.average(buffers["m"], c, tuple(w))
         step = rate * torch.sign(u)
         return self.decay_of(x, step, decay) * x - step, {"m": m}

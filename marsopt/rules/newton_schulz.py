@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -146,7 +146,7 @@ def gram_matrix(x: Tensor) -> Tensor:
     return symmetric(x.mT, x, Triangle(x, x.shape[-1]) if _may_write(x) else None)
 
 
-def _products(x: Tensor):
+def _products(x: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """Return the product, and the sum with a product, of matrices or of batches. The
     latter rounds once where a sum of products rounds twice: half the error.
     """
@@ -174,7 +174,7 @@ def _may_write(x: Tensor) -> bool:
 HALF_RATE = 4
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def cpu_dtype() -> torch.dtype:
     """Return the precision that this CPU iterates in unless it is told another: bf16
     where it has instructions for it, else float32, of which bf16 would be emulated.
@@ -466,7 +466,7 @@ class NewtonSchulz:
         cols): one batched iteration per shape and dtype; on a CPU large ones one by
         one. Factors are in the precision that they were computed in.
         """
-        batches: dict[tuple, list[int]] = {}
+        batches: dict[tuple[Hashable, ...], list[int]] = {}
         for i, x in enumerate(matrices):
             batches.setdefault((*x.shape, x.dtype, x.device), []).append(i)
         out: list[Tensor] = list(matrices)

@@ -4,9 +4,11 @@ each row of the orthogonal factor; on MARS's corrected gradient: MARS-NorMuon.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer, one_per_row
@@ -14,7 +16,7 @@ from marsopt.rules.checks import Number
 from marsopt.rules.dtypes import working
 from marsopt.rules.hyperparameters import number, structure
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, MatrixAverage
-from marsopt.rules.preconditioner import Average, Whole
+from marsopt.rules.preconditioner import Average, Tensors, Whole
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,7 +64,7 @@ class NorMuon(MatrixAverage):
     row_inputs = ("r",)
     row_outputs = ("r", "weight")
 
-    def at_owner(self, given, stage):
+    def at_owner(self, given: Sequence[Whole], stage: Hashable) -> list[Whole]:
         found = []
         for one, made in zip(given, super().at_owner(given, stage), strict=True):
             o, (r,) = working(made.matrix), one.rows
@@ -75,5 +77,12 @@ class NorMuon(MatrixAverage):
             found.append(Whole(made.matrix, (r, w * rescale)))
         return found
 
-    def apply(self, x, o, rows, s, shape):
+    def apply(
+        self,
+        x: Tensor,
+        o: Tensor,
+        rows: Tensors,
+        s: tuple[Tensor, ...],
+        shape: torch.Size,
+    ) -> Tensor:
         return super().apply(x, rows["weight"] * o, rows, s, shape)

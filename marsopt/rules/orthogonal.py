@@ -5,14 +5,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from marsopt.rules import checks
+from marsopt.rules.checks import Number
 from marsopt.rules.hyperparameters import structure
 from marsopt.rules.newton_schulz import NewtonSchulz
-from marsopt.rules.preconditioner import Average, MatrixPreconditioner, Whole
+from marsopt.rules.preconditioner import (
+    Average,
+    MatrixPreconditioner,
+    SumUp,
+    Tensors,
+    Whole,
+)
 
 SCALES = ORIGINAL, MATCH_RMS_ADAMW = "original", "match_rms_adamw"  # as torch's Muon
 
@@ -56,19 +65,30 @@ class MatrixAverage(Average, MatrixPreconditioner):
     def cost(self) -> NewtonSchulz:
         return self.ns
 
-    def scalars(self, t, lr, w=None):
+    def scalars(
+        self, t: Tensor, lr: Number, w: Number | None = None
+    ) -> tuple[Number, ...]:
         return super().scalars(t, lr, 1 - self.momentum if self.nesterov else w)
 
-    def update(self, x, c, buffers, s):
+    def update(
+        self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
         _, _, *w = s
-        m, u = self.average(buffers["m"], c, w)
+        m, u = self.average(buffers["m"], c, tuple(w))
         return (None if u is m else u), {"m": m}
 
-    def at_owner(self, given, stage):
+    def at_owner(self, given: Sequence[Whole], stage: Hashable) -> list[Whole]:
         factors = self.ns.many([one.matrix for one in given])
         return [Whole(o) for o in factors]
 
-    def apply(self, x, o, rows, s, shape):
+    def apply(
+        self,
+        x: Tensor,
+        o: Tensor,
+        rows: Tensors,
+        s: tuple[Tensor, ...],
+        shape: torch.Size,
+    ) -> Tensor:
         rate, decay, *_ = s
         step = (rate * lr_scale(self.adjust_lr_fn, shape)) * o
         return self.decay_of(x, step, decay) * x - step
@@ -105,6 +125,8 @@ class Orthogonal(MatrixAverage):
 
     sums = True
 
-    def at_shards(self, given, dim, stage, sum_up):
+    def at_shards(
+        self, given: Sequence[Whole], dim: int, stage: Hashable, sum_up: SumUp
+    ) -> list[Whole]:
         shards = [one.matrix for one in given]
         return [Whole(o) for o in self.ns.of_shards(shards, dim, sum_up)]

@@ -281,7 +281,9 @@ class Average(Preconditioner):
     def averages(self) -> bool:
         return True
 
-    def scalars(self, t, lr, w=None):
+    def scalars(
+        self, t: Tensor, lr: Number, w: Number | None = None
+    ) -> tuple[Number, ...]:
         weights = () if w is None else (w,)
         return lr, 1 - lr * self.weight_decay, *weights
 

@@ -114,7 +114,8 @@ class NamedRule:
                 stands in their place where it is not None, lr_1d and so on; and
                 cautious_weight_decay.
         """
-        beside, numbers = self.hyperparameters, {}
+        beside = self.hyperparameters
+        numbers: dict[str, Any] = {}
         beside |= {name: value for name, value in given.items() if value is not None}
         for name in ("lr", "betas", "weight_decay", "gamma"):
             value = beside.get(f"{name}_1d")

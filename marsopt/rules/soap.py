@@ -27,7 +27,7 @@ from marsopt.rules.newton_schulz import (
     symmetric_flops,
 )
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, lr_scale
-from marsopt.rules.preconditioner import MatrixPreconditioner, SumUp, Whole
+from marsopt.rules.preconditioner import MatrixPreconditioner, SumUp, Tensors, Whole
 
 Sides = Literal["both", "short"]
 FIRST, REFRESH = "first", "refresh"  # stages
@@ -139,7 +139,7 @@ class SOAP(MatrixPreconditioner):
         return self.betas[0]
 
     @property
-    def buffers(self):
+    def buffers(self) -> dict[str, Buffer]:
         shapes = {"n": _one_number}
         shapes |= dict.fromkeys(("L", "QL"), partial(self._square, 0))
         shapes |= dict.fromkeys(("R", "QR"), partial(self._square, 1))
@@ -157,7 +157,9 @@ class SOAP(MatrixPreconditioner):
         ns = self.ns if self.orthogonalize else None
         return SOAPCost(self.sides, self.precondition_frequency, self.max_dim, ns)
 
-    def scalars(self, t, lr, w=None):
+    def scalars(
+        self, t: Tensor, lr: Number, w: Number | None = None
+    ) -> tuple[Number, ...]:
         beta1, beta2 = self.betas
         moves = (t > 1).to(t.dtype)  # not in the first step
         decay = 1 - moves * lr * self.weight_decay
@@ -166,10 +168,19 @@ class SOAP(MatrixPreconditioner):
         t = (t - 1).clamp(min=1)
         return moves * lr * (1 - beta2**t).sqrt() / (1 - beta1**t), decay
 
-    def update(self, x, c, buffers, s):
+    def update(
+        self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
         return c, {}
 
-    def apply(self, x, o, rows, s, shape):
+    def apply(
+        self,
+        x: Tensor,
+        o: Tensor,
+        rows: Tensors,
+        s: tuple[Tensor, ...],
+        shape: torch.Size,
+    ) -> Tensor:
         rate, decay = s
         if self.orthogonalize:
             step = (rate * lr_scale(self.adjust_lr_fn, shape)) * o
@@ -183,17 +194,19 @@ class SOAP(MatrixPreconditioner):
     def every(self) -> int:
         return self.precondition_frequency
 
-    def stage(self, count, number):
+    def stage(self, count: int, number: int) -> Hashable:
         if count == 0:
             return FIRST
         if self.stagger:
             count += number
         return REFRESH if count % self.precondition_frequency == 0 else None
 
-    def at_owner(self, given, stage):
+    def at_owner(self, given: Sequence[Whole], stage: Hashable) -> list[Whole]:
         return self._step(given, stage, None, 0)
 
-    def at_shards(self, given, dim, stage, sum_up):
+    def at_shards(
+        self, given: Sequence[Whole], dim: int, stage: Hashable, sum_up: SumUp
+    ) -> list[Whole]:
         return self._step(given, stage, sum_up, dim)
 
     def _step(
@@ -280,7 +293,7 @@ def _together(given: Sequence[Whole]) -> list[tuple[Whole, list[int]]]:
     """Return small matrices of one shape as a batch, with their positions; large ones
     one by one.
     """
-    alike: dict[tuple, list[int]] = {}
+    alike: dict[tuple[Hashable, ...], list[int]] = {}
     for i, one in enumerate(given):
         x = one.matrix
         alone = x.ndim > 2 or x.numel() >= LARGE

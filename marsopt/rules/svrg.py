@@ -5,10 +5,14 @@ gradients it is far behind plain ones, step for step ahead of them (docs/svrg.md
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from marsopt.rules.buffers import Buffer
+from marsopt.rules.checks import Number
 from marsopt.rules.correction import Correction
 from marsopt.rules.exact import put
 from marsopt.rules.life import Factor, Held, Life
@@ -106,13 +110,18 @@ class Snapshot(Life):
                 "one of the current parameters: leave the context first"
             )
 
-    def loaded(self, held, entries, ahead):
+    def loaded(
+        self,
+        held: Sequence[Held],
+        entries: Mapping[Tensor, Mapping[str, Any]],
+        ahead: bool,
+    ) -> None:
         self._fresh, self._anchored = False, any(one.has_stepped for one in held)
 
     def carried(self) -> tuple[bool, bool]:
         return self._fresh, self._anchored
 
-    def resumed(self, held, carried):
+    def resumed(self, held: Sequence[Held], carried: Any) -> None:
         self._fresh, self._anchored = carried
 
 
@@ -153,8 +162,8 @@ class SVRG(Correction):
     }
     life = Snapshot
 
-    def coefficients(self, beta1, gamma):
+    def coefficients(self, beta1: Number, gamma: Number) -> tuple[Number, ...]:
         return 1.0, -gamma, gamma
 
-    def anchored(self, x, g):
+    def anchored(self, x: Tensor, g: Tensor) -> dict[str, Tensor]:
         return {"snapshot": x, "mu": g}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from marsopt.rules import checks
 from marsopt.rules.buffers import AHEAD, LOOKAHEAD, Buffer
+from marsopt.rules.checks import Number
 from marsopt.rules.correction import Correction, scale
 from marsopt.rules.hyperparameters import structure
 from marsopt.rules.life import Held, Life
@@ -329,8 +330,8 @@ class Transport(Correction):
     suits_baselines = True
     life = Extrapolation
 
-    def coefficients(self, beta1, gamma):
+    def coefficients(self, beta1: Number, gamma: Number) -> tuple[Number, ...]:
         return (1.0,)
 
-    def extrapolation(self, beta1, gamma):
+    def extrapolation(self, beta1: Number, gamma: Number) -> Number:
         return scale(beta1, gamma)

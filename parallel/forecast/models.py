@@ -89,11 +89,12 @@ class Job:
         adamw = dict(mars_type="adamw", optimize_1d=False)
         beside = marsopt.mars(**{**self.options, **adamw}).matrix
         found: dict[tuple[Algorithm, torch.Size], list[str]] = {}
-        for is_beside, *who in ((False, rule.matrix, rule.rest), (True, beside, None)):
+        every = (False, rule.matrix, rule.rest), (True, beside, None)
+        for is_beside, matrix, rest in every:
             names = [n for n in self.shapes if (n in self.elementwise) == is_beside]
             shapes = [torch.Size(self.shapes[name]) for name in names]
             like = [torch.empty(shape, device="meta") for shape in shapes]
-            for side in sides(*who, like, shapes):
+            for side in sides(matrix, rest, like, shapes):
                 for i in side.members:
                     found.setdefault((side.algorithm, shapes[i]), []).append(names[i])
         return [Alike(*key, tuple(names)) for key, names in found.items()]
@@ -124,7 +125,8 @@ class Job:
                     'plan with matrices="2d" and without block_rows'
                 )
             sums = stack.algorithm.preconditioner.sums
-            matrix = Matrix(*stack.shape, 0, sums=sums)
+            rows, cols = stack.shape
+            matrix = Matrix(rows, cols, 0, sums=sums)
             found.update(dict.fromkeys(stack.names, matrix))
         return found
 

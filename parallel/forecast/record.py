@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Cut
@@ -31,6 +32,7 @@ from marsopt.functional.binding import (
     rounding_cuts,
 )
 from marsopt.functional.collectives import LOCAL, Collectives
+from marsopt.functional.step import Each, Move
 from marsopt.functional.step_types import (
     Hyperparameters,
     Members,
@@ -67,7 +69,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, there: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.most = 0
         self.collectives: list[tuple[str, float]] = []
         self._now = 0  # with what was freed since ``most`` has grown
@@ -76,7 +78,13 @@ class Recorder(TorchDispatchMode):
         for storage in (x.untyped_storage() for x in there):
             self._live[storage._cdata] = StorageWeakRef(storage), 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        function: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
         if function.namespace == "c10d":
             self._note(function.name().split(".")[0], args)
@@ -135,18 +143,20 @@ class Compiled:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def call(self, function, *args):
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
         with self._recorder.paused():  # numbers that ranks have summed up are real
             return function(*tree_map_only(Tensor, lambda x: x.to("meta"), args))
 
-    def meet(self, what, function, *args):
+    def meet(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
-    def each(self, function, stacks):
+    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
         with self._recorder.paused():
             return [torch.zeros(x.shape, dtype=x.dtype) for x in function(stacks)]
 
-    def move(self, function, stacks, *columns):
+    def move(
+        self, function: Move, stacks: Sequence[Stack], *columns: Sequence[Any]
+    ) -> tuple[list[Stack], list[Tensor | None]]:
         made: list[Tensor | None] = []
         for stack, *own in zip(stacks, *columns, strict=True):
             with self._recorder.paused():
@@ -154,10 +164,12 @@ class Compiled:
             self._recorder.take(made[-1])
         return list(stacks), made
 
-    def portions(self, stacks):
+    def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
         return [range(len(stacks))]
 
-    def store(self, ok, old, new):
+    def store(
+        self, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor, ...] | None:
         return None
 
 
@@ -184,7 +196,7 @@ def record(job: Job, sizes: Sequence[int], rank: int, machine: Machine) -> Recor
 
         def wrap(piece: Tensor, shape: torch.Size) -> Tensor:
             stride = torch.empty(shape, device="meta").stride()
-            laid_out = dict(shape=shape, stride=stride, run_check=False)
+            laid_out: dict[str, Any] = dict(shape=shape, stride=stride, run_check=False)
             return DTensor.from_local(piece, mesh, cuts, **laid_out)
 
         collectives = MeshCollectives(mesh, machine=machine)
@@ -205,7 +217,9 @@ def pretended(
             "got a process group, expected none in a process that forecasts: call "
             "forecast() before init_process_group()"
         )
-    own = dict(rank=rank, world_size=math.prod(sizes), store=FakeStore())
+    own: dict[str, Any] = dict(
+        rank=rank, world_size=math.prod(sizes), store=FakeStore()
+    )
     dist.init_process_group("fake", **own)
     axes = ("replicate", "shard")[-len(sizes) :]
     try:
@@ -259,8 +273,10 @@ def _record(job: Job, rank: Rank) -> Record:
     for is_warm in (False, True):  # ranks agree, once, on what they hold
         with Recorder([*stacks, *kept]) as recorder:
             groups = _groups(every, rank)
-            shared = dict(collectives=rank.collectives, run=Compiled(recorder))
-            told = dict(max_norm=1.0, digest="")
+            shared: dict[str, Any] = dict(
+                collectives=rank.collectives, run=Compiled(recorder)
+            )
+            told: dict[str, Any] = dict(max_norm=1.0, digest="")
             _, decision = step.assess(groups, members, **told, **shared)
             if is_warm:
                 step.advance(groups, members, decision, **shared)

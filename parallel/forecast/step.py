@@ -139,7 +139,7 @@ def _fullest(matrices: Sequence[Matrix], plan: Plan) -> list[int]:
     shares: dict[int, list[tuple[int, Matrix]]] = {}
     for i in plan.members("owner"):
         shares.setdefault(plan.owners[i], []).append((plan.buckets[i], matrices[i]))
-    alike: dict[frozenset, int] = {}
+    alike: dict[frozenset[tuple[tuple[int, Matrix], int]], int] = {}
     for rank in sorted(shares):
         alike.setdefault(frozenset(Counter(shares[rank]).items()), rank)
 

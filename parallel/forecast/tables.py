@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from .models import Job
 from .step import Forecast, Hardware, forecast
@@ -13,7 +14,9 @@ MEGA, GIGA, MILLI = 1e6, 2**30, 1e-3
 
 def table(job: Job, found: Forecast, every: bool) -> str:
     """Return each matrix's strategy and owner, and the totals."""
-    kinds, lines, matrices = Counter(), {}, job.matrices()
+    kinds: Counter[str] = Counter()
+    lines: dict[str, str] = {}
+    matrices = job.matrices()
     for (name, m), s, owner in zip(
         matrices.items(), found.plan.strategies, found.plan.owners, strict=True
     ):
@@ -155,7 +158,7 @@ def report(
     Raises:
         ValueError: replicas that do not divide the ranks, ``every`` of several jobs.
     """
-    sizes = dict(replicas=replicas, hardware=hardware)
+    sizes: dict[str, Any] = dict(replicas=replicas, hardware=hardware)
     if every or len(jobs) * len(ranks) == 1:
         job = only(jobs)
         parts = [title(what, job)]
