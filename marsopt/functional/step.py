@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,9 @@ from marsopt.rules.checks import Number
 from marsopt.rules.correction import pairs
 from marsopt.rules.dtypes import working, working_dtype
 from marsopt.rules.preconditioner import MatrixCost, Whole
+
+if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the shapes
+    from jaxtyping import Bool, Float
 
 ROW = 256  # elements; of shorter rows, as of a convolution, several are one
 
@@ -209,7 +212,9 @@ def row_dims(shape: Sequence[int], first: int) -> tuple[int, ...]:
     return tuple(range(start, len(shape)))
 
 
-def statistics(products: Sequence[Tensor], live: Tensor | None) -> Tensor:
+def statistics(
+    products: Sequence[Float[Tensor, "_ _"]], live: Bool[Tensor, " n"] | None
+) -> Float[Tensor, "n width"]:
     """Return (N, pairs + 1): the inner products of the parts that have a gradient here,
     else zeros, and in the last column how many ranks have one.
     """
@@ -224,7 +229,7 @@ def statistics(products: Sequence[Tensor], live: Tensor | None) -> Tensor:
     return sums if live is None else torch.where(live[:, None], sums, 0.0)
 
 
-def global_clip(grad_norm: Tensor, max_norm: Number) -> Tensor:
+def global_clip(grad_norm: Float[Tensor, ""], max_norm: Number) -> Float[Tensor, ""]:
     """Return torch.nn.utils.clip_grad_norm_'s factor on every gradient, its 1e-6
     included.
     """

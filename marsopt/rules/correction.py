@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
 from marsopt.rules.hyperparameters import check_fields, number, structure
 from marsopt.rules.life import Life
+
+if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the shapes
+    from jaxtyping import Float
 
 Per = Literal["matrix", "tensor"]
 
@@ -121,8 +124,12 @@ class Correction(ABC):
         )
 
     def weights(
-        self, beta1: Number, gamma: Number, a: Tensor, products: Tensor
-    ) -> tuple[Tensor, ...]:
+        self,
+        beta1: Number,
+        gamma: Number,
+        a: Float[Tensor, ""],
+        products: Float[Tensor, "n pairs"],
+    ) -> tuple[Float[Tensor, " n"], ...]:
         """Return (N,) weights of g and of each operand in c, for N tensors or matrices.
 
         Args:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from marsopt.rules.hyperparameters import structure
+
+if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the shapes
+    from jaxtyping import Float
 
 log = logging.getLogger(__name__)
 
@@ -107,14 +111,14 @@ def _part(x: Tensor, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
 
 
 def symmetric(
-    a: Tensor,
-    b: Tensor,
+    a: Float[Tensor, "*batch k n"],
+    b: Float[Tensor, "*batch n k"],
     into: Triangle | None,
     *,
-    add: Tensor | None = None,
+    add: Float[Tensor, "*batch k k"] | None = None,
     beta: float = 1.0,
     alpha: float = 1.0,
-) -> Tensor:
+) -> Float[Tensor, "*batch k k"]:
     """Return a b, or alpha a b + beta add, which the caller knows to be symmetric.
 
     Args:
@@ -141,7 +145,9 @@ def symmetric(
     return into.whole
 
 
-def gram_matrix(x: Tensor) -> Tensor:
+def gram_matrix(
+    x: Float[Tensor, "*batch rows cols"],
+) -> Float[Tensor, "*batch cols cols"]:
     """Return X^T X of (rows, cols), or of a batch of them."""
     return symmetric(x.mT, x, Triangle(x, x.shape[-1]) if _may_write(x) else None)
 
@@ -333,7 +339,9 @@ class NewtonSchulz:
             x = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
         return self._factors(x).reshape(matrices.shape).to(matrices.dtype)
 
-    def _factors(self, matrices: Tensor) -> Tensor:
+    def _factors(
+        self, matrices: Float[Tensor, "*batch rows cols"]
+    ) -> Float[Tensor, "*batch rows cols"]:
         """Of a matrix (rows, cols), or a batch (num, rows, cols), in the precision that
         they are computed in.
         """
@@ -344,7 +352,9 @@ class NewtonSchulz:
         # no name here holds the first iterate: it is written over
         return self._iterate(self._normalized(matrices, dtype))
 
-    def _normalized(self, matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    def _normalized(
+        self, matrices: Float[Tensor, "*batch rows cols"], dtype: torch.dtype
+    ) -> Float[Tensor, "*batch rows cols"]:
         """The first iterate, a new tensor."""
         norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
         norm = norm + self.eps
@@ -365,7 +375,9 @@ class NewtonSchulz:
             torch.div(m, n, out=o)
         return out
 
-    def _iterate(self, x: Tensor) -> Tensor:
+    def _iterate(
+        self, x: Float[Tensor, "*batch rows cols"]
+    ) -> Float[Tensor, "*batch rows cols"]:
         """All iterations on a normalized matrix, or a batch of them, which is written
         over: on an iterate and the next, a Gram matrix and its polynomial.
         """
@@ -387,7 +399,9 @@ class NewtonSchulz:
             x, after = made, x if writes else None
         return x
 
-    def _by_gram(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def _by_gram(
+        self, x: Float[Tensor, "*batch rows cols"], dtype: torch.dtype
+    ) -> Float[Tensor, "*batch rows cols"]:
         x = x.to(torch.promote_types(dtype, torch.float32))
         tall = x.shape[-2] > x.shape[-1]
         with full_float32():
@@ -401,7 +415,9 @@ class NewtonSchulz:
                 o.copy_(own @ q if tall else q.mT @ own)
             return out
 
-    def from_gram(self, gram: Tensor) -> Tensor:
+    def from_gram(
+        self, gram: Float[Tensor, "*batch k k"]
+    ) -> Float[Tensor, "*batch k k"]:
         """Q (..., k, k) with X Q the factor of X, from X^T X (..., k, k) alone.
 
         Every iterate is X times a polynomial in X^T X, so that a matrix cut into rows
@@ -547,7 +563,7 @@ class NewtonSchulz:
         return own // num_ranks + small
 
 
-def _aol(gram: Tensor) -> Tensor:
+def _aol(gram: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch k"]:
     """Return one over the roots of a Gram matrix's absolute row sums, (..., k)."""
     wide = torch.promote_types(gram.dtype, torch.float32)
     sums = torch.linalg.vector_norm(gram, 1, dim=-1, dtype=wide)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -28,6 +28,13 @@ from marsopt.rules.newton_schulz import (
 )
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, lr_scale
 from marsopt.rules.preconditioner import MatrixPreconditioner, SumUp, Tensors, Whole
+
+if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the shapes
+    from jaxtyping import Float, Int
+
+    Matrix = Float[Tensor, "*batch rows cols"]
+    Left = Float[Tensor, "*batch left left"]  # rows or, without a factor, 0
+    Right = Float[Tensor, "*batch right right"]
 
 Sides = Literal["both", "short"]
 FIRST, REFRESH = "first", "refresh"  # stages
@@ -331,13 +338,13 @@ def _exists(factor: Tensor) -> bool:
     return factor.shape[-1] > 0
 
 
-def _into(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def _into(x: Matrix, left: Left, right: Right) -> Matrix:
     """Return Q_L^T X Q_R."""
     x = left.mT @ x if _exists(left) else x
     return x @ right if _exists(right) else x
 
 
-def _back(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def _back(x: Matrix, left: Left, right: Right) -> Matrix:
     """Return Q_L X Q_R^T."""
     x = left @ x if _exists(left) else x
     return x @ right.mT if _exists(right) else x
@@ -350,7 +357,7 @@ def _mixed(old: Tensor, new: Tensor, weight: Number) -> Tensor:
     return torch.lerp(old, new, weight)
 
 
-def _in_order(x: Tensor, order: Tensor, dim: int) -> Tensor:
+def _in_order(x: Matrix, order: Int[Tensor, "*batch size"], dim: int) -> Matrix:
     """Return rows (dim -2) or columns (-1) of matrices in an order (..., size)."""
     if order.ndim == 1:
         return x.index_select(dim, order)
@@ -358,7 +365,7 @@ def _in_order(x: Tensor, order: Tensor, dim: int) -> Tensor:
     return torch.take_along_dim(x, order.unsqueeze(other), dim)
 
 
-def _eigenvectors(factor: Tensor) -> Tensor:
+def _eigenvectors(factor: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch k k"]:
     """Return those of symmetric matrices, of the largest eigenvalue first."""
     if not _exists(factor):
         return factor
@@ -369,7 +376,9 @@ def _eigenvectors(factor: Tensor) -> Tensor:
     return q.flip(-1)
 
 
-def _refreshed(factor: Tensor, basis: Tensor) -> tuple[Tensor, Tensor | None]:
+def _refreshed(
+    factor: Float[Tensor, "*batch k k"], basis: Float[Tensor, "*batch k k"]
+) -> tuple[Float[Tensor, "*batch k k"], Int[Tensor, "*batch k"] | None]:
     """Return the basis after one orthogonal iteration, and the order in which it takes
     the old one; None where there is no factor.
     """
