@@ -72,6 +72,11 @@ def test_stacks_of_one_dtype_share_one_buffer_and_leaves_are_views():
 def test_pack_refuses_what_no_stack_can_hold():
     with pytest.raises(TypeError, match="expected a sequence or mapping"):
         FlatGroup.pack(torch.zeros(3))
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"pass dict\(params.named_parameters\(\)\)"):
+        FlatGroup.pack(model)
+    with pytest.raises(TypeError, match=r"pass list\(params\)"):
+        FlatGroup.pack(model.parameters())
     with pytest.raises(ValueError, match="got no parameters"):
         FlatGroup.pack([])
     with pytest.raises(ValueError, match="use one FlatGroup per device"):

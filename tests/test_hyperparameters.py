@@ -218,6 +218,8 @@ def test_a_misspelt_argument_is_answered_with_the_nearest(door):
         door(whatever=3)
     with pytest.raises(AttributeError, match="no attribute 'powers'"):
         marsopt.powers  # noqa: B018
+    with pytest.raises(AttributeError, match="did you mean 'mars_adamw'"):
+        marsopt.mars_adam  # noqa: B018
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -353,3 +355,16 @@ def test_a_correction_may_build_on_what_it_keeps():
 
 def test_type_checkers_see_the_functions_as_they_are():
     assert named_stub.STUB.read_text() == named_stub.written()
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        ("fused", "leave out what it is not; how a step is run is no option"),
+        ("momentum", "did you mean 'betas' for 'momentum'"),
+        ("max_grad_norm", "did you mean 'max_norm' for"),
+    ],
+)
+def test_words_of_other_optimizers_are_answered(given, told):
+    with pytest.raises(TypeError, match=told):
+        MARS([nn.Parameter(torch.ones(2, 2))], **{given: True})

@@ -164,5 +164,7 @@ def __getattr__(name: str) -> Callable[..., Rule]:
     """Return the function of a rule that was registered later."""
     row = REGISTRY.get(canonical(name))
     if row is None or name != name.lower():
-        raise AttributeError(f"module 'marsopt' has no attribute {name!r}")
+        near = checks.closest(name, [n.replace("-", "_") for n in REGISTRY])
+        do = f"did you mean {near!r}?" if near else "marsopt.REGISTRY has all rules"
+        raise AttributeError(f"module 'marsopt' has no attribute {name!r}: {do}")
     return function(row)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from marsopt.rules.rounding import NARROW
 
@@ -59,10 +59,14 @@ def flatten(tree: Tree, what: str) -> list[Tensor]:
         TypeError: ``tree`` is a single tensor, or holds something that is not a tensor.
     """
     if isinstance(tree, Tensor) or not isinstance(tree, Mapping | Sequence):
+        do = f"[{what}] or {{name: tensor}}"
+        if isinstance(tree, nn.Module):
+            do = f"dict({what}.named_parameters())"
+        elif isinstance(tree, Iterable) and not isinstance(tree, Tensor):
+            do = f"list({what})"
         raise TypeError(
             f"got {what} of type {type(tree).__name__}, expected a sequence or mapping "
-            "of tensors: "
-            f"pass [{what}] or {{name: tensor}}"
+            f"of tensors: pass {do}"
         )
     flat = list(tree.values()) if isinstance(tree, Mapping) else list(tree)
     for name, leaf in zip(names(tree), flat, strict=True):

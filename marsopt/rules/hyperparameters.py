@@ -78,6 +78,18 @@ class Hyperparameter(NamedTuple):
 
 Table = Mapping[str, Hyperparameter]
 
+# what others call it, where the names are not alike
+ELSEWHERE = dict(
+    momentum="betas",
+    decay="weight_decay",
+    wd="weight_decay",
+    max_grad_norm="max_norm",
+    clip_grad_norm="max_norm",
+    cautious_wd="cautious_weight_decay",
+    backend_steps="ns_steps",
+)
+HOW = {"foreach", "fused", "capturable", "differentiable"}  # of torch.optim
+
 
 @cache
 def table(component: type) -> Table:
@@ -159,9 +171,11 @@ def check_names(given: Mapping[str, Any], known: Mapping[str, Any], what: str) -
     unknown = [name for name in given if name not in known]
     if not unknown:
         return
-    close = {n: checks.closest(n, known) for n in unknown}
-    meant = [f"{near!r} for {name!r}" for name, near in close.items() if near]
+    close = {n: checks.closest(n, known) or ELSEWHERE.get(n) for n in unknown}
+    meant = [f"{near!r} for {name!r}" for name, near in close.items() if near in known]
     do = f"did you mean {', '.join(meant)}?" if meant else "leave out what it is not"
+    if HOW.intersection(unknown):
+        do += "; how a step is run is no option: it is compiled, and may be captured"
     raise TypeError(
         f"got {sorted(unknown)}, expected arguments of {what} "
         f"({', '.join(sorted(known))}): {do}"
