@@ -251,7 +251,7 @@ def small_long() -> Study:
         title="0.1M parameters, 80 tokens each",
         setting=replace(SMALL, steps=4 * SMALL.steps),
         methods=_near(TWO, 1.0, SEEDS),
-        trials=10,
+        trials=14,
         num_draws=4,
     )
 
