@@ -46,8 +46,7 @@ train: $(VENV)/ready $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
 
 test: lint $(VENV)/evaluate $(VENV)/examples $(VENV)/docs $(VENV)-triton/ready
 	@echo "pytest imports what it tests (half a minute), and then prints a dot a test"
-	MARSOPT_TRITON=$(VENV)-triton $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
-		--no-loadscope-reorder
+	MARSOPT_TRITON=$(VENV)-triton $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # what the sdist and the wheel install, beside copies of tests, of what they read and of the
 # application's reader of checkpoints: the checkout is not on the path

@@ -12,20 +12,6 @@ import torch
 
 from tests.stacking import as_on_a_gpu
 
-# Files of few tests that take minutes, which two workers would else take last: one of
-# them would wait for the other. The Makefile has the order kept.
-FIRST = (
-    *("rules", "rehearsal", "examples", "rehearsal_models", "direct", "torchtitan"),
-    *("rehearsal_interpreter", "application", "reliability", "sharding", "profile"),
-)
-
-
-def pytest_collection_modifyitems(items):
-    files = [f"test_{name}" for name in FIRST]
-    place = {name: i for i, name in enumerate(files)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(files)))
-
-
 @pytest.fixture(autouse=True)
 def fresh():
     torch.manual_seed(0)
