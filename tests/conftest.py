@@ -12,6 +12,7 @@ import torch
 
 from tests.stacking import as_on_a_gpu
 
+
 @pytest.fixture(autouse=True)
 def fresh():
     torch.manual_seed(0)
