@@ -299,7 +299,7 @@ def register(component: NamedRule | type[Correction]) -> None:
         raise TypeError(
             f"got {component!r}, expected a NamedRule, or a subclass of Correction "
             "with a name: give a correction one (name = ...); a preconditioner goes "
-            "into marsopt.NamedRule(name, preconditioner=..., is_mars=..., fallback=...)"
+            "into a marsopt.NamedRule"
         )
     STATE_KEYS.update(buffer.key for buffer in keeps.values())
 
