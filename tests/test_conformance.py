@@ -160,6 +160,32 @@ def test_adapted_gives_the_authors_values():
     assert made == dict(lr=3e-3, decay=0.0, other=2)
 
 
+def test_arguments_behind_kwargs_are_given():
+    class Named(Port):
+        def __init__(self, params, learning_rate=1.0, **others):
+            super().__init__(params, lr=learning_rate, **others)
+
+    port = Adapted(Named, names=dict(lr="learning_rate"))
+    assert port.lacks == Adapted(Port).lacks
+    assert str(check(port)) == str(check(Adapted(Port)))
+
+    def hidden(params, **every):
+        return Port(params, **every)
+
+    told = {name: name for name in AUTHORS if name not in port.lacks}
+    assert Adapted(hidden).taken == {} and Adapted(hidden, names=told).taken == told
+
+
+def test_nothing_is_said_of_a_port_that_no_case_could_run():
+    def broken(params, **arguments):
+        raise TypeError("unexpected beta")
+
+    found = str(check(broken))
+    assert found.startswith("mars-adamw: no case could be run\n")
+    assert "cannot be run: TypeError: unexpected beta" in found
+    assert "as the authors'" not in found and "departs" not in found
+
+
 def test_the_command(tmp_path, capsys):
     assert main([PORT, "--option", "compile=False"]) == 0
     assert "mars-adamw: conforms (11 cases" in capsys.readouterr().out

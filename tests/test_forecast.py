@@ -6,7 +6,9 @@ Most of it is equal to the byte; what is not says why.
 from __future__ import annotations
 
 import sys
+import textwrap
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from tests.processes import spawn
 from tests.stacking import as_on_a_gpu, forced
 from train.gpt2 import GPT2, Shape
 
+ROOT = Path(__file__).parent.parent
 CLOSE, REL = pytest.approx, 0.02
 
 # square where several are alike: a CPU iterates oblong ones one by one; shards are
@@ -417,3 +420,23 @@ def test_exact_mars_takes_two_gradients():
     )
     assert exact.training_seconds == 2 * plain.training_seconds
     assert baseline.training_seconds == plain.training_seconds
+
+
+def test_what_the_page_shows_of_a_model_of_ones_own_runs():
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    after = page.split("A model of your own is its shapes", 1)[1].splitlines()[1:]
+    shown = after[: after.index(next(filter(_is_text, after)))]
+    model = nn.Module()
+    model.wte, model.wpe = nn.Embedding(640, 64), nn.Embedding(64, 64)
+    model.mlp = nn.Linear(64, 128)
+    names = dict(model=model)
+    exec(textwrap.dedent("\n".join(shown)), names)
+    job, memory = names["job"], names["found"].memory
+    assert job.num_params == 640 * 64 + 64 * 64 + 64 * 128 + 128
+    assert job.rule == "mars-m-transport" and len(job.matrices()) == 1
+    # the fullest of 8 has an eighth: AdamW 8 bytes of state, MARS-M m and x
+    assert memory.state == pytest.approx(8 * job.num_params / 8, REL)
+
+
+def _is_text(line: str) -> bool:
+    return bool(line) and not line.startswith(" ")

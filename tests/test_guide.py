@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 import marsopt
 from marsopt import MARS
+from marsopt.rules.registry import CORRECTIONS
 
 ROOT = Path(__file__).parent.parent
 
@@ -123,6 +124,18 @@ def rows(num: int, *shape: int) -> list[nn.Parameter]:
 
 
 @contextlib.contextmanager
+def own_names():
+    """What is registered inside has no name after it."""
+    tables = [(one, dict(one)) for one in (marsopt.REGISTRY, CORRECTIONS)]
+    try:
+        yield
+    finally:
+        for one, before in tables:
+            one.clear()
+            one.update(before)
+
+
+@contextlib.contextmanager
 def setting(heading, names, folder):
     """Give ``names`` what the code under a heading takes for granted, and look at what
     it has made.
@@ -161,6 +174,19 @@ def setting(heading, names, folder):
             with pytest.warns(UserWarning, match="torch.distributed is disabled"):
                 yield
             assert not torch.equal(names["flat"].unpack()["0.bias"], params["0.bias"])
+        case "A rule of your own":
+            with own_names():
+                yield
+                ones = {n: torch.ones_like(p) for n, p in params.items()}
+                state = names["rule"].init(params)
+                moved, state = names["rule"].step(params, ones, state, lr=1e-3)
+                for p in model.parameters():
+                    p.grad = torch.ones_like(p)
+                names["optimizer"].step()
+            # c = (1 + gamma) g, clipped; v = (1 - alpha) c^2
+            for p, x, q in zip(model.parameters(), start, moved.values(), strict=True):
+                torch.testing.assert_close(x - p, torch.full_like(p, 1e-3 / 0.1**0.5))
+                torch.testing.assert_close(x - q, torch.full_like(p, 1e-3 / 0.1))
         case "Many runs at once, and gradients of a run":
             tasks = [SimpleNamespace(support=loader[0], query=loader[1])]
             names |= dict(held_out=loader[3], models=[model, copy.deepcopy(model)])

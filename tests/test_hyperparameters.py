@@ -363,8 +363,57 @@ def test_type_checkers_see_the_functions_as_they_are():
         ("fused", "leave out what it is not; how a step is run is no option"),
         ("momentum", "did you mean 'betas' for 'momentum'"),
         ("max_grad_norm", "did you mean 'max_norm' for"),
+        ("clip_grad", "did you mean 'max_norm' for"),
+        ("learning_rate", "did you mean 'lr' for"),
+        ("maximize", "leave out what it is not; negate the loss$"),
+        ("decoupled_weight_decay", "what it is not; weight decay always is decoupled$"),
     ],
 )
 def test_words_of_other_optimizers_are_answered(given, told):
     with pytest.raises(TypeError, match=told):
         MARS([nn.Parameter(torch.ones(2, 2))], **{given: True})
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        (dict(lr=0.1), "Rule.step is given the lr"),
+        (
+            dict(correction="transport"),
+            r"marsopt.mars\(mars_type=..., correction=...\)",
+        ),
+        (dict(nonfinite="raise"), "state.matrix.skipped counts them"),
+    ],
+)
+def test_what_is_no_argument_of_a_rule_is_said_where_it_belongs(given, told):
+    with pytest.raises(TypeError, match=told):
+        marsopt.moonlight(**given)
+
+
+class Tripled(marsopt.Correction):
+    """c = 3 g, with a coefficient for an operand that it has not."""
+
+    name = "tripled"
+
+    def coefficients(self, beta1, gamma):
+        return 3.0, gamma
+
+
+@pytest.mark.parametrize("given", [marsopt.Correction, marsopt.AdamW, Tripled()])
+def test_what_cannot_be_registered_is_refused(given):
+    before = dict(CORRECTIONS), dict(REGISTRY)
+    with pytest.raises(TypeError, match="expected a NamedRule, or a subclass of Corr"):
+        marsopt.register(given)
+    assert before == (CORRECTIONS, REGISTRY)
+
+
+def test_a_correction_that_is_no_name_and_one_with_too_many_coefficients():
+    for given in (Tripled, Tripled()):
+        with pytest.raises(ValueError, match="register its class, and give the name"):
+            marsopt.mars_adamw(correction=given)
+    rule = marsopt.Rule(
+        matrix=marsopt.Algorithm(preconditioner=marsopt.Lion(), correction=Tripled())
+    )
+    params = [torch.ones(2, 2)]
+    with pytest.raises(ValueError, match=r"got 2 coefficients of Tripled, expected 1"):
+        rule.step(params, params, rule.init(params), lr=0.1)

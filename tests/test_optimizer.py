@@ -743,6 +743,18 @@ def test_a_misspelt_key_of_a_group_is_named_once(caplog):
     assert optimizer.param_groups[2]["weight_deacy"] == 0.0
 
 
+def test_a_state_dict_of_a_model_is_refused_and_one_of_another_rule_told(caplog):
+    params = parameters((2, 2))
+    optimizer = eager(params, lr_1d=1e-3, mars_type="moonlight")
+    with pytest.raises(ValueError, match=r"of \['0'\], expected one of an optimizer"):
+        optimizer.load_state_dict(nn.ParameterList(params).state_dict())
+    assert not caplog.records
+    optimizer.load_state_dict(eager(parameters((2, 2)), mars_type="lion").state_dict())
+    (record,) = caplog.records
+    assert "mars_type 'lion' replaces 'moonlight'" in record.message
+    assert optimizer.param_groups[0]["mars_type"] == "lion"
+
+
 def test_a_live_value_out_of_range_is_caught():
     params = parameters((2, 2))
     optimizer = eager(params)

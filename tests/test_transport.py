@@ -1003,6 +1003,8 @@ def test_copies_and_pickles_of_a_followed_model_are_nobodys():
         assert len(pickle.dumps(twin)) < 10_000
     with pytest.raises(ValueError, match="none of this optimizer's parameters"):
         optimizer.follow(again)
+    with pytest.raises(TypeError, match="got list, expected the model"):
+        optimizer.follow(list(model.parameters()))
     found = weakref.ref(optimizer)
     del optimizer
     gc.collect()

@@ -43,8 +43,11 @@ class Adapted:
     ):
         self.made, self.options = made, dict(options or {})
         self.names = {name: name for name in AUTHORS} | dict(names or {})
-        known = inspect.signature(made).parameters
-        self.taken = {name: own for name, own in self.names.items() if own in known}
+        known = _parameters(made)
+        told = names or {}  # what is said to be taken is given: **kwargs may take it
+        self.taken = {
+            n: own for n, own in self.names.items() if own in known or n in told
+        }
 
     @property
     def lacks(self) -> list[str]:
@@ -60,6 +63,22 @@ class Adapted:
     def __call__(self, params: list[nn.Parameter], **arguments: Any) -> Optimizer:
         own = {own: arguments[name] for name, own in self.taken.items()}
         return self.made(params, **(own | self.options))
+
+
+def _parameters(made: Factory) -> set[str]:
+    """Return the names of what a class takes; where it hands on ``**kwargs``, of what
+    the classes that it inherits from take, too.
+    """
+    kinds = inspect.signature(made).parameters
+    found = set(kinds)
+    above = made.__mro__[1:] if isinstance(made, type) else ()
+    for cls in above:
+        if not any(kind.kind is kind.VAR_KEYWORD for kind in kinds.values()):
+            break
+        if "__init__" in vars(cls) and cls is not object:
+            kinds = inspect.signature(cls).parameters
+            found |= set(kinds)
+    return found
 
 
 def can(factory: Factory, case: Case) -> bool:

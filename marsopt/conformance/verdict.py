@@ -97,7 +97,7 @@ class Report:
     Example:
         >>> from marsopt.conformance import Report
         >>> print(Report("mars-lion", num_cases=5, largest=0.09, kinds=[]))
-        mars-lion: conforms (5 cases; largest difference 0.09 of what is allowed)
+        mars-lion: conforms (5 cases; largest difference 0.09 times what is allowed)
     """
 
     mars_type: str
@@ -113,14 +113,17 @@ class Report:
         return bool(self.num_cases) and not departs and not self.failures
 
     def __str__(self) -> str:
-        lines = [f"{self.mars_type}: conforms" if self.conforms else self._departs()]
-        lines[0] += (
-            f" ({self.num_cases} cases; largest difference {self.largest:.2g} of what "
-            "is allowed)"
-        )
-        lines += [
+        failed = [
             f"  {case} cannot be run: {why}" for case, why in self.failures.items()
         ]
+        if not self.num_cases:  # nothing is known of it
+            return "\n".join([f"{self.mars_type}: no case could be run", *failed])
+        lines = [f"{self.mars_type}: conforms" if self.conforms else self._departs()]
+        lines[0] += (
+            f" ({self.num_cases} cases; largest difference {self.largest:.2g} times "
+            "what is allowed)"
+        )
+        lines += failed
         for kind in self.kinds:
             lines += _told(kind) if not self.conforms else []
         return "\n".join(lines)

@@ -25,7 +25,7 @@ from marsopt.optim.state_dict import TRAIN_MODE
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
 from marsopt.rules.hyperparameters import Table, check_values
-from marsopt.rules.registry import FOLLOWED, correction_named, named
+from marsopt.rules.registry import FOLLOWED, canonical, correction_named, named
 
 
 def label(groups: Sequence[Mapping[str, Any]], number: int, index: int) -> str:
@@ -225,11 +225,17 @@ def _has_fallback(group: Mapping[str, Any], routing: Routing) -> bool:
 def revived(
     before: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
-    """Yield what to say of values for vectors that a checkpoint brings to a rule which
-    has none by default: earlier versions saved them for every rule, and did not read
-    them.
+    """Yield what to say of a rule that a checkpoint puts in another's place, and of
+    values for vectors that it brings to a rule which has none by default: earlier
+    versions saved them for every rule, and did not read them.
     """
     for old, new in zip(before, loaded, strict=True):
+        if (was := canonical(old["mars_type"])) != (now := canonical(new["mars_type"])):
+            yield (
+                f"the state dict's mars_type {now!r} replaces {was!r}: hyperparameters "
+                "come from what is loaded, as in torch.optim. For another rule set "
+                "them in the groups after loading"
+            )
         own = named(new["mars_type"]).hyperparameters
         found = [
             f"{name}={new[name]}"

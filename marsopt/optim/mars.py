@@ -349,8 +349,14 @@ class MARS(LayoutOptimizer):
         follow nobody. Of several models, a call of one moves all parameters.
 
         Raises:
+            TypeError: ``model`` is no module.
             ValueError: ``model`` holds none of the parameters.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"got {type(model).__name__}, expected the model: pass the module "
+                "whose parameters this optimizer has"
+            )
         own = {p for group in self.param_groups for p in group["params"]}
         if own.isdisjoint(model.parameters()):
             raise ValueError(

@@ -57,8 +57,14 @@ def check_ids(
     """Return the ids under which ``saved`` knows the parameters, in their order.
 
     Raises:
-        ValueError: another number of parameters.
+        ValueError: no optimizer's state dict, or another number of parameters.
     """
+    if "param_groups" not in saved:
+        raise ValueError(
+            f"got a state dict of {sorted(map(str, saved))[:3]}, expected one of an "
+            "optimizer, which has 'param_groups' and 'state': load the model's into "
+            "the model"
+        )
     ids = [i for group in saved["param_groups"] for i in group["params"]]
     if len(ids) != len(labelled):
         raise ValueError(

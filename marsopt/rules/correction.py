@@ -138,9 +138,19 @@ class Correction(ABC):
             a: factor of the global clip on g, 0-D.
             products: (N, pairs) inner products of g and the operands with each other,
                 in the order of ``pairs``, complete over shards.
+
+        Raises:
+            ValueError: ``coefficients`` returns another number of them.
         """
         one = torch.ones_like(products[:, 0])
-        w = [value * one for value in self.coefficients(beta1, gamma)]
+        found = self.coefficients(beta1, gamma)
+        if len(found) != (num := 1 + len(self.operands)):
+            raise ValueError(
+                f"got {len(found)} coefficients of {type(self).__name__}, expected "
+                f"{num}, of the gradient and of operands={self.operands}: return one "
+                "for each"
+            )
+        w = [value * one for value in found]
         w[0] = w[0] * a
         if self.clip is None:
             return tuple(w)

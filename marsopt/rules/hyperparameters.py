@@ -78,17 +78,34 @@ class Hyperparameter(NamedTuple):
 
 Table = Mapping[str, Hyperparameter]
 
-# what others call it, where the names are not alike
+# what others call it, where the names are not alike, or those of others are nearer
 ELSEWHERE = dict(
+    learning_rate="lr",
     momentum="betas",
     decay="weight_decay",
     wd="weight_decay",
     max_grad_norm="max_norm",
+    clip_grad="max_norm",
     clip_grad_norm="max_norm",
+    gradient_clip="max_norm",
+    gradient_clip_val="max_norm",
     cautious_wd="cautious_weight_decay",
     backend_steps="ns_steps",
+    rule="mars_type",
 )
 HOW = {"foreach", "fused", "capturable", "differentiable"}  # of torch.optim
+# of others, and of the class or of a step alone: what to do where it is no argument
+INSTEAD = dict(
+    **dict.fromkeys(
+        HOW, "how a step is run is no option: it is compiled, and may be captured"
+    ),
+    maximize="negate the loss",
+    decoupled_weight_decay="weight decay always is decoupled",
+    lr="Rule.step is given the lr of each step",
+    nonfinite="such steps change nothing, and state.matrix.skipped counts them",
+    correction="marsopt.mars(mars_type=..., correction=...) gives any rule one",
+    compile="what calls Rule.step is compiled, or is not",
+)
 
 
 @cache
@@ -171,11 +188,15 @@ def check_names(given: Mapping[str, Any], known: Mapping[str, Any], what: str) -
     unknown = [name for name in given if name not in known]
     if not unknown:
         return
-    close = {n: checks.closest(n, known) or ELSEWHERE.get(n) for n in unknown}
+    close = {
+        name: ELSEWHERE.get(name) or checks.closest(name, known)
+        for name in unknown
+        if name not in INSTEAD
+    }
     meant = [f"{near!r} for {name!r}" for name, near in close.items() if near in known]
     do = f"did you mean {', '.join(meant)}?" if meant else "leave out what it is not"
-    if HOW.intersection(unknown):
-        do += "; how a step is run is no option: it is compiled, and may be captured"
+    told = dict.fromkeys(INSTEAD[name] for name in unknown if name in INSTEAD)
+    do = "; ".join([do, *told])
     raise TypeError(
         f"got {sorted(unknown)}, expected arguments of {what} "
         f"({', '.join(sorted(known))}): {do}"

@@ -272,6 +272,9 @@ def register(component: NamedRule | type[Correction]) -> None:
         component: a row of ``REGISTRY``, or a subclass of ``Correction`` with a
             ``name``; it replaces what has had that name.
 
+    Raises:
+        TypeError: anything else.
+
     Example:
         >>> row = marsopt.NamedRule(
         ...     "mars-lion-long",
@@ -289,9 +292,15 @@ def register(component: NamedRule | type[Correction]) -> None:
     if isinstance(component, NamedRule):
         REGISTRY[component.name] = component
         keeps = component.preconditioner.keeps
-    else:
+    elif hasattr(component, "name") and isinstance(component, type):
         CORRECTIONS[component.name] = component
         keeps = component.keeps
+    else:
+        raise TypeError(
+            f"got {component!r}, expected a NamedRule, or a subclass of Correction "
+            "with a name: give a correction one (name = ...); a preconditioner goes "
+            "into a marsopt.NamedRule"
+        )
     STATE_KEYS.update(buffer.key for buffer in keeps.values())
 
 
@@ -327,8 +336,11 @@ def correction_named(name: str) -> type[Correction]:
         ValueError: there is none.
     """
     if name not in CORRECTIONS:
+        do = "choose one"
+        if isinstance(name, Correction | type):
+            do = "marsopt.register its class, and give the name"
         raise ValueError(
-            f"got correction={name!r}, expected one of {tuple(CORRECTIONS)}: choose one"
+            f"got correction={name!r}, expected one of {tuple(CORRECTIONS)}: {do}"
         )
     return CORRECTIONS[name]
 

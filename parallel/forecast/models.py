@@ -244,7 +244,8 @@ def jobs(
     """
     if model not in MODELS:
         raise ValueError(
-            f"got model {model}, expected one of {', '.join(MODELS)}: choose one"
+            f"got model {model}, expected one of {', '.join(MODELS)}: choose one, or "
+            "give the shapes of your own to marsopt.parallel.forecast (docs/scaling.md)"
         )
     chosen, found = MODELS[model], []
     for mars_type, correction in map(_parts, RULES if rules is None else rules):
