@@ -195,10 +195,7 @@ class QHAdamW(Optimizer):
         torch._foreach_lerp_(self._v, torch._foreach_mul(g, g), 1 - beta2)
         m = torch._foreach_mul(self._m, nu1 / (1 - beta1**self._t))
         torch._foreach_add_(m, g, alpha=1 - nu1)
-        root = torch._foreach_sqrt(self._v)
-        torch._foreach_div_(root, (1 - beta2**self._t) ** 0.5)
-        torch._foreach_add_(root, group["eps"])
-        torch._foreach_div_(m, root)
+        torch._foreach_div_(m, _roots(self._v, beta2, self._t, group["eps"]))
         torch._foreach_mul_(self._params, 1 - lr * group["weight_decay"])
         torch._foreach_add_(self._params, m, alpha=-lr)
 
@@ -258,10 +255,7 @@ class TwoAverages(Ahead, Optimizer):
         share = group["weight"] * lr / self._peak
         m = torch._foreach_mul(self._fast, (1 - share) / (1 - fast**self._t))
         torch._foreach_add_(m, self._slow, alpha=share / (1 - slow**self._t))
-        root = torch._foreach_sqrt(self._v)
-        torch._foreach_div_(root, (1 - beta2**self._t) ** 0.5)
-        torch._foreach_add_(root, eps)
-        torch._foreach_div_(m, root)
+        torch._foreach_div_(m, _roots(self._v, beta2, self._t, eps))
         torch._foreach_add_(m, self._x, alpha=decay)
         d = torch._foreach_mul(m, -lr)
         torch._foreach_add_(self._x, d)
@@ -270,6 +264,14 @@ class TwoAverages(Ahead, Optimizer):
         torch._foreach_lerp_(self._e, d, 1 - rho)
         torch._foreach_add_(self.params, d, alpha=group["gamma"] * a)
         torch._foreach_add_(self.params, self._e, alpha=group["gamma"] * b)
+
+
+def _roots(v: list[Tensor], beta2: float, t: int, eps: float) -> list[Tensor]:
+    """Return AdamW's, after so many steps: of the debiased averages, and eps."""
+    found = torch._foreach_sqrt(v)
+    torch._foreach_div_(found, (1 - beta2**t) ** 0.5)
+    torch._foreach_add_(found, eps)
+    return list(found)
 
 
 def lookahead(fast: float, slow: float, weight: float) -> tuple[float, float, float]:
