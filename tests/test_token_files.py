@@ -188,7 +188,7 @@ DAMAGE = {
     "neither": (
         "nanogpt",
         lambda f: [p.unlink() for p in f.iterdir()],
-        "got no .*meta.json",
+        "got no .*meta.json, expected token files: .*nanoGPT.s train.bin",
     ),
 }
 

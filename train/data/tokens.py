@@ -19,7 +19,11 @@ SPLITS = ("train", "val")
 VERIFY_LIMIT = 1 << 30  # bytes; of larger files only sizes and every batch's ids count
 SAMPLED = "sampled:"  # what the checksum of found files begins with
 NUM_SAMPLES, SAMPLE_TOKENS = 256, 4096
-AGAIN = "train.prepare's: make it by python -m train.prepare --source python --out NEW"
+AGAIN = (
+    "token files: train.prepare's, with its meta.json (python -m train.prepare FILES "
+    "--source text --out NEW makes them), nanoGPT's train.bin and val.bin, or llm.c's "
+    "*_train_*.bin and *_val_*.bin"
+)
 
 
 @dataclass(frozen=True)
