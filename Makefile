@@ -41,7 +41,6 @@ help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 train: $(VENV)/ready $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
-	@echo "imports torch and torchtitan (ten seconds), compiles in its first step (a minute)"
 	$(LAUNCH) train --config $(CONFIG) --dump-folder runs/$(RUN) $(OPTIONS)
 
 test: lint $(VENV)/evaluate $(VENV)/examples $(VENV)/docs $(VENV)-triton/ready

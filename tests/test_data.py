@@ -68,6 +68,14 @@ def test_the_standard_library_is_found_without_tests():
     assert not any("test" in p.parts or "site-packages" in p.parts for p in found)
 
 
+def test_a_text_that_is_not_there_is_not_one_to_convert(tmp_path):
+    with pytest.raises(UserError, match="No such file .* name another"):
+        local_text.read(tmp_path / "none.txt")
+    (tmp_path / "latin.txt").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="expected UTF-8 text: convert it"):
+        local_text.read(tmp_path / "latin.txt")
+
+
 def test_prepare_twice_recognises_its_work(data, text, capsys):
     stamp = (data / "train.bin").stat().st_mtime_ns
     prepare.prepare("text", "bytes", data, files=[text], val_fraction=0.1)

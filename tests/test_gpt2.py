@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 
 from configs.base import SHAPES
 from train.gpt2 import GPT2, Shape
@@ -92,3 +94,39 @@ def test_flops_of_gpt2_small():
     """6 per weight that is multiplied with (not positions), and attention."""
     flops = SHAPES["small"].num_flops_per_token(124_373_760, 1024)
     assert flops == 6 * (124_373_760 - 1024 * 768) + 6 * 12 * 768 * 1024
+
+
+# dynamo reads it of every input
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_one_compiled_graph_serves_every_block():
+    """As the application compiles it. Dynamo gives up after eight graphs of a function,
+    and the published recipes have 12 to 48 blocks.
+    """
+    model = GPT2(replace(SMALL, num_layers=12))
+    tokens = torch.randint(32, (2, 16))
+    eager = model(tokens)
+    counter = CompileCounter()
+    for block in model.layers.values():
+        block.compile(backend=counter, fullgraph=True)
+    torch.testing.assert_close(model(tokens), eager)
+    assert counter.frame_count == 1
+    with torch.no_grad():  # as it validates
+        model(tokens)
+    assert counter.frame_count == 2
+
+
+def test_a_model_without_memory_is_filled_whole():
+    """As torchtitan builds it, on meta."""
+    model, other = GPT2(SMALL), GPT2(SMALL).to("meta")
+    other.to_empty(device="cpu")
+    for block in other.layers.values():
+        block.divisor.fill_(7)
+    model.init_weights()
+    other.init_weights()
+    for (name, a), (_, b) in zip(
+        [*model.named_parameters(), *model.named_buffers()],
+        [*other.named_parameters(), *other.named_buffers()],
+        strict=True,
+    ):
+        assert torch.equal(a, b), name
+    assert not set(model.state_dict()) - {name for name, _ in model.named_parameters()}

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
+import textwrap
+from copy import deepcopy
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from train import plan, prepare
 from train.compare.recipes import Setting
 from train.compare.study import Run
-from train.engine.launch import parse
+from train.engine.launch import announce, parse
 from train.engine.resolve import resolve
 from train.errors import UserError
 
@@ -53,6 +58,28 @@ def test_a_recipe_of_ones_own_is_listed_resolved_and_planned(house, capsys):
             parse(["--config", other, *OPTION])
     with pytest.raises(UserError, match="recipes of configs"):
         parse(["--config", "stronger"])
+
+
+def test_the_recipe_that_the_page_shows(house, monkeypatch, capsys):
+    page = (Path(__file__).parent.parent / "docs/training.md").read_text()
+    shown = re.search(
+        r"^    # mine.py\n(?:(?:    .*)?\n)+?(?=    torchrun)", page, re.M
+    )
+    (house / "house/page.py").write_text(textwrap.dedent(shown.group()))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    config = parse(["--config", "mine", "--module", "house.page"])
+    assert capsys.readouterr().err == "importing torch and torchtitan: seconds\n"
+    job = plan.job_of("mine", "house.page")
+    assert 30e6 < sum(math.prod(shape) for shape in job.shapes.values()) < 30.5e6
+    config.dataloader.dataset_path = str(house / "data")
+    config.dump_folder = str(house / "run")
+    (house / "data").mkdir()
+    for name, size in (("train", 9000), ("val", 70_000)):
+        np.zeros(size, dtype=np.uint16).tofile(house / f"data/{name}.bin")
+    for world in (1, 8):
+        resolve(deepcopy(config), world)
+    announce(config, 8)
+    assert re.search("20000 steps; the first .* compiles", capsys.readouterr().out)
 
 
 def test_a_study_of_recipes_of_ones_own(house):

@@ -188,9 +188,16 @@ DAMAGE = {
     "neither": (
         "nanogpt",
         lambda f: [p.unlink() for p in f.iterdir()],
-        "got no .*meta.json, expected token files: .*nanoGPT.s train.bin",
+        "got no .*meta.json, expected token files: .* --source text FILES --out NEW "
+        "makes them.*, nanoGPT.s train.bin",
     ),
 }
+
+
+def test_data_that_a_recipe_names_is_made_by_its_source(tmp_path):
+    folder = tmp_path / "fineweb-edu"
+    with pytest.raises(UserError, match=f"--source fineweb-edu --out {folder} makes"):
+        read_meta(folder)
 
 
 @pytest.mark.parametrize("name", DAMAGE)

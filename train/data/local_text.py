@@ -97,7 +97,11 @@ def read(path: Path) -> str:
     """Return what a text file says."""
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(
+            f"got {error}, expected a file that can be read: name another"
+        ) from error
+    except UnicodeDecodeError as error:
         raise UserError(
             f"got {path}: {error}, expected UTF-8 text: convert it or leave it out"
         ) from error

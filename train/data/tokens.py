@@ -19,11 +19,8 @@ SPLITS = ("train", "val")
 VERIFY_LIMIT = 1 << 30  # bytes; of larger files only sizes and every batch's ids count
 SAMPLED = "sampled:"  # what the checksum of found files begins with
 NUM_SAMPLES, SAMPLE_TOKENS = 256, 4096
-AGAIN = (
-    "token files: train.prepare's, with its meta.json (python -m train.prepare FILES "
-    "--source text --out NEW makes them), nanoGPT's train.bin and val.bin, or llm.c's "
-    "*_train_*.bin and *_val_*.bin"
-)
+# sources of train.prepare whose folder the recipes name after them
+NAMED = ("openwebtext", "fineweb-edu", "python")
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,14 @@ class Meta:
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read meta.json, or say how to make one."""
-        return read_json(folder / "meta.json", cls, AGAIN)
+        source = folder.name if folder.name in NAMED else "text FILES"
+        again = (
+            "token files: train.prepare's, with its meta.json (python -m train.prepare "
+            f"--source {source} --out {'NEW' if lexists(folder) else folder} makes "
+            "them), nanoGPT's train.bin and val.bin, or llm.c's *_train_*.bin and "
+            "*_val_*.bin"
+        )
+        return read_json(folder / "meta.json", cls, again)
 
     def nats_per_byte(self, split: str) -> float | None:
         """Return what a loss in nats per token is multiplied with to give nats per byte

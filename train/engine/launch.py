@@ -34,6 +34,8 @@ def parse(argv: list[str]):
         print(recipes.listing(args.module))
         sys.exit(0 if argv else 2)
     make = recipes.recipe(args.config, args.module)  # or say which there are
+    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+        print("importing torch and torchtitan: seconds", file=sys.stderr, flush=True)
     import tyro
 
     from train.engine.options import check_known, listing
@@ -71,6 +73,8 @@ def announce(config, world: int) -> None:
             f"the run in {where} is complete at step {done}: nothing to train. Start "
             "another with --dump-folder NEW (make train RUN=NEW)"
         )
+    if done < steps and (config.compile.enable or config.optimizer.compile):
+        said += "; the first of them compiles, half a minute or more"
     print(said, flush=True)
 
 

@@ -171,7 +171,7 @@ def _check_warmup(config, world: int) -> None:
     if rates.warmup_steps >= total:
         raise UserError(
             f"got lr_scheduler.warmup_steps={rates.warmup_steps}, expected less than "
-            f"the schedule's {total} steps: shorten the warm-up"
+            f"the schedule's {total} steps: shorten it by --lr-scheduler.warmup-steps"
         )
 
 

@@ -52,9 +52,10 @@ class Block(nn.Module):
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         width, self.num_heads = shape.width, shape.num_heads
-        self.scale = (width // shape.num_heads) ** -0.5
-        if shape.inverse_layer_scale:
-            self.scale /= layer + 1
+        # a tensor, which one compiled graph takes from every block: of a number dynamo
+        # compiles each block anew, and gives up after eight
+        divisor = torch.tensor(layer + 1) if shape.inverse_layer_scale else None
+        self.register_buffer("divisor", divisor, persistent=False)
         self.attn_norm = nn.LayerNorm(width, bias=False)
         self.attn_in = nn.Linear(width, 3 * width, bias=False)
         self.attn_out = nn.Linear(width, width, bias=False)
@@ -68,7 +69,9 @@ class Block(nn.Module):
             batch, time, 3, self.num_heads, width // self.num_heads
         )
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, head width)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        if self.divisor is not None:
+            q = q / self.divisor
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attn_out(y.transpose(1, 2).reshape(batch, time, width))
         inner = self.mlp_in(self.mlp_norm(x))
         return x + self.mlp_out(F.gelu(inner, approximate="tanh"))
@@ -100,7 +103,7 @@ class GPT2(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
         """Draw N(0, 0.02), projections into the residual N(0, 0.02/sqrt(2 num_layers)),
-        norms 1; the same on every mesh.
+        norms 1; the same on every mesh. Buffers, which to_empty() empties, are set too.
 
         Each full tensor is drawn on the CPU from its own name and then cut: on a CPU
         mesh DTensor would draw the same numbers for every shard.
@@ -121,6 +124,9 @@ class GPT2(nn.Module):
                 shard = distribute_tensor(full, mesh, placements, src_data_rank=None)
                 p, full = p.to_local(), shard.to_local()
             p.copy_(full)
+        if self.shape.inverse_layer_scale:
+            for layer, block in enumerate(self.layers.values()):
+                block.divisor.fill_(layer + 1)
 
 
 def tensor_sizes(shape: Shape) -> dict[str, tuple[int, ...]]:

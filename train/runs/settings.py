@@ -18,8 +18,8 @@ from train.runs.checkpoints import last_step
 SETTINGS, FROM = "settings.json", "initial_load_path"
 HELD_OUT = "held_out_folder"  # where it lay when the run began; it may be moved
 AGAIN = (
-    "the folder of a run, which python -m train --config NAME makes: restore what was "
-    "written there, or choose another"
+    "the folder of a run, which python -m train --config NAME makes, with all that it "
+    "wrote there: name such a folder"
 )
 
 # What may differ between two calls that continue one run: how it is executed and shown,
