@@ -99,7 +99,8 @@ def read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"got {error}, expected a file that can be read: name another"
+            f"got {path}: {error.strerror}, expected a file that can be read: name "
+            "another"
         ) from error
     except UnicodeDecodeError as error:
         raise UserError(

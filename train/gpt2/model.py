@@ -54,7 +54,7 @@ class Block(nn.Module):
         width, self.num_heads = shape.width, shape.num_heads
         # a tensor, which one compiled graph takes from every block: of a number dynamo
         # compiles each block anew, and gives up after eight
-        divisor = torch.tensor(layer + 1) if shape.inverse_layer_scale else None
+        divisor = torch.full((1,), layer + 1) if shape.inverse_layer_scale else None
         self.register_buffer("divisor", divisor, persistent=False)
         self.attn_norm = nn.LayerNorm(width, bias=False)
         self.attn_in = nn.Linear(width, 3 * width, bias=False)

@@ -28,6 +28,8 @@ def _to(module: nn.Module, device: torch.device | str) -> nn.Module:
         for name, p in part.named_parameters(recurse=False):
             made = nn.Parameter(p.detach().to(device), p.requires_grad)
             part.register_parameter(name, made)
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, buffer.to(device))
     return module
 
 
