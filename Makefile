@@ -43,9 +43,10 @@ help:
 train: $(VENV)/ready $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
 	$(LAUNCH) train --config $(CONFIG) --dump-folder runs/$(RUN) $(OPTIONS)
 
-test: lint $(VENV)/evaluate $(VENV)/examples $(VENV)/docs $(VENV)-triton/ready
+test: lint $(addprefix $(VENV),/evaluate /examples /docs -triton/ready -ports/ready)
 	@echo "pytest imports what it tests (half a minute), and then prints a dot a test"
-	MARSOPT_TRITON=$(VENV)-triton $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	MARSOPT_TRITON=$(VENV)-triton MARSOPT_PORTS=$(VENV)-ports \
+		$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # what the sdist and the wheel install, beside copies of tests, of what they read and of the
 # application's reader of checkpoints: the checkout is not on the path
@@ -103,6 +104,13 @@ $(VENV)-triton/ready: requirements-rehearsal.txt constraints.txt $(VENV)/ready
 		echo "no Triton for this machine: tests that rehearse the GPU path are skipped"
 	@touch $@
 
+# ports of MARS that are judged, 27 MB: what they need beside torch is not for the environment
+$(VENV)-ports/ready: requirements-ports.txt constraints.txt $(VENV)/ready
+	@rm -rf $(VENV)-ports
+	$(BIN)/pip install --disable-pip-version-check --no-deps --target $(VENV)-ports \
+		-r requirements-ports.txt -c constraints.txt
+	@touch $@
+
 # sources and documentation of installed packages; two packages are held out
 data/packages/meta.json: | $(VENV)/ready
 	site=$$(echo $(VENV)/lib/python3.*/site-packages) && \
@@ -149,4 +157,4 @@ $(VENV)/evaluate $(VENV)/examples $(VENV)/docs: $(VENV)/%: requirements-%.txt co
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-torch-* $(VENV)-triton .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) $(VENV)-torch-* $(VENV)-triton $(VENV)-ports .pytest_cache .ruff_cache build dist

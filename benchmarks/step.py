@@ -46,11 +46,15 @@ def arguments() -> argparse.Namespace:
     add("--model", default="gpt2-small", choices=MODELS)
     add("--layers", type=int, help="instead of the model's own number")
     add("--vocab", type=int, help="instead of the model's own")
-    add("--only", nargs="+", metavar="NAME", help="these, beside the reference")
-    add("--without", nargs="+", metavar="NAME", default=[], help="all but these")
+    # fmt: off
+    add("--only", nargs="+", action="extend", metavar="NAME",
+        help="these, beside the reference")
+    add("--without", nargs="+", action="extend", metavar="NAME", default=[],
+        help="all but these")
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--dtype", default="float32", choices=["float32", "bfloat16"],
-        help="of parameters and gradients; our state is float32")  # fmt: skip
+        help="of parameters and gradients; our state is float32")
+    # fmt: on
     add("--rounds", type=int, default=9, help="steps of each that count (9)")
     add("--authors", type=Path, help="a checkout of the authors' repository")
     add("--memory", type=float, help="GiB to plan groups with (60%% of the machine's)")

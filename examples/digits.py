@@ -290,7 +290,12 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--extend", type=int, default=4, help="rates added to a grid")
     parser.add_argument(
-        "--lrs", nargs="+", default=[], metavar="METHOD=LR,...", help="grids to sweep"
+        "--lrs",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="METHOD=LR,...",
+        help="grids to sweep",
     )
     args = parser.parse_args(given)
     check_least(1, seeds=args.seeds, steps=args.steps)

@@ -220,7 +220,7 @@ def test_replicas_are_said_where_they_change_what_is_counted():
 
 def test_the_command_compares_rules_on_a_model():
     rules = ("adamw", "mars-adamw-exact", "mars-m")
-    sizes = ("--rules", *rules, "--ranks", "1", "64")
+    sizes = ("--rules", *rules, "--ranks", "1", "--ranks", "64")
     code, out, err = forked("train.plan", "--model", "llama-7b", *sizes)
     assert (code, err) == (0, "")
     assert out.startswith("llama-7b: 6,738,415,616 parameters, 4,194,304 tokens a step")

@@ -85,12 +85,12 @@ def main() -> None:
     # fmt: off
     add("--module", default=MODULE,
         help="that has the recipe of --config (default: %(default)s)")
-    add("--rules", nargs="+", metavar="RULE",
+    add("--rules", nargs="+", action="extend", metavar="RULE",
         help="with --model: the rules to compare, such as adamw mars-m-transport "
         f"(default: {' '.join(models.RULES)})")
     add("--tokens", type=int,
         help="with --model: tokens of a step (default: as its authors took)")
-    add("--ranks", type=int, nargs="+",
+    add("--ranks", type=int, nargs="+", action="extend",
         help="numbers of GPUs (default: 8; with --model 1 8 64 512, times --replicas)")
     add("--replicas", type=int, default=1,
         help="copies of the model that share the GPUs, as HSDP (default: 1, FSDP)")

@@ -102,7 +102,7 @@ def arguments() -> argparse.Namespace:
         help="that tokenise (default: one per core; 1 with --tokenizer bytes)")
     # fmt: on
     for option in all_options(SOURCES):
-        more = {"nargs": option.nargs} if option.nargs else {}
+        more = {"nargs": option.nargs, "action": "extend"} if option.nargs else {}
         more |= {"metavar": option.metavar} if option.metavar else {}
         add(option.flag, type=option.type, help=_help(option), **more)
     return parser.parse_args()

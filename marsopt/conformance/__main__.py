@@ -35,9 +35,11 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         "another framework came to: 'param/CASE/NAME', (steps, *shape)")
     add("--type", choices=TYPES, default=TYPES[0],
         help="of the authors' class (%(default)s)")
-    add("--option", nargs="+", default=[], metavar="NAME=VALUE", dest="options",
+    add("--option", nargs="+", action="extend", default=[], dest="options",
+        metavar="NAME=VALUE",
         help="arguments of the class, by its own names: mars=True mars_type=adamw")
-    add("--name", nargs="+", default=[], metavar="THEIRS=ITS", dest="names",
+    add("--name", nargs="+", action="extend", default=[], dest="names",
+        metavar="THEIRS=ITS",
         help="what it calls an argument of the authors: gamma=mars_gamma")
     # fmt: on
     return parser.parse_args(argv)

@@ -29,8 +29,10 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("study", metavar="STUDY", help="function of --module that returns a Study")
     add("--module", default="configs.studies", help="(%(default)s)")
     add("--out", type=Path, help="folder of the store (runs/STUDY)")
-    add("--methods", nargs="+", metavar="TITLE", help="of the study (all), in order")
-    add("--set", nargs="+", default=[], metavar="NAME=VALUE", dest="changes",
+    add("--methods", nargs="+", action="extend", metavar="TITLE",
+        help="of the study (all), in order")
+    add("--set", nargs="+", action="extend", default=[], dest="changes",
+        metavar="NAME=VALUE",
         help="fields of the study or its setting: steps=100 device=cuda trials=8")
     add("--jobs", type=int, help="runs at once (1 on a GPU, else all cores)")
     add("--minutes", type=float, help="start no run that would not end in time")

@@ -85,7 +85,9 @@ def main() -> None:
     )
     parser.add_argument("file", type=Path)
     for plural, key in KEYS.items():
-        parser.add_argument(f"--{plural}", nargs="+", dest=key, help="(default: all)")
+        parser.add_argument(
+            f"--{plural}", nargs="+", action="extend", dest=key, help="(default: all)"
+        )
     args = vars(parser.parse_args())
     found = json.loads(args.pop("file").read_text())
     chosen = [
