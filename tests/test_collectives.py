@@ -104,10 +104,10 @@ def whole(model):
 
 def tolerance(mars_type) -> float:
     """Rounding of another order, which Newton-Schulz makes larger where singular values
-    are small; and SOAP before it, once more.
+    are small, SOAP where eigenvalues are close; and both, once more.
     """
-    if "soap-muon" in mars_type:
-        return 2e-4
+    if "soap" in mars_type:
+        return 1e-3 if "muon" in mars_type else 1e-4
     return 1e-5 if REGISTRY[mars_type].matrix_only else 1e-6
 
 
@@ -141,14 +141,12 @@ def test_sharded_is_whole(world):
 
 
 def test_compiled_and_sharded():
-    (params, _), (more, _) = spawn(
-        train_sharded, 2, [("mars-adamw", True, True), ("mars-shampoo", True, True)]
-    )[0]
-    for mars_type, found in (("mars-adamw", params), ("mars-shampoo", more)):
-        model, optimizer = make(mars_type, True, False)
-        train(model, optimizer, False)
-        for n, p in whole(model).items():
-            torch.testing.assert_close(found[n], p, rtol=0, atol=1e-5)
+    """Whose graphs for vectors are those of MARS-AdamW."""
+    ((params, _),) = spawn(train_sharded, 2, [("mars-shampoo", True, True)])[0]
+    model, optimizer = make("mars-shampoo", True, False)
+    train(model, optimizer, False)
+    for n, p in whole(model).items():
+        torch.testing.assert_close(params[n], p, rtol=0, atol=1e-5)
 
 
 def count_and_skip(rank, world):

@@ -481,8 +481,8 @@ QUICK = ("study", "--module", "tests.quick_setting")
 
 
 def test_the_command_runs_times_reports_and_goes_on(tmp_path, monkeypatch, capfd):
-    own = (*QUICK, "--out", tmp_path / "out", "--set", "trials=2", "--set", "num_draws=1")
-    own = (*own, "num_seeds=1", "--jobs", 2)
+    own = (*QUICK, "--out", tmp_path / "out", "--jobs", 2)
+    own = (*own, "--set", "trials=2", "--set", "num_draws=1", "num_seeds=1")
     assert call(monkeypatch, *own, "--methods", "control", "--timing") == 0
     told = capfd.readouterr().out
     assert "3 runs left" in told and "timing: turn 6 of 6" in told

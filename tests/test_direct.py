@@ -147,8 +147,11 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("correction", ["approximate", "transport"])
-@pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
+@pytest.mark.parametrize(
+    ("correction", "first"),
+    [("approximate", True), ("transport", False)],
+    ids=["first", "later"],
+)
 def test_whatever_tensors_it_meets_it_steps_as_an_eager_one(correction, first):
     """Each change stands for a step, as the first one or amid others."""
     for change in CHANGES:

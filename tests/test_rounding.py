@@ -283,12 +283,12 @@ def test_strides_do_not_matter():
 
 
 def test_compiled_equals_eager():
-    for mars_type in ("mars-adamw", "normuon"):
-        _, state = walk(mars_type, None, tree(0), {})
-        _, other = walk(mars_type, None, tree(0), {}, compile=True)
-        for name, own in state.items():
-            for key in own.keys() - {"step"}:
-                almost_equal(other[name][key], own[key], share=0.01)
+    """The gradient before, AdamW's averages, of vectors, and moments of rows."""
+    _, state = walk("mars-normuon", None, tree(0), {})
+    _, other = walk("mars-normuon", None, tree(0), {}, compile=True)
+    for name, own in state.items():
+        for key in own.keys() - {"step"}:
+            almost_equal(other[name][key], own[key], share=0.01)
 
 
 def test_a_skipped_step_keeps_every_bit():

@@ -265,12 +265,11 @@ def test_no_host_sync(row):
             rule.step(x, x, state, lr=lr, gamma=gamma, **more, **row.counted(t))
 
 
-# Of every page and every correction inductor makes code, which takes seconds; the other
-# pairs of them are traced alike.
+# Of every correction inductor makes code, which takes seconds; of every page it does in
+# tests/test_optimizer.py. The other pairs of them are traced alike.
 GENERATED = {
     *("mars_adamw", "mars_adamw-transport", "mars_adamw-svrg", "adamw-nesterov"),
-    *("lion", "mars_lion-noclip", "mars_m", "muon", "mars_normuon-transport"),
-    "mars_soap",
+    "mars_normuon-transport",
 }
 
 

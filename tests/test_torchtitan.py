@@ -34,7 +34,9 @@ RULES = {
         mars_type="mars-m", lr=3e-3, correction="transport", gamma=0.05, **EAGER
     ),
 }
-JOBS = [(model, rule) for model in titan.MODELS for rule in RULES]
+# each model, each rule, and every rule where experts are stacks
+JOBS = [("llama3", "mars-adamw"), ("llama3", "transport"), ("qwen3", "mars-m")]
+JOBS += [("deepseek_v3", rule) for rule in RULES]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +57,8 @@ def test_torchtitans_models_train_alike_on_one_rank_and_two(runs, model, rule):
         # experts compute in bfloat16 whatever the configuration says, and few tokens
         # reach each: what their gradients lack in rank Newton-Schulz makes of rounding
         bound = 1e-3
-        if model == "deepseek_v3" and rule != "mars-adamw":
-            bound = 0.15 if ".moe." in name else 1e-2
+        if model == "deepseek_v3":
+            bound = 0.15 if ".moe." in name and rule != "mars-adamw" else 1e-2
         assert (two.moved[name] - moved).norm() < bound * moved.norm(), name
 
 
