@@ -460,6 +460,12 @@ def test_options_of_activation_checkpointing_are_known():
     assert config.training.steps == 200
 
 
+def test_activation_checkpointing_is_chosen_at_the_end():
+    words = ["activation-checkpoint:full", "--training.steps", "200"]
+    with pytest.raises(UserError, match="got --training.steps after activation-.* end"):
+        parse(["--config", "tiny_adamw", *words])
+
+
 def test_help_without_docstrings(monkeypatch, capsys):
     """python -OO leaves them out."""
     monkeypatch.setattr(recipes, "recipe", lambda name, module: lambda: None)

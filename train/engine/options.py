@@ -157,7 +157,8 @@ def _choices(kind: Any) -> Sequence:
 
 
 def check_known(config, given: Sequence[str]) -> None:
-    """Check that the options among the words of a command line exist.
+    """Check that the options among the words of a command line exist, and that the
+    choice of activation checkpointing is the last word but for its own options.
 
     Raises:
         UserError: for each that does not, the nearest that do.
@@ -174,6 +175,11 @@ def check_known(config, given: Sequence[str]) -> None:
                 for word in dict.fromkeys(unknown)
             )
         )
+    choice = CHOICE.replace("_", "-")
+    chosen = next((w for w in given if w.startswith(f"{choice}:")), None)
+    for word in given[given.index(chosen) :] if chosen else ():
+        if word.startswith("--") and not word.startswith(f"--{choice}."):
+            raise UserError(f"got {word} after {chosen}, expected {chosen} at the end")
 
 
 def _nearest(word: str, every: Sequence[Option]) -> str:
