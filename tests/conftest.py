@@ -1,11 +1,14 @@
 """Every test starts from the same seed, and with an empty compile cache."""
-# ruff: noqa: E402  (threads are counted when NumPy and torch are imported)
+# ruff: noqa: E402  (NumPy and torch read these when they are imported)
 
 import os
 
 # of matrices as small as these, more threads compute no faster: they wait for one
 # another, on a busy machine several times as long as they work
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# inductor takes the CPU's word for its instructions: to try them, each process that
+# compiles would start another, and the first of all the C++ compiler
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch
