@@ -79,7 +79,8 @@ def allocate(
 
 def owned_leaves(algorithm: Algorithm, params: Sequence[Tensor]) -> list[Leaf]:
     """Return parameters as the owners of their matrices ask for them."""
-    return [Leaf(p, algorithm.matrices, algorithm.preconditioner) for p in params]
+    asks = algorithm.matrices, algorithm.matrix_preconditioner
+    return [Leaf(p, *asks) for p in params]
 
 
 def owned_starts(

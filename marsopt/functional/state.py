@@ -215,7 +215,7 @@ def bind(
     """
     flat = isinstance(params, FlatGroup)
     every = {s: held(algorithm, s, params, state) for s in algorithm.kept}
-    at_owner = algorithm.preconditioner.owned if algorithm.matrix_only else ()
+    at_owner = algorithm.matrix_preconditioner.owned if algorithm.matrix_only else ()
     sharded = {s: tree for s, tree in every.items() if s not in at_owner}
 
     def local(tensor: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ def trees(
             for new, like in zip(parts, leaves, strict=True)
         ]
 
-    at_owner = algorithm.preconditioner.owned if algorithm.matrix_only else ()
+    at_owner = algorithm.matrix_preconditioner.owned if algorithm.matrix_only else ()
     buffers = {}
     for symbol in algorithm.kept:
         if symbol in at_owner:

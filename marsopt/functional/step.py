@@ -450,7 +450,8 @@ def apply(
     """Move x of a matrix algorithm one step on, given what its owners have made, and
     numbers of rows; buffers among these are replaced.
     """
-    s, preconditioner = scalars.broadcast_to(stack.x), stack.algorithm.preconditioner
+    s = scalars.broadcast_to(stack.x)
+    preconditioner = stack.algorithm.matrix_preconditioner
     by_symbol = dict(zip(preconditioner.row_outputs, rows, strict=True))
     buffers = dict(stack.buffers)
     for symbol, value in by_symbol.items():
@@ -481,7 +482,7 @@ def at_owners(
     # a dict keeps the stacks' order, which is the same on every rank
     ways: dict[MatrixCost, list[int]] = {}
     for i, stack in enumerate(stacks):
-        ways.setdefault(stack.algorithm.preconditioner.cost, []).append(i)
+        ways.setdefault(stack.algorithm.matrix_preconditioner.cost, []).append(i)
     for mine in ways.values():
         requests = []
         for i in mine:
@@ -513,7 +514,7 @@ def _requests(
     matrices = (stack.buffers["m"] if made is None else made).unbind()
     rows = [
         working(stack.buffers[symbol]).unbind()
-        for symbol in algorithm.preconditioner.row_inputs
+        for symbol in algorithm.matrix_preconditioner.row_inputs
     ]
     return [
         Request(
@@ -524,8 +525,8 @@ def _requests(
             ),
             leaf,
             algorithm.matrices,
-            algorithm.preconditioner,
-            algorithm.preconditioner.stage(host.count, host.first + n),
+            algorithm.matrix_preconditioner,
+            algorithm.matrix_preconditioner.stage(host.count, host.first + n),
             partial(run.store, ok[n]),
         )
         for n, (matrix, leaf) in enumerate(zip(matrices, members.leaves, strict=True))

@@ -193,7 +193,7 @@ def _of_stacks(
         return [vector] * len(stacks)
     nums = zip(stacks, clipped, strict=True)
     sizes = [s.num_tensors * (parts if per_part else 1) for s, parts in nums]
-    found = vector.split(sizes)
+    found: Sequence[Tensor] = vector.split(sizes)
     if max(clipped) == 1:
         return found
     return [

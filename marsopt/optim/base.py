@@ -154,6 +154,12 @@ class LayoutOptimizer(Optimizer):
         )
         self._layout = layout  # last: what is broken off before is done anew
 
+    @property
+    def _present(self) -> Layout:
+        """The layout, which there is once the constructor has added its groups."""
+        assert self._layout is not None
+        return self._layout
+
     def _new_layout(self) -> Layout:
         return Layout(
             self.param_groups, self.state, self._options, self._compile, self._layout
@@ -168,17 +174,17 @@ class LayoutOptimizer(Optimizer):
             told = described(self.param_groups, self._options)
             self._options["collectives"].agree(told)
             self._agreed = True
-        if not self._layout.fits(self.state):
+        if not self._present.fits(self.state):
             self._build()
-        return self._layout
+        return self._present
 
     @torch.no_grad()
     def _settle(self) -> None:
         """Take over what somebody has written into parameters since the last step, or
         loaded into the state.
         """
-        self._life.settle(self._layout.held)
-        self._life.complete(self._layout.held)
+        self._life.settle(self._present.held)
+        self._life.complete(self._present.held)
 
     @property
     def _in_train_mode(self) -> bool:
@@ -211,10 +217,10 @@ class LayoutOptimizer(Optimizer):
         to be read, not changed.
         """
         return Description(
-            buckets=self._layout.buckets,
-            groups=self._layout.groups,
+            buckets=self._present.buckets,
+            groups=self._present.groups,
             calls=self._run.calls,
-            scratch=self._layout.scratch,
+            scratch=self._present.scratch,
             scalars=[s for s in (self._skipped, self._max_norm) if s is not None],
             num_life_bytes=self._life.num_bytes,
             is_torn=self._writes.are_torn,
@@ -231,7 +237,7 @@ class LayoutOptimizer(Optimizer):
         """
         self._writes.check("state_dict()")
         self._life.check_may_save()
-        if not self._layout.covers():  # parameters were exchanged in the groups
+        if not self._present.covers():  # parameters were exchanged in the groups
             self._build()
         if self._follows:
             self.lend()
@@ -247,7 +253,7 @@ class LayoutOptimizer(Optimizer):
             )
         found = super().state_dict()
         ids, publish = self._ids(), self._options["collectives"].publish
-        for p, key, owns, num in self._layout.owned_entries():
+        for p, key, owns, num in self._present.owned_entries():
             entry = found["state"][ids[p]] = dict(found["state"][ids[p]])
             entry[key] = publish(self.state[p][key], p, num, owns)
         return found
@@ -363,4 +369,4 @@ class LayoutOptimizer(Optimizer):
             self._say, self._writes = once(), Writes()
             self._standstill = Standstill()
             self._build()
-            self._life.resumed(self._layout.held, carried)
+            self._life.resumed(self._present.held, carried)

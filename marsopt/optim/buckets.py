@@ -319,7 +319,7 @@ def attach_owned(
         algorithm = bucket.algorithm
         for p in bucket.params:
             mine, buffers = next(owns), []
-            for symbol in algorithm.preconditioner.owned:
+            for symbol in algorithm.matrix_preconditioner.owned:
                 buffer = algorithm.buffers[symbol]
                 found = state[p].get(buffer.key)
                 if found is None:

@@ -78,9 +78,9 @@ def calls(kinds: Sequence[Hashable], compile: bool) -> list[Call]:
     """
     if not compile:
         return [Call(list(range(len(kinds))), 0)]
-    kinds, found = group_by(kinds), []
-    for graph, together in enumerate(group_by([len(kind) for kind in kinds])):
-        layers = list(zip(*(kinds[i] for i in together), strict=True))
+    alike, found = group_by(kinds), []
+    for graph, together in enumerate(group_by([len(kind) for kind in alike])):
+        layers = list(zip(*(alike[i] for i in together), strict=True))
         most = max(1, TOGETHER // len(together))
         num = max(n for n in range(1, most + 1) if len(layers) % n == 0)
         for start in range(0, len(layers), num):

@@ -74,17 +74,17 @@ class Layout:
         ]
         self.buckets = [b for group in self.groups for b in group.buckets]
         for found in self.groups:
-            if (
-                found.hyper.algorithm.has_stages
-            ):  # there from the start, to be loaded into
+            # there from the start, to be loaded into
+            if found.hyper.algorithm.has_stages:
                 found.group.setdefault(STAGE_COUNT, 0)
         for bucket in self.buckets:
             buckets.attach(bucket, state, known)
         ways: dict[Hashable, list[ParameterBucket]] = {}
         for bucket in self.buckets:
-            preconditioner = bucket.algorithm.preconditioner
-            if preconditioner.matrix_only and preconditioner.owned:
-                ways.setdefault(preconditioner.cost, []).append(bucket)
+            algorithm = bucket.algorithm
+            if algorithm.matrix_only and algorithm.matrix_preconditioner.owned:
+                cost = algorithm.matrix_preconditioner.cost
+                ways.setdefault(cost, []).append(bucket)
         if ways and before is not None:
             before.publish_owned(state)
         for together in ways.values():
@@ -140,7 +140,7 @@ class Layout:
             for bucket in self.buckets
             for num in [bucket.algorithm.matrices.num_in(bucket.shape)]
             for p, owns in zip(bucket.params, bucket.owns, strict=False)
-            for symbol in bucket.algorithm.preconditioner.owned
+            for symbol in bucket.algorithm.matrix_preconditioner.owned
             for buffer in [bucket.algorithm.buffers[symbol]]
         ]
 

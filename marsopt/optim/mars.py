@@ -297,7 +297,7 @@ class MARS(LayoutOptimizer):
         captures the backward pass. Eager steps have no stacks: nothing moves.
         """
         if self._compile:
-            self._layout.join_gradients()
+            self._present.join_gradients()
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -376,7 +376,7 @@ class MARS(LayoutOptimizer):
         read.
         """
         self._settle()
-        held = {one.p: one for one in self._layout.held if self._in_train_mode}
+        held = {one.p: one for one in self._present.held if self._in_train_mode}
         for group in self.param_groups:
             for p in group["params"]:
                 x = self._life.iterate(held[p]) if p in held else None

@@ -86,7 +86,7 @@ def _factor_bytes(algorithm: Algorithm, params: Sequence[Tensor]) -> int:
     """Return those of what owners make of whole matrices that lie in one process."""
     if not algorithm.matrix_only:
         return 0
-    dtype = algorithm.preconditioner.cost.on(params[0].device.type).returned()
+    dtype = algorithm.matrix_preconditioner.cost.on(params[0].device.type).returned()
     return sum(p.numel() for p in params) * dtype.itemsize
 
 
@@ -121,16 +121,17 @@ def whole_matrices(
     chosen = [bucket for bucket in buckets if bucket.algorithm.matrix_only]
     if not chosen:
         return None
-    preconditioner = chosen[0].algorithm.preconditioner
+    preconditioner = chosen[0].algorithm.matrix_preconditioner
     cost, rounds = preconditioner.cost.on(device), preconditioner.every or 1
     shapes, requests = [], []
     for bucket in chosen:
         algorithm, members = bucket.algorithm, bucket.members
         for n, p in enumerate(members.leaves):
-            rows = [bucket.state[s][n] for s in algorithm.preconditioner.row_inputs]
+            row_inputs = algorithm.matrix_preconditioner.row_inputs
+            rows = [bucket.state[s][n] for s in row_inputs]
             owned = members.owned[n] if members.owned else ()
             given = Whole(working(p.grad), tuple(map(working, rows)), owned)
-            own = algorithm.matrices, algorithm.preconditioner
+            own = algorithm.matrices, algorithm.matrix_preconditioner
             requests.append(Request(given, p, *own))
             shapes += [
                 algorithm.matrices.shape_in(p.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from marsopt.rules.checks import Number
 from marsopt.rules.correction import Correction
 from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.matrices import Matrices
-from marsopt.rules.preconditioner import Preconditioner
+from marsopt.rules.preconditioner import MatrixPreconditioner, Preconditioner
 from marsopt.rules.rounding import NARROW
 
 # An average has three names in a state, so that one is never taken for the other: of
@@ -81,9 +82,14 @@ class Algorithm:
         return self.preconditioner.matrix_only
 
     @property
+    def matrix_preconditioner(self) -> MatrixPreconditioner:
+        """The preconditioner, where it takes matrices alone."""
+        return cast(MatrixPreconditioner, self.preconditioner)
+
+    @property
     def has_stages(self) -> bool:
         """Whether what is done with whole matrices differs from step to step."""
-        return self.matrix_only and self.preconditioner.every is not None
+        return self.matrix_only and self.matrix_preconditioner.every is not None
 
     @property
     def is_quasi_hyperbolic(self) -> bool:
@@ -224,5 +230,6 @@ class Algorithm:
     @property
     def makes_matrix(self) -> bool:
         """Whether what goes to the owners of matrices is a tensor of its own, not m."""
-        own = self.matrix_only and self.preconditioner.makes_matrix
-        return own or (self.matrix_only and self.is_quasi_hyperbolic)
+        return self.matrix_only and (
+            self.matrix_preconditioner.makes_matrix or self.is_quasi_hyperbolic
+        )

@@ -67,13 +67,15 @@ class NextGradients(Life):
             RuntimeError: they were added to those of the last step.
         """
         self._taken.check(held, KEEP)
-        rows, self._full = {}, False  # not before all are there
+        rows: dict[Tensor, Tensor] = {}
+        self._full = False  # not before all are there
         for one in held:
             if "h" not in one:
                 continue
             h, row = one["h"], self._rows.get(one.p)
-            alike = row is not None and (row.shape, row.dtype) == (h.shape, h.dtype)
-            rows[one.p] = row = row if alike else torch.empty_like(h)
+            if row is None or (row.shape, row.dtype) != (h.shape, h.dtype):
+                row = torch.empty_like(h)
+            rows[one.p] = row
             put(row, one.grad, factor)
         self._rows, self._full = rows, True
         self._taken.note(held, KEEP)

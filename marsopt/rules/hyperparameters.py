@@ -116,7 +116,7 @@ def table(component: type) -> Table:
     hints, texts = get_type_hints(component), _texts(component)
     found: dict[str, Hyperparameter] = {}
     for f in fields(component):
-        if is_dataclass(f.default):
+        if is_dataclass(f.default) and not isinstance(f.default, type):
             found |= table(type(f.default))
             continue
         found[_name(f)] = Hyperparameter(
@@ -139,7 +139,7 @@ def arguments(component: type, given: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     known = table(component)
     for f in fields(component):
-        if is_dataclass(f.default):
+        if is_dataclass(f.default) and not isinstance(f.default, type):
             own = arguments(type(f.default), given)
             if own:
                 found[f.name] = replace(f.default, **own)

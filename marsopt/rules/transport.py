@@ -211,8 +211,7 @@ class Extrapolation(Life):
             if not one.has_stepped:  # x is p
                 continue
             if same is not None:
-                ours = same is kept and seen is not None
-                is_new = not (ours and _versions(one).x == seen.x)
+                is_new = same is not kept or seen is None or _versions(one).x != seen.x
                 self._seen[one.p] = None if is_new else seen
             elif other is not None:
                 others += 1

@@ -104,8 +104,8 @@ class Job:
         """Return that of whole matrices, on GPUs; of Newton-Schulz where there are
         none.
         """
-        found = [s.algorithm.preconditioner for s in self.alike]
-        costs = [one.cost for one in found if one.matrix_only]
+        found = [s.algorithm for s in self.alike if s.algorithm.matrix_only]
+        costs = [algorithm.matrix_preconditioner.cost for algorithm in found]
         return (costs[0] if costs else marsopt.NewtonSchulz()).on("meta")
 
     def matrices(self) -> dict[str, Matrix]:
@@ -124,7 +124,7 @@ class Job:
                     "made of several matrices, expected tensors that are one each: "
                     'plan with matrices="2d" and without block_rows'
                 )
-            sums = stack.algorithm.preconditioner.sums
+            sums = stack.algorithm.matrix_preconditioner.sums
             rows, cols = stack.shape
             matrix = Matrix(rows, cols, 0, sums=sums)
             found.update(dict.fromkeys(stack.names, matrix))

@@ -156,7 +156,7 @@ def _row_bytes(job: Job, matrices: Sequence[Matrix], plan: Plan) -> tuple[float,
     there = back = 0
     for alike in job.alike:
         if alike.algorithm.matrix_only:
-            preconditioner = alike.algorithm.preconditioner
+            preconditioner = alike.algorithm.matrix_preconditioner
             there = FULL * len(preconditioner.row_inputs)
             back = FULL * len(preconditioner.row_outputs)
     p = plan.num_ranks
@@ -179,7 +179,7 @@ def moved_bytes(alike: Alike, num_ranks: int) -> int:
         sizes[symbol] = num * algorithm.dtype_of(buffer, x).itemsize
     o = one  # what comes back from owners is as what they were sent
     if algorithm.matrix_only and num_ranks == 1:
-        o = num * algorithm.preconditioner.cost.on("meta").returned().itemsize
+        o = num * algorithm.matrix_preconditioner.cost.on("meta").returned().itemsize
     norms, update = passes(
         algorithm,
         g=one,
