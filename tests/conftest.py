@@ -9,6 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # inductor takes the CPU's word for its instructions: to try them, each process that
 # compiles would start another, and the first of all the C++ compiler
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# and no process of its own to compile in, which would import torch again
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch

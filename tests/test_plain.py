@@ -219,12 +219,12 @@ def test_the_command_trains_what_a_study_says(data, tmp_path):
     changes.append(f"data={data}")
     names = ["mars-adamw", "torch-adamw"]
     own = ["train.compare", "gpu_swept", "--out", tmp_path, "--jobs", "1"]
-    own += ["--methods", *names, "--set", *changes, "trials=2", "num_draws=1"]
+    own += ["--methods", *names, "--set", *changes, "trials=1", "num_draws=1"]
     code, out, err = forked(*own)
     assert code == 0, out + err
     study = studies.gpu_swept()
     methods = {name: study.methods[name] for name in names}
-    study = replace(study, trials=2, num_draws=1, methods=methods)
+    study = replace(study, trials=1, num_draws=1, methods=methods)
     found = entries(study, Store(tmp_path), tmp_path)
     assert {e.title for e in found} == {*names}
     assert {len(e.curve.steps) for e in found} == {9}

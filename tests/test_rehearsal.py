@@ -14,20 +14,17 @@ from tests.rehearsal import needs_triton, rehearsed
 
 pytestmark = needs_triton
 
-# graphs, launches, and of them over stacks: with what is fused today
+# graphs, launches, and of them over stacks: with what is fused today; some are compiled
 FROZEN = {
     "mars-adamw/approximate/gpt2-small/float32": (2, 25, 13),
     "mars-adamw/transport/gpt2-small/float32": (2, 27, 13),
-    "mars-m/transport/gpt2-small/bfloat16": (3, 30, 17),
+    "mars-m/transport/gpt2-small/bfloat16/binaries": (3, 30, 17),
     "mars-soap-muon/approximate/gpt2-small/float32": (3, 31, 18),
     "nadamw/none/gpt2-xl/bfloat16": (2, 22, 13),
     # one more: with noise, inductor makes no one kernel of two stacks of equal size
-    "mars-adamw/approximate/gpt2-small/float32/state-bfloat16": (2, 26, 14),
+    "mars-adamw/approximate/gpt2-small/float32/state-bfloat16/binaries": (2, 26, 14),
 }
-BINARIES = (
-    "mars-m/transport/gpt2-small/bfloat16/binaries",
-    "mars-adamw/approximate/gpt2-small/float32/state-bfloat16/binaries",
-)
+BINARIES = [name for name in FROZEN if name.endswith("/binaries")]
 # each with what its check has to say
 MUTANTS = {
     "mars-lion/transport/gpt2-small/float32=read_always": "32.01 bytes a parameter",
@@ -42,12 +39,6 @@ MUTANTS = {
 def lowered(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lowered")
     return rehearsed("tests.lowered", *FROZEN, *MUTANTS, folder=folder)
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("compiled")
-    return rehearsed("tests.lowered", *BINARIES, folder=folder)["cases"]
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -78,8 +69,8 @@ def test_a_mutant_is_a_fault(lowered, name):
 
 
 @pytest.mark.parametrize("name", BINARIES)
-def test_kernels_neither_spill_nor_load_narrowly(compiled, name):
-    found = compiled[name]
+def test_kernels_neither_spill_nor_load_narrowly(lowered, name):
+    found = lowered["cases"][name]
     binaries = [b for kernel in found["kernels"] for b in kernel.get("binaries", ())]
     assert len(binaries) >= found["stack_launches"]
     assert found["faults"] == []
@@ -88,9 +79,9 @@ def test_kernels_neither_spill_nor_load_narrowly(compiled, name):
     assert all(b["narrow"] == 0 < b["full_size"] for b in binaries)
 
 
-def test_each_fault_is_found(compiled):
+def test_each_fault_is_found(lowered):
     """In figures that are changed, one after the other."""
-    row = compiled[BINARIES[0]]
+    row = lowered["cases"][BINARIES[0]]
     kernel = next(k for k in row["kernels"] if "binaries" in k)
     binary = kernel["binaries"][0]
     assert [*faults(row)] == []

@@ -160,7 +160,7 @@ SOME += [SHAMPOO_EXACT, *AHEAD]
 # mesh, placements, (mars_type, correction), strategies
 CASES = {
     "1 rank": ((1,), rows, EVERY, ("auto",)),
-    "2 ranks": ((2,), rows, EVERY, (*ALL, "auto")),
+    "2 ranks": ((2,), rows, EVERY, ALL),
     "3 ranks": ((3,), rows, [ADAMW, SHAMPOO_EXACT, *AHEAD], ("owner", "gram")),
     "4 ranks": ((4,), rows, SOME, ("owner",)),
     "8 ranks": (

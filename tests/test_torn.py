@@ -154,7 +154,6 @@ def apart_in_one_buffer() -> list[torch.Tensor]:
 CASES = [
     ("mars-adamw", "approximate", "eager"),
     ("mars-adamw", "exact", "eager"),
-    ("mars-adamw", "transport", "eager"),
     ("mars-lion", "approximate", "eager"),
     ("mars-normuon", "transport", "eager"),
     ("mars-adamw", "exact", "copied"),
