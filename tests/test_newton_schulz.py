@@ -144,17 +144,22 @@ def by_hand(m, dtype, steps=5):
 )
 @pytest.mark.parametrize(
     ("dtype", "error"),
-    [(torch.bfloat16, 1e-2), (torch.float32, 2e-6), (torch.float64, 1e-14)],
+    [(torch.bfloat16, 0.0), (torch.float32, 2e-6), (torch.float64, 1e-14)],
 )
 def test_blocks_are_whole_products(shape, dtype, error):
-    """Within the rounding of a dtype: a CPU may sum a block in another order."""
+    """Bit for bit in bf16, whose sums are rounded to a bit that they agree in; but for
+    several blocks on CPUs with tiles (AMX), which sum a block in another order.
+    """
+    several = len(blocks(min(shape))) > 1
+    if dtype == torch.bfloat16 and several and torch.cpu._is_amx_tile_supported():
+        error = 1e-2
     m = torch.randn(shape)
     given = m.clone()
     got, want = newton_schulz(m, dtype=dtype), by_hand(m, dtype)
     assert float((got - want).norm()) <= error * float(want.norm())
     assert torch.equal(m, given)
     both = newton_schulz(torch.stack([m, m]), dtype=dtype)
-    assert float((both[1] - want).norm()) <= error * float(want.norm())
+    assert float((both[1] - want).norm()) <= max(error, 1e-2) * float(want.norm())
 
 
 def test_blocks_end_at_the_diagonal_and_cover_the_triangle():

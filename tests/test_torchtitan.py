@@ -57,8 +57,10 @@ def test_torchtitans_models_train_alike_on_one_rank_and_two(runs, model, rule):
         # experts compute in bfloat16 whatever the configuration says, and few tokens
         # reach each: what their gradients lack in rank Newton-Schulz makes of rounding
         bound = 1e-3
-        if model == "deepseek_v3":
-            bound = 0.15 if ".moe." in name and rule != "mars-adamw" else 1e-2
+        if model == "deepseek_v3" and rule != "mars-adamw":
+            bound = 0.15 if ".moe." in name else 1e-2
+        elif model == "deepseek_v3" and torch.cpu._is_amx_tile_supported():
+            bound = 1e-2  # tiles of bfloat16 are summed in an order of their own
         assert (two.moved[name] - moved).norm() < bound * moved.norm(), name
 
 
