@@ -19,6 +19,7 @@ FROZEN = {
     "mars-adamw/approximate/gpt2-small/float32": (2, 25, 13),
     "mars-adamw/transport/gpt2-small/float32": (2, 27, 13),
     "mars-m/transport/gpt2-small/bfloat16/binaries": (3, 30, 17),
+    "normuon/none/llama-7b-layer/float32": (3, 23, 13),
     "mars-soap-muon/approximate/gpt2-small/float32": (3, 31, 18),
     "nadamw/none/gpt2-xl/bfloat16": (2, 22, 13),
     # one more: with noise, inductor makes no one kernel of two stacks of equal size
