@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .placement import Placement
 
@@ -14,16 +14,16 @@ Found = TypeVar("Found")
 
 
 class LayoutCache(Generic[Found]):
-    """A cache keyed by shapes, dtypes and placements, with a fast path for the tensor
-    objects that came last.
+    """A cache keyed by shapes, dtypes and placements, with a fast path for the layout
+    that came last.
 
-    An optimizer comes with the same tensors at every step; the functional API with new
-    ones of the same layout.
+    It refers to no leaf, not weakly either: modules exchange DTensors by
+    ``swap_tensors``, which refuses one that has weak references.
     """
 
     def __init__(self) -> None:
         self._by_value: dict[Hashable, Found] = {}
-        self._last: dict[Hashable, tuple[list[weakref.ref[Tensor]], Found]] = {}
+        self._last: dict[Hashable, tuple[list[object], Found]] = {}
 
     def every(self) -> list[Found]:
         """Return all that was found."""
@@ -36,15 +36,20 @@ class LayoutCache(Generic[Found]):
         find: Callable[[Sequence[Tensor]], Found],
     ) -> Found:
         """Return what ``find`` returned for leaves laid out as these, under ``key``."""
+        forms = [_form(x) for x in leaves]
         if key in self._last:
             seen, found = self._last[key]
-            same = len(seen) == len(leaves)
-            if same and all(r() is x for r, x in zip(seen, leaves, strict=True)):
+            if forms == seen:  # the same objects, where an optimizer comes again
                 return found
         layout = [(tuple(x.shape), x.dtype, Placement.of(x)) for x in leaves]
         value = (key, *layout)
         if value not in self._by_value:
             self._by_value[value] = find(leaves)
         found = self._by_value[value]
-        self._last[key] = ([weakref.ref(x) for x in leaves], found)
+        self._last[key] = (forms, found)
         return found
+
+
+def _form(x: Tensor) -> object:
+    """Return shape, dtype and placement: of a DTensor the object that it has of them."""
+    return x._spec if isinstance(x, DTensor) else (x.shape, x.dtype)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from marsopt.functional.step_types import scalar_dtype
 from marsopt.optim.buckets import BucketGroup, ParameterBucket
 from marsopt.optim.compiled import Call, InPlace, calls, once, resolve_compile
 from marsopt.optim.groups import (
+    DeviceHyperparameters,
     admit,
     check_group,
     check_no_module,
@@ -32,6 +34,7 @@ from marsopt.optim.state_dict import (
     TRAIN_MODE,
     check_ids,
     check_not_ours,
+    in_order_of_names,
     to_restore,
     under_loaded,
 )
@@ -40,6 +43,8 @@ from marsopt.rules import checks
 from marsopt.rules.registry import correction_named
 
 log = logging.getLogger(__name__)
+
+KEPT = 64  # runs with their graphs, and groups that are taken out and come back
 
 
 class Description(NamedTuple):
@@ -71,9 +76,10 @@ class LayoutOptimizer(Optimizer):
         self, params: Any, defaults: dict[str, Any], options: dict[str, Any]
     ) -> None:
         self._options = options
-        self._layout: Layout | None = None
+        self._forget_layouts()
         self._loading: dict[str, Any] | None = None  # inside load_state_dict
         self._grad_norm: Tensor | None = None
+        self._skipped = torch.zeros((), dtype=torch.int64)
         self._life = correction_named(options["correction"]).life()
         self._say, self._writes = once(), Writes()
         self._standstill = Standstill()
@@ -122,6 +128,12 @@ class LayoutOptimizer(Optimizer):
                 self._place()
             self._build()
 
+    def _forget_layouts(self) -> None:
+        self._layout: Layout | None = None
+        # what layouts share, so that one made anew takes the graphs of another before
+        self._hyper: dict[int, DeviceHyperparameters] = {}
+        self._runs: dict[Hashable, InPlace] = {}
+
     def _place(self) -> None:
         """Choose the device and whether to compile. An optimizer without parameters
         (ZeRO on some ranks) uses the CPU until a group with parameters is added.
@@ -130,29 +142,49 @@ class LayoutOptimizer(Optimizer):
         device = torch.device("cpu") if first is None else first.device
         wanted = self._options["compile"]
         self._compile = False if first is None else resolve_compile(wanted, device.type)
-        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._skipped = self._skipped.to(device)
 
     def _build(self, layout: Layout | None = None) -> None:
-        """Make missing state, buckets over it, and a run that moves them."""
+        """Make missing state, buckets over it, and a run that moves them.
+
+        Args:
+            layout: one that is bound; None makes it.
+        """
+        bound = layout is not None
+        if layout is None:
+            devices = {p.device for group in self.param_groups for p in group["params"]}
+            if devices and self._skipped.device not in devices:
+                self._place()  # all parameters were moved
+            layout = self._new_layout()
         if self._layout is not None:
             with torch.no_grad():
                 self._life.settle(self._layout.held)
         before = self._life.before_rebuild()
         try:
-            layout = layout or self._new_layout()
+            if not bound:
+                layout.bind()
         finally:
-            there = layout or self._layout
-            if there is not None:
-                self._life.after_rebuild(there.held, before)
+            self._life.after_rebuild(layout.held, before)
         self._max_norm: Tensor | None = None
         self.max_norm = self._options["max_norm"]
-        self._run = InPlace(
-            calls([bucket.kind() for bucket in layout.buckets], self._compile),
-            alone=self._options["collectives"] is LOCAL,
-            compile=self._compile,
-            required=self._options["compile"] is True,
-        )
+        self._run = self._run_of([bucket.kind() for bucket in layout.buckets])
         self._layout = layout  # last: what is broken off before is done anew
+
+    def _run_of(self, kinds: Sequence[Hashable]) -> InPlace:
+        """Return what moves buckets of these kinds, which keeps its graphs."""
+        key = self._compile, *kinds
+        run = self._runs.pop(key, None)
+        if run is None:
+            run = InPlace(
+                calls(kinds, self._compile),
+                alone=self._options["collectives"] is LOCAL,
+                compile=self._compile,
+                required=self._options["compile"] is True,
+            )
+        self._runs[key] = run  # the last one
+        if len(self._runs) > KEPT:
+            del self._runs[next(iter(self._runs))]
+        return run
 
     @property
     def _present(self) -> Layout:
@@ -161,20 +193,29 @@ class LayoutOptimizer(Optimizer):
         return self._layout
 
     def _new_layout(self) -> Layout:
+        if len(self._hyper) > len(self.param_groups) + KEPT:
+            present = {id(group) for group in self.param_groups}
+            self._hyper = {i: h for i, h in self._hyper.items() if i in present}
         return Layout(
-            self.param_groups, self.state, self._options, self._compile, self._layout
+            self.param_groups,
+            self.state,
+            self._options,
+            self._compile,
+            self._hyper,
+            self._layout,
         )
 
     def _fitting(self, what: str, *, agree: bool = True) -> Layout:
-        """The layout, made anew where a group or a frozen parameter has changed; for
-        ``what``, which is going to write. Ranks ``agree`` where all of them do it.
+        """The layout, made anew where groups, parameters or state are no longer what it
+        was bound to; for ``what``, which is going to write. Ranks ``agree`` where all
+        of them do it.
         """
         self._writes.check(what)
         if agree and not self._agreed:  # once: later changes need not come everywhere
             told = described(self.param_groups, self._options)
             self._options["collectives"].agree(told)
             self._agreed = True
-        if not self._present.fits(self.state):
+        if not self._present.fits(self.param_groups, self.state):
             self._build()
         return self._present
 
@@ -237,7 +278,7 @@ class LayoutOptimizer(Optimizer):
         """
         self._writes.check("state_dict()")
         self._life.check_may_save()
-        if not self._present.covers():  # parameters were exchanged in the groups
+        if not self._present.covers(self.param_groups):  # exchanged in the groups
             self._build()
         if self._follows:
             self.lend()
@@ -251,12 +292,24 @@ class LayoutOptimizer(Optimizer):
                 "optimizer.eval() before and optimizer.train() after, or "
                 "optimizer.follow(model) once",
             )
-        found = super().state_dict()
+        found = self._listed_state_dict()
         ids, publish = self._ids(), self._options["collectives"].publish
         for p, key, owns, num in self._present.owned_entries():
             entry = found["state"][ids[p]] = dict(found["state"][ids[p]])
             entry[key] = publish(self.state[p][key], p, num, owns)
         return found
+
+    def _listed_state_dict(self) -> dict[str, Any]:
+        """Return torch.optim's, which has no name for a parameter in no group."""
+        state, ids = self.state, self._ids()
+        listed = [k for k in state if not isinstance(k, Tensor) or k in ids]
+        if len(listed) == len(state):
+            return super().state_dict()
+        self.state = defaultdict(dict, {key: state[key] for key in listed})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = state
 
     def _ids(self) -> dict[Tensor, int]:
         """Return under which number a state dict knows each parameter."""
@@ -268,8 +321,10 @@ class LayoutOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned, bit for bit in the state's own dtype.
 
-        Hyperparameters come from ``state_dict`` too, as in torch.optim; what its groups
-        lack stays as it is. What others keep in the state is loaded as torch.optim
+        State goes to the parameter of its name where both sides name the same
+        parameters (``param_names``), else by position, as in torch.optim. A parameter
+        without an entry starts anew. Hyperparameters come from ``state_dict`` too, as
+        in torch.optim; what its groups lack stays as it is. What others keep in the state is loaded as torch.optim
         loads it. After a step that an exception has broken off, this is the way back,
         if the model's parameters are loaded too.
 
@@ -282,8 +337,10 @@ class LayoutOptimizer(Optimizer):
         before = self.param_groups, self.state
         self._loading, torn = state_dict, self._writes.are_torn
 
-        def remember(_: Optimizer, after_hooks: dict[str, Any]) -> None:
-            self._loading = after_hooks  # hooks of others may have replaced it
+        def remember(_: Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
+            # hooks of others may have replaced it
+            self._loading = in_order_of_names(self.param_groups, after_hooks)
+            return self._loading
 
         handle = self.register_load_state_dict_pre_hook(remember)
         try:
@@ -308,6 +365,7 @@ class LayoutOptimizer(Optimizer):
         before = self.param_groups
         groups = zip(before, cast["param_groups"], strict=True)
         foreign = set() if self._life.exchanges else {TRAIN_MODE, "gamma_1d"}
+        foreign |= {"param_names"}  # they are those of our parameters
         self.param_groups = [
             {**old, **{key: new[key] for key in new if key not in foreign}}
             for old, new in groups
@@ -318,6 +376,7 @@ class LayoutOptimizer(Optimizer):
             self._say(logging.WARNING, what)
         self.state = under_loaded(self.state, cast["state"])
         layout = self._new_layout()
+        layout.bind()
         labelled = labels(self.param_groups)
         if self._writes.are_torn:
             check_not_ours(self.state, saved)
@@ -362,7 +421,8 @@ class LayoutOptimizer(Optimizer):
         # torch.optim's own, which MARS does not have: groups would take it up
         self.defaults.pop("differentiable", None)
         if "_options" in state:  # from a pickle or deepcopy
-            self._layout, self._grad_norm = None, None
+            self._forget_layouts()
+            self._grad_norm = None
             self._agreed = self._follows = False
             self._life = correction_named(self._options["correction"]).life()
             carried = self.__dict__.pop("_carried")

@@ -7,12 +7,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.functional.binding import (
+    Side,
     allocate,
     buffer_shape,
     matrix_rows,
@@ -21,9 +24,9 @@ from marsopt.functional.binding import (
     start_at_owner,
 )
 from marsopt.functional.collectives import Collectives, Owned
+from marsopt.functional.routing import Routing
 from marsopt.functional.stacks import (
     adjacent,
-    are_rows,
     can_relocate,
     flatten_into_stack,
     group_by,
@@ -39,7 +42,7 @@ from marsopt.functional.step_types import (
 from marsopt.optim.groups import DeviceHyperparameters
 from marsopt.optim.state_dict import State
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.buffers import AHEAD, LOOKAHEAD, Buffer
+from marsopt.rules.buffers import AHEAD, LOOKAHEAD, Buffer, is_full
 from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.matrices import MatrixRows
 from marsopt.rules.registry import STATE_KEYS
@@ -47,7 +50,9 @@ from marsopt.rules.registry import STATE_KEYS
 
 @dataclass
 class ParameterBucket:
-    """L parameters as their owner holds them, and their state as stacks of pieces."""
+    """L parameters as their owner holds them, and their state as stacks of pieces. Its
+    tensors are those that it was bound to, as long as the layout fits.
+    """
 
     algorithm: Algorithm
     params: list[Tensor]
@@ -58,15 +63,21 @@ class ParameterBucket:
     # numbers of those matrices that have their owner here
     owned: list[tuple[Tensor, ...]] = field(default_factory=list)
     owns: list[Owned] = field(default_factory=list)
-    flat: Tensor | None = None  # (L, *shape), whose rows the parameters are
+    x: Tensor | None = None  # (L, *shape) of pieces; None: a step copies them into one
 
     def __post_init__(self) -> None:
+        self.pieces = [self.collectives.local(p) for p in self.params]  # on this rank
         self.rows: MatrixRows | None = matrix_rows(
             self.algorithm, self.params[0], self.shape, self.collectives
         )
         self.cuts = rounding_cuts(self.algorithm, self.params[0], self.collectives)
         # parts of each parameter that have a norm of their own
         self.num_clipped = self.algorithm.num_clipped(self.shape)
+        kept = [buffer.key for buffer in self.algorithm.buffers.values()]
+        kept += [LOOKAHEAD] if self.algorithm.num_behind else []
+        self._kept = (
+            itemgetter("step", *kept) if kept else lambda entry: (entry["step"],)
+        )
 
     @property
     def shape(self) -> torch.Size:
@@ -77,29 +88,44 @@ class ParameterBucket:
     def members(self) -> Members:
         return Members(self.params, self.owned)
 
-    def pieces(self) -> list[Tensor]:
-        """Return the parameters' local pieces."""
-        return [self.collectives.local(p) for p in self.params]
-
-    def flattened(self, pieces: Sequence[Tensor]) -> Tensor | None:
-        """Return x as a stack that needs no copy, or None.
-
-        Whoever gives a parameter other storage (``p.data = ...``, ``model.to``) finds
-        it moved in again at the next step.
+    @property
+    def flat(self) -> Tensor | None:
+        """Return the stack whose rows several parameters are; None where they are not,
+        or there is one.
         """
-        if len(pieces) == 1:
-            return pieces[0].unsqueeze(0)
-        if self.flat is None or not are_rows(pieces, self.flat):
-            self.flat = adjacent(pieces)  # laid out so by their owner
-            if self.flat is None and all(map(can_relocate, pieces, self.params)):
-                self.flat = flatten_into_stack(self.params)
-        return self.flat
+        return self.x if len(self.params) > 1 else None
+
+    def state_tensors(self, state: State) -> list[Tensor]:
+        """Return the tensors that ``state`` holds of the parameters for its algorithm.
+
+        Raises:
+            KeyError: one is missing.
+        """
+        return [tensor for p in self.params for tensor in self._kept(state[p])]
+
+    def place(self, known: Mapping[int, Tensor]) -> None:
+        """Make the parameters rows of a stack, where they are that or can move.
+
+        Args:
+            known: stacks of the layout before, by address: what is in them stays there.
+        """
+        if len(self.pieces) == 1:
+            self.x = self.pieces[0].detach().unsqueeze(0)
+            return
+        self.x = known_stack(self.pieces, known)
+        if self.x is None:
+            rows = [piece.detach() for piece in self.pieces]
+            self.x = adjacent(rows)  # laid out so by their owner
+        if self.x is None and all(map(can_relocate, self.pieces, self.params)):
+            self.x = flatten_into_stack(self.params)
 
     def kind(self) -> Hashable:
-        """Return what a compiled graph knows of it; the same on every rank."""
+        """Return what a compiled graph knows of it; equal ones are equal on every rank
+        too.
+        """
         first = self.params[0]
         return (
-            id(self.algorithm),
+            self.algorithm,
             len(self.params),
             first.shape,
             first.stride(),
@@ -115,6 +141,9 @@ class BucketGroup:
     hyper: Hyperparameters
     buckets: list[ParameterBucket]
     group: dict[str, Any]  # the param group
+    # numbers of ``hyper`` that a step brings from and to ``optimizer.state``, whose
+    # tensors are in somebody's memory: (ours, theirs)
+    apart: tuple[list[Tensor], list[Tensor]]
 
 
 # ---- buckets -------------------------------------------------------------------------
@@ -129,32 +158,33 @@ def moves(p: Tensor, state: State) -> bool:
 
 def build(
     group: dict[str, Any],
-    hyper: DeviceHyperparameters,
+    routing: Routing,
     state: State,
     collectives: Collectives,
     stacked: Callable[[Tensor, int], bool],
-    known: Mapping[int, Tensor],
-) -> list[BucketGroup]:
-    """Return the group's buckets, without state.
+) -> list[tuple[Side, list[ParameterBucket]]]:
+    """Return the buckets of a group, by who moves them. Nothing is written.
 
     Args:
         group: a param group.
-        hyper: its hyperparameters.
+        routing: who moves its parameters.
         state: the optimizer's.
         collectives: who holds the parameters.
         stacked: whether a parameter shares its bucket with those of its shape, of which
             there are so many.
-        known: stacks of the layout before, by address: what is in them stays there.
+
+    Raises:
+        ValueError: state that is not a parameter's.
     """
-    routing, params = hyper.routing, group["params"]
+    params = group["params"]
     names = group.get("param_names", [f"{i}" for i in range(len(params))])
     moving = [i for i, p in enumerate(params) if moves(p, state)]
-    found = []
+    sides = []
     for side in routing.sides([params[i] for i in moving]):
         part = [moving[n] for n in side.members]
-        own_rate = side.is_fallback and routing.own_rate
-        own_gamma = side.is_fallback and routing.own_gamma
-        keys = _keys([params[i] for i in part], collectives, stacked)
+        for i in part:
+            check_state(params[i], names[i], side.algorithm, state, collectives)
+        keys = _keys([params[i] for i in part], state, collectives, stacked)
         buckets = [
             ParameterBucket(
                 algorithm=side.algorithm,
@@ -164,23 +194,70 @@ def build(
             )
             for members in group_by(keys)
         ]
-        dtypes = tuple(dict.fromkeys(working_dtype(b.params[0]) for b in buckets))
-        every = [p for b in buckets for p in b.params]
-        own = Hyperparameters(
-            algorithm=side.algorithm,
-            lr=hyper.lr_1d if own_rate else hyper.lr,
-            gamma=hyper.gamma_1d if own_gamma else hyper.gamma,
-            t=_steps(every, state),
-            dtypes=dtypes,
-            behind=_behind(side.algorithm.num_behind, every, state, known),
-            parts=norms_per_tensor([(len(b.params), b.num_clipped) for b in buckets]),
+        sides.append((side, buckets))
+    return sides
+
+
+def check_state(
+    p: Tensor, name: str, algorithm: Algorithm, state: State, collectives: Collectives
+) -> None:
+    """Check what ``state`` holds of a parameter for ``algorithm``.
+
+    Raises:
+        ValueError: no tensor, or one of another shape or device than the parameter's.
+    """
+    entry, piece = state.get(p, {}), collectives.local(p)
+    for buffer in algorithm.buffers.values():
+        value = entry.get(buffer.key)
+        if value is None or buffer.home == "owner":
+            continue
+        shape = buffer_shape(algorithm, buffer, piece.shape)
+        got = f"a {type(value).__name__}"
+        if isinstance(value, Tensor):
+            local = collectives.local(value)
+            if not is_full(buffer) and local.ndim != len(shape):
+                continue  # of the rows of other matrices: it starts anew
+            if local.shape == shape and local.device == piece.device:
+                continue
+            got = f"a tensor of shape {tuple(local.shape)} on {local.device}"
+        raise ValueError(
+            f"got {got} as state {buffer.key!r} of parameter {name!r}, expected a "
+            f"tensor of shape {tuple(shape)} on {piece.device}, where the parameter "
+            "is: change all state of a parameter with it, or delete "
+            "optimizer.state[parameter], which then starts anew"
         )
-        found.append(BucketGroup(own, buckets, group))
-    return found
+
+
+def join(
+    side: Side,
+    buckets: list[ParameterBucket],
+    group: dict[str, Any],
+    hyper: DeviceHyperparameters,
+    state: State,
+    known: Mapping[int, Tensor],
+) -> BucketGroup:
+    """Return buckets with their hyperparameters; ``state`` gets the numbers of every
+    parameter.
+    """
+    own_rate = side.is_fallback and hyper.routing.own_rate
+    own_gamma = side.is_fallback and hyper.routing.own_gamma
+    params = [p for bucket in buckets for p in bucket.params]
+    apart: tuple[list[Tensor], list[Tensor]] = ([], [])
+    numbers = Hyperparameters(
+        algorithm=side.algorithm,
+        lr=hyper.lr_1d if own_rate else hyper.lr,
+        gamma=hyper.gamma_1d if own_gamma else hyper.gamma,
+        t=_steps(params, state, apart),
+        dtypes=tuple(dict.fromkeys(working_dtype(b.params[0]) for b in buckets)),
+        behind=_behind(side.algorithm.num_behind, params, state, known, apart),
+        parts=norms_per_tensor([(len(b.params), b.num_clipped) for b in buckets]),
+    )
+    return BucketGroup(numbers, buckets, group, apart)
 
 
 def _keys(
     params: Sequence[Tensor],
+    state: State,
     collectives: Collectives,
     stacked: Callable[[Tensor, int], bool],
 ) -> list[Any]:
@@ -195,22 +272,42 @@ def _keys(
     ]
     num = Counter(alike)
     return [
-        i if key is None or not stacked(p, num[key]) else key
+        key
+        if key is not None and stacked(p, num[key]) and _may_move(p, state, key[-1])
+        else i
         for i, (p, key) in enumerate(zip(params, alike, strict=True))
     ]
 
 
-def _steps(params: Sequence[Tensor], state: State) -> Tensor:
+def _may_move(p: Tensor, state: State, placement: Hashable) -> bool:
+    """Return whether the state of a parameter may become rows of stacks: not where it
+    lies in memory that others look into, as after ``share_memory_()``. Steps then write
+    it where it is.
+    """
+    return placement is not None or all(
+        value.numel() == 0 or is_fake(value) or can_relocate(value, value)
+        for key, value in state.get(p, {}).items()
+        if key in STATE_KEYS - {LOOKAHEAD, AHEAD}
+    )
+
+
+def _steps(
+    params: Sequence[Tensor], state: State, apart: tuple[list[Tensor], list[Tensor]]
+) -> Tensor:
     """Return the steps taken (N,); ``state`` holds its rows."""
     before = [float(state.get(p, {}).get("step", 0.0)) for p in params]
     t = torch.tensor(before, dtype=torch.float32, device=params[0].device)
     for p, step in zip(params, separate_tensors(t), strict=True):
-        state[p]["step"] = step
+        _hold(state[p], "step", step, apart)
     return t
 
 
 def _behind(
-    num: int, params: Sequence[Tensor], state: State, known: Mapping[int, Tensor]
+    num: int,
+    params: Sequence[Tensor],
+    state: State,
+    known: Mapping[int, Tensor],
+    apart: tuple[list[Tensor], list[Tensor]],
 ) -> Tensor | None:
     """Return the numbers of the last step (N, num), from which x follows; ``state``
     holds its rows. None where there are none.
@@ -218,16 +315,42 @@ def _behind(
     if not num:
         return None
     if all(LOOKAHEAD in state[p] for p in params):
-        found = known_stack([state[p][LOOKAHEAD] for p in params], known)
-        if found is not None:
-            return found
+        there = known_stack([state[p][LOOKAHEAD] for p in params], known)
+        if there is not None:
+            return there
     device = params[0].device
-    found = torch.zeros(len(params), num, dtype=scalar_dtype(device), device=device)
-    for p, row in zip(params, separate_tensors(found), strict=True):
+    stack = torch.zeros(len(params), num, dtype=scalar_dtype(device), device=device)
+    for p, row in zip(params, separate_tensors(stack), strict=True):
         if LOOKAHEAD in state[p]:
             row.copy_(state[p][LOOKAHEAD])
-        state[p][LOOKAHEAD] = row
-    return found
+        _hold(state[p], LOOKAHEAD, row, apart)
+    return stack
+
+
+def _hold(
+    entry: dict[str, Any],
+    key: str,
+    row: Tensor,
+    apart: tuple[list[Tensor], list[Tensor]] | None = None,
+) -> None:
+    """Let ``entry[key]`` be a tensor in the memory of ``row``, which has its values:
+    the tensor that is there, where it can move, so that whoever holds it sees later
+    steps. Where it cannot, ``apart`` gets both.
+    """
+    before = entry.get(key)
+    alike = type(before) is Tensor and (
+        (before.shape, before.dtype, before.device)
+        == (row.shape, row.dtype, row.device)
+    )
+    if not alike or is_fake(row):
+        entry[key] = row
+    elif can_relocate(before, before):
+        before.data = row
+    elif apart is None:
+        entry[key] = row
+    else:
+        apart[0].append(row)
+        apart[1].append(before)
 
 
 # ---- their state ---------------------------------------------------------------------
@@ -242,9 +365,8 @@ def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -
         state: the optimizer's.
         known: stacks of buckets before these, by address: rows of them stay there.
     """
-    pieces, buffers = bucket.pieces(), bucket.algorithm.buffers
-    if len(pieces) > 1:
-        bucket.flat = known_stack(pieces, known)
+    pieces, buffers = bucket.pieces, bucket.algorithm.buffers
+    bucket.place(known)
     unwanted = STATE_KEYS - {buffer.key for buffer in buffers.values()}
     if bucket.algorithm.num_behind:
         unwanted -= {LOOKAHEAD, AHEAD}
@@ -253,6 +375,8 @@ def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -
         stale = unwanted & set(state[p])
         for key in stale:
             del state[p][key]  # of another rule: stale when that one returns
+        if bucket.algorithm.num_behind:
+            state[p].setdefault(AHEAD, bucket.pieces[0].new_empty(0))
         if LOOKAHEAD in state[p] and (stale or wanted - set(state[p])):
             state[p][LOOKAHEAD].zero_()  # x does not follow from what starts anew
     for symbol, buffer in buffers.items():
@@ -270,7 +394,7 @@ def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -
                     row.copy_(bucket.collectives.local(state[p][buffer.key]))
                 elif buffer.start == "parameter":
                     row.copy_(bucket.collectives.local(p.detach()))
-                state[p][buffer.key] = bucket.collectives.wrap(row, p)
+                _hold(state[p], buffer.key, bucket.collectives.wrap(row, p))
         bucket.state[symbol] = stack
 
 

@@ -313,7 +313,8 @@ class DeviceHyperparameters:
 
     def __init__(self, group: dict[str, Any], options: Mapping[str, Any]) -> None:
         self._group, self._options = group, options
-        device = group["params"][0].device
+        self._structure = structure(group, options)
+        self._device = device = group["params"][0].device
         self._seen: dict[str, Any] = {}
 
         def cell() -> Tensor:
@@ -335,9 +336,15 @@ class DeviceHyperparameters:
         self.lr, self.gamma = self._cells["lr"], self._cells["gamma"]
         self.lr_1d = self._cells.setdefault("lr_1d", cell())
         self.gamma_1d = self._cells.setdefault("gamma_1d", cell())
-        uses_fallback = _has_fallback(group, self.routing)
-        self._needs_base_lr = self.routing.own_rate and uses_fallback
         self.refresh()
+
+    def fits(self, group: dict[str, Any]) -> bool:
+        """Return whether these are still the hyperparameters of a group."""
+        return (
+            self._group is group
+            and self._device == group["params"][0].device
+            and self._structure == structure(group, self._options)
+        )
 
     def refresh(self) -> bool:
         """Take over what has changed in the group since the last call; return whether
@@ -381,7 +388,8 @@ class DeviceHyperparameters:
             return lr
         if base > 0:
             return lr * (self._group["lr_1d"] / base)
-        if self._needs_base_lr and not isinstance(lr, Tensor) and lr != 0:
+        used = _has_fallback(self._group, self.routing)
+        if used and not isinstance(lr, Tensor) and lr != 0:
             raise ValueError(
                 f"got lr={lr} for a group that was added with lr=0, expected a base "
                 "rate: lr_1d is measured against it; "

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from functools import reduce
-from operator import is_
+from functools import partial, reduce
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from marsopt.functional.collectives import Owned
+from marsopt.functional.collectives import LOCAL, Owned
 from marsopt.functional.stacks import adjacent, repeated
 from marsopt.functional.step_types import Decision, RuleGroup, Stack
 from marsopt.optim import buckets
-from marsopt.optim.buckets import ParameterBucket
+from marsopt.optim.buckets import BucketGroup, ParameterBucket
 from marsopt.optim.compiled import should_stack
 from marsopt.optim.groups import (
     DeviceHyperparameters,
     check_matrices,
-    label,
     labels,
     structure,
 )
 from marsopt.optim.state_dict import State, own
-from marsopt.rules.buffers import LOOKAHEAD
 from marsopt.rules.dtypes import working
 from marsopt.rules.life import Held
 
@@ -33,17 +31,24 @@ WIDEST_LOAD = 16  # bytes: a GPU's, at multiples of as many
 PATTERNS = 64  # of missing gradients that are kept: a mixture of experts has no end
 
 Copies = tuple[list[Tensor], list[Tensor]]  # of what is to be copied: to, from
+FORM = attrgetter("shape", "dtype")
 
 
 class Layout:
-    """Made from groups and state, and made anew when ``fits`` says so.
+    """Made from groups and state, and made anew when ``fits`` says so. It writes
+    nothing before ``bind``.
 
     Args:
         groups: the optimizer's param groups.
-        state: the optimizer's state; what is missing is made, as zeros.
+        state: the optimizer's state.
         options: what the optimizer was built with.
         compile: whether the step is compiled.
+        hyper: by the id of a group, its hyperparameters on the device, as layouts
+            before this one have made them; what is missing is added.
         before: the layout that this one replaces; what lies in its stacks stays there.
+
+    Raises:
+        ValueError: parameters on several devices, or state that is not a parameter's.
     """
 
     def __init__(
@@ -52,31 +57,73 @@ class Layout:
         state: State,
         options: Mapping[str, Any],
         compile: bool,
+        hyper: dict[int, DeviceHyperparameters],
         before: Layout | None = None,
     ) -> None:
         check_matrices(groups, options)
-        self._groups, self._options = groups, options
+        self._groups, self._options = list(groups), options
         self._collectives = options["collectives"]
-        self._state = state
+        self._state, self._before = state, before
         filled = [group for group in groups if group["params"]]
-        self._hyper = [DeviceHyperparameters(group, options) for group in filled]
+        for group in filled:
+            seen = hyper.get(id(group))
+            if seen is None or not seen.fits(group):
+                hyper[id(group)] = DeviceHyperparameters(group, options)
+        self._hyper = [hyper[id(group)] for group in filled]
 
         def stacked(p: Tensor, num_alike: int) -> bool:
             return should_stack(p, compile, num_alike)
 
-        known = {} if before is None else before.stacks
-        self.groups = [
-            found
-            for group, hyper in zip(filled, self._hyper, strict=True)
-            for found in buckets.build(
-                group, hyper, state, self._collectives, stacked, known
+        self._sides = [
+            (group, numbers, *side)
+            for group, numbers in zip(filled, self._hyper, strict=True)
+            for side in buckets.build(
+                group, numbers.routing, state, self._collectives, stacked
             )
         ]
-        self.buckets = [b for group in self.groups for b in group.buckets]
-        for found in self.groups:
+        self.buckets = [b for *_, several in self._sides for b in several]
+        self.members = [bucket.members for bucket in self.buckets]
+        self.params = [p for bucket in self.buckets for p in bucket.params]
+        self._every = [p for group in groups for p in group["params"]]
+        self._check_devices()
+        moving = set(self.params)
+        self._idle = [p for p in self._every if p not in moving]
+        self.held = [
+            Held(
+                p,
+                self._collectives.local,
+                state,
+                bucket.algorithm.correction_keys,
+                bucket.algorithm.leads_back,
+            )
+            for bucket in self.buckets
+            for p in bucket.params
+        ]
+        self.groups: list[BucketGroup] = []
+        self.scratch: dict[tuple[int, str], tuple[Tensor, tuple[Tensor, ...]]] = {}
+        self._away: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._moved: list[Tensor] = []
+        self._digest: str | None = None  # the groups' numbers
+        self._live: dict[tuple[bool, ...], Tensor] = {}
+        self.has_gradients = False  # whether the last step had one
+        self.unaligned: str | None = None  # a gradient that no wide load can read
+
+    @torch.no_grad()
+    def bind(self) -> None:
+        """Give every bucket its stacks: parameters and state that can move become rows
+        of these, state that is missing is made.
+        """
+        state, before = self._state, self._before
+        known = {} if before is None else before.stacks
+        self._before = None
+        self.groups = [
+            buckets.join(side, several, group, numbers, state, known)
+            for group, numbers, side, several in self._sides
+        ]
+        for group in self.groups:
             # there from the start, to be loaded into
-            if found.hyper.algorithm.has_stages:
-                found.group.setdefault(STAGE_COUNT, 0)
+            if group.hyper.algorithm.has_stages:
+                group.group.setdefault(STAGE_COUNT, 0)
         for bucket in self.buckets:
             buckets.attach(bucket, state, known)
         ways: dict[Hashable, list[ParameterBucket]] = {}
@@ -90,31 +137,8 @@ class Layout:
         for together in ways.values():
             buckets.attach_owned(together, state, moved=before is not None)
         self.members = [bucket.members for bucket in self.buckets]
-        self.params = [p for bucket in self.buckets for p in bucket.params]
-        self._every = [p for group in groups for p in group["params"]]
-        self.held = [
-            Held(
-                p,
-                self._collectives.local,
-                state,
-                bucket.algorithm.correction_keys,
-                bucket.algorithm.leads_back,
-            )
-            for bucket in self.buckets
-            for p in bucket.params
-        ]
-        _forget_removed(state, self._every)
-        self._signature, self._seen = self._sign()
-        self.scratch: dict[tuple[int, str], tuple[Tensor, tuple[Tensor, ...]]] = {}
-        self._away: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._moved: list[Tensor] = []
-        self._digest: str | None = None  # the groups' numbers
-        self._live: dict[tuple[bool, ...], Tensor] = {}
-        self.unaligned: str | None = None  # a gradient that no wide load can read
-        self._forms = [(x.shape, x.device) for x in self.params]
-        with torch.no_grad():  # now, so that no address changes in the first step
-            for bucket in self.buckets:
-                bucket.flattened(bucket.pieces())
+        _forget_unused(state, self._every)
+        self._signature = self._sign(self._groups)
 
     @property
     def stacks(self) -> dict[int, Tensor]:
@@ -155,66 +179,70 @@ class Layout:
 
     # ---- whether it still holds ------------------------------------------------------
 
-    def covers(self) -> bool:
+    def covers(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Return whether the groups hold the parameters that this was made for."""
-        held = [p for group in self._groups for p in group["params"]]
-        return len(held) == len(self._every) and all(map(is_, held, self._every))
+        params = [p for group in groups for p in group["params"]]
+        return len(params) == len(self._every) and all(map(is_, params, self._every))
 
-    def fits(self, state: State) -> bool:
-        """Return whether groups and state are still those that this was made for.
+    def fits(self, groups: Sequence[dict[str, Any]], state: State) -> bool:
+        """Return whether groups, parameters and state are still those, and in the
+        memory, that this was made for.
 
         Raises:
-            ValueError: a sparse gradient, or a parameter of another shape or on another
-                device than before.
+            ValueError: a sparse gradient.
         """
-        self._check_forms()
         self._check_gradients()
-        return state is self._state and self._sign()[0] == self._signature
+        try:
+            return state is self._state and self._sign(groups) == self._signature
+        except KeyError:  # of a parameter whose state was deleted
+            return False
 
-    def _sign(self) -> tuple[list[Any], list[Any]]:
-        """Return all that a layout depends on: formulas, who moves in which dtype, and
-        which tensors hold the state; and the objects, which keep their ids while this
-        does.
-
-        Of state it has every step, and all tensors of the first parameter of each
-        bucket: who replaces state (to move it off the device and back) replaces all.
+    def _sign(self, groups: Sequence[dict[str, Any]]) -> tuple[list[Any], ...]:
+        """Return all that a layout depends on: which groups hold which parameters, by
+        which formulas they move, and where they and their state lie in which form.
         """
-        state, groups = self._state, list(self._groups)
-        seen: list[Any] = [*groups, *self._every]
-        seen += [state.get(p, {}).get("step") for p in self.params]
+        params = [p for group in groups for p in group["params"]]
+        tensors = [tensor for b in self.buckets for tensor in b.params]
         for bucket in self.buckets:
-            keys = {buffer.key for buffer in bucket.algorithm.buffers.values()}
-            entry = state.get(bucket.params[0], {})
-            seen += [value for key, value in entry.items() if key in keys]
-            seen.append(entry.get(LOOKAHEAD) if bucket.algorithm.num_behind else None)
-        said = [structure(group, self._options) for group in groups]
-        said += [
-            (id(p), p.dtype, buckets.moves(p, state))
-            for g in groups
-            for p in g["params"]
-        ]
-        return [*said, *map(id, seen)], seen
+            tensors += bucket.state_tensors(self._state)
+        pieces = tensors
+        if self._collectives is not LOCAL:
+            pieces = list(map(self._collectives.local, tensors))
+        fake = bool(pieces) and is_fake(pieces[0])  # it has no address
+        return (
+            [*map(id, groups), *map(id, params)],
+            [len(group["params"]) for group in groups],
+            [structure(group, self._options) for group in groups],
+            [buckets.moves(p, self._state) for p in self._idle],
+            list(map(id if fake else Tensor.data_ptr, pieces)),
+            list(map(FORM, pieces)),
+            list(map(Tensor.stride, pieces)),
+        )
 
-    def _check_forms(self) -> None:
-        for p, (shape, device) in zip(self.params, self._forms, strict=True):
-            if p.shape != shape or p.device != device:
-                (what,) = (text for q, text in labels(self._groups) if q is p)
-                raise ValueError(
-                    f"got {what} of shape {tuple(p.shape)} on {p.device}, expected "
-                    f"{tuple(shape)} on {device}, where its state is: build a new MARS "
-                    "after a parameter was resized or moved"
-                )
+    def _check_devices(self) -> None:
+        devices = {p.device for p in self.params}
+        if len(devices) > 1:
+            first = self.params[0].device
+            (name, place), *_ = [
+                (what, p.device)
+                for p, what in labels(self._groups)
+                if p.device != first and any(map(partial(is_, p), self.params))
+            ]
+            raise ValueError(
+                f"got {name} on {place}, expected {first}, where the first parameter "
+                "is: move the whole model, and use one MARS per device"
+            )
 
     def _check_gradients(self) -> None:
-        for number, group in enumerate(self._groups):
-            for i, p in enumerate(group["params"]):
-                grad = p.grad
-                if grad is not None and grad.layout != torch.strided:
-                    raise ValueError(
-                        f"got a gradient of layout {grad.layout} for "
-                        f"{label(self._groups, number, i)}, expected torch.strided: "
-                        "make it dense (nn.Embedding(sparse=False))"
-                    )
+        grads = [p.grad for p in self.params]
+        if all(g is None or g.layout is torch.strided for g in grads):
+            return
+        for p, what in labels(self._groups):
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise ValueError(
+                    f"got a gradient of layout {p.grad.layout} for {what}, expected "
+                    "torch.strided: make it dense (nn.Embedding(sparse=False))"
+                )
 
     # ---- a step ----------------------------------------------------------------------
 
@@ -240,6 +268,9 @@ class Layout:
         number, found = 0, []
         live: list[bool] = []
         for group in self.groups:
+            ours, theirs = group.apart
+            copies[0].extend(ours)
+            copies[1].extend(theirs)
             stacks = []
             for bucket in group.buckets:
                 stacks.append(self._stack(number, bucket, copies, live))
@@ -249,6 +280,7 @@ class Layout:
             )
         if copies[0]:
             torch._foreach_copy_(*copies)
+        self.has_gradients = any(live)
         return found, self._live_on(self.params[0].device, live)
 
     def digest(self) -> str:
@@ -260,9 +292,8 @@ class Layout:
     def _stack(
         self, number: int, bucket: ParameterBucket, copies: Copies, live: list[bool]
     ) -> Stack:
-        pieces = bucket.pieces()
-        x = bucket.flattened(pieces)
-        if x is not None and x is bucket.flat:
+        pieces, x = bucket.pieces, bucket.x
+        if bucket.flat is not None:
             self._moved.extend(bucket.params)
         if x is None:
             x, rows = self._scratch_stack(number, "x", pieces, copies)
@@ -382,6 +413,9 @@ class Layout:
         pairs = zip(old, [*decision.t, *decision.behind], strict=True)
         kept, new = zip(*(pair for pair in pairs if pair[0] is not None), strict=True)
         torch._foreach_copy_(kept, new)
+        for ours, theirs in (group.apart for group in self.groups):
+            if ours:
+                torch._foreach_copy_(theirs, ours)
         skipped += decision.finite.logical_not()
         for group in self.groups:
             if group.hyper.algorithm.has_stages:
@@ -406,7 +440,7 @@ class Layout:
         """Move gradients of one shape into one buffer, where all are plain."""
         for bucket in self.buckets:
             grads = [p.grad for p in bucket.params if p.grad is not None]
-            whole = all(map(is_, bucket.pieces(), bucket.params))
+            whole = all(map(is_, bucket.pieces, bucket.params))
             complete = len(grads) == len(bucket.params)
             alike = len({g.dtype for g in grads}) == 1
             if whole and complete and alike and adjacent(grads) is None:
@@ -436,13 +470,15 @@ class Layout:
 STAGE_COUNT = "stage_count"
 
 
-def _forget_removed(state: State, present: Sequence[Tensor]) -> None:
-    """Drop our state of parameters that are in no group any more: somebody exchanged
-    them (for float32 masters, say), and torch's state_dict knows no name for them.
+def _forget_unused(state: State, present: Sequence[Tensor]) -> None:
+    """Drop our state of parameters that are in no group any more and have not taken a
+    step: somebody exchanged them (for float32 masters, say). All other state belongs to
+    its parameter, which may come back.
     """
     known = set(present)
     for p in [p for p in state if isinstance(p, Tensor) and p not in known]:
-        for key in own(state[p]):
-            del state[p][key]
-        if not state[p]:
-            del state[p]
+        if not float(state[p].get("step", 1.0)):
+            for key in own(state[p]):
+                del state[p][key]
+            if not state[p]:
+                del state[p]

@@ -220,8 +220,7 @@ class MARS(LayoutOptimizer):
         Raises:
             ValueError: a sparse gradient, or a hyperparameter that was changed to
                 something out of its range.
-            RuntimeError: exact MARS without its protocol (``update_previous_grad``),
-                or with gradients that were added to those of the next batch;
+            RuntimeError: exact MARS without its protocol (``update_previous_grad``);
                 transport in eval mode; an exception has broken off a step before (see
                 ``load_state_dict``); hyperparameters that are numbers (those that are
                 tensors are not compared) differ between the ranks that shard
@@ -416,7 +415,8 @@ class MARS(LayoutOptimizer):
     def update_previous_grad(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Exact MARS, before ``step``: keep the *next* batch's gradient, in ``p.grad``.
 
-        It has to be that at the current parameters. With ``max_norm`` it gets a global
+        It has to be that at the current parameters, of this batch alone: call
+        ``zero_grad`` before its backward pass, and again before that of ``step``. With ``max_norm`` it gets a global
         clip of its own, as in the authors' script. Parameters without a gradient keep
         zeros. With ``is_approx`` this does nothing, as in the authors' class.
 
@@ -426,12 +426,7 @@ class MARS(LayoutOptimizer):
 
         Raises:
             RuntimeError: a line of the protocol is missing, which the message names:
-                ``update_last_grad`` after the last step, or ``zero_grad`` before the
-                backward pass. A gradient that was added to one which a step (or this
-                method) had read is found where autograd or FSDP2 accumulates it in
-                place; not where it is written by hand, made with ``create_graph``, or
-                replayed by a CUDA graph. (Zero it by ``zero_grad``: what is zeroed
-                through ``p.grad.data``, unseen by autograd, counts as not zeroed.)
+                ``update_last_grad`` after the last step.
         """
         if self._life.takes_gradients:
             layout = self._fitting("update_previous_grad()")

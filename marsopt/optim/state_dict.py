@@ -74,6 +74,35 @@ def check_ids(
     return ids
 
 
+def in_order_of_names(
+    groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]
+) -> dict[str, Any]:
+    """Return ``saved`` with its parameters in the order of ``groups``, where both name
+    the same ones; else ``saved``, which goes by position.
+    """
+    if not all("param_names" in group for group in (*groups, *saved["param_groups"])):
+        return saved
+    names = [name for group in groups for name in group["param_names"]]
+    ids = {
+        name: i
+        for group in saved["param_groups"]
+        for name, i in zip(group["param_names"], group["params"], strict=True)
+    }
+    if len(groups) != len(saved["param_groups"]) or sorted(names) != sorted(ids):
+        if set(names) & set(ids) and names != list(ids):
+            log.warning(
+                "marsopt: the state dict names other parameters than the optimizer "
+                "has, so that state is loaded by position, as in torch.optim"
+            )
+        return saved
+    ordered = [
+        {**theirs, "param_names": ours["param_names"]}
+        | {"params": [ids[name] for name in ours["param_names"]]}
+        for ours, theirs in zip(groups, saved["param_groups"], strict=True)
+    ]
+    return {**saved, "param_groups": ordered}
+
+
 def under_loaded(present: State, loaded: Mapping[Any, Any]) -> State:
     """Return a state of our tensors that are ``present`` already, for the parameters
     that ``loaded`` has, and of what others keep in ``loaded``.
@@ -130,7 +159,7 @@ def to_restore(
 
     From one correction to another moments go on. What only one of them keeps starts
     anew: a gradient at zero, what starts as the parameter as its ``Life.loaded`` has
-    it.
+    it. So does all of a parameter that ``saved`` has no entry of: it has not moved yet.
 
     Raises:
         ValueError: something is missing, or has another shape.
@@ -138,8 +167,12 @@ def to_restore(
     pairs, restarts = [], set()
     every, restarting = _correction_keys(), _correction_keys("parameter")
     points = _point_keys()
+    without = []
     for i, (p, label) in zip(check_ids(labelled, saved), labelled, strict=True):
         found, mine = saved["state"].get(i, {}), own(state.get(p, {}))
+        if mine and not found:
+            without.append(label)
+            continue  # ``under_loaded`` has let it start anew
         found = _under_our_names(mine, found)
         mine.pop(AHEAD, None)  # this, and x in another form, the correction takes over
         if points & set(found):
@@ -174,5 +207,12 @@ def to_restore(
             "marsopt: the state was saved with another correction: moments go on, %s "
             "starts anew",
             " and ".join(sorted(restarts)),
+        )
+    if without:
+        log.warning(
+            "marsopt: the state dict has no state of %s%s: %s",
+            without[0],
+            f" and {len(without) - 1} more parameters" if len(without) > 1 else "",
+            "it starts anew, as for a parameter that has not been used before",
         )
     return pairs

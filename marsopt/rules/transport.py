@@ -98,7 +98,7 @@ class Extrapolation(Life):
             one["x"].copy_(one.piece)
         else:
             one.numbers.zero_()
-            one.entry.pop(AHEAD, None)
+            _keep_ahead(one, None)
         if one.p in self._seen:  # once, also where this step fails and is tried again
             self._seen[one.p] = _versions(one)
 
@@ -149,10 +149,10 @@ class Extrapolation(Life):
                 _keep_ahead(one, one.p.detach())
                 piece.copy_(one.behind(numbers))
             else:  # bit for bit, unless it has not been saved
-                kept = one.entry.get(AHEAD)
+                kept = _point(one.entry)
                 y = one.ahead(numbers) if kept is None else one.local(kept)
                 piece.copy_(y)
-                one.entry.pop(AHEAD, None)  # afterwards: the copy may be broken off
+                _keep_ahead(one, None)  # afterwards: the copy may be broken off
         for one in _ahead(held):  # after all, as in complete
             if one.p in self._seen:  # before its first step p stays the truth
                 self._seen[one.p] = _versions(one)
@@ -215,9 +215,9 @@ class Extrapolation(Life):
                 self._seen[one.p] = None if is_new else seen
             elif other is not None:
                 others += 1
-                self._bring(one, other, entry.get(AHEAD), ahead)
+                self._bring(one, other, _point(entry), ahead)
             if not stores:
-                _keep_ahead(one, entry.get(AHEAD) if same is not None else None)
+                _keep_ahead(one, _point(entry) if same is not None else None)
         if others:
             log.warning(
                 "marsopt: the state was saved with another store_iterate: %s tensors "
@@ -278,10 +278,19 @@ def _kept(one: Held) -> Tensor:
     return one.kept("x") if one.numbers is None else one.numbers
 
 
+def _point(entry: Mapping[str, Any]) -> Tensor | None:
+    """Return the point ahead that an entry of a state has; None where the parameter is
+    it: a tensor without elements then stands for it, since torch's loader of flattened
+    state dicts takes only keys that are there.
+    """
+    point = entry.get(AHEAD)
+    return None if point is None or point.numel() == 0 else point
+
+
 def _keep_ahead(one: Held, point: Tensor | None) -> None:
     """Let the state have this as the point ahead, or none."""
     if point is None:
-        one.entry.pop(AHEAD, None)
+        one.entry[AHEAD] = one.piece.new_empty(0)
     elif point is not one.entry.get(AHEAD):
         kept = torch.empty_like(one.p, requires_grad=False)
         one.entry[AHEAD] = kept.copy_(point)
