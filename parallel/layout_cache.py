@@ -51,5 +51,5 @@ class LayoutCache(Generic[Found]):
 
 
 def _form(x: Tensor) -> object:
-    """Return shape, dtype and placement: of a DTensor the object that it has of them."""
+    """Return shape, dtype and placement; a DTensor has them as one object."""
     return x._spec if isinstance(x, DTensor) else (x.shape, x.dtype)

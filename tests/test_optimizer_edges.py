@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 
 import pytest
@@ -334,104 +333,6 @@ def test_exact_mode_without_update_last_grad_is_an_error():
         optimizer.update_previous_grad()
         optimizer.step()
         optimizer.update_last_grad()
-
-
-class Loop:
-    """A model and exact MARS over it, by the authors' protocol but for ``zero_grad``,
-    which is called in two places, or one of them, or in none.
-    """
-
-    def __init__(self, num_micro=1, clip=None):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-        self.optimizer = eager(self.model.parameters(), lr=LR, is_approx=False)
-        self.num_micro, self.clip = num_micro, clip
-
-    def gradient(self, seed, zero):
-        if zero is not None:
-            self.optimizer.zero_grad(set_to_none=zero)
-        g = torch.Generator().manual_seed(seed)
-        for _ in range(self.num_micro):
-            self.model(torch.randn(3, 4, generator=g)).square().sum().backward()
-        if self.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-
-    def run(self, zero_after_keep=True, zero_after_step=True, steps=3):
-        for t in range(steps):
-            self.gradient(t + 1, zero_after_step if t else True)
-            self.optimizer.update_previous_grad()
-            self.gradient(t, zero_after_keep)
-            self.optimizer.step()
-            self.optimizer.update_last_grad()
-        return [p.detach().clone() for p in self.model.parameters()]
-
-
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("num_micro", [1, 2])
-def test_exact_mode_with_gradients_that_were_not_zeroed_is_an_error(num_micro, clip):
-    """Between the two backward passes, in either place; zeroed in place is zeroed."""
-    want = None
-    for how in (True, False):
-        loop = Loop(num_micro, clip)
-        found = loop.run(zero_after_keep=how, zero_after_step=how)
-        equal(found, want or found)
-        want = found
-    for missing, told in (
-        ("zero_after_keep", r"step\(\) with.*zero_grad\(\) after update_previous_grad"),
-        ("zero_after_step", r"update_previous_grad\(\) with.*zero_grad\(\) after step"),
-    ):
-        loop = Loop(num_micro, clip)
-        with pytest.raises(RuntimeError, match=told):
-            loop.run(**{missing: None})
-
-
-def test_exact_mode_lets_gradients_be_added_to_where_they_are_zeroed_later():
-    """As adversarial training does, for the gradient of its inputs; or where the next
-    batch's is handed over again with every micro-batch.
-    """
-    for how in (True, False):
-        loop = Loop()
-        loop.run()
-        loop.gradient(7, None)  # on top of what the step has read
-        loop.gradient(8, how)
-        loop.optimizer.update_previous_grad()
-        loop.gradient(9, None)
-        loop.optimizer.update_previous_grad()
-        loop.gradient(10, how)
-        loop.optimizer.step()
-        loop.optimizer.update_last_grad()
-    loop.gradient(11, None)  # and where the next pass leaves some parameters out
-    loop.optimizer.zero_grad(set_to_none=False)
-    loop.model[2](torch.ones(1, 4)).sum().backward()
-    loop.optimizer.update_previous_grad()
-
-
-def test_exact_mode_under_a_grad_scaler_finds_what_was_not_zeroed():
-    loop = Loop()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    loop.run()
-    loop.gradient(4, True)
-    loop.optimizer.update_previous_grad()
-    loop.gradient(3, None)
-    scaler.scale(torch.zeros(()))
-    scaler.unscale_(loop.optimizer)
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\) after update_previous"):
-        scaler.step(loop.optimizer)
-
-
-def test_watched_parameters_are_copied_and_saved_without_the_optimizer():
-    loop = Loop()
-    loop.run()
-    twin = copy.deepcopy(loop.model)
-    again = pickle.loads(pickle.dumps(loop.model))
-    for model in (twin, again):
-        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-    parameters = list(loop.model.parameters())
-    assert all(p._post_accumulate_grad_hooks for p in parameters)
-    del loop.optimizer
-    gc.collect()
-    assert not any(p._post_accumulate_grad_hooks for p in parameters)
-    loop.model(torch.ones(1, 4)).sum().backward()
 
 
 def test_exact_mode_around_a_new_group():

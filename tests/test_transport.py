@@ -1129,35 +1129,6 @@ def test_validation_between_steps_under_fsdp2(follows):
     assert sharded == pytest.approx(whole, rel=1e-5)
 
 
-def not_zeroed(rank, world):
-    model, mesh, _ = sharded_and_whole(world)
-    optimizer = made(
-        model.parameters(),
-        correction="exact",
-        compile=False,
-        collectives=MeshCollectives(mesh),
-    )
-    inputs = torch.ones(8, 4)
-    for zeroed in (True, False):
-        model(inputs).square().mean().backward()
-        optimizer.update_previous_grad()
-        if zeroed:
-            optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        if not zeroed:
-            with pytest.raises(RuntimeError, match="zero_grad.*after update_previous"):
-                optimizer.step()
-            return True
-        optimizer.step()
-        optimizer.update_last_grad()
-        optimizer.zero_grad(set_to_none=False)
-
-
-@pytest.mark.processes
-def test_exact_mode_under_fsdp2_finds_gradients_that_were_not_zeroed():
-    assert all(spawn(not_zeroed, 2))
-
-
 # ---- with tools of others ------------------------------------------------------------
 
 

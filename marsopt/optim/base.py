@@ -159,6 +159,7 @@ class LayoutOptimizer(Optimizer):
         if self._layout is not None:
             with torch.no_grad():
                 self._life.settle(self._layout.held)
+        self._life.forget(self.state)
         before = self._life.before_rebuild()
         try:
             if not bound:
@@ -324,9 +325,9 @@ class LayoutOptimizer(Optimizer):
         State goes to the parameter of its name where both sides name the same
         parameters (``param_names``), else by position, as in torch.optim. A parameter
         without an entry starts anew. Hyperparameters come from ``state_dict`` too, as
-        in torch.optim; what its groups lack stays as it is. What others keep in the state is loaded as torch.optim
-        loads it. After a step that an exception has broken off, this is the way back,
-        if the model's parameters are loaded too.
+        in torch.optim; what its groups lack stays as it is. What others keep in the
+        state is loaded as torch.optim loads it. After a step that an exception has
+        broken off, this is the way back, if the model's parameters are loaded too.
 
         Raises:
             ValueError: other groups or shapes, a hyperparameter out of its range, or

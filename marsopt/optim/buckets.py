@@ -39,7 +39,7 @@ from marsopt.functional.step_types import (
     norms_per_tensor,
     scalar_dtype,
 )
-from marsopt.optim.groups import DeviceHyperparameters
+from marsopt.optim.groups import DeviceHyperparameters, label
 from marsopt.optim.state_dict import State
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import AHEAD, LOOKAHEAD, Buffer, is_full
@@ -75,9 +75,8 @@ class ParameterBucket:
         self.num_clipped = self.algorithm.num_clipped(self.shape)
         kept = [buffer.key for buffer in self.algorithm.buffers.values()]
         kept += [LOOKAHEAD] if self.algorithm.num_behind else []
-        self._kept = (
-            itemgetter("step", *kept) if kept else lambda entry: (entry["step"],)
-        )
+        # of two keys or more it returns a tuple
+        self._kept = itemgetter("step", *(kept or ["step"]))
 
     @property
     def shape(self) -> torch.Size:
@@ -114,10 +113,11 @@ class ParameterBucket:
             return
         self.x = known_stack(self.pieces, known)
         if self.x is None:
-            rows = [piece.detach() for piece in self.pieces]
-            self.x = adjacent(rows)  # laid out so by their owner
+            self.x = adjacent(self.pieces)  # laid out so by their owner
         if self.x is None and all(map(can_relocate, self.pieces, self.params)):
             self.x = flatten_into_stack(self.params)
+        if self.x is not None:
+            self.x = self.x.detach()
 
     def kind(self) -> Hashable:
         """Return what a compiled graph knows of it; equal ones are equal on every rank
@@ -157,7 +157,8 @@ def moves(p: Tensor, state: State) -> bool:
 
 
 def build(
-    group: dict[str, Any],
+    groups: Sequence[dict[str, Any]],
+    number: int,
     routing: Routing,
     state: State,
     collectives: Collectives,
@@ -166,7 +167,8 @@ def build(
     """Return the buckets of a group, by who moves them. Nothing is written.
 
     Args:
-        group: a param group.
+        groups: all param groups.
+        number: of one of them.
         routing: who moves its parameters.
         state: the optimizer's.
         collectives: who holds the parameters.
@@ -176,6 +178,7 @@ def build(
     Raises:
         ValueError: state that is not a parameter's.
     """
+    group = groups[number]
     params = group["params"]
     names = group.get("param_names", [f"{i}" for i in range(len(params))])
     moving = [i for i, p in enumerate(params) if moves(p, state)]
@@ -183,7 +186,8 @@ def build(
     for side in routing.sides([params[i] for i in moving]):
         part = [moving[n] for n in side.members]
         for i in part:
-            check_state(params[i], names[i], side.algorithm, state, collectives)
+            what = label(groups, number, i)
+            check_state(params[i], what, side.algorithm, state, collectives)
         keys = _keys([params[i] for i in part], state, collectives, stacked)
         buckets = [
             ParameterBucket(
@@ -199,7 +203,7 @@ def build(
 
 
 def check_state(
-    p: Tensor, name: str, algorithm: Algorithm, state: State, collectives: Collectives
+    p: Tensor, what: str, algorithm: Algorithm, state: State, collectives: Collectives
 ) -> None:
     """Check what ``state`` holds of a parameter for ``algorithm``.
 
@@ -221,10 +225,10 @@ def check_state(
                 continue
             got = f"a tensor of shape {tuple(local.shape)} on {local.device}"
         raise ValueError(
-            f"got {got} as state {buffer.key!r} of parameter {name!r}, expected a "
-            f"tensor of shape {tuple(shape)} on {piece.device}, where the parameter "
-            "is: change all state of a parameter with it, or delete "
-            "optimizer.state[parameter], which then starts anew"
+            f"got {got} as state {buffer.key!r} of {what}, expected a tensor of shape "
+            f"{tuple(shape)} on {piece.device}, as the parameter is: change all state "
+            "of a parameter with it, or delete optimizer.state[parameter], which then "
+            "starts anew"
         )
 
 

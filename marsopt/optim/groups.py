@@ -312,7 +312,7 @@ class DeviceHyperparameters:
     """
 
     def __init__(self, group: dict[str, Any], options: Mapping[str, Any]) -> None:
-        self._group, self._options = group, options
+        self._options = options
         self._structure = structure(group, options)
         self._device = device = group["params"][0].device
         self._seen: dict[str, Any] = {}
@@ -336,24 +336,22 @@ class DeviceHyperparameters:
         self.lr, self.gamma = self._cells["lr"], self._cells["gamma"]
         self.lr_1d = self._cells.setdefault("lr_1d", cell())
         self.gamma_1d = self._cells.setdefault("gamma_1d", cell())
-        self.refresh()
+        self.refresh(group)
 
     def fits(self, group: dict[str, Any]) -> bool:
         """Return whether these are still the hyperparameters of a group."""
-        return (
-            self._group is group
-            and self._device == group["params"][0].device
-            and self._structure == structure(group, self._options)
-        )
+        return self._device == group["params"][
+            0
+        ].device and self._structure == structure(group, self._options)
 
-    def refresh(self) -> bool:
-        """Take over what has changed in the group since the last call; return whether
-        a number has.
+    def refresh(self, group: Mapping[str, Any]) -> bool:
+        """Take over what has changed in a group, which they fit, since the last call;
+        return whether a number has.
 
         Raises:
             ValueError: a value out of its range.
         """
-        now = {name: self._group.get(name) for name in self._numbers}
+        now = {name: group.get(name) for name in self._numbers}
         for name, value in now.items():  # a list may be changed in place
             if isinstance(value, list):
                 now[name] = tuple(value)
@@ -369,26 +367,26 @@ class DeviceHyperparameters:
         if changed:
             own = now["gamma_1d"] if self.routing.own_gamma else None
             gamma_1d = now["gamma"] if own is None else own
-            values = now | {"lr_1d": self._rate_1d(), "gamma_1d": gamma_1d}
+            values = now | {"lr_1d": self._rate_1d(group), "gamma_1d": gamma_1d}
             for name, cell in self._cells.items():
                 if name in changed or name in ("lr_1d", "gamma_1d"):
                     _set(cell, values[name])
         self._seen = now
         return any(not _holds_tensor(now[name]) for name in changed)
 
-    def digest_text(self) -> str:
+    def digest_text(self, group: Mapping[str, Any]) -> str:
         """Return what ranks have to have alike, but for tensors."""
         numbers = {k: v for k, v in self._seen.items() if not _holds_tensor(v)}
-        said = {**structure(self._group, self._options), **numbers}
+        said = {**structure(group, self._options), **numbers}
         return repr({name: _plain(value) for name, value in said.items()})
 
-    def _rate_1d(self) -> Number:
-        lr, base = self._group["lr"], self._group["base_lr"]
+    def _rate_1d(self, group: Mapping[str, Any]) -> Number:
+        lr, base = group["lr"], group["base_lr"]
         if not self.routing.own_rate:
             return lr
         if base > 0:
-            return lr * (self._group["lr_1d"] / base)
-        used = _has_fallback(self._group, self.routing)
+            return lr * (group["lr_1d"] / base)
+        used = _has_fallback(group, self.routing)
         if used and not isinstance(lr, Tensor) and lr != 0:
             raise ValueError(
                 f"got lr={lr} for a group that was added with lr=0, expected a base "

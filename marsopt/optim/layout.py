@@ -64,21 +64,26 @@ class Layout:
         self._groups, self._options = list(groups), options
         self._collectives = options["collectives"]
         self._state, self._before = state, before
-        filled = [group for group in groups if group["params"]]
-        for group in filled:
+        numbered = [(i, group) for i, group in enumerate(groups) if group["params"]]
+        for _, group in numbered:
             seen = hyper.get(id(group))
             if seen is None or not seen.fits(group):
                 hyper[id(group)] = DeviceHyperparameters(group, options)
-        self._hyper = [hyper[id(group)] for group in filled]
+        self._hyper = [(group, hyper[id(group)]) for _, group in numbered]
 
         def stacked(p: Tensor, num_alike: int) -> bool:
             return should_stack(p, compile, num_alike)
 
         self._sides = [
-            (group, numbers, *side)
-            for group, numbers in zip(filled, self._hyper, strict=True)
+            (group, hyper[id(group)], *side)
+            for i, group in numbered
             for side in buckets.build(
-                group, numbers.routing, state, self._collectives, stacked
+                groups,
+                i,
+                hyper[id(group)].routing,
+                state,
+                self._collectives,
+                stacked,
             )
         ]
         self.buckets = [b for *_, several in self._sides for b in several]
@@ -202,19 +207,22 @@ class Layout:
         which formulas they move, and where they and their state lie in which form.
         """
         params = [p for group in groups for p in group["params"]]
-        tensors = [tensor for b in self.buckets for tensor in b.params]
+        tensors = list(self.params)
         for bucket in self.buckets:
             tensors += bucket.state_tensors(self._state)
-        pieces = tensors
         if self._collectives is not LOCAL:
-            pieces = list(map(self._collectives.local, tensors))
+            tensors = list(map(self._collectives.local, tensors))
+        pieces = tensors[: len(self.params)]
         fake = bool(pieces) and is_fake(pieces[0])  # it has no address
         return (
             [*map(id, groups), *map(id, params)],
             [len(group["params"]) for group in groups],
             [structure(group, self._options) for group in groups],
             [buckets.moves(p, self._state) for p in self._idle],
-            list(map(id if fake else Tensor.data_ptr, pieces)),
+            # stacks keep their memory: what is somebody else's lies elsewhere, but for
+            # a part of it
+            list(map(id if fake else Tensor.data_ptr, tensors)),
+            list(map(Tensor.numel, tensors)),
             list(map(FORM, pieces)),
             list(map(Tensor.stride, pieces)),
         )
@@ -260,7 +268,7 @@ class Layout:
             RuntimeError: a CUDA graph captures it, and it has to send something that is
                 on the host.
         """
-        refreshed = [hyper.refresh() for hyper in self._hyper]  # all of them
+        refreshed = [hyper.refresh(group) for group, hyper in self._hyper]  # all
         if any(refreshed):
             self._digest = None
         copies: Copies = ([], [])
@@ -286,7 +294,8 @@ class Layout:
     def digest(self) -> str:
         """Return the groups' numbers in the last ``gather``, for ranks to compare."""
         if self._digest is None:
-            self._digest = ", ".join(hyper.digest_text() for hyper in self._hyper)
+            texts = [hyper.digest_text(group) for group, hyper in self._hyper]
+            self._digest = ", ".join(texts)
         return self._digest
 
     def _stack(

@@ -416,9 +416,10 @@ class MARS(LayoutOptimizer):
         """Exact MARS, before ``step``: keep the *next* batch's gradient, in ``p.grad``.
 
         It has to be that at the current parameters, of this batch alone: call
-        ``zero_grad`` before its backward pass, and again before that of ``step``. With ``max_norm`` it gets a global
-        clip of its own, as in the authors' script. Parameters without a gradient keep
-        zeros. With ``is_approx`` this does nothing, as in the authors' class.
+        ``zero_grad`` before its backward pass, and again before that of ``step``. With
+        ``max_norm`` it gets a global clip of its own, as in the authors' script.
+        Parameters without a gradient keep zeros. With ``is_approx`` this does nothing,
+        as in the authors' class.
 
         Args:
             grad_scale: what the loss was multiplied with (``GradScaler.get_scale()``),

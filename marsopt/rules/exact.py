@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,9 @@ class NextGradients(Life):
                 h, row = one["h"], self._rows.get(one.p)
                 h.zero_() if row is None else h.copy_(row)
         self._full, self._owed, self._fresh = False, False, True
+
+    def forget(self, state: Container[Tensor]) -> None:
+        self._rows = {p: row for p, row in self._rows.items() if p in state}
 
     def loaded(
         self,

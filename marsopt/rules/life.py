@@ -4,7 +4,7 @@ and out of evaluation, when gradients are handed to it, when state is loaded or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -205,6 +205,9 @@ class Life:
 
     def after_rebuild(self, held: Sequence[Held], before: Any) -> None:
         """Note where parameters are now, by our own doing."""
+
+    def forget(self, state: Container[Tensor]) -> None:
+        """Let go of parameters that ``state`` has no entry of."""
 
     def loaded(
         self,

@@ -5,7 +5,7 @@ implicit gradient transport, arXiv 1906.03532, seen through MARS).
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -121,7 +121,10 @@ class Extrapolation(Life):
 
     def after_step(self, held: Sequence[Held]) -> None:
         """Note what parameters and x are after our own writes."""
-        self._seen = {one.p: _versions(one) for one in _ahead(held)}
+        self._seen |= {one.p: _versions(one) for one in _ahead(held)}
+
+    def forget(self, state: Container[Tensor]) -> None:
+        self._seen = {p: seen for p, seen in self._seen.items() if p in state}
 
     def settle(self, held: Sequence[Held]) -> None:
         """Before x is handed out, or parameters move: let x be p wherever somebody else
