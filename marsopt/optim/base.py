@@ -220,6 +220,11 @@ class LayoutOptimizer(Optimizer):
             self._build()
         return self._present
 
+    def _cover(self) -> None:
+        """Make the layout anew where the groups have other parameters."""
+        if not self._present.covers(self.param_groups):
+            self._build()
+
     @torch.no_grad()
     def _settle(self) -> None:
         """Take over what somebody has written into parameters since the last step, or
@@ -279,8 +284,7 @@ class LayoutOptimizer(Optimizer):
         """
         self._writes.check("state_dict()")
         self._life.check_may_save()
-        if not self._present.covers(self.param_groups):  # exchanged in the groups
-            self._build()
+        self._cover()
         if self._follows:
             self.lend()
         self._settle()

@@ -412,8 +412,8 @@ def _existing(
     dtype = bucket.algorithm.dtype_of(buffer, local(bucket.params[0]))
     if any(row.dtype != dtype for row in rows):
         return None  # of a parameter in another dtype, whose state was handed over
-    if len(rows) == 1:
-        return rows[0].unsqueeze(0)
+    if len(rows) == 1:  # detached: a view refers to its base, which then cannot swap
+        return rows[0].detach().unsqueeze(0)
     return known_stack(rows, known)
 
 

@@ -199,7 +199,7 @@ class Layout:
         self._check_gradients()
         try:
             return state is self._state and self._sign(groups) == self._signature
-        except KeyError:  # of a parameter whose state was deleted
+        except (KeyError, TypeError):  # state was deleted, or is no tensor any more
             return False
 
     def _sign(self, groups: Sequence[dict[str, Any]]) -> tuple[list[Any], ...]:

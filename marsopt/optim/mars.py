@@ -374,6 +374,7 @@ class MARS(LayoutOptimizer):
         with the next step (or ``eval``, ``train``, state dict), and are only to be
         read.
         """
+        self._cover()
         self._settle()
         held = {one.p: one for one in self._present.held if self._in_train_mode}
         for group in self.param_groups:
