@@ -16,6 +16,7 @@ from train.gpt2 import Shape
 from train.runs.checkpoints import last_step
 
 SETTINGS, FROM = "settings.json", "initial_load_path"
+MIN_LR = "lr_scheduler.min_lr"
 HELD_OUT = "held_out_folder"  # where it lay when the run began; it may be moved
 AGAIN = (
     "the folder of a run, which python -m train --config NAME makes, with all that it "
@@ -124,7 +125,10 @@ def _longer(config, theirs: dict) -> str:
 
 def read(path: Path) -> dict[str, Any]:
     """Return the settings that ``claim`` wrote, to be compared with others."""
-    return read_json(path, dict[str, Any], AGAIN)
+    found = read_json(path, dict[str, Any], AGAIN)
+    if MIN_LR in found:  # of a release in which it was no share of the peak
+        found[f"{MIN_LR}_factor"] = round(found.pop(MIN_LR) / found["optimizer.lr"], 12)
+    return found
 
 
 @dataclass(frozen=True)
