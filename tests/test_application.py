@@ -242,8 +242,8 @@ def test_what_transport_validates_and_saves_is_x(transport, data):
     model = load_model(folder, configs.tiny_mars_adamw().model_spec.model.shape)
     tokens, _ = open_tokens(data, "val", vocab_size=257)
     kw = dict(rank=0, world=1, local_batch=BATCH, seq_len=SEQ, vocab_size=257)
-    stream = Batches(tokens, **kw, consecutive=True)
     samples = int(TINY[TINY.index("--validator.samples") + 1])
+    stream = Batches(tokens, **kw, spread=samples)
     with torch.no_grad():
         losses = [
             F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item()
