@@ -47,6 +47,19 @@ def held_out_folder(config) -> Path:
     )
 
 
+def data_folders(config) -> tuple[Path, Path]:
+    """Return where the data to train and to validate on lie."""
+    return Path(config.dataloader.dataset_path), held_out_folder(config)
+
+
+def data_checksums(config) -> dict[str, str]:
+    """Return what the data are, not where they lie: {split: checksum}."""
+    return {
+        split: getattr(read_meta(folder), split).sha256
+        for split, folder in zip(SPLITS, data_folders(config), strict=True)
+    }
+
+
 def settings(config) -> dict:
     """Return what two calls must agree on to be one run: {"section.option": value}."""
     flat = {}
@@ -54,14 +67,9 @@ def settings(config) -> dict:
     raw["schedule_steps"] = config.lr_scheduler.total_steps or config.training.steps
     raw["lr_scheduler"].pop("total_steps")
     raw[FROM] = config.checkpoint.initial_load_path
-    folders = (Path(config.dataloader.dataset_path), held_out_folder(config))
-    # what the data is, not where it lies
     for section in (raw["dataloader"], raw["validator"]["dataloader"]):
         section.pop("dataset_path")
-    raw["data"] = {
-        split: getattr(read_meta(folder), split).sha256
-        for split, folder in zip(SPLITS, folders, strict=True)
-    }
+    raw["data"] = data_checksums(config)
     for section, values in raw.items():
         if section in EXECUTION:
             continue
