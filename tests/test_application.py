@@ -700,6 +700,10 @@ def test_a_run_of_a_release_with_min_lr_goes_on(data, tmp_path, monkeypatch):
     claimed()
     with pytest.raises(UserError, match=r"min_lr_factor=0.2 where it has 0.1,"):
         claimed(lr_scheduler__min_lr_factor=0.2)
+    damaged = json.dumps(old | {"optimizer.lr": "fast"})
+    (folder / "settings.json").write_text(damaged)
+    with pytest.raises(UserError, match="where it has"):
+        claimed()
 
 
 def test_every_setting_of_a_run_is_recognised(data):

@@ -58,8 +58,8 @@ def compare(config, group: dist.ProcessGroup | None = None) -> None:
     if rank == 0:
         write_json(witness, {"written by rank": 0})
     try:
-        told = _gather((options(config), _places(config), witness.name), group)
-        values, places, names = zip(*told, strict=True)
+        ranks = _gather((options(config), _places(config), witness.name), group)
+        values, places, names = zip(*ranks, strict=True)
         _check_values(values, places)
         seen = _gather((folder / names[0]).exists(), group)
     finally:
@@ -78,12 +78,12 @@ def compare(config, group: dist.ProcessGroup | None = None) -> None:
 def _check_values(
     values: Sequence[dict[str, Any]], places: Sequence[dict[str, str]]
 ) -> None:
-    differing = [r for r, other in enumerate(values) if other != values[0]]
+    differing = [r for r, value in enumerate(values) if value != values[0]]
     if not differing:
         return
     rank = differing[0]
-    ours, theirs = values[0], values[rank]
-    keys = sorted(k for k in ours | theirs if ours.get(k) != theirs.get(k))
+    first, other = values[0], values[rank]
+    keys = sorted(k for k in first | other if first.get(k) != other.get(k))
     keys.sort(key=lambda key: key not in FIRST)
 
     def shown(key: str, at: int) -> str:
@@ -98,7 +98,7 @@ def _check_values(
         for key in keys[:MOST]
     ]
     more = " and more" if len(keys) > MOST else ""
-    alike = [r for r in differing if values[r] == theirs]
+    alike = [r for r in differing if values[r] == other]
     raise SharedError(
         f"got on {_named(alike)} {'; '.join(parts)}{more}, expected the same on all "
         "ranks: start every rank with the same command and data"

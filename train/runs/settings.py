@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -133,10 +134,12 @@ def _longer(config, theirs: dict) -> str:
 
 def read(path: Path) -> dict[str, Any]:
     """Return the settings that ``claim`` wrote, to be compared with others."""
-    found = read_json(path, dict[str, Any], AGAIN)
-    if MIN_LR in found:  # of a release in which it was no share of the peak
-        found[f"{MIN_LR}_factor"] = round(found.pop(MIN_LR) / found["optimizer.lr"], 12)
-    return found
+    saved = read_json(path, dict[str, Any], AGAIN)
+    # of a release in which the last learning rate was no share of the peak
+    with suppress(KeyError, TypeError, ArithmeticError):
+        saved[f"{MIN_LR}_factor"] = round(saved[MIN_LR] / saved["optimizer.lr"], 12)
+        del saved[MIN_LR]
+    return saved
 
 
 @dataclass(frozen=True)
