@@ -40,6 +40,7 @@ from marsopt.rules import checks
 from marsopt.rules.registry import correction_named
 
 log = logging.getLogger(__name__)
+NEW_LAYOUT = "marsopt: a new layout, whose graphs are compiled anew: %s"
 
 
 class Description(NamedTuple):
@@ -135,6 +136,8 @@ class LayoutOptimizer(Optimizer):
     def _build(self, layout: Layout | None = None) -> None:
         """Make missing state, buckets over it, and a run that moves them."""
         if self._layout is not None:
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug(NEW_LAYOUT, self._layout.changes())
             with torch.no_grad():
                 self._life.settle(self._layout.held)
         before = self._life.before_rebuild()

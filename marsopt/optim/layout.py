@@ -171,6 +171,22 @@ class Layout:
         self._check_gradients()
         return state is self._state and self._sign()[0] == self._signature
 
+    def changes(self) -> str:
+        """Return what of the groups, or beside them, is not as this was made for."""
+        now, num = self._sign()[0], len(self._groups)
+        pairs = zip(self._groups, now, self._signature, strict=False)
+        keys = [
+            f"{key}={group.get(key)!r} in group {i}"
+            for i, (group, new, old) in enumerate(pairs)
+            if isinstance(old, dict)  # else the group is new
+            for key, value in new.items()
+            if value != old.get(key)
+        ]
+        same_groups = now[:num] == self._signature[:num]
+        return ", ".join(keys) or (
+            "other parameters or state" if same_groups else "other groups"
+        )
+
     def _sign(self) -> tuple[list[Any], list[Any]]:
         """Return all that a layout depends on: formulas, who moves in which dtype, and
         which tensors hold the state; and the objects, which keep their ids while this
