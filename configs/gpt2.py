@@ -35,6 +35,7 @@ def recipe(
     ``variant`` of it, with these ``options`` of ``MarsOptimizers.Config``.
     """
     numbers, lr = SIZES[size], LR[rule][size]
+    min_lr = numbers.min_lr / RULES[rule].min_lr_divisor
     return gpt2_recipe(
         name=f"{size}_{rule}{variant}{suffix}",
         shape=SHAPES[size],
@@ -42,7 +43,7 @@ def recipe(
         data=DATA[suffix],
         optimizer=optimizer(rule, lr, numbers.lr_1d, **options),
         lr_scheduler=RateSchedule.Config(
-            warmup_steps=2000, min_lr=numbers.min_lr / RULES[rule].min_lr_divisor
+            warmup_steps=2000, min_lr_factor=round(min_lr / lr, 12)
         ),
         training=training(
             local_batch_size=numbers.micro_batch,

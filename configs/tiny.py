@@ -11,9 +11,7 @@ from train.engine.trainer import MarsTrainer
 from train.gpt2 import Shape
 
 
-def _tiny(
-    name: str, rule: str, lr: float, min_lr: float, **options
-) -> MarsTrainer.Config:
+def _tiny(name: str, rule: str, lr: float, **options) -> MarsTrainer.Config:
     """``rule`` at peak rate ``lr``, with the decay and betas of the published recipes.
 
     Rates are near the best of short sweeps, or guesses for what ``train.compare``
@@ -40,7 +38,7 @@ def _tiny(
             compile=False,
             **options,
         ),
-        lr_scheduler=RateSchedule.Config(warmup_steps=100, min_lr=min_lr),
+        lr_scheduler=RateSchedule.Config(warmup_steps=100, min_lr_factor=0.1),
         training=training(
             local_batch_size=8, global_batch_size=16, seq_len=128, steps=1400
         ),
@@ -54,104 +52,100 @@ def _tiny(
 
 def tiny_adamw() -> MarsTrainer.Config:
     """AdamW, 0.84M parameters, 1400 steps of 2048 bytes."""
-    return _tiny("tiny_adamw", "adamw", lr=4e-3, min_lr=4e-4)
+    return _tiny("tiny_adamw", "adamw", lr=4e-3)
 
 
 def tiny_nadamw() -> MarsTrainer.Config:
     """NAdamW: AdamW with Nesterov's momentum."""
-    return _tiny("tiny_nadamw", "nadamw", lr=6e-3, min_lr=6e-4)
+    return _tiny("tiny_nadamw", "nadamw", lr=6e-3)
 
 
 def tiny_lion() -> MarsTrainer.Config:
     """Lion."""
-    return _tiny("tiny_lion", "lion", lr=1e-3, min_lr=1e-4)
+    return _tiny("tiny_lion", "lion", lr=1e-3)
 
 
 def tiny_muon() -> MarsTrainer.Config:
     """Muon, which orthogonalizes the embeddings' step too."""
-    return _tiny("tiny_muon", "muon", lr=2e-2, min_lr=2e-3)
+    return _tiny("tiny_muon", "muon", lr=2e-2)
 
 
 def tiny_moonlight() -> MarsTrainer.Config:
     """Moonlight: embeddings by AdamW."""
-    return _tiny("tiny_moonlight", "moonlight", lr=6e-3, min_lr=6e-4)
+    return _tiny("tiny_moonlight", "moonlight", lr=6e-3)
 
 
 def tiny_soap() -> MarsTrainer.Config:
     """SOAP: embeddings by AdamW."""
-    return _tiny("tiny_soap", "soap", lr=1.2e-2, min_lr=1.2e-3)
+    return _tiny("tiny_soap", "soap", lr=1.2e-2)
 
 
 def tiny_soap_muon() -> MarsTrainer.Config:
     """SOAP-Muon, factors of the short sides alone."""
-    return _tiny("tiny_soap_muon", "soap_muon", lr=1.2e-2, min_lr=1.2e-3, sides="short")
+    return _tiny("tiny_soap_muon", "soap_muon", lr=1.2e-2, sides="short")
 
 
 def tiny_mars_adamw() -> MarsTrainer.Config:
     """MARS-AdamW."""
-    return _tiny("tiny_mars_adamw", "mars_adamw", lr=6e-3, min_lr=6e-4)
+    return _tiny("tiny_mars_adamw", "mars_adamw", lr=6e-3)
 
 
 def tiny_mars_adamw_gamma0() -> MarsTrainer.Config:
     """MARS-AdamW that corrects nothing: AdamW with the per-tensor clip."""
-    return _tiny(
-        "tiny_mars_adamw_gamma0", "mars_adamw", lr=6e-3, min_lr=6e-4, gamma=0.0
-    )
+    return _tiny("tiny_mars_adamw_gamma0", "mars_adamw", lr=6e-3, gamma=0.0)
 
 
 def tiny_mars_adamw_exact() -> MarsTrainer.Config:
     """Exact MARS-AdamW: two gradients a step."""
-    return _tiny(
-        "tiny_mars_adamw_exact", "mars_adamw", lr=6e-3, min_lr=6e-4, correction="exact"
-    )
+    return _tiny("tiny_mars_adamw_exact", "mars_adamw", lr=6e-3, correction="exact")
 
 
 def tiny_mars_lion() -> MarsTrainer.Config:
     """MARS-Lion."""
-    return _tiny("tiny_mars_lion", "mars_lion", lr=1e-3, min_lr=1e-4)
+    return _tiny("tiny_mars_lion", "mars_lion", lr=1e-3)
 
 
 def tiny_mars_shampoo() -> MarsTrainer.Config:
     """MARS-Shampoo, which orthogonalizes the embeddings' step too."""
-    return _tiny("tiny_mars_shampoo", "mars_shampoo", lr=3e-2, min_lr=3e-3)
+    return _tiny("tiny_mars_shampoo", "mars_shampoo", lr=3e-2)
 
 
 def tiny_mars_m() -> MarsTrainer.Config:
     """MARS-M: embeddings by AdamW."""
-    return _tiny("tiny_mars_m", "mars_m", lr=6e-3, min_lr=6e-4)
+    return _tiny("tiny_mars_m", "mars_m", lr=6e-3)
 
 
-def _transport(rule: str, lr: float, min_lr: float, gamma: float) -> MarsTrainer.Config:
+def _transport(rule: str, lr: float, gamma: float) -> MarsTrainer.Config:
     """``rule`` with its gradient taken ahead."""
     options = dict(correction="transport", gamma=gamma)
-    return _tiny(f"tiny_{rule}_transport", rule, lr, min_lr, **options)
+    return _tiny(f"tiny_{rule}_transport", rule, lr, **options)
 
 
 def tiny_mars_adamw_transport() -> MarsTrainer.Config:
     """MARS-AdamW, transport: exact MARS with one gradient."""
-    return _transport("mars_adamw", lr=6e-3, min_lr=6e-4, gamma=0.1)
+    return _transport("mars_adamw", lr=6e-3, gamma=0.1)
 
 
 def tiny_mars_lion_transport() -> MarsTrainer.Config:
     """MARS-Lion, transport: exact MARS with one gradient."""
-    return _transport("mars_lion", lr=5e-4, min_lr=5e-5, gamma=0.025)
+    return _transport("mars_lion", lr=5e-4, gamma=0.025)
 
 
 def tiny_mars_shampoo_transport() -> MarsTrainer.Config:
     """MARS-Shampoo, transport: exact MARS with one gradient."""
-    return _transport("mars_shampoo", lr=3e-2, min_lr=3e-3, gamma=0.05)
+    return _transport("mars_shampoo", lr=3e-2, gamma=0.05)
 
 
 def tiny_mars_m_transport() -> MarsTrainer.Config:
     """MARS-M, transport: exact MARS with one gradient."""
-    return _transport("mars_m", lr=1.2e-2, min_lr=1.2e-3, gamma=0.05)
+    return _transport("mars_m", lr=1.2e-2, gamma=0.05)
 
 
 def tiny_mars_soap_transport() -> MarsTrainer.Config:
     """MARS-SOAP, transport: exact MARS with one gradient."""
-    return _transport("mars_soap", lr=1.2e-2, min_lr=1.2e-3, gamma=0.05)
+    return _transport("mars_soap", lr=1.2e-2, gamma=0.05)
 
 
 def tiny_moonlight_transport() -> MarsTrainer.Config:
     """Moonlight with its gradient taken ahead; Nesterov's term and decay stay."""
-    return _transport("moonlight", lr=1.2e-2, min_lr=1.2e-3, gamma=0.05)
+    return _transport("moonlight", lr=1.2e-2, gamma=0.05)

@@ -164,7 +164,7 @@ def plain_loop(data, name):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         return loss.item(), norm.item()
 
-    floor = config.lr_scheduler.min_lr / opt.lr
+    floor = config.lr_scheduler.min_lr_factor
     found = {}
     for t in range(STEPS):
         for group in optimizer.param_groups:
@@ -242,8 +242,8 @@ def test_what_transport_validates_and_saves_is_x(transport, data):
     model = load_model(folder, configs.tiny_mars_adamw().model_spec.model.shape)
     tokens, _ = open_tokens(data, "val", vocab_size=257)
     kw = dict(rank=0, world=1, local_batch=BATCH, seq_len=SEQ, vocab_size=257)
-    stream = Batches(tokens, **kw, consecutive=True)
     samples = int(TINY[TINY.index("--validator.samples") + 1])
+    stream = Batches(tokens, **kw, spread=samples)
     with torch.no_grad():
         losses = [
             F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item()
@@ -547,7 +547,14 @@ SETTINGS = {
     ),
     "unknown mars_type": (dict(optimizer__mars_type="mars"), "got mars_type='mars'"),
     "betas": (dict(optimizer__betas=(0.9, 1.0)), r"got betas\[1\]=1.0"),
-    "min_lr above lr": (dict(lr_scheduler__min_lr=1.0), "got lr_scheduler.min_lr=1.0"),
+    "a last rate above the peak": (
+        dict(lr_scheduler__min_lr_factor=1.5),
+        "got lr_scheduler.min_lr_factor=1.5",
+    ),
+    "a last rate that is no number": (
+        dict(lr_scheduler__min_lr_factor=math.nan),
+        "got lr_scheduler.min_lr_factor=nan",
+    ),
     "embedding decay": (
         dict(optimizer__embedding_weight_decay=-1.0),
         "got weight_decay=-1.0",
@@ -670,6 +677,32 @@ def test_a_folder_belongs_to_one_run(data, tmp_path, monkeypatch):
     folder = tmp_path / "file"
     folder.touch()
     with pytest.raises(UserError, match="which is a file"):
+        claimed()
+
+
+def test_a_run_of_a_release_with_min_lr_goes_on(data, tmp_path, monkeypatch):
+    """It named the last learning rate, where this one names its share of the peak."""
+    monkeypatch.setenv("RANK", "0")
+    folder = tmp_path / "run"
+
+    def claimed(**changes):
+        config = tiny(data, **changes)
+        config.dump_folder = str(folder)
+        resolve(config, world=1)
+        claim(config)
+
+    claimed()
+    (folder / "checkpoint" / "step-4").mkdir(parents=True)
+    (folder / "checkpoint" / "step-4" / ".metadata").touch()
+    old = json.loads((folder / "settings.json").read_text())
+    old |= {"lr_scheduler.min_lr": 6e-4, "lr_scheduler.min_lr_factor": 0.0}
+    (folder / "settings.json").write_text(json.dumps(old))
+    claimed()
+    with pytest.raises(UserError, match=r"min_lr_factor=0.2 where it has 0.1,"):
+        claimed(lr_scheduler__min_lr_factor=0.2)
+    damaged = json.dumps(old | {"optimizer.lr": "fast"})
+    (folder / "settings.json").write_text(damaged)
+    with pytest.raises(UserError, match="where it has"):
         claimed()
 
 

@@ -56,7 +56,7 @@ def test_a_run_is_its_recipe_at_another_rate(options, tmp_path):
     config = config_of(setting, recipe, 5, tmp_path)
     assert config.optimizer.lr == 1.2e-2
     assert config.optimizer.lr_1d == pytest.approx(2 * base.optimizer.lr_1d)
-    assert config.lr_scheduler.min_lr == pytest.approx(2 * base.lr_scheduler.min_lr)
+    assert config.lr_scheduler.min_lr_factor == base.lr_scheduler.min_lr_factor
     assert config.lr_scheduler.warmup_steps == base.lr_scheduler.warmup_steps / 2
     assert config.training.steps == config.lr_scheduler.total_steps == 700
     assert config.debug.seed == 5

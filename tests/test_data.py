@@ -251,11 +251,11 @@ def batches(rank=0, world=1, local=4, n=1000, **kw):
     )
 
 
-@pytest.mark.parametrize("consecutive", [False, True])
-def test_order_does_not_depend_on_the_number_of_ranks(consecutive):
-    one = batches(local=8, consecutive=consecutive)
-    two = [batches(r, 2, 4, consecutive=consecutive) for r in range(2)]
-    four = [batches(r, 2, 2, consecutive=consecutive) for r in range(2)]
+@pytest.mark.parametrize("spread", [None, 24])
+def test_order_does_not_depend_on_the_number_of_ranks(spread):
+    one = batches(local=8, spread=spread)
+    two = [batches(r, 2, 4, spread=spread) for r in range(2)]
+    four = [batches(r, 2, 2, spread=spread) for r in range(2)]
     for _ in range(5):
         want = one.next()
         got = [b.next() for b in two]
@@ -275,6 +275,24 @@ def test_labels_are_one_ahead_and_state_is_one_integer():
         assert (x.dtype, x.shape) == (torch.int64, (4, 16))
     b.samples = a.samples
     assert torch.equal(a.next()[0], b.next()[0])
+
+
+@pytest.mark.parametrize("samples", [1, 2, 7, 24, 61, 62])
+def test_validation_is_spread_over_the_whole_file(samples):
+    """Whole windows, each once, in equal parts of the 62; again after the last."""
+    held_out = batches(local=samples, spread=samples)
+    assert held_out.num_windows == 62
+    starts = held_out.next()[0][:, 0]
+    assert torch.equal(held_out.next()[0][:, 0], starts)
+    assert not (starts % 16).any()
+    windows = (starts // 16).tolist()
+    assert len(set(windows)) == samples
+    for part, window in enumerate(windows):
+        assert part * 62 / samples - 1 < window < (part + 1) * 62 / samples
+    gaps = {b - a for a, b in zip(windows, windows[1:], strict=False)}
+    assert len(gaps) <= 2
+    # as far from the start as from the end
+    assert abs(windows[0] - (61 - windows[-1])) <= 1
 
 
 def test_samples_differ_and_cover_the_file():

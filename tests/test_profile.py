@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 from dataclasses import replace
 
 import pytest
@@ -310,6 +311,67 @@ def test_recompiles_are_told_with_their_reason():
     assert report.recompiles
     assert "n == 2" in report.recompiles[0].reason
     assert f"{len(report.recompiles)} in 4 calls" in str(report)
+
+
+def switching(values):
+    """A step of MARS at which the group's ``clip`` is the next of ``values``."""
+    params = [torch.nn.Parameter(torch.randn(4, 4)) for _ in range(2)]
+    optimizer, clips = marsopt.MARS(params, lr=1e-3, compile=True), iter(values)
+
+    def step():
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer.param_groups[0]["clip"] = next(clips)
+        optimizer.step()
+
+    return step
+
+
+def test_graphs_of_a_new_layout_are_recompiles_with_their_cause():
+    """To torch they are new functions, which it compiles for the first time."""
+    step = switching([0.5, 0.7, None, None, 2.0])
+    report = marsopt.profile(step, steps=3, cold=False, progress=False)
+    told = [(r.name, r.call, r.reason) for r in report.recompiles]
+    why = "compiled anew: a new layout of MARS (clip={} in group 0)"
+    assert sorted(told) == [
+        (name, call, why.format(clip))
+        for name in ("assess_alone", "update_")
+        for call, clip in ((3, "None"), (5, "2.0"))
+    ]
+    assert len(report.graphs) == 6
+    table = str(report)
+    assert "recompiles    4 in 5 calls" in table
+    assert f"update_: {why.format('2.0')} (call 5)" in table
+    assert report.to_dict()["recompiles"][0]["call"] == 3
+
+
+def test_graphs_that_no_layout_explains_are_told_apart():
+    """A function that is first called late, and one that is made at each call."""
+    count = iter(range(9))
+
+    def made_anew(x):
+        return x.cos() * 3
+
+    late = torch.compile(lambda x: x.sin() + 1)
+
+    def step():
+        calls = next(count)
+        x = torch.ones(8)
+        if calls >= 2:
+            late(x)
+        code = made_anew.__code__.replace(co_name="made_anew")
+        torch.compile(types.FunctionType(code, globals()))(x)
+
+    report = marsopt.profile(step, steps=2, cold=False, progress=False)
+    told = [(r.name, r.call, r.reason) for r in report.recompiles]
+    anew = "compiled anew: another function of the same code"
+    assert told == [
+        ("made_anew", 2, anew),
+        ("<lambda>", 3, "not called before"),
+        ("made_anew", 3, anew),
+        ("made_anew", 4, anew),
+    ]
+    assert f"made_anew: {anew} (call 2, 3 times from there)" in str(report)
 
 
 def test_a_backward_pass_counts_into_its_graph():

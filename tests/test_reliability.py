@@ -10,8 +10,10 @@ import os
 import pickle
 import queue
 import re
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,9 +25,11 @@ from pathlib import Path
 import pytest
 
 import configs
+from tests.processes import spawn
 from tests.test_application import ROOT, STEPS, TINY, data, one, tiny
-from train import export, sample
+from train import export, prepare, sample
 from train.engine.launch import parse
+from train.engine.ranks import SharedError, compare, together
 from train.engine.resolve import UNUSED, resolve
 from train.engine.titan_checkpoint import RunCheckpoints
 from train.errors import UserError, command
@@ -397,6 +401,156 @@ def test_a_full_disk_ends_a_run_in_one_line(data, small_disk):
         "20 of 5000: the same command continues after step 10",
         stderr,
     )
+
+
+# ---- ranks that do not share what they must ------------------------------------------
+
+ON_ALL = dict(training__global_batch_size=24, validator__samples=24)
+
+
+def ended_by(rank: int, world: int, cases: list) -> list[str]:
+    """Why this rank ends in each of ``cases``, (data, folder, changes) by rank."""
+    whys = []
+    for place, folder, changes in (case.get(rank, case[0]) for case in cases):
+        config = tiny(place, **ON_ALL | changes)
+        config.dump_folder = str(folder)
+        resolve(config, world)
+        try:
+            compare(config)
+            whys.append("")
+        except SharedError as error:
+            whys.append(str(error))
+    return whys
+
+
+DIFFERENT = {
+    "steps": (dict(training__steps=1300), "training.steps=1300 where rank 0 has 1400"),
+    "interval": (
+        dict(checkpoint__interval=7),
+        "checkpoint.interval=7 where rank 0 has 200",
+    ),
+    "seed": (dict(debug__seed=3), "debug.seed=3 where rank 0 has 0"),
+    "rule": (
+        dict(optimizer__mars_type="lion"),
+        "optimizer.mars_type='lion' where rank 0 has 'mars-adamw'",
+    ),
+    "how often it is shown": (
+        dict(metrics__log_freq=3, validator__freq=9),
+        "metrics.log_freq=3 where rank 0 has 10; validator.freq=9 where rank 0 has 200",
+    ),
+    "many": (
+        dict(optimizer__lr=0.1, optimizer__eps=0.1, debug__seed=1, training__steps=200),
+        "debug.seed=1 where rank 0 has 0; optimizer.eps=0.1 where rank 0 has 1e-08; "
+        "optimizer.lr=0.1 where rank 0 has 0.006 and more",
+    ),
+}
+
+
+@pytest.mark.processes
+def test_ranks_that_differ_end_with_the_same_line(data, tmp_path):
+    """Before the first step; the line names the rank, the value and what to do."""
+    place, moved, other = tmp_path / "run", tmp_path / "moved", tmp_path / "other"
+    for folder in (place, tmp_path / "elsewhere"):
+        folder.mkdir()
+    (tmp_path / "link").symlink_to(place)
+    shutil.copytree(data, moved)
+    text = [Path(shutil.__file__)]
+    prepare.prepare("text", "bytes", other, files=text, val_fraction=0.2)
+    usual = {0: (data, place, {})}
+    cases = [usual | {2: (data, place, changes)} for changes, _ in DIFFERENT.values()]
+    cases += [
+        usual,
+        # the same data and the same folder by other names, and what may differ
+        usual | {1: (moved, tmp_path / "link", dict(profiler__enable_profiling=True))},
+        usual | {1: (other, place, {})},
+        usual | {r: (data, tmp_path / "elsewhere", {}) for r in (1, 2)},
+    ]
+    first, second, third = spawn(ended_by, 3, cases)
+    assert first == second == third
+    for (_, told), why in zip(DIFFERENT.values(), first[:-4], strict=True):
+        assert why == (
+            f"got on rank 2 {told}, expected the same on all ranks: start every rank "
+            "with the same command and data"
+        )
+    same, alike, of_data, of_folder = first[-4:]
+    assert same == alike == ""
+    assert re.match(
+        rf"got on rank 1 data\.train='\w{{59}} \({other}\) where rank 0 has "
+        rf"'\w{{59}} \({data}\); data\.val=",
+        of_data,
+    )
+    assert of_folder == (
+        f"got --dump-folder {tmp_path / 'elsewhere'} on ranks 1, 2, where a file is "
+        f"missing that rank 0 wrote into {place}, expected one folder: give all ranks "
+        "the same --dump-folder, on a disk that all of them see"
+    )
+    assert not list(place.iterdir()) and not list((tmp_path / "elsewhere").iterdir())
+
+
+def ended_together(rank: int, world: int) -> list[str]:
+    def unusable_on(*ranks: int) -> None:
+        if rank in ranks:
+            raise UserError("got nothing, expected something")
+
+    whys = []
+    for ranks in ((), (1,), range(world)):
+        try:
+            together(lambda ranks=ranks: unusable_on(*ranks))
+            whys.append("")
+        except SharedError as error:
+            whys.append(str(error))
+    return whys
+
+
+@pytest.mark.processes
+def test_what_one_rank_cannot_use_ends_all_with_the_same_line():
+    why = "got nothing, expected something"
+    assert spawn(ended_together, 3) == 3 * [["", f"rank 1: {why}", why]]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("by", ["torchrun", "hand"])
+def test_a_run_of_ranks_that_differ_ends_at_once(data, tmp_path, by):
+    """Each rank in a process of its own: one line from torchrun's, one from each of
+    those that somebody has started by hand.
+    """
+    options = [*TINY, "--training.steps", STEPS, "--dataloader.dataset-path", data]
+    words = ["python", "-m", "train", "--config", "tiny_mars_adamw", *options]
+    words = [sys.executable, *map(str, words[1:])]
+    line = f"{shlex.join(words)} --debug.seed $RANK --dump-folder {tmp_path}/run"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    commands = [[*launch, "--no-python", "sh", "-c", line]]
+    if by == "hand":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            environment |= {"MASTER_PORT": str(free.getsockname()[1])}
+        ranks = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        environment |= ranks
+        commands = [
+            ["env", f"RANK={rank}", f"LOCAL_RANK={rank}", "sh", "-c", line]
+            for rank in range(2)
+        ]
+    processes = [
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for command in commands
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    why = (
+        "got on rank 1 debug.seed=1 where rank 0 has 0, expected the same on all "
+        "ranks: start every rank with the same command and data"
+    )
+    if by == "torchrun":
+        assert told_by(errors[0]) == [f"error: {why}"]
+        assert "train_step" not in errors[0]
+    else:
+        expected = [f"rank {rank}: error: {why}\n" for rank in range(2)]
+        assert errors == expected
+        assert [process.returncode for process in processes] == [2, 2]
+    assert not list((tmp_path / "run").glob("ranks-*"))
+    assert not (tmp_path / "run" / "settings.json").exists()
 
 
 # ---- options -------------------------------------------------------------------------

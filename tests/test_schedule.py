@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from train.engine.launch import parse
 from train.engine.schedule import cosine, wsd
 from train.engine.titan_optim import MarsOptimizers, RateSchedule
 
 
 def test_cosine_is_the_authors():
-    """0 at the first step, the peak after the warm-up, min_lr at the end."""
+    """0 at the first step, the peak after the warm-up, the floor at the end."""
     at = [cosine(t, warmup=10, total=110, floor=0.1) for t in range(130)]
     assert at[:11] == pytest.approx([t / 10 for t in range(11)])
     assert at[35] == pytest.approx(
@@ -62,11 +63,13 @@ def test_no_warm_up():
     ids=["cosine", "linear", "wsd", "wsd-default", "total_steps"],
 )
 def test_rates_of_all_groups(options, want):
-    """Peak 2, min_lr 1, warm-up 2 of 6 steps; LayerNorm weights in proportion."""
+    """Peak 2, half of it at the end, warm-up 2 of 6 steps; LayerNorm weights in
+    proportion.
+    """
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     config = MarsOptimizers.Config(lr=2.0, lr_1d=0.5, compile=False)
     optimizers = config.build(model_parts=[model])
-    rates = RateSchedule.Config(warmup_steps=2, min_lr=1.0, **options)
+    rates = RateSchedule.Config(warmup_steps=2, min_lr_factor=0.5, **options)
     schedule = rates.build(optimizers=optimizers, training_steps=6)
     seen = []
     for _ in range(8):
@@ -76,3 +79,29 @@ def test_rates_of_all_groups(options, want):
         optimizers.step()
         schedule.step()
     assert seen == pytest.approx(want, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
+@pytest.mark.parametrize(
+    ("name", "lr", "share"),
+    [
+        ("tiny_mars_adamw", 2.5e-3, 0.1),
+        ("tiny_mars_adamw", 4e-4, 0.1),  # below the recipe's own last learning rate
+        ("tiny_moonlight_transport", 0.05, 0.1),
+        ("small_mars_adamw", 2e-3, 3e-5 / 6e-3),
+        ("large_lion", 1e-3, 1e-5 / 3 / 6.67e-5),
+    ],
+)
+def test_the_last_rate_keeps_its_share_of_another_peak(name, lr, share, kind):
+    words = ["--config", name, "--optimizer.lr", str(lr), "--lr-scheduler.kind", kind]
+    config = parse(words)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    config.optimizer.compile = False
+    optimizers = config.optimizer.build(model_parts=[model])
+    schedule = config.lr_scheduler.build(optimizers=optimizers, training_steps=5000)
+    (scheduler,) = schedule.schedulers
+    for factor, group in zip(
+        scheduler.lr_lambdas, optimizers.mars.param_groups, strict=True
+    ):
+        last = group["initial_lr"] * factor(5000)
+        assert last == pytest.approx(lr * share, rel=1e-6)

@@ -43,6 +43,7 @@ from marsopt.rules import checks
 from marsopt.rules.registry import correction_named
 
 log = logging.getLogger(__name__)
+NEW_LAYOUT = "marsopt: a new layout, whose graphs are compiled anew: %s"
 
 KEPT = 64  # runs with their graphs, and groups that are taken out and come back
 
@@ -176,6 +177,8 @@ class LayoutOptimizer(Optimizer):
         key = self._compile, *kinds
         run = self._runs.pop(key, None)
         if run is None:
+            if self._layout is not None and log.isEnabledFor(logging.DEBUG):
+                log.debug(NEW_LAYOUT, self._layout.changes(self.param_groups))
             run = InPlace(
                 calls(kinds, self._compile),
                 alone=self._options["collectives"] is LOCAL,

@@ -202,6 +202,18 @@ class Layout:
         except (KeyError, TypeError):  # state was deleted, or is no tensor any more
             return False
 
+    def changes(self, groups: Sequence[dict[str, Any]]) -> str:
+        """Return what of the groups, or beside them, is not as this was made for."""
+        keys = [
+            f"{key}={group.get(key)!r} in group {i}"
+            for i, (group, before) in enumerate(
+                zip(groups, self._signature[2], strict=False)
+            )
+            for key, value in structure(group, self._options).items()
+            if value != before.get(key)
+        ]
+        return ", ".join(keys) or "other groups, parameters or state"
+
     def _sign(self, groups: Sequence[dict[str, Any]]) -> tuple[list[Any], ...]:
         """Return all that a layout depends on: which groups hold which parameters, by
         which formulas they move, and where they and their state lie in which form.

@@ -3,7 +3,8 @@
 Two logs of torch are listened to: the structured compile log (the one that TORCH_TRACE
 writes and tlparse reads), and inductor's metrics of a graph
 (``torch._logging.set_logs(inductor_metrics=True)``), which name every kernel of its
-scheduler and the bytes that it reads and writes.
+scheduler and the bytes that it reads and writes. A third is that of MARS, which says
+why it makes functions anew: to torch their graphs are no recompiles.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from marsopt.optim import base
+
+PACKAGE = str(Path(base.__file__).parents[1])  # where the functions of MARS lie
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,13 @@ class Break:
 
 @dataclass(frozen=True)
 class Recompile:
-    """A function that was compiled again, and the guards that failed."""
+    """A function that was compiled again, or not before the second call; and why: the
+    guards that failed, or what is known of it.
+    """
 
     name: str
     reason: str
+    call: int  # in which it was, from 1 on
 
 
 @dataclass
@@ -58,6 +66,8 @@ class Graph:
     kernels: list[Kernel] = field(default_factory=list)
     num_runs: int = 0  # in one call
     peak_bytes: int = 0  # that one run allocates at most, its results included
+    call: int = 1  # in which it was compiled
+    cause: str = ""  # why MARS had made its functions anew by then, if it had
 
     @property
     def num_bytes(self) -> int:
@@ -78,6 +88,26 @@ class CompileLog:
     breaks: dict[str, Break] = field(default_factory=dict)  # by line of code
     recompiles: dict[str, Recompile] = field(default_factory=dict)  # by compile id
     tell: Callable[[str], None] = field(default=lambda what: None)  # of each graph
+    call: int = 1  # that is under way
+    cause: str = ""  # why MARS has made its functions anew, the last time
+
+    def all_recompiles(self) -> list[Recompile]:
+        """Return what was compiled again, and graphs that the first call did not make,
+        in the order of the calls.
+        """
+        recompiles, places = dict(self.recompiles), set()
+        for key, graph in self.graphs.items():
+            if graph.call > 1 and key not in recompiles:
+                reason = "not called before"
+                if graph.where in places:
+                    by_mars = graph.cause and graph.where.startswith(PACKAGE)
+                    why = (
+                        graph.cause if by_mars else "another function of the same code"
+                    )
+                    reason = f"compiled anew: {why}"
+                recompiles[key] = Recompile(graph.name, reason, graph.call)
+            places.add(graph.where)
+        return sorted(recompiles.values(), key=lambda recompile: recompile.call)
 
     def take(self, record: logging.LogRecord) -> None:
         """Note one message of the structured log."""
@@ -90,14 +120,14 @@ class CompileLog:
             key = f"!{data['compiled_autograd_id']}/{key}"
         named = data.get("artifact", {}).get("name")
         if "dynamo_output_graph" in data:  # a second attempt voids the first
-            self.graphs[key] = Graph(key)
+            self.graphs[key] = Graph(key, call=self.call, cause=self.cause)
         elif "inductor_output_code" in data and key in self.graphs:
             self.graphs[key].code_size += len(text)
         elif named == "dynamo_graph_break_reason":
             found = _parse_break(text)
             self.breaks.setdefault(found.where, found)
         elif named == "recompile_reasons":
-            self.recompiles[key] = Recompile("?", text)
+            self.recompiles[key] = Recompile("?", text, self.call)
         elif "compilation_metrics" in data:
             self._name(key, data["compilation_metrics"])
 
@@ -196,7 +226,7 @@ def listening(
     listener = logging.Handler()
     listener.emit = log.take
     handlers = [listener] if folder is None else [listener, _writer(folder)]
-    with _metrics_to(log.take_metrics):
+    with _metrics_to(log.take_metrics), _causes_to(log):
         try:
             for handler in handlers:
                 trace.addHandler(handler)
@@ -230,6 +260,26 @@ def _metrics_to(take: Callable[[logging.LogRecord], None]) -> Iterator[None]:
         for part, length in zip(lists, lengths, strict=True):
             del part[length:]  # they would keep every graph alive
         metrics.num_bytes_accessed = total
+
+
+@contextmanager
+def _causes_to(log: CompileLog) -> Iterator[None]:
+    """Let MARS say why it makes a layout anew, which it does to whoever debugs."""
+    logger = logging.getLogger(base.__name__)
+    level, usual = logger.level, logger.getEffectiveLevel()
+
+    def caught(record: logging.LogRecord) -> bool:
+        if record.msg == base.NEW_LAYOUT and record.args:
+            log.cause = f"a new layout of MARS ({record.args[0]})"
+        return record.levelno >= usual
+
+    logger.setLevel(logging.DEBUG)
+    logger.addFilter(caught)
+    try:
+        yield
+    finally:
+        logger.removeFilter(caught)
+        logger.setLevel(level)
 
 
 def _writer(folder: Path) -> logging.Handler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +27,7 @@ class Report:
     num_calls: int  # that were watched, the first and the traced one included
     graphs: list[Graph]
     breaks: list[Break]
-    recompiles: list[Recompile]
+    recompiles: list[Recompile]  # and all else that the first call did not compile
     first_call_seconds: float  # compiling included
     seconds: float  # of a call, median; on a GPU without waiting for the host
     all_seconds: list[float]
@@ -90,7 +91,7 @@ class Report:
             ("breaks", f"{len(self.breaks)}"),
             *(("", f"{shorter(b.where)}: {b.reason}") for b in self.breaks),
             ("recompiles", f"{len(self.recompiles)} in {self.num_calls} calls"),
-            *(("", f"{r.name}: {_first_line(r.reason)}") for r in self.recompiles),
+            *(("", text) for text in _recompiles(self.recompiles)),
             ("kernels", (self._kernels() if self.graphs else NOT_COUNTED) + launches),
             *zip(
                 ("bytes", "", ""),
@@ -155,6 +156,17 @@ def _graph(graph: Graph) -> str:
         f"{size(graph.peak_bytes)} allocated, compiled in {graph.seconds:.1f} s"
         f"{runs} ({shorter(graph.where)})"
     )
+
+
+def _recompiles(recompiles: Sequence[Recompile]) -> list[str]:
+    """Return a line for each function and reason."""
+    calls: dict[str, list[int]] = {}
+    for r in recompiles:
+        calls.setdefault(f"{r.name}: {_first_line(r.reason)}", []).append(r.call)
+    return [
+        f"{text} (call {first}{f', {1 + len(more)} times from there' if more else ''})"
+        for text, (first, *more) in calls.items()
+    ]
 
 
 def _first_line(text: str) -> str:

@@ -231,9 +231,9 @@ class Task:
         own = dict(rank=0, world=1, seq_len=setting.seq_len)
         own |= dict(vocab_size=setting.vocab_size)
         self.batches = Batches(train, **own, local_batch=setting.batch, seed=seed)
-        self._held_out = partial(
-            Batches, held_out, **own, local_batch=setting.per_pass, consecutive=True
-        )
+        first = held_out[: setting.held_out * setting.seq_len + 1]
+        order = dict(local_batch=setting.per_pass, spread=setting.held_out)
+        self._held_out = partial(Batches, first, **own, **order)
         self._loss = partial(compiled() if setting.compile else mean_loss, self.model)
         self._half = setting.dtype == "bfloat16"
 

@@ -45,9 +45,8 @@ class Setting:
     """How every recipe of a study is trained.
 
     A method's recipe is {"config": name of a recipe, option of the optimizer: value}.
-    lr_1d and min_lr keep their ratio to lr, as the published recipes do from size to
-    size (lr_1d) and as a schedule scaled as a whole does (min_lr). The warm-up keeps
-    its share of the run, and the schedule ends at its last step.
+    lr_1d keeps its ratio to lr, as the published recipes do from size to size. The
+    warm-up keeps its share of the run, and the schedule ends at its last step.
 
     Args:
         steps: of a run.
@@ -153,7 +152,6 @@ class Setting:
             "training.steps": self.steps,
             "lr-scheduler.total-steps": self.steps,
             "lr-scheduler.warmup-steps": round(self._warmup_share(config) * self.steps),
-            "lr-scheduler.min-lr": f"{config.lr_scheduler.min_lr * scale:.6g}",
             "optimizer.lr": f"{optimizer.lr * scale:.6g}",
             "debug.seed": seed,
             "validator.freq": self._interval,

@@ -16,7 +16,7 @@ class Batches:
     A training sample is a window at a random place (nanoGPT's sampling: uniform, with
     replacement), drawn from a counter based generator keyed by the seed, so that the
     state is one integer: the samples that all ranks have been served. Validation
-    samples are consecutive windows from the start of the file.
+    samples are windows without overlap, spread evenly over the whole file.
 
     Whoever makes one gives this ``rank`` of how many (``world``), samples per batch of
     one rank, tokens per sample, and the model's vocabulary: an id outside it is an
@@ -31,7 +31,7 @@ class Batches:
     seq_len: int
     vocab_size: int
     seed: int = 0  # of the order
-    consecutive: bool = False  # validation's order instead of random places
+    spread: int | None = None  # validation: samples of a round; None = random places
     samples: int = 0  # served so far, over all ranks
 
     def __post_init__(self) -> None:
@@ -48,8 +48,9 @@ class Batches:
         return (len(self.tokens) - 1) // self.seq_len
 
     def _start(self, sample: int) -> int:
-        if self.consecutive:
-            return sample % self.num_windows * self.seq_len
+        if self.spread is not None:  # the middle of each of so many equal parts
+            middle = 2 * (sample % self.spread) + 1
+            return middle * self.num_windows // (2 * self.spread) * self.seq_len
         counter = np.random.Philox(key=self.seed, counter=[0, 0, 0, sample])
         draw = np.random.Generator(counter)
         return int(draw.integers(len(self.tokens) - self.seq_len))

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from train.engine.ranks import SharedError
 from train.errors import UNREAD, UserError, is_unread, say, shared_store
 from train.runs.checkpoints import instead, last_step
 from train.runs.safe_dcp import UnreadableCheckpoint
@@ -138,6 +139,8 @@ def end(
 
 def _failure(error: BaseException, config, folder: Path, step: int) -> str:
     rank = int(os.environ["RANK"])
+    if isinstance(error, SharedError):
+        return f"error: {error}"
     line = f"error: {_ask_others(_reason(error, folder), _by_others(error), rank)}"
     if isinstance(error, UnreadableCheckpoint) and last_step(folder):
         return f"{line}. {instead(folder, config.model_spec.model.shape)}"

@@ -7,17 +7,19 @@ import os
 import sys
 import threading
 import warnings
+from functools import partial
 from pathlib import Path
 
 from train.engine import recipes
 from train.errors import UserError
 from train.files import check_folder, hold
 
-# torchtitan says these on every machine without a GPU, or for every run
+# torchtitan says these on every machine without a GPU, or for every run of ours
 NOISE = (
     "Peak flops undefined",
     "Error running lspci",
     "initial_load_model_only=True has no effect",
+    "torch.distributed is already initialized",  # where ranks have met
 )
 
 
@@ -131,14 +133,23 @@ def main() -> None:
     config = parse(sys.argv[1:])
     from train.engine.ends import Signals
     from train.engine.resolve import resolve
-    from train.runs.checkpoints import check_own
-    from train.runs.settings import claim
 
     signals = Signals()
     resolve(config, world)
     folder = Path(config.dump_folder)
     check_folder("--dump-folder", folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if world == 1:
+        take_folder(config)
+    train(config, signals)
+
+
+def take_folder(config) -> None:
+    """Make the run's folder this run's, or find that it is; say what will happen."""
+    from train.runs.checkpoints import check_own
+    from train.runs.settings import claim
+
+    folder, rank = Path(config.dump_folder), int(os.environ["RANK"])
     if rank == 0:
         # until the process ends; ranks whose launcher was killed may still save
         hold(folder, "--dump-folder", patience=15)
@@ -146,8 +157,7 @@ def main() -> None:
     check_own(folder, config.model_spec.model.shape)
     log_to(folder / f"rank{rank}.log")
     if rank == 0:
-        announce(config, world)
-    train(config, signals)
+        announce(config, int(os.environ["WORLD_SIZE"]))
 
 
 def title(config) -> str:
@@ -171,10 +181,13 @@ def train(config, signals) -> None:
     import torch.distributed as dist
 
     from train.engine.ends import end
+    from train.engine.ranks import meet, together
     from train.runs.summary import summarize
 
     step, steps, began = 0, config.training.steps, False
     try:
+        if int(os.environ["WORLD_SIZE"]) > 1:
+            together(partial(take_folder, config), meet(config))
         trainer = config.build()
         try:
             signals.in_steps, trainer.told = True, lambda: signals.told is not None

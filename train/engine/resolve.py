@@ -30,7 +30,7 @@ UNUSED = {
     "dataloader.dataset": "", "dataloader.split": "train", "dataloader.infinite": True,
     "validator.dataloader.dataset": "", "validator.dataloader.split": "val",
     "validator.dataloader.infinite": True, "validator.steps": 1,
-    "lr_scheduler.decay_type": "linear", "lr_scheduler.min_lr_factor": 0.0,
+    "lr_scheduler.decay_type": "linear",
     "loss.global_vocab_size": None, "optimizer.implementation": "fused",
     "optimizer.optimizer_factory_kwargs_by_name": {},
     "training.enable_cpu_offload": False, "comm.mode": "default",
@@ -72,7 +72,7 @@ def resolve(config, world: int) -> None:
         (_check_warmup, {"training", "lr_scheduler"}),
         (_check_decay, {"training", "lr_scheduler"}),
         (_check_rule, {"optimizer"}),
-        (_check_floor, {"optimizer", "lr_scheduler"}),
+        (_check_floor, {"lr_scheduler"}),
         (_check_correction, {"optimizer"}),
         (_check_data, {"training", "debug", "dataloader", "validator"}),
         (_fill_in, {"training"}),
@@ -208,11 +208,11 @@ def _check_rule(config, world: int) -> None:
 
 
 def _check_floor(config, world: int) -> None:
-    rate, min_lr = config.optimizer.lr, config.lr_scheduler.min_lr
-    if not 0 <= min_lr <= rate and rate > 0:
+    share = config.lr_scheduler.min_lr_factor
+    if not 0 <= share <= 1:
         raise UserError(
-            f"got lr_scheduler.min_lr={min_lr}, expected a number from 0 to "
-            f"optimizer.lr={rate}: it is the rate at the end"
+            f"got lr_scheduler.min_lr_factor={share}, expected a number from 0 to 1: "
+            "the last learning rate as a share of the peak, such as 0.1"
         )
 
 

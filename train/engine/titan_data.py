@@ -60,8 +60,7 @@ class TokenLoader(BaseDataLoader):
         tokens, _ = open_tokens(folder, config.split, vocab_size=vocab, verify=False)
         ranks = dict(rank=dp_rank, world=dp_world_size)
         sizes = dict(local_batch=local_batch_size, seq_len=seq_len, vocab_size=vocab)
-        order = dict(seed=config.seed, consecutive=config.split != "train")
-        self.batches = Batches(tokens, **ranks, **sizes, **order)
+        self.batches = Batches(tokens, **ranks, **sizes, seed=config.seed)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         while True:
@@ -73,6 +72,22 @@ class TokenLoader(BaseDataLoader):
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.batches.samples = int(state_dict["samples"])
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What torchtitan's Validator builds its loader from, anew at each validation: one
+    of so many samples, spread over the whole text.
+    """
+
+    config: TokenLoader.Config
+    samples: int
+
+    def build(self, **kwargs) -> TokenLoader:
+        """Return the loader, at its first sample."""
+        loader = self.config.build(**kwargs)
+        loader.batches.spread = self.samples
+        return loader
 
 
 class HeldOut(Validator):
@@ -95,6 +110,7 @@ class HeldOut(Validator):
         sizes = dict(dp_world_size=dp_world_size, local_batch_size=local_batch_size)
         steps = config.samples // (local_batch_size * dp_world_size)
         super().__init__(replace(config, steps=steps), **sizes, **kwargs)
+        self.dl_config = Spread(self.dl_config, config.samples)
 
     def should_validate(self, step: int) -> bool:
         return super().should_validate(step) or step == self.config.last_step

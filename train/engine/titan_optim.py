@@ -205,7 +205,7 @@ class MarsOptimizers(MarsOptimizersContainer):
 
 
 class RateSchedule(LRSchedulersContainer):
-    """The learning rate's course; ``min_lr`` is a learning rate, not a factor."""
+    """The learning rate's course: factors on the peak of every group."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LRSchedulersContainer.Config):
@@ -213,10 +213,8 @@ class RateSchedule(LRSchedulersContainer):
         """How it falls after the warm-up: along half a cosine, in a straight line, or
         not before the last decay_ratio of the steps, then in a straight line.
         """
-        min_lr: float = 0.0
-        """Learning rate of matrices at the end; that of LayerNorm weights follows in
-        proportion.
-        """
+        min_lr_factor: float = 0.0
+        """Last learning rate, as a share of the peak."""
 
         def decay_steps(self, total: int) -> int:
             """Return wsd's decay: its part of all steps, or a fifth, as MARS-M's."""
@@ -224,10 +222,9 @@ class RateSchedule(LRSchedulersContainer):
             return round(total * ratio)
 
         def build(self, *, optimizers, training_steps):
-            peak = optimizers.mars.defaults["lr"]
             total = self.total_steps or training_steps
-            floor = self.min_lr / peak if peak else 0.0
-            options = dict(warmup=int(self.warmup_steps), total=total, floor=floor)
+            options = dict(warmup=int(self.warmup_steps), total=total)
+            options["floor"] = self.min_lr_factor
             if self.kind == "wsd":
                 options["decay"] = self.decay_steps(total)
             return RateSchedule(optimizers, partial(SCHEDULES[self.kind], **options))

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +17,7 @@ from train.gpt2 import Shape
 from train.runs.checkpoints import last_step
 
 SETTINGS, FROM = "settings.json", "initial_load_path"
+MIN_LR = "lr_scheduler.min_lr"
 HELD_OUT = "held_out_folder"  # where it lay when the run began; it may be moved
 AGAIN = (
     "the folder of a run, which python -m train --config NAME makes, with all that it "
@@ -46,6 +48,19 @@ def held_out_folder(config) -> Path:
     )
 
 
+def data_folders(config) -> tuple[Path, Path]:
+    """Return where the data to train and to validate on lie."""
+    return Path(config.dataloader.dataset_path), held_out_folder(config)
+
+
+def data_checksums(config) -> dict[str, str]:
+    """Return what the data are, not where they lie: {split: checksum}."""
+    return {
+        split: getattr(read_meta(folder), split).sha256
+        for split, folder in zip(SPLITS, data_folders(config), strict=True)
+    }
+
+
 def settings(config) -> dict:
     """Return what two calls must agree on to be one run: {"section.option": value}."""
     flat = {}
@@ -53,14 +68,9 @@ def settings(config) -> dict:
     raw["schedule_steps"] = config.lr_scheduler.total_steps or config.training.steps
     raw["lr_scheduler"].pop("total_steps")
     raw[FROM] = config.checkpoint.initial_load_path
-    folders = (Path(config.dataloader.dataset_path), held_out_folder(config))
-    # what the data is, not where it lies
     for section in (raw["dataloader"], raw["validator"]["dataloader"]):
         section.pop("dataset_path")
-    raw["data"] = {
-        split: getattr(read_meta(folder), split).sha256
-        for split, folder in zip(SPLITS, folders, strict=True)
-    }
+    raw["data"] = data_checksums(config)
     for section, values in raw.items():
         if section in EXECUTION:
             continue
@@ -124,7 +134,12 @@ def _longer(config, theirs: dict) -> str:
 
 def read(path: Path) -> dict[str, Any]:
     """Return the settings that ``claim`` wrote, to be compared with others."""
-    return read_json(path, dict[str, Any], AGAIN)
+    saved = read_json(path, dict[str, Any], AGAIN)
+    # of a release in which the last learning rate was no share of the peak
+    with suppress(KeyError, TypeError, ArithmeticError):
+        saved[f"{MIN_LR}_factor"] = round(saved[MIN_LR] / saved["optimizer.lr"], 12)
+        del saved[MIN_LR]
+    return saved
 
 
 @dataclass(frozen=True)
