@@ -37,6 +37,7 @@ from marsopt.optim.state_dict import (
 )
 from marsopt.optim.watch import Standstill, Writes
 from marsopt.rules import checks
+from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.registry import correction_named
 
 log = logging.getLogger(__name__)
@@ -179,6 +180,7 @@ class LayoutOptimizer(Optimizer):
         return self._present
 
     @torch.no_grad()
+    @without_autocast
     def _settle(self) -> None:
         """Take over what somebody has written into parameters since the last step, or
         loaded into the state.

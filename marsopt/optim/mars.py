@@ -24,6 +24,7 @@ from marsopt.optim.layout import Layout
 from marsopt.optim.state_dict import TRAIN_MODE
 from marsopt.optim.watch import follow
 from marsopt.rules import checks
+from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.registry import correction_named, named, resolve
 
@@ -243,10 +244,14 @@ class MARS(LayoutOptimizer):
                 "the point ahead; call optimizer.train() before the forward pass (or "
                 "model.train(), where the optimizer follows the model)"
             )
+        self._step()
+        return loss
 
+    @without_autocast
+    def _step(self) -> None:
         layout = self._fitting("step()")
         if not layout.buckets:  # everything is frozen, or elsewhere
-            return loss
+            return
         self._life.before_step(layout.held)
         with named_range("marsopt: gather"):
             groups, live = layout.gather()
@@ -286,7 +291,6 @@ class MARS(LayoutOptimizer):
         if self._options["nonfinite"] == "raise" and not decision.finite:
             collectives.check_ranks_agree(digest)
             raise FloatingPointError(layout.blame(sums))
-        return loss
 
     @torch.no_grad()
     def join_gradients(self) -> None:
@@ -377,9 +381,10 @@ class MARS(LayoutOptimizer):
         """
         self._settle()
         held = {one.p: one for one in self._present.held if self._in_train_mode}
+        iterate = without_autocast(self._life.iterate)
         for group in self.param_groups:
             for p in group["params"]:
-                x = self._life.iterate(held[p]) if p in held else None
+                x = iterate(held[p]) if p in held else None
                 yield p, p.detach() if x is None else x
 
     def lend(self) -> None:
@@ -396,6 +401,7 @@ class MARS(LayoutOptimizer):
 
     @torch.inference_mode(False)  # under which later steps could not write what is made
     @torch.no_grad()
+    @without_autocast
     def _switch(self, train: bool) -> None:
         if not self._life.exchanges or self._in_train_mode == train:
             return
@@ -413,6 +419,7 @@ class MARS(LayoutOptimizer):
     # ---- exact MARS: the authors' protocol -----------------------------------------
 
     @torch.no_grad()
+    @without_autocast
     def update_previous_grad(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Exact MARS, before ``step``: keep the *next* batch's gradient, in ``p.grad``.
 
@@ -449,6 +456,7 @@ class MARS(LayoutOptimizer):
         return scale * global_clip(layout.grad_norm() * scale, self._max_norm)
 
     @torch.no_grad()
+    @without_autocast
     def update_last_grad(self) -> None:
         """Exact MARS, after ``step``: what was kept becomes the next step's h.
 
@@ -464,6 +472,7 @@ class MARS(LayoutOptimizer):
     # ---- an anchor -----------------------------------------------------------------
 
     @torch.no_grad()
+    @without_autocast
     def update_anchor(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Corrections with an anchor (SVRG): let the snapshot be the parameters, and
         its full gradient what is in ``p.grad``. With ``max_norm`` it gets a global clip
@@ -490,6 +499,7 @@ class MARS(LayoutOptimizer):
             self._visit_snapshot(False)
 
     @torch.no_grad()
+    @without_autocast
     def _visit_snapshot(self, there: bool) -> None:
         if self._life.has_anchor:
             layout = self._fitting("at_snapshot()")
