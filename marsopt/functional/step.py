@@ -16,6 +16,7 @@ from torch import Tensor
 
 from marsopt.functional.binding import buffer_shape
 from marsopt.functional.collectives import Collectives, Request, numbers
+from marsopt.functional.declared import check_declared
 from marsopt.functional.stacks import repeated, stacked, where_or_unread
 from marsopt.functional.step_types import (
     Decision,
@@ -149,7 +150,11 @@ def assess(
 
     Returns:
         Complete sums, and what they decide: see ``statistics`` and ``decide``.
+
+    Raises:
+        ValueError: a component that does not do what it declares (``check_declared``).
     """
+    check_declared(groups)
     may_overflow = any(group.hyper.algorithm.may_overflow for group in groups)
     if run.is_fused and not may_overflow:
         return run.call(assess_alone, groups, live, max_norm)

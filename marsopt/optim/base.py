@@ -25,6 +25,7 @@ from marsopt.optim.groups import (
     labels,
     misspelt,
     revived,
+    warn_of_half_precision,
 )
 from marsopt.optim.layout import Layout
 from marsopt.optim.param_groups import warn_of_embeddings
@@ -84,6 +85,7 @@ class LayoutOptimizer(Optimizer):
         check_no_module(params)
         super().__init__(params, defaults)
         warn_of_embeddings(self.param_groups, self._say)
+        warn_of_half_precision(self.param_groups, self._options, self._say)
         self._place()
         self._build()
 
@@ -119,6 +121,7 @@ class LayoutOptimizer(Optimizer):
             self.param_groups[-1][TRAIN_MODE] = self.param_groups[0][TRAIN_MODE]
         if self._layout is not None:  # else the constructor is still adding groups
             warn_of_embeddings(self.param_groups, self._say)
+            warn_of_half_precision(self.param_groups, self._options, self._say)
             if not self._layout.params:
                 self._place()
             self._build()
