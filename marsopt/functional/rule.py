@@ -131,7 +131,7 @@ class Rule:
         collectives: Collectives = LOCAL,
         count: int | None = None,
     ) -> tuple[AnyTree, AnyState]:
-        """Take one step; nothing that is passed in changes.
+        """Take one step; nothing that is passed in changes. Autocast has no part in it.
 
         Args:
             params: as given to ``init``.

@@ -94,9 +94,9 @@ class MARS(LayoutOptimizer):
         matrices: "2d"; "batched": a tensor (..., rows, cols), as the weights of
             experts, is a batch of matrices, which take ``mars_type``; or "flattened": a
             tensor (rows, ...), as the kernel of a convolution, is one matrix that does.
-        state_dtype: dtype of the state; None = the parameter's own. torch.float32 for
-            bf16 parameters; not narrower than the parameter, but torch.bfloat16 with
-            ``stochastic_rounding``.
+        state_dtype: dtype of the state; None = the parameter's own, float32 for
+            float16. torch.float32 for bf16 parameters; not narrower than the parameter,
+            but torch.bfloat16 with ``stochastic_rounding``.
         collectives: ``marsopt.parallel.MeshCollectives(mesh)`` for sharded parameters.
         compile: None = compile where this machine can (logged once), True = required,
             False = eager. Compiled, parameters of one shape move into one buffer at
@@ -209,7 +209,8 @@ class MARS(LayoutOptimizer):
     ) -> Any:
         """One step on the parameters that have a gradient.
 
-        The others, and their state, stay as they are.
+        The others, and their state, stay as they are. Autocast has no part in it, but
+        in the closure.
 
         Args:
             closure: reevaluates the model and returns the loss.
