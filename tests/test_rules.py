@@ -335,6 +335,24 @@ def test_under_autocast_bit_for_bit(row, door):
     assert same(runs[2].everything(), runs[0].everything())
 
 
+def test_a_compiled_step_under_autocast_is_one_graph():
+    """... in a region of the trace that autocast has, and around all of it."""
+    rule = marsopt.mars_m(ns_dtype=torch.float32, max_norm=1.0)
+    x, g = tensors(("wide", "tall"), 0), tensors(("wide", "tall"), 1)
+
+    def inside(x, g, state):
+        with torch.autocast("cpu", dtype=torch.float16):
+            return rule.step(x, g, state, lr=LR)
+
+    want, _ = rule.step(x, g, rule.init(x), lr=LR)
+    fast = torch.compile(inside, backend="eager", fullgraph=True)
+    found = [fast(x, g, rule.init(x))[0]]
+    fast = torch.compile(rule.step, backend="eager", fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found.append(fast(x, g, rule.init(x), lr=LR)[0])
+    assert all(same([*new.values()], [*want.values()]) for new in found)
+
+
 @rows
 @doors
 def test_no_step_takes_a_gradient_that_is_not_finite(row, door):
