@@ -85,6 +85,17 @@ def test_a_warm_step_asks_no_guard_of_dynamo(correction):
     assert len(set(regions)) == 3
 
 
+def test_a_step_under_autocast_takes_the_same_graphs():
+    params = parameters()
+    optimizer = MARS(params, compile=True)
+    for seed in range(2):
+        gradients(params, seed)
+        optimizer.step()
+    for dtype, keeps in ((torch.bfloat16, True), (torch.float16, False)):
+        with torch.autocast("cpu", dtype=dtype, cache_enabled=keeps):
+            assert not goes_through_dynamo(optimizer.step)
+
+
 class Nothing(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))

@@ -417,3 +417,157 @@ def test_a_correction_that_is_no_name_and_one_with_too_many_coefficients():
     params = [torch.ones(2, 2)]
     with pytest.raises(ValueError, match=r"got 2 coefficients of Tripled, expected 1"):
         rule.step(params, params, rule.init(params), lr=0.1)
+
+
+# ---- rules of one's own that do not do what they declare ---------------------------
+
+
+def returning(change):
+    """AdamW of one's own whose ``update`` goes through ``change(x, new)``."""
+
+    @dataclass(frozen=True, kw_only=True, eq=False)
+    class Mine(marsopt.AdamW):
+        def update(self, x, c, buffers, s):
+            before = {**buffers, "x": x}
+            return change(before, *super().update(x, c, buffers, s))
+
+    return Mine
+
+
+def in_place(before, x, new):
+    before["m"].copy_(new["m"])
+    return x, {**new, "m": before["m"]}
+
+
+WRONG = {
+    "no buffer": (lambda _, x, new: (x, {}), r"got \{\} from Mine.update, expected"),
+    "one buffer": (lambda _, x, new: (x, {"v": new["v"]}), r"got \{'v': .*'m': "),
+    "another key": (lambda _, x, new: (x, {**new, "w": x}), "'w': .*: return every"),
+    "a number": (lambda _, x, new: (x, {**new, "m": new["m"].sum()}), r"'m': \(\(\),"),
+    "double": (lambda _, x, new: (x, {**new, "v": new["v"].double()}), "float64"),
+    "in place": (in_place, "got Mine.update that writes into m, expected new"),
+    "x in place": (lambda b, x, new: (b["x"].copy_(x), new), "writes into x, expected"),
+    "no x": (lambda _, x, new: (None, new), "got {'x': 'NoneType'}"),
+    "x of a row": (lambda _, x, new: (x[..., 0], new), "'x': "),
+    "x alone": (lambda _, x, new: x, "got Tensor from Mine.update, expected a pair"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("door", ["function", "class"])
+def test_what_a_rule_does_not_declare_is_refused(what, door, monkeypatch):
+    """At its first step, before anything is written; by both doors."""
+    change, told = WRONG[what]
+    mine = returning(change)
+    p = nn.Parameter(torch.ones(3, 4))
+    if door == "function":
+        rule = marsopt.Rule(matrix=marsopt.Algorithm(preconditioner=mine()))
+        state = rule.init([p.detach()])
+        with pytest.raises(ValueError, match=told):
+            rule.step([p.detach()], [torch.ones(3, 4)], state, lr=LR)
+        assert not state.m[0].any()
+    else:
+        row = NamedRule("mine", mine, False, "itself")
+        monkeypatch.setitem(REGISTRY, row.name, row)
+        optimizer = MARS([p], mars_type="mine", compile=False)
+        p.grad = torch.ones(3, 4)
+        with pytest.raises(ValueError, match=told):
+            optimizer.step()
+        assert not optimizer.describe().is_torn
+        assert not any(v.any() for v in optimizer.state[p].values())
+    assert (p == 1).all()
+
+
+def test_a_correction_and_a_matrix_rule_are_asked_too():
+    class Sums(Damped):
+        def kept(self, g, old):
+            return {"h": old["h"].add_(g)}
+
+    class Nothing(Damped):
+        def kept(self, g, old):
+            return {}
+
+    class Scaled(marsopt.Orthogonal):
+        def at_owner(self, given, stage):
+            for one in given:
+                one.matrix.mul_(2)
+            return super().at_owner(given, stage)
+
+    class Turned(marsopt.Orthogonal):
+        def apply(self, x, o, rows, s, shape):
+            return super().apply(x, o, rows, s, shape).mT
+
+    x = [torch.ones(3, 4)]
+    for made, told in (
+        (dict(correction=Sums()), "got Sums.kept that writes into h, expected new"),
+        (dict(correction=Nothing()), r"got \{\} from Nothing.kept, expected \{'h'"),
+        (dict(preconditioner=Scaled()), "Scaled.at_owner that writes into matrix"),
+        (dict(preconditioner=Turned()), r"'x': \(\(1, 4, 3\).* from Turned.apply"),
+    ):
+        algorithm = marsopt.Algorithm(**{"preconditioner": marsopt.Lion(), **made})
+        rule = marsopt.Rule(matrix=algorithm)
+        with pytest.raises(ValueError, match=told):
+            rule.step(x, x, rule.init(x), lr=LR)
+
+
+def test_a_rule_of_ones_own_is_asked_once_and_in_no_graph():
+    calls = []
+    mine = returning(lambda before, x, new: (calls.append(x.shape), (x, new))[1])
+    rule = marsopt.Rule(matrix=marsopt.Algorithm(preconditioner=mine()))
+    x = [torch.ones(3, 4), torch.ones(2)]
+    state = rule.init(x)
+    fast = torch.compile(rule.step, backend="eager", fullgraph=True)
+    fast(x, x, state, lr=LR)
+    assert len(calls) == 2  # traced
+    for num in (5, 7):  # the smallest tensor is asked about
+        rule.step(x, x, state, lr=LR)
+        assert len(calls) == num
+
+
+def test_a_name_that_is_taken_is_kept_unless_told():
+    rules, corrections = dict(REGISTRY), dict(CORRECTIONS)
+
+    class Approximate(Damped):
+        name = "approximate"
+
+    row = NamedRule("Mars_M", Power, True, "itself")
+    for component, name in ((row, "mars-m"), (Approximate, "approximate")):
+        with pytest.raises(ValueError, match=f"got the name '{name}', which is taken"):
+            marsopt.register(component)
+        assert rules == REGISTRY
+        assert corrections == CORRECTIONS
+    try:
+        marsopt.register(row, replace=True)
+        assert REGISTRY["mars-m"].preconditioner is Power
+        marsopt.register(Approximate, replace=True)
+        assert CORRECTIONS["approximate"] is Approximate
+        marsopt.register(NamedRule("Half_Power", Power, False, "itself"))
+        optimizer = MARS([torch.ones(2)], mars_type="Half_Power", compile=False)
+        assert optimizer.param_groups[0]["mars_type"] == "half-power"
+        assert marsopt.half_power(alpha=0.25).matrix.preconditioner.alpha == 0.25
+    finally:
+        for table, before in ((REGISTRY, rules), (CORRECTIONS, corrections)):
+            table.clear()
+            table.update(before)
+
+
+def test_a_class_that_lacks_a_method_is_refused_when_it_is_registered():
+    class NoScalars(marsopt.rules.preconditioner.Preconditioner):
+        beta1 = 0.9
+
+        def update(self, x, c, buffers, s):
+            return x, {}
+
+    class NoCoefficients(Correction):
+        name = "none"
+
+    row = NamedRule("no_scalars", NoScalars, False, "itself")
+    for component, told in (
+        (row, "got NoScalars without scalars, expected a class .*: define scalars"),
+        (NoCoefficients, "got NoCoefficients without coefficients"),
+        (NamedRule("mine", Correction, False, "itself"), "expected a NamedRule"),
+    ):
+        before = dict(REGISTRY), dict(CORRECTIONS)
+        with pytest.raises(TypeError, match=told):
+            marsopt.register(component)
+        assert before == (REGISTRY, CORRECTIONS)

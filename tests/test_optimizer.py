@@ -729,6 +729,24 @@ def test_a_module_is_told_from_its_parameters(wrap):
             eager([given] if isinstance(given, dict) else given)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_dtype_of_state_is_said_once_where_nobody_chose_it(caplog, dtype):
+    a, b, c, base = (
+        p.detach().to(dtype) for p in parameters((2, 2), (2,), (3, 2), (2,))
+    )
+    wide = torch.zeros(2)
+    eager([nn.Parameter(wide), nn.Parameter(base, requires_grad=False)])
+    eager([nn.Parameter(a.clone())], state_dtype=torch.float32)
+    if dtype != torch.float16:
+        eager([nn.Parameter(a.clone())], stochastic_rounding=True)
+    assert not caplog.records
+    optimizer = eager([nn.Parameter(a), nn.Parameter(b)])
+    optimizer.add_param_group({"params": [nn.Parameter(c)]})
+    said = [r.message for r in caplog.records if "state_dtype" in r.message]
+    assert len(said) == (dtype != torch.float32)
+    assert all(str(dtype).removeprefix("torch.") in message for message in said)
+
+
 def test_a_misspelt_key_of_a_group_is_named_once(caplog):
     """Others keep keys of their own there: these are carried in silence."""
     own = dict(initial_lr=1.0, swa_lr=1.0, max_lr=1.0, min_lr=0.0, lr_scale=1.0)

@@ -252,6 +252,283 @@ def test_a_step_that_is_not_finite_changes_nothing(row, bad):
     assert (float(s2.t), float(s2.skipped)) == (1, 1)
 
 
+class Run:
+    """A row's rule from one start, by the function or by the class."""
+
+    def __init__(self, row, door, dtype=torch.float32, **more):
+        more |= dict(ns_dtype=torch.float32) if "ns_dtype" in row.kwargs else {}
+        x = tensors(row.names, 0, dtype=dtype)
+        self.row, self.door, anchor = row, door, tensors(row.names, 9, dtype=dtype)
+        if door == "function":
+            more = {n: v for n, v in more.items() if n != "nonfinite"}
+            self.rule, self.x = row.rule(**more), x
+            self.state = self.rule.init(x)
+            if row.anchors:
+                self.state = self.rule.anchor(x, anchor, self.state)
+            return
+        self.params = [torch.nn.Parameter(v) for v in x.values()]
+        mars_type = row.make.__name__.replace("_", "-")
+        self.optimizer = marsopt.MARS(
+            self.params, mars_type=mars_type, compile=False, **{**row.kwargs, **more}
+        )
+        if row.anchors:
+            self._fill(anchor)
+            self.optimizer.update_anchor()
+
+    def _fill(self, g):
+        for p, value in zip(self.params, g.values(), strict=True):
+            p.grad = value.clone()
+
+    def step(self, g):
+        if self.door == "function":
+            given = self.row.given({n: v.nan_to_num(0.0) for n, v in g.items()})
+            self.x, self.state = self.rule.step(self.x, g, self.state, lr=LR, **given)
+            return
+        if self.row.anchors:
+            with self.optimizer.at_snapshot():
+                self._fill({n: v.nan_to_num(0.0).cos() for n, v in g.items()})
+                self.optimizer.update_previous_grad()
+        self._fill(g)
+        self.optimizer.step()
+
+    @property
+    def num_skipped(self):
+        by_class = self.door == "class"
+        return self.optimizer.num_skipped if by_class else int(self.state.skipped)
+
+    def everything(self):
+        """Parameters and what the state keeps, copied; not what is given anew."""
+        if self.door == "function":
+            trees = [self.x, *buffers(self.state).values()]
+            found = [v for tree in trees for v in tree.values()]
+            found += [] if self.state.behind is None else [self.state.behind]
+            return [v.clone() for v in (*found, self.state.t)]
+        kept = [
+            value
+            for p in self.params
+            for key, value in self.optimizer.state[p].items()
+            if key != "snapshot_grad"
+        ]
+        return [v.detach().clone() for v in (*self.params, *kept)]
+
+
+def same(found, wanted):
+    return all(map(torch.equal, found, wanted)) and len(found) == len(wanted)
+
+
+doors = pytest.mark.parametrize("door", ["function", "class"])
+
+
+@rows
+@doors
+def test_under_autocast_bit_for_bit(row, door):
+    """Manual optimization under mixed precision: a step computes in its own dtypes."""
+    runs = [Run(row, door) for _ in range(3)]
+    for t in range(3):
+        g = tensors(row.names, 1 + t)
+        runs[0].step(g)
+        for run, dtype in zip(runs[1:], (torch.bfloat16, torch.float16), strict=True):
+            with torch.autocast("cpu", dtype=dtype):
+                run.step(g)
+                assert torch.is_autocast_enabled("cpu")
+    assert same(runs[1].everything(), runs[0].everything())
+    assert same(runs[2].everything(), runs[0].everything())
+
+
+def test_a_compiled_step_under_autocast_is_one_graph():
+    """... in a region of the trace that autocast has, and around all of it."""
+    rule = marsopt.mars_m(ns_dtype=torch.float32, max_norm=1.0)
+    x, g = tensors(("wide", "tall"), 0), tensors(("wide", "tall"), 1)
+
+    def inside(x, g, state):
+        with torch.autocast("cpu", dtype=torch.float16):
+            return rule.step(x, g, state, lr=LR)
+
+    want, _ = rule.step(x, g, rule.init(x), lr=LR)
+    fast = torch.compile(inside, backend="eager", fullgraph=True)
+    found = [fast(x, g, rule.init(x))[0]]
+    fast = torch.compile(rule.step, backend="eager", fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found.append(fast(x, g, rule.init(x), lr=LR)[0])
+    assert all(same([*new.values()], [*want.values()]) for new in found)
+
+
+@rows
+@doors
+def test_no_step_takes_a_gradient_that_is_not_finite(row, door):
+    """From the first step on: nothing changes, it is counted, and others follow."""
+    bad = [float("nan"), float("inf"), -2e38]
+    for at in range(4):
+        run = Run(row, door)
+        for t in range(at):
+            run.step(tensors(row.names, 1 + t))
+        before, g = run.everything(), tensors(row.names, 7)
+        g[row.names[0]][0, 1] = bad[at % 3]
+        run.step(g)
+        assert same(run.everything(), before)
+        assert run.num_skipped == 1
+        run.step(tensors(row.names, 8))
+        assert all(v.isfinite().all() for v in run.everything())
+        assert run.num_skipped == 1
+
+
+@pytest.mark.parametrize("name", [n for n, row in ROWS.items() if row.num_factors])
+@doors
+def test_bases_begin_with_the_first_finite_gradient(name, door):
+    """Skipped first steps are as if they had not been."""
+    runs = [Run(ROWS[name], door) for _ in range(2)]
+    for _ in range(2):
+        runs[1].step({n: v / 0 for n, v in tensors(ROWS[name].names, 5).items()})
+    for t in range(5):
+        for run in runs:
+            run.step(tensors(ROWS[name].names, 1 + t))
+    assert same(runs[1].everything(), runs[0].everything())
+    assert runs[1].num_skipped == 2
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_a_first_gradient_of_a_later_group_that_is_not_finite(nonfinite):
+    first, later = [torch.nn.Parameter(torch.randn(5, 4)) for _ in range(2)]
+    more = dict(mars_type="soap-muon", compile=False, nonfinite=nonfinite)
+    optimizer = marsopt.MARS([first], **more)
+    for _ in range(3):
+        first.grad = torch.randn(5, 4)
+        optimizer.step()
+    optimizer.add_param_group(dict(params=[later]))
+    before = [p.detach().clone() for p in (first, later)]
+    first.grad, later.grad = torch.randn(5, 4), torch.full((5, 4), float("nan"))
+    if nonfinite == "raise":
+        with pytest.raises(FloatingPointError, match="1 of 2 parameters"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert same([first, later], before)
+    assert optimizer.num_skipped == 1
+    for _ in range(2):
+        later.grad = torch.randn(5, 4)
+        optimizer.step()
+    assert not torch.equal(later, before[1])
+    assert later.isfinite().all()
+
+
+@rows
+@doors
+def test_float16_parameters_have_float32_state(row, door):
+    """... unless ``state_dtype`` says otherwise: theirs has no squares of these."""
+    g = tensors(row.names, 1, 2**-12, torch.float16)
+    runs = [
+        Run(row, door, torch.float16),
+        Run(row, door, torch.float16, state_dtype=torch.float32),
+    ]
+    for run in runs:
+        for _ in range(3):
+            run.step(g)
+    found = runs[0].everything()
+    assert same(found, runs[1].everything())
+    points = 1 + (row.transports or row.anchors)  # x beside y, or a snapshot
+    num = sum(v.dtype == torch.float16 for v in found)
+    assert len(row.names) <= num <= points * len(row.names)
+
+
+@pytest.mark.parametrize("door", ["function", "class"])
+@pytest.mark.parametrize("size", [3e-5, 7e-4])
+def test_float16_parameters_move_as_far_as_float32(door, size):
+    moved = []
+    for dtype in (torch.float16, torch.float32):
+        x, g = torch.ones(5, dtype=dtype), torch.full((5,), size, dtype=dtype)
+        if door == "class":
+            x = torch.nn.Parameter(x)
+            optimizer = marsopt.MARS([x], 2e-3, mars_type="nadamw", compile=False)
+            for _ in range(50):
+                x.grad = g
+                optimizer.step()
+        else:
+            rule = marsopt.nadamw()
+            state = rule.init([x])
+            for _ in range(50):
+                (x,), state = rule.step([x], [g], state, lr=2e-3)
+        moved.append(1 - float(x.detach()[0]))
+    assert moved[0] == pytest.approx(moved[1], rel=0.05)
+
+
+def test_state_that_was_saved_in_float16_goes_on_in_float32():
+    """By both doors; SOAP's, which its owners keep, too."""
+    for mars_type in ("mars-adamw", "soap"):
+        narrow = dict(mars_type=mars_type, compile=False, state_dtype=torch.float16)
+        p = torch.nn.Parameter(torch.randn(4, 3).half())
+        optimizer = marsopt.MARS([p], **narrow)
+        for _ in range(2):
+            p.grad = torch.randn(4, 3).half()
+            optimizer.step()
+        saved = optimizer.state_dict()
+        for entry in saved["state"].values():
+            entry |= {k: v.half() for k, v in entry.items() if v.numel() == p.numel()}
+        twin = torch.nn.Parameter(p.detach().clone())
+        wide = marsopt.MARS([twin], mars_type=mars_type, compile=False)
+        wide.load_state_dict(saved)
+        twin.grad = torch.randn(4, 3).half()
+        wide.step()
+        found = wide.state[twin]
+        assert {v.dtype for v in found.values()} == {torch.float32}
+    x = [torch.randn(4, 3).half()]
+    narrow, wide = marsopt.adamw(state_dtype=torch.float16), marsopt.adamw()
+    _, state = narrow.step(x, x, narrow.init(x), lr=LR)
+    assert state.v[0].dtype == torch.float16
+    _, state = wide.step(x, x, state, lr=LR)
+    assert state.v[0].dtype == torch.float32
+
+
+@rows
+@doors
+@pytest.mark.parametrize("magnitude", [40.0, 3e3, 3e4])
+def test_what_overflows_state_of_float16_is_no_step(row, door, magnitude):
+    run = Run(row, door, torch.float16, state_dtype=torch.float16)
+    for t in range(4):
+        before, skipped = run.everything(), run.num_skipped
+        g = tensors(row.names, 1 + t, magnitude).items()
+        run.step({n: v.clamp(-6e4, 6e4).half() for n, v in g})
+        after = run.everything()
+        if run.num_skipped == skipped:
+            assert all(v.isfinite().all() for v in after)
+        else:
+            assert same(after, before)
+            assert magnitude > 100
+
+
+def test_state_of_float16_takes_what_it_can_hold():
+    """A long tensor whose squares add up to infinity in float16, and one element whose
+    share of v is still a number; the first one too many names its parameter.
+    """
+    x = torch.nn.Parameter(torch.ones(70_000, dtype=torch.float16))
+    own = dict(mars_type="adamw", betas=(0.9, 0.99), compile=False)
+    own |= dict(nonfinite="raise", state_dtype=torch.float16)
+    optimizer = marsopt.MARS([("weight", x)], **own)
+    x.grad = torch.ones_like(x)
+    x.grad[0] = 2500  # 0.01 * 2500^2 < 65504
+    optimizer.step()
+    before = optimizer.state[x]["exp_avg_sq"].clone()
+    x.grad[1] = 2600
+    with pytest.raises(FloatingPointError, match="weight"):
+        optimizer.step()
+    assert optimizer.num_skipped == 1
+    assert torch.equal(optimizer.state[x]["exp_avg_sq"], before)
+    assert before.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("clip", [None, 1e30])
+@doors
+def test_a_square_of_c_that_overflows_is_no_step(door, clip, dtype):
+    """g and h are numbers whose squares are some; that of g + k (g - h) is none."""
+    run = Run(ROWS["mars_adamw"], door, dtype, gamma=0.5, clip=clip)
+    before = run.everything()
+    for t in range(4):
+        g = tensors(SHAPES, t, dtype=dtype)
+        run.step({n: torch.full_like(v, (-1) ** t * 1e18) for n, v in g.items()})
+    assert same(run.everything(), before)
+    assert run.num_skipped == 4
+
+
 @rows
 def test_no_host_sync(row):
     """Under FakeTensorMode, reading a value on the host raises."""

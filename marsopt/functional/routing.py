@@ -64,8 +64,9 @@ class Choice:
             looks ahead, baselines (without clip) and the AdamW beside them too.
         max_norm: threshold of the global gradient norm, applied inside the step (in
             place of clip_grad_norm_); None = off.
-        state_dtype: dtype of the state; None = the parameter's own. Not narrower than
-            the parameter, but torch.bfloat16 with ``stochastic_rounding``.
+        state_dtype: dtype of the state; None = the parameter's own, float32 for
+            float16. Not narrower than the parameter, but torch.bfloat16 with
+            ``stochastic_rounding``.
         stochastic_rounding: round what a step writes into state of bfloat16 up or down
             at random, right on average. Parameters are rounded to nearest.
     """

@@ -32,6 +32,7 @@ from marsopt.functional.trees import (
 from marsopt.rules import checks
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
+from marsopt.rules.dtypes import without_autocast
 
 
 class RoutedState(NamedTuple):
@@ -117,6 +118,7 @@ class Rule:
             }
         )
 
+    @without_autocast
     def step(
         self,
         params: AnyTree,
@@ -129,7 +131,7 @@ class Rule:
         collectives: Collectives = LOCAL,
         count: int | None = None,
     ) -> tuple[AnyTree, AnyState]:
-        """Take one step; nothing that is passed in changes.
+        """Take one step; nothing that is passed in changes. Autocast has no part in it.
 
         Args:
             params: as given to ``init``.
@@ -219,6 +221,7 @@ class Rule:
         new = rebuild(params, [moved[name] for name in names(params)])
         return new, self._join(states)
 
+    @without_autocast
     def anchor(self, params: Tree, grads: Tree, state: AnyState) -> AnyState:
         """Return the state with a new anchor, for ``correction="svrg"``.
 
@@ -256,6 +259,7 @@ class Rule:
             states[side] = states[side]._replace(buffers=buffers)
         return self._join(states)
 
+    @without_autocast
     def iterate(
         self,
         params: AnyTree,

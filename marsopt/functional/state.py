@@ -130,7 +130,9 @@ def _unbound(params: Tree) -> list[Tensor]:
 
 
 def held(algorithm: Algorithm, symbol: str, params: Tree, state: State) -> list[Tensor]:
-    """Return the leaves of one buffer of ``state`` in the order of ``params``.
+    """Return the leaves of one buffer of ``state`` in the order of ``params``, in the
+    algorithm's dtype where that is the wider one: as ``init`` made them, unless they
+    were saved by a rule of another ``state_dtype``.
 
     Raises:
         ValueError: it has none of this symbol, or one with other names or shapes than
@@ -156,7 +158,14 @@ def held(algorithm: Algorithm, symbol: str, params: Tree, state: State) -> list[
                 f"{(*x.shape[:1], *expected) if flat else tuple(expected)}: make the "
                 "state by init on them"
             )
-    return [buffers[name] for name in names(params)]
+    return [
+        buffers[name].to(
+            torch.promote_types(
+                buffers[name].dtype, algorithm.dtype_of(buffer, params[name])
+            )
+        )
+        for name in names(params)
+    ]
 
 
 def check_behind(algorithm: Algorithm, state: State) -> Tensor | None:

@@ -5,6 +5,7 @@ two; the class hands in a ``Run`` that compiles their parts and writes in place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from marsopt.functional.binding import buffer_shape
 from marsopt.functional.collectives import Collectives, Request, numbers
+from marsopt.functional.declared import check_declared
 from marsopt.functional.stacks import repeated, stacked, where_or_unread
 from marsopt.functional.step_types import (
     Decision,
@@ -148,16 +150,27 @@ def assess(
 
     Returns:
         Complete sums, and what they decide: see ``statistics`` and ``decide``.
+
+    Raises:
+        ValueError: a component that does not do what it declares (``check_declared``).
     """
-    if run.is_fused:
+    check_declared(groups)
+    may_overflow = any(group.hyper.algorithm.may_overflow for group in groups)
+    if run.is_fused and not may_overflow:
         return run.call(assess_alone, groups, live, max_norm)
-    stacks = stacks_of(groups)
+    stacks, hypers = stacks_of(groups), [group.hyper for group in groups]
     leaves: list[Tensor] = []
     for stack, own in zip(stacks, members, strict=True):
         leaves += repeated(own.leaves, stack.num_clipped)
     partial = statistics(run.each(products, stacks), live)
     sums = run.meet("exchange", collectives.sum, partial, leaves, digest)
-    return sums, run.call(decide, [group.hyper for group in groups], sums, max_norm)
+    decision = run.call(decide, hypers, sums, max_norm)
+    if may_overflow:
+        partial = run.call(overflows, stacks, per_stack(groups, decision))
+        bad = run.meet("exchange", collectives.sum, partial, leaves)
+        sums = torch.cat([sums[:, :-1], sums[:, -1:] + bad], 1)
+        decision = run.call(decide, hypers, sums, max_norm)
+    return sums, decision
 
 
 def assess_alone(
@@ -229,6 +242,28 @@ def statistics(
     return sums if live is None else torch.where(live[:, None], sums, 0.0)
 
 
+def overflows(stacks: Sequence[Stack], scalars: Sequence[StepScalars]) -> Tensor:
+    """Return (N, 1): infinity for parts of tensors whose buffers in shards would not
+    hold what a step writes, else 0. Nothing is written.
+
+    Only a step itself knows what float16 does not hold: its range ends so early that a
+    bound, as the norm of c is one, would skip steps that are fine.
+    """
+    found = []
+    for stack, own in zip(stacks, scalars, strict=True):
+        num, fits = stack.num_tensors, torch.ones_like(own.ok.expand(stack.num_tensors))
+        after, _ = update(stack, own)
+        for symbol, buffer in stack.algorithm.buffers.items():
+            if symbol in stack.buffers and buffer.dtype != "parameter":
+                value = after.buffers[symbol]
+                finite = torch.isfinite(value).reshape(num, value[0].numel())
+                fits = fits & finite.all(1)
+        found.append(
+            torch.where(fits, 0.0, math.inf).repeat_interleave(stack.num_clipped)
+        )
+    return torch.cat(found)[:, None]
+
+
 def global_clip(grad_norm: Float[Tensor, ""], max_norm: Number) -> Float[Tensor, ""]:
     """Return torch.nn.utils.clip_grad_norm_'s factor on every gradient, its 1e-6
     included.
@@ -242,6 +277,9 @@ def decide(
     """Decide about a step from the complete sums: the clips, whether everything is
     finite, and each algorithm's scalars, for all its tensors at once.
 
+    Finite are the sums, and the squared norm of every c in what it is computed in and
+    in bfloat16: no second moment is larger than the largest c^2, which is no larger.
+
     A tensor that has a gradient on no rank stays as it is; where some ranks have none,
     theirs counts as zero, so that all ranks go on alike.
     """
@@ -252,9 +290,14 @@ def decide(
     if max_norm is not None:
         a = global_clip(grad_norm, max_norm)
     parts = sums.split([hyper.num_parts for hyper in hypers])
+    weights = []
+    for hyper, part in zip(hypers, parts, strict=True):
+        own, squares = _weights(hyper, part, a)
+        finite = finite & (squares <= min(map(_largest, hyper.dtypes))).all()
+        weights.append(own)
     both = [
-        _scalars(hyper, part, a, finite)
-        for hyper, part in zip(hypers, parts, strict=True)
+        _scalars(hyper, part, a, finite, own)
+        for hyper, part, own in zip(hypers, parts, weights, strict=True)
     ]
     found, behind = [list(one) for one in zip(*both, strict=True)]
     t = [h.t + s.ok.to(h.t.dtype) for h, s in zip(hypers, found, strict=True)]
@@ -268,18 +311,38 @@ def decide(
     return Decision(grad_norm, finite, t, behind, [s.ok for s in found], cast)
 
 
+def _largest(working: torch.dtype) -> float:
+    """Return the largest number of a working dtype that its state may hold."""
+    narrow = torch.bfloat16 if working == torch.float32 else working
+    return torch.finfo(narrow).max
+
+
+def _weights(
+    hyper: Hyperparameters, sums: Tensor, a: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the weights of g and its operands in c, and the squared norms of c, or of
+    g where c is that, before the global clip.
+    """
+    correction = hyper.algorithm.corrects
+    if correction is None:
+        return (a * torch.ones_like(sums[:, 0]),), sums[:, 0]
+    beta1 = hyper.algorithm.preconditioner.beta1
+    return correction.weights(beta1, hyper.gamma, a, sums[:, :-1])
+
+
 def _scalars(
-    hyper: Hyperparameters, sums: Tensor, a: Tensor, finite: Tensor
+    hyper: Hyperparameters,
+    sums: Tensor,
+    a: Tensor,
+    finite: Tensor,
+    weights: tuple[Tensor, ...],
 ) -> tuple[StepScalars, Tensor | None]:
     """Return the scalars of a step, and what the next one gets as ``behind``."""
     algorithm, gamma = hyper.algorithm, hyper.gamma
     beta1, correction = algorithm.preconditioner.beta1, algorithm.corrects
     t = hyper.t.to(sums.dtype) + 1
     one, live = torch.ones_like(a), hyper.per_tensor(sums[:, -1] > 0)
-    weights, k = (a * torch.ones_like(sums[:, 0]),), None  # c is the gradient
-    if correction is not None:
-        weights = correction.weights(beta1, gamma, a, sums[:, :-1])
-        k = correction.extrapolation(beta1, gamma)
+    k = None if correction is None else correction.extrapolation(beta1, gamma)
     ok, k = live & finite, None if k is None else k * one
     rule = tuple(v * one for v in algorithm.scalars(t, hyper.lr, gamma))
     behind = left = None

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from marsopt.rules.dtypes import default_state_dtype
 from marsopt.rules.rounding import NARROW
 
 Tree = Sequence[Tensor] | Mapping[str, Tensor]
@@ -142,12 +143,7 @@ def check_parameter(
         raise ValueError(
             f"got {what} of layout {x.layout}, expected torch.strided: make it dense"
         )
-    own = state_dtype or x.dtype
-    if stochastic_rounding and own == torch.float16:
-        raise ValueError(
-            f"got stochastic_rounding with state of torch.float16 for {what}, expected "
-            "torch.bfloat16 or wider: pass state_dtype=torch.bfloat16"
-        )
+    own = state_dtype or default_state_dtype(x.dtype)
     may_be_narrow = stochastic_rounding and own == NARROW
     if torch.promote_types(own, x.dtype) != own and not may_be_narrow:
         raise ValueError(

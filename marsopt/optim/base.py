@@ -27,6 +27,7 @@ from marsopt.optim.groups import (
     labels,
     misspelt,
     revived,
+    warn_of_half_precision,
 )
 from marsopt.optim.layout import Layout
 from marsopt.optim.param_groups import warn_of_embeddings
@@ -40,6 +41,7 @@ from marsopt.optim.state_dict import (
 )
 from marsopt.optim.watch import Standstill, Writes
 from marsopt.rules import checks
+from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.registry import correction_named
 
 log = logging.getLogger(__name__)
@@ -90,6 +92,7 @@ class LayoutOptimizer(Optimizer):
         check_no_module(params)
         super().__init__(params, defaults)
         warn_of_embeddings(self.param_groups, self._say)
+        warn_of_half_precision(self.param_groups, self._options, self._say)
         self._place()
         self._build()
 
@@ -125,6 +128,7 @@ class LayoutOptimizer(Optimizer):
             self.param_groups[-1][TRAIN_MODE] = self.param_groups[0][TRAIN_MODE]
         if self._layout is not None:  # else the constructor is still adding groups
             warn_of_embeddings(self.param_groups, self._say)
+            warn_of_half_precision(self.param_groups, self._options, self._say)
             if not self._layout.params:
                 self._place()
             self._build()
@@ -229,6 +233,7 @@ class LayoutOptimizer(Optimizer):
             self._build()
 
     @torch.no_grad()
+    @without_autocast
     def _settle(self) -> None:
         """Take over what somebody has written into parameters since the last step, or
         loaded into the state.

@@ -259,6 +259,7 @@ RANGES = {
     step.assess_alone: "marsopt: norms",
     step.products: "marsopt: norms",
     step.decide: "marsopt: norms",
+    step.overflows: "marsopt: norms",
     step.update: "marsopt: update",
     step.apply: "marsopt: update",
 }

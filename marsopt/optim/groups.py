@@ -5,7 +5,8 @@ recompiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -424,3 +425,33 @@ def _set(cell: Tensor | tuple[Tensor, ...], value: Any) -> None:
         cell.copy_(value, non_blocking=True)
     else:
         cell.fill_(value)
+
+
+# ---- what is said about dtypes -------------------------------------------------------
+
+
+def warn_of_half_precision(
+    groups: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    say: Callable[[int, str], None],
+) -> None:
+    """Say in which dtype state is kept for parameters of half precision, where nobody
+    has chosen one.
+    """
+    if options["state_dtype"] is not None:
+        return
+    dtypes = {p.dtype for g in groups for p in g["params"] if p.requires_grad}
+    if torch.float16 in dtypes:
+        say(
+            logging.WARNING,
+            "the state of float16 parameters is kept in float32, since float16 holds "
+            "no squares of small gradients: twice the memory. state_dtype= chooses "
+            "another dtype",
+        )
+    if torch.bfloat16 in dtypes and not options.get("stochastic_rounding", False):
+        say(
+            logging.WARNING,
+            "the state of bfloat16 parameters is kept in bfloat16, which loses small "
+            "changes of the moments. state_dtype=torch.float32 keeps them, "
+            "stochastic_rounding=True keeps them on average",
+        )

@@ -440,7 +440,10 @@ class Layout:
         skipped += decision.finite.logical_not()
         for group in self.groups:
             if group.hyper.algorithm.has_stages:
-                group.group[STAGE_COUNT] += 1
+                # the first step makes what others go on from: it is taken until one is
+                # finite. Who waits for eigenvectors may wait for that, too
+                waits = not group.group[STAGE_COUNT] and not is_fake(decision.finite)
+                group.group[STAGE_COUNT] += int(decision.finite) if waits else 1
 
     # ---- gradients -------------------------------------------------------------------
 

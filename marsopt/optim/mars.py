@@ -24,6 +24,7 @@ from marsopt.optim.layout import Layout
 from marsopt.optim.state_dict import TRAIN_MODE
 from marsopt.optim.watch import follow
 from marsopt.rules import checks
+from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.registry import correction_named, named, resolve
 
@@ -93,9 +94,9 @@ class MARS(LayoutOptimizer):
         matrices: "2d"; "batched": a tensor (..., rows, cols), as the weights of
             experts, is a batch of matrices, which take ``mars_type``; or "flattened": a
             tensor (rows, ...), as the kernel of a convolution, is one matrix that does.
-        state_dtype: dtype of the state; None = the parameter's own. torch.float32 for
-            bf16 parameters; not narrower than the parameter, but torch.bfloat16 with
-            ``stochastic_rounding``.
+        state_dtype: dtype of the state; None = the parameter's own, float32 for
+            float16. torch.float32 for bf16 parameters; not narrower than the parameter,
+            but torch.bfloat16 with ``stochastic_rounding``.
         collectives: ``marsopt.parallel.MeshCollectives(mesh)`` for sharded parameters.
         compile: None = compile where this machine can (logged once), True = required,
             False = eager. Compiled, parameters of one shape move into one buffer at
@@ -208,7 +209,8 @@ class MARS(LayoutOptimizer):
     ) -> Any:
         """One step on the parameters that have a gradient.
 
-        The others, and their state, stay as they are.
+        The others, and their state, stay as they are. Autocast has no part in it, but
+        in the closure.
 
         Args:
             closure: reevaluates the model and returns the loss.
@@ -242,10 +244,14 @@ class MARS(LayoutOptimizer):
                 "the point ahead; call optimizer.train() before the forward pass (or "
                 "model.train(), where the optimizer follows the model)"
             )
+        self._step()
+        return loss
 
+    @without_autocast
+    def _step(self) -> None:
         layout = self._fitting("step()")
         if not layout.buckets:  # everything is frozen, or elsewhere
-            return loss
+            return
         self._life.before_step(layout.held)
         with named_range("marsopt: gather"):
             groups, live = layout.gather()
@@ -285,7 +291,6 @@ class MARS(LayoutOptimizer):
         if self._options["nonfinite"] == "raise" and not decision.finite:
             collectives.check_ranks_agree(digest)
             raise FloatingPointError(layout.blame(sums))
-        return loss
 
     @torch.no_grad()
     def join_gradients(self) -> None:
@@ -377,9 +382,10 @@ class MARS(LayoutOptimizer):
         self._cover()
         self._settle()
         held = {one.p: one for one in self._present.held if self._in_train_mode}
+        iterate = without_autocast(self._life.iterate)
         for group in self.param_groups:
             for p in group["params"]:
-                x = self._life.iterate(held[p]) if p in held else None
+                x = iterate(held[p]) if p in held else None
                 yield p, p.detach() if x is None else x
 
     def lend(self) -> None:
@@ -396,6 +402,7 @@ class MARS(LayoutOptimizer):
 
     @torch.inference_mode(False)  # under which later steps could not write what is made
     @torch.no_grad()
+    @without_autocast
     def _switch(self, train: bool) -> None:
         if not self._life.exchanges or self._in_train_mode == train:
             return
@@ -413,6 +420,7 @@ class MARS(LayoutOptimizer):
     # ---- exact MARS: the authors' protocol -----------------------------------------
 
     @torch.no_grad()
+    @without_autocast
     def update_previous_grad(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Exact MARS, before ``step``: keep the *next* batch's gradient, in ``p.grad``.
 
@@ -446,6 +454,7 @@ class MARS(LayoutOptimizer):
         return scale * global_clip(layout.grad_norm() * scale, self._max_norm)
 
     @torch.no_grad()
+    @without_autocast
     def update_last_grad(self) -> None:
         """Exact MARS, after ``step``: what was kept becomes the next step's h.
 
@@ -461,6 +470,7 @@ class MARS(LayoutOptimizer):
     # ---- an anchor -----------------------------------------------------------------
 
     @torch.no_grad()
+    @without_autocast
     def update_anchor(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Corrections with an anchor (SVRG): let the snapshot be the parameters, and
         its full gradient what is in ``p.grad``. With ``max_norm`` it gets a global clip
@@ -487,6 +497,7 @@ class MARS(LayoutOptimizer):
             self._visit_snapshot(False)
 
     @torch.no_grad()
+    @without_autocast
     def _visit_snapshot(self, there: bool) -> None:
         if self._life.has_anchor:
             layout = self._fitting("at_snapshot()")

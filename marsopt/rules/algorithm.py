@@ -14,7 +14,7 @@ from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import Correction
-from marsopt.rules.dtypes import working_dtype
+from marsopt.rules.dtypes import default_state_dtype, working_dtype
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.preconditioner import MatrixPreconditioner, Preconditioner
 from marsopt.rules.rounding import NARROW
@@ -33,9 +33,10 @@ class Algorithm:
     Args:
         preconditioner: makes a step from c.
         correction: makes c from the gradient; None: c is the gradient.
-        state_dtype: dtype of the state buffers; None = the parameter's own. Not
-            narrower than that: moments are averages of small steps, which rounding to
-            nearest would lose; but bfloat16 with ``stochastic_rounding``.
+        state_dtype: dtype of the state buffers; None = the parameter's own, float32 for
+            float16. Not narrower than the parameter: moments are averages of small
+            steps, which rounding to nearest would lose; but bfloat16 with
+            ``stochastic_rounding``.
         stochastic_rounding: whether what a step writes into state buffers of bfloat16
             is rounded stochastically.
         matrices: which matrices a tensor is made of.
@@ -127,13 +128,24 @@ class Algorithm:
             return self
         dtypes = {p.dtype for p in params}
         wide = all(p.dtype == working_dtype(p) for p in params)
-        own = {self.state_dtype or dtype for dtype in dtypes}
+        own = {self.state_dtype or default_state_dtype(dtype) for dtype in dtypes}
         return self if wide and len(dtypes | own) == 1 else self._storing
 
     @cached_property
     def _storing(self) -> Algorithm:  # one, which compiled graphs are known by
         correction = replace(self.correction, store_iterate=True)
         return replace(self, correction=correction)
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether buffers in shards may be of float16, which has so small a range that
+        a step has to look at what it would write.
+        """
+        kept, correction = [*self.preconditioner.keeps.values()], self.correction
+        h_dtype = None if correction is None else correction.h_dtype
+        kept += [] if correction is None else correction.keeps.values()
+        declared = [buffer.dtype for buffer in kept if buffer.home == "shard"]
+        return torch.float16 in (self.state_dtype, h_dtype, *declared)
 
     @property
     def corrects(self) -> Correction | None:
@@ -195,9 +207,9 @@ class Algorithm:
 
     def dtype_of(self, buffer: Buffer, x: Tensor) -> torch.dtype:
         """Return the dtype of a buffer for ``x``."""
-        own = self.state_dtype or x.dtype
-        if buffer.home == "owner":  # which are not rounded stochastically
-            own = torch.promote_types(own, x.dtype)
+        own = self.state_dtype or default_state_dtype(x.dtype)
+        if buffer.home == "owner":  # not rounded stochastically; float16 has no range
+            own = default_state_dtype(torch.promote_types(own, x.dtype))
         narrow = None if self.corrects is None else self.corrects.h_dtype
         by_name = {
             "state": own,

@@ -39,8 +39,8 @@ class Buffer(NamedTuple):
             matrix.
         home: "shard": beside each piece of the parameter. "owner": where whole matrices
             are brought together, (number of matrices owned here, *shape).
-        dtype: "state": the ``state_dtype`` of the algorithm, or the parameter's own
-            (with home "owner" that, where it is the wider one);
+        dtype: "state": the ``state_dtype`` of the algorithm, or the parameter's own,
+            float32 for float16 (with home "owner" the wider of both, never float16);
             "gradient": the same, unless the correction's ``h_dtype`` says otherwise;
             "parameter": the parameter's own; "working": that or float32, whichever is
             wider; or a dtype.

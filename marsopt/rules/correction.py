@@ -129,8 +129,9 @@ class Correction(ABC):
         gamma: Number,
         a: Float[Tensor, ""],
         products: Float[Tensor, "n pairs"],
-    ) -> tuple[Float[Tensor, " n"], ...]:
-        """Return (N,) weights of g and of each operand in c, for N tensors or matrices.
+    ) -> tuple[tuple[Float[Tensor, " n"], ...], Float[Tensor, " n"]]:
+        """Return (N,) weights of g and of each operand in c, for N tensors or matrices,
+        and the squared norms of c.
 
         Args:
             beta1: decay rate of the first moment.
@@ -152,14 +153,14 @@ class Correction(ABC):
             )
         w = [value * one for value in found]
         w[0] = w[0] * a
-        if self.clip is None:
-            return tuple(w)
         # ||c||^2 expanded: neither c nor a second pass over the operands is needed
         cc = torch.zeros_like(one)
         for (i, j), product in zip(pairs(w), products.unbind(1), strict=False):
             cc = cc + (1 if i == j else 2) * w[i] * w[j] * product
+        if self.clip is None:
+            return tuple(w), cc
         s = self.clip / cc.clamp(min=0).sqrt().clamp(min=self.clip)
-        return tuple(s * value for value in w)
+        return tuple(s * value for value in w), s * s * cc
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

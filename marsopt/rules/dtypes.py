@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
 import torch
 from torch import Tensor
+
+DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")  # each has an autocast of its own
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def working_dtype(tensor: Tensor) -> torch.dtype:
@@ -14,3 +22,29 @@ def working_dtype(tensor: Tensor) -> torch.dtype:
 def working(tensor: Tensor) -> Tensor:
     """Return ``tensor`` in its working dtype."""
     return tensor.to(working_dtype(tensor))
+
+
+def default_state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of state for parameters of ``dtype``, where nobody chooses one:
+    float32 for float16, in which squares of small gradients are zero and those of large
+    ones infinite; else ``dtype``.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def without_autocast(function: Function) -> Function:
+    """Return ``function`` with autocast off on every device: it computes in the dtypes
+    of its tensors. Where autocast is off already, nothing is entered.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for device_type in DEVICE_TYPES:
+            if torch.is_autocast_enabled(device_type):
+                # the cache is a guard of compiled graphs, even where autocast is off
+                off = torch.autocast(device_type, enabled=False, cache_enabled=True)
+                with off:
+                    return call(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(Function, call)

@@ -71,8 +71,9 @@ class Preconditioner(ABC):
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the new x and the buffers that change; a matrix preconditioner returns
-        in place of x what goes to the owners, None for m itself.
+        """Return the new x and all buffers that are at home in shards, but for
+        ``row_outputs``, as new tensors in the dtypes of those that are given; a matrix
+        preconditioner returns in place of x what goes to the owners, None for m itself.
         """
 
     def decay_of(self, x: Tensor, step: Tensor, decay: Tensor) -> Tensor:

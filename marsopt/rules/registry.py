@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from dataclasses import replace as with_fields
 from typing import Any, Literal
 
 import torch
@@ -264,16 +265,23 @@ REGISTRY: dict[str, NamedRule] = {}
 STATE_KEYS = {MOMENTUM, GRADIENTS, LOOKAHEAD, AHEAD}
 
 
-def register(component: NamedRule | type[Correction]) -> None:
+def canonical(name: str) -> str:
+    """Return a name as the registry writes it: "MARS_AdamW" is "mars-adamw"."""
+    return name.lower().replace("_", "-")
+
+
+def register(component: NamedRule | type[Correction], *, replace: bool = False) -> None:
     """Give a rule or a correction its name: ``MARS``, ``mars`` and all tools know it
     from then on.
 
     Args:
         component: a row of ``REGISTRY``, or a subclass of ``Correction`` with a
-            ``name``; it replaces what has had that name.
+            ``name``. A rule is listed as ``canonical`` writes its name.
+        replace: let it take the place of what has had that name.
 
     Raises:
-        TypeError: anything else.
+        TypeError: anything else, or a class without a method that it has to have.
+        ValueError: another component has the name.
 
     Example:
         >>> row = marsopt.NamedRule(
@@ -289,28 +297,41 @@ def register(component: NamedRule | type[Correction]) -> None:
         0.99
         >>> _ = marsopt.REGISTRY.pop("mars-lion-long")
     """
+    known: dict[str, Any] = CORRECTIONS
+    kind: Any = component
     if isinstance(component, NamedRule):
-        REGISTRY[component.name] = component
-        keeps = component.preconditioner.keeps
-    elif hasattr(component, "name") and isinstance(component, type):
-        CORRECTIONS[component.name] = component
-        keeps = component.keeps
-    else:
+        component = with_fields(component, name=canonical(component.name))
+        known, kind = REGISTRY, component.preconditioner
+    kinds = Preconditioner if known is REGISTRY else Correction
+    if (
+        not isinstance(kind, type)
+        or not issubclass(kind, kinds)
+        or not (known is REGISTRY or hasattr(kind, "name"))
+    ):
         raise TypeError(
             f"got {component!r}, expected a NamedRule, or a subclass of Correction "
-            "with a name: give a correction one (name = ...); a preconditioner goes "
-            "into a marsopt.NamedRule"
+            "with a name: give a correction one (name = ...); a preconditioner's class "
+            "goes into a marsopt.NamedRule"
         )
-    STATE_KEYS.update(buffer.key for buffer in keeps.values())
+    if missing := ", ".join(sorted(kind.__abstractmethods__)):
+        raise TypeError(
+            f"got {kind.__name__} without {missing}, expected a class that can be "
+            f"built: define {missing}"
+        )
+    if known.get(component.name, component) != component and not replace:
+        raise ValueError(
+            f"got the name {component.name!r}, which is taken, expected one that is "
+            f"free (taken are {', '.join(known)}): choose another, or pass replace=True"
+        )
+    known[component.name] = component
+    STATE_KEYS.update(buffer.key for buffer in kind.keeps.values())
 
 
 for _component in (*RULES, Approximate, Exact, Transport, SVRG):
     register(_component)
 
-
-def canonical(name: str) -> str:
-    """Return a name as the registry writes it: "MARS_AdamW" is "mars-adamw"."""
-    return name.lower().replace("_", "-")
+# Components that the tests of this project have checked; None is no correction.
+BUILT_IN = {type(None), *CORRECTIONS.values(), *(r.preconditioner for r in RULES)}
 
 
 def named(mars_type: str) -> NamedRule:

@@ -369,6 +369,8 @@ def _eigenvectors(factor: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch 
     """Return those of symmetric matrices, of the largest eigenvalue first."""
     if not _exists(factor):
         return factor
+    # of a gradient that is not finite, which nobody keeps, there is no decomposition
+    factor = torch.nan_to_num(factor, 0.0, 0.0, 0.0)
     try:
         q = torch.linalg.eigh(factor).eigenvectors
     except torch.linalg.LinAlgError:  # which float32 may lead to
