@@ -20,9 +20,10 @@ from marsopt.functional.routing import (
 from marsopt.functional.step import advance, assess, global_clip
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.compiled import named_range
+from marsopt.optim.groups import unreached
 from marsopt.optim.layout import Layout
 from marsopt.optim.state_dict import TRAIN_MODE
-from marsopt.optim.watch import follow
+from marsopt.optim.watch import follow, one_at_a_time
 from marsopt.rules import checks
 from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.registry import correction_named, named, resolve
@@ -157,7 +158,9 @@ class MARS(LayoutOptimizer):
         nonfinite: str = "skip",
         **hyperparameters: Any,
     ) -> None:
+        every, row = every_hyperparameter(), named(mars_type)
         given = dict(locals()) | hyperparameters
+        given |= {n: every[n].plain(v) for n, v in given.items() if n in every}
         if nonfinite not in ("skip", "raise"):
             raise ValueError(
                 f"got nonfinite={nonfinite!r}, expected 'skip' or 'raise': choose one "
@@ -169,7 +172,6 @@ class MARS(LayoutOptimizer):
                 "got collectives=None, expected an object with the verbs of "
                 "marsopt.Collectives: leave it out for whole tensors"
             )
-        every, row = every_hyperparameter(), named(mars_type)
         check_names(hyperparameters, every, "marsopt.MARS")
         kind = correction_named(resolve(is_approx, correction))
         own, shared = row.hyperparameters, shared_hyperparameters(kind)
@@ -196,12 +198,16 @@ class MARS(LayoutOptimizer):
         defaults = {n: numbers[n] for n in numbers if n in kept}
         defaults |= {TRAIN_MODE: True} if kind.is_ahead else {}
         super().__init__(params, defaults, options)
+        said = {n: v for n, v in said.items() if n not in whole}
+        for what in unreached(self.param_groups, options, said):
+            self._say(logging.WARNING, what)
 
     # ---- the step ------------------------------------------------------------------
 
     # an outer torch.compile leaves it alone: it has graphs of its own. As torch.optim
     # does it; torch.compiler.disable would import dynamo with this module
     @torch._disable_dynamo
+    @one_at_a_time
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, *, bs: int | None = None
@@ -282,12 +288,15 @@ class MARS(LayoutOptimizer):
                 layout.count(decision, self._skipped)
             self._standstill.look(self._skipped, self._say)
             self._life.after_step(layout.held)
+            if self._life.exchanges:
+                self._reminder.look(self._options["correction"], self._say)
         self._grad_norm = decision.grad_norm
         if self._options["nonfinite"] == "raise" and not decision.finite:
             collectives.check_ranks_agree(digest)
             raise FloatingPointError(layout.blame(sums))
         return loss
 
+    @one_at_a_time
     @torch.no_grad()
     def join_gradients(self) -> None:
         """Move the gradients that are there into one buffer per shape.
@@ -318,6 +327,7 @@ class MARS(LayoutOptimizer):
         it, and the points ahead into the state. Contents are exchanged, bit for bit.
         Other corrections: nothing.
         """
+        self._reminder.is_asked = True
         self._switch(train=False)
         self._lent = False
 
@@ -365,7 +375,7 @@ class MARS(LayoutOptimizer):
                 "has exchanged its parameters"
             )
         if self._life.exchanges:
-            self._follows = True
+            self._follows = self._reminder.is_asked = True
             follow(self, model)
 
     def iterates(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -375,6 +385,7 @@ class MARS(LayoutOptimizer):
         with the next step (or ``eval``, ``train``, state dict), and are only to be
         read.
         """
+        self._reminder.is_asked = True
         self._settle()
         held = {one.p: one for one in self._present.held if self._in_train_mode}
         for group in self.param_groups:
@@ -394,6 +405,7 @@ class MARS(LayoutOptimizer):
         """Return whether parameters are as in train mode (or not), and nothing lent."""
         return self._in_train_mode == train and not self._lent
 
+    @one_at_a_time
     @torch.inference_mode(False)  # under which later steps could not write what is made
     @torch.no_grad()
     def _switch(self, train: bool) -> None:
@@ -412,6 +424,7 @@ class MARS(LayoutOptimizer):
 
     # ---- exact MARS: the authors' protocol -----------------------------------------
 
+    @one_at_a_time
     @torch.no_grad()
     def update_previous_grad(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Exact MARS, before ``step``: keep the *next* batch's gradient, in ``p.grad``.
@@ -448,6 +461,7 @@ class MARS(LayoutOptimizer):
         scale = 1.0 if factor is None else factor
         return scale * global_clip(layout.grad_norm() * scale, self._max_norm)
 
+    @one_at_a_time
     @torch.no_grad()
     def update_last_grad(self) -> None:
         """Exact MARS, after ``step``: what was kept becomes the next step's h.
@@ -463,6 +477,7 @@ class MARS(LayoutOptimizer):
 
     # ---- an anchor -----------------------------------------------------------------
 
+    @one_at_a_time
     @torch.no_grad()
     def update_anchor(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Corrections with an anchor (SVRG): let the snapshot be the parameters, and
@@ -489,6 +504,7 @@ class MARS(LayoutOptimizer):
         finally:
             self._visit_snapshot(False)
 
+    @one_at_a_time
     @torch.no_grad()
     def _visit_snapshot(self, there: bool) -> None:
         if self._life.has_anchor:

@@ -1,5 +1,6 @@
-"""What an optimizer watches: writes that an exception breaks off, steps that change
-nothing, the modes of the model that it trains.
+"""What an optimizer watches: calls of two threads at once, writes that an exception
+breaks off, steps that change nothing, whether anybody asks for what is trained, the
+modes of the model that it trains.
 """
 
 from __future__ import annotations
@@ -7,7 +8,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import wraps
+from threading import get_ident
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,10 @@ from torch import Tensor, nn
 PATIENCE = 10
 FREE_TO_READ = ("cpu",)  # where the host reads without waiting for a device
 UNDER_WAY = -1  # in place of a count that has not arrived
+REMIND_AFTER = 100  # steps ahead of what is trained, which nobody has asked for
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Writes:
@@ -27,6 +34,9 @@ class Writes:
 
     def __init__(self) -> None:
         self.are_torn = False
+        # the outermost call that runs: its thread and name, under "call". A dict, which
+        # one thread fills at a time; no lock, which Ctrl-C could leave closed
+        self.running: dict[str, tuple[int, str]] = {}
 
     def __enter__(self) -> None:
         self.are_torn = True
@@ -46,6 +56,82 @@ class Writes:
                 "train, update_last_grad, load_state_dict), expected parameters and "
                 "state of one and the same step: load a checkpoint of the model and of "
                 "the optimizer, or build both anew"
+            )
+
+    def begin(self, what: str) -> bool:
+        """Note in ``running`` that ``what`` begins; return whether it is inside of no
+        other call.
+
+        Raises:
+            RuntimeError: another thread is inside of a call.
+        """
+        call = get_ident(), what
+        outermost = self.running.setdefault("call", call)
+        if outermost[0] == call[0]:
+            return outermost is call
+        raise RuntimeError(
+            f"got {what} while another thread is in {outermost[1]} of the same "
+            "optimizer, expected one call at a time: nothing has changed; call it from "
+            "one thread, or hold a lock around every call"
+        )
+
+
+class Watched(Protocol):
+    """What ``one_at_a_time`` looks at."""
+
+    _writes: Writes
+
+
+W = TypeVar("W", bound=Watched)
+
+
+def one_at_a_time(
+    method: Callable[Concatenate[W, P], R],
+) -> Callable[Concatenate[W, P], R]:
+    """Refuse a call of ``method`` while another thread is in such a call of the same
+    optimizer: the two would move, or save, halves of two steps.
+    """
+    what = f"{method.__name__}()"
+
+    @wraps(method)
+    def alone(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        writes = self._writes
+        is_first = writes.begin(what)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            if is_first:  # no call, which Ctrl-C could come before
+                del writes.running["call"]
+
+    return alone
+
+
+class Reminder:
+    """Counts the steps of an optimizer whose parameters are ahead of what is trained,
+    until somebody asks for that.
+    """
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._num_steps = 0
+
+    def look(self, correction: str, say: Callable[[int, str], None]) -> None:
+        """Note that a step has ended.
+
+        Args:
+            correction: its name.
+            say: told, with a level of logging, that nobody has asked; once.
+        """
+        self._num_steps += 1
+        if self._num_steps == REMIND_AFTER and not self.is_asked:
+            say(
+                logging.WARNING,
+                f"{REMIND_AFTER} steps with correction={correction!r}, and neither "
+                "follow, eval nor iterates was called: the model's parameters are the "
+                "points where gradients are taken, ahead of what is trained. Evaluated "
+                "or saved as they are, they lose what the correction gains: call "
+                "optimizer.follow(model) once, or optimizer.eval() before and "
+                "optimizer.train() after",
             )
 
 
@@ -100,10 +186,11 @@ class Standstill:
             self._told = True
             say(
                 logging.WARNING,
-                f"the last {passed} steps changed nothing, since their gradients hold "
-                "a NaN or infinity: the run stands still. Look at the loss and its "
-                "inputs, or lower the learning rate; nonfinite='raise' names the "
-                "parameters, and optimizer.num_skipped counts the steps",
+                f"the last {passed} steps changed nothing, since their gradients, or a "
+                "learning rate in a tensor, hold a NaN or infinity: the run stands "
+                "still. Look at the loss and its inputs, or lower the learning rate; "
+                "nonfinite='raise' names the parameters, and optimizer.num_skipped "
+                "counts the steps",
             )
 
 
