@@ -240,7 +240,8 @@ def decide(
     hypers: Sequence[Hyperparameters], sums: Tensor, max_norm: Number | None
 ) -> Decision:
     """Decide about a step from the complete sums: the clips, whether everything is
-    finite (the learning rates too), and each algorithm's scalars, for all its tensors at once.
+    finite (the learning rates too), and each algorithm's scalars, for all its tensors
+    at once.
 
     A tensor that has a gradient on no rank stays as it is; where some ranks have none,
     theirs counts as zero, so that all ranks go on alike.

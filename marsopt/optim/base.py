@@ -91,7 +91,7 @@ class LayoutOptimizer(Optimizer):
 
     # ---- construction --------------------------------------------------------------
 
-    @one_at_a_time
+    @one_at_a_time("add_param_group()")
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its state is made at once.
 
@@ -252,7 +252,7 @@ class LayoutOptimizer(Optimizer):
 
     # ---- state ---------------------------------------------------------------------
 
-    @one_at_a_time
+    @one_at_a_time("state_dict()")
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's: hyperparameters of the groups, and state by parameter. That
         of eval mode where the optimizer follows a model, as the model's own then is.
@@ -291,7 +291,7 @@ class LayoutOptimizer(Optimizer):
         every = [p for group in self.param_groups for p in group["params"]]
         return {p: i for i, p in enumerate(every)}
 
-    @one_at_a_time
+    @one_at_a_time("load_state_dict()")
     @torch.inference_mode(False)  # under which later steps could not write what is made
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -378,7 +378,7 @@ class LayoutOptimizer(Optimizer):
             entries[ids[p]] = entry
         return {**saved, "state": entries}
 
-    @one_at_a_time
+    @one_at_a_time("a copy or pickle")
     def __getstate__(self) -> dict[str, Any]:
         self._writes.check("a copy or pickle")
         self._life.check_may_save()

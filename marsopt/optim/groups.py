@@ -69,7 +69,11 @@ def labels(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, str]]:
 def described(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
     """Return what has to be the same on all ranks: not the parameters, lr, mode."""
     told = [
-        {k: str(v) for k, v in group.items() if k not in ("params", "lr", TRAIN_MODE)}
+        {
+            k: checks.shown(v)
+            for k, v in group.items()
+            if k not in ("params", "lr", TRAIN_MODE)
+        }
         for group in groups
     ]
     return repr((told, {k: v for k, v in options.items() if k != "collectives"}))
@@ -236,7 +240,7 @@ def unread(
 def unreached(
     groups: Sequence[Mapping[str, Any]],
     options: Mapping[str, Any],
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> Iterator[str]:
     """Yield what to say of hyperparameters that change nothing: those of the
     constructor that no group has, since all give their own, and those that no rule of
@@ -245,24 +249,29 @@ def unreached(
     Args:
         groups: the optimizer's, complete.
         options: what the optimizer was built with.
-        given: the constructor's arguments that may differ from group to group.
+        arguments: the constructor's that may differ from group to group.
     """
-    every = every_hyperparameter()
+    lines = every_hyperparameter()
     filled = [(g, _reads(route({**options, **g}))) for g in groups if g["params"]]
-    usual = {n: [line.default] for n, line in every.items()}
+    if not filled:  # yet
+        return
+    usual = {n: [line.default] for n, line in lines.items()}
     for group, _ in filled:
         for name, value in named(group["mars_type"]).hyperparameters.items():
             usual[name].append(value)
-    for name, value in chain(given.items(), *(group.items() for group, _ in filled)):
-        if name not in every or any(_same(value, default) for default in usual[name]):
+    for name, value in chain(
+        arguments.items(), *(group.items() for group, _ in filled)
+    ):
+        if name not in lines or any(_same(value, default) for default in usual[name]):
             continue
-        have = [reads for group, reads in filled if _same(group.get(name), value)]
-        if filled and not have:
+        readers = [reads for group, reads in filled if _same(group.get(name), value)]
+        is_off = not isinstance(value, Tensor) and value in (None, 0)
+        if not readers:
             yield (
                 f"{name}={value!r} reaches no group: all give their own. Leave it out, "
                 "or change it in the groups"
             )
-        elif value not in (None, False) and not any(name in reads for reads in have):
+        elif not is_off and not any(name in reads for reads in readers):
             yield (
                 f"{name}={value!r} changes nothing: it is of {', '.join(owners(name))},"
                 " and no group reads it. Leave it out, or choose one of these"
@@ -438,9 +447,9 @@ class DeviceHyperparameters:
 
         def cells(value: Any) -> Tensor | tuple[Tensor, ...]:
             many = isinstance(value, tuple)
-            found = tuple(cell() for _ in value) if many else cell()
-            _set(found, value)  # before they are checked
-            return found
+            numbers = tuple(cell() for _ in value) if many else cell()
+            _set(numbers, value)  # before they are checked
+            return numbers
 
         self._numbers = {
             name: line

@@ -207,7 +207,7 @@ class MARS(LayoutOptimizer):
     # an outer torch.compile leaves it alone: it has graphs of its own. As torch.optim
     # does it; torch.compiler.disable would import dynamo with this module
     @torch._disable_dynamo
-    @one_at_a_time
+    @one_at_a_time("step()")
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, *, bs: int | None = None
@@ -228,11 +228,11 @@ class MARS(LayoutOptimizer):
                 something out of its range.
             RuntimeError: exact MARS without its protocol (``update_previous_grad``),
                 or with gradients that were added to those of the next batch;
-                transport in eval mode; an exception has broken off a step before (see
-                ``load_state_dict``); hyperparameters that are numbers (those that are
-                tensors are not compared) differ between the ranks that shard
-                parameters, which then raise all, on GPUs some steps later: nothing has
-                changed.
+                transport in eval mode; another thread is in a call of this optimizer;
+                an exception has broken off a step before (see ``load_state_dict``);
+                hyperparameters that are numbers (those that are tensors are not
+                compared) differ between the ranks that shard parameters, which then
+                raise all, on GPUs some steps later: nothing has changed.
             FloatingPointError: a gradient that is not finite, with
                 ``nonfinite="raise"``; nothing has changed.
         """
@@ -296,7 +296,7 @@ class MARS(LayoutOptimizer):
             raise FloatingPointError(layout.blame(sums))
         return loss
 
-    @one_at_a_time
+    @one_at_a_time("join_gradients()")
     @torch.no_grad()
     def join_gradients(self) -> None:
         """Move the gradients that are there into one buffer per shape.
@@ -322,6 +322,7 @@ class MARS(LayoutOptimizer):
 
     # ---- transport -----------------------------------------------------------------
 
+    @one_at_a_time("eval()")
     def eval(self) -> None:
         """Transport: put the trained parameters x into the model, to evaluate or save
         it, and the points ahead into the state. Contents are exchanged, bit for bit.
@@ -331,6 +332,7 @@ class MARS(LayoutOptimizer):
         self._switch(train=False)
         self._lent = False
 
+    @one_at_a_time("train()")
     def train(self) -> None:
         """Transport: undo ``eval()`` before the next forward pass of training; what was
         written into parameters meanwhile (not by ``p.data``) becomes x and y. Other
@@ -393,6 +395,7 @@ class MARS(LayoutOptimizer):
                 x = self._life.iterate(held[p]) if p in held else None
                 yield p, p.detach() if x is None else x
 
+    @one_at_a_time("lend()")
     def lend(self) -> None:
         """Transport: as ``eval()``, for a state dict, until the next forward pass of a
         model that is followed, or the next ``step()``.
@@ -405,7 +408,6 @@ class MARS(LayoutOptimizer):
         """Return whether parameters are as in train mode (or not), and nothing lent."""
         return self._in_train_mode == train and not self._lent
 
-    @one_at_a_time
     @torch.inference_mode(False)  # under which later steps could not write what is made
     @torch.no_grad()
     def _switch(self, train: bool) -> None:
@@ -424,7 +426,7 @@ class MARS(LayoutOptimizer):
 
     # ---- exact MARS: the authors' protocol -----------------------------------------
 
-    @one_at_a_time
+    @one_at_a_time("update_previous_grad()")
     @torch.no_grad()
     def update_previous_grad(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Exact MARS, before ``step``: keep the *next* batch's gradient, in ``p.grad``.
@@ -461,7 +463,7 @@ class MARS(LayoutOptimizer):
         scale = 1.0 if factor is None else factor
         return scale * global_clip(layout.grad_norm() * scale, self._max_norm)
 
-    @one_at_a_time
+    @one_at_a_time("update_last_grad()")
     @torch.no_grad()
     def update_last_grad(self) -> None:
         """Exact MARS, after ``step``: what was kept becomes the next step's h.
@@ -477,7 +479,7 @@ class MARS(LayoutOptimizer):
 
     # ---- an anchor -----------------------------------------------------------------
 
-    @one_at_a_time
+    @one_at_a_time("update_anchor()")
     @torch.no_grad()
     def update_anchor(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Corrections with an anchor (SVRG): let the snapshot be the parameters, and
@@ -504,7 +506,7 @@ class MARS(LayoutOptimizer):
         finally:
             self._visit_snapshot(False)
 
-    @one_at_a_time
+    @one_at_a_time("at_snapshot()")
     @torch.no_grad()
     def _visit_snapshot(self, there: bool) -> None:
         if self._life.has_anchor:

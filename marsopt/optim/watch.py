@@ -86,24 +86,28 @@ W = TypeVar("W", bound=Watched)
 
 
 def one_at_a_time(
-    method: Callable[Concatenate[W, P], R],
-) -> Callable[Concatenate[W, P], R]:
-    """Refuse a call of ``method`` while another thread is in such a call of the same
-    optimizer: the two would move, or save, halves of two steps.
+    what: str,
+) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
+    """Refuse a call of a method, by the name ``what``, while another thread is in such
+    a call of the same optimizer: the two would move, or save, halves of two steps.
     """
-    what = f"{method.__name__}()"
 
-    @wraps(method)
-    def alone(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        writes = self._writes
-        is_first = writes.begin(what)
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            if is_first:  # no call, which Ctrl-C could come before
-                del writes.running["call"]
+    def decorate(
+        method: Callable[Concatenate[W, P], R],
+    ) -> Callable[Concatenate[W, P], R]:
+        @wraps(method)
+        def alone(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            writes = self._writes
+            is_outermost = writes.begin(what)
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                if is_outermost:  # no call, which Ctrl-C could come before
+                    del writes.running["call"]
 
-    return alone
+        return alone
+
+    return decorate
 
 
 class Reminder:

@@ -40,8 +40,8 @@ def plain(value: Any, *, is_pair: bool = False) -> Any:
     if isinstance(value, Tensor):
         return tuple(value.unbind()) if is_pair and value.ndim == 1 else value
     if isinstance(value, ArrayLike):
-        found = value.tolist()
-        value = tuple(found) if isinstance(found, list) else found
+        contents = value.tolist()
+        value = tuple(contents) if isinstance(contents, list) else contents
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         return value
     elements = tuple(map(plain, value))
@@ -80,7 +80,7 @@ def _check(
         or not isinstance(value, int | float)
         or not holds(_as_float(value))
     ):
-        raise ValueError(f"got {name}={_shown(value)}, expected {expected}: {do}")
+        raise ValueError(f"got {name}={shown(value)}, expected {expected}: {do}")
 
 
 def _as_float(value: float) -> float:
@@ -91,7 +91,10 @@ def _as_float(value: float) -> float:
         return math.copysign(math.inf, 1 if value > 0 else -1)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return what messages show of a value: not thousands of digits, which Python does
+    not even write.
+    """
     if isinstance(value, int) and abs(value) > sys.float_info.max:
         return f"a whole number of {value.bit_length()} bits"
     return repr(value)
