@@ -11,6 +11,7 @@ from torch import nn
 
 import marsopt
 from marsopt import MARS, REGISTRY
+from marsopt.optim.base import advise
 
 MATRIX, VECTOR = (6, 4), (5,)
 ELEMENTWISE = [n for n, rule in REGISTRY.items() if rule.fallback == "itself"]
@@ -203,6 +204,12 @@ def test_a_mistyped_name_is_answered_with_the_nearest(written, meant):
         MARS(parameters(MATRIX), mars_type=written)
 
 
+@pytest.fixture(autouse=True)
+def first_optimizer():
+    """Of this process, as far as advice goes."""
+    advise.cache_clear()
+
+
 def notices(caplog):
     return [r.message for r in caplog.records if r.levelno == logging.WARNING]
 
@@ -211,8 +218,12 @@ def test_two_rates_are_said_once_where_one_was_given(caplog):
     """Who has said lr alone hears at which rate the vectors go."""
     optimizer = mars(parameters(MATRIX, VECTOR), lr=6e-3)
     optimizer.add_param_group({"params": parameters(VECTOR)})
+    for _ in range(2):  # a sweep
+        mars(parameters(MATRIX, VECTOR), lr=6e-3)
     (said,) = notices(caplog)
     assert "lr_1d=0.003" in said and "lr=0.006" in said
+    mars(parameters(MATRIX, VECTOR), lr=7e-3)
+    assert len(notices(caplog)) == 2
 
 
 @pytest.mark.parametrize(

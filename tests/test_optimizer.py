@@ -748,9 +748,9 @@ def test_the_dtype_of_state_is_said_once_where_nobody_chose_it(caplog, dtype):
 
 
 def test_a_misspelt_key_of_a_group_is_named_once(caplog):
-    """Others keep keys of their own there: these are carried in silence."""
-    own = dict(initial_lr=1.0, swa_lr=1.0, max_lr=1.0, min_lr=0.0, lr_scale=1.0)
-    own |= dict(name="head", weight_decay_mult=0.0, max_momentum=0.9, fused=True)
+    """torch keeps keys of its own there: these are carried in silence."""
+    own = dict(initial_lr=1.0, swa_lr=1.0, max_lr=1.0, min_lr=0.0, maximize=False)
+    own |= dict(name="head", max_momentum=0.9, fused=True, decoupled_weight_decay=True)
     a, b, c = parameters((2, 2), (2, 2), (2, 2))
     optimizer = eager([{"params": [a], **own}, {"params": [b], "weight_deacy": 0.0}])
     optimizer.add_param_group({"params": [c], "weight_deacy": 0.0, "matrices": "2d"})
@@ -761,11 +761,188 @@ def test_a_misspelt_key_of_a_group_is_named_once(caplog):
     assert optimizer.param_groups[2]["weight_deacy"] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "do"),
+    [
+        ("lr_scale", 0.5, "leave it out"),
+        ("momentum", 0.9, "if 'betas' was meant"),
+        ("beta1", 0.9, "if 'betas' was meant"),
+        ("differentiable", True, "how a step is run is no option"),
+        ("decoupled_weight_decay", False, "weight decay always is decoupled"),
+    ],
+)
+@pytest.mark.parametrize("door", ["constructor", "added", "loaded"])
+def test_a_key_that_nothing_reads_is_said_once(key, value, do, door, caplog):
+    a, b = parameters((2, 2), (2, 2))
+    own = {key: value} if door == "constructor" else {}
+    optimizer = eager([{"params": [a], **own}])
+    if door == "added":
+        optimizer.add_param_group({"params": [b], key: value})
+    for _ in range(2 if door == "loaded" else 0):
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0][key] = value
+        optimizer.load_state_dict(saved)
+    (record,) = caplog.records
+    assert f"the key {key!r}, which MARS does not read" in record.message
+    assert do in record.message
+    assert optimizer.param_groups[-1][key] == value
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "RAdam"])
+@pytest.mark.parametrize("schedule", [False, True])
+def test_checkpoints_of_torch_are_loaded_in_silence(kind, schedule, caplog):
+    a, b = twins((2, 2), (3,))
+    options = dict(decoupled_weight_decay=True) if kind != "AdamW" else {}
+    source = getattr(torch.optim, kind)(a, lr=LR, **options)
+    if schedule:
+        torch.optim.lr_scheduler.OneCycleLR(source, 0.1, 10)
+    fill(a, 0)
+    source.step()
+    target = eager(b, mars_type="adamw")
+    target.load_state_dict(source.state_dict())
+    assert not caplog.records
+    assert target.param_groups[0]["maximize"] is False
+
+
+@pytest.mark.parametrize("door", ["constructor", "added", "loaded", "set"])
+def test_maximize_is_refused_and_nothing_has_changed(door):
+    refused = pytest.raises(ValueError, match="got maximize=True .*negate the loss")
+    a, b = twins((2, 2), (3,))
+    if door == "constructor":
+        with refused:
+            eager([{"params": a, "maximize": True}])
+        return
+    optimizer = eager(a, mars_type="adamw")
+    run(optimizer, a, 1)
+    before = copy.deepcopy((a, optimizer.state_dict()["state"]))
+    with refused:
+        if door == "added":
+            optimizer.add_param_group({"params": b, "maximize": True})
+        elif door == "set":
+            optimizer.param_groups[0]["maximize"] = True
+            run(optimizer, a, 1)
+        else:
+            source = torch.optim.AdamW(b, maximize=True)
+            fill(b, 0)
+            source.step()
+            optimizer.load_state_dict(source.state_dict())
+    assert len(optimizer.param_groups) == 1
+    equal(a, before[0])
+    for i, entry in optimizer.state_dict()["state"].items():
+        equal(entry.values(), before[1][i].values())
+
+
+def advice(caplog):
+    """What the log has but for compilers and two rates."""
+    return [r.message for r in caplog.records if "lr_1d=" not in r.message]
+
+
+HIDDEN = dict(mars_type="moonlight", lr=0.02, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    ("group", "arguments", "messages"),
+    [
+        (HIDDEN, dict(lr=1e-4), ["lr=0.0001 reaches no group: all give their own"]),
+        (HIDDEN, dict(weight_decay=0.0), ["weight_decay=0.0 reaches no group"]),
+        (HIDDEN, dict(mars_type="muon"), ["mars_type='muon' reaches no group"]),
+        (HIDDEN, dict(gamma=0.05), ["gamma=0.05 changes nothing: it is of approx"]),
+        (HIDDEN, dict(gamma=0.05, correction="transport"), []),
+        (HIDDEN, dict(lr=0.02, weight_decay=0.1, mars_type="moonlight"), []),
+        (HIDDEN, dict(lr=3e-3, gamma=0.025, mars_type="mars-adamw"), []),  # defaults
+        (HIDDEN, dict(gamma=0.0), []),
+        ({}, dict(mars_type="adamw", gamma=0.5), ["gamma=0.5 changes nothing"]),
+        ({}, dict(mars_type="adamw", clip=0.5), ["clip=0.5 changes nothing"]),
+        ({}, dict(mars_type="adamw", clip=None), []),
+        ({}, dict(mars_type="lion", amsgrad=True), ["amsgrad=True changes nothing"]),
+        ({}, dict(mars_type="lion", eps=1e-6), ["eps=1e-06 changes nothing"]),
+        ({}, dict(mars_type="muon", amsgrad=True, eps=1e-6), []),  # of vectors
+        (dict(mars_type="lion", amsgrad=True), {}, ["amsgrad=True changes nothing"]),
+        (dict(betas=[0.9, 0.99]), dict(betas=(0.9, 0.99), gamma=0.05), []),
+        ({}, dict(gamma=0.05, betas=(0.9, 0.99), lr=0.02, weight_decay=0.3), []),
+    ],
+)
+def test_what_changes_nothing_is_said(group, arguments, messages, caplog):
+    eager([{"params": parameters((2, 2), (2,)), **group}], **arguments)
+    told = advice(caplog)
+    assert len(told) == len(messages)
+    for message, line in zip(messages, told, strict=True):
+        assert message in line
+
+
+def test_a_value_that_one_of_the_groups_takes_is_no_news(caplog):
+    a, b = parameters((2, 2), (2, 2))
+    eager([{"params": [a]}, {"params": [b], "lr": 0.5}], lr=0.25, lr_1d=0.25)
+    adamw = {"params": [*parameters((2, 2))], "mars_type": "adamw"}
+    eager([adamw, {"params": parameters((2, 2))}], gamma=0.5)
+    eager([{"params": []}], lr=0.25, mars_type="adamw", gamma=0.5)
+    assert not advice(caplog)
+
+
+@pytest.mark.parametrize(
+    ("options", "correction"),
+    [
+        (dict(correction="transport", mars_type="adamw"), "transport"),
+        (dict(is_approx=False), "exact"),
+        ({}, "approximate"),
+        (dict(mars_type="moonlight"), "None"),
+    ],
+)
+def test_printed_it_shows_what_holds_for_all_groups(options, correction):
+    text = repr(eager(parameters((2, 2)), max_norm=0.5, **options))
+    assert f"\n    correction: {correction}\n" in text
+    assert "\n    max_norm: 0.5\n" in text and "\nParameter Group 0\n" in text
+
+
+# ---- transport that nobody looks at --------------------------------------------------
+
+
+def steps_ahead(optimizer, params, number=watch.REMIND_AFTER):
+    fill(params, 0)
+    for _ in range(number):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "adamw"])
+def test_transport_that_is_never_evaluated_says_so_once(mars_type, caplog):
+    params = parameters((2, 2))
+    optimizer = eager(params, lr=LR, correction="transport", mars_type=mars_type)
+    steps_ahead(optimizer, params, watch.REMIND_AFTER - 1)
+    assert not caplog.records
+    steps_ahead(optimizer, params)
+    (record,) = caplog.records
+    assert "optimizer.follow(model)" in record.message
+
+
+@pytest.mark.parametrize("look", ["follow", "eval", "iterates", "approximate"])
+def test_where_somebody_looks_at_what_is_trained_nothing_is_said(look, caplog):
+    model = nn.Linear(2, 2)
+    kind = "approximate" if look == "approximate" else "transport"
+    optimizer = eager(model.parameters(), lr_1d=LR, lr=LR, correction=kind)
+    if look == "follow":
+        optimizer.follow(model)
+    elif look == "eval":
+        optimizer.eval(), optimizer.train()
+    elif look == "iterates":
+        list(optimizer.iterates())
+    steps_ahead(optimizer, [*model.parameters()])
+    assert not caplog.records
+
+
 def test_a_state_dict_of_a_model_is_refused_and_one_of_another_rule_told(caplog):
     params = parameters((2, 2))
     optimizer = eager(params, lr_1d=1e-3, mars_type="moonlight")
     with pytest.raises(ValueError, match=r"of \['0'\], expected one of an optimizer"):
         optimizer.load_state_dict(nn.ParameterList(params).state_dict())
+    saved = optimizer.state_dict()
+    for part, message in (
+        ({"param_groups": saved["param_groups"]}, "which has .* and 'state'"),
+        (saved | {"state": None}, "which has .* and 'state'"),
+        (saved | {"param_groups": [{"lr": LR}]}, "a param group without 'params'"),
+        (None, "got a NoneType, expected an optimizer's state dict"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(part)
     assert not caplog.records
     optimizer.load_state_dict(eager(parameters((2, 2)), mars_type="lion").state_dict())
     (record,) = caplog.records

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Sequence
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -445,6 +448,260 @@ def test_values_out_of_range(key, value, message, mars_type):
     with pytest.raises(ValueError, match=message):
         run(optimizer, params, 1)
     equal(params, before)
+
+
+NO_NUMBERS = [
+    (10**400, "got {}=a whole number of 1329 bits"),
+    (-(10**5000), "got {}=a whole number of 16610 bits"),
+    (torch.tensor(0.5j), r"got {} of shape \(\) and torch.complex64"),
+    (torch.tensor(True), r"got {} of shape \(\) and torch.bool"),
+    (torch.ones(1, 1), r"got {} of shape \(1, 1\)"),
+    (torch.tensor(float("nan")), "got {}=nan"),
+    (np.array([0.5]), r"got {}=\(0.5,\)"),
+    (np.float32("inf"), "got {}=inf"),
+]
+
+MESSAGES = [message for _, message in NO_NUMBERS]
+
+
+@pytest.mark.parametrize(("value", "message"), NO_NUMBERS, ids=MESSAGES)
+@pytest.mark.parametrize("key", ["lr", "eps", "weight_decay", "gamma", "lr_1d", "clip"])
+def test_what_is_no_number_is_refused_by_all_doors(key, value, message):
+    params, x = parameters((2, 2), (2,)), [torch.ones(2, 2)]
+
+    def live():
+        optimizer = eager(params)
+        optimizer.param_groups[0][key] = value
+        run(optimizer, params, 1)
+
+    def loaded():
+        optimizer = eager(params)
+        saved = optimizer.state_dict()
+        saved["param_groups"][0][key] = value
+        optimizer.load_state_dict(saved)
+
+    def stepped():
+        rule = marsopt.mars_adamw()
+        rule.step(x, x, rule.init(x), **{"lr": LR, key: value})
+
+    pure = stepped if key in ("lr", "gamma") else lambda: marsopt.mars(**{key: value})
+    doors = [
+        pure,
+        live,
+        loaded,
+        lambda: eager(params, **{key: value}),
+        lambda: eager([{"params": params, key: value}]),
+    ]
+    before = copy.deepcopy(params)
+    for door in doors:
+        with pytest.raises(ValueError, match=message.format(key) + ".*expected.*: "):
+            door()
+    equal(params, before)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: marsopt.mars(max_norm=10**400),
+        lambda: marsopt.muon(ns_eps=10**400),
+        lambda: marsopt.Rule(matrix=marsopt.adamw().matrix, rest_ratio=10**400),
+        lambda: marsopt.param_groups(nn.Linear(2, 2), lr=10**400),
+        lambda: eager(parameters((2, 2)), max_norm=10**400),
+        lambda: eager(parameters((2, 2)), betas=(10**400, 0.9)),
+    ],
+)
+def test_numbers_beyond_all_floats(make):
+    with pytest.raises(ValueError, match="got .*=a whole number of 1329 bits"):
+        make()
+
+
+def test_truth_of_numpy_is_no_number_and_is_an_option():
+    with pytest.raises(ValueError, match="got lr=True, expected a finite number"):
+        eager(parameters((2, 2)), lr=np.True_)
+    assert marsopt.nadamw(nesterov=np.True_).matrix.preconditioner.nesterov is True
+
+
+class Values(Sequence):
+    """Of a configuration: no list, though it prints like one."""
+
+    def __init__(self, *values):
+        self.values = values
+
+    def __getitem__(self, i):
+        return self.values[i]
+
+    def __len__(self):
+        return len(self.values)
+
+
+PAIRS = [
+    Values(0.75, 0.5),
+    Values(np.float32(0.75), np.float16(0.5)),
+    [0.75, np.float64(0.5)],
+    np.array([0.75, 0.5]),
+    np.array([0.75, 0.5], dtype=np.float32),
+    torch.tensor([0.75, 0.5]),
+    (torch.tensor(0.75), np.array(0.5)),
+]
+SCALARS = [np.float64, np.float32, np.array, torch.tensor]
+
+
+def plain_values(optimizer):
+    """Whether all in a checkpoint's groups is of Python and torch."""
+    every = [v for g in optimizer.state_dict()["param_groups"] for v in g.values()]
+    flat = [e for v in every for e in (v if isinstance(v, tuple | list) else [v])]
+    known = (float, int, bool, str, type(None), torch.Tensor)
+    return all(type(v) in known for v in flat)
+
+
+@pytest.mark.parametrize("betas", PAIRS, ids=lambda pair: type(pair).__name__)
+@pytest.mark.parametrize("name", ["betas", "betas_1d"])
+@pytest.mark.parametrize("door", ["constructor", "group", "set", "loaded"])
+def test_betas_are_any_sequence_of_two(betas, name, door):
+    a, b = twins((2, 2), (2,))
+    twin = eager(b, lr=0.5, lr_1d=0.25, **{name: (0.75, 0.5)})
+    common = dict(lr=0.5, lr_1d=0.25)
+    if door == "constructor":
+        optimizer = eager(a, **common, **{name: betas})
+    elif door == "group":  # which says it for everything in it, unless both are given
+        other = {"betas_1d": (0.9, 0.95), "betas": (0.95, 0.99)}
+        optimizer = eager([{"params": a, **common, **other, name: betas}], lr=0.5)
+    else:
+        optimizer = eager(a, **common)
+    if door == "loaded":
+        saved = optimizer.state_dict()
+        saved["param_groups"][0][name] = betas
+        optimizer.load_state_dict(saved)
+    elif door == "set":
+        optimizer.param_groups[0][name] = betas
+    for each, mine in ((optimizer, a), (twin, b)):
+        run(each, mine, 2)
+    equal(a, b)
+    assert plain_values(optimizer)
+
+
+@pytest.mark.parametrize("wrap", SCALARS)
+def test_numbers_of_numpy_are_numbers(wrap):
+    a, b = twins((2, 2), (2,))
+    numbers = dict(lr=0.5, eps=0.25, weight_decay=0.125, gamma=0.5, lr_1d=0.25)
+    numbers |= dict(clip=2.0, max_norm=4.0, base_lr=1.0)
+    foreign = {name: wrap(value) for name, value in numbers.items()}
+    optimizer, twin = eager(a, **foreign), eager(b, **numbers)
+    for t in range(3):
+        optimizer.param_groups[0]["lr"] = wrap(0.5 / 2**t)
+        twin.param_groups[0]["lr"] = 0.5 / 2**t
+        run(optimizer, a, 1, start=t)
+        run(twin, b, 1, start=t)
+    equal(a, b)
+    assert plain_values(optimizer)
+    whole = eager(parameters((4, 2)), mars_type="muon", block_rows=np.int64(2))
+    assert type(whole.param_groups[0]["block_rows"]) is int
+
+    x = [torch.ones(2, 2), torch.ones(2)]
+    numbers.pop("lr")
+    found = []
+    for kind, own in ((wrap, {n: foreign[n] for n in numbers}), (float, numbers)):
+        rule = marsopt.mars(**own)
+        step = rule.step(x, x, rule.init(x), lr=kind(0.5), gamma=kind(0.25))
+        found.append(step[0])
+        assert all(type(p) is torch.Tensor for p in step[0])
+    equal(*found)
+
+
+@pytest.mark.parametrize("betas", PAIRS, ids=lambda pair: type(pair).__name__)
+def test_betas_of_a_rule_are_any_sequence_of_two(betas):
+    for make in (marsopt.adamw, marsopt.AdamW, marsopt.mars):
+        made = make(betas=betas)
+        rule = made.matrix.preconditioner if isinstance(made, marsopt.Rule) else made
+        assert [float(b) for b in rule.betas] == [0.75, 0.5]
+        assert isinstance(rule.betas, tuple | list)
+
+
+@pytest.mark.parametrize("betas", [{0.5, 0.75}, "0.9", 0.9, np.ones(3), torch.ones(1)])
+def test_what_is_no_pair_is_refused(betas):
+    for make in (partial(eager, parameters((2, 2))), marsopt.adamw):
+        with pytest.raises(ValueError, match="got betas=.*, expected a pair"):
+            make(betas=betas)
+
+
+def test_a_nan_that_comes_into_a_tensor_is_found_on_a_cpu():
+    lr, params = torch.tensor(LR), parameters((2, 2), (2,))
+    optimizer = eager(params, lr=lr, lr_1d=LR)
+    run(optimizer, params, 1)
+    before = copy.deepcopy(params)
+    lr.fill_(float("nan"))
+    with pytest.raises(ValueError, match="got lr=nan"):
+        run(optimizer, params, 1)
+    equal(params, before)
+    lr.fill_(LR)
+    run(optimizer, params, 1)
+
+
+def test_a_nan_that_nobody_can_read_voids_the_step(monkeypatch):
+    """As on a GPU: no sync, and nothing changes but the count."""
+    monkeypatch.setattr(marsopt.rules.checks, "can_read", lambda value: False)
+    lr, params = torch.tensor(float("nan")), parameters((2, 2), (2,))
+    group = {"params": params, "base_lr": LR}
+    optimizer = eager([group], lr=lr, lr_1d=LR)
+    before = copy.deepcopy((params, optimizer.state_dict()["state"]))
+    run(optimizer, params, 2)
+    equal(params, before[0])
+    for i, entry in optimizer.state_dict()["state"].items():
+        equal(entry.values(), before[1][i].values())
+    assert optimizer.num_skipped == 2
+    again = eager([{"params": params, "base_lr": LR}], lr=lr, nonfinite="raise")
+    with pytest.raises(FloatingPointError, match="got a learning rate in a tensor"):
+        run(again, params, 1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_learning_rate_that_is_not_finite_in_a_compiled_loop(value):
+    rule, x = marsopt.mars_adamw(), {"w": torch.ones(2, 2)}
+    step = torch.compile(rule.step, fullgraph=True, backend="eager")
+    moved, state = step(x, x, rule.init(x), lr=torch.tensor(value))
+    assert int(state.skipped) == 1 and int(state.t.sum()) == 0
+    equal(moved.values(), x.values())
+    by_rate = torch.vmap(lambda lr: rule.step(x, x, rule.init(x), lr=lr)[0]["w"])
+    assert by_rate(torch.tensor([0.0, value])).eq(1.0).all()
+
+
+def test_a_group_lacks_what_it_needs():
+    with pytest.raises(
+        ValueError, match=r"got a param group of \['lr'\], expected 'pa"
+    ):
+        eager([{"lr": 0.5}])
+    for key, message in (("lr", "got lr=None"), ("mars_type", "expected 'mars_type'")):
+        params = parameters((2, 2))
+        optimizer = eager(params)
+        del optimizer.param_groups[0][key]
+        with pytest.raises(ValueError, match=message):
+            run(optimizer, params, 1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "plain"),
+    [
+        ("nadamw", "nesterov", "adamw"),
+        ("soap-muon", "orthogonalize", "soap"),
+        ("mars-soap-muon", "orthogonalize", "mars-soap"),
+    ],
+)
+def test_what_a_rule_is_named_for_is_not_switched_off(rule, name, plain):
+    def live():
+        params = parameters((2, 2))
+        optimizer = eager(params, mars_type=rule)
+        optimizer.param_groups[0][name] = False
+        run(optimizer, params, 1)
+
+    for door in (
+        live,
+        lambda: getattr(marsopt, rule.replace("-", "_"))(**{name: False}),
+        lambda: marsopt.mars(mars_type=rule, **{name: False}),
+        lambda: eager(parameters((2, 2)), mars_type=rule, **{name: False}),
+        lambda: eager([{"params": parameters((2, 2)), "mars_type": rule, name: False}]),
+    ):
+        with pytest.raises(ValueError, match=f"got {name}=False .*mars_type='{plain}'"):
+            door()
 
 
 def test_options_of_the_whole_optimizer():

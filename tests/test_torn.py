@@ -9,6 +9,7 @@ import inspect
 import itertools
 import pickle
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -265,3 +266,112 @@ def test_a_backend_that_cannot_compile_has_written_nothing(part, monkeypatch):
             optimizer.state_dict()
     else:
         optimizer.state_dict()
+
+
+# ---- two threads ---------------------------------------------------------------------
+
+
+class Paused(MARS):
+    """Stops in the midst of a step, until it is told to go on."""
+
+    def __init__(self, params, **options):
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        super().__init__(params, compile=False, **options)
+
+    def pause(self, *_):
+        self.reached.set()
+        assert self.go_on.wait(60)
+
+
+@pytest.mark.parametrize("kind", ["approximate", "exact", "transport"])
+def test_a_call_beside_a_step_in_another_thread_is_refused(kind):
+    """The thread that comes second hears it; the first one's step is what it was."""
+    params, twins = parameters(), parameters()
+    optimizer = Paused(params, lr=0.01, correction=kind)
+    alone = MARS(twins, lr=0.01, correction=kind, compile=False)
+    for each, mine in ((optimizer, params), (alone, twins)):
+        fill(mine, 0)
+        each.update_previous_grad()
+    before = copies(params)
+
+    def closure():
+        optimizer.pause()
+
+    thread = threading.Thread(target=optimizer.step, args=(closure,))
+    thread.start()
+    assert optimizer.reached.wait(60)
+    calls = {
+        "step()": optimizer.step,
+        "state_dict()": optimizer.state_dict,
+        "load_state_dict()": lambda: optimizer.load_state_dict(alone.state_dict()),
+        "a copy or pickle": partial(copy.deepcopy, optimizer),
+        "add_param_group()": lambda: optimizer.add_param_group(
+            {"params": parameters()}
+        ),
+    }
+    if kind == "transport":
+        calls |= {"eval()": optimizer.eval, "train()": optimizer.train}
+    if kind == "exact":
+        calls |= {
+            "update_previous_grad()": optimizer.update_previous_grad,
+            "update_last_grad()": optimizer.update_last_grad,
+        }
+    try:
+        for what, call in calls.items():
+            with pytest.raises(RuntimeError) as refused:
+                call()
+            said = str(refused.value)
+            assert f"got {what} while another thread is in step()" in said
+            assert ", expected one call at a time: " in said
+        assert same(params, before)
+    finally:
+        optimizer.go_on.set()
+        thread.join()
+    alone.step()
+    assert same(bits(optimizer), bits(alone))
+    optimizer.state_dict()  # from then on as ever
+
+
+def test_two_threads_that_step_take_each_step_once_or_not_at_all():
+    params = parameters()
+    optimizer = MARS(params, lr=0.01, compile=False)
+    fill(params, 0)
+    taken, refused = [], []
+
+    def steps():
+        for _ in range(30):
+            try:
+                optimizer.step()
+                taken.append(1)
+            except RuntimeError as error:
+                refused.append(str(error))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=steps) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert int(optimizer.state[params[0]]["step"]) == len(taken)
+    assert all("while another thread is in step()" in text for text in refused)
+    assert len(taken) + len(refused) == 90
+
+
+def test_a_step_that_was_broken_off_lets_other_threads_in():
+    params = parameters()
+    optimizer = MARS(params, lr=0.01, compile=False)
+
+    def closure():
+        raise Broken
+
+    with pytest.raises(Broken):
+        optimizer.step(closure)
+    fill(params, 0)
+    thread = threading.Thread(target=optimizer.step)
+    thread.start()
+    thread.join()
+    assert int(optimizer.state[params[0]]["step"]) == 1

@@ -166,12 +166,16 @@ def check_suits(
     for name, value in given.items():
         if name in own or name not in every or every[name].is_whole:
             continue
-        have = [n for n, other in REGISTRY.items() if name in other.table]
-        have += [n for n, kind in CORRECTIONS.items() if name in table(kind)]
         raise ValueError(
             f"got {name}={value!r} with mars_type={row.name!r}, expected None: it is "
-            f"of {', '.join(have)}; leave it out, or choose one of these"
+            f"of {', '.join(owners(name))}; leave it out, or choose one of these"
         )
+
+
+def owners(name: str) -> list[str]:
+    """Return the names of the rules and corrections that have a hyperparameter."""
+    rules = [n for n, row in REGISTRY.items() if name in row.table]
+    return rules + [n for n, kind in CORRECTIONS.items() if name in table(kind)]
 
 
 def route(given: Mapping[str, Any]) -> Routing:

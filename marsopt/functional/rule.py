@@ -63,7 +63,7 @@ class Rule:
             (``clip_grad_norm_`` is then not needed); None = off.
 
     Raises:
-        ValueError: ``max_norm`` or ``rest_gamma`` out of its range.
+        ValueError: ``max_norm``, ``rest_ratio`` or ``rest_gamma`` out of its range.
 
     Example:
         >>> algorithm = marsopt.Algorithm(
@@ -88,9 +88,14 @@ class Rule:
     max_norm: Number | None = None
 
     def __post_init__(self) -> None:
-        checks.positive_or_none("max_norm", self.max_norm)
-        if self.rest_gamma is not None:
-            checks.finite("rest_gamma", self.rest_gamma)
+        for name, check in (
+            ("max_norm", checks.positive_or_none),
+            ("rest_ratio", checks.at_least_zero),
+            ("rest_gamma", checks.none_or(checks.finite)),
+        ):
+            value = getattr(self, name)
+            check(name, value)
+            object.__setattr__(self, name, checks.plain(value))
 
     def init(
         self, params: Tree, *, collectives: Collectives = LOCAL
@@ -167,6 +172,7 @@ class Rule:
         """
         checks.at_least_zero("lr", lr)
         self._check_arguments(gamma, reference)
+        lr, gamma = checks.plain(lr), checks.plain(gamma)
         states = self._split(state)
         check_matching(params, grads, "grads")
         if reference is not None:
@@ -335,6 +341,8 @@ class Rule:
             raise ValueError(
                 f"got gamma={gamma!r} for {algorithm}, which has none: leave gamma out"
             )
+        if gamma is not None:
+            checks.finite("gamma", gamma)
         if reference is not None and algorithm.reference is None:
             raise ValueError(
                 f"got a reference for {algorithm}, expected a rule that corrects the "

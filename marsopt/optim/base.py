@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from marsopt.functional.collectives import LOCAL
+from marsopt.functional.routing import every_hyperparameter
 from marsopt.functional.step_types import scalar_dtype
 from marsopt.optim.buckets import BucketGroup, ParameterBucket
 from marsopt.optim.compiled import Call, InPlace, calls, once, resolve_compile
@@ -25,11 +26,11 @@ from marsopt.optim.groups import (
     described,
     has_two_rates,
     labels,
-    misspelt,
     revived,
+    unread,
     warn_of_half_precision,
 )
-from marsopt.optim.layout import Layout
+from marsopt.optim.layout import STAGE_COUNT, Layout
 from marsopt.optim.param_groups import warn_of_embeddings
 from marsopt.optim.state_dict import (
     TRAIN_MODE,
@@ -39,7 +40,7 @@ from marsopt.optim.state_dict import (
     to_restore,
     under_loaded,
 )
-from marsopt.optim.watch import Standstill, Writes
+from marsopt.optim.watch import Reminder, Standstill, Writes, one_at_a_time
 from marsopt.rules import checks
 from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.registry import correction_named
@@ -48,6 +49,8 @@ log = logging.getLogger(__name__)
 NEW_LAYOUT = "marsopt: a new layout, whose graphs are compiled anew: %s"
 
 KEPT = 64  # runs with their graphs, and groups that are taken out and come back
+
+advise = once()  # what a sweep over many optimizers is told once, not of each
 
 
 class Description(NamedTuple):
@@ -85,7 +88,7 @@ class LayoutOptimizer(Optimizer):
         self._skipped = torch.zeros((), dtype=torch.int64)
         self._life = correction_named(options["correction"]).life()
         self._say, self._writes = once(), Writes()
-        self._standstill = Standstill()
+        self._standstill, self._reminder = Standstill(), Reminder()
         self._agreed = False  # whether all ranks were found to hold the same options
         self._follows = False  # whether some model's hooks know of it
         self._lent = False  # whether parameters are x for a state dict alone
@@ -98,6 +101,7 @@ class LayoutOptimizer(Optimizer):
 
     # ---- construction --------------------------------------------------------------
 
+    @one_at_a_time("add_param_group()")
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its state is made at once.
 
@@ -115,14 +119,14 @@ class LayoutOptimizer(Optimizer):
             self.param_groups.pop()
             raise
         if "lr_1d" in defaulted and has_two_rates(param_group, self._options):
-            self._say(
+            advise(
                 logging.WARNING,
                 "tensors that are not matrices take AdamW at lr_1d="
                 f"{param_group['lr_1d']}, a default of {param_group['mars_type']!r}; "
                 f"lr={param_group['base_lr']} is the rate of matrices alone. Pass "
                 "lr_1d to choose that of the others",
             )
-        for what in misspelt(param_group, self.defaults):
+        for what in unread(param_group, self._ours):
             self._say(logging.WARNING, what)
         if self._life.exchanges:
             self.param_groups[-1][TRAIN_MODE] = self.param_groups[0][TRAIN_MODE]
@@ -242,6 +246,11 @@ class LayoutOptimizer(Optimizer):
         self._life.complete(self._present.held)
 
     @property
+    def _ours(self) -> set[str]:
+        """What MARS keeps in groups beside hyperparameters."""
+        return {*self.defaults, TRAIN_MODE, STAGE_COUNT}
+
+    @property
     def _in_train_mode(self) -> bool:
         groups = self.param_groups
         return not self._life.exchanges or all(group[TRAIN_MODE] for group in groups)
@@ -258,7 +267,7 @@ class LayoutOptimizer(Optimizer):
     @max_norm.setter
     def max_norm(self, bound: float | None) -> None:
         checks.positive_or_none("max_norm", bound)
-        self._options["max_norm"] = bound
+        self._options["max_norm"] = bound = checks.plain(bound)
         if bound is None:
             self._max_norm = None
         elif self._max_norm is None:
@@ -281,8 +290,24 @@ class LayoutOptimizer(Optimizer):
             is_torn=self._writes.are_torn,
         )
 
+    def __repr__(self) -> str:
+        kind, correction = self._options["correction"], None
+        if self._layout is not None:
+            corrected = (b.algorithm.correction for b in self._layout.buckets)
+            correction = kind if any(c is not None for c in corrected) else None
+        head, _, groups = super().__repr__().partition("\n")
+        return "\n".join(
+            [
+                head,
+                f"    correction: {correction}",
+                f"    max_norm: {self.max_norm}",
+                groups,
+            ]
+        )
+
     # ---- state ---------------------------------------------------------------------
 
+    @one_at_a_time("state_dict()")
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's: hyperparameters of the groups, and state by parameter. That
         of eval mode where the optimizer follows a model, as the model's own then is.
@@ -306,6 +331,9 @@ class LayoutOptimizer(Optimizer):
                 "optimizer.follow(model) once",
             )
         found = self._listed_state_dict()
+        every = every_hyperparameter()
+        for group in found["param_groups"]:
+            group |= {n: every[n].plain(v) for n, v in group.items() if n in every}
         ids, publish = self._ids(), self._options["collectives"].publish
         for p, key, owns, num in self._present.owned_entries():
             entry = found["state"][ids[p]] = dict(found["state"][ids[p]])
@@ -329,6 +357,7 @@ class LayoutOptimizer(Optimizer):
         every = [p for group in self.param_groups for p in group["params"]]
         return {p: i for i, p in enumerate(every)}
 
+    @one_at_a_time("load_state_dict()")
     @torch.inference_mode(False)  # under which later steps could not write what is made
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -387,6 +416,9 @@ class LayoutOptimizer(Optimizer):
             check_group(group, self._options)
         for what in revived(before, self.param_groups):
             self._say(logging.WARNING, what)
+        for old, new in zip(before, self.param_groups, strict=True):
+            for what in unread(new, self._ours, old.keys()):
+                self._say(logging.WARNING, what)
         self.state = under_loaded(self.state, cast["state"])
         layout = self._new_layout()
         layout.bind()
@@ -418,6 +450,7 @@ class LayoutOptimizer(Optimizer):
             entries[ids[p]] = entry
         return {**saved, "state": entries}
 
+    @one_at_a_time("a copy or pickle")
     def __getstate__(self) -> dict[str, Any]:
         self._writes.check("a copy or pickle")
         self._life.check_may_save()
@@ -440,6 +473,6 @@ class LayoutOptimizer(Optimizer):
             self._life = correction_named(self._options["correction"]).life()
             carried = self.__dict__.pop("_carried")
             self._say, self._writes = once(), Writes()
-            self._standstill = Standstill()
+            self._standstill, self._reminder = Standstill(), Reminder()
             self._build()
             self._life.resumed(self._present.held, carried)

@@ -6,17 +6,20 @@ recompiles.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from marsopt.functional.routing import (
+    Choice,
     Routing,
     every_hyperparameter,
     hyperparameters,
+    owners,
     route,
 )
 from marsopt.functional.stacks import check_overlap
@@ -25,8 +28,26 @@ from marsopt.functional.trees import check_parameter
 from marsopt.optim.state_dict import TRAIN_MODE
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
-from marsopt.rules.hyperparameters import Table, check_values
+from marsopt.rules.hyperparameters import (
+    ELSEWHERE,
+    HOW,
+    INSTEAD,
+    Table,
+    check_values,
+    table,
+)
+from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import FOLLOWED, canonical, correction_named, named
+
+# What torch itself keeps in param groups, its schedulers and averages, and a group's
+# name: nobody takes them for hyperparameters.
+CARRIED = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+    | {"params", "param_names", "name"}
+    | HOW - {"differentiable"}
+)
+# Those of torch.optim's that change nothing with these values.
+IDLE = dict(maximize=False, differentiable=False, decoupled_weight_decay=True)
 
 
 def label(groups: Sequence[Mapping[str, Any]], number: int, index: int) -> str:
@@ -49,7 +70,11 @@ def labels(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, str]]:
 def described(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
     """Return what has to be the same on all ranks: not the parameters, lr, mode."""
     told = [
-        {k: str(v) for k, v in group.items() if k not in ("params", "lr", TRAIN_MODE)}
+        {
+            k: checks.shown(v)
+            for k, v in group.items()
+            if k not in ("params", "lr", TRAIN_MODE)
+        }
         for group in groups
     ]
     return repr((told, {k: v for k, v in options.items() if k != "collectives"}))
@@ -59,8 +84,13 @@ def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
     """Check that no tensor of the ``new`` group is there already, or twice in it.
 
     Raises:
-        ValueError: one is, and by which name.
+        ValueError: one is, and by which name; or the group has no "params".
     """
+    if isinstance(new, dict) and "params" not in new:
+        raise ValueError(
+            f"got a param group of {sorted(map(str, new))}, expected 'params' among "
+            "these keys: put the group's tensors there"
+        )
     if not isinstance(new, dict) or isinstance(params := new["params"], set):
         return  # torch.optim refuses what it does not take
     check_no_module(params)
@@ -101,7 +131,15 @@ def group_table(group: Mapping[str, Any], options: Mapping[str, Any]) -> Table:
     Args:
         group: says its ``mars_type``.
         options: what the optimizer was built with, its correction by name.
+
+    Raises:
+        ValueError: it does not say it.
     """
+    if "mars_type" not in group:
+        raise ValueError(
+            f"got a param group of {sorted(map(str, group))}, expected 'mars_type' and "
+            "all hyperparameters: add_param_group completes a new group"
+        )
     correction = correction_named(options["correction"])
     return hyperparameters(named(group["mars_type"]), correction)
 
@@ -126,6 +164,9 @@ def complete(
     Raises:
         ValueError: an unknown ``mars_type``.
     """
+    for name, line in every_hyperparameter().items():
+        if name in group:
+            group[name] = line.plain(group[name])
     given = options["given"]
     row = named(group.get("mars_type", given["mars_type"]))
     group["mars_type"] = row.name
@@ -157,20 +198,105 @@ def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> Routing
     Raises:
         ValueError: one is out of its range.
     """
+    check_direction(group)
     return route({**options, **group})
 
 
-def misspelt(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what to say of keys that are nearly ours. All others belong to other tools,
-    which keep numbers of their own in param groups ("initial_lr", "swa_lr").
+def check_direction(group: Mapping[str, Any]) -> None:
+    """Check that a group is minimized.
+
+    Raises:
+        ValueError: torch.optim's "maximize" asks for the opposite.
     """
-    ours = {*defaults, *every_hyperparameter()}
-    for key in {key for key in group if isinstance(key, str)} - ours:
-        for near in get_close_matches(key, ours, n=1, cutoff=0.85):
+    if group.get("maximize"):
+        raise ValueError(
+            f"got maximize=True in a param group, expected False: {INSTEAD['maximize']}"
+        )
+
+
+def unread(
+    group: Mapping[str, Any], ours: Set[str], carried: Set[str] = frozenset()
+) -> Iterator[str]:
+    """Yield what to say of keys that nothing reads.
+
+    Args:
+        group: complete, or loaded.
+        ours: what MARS keeps in groups beside hyperparameters.
+        carried: what somebody else was known to keep there.
+    """
+    known = {*ours, *every_hyperparameter()}
+    for key, value in group.items():
+        if not isinstance(key, str) or key in known | CARRIED | carried:
+            continue
+        if key in IDLE and value == IDLE[key]:
+            continue
+        near = [ELSEWHERE.get(key), *get_close_matches(key, known, n=1, cutoff=0.75)]
+        if meant := next((name for name in near if name in known), None):
+            do = f"if {meant!r} was meant, spell it so"
+        else:
+            do = INSTEAD.get(key, "leave it out, unless another tool reads it")
+        yield f"a param group has the key {key!r}, which MARS does not read: {do}"
+
+
+def unreached(
+    groups: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+) -> Iterator[str]:
+    """Yield what to say of hyperparameters that change nothing: those of the
+    constructor that no group has, since all give their own, and those that no rule of
+    the groups which have them reads.
+
+    Args:
+        groups: the optimizer's, complete.
+        options: what the optimizer was built with.
+        arguments: the constructor's that may differ from group to group.
+    """
+    lines = every_hyperparameter()
+    filled = [(g, _reads(route({**options, **g}))) for g in groups if g["params"]]
+    if not filled:  # yet
+        return
+    usual = {n: [line.default] for n, line in lines.items()}
+    for group, _ in filled:
+        for name, value in named(group["mars_type"]).hyperparameters.items():
+            usual[name].append(value)
+    for name, value in chain(
+        arguments.items(), *(group.items() for group, _ in filled)
+    ):
+        if name not in lines or any(_same(value, default) for default in usual[name]):
+            continue
+        readers = [reads for group, reads in filled if _same(group.get(name), value)]
+        is_off = not isinstance(value, Tensor) and value in (None, 0)
+        if not readers:
             yield (
-                f"a param group has the key {key!r}, which is not read; if {near!r} "
-                "was meant, spell it so"
+                f"{name}={value!r} reaches no group: all give their own. Leave it out, "
+                "or change it in the groups"
             )
+        elif not is_off and not any(name in reads for reads in readers):
+            yield (
+                f"{name}={value!r} changes nothing: it is of {', '.join(owners(name))},"
+                " and no group reads it. Leave it out, or choose one of these"
+            )
+
+
+def _reads(routing: Routing) -> set[str]:
+    """Return the names of the hyperparameters that a group's algorithms read."""
+    names = {*table(Choice), *table(Matrices)}
+    for algorithm in (routing.matrix, routing.fallback):
+        if algorithm is None:
+            continue
+        own = table(type(algorithm.preconditioner)).values()
+        names |= {"betas" if line.beta is not None else line.name for line in own}
+        correction = algorithm.correction
+        if correction is not None:
+            off = {"clip", "clip_per"} if correction.clip is None else set()
+            names |= table(type(correction)).keys() - off
+    return names
+
+
+def _same(a: Any, b: Any) -> bool:
+    a, b = (tuple(v) if isinstance(v, list) else v for v in (a, b))
+    return a is b or not (_holds_tensor(a) or _holds_tensor(b)) and bool(a == b)
 
 
 def admit(groups: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> None:
@@ -322,15 +448,18 @@ class DeviceHyperparameters:
             return torch.zeros((), dtype=scalar_dtype(device), device=device)
 
         def cells(value: Any) -> Tensor | tuple[Tensor, ...]:
-            many = isinstance(value, tuple | list)
-            return tuple(cell() for _ in value) if many else cell()
+            many = isinstance(value, tuple)
+            numbers = tuple(cell() for _ in value) if many else cell()
+            _set(numbers, value)  # before they are checked
+            return numbers
 
         self._numbers = {
             name: line
             for name, line in group_table(group, options).items()
             if line.is_number and not line.is_whole
         }
-        there = {n: v for n in self._numbers if (v := group.get(n)) is not None}
+        there = {n: v for n, v in self._plain(group).items() if v is not None}
+        check_values(self._numbers, {n: there.get(n) for n in self._numbers})
         self._cells = {name: cells(value) for name, value in there.items()}
         self.routing = route({**options, **group, **self._cells})
         del self._cells["base_lr"]  # no algorithm reads it
@@ -341,9 +470,11 @@ class DeviceHyperparameters:
 
     def fits(self, group: dict[str, Any]) -> bool:
         """Return whether these are still the hyperparameters of a group."""
-        return self._device == group["params"][
-            0
-        ].device and self._structure == structure(group, self._options)
+        device = group["params"][0].device
+        return (device, structure(group, self._options)) == (
+            self._device,
+            self._structure,
+        )
 
     def refresh(self, group: Mapping[str, Any]) -> bool:
         """Take over what has changed in a group, which they fit, since the last call;
@@ -352,10 +483,8 @@ class DeviceHyperparameters:
         Raises:
             ValueError: a value out of its range.
         """
-        now = {name: group.get(name) for name in self._numbers}
-        for name, value in now.items():  # a list may be changed in place
-            if isinstance(value, list):
-                now[name] = tuple(value)
+        check_direction(group)
+        now = self._plain(group)
         changed = [
             name
             for name, value in now.items()
@@ -363,12 +492,16 @@ class DeviceHyperparameters:
             or _holds_tensor(before := self._seen.get(name, ...))  # no device is asked
             or before != value
         ]
-        new = {n: now[n] for n in changed if self._seen.get(n, ...) is not now[n]}
+        new = {
+            n: now[n]
+            for n in changed
+            if self._seen.get(n, ...) is not now[n] or checks.can_read(now[n])
+        }
         check_values(self._numbers, new)
         if changed:
             own = now["gamma_1d"] if self.routing.own_gamma else None
             gamma_1d = now["gamma"] if own is None else own
-            values = now | {"lr_1d": self._rate_1d(group), "gamma_1d": gamma_1d}
+            values = now | {"lr_1d": self._rate_1d(group, now), "gamma_1d": gamma_1d}
             for name, cell in self._cells.items():
                 if name in changed or name in ("lr_1d", "gamma_1d"):
                     _set(cell, values[name])
@@ -381,12 +514,23 @@ class DeviceHyperparameters:
         said = {**structure(group, self._options), **numbers}
         return repr({name: _plain(value) for name, value in said.items()})
 
-    def _rate_1d(self, group: Mapping[str, Any]) -> Number:
-        lr, base = group["lr"], group["base_lr"]
+    def _plain(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a group's numbers as Python and torch write them; lists, which may be
+        changed in place, as tuples.
+        """
+        now = {name: group.get(name) for name in self._numbers}
+        for name, value in now.items():
+            if type(value) is not float and value is not self._seen.get(name):
+                value = self._numbers[name].plain(value)
+                now[name] = tuple(value) if isinstance(value, list) else value
+        return now
+
+    def _rate_1d(self, group: Mapping[str, Any], now: Mapping[str, Any]) -> Number:
+        lr, base = now["lr"], now["base_lr"]
         if not self.routing.own_rate:
             return lr
         if base > 0:
-            return lr * (group["lr_1d"] / base)
+            return lr * (now["lr_1d"] / base)
         used = _has_fallback(group, self.routing)
         if used and not isinstance(lr, Tensor) and lr != 0:
             raise ValueError(

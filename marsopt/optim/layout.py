@@ -479,6 +479,11 @@ class Layout:
         parts = [b.num_clipped for b in self.buckets for _ in b.labels]
         owners = [i for i, num in enumerate(parts) for _ in range(num)]
         blamed = list(dict.fromkeys(owners[row] for row in bad))
+        if not blamed:
+            return (
+                "got a learning rate in a tensor that is not finite, expected a number "
+                ">= 0: nothing has changed; look at what sets it"
+            )
         named = ", ".join(everyone[i] for i in blamed[:3])
         more = ", ..." if len(blamed) > 3 else ""
         return (

@@ -20,9 +20,10 @@ from marsopt.functional.routing import (
 from marsopt.functional.step import advance, assess, global_clip
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.compiled import named_range
+from marsopt.optim.groups import unreached
 from marsopt.optim.layout import Layout
 from marsopt.optim.state_dict import TRAIN_MODE
-from marsopt.optim.watch import follow
+from marsopt.optim.watch import follow, one_at_a_time
 from marsopt.rules import checks
 from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.hyperparameters import check_names
@@ -158,7 +159,9 @@ class MARS(LayoutOptimizer):
         nonfinite: str = "skip",
         **hyperparameters: Any,
     ) -> None:
+        every, row = every_hyperparameter(), named(mars_type)
         given = dict(locals()) | hyperparameters
+        given |= {n: every[n].plain(v) for n, v in given.items() if n in every}
         if nonfinite not in ("skip", "raise"):
             raise ValueError(
                 f"got nonfinite={nonfinite!r}, expected 'skip' or 'raise': choose one "
@@ -170,7 +173,6 @@ class MARS(LayoutOptimizer):
                 "got collectives=None, expected an object with the verbs of "
                 "marsopt.Collectives: leave it out for whole tensors"
             )
-        every, row = every_hyperparameter(), named(mars_type)
         check_names(hyperparameters, every, "marsopt.MARS")
         kind = correction_named(resolve(is_approx, correction))
         own, shared = row.hyperparameters, shared_hyperparameters(kind)
@@ -197,12 +199,16 @@ class MARS(LayoutOptimizer):
         defaults = {n: numbers[n] for n in numbers if n in kept}
         defaults |= {TRAIN_MODE: True} if kind.is_ahead else {}
         super().__init__(params, defaults, options)
+        said = {n: v for n, v in said.items() if n not in whole}
+        for what in unreached(self.param_groups, options, said):
+            self._say(logging.WARNING, what)
 
     # ---- the step ------------------------------------------------------------------
 
     # an outer torch.compile leaves it alone: it has graphs of its own. As torch.optim
     # does it; torch.compiler.disable would import dynamo with this module
     @torch._disable_dynamo
+    @one_at_a_time("step()")
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, *, bs: int | None = None
@@ -223,11 +229,11 @@ class MARS(LayoutOptimizer):
             ValueError: a sparse gradient, or a hyperparameter that was changed to
                 something out of its range.
             RuntimeError: exact MARS without its protocol (``update_previous_grad``);
-                transport in eval mode; an exception has broken off a step before (see
-                ``load_state_dict``); hyperparameters that are numbers (those that are
-                tensors are not compared) differ between the ranks that shard
-                parameters, which then raise all, on GPUs some steps later: nothing has
-                changed.
+                transport in eval mode; another thread is in a call of this optimizer;
+                an exception has broken off a step before (see ``load_state_dict``);
+                hyperparameters that are numbers (those that are tensors are not
+                compared) differ between the ranks that shard parameters, which then
+                raise all, on GPUs some steps later: nothing has changed.
             FloatingPointError: a gradient that is not finite, with
                 ``nonfinite="raise"``; nothing has changed.
         """
@@ -285,13 +291,16 @@ class MARS(LayoutOptimizer):
             with named_range("marsopt: scatter"):
                 layout.scatter()
                 layout.count(decision, self._skipped)
-            self._standstill.look(self._skipped, self._say)
+            self._standstill.look(self._skipped, layout.has_gradients, self._say)
             self._life.after_step(layout.held)
+            if self._life.exchanges:
+                self._reminder.look(self._options["correction"], self._say)
         self._grad_norm = decision.grad_norm
         if self._options["nonfinite"] == "raise" and not decision.finite:
             collectives.check_ranks_agree(digest)
             raise FloatingPointError(layout.blame(sums))
 
+    @one_at_a_time("join_gradients()")
     @torch.no_grad()
     def join_gradients(self) -> None:
         """Move the gradients that are there into one buffer per shape.
@@ -317,14 +326,17 @@ class MARS(LayoutOptimizer):
 
     # ---- transport -----------------------------------------------------------------
 
+    @one_at_a_time("eval()")
     def eval(self) -> None:
         """Transport: put the trained parameters x into the model, to evaluate or save
         it, and the points ahead into the state. Contents are exchanged, bit for bit.
         Other corrections: nothing.
         """
+        self._reminder.is_asked = True
         self._switch(train=False)
         self._lent = False
 
+    @one_at_a_time("train()")
     def train(self) -> None:
         """Transport: undo ``eval()`` before the next forward pass of training; what was
         written into parameters meanwhile (not by ``p.data``) becomes x and y. Other
@@ -369,7 +381,7 @@ class MARS(LayoutOptimizer):
                 "has exchanged its parameters"
             )
         if self._life.exchanges:
-            self._follows = True
+            self._follows = self._reminder.is_asked = True
             follow(self, model)
 
     def iterates(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -380,6 +392,7 @@ class MARS(LayoutOptimizer):
         read.
         """
         self._cover()
+        self._reminder.is_asked = True
         self._settle()
         held = {one.p: one for one in self._present.held if self._in_train_mode}
         iterate = without_autocast(self._life.iterate)
@@ -388,6 +401,7 @@ class MARS(LayoutOptimizer):
                 x = iterate(held[p]) if p in held else None
                 yield p, p.detach() if x is None else x
 
+    @one_at_a_time("lend()")
     def lend(self) -> None:
         """Transport: as ``eval()``, for a state dict, until the next forward pass of a
         model that is followed, or the next ``step()``.
@@ -419,6 +433,7 @@ class MARS(LayoutOptimizer):
 
     # ---- exact MARS: the authors' protocol -----------------------------------------
 
+    @one_at_a_time("update_previous_grad()")
     @torch.no_grad()
     @without_autocast
     def update_previous_grad(self, *, grad_scale: float | Tensor | None = None) -> None:
@@ -453,6 +468,7 @@ class MARS(LayoutOptimizer):
         scale = 1.0 if factor is None else factor
         return scale * global_clip(layout.grad_norm() * scale, self._max_norm)
 
+    @one_at_a_time("update_last_grad()")
     @torch.no_grad()
     @without_autocast
     def update_last_grad(self) -> None:
@@ -469,6 +485,7 @@ class MARS(LayoutOptimizer):
 
     # ---- an anchor -----------------------------------------------------------------
 
+    @one_at_a_time("update_anchor()")
     @torch.no_grad()
     @without_autocast
     def update_anchor(self, *, grad_scale: float | Tensor | None = None) -> None:
@@ -496,6 +513,7 @@ class MARS(LayoutOptimizer):
         finally:
             self._visit_snapshot(False)
 
+    @one_at_a_time("at_snapshot()")
     @torch.no_grad()
     @without_autocast
     def _visit_snapshot(self, there: bool) -> None:

@@ -59,13 +59,24 @@ def check_ids(
     Raises:
         ValueError: no optimizer's state dict, or another number of parameters.
     """
-    if "param_groups" not in saved:
+    if not isinstance(saved, Mapping):
+        raise ValueError(
+            f"got a {type(saved).__name__}, expected an optimizer's state dict: load "
+            "what its state_dict() returned"
+        )
+    groups, state = saved.get("param_groups"), saved.get("state")
+    if not isinstance(groups, Sequence) or not isinstance(state, Mapping):
         raise ValueError(
             f"got a state dict of {sorted(map(str, saved))[:3]}, expected one of an "
             "optimizer, which has 'param_groups' and 'state': load the model's into "
             "the model"
         )
-    ids = [i for group in saved["param_groups"] for i in group["params"]]
+    if not all("params" in group for group in groups):
+        raise ValueError(
+            "got a state dict with a param group without 'params', expected the ids of "
+            "its parameters there: load what an optimizer's state_dict() returned"
+        )
+    ids = [i for group in groups for i in group["params"]]
     if len(ids) != len(labelled):
         raise ValueError(
             f"got a state dict of {len(ids)} parameters, expected {len(labelled)}: "

@@ -1,5 +1,6 @@
-"""What an optimizer watches: writes that an exception breaks off, steps that change
-nothing, the modes of the model that it trains.
+"""What an optimizer watches: calls of two threads at once, writes that an exception
+breaks off, steps that change nothing, whether anybody asks for what is trained, the
+modes of the model that it trains.
 """
 
 from __future__ import annotations
@@ -7,7 +8,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import wraps
+from threading import get_ident
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,10 @@ from torch import Tensor, nn
 PATIENCE = 10
 FREE_TO_READ = ("cpu",)  # where the host reads without waiting for a device
 UNDER_WAY = -1  # in place of a count that has not arrived
+REMIND_AFTER = 100  # steps ahead of what is trained, which nobody has asked for
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Writes:
@@ -27,6 +34,9 @@ class Writes:
 
     def __init__(self) -> None:
         self.are_torn = False
+        # the outermost call that runs: its thread and name, under "call". A dict, which
+        # one thread fills at a time; no lock, which Ctrl-C could leave closed
+        self.running: dict[str, tuple[int, str]] = {}
 
     def __enter__(self) -> None:
         self.are_torn = True
@@ -48,6 +58,86 @@ class Writes:
                 "the optimizer, or build both anew"
             )
 
+    def begin(self, what: str) -> bool:
+        """Note in ``running`` that ``what`` begins; return whether it is inside of no
+        other call.
+
+        Raises:
+            RuntimeError: another thread is inside of a call.
+        """
+        call = get_ident(), what
+        outermost = self.running.setdefault("call", call)
+        if outermost[0] == call[0]:
+            return outermost is call
+        raise RuntimeError(
+            f"got {what} while another thread is in {outermost[1]} of the same "
+            "optimizer, expected one call at a time: nothing has changed; call it from "
+            "one thread, or hold a lock around every call"
+        )
+
+
+class Watched(Protocol):
+    """What ``one_at_a_time`` looks at."""
+
+    _writes: Writes
+
+
+W = TypeVar("W", bound=Watched)
+
+
+def one_at_a_time(
+    what: str,
+) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
+    """Refuse a call of a method, by the name ``what``, while another thread is in such
+    a call of the same optimizer: the two would move, or save, halves of two steps.
+    """
+
+    def decorate(
+        method: Callable[Concatenate[W, P], R],
+    ) -> Callable[Concatenate[W, P], R]:
+        @wraps(method)
+        def alone(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            writes = self._writes
+            is_outermost = writes.begin(what)
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                if is_outermost:  # no call, which Ctrl-C could come before
+                    del writes.running["call"]
+
+        return alone
+
+    return decorate
+
+
+class Reminder:
+    """Counts the steps of an optimizer whose parameters are ahead of what is trained,
+    until somebody asks for that.
+    """
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._num_steps = 0
+
+    def look(self, correction: str, say: Callable[[int, str], None]) -> None:
+        """Note that a step has ended.
+
+        Args:
+            correction: its name.
+            say: told, with a level of logging, that nobody has asked; once.
+        """
+        self._num_steps += 1
+        if self._num_steps == REMIND_AFTER and not self.is_asked:
+            say(
+                logging.WARNING,
+                f"{REMIND_AFTER} steps with correction={correction!r}, and neither "
+                "follow, eval nor iterates was called: the model's parameters are the "
+                "points where gradients are taken, ahead of what is trained. Evaluated "
+                "or saved as they are, they lose what the correction gains: call "
+                "optimizer.follow(model) once, or optimizer.eval() before and "
+                "optimizer.train() after",
+            )
+
 
 class Standstill:
     """Looks at the count of skipped steps from time to time, and never waits for it.
@@ -59,18 +149,31 @@ class Standstill:
 
     def __init__(self) -> None:
         self._num_steps, self._told = 0, False
+        self._num_idle = 0  # steps in a row without any gradient
         self._seen: tuple[int, int] | None = None  # steps, and skipped of them
         self._sent: Tensor | None = None  # pinned
         self._sent_after = 0  # so many steps
 
-    def look(self, skipped: Tensor, say: Callable[[int, str], None]) -> None:
+    def look(
+        self, skipped: Tensor, has_gradients: bool, say: Callable[[int, str], None]
+    ) -> None:
         """Note that a step has ended.
 
         Args:
             skipped: the count, 0-D, int64.
+            has_gradients: whether a parameter had one.
             say: told, with a level of logging, that the run stands still; once.
         """
         self._num_steps += 1
+        self._num_idle = 0 if has_gradients else self._num_idle + 1
+        if self._num_idle == PATIENCE:
+            say(
+                logging.WARNING,
+                f"the last {PATIENCE} steps changed nothing, since no parameter had a "
+                "gradient. If the model trains, its parameters are others: build MARS "
+                "after fully_shard, DistributedDataParallel or .to() has exchanged "
+                "them",
+            )
         if self._told or self._num_steps % PATIENCE != 1 or not _may_read(skipped):
             return
         if skipped.device.type in FREE_TO_READ:
@@ -100,10 +203,11 @@ class Standstill:
             self._told = True
             say(
                 logging.WARNING,
-                f"the last {passed} steps changed nothing, since their gradients hold "
-                "a NaN or infinity: the run stands still. Look at the loss and its "
-                "inputs, or lower the learning rate; nonfinite='raise' names the "
-                "parameters, and optimizer.num_skipped counts the steps",
+                f"the last {passed} steps changed nothing, since their gradients, or a "
+                "learning rate in a tensor, hold a NaN or infinity: the run stands "
+                "still. Look at the loss and its inputs, or lower the learning rate; "
+                "nonfinite='raise' names the parameters, and optimizer.num_skipped "
+                "counts the steps",
             )
 
 

@@ -1,35 +1,103 @@
-"""Ranges of hyperparameters, checked where they come in. Tensors are taken as they are:
-looking would be a sync.
+"""Ranges of hyperparameters, checked where they come in. The value of a tensor is read
+where that is free, on a CPU: elsewhere reading would be a sync.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from operator import is_
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 Number = float | Tensor
 
+PLAIN = (float, int, bool, str, type(None))
+
+
+@runtime_checkable
+class ArrayLike(Protocol):
+    """A scalar or an array of numpy, or of another library like it."""
+
+    def tolist(self) -> Any: ...
+
+
+def plain(value: Any, *, is_pair: bool = False) -> Any:
+    """Return a hyperparameter as Python and torch write it, so that a checkpoint holds
+    nothing foreign: scalars of numpy as numbers; arrays, and sequences that are no
+    text, as tuples. What is plain already stays the same object, lists too.
+
+    Args:
+        value: as its user wrote it.
+        is_pair: whether a tensor of one dim is a sequence of 0-D tensors.
+    """
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        return tuple(value.unbind()) if is_pair and value.ndim == 1 else value
+    if isinstance(value, ArrayLike):
+        contents = value.tolist()
+        value = tuple(contents) if isinstance(contents, list) else contents
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return value
+    elements = tuple(map(plain, value))
+    same = type(value) in (list, tuple) and all(map(is_, elements, value))
+    return value if same else elements
+
+
+def can_read(value: Tensor) -> bool:
+    """Return whether the value of a tensor is there, and may be read without waiting:
+    not on another device than a CPU, nor while somebody traces or transforms.
+    """
+    return (
+        type(value) is Tensor
+        and value.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
 
 def _check(
     name: str, value: object, expected: str, holds: Callable[[float], bool], do: str
 ) -> None:
+    value = plain(value)
     if isinstance(value, Tensor):
-        if value.ndim:
+        if value.ndim or value.is_complex() or value.dtype == torch.bool:
             raise ValueError(
-                f"got {name} of shape {tuple(value.shape)}, expected a number or 0-D "
-                f"tensor: {do}"
+                f"got {name} of shape {tuple(value.shape)} and {value.dtype}, expected "
+                f"a real number or 0-D tensor: {do}"
             )
-        return
+        if not can_read(value):
+            return
+        value = value.item()
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
-        or not holds(float(value))
+        or not holds(_as_float(value))
     ):
-        raise ValueError(f"got {name}={value!r}, expected {expected}: {do}")
+        raise ValueError(f"got {name}={shown(value)}, expected {expected}: {do}")
+
+
+def _as_float(value: float) -> float:
+    """Return the nearest float, which is infinite for a whole number beyond all."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, 1 if value > 0 else -1)
+
+
+def shown(value: object) -> str:
+    """Return what messages show of a value: not thousands of digits, which Python does
+    not even write.
+    """
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        return f"a whole number of {value.bit_length()} bits"
+    return repr(value)
 
 
 def at_least_zero(name: str, value: Number) -> None:
@@ -83,12 +151,13 @@ def decay_rate(name: str, value: Number) -> None:
 
 
 def betas(name: str, value: tuple[Number, Number]) -> None:
-    """A pair of numbers in [0, 1)."""
-    if not isinstance(value, tuple | list) or len(value) != 2:
+    """A pair of numbers in [0, 1): any sequence, or an array or tensor of one dim."""
+    pair = plain(value, is_pair=True)
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(
             f"got {name}={value!r}, expected a pair: pass e.g. {name}=(0.95, 0.99)"
         )
-    for i, beta in enumerate(value):
+    for i, beta in enumerate(pair):
         decay_rate(f"{name}[{i}]", beta)
 
 
@@ -105,7 +174,7 @@ def floating_or_none(name: str, value: torch.dtype | None) -> None:
 
 def true_or_false(name: str, value: bool) -> None:
     """True or False."""
-    if not isinstance(value, bool):
+    if not isinstance(plain(value), bool):
         raise ValueError(
             f"got {name}={value!r}, expected True or False: pass one of the two"
         )
@@ -113,6 +182,7 @@ def true_or_false(name: str, value: bool) -> None:
 
 def count_or_none(name: str, value: int | None) -> None:
     """None or a whole number >= 1."""
+    value = plain(value)
     if value is not None and (
         isinstance(value, bool) or not isinstance(value, int) or value < 1
     ):
@@ -124,6 +194,7 @@ def count_or_none(name: str, value: int | None) -> None:
 
 def count(name: str, value: int) -> None:
     """A whole number >= 1."""
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(
             f"got {name}={value!r}, expected a whole number >= 1: pass one"

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import Field, field, fields, is_dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -64,6 +64,11 @@ class Hyperparameter(NamedTuple):
     is_number: bool
     is_whole: bool
     beta: int | None
+    is_pair: bool
+
+    def plain(self, value: Any) -> Any:
+        """Return a value of it as Python and torch write it (``checks.plain``)."""
+        return checks.plain(value, is_pair=self.is_pair)
 
     @property
     def may_be_none(self) -> bool:
@@ -119,15 +124,17 @@ def table(component: type) -> Table:
         if is_dataclass(f.default) and not isinstance(f.default, type):
             found |= table(type(f.default))
             continue
+        hint = hints[f.name]
         found[_name(f)] = Hyperparameter(
             _name(f),
             f.default,
-            hints[f.name],
+            hint,
             texts.get(f.name, ""),
             f.metadata.get("check"),
             f.metadata.get("number", False),
             f.metadata.get("whole", False),
             f.metadata.get("beta"),
+            tuple in [get_origin(h) for h in (hint, *get_args(hint))],
         )
     return found
 
@@ -155,14 +162,19 @@ def arguments(component: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_fields(component: Any) -> None:
-    """Check the fields of a dataclass's instance.
+    """Check the fields of a dataclass's instance, and write them as Python does.
 
     Raises:
         ValueError: one is out of its range.
     """
+    kind: type = type(component)
+    known = table(kind)
     for f in fields(component):
+        value = getattr(component, f.name)
         if (check := f.metadata.get("check")) is not None:
-            check(_name(f), getattr(component, f.name))
+            check(_name(f), value)
+        if (line := known.get(_name(f))) is not None:  # no component of it
+            object.__setattr__(component, f.name, line.plain(value))
 
 
 def check_values(known: Table, given: Mapping[str, Any]) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from marsopt.rules.hyperparameters import structure
+from marsopt.rules import checks
+from marsopt.rules.hyperparameters import check_fields, structure
 
 if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the shapes
     from jaxtyping import Float
@@ -276,11 +277,12 @@ class NewtonSchulz:
     steps: int = structure(5, name="ns_steps", whole=True)
     coefficients: str = structure("quintic", name="ns_coefficients", whole=True)
     dtype: torch.dtype | None = structure(None, name="ns_dtype", whole=True)
-    eps: float = structure(5e-10, name="ns_eps", whole=True)
+    eps: float = structure(5e-10, checks.at_least_zero, name="ns_eps", whole=True)
     gram: bool | None = structure(None, name="ns_gram", whole=True)
     scaling: str = structure(FROBENIUS, name="ns_scaling", whole=True)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, value, known in (
             ("coefficients", self.coefficients, sorted(COEFFICIENTS)),
             ("scaling", self.scaling, sorted(SCALINGS)),

@@ -140,7 +140,26 @@ class NamedRule:
         matrices: Matrices = Matrices(),
         **arguments: Any,
     ) -> Algorithm:
-        """Join the preconditioner, with these ``arguments`` of it, and a correction."""
+        """Join the preconditioner, with these ``arguments`` of it, and a correction.
+
+        Raises:
+            ValueError: they switch off what this rule's name stands for.
+        """
+        for name, default in self.defaults.items():
+            without = {n: v for n, v in self.defaults.items() if n != name}
+            alike = (
+                other.name
+                for other in REGISTRY.values()
+                if other.preconditioner is self.preconditioner
+                and other.is_mars == self.is_mars
+                and other.defaults == without
+            )
+            if default is True and arguments.get(name) is False:
+                for other in alike:
+                    raise ValueError(
+                        f"got {name}=False with mars_type={self.name!r}, expected None "
+                        f"or True: {self.name!r} without it is mars_type={other!r}"
+                    )
         return Algorithm(
             preconditioner=self.preconditioner(**{**self.defaults, **arguments}),
             correction=correction,
