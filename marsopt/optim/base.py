@@ -21,6 +21,7 @@ from marsopt.optim.groups import (
     check_once,
     complete,
     described,
+    device_of,
     has_two_rates,
     labels,
     misspelt,
@@ -100,7 +101,7 @@ class LayoutOptimizer(Optimizer):
             defaulted = complete(param_group, self._options, self.defaults)
         super().add_param_group(param_group)
         try:
-            admit(self.param_groups, self._options)
+            admit(self.param_groups, self._options, self.state)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -118,18 +119,16 @@ class LayoutOptimizer(Optimizer):
             self.param_groups[-1][TRAIN_MODE] = self.param_groups[0][TRAIN_MODE]
         if self._layout is not None:  # else the constructor is still adding groups
             warn_of_embeddings(self.param_groups, self._say)
-            if not self._layout.params:
-                self._place()
             self._build()
 
     def _place(self) -> None:
-        """Choose the device and whether to compile. An optimizer without parameters
-        (ZeRO on some ranks) uses the CPU until a group with parameters is added.
+        """Choose the device and whether to compile. An optimizer that moves nothing
+        (ZeRO on some ranks, a model that is frozen) uses the CPU until it does.
         """
-        first = next((p for g in self.param_groups for p in g["params"]), None)
-        device = torch.device("cpu") if first is None else first.device
+        device = device_of(self.param_groups, self.state)
         wanted = self._options["compile"]
-        self._compile = False if first is None else resolve_compile(wanted, device.type)
+        moves = device is not None
+        self._compile = moves and resolve_compile(wanted, device.type)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
 
     def _build(self, layout: Layout | None = None) -> None:
@@ -161,6 +160,8 @@ class LayoutOptimizer(Optimizer):
         return self._layout
 
     def _new_layout(self) -> Layout:
+        if self._layout is not None and not self._layout.params:
+            self._place()
         return Layout(
             self.param_groups, self.state, self._options, self._compile, self._layout
         )

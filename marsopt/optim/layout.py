@@ -19,9 +19,10 @@ from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.compiled import should_stack
 from marsopt.optim.groups import (
     DeviceHyperparameters,
-    check_matrices,
+    check_parameters,
     label,
     labels,
+    moves,
     structure,
 )
 from marsopt.optim.state_dict import State, own
@@ -54,12 +55,14 @@ class Layout:
         compile: bool,
         before: Layout | None = None,
     ) -> None:
-        check_matrices(groups, options)
+        device = check_parameters(groups, options, state)
         self._groups, self._options = groups, options
         self._collectives = options["collectives"]
         self._state = state
         filled = [group for group in groups if group["params"]]
-        self._hyper = [DeviceHyperparameters(group, options) for group in filled]
+        self._hyper = [
+            DeviceHyperparameters(group, options, device) for group in filled
+        ]
 
         def stacked(p: Tensor, num_alike: int) -> bool:
             return should_stack(p, compile, num_alike)
@@ -188,11 +191,7 @@ class Layout:
             seen += [value for key, value in entry.items() if key in keys]
             seen.append(entry.get(LOOKAHEAD) if bucket.algorithm.num_behind else None)
         said = [structure(group, self._options) for group in groups]
-        said += [
-            (id(p), p.dtype, buckets.moves(p, state))
-            for g in groups
-            for p in g["params"]
-        ]
+        said += [(id(p), p.dtype, moves(p, state)) for g in groups for p in g["params"]]
         return [*said, *map(id, seen)], seen
 
     def _check_forms(self) -> None:
@@ -287,10 +286,9 @@ class Layout:
         live: list[bool],
     ) -> Tensor:
         local = bucket.collectives.local
-        every = [p.grad for p in bucket.params]
-        has = [g is not None for g in every]
+        has = [p.grad is not None for p in bucket.params]
         live += repeated(has, bucket.num_clipped)
-        grads = [local(g) for g in every if g is not None]
+        grads = [local(p.grad, p) for p in bucket.params if p.grad is not None]
         strides = pieces[0].stride()
         if all(has) and all(g.stride() == strides for g in grads):
             g = adjacent(grads)
@@ -395,7 +393,7 @@ class Layout:
             torch.zeros((), device=p.device)
             if p.grad is None
             else torch.linalg.vector_norm(
-                working(self._collectives.local(p.grad))
+                working(self._collectives.local(p.grad, p))
             ).square()
             for p in self.params
         ]

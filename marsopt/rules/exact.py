@@ -242,7 +242,9 @@ class TakenGradients:
             if other == reader:
                 continue
             # written since: clipped or unscaled, unless it was zeroed
-            if _num_writes(p.grad, local) == before or bool(local(p.grad).any()):
+            if _num_writes(p.grad, local) == before or bool(
+                local(p.grad, p.grad).any()
+            ):
                 raise RuntimeError(
                     f"got {reader} with gradients that were added to those which "
                     f"{other} had read, expected those of one batch: call "
@@ -251,16 +253,16 @@ class TakenGradients:
                 )
 
 
-def _num_writes(g: Tensor, local: Callable[[Tensor], Tensor]) -> int:
+def _num_writes(g: Tensor, local: Callable[..., Tensor]) -> int:
     """Count by autograd's versions: FSDP2 accumulates into the piece of a DTensor,
     while what is written through the DTensor counts there alone.
     """
-    piece = local(g)
+    piece = local(g, g)  # as it lies
     return g._version + (0 if piece is g else piece._version)
 
 
 def _hook(
-    taken: TakenGradients, local: Callable[[Tensor], Tensor]
+    taken: TakenGradients, local: Callable[..., Tensor]
 ) -> Callable[[Tensor], None]:
     """Return a hook that does not keep ``taken`` alive, which parameters outlive."""
     found = weakref.ref(taken)
