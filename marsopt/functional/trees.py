@@ -125,7 +125,7 @@ def check_unflattened(x: Tensor, what: str) -> None:
     """Raises ValueError where ``x`` is FSDP1's: a rank's shard of flattened parameters,
     in which no rule finds a matrix, and whose norm is that of the shard.
     """
-    if "_fsdp_flattened" in vars(x):  # on what FSDP1 has flattened, whatever its form
+    if hasattr(x, "_fsdp_flattened"):  # on all that FSDP1 has flattened
         raise ValueError(
             f"got {what}, which FSDP1 (FullyShardedDataParallel) has flattened, "
             "expected a whole parameter or a DTensor: shard the model by FSDP2 "
