@@ -112,20 +112,26 @@ class MeshCollectives:
         self._partitions: LayoutCache[Partition] = LayoutCache()
         self._agreement = Agreement()
 
-    def local(self, tensor: Tensor) -> Tensor:
-        """Return this rank's piece, sharing storage.
+    def local(self, tensor: Tensor, like: Tensor | None = None) -> Tensor:
+        """Return this rank's piece, sharing storage. A gradient whose placements are
+        not those of its parameter, ``like``, is redistributed: tensor parallelism
+        leaves pending (Partial) sums, which FSDP2 completes and nobody else does. A
+        collective then.
 
         Raises:
-            ValueError: a DTensor with pending (Partial) sums.
+            ValueError: without ``like``, a DTensor with pending sums.
         """
         if not isinstance(tensor, DTensor):
             return tensor
-        for placement in tensor.placements:  # a loop: this runs twice a tensor and step
-            if placement.is_partial():
-                raise ValueError(
-                    f"got placements {tensor.placements}, expected shards or replicas: "
-                    "redistribute the partial sums first"
-                )
+        if isinstance(like, DTensor):
+            if tensor.placements != like.placements:
+                tensor = tensor.redistribute(placements=like.placements)
+        elif any(p.is_partial() for p in tensor.placements):
+            raise ValueError(
+                f"got a DTensor of shape {tuple(tensor.shape)} with placements "
+                f"{tensor.placements}, expected shards or replicas: redistribute the "
+                "partial sums first"
+            )
         # without a graph to_local makes no more of it than a view, tensor by tensor
         return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor
 

@@ -37,6 +37,7 @@ NAME = "MARS"
 # What AdamW moves beside the rule in default_mars, as marsopt.param_groups tells it by
 # name
 BESIDE = "|".join(NAMES.values())
+REST = ".*"  # what the rule moves there
 
 
 def build_mars(groups: Iterable[dict[str, Any]], **options: Any) -> MARS:
@@ -218,7 +219,7 @@ def default_mars(
                 pattern=BESIDE, optimizer_name=NAME, optimizer_kwargs=beside
             ),
             ParamGroupConfig(
-                pattern=".*", optimizer_name=NAME, optimizer_kwargs=layers
+                pattern=REST, optimizer_name=NAME, optimizer_kwargs=layers
             ),
         ],
         optimizer_factory_kwargs_by_name={
@@ -228,14 +229,20 @@ def default_mars(
 
 
 def _num_matched(
-    configs: Sequence[ParamGroupConfig], model_parts: Iterable[nn.Module]
+    configs: Sequence[ParamGroupConfig],
+    model_parts: Iterable[nn.Module],
+    *,
+    frozen: bool = False,
 ) -> list[int]:
-    """Return how many parameters each group gets; the first match takes one."""
+    """Return how many parameters each group gets (if ``frozen``, those too that it
+    would get); the first match takes one.
+    """
     counts = [0] * len(configs)
     for part in model_parts:
         for name, p in part.named_parameters():
             hits = (i for i, c in enumerate(configs) if re.search(c.pattern, name))
-            if p.requires_grad and (first := next(hits, None)) is not None:
+            counted = frozen or p.requires_grad
+            if counted and (first := next(hits, None)) is not None:
                 counts[first] += 1
     return counts
 
@@ -243,19 +250,32 @@ def _num_matched(
 def _check_patterns(
     configs: Sequence[ParamGroupConfig], model_parts: Sequence[nn.Module]
 ) -> None:
-    """Check that every group gets a parameter in some part, on some rank.
+    """Check that every group gets a parameter, which may be frozen, in some part, on
+    some rank; of ``default_mars``, whose patterns no user wrote, that one does.
 
     Raises:
-        ValueError: one gets none, on every rank.
+        ValueError: one gets none, on every rank; or nothing is trained.
     """
     device = next(p.device for part in model_parts for p in part.parameters())
     with unset_fake_temporarily():  # real numbers for a model without memory, too
-        counts = torch.tensor(_num_matched(configs, model_parts), device=device)
+        counts = torch.tensor(
+            [
+                _num_matched(configs, model_parts),
+                _num_matched(configs, model_parts, frozen=True),
+            ],
+            device=device,
+        )
         if dist.is_initialized():
             dist.all_reduce(counts)
-        found = counts.tolist()
+        trained, found = counts.tolist()
+    if not any(trained):
+        raise ValueError(
+            f"got no parameter that requires a gradient for {NAME} and the optimizers "
+            "beside it, expected one at least: set requires_grad_() before the "
+            "optimizer is built"
+        )
     for config, count in zip(configs, found, strict=True):
-        if not count:
+        if not count and config.pattern not in (BESIDE, REST):
             raise ValueError(
                 f"got the pattern {config.pattern!r}, for which no parameter is left "
                 "(the first match takes it), expected one at least: correct it, move "

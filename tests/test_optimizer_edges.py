@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import marsopt
 from marsopt import MARS
@@ -416,10 +417,120 @@ def test_loading_under_inference_mode_leaves_tensors_that_a_step_may_write(corre
     ids=str,
 )
 def test_parameters_narrower_than_two_bytes_are_refused(dtype):
-    p = torch.empty(4, 4, dtype=torch.uint8).view(dtype)
+    p = torch.empty(4, 4, dtype=torch.uint8).view(dtype).requires_grad_()
     for make in (MARS, marsopt.adamw().init, marsopt.FlatGroup.pack):
         with pytest.raises(ValueError, match=f"{dtype}, expected.*16 bits or more.*: "):
             make([p])
+
+
+# ---- what nobody moves ---------------------------------------------------------------
+
+KINDS = {
+    "int8": lambda: torch.arange(6, dtype=torch.int8).view(2, 3),
+    "packed": lambda: torch.arange(6, dtype=torch.uint8)[:, None],
+    "float8": lambda: torch.ones(2, 3).to(torch.float8_e5m2),
+    "complex": lambda: torch.ones(2, 3, dtype=torch.complex64),
+    "float64": lambda: torch.ones(2, 3, dtype=torch.float64),  # wider than the state
+    "meta": lambda: torch.ones(2, 3, device="meta"),
+    "subclass": lambda: TwoTensor(torch.ones(2, 3), torch.ones(2, 3)),
+}
+
+
+def frozen(kind):
+    return nn.Parameter(KINDS[kind](), requires_grad=False)
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "moonlight"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_parameter_may_be_anything(kind, mars_type):
+    """First in the list, in a group of its own, and beside what is trained, which moves
+    as it does alone.
+    """
+    a, b = twins((4, 3), (3,))
+    options = dict(lr=LR, mars_type=mars_type, max_norm=1.0, block_rows=2)
+    options |= dict(state_dtype=torch.float32)
+    alone = eager(a, **options)
+    still = [frozen(kind) for _ in range(3)]
+    groups = [{"params": still[:1]}, {"params": [still[1], *b]}]
+    optimizer = eager(groups, **options)
+    optimizer.add_param_group({"params": still[2:]})
+    run(alone, a, 2)
+    run(optimizer, b, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert len(saved["state"]) == 2
+    optimizer.load_state_dict(saved)
+    optimizer.zero_grad()
+    for one, params in ((alone, a), (optimizer, b)):
+        run(one, params, 1, 2)
+    equal(a, b)
+    assert [p for p, _ in optimizer.iterates()] == [still[0], still[1], *b, still[2]]
+    assert float(optimizer.grad_norm) == float(alone.grad_norm)
+    if kind != "meta":
+        for p in still:
+            raw = [
+                x.a if kind == "subclass" else x.detach() for x in (p, KINDS[kind]())
+            ]
+            assert torch.equal(*(x.contiguous().view(torch.uint8) for x in raw))
+
+
+@pytest.mark.parametrize("kind", ["float8", "complex", "float64", "meta", "subclass"])
+def test_what_thaws_and_cannot_be_moved_is_refused_before_anything_is(kind):
+    params = parameters((2, 3))
+    late = frozen(kind)
+    named = [("late", late), ("adapter", params[0])]
+    optimizer = eager(named, lr=LR, state_dtype=torch.float32)
+    run(optimizer, params, 1)
+    before = params[0].detach().clone()
+    late.requires_grad_(True)
+    fill(params, 1)
+    with pytest.raises(ValueError, match="parameter 'late'"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+    late.requires_grad_(False)
+    optimizer.step()
+    assert not torch.equal(params[0], before)
+
+
+def test_frozen_parameters_may_share_memory_until_both_are_moved():
+    memory = torch.ones(4, 3)
+    a, b = (nn.Parameter(memory[i : i + 3], requires_grad=False) for i in (0, 1))
+    params = parameters((2, 2))
+    optimizer = eager([a, b, *params], lr=LR)
+    run(optimizer, params, 1)
+    a.requires_grad_(True)
+    run(optimizer, [a, *params], 1)
+    b.requires_grad_(True)
+    with pytest.raises(ValueError, match="parameter 0 of group 0 and parameter 1"):
+        run(optimizer, [a, b, *params], 1)
+
+
+def test_an_optimizer_of_frozen_parameters_waits_for_one(monkeypatch):
+    """For its device, and to ask whether it can compile there."""
+    asked = []
+    monkeypatch.setattr(
+        "marsopt.optim.base.resolve_compile",
+        lambda wanted, device: asked.append(device),
+    )
+    (p,) = parameters((2, 2))
+    p.requires_grad_(False)
+    optimizer = MARS([frozen("meta"), p], lr=LR, max_norm=1.0)
+    optimizer.step()
+    assert optimizer.num_skipped == 0 and not asked
+    p.requires_grad_(True)
+    before = p.detach().clone()
+    run(optimizer, [p], 1)
+    assert asked == ["cpu"] and not torch.equal(p, before)
+
+
+def test_a_subclass_that_is_no_dtensor_has_words_of_its_own():
+    wrapped, rule = nn.Parameter(KINDS["subclass"]()), marsopt.adamw()
+    for make, name in (
+        (lambda: eager([("w", wrapped)]), "parameter 'w'"),
+        (lambda: rule.step([wrapped], [wrapped], rule.init([wrapped]), lr=LR), ""),
+    ):
+        with pytest.raises(ValueError, match=f"{name}.*TwoTensor.*freeze it") as error:
+            make()
+        assert "MeshCollectives" not in str(error.value)
 
 
 # ---- live values out of their range --------------------------------------------------

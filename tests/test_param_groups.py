@@ -4,6 +4,7 @@ numbers; and what is said where a matrix rule is given embeddings.
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from pathlib import Path
@@ -306,10 +307,12 @@ def test_every_parameter_has_its_place(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_is_in_one_group_under_its_name(name):
-    """Tied ones once; tensors that do not require a gradient in none."""
+    """Tied ones once; frozen ones too, in the place that they have when they thaw."""
     model = on_meta(name)
+    before = where(param_groups(model, "muon", lr=0.1, convolutions=True))
     next(iter(model.parameters())).requires_grad_(False)
-    wanted = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert where(param_groups(model, "muon", lr=0.1, convolutions=True)) == before
+    wanted = dict(model.named_parameters())
     pairs = [pair for g in param_groups(model, lr=0.1) for pair in g["params"]]
     assert len(pairs) == len(wanted)
     assert all(wanted[n] is p for n, p in pairs)
@@ -364,6 +367,187 @@ def test_sharded_models():
     finally:
         dist.destroy_process_group()
     assert where(groups) == where(param_groups(GPT2(SHAPE), "muon", lr=0.02))
+
+
+# ---- frozen, flattened, adapted ------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["moonlight", "muon", "mars-adamw"])
+def test_what_thaws_moves_as_if_it_had_never_been_frozen(rule):
+    """And loads what was saved before, and costs nothing before."""
+
+    def step(model, optimizer, seed):
+        g = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(SHAPE.vocab_size, (2, 6), generator=g)
+        optimizer.zero_grad()
+        model(tokens).square().mean().backward()
+        optimizer.step()
+
+    def build(freeze):
+        torch.manual_seed(1)
+        model = GPT2(SHAPE)
+        model.init_weights()
+        for name in ("wpe.weight", "layers.0.mlp_in.weight", "norm.weight"):
+            model.get_parameter(name).requires_grad_(not freeze)
+        return model, MARS(param_groups(model, rule, lr=0.02), compile=False)
+
+    (cold, optimizer), (plain, control) = build(True), build(False)
+    frozen = {p for p in cold.parameters() if not p.requires_grad}
+    assert len(frozen) == 3 and frozen.isdisjoint(optimizer.state)
+    cold.requires_grad_(True)
+    for seed in range(2):
+        step(cold, optimizer, seed)
+        step(plain, control, seed)
+    for (name, p), q in zip(cold.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    model, again = build(True)
+    again.load_state_dict(optimizer.state_dict())
+    model.load_state_dict(cold.state_dict())
+    model.requires_grad_(True)
+    step(model, again, 2)
+    step(cold, optimizer, 2)
+    assert all(map(torch.equal, model.parameters(), cold.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("originals", [False, True])
+def test_what_fsdp1_has_flattened_is_refused(originals):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 5))
+        model = FullyShardedDataParallel(
+            model, use_orig_params=originals, device_id=torch.device("cpu")
+        )
+        rule, refused = marsopt.moonlight(), "FSDP1 .*fully_shard"
+        with pytest.raises(ValueError, match=refused):
+            param_groups(model, "moonlight", lr=0.1)
+        with pytest.raises(ValueError, match=refused):
+            MARS(model.parameters(), mars_type="moonlight", compile=False)
+        with pytest.raises(ValueError, match=refused):
+            rule.init(dict(model.named_parameters()))
+        model.requires_grad_(False)  # what nobody moves may be flat
+        head = nn.Linear(4, 3)
+        MARS([*model.parameters(), *head.parameters()], compile=False)
+    finally:
+        dist.destroy_process_group()
+
+
+class Kept(nn.Module):
+    """A module and the copy of it that PEFT trains (``modules_to_save``)."""
+
+    def __init__(self, module, adapter):
+        super().__init__()
+        self.original_module = module
+        self.modules_to_save = nn.ModuleDict({adapter: copy.deepcopy(module)})
+
+
+class LoRA(nn.Module):
+    """A module and its low rank adapter."""
+
+    def __init__(self, module, adapter, rank=2):
+        super().__init__()
+        self.base_layer = module
+        if isinstance(module, nn.Embedding):
+            tables, width = module.num_embeddings, module.embedding_dim
+            self.lora_embedding_A = nn.ParameterDict(
+                {adapter: torch.zeros(rank, tables)}
+            )
+            self.lora_embedding_B = nn.ParameterDict(
+                {adapter: torch.zeros(width, rank)}
+            )
+        else:
+            rows, columns = module.weight.shape
+            self.lora_A = nn.ModuleDict({adapter: nn.Linear(columns, rank, bias=False)})
+            self.lora_B = nn.ModuleDict({adapter: nn.Linear(rank, rows, bias=False)})
+
+
+class TokenRows(nn.Module):
+    """A table some of whose rows are trained."""
+
+    def __init__(self, module, rows):
+        super().__init__()
+        self.original_module = module
+        self.token_adapter = nn.Module()
+        self.token_adapter.base_layer = module
+        self.token_adapter.trainable_tokens_delta = rows
+
+
+class Rows(nn.Module):
+    """Rows of a table in a list."""
+
+    def __init__(self, *rows):
+        super().__init__()
+        self.extra_rows = nn.ParameterList(rows)
+
+
+def adapted(adapter="default"):
+    """Under PEFT's wrappers, whose names say nothing but for the head's."""
+    model = nn.Module()
+    model.tok = TokenRows(
+        nn.Embedding(32, 8), nn.ParameterDict({adapter: torch.zeros(3, 8)})
+    )
+    model.pos = LoRA(nn.Embedding(6, 8), adapter)
+    model.pos_embed = Kept(nn.Embedding(6, 8), adapter)
+    model.embeddings = Rows(torch.zeros(8), torch.zeros(1, 8))
+    model.layers = nn.ModuleList(LoRA(nn.Linear(8, 8), adapter) for _ in range(2))
+    model.router = LoRA(nn.Linear(8, 4, bias=False), adapter)
+    model.experts = nn.ModuleList([nn.Linear(8, 8, bias=False)])
+    model.classifier = Kept(nn.Linear(8, 5), adapter)
+    model.out = LoRA(nn.Linear(8, 32), adapter)  # over the vocabulary
+    return model
+
+
+@pytest.mark.parametrize("adapter", ["default", "second", "0"])
+def test_pefts_wrappers_are_looked_through(adapter):
+    found = {
+        name.replace(f".{adapter}", ".*"): group
+        for group in param_groups(adapted(adapter), "muon", lr=0.1)
+        for name, _ in group["params"]
+    }
+    kinds = {
+        name: KINDS[g["mars_type"], g.get("matrices", "2d"), g["weight_decay"]]
+        for name, g in found.items()
+    }
+    for table in (
+        "tok.original_module.weight",
+        "tok.token_adapter.trainable_tokens_delta.*",
+        "pos.base_layer.weight",
+        "pos.lora_embedding_A.*",
+        "pos_embed.original_module.weight",
+        "pos_embed.modules_to_save.*.weight",
+        "router.base_layer.weight",
+        "classifier.original_module.weight",
+        "classifier.modules_to_save.*.weight",
+        "out.base_layer.weight",
+    ):
+        assert kinds[table] == "tables", table
+    assert kinds["classifier.modules_to_save.*.bias"] == "vectors"
+    factors = [n for n in kinds if ".lora_A." in n or ".lora_B." in n]
+    assert len(factors) == 8 and {kinds[n] for n in factors} == {"matrices"}
+
+
+def test_rows_of_a_table_in_a_list_are_tables():
+    found = where(param_groups(adapted(), "muon", lr=0.1))
+    assert "embeddings.extra_rows.*" in found["tables"]
+    assert "embeddings.extra_rows.*" not in found["vectors"]
+
+
+def test_the_factors_of_adapters_may_be_adamws():
+    model = adapted().requires_grad_(False)
+    for name, p in model.named_parameters():
+        p.requires_grad_("lora_A" in name or "lora_B" in name)
+    for rule in ("moonlight", "muon", "mars-adamw"):
+        groups = param_groups(model, rule, lr=0.1, adapters="adamw")
+        trained = [g for g in groups if any(p.requires_grad for _, p in g["params"])]
+        assert [g["mars_type"] for g in trained] == ["adamw"]
+        optimizer = MARS(groups, compile=False)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p) if p.requires_grad else None
+        optimizer.step()
+    with pytest.raises(ValueError, match="got adapters='lion', expected 'matrix' or"):
+        param_groups(model, lr=0.1, adapters="lion")
 
 
 # ---- numbers -------------------------------------------------------------------------
@@ -537,14 +721,19 @@ def test_a_matrix_rule_that_is_given_embeddings_by_name_says_so_once(caplog):
 
 
 def test_without_names_it_goes_by_shape(caplog):
-    table, head = torch.zeros(8192, 16), torch.zeros(8192, 16)
-    low_rank = [torch.zeros(8192, 16) for _ in range(3)]  # one in every block
-    square = torch.zeros(16, 16)
+
+    def zeros(*shape):
+        return torch.zeros(shape, requires_grad=True)
+
+    table, head = zeros(8192, 16), zeros(8192, 16)
+    low_rank = [zeros(8192, 16) for _ in range(3)]  # one in every block
+    square = zeros(16, 16)
 
     def build(*params, mars_type="muon"):
         return MARS(params, mars_type=mars_type, compile=False)
 
-    build(square, torch.zeros(16, 8192), torch.zeros(8191, 16))
+    build(square, zeros(16, 8192), zeros(8191, 16))
+    build(square, table.detach())  # nobody moves it
     build(square, *low_rank)
     build(square, table, head, mars_type="adamw")
     build({"params": [square]}, {"params": [table, head]})
@@ -552,7 +741,7 @@ def test_without_names_it_goes_by_shape(caplog):
     build(square, table, head)
     (message,) = told(caplog)
     assert "parameter 1 of group 0, of shape (8192, 16), parameter 2 of" in message
-    build(square).add_param_group({"params": [torch.zeros(4, 4), torch.zeros(9000, 4)]})
+    build(square).add_param_group({"params": [zeros(4, 4), zeros(9000, 4)]})
     assert "parameter 1 of group 1, of shape (9000, 4)." in told(caplog)[1]
 
 

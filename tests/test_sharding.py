@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import marsopt
 from marsopt import MARS, REGISTRY
 from marsopt.parallel import MeshCollectives
 from tests.processes import spawn
@@ -295,6 +296,101 @@ def test_fsdp_and_tensor_parallelism():
     for places, error in spawn(tensor_parallel, 4):
         assert any("StridedShard" in p or "_S" in p for p in places), places
         assert error < 1e-5
+
+
+class Sequence(nn.Module):
+    """A table cut by rows, a norm over a part of the sequence, and an MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(10, 8), nn.RMSNorm(8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, tokens):
+        return self.down(torch.tanh(self.up(self.norm(self.table(tokens)))))
+
+
+def tensor_parallel_alone(rank, world, rule, correction, pure):
+    """Nothing but DTensor completes gradients: those of the norm are pending sums, and
+    those of the table lie otherwise than it. Returns their placements, and the largest
+    error of a parameter after some steps of the class, or of pure ones.
+    """
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (world,))
+    plan = {
+        "table": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Replicate()),
+    }
+    options = dict(mars_type=rule, correction=correction, lr_1d=0.03, max_norm=0.1)
+    options |= dict(ns_dtype=torch.float32) if REGISTRY[rule].matrix_only else {}
+
+    def steps(parallel):
+        torch.manual_seed(5)
+        model, kw = Sequence().double(), {}
+        if parallel:
+            parallelize_module(model, mesh, plan)
+            kw = dict(collectives=MeshCollectives(mesh))
+        params = dict(model.named_parameters())
+
+        def backward(t):
+            model.zero_grad()
+            g = torch.Generator().manual_seed(t)
+            tokens = torch.randint(10, (2, 6), generator=g)
+            model(tokens).square().mean().backward()
+
+        backward(0)
+        places = {n: str(p.grad.placements) for n, p in params.items() if parallel}
+        if pure:
+            function = marsopt.mars(base_lr=0.03, **options)
+            now = {n: p.detach().clone() for n, p in params.items()}
+            state = function.init(now, **kw)
+            for t in range(STEPS):
+                grads = {n: p.grad for n, p in params.items()}
+                now, state = function.step(now, grads, state, lr=0.03, **kw)
+                with torch.no_grad():
+                    for name, p in params.items():
+                        p.copy_(now[name])
+                backward(t + 1)
+        else:
+            named = params.items()
+            optimizer = MARS(named, lr=0.03, compile=False, **options, **kw)
+            for t in range(STEPS):
+                backward(t + 1)
+                optimizer.update_previous_grad()  # exact alone does something
+                backward(t)
+                optimizer.step()
+                optimizer.update_last_grad()
+        found = [p.detach() for p in params.values()]
+        return places, [p.full_tensor() for p in found] if parallel else found
+
+    places, got = steps(True)
+    pairs = zip(got, steps(False)[1], strict=True)
+    return places, max(float((a - b).abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    "rule, correction, pure",
+    [
+        ("mars-adamw", APPROXIMATE, False),
+        ("mars-adamw", APPROXIMATE, True),
+        ("mars-adamw", EXACT, False),
+        ("mars-m", TRANSPORT, False),
+        ("mars-m", TRANSPORT, True),
+    ],
+)
+def test_tensor_parallelism_alone(rule, correction, pure):
+    for places, error in spawn(tensor_parallel_alone, 2, rule, correction, pure):
+        assert places["norm.weight"] == "(Partial(sum),)"
+        assert places["table.weight"] != "(Shard(dim=0),)"  # as the table itself is
+        assert error < 1e-9
 
 
 # ---- what is sent --------------------------------------------------------------------

@@ -213,6 +213,35 @@ def test_a_pattern_without_parameters_is_an_error():
         config(("lm_haed", "MARS", {}), (".*", "MARS", {})).build(model_parts=[Part()])
 
 
+@pytest.mark.parametrize(
+    "trained", ["layers", "lm_head", "norm", "tok_embeddings", "experts"]
+)
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "moonlight"])
+def test_default_mars_builds_whatever_is_trained(trained, mars_type):
+    """Both of its patterns are its own: one may have nothing."""
+    part = Part()
+    for name, p in part.named_parameters():
+        p.requires_grad_(trained in name)
+    container = default_mars(0.1, mars_type, **EAGER).build(model_parts=[part])
+    assert {name.split(".")[0] for name in routes(container)} == {trained}
+    lone = nn.Sequential(nn.Linear(3, 2, bias=False))  # no model has the other kind
+    default_mars(0.1, mars_type, **EAGER).build(model_parts=[lone])
+    for p in (*part.parameters(), *lone.parameters()):
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    container.step()
+
+
+def test_a_pattern_of_frozen_parameters_is_no_misspelling():
+    part = Part()
+    part.tok_embeddings.requires_grad_(False)
+    groups = [("tok_embeddings", "AdamW", {}), (r"l|e|n|r", "MARS", {})]
+    container = config(*groups).build(model_parts=[part])
+    assert len(container.optimizers) == 1
+    part.requires_grad_(False)
+    with pytest.raises(ValueError, match="got no parameter that requires a gradient"):
+        config(*groups).build(model_parts=[part])
+
+
 def test_options_of_the_whole_optimizer_may_stand_in_groups_that_agree():
     own = dict(mars_type="mars-m", ns_dtype="float32", state_dtype="float32")
     container = config(("layers", "MARS", own), (".*", "MARS", {})).build(

@@ -182,8 +182,11 @@ class Collectives(Protocol):
         one sum over shards, of 2 tensors
     """
 
-    def local(self, tensor: Tensor) -> Tensor:
-        """The piece of ``tensor`` that this process holds, sharing its storage."""
+    def local(self, tensor: Tensor, like: Tensor | None = None) -> Tensor:
+        """The piece of ``tensor`` that this process holds, sharing its storage. Of a
+        gradient, ``like`` is its parameter: a gradient that is laid out otherwise (as
+        pending sums, for one) is brought into the parameter's layout first.
+        """
 
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:
         """Inverse of ``local``: a piece of a tensor laid out as ``like``; where it has
@@ -246,18 +249,24 @@ class LocalCollectives:
     def __reduce__(self) -> str:
         return "LOCAL"  # copies and pickles are this one
 
-    def local(self, tensor: Tensor) -> Tensor:
+    def local(self, tensor: Tensor, like: Tensor | None = None) -> Tensor:
         """``tensor`` itself.
 
         Raises:
             ValueError: ``tensor`` is sharded (a DTensor): its norm would silently be
-                that of one shard.
+                that of one shard; or it is another wrapper of tensors.
         """
         if is_traceable_wrapper_subclass(tensor):
+            what = f"got a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
+            if _is_dtensor(tensor):
+                raise ValueError(
+                    f"{what} without collectives, expected a plain tensor: pass "
+                    "collectives=MeshCollectives(mesh) (from marsopt.parallel)"
+                )
             raise ValueError(
-                f"got a {type(tensor).__name__} of shape {tuple(tensor.shape)} without "
-                "collectives, expected a plain "
-                "tensor: pass collectives=MeshCollectives(mesh) (from marsopt.parallel)"
+                f"{what}, a subclass that wraps other tensors, expected a plain tensor "
+                "or a DTensor: optimize the plain tensor that it is made from, leave "
+                "it out, or freeze it (requires_grad_(False))"
             )
         return tensor
 
@@ -296,6 +305,11 @@ class LocalCollectives:
 
     def claim(self, published: Tensor, owns: Owned) -> Tensor:
         return published
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    """By name: marsopt does not import torch.distributed."""
+    return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)
 
 
 LOCAL = LocalCollectives()

@@ -227,8 +227,8 @@ def bind(
     at_owner = algorithm.matrix_preconditioner.owned if algorithm.matrix_only else ()
     sharded = {s: tree for s, tree in every.items() if s not in at_owner}
 
-    def local(tensor: Tensor) -> Tensor:
-        return tensor if flat else collectives.local(tensor).unsqueeze(0)
+    def local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+        return tensor if flat else collectives.local(tensor, like).unsqueeze(0)
 
     stacks, members = [], []
     for i, x in enumerate(flatten(params, "params")):
@@ -237,12 +237,12 @@ def bind(
             Stack(
                 algorithm=algorithm,
                 x=local(x),
-                g=local(grads[i]),
-                buffers={symbol: local(tree[i]) for symbol, tree in sharded.items()},
+                g=local(grads[i], x),
+                buffers={symbol: local(tree[i], x) for symbol, tree in sharded.items()},
                 shape=shape,
                 rows=matrix_rows(algorithm, x, shape, collectives),
                 cuts=rounding_cuts(algorithm, x, collectives),
-                given={symbol: local(tree[i]) for symbol, tree in given.items()},
+                given={symbol: local(tree[i], x) for symbol, tree in given.items()},
             )
         )
         own = [every[symbol][i] for symbol in at_owner]

@@ -122,6 +122,19 @@ def check_like(x: Tensor, g: Tensor, what: str) -> None:
         )
 
 
+def check_unflattened(x: Tensor, what: str) -> None:
+    """Raises ValueError where ``x`` is FSDP1's: a rank's shard of flattened parameters,
+    in which no rule finds a matrix, and whose norm is that of the shard.
+    """
+    if hasattr(x, "_fsdp_flattened"):  # on all that FSDP1 has flattened
+        raise ValueError(
+            f"got {what}, which FSDP1 (FullyShardedDataParallel) has flattened, "
+            "expected a whole parameter or a DTensor: shard the model by FSDP2 "
+            "(fully_shard) and pass collectives=MeshCollectives(mesh), or use "
+            "DistributedDataParallel"
+        )
+
+
 def check_parameter(
     x: Tensor,
     what: str,
@@ -129,6 +142,7 @@ def check_parameter(
     stochastic_rounding: bool = False,
 ) -> None:
     """Raises ValueError where no rule can move ``x``."""
+    check_unflattened(x, what)
     if not x.is_floating_point():
         raise ValueError(
             f"got {what} of dtype {x.dtype}, expected a real floating point type: "

@@ -22,8 +22,10 @@ from marsopt.optim.groups import (
     check_group,
     check_no_module,
     check_once,
+    check_parameters,
     complete,
     described,
+    device_of,
     has_two_rates,
     labels,
     revived,
@@ -114,7 +116,9 @@ class LayoutOptimizer(Optimizer):
             defaulted = complete(param_group, self._options, self.defaults)
         super().add_param_group(param_group)
         try:
-            admit(self.param_groups, self._options)
+            admit(self.param_groups[-1], self._options)
+            if self._layout is not None:  # the constructor checks all of them at once
+                check_parameters(self.param_groups, self._options, self.state)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -133,8 +137,6 @@ class LayoutOptimizer(Optimizer):
         if self._layout is not None:  # else the constructor is still adding groups
             warn_of_embeddings(self.param_groups, self._say)
             warn_of_half_precision(self.param_groups, self._options, self._say)
-            if not self._layout.params:
-                self._place()
             self._build()
 
     def _forget_layouts(self) -> None:
@@ -144,14 +146,13 @@ class LayoutOptimizer(Optimizer):
         self._runs: dict[Hashable, InPlace] = {}
 
     def _place(self) -> None:
-        """Choose the device and whether to compile. An optimizer without parameters
-        (ZeRO on some ranks) uses the CPU until a group with parameters is added.
+        """Choose the device and whether to compile. An optimizer that moves nothing
+        (ZeRO on some ranks, a model that is frozen) uses the CPU until it does.
         """
-        first = next((p for g in self.param_groups for p in g["params"]), None)
-        device = torch.device("cpu") if first is None else first.device
+        device = device_of(self.param_groups, self.state)
         wanted = self._options["compile"]
-        self._compile = False if first is None else resolve_compile(wanted, device.type)
-        self._skipped = self._skipped.to(device)
+        self._compile = device is not None and resolve_compile(wanted, device.type)
+        self._skipped = self._skipped.to(device or "cpu")
 
     def _build(self, layout: Layout | None = None) -> None:
         """Make missing state, buckets over it, and a run that moves them.
@@ -161,9 +162,6 @@ class LayoutOptimizer(Optimizer):
         """
         bound = layout is not None
         if layout is None:
-            devices = {p.device for group in self.param_groups for p in group["params"]}
-            if devices and self._skipped.device not in devices:
-                self._place()  # all parameters were moved
             layout = self._new_layout()
         if self._layout is not None:
             with torch.no_grad():
@@ -208,6 +206,10 @@ class LayoutOptimizer(Optimizer):
         if len(self._hyper) > len(self.param_groups) + KEPT:
             present = {id(group) for group in self.param_groups}
             self._hyper = {i: h for i, h in self._hyper.items() if i in present}
+        device = device_of(self.param_groups, self.state)
+        stays = device in (None, self._skipped.device)
+        if self._layout is not None and not (self._layout.params and stays):
+            self._place()  # the first that moves, or all were moved
         return Layout(
             self.param_groups,
             self.state,

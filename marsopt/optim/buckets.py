@@ -39,7 +39,7 @@ from marsopt.functional.step_types import (
     norms_per_tensor,
     scalar_dtype,
 )
-from marsopt.optim.groups import DeviceHyperparameters, label
+from marsopt.optim.groups import DeviceHyperparameters, label, moves
 from marsopt.optim.state_dict import State
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import AHEAD, LOOKAHEAD, Buffer, is_full
@@ -147,13 +147,6 @@ class BucketGroup:
 
 
 # ---- buckets -------------------------------------------------------------------------
-
-
-def moves(p: Tensor, state: State) -> bool:
-    """Return whether a parameter takes part in steps: a frozen one gets no state before
-    its first gradient.
-    """
-    return p.requires_grad or p.grad is not None or "step" in state.get(p, ())
 
 
 def build(

@@ -25,7 +25,7 @@ from marsopt.functional.routing import (
 from marsopt.functional.stacks import check_overlap
 from marsopt.functional.step_types import scalar_dtype
 from marsopt.functional.trees import check_parameter
-from marsopt.optim.state_dict import TRAIN_MODE
+from marsopt.optim.state_dict import TRAIN_MODE, State
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
 from marsopt.rules.hyperparameters import (
@@ -67,6 +67,21 @@ def labels(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, str]]:
     ]
 
 
+def moves(p: Tensor, state: State) -> bool:
+    """Return whether a parameter takes part in steps: a frozen one, whatever it is,
+    asks for no rule and no state before its first gradient.
+    """
+    return p.requires_grad or p.grad is not None or "step" in state.get(p, ())
+
+
+def device_of(groups: Sequence[Mapping[str, Any]], state: State) -> torch.device | None:
+    """Return the device of the first parameter that takes part in steps, if one does:
+    that of all of them.
+    """
+    every = (p for group in groups for p in group["params"])
+    return next((p.device for p in every if moves(p, state)), None)
+
+
 def described(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
     """Return what has to be the same on all ranks: not the parameters, lr, mode."""
     told = [
@@ -95,7 +110,11 @@ def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
         return  # torch.optim refuses what it does not take
     check_no_module(params)
     new["params"] = params = [params] if isinstance(params, Tensor) else list(params)
-    first = {id(p): what for p, what in labels(groups)}
+    ids = {id(given[1] if isinstance(given, tuple) else given) for given in params}
+    present = {id(p) for group in groups for p in group["params"]}
+    # labels only where one is needed: a model may have thousands of groups
+    apart = len(ids) == len(params) and ids.isdisjoint(present)
+    first = {} if apart else {id(p): what for p, what in labels(groups)}
     for i, given in enumerate(params):
         name, p = given if isinstance(given, tuple) else (None, given)
         check_no_module(p)
@@ -299,25 +318,22 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or not (_holds_tensor(a) or _holds_tensor(b)) and bool(a == b)
 
 
-def admit(groups: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> None:
-    """Check the last of ``groups`` and note its ``base_lr``.
+def admit(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Check the hyperparameters of a new group and note its ``base_lr``.
 
     Args:
-        groups: the optimizer's, the new one among them.
+        group: the new one.
         options: what the optimizer was built with.
 
     Raises:
-        TypeError, ValueError: hyperparameters out of their range, other options of the
-            whole optimizer in a group, tensors that no rule can move, or that share
-            memory.
+        TypeError, ValueError: hyperparameters out of their range, or other options of
+            the whole optimizer in a group.
     """
-    group = groups[-1]
     _check_options(group, options)
     checks.at_least_zero("lr", group["lr"])
     if "base_lr" not in group:
         group["base_lr"] = float(group["lr"])  # of a tensor: waits for its device
     check_group(group, options)
-    check_matrices(groups, options)
     # later changes of a tensor would not be seen without a sync
     unseen = group["base_lr"] == 0 and isinstance(group["lr"], Tensor)
     if unseen and has_two_rates(group, options):
@@ -326,12 +342,6 @@ def admit(groups: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> None:
             "base rate, which lr_1d is measured against: add the group with its peak "
             "lr, or give it base_lr"
         )
-    device = next((p.device for g in groups for p in g["params"]), None)
-    for i, p in enumerate(group["params"]):
-        what = label(groups, len(groups) - 1, i)
-        _check(p, what, device, options)
-    local = options["collectives"].local
-    check_overlap([(local(p), what) for p, what in labels(groups)])
 
 
 def has_two_rates(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
@@ -377,20 +387,32 @@ def revived(
             )
 
 
-def check_matrices(
-    groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-) -> None:
-    """Check that parameters are made of the matrices that their groups name.
+def check_parameters(
+    groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any], state: State
+) -> torch.device | None:
+    """Check the parameters that take part in steps. Others may be anything: quantized,
+    on another device, without memory.
+
+    Returns:
+        The device of those.
 
     Raises:
-        ValueError: the rows of one do not divide.
+        ValueError: a tensor that no rule can move, the rows of a matrix do not divide,
+            or two share memory.
     """
+    device, pieces = device_of(groups, state), []
     for number, group in enumerate(groups):
-        if group.get("block_rows") is None:
-            continue
-        matrices = route({**options, **group}).matrix.matrices
+        matrices = None
+        if group.get("block_rows") is not None:
+            matrices = route({**options, **group}).matrix.matrices
         for i, p in enumerate(group["params"]):
-            matrices.check(p.shape, label(groups, number, i))
+            if moves(p, state):
+                what = label(groups, number, i)
+                if matrices is not None:
+                    matrices.check(p.shape, what)
+                pieces.append((_movable(p, what, device, options), what))
+    check_overlap(pieces)
+    return device
 
 
 def _check_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -411,9 +433,18 @@ def _check_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> None
         )
 
 
-def _check(
+def _movable(
     p: Tensor, what: str, device: torch.device | None, options: Mapping[str, Any]
-) -> None:
+) -> Tensor:
+    """Return this process's piece of a parameter that a rule can move.
+
+    Raises:
+        ValueError: none can.
+    """
+    try:
+        piece = options["collectives"].local(p)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
     check_parameter(
         p, what, options["state_dtype"], options.get("stochastic_rounding", False)
     )
@@ -427,8 +458,7 @@ def _check(
             f"got {what} on {p.device}, expected {device}, where the first parameter "
             "is: use one MARS per device"
         )
-    # raises for a sharded parameter without collectives
-    options["collectives"].local(p)
+    return piece
 
 
 class DeviceHyperparameters:
@@ -436,12 +466,23 @@ class DeviceHyperparameters:
 
     ``lr``, ``lr_1d`` (already in proportion to lr), ``gamma`` and ``gamma_1d`` are 0-D
     tensors; ``routing`` reads the others.
+
+    Args:
+        group: a param group.
+        options: what the optimizer was built with.
+        device: of the parameters that take part in steps; None = the CPU.
     """
 
-    def __init__(self, group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        group: dict[str, Any],
+        options: Mapping[str, Any],
+        device: torch.device | None = None,
+    ) -> None:
         self._options = options
         self._structure = structure(group, options)
-        self._device = device = group["params"][0].device
+        device = torch.device("cpu") if device is None else device
+        self._device = device
         self._seen: dict[str, Any] = {}
 
         def cell() -> Tensor:
@@ -468,13 +509,10 @@ class DeviceHyperparameters:
         self.gamma_1d = self._cells.setdefault("gamma_1d", cell())
         self.refresh(group)
 
-    def fits(self, group: dict[str, Any]) -> bool:
+    def fits(self, group: dict[str, Any], device: torch.device | None) -> bool:
         """Return whether these are still the hyperparameters of a group."""
-        device = group["params"][0].device
-        return (device, structure(group, self._options)) == (
-            self._device,
-            self._structure,
-        )
+        same = structure(group, self._options) == self._structure
+        return same and device in (None, self._device)
 
     def refresh(self, group: Mapping[str, Any]) -> bool:
         """Take over what has changed in a group, which they fit, since the last call;

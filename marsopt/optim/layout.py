@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from functools import partial, reduce
+from functools import reduce
 from operator import attrgetter, is_
 from typing import Any
 
@@ -19,8 +19,9 @@ from marsopt.optim.buckets import BucketGroup, ParameterBucket
 from marsopt.optim.compiled import should_stack
 from marsopt.optim.groups import (
     DeviceHyperparameters,
-    check_matrices,
+    check_parameters,
     labels,
+    moves,
     structure,
 )
 from marsopt.optim.state_dict import State, own
@@ -48,7 +49,7 @@ class Layout:
         before: the layout that this one replaces; what lies in its stacks stays there.
 
     Raises:
-        ValueError: parameters on several devices, or state that is not a parameter's.
+        ValueError: parameters that cannot be moved, or state that is not theirs.
     """
 
     def __init__(
@@ -60,15 +61,15 @@ class Layout:
         hyper: dict[int, DeviceHyperparameters],
         before: Layout | None = None,
     ) -> None:
-        check_matrices(groups, options)
+        device = check_parameters(groups, options, state)
         self._groups, self._options = list(groups), options
         self._collectives = options["collectives"]
         self._state, self._before = state, before
         numbered = [(i, group) for i, group in enumerate(groups) if group["params"]]
         for _, group in numbered:
             seen = hyper.get(id(group))
-            if seen is None or not seen.fits(group):
-                hyper[id(group)] = DeviceHyperparameters(group, options)
+            if seen is None or not seen.fits(group, device):
+                hyper[id(group)] = DeviceHyperparameters(group, options, device)
         self._hyper = [(group, hyper[id(group)]) for _, group in numbered]
 
         def stacked(p: Tensor, num_alike: int) -> bool:
@@ -90,7 +91,6 @@ class Layout:
         self.members = [bucket.members for bucket in self.buckets]
         self.params = [p for bucket in self.buckets for p in bucket.params]
         self._every = [p for group in groups for p in group["params"]]
-        self._check_devices()
         moving = set(self.params)
         self._idle = [p for p in self._every if p not in moving]
         self.held = [
@@ -230,7 +230,7 @@ class Layout:
             [*map(id, groups), *map(id, params)],
             [len(group["params"]) for group in groups],
             [structure(group, self._options) for group in groups],
-            [buckets.moves(p, self._state) for p in self._idle],
+            [moves(p, self._state) for p in self._idle],
             # stacks keep their memory: what is somebody else's lies elsewhere, but for
             # a part of it
             list(map(id if fake else Tensor.data_ptr, tensors)),
@@ -238,20 +238,6 @@ class Layout:
             list(map(FORM, pieces)),
             list(map(Tensor.stride, pieces)),
         )
-
-    def _check_devices(self) -> None:
-        devices = {p.device for p in self.params}
-        if len(devices) > 1:
-            first = self.params[0].device
-            (name, place), *_ = [
-                (what, p.device)
-                for p, what in labels(self._groups)
-                if p.device != first and any(map(partial(is_, p), self.params))
-            ]
-            raise ValueError(
-                f"got {name} on {place}, expected {first}, where the first parameter "
-                "is: move the whole model, and use one MARS per device"
-            )
 
     def _check_gradients(self) -> None:
         grads = [p.grad for p in self.params]
@@ -339,10 +325,9 @@ class Layout:
         live: list[bool],
     ) -> Tensor:
         local = bucket.collectives.local
-        every = [p.grad for p in bucket.params]
-        has = [g is not None for g in every]
+        has = [p.grad is not None for p in bucket.params]
         live += repeated(has, bucket.num_clipped)
-        grads = [local(g) for g in every if g is not None]
+        grads = [local(p.grad, p) for p in bucket.params if p.grad is not None]
         strides = pieces[0].stride()
         if all(has) and all(g.stride() == strides for g in grads):
             g = adjacent(grads)
@@ -453,7 +438,7 @@ class Layout:
             torch.zeros((), device=p.device)
             if p.grad is None
             else torch.linalg.vector_norm(
-                working(self._collectives.local(p.grad))
+                working(self._collectives.local(p.grad, p))
             ).square()
             for p in self.params
         ]

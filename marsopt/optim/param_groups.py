@@ -15,12 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from marsopt.functional.trees import check_unflattened
 from marsopt.rules import checks
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import FOLLOWED, named
 
 Role = Literal[
-    "matrix", "experts", "convolution", "embedding", "head", "router", "vector", "other"
+    "matrix",
+    "experts",
+    "convolution",
+    "adapter",
+    "embedding",
+    "head",
+    "router",
+    "vector",
+    "other",
 ]
 
 # Roles that a name tells, whatever the module is, in this order: as torchtitan,
@@ -41,13 +50,20 @@ NAMES: dict[Role, str] = {
     # tables, and what projects patches: patch_embed.proj; then, as parameters of the
     # model's own, positions, class tokens, latents
     "embedding": (
-        r"(^|\.)([^.]*embed[^.]*|([^.]*_)?emb|wte|wpe)(\.[^.]+)?(\.weight)?$"
-        r"|(^|\.)(([^.]*_)?pos(ition(al)?)?(s|_[hw])?|[^.]*_tokens?|latents)$"
+        r"(^|\.)(trainable_tokens_[^.]*|lora_embedding_[^.]*)(\.|$)"  # PEFT's
+        r"|(^|\.)([^.]*embed[^.]*|([^.]*_)?emb|wte|wpe)(\.(?!lora_)[^.]+)?(\.weight)?$"
+        r"|(^|\.)(([^.]*_)?pos(ition(al)?)?(s|_[hw])?|[^.]*_tokens?|latents)(\.\d+)?$"
     ),
-    "router": r"(^|\.)router\.([^.]+\.)*weight$|(^|\.)gate\.weight$",
+    "router": r"(^|\.)router\.((?!lora_)[^.]+\.)*weight$|(^|\.)gate\.weight$",
 }
-# What torch puts into the names of a module that it compiles, checkpoints or shards.
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+# What torch puts into the names of a module that it compiles, checkpoints or shards;
+# and PEFT into those of one that it adapts (a copy also has the adapter's name).
+WRAPPERS = re.compile(
+    r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|base_layer"
+    r"|original_module|modules_to_save\.[^.]+)(?=\.|$)"
+)
+# LoRA's two factors, as PEFT, torchtune, torchtitan, loralib and diffusers name them
+ADAPTERS = re.compile(r"(^|\.)lora_(A|B|a|b|down|up)(\.|$)")
 
 # A tensor without a name looks like an embedding or a head if it has so many rows, so
 # many times its columns, and if at most so many have its shape (a table and a head).
@@ -71,6 +87,7 @@ def param_groups(
     weight_decay_1d: float | None = None,
     experts: bool = True,
     convolutions: bool = False,
+    adapters: Literal["matrix", "adamw"] = "matrix",
 ) -> list[dict[str, Any]]:
     """Return param groups for ``MARS``: hidden matrices by ``mars_type``, everything
     else as the authors' recipes for this rule have it.
@@ -99,8 +116,9 @@ def param_groups(
     of its own, not by ``gamma_1d``.
 
     Args:
-        model: on any device, sharded, compiled, checkpointed or not. Parameters that do
-            not require a gradient are left out.
+        model: on any device, sharded, compiled, checkpointed, adapted (PEFT) or not.
+            Parameters that do not require a gradient have their places too, for when
+            they do: until then they cost nothing.
         mars_type: a name in ``marsopt.REGISTRY``.
         lr: learning rate of hidden matrices, and of what takes the rule itself.
         weight_decay: of hidden matrices; None = the rule's default.
@@ -114,6 +132,8 @@ def param_groups(
             rows; False: they are moved as vectors are, which is how the authors' code
             has it. "adamw", "nadamw" and "lion" move experts and kernels as they do
             matrices, whatever is said here.
+        adapters: "matrix": LoRA's A and B are matrices of the rule; "adamw": they are
+            moved as vectors are.
 
     Returns:
         Groups with (name, tensor) pairs in "params", every parameter once, in the order
@@ -122,8 +142,8 @@ def param_groups(
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: it has no parameter that requires a gradient, or an unknown
-            ``mars_type``.
+        ValueError: it has no parameter that requires a gradient, or some that FSDP1 has
+            flattened; an unknown ``mars_type`` or other ``adapters``.
 
     Example:
         >>> words = torch.nn.Embedding(12, 4)
@@ -142,6 +162,11 @@ def param_groups(
         )
     row = named(mars_type)
     checks.at_least_zero("lr", lr)
+    if adapters not in ("matrix", "adamw"):
+        raise ValueError(
+            f"got adapters={adapters!r}, expected 'matrix' or 'adamw': choose one of "
+            "the two"
+        )
     decay = row.table["weight_decay"].default if weight_decay is None else weight_decay
     hidden = dict(mars_type=row.name, lr=lr, weight_decay=decay)
     given = dict(lr_1d=lr_1d, betas_1d=betas_1d, weight_decay_1d=weight_decay_1d)
@@ -160,16 +185,21 @@ def param_groups(
         parts["convolution"] = hidden | {"matrices": "flattened"}
     parts |= {"tables": tables, "vectors": vectors}
     groups = {part: {"params": [], **options} for part, options in parts.items()}
+    trained = False
     for name, p, role in roles(model):
+        if p.requires_grad:
+            check_unflattened(p, f"parameter {name!r}")
+            trained = True
+        if role == "adapter" and adapters == "matrix":
+            role = "matrix"
         other = "tables" if role in TABLES else "vectors"
         groups[role if role in parts else other]["params"].append((name, p))
-    filled = [group for group in groups.values() if group["params"]]
-    if not filled:
+    if not trained:
         raise ValueError(
             "got a model without a parameter that requires a gradient, expected one at "
             "least: set requires_grad_() before the groups are made"
         )
-    return filled
+    return [group for group in groups.values() if group["params"]]
 
 
 @dataclass
@@ -182,8 +212,8 @@ class _Uses:
 
 
 def roles(model: nn.Module) -> Iterator[tuple[str, Tensor, Role]]:
-    """Yield (name, tensor, role) of the parameters that require a gradient: each once,
-    under the name that ``model.named_parameters()`` gives it.
+    """Yield (name, tensor, role) of all parameters: each once, under the name that
+    ``model.named_parameters()`` gives it.
 
     The roles are those of ``marsopt.param_groups``. A tensor that is an embedding in
     one place is one in all of them (a tied head).
@@ -198,13 +228,16 @@ def roles(model: nn.Module) -> Iterator[tuple[str, Tensor, Role]]:
     every = {_plain(name) for uses in found.values() for name in uses.names}
     head = _last_linear_over_a_vocabulary(model)
     for uses in found.values():
-        if uses.tensor.requires_grad:
-            yield uses.names[0], uses.tensor, _role(uses, every, head)
+        yield uses.names[0], uses.tensor, _role(uses, every, head)
 
 
-def _role(uses: _Uses, every: set[str], head: Tensor | None) -> Role:
-    p, owners, names = uses.tensor, uses.owners, [_plain(name) for name in uses.names]
+def _role(uses: _Uses, every: set[str], head: str | None) -> Role:
+    p, owners = uses.tensor, uses.owners
+    names = list(map(_name_in, owners, uses.names))
     if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner in owners):
+        return "embedding"
+    in_list = any(isinstance(owner, nn.ParameterList) for owner in owners)
+    if in_list and any(by_name(name) == "embedding" for name in names):  # rows of it
         return "embedding"
     if p.ndim < 2:
         return "vector"
@@ -214,10 +247,12 @@ def _role(uses: _Uses, every: set[str], head: Tensor | None) -> Role:
         return told[0]
     if p.numel() == max(p.shape):  # (num, 1) and (1, num)
         return "vector"
-    if p is head:
+    if head in names:
         return "head"
     if any(isinstance(owner, _ConvNd) for owner in owners):
         return "convolution"
+    if p.ndim == 2 and all(ADAPTERS.search(name) for name in names):
+        return "adapter"
     if p.ndim == 2:
         return "matrix"
     return "experts" if any("expert" in name for name in names) else "other"
@@ -231,7 +266,13 @@ def by_name(name: str) -> Role | None:
 
 def _plain(name: str) -> str:
     """Return a name as the model itself has it, without wrappers."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return WRAPPERS.sub("", name).removeprefix(".")
+
+
+def _name_in(owner: nn.Module, name: str) -> str:
+    """Return a plain name: that of a list for what lies in one."""
+    plain = _plain(name)
+    return plain.rpartition(".")[0] if isinstance(owner, nn.ParameterList) else plain
 
 
 def _routes(name: str, every: set[str]) -> bool:
@@ -243,16 +284,17 @@ def _routes(name: str, every: set[str]) -> bool:
     return "router" in name or any("expert" in other for other in beside)
 
 
-def _last_linear_over_a_vocabulary(model: nn.Module) -> Tensor | None:
-    """Return the weight of the model's last Linear if it has as many outputs as an
-    embedding has rows, and these are more than its columns: positions and tables of
-    types have fewer.
+def _last_linear_over_a_vocabulary(model: nn.Module) -> str | None:
+    """Return what the weight of the model's last Linear is called, without wrappers, if
+    it has as many outputs as an embedding has rows, and these are more than its
+    columns: positions and tables of types have fewer.
     """
-    modules = [*model.modules()]
-    tables = [m for m in modules if isinstance(m, nn.Embedding)]
+    modules = [(n, m) for n, m in model.named_modules() if not ADAPTERS.search(n)]
+    tables = [m for _, m in modules if isinstance(m, nn.Embedding)]
     sizes = {t.num_embeddings for t in tables if t.num_embeddings > t.embedding_dim}
-    last = next((m for m in reversed(modules) if isinstance(m, nn.Linear)), None)
-    return last.weight if last is not None and last.out_features in sizes else None
+    linears = [(n, m.out_features) for n, m in modules if isinstance(m, nn.Linear)]
+    last, num_outputs = linears[-1] if linears else ("", 0)
+    return _plain(f"{last}.weight") if num_outputs in sizes else None
 
 
 def warn_of_embeddings(
@@ -297,7 +339,8 @@ def _tables_among_matrices(
     kind, names = Matrices(kind=group.get("matrices", "2d")), group.get("param_names")
     found, num_matrices = [], 0
     for i, p in enumerate(group["params"]):
-        if not kind.takes(p.shape):
+        frozen = not p.requires_grad and p.grad is None
+        if frozen or not kind.takes(p.shape):
             continue
         num_matrices += 1
         if names and by_name(names[i]) in ("embedding", "head"):

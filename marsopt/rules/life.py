@@ -20,7 +20,8 @@ class Held:
 
     Args:
         p: the parameter, which may be a DTensor.
-        local: returns the piece of a tensor that lies on this rank.
+        local: returns the piece of a tensor that lies on this rank; of a gradient, in
+            the layout of its parameter.
         state: ``optimizer.state``.
         keys: of its correction's buffers there, by symbol; empty where its algorithm
             has no correction, or needs no buffer of one.
@@ -32,7 +33,7 @@ class Held:
     def __init__(
         self,
         p: Tensor,
-        local: Callable[[Tensor], Tensor],
+        local: Callable[..., Tensor],
         state: MutableMapping[Tensor, dict[str, Any]],
         keys: Mapping[str, str],
         leads_back: Preconditioner | None = None,
@@ -48,7 +49,7 @@ class Held:
     @property
     def grad(self) -> Tensor | None:
         """Return the gradient's piece, or None."""
-        return None if self.p.grad is None else self.local(self.p.grad)
+        return None if self.p.grad is None else self.local(self.p.grad, self.p)
 
     @property
     def has_stepped(self) -> bool:
