@@ -90,7 +90,7 @@ COMMANDS = {
 # what others name so that tests meet it: namedtuple, os and threading; torch's tensors
 # and modules; accelerate; torchtitan, whose methods ours override
 OF_OTHERS = {
-    *("_asdict", "_replace", "_exit", "_shutdown", "_version"),
+    *("_apply", "_asdict", "_replace", "_exit", "_shutdown", "_version"),
     *("_forward_pre_hooks", "_state_dict_pre_hooks", "_post_accumulate_grad_hooks"),
     *("_reset_state", "_purge_stale_checkpoints", "_resolve_optimizer_factory"),
 }

@@ -362,6 +362,21 @@ def test_a_run_that_stands_still_says_so_once(caplog):
     assert "nonfinite='raise'" in said
 
 
+def test_steps_without_gradients_are_a_standstill_too(caplog):
+    """As where the model was wrapped after MARS was built."""
+    params = parameters((2, 3), (4,))
+    optimizer = MARS(params, compile=False)
+    for _ in range(9):
+        optimizer.step()
+    params[1].grad = torch.ones(4)
+    optimizer.step()  # one is enough
+    params[1].grad = None
+    assert "gradient" not in caplog.text
+    for _ in range(25):
+        optimizer.step()
+    assert caplog.text.count("no parameter had a gradient") == 1
+
+
 @pytest.mark.usefixtures("count")
 def test_skipped_steps_among_others_are_no_standstill(caplog):
     """Also where more were skipped than steps were taken since a copy was made."""
@@ -387,7 +402,7 @@ def test_a_count_that_is_under_way_is_not_waited_for(monkeypatch, caplog):
     def steps(number):
         for _ in range(number):
             skipped.add_(1)
-            standstill.look(skipped, lambda level, what: told.append(what))
+            standstill.look(skipped, True, lambda level, what: told.append(what))
 
     under_way = []
     with monkeypatch.context() as slow:
