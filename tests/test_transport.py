@@ -408,7 +408,7 @@ def test_adamw_keeps_its_moments_and_four_numbers(mars_type):
             assert ("iterate" in optimizer.state[p]) is not computed
             if computed:
                 assert optimizer.state[p]["lookahead"].shape == (4,)
-                assert moments(optimizer, p) == {"exp_avg", "exp_avg_sq", "lookahead"}
+                assert moments(optimizer, p) >= {"exp_avg", "exp_avg_sq", "lookahead"}
 
 
 HARD = [
