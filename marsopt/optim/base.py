@@ -409,9 +409,9 @@ class LayoutOptimizer(Optimizer):
         before = self.param_groups
         groups = zip(before, cast["param_groups"], strict=True)
         foreign = set() if self._life.exchanges else {TRAIN_MODE, "gamma_1d"}
-        foreign |= {"param_names"}  # they are those of our parameters
         self.param_groups = [
             {**old, **{key: new[key] for key in new if key not in foreign}}
+            | {key: old[key] for key in ("param_names",) if key in old}  # of ours
             for old, new in groups
         ]
         for group in self.param_groups:
