@@ -127,7 +127,7 @@ class _Route:
     """How a call's arguments reach a graph, and its outputs the result."""
 
     __slots__ = (
-        "graph", "_tensors", "_state", "_num_modes", "_same", "_unique",
+        "graph", "_tensors", "_state", "_num_leaves", "_num_modes", "_same", "_unique",
         "_order", "_fixed", "_build",
     )  # fmt: skip
 
@@ -154,6 +154,7 @@ class _Route:
             dynamic_dims_strides=[list(leaf.stride()) for leaf in unique],
         )
         self._state = GlobalStateGuard()
+        self._num_leaves = len(leaves)
         self._num_modes = torch._C._len_torch_function_stack()
         self._order, self._fixed, self._build = order, list(fixed), build
 
@@ -166,7 +167,8 @@ class _Route:
         """Return whether a call with these tensors may take it."""
         return (
             # of distinct objects: the guard refuses one that comes twice
-            self._tensors.check(*self._distinct(leaves))
+            len(leaves) == self._num_leaves
+            and self._tensors.check(*self._distinct(leaves))
             and self._state.check()
             and torch._C._len_torch_function_stack() == self._num_modes
             and all(leaves[i] is leaves[first] for i, first in self._same)
