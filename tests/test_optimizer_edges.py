@@ -765,6 +765,20 @@ def test_a_nan_that_nobody_can_read_voids_the_step(monkeypatch):
         run(again, params, 1)
 
 
+def test_a_compiled_step_looks_where_the_rate_has_become_a_tensor(monkeypatch):
+    """And looks no more where it is a number again."""
+    monkeypatch.setattr(marsopt.rules.checks, "can_read", lambda value: False)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    a, b = twins((2, 2), (2, 2))
+    optimizer, twin = MARS(a, lr=LR, compile=True), eager(b, lr=LR)
+    for rate in (LR, torch.tensor(LR), torch.tensor(float("nan")), LR):
+        for each, mine in ((optimizer, a), (twin, b)):
+            each.param_groups[0]["lr"] = rate
+            run(each, mine, 2)
+        equal(a, b, atol=1e-6)
+    assert optimizer.num_skipped == twin.num_skipped == 2
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_learning_rate_that_is_not_finite_in_a_compiled_loop(value):
     rule, x = marsopt.mars_adamw(), {"w": torch.ones(2, 2)}

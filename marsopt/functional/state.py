@@ -33,7 +33,7 @@ from marsopt.functional.step_types import (
 from marsopt.functional.trees import Tree, check_parameter, flatten, names
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import Buffer, is_full
-from marsopt.rules.checks import Number
+from marsopt.rules.checks import Number, can_read
 from marsopt.rules.dtypes import working_dtype
 
 
@@ -262,6 +262,7 @@ def bind(
         dtypes,
         behind=None if behind is None else behind.expand(num, -1),
         parts=parts,
+        unread_lr=lr if isinstance(lr, Tensor) and not can_read(lr) else None,
     )
     return RuleGroup(hyper, stacks, count), members
 

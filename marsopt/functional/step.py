@@ -275,8 +275,8 @@ def decide(
     hypers: Sequence[Hyperparameters], sums: Tensor, max_norm: Number | None
 ) -> Decision:
     """Decide about a step from the complete sums: the clips, whether everything is
-    finite (the learning rates too), and each algorithm's scalars, for all its tensors
-    at once.
+    finite (learning rates that the host has not read, too), and each algorithm's
+    scalars, for all its tensors at once.
 
     Finite are the sums, and the squared norm of every c in what it is computed in and
     in bfloat16: no second moment is larger than the largest c^2, which is no larger.
@@ -286,9 +286,11 @@ def decide(
     """
     sums = sums.to(scalar_dtype(sums.device))
     grad_norm = sums[:, 0].sum().sqrt()
-    finite = torch.isfinite(sums).all()
-    for lr in [hyper.lr for hyper in hypers if isinstance(hyper.lr, Tensor)]:
-        finite = finite & torch.isfinite(lr)  # no host has looked into it
+    is_finite = torch.isfinite(sums)
+    for hyper in hypers:
+        if hyper.unread_lr is not None:
+            is_finite = is_finite & torch.isfinite(hyper.unread_lr)
+    finite = is_finite.all()
     a = torch.ones_like(grad_norm)
     if max_norm is not None:
         a = global_clip(grad_norm, max_norm)

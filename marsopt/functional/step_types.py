@@ -79,6 +79,8 @@ class Hyperparameters(NamedTuple):
     # of each stack: its tensors, and the parts of each that have a norm of their own;
     # None: one part each (a graph would guard every number)
     parts: tuple[tuple[int, int], ...] | None = None
+    # lr, where it is a tensor that the host does not read: a step looks into it
+    unread_lr: Tensor | None = None
 
     @property
     def num_parts(self) -> int:

@@ -25,6 +25,7 @@ from marsopt.optim.groups import (
     structure,
 )
 from marsopt.optim.state_dict import State, own
+from marsopt.rules import checks
 from marsopt.rules.dtypes import working
 from marsopt.rules.life import Held
 
@@ -281,9 +282,10 @@ class Layout:
             for bucket in group.buckets:
                 stacks.append(self._stack(number, bucket, copies, live))
                 number += 1
-            found.append(
-                RuleGroup(group.hyper, stacks, group.group.get(STAGE_COUNT, 0))
-            )
+            hyper, lr = group.hyper, group.group["lr"]
+            if isinstance(lr, Tensor) and not checks.can_read(lr):
+                hyper = hyper._replace(unread_lr=hyper.lr)
+            found.append(RuleGroup(hyper, stacks, group.group.get(STAGE_COUNT, 0)))
         if copies[0]:
             torch._foreach_copy_(*copies)
         self.has_gradients = any(live)
