@@ -400,7 +400,7 @@ def check_parameters(
         ValueError: a tensor that no rule can move, the rows of a matrix do not divide,
             or two share memory.
     """
-    device, pieces = device_of(groups, state), []
+    device, pieces = device_of(groups, state), {}  # by parameter: a group may repeat
     for number, group in enumerate(groups):
         matrices = None
         if group.get("block_rows") is not None:
@@ -410,8 +410,8 @@ def check_parameters(
                 what = label(groups, number, i)
                 if matrices is not None:
                     matrices.check(p.shape, what)
-                pieces.append((_movable(p, what, device, options), what))
-    check_overlap(pieces)
+                pieces[p] = _movable(p, what, device, options), what
+    check_overlap(list(pieces.values()))
     return device
 
 
