@@ -57,12 +57,12 @@ def storages(tree):
 
 
 def held(model, optimizer):
-    """What a graph has noted down: of parameters, state and rates."""
+    """What a graph has noted down: of parameters, state and learning rates."""
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [t for state in optimizer.state.values() for t in state.values()]
     tensors += [group["lr"] for group in optimizer.param_groups]
     tensors += optimizer.describe().scalars
-    return [ref.cdata for ref, _ in storages(tensors)]
+    return [ref.cdata for ref, size in storages(tensors) if size]
 
 
 def frozen(schedule, optimizer):

@@ -5,6 +5,7 @@ closed, standard output that nobody reads.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,11 @@ from train.errors import command
 ROOT = Path(__file__).parent.parent
 
 
+def interruptible():
+    """Of a suite that a shell runs in the background, children would ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def started(*args, folder=ROOT, **options):
     """Run Python with the project, or with what lies in a folder before it."""
     path = os.pathsep.join(map(str, dict.fromkeys((folder, ROOT))))
@@ -27,7 +33,7 @@ def started(*args, folder=ROOT, **options):
         env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": ""},
         text=True,
         timeout=60,
-        **options,
+        **dict(preexec_fn=interruptible) | options,
     )
 
 

@@ -218,10 +218,8 @@ def test_loading_exchanges_what_a_graph_reads():
     model, optimizer = run(eager)
     optimizer.eval()
     rate = optimizer.param_groups[0]["lr"]
-    count = optimizer.state[model[0].weight]["step"]
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert optimizer.param_groups[0]["lr"] is not rate
-    assert optimizer.state[model[0].weight]["step"] is not count
 
 
 def test_a_tape_refuses_to_tell_the_host_a_value():

@@ -313,7 +313,8 @@ def test_what_ranks_compare_names_every_number_and_structure():
     options = dict(correction="approximate")
     texts = set()
     for change in ({}, {"alpha": 0.25}, {"is_cubic": True}, {"lr": 0.5}):
-        texts.add(DeviceHyperparameters({**group, **change}, options).digest_text())
+        changed = {**group, **change}
+        texts.add(DeviceHyperparameters(changed, options).digest_text(changed))
     assert len(texts) == 4
 
 

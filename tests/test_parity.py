@@ -47,7 +47,7 @@ OPTIONS = [
     "--optimizer.lr-1d", LR_1D,
     "--optimizer.weight-decay", WD,
     "--optimizer.weight-decay-1d", WD_1D,
-    "--lr-scheduler.min-lr", MIN_LR,
+    "--lr-scheduler.min-lr-factor", MIN_LR / LR,
     "--lr-scheduler.warmup-steps", WARMUP,
     "--lr-scheduler.total-steps", TOTAL,
     "--loss.num-summed", MICRO_STEPS,

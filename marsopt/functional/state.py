@@ -238,7 +238,7 @@ def bind(
                 algorithm=algorithm,
                 x=local(x),
                 g=local(grads[i], x),
-                buffers={symbol: local(tree[i], x) for symbol, tree in sharded.items()},
+                buffers={symbol: local(tree[i]) for symbol, tree in sharded.items()},
                 shape=shape,
                 rows=matrix_rows(algorithm, x, shape, collectives),
                 cuts=rounding_cuts(algorithm, x, collectives),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from train.campaign.children import Command
 from train.campaign.ground import NEWEST, Ground, linked, rewrite, strings
+from train.runs.settings import HELD_OUT
 
 Make = Callable[[Path], Command]
 
@@ -184,7 +185,8 @@ def _targets(ground: Ground) -> Iterator[Target]:
     for name, command, keys in (
         ("sample", sample, ("training.seq_len",)),
         ("export", export, ("training.seq_len",)),
-        ("train", go_on, tuple(flat)),
+        # where the held-out data lay is for others to read
+        ("train", go_on, tuple(key for key in flat if key != HELD_OUT)),
     ):
         at = of(run, "settings.json", command)
         yield Target(f"settings.json, {name}", settings, at, (*shape, *keys))
