@@ -18,7 +18,8 @@ pytestmark = needs_triton
 FROZEN = {
     "mars-adamw/approximate/gpt2-small/float32": (2, 25, 13),
     "mars-adamw/transport/gpt2-small/float32": (2, 27, 13),
-    "mars-m/transport/gpt2-small/bfloat16/binaries": (3, 30, 17),
+    # one more than by sums alone: whether every c^2 fits bfloat16, of two algorithms
+    "mars-m/transport/gpt2-small/bfloat16/binaries": (3, 31, 17),
     "normuon/none/llama-7b-layer/float32": (3, 23, 13),
     "mars-soap-muon/approximate/gpt2-small/float32": (3, 31, 18),
     "nadamw/none/gpt2-xl/bfloat16": (2, 22, 13),
