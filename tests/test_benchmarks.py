@@ -20,8 +20,8 @@ from benchmarks.timing import spread, take_turns
 from benchmarks.workload import EMBEDDING, Gradients, parameters
 from marsopt import REGISTRY
 from marsopt.optim import compiled
-from marsopt.rules import newton_schulz
 from marsopt.profiling.gpt2 import shapes
+from marsopt.rules import newton_schulz
 from tests.processes import spawn
 from train.errors import UserError
 
