@@ -164,6 +164,7 @@ def test_a_process_ends_with_the_one_that_started_it():
 INTERRUPTED = """
 import os, signal, sys, time
 from train.compare.children import end, spawn
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal
 child = spawn("timeit", ["-n", "1", "import time; print('up', flush=True); "
                          "time.sleep(60)"], threads=1, lock=0)
 try:
