@@ -1,7 +1,6 @@
 """python -m train.evaluate: a trained model on tasks, and its held-out loss."""
 
 import argparse
-import json
 import math
 import os
 import tempfile
@@ -10,9 +9,10 @@ from pathlib import Path
 import torch
 
 from train.data.tokens import open_tokens
-from train.errors import UserError, check_least, command
+from train.errors import UserError, check_least, command, shown
 from train.evaluate import harness
 from train.export import export
+from train.files import is_device, write_json
 from train.gpt2.inference import whole_loss
 from train.runs.trained import Trained, add_arguments, from_arguments
 
@@ -128,7 +128,9 @@ def main() -> None:
     out = trained.folder / "evaluation.json" if args.out is None else args.out
     # what can be refused, before what takes hours
     out.parent.mkdir(parents=True, exist_ok=True)
-    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+    if not is_device(out) and not os.access(
+        out if out.exists() else out.parent, os.W_OK
+    ):
         raise UserError(
             f"got {out}, expected a file that can be written: choose another --out"
         )
@@ -138,8 +140,8 @@ def main() -> None:
         found["loss"] = _loss(trained, args)
     if tasks:
         found["tasks"] = _tasks(trained, tasks, args)
-        print(*harness.lines(found["tasks"]), sep="\n", flush=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
+        print(*map(shown, harness.lines(found["tasks"])), sep="\n", flush=True)
+    write_json(out, found)
     print(f"written to {out}")
 
 
