@@ -111,11 +111,6 @@ def is_full(error: BaseException, folder: Path) -> bool:
     return False
 
 
-def full(path: Path) -> OSError:
-    """Return the error of a full disk."""
-    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-
 def shown(text: str) -> str:
     """Return a text with what would steer a terminal written out, ends of lines and
     tabs apart.

@@ -7,6 +7,7 @@
 """
 
 import codecs
+import errno
 import fcntl
 import hashlib
 import json
@@ -20,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from train.errors import UserError, full, is_full
+from train.errors import UserError, is_full
 
 T = TypeVar("T")
 
@@ -52,28 +53,26 @@ class Limits:
 def opened(path: Path, expected: str, most: int | None = None) -> IO[bytes]:
     """Open a regular file of at most so many bytes to read, through links too."""
     check_file(path, expected)
-    never_waits = lambda *args: _open(*args, os.O_NONBLOCK)  # noqa: E731
-    file = open(path, "rb", opener=never_waits)  # noqa: SIM115  (the caller's)
+    file = open(path, "rb", opener=_opener(os.O_NONBLOCK))  # noqa: SIM115  (returned)
     found = os.fstat(file.fileno())
     size, taken = found.st_size, found.st_blocks * 512
-    sparse = size > SMALL and size > SPARSE * taken and _has_holes(file)
-    if sparse or (most is not None and size > most):
+    is_sparse = size > max(SMALL, SPARSE * taken) and _has_holes(file)
+    if is_sparse or (most is not None and size > most):
         file.close()
-        limit = f"at most {most:,}" if not sparse else "as many on the disk"
+        limit = "as many on the disk" if is_sparse else f"at most {most:,}"
         raise UserError(f"got {path} of {size:,} bytes, expected {limit}: {expected}")
     return file
 
 
-def _open(path: str, flags: int, more: int) -> int:
-    return os.open(path, flags | more, 0o666)
+def _opener(more: int) -> Callable[[str, int], int]:
+    return lambda path, flags: os.open(path, flags | more, 0o666)
 
 
 def _has_holes(file: IO[bytes]) -> bool:
-    """Return whether it has any; compressed files, too, take less of the disk."""
-    number = file.fileno()
-    hole = os.lseek(number, 0, os.SEEK_HOLE) < os.fstat(number).st_size
-    os.lseek(number, 0, os.SEEK_SET)
-    return hole
+    """Return whether it has any; a compressed file, too, takes less of the disk."""
+    hole = os.lseek(file.fileno(), 0, os.SEEK_HOLE)
+    os.lseek(file.fileno(), 0, os.SEEK_SET)
+    return hole < os.fstat(file.fileno()).st_size
 
 
 def read(path: Path, expected: str, most: int = SMALL) -> bytes:
@@ -83,74 +82,69 @@ def read(path: Path, expected: str, most: int = SMALL) -> bytes:
 
 
 @contextmanager
-def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
-    """Open a file beside ``path`` to write to; it becomes ``path`` when the block ends
-    well, and is on the disk before anything says so. A device is written to itself.
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a new file beside ``path`` to write to; it becomes ``path`` when the block
+    ends well, and is on the disk before anything says so. A device is written to.
     """
-    if is_device(path):
-        with path.open(mode) as file:
+    if check_writable(path):
+        with path.open("wb") as file:
             yield file
         return
     draft = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
-        with creating(draft, mode) as file:
+        with draft.open("xb") as file:  # O_EXCL: of a link nothing is written
             yield file
+            sync(file)
         draft.rename(path)
     except BaseException:
-        draft.unlink(missing_ok=True)
+        remove(draft)
         raise
 
 
-def is_device(path: Path) -> bool:
-    """Return whether a path to be written to is a device, such as /dev/null; check that
-    it is that, a file, or nothing yet.
+def write(path: Path, content: bytes) -> None:
+    """Replace a file by another, complete or not at all."""
+    with replacing(path) as file:
+        file.write(content)
+
+
+def check_writable(path: Path) -> bool:
+    """Check that a file may be put at ``path``; return whether a device is there, such
+    as /dev/null.
     """
-    mode = path.lstat().st_mode if os.path.lexists(path) else stat.S_IFREG
-    if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
+    there = os.path.lexists(path)
+    mode = path.lstat().st_mode if there else stat.S_IFREG
+    may = os.access(path if there else path.parent, os.W_OK)
+    if not may or not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
         raise UserError(
-            f"got {path}, which is a folder, a FIFO or a link, expected a file that "
-            "can be written, or none: choose another, or move it away"
+            f"got {path}, which is a folder, a FIFO or a link, or may not be written, "
+            "expected a file that can be written, or none: choose another, or move it "
+            "away"
         )
     return stat.S_ISCHR(mode)
 
 
-@contextmanager
-def creating(path: Path, mode: str = "w") -> Iterator[IO]:
-    """Open a file to write to which was not there; it is on the disk afterwards."""
-    new = os.O_EXCL | os.O_NOFOLLOW
-    text = None if "b" in mode else "utf-8"
-    with open(
-        path, mode, encoding=text, opener=lambda *args: _open(*args, new)
-    ) as file:
-        yield file
-        sync(file)
-
-
-def growing(path: Path, mode: str = "a") -> IO:
+def growing(path: Path, mode: str = "ab") -> IO:
     """Open a file of ours, or a new one, to write at its end."""
-    if os.path.lexists(path):
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-            raise UserError(
-                f"got {path}, which is a link or no file, expected a file of its own: "
-                "nothing was written to it; move it away"
-            )
-    more = os.O_NOFOLLOW | os.O_NONBLOCK
-    return open(path, mode, opener=lambda *args: _open(*args, more))
+    if os.path.lexists(path) and is_linked(path):
+        raise UserError(
+            f"got {path}, which is a link or no file, expected a file of its own: "
+            "nothing was written to it; move it away"
+        )
+    return open(path, mode, opener=_opener(os.O_NOFOLLOW | os.O_NONBLOCK))
+
+
+def is_linked(path: Path) -> bool:
+    """Return whether a path is a link, or a file with other names, or no file."""
+    found = path.lstat()
+    return not stat.S_ISREG(found.st_mode) or found.st_nlink > 1
 
 
 def remove(path: Path) -> None:
-    """Delete a file that we wrote, if it is there; of a link the link alone."""
-    path.unlink(missing_ok=True)
-
-
-def remove_folder(path: Path, first: tuple[str, ...] = ()) -> None:
-    """Delete a folder that we made, the files called ``first`` before the others."""
-    if path.is_symlink():
-        raise UserError(f"got {path}, which is a link, expected a folder: move it away")
-    for name in first:
-        remove(path / name)
-    shutil.rmtree(path)
+    """Delete what we wrote: a file, or a folder with all in it; of a link the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def copy(path: Path, folder: Path) -> None:
@@ -158,19 +152,20 @@ def copy(path: Path, folder: Path) -> None:
     again = "a file: copy it there"
     if path.is_symlink():
         raise UserError(f"got {path}, which is a link, expected {again}")
-    with opened(path, again) as source, creating(folder / path.name, "xb") as target:
+    with opened(path, again) as source, replacing(folder / path.name) as target:
         shutil.copyfileobj(source, target)
 
 
 def check_links(folder: Path, expected: str) -> None:
-    """Check that no link in a folder leads out of it: others than ourselves write there
-    as well, and follow links.
+    """Check that no link in a folder leads out of it: libraries write there as well,
+    and follow links.
     """
-    root = os.path.realpath(folder)
+    root = folder.resolve()
     for place, folders, files in os.walk(root):
-        for path in (os.path.join(place, name) for name in (*folders, *files)):
-            inside = os.path.commonpath([root, os.path.realpath(path)]) == root
-            if os.path.islink(path) and not inside:
+        for path in (Path(place, name) for name in (*folders, *files)):
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(
+                root
+            ):
                 raise UserError(
                     f"got {path}, a link to {os.readlink(path)}, which lies elsewhere, "
                     f"expected {expected}"
@@ -191,8 +186,7 @@ def sha256(path: Path) -> str:
 
 def write_json(path: Path, value: object) -> None:
     """Replace a JSON file by another, complete or not at all."""
-    with replacing(path) as file:
-        file.write(json.dumps(value, indent=1) + "\n")
+    write(path, f"{json.dumps(value, indent=1)}\n".encode())
 
 
 def read_json(path: Path, kind: type[T], expected: str, extra: str = "forbid") -> T:
@@ -280,10 +274,11 @@ def workspace(out: Path, plan: dict | None = None) -> Iterator[Path]:
             (work / MADE).rename(out)
         except Exception as error:  # libraries have errors of their own
             if is_full(error, work) and not isinstance(error, OSError | UserError):
-                raise full(out) from error
+                full = errno.ENOSPC
+                raise OSError(full, os.strerror(full), str(out)) from error
             raise
         finally:
-            if not (work / LEDGER).exists() and not is_complete(work):
+            if not _is_begun(work):
                 with suppress(OSError):
                     _empty(work)
                     work.rmdir()
@@ -336,10 +331,10 @@ def _check_ours(work: Path, plan: dict) -> None:
     """Check that a folder is empty, or holds the work of this plan, or else work that
     cannot go on, which we may delete.
     """
-    if not any(work.iterdir()):
+    if all(path.suffix == ".tmp" for path in work.iterdir()):  # cut off at its plan
         return
     check_links(work, "none in unfinished work: move that folder away")
-    begun = (work / LEDGER).exists() or is_complete(work)
+    begun = _is_begun(work)
     whose = f"the plan of the work in {work}: delete that folder"
     found = read_json(work / PLAN, dict[str, Any], whose)
     if begun and {key: found[key] for key in found.keys() - MARK} != plan:
@@ -357,18 +352,16 @@ def _check_ours(work: Path, plan: dict) -> None:
 
 def _claim(work: Path, plan: dict) -> None:
     """Go on with the work of this plan, or begin it."""
-    if not (work / LEDGER).exists() and not is_complete(work):
+    if not _is_begun(work):
         _empty(work)
-        with creating(work / PLAN, "x") as file:
-            json.dump(plan | MARK, file)
+        write_json(work / PLAN, plan | MARK)
     (work / MADE).mkdir(exist_ok=True)
 
 
 def _empty(work: Path) -> None:
     """Delete what a folder of ours holds, the plan last: what a kill leaves is ours."""
     for left in sorted(work.iterdir(), key=lambda path: path.name == PLAN):
-        is_folder = left.is_dir() and not left.is_symlink()
-        shutil.rmtree(left) if is_folder else left.unlink()
+        remove(left)
 
 
 def discard(out: Path) -> None:
@@ -379,6 +372,11 @@ def discard(out: Path) -> None:
             _check_ours(work, {})
             _empty(work)
             work.rmdir()
+
+
+def _is_begun(work: Path) -> bool:
+    """Return whether a later call could go on with it."""
+    return (work / LEDGER).exists() or is_complete(work)
 
 
 def is_complete(work: Path) -> bool:

@@ -21,6 +21,6 @@ def picture(
     axes.set(**labels)
     axes.grid(alpha=0.3)
     yield axes
-    with replacing(path, "wb") as file:
+    with replacing(path) as file:
         figure.savefig(file, dpi=150, format=path.suffix[1:])
     plt.close(figure)

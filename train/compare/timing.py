@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from marsopt.profiling.machine import seconds
+from train import files
 from train.compare.store import Store, is_number
 from train.compare.study import Study, changed, named
 from train.errors import UserError
@@ -35,7 +36,7 @@ def read(folder: Path) -> dict[str, float]:
     path = folder / FILE
     check_file(path, WHAT)
     try:
-        found = json.loads(path.read_bytes()) if path.exists() else {}
+        found = json.loads(files.read(path, WHAT)) if path.exists() else {}
         if not all(is_number(value) and value > 0 for value in found.values()):
             raise ValueError("seconds are positive numbers")
     except (ValueError, AttributeError, OverflowError, RecursionError) as error:

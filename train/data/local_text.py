@@ -158,10 +158,7 @@ class LocalFiles(Source):
         ids = encoded(batches, coder.name, processes=processes)
         paths = {split: work / MADE / f"{split}.bin" for split in SPLITS}
         with ExitStack() as stack:
-            files = {
-                split: stack.enter_context(replacing(path, "wb"))
-                for split, path in paths.items()
-            }
+            files = {s: stack.enter_context(replacing(paths[s])) for s in SPLITS}
             for split, tokens in ids:
                 files[split].write(tokens.astype("<u2").tobytes())
         byte_lengths = coder.byte_lengths()

@@ -105,7 +105,7 @@ def write_shard(path: Path, tokens: np.ndarray, byte_lengths: np.ndarray) -> Spl
     body = np.ascontiguousarray(tokens, dtype="<u2")
     digest = hashlib.sha256(head)
     digest.update(body)
-    with replacing(path, "wb") as file:
+    with replacing(path) as file:
         file.write(head)
         file.write(body)
     return Split(len(tokens), text_bytes(tokens, byte_lengths), digest.hexdigest())

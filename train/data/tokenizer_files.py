@@ -12,6 +12,7 @@ from train.files import TOKENIZER, read, write_json
 
 LONGEST_TOKEN = 4096  # characters
 MOST_GROWTH = 4096  # times as long as a text may become before it is encoded
+AGAIN = "a tokenizer: export or download the folder again"
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -103,20 +104,6 @@ def check_growth(raw: bytes) -> None:
         raise ValueError(f"replacements that make a text {growth:,} times as long")
 
 
-def read_tokenizer(folder: Path) -> bytes:
-    """Return the tokenizer.json of a folder, which was checked."""
-    path = folder / FromFolder.name
-    again = "a tokenizer: export or download the folder again"
-    raw = read(path, again, TOKENIZER)
-    try:
-        check_growth(raw)
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"got a {path} that does not read ({error}), expected {again}"
-        ) from error
-    return raw
-
-
 @contextmanager
 def _panics() -> Iterator[None]:
     """Make an error of what the tokenizers library panics with, and prints."""
@@ -144,13 +131,13 @@ class FromFolder:
                 "without --no-tokenizer, or copy the file there"
             )
         try:
-            raw = read_tokenizer(folder).decode()
+            raw = read(path, AGAIN, TOKENIZER)
+            check_growth(raw)
             with _panics():
-                self._coder = tokenizers.Tokenizer.from_str(raw)
-        except ValueError as error:
+                self._coder = tokenizers.Tokenizer.from_str(raw.decode())
+        except (ValueError, RecursionError) as error:
             raise UserError(
-                f"got a {path} that does not read ({error}), expected a tokenizer: "
-                "export or download the folder again"
+                f"got a {path} that does not read ({error}), expected {AGAIN}"
             ) from error
         self.vocab_size = self._coder.get_vocab_size()
         self.end_of_text = self._coder.token_to_id(END_OF_TEXT)

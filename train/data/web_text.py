@@ -207,7 +207,7 @@ def gather(stream: Stream, ends: np.ndarray, order: np.ndarray, path: Path) -> N
     lengths = (ends - starts)[order]
     slabs = [slice(at, at + SLAB) for at in range(0, len(order), SLAB)]
     after = np.cumsum([0, *(int(lengths[slab].sum()) for slab in slabs)]) * 2
-    with growing(path, "ab") as file:
+    with growing(path) as file:
         done = int(np.searchsorted(after, file.tell(), side="right")) - 1
         file.truncate(int(after[done]))
         file.seek(0, 2)

@@ -86,18 +86,15 @@ def standalone() -> tuple[int, int]:
     """
     by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if "RANK" in os.environ:
-        world = environment_count("WORLD_SIZE", 1)
-        rank, local = (
-            environment_count("RANK", 0),
-            environment_count("LOCAL_RANK", 0, 0),
-        )
-        of_local = environment_count("LOCAL_WORLD_SIZE", 1, world)
+        rank, world = environment_count("RANK", 0), environment_count("WORLD_SIZE", 1)
+        local = environment_count("LOCAL_RANK", 0, 0)
+        local_world = environment_count("LOCAL_WORLD_SIZE", 1, world)
         environment_count("MASTER_PORT", 0)
-        if rank >= world or local >= of_local:
+        if rank >= world or local >= local_world:
             raise UserError(
                 f"got RANK={rank} of WORLD_SIZE={world}, LOCAL_RANK={local} of "
-                f"LOCAL_WORLD_SIZE={of_local} in the environment, expected ranks below "
-                "these: start with torchrun, or unset them"
+                f"LOCAL_WORLD_SIZE={local_world} in the environment, expected ranks "
+                "below these: start with torchrun, or unset them"
             )
         try:
             if by_torchrun:
@@ -159,7 +156,7 @@ def _is_for_the_console(record: logging.LogRecord) -> bool:
 def log_to(path: Path) -> None:
     """Write everything that torchtitan logs to a file."""
     line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    handler = logging.StreamHandler(growing(path))
+    handler = logging.StreamHandler(growing(path, "a"))
     handler.setFormatter(logging.Formatter(line))
     logging.getLogger().addHandler(handler)
 

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import tempfile
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from train.data.tokens import open_tokens
 from train.errors import UserError, check_least, command, shown
 from train.evaluate import harness
 from train.export import export
-from train.files import is_device, write_json
+from train.files import check_writable, write_json
 from train.gpt2.inference import whole_loss
 from train.runs.trained import Trained, add_arguments, from_arguments
 
@@ -128,12 +127,7 @@ def main() -> None:
     out = trained.folder / "evaluation.json" if args.out is None else args.out
     # what can be refused, before what takes hours
     out.parent.mkdir(parents=True, exist_ok=True)
-    if not is_device(out) and not os.access(
-        out if out.exists() else out.parent, os.W_OK
-    ):
-        raise UserError(
-            f"got {out}, expected a file that can be written: choose another --out"
-        )
+    check_writable(out)
     found: dict = {"model": str(trained.folder), "step": trained.step}
     tasks = args.tasks and harness.load_tasks(args.tasks, args.include_path)
     if args.loss:

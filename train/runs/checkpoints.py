@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from train.errors import UserError
-from train.files import check_file, opened, remove_folder
+from train.files import check_file, opened, remove
 from train.gpt2 import GPT2, Shape, tensor_sizes
 from train.runs import checksums
 from train.runs.checksums import SUMS
@@ -163,7 +163,9 @@ def _read_index(path: Path) -> Metadata:
 
 def delete(path: Path) -> None:
     """Delete a checkpoint so that what a kill leaves of it is whole, or cut off."""
-    remove_folder(path, first=(SUMS, INDEX))
+    for part in () if path.is_symlink() else (path / SUMS, path / INDEX):
+        remove(part)
+    remove(path)
 
 
 def load_model(folder: Path, shape: Shape, step: int | None = None) -> GPT2:

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+from train import files
 from train.errors import UserError, environment_count
-from train.files import read, replacing, sha256
+from train.files import read, sha256
 
 SUMS = "SHA256SUMS"
 COPY = "a file: copy it again, or choose another checkpoint"
@@ -29,10 +30,10 @@ def _digests(paths: list[Path]) -> list[str]:
 
 def write(path: Path) -> None:
     """Write the checksums of all files in the folder of a finished checkpoint."""
-    with replacing(path / SUMS) as sums:
-        files = sorted(p for p in path.iterdir() if p.suffix != ".tmp")
-        for file, found in zip(files, _digests(files), strict=True):
-            sums.write(f"{found}  {file.name}\n")
+    paths = sorted(p for p in path.iterdir() if p.suffix != ".tmp")
+    rows = zip(_digests(paths), paths, strict=True)
+    lines = "".join(f"{digest}  {file.name}\n" for digest, file in rows)
+    files.write(path / SUMS, lines.encode())
 
 
 def verify(path: Path, names: Iterable[str]) -> None:

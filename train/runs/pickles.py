@@ -8,12 +8,20 @@ place of objects.
 import pickle
 import pickletools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from train.files import WRITTEN_OUT
 
 # what puts into an object that stays on the stack
 INTO = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
 PUTS, GETS = {"PUT", "BINPUT", "LONG_BINPUT"}, {"GET", "BINGET", "LONG_BINGET"}
+OF_MARKS = (pickletools.markobject, pickletools.stackslice)
+
+
+@dataclass
+class _Object:
+    size: int
+    is_shared: bool = False  # others count it, so that it may grow no more
 
 
 def check_cost(raw: bytes) -> None:
@@ -21,41 +29,36 @@ def check_cost(raw: bytes) -> None:
     that whatever is done with all of it ends.
 
     Raises:
-        pickle.UnpicklingError, ValueError, IndexError, KeyError: it is, or is damaged.
+        pickle.UnpicklingError, ValueError, IndexError, KeyError: it is not, or is
+            damaged.
     """
-    stack: list[list[int]] = []  # the size of an object, which may still grow
+    stack: list[_Object] = []
     marks: list[int] = []
-    memo: dict[int, list[int]] = {}
+    memo: dict[int, _Object] = {}
     for op, arg, _ in pickletools.genops(raw):
         name, at = op.name, len(stack)
         if name == "MARK":
             marks.append(at)
         elif name == "MEMOIZE" or name in PUTS:
             memo[len(memo) if name == "MEMOIZE" else arg] = stack[-1]
-        elif name in GETS:
-            stack.append(memo[arg])
-        elif name == "DUP":
-            stack.append(stack[-1])
+        elif name in GETS or name == "DUP":
+            stack.append(memo[arg] if name in GETS else stack[-1])
+            stack[-1].is_shared = True
         else:
             if pickletools.markobject in op.stack_before:
                 at = marks.pop()
-            pops = [kind for kind in op.stack_before if kind not in OF_MARKS]
-            at -= len(pops)
+            at -= sum(kind not in OF_MARKS for kind in op.stack_before)
             if at < 0:
                 raise pickle.UnpicklingError("it takes what is not there")
-            size = sum(part[0] for part in stack[at:])
+            size = sum(part.size for part in stack[at:])
+            if size > WRITTEN_OUT or (name in INTO and stack[at].is_shared):
+                raise pickle.UnpicklingError("it repeats itself beyond all limits")
             if name in INTO:
-                stack[at][0] = size
+                stack[at].size = size
                 del stack[at + 1 :]
             else:
-                del stack[at:]
                 size += 1 + (len(arg) if isinstance(arg, str | bytes) else 0)
-                stack += [[size] for _ in op.stack_after]
-            if size > WRITTEN_OUT:
-                raise pickle.UnpicklingError("it repeats itself beyond all limits")
-
-
-OF_MARKS = (pickletools.markobject, pickletools.stackslice)
+                stack[at:] = [_Object(size) for _ in op.stack_after]
 
 
 def names(raw: bytes) -> Iterator[str]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from train.data.tokenizers import Bytes, tokenizer
 from train.errors import UserError, shown
-from train.files import check_file, remove, replacing, write_json
+from train.files import opened, remove, write, write_json
 from train.gpt2.inference import generate
 from train.pictures import picture
 from train.runs.checkpoints import last_step, load_model
@@ -27,7 +27,7 @@ def read_scalars(folder: Path) -> dict[str, dict[int, float]]:
 
     stamped: dict[str, dict[int, tuple[float, float]]] = {}
     for file in sorted(folder.rglob("events.out.tfevents.*")):
-        check_file(file, "what TensorBoard's writer wrote there: move it away")
+        opened(file, "what TensorBoard's writer wrote there: move it away").close()
         events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
         for tag in events.Tags()["scalars"]:
             for e in events.Scalars(tag):
@@ -101,8 +101,7 @@ def _sample(folder: Path) -> None:
         print(f"\nno sample: {error}\n")
         return
     sample = shown(PROMPT + coder.decode(ids))
-    with replacing(path) as file:
-        file.write(sample + "\n")
+    write(path, f"{sample}\n".encode())
     print(f"\nsample:\n{sample}\n")
 
 
