@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unicodedata import category
 
 if TYPE_CHECKING:  # importing torch takes a second, which a usage message need not wait
     from torch.distributed import Store
@@ -115,9 +116,8 @@ def shown(text: str) -> str:
     """Return a text with what would steer a terminal written out, ends of lines and
     tabs apart.
     """
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text
-    )
+    plain = lambda c: c.isprintable() or c in "\n\t" or category(c) == "Zs"  # noqa: E731
+    return "".join(c if plain(c) else ascii(c)[1:-1] for c in text)
 
 
 @contextmanager

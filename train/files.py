@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import stat
 import time
@@ -90,14 +89,15 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         with path.open("wb") as file:
             yield file
         return
-    draft = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    draft = path.with_name(f".{path.name}.tmp")
+    draft.unlink(missing_ok=True)  # of a call that was killed
     try:
-        with draft.open("xb") as file:  # O_EXCL: of a link nothing is written
+        with draft.open("xb") as file:  # O_EXCL: through no link
             yield file
             sync(file)
         draft.rename(path)
     except BaseException:
-        remove(draft)
+        draft.unlink(missing_ok=True)
         raise
 
 

@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-from train import files
 from train.errors import UserError, environment_count
-from train.files import read, sha256
+from train.files import read, replacing, sha256
 
 SUMS = "SHA256SUMS"
 COPY = "a file: copy it again, or choose another checkpoint"
@@ -33,7 +32,8 @@ def write(path: Path) -> None:
     paths = sorted(p for p in path.iterdir() if p.suffix != ".tmp")
     rows = zip(_digests(paths), paths, strict=True)
     lines = "".join(f"{digest}  {file.name}\n" for digest, file in rows)
-    files.write(path / SUMS, lines.encode())
+    with replacing(path / SUMS) as sums:
+        sums.write(lines.encode())
 
 
 def verify(path: Path, names: Iterable[str]) -> None:
