@@ -103,7 +103,7 @@ def read(path: Path) -> str:
             return file.read()
     except OSError as error:
         raise UserError(
-            f"got {path}: {error.strerror}, expected {advice(error)}, or name another"
+            f"got {path}: {error.strerror}, expected {advice(error)}"
         ) from error
     except UnicodeDecodeError as error:
         raise UserError(
