@@ -69,7 +69,7 @@ def test_the_standard_library_is_found_without_tests():
 
 
 def test_a_text_that_is_not_there_is_not_one_to_convert(tmp_path):
-    with pytest.raises(UserError, match="No such file .* name another"):
+    with pytest.raises(UserError, match="No such file .* choose another"):
         local_text.read(tmp_path / "none.txt")
     (tmp_path / "latin.txt").write_bytes(b"\xff")
     with pytest.raises(UserError, match="expected UTF-8 text: convert it"):

@@ -26,7 +26,7 @@ from train.data.tokenizers import GPT2 as GPT2Tokenizer
 from train.data.tokenizers import Bytes, tokenizer
 from train.errors import UserError
 from train.export import STATE, export
-from train.files import made_whole, unfinished
+from train.files import MARK, made_whole, unfinished, write_json
 from train.gpt2 import GPT2, Shape, huggingface
 from train.runs.checkpoints import save_model, steps
 from train.runs.initial import note_shape
@@ -459,6 +459,7 @@ def test_a_killed_call_leaves_nothing_behind(tmp_path):
     out = tmp_path / "out"
     (unfinished(out) / "made").mkdir(parents=True)
     (unfinished(out) / "made" / "half").touch()
+    write_json(unfinished(out) / "plan.json", MARK)
     with made_whole(out) as draft:
         (draft / "whole").touch()
     assert [path.name for path in out.iterdir()] == ["whole"]

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import time
 from dataclasses import asdict, replace
@@ -278,6 +279,90 @@ def test_a_json_file_that_is_no_file_is_one_line(what, place, in_time):
         assert f"{file}, which is a folder, a FIFO, a device or a link to " in said
         shutil.rmtree(place / file) if what == "folder" else (place / file).unlink()
         (place / file).write_bytes(whole)
+
+
+def bind(path):
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+
+
+def sparse(path):
+    path.touch()
+    os.truncate(path, 1 << 41)
+
+
+STEP = "run/checkpoint/step-4"
+# each file of whatever kind, and who reads it
+READ = {
+    "data/meta.json": losses,
+    "data/val.bin": losses,
+    "run/settings.json": losses,
+    f"{STEP}/.metadata": losses,
+    f"{STEP}/__0_0.distcp": losses,
+    f"{STEP}/SHA256SUMS": losses,
+    "hf/config.json": imports,
+    "hf/model.safetensors": imports,
+    "hf/model.safetensors.index.json": imports,
+    "hf/tokenizer.json": samples,
+    "a.txt": prepares,
+}
+KINDS = ODD | {
+    "socket": bind,
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "sparse": sparse,
+}
+
+
+@pytest.mark.parametrize("what", KINDS)
+@pytest.mark.parametrize("file", READ)
+def test_whatever_lies_in_the_place_of_a_file_is_one_line(file, what, place, in_time):
+    (place / file).unlink(missing_ok=True)
+    KINDS[what](place / file)
+    act = READ[file](place)
+    if "index" in file and what == "dead link":
+        assert called(*act)[0] == 0  # one file of weights, without an index
+        return
+    code, _, err = called(*act)
+    assert code == 2
+    (line,) = [line for line in err.splitlines() if line.startswith("error: got ")]
+    assert str((place / file).resolve()) in line or (place / file).name in line
+
+
+@pytest.mark.parametrize("command", ["export", "import", "prepare"])
+def test_a_link_in_the_place_of_unfinished_work_is_not_followed(command, place):
+    acts = {
+        "export": (export.main, "--run", place / "run", "--out", place / "out"),
+        "import": (import_hf.main, "--model", place / "hf", "--out", place / "out"),
+        "prepare": (*prepares(place)[:-2], place / "out", place / "a.txt"),
+    }
+    (place / "user").mkdir()
+    (place / "user/thesis").write_text("years")
+    link = place / ".out.unfinished"
+    link.symlink_to("user")
+    assert f"got {link}, which is a link or a file" in refused(*acts[command])
+    assert (place / "user/thesis").read_text() == "years"
+    link.unlink()
+    assert called(*acts[command])[0] == 0
+
+
+def test_an_export_copies_no_link(place):
+    (place / "secret").write_text("secret")
+    (place / STEP / "more.distcp").symlink_to(place / "secret")
+    act = (export.main, "--run", place / "run", "--out", place / "out")
+    said = refused(*act, "--training-state")
+    assert "more.distcp, which is a link, expected a file" in said
+    assert not (place / "out").exists()
+    assert called(*act)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["evaluation.json", ".evaluation.json.tmp"])
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_an_evaluation_is_written_through_no_link(link, name, place):
+    (place / "thesis").write_text("years")
+    link(place / "thesis", place / "run" / name)
+    through = link is os.symlink and not name.startswith(".")
+    assert called(*losses(place))[0] == (2 if through else 0)
+    assert (place / "thesis").read_text() == "years"
 
 
 def test_a_byte_order_mark_is_no_part_of_a_json_file(place):
@@ -659,6 +744,47 @@ def test_tokenizers_that_cannot_encode(place):
     for text in FILES.values():
         path.write_bytes(text)
         assert "tokenizer.json" in refused(*samples(place))
+
+
+def with_tokenizer(place, **parts):
+    """Change a tokenizer's own parts."""
+    path = place / "hf/tokenizer.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw | parts))
+    return samples(place, "--prompt", "aaaa")
+
+
+def replaced(by, times=1):
+    """A normalizer that replaces each a by a text, several times over."""
+    one = {"type": "Replace", "pattern": {"String": "a"}, "content": by}
+    return {"type": "Sequence", "normalizers": [one] * times}
+
+
+def test_a_tokenizer_that_makes_texts_long_is_refused(place, in_time):
+    for normalizer in (replaced("a" * 64, times=12), replaced("a" * 1_000_000)):
+        said = refused(*with_tokenizer(place, normalizer=normalizer))
+        assert "tokenizer.json that does not read (" in said
+    longer = {"type": "Prepend", "prepend": "a" * 4000}
+    many = {"type": "Sequence", "normalizers": [longer, *[longer] * 3]}
+    assert "times as long" in refused(*with_tokenizer(place, normalizer=many))
+    assert called(*with_tokenizer(place, normalizer=replaced("a" * 3)))[0] == 0
+
+
+def test_a_tokenizer_that_panics_is_one_line(place, capfd):
+    """The library prints where in its own code it was."""
+    truncation = dict(max_length=2, strategy="LongestFirst", direction="Right")
+    act = with_tokenizer(place, truncation=truncation | {"stride": 5})
+    refused(*act)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_million_names_of_tensors_are_not_read(place):
+    head = {f"h.{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+            for i in range(200_000)}  # fmt: skip
+    raw = json.dumps(head).encode()
+    path = place / "hf/model.safetensors"
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw)
+    assert "bytes of names, expected" in refused(*imports(place))
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,55 @@
 """Bad input, told in one line, and how a command begins and ends."""
 
 import errno
+import io
 import os
+import re
 import select
+import shutil
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import IO, TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unicodedata import category
 
 if TYPE_CHECKING:  # importing torch takes a second, which a usage message need not wait
     from torch.distributed import Store
 
+SPACE = 1 << 20  # bytes; with less a disk counts as full
+LONGEST = 1200, 800  # characters of a line, at both ends
 STOPPED = "stopped before its end: run the same command again"
 UNREAD = 128 + signal.SIGPIPE  # of a program that a pipe's end has ended
+
+
+_FILE_SYSTEM = "a file system that answers: mount it again"
+_NETWORK = "a network that answers: try again when it does"
+_OPEN_FILES = "fewer open files: allow more (ulimit -n)"
+ADVICE = {
+    errno.ENOSPC: "space on the disk: make some",
+    errno.EDQUOT: "space within this user's quota: make some",
+    errno.EFBIG: "a file of any length: raise the limit (ulimit -f)",
+    errno.ENOMEM: "free memory: end something else, or ask for less",
+    errno.EMFILE: _OPEN_FILES,
+    errno.ENFILE: _OPEN_FILES,
+    errno.EAGAIN: "free processes: end some, or allow more (ulimit -u)",
+    errno.EIO: "a disk that works: look into the system's log, and copy what you need",
+    errno.ESTALE: _FILE_SYSTEM,
+    errno.ENOTCONN: _FILE_SYSTEM,
+    errno.EROFS: "a file system that may be written to: choose another path",
+    errno.EBUSY: "a path that nobody else uses: wait, or choose another",
+    errno.EPIPE: "somebody who reads it: run the command again",
+    **dict.fromkeys((errno.ECONNREFUSED, errno.ECONNRESET), _NETWORK),
+    **dict.fromkeys((errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH), _NETWORK),
+}
+PATH = "a path that this user may use: choose another"
+OF_PATHS = {
+    errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
+    errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO, errno.ENOTEMPTY, errno.EXDEV,
+    errno.EINVAL,
+}  # fmt: skip
 
 
 class UserError(Exception):
@@ -42,6 +77,59 @@ def check_least(
                 f"got --{name.replace('_', '-')} {value}, expected {limit}: change it, "
                 "or leave it out"
             )
+
+
+def environment_count(name: str, least: int, usual: int | None = None) -> int:
+    """Return a number that a launcher puts into the environment."""
+    text = os.environ.get(name)
+    if text is None and usual is not None:
+        return usual
+    number = int(text) if re.fullmatch("[0-9]{1,9}", text or "") else -1
+    if number < least:
+        got = f"no {name}" if text is None else f"{name}={text!r:.40}"
+        raise UserError(
+            f"got {got} in the environment, expected a number from {least} on, as "
+            "torchrun sets it: start with torchrun, or unset RANK and what goes with it"
+        )
+    return number
+
+
+def advice(error: OSError) -> str:
+    """Say what the user can do about an error of the system."""
+    if error.errno in OF_PATHS:
+        return PATH
+    return ADVICE.get(error.errno or 0, "none: see to what it says")
+
+
+def is_full(error: BaseException, folder: Path) -> bool:
+    """Return whether an error, of any library, is that the disk of a folder is full."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno == errno.ENOSPC
+    said = str(error)
+    with suppress(OSError):
+        little = shutil.disk_usage(folder).free < SPACE
+        return little or f"os error {errno.ENOSPC}" in said or "No space left" in said
+    return False
+
+
+def shown(text: str) -> str:
+    """Return a text with what would steer a terminal written out, ends of lines and
+    tabs apart.
+    """
+    plain = lambda c: c.isprintable() or c in "\n\t" or category(c) == "Zs"  # noqa: E731
+    return "".join(c if plain(c) else ascii(c)[1:-1] for c in text)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let nothing be printed on stderr that a library writes past Python."""
+    kept = os.dup(2)
+    try:
+        _drop(2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def begin() -> None:
@@ -78,6 +166,8 @@ def command(main: Callable[[], None]) -> None:
     nobody reads standard output any more, it ends as other programs do, with 141.
     """
     _open_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names that are no UTF-8
     try:
         if signal.getsignal(signal.SIGINT) is _stop:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -89,7 +179,7 @@ def command(main: Callable[[], None]) -> None:
         try:
             sys.stdout.flush()
         except OSError:
-            _drop(sys.stdout)
+            _drop(sys.stdout.fileno())
         # an exception of a signal's handler would be shown from here on
         if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -115,10 +205,9 @@ def _run(main: Callable[[], None]) -> int | str | None:
     except OSError as error:
         if is_unread(error):
             return UNREAD
-        full = error.errno == errno.ENOSPC
-        path = "a path that this user may use: choose another"
-        what = "space on the disk: make some" if full else path
-        lines = (f"got {error}, expected {what}",)
+        lines = (f"got {error}, expected {advice(error)}",)
+    except MemoryError as error:
+        lines = (f"got no memory ({error}), expected {ADVICE[errno.ENOMEM]}",)
     say(*(f"error: {line}" for line in lines))
     return 2
 
@@ -130,16 +219,19 @@ def say(*lines: str) -> None:
     it keeps for them; without one each speaks for itself.
     """
     rank = os.environ.get("RANK")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if rank and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         if not _is_first():
             return
     elif rank is not None and os.environ.get("WORLD_SIZE") != "1":
         lines = tuple(f"rank {rank}: {line}" for line in lines)
     try:
         for line in lines:
-            print(" ".join(line.split()), file=sys.stderr)
+            line, (head, tail) = shown(" ".join(line.split())), LONGEST
+            if len(line) > head + tail:
+                line = f"{line[:head]} ... {line[-tail:]}"
+            print(line, file=sys.stderr)
     except OSError:
-        _drop(sys.stderr)
+        _drop(sys.stderr.fileno())
 
 
 def is_unread(error: BaseException) -> bool:
@@ -151,17 +243,17 @@ def is_unread(error: BaseException) -> bool:
     return bool(poll.poll(0))
 
 
-def _drop(stream: IO) -> None:
+def _drop(stream: int) -> None:
     """Let go of what cannot be written: the interpreter would try again as it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
+    os.dup2(nowhere, stream)
     os.close(nowhere)
 
 
 def _is_first() -> bool:
     try:
         return shared_store().add("said", 1) == 1
-    except (RuntimeError, OSError):  # torchrun has gone
+    except (RuntimeError, OSError, KeyError, ValueError):  # torchrun has gone
         return os.environ["RANK"] == "0"
 
 

@@ -1,13 +1,12 @@
 """python -m train.export: a run's model as a Hugging Face folder."""
 
 import argparse
-import shutil
 from pathlib import Path
 
 from train.data import tokenizer_files
 from train.data.tokenizers import TOKENIZERS
 from train.errors import UserError, command
-from train.files import made_whole
+from train.files import copy, made_whole
 from train.gpt2 import huggingface
 from train.runs import checkpoints
 from train.runs.settings import SETTINGS
@@ -35,8 +34,9 @@ def export(
         if coder is not None:
             tokenizer_files.save(coder, draft, trained.model.shape.block_size)
         if training_state:
-            shutil.copytree(path, draft / STATE)
-            shutil.copy(trained.folder / SETTINGS, draft / STATE)
+            (draft / STATE).mkdir()
+            for file in (*path.iterdir(), trained.folder / SETTINGS):
+                copy(file, draft / STATE)
 
 
 def main() -> None:

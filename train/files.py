@@ -1,23 +1,42 @@
-"""Files and folders that appear whole or not at all, and JSON files."""
+"""All that the application opens, writes, replaces and deletes, by one law each:
+
+- what is read is a regular file within a limit of size;
+- what is written is a new file, which then takes the place of the old one; a log grows;
+- no link that we did not make is followed to write or to delete;
+- a folder is emptied where its own plan.json says that we made it.
+"""
 
 import codecs
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from train.errors import UserError
+from train.errors import UserError, is_full
 
 T = TypeVar("T")
 
 DEEPEST = 200  # folders in each other: pathlib makes them by recursion
 PLAN, LEDGER, MADE = "plan.json", "ledger.json", "made"
+MARK = {"unfinished": "work of python -m train"}  # in a plan.json: we made the folder
+
+# Small files may cost much. Bytes, unless said otherwise:
+SMALL = 16 << 20  # a file that is read whole: JSON, checksums
+LONG_TEXT = 4 << 30  # a text that is prepared
+TOKENIZER = 32 << 20  # a tokenizer.json
+WEIGHTS_HEADER = 8 << 20  # the names in a file of safetensors
+INDEX = 32 << 20  # a checkpoint's .metadata
+OBJECT = 1 << 20  # the pickle of one tensor or object in a checkpoint
+WRITTEN_OUT = 128 << 20  # a pickle of which each reference is written out
+SPARSE = 16  # times as long as what a file takes of the disk
 
 
 class Limits:
@@ -30,16 +49,127 @@ class Limits:
         return handler(kind) | self._limits
 
 
+def opened(path: Path, expected: str, most: int | None = None) -> IO[bytes]:
+    """Open a regular file of at most so many bytes to read, through links too."""
+    check_file(path, expected)
+    file = open(path, "rb", opener=_opener(os.O_NONBLOCK))  # noqa: SIM115  (returned)
+    found = os.fstat(file.fileno())
+    size, taken = found.st_size, found.st_blocks * 512
+    is_sparse = size > max(SMALL, SPARSE * taken) and _has_holes(file)
+    if is_sparse or (most is not None and size > most):
+        file.close()
+        limit = "as many on the disk" if is_sparse else f"at most {most:,}"
+        raise UserError(f"got {path} of {size:,} bytes, expected {limit}: {expected}")
+    return file
+
+
+def _opener(more: int) -> Callable[[str, int], int]:
+    return lambda path, flags: os.open(path, flags | more, 0o666)
+
+
+def _has_holes(file: IO[bytes]) -> bool:
+    """Return whether it has any; a compressed file, too, takes less of the disk."""
+    hole = os.lseek(file.fileno(), 0, os.SEEK_HOLE)
+    os.lseek(file.fileno(), 0, os.SEEK_SET)
+    return hole < os.fstat(file.fileno()).st_size
+
+
+def read(path: Path, expected: str, most: int = SMALL) -> bytes:
+    """Return what a regular file of at most so many bytes holds."""
+    with opened(path, expected, most) as file:
+        return file.read(most)
+
+
 @contextmanager
-def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
-    """Open a file beside ``path`` to write to; it becomes ``path`` when the block ends
-    well, and is on the disk before anything says that it is there.
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a new file beside ``path`` to write to; it becomes ``path`` when the block
+    ends well, and is on the disk before anything says so. A device is written to.
     """
-    draft = path.with_suffix(".tmp")
-    with draft.open(mode) as file:
-        yield file
-        sync(file)
-    draft.rename(path)
+    if check_writable(path):
+        with path.open("wb") as file:
+            yield file
+        return
+    draft = path.with_name(f".{path.name}.tmp")
+    draft.unlink(missing_ok=True)  # of a call that was killed
+    try:
+        with draft.open("xb") as file:  # O_EXCL: through no link
+            yield file
+            sync(file)
+        draft.rename(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def write(path: Path, content: bytes) -> None:
+    """Replace a file by another, complete or not at all."""
+    with replacing(path) as file:
+        file.write(content)
+
+
+def check_writable(path: Path) -> bool:
+    """Check that a file may be put at ``path``; return whether a device is there, such
+    as /dev/null.
+    """
+    there = os.path.lexists(path)
+    mode = path.lstat().st_mode if there else stat.S_IFREG
+    may = os.access(path if there else path.parent, os.W_OK)
+    if not may or not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
+        raise UserError(
+            f"got {path}, which is a folder, a FIFO or a link, or may not be written, "
+            "expected a file that can be written, or none: choose another, or move it "
+            "away"
+        )
+    return stat.S_ISCHR(mode)
+
+
+def growing(path: Path, mode: str = "ab") -> IO:
+    """Open a file of ours, or a new one, to write at its end."""
+    if os.path.lexists(path) and is_linked(path):
+        raise UserError(
+            f"got {path}, which is a link or no file, expected a file of its own: "
+            "nothing was written to it; move it away"
+        )
+    return open(path, mode, opener=_opener(os.O_NOFOLLOW | os.O_NONBLOCK))
+
+
+def is_linked(path: Path) -> bool:
+    """Return whether a path is a link, or a file with other names, or no file."""
+    found = path.lstat()
+    return not stat.S_ISREG(found.st_mode) or found.st_nlink > 1
+
+
+def remove(path: Path) -> None:
+    """Delete what we wrote: a file, or a folder with all in it; of a link the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def copy(path: Path, folder: Path) -> None:
+    """Copy a file, which is no link, into a folder."""
+    again = "a file: copy it there"
+    if path.is_symlink():
+        raise UserError(f"got {path}, which is a link, expected {again}")
+    with opened(path, again) as source, replacing(folder / path.name) as target:
+        shutil.copyfileobj(source, target)
+
+
+def check_links(folder: Path, expected: str) -> None:
+    """Check that no link in a folder leads out of it: libraries write there as well,
+    and follow links.
+    """
+    root = folder.resolve()
+    for place, folders, files in os.walk(root):
+        for path in (Path(place, name) for name in (*folders, *files)):
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(
+                root
+            ):
+                raise UserError(
+                    f"got {path}, a link to {os.readlink(path)}, which lies elsewhere, "
+                    f"expected {expected}"
+                )
 
 
 def sync(file: IO) -> None:
@@ -50,14 +180,13 @@ def sync(file: IO) -> None:
 
 def sha256(path: Path) -> str:
     """Return the checksum of a file, in hexadecimal."""
-    with path.open("rb") as file:
+    with opened(path, "a whole file: copy it again") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_json(path: Path, value: object) -> None:
     """Replace a JSON file by another, complete or not at all."""
-    with replacing(path) as file:
-        file.write(json.dumps(value, indent=1) + "\n")
+    write(path, f"{json.dumps(value, indent=1)}\n".encode())
 
 
 def read_json(path: Path, kind: type[T], expected: str, extra: str = "forbid") -> T:
@@ -67,9 +196,8 @@ def read_json(path: Path, kind: type[T], expected: str, extra: str = "forbid") -
     from pydantic import TypeAdapter, ValidationError
 
     adapter = TypeAdapter(kind)
-    check_file(path, expected)
     try:
-        raw = path.read_bytes().removeprefix(codecs.BOM_UTF8)  # as some editors begin
+        raw = read(path, expected).removeprefix(codecs.BOM_UTF8)  # as editors begin it
         return adapter.validate_json(raw, strict=True, extra=extra)
     except FileNotFoundError:
         got = f"no {path}"
@@ -126,28 +254,46 @@ def workspace(out: Path, plan: dict | None = None) -> Iterator[Path]:
     is found again by a call with the same ``plan``; other work is removed.
     """
     work, out = unfinished(out), out.resolve()
-    work.mkdir(parents=True, exist_ok=True)
+    work.parent.mkdir(parents=True, exist_ok=True)
+    _make(work)
     held = hold(work, "--out")
     try:
-        # another may have finished, and removed the folder, before we had it
-        work.mkdir(exist_ok=True)
-        if not os.path.samestat(os.fstat(held), work.stat()):
+        _make(work)  # another may have finished, and removed it, before we had it
+        if not os.path.samestat(os.fstat(held), work.lstat()):
             raise UserError(
                 f"got {out}, on which another process was at work until now, expected "
                 "none: run the command again"
             )
+        _check_ours(work, plan or {})
         try:
             _claim(work, plan or {})
             yield work
-            (work / LEDGER).unlink(missing_ok=True)  # from here on, "made" counts alone
+            remove(work / LEDGER)  # from here on, "made" counts alone
             if out.exists():
                 out.rmdir()
             (work / MADE).rename(out)
+        except Exception as error:  # libraries have errors of their own
+            if is_full(error, work) and not isinstance(error, OSError | UserError):
+                full = errno.ENOSPC
+                raise OSError(full, os.strerror(full), str(out)) from error
+            raise
         finally:
-            if not (work / LEDGER).exists() and not is_complete(work):
-                shutil.rmtree(work, ignore_errors=True)
+            if not _is_begun(work):
+                with suppress(OSError):
+                    _empty(work)
+                    work.rmdir()
     finally:
         os.close(held)
+
+
+def _make(work: Path) -> None:
+    with suppress(FileExistsError):
+        work.mkdir()
+    if not stat.S_ISDIR(work.lstat().st_mode):
+        raise UserError(
+            f"got {work}, which is a link or a file, expected the folder of unfinished "
+            "work, or none: move it away"
+        )
 
 
 @contextmanager
@@ -181,22 +327,56 @@ def hold(path: Path, option: str, patience: float = 0.0) -> int:
         time.sleep(0.2)
 
 
-def _claim(work: Path, plan: dict) -> None:
-    """Find the work of this plan, or begin it."""
-    path = work / PLAN
-    begun = (work / LEDGER).exists() or is_complete(work)
+def _check_ours(work: Path, plan: dict) -> None:
+    """Check that a folder is empty, or holds the work of this plan, or else work that
+    cannot go on, which we may delete.
+    """
+    if all(path.suffix == ".tmp" for path in work.iterdir()):  # cut off at its plan
+        return
+    check_links(work, "none in unfinished work: move that folder away")
+    begun = _is_begun(work)
     whose = f"the plan of the work in {work}: delete that folder"
-    if begun and read_json(path, dict[str, Any], whose) != plan:
+    found = read_json(work / PLAN, dict[str, Any], whose)
+    if begun and {key: found[key] for key in found.keys() - MARK} != plan:
         raise UserError(
             f"got {work}, which holds unfinished work on other data or with other "
             "options, expected this command's: delete that folder, or repeat the "
             "command that began it"
         )
-    if not begun:
-        for left in work.iterdir():
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-        write_json(path, plan)
+    if not begun and not found.items() >= MARK.items():
+        raise UserError(
+            f"got {work}, whose {PLAN} is of somebody else, expected unfinished work "
+            "of ours: move that folder away"
+        )
+
+
+def _claim(work: Path, plan: dict) -> None:
+    """Go on with the work of this plan, or begin it."""
+    if not _is_begun(work):
+        _empty(work)
+        write_json(work / PLAN, plan | MARK)
     (work / MADE).mkdir(exist_ok=True)
+
+
+def _empty(work: Path) -> None:
+    """Delete what a folder of ours holds, the plan last: what a kill leaves is ours."""
+    for left in sorted(work.iterdir(), key=lambda path: path.name == PLAN):
+        remove(left)
+
+
+def discard(out: Path) -> None:
+    """Delete what a kill after the last step left of the work on ``out``."""
+    work = unfinished(out)
+    with suppress(UserError, OSError):
+        if stat.S_ISDIR(work.lstat().st_mode):
+            _check_ours(work, {})
+            _empty(work)
+            work.rmdir()
+
+
+def _is_begun(work: Path) -> bool:
+    """Return whether a later call could go on with it."""
+    return (work / LEDGER).exists() or is_complete(work)
 
 
 def is_complete(work: Path) -> bool:

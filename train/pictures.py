@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from train.files import replacing
+
 
 @contextmanager
 def picture(
@@ -19,5 +21,6 @@ def picture(
     axes.set(**labels)
     axes.grid(alpha=0.3)
     yield axes
-    figure.savefig(path, dpi=150)
+    with replacing(path) as file:
+        figure.savefig(file, dpi=150, format=path.suffix[1:])
     plt.close(figure)

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shutil
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from train.data.source import Option, Source, all_options, chosen
 from train.data.tokenizers import TOKENIZERS, Bytes, tokenizer
 from train.data.tokens import SPLITS, Meta, open_tokens
 from train.data.web_text import FineWebEdu, OpenWebText
-from train.errors import UserError, check_least, command, counted
-from train.files import MADE, check_folder, is_complete, unfinished, workspace
+from train.errors import OF_PATHS, UserError, advice, check_least, command, counted
+from train.files import MADE, check_folder, discard, is_complete, workspace
 
 SOURCES: dict[str, type[Source]] = {
     source.name: source for source in (OpenWebText, FineWebEdu, Text, StandardLibrary)
@@ -50,9 +49,9 @@ def prepare(
                 meta = ready.make(work, tokenizer(tokenizer_name), processes)
                 meta.save(work / MADE)
     except OSError as error:
+        again = "" if error.errno in OF_PATHS else ", and run the same command again"
         raise UserError(
-            f"got {error} while making {out}, expected a writable folder with enough "
-            "space: see to that, and run the same command again"
+            f"got {error} while making {out}, expected {advice(error)}{again}"
         ) from error
     return Meta.load(out)
 
@@ -68,7 +67,7 @@ def _recognise(out: Path, request: dict, tokenizer_name: str) -> Meta:
         )
     for split in SPLITS:
         open_tokens(out, split, vocab_size=meta.vocab_size)
-    shutil.rmtree(unfinished(out), ignore_errors=True)  # of a kill after the last step
+    discard(out)
     print(f"{out} is prepared already: ", end="")
     return meta
 

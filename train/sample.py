@@ -2,7 +2,7 @@
 
 import argparse
 
-from train.errors import check_least, command
+from train.errors import check_least, command, shown
 from train.gpt2.inference import generate
 from train.runs.trained import add_arguments, from_arguments
 
@@ -28,7 +28,7 @@ def main() -> None:
     how = dict(temperature=args.temperature, top_k=args.top_k, seed=args.seed)
     prompt = coder.encode(args.prompt)
     ids = generate(trained.model, prompt, num_tokens=args.tokens, **how)
-    print(args.prompt + coder.decode(ids))
+    print(shown(args.prompt + coder.decode(ids)))
 
 
 if __name__ == "__main__":

@@ -86,6 +86,8 @@ def adapted(args: argparse.Namespace) -> Adapted:
 
 def trajectories(path: Path) -> dict[str, list[Arrays]]:
     """Return the parameters that a file holds, by case."""
+    if path.exists() and not path.is_file():
+        raise Unusable(f"got {path}, which is no file, expected one of safetensors")
     try:
         found = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -138,6 +140,9 @@ def main(argv: list[str]) -> int:
     except Unusable as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped before its end: run the same command again", file=sys.stderr)
+        return 130
     print(found)
     if not found.num_cases:
         return 2

@@ -143,6 +143,9 @@ def main() -> None:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped before its end: run the same command again", file=sys.stderr)
+        sys.exit(130)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from train.errors import UserError, check_least, command
-from train.files import check_folder, hold
+from train.files import check_folder, growing, hold
 
 WAIT = 15  # seconds for the runs of a call that was killed to end
 LOCK = ".lock"  # held by the call at work in the folder, and its runs
@@ -90,7 +90,7 @@ def compare(args: argparse.Namespace) -> bool:
     study.setting.check({title: study.first(title) for title in titles})
     complete = True
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / LOCK).touch()
+    growing(args.out / LOCK).close()
     with open(hold(args.out / LOCK, "--out", WAIT)) as lock:
         held = lock.fileno()  # outlives this process where a run of it does
         store = Store(args.out)

@@ -30,7 +30,7 @@ from train.data.token_files import Stream, open_raw, open_shard
 from train.data.tokens import SPLITS
 from train.engine.schedule import cosine, linear
 from train.errors import UserError, check_least
-from train.files import write_json
+from train.files import read, write_json
 from train.gpt2 import GPT2, Shape
 
 if TYPE_CHECKING:
@@ -178,7 +178,11 @@ class Setting:
     def found(self, folder: Path) -> dict[str, Any] | None:
         """Return what a run in ``folder`` showed; None before its end."""
         path = folder / FOUND
-        return json.loads(path.read_bytes()) if path.exists() else None
+        return (
+            json.loads(read(path, "what a run found: delete it"))
+            if path.exists()
+            else None
+        )
 
     def stepper(self, recipe: Mapping[str, Any]) -> Callable[[], None]:
         """Return a function that takes steps of a training, for its time."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import atexit
 import math
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from train.engine.launch import console, parse, standalone
@@ -183,9 +182,9 @@ class Setting:
         """Return a function that takes steps of a training, which neither validates nor
         saves.
         """
-        scratch = mkdtemp()
-        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-        words = self._arguments(recipe, 0, Path(scratch))
+        scratch = TemporaryDirectory(ignore_cleanup_errors=True)
+        atexit.register(scratch.cleanup)
+        words = self._arguments(recipe, 0, Path(scratch.name))
         words += ["--validator.no-enable", "--metrics.no-enable-tensorboard"]
         words += ["--metrics.log-freq", str(2**30)]
         config = parse(words)

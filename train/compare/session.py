@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from train.compare.children import Child, end, spawn
 from train.compare.store import Store, final
 from train.compare.study import Run, Study
 from train.errors import counted
+from train.files import growing, opened, remove
 
 POLL = 0.3  # seconds between two looks at the processes
 SAID = 6  # lines of what a failed run has printed
@@ -107,7 +107,7 @@ class Session:
             return
         folder.mkdir(parents=True, exist_ok=True)
         module, arguments = self.study.setting.command(run, folder)
-        with (folder / "console.txt").open("a") as file:
+        with growing(folder / "console.txt") as file:
             process = spawn(module, arguments, self.threads, self.lock, file)
         self._running.append(Child(title, run, process, folder, time.monotonic()))
 
@@ -123,7 +123,8 @@ class Session:
                 continue
             self.failed.add(child.run.key)
             console = child.folder / "console.txt"
-            said = console.read_text(errors="replace").splitlines()
+            with opened(console, "what a run printed") as file:
+                said = file.read().decode(errors="replace").splitlines()
             self.say(
                 f"{self._named(child.title, child.run)}: FAILED (exit code "
                 f"{child.process.returncode}), tried again by the next call; the end "
@@ -133,7 +134,7 @@ class Session:
     def _keep(self, title: str, run: Run, folder: Path, found: dict) -> None:
         self.store.add(run, found)
         if not self.study.setting.keeps:
-            shutil.rmtree(folder)
+            remove(folder)
             with suppress(OSError):  # what others run is there
                 folder.parent.rmdir()
                 self.folder.rmdir()

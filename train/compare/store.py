@@ -11,7 +11,7 @@ from typing import Any
 
 from train.compare.study import Result, Run
 from train.errors import UserError
-from train.files import check_file, sync, write_json
+from train.files import check_file, growing, opened, sync, write_json
 
 WHAT = "what this command writes: restore it, or give another --out"
 
@@ -34,7 +34,8 @@ class Store:
             check_file(path, WHAT)
             try:
                 if path.exists():
-                    read(path.read_bytes())
+                    with opened(path, WHAT) as file:
+                        read(file.read())
             except (ValueError, TypeError, OverflowError, RecursionError) as error:
                 raise UserError(
                     f"got {path} that does not read ({type(error).__name__}: {error}),"
@@ -84,7 +85,7 @@ class Store:
     def add(self, run: Run, found: Result) -> None:
         """Keep what a run showed, on the disk."""
         line = dict(recipe=dict(run.recipe), seed=run.seed, **found)
-        with self._path.open("a+b") as file:
+        with growing(self._path, "a+b") as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)  # a line that was cut off
             file.write(json.dumps(line).encode() + b"\n")

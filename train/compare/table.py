@@ -20,7 +20,7 @@ from train.compare.results import noise as noise_of
 from train.compare.store import Store
 from train.compare.study import Study
 from train.errors import UserError, counted
-from train.files import write_json
+from train.files import write, write_json
 
 HEAD = (
     "| method | at | trials | loss | seeds | to its control | z | | of five draws |"
@@ -108,7 +108,7 @@ def report(study: Study, store: Store, folder: Path) -> None:
         )
     table = rows(found)
     text = markdown(study, store, found, table)
-    (folder / "table.md").write_text(text)
+    write(folder / "table.md", text.encode())
     write_json(folder / "results.json", as_json(study, store, found, table))
     pictures = plots.draw(study, found, folder)
     print(

@@ -19,7 +19,7 @@ from marsopt.profiling.machine import seconds
 from train.compare.store import Store, is_number
 from train.compare.study import Study, changed, named
 from train.errors import UserError
-from train.files import check_file, write_json
+from train.files import check_file, opened, write_json
 
 TURN = 20  # steps: one of what happens every ten or twenty is in each
 TURNS = 6  # of each method, after one of warm-up
@@ -35,7 +35,10 @@ def read(folder: Path) -> dict[str, float]:
     path = folder / FILE
     check_file(path, WHAT)
     try:
-        found = json.loads(path.read_bytes()) if path.exists() else {}
+        found = {}
+        if path.exists():
+            with opened(path, WHAT) as file:
+                found = json.load(file)
         if not all(is_number(value) and value > 0 for value in found.values()):
             raise ValueError("seconds are positive numbers")
     except (ValueError, AttributeError, OverflowError, RecursionError) as error:

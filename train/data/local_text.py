@@ -1,11 +1,13 @@
 """Text files of this machine as training and held-out tokens."""
 
 import hashlib
+import os
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ from train.data.source import FILES, HELD_OUT, VAL_FILES, VAL_FRACTION, Source
 from train.data.token_files import read_content
 from train.data.tokenizers import Tokenizer
 from train.data.tokens import SPLITS, Meta
-from train.errors import UserError
-from train.files import MADE, sync
+from train.errors import UserError, advice, shown
+from train.files import LONG_TEXT, MADE, opened, replacing
 
 NOT_SOURCE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
 TEXT = {".py", ".pyi", ".md", ".rst", ".txt"}
@@ -96,11 +98,12 @@ def standard_library() -> list[Path]:
 def read(path: Path) -> str:
     """Return what a text file says."""
     try:
-        return path.read_text(encoding="utf-8")
+        raw = opened(path, "a text: name another", LONG_TEXT)
+        with TextIOWrapper(raw, encoding="utf-8") as file:
+            return file.read()
     except OSError as error:
         raise UserError(
-            f"got {path}: {error.strerror}, expected a file that can be read: name "
-            "another"
+            f"got {path}: {error.strerror}, expected {advice(error)}"
         ) from error
     except UnicodeDecodeError as error:
         raise UserError(
@@ -139,7 +142,7 @@ class LocalFiles(Source):
         self._files, self._split, self._left_out = [*files], split, left_out
         contents = hashlib.sha256()
         for path in self._files:
-            contents.update(f"{path.name}:{read(path)}\n".encode())
+            contents.update(os.fsencode(path.name) + f":{read(path)}\n".encode())
         known = {"files": len(self._files), "contents": contents.hexdigest()}
         self.request = self.plan = {"source": self.name} | own | known
 
@@ -148,18 +151,16 @@ class LocalFiles(Source):
         if self._left_out:
             json = f"; {JSON_LINES}" if JSON & set(self._left_out) else ""
             ours = f"which end in none of {' '.join(sorted(TEXT))}"
-            print(f"left out: {_listed(self._left_out)}, {ours}{json}")
+            print(shown(f"left out: {_listed(self._left_out)}, {ours}{json}"))
         bar = tqdm(self._files, desc="tokenize", unit="file", disable=None)
         pieces = (piece for path in bar for piece in self._split(path, read(path)))
         batches = ((split, [text]) for split, text in pieces if text)
         ids = encoded(batches, coder.name, processes=processes)
         paths = {split: work / MADE / f"{split}.bin" for split in SPLITS}
         with ExitStack() as stack:
-            files = {s: stack.enter_context(paths[s].open("wb")) for s in SPLITS}
+            files = {s: stack.enter_context(replacing(paths[s])) for s in SPLITS}
             for split, tokens in ids:
                 files[split].write(tokens.astype("<u2").tobytes())
-            for file in files.values():
-                sync(file)
         byte_lengths = coder.byte_lengths()
         splits = {s: read_content(path, byte_lengths) for s, path in paths.items()}
         for name, split in splits.items():

@@ -1,6 +1,7 @@
 """Token files: raw uint16 as nanoGPT's, and shards with a header as llm.c's."""
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Annotated
 import numpy as np
 
 from train.errors import UserError
-from train.files import Limits, replacing
+from train.files import Limits, opened, replacing
 
 Count = Annotated[int, Limits(ge=0, lt=2**63)]  # as meta.json may give it
 Sha256 = Annotated[str, Limits(pattern="^[0-9a-f]{64}$")]
 Name = Annotated[str, Limits(pattern=r"^[^/\x00]+\.bin$")]  # of a file beside it
 
 # llm.c, dev/data/data_common.py: 256 int32, then the tokens
+COPY = "a token file: copy it there, or prepare the data again into another folder"
 HEADER_BYTES, MAGIC, VERSION = 1024, 20240520, 1
 
 
@@ -74,7 +76,7 @@ def open_raw(path: Path) -> np.ndarray:
 def open_shard(path: Path) -> np.ndarray:
     """Return the tokens of a shard, (num_tokens,) uint16, as a read-only memory map."""
     size = _size(path)
-    with path.open("rb") as file:
+    with opened(path, COPY) as file:
         raw = file.read(HEADER_BYTES)
     head = np.frombuffer(raw.ljust(HEADER_BYTES, b"\0"), dtype="<i4")
     if size < HEADER_BYTES or tuple(head[:2]) != (MAGIC, VERSION):
@@ -103,7 +105,7 @@ def write_shard(path: Path, tokens: np.ndarray, byte_lengths: np.ndarray) -> Spl
     body = np.ascontiguousarray(tokens, dtype="<u2")
     digest = hashlib.sha256(head)
     digest.update(body)
-    with replacing(path, "wb") as file:
+    with replacing(path) as file:
         file.write(head)
         file.write(body)
     return Split(len(tokens), text_bytes(tokens, byte_lengths), digest.hexdigest())
@@ -132,8 +134,6 @@ def _mapped(path: Path, offset: int) -> np.ndarray:
 
 def _size(path: Path) -> int:
     if not path.is_file():
-        raise UserError(
-            f"got no {path}, expected a token file: copy it there, or prepare the data "
-            "again into another folder"
-        )
-    return path.stat().st_size
+        raise UserError(f"got no {path}, expected {COPY}")
+    with opened(path, COPY) as file:
+        return os.fstat(file.fileno()).st_size

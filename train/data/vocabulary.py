@@ -12,7 +12,7 @@ from train.data.tokenizer_files import letters
 from train.data.tokenizers import BPE1024, BPE1024_RANKS, Bytes
 from train.data.tokens import open_tokens
 from train.errors import UserError, command
-from train.files import replacing
+from train.files import write
 
 
 def documents(folder: Path) -> Iterator[str]:
@@ -64,8 +64,7 @@ def main() -> None:
     args = parser.parse_args()
     texts = (text for folder in args.folders for text in documents(folder))
     pieces = learn(texts, BPE1024.end_of_text)
-    with replacing(args.out) as file:
-        file.writelines(base64.b64encode(piece).decode() + "\n" for piece in pieces)
+    write(args.out, b"".join(base64.b64encode(piece) + b"\n" for piece in pieces))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,8 @@ another rank, or because its launcher is gone. One line each, and the exit codes
 schedulers know.
 """
 
-import errno
 import logging
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -20,14 +18,22 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from train.engine.ranks import SharedError
-from train.errors import UNREAD, UserError, is_unread, say, shared_store
+from train.errors import (
+    UNREAD,
+    UserError,
+    advice,
+    is_full,
+    is_unread,
+    say,
+    shared_store,
+)
+from train.files import remove
 from train.runs.checkpoints import instead, last_step
 from train.runs.safe_dcp import UnreadableCheckpoint
 
 FAILED, UNUSABLE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 PATIENCE = 5.0  # seconds in which other ranks say why they end
 ORPHAN_PATIENCE = 600.0  # seconds in which a rank without a launcher may still save
-SPACE = 1 << 20  # bytes; with less a disk counts as full
 # what a collective says when another rank has gone
 BY_OTHERS = ("onnection", "peer", "imed out", "imeout", "gloo", "NCCL")
 
@@ -125,11 +131,11 @@ def end(
     else:
         log.info("the run has failed", exc_info=error)
         code = FAILED if began or not isinstance(error, UserError) else UNUSABLE
-        line = _failure(error, config, folder, step)
+        line = _failure(error, config, folder, step, began)
     say(line)
     if told_launcher := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchtitan's, of which torchrun would print all 60 lines
-        Path(told_launcher).unlink(missing_ok=True)
+        remove(Path(told_launcher))
     logging.shutdown()
     with suppress(OSError):  # nobody may be there to read it
         sys.stdout.flush()
@@ -137,7 +143,7 @@ def end(
     os._exit(code)  # other ranks may be gone: nothing that waits for them
 
 
-def _failure(error: BaseException, config, folder: Path, step: int) -> str:
+def _failure(error: BaseException, config, folder: Path, step: int, began: bool) -> str:
     rank = int(os.environ["RANK"])
     if isinstance(error, SharedError):
         return f"error: {error}"
@@ -146,13 +152,18 @@ def _failure(error: BaseException, config, folder: Path, step: int) -> str:
         return f"{line}. {instead(folder, config.model_spec.model.shape)}"
     if isinstance(error, UserError):
         return line
-    line += f", at step {step} of {config.training.steps}: {_goes_on(folder)}"
+    # before its first step a process ends as it did: the same again would, too
+    mended = "" if began or _by_others(error) else "once that is mended, "
+    line += f", at step {step} of {config.training.steps}: {mended}{_goes_on(folder)}"
     path = folder / f"rank{rank}.log"
     return f"{line}. The traceback is in {path}" if path.exists() else line
 
 
 def _goes_on(folder: Path) -> str:
-    done = last_step(folder)
+    try:
+        done = last_step(folder)
+    except OSError as error:  # its disk, or file system, has gone
+        return f"the checkpoints cannot be read: expected {advice(error)}"
     if not folder.exists():
         return "with the folder back the same command continues, else it starts anew"
     if done == 0:
@@ -166,11 +177,12 @@ def _reason(error: BaseException, folder: Path) -> str:
         error = next(iter(error.failures.values()))[0]
     if not folder.exists():
         return f"{folder} is gone, deleted or renamed while the run was in it"
-    no_space = isinstance(error, OSError) and error.errno == errno.ENOSPC
-    if no_space or shutil.disk_usage(folder).free < SPACE:
+    if is_full(error, folder):
         return f"no space is left on the disk of {folder}: make some"
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, OSError):
+        return f"got {error}, expected {advice(error)}"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

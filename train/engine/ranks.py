@@ -15,7 +15,7 @@ from train.data.tokens import SPLITS
 from train.engine.resolve import FOLLOW
 from train.engine.titan import dist_utils
 from train.errors import UserError
-from train.files import write_json
+from train.files import remove, write_json
 from train.runs.settings import data_checksums, data_folders
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ def compare(config, group: dist.ProcessGroup | None = None) -> None:
         seen = _gather((folder / names[0]).exists(), group)
     finally:
         if rank == 0:
-            witness.unlink(missing_ok=True)
+            remove(witness)
     blind = [r for r, sees in enumerate(seen) if not sees]
     if blind:
         raise SharedError(

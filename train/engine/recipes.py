@@ -33,7 +33,14 @@ def load(module: str = MODULE) -> ModuleType:
             f"got --module {module}, of which there is no {error.name}, {expected}: "
             "run from the folder that it lies in, or name that in PYTHONPATH"
         ) from error
-    if not getattr(found, "__all__", ()):
+    names = getattr(found, "__all__", ())
+    lacking = [n for n in names if not callable(getattr(found, n, None))]
+    if lacking:
+        raise UserError(
+            f"got --module {module}, whose __all__ names {lacking[0]!r:.60}, which is "
+            f"no function there, {expected}: define it, or take the name out"
+        )
+    if not names:
         raise UserError(
             f"got --module {module} without names in __all__, {expected}: list there "
             "the functions that return a configuration, as configs/__init__.py does"

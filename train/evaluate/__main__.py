@@ -1,18 +1,17 @@
 """python -m train.evaluate: a trained model on tasks, and its held-out loss."""
 
 import argparse
-import json
 import math
-import os
 import tempfile
 from pathlib import Path
 
 import torch
 
 from train.data.tokens import open_tokens
-from train.errors import UserError, check_least, command
+from train.errors import UserError, check_least, command, shown
 from train.evaluate import harness
 from train.export import export
+from train.files import check_writable, write_json
 from train.gpt2.inference import whole_loss
 from train.runs.trained import Trained, add_arguments, from_arguments
 
@@ -128,18 +127,15 @@ def main() -> None:
     out = trained.folder / "evaluation.json" if args.out is None else args.out
     # what can be refused, before what takes hours
     out.parent.mkdir(parents=True, exist_ok=True)
-    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise UserError(
-            f"got {out}, expected a file that can be written: choose another --out"
-        )
+    check_writable(out)
     found: dict = {"model": str(trained.folder), "step": trained.step}
     tasks = args.tasks and harness.load_tasks(args.tasks, args.include_path)
     if args.loss:
         found["loss"] = _loss(trained, args)
     if tasks:
         found["tasks"] = _tasks(trained, tasks, args)
-        print(*harness.lines(found["tasks"]), sep="\n", flush=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
+        print(*map(shown, harness.lines(found["tasks"])), sep="\n", flush=True)
+    write_json(out, found)
     print(f"written to {out}")
 
 

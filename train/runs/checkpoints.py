@@ -2,9 +2,9 @@
 
 import re
 import shlex
-import shutil
 import warnings
 from contextlib import suppress
+from os import fstat
 from os.path import lexists
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from train.errors import UserError
-from train.files import check_file
+from train.files import check_file, opened, remove
 from train.gpt2 import GPT2, Shape, tensor_sizes
 from train.runs import checksums
 from train.runs.checksums import SUMS
@@ -98,7 +98,11 @@ def check(path: Path, shape: Shape, *, whole: bool = False) -> None:
             continue
         file = path / stored.relative_path
         needed.add(stored.relative_path)
-        if not file.exists() or file.stat().st_size < stored.offset + stored.length:
+        size = -1
+        if lexists(file):
+            with opened(file, checksums.COPY) as content:
+                size = fstat(content.fileno()).st_size
+        if size < stored.offset + stored.length:
             raise UserError(
                 f"got a checkpoint {path} whose {file.name} is missing or shorter than "
                 "its .metadata says, expected all files: copy it whole, or choose "
@@ -159,9 +163,9 @@ def _read_index(path: Path) -> Metadata:
 
 def delete(path: Path) -> None:
     """Delete a checkpoint so that what a kill leaves of it is whole, or cut off."""
-    for name in (SUMS, INDEX):
-        (path / name).unlink(missing_ok=True)
-    shutil.rmtree(path)
+    for part in () if path.is_symlink() else (path / SUMS, path / INDEX):
+        remove(part)
+    remove(path)
 
 
 def load_model(folder: Path, shape: Shape, step: int | None = None) -> GPT2:

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-from train.errors import UserError
-from train.files import check_file, replacing, sha256
+from train.errors import UserError, environment_count
+from train.files import read, replacing, sha256
 
 SUMS = "SHA256SUMS"
 COPY = "a file: copy it again, or choose another checkpoint"
@@ -22,17 +22,18 @@ log = logging.getLogger(__name__)
 
 def _digests(paths: list[Path]) -> list[str]:
     """Hash several files at once, on this process's share of the cores."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = environment_count("LOCAL_WORLD_SIZE", 1, 1)
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // ranks)) as pool:
         return list(pool.map(sha256, paths))
 
 
 def write(path: Path) -> None:
     """Write the checksums of all files in the folder of a finished checkpoint."""
+    paths = sorted(p for p in path.iterdir() if p.suffix != ".tmp")
+    rows = zip(_digests(paths), paths, strict=True)
+    lines = "".join(f"{digest}  {file.name}\n" for digest, file in rows)
     with replacing(path / SUMS) as sums:
-        files = sorted(p for p in path.iterdir() if p.suffix != ".tmp")
-        for file, found in zip(files, _digests(files), strict=True):
-            sums.write(f"{found}  {file.name}\n")
+        sums.write(lines.encode())
 
 
 def verify(path: Path, names: Iterable[str]) -> None:
@@ -44,8 +45,7 @@ def verify(path: Path, names: Iterable[str]) -> None:
     if not os.path.lexists(path / SUMS):
         _say_unchecked(path)
         return
-    check_file(path / SUMS, COPY)
-    text = (path / SUMS).read_bytes().decode(errors="replace")
+    text = read(path / SUMS, COPY).decode(errors="replace")
     lines = [LINE.fullmatch(line) for line in text.splitlines()]
     expected = {line[2]: line[1].lower() for line in lines if line}
     files = [path / name for name in sorted(names)]

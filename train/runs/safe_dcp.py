@@ -14,9 +14,10 @@ import os
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -34,9 +35,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from train.errors import UserError
+from train.files import INDEX, OBJECT, read
+from train.runs.pickles import check_cost, names
 
 Entry = TensorStorageMetadata | BytesStorageMetadata
 # what has attributes in an index
@@ -55,6 +59,15 @@ INDEX_TYPES = frozenset(
     + [(Metadata.__module__, "_MEM_FORMAT_ENCODING")]
     + [(kind.__module__, kind.__name__) for kind in (*ENTRIES, TensorProperties)]
 )
+
+
+# what numbers, strings and tensors name in a file of torch.save
+SAVED = re.compile(
+    r"_codecs\.encode|collections\.OrderedDict|set|complex|torch\.(Size|device|"
+    r"_utils\._rebuild_(tensor_v[23]|parameter)|serialization\._get_layout|"
+    r"storage\.UntypedStorage|[A-Z][A-Za-z0-9]+Storage|[a-z]+[0-9a-z_]*)"
+)
+CHOOSE = "a checkpoint's index: choose another checkpoint"
 
 
 class UnreadableCheckpoint(UserError):
@@ -83,7 +96,8 @@ class _IndexUnpickler(pickle._Unpickler):
         target, state = self.stack[-2], self.stack[-1]
         own = isinstance(target, TensorProperties)  # which has a __setstate__
         if not own and not (isinstance(target, ENTRIES) and isinstance(state, dict)):
-            raise pickle.UnpicklingError(f"it changes {target!r:.60}")
+            what = type(target).__name__ if own else f"{target!r:.60}"
+            raise pickle.UnpicklingError(f"it changes {what}")
         super().load_build()
 
     dispatch[pickle.BUILD[0]] = load_build
@@ -97,20 +111,23 @@ def read_index(path: str | os.PathLike) -> Metadata:
             outside its folder, or does not read.
         OSError: there is no such file, or it may not be read.
     """
-    return _parse(path, (Path(path) / ".metadata").read_bytes())
+    return _parse(path, read(Path(path) / ".metadata", CHOOSE, INDEX))
 
 
 def _parse(path: str | os.PathLike, raw: bytes) -> Metadata:
     where = os.path.join(path, ".metadata")
     try:
+        if len(raw) > INDEX:
+            raise pickle.UnpicklingError(f"more than {INDEX:,} bytes")
+        check_cost(raw)
         index = _IndexUnpickler(io.BytesIO(raw)).load()
         found = _is_index(index)
         entries = index.state_dict_metadata.items() if found else ()
         torn = [n for n, e in entries if not _is_complete(n, e, index.storage_data)]
     except Exception as error:  # damaged bytes may call any type with anything
         raise UnreadableCheckpoint(
-            f"got a {where} that does not read as a checkpoint's index ({error}), "
-            "expected sizes and places of tensors alone: it is damaged, or made by "
+            f"got a {where} that does not read as a checkpoint's index ({error!s:.99}),"
+            " expected sizes and places of tensors alone: it is damaged, or made by "
             "somebody else; nothing of it was run; choose another checkpoint"
         ) from error
     if not found:
@@ -120,8 +137,8 @@ def _parse(path: str | os.PathLike, raw: bytes) -> Metadata:
         )
     if torn:
         raise UnreadableCheckpoint(
-            f"got a {where} in which parts of {torn[0]} are missing, expected all of "
-            "it: DCP would leave the rest as it is; choose another checkpoint"
+            f"got a {where} in which parts of {torn[0]:.99} are missing, expected all "
+            "of it: DCP would leave the rest as it is; choose another checkpoint"
         )
     return index
 
@@ -177,7 +194,7 @@ def _is_place(place: object) -> bool:
     numbers = place.offset, place.length
     parts = PurePosixPath(place.relative_path).parts
     return (
-        all(isinstance(name, str) for name in place.transform_descriptors or ())
+        not place.transform_descriptors  # packed: torchtitan packs nothing
         and len(parts) == 1
         and parts[0] not in ("..", "/")
         and all(type(n) is int and n >= 0 for n in numbers)
@@ -195,10 +212,70 @@ class SafeReader(FileSystemReader):
         if index is None:
             path = self._get_metadata_path(kwargs.get("rank"))
             with self.fs.create_stream(path, "rb") as file:
-                index = _parse(self.path, file.read())
+                index = _parse(self.path, file.read(INDEX + 1))
         index.storage_meta = index.storage_meta or StorageMeta()
         index.storage_meta.load_id = self.load_id
         return index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            place, name = self.storage_data[item.storage_index], item.storage_index.fqn
+            path = self.fs.concat_path(self.path, place.relative_path)
+            with self.fs.create_stream(path, "rb") as file:
+                _check_saved(name, _Slice(file, place), place.length)
+        return super().read_data(plan, planner)
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file; DCP's own cannot be asked for its end."""
+
+    def __init__(self, file: IO[bytes], place: _StorageInfo) -> None:
+        self._file, self._start, self._size = file, place.offset, place.length
+        self.seek(0)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        begin = {os.SEEK_CUR: self.tell(), os.SEEK_END: self._size}.get(whence, 0)
+        return self._file.seek(self._start + begin + offset) - self._start
+
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        left = self._size - self.tell()
+        return self._file.read(left if size < 0 else min(size, left))
+
+
+def _check_saved(name: str, file: _Slice, length: int) -> None:
+    """Check what torch.save wrote of one tensor or object: nothing in it is packed, or
+    makes more of itself than it is.
+    """
+    try:
+        with zipfile.ZipFile(file) as parts:
+            held = parts.infolist()
+            if sum(part.file_size for part in held) > length:
+                raise pickle.UnpicklingError("it is packed")
+            for part in held:
+                if part.filename.endswith(".pkl"):
+                    _check_pickle(parts.read(part))
+    except (pickle.UnpicklingError, ValueError, LookupError) as error:
+        raise UnreadableCheckpoint(
+            f"got {name:.99} in a checkpoint that does not load with weights_only=True "
+            f"({error!s:.200}), expected numbers, strings and tensors alone: it is "
+            "damaged, or made by somebody else; nothing of it was run; choose another "
+            "checkpoint"
+        ) from error
+
+
+def _check_pickle(raw: bytes) -> None:
+    if len(raw) > OBJECT:
+        raise pickle.UnpicklingError(f"more than {OBJECT:,} bytes")
+    check_cost(raw)
+    for name in names(raw):
+        if not SAVED.fullmatch(name):
+            raise pickle.UnpicklingError(f"it names {name}")
 
 
 class SafePlanner(DefaultLoadPlanner):
@@ -211,9 +288,7 @@ class SafePlanner(DefaultLoadPlanner):
             with warnings.catch_warnings(action="ignore"):
                 loaded = torch.load(value, weights_only=True, map_location="cpu")
         except Exception as error:  # damaged bytes raise anything
-            said = str(error)
-            named = re.search(r"nsupported (?:global: )?GLOBAL (\S+)", said)
-            what = f"it names {named[1]}" if named else type(error).__name__
+            what = type(error).__name__
             raise UnreadableCheckpoint(
                 f"got {read_item.storage_index.fqn} in a checkpoint that does not load "
                 f"with weights_only=True ({what}), expected numbers, strings and "

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from train.data.tokenizers import Bytes, tokenizer
-from train.errors import UserError
-from train.files import write_json
+from train.errors import UserError, shown
+from train.files import opened, remove, write, write_json
 from train.gpt2.inference import generate
 from train.pictures import picture
 from train.runs.checkpoints import last_step, load_model
@@ -27,6 +27,7 @@ def read_scalars(folder: Path) -> dict[str, dict[int, float]]:
 
     stamped: dict[str, dict[int, tuple[float, float]]] = {}
     for file in sorted(folder.rglob("events.out.tfevents.*")):
+        opened(file, "what TensorBoard's writer wrote there: move it away").close()
         events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
         for tag in events.Tags()["scalars"]:
             for e in events.Scalars(tag):
@@ -91,7 +92,7 @@ def _sample(folder: Path) -> None:
     """
     run = describe(folder)
     path = folder / "sample.txt"
-    path.unlink(missing_ok=True)  # of an earlier end of this run
+    remove(path)  # of an earlier end of this run
     options = dict(num_tokens=240, temperature=0.8, top_k=50, seed=0)
     try:
         coder = tokenizer(run.tokenizer)
@@ -99,8 +100,8 @@ def _sample(folder: Path) -> None:
     except UserError as error:
         print(f"\nno sample: {error}\n")
         return
-    sample = PROMPT + coder.decode(ids)
-    path.write_text(sample + "\n")
+    sample = shown(PROMPT + coder.decode(ids))
+    write(path, f"{sample}\n".encode())
     print(f"\nsample:\n{sample}\n")
 
 
