@@ -275,23 +275,29 @@ def unreached(
     filled = [(g, _reads(route({**options, **g}))) for g in groups if g["params"]]
     if not filled:  # yet
         return
-    usual = {n: [line.default] for n, line in lines.items()}
-    for group, _ in filled:
-        for name, value in named(group["mars_type"]).hyperparameters.items():
-            usual[name].append(value)
-    for name, value in chain(
-        arguments.items(), *(group.items() for group, _ in filled)
-    ):
-        if name not in lines or any(_same(value, default) for default in usual[name]):
+    usual = {(name, _key(line.default)) for name, line in lines.items()}
+    for mars_type in {group["mars_type"] for group, _ in filled}:
+        defaults = named(mars_type).hyperparameters
+        usual |= {(name, _key(value)) for name, value in defaults.items()}
+    # whether a group that has this value reads it
+    is_read: dict[tuple[str, Any], bool] = {}
+    for group, reads in filled:
+        for name, value in group.items():
+            if name in lines:
+                pair = name, _key(value)
+                is_read[pair] = is_read.get(pair, False) or name in reads
+    several = chain(arguments.items(), *(group.items() for group, _ in filled))
+    for name, value in several:
+        if name not in lines or (pair := (name, _key(value))) in usual:
             continue
-        readers = [reads for group, reads in filled if _same(group.get(name), value)]
+        usual.add(pair)  # once
         is_off = not isinstance(value, Tensor) and value in (None, 0)
-        if not readers:
+        if pair not in is_read:
             yield (
                 f"{name}={value!r} reaches no group: all give their own. Leave it out, "
                 "or change it in the groups"
             )
-        elif not is_off and not any(name in reads for reads in readers):
+        elif not is_off and not is_read[pair]:
             yield (
                 f"{name}={value!r} changes nothing: it is of {', '.join(owners(name))},"
                 " and no group reads it. Leave it out, or choose one of these"
@@ -313,9 +319,10 @@ def _reads(routing: Routing) -> set[str]:
     return names
 
 
-def _same(a: Any, b: Any) -> bool:
-    a, b = (tuple(v) if isinstance(v, list) else v for v in (a, b))
-    return a is b or not (_holds_tensor(a) or _holds_tensor(b)) and bool(a == b)
+def _key(value: Any) -> Any:
+    """Return what equal hyperparameters have in common; a tensor equals itself."""
+    value = tuple(value) if isinstance(value, list) else value
+    return id(value) if _holds_tensor(value) else value
 
 
 def admit(group: dict[str, Any], options: Mapping[str, Any]) -> None:
