@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from dataclasses import asdict, replace
+from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -282,8 +283,10 @@ def test_a_json_file_that_is_no_file_is_one_line(what, place, in_time):
 
 
 def bind(path):
-    with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(str(path))
+    # the address of a socket holds some 100 characters
+    with socket.socket(socket.AF_UNIX) as bound, TemporaryDirectory() as folder:
+        bound.bind(f"{folder}/bound")
+        os.rename(f"{folder}/bound", path)
 
 
 def sparse(path):
