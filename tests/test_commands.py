@@ -4,6 +4,7 @@ closed, standard output that nobody reads.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from tests.test_layout import COMMANDS
 from train.engine import ends, launch
-from train.errors import command
+from train.errors import UserError, command, shown
 
 ROOT = Path(__file__).parent.parent
 
@@ -73,7 +74,7 @@ CLOSED = """
 import os, sys
 sys.argv[0] = "-m"  # as python -m has it while it looks for the module
 import train
-from train.errors import command
+from train.errors import UserError, command, shown
 def main():
     file = open(os.devnull)
     assert file.fileno() > 2
@@ -149,6 +150,80 @@ def test_a_pipe_that_is_not_standard_output_is_an_error(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "stdout", file)
         command(main)
     assert ended.value.code == 2
+
+
+ADVICE = {
+    errno.ENOSPC: "space on the disk",
+    errno.EDQUOT: "quota",
+    errno.ENOMEM: "free memory",
+    errno.EMFILE: "ulimit -n",
+    errno.EIO: "a disk that works",
+    errno.ESTALE: "a file system that answers",
+    errno.EROFS: "may be written to",
+    errno.EACCES: "a path that this user may use",
+    errno.ENOTRECOVERABLE: "see to what it says",
+}
+
+
+@pytest.mark.parametrize("number", ADVICE)
+def test_the_error_decides_the_advice(number, capsys):
+    def main():
+        raise OSError(number, os.strerror(number), "some/file")
+
+    with pytest.raises(SystemExit) as ended:
+        command(main)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert f"expected {ADVICE[number]}" in line or ADVICE[number] in line
+    assert ("that this user may use" in line) is (number == errno.EACCES)
+
+
+def test_what_steers_a_terminal_is_shown(capsys):
+    def main():
+        raise UserError("got \x1b]0;title\x07 \x9b2J \u202e \udcff, é 中\u3000文")
+
+    with pytest.raises(SystemExit):
+        command(main)
+    line = capsys.readouterr().err
+    assert line == ("error: got \\x1b]0;title\\x07 \\x9b2J \\u202e \\udcff, é 中 文\n")
+    assert shown("a\tb\r\n") == "a\tb\\r\n"
+
+
+def test_lines_are_short(capsys):
+    def main():
+        raise UserError("got " + "x" * 100_000 + ", expected less: change it")
+
+    with pytest.raises(SystemExit):
+        command(main)
+    line = capsys.readouterr().err
+    assert len(line) < 2100
+    assert line.endswith("expected less: change it\n")
+
+
+LONELY = dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(RANK="first"), dict(RANK=""), dict(RANK="1"), dict(RANK="-1"),
+        dict(WORLD_SIZE="two"), dict(WORLD_SIZE="0"), dict(WORLD_SIZE=None),
+        dict(LOCAL_WORLD_SIZE="x"), dict(LOCAL_RANK="9" * 5000), dict(MASTER_PORT="x"),
+        dict(TORCHELASTIC_USE_AGENT_STORE="True"),
+        dict(TORCHELASTIC_USE_AGENT_STORE="True", RANK=None),
+        dict(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_ADDR=None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_environment_of_no_launcher_is_one_line(change, monkeypatch):
+    for name, value in (LONELY | change).items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="^got .*(unset|start with torchrun)") as error:
+        launch.standalone()
+    assert len(str(error.value)) < 400
 
 
 # ---- of a training -------------------------------------------------------------------

@@ -442,6 +442,46 @@ def test_unreadable_data_sets(tmp_path):
     refused("null", "got a document without text")
 
 
+ELSEWHERE = [
+    "/etc/passwd", "../other/*.jsonl", "a/../../other/a.jsonl", "~/a.jsonl",
+    "http://127.0.0.1:9/a.jsonl", "zip://a.jsonl::http://127.0.0.1:9/a.zip",
+    "hf://datasets/some/thing/a.jsonl",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_a_folder_names_files_within_it_alone(tmp_path, place):
+    """Its README.md may name others, which datasets would read."""
+    write_corpus(tmp_path / "mine", documents(20))
+    write_corpus(tmp_path / "other", documents(20))
+    for files in (
+        place,
+        [place],
+        [{"split": "train", "path": ["*.parquet", place]}],
+        {"train": place},
+    ):
+        config = {"configs": [{"config_name": "default", "data_files": files}]}
+        (tmp_path / "mine/README.md").write_text(f"---\n{json.dumps(config)}\n---\n")
+        with pytest.raises(UserError, match="README.md with .*, expected files in its"):
+            make("fineweb-edu", tmp_path / "mine", tmp_path / "out")
+    (tmp_path / "mine/README.md").write_text("---\nconfigs: [a, {\n---\n")
+    with pytest.raises(UserError, match="README.md that does not read"):
+        make("fineweb-edu", tmp_path / "mine", tmp_path / "out")
+    (tmp_path / "mine/README.md").unlink()
+    os.mkfifo(tmp_path / "mine/README.md")
+    with pytest.raises(UserError, match="README.md, which is a folder, a FIFO"):
+        make("fineweb-edu", tmp_path / "mine", tmp_path / "out")
+
+
+def test_a_readme_that_names_files_of_the_folder_is_read(tmp_path):
+    write_corpus(tmp_path / "mine", documents(20))
+    (tmp_path / "mine/README.md").write_text(
+        "---\nlicense: mit\nhomepage: https://example.org\nconfigs:\n"
+        "- config_name: default\n  data_files: '*.parquet'\n---\nSee https://a.b\n"
+    )
+    make("fineweb-edu", tmp_path / "mine", tmp_path / "out")
+
+
 def test_an_interrupt_is_one_line(tmp_path, corpus, monkeypatch, capsys):
     def interrupted(*args):
         raise KeyboardInterrupt

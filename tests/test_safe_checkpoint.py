@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import pickletools
 import shutil
+import time
 import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests.processes import spawn
+from train.errors import UserError
+from train.files import INDEX
 from train.runs.safe_dcp import INDEX_TYPES, UnreadableCheckpoint, load, read_index
 
 
@@ -276,6 +281,55 @@ def test_damage_is_told_in_one_line(saved, tmp_path):
     shutil.rmtree(saved)
     with pytest.raises(OSError):
         read_index(saved)
+
+
+HEAD = b"\x80\x04"
+# a tuple of a tuple twice, and so on: written out, no memory holds it
+DOUBLED = b"K\x01" + b"".join(b"\x94h%c\x86" % at for at in range(60))
+COSTLY = {
+    "printed": HEAD + DOUBLED + b"}b.",
+    "hashed": HEAD + b"}" + DOUBLED + b"Ns.",
+    "in a set": HEAD + b"\x8f(" + DOUBLED + b"\x90.",
+    "bytes that are not there": HEAD + b"\x96" + (1 << 45).to_bytes(8, "little") + b".",
+    "text that is not there": HEAD + b"\x8d" + (1 << 45).to_bytes(8, "little") + b".",
+    "grown later": HEAD + b"]\x94h\x00\x86\x94h\x01\x860h\x00K\x01a.",
+}
+
+
+@pytest.mark.parametrize("what", COSTLY)
+def test_a_small_index_costs_little(saved, what):
+    (saved / ".metadata").write_bytes(COSTLY[what])
+    began = time.monotonic()
+    with pytest.raises(UnreadableCheckpoint) as refused:
+        read_index(saved)
+    assert time.monotonic() - began < 5
+    assert len(str(refused.value)) < 1000
+
+
+def test_an_index_has_a_limit(saved):
+    with (saved / ".metadata").open("r+b") as file:
+        file.truncate(INDEX + 1)
+    with pytest.raises(UserError, match="expected (at most|as many)"):
+        read_index(saved)
+
+
+def test_a_packed_tensor_is_refused(saved):
+    """Zeros of a gigabyte are a megabyte, packed."""
+    plain, packed = io.BytesIO(), io.BytesIO()
+    torch.save(torch.zeros(2, 3), plain)
+    with zipfile.ZipFile(plain) as parts, zipfile.ZipFile(packed, "w", 8) as out:
+        for part in parts.infolist():
+            raw = parts.read(part)
+            out.writestr(part.filename, raw + bytes(4096) if "/data/" in part.filename
+                         else raw)  # fmt: skip
+    index = read_index(saved)
+    (place,) = [p for at, p in index.storage_data.items() if at.fqn == "x"]
+    (saved / "packed").write_bytes(packed.getvalue())
+    place.relative_path, place.offset = "packed", 0
+    place.length = len(packed.getvalue())
+    (saved / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(UnreadableCheckpoint, match="it is packed"):
+        alone(load, blank(), saved)
 
 
 def loading(rank, world, folder):
