@@ -106,10 +106,16 @@ def test_a_study_of_recipes_of_ones_own(house):
         ("", "write its name as in import"),
         ("a\0b", "write its name as in import"),
         ("bare", "got --module bare without names in __all__"),
+        ("absent", "got --module absent, whose __all__ names 'mine', which is no fun"),
+        ("value", "got --module value, whose __all__ names 'mine', which is no func"),
+        ("numbers_", "got --module numbers_, whose __all__ names 3, which is no func"),
     ],
 )
 def test_modules_without_recipes(tmp_path, monkeypatch, module, said):
     (tmp_path / "bare.py").write_text("x = 1")
+    (tmp_path / "absent.py").write_text("__all__ = ['mine']")
+    (tmp_path / "value.py").write_text("__all__ = ['mine']; mine = 3")
+    (tmp_path / "numbers_.py").write_text("__all__ = [3]")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=re.escape(said)):
         parse(["--config", "tiny_adamw", "--module", module])

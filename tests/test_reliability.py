@@ -403,6 +403,17 @@ def test_a_full_disk_ends_a_run_in_one_line(data, small_disk):
     )
 
 
+def test_an_export_to_a_full_disk_is_one_line(one, small_disk):
+    (small_disk / "filled").write_bytes(bytes(23 << 20))
+    argv = ["-m", "train.export", "--run", one[0], "--out", small_disk / "hf"]
+    command = [sys.executable, *map(str, argv)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "expected space on the disk: make some" in done.stderr
+    assert [path.name for path in small_disk.iterdir()] == ["filled"]
+
+
 # ---- ranks that do not share what they must ------------------------------------------
 
 ON_ALL = dict(training__global_batch_size=24, validator__samples=24)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -12,9 +14,12 @@ import pytest
 from tests.trainers import losses, train_all
 from train import prepare, sample
 from train.compare.recipes import go_back, keep_last_checkpoint
+from train.engine.launch import parse, take_folder
+from train.engine.resolve import resolve
 from train.errors import UserError
 from train.runs.checkpoints import checkpoint, delete, last_step, steps
 from train.runs.checksums import SUMS
+from train.runs.summary import read_scalars
 from train.runs.trained import of_run
 
 pytestmark = pytest.mark.application
@@ -76,6 +81,11 @@ def run(tmp_path_factory):
     printed = train_all({"run": [*options, "--training.steps", 4]}, root, **SMALL)
     assert sorted(losses(printed["run"])) == [1, 2, 3, 4], printed["run"]
     before = copies(root / "run", "step-2")
+    # files of the user's, to which a stranger's links lead where DCP will write
+    (root / "thesis").write_text("years")
+    (root / "run/checkpoint/step-6").mkdir()
+    for name in ("__0_0.distcp", ".metadata.tmp", ".SHA256SUMS.tmp"):
+        os.link(root / "thesis", root / "run/checkpoint/step-6" / name)
     printed = train_all({"run": [*options, "--training.steps", 12]}, root, **SMALL)
     return root / "run", printed["run"], before
 
@@ -83,6 +93,65 @@ def run(tmp_path_factory):
 def test_a_run_continues_from_its_own_last_step(run):
     _, printed, _ = run
     assert sorted(losses(printed)) == list(range(5, 13)), printed
+
+
+def test_a_run_writes_through_no_hard_links(run):
+    assert (run[0].parent / "thesis").read_text() == "years"
+
+
+LINKED = ["rank0.log", "settings.json", ".settings.json.tmp", "tb", "checkpoint"]
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+@pytest.mark.parametrize("name", LINKED)
+def test_a_stranger_s_links_are_not_followed(name, link, run, tmp_path, monkeypatch):
+    thesis, folder = tmp_path / "thesis", tmp_path / "run"
+    thesis.write_text("years")
+    folder.mkdir()
+    is_folder = "." not in name
+    if is_folder:
+        (tmp_path / "inner").mkdir()
+        thesis.rename(tmp_path / "inner/thesis")
+        thesis = tmp_path / "inner/thesis"
+    if is_folder and link is os.link:
+        pytest.skip("folders have no hard links")
+    link(thesis.parent if is_folder else thesis, folder / name)
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(variable, str(int("SIZE" in variable)))
+    words = [*OPTIONS, "--dump-folder", folder]
+    words += ["--dataloader.dataset-path", run[0].parent / "data"]
+    config = parse([*map(str, words)])
+    resolve(config, 1)
+    root = logging.getLogger()
+    kept = root.handlers[:]
+    try:
+        if link is os.symlink or name == "rank0.log":
+            with pytest.raises(UserError, match=f"{name}, (a link|which is a link)"):
+                take_folder(config)
+        else:
+            take_folder(config)
+    finally:
+        for handler in [h for h in root.handlers if h not in kept]:
+            root.removeHandler(handler)
+            handler.stream.close()
+    assert thesis.read_text() == "years"
+
+
+def test_of_a_checkpoint_that_is_a_link_the_link_is_deleted(run, tmp_path):
+    (tmp_path / "step-1").mkdir()
+    for name in (SUMS, ".metadata", "data"):
+        (tmp_path / "step-1" / name).touch()
+    (tmp_path / "step-2").symlink_to("step-1")
+    delete(tmp_path / "step-2")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert len([*(tmp_path / "step-1").iterdir()]) == 3
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_record_of_a_run_that_is_no_file_is_refused(make, tmp_path):
+    make(tmp_path / "events.out.tfevents.1")
+    with pytest.raises(UserError, match="which is a folder, a FIFO, a device"):
+        read_scalars(tmp_path)
 
 
 def test_a_run_deletes_its_own_checkpoints_alone(run):

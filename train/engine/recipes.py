@@ -34,7 +34,7 @@ def load(module: str = MODULE) -> ModuleType:
             "run from the folder that it lies in, or name that in PYTHONPATH"
         ) from error
     names = getattr(found, "__all__", ())
-    lacking = [n for n in names if not callable(getattr(found, n, None))]
+    lacking = [n for n in names if not callable(getattr(found, f"{n}", None))]
     if lacking:
         raise UserError(
             f"got --module {module}, whose __all__ names {lacking[0]!r:.60}, which is "
