@@ -25,6 +25,7 @@ from train.files import (
     read,
     read_json,
     remove,
+    remove_folder,
     replacing,
     sha256,
     unfinished,
@@ -121,11 +122,15 @@ def test_a_log_of_somebody_else_does_not_grow(kind, users, folder):
 
 def test_of_a_link_the_link_is_deleted(users, folder):
     (folder / "link").symlink_to(users.parent)
-    remove(folder / "link")
+    remove_folder(folder / "link")
     (folder / "inner").mkdir()
     (folder / "inner/link").symlink_to(users.parent)
     os.link(users, folder / "inner/hard")
-    remove(folder / "inner")
+    with pytest.raises(OSError):
+        remove(folder / "inner")
+    remove_folder(folder / "inner")
+    (folder / "link").symlink_to(users)
+    remove(folder / "link")
     remove(folder / "none")
     assert not any(folder.iterdir())
 

@@ -90,14 +90,14 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             yield file
         return
     draft = path.with_name(f".{path.name}.tmp")
-    draft.unlink(missing_ok=True)  # of a call that was killed
+    remove(draft)  # of a call that was killed
     try:
         with draft.open("xb") as file:  # O_EXCL: through no link
             yield file
             sync(file)
         draft.rename(path)
     except BaseException:
-        draft.unlink(missing_ok=True)
+        remove(draft)
         raise
 
 
@@ -140,11 +140,16 @@ def is_linked(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Delete what we wrote: a file, or a folder with all in it; of a link the link."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+    """Delete a file that we wrote, if it is there; of a link the link."""
+    path.unlink(missing_ok=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder that we made, with all in it; of a link the link."""
+    if path.is_symlink():
+        path.unlink()
     else:
-        path.unlink(missing_ok=True)
+        shutil.rmtree(path)
 
 
 def copy(path: Path, folder: Path) -> None:
@@ -361,7 +366,7 @@ def _claim(work: Path, plan: dict) -> None:
 def _empty(work: Path) -> None:
     """Delete what a folder of ours holds, the plan last: what a kill leaves is ours."""
     for left in sorted(work.iterdir(), key=lambda path: path.name == PLAN):
-        remove(left)
+        (remove_folder if left.is_dir() else remove)(left)
 
 
 def discard(out: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from train.errors import UserError, check_least, command
+from train.errors import UserError, check_least, command, shown
 from train.files import check_folder, growing, hold
 
 WAIT = 15  # seconds for the runs of a call that was killed to end
@@ -63,7 +63,7 @@ def changes(texts: list[str]) -> dict:
 
 def say(line: str) -> None:
     """Print one line, with the time of day."""
-    print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
+    print(shown(f"{time.strftime('%H:%M:%S')}  {line}"), flush=True)
 
 
 def compare(args: argparse.Namespace) -> bool:

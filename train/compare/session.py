@@ -17,7 +17,7 @@ from train.compare.children import Child, end, spawn
 from train.compare.store import Store, final
 from train.compare.study import Run, Study
 from train.errors import counted
-from train.files import growing, opened, remove
+from train.files import growing, opened, remove_folder
 
 POLL = 0.3  # seconds between two looks at the processes
 SAID = 6  # lines of what a failed run has printed
@@ -134,7 +134,7 @@ class Session:
     def _keep(self, title: str, run: Run, folder: Path, found: dict) -> None:
         self.store.add(run, found)
         if not self.study.setting.keeps:
-            remove(folder)
+            remove_folder(folder)
             with suppress(OSError):  # what others run is there
                 folder.parent.rmdir()
                 self.folder.rmdir()

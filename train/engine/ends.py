@@ -135,7 +135,8 @@ def end(
     say(line)
     if told_launcher := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchtitan's, of which torchrun would print all 60 lines
-        remove(Path(told_launcher))
+        with suppress(OSError):
+            remove(Path(told_launcher))
     logging.shutdown()
     with suppress(OSError):  # nobody may be there to read it
         sys.stdout.flush()

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from train.errors import UserError
-from train.files import check_file, opened, remove
+from train.files import check_file, opened, remove, remove_folder
 from train.gpt2 import GPT2, Shape, tensor_sizes
 from train.runs import checksums
 from train.runs.checksums import SUMS
@@ -165,7 +165,7 @@ def delete(path: Path) -> None:
     """Delete a checkpoint so that what a kill leaves of it is whole, or cut off."""
     for part in () if path.is_symlink() else (path / SUMS, path / INDEX):
         remove(part)
-    remove(path)
+    remove_folder(path)
 
 
 def load_model(folder: Path, shape: Shape, step: int | None = None) -> GPT2:
