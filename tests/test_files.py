@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -53,6 +54,13 @@ def folder(tmp_path):
     return path
 
 
+def bind(path):
+    """Let a socket lie there, whose address may have some 100 characters alone."""
+    with socket.socket(socket.AF_UNIX) as bound, TemporaryDirectory() as short:
+        bound.bind(f"{short}/bound")
+        os.rename(f"{short}/bound", path)
+
+
 LINKS = {"symbolic": os.symlink, "hard": os.link}
 
 
@@ -91,11 +99,10 @@ def test_what_fails_leaves_the_file_and_no_draft(folder):
 def test_only_files_devices_and_nothing_are_written_to(folder):
     os.mkfifo(folder / "fifo")
     (folder / "folder").mkdir()
-    with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(str(folder / "socket"))
-        for name in ("fifo", "folder", "socket"):
-            with pytest.raises(UserError, match="expected a file that can be written"):
-                write(folder / name, b"new")
+    bind(folder / "socket")
+    for name in ("fifo", "folder", "socket"):
+        with pytest.raises(UserError, match="expected a file that can be written"):
+            write(folder / name, b"new")
     assert not check_writable(folder / "new")
     assert check_writable(Path("/dev/null"))
     write(Path("/dev/null"), b"new")
@@ -162,6 +169,17 @@ def test_a_folder_of_somebody_else_is_not_emptied(folder):
     with made_whole(out) as made:
         (made / "whole").touch()
     assert [path.name for path in folder.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", ["thesis.tmp", ".thesis.json.tmp"])
+def test_drafts_of_somebody_else_are_not_deleted(name, folder):
+    out = folder / "out"
+    unfinished(out).mkdir()
+    (unfinished(out) / name).write_text("years")
+    with pytest.raises(UserError), made_whole(out):
+        raise AssertionError
+    discard(out)
+    assert (unfinished(out) / name).read_text() == "years"
 
 
 def test_unfinished_work_holds_no_links(users, folder):

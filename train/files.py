@@ -53,8 +53,8 @@ def opened(path: Path, expected: str, most: int | None = None) -> IO[bytes]:
     """Open a regular file of at most so many bytes to read, through links too."""
     check_file(path, expected)
     file = open(path, "rb", opener=_opener(os.O_NONBLOCK))  # noqa: SIM115  (returned)
-    found = os.fstat(file.fileno())
-    size, taken = found.st_size, found.st_blocks * 512
+    status = os.fstat(file.fileno())
+    size, taken = status.st_size, status.st_blocks * 512
     is_sparse = size > max(SMALL, SPARSE * taken) and _has_holes(file)
     if is_sparse or (most is not None and size > most):
         file.close()
@@ -80,6 +80,12 @@ def read(path: Path, expected: str, most: int = SMALL) -> bytes:
         return file.read(most)
 
 
+def file_size(path: Path, expected: str) -> int:
+    """Return how many bytes a regular file has."""
+    with opened(path, expected) as file:
+        return os.fstat(file.fileno()).st_size
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Open a new file beside ``path`` to write to; it becomes ``path`` when the block
@@ -89,7 +95,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         with path.open("wb") as file:
             yield file
         return
-    draft = path.with_name(f".{path.name}.tmp")
+    draft = path.with_name(_draft(path.name))
     remove(draft)  # of a call that was killed
     try:
         with draft.open("xb") as file:  # O_EXCL: through no link
@@ -99,6 +105,10 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         remove(draft)
         raise
+
+
+def _draft(name: str) -> str:
+    return f".{name}.tmp"
 
 
 def write(path: Path, content: bytes) -> None:
@@ -135,8 +145,8 @@ def growing(path: Path, mode: str = "ab") -> IO:
 
 def is_linked(path: Path) -> bool:
     """Return whether a path is a link, or a file with other names, or no file."""
-    found = path.lstat()
-    return not stat.S_ISREG(found.st_mode) or found.st_nlink > 1
+    status = path.lstat()
+    return not stat.S_ISREG(status.st_mode) or status.st_nlink > 1
 
 
 def remove(path: Path) -> None:
@@ -336,19 +346,19 @@ def _check_ours(work: Path, plan: dict) -> None:
     """Check that a folder is empty, or holds the work of this plan, or else work that
     cannot go on, which we may delete.
     """
-    if all(path.suffix == ".tmp" for path in work.iterdir()):  # cut off at its plan
+    if {path.name for path in work.iterdir()} <= {_draft(PLAN)}:  # cut off at its plan
         return
     check_links(work, "none in unfinished work: move that folder away")
     begun = _is_begun(work)
     whose = f"the plan of the work in {work}: delete that folder"
-    found = read_json(work / PLAN, dict[str, Any], whose)
-    if begun and {key: found[key] for key in found.keys() - MARK} != plan:
+    kept = read_json(work / PLAN, dict[str, Any], whose)
+    if begun and {key: kept[key] for key in kept.keys() - MARK} != plan:
         raise UserError(
             f"got {work}, which holds unfinished work on other data or with other "
             "options, expected this command's: delete that folder, or repeat the "
             "command that began it"
         )
-    if not begun and not found.items() >= MARK.items():
+    if not begun and not kept.items() >= MARK.items():
         raise UserError(
             f"got {work}, whose {PLAN} is of somebody else, expected unfinished work "
             "of ours: move that folder away"
