@@ -217,9 +217,11 @@ def test_numbers_and_new_tensors_are_frozen(schedule):
 def test_loading_exchanges_what_a_graph_reads():
     model, optimizer = run(eager)
     optimizer.eval()
-    rate = optimizer.param_groups[0]["lr"]
+    rate, state = optimizer.param_groups[0]["lr"], optimizer.state[model[0].weight]
+    address = state["step"].data_ptr()
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert optimizer.param_groups[0]["lr"] is not rate
+    assert optimizer.state[model[0].weight]["step"].data_ptr() != address
 
 
 def test_a_tape_refuses_to_tell_the_host_a_value():

@@ -11,11 +11,9 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import time
 from dataclasses import asdict, replace
-from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from marsopt.profiling import command as profile
 from tests import quick_setting
+from tests.test_files import bind
 from train import export, import_hf, plan, prepare, sample
 from train.compare import __main__ as compare
 from train.compare.store import Store
@@ -280,13 +279,6 @@ def test_a_json_file_that_is_no_file_is_one_line(what, place, in_time):
         assert f"{file}, which is a folder, a FIFO, a device or a link to " in said
         shutil.rmtree(place / file) if what == "folder" else (place / file).unlink()
         (place / file).write_bytes(whole)
-
-
-def bind(path):
-    # the address of a socket holds some 100 characters
-    with socket.socket(socket.AF_UNIX) as bound, TemporaryDirectory() as folder:
-        bound.bind(f"{folder}/bound")
-        os.rename(f"{folder}/bound", path)
 
 
 def sparse(path):

@@ -116,8 +116,12 @@ def shown(text: str) -> str:
     """Return a text with what would steer a terminal written out, ends of lines and
     tabs apart.
     """
-    plain = lambda c: c.isprintable() or c in "\n\t" or category(c) == "Zs"  # noqa: E731
-    return "".join(c if plain(c) else ascii(c)[1:-1] for c in text)
+    return "".join(c if _is_plain(c) else ascii(c)[1:-1] for c in text)
+
+
+def _is_plain(character: str) -> bool:
+    is_space = character in "\n\t" or category(character) == "Zs"
+    return is_space or character.isprintable()
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Token files: raw uint16 as nanoGPT's, and shards with a header as llm.c's."""
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated
 import numpy as np
 
 from train.errors import UserError
-from train.files import Limits, opened, replacing
+from train.files import Limits, file_size, opened, replacing
 
 Count = Annotated[int, Limits(ge=0, lt=2**63)]  # as meta.json may give it
 Sha256 = Annotated[str, Limits(pattern="^[0-9a-f]{64}$")]
@@ -135,5 +134,4 @@ def _mapped(path: Path, offset: int) -> np.ndarray:
 def _size(path: Path) -> int:
     if not path.is_file():
         raise UserError(f"got no {path}, expected {COPY}")
-    with opened(path, COPY) as file:
-        return os.fstat(file.fileno()).st_size
+    return file_size(path, COPY)

@@ -4,7 +4,6 @@ import re
 import shlex
 import warnings
 from contextlib import suppress
-from os import fstat
 from os.path import lexists
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from train.errors import UserError
-from train.files import check_file, opened, remove, remove_folder
+from train.files import check_file, file_size, remove, remove_folder
 from train.gpt2 import GPT2, Shape, tensor_sizes
 from train.runs import checksums
 from train.runs.checksums import SUMS
@@ -92,23 +91,20 @@ def check(path: Path, shape: Shape, *, whole: bool = False) -> None:
                 f"{sizes.get(name)}: it is of another model; name the configuration "
                 "that trained it"
             )
-    needed = {INDEX}
+    ends: dict[str, int] = {}  # of each file, where the last part of it ends
     for entry, stored in index.storage_data.items():
-        if not whole and entry.fqn not in sizes:
-            continue
-        file = path / stored.relative_path
-        needed.add(stored.relative_path)
-        size = -1
-        if lexists(file):
-            with opened(file, checksums.COPY) as content:
-                size = fstat(content.fileno()).st_size
-        if size < stored.offset + stored.length:
+        if whole or entry.fqn in sizes:
+            end = stored.offset + stored.length
+            ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
+    for name, end in ends.items():
+        file = path / name
+        if not lexists(file) or file_size(file, checksums.COPY) < end:
             raise UserError(
                 f"got a checkpoint {path} whose {file.name} is missing or shorter than "
                 "its .metadata says, expected all files: copy it whole, or choose "
                 "another step"
             )
-    checksums.verify(path, needed)
+    checksums.verify(path, {INDEX, *ends})
 
 
 def check_own(folder: Path, shape: Shape) -> None:
