@@ -135,17 +135,32 @@ def check_writable(path: Path) -> bool:
 
 def growing(path: Path, mode: str = "ab") -> IO:
     """Open a file of ours, or a new one, to write at its end."""
-    if os.path.lexists(path) and is_linked(path):
-        raise UserError(
-            f"got {path}, which is a link or no file, expected a file of its own: "
-            "nothing was written to it; move it away"
-        )
-    return open(path, mode, opener=_opener(os.O_NOFOLLOW | os.O_NONBLOCK))
+    return open(path, mode, opener=_open_ours)
+
+
+def _open_ours(path: str, flags: int) -> int:
+    refused = UserError(
+        f"got {path}, which is a link or no file, expected a file of its own: "
+        "nothing was written to it; move it away"
+    )
+    try:
+        descriptor = _opener(os.O_NOFOLLOW | os.O_NONBLOCK)(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a FIFO, a socket
+            raise refused from error
+        raise
+    if _is_linked(os.fstat(descriptor)):  # of what is open: nobody can exchange it
+        os.close(descriptor)
+        raise refused
+    return descriptor
 
 
 def is_linked(path: Path) -> bool:
     """Return whether a path is a link, or a file with other names, or no file."""
-    status = path.lstat()
+    return _is_linked(path.lstat())
+
+
+def _is_linked(status: os.stat_result) -> bool:
     return not stat.S_ISREG(status.st_mode) or status.st_nlink > 1
 
 
