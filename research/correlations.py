@@ -1,6 +1,6 @@
-"""How like a gradient is to those before it, in a run of a study of train.compare.
+"""How like a gradient is to those before it, in a run of a study of research.compare.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.correlations STUDY TITLE [--out FOLDER]
+    OMP_NUM_THREADS=1 python -m research.correlations STUDY TITLE [--out FOLDER]
 
 Trains a method at the best point of its search and prints, by quarters of the run, the
 mean of <g_t, g_(t-j)> over that of <g_t, g_t>, where gradients are taken: with
@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from marsopt.profiling.machine import describe, one_line
-from train.compare.plain import Setting, Training
-from train.compare.store import Store
-from train.compare.study import MODULE, changed, named
+from research.compare.plain import Setting, Training
+from research.compare.store import Store
+from research.compare.study import MODULE, changed, named
 from train.errors import UserError, check_least, command
 
 LAGS = (1, 2, 3, 5, 8, 12, 20)
@@ -44,15 +44,15 @@ def correlations(training: Training, steps: int) -> torch.Tensor:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.correlations",
+        prog="python -m research.correlations",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("study", metavar="STUDY", help="of configs.studies, in a plain loop")
+    add("study", metavar="STUDY", help="of research.studies, in a plain loop")
     add("title", metavar="TITLE", help="of a method whose search has begun")
     add("--module", default=MODULE, help="(%(default)s)")
-    add("--out", type=Path, help="the study's store (docs/study/STUDY)")
+    add("--out", type=Path, help="the study's store (research/study/STUDY)")
     add("--seed", type=int, default=5, help="(%(default)s)")
     add("--steps", type=int, help="(the study's)")
     args = parser.parse_args()
@@ -60,7 +60,10 @@ def main() -> None:
     study = changed(
         named(args.study, args.module), {"steps": args.steps} if args.steps else {}
     )
-    setting, store = study.setting, Store(args.out or Path("docs/study") / args.study)
+    setting, store = (
+        study.setting,
+        Store(args.out or Path("research/study") / args.study),
+    )
     if not isinstance(setting, Setting) or args.title not in study.methods:
         raise UserError(
             f"got {args.study} and {args.title!r}, expected a study in a plain loop "

@@ -1,6 +1,6 @@
 """What it costs to compute transport's x in place of keeping it: rounding, and loss.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.lookahead [--data data/python] [--steps 3000]
+    OMP_NUM_THREADS=1 python -m research.lookahead [--data data/python] [--steps 3000]
 
 Noisy quadratics, and a small GPT-2 on the folder's train.bin and val.bin (as
 train.prepare makes them). Each is trained in float64, with x kept, and in float32 with
@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.svrg.loop import SEQ_LEN, sequences
 from marsopt import MARS
 from marsopt.profiling.machine import describe, one_line
+from research.svrg.loop import SEQ_LEN, sequences
 from train.errors import check_least, command
 from train.gpt2 import GPT2, Shape
 
@@ -133,7 +133,7 @@ def distances(result: Result, exact: Result) -> list[float]:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lookahead",
+        prog="python -m research.lookahead",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

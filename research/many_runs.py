@@ -1,8 +1,8 @@
 """Gradients of many small models at once, by vmap, beside one after the other.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.many_runs [--runs 12]
+    OMP_NUM_THREADS=1 python -m research.many_runs [--runs 12]
 
-The model and batch are those of the study "small" of configs.studies, on random tokens.
+The model and batch are those of the study "small", on random tokens.
 Prints milliseconds a model, medians of turns: one model by autograd, as the plain loop
 takes it; all by vmap of torch.func.grad; the same compiled.
 """
@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from configs.studies import SMALL
 from marsopt.profiling.machine import describe, one_line, seconds
-from train.compare.plain import mean_loss
+from research.compare.plain import mean_loss
+from research.studies import SMALL
 from train.errors import check_least, command
 from train.gpt2 import GPT2
 
@@ -63,7 +63,7 @@ def ways(num_runs: int) -> dict[str, tuple[Gradients, int]]:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.many_runs",
+        prog="python -m research.many_runs",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

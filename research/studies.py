@@ -1,6 +1,6 @@
-"""Studies of ``python -m train.compare``: what is compared, how, by how many trials.
+"""Studies of ``python -m research.compare``: what is compared, how, by how many trials.
 
-docs/study.md has the questions, and what came of them.
+research/study.md has the questions, and what came of them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from configs.published import LR, ONE_RATE, RULES, SIZES, TRANSPORT_GAMMA
-from train.compare.plain import Setting
-from train.compare.search import Axis, Point
-from train.compare.study import Method, Study
+from research.compare.plain import Setting
+from research.compare.search import Axis, Point
+from research.compare.study import Method, Study
 
 __all__ = [
     "batch_four",
@@ -307,7 +307,7 @@ def bf16_state() -> Study:
 
 def tiny() -> Study:
     """Recipes of configs.tiny, by torchtitan: rates and beta1."""
-    from train.compare.recipes import Setting as Recipes  # torchtitan with it
+    from research.compare.recipes import Setting as Recipes  # torchtitan with it
 
     rates = {
         "tiny_nadamw": (3e-3, 1.2e-2),

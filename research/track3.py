@@ -1,14 +1,14 @@
 """Muon with transport for the optimizer track of modded-nanogpt, in one file.
 
-    torchrun --standalone --nproc-per-node 8 examples/track3.py --gamma 0.05
-    python examples/track3.py --gamma 0.05 --miniature /tmp/track3
+    torchrun --standalone --nproc-per-node 8 research/track3.py --gamma 0.05
+    python research/track3.py --gamma 0.05 --miniature /tmp/track3
 
 The first command is a run of the track (github.com/KellerJordan/modded-nanogpt, folder
 records/track_3_optimization): its data, batch, model and tuned baseline (result #36),
 one forward and backward a step, all code in the logfile, torch and NumPy alone. Without
 options it is that baseline. The second runs the same code, small, on one CPU.
 
-Nobody has run this at size. docs/track3.md says what the options are.
+Nobody has run this at size. research/track3.md says what the options are.
 """
 
 import argparse

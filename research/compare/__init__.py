@@ -1,1 +1,1 @@
-"""python -m train.compare: optimizers against each other, each at its best rate."""
+"""python -m research.compare: optimizers against each other, each at its best rate."""

@@ -1,4 +1,4 @@
-"""python -m train.compare STUDY [--out DIR] ...: go on with a study, and report."""
+"""python -m research.compare STUDY [--out DIR] ...: go on with a study, and report."""
 
 import argparse
 import json
@@ -13,13 +13,13 @@ from train.files import check_folder, growing, hold
 
 WAIT = 15  # seconds for the runs of a call that was killed to end
 LOCK = ".lock"  # held by the call at work in the folder, and its runs
-PARTS = ("runs", "timing", "report")
+PARTS = ("runs", "report")
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     """Return the command line, checked."""
     parser = argparse.ArgumentParser(
-        "python -m train.compare",
+        "python -m research.compare",
         description="Run what a study still needs, then print its table and draw its "
         "pictures: methods side by side, each searched with as many trials, judged by "
         "seeds that its search did not see.",
@@ -27,7 +27,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     # fmt: off
     add("study", metavar="STUDY", help="function of --module that returns a Study")
-    add("--module", default="configs.studies", help="(%(default)s)")
+    add("--module", default="research.studies", help="(%(default)s)")
     add("--out", type=Path, help="folder of the store (runs/STUDY)")
     add("--methods", nargs="+", action="extend", metavar="TITLE",
         help="of the study (all), in order")
@@ -36,8 +36,6 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         help="fields of the study or its setting: steps=100 device=cuda trials=8")
     add("--jobs", type=int, help="runs at once (1 on a GPU, else all cores)")
     add("--minutes", type=float, help="start no run that would not end in time")
-    add("--timing", action=argparse.BooleanOptionalAction, default=False,
-        help="measure seconds per step after the runs, methods taking turns")
     add("--only", choices=PARTS, help="one part, with what is there")
     # fmt: on
     args = parser.parse_args(argv)
@@ -68,12 +66,10 @@ def say(line: str) -> None:
 
 def compare(args: argparse.Namespace) -> bool:
     """Do all parts, or that of --only; return whether every run needed is there."""
-    from train.compare import timing
-    from train.compare.children import end, spawn
-    from train.compare.session import Session
-    from train.compare.store import Store
-    from train.compare.study import changed, named
-    from train.compare.table import report
+    from research.compare.session import Session
+    from research.compare.store import Store
+    from research.compare.study import changed, named
+    from research.compare.table import report
 
     study = changed(named(args.study, args.module), changes(args.changes))
     titles = args.methods or list(study.methods)
@@ -110,13 +106,6 @@ def compare(args: argparse.Namespace) -> bool:
                 say=say,
             )
             complete = session.train()
-        if args.only == "timing" or (args.only is None and args.timing):
-            own = [args.study, args.module, args.out, json.dumps(changes(args.changes))]
-            process = spawn(timing.__name__, own, 1, held)
-            try:
-                complete &= process.wait() == 0
-            finally:
-                end([process])
         if args.only is None:
             report(study, store, args.out)
     return complete

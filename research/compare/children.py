@@ -1,6 +1,6 @@
 """Processes of a study: started, watched, ended together.
 
-python -m train.compare.children MODULE ARGUMENT... runs a module that ends with its
+python -m research.compare.children MODULE ARGUMENT... runs a module that ends with its
 parent: a comparison that is killed must not leave runs behind that a second call would
 start again in the same folders. Standard input is a pipe that the parent never writes
 to: when it ends, the parent has.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from train.compare.study import Run
+from research.compare.study import Run
 
 PATIENCE = 10  # seconds that a process has to end when told to
 
@@ -40,7 +40,7 @@ def spawn(
     A terminal's Ctrl-C reaches this process alone, which ends its children: a process
     inherits what is blocked here.
     """
-    command = [sys.executable, "-m", "train.compare.children", module]
+    command = [sys.executable, "-m", "research.compare.children", module]
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return subprocess.Popen(

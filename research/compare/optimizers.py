@@ -14,7 +14,7 @@ from torch.optim import AdamW
 
 from marsopt import MARS, REGISTRY, param_groups
 from marsopt.rules.registry import canonical
-from train.compare.neighbours import (
+from research.compare.neighbours import (
     SNOO,
     EMANesterov,
     NearestState,

@@ -1,6 +1,6 @@
 """Runs of a plain loop: a GPT-2 and an optimizer by name, on a CPU or one GPU.
 
-python -m train.compare.plain SETTING RECIPE SEED FILE trains, and writes what it
+python -m research.compare.plain SETTING RECIPE SEED FILE trains, and writes what it
 showed; torch and numpy are enough.
 """
 
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from marsopt.profiling.machine import matmul_rate
-from train.compare.optimizers import build
+from research.compare.optimizers import build
 from train.data.batches import Batches
 from train.data.token_files import Stream, open_raw, open_shard
 from train.data.tokens import SPLITS
@@ -34,7 +34,7 @@ from train.files import read, write_json
 from train.gpt2 import GPT2, Shape
 
 if TYPE_CHECKING:
-    from train.compare.study import Run
+    from research.compare.study import Run
 
 FOUND = "found.json"
 WARM_UP = 3  # steps that compile, and make the state; no time counts them
@@ -184,16 +184,6 @@ class Setting:
             else None
         )
 
-    def stepper(self, recipe: Mapping[str, Any]) -> Callable[[], None]:
-        """Return a function that takes steps of a training, for its time."""
-        training = Training(self, recipe, 0, self.texts())
-
-        def step() -> None:
-            training.gradient()
-            training.update()
-
-        return step
-
 
 def tokens(folder: Path, split: str) -> Tokens:
     """Return the tokens of a split, "train" or "val"."""
@@ -302,7 +292,7 @@ class Training:
 
     Args:
         setting: how it is trained.
-        recipe: by what, as ``train.compare.optimizers.build`` takes it.
+        recipe: by what, as ``research.compare.optimizers.build`` takes it.
         seed: of initial weights and of the order of the data.
         texts: to train on, and held out.
         compile: whether the optimizer is compiled; None = as the setting says.

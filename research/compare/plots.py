@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from train.compare.results import Entry, noise
-from train.compare.search import Axis
-from train.compare.study import Study
+from research.compare.results import Entry, noise
+from research.compare.search import Axis
+from research.compare.study import Study
 from train.pictures import picture
 
 DASHES = ["-", (0, (6, 2)), (0, (2, 1.2)), (0, (6, 2, 1.5, 2)), (0, (1, 1.5))]
@@ -40,13 +40,6 @@ def draw(study: Study, found: Sequence[Entry], folder: Path) -> list[str]:
         if mine:
             names.append(f"by_{axis.name}.png")
             by_value(axis, mine, looks, folder / names[-1])
-    curved = [e for e in found if e.curve is not None]
-    if curved:
-        names.append("by_steps.png")
-        by(lambda e: 1.0, "steps", curved, looks, folder / names[-1])
-    if timed := [e for e in curved if e.seconds is not None]:
-        names.append("by_time.png")
-        by(lambda e: e.seconds, "training time (s)", timed, looks, folder / names[-1])
     return names
 
 
@@ -98,40 +91,14 @@ def by_value(axis: Axis, found: Sequence[Entry], looks: dict, path: Path) -> Non
             axes.plot(at, y, "o", fillstyle="none", markersize=11, color="0.3")
             ends.append((e, x[-1], min(own[-1], high)))
         axes.set_xscale("log")
-        _limit(axes, low, high)
+        margin = 0.05 * (high - low or 1.0)
+        axes.set_ylim(low - margin, high + margin)
         shown = [t for t in TICKS if axes.get_xlim()[0] < t < axes.get_xlim()[1]]
         axes.set_xticks(shown, [f"{1 - t if axis.decay else t:g}" for t in shown])
         axes.minorticks_off()
         if axis.decay:
             axes.invert_xaxis()
         label(axes, ends, looks)
-
-
-def by(
-    unit: Callable[[Entry], float],
-    xlabel: str,
-    found: Sequence[Entry],
-    looks: dict,
-    path: Path,
-) -> None:
-    """Draw mean losses against steps times ``unit``."""
-    with picture(path, (9, 5.2), xlabel=xlabel, ylabel=LOSS) as axes:
-        ends = []
-        for e in found:
-            x = e.curve.steps * unit(e)
-            axes.plot(x, e.curve.losses, **looks[e.title])
-            ends.append((e, float(x[-1]), float(e.curve.losses[-1])))
-        finals = [y for *_, y in ends]
-        early = [e.curve.losses[len(e.curve.losses) // 8] for e in found]
-        low, high = min(finals), max(*finals, float(np.median(early)))
-        _limit(axes, low, high)
-        label(axes, ends, looks)
-
-
-def _limit(axes, low: float, high: float) -> None:
-    """Show losses from low to high, and a little more."""
-    margin = 0.05 * (high - low or 1.0)
-    axes.set_ylim(low - margin, high + margin)
 
 
 def label(axes, ends: Sequence[tuple[Entry, float, float]], looks: dict) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from train.engine.launch import console, parse, standalone
@@ -22,7 +20,7 @@ from train.runs.settings import settings
 from train.runs.summary import VAL, read_scalars
 
 if TYPE_CHECKING:
-    from train.compare.study import Run
+    from research.compare.study import Run
 
 VALIDATION_SHARE = 0.1  # of a run's arithmetic, at most
 
@@ -177,26 +175,6 @@ class Setting:
         keep_last_checkpoint(folder)
         finite = {k: v if math.isfinite(v) else None for k, v in points.items()}
         return dict(curve=[[step, loss] for step, loss in finite.items()])
-
-    def stepper(self, recipe: Mapping[str, Any]) -> Callable[[], None]:
-        """Return a function that takes steps of a training, which neither validates nor
-        saves.
-        """
-        scratch = TemporaryDirectory(ignore_cleanup_errors=True)
-        atexit.register(scratch.cleanup)
-        words = self._arguments(recipe, 0, Path(scratch.name))
-        words += ["--validator.no-enable", "--metrics.no-enable-tensorboard"]
-        words += ["--metrics.log-freq", str(2**30)]
-        config = parse(words)
-        resolve(config, 1)
-        trainer = config.build()
-        trainer.step = 1  # the first step is logged, whatever the interval
-        return partial(_step, trainer, trainer.batch_generator(trainer.dataloader))
-
-
-def _step(trainer, batches) -> None:
-    trainer.step += 1
-    trainer.train_step(batches)
 
 
 def _option(key: str, value: Any) -> list[str]:

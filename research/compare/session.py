@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import mean
 from textwrap import indent
 
-from train.compare.children import Child, end, spawn
-from train.compare.store import Store, final
-from train.compare.study import Run, Study
+from research.compare.children import Child, end, spawn
+from research.compare.store import Store, final
+from research.compare.study import Run, Study
 from train.errors import counted
 from train.files import growing, opened, remove_folder
 

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from train.compare.study import Result, Run
+from research.compare.study import Result, Run
 from train.errors import UserError
 from train.files import check_file, growing, opened, sync, write_json
 

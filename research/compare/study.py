@@ -10,11 +10,11 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from train.compare.search import Axis, Found, Point, draws, search
+from research.compare.search import Axis, Found, Point, draws, search
 from train.engine.recipes import load
 from train.errors import UserError
 
-MODULE = "configs.studies"
+MODULE = "research.studies"
 Result = dict[str, Any]  # of a run: "curve" [[step, loss]], "wall" seconds, and others
 
 
@@ -54,8 +54,8 @@ class Run:
 
 
 class Setting(Protocol):
-    """How runs of a study go, all alike: ``train.compare.plain`` and
-    ``train.compare.recipes`` have one each, dataclasses that JSON can hold.
+    """How runs of a study go, all alike: ``research.compare.plain`` and
+    ``research.compare.recipes`` have one each, dataclasses that JSON can hold.
     """
 
     steps: int
@@ -72,9 +72,6 @@ class Setting(Protocol):
 
     def found(self, folder: Path) -> Result | None:
         """Return what the run in a folder showed; None before its end."""
-
-    def stepper(self, recipe: Mapping[str, Any]) -> Callable[[], object]:
-        """Return a function that takes a step of a training, for its time."""
 
 
 @dataclass(frozen=True, kw_only=True)

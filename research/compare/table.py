@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from train.compare import plots
-from train.compare.results import (
+from research.compare import plots
+from research.compare.results import (
     AHEAD,
     LEADS,
     NUM_TRIED,
@@ -16,15 +16,15 @@ from train.compare.results import (
     entries,
     rows,
 )
-from train.compare.results import noise as noise_of
-from train.compare.store import Store
-from train.compare.study import Study
+from research.compare.results import noise as noise_of
+from research.compare.store import Store
+from research.compare.study import Study
 from train.errors import UserError, counted
 from train.files import write, write_json
 
 HEAD = (
-    "| method | at | trials | loss | seeds | to its control | z | | of five draws |"
-    " tokens | s/step |\n|---|---|---|---|---|---|---|---|---|---|---|"
+    "| method | at | trials | loss | seeds | to its control | z | | of five draws |\n"
+    "|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -35,10 +35,7 @@ READ = (
     "difference to the control in standard errors, from sigma, the deviation over "
     f"seeds; leads: {LEADS} and more; not shown: {AHEAD} to {LEADS}. Of five draws: "
     f"the share of sets of {NUM_TRIED} draws whose best beats the control's best of "
-    "the same. Tokens: until the control's final loss, of those that it took, on the "
-    "mean curve; the rate falls over the whole run, so that a point within is not what "
-    "a run of that length would end with. s/step: of the control's, methods taking "
-    "turns."
+    "the same."
 )
 
 
@@ -59,9 +56,7 @@ def _loss(e: Entry) -> str:
 
 
 def _form(value: float | None, form: str) -> str:
-    if value is None:
-        return ""
-    return form.format(value) if math.isfinite(value) else "never"
+    return "" if value is None else form.format(value)
 
 
 def _line(row: Row) -> str:
@@ -75,7 +70,6 @@ def _line(row: Row) -> str:
         "control" if e.control == e.title else _form(row.difference, "{:+.4f}")
     )
     cells += [_form(row.z, "{:+.1f}"), row.verdict, _form(row.wins, "{:.0%}")]
-    cells += [_form(row.tokens, "{:.2f}x"), _form(row.seconds, "{:.2f}x")]
     return f"| {' | '.join(cells)} |"
 
 
@@ -100,7 +94,7 @@ def markdown(study: Study, store: Store, found: list[Entry], table: list[Row]) -
 
 def report(study: Study, store: Store, folder: Path) -> None:
     """Print and save table.md, results.json and the pictures."""
-    found = entries(study, store, folder)
+    found = entries(study, store)
     if not found:
         raise UserError(
             f"got no method in {folder} whose search has ended, expected one: leave "

@@ -1,7 +1,7 @@
 """SVRG with a coefficient beside MARS and AdamW, on a GPT-2 so small that the gradient
 of its whole training set can be afforded; and how noisy their gradients are.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.svrg [--data data/python]
+    OMP_NUM_THREADS=1 python -m research.svrg [--data data/python]
 
 The folder holds train.bin and val.bin, as train.prepare makes them. Each method takes
 the rate with the lowest held-out loss of seed 0, of rates that differ by factors of 2
@@ -15,9 +15,9 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.svrg.errors import errors
-from benchmarks.svrg.loop import BETAS, SEQ_LEN, Method, Point, Run, Size
 from marsopt.profiling.machine import describe, one_line
+from research.svrg.errors import errors
+from research.svrg.loop import BETAS, SEQ_LEN, Method, Point, Run, Size
 from train.errors import command
 from train.gpt2 import Shape
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from benchmarks.svrg.loop import EVERYTHING, Run
 from marsopt import SVRG, Approximate, Exact
+from research.svrg.loop import EVERYTHING, Run
 
 Parameters = dict[str, Tensor]
 ALPHAS = (0.25, 0.5, 1.0)

@@ -1,5 +1,5 @@
-"""Studies that try to break transport's lead (python -m train.compare NAME --module
-configs.sceptic).
+"""Studies that try to break transport's lead (python -m research.compare NAME --module
+sceptic).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, replace
 
 import sceptic_run  # plain.build knows qhadamw with it
 
-from configs.studies import ELEMENTWISE, MATRICES, SMALL, TRANSPORT
-from train.compare.plain import FOUND, Setting
-from train.compare.study import Method, Study
+from research.compare.plain import FOUND, Setting
+from research.compare.study import Method, Study
+from research.studies import ELEMENTWISE, MATRICES, SMALL, TRANSPORT
 
 __all__ = ["as_it_is", "moonlight", "slow_root", "to_zero"]
 NUM = int(os.environ.get("SEEDS", "2"))

@@ -1,6 +1,6 @@
 """A run with other schedules, QHAdamW, and more points of the end: x, y, averages.
 
-As it was run: beside train/, as a module that configs/sceptic.py, the file beside it,
+As it was run: beside train/, as a module that sceptic.py, the file beside it,
 imports. python -m sceptic_run SETTING RECIPE SEED FILE
 """
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from train.compare import optimizers, plain
-from train.compare.neighbours import Wrapper
+from research.compare import optimizers, plain
+from research.compare.neighbours import Wrapper
 from train.engine import schedule
 from train.files import write_json
 
