@@ -8,7 +8,7 @@ records/track_3_optimization): its data, batch, model and tuned baseline (result
 one forward and backward a step, all code in the logfile, torch and NumPy alone. Without
 options it is that baseline. The second runs the same code, small, on one CPU.
 
-Nobody has run this at size. research/track3.md says what the options are.
+Nobody has run this at size. research/modded_nanogpt.md says what the options are.
 """
 
 import argparse

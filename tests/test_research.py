@@ -4,10 +4,12 @@ what the stores hold; and what is compared is what its formula says.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,9 +27,11 @@ from research.compare.plain import Setting, train
 from research.compare.results import Row, entries, rows
 from research.compare.search import Axis, search
 from research.compare.store import Store, final
-from research.compare.study import Method, Study
+from research.compare.study import Method, Run, Study, changed
 from research.svrg import __main__ as svrg
 from tests.test_layout import ROOT
+from train import prepare
+from train.engine.launch import parse
 from train.engine.titan_optim import MarsOptimizers
 from train.errors import UserError
 from train.gpt2 import GPT2, Shape
@@ -220,6 +224,25 @@ def test_a_published_method_has_the_numbers_of_its_recipe(name, monkeypatch):
         got.step(), want.step()
     for (n, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7, msg=n)
+
+
+def test_recipes_of_a_study_keep_the_ratios_of_their_learning_rates(tmp_path):
+    text = [Path(json.__file__)]
+    prepare.prepare("text", "bytes", tmp_path, files=text, val_fraction=0.2)
+    options = ("--dataloader.dataset-path", str(tmp_path))
+    study = changed(studies.tiny(), dict(options=[*options], steps=70))
+    study.setting.check({title: study.first(title) for title in study.methods})
+    recipe = dict(config="tiny_mars_adamw_transport", lr=1.2e-2, beta1=0.8)
+    module, words = study.setting.command(Run(recipe, 5), tmp_path / "run")
+    base, config = parse(words[:2]), parse(words)
+    assert module == "train" and config.debug.seed == 5
+    assert config.optimizer.lr == 1.2e-2
+    ratio = config.optimizer.lr_1d / base.optimizer.lr_1d
+    assert ratio == pytest.approx(config.optimizer.lr / base.optimizer.lr)
+    assert config.optimizer.betas == (0.8, base.optimizer.betas[1])
+    assert config.training.steps == config.lr_scheduler.total_steps == 70
+    share = base.lr_scheduler.warmup_steps / base.training.steps
+    assert config.lr_scheduler.warmup_steps == round(share * 70)
 
 
 def test_the_loop_trains_all_methods_from_one_start(setting):

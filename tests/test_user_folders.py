@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from research.compare.recipes import go_back, keep_last_checkpoint
 from tests.trainers import losses, train_all
 from train import prepare, sample
 from train.engine.launch import parse, take_folder
@@ -173,6 +174,18 @@ def test_commands_read_the_run_s_own_checkpoints_alone(run, monkeypatch, capsys)
     monkeypatch.setattr(sys, "argv", args)
     sample.main()
     assert capsys.readouterr().out.startswith("import")
+
+
+def test_a_comparison_deletes_the_run_s_own_checkpoints_alone(run, tmp_path):
+    folder = shutil.copytree(run[0], tmp_path / "run")
+    keep_last_checkpoint(folder)
+    assert numbered(folder) == {"step-12"}
+    assert contents(folder) == run[2]
+    # a run that was cut off before its last validation goes back a checkpoint
+    shutil.rmtree(folder / "tb")
+    go_back(folder, 12)
+    assert numbered(folder) == set()
+    assert contents(folder) == run[2]
 
 
 def test_a_checkpoint_that_was_cut_off_is_no_step(tmp_path):
