@@ -14,7 +14,7 @@ from train.gpt2 import Shape
 def _tiny(name: str, rule: str, lr: float, **options) -> MarsTrainer.Config:
     """``rule`` at peak rate ``lr``, with the decay and betas of the published recipes.
 
-    Rates are near the best of short sweeps, or guesses for what ``train.compare``
+    Rates are near the best of short sweeps, or guesses for what ``research.compare``
     sweeps; ``options`` are fields of ``MarsOptimizers.Config``.
     """
     return gpt2_recipe(

@@ -18,7 +18,7 @@ from benchmarks.gpu.rehearsal.allocations import Allocations
 from benchmarks.gpu.rehearsal.fakes import fake_h100
 from benchmarks.gpu.rehearsal.pretraining import setting_of, shape_of
 from examples import fsdp2
-from train.compare import plain
+from research.compare import plain
 from train.files import write_json
 from train.gpt2 import Shape
 

@@ -41,7 +41,6 @@ def started(*args, folder=ROOT, **options):
 # what makes them import torch, where it is not the first thing that they do
 ARGUMENTS = {
     "train": ["--config", "tiny_adamw"],
-    "train.compare": ["tiny"],
 }
 EVERY = ["train", *(f"train.{name}" for name in sorted(COMMANDS))]
 

@@ -22,7 +22,7 @@ def name_of(path: Path) -> str:
     """ "marsopt.parallel.cut" of parallel/cut.py; of an __init__.py its folder's."""
     folder, *parts = path.relative_to(ROOT).with_suffix("").parts
     inner = [part for part in parts if part != "__init__"]
-    return ".".join([PACKAGES[folder], *inner])
+    return ".".join([PACKAGES.get(folder, folder), *inner])
 
 
 def layer_of(name: str) -> str | None:
@@ -83,7 +83,7 @@ ROOMS = {
     "engine": {"errors", "files", "gpt2", "data", "runs"},
 }
 COMMANDS = {
-    "campaign", "compare", "evaluate", "export", "import_hf", "plan", "prepare",
+    "campaign", "evaluate", "export", "import_hf", "plan", "prepare",
     "sample",
 }  # fmt: skip
 
@@ -128,10 +128,21 @@ def test_imports_point_right(layer):
 
 # what stands beside the layers may use them, not they it
 @pytest.mark.parametrize("layer", LAYERS[1:])
-def test_nothing_imports_examples_or_benchmarks(layer):
+def test_no_layer_imports_what_stands_beside_it(layer):
     for path in files(layer):
         roots = {name.split(".")[0] for name in imports(path)}
-        assert not roots & {"examples", "benchmarks"}, path
+        assert not roots & {"examples", "benchmarks", "research"}, path
+
+
+def test_research_is_imported_by_itself_and_the_gpu_rehearsal_alone():
+    """The rehearsal lowers its training loop; research imports layers alone."""
+    for folder in ("benchmarks", "examples", "research"):
+        for path in files(folder):
+            roots = {name.split(".")[0] for name in imports(path)}
+            if folder == "research":
+                assert not roots & {"benchmarks", "examples", "tests"}, path
+            elif not path.is_relative_to(ROOT / "benchmarks/gpu/rehearsal"):
+                assert "research" not in roots, path
 
 
 def test_no_file_is_in_a_circle():

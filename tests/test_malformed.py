@@ -23,11 +23,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from marsopt.profiling import command as profile
-from tests import quick_setting
 from tests.test_files import bind
 from train import export, import_hf, plan, prepare, sample
-from train.compare import __main__ as compare
-from train.compare.store import Store
 from train.data import tokenizer_files
 from train.data.shards import Ledger
 from train.data.tokenizers import Bytes
@@ -465,78 +462,6 @@ def test_ledgers_and_plans_that_were_altered(source, unfinished, tmp_path):
     assert called(*act)[0] == 0
 
 
-# ---- a study's files -----------------------------------------------------------------
-
-STUDY = ("study", "--module", "tests.quick_setting", "--only", "report")
-
-
-@pytest.fixture
-def comparison(tmp_path, monkeypatch):
-    """The folder of a finished study, whose curves nobody trained."""
-    from train.compare import plots
-
-    study = quick_setting.study()
-    store = Store(tmp_path)
-    store.agree(study.setting.identity())
-    for title in study.methods:
-        while wanted := study.wanted(title, store.losses):
-            for run in wanted:
-                own = dict(recipe=run.recipe, seed=run.seed, noise=0.0, steps=30)
-                store.add(run, dict(curve=quick_setting.curve(**own), wall=1.0))
-    (tmp_path / "timing.json").write_text('{"control": 0.1, "better": 0.2}')
-    monkeypatch.setattr(plots, "draw", lambda *args: [])
-    return tmp_path
-
-
-def test_a_comparison_reads_what_it_wrote(comparison):
-    assert called(compare.main, *STUDY, "--out", comparison)[0] == 0
-
-
-@pytest.mark.parametrize("what", VALUES)
-def test_a_comparison_that_was_altered(what, comparison):
-    report = (compare.main, *STUDY, "--out", comparison)
-    runs, first = comparison / "runs.jsonl", comparison / "first.json"
-    line, rest = runs.read_text().split("\n", 1)
-    right = {
-        "null": {("curve", 9, 1)},
-        "negative": {("curve", 9, 1)},
-        "huge": {("curve", 9, 0), ("curve", 9, 1), ("seed",), ("wall",)},
-        "object": {("recipe",)},
-    }
-    places = [("recipe",), ("seed",), ("curve",), ("curve", 9), ("curve", 9, 0)]
-    for at in (*places, ("curve", 9, 1), ("wall",)):
-        first.write_text(line)
-        damage(first, at, VALUES[what])
-        runs.write_text(f"{first.read_text()}\n{rest}")
-        if at in right.get(what, ()):
-            code, _, err = called(*report)
-            # without a run of its search a method is not in the table
-            assert code == 0, err
-        else:
-            assert "runs.jsonl" in refused(*report), at
-    runs.write_text(f"{line}\n{rest}")
-    timing = comparison / "timing.json"
-    timing.write_text('{"control": 0.1, "better": 0.2}')
-    damage(timing, ("control",), VALUES[what])
-    if what == "huge":
-        assert called(*report)[0] == 0
-    else:
-        assert "timing.json" in refused(*report)
-
-
-@pytest.mark.parametrize("what", ODD)
-def test_a_store_that_is_no_file(what, comparison, in_time):
-    for name in ("runs.jsonl", "setting.json", "timing.json"):
-        whole = (comparison / name).read_bytes()
-        (comparison / name).unlink()
-        ODD[what](comparison / name)
-        said = refused(compare.main, *STUDY, "--out", comparison)
-        assert f"{name}, which is a folder, a FIFO, a device or a link to " in said
-        path = comparison / name
-        shutil.rmtree(path) if what == "folder" else path.unlink()
-        path.write_bytes(whole)
-
-
 # ---- weights -------------------------------------------------------------------------
 
 
@@ -643,7 +568,6 @@ OPTIONS = {
         plan.main,
         ["--ranks", "--replicas", "--link-gbps", "--tflops", "--memory-gbs"],
     ),
-    "compare": (compare.main, ["--jobs", "--minutes"]),
 }
 
 
@@ -656,20 +580,15 @@ def base(name, made, tmp_path):
         "export": (*run, "--out", tmp_path / "out"),
         "prepare": (*("--source", "text", "--out", tmp_path / "out", made / "a.txt"),),
         "plan": ("--config", "tiny_mars_m"),
-        "compare": ("tiny", "--out", tmp_path / "out"),
     }[name]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_numbers_out_of_range(name, made, tmp_path, monkeypatch):
+def test_numbers_out_of_range(name, made, tmp_path):
     main, options = OPTIONS[name]
     usual = base(name, made, tmp_path)
-    if name == "compare":  # what it would resolve, which takes seconds
-        monkeypatch.setattr(compare, "compare", lambda args: pytest.fail(str(args)))
     for option in options:
         for number in NUMBERS:
-            if (option, number) == ("--minutes", "0"):
-                continue
             said = refused(main, *usual, f"{option}={number}")
             assert option in said
     for given in ("=--", "=\udcff", "=\ud800"):
@@ -797,7 +716,6 @@ def test_paths_that_are_no_folders(path, made, tmp_path, monkeypatch):
         (export.main, [f"--run={path}", "--out", tmp_path / "out"]),
         (import_hf.main, [f"--model={path}", "--out", tmp_path / "out"]),
         (evaluate.main, [*model, "--loss", f"--data={path}"]),
-        (compare.main, [*STUDY, f"--out={path}"]),
     ):
         refused(main, *args)
     if path not in ("~nobody/x",):

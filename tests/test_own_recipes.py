@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
@@ -13,9 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train import plan, prepare
-from train.compare.recipes import Setting
-from train.compare.study import Run
+from train import plan
 from train.engine.launch import announce, parse
 from train.engine.resolve import resolve
 from train.errors import UserError
@@ -80,20 +77,6 @@ def test_the_recipe_that_the_page_shows(house, monkeypatch, capsys):
         resolve(deepcopy(config), world)
     announce(config, 8)
     assert re.search("20000 steps; the first .* compiles", capsys.readouterr().out)
-
-
-def test_a_study_of_recipes_of_ones_own(house):
-    data = house / "data"
-    prepare.prepare(
-        "text", "bytes", data, files=[Path(json.__file__)], val_fraction=0.2
-    )
-    options = ("--dataloader.dataset-path", str(data))
-    setting = Setting(steps=9, options=options, module="house.mine")
-    recipe = dict(config="stronger", lr=1e-3)
-    setting.check({"mine": recipe})
-    config = parse(setting.command(Run(recipe, 0), house)[1])
-    resolve(config, 1)
-    assert (config.optimizer.gamma, config.optimizer.lr) == (0.05, 1e-3)
 
 
 @pytest.mark.parametrize(

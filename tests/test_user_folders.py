@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from research.compare.recipes import go_back, keep_last_checkpoint
 from tests.trainers import losses, train_all
 from train import prepare, sample
-from train.compare.recipes import go_back, keep_last_checkpoint
 from train.engine.launch import parse, take_folder
 from train.engine.resolve import resolve
 from train.errors import UserError

@@ -42,7 +42,7 @@ class Job:
         name: its key in the part's file.
         seconds: about what it takes on an H100; not started where less is left. A
             guess until it has run there.
-        resumes: whether it is a study of ``train.compare``, which continues from its
+        resumes: whether it is a study of ``research.compare``, which continues from its
             store, a folder NAME beside the part's file.
     """
 
@@ -122,10 +122,10 @@ def training(device: str, miniature: bool, data: Path) -> list[Job]:
     changes = ("--set", f"data={data}", f"device={device}")
     if miniature:
         args = ("gpu", *changes, *TINY_TRAINING)
-        return [Job("pretrain", "train.compare", args, 1, True)]
+        return [Job("pretrain", "research.compare", args, 1, True)]
     return [
-        Job("pretrain", "train.compare", ("gpu", *changes), 300, resumes=True),
-        Job("swept", "train.compare", ("gpu_swept", *changes), 200, resumes=True),
+        Job("pretrain", "research.compare", ("gpu", *changes), 300, resumes=True),
+        Job("swept", "research.compare", ("gpu_swept", *changes), 200, resumes=True),
     ]
 
 

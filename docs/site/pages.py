@@ -41,14 +41,9 @@ CHAPTERS: dict[str, dict[str, str]] = {
         "api/conformance": "Conformance",
     },
     "Evidence": {
-        "study": "The study",
-        "results": "Other trainings",
         "comparison": "Comparison",
         "fidelity": "Fidelity",
         "conformance": "Conformance",
-        "svrg": "SVRG",
-        "bf16_state": "State in bfloat16",
-        "track3": "modded-nanogpt",
     },
     "Look inside": {
         "architecture": "Architecture",
@@ -65,8 +60,9 @@ CHAPTERS: dict[str, dict[str, str]] = {
     },
 }
 # what pages lead to, and no chapter names
-BESIDE = ("source/", "study/")
+BESIDE = ("source/", "research/")
 NAMES = {"README.md": "index", "docs/README.md": "contents"}
+PROSE = ("", "docs/", "research/")  # folders of pages
 # what is linked wherever it is named
 NAMED = r"arXiv\s\d{4}\.\d{5}|(?:\.\./|\bdocs/|\b)\w+\.md\b"
 # how a block begins that is for a shell
@@ -76,14 +72,14 @@ COMMANDS = r"(#.*\n)*(\w+=\S+ )*(make|python|pip|torchrun|git|\.|export|lm_eval)
 def linked_sources() -> set[str]:
     """Return the Python files that pages link to."""
     found = set()
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
+    for page in (p for folder in PROSE for p in ROOT.glob(f"{folder}*.md")):
         for target in re.findall(r"\]\(([^):]+\.py)\)", page.read_text()):
             found.add((page.parent / target).resolve().relative_to(ROOT).as_posix())
     return found
 
 
 SOURCES = {f"examples/{name}.py" for name in EXAMPLES} | linked_sources()
-FILES = ["*.md", "docs/**.md", *sorted(SOURCES)]
+FILES = ["*.md", "docs/**.md", "research/**.md", *sorted(SOURCES)]
 
 
 class Pages(Project):
@@ -121,8 +117,9 @@ class Source(Parser):
 
 def complete(app: Sphinx, docname: str, content: list[str]) -> None:
     """Append the sidebar's chapters to the first page; give tables a title."""
-    if docname.startswith("study/"):  # a table that train.compare writes, and no more
-        content[0] = f"---\norphan: true\n---\n# {docname}\n\n{content[0]}"
+    if docname.startswith("research/"):  # linked, and in no chapter
+        head = f"# {docname}\n\n" if docname.endswith("/table") else ""
+        content[0] = f"---\norphan: true\n---\n{head}{content[0]}"
     if docname != app.config.root_doc:
         return
     found = app.env.found_docs

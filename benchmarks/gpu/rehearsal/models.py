@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.rehearsal.models [loop] [fsdp2] [memory] [--json FILE]
 
-loop: the plain bf16 loop of train.compare, lowered to Triton source, with its launches
-and what crosses between host and device. fsdp2: examples/fsdp2.py on one of eight
-ranks, with its collectives. memory: the loop's memory on one GPU, counted as the
+loop: the plain bf16 loop of research.compare, lowered to Triton source, with its
+launches and what crosses between host and device. fsdp2: examples/fsdp2.py on one of
+eight ranks, with its collectives. memory: the loop's memory on one GPU, counted as the
 caching allocator counts, beside what train.plan forecasts. Needs Triton. Ends with code
 1 where something is not as it should be.
 """
@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
     # fmt: off
     add("parts", nargs="*", metavar="PART", help=f"of {PARTS}; default: all of them")
     add("--methods", nargs="+", default=METHODS, metavar="NAME",
-        help="as configs.studies.published takes them (three of MARS)")
+        help="as research.studies.published takes them (three of MARS)")
     add("--model", default="gpt2-small", choices=MODELS, help="of loop (%(default)s)")
     add("--memory-model", default="gpt2-xl", choices=MODELS, help="(%(default)s)")
     add("--micro-batches", type=int, nargs="+", default=[4, 16], metavar="NUM",
@@ -62,7 +62,7 @@ def rehearse(args: argparse.Namespace) -> dict[str, Any]:
         shape = pretraining.shape_of(args.model)
         setting = pretraining.setting_of(shape, args.micro_batches[0], compile=True)
         found["loop"] = []
-        print(f"plain loop of train.compare, {args.model}", flush=True)
+        print(f"plain loop of research.compare, {args.model}", flush=True)
         for each in args.methods:
             found["loop"].append(pretraining.rehearse(setting, each))
             print(pretraining.table(found["loop"][-1]), flush=True)

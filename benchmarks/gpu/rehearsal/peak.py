@@ -1,4 +1,4 @@
-"""Memory of the loop of ``train.compare`` on one GPU, counted over fake tensors
+"""Memory of the loop of ``research.compare`` on one GPU, counted over fake tensors
 as the caching allocator counts it, beside the forecast of ``train.plan``.
 """
 
@@ -17,7 +17,7 @@ from benchmarks.gpu.rehearsal.fakes import fake_h100
 from benchmarks.gpu.rehearsal.lowering import Graph, Runner, load
 from benchmarks.gpu.rehearsal.pretraining import training
 from marsopt.parallel.forecast import forecast, models
-from train.compare.plain import Setting
+from research.compare.plain import Setting
 
 TOLERANCE = 0.05  # of the forecast
 NUM_STEPS = 2  # the first makes what stays

@@ -1,4 +1,4 @@
-"""The plain loop of ``train.compare`` over fake CUDA tensors: its own functions,
+"""The plain loop of ``research.compare`` over fake CUDA tensors: its own functions,
 lowered to Triton source, with what crosses between host and device in each step.
 """
 
@@ -15,10 +15,10 @@ from torch._dynamo.exc import Unsupported
 from benchmarks.gpu.rehearsal.crossings import Watch, reads
 from benchmarks.gpu.rehearsal.fakes import fake_h100
 from benchmarks.gpu.rehearsal.lowering import Graph, launches
-from configs.studies import published
 from marsopt import REGISTRY
 from marsopt.profiling.gpt2 import MODELS, NUM_POSITIONS, VOCAB_SIZE
-from train.compare import plain
+from research.compare import plain
+from research.studies import published
 from train.gpt2 import Shape
 
 HEAD_WIDTH = 64
@@ -62,7 +62,7 @@ def training(
 
     Args:
         setting: how it goes.
-        method: by what, as ``configs.studies.published`` takes it.
+        method: by what, as ``research.studies.published`` takes it.
         compile: whether the optimizer is compiled; None = as the model.
     """
     torch.compiler.reset()  # else methods share the graphs of one model

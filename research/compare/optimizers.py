@@ -1,0 +1,115 @@
+"""Optimizers by the recipes of a study: MARS's rules, torch's AdamW, and what others do
+with a trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+
+from marsopt import MARS, REGISTRY, param_groups
+from marsopt.rules.registry import canonical
+from research.compare.neighbours import (
+    SNOO,
+    EMANesterov,
+    NearestState,
+    QHAdamW,
+    TwoAverages,
+    Wrapper,
+)
+
+MAX_NORM = 1.0
+TORCH, QH, TWO_AVERAGES = "torch-adamw", "qhadamw", "two-averages"
+# of what is no option of an optimizer
+GROUPED = ("weight_decay", "weight_decay_1d")
+BUILD = ("rule", "lr", "lr_1d_ratio", "beta1", "beta2", "one_rate", "beside", *GROUPED)
+LOOP = ("gamma_follows_rate",)
+EVERY = 20  # inner steps of one of SNOO's
+
+
+class Clipped(Wrapper):
+    """An optimizer of torch's after ``clip_grad_norm_``."""
+
+    def step(self) -> None:
+        """Clip, and take a step."""
+        clip_grad_norm_(self.params, MAX_NORM)
+        self.inner.step()
+
+
+def build(
+    model: nn.Module, recipe: Mapping[str, Any], *, steps: int, compile: bool
+) -> MARS | Wrapper:
+    """Return the optimizer of a model.
+
+    Args:
+        model: to train.
+        recipe: "rule", a name of ``marsopt.REGISTRY``, "torch-adamw", "qhadamw" (with
+            "nu1") or "two-averages" (with "weight" and "age_ratio"); "lr"; "beta1" and
+            "beta2", both or none; "weight_decay"; "weight_decay_1d" and "lr_1d_ratio",
+            decay and share of the rate of what AdamW moves beside a rule; "one_rate",
+            whether all tensors are moved alike instead of by ``marsopt.param_groups``;
+            "beside", the rule of what those give to AdamW; "ema_nesterov", the scale of
+            that wrapper, or "snoo", the outer momentum of that one, whose outer rate is
+            one minus it; "nearest_state", a dtype by name, of that one;
+            "gamma_follows_rate", which the loop reads; other options of MARS, of which
+            dtypes are given by name.
+        steps: of the run.
+        compile: whether MARS is compiled.
+
+    Raises:
+        TypeError, ValueError: a recipe that this is not.
+    """
+    own = {key: value for key, value in recipe.items() if key not in (*BUILD, *LOOP)}
+    scale, momentum = own.pop("ema_nesterov", None), own.pop("snoo", None)
+    if "beta1" in recipe:
+        own["betas"] = recipe["beta1"], recipe["beta2"]
+    if "state_dtype" in own:
+        own["state_dtype"] = getattr(torch, own["state_dtype"])
+    nearest = own.pop("nearest_state", None)
+    made = _built(model, recipe, own, compile)
+    if nearest is not None:
+        return NearestState(made, getattr(torch, nearest))
+    if scale is not None:
+        return EMANesterov(made, scale=scale, steps=steps)
+    if momentum is not None:
+        return SNOO(made, lr=1 - momentum, momentum=momentum, every=EVERY)
+    return made
+
+
+def _built(
+    model: nn.Module, recipe: Mapping[str, Any], own: dict[str, Any], compile: bool
+) -> MARS | Clipped:
+    rule, given = canonical(recipe["rule"]), dict(lr=recipe["lr"])
+    given |= {key: recipe[key] for key in GROUPED if key in recipe}
+    if "lr_1d_ratio" in recipe:
+        given["lr_1d"] = recipe["lr"] * recipe["lr_1d_ratio"]
+    if rule == TORCH:
+        groups = param_groups(model, "adamw", **given)
+        return Clipped(AdamW(groups, fused=True, **own))
+    if rule == QH:
+        return Clipped(QHAdamW(model.parameters(), **given, **own))
+    if rule == TWO_AVERAGES:
+        (fast, beta2), ratio = own.pop("betas"), own.pop("age_ratio")
+        betas = (fast, 1 - (1 - fast) / ratio, beta2)
+        return Clipped(TwoAverages(model.parameters(), betas=betas, **given, **own))
+    if rule not in REGISTRY:
+        raise ValueError(
+            f"got rule={recipe['rule']!r}, expected {TORCH}, {QH}, {TWO_AVERAGES} "
+            f"or one of {sorted(REGISTRY)}: choose one"
+        )
+    groups = param_groups(model, rule, **given)
+    if "beside" in recipe:
+        for group in groups:
+            if group["mars_type"] == "adamw":
+                group["mars_type"] = recipe["beside"]
+                group.pop("nesterov", None)  # that rule's own
+    if recipe.get("one_rate"):
+        groups = [dict(params=[*model.parameters()], **given)]
+        own["optimize_1d"] = REGISTRY[rule].is_mars
+    own |= dict(mars_type=rule, max_norm=MAX_NORM, compile=compile)
+    return MARS(groups, **own)

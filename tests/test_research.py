@@ -1,0 +1,337 @@
+"""The studies: runs that are searched, stored and continued; what pages say of them is
+what the stores hold; and what is compared is what its formula says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import configs
+from marsopt.rules import newton_schulz
+from research import correlations, studies, track3
+from research.compare import __main__ as compare
+from research.compare import table
+from research.compare.neighbours import SNOO, EMANesterov, QHAdamW, lookahead
+from research.compare.optimizers import build
+from research.compare.plain import Setting, train
+from research.compare.results import Row, entries, rows
+from research.compare.search import Axis, search
+from research.compare.store import Store, final
+from research.compare.study import Method, Run, Study, changed
+from research.svrg import __main__ as svrg
+from tests.test_layout import ROOT
+from train import prepare
+from train.engine.launch import parse
+from train.engine.titan_optim import MarsOptimizers
+from train.errors import UserError
+from train.gpt2 import GPT2, Shape
+
+STORES = sorted(path.parent for path in ROOT.glob("research/study/*/runs.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A text in which every token says which one follows, mostly."""
+    folder, draw = tmp_path_factory.mktemp("tokens"), np.random.default_rng(0)
+    for split in ("train", "val"):
+        steps = draw.choice([1, 1, 1, 5], 5000).cumsum() % 64
+        steps.astype("<u2").tofile(folder / f"{split}.bin")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def setting(data):
+    return Setting(
+        data=str(data), layers=1, heads=1, width=16, vocab_size=64, seq_len=16,
+        batch=4, micro_batch=2, steps=8, held_out=4, points=2,
+    )  # fmt: skip
+
+
+# ---- the manager ---------------------------------------------------------------------
+
+
+MINE = """
+from research.compare.plain import Setting
+from research.compare.study import Method, Study
+
+__all__ = ["quick"]
+
+def quick():
+    methods = {{"AdamW": Method(dict(rule="adamw", lr=1e-3), num_seeds=1)}}
+    return Study(title="quick", setting=Setting(**{given!r}), methods=methods)
+"""
+
+
+def test_a_study_runs_a_trial_and_a_later_call_continues(
+    setting, tmp_path, monkeypatch, capsys
+):
+    """With one seed, then with two, after a kill that cut off the second one's line."""
+    (tmp_path / "mine.py").write_text(MINE.format(given=asdict(setting)))
+    monkeypatch.syspath_prepend(tmp_path)
+    out = tmp_path / "out"
+
+    def call(*more):
+        words = ["quick", "--module", "mine", "--out", str(out), "--jobs", "1"]
+        assert compare.compare(compare.arguments([*words, *more]))
+        return capsys.readouterr().out
+
+    assert "1 run left" in call("--only", "runs")
+    first = (out / "runs.jsonl").read_text()
+    (out / "runs.jsonl").write_text(first + first[:40])
+    printed = call("--set", "num_seeds=2")
+    assert "1 run left" in printed and "0 runs left" in printed
+    assert (out / "table.md").read_text() in printed and (out / "losses.png").is_file()
+    lines = (out / "runs.jsonl").read_text().splitlines(keepends=True)
+    assert lines[0] == first and len(lines) == 2
+    assert not (out / "runs").exists()
+    with pytest.raises(UserError, match="got steps=9 where .*setting.json has 8"):
+        call("--set", "steps=9")
+
+
+def test_searches_take_equal_trials_and_come_near_the_best():
+    """Also beyond the space that draws come from, and around what diverges."""
+    axes = (Axis("lr", 1e-3, 1.6e-2), Axis("beta1", 0.6, 0.98, decay=True))
+    for best in ((4e-3, 0.9), (6.4e-2, 0.99)):
+
+        def bowl(point, best=best):
+            pairs = zip(axes, point, best, strict=True)
+            loss = sum((axis.place(a) - axis.place(b)) ** 2 for axis, a, b in pairs)
+            return loss if loss < 50 else math.inf
+
+        losses: dict = {}
+        while wanted := (
+            found := search(axes, losses.get, trials=40, num_draws=8)
+        ).wanted:
+            losses |= {point: bowl(point) for point in wanted}
+        assert len(losses) == len(found.losses) == 40
+        assert bowl(found.best) < 0.1 and found.inside(axes) <= 1.0
+
+
+def test_a_difference_is_judged_by_the_pooled_deviation_over_seeds(tmp_path, setting):
+    methods = {title: Method(dict(rule=title), num_seeds=4) for title in "abc"}
+    study = Study(title="x", setting=setting, methods=methods)
+    store = Store(tmp_path)
+    store.agree(setting.identity())
+    for title, middle in dict(a=3.0, b=2.9, c=2.995).items():
+        for run, step in zip(study.wanted(title, {}), (-1, 0, 0, 1), strict=True):
+            store.add(run, dict(curve=[[8, middle + 0.02 * step]]))
+    by_title = {row.entry.title: row for row in rows(entries(study, Store(tmp_path)))}
+    deviation = 0.02 * math.sqrt(2 / 3)
+    assert by_title["b"].z == pytest.approx(-0.1 / (deviation * math.sqrt(1 / 2)))
+    assert {t: row.verdict for t, row in by_title.items()} == {
+        "a": "", "b": "leads", "c": "tie"
+    }  # fmt: skip
+    (tmp_path / "runs.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match="runs.jsonl that does not read"):
+        Store(tmp_path)
+
+
+# ---- what pages say ------------------------------------------------------------------
+
+
+def results(name: str) -> dict[str, Row]:
+    """The rows of a store, by title."""
+    study, store = getattr(studies, name)(), Store(ROOT / "research/study" / name)
+    return {row.entry.title: row for row in rows(entries(study, store))}
+
+
+@pytest.mark.parametrize("folder", STORES, ids=lambda folder: folder.name)
+def test_a_table_is_that_of_its_store(folder):
+    study, store = getattr(studies, folder.name)(), Store(folder)
+    found = entries(study, store)
+    text = table.markdown(study, store, found, rows(found))
+    assert (folder / "table.md").read_text() == text
+    shared = {k: v for k, v in store.setting.items() if k not in ("train", "val")}
+    assert shared == {key: getattr(study.setting, key) for key in shared}
+
+
+def test_rows_of_the_study_s_page_are_those_of_its_tables():
+    lines = "".join((folder / "table.md").read_text() for folder in STORES).splitlines()
+    cells = [tuple(c.strip() for c in line.split("|")[1:]) for line in lines]
+    kept = {(c[0], c[1], c[3], c[4], c[5]) for c in cells if len(c) > 6}
+    page = (ROOT / "research/study.md").read_text()
+    pattern = r"^\| (.+?) \((lr .+?)\) \| (.+?) \| (.+?) \| (.+?) \|"
+    written = re.findall(pattern, page, re.MULTILINE)
+    assert len(written) > 20 and set(written) <= kept
+
+
+def test_figures_of_readme_and_choose_are_those_of_the_stores():
+    small = results("small")
+    text = (ROOT / "README.md").read_text().partition("| | loss, nats per byte")[2]
+    lines = text.partition("\n\n")[0].splitlines()[2:]
+    titles = ["transport", "SNOO on NAdamW", "NAdamW", "AdamW", "SOAP-Muon, transport"]
+    titles += ["SNOO on Moonlight", "SOAP-Muon", "Moonlight, transport", "Moonlight"]
+    for title, line in zip(titles, lines, strict=True):
+        _, _, loss, differences, _ = line.split("|")
+        row = small[title]
+        assert loss.strip(" *") == f"{row.entry.mean:.3f}"
+        if title == "SOAP-Muon, transport":  # beside Moonlight, and beside its control
+            own = row.entry.mean - small["Moonlight"].entry.mean
+            assert differences.startswith(f" {own:+.3f}; ")
+        if row.difference is not None:
+            assert f"{row.difference:+.3f}" in differences
+            assert title == "AdamW" or f", {abs(row.z):.1f}" in differences
+    text = (ROOT / "docs/choose.md").read_text()
+    written = re.findall(r"^  \| (\w[\w, -]*?) \| (\w+) \| (.+) \|$", text, re.M)[1:]
+    assert len(written) == 11
+    for title, study, line in written:
+        found = results(study)
+        row, control = found[title], found[found[title].entry.control].entry.values
+        own = row.entry.values
+        assert line.replace("*", "") == (
+            f"{row.difference:+.3f} {row.verdict} | {control['beta1']:.3f} | "
+            f"{own['lr'] / control['lr']:.1f}, {own['beta1']:.3f}, {own['gamma']:.2f}"
+        )
+
+
+# ---- what is compared ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [studies.small, studies.gpu, studies.bf16_state])
+def test_methods_of_a_study_can_be_built(make, setting):
+    study = make()
+    own = dict(data=setting.data, device="cpu", seq_len=16, held_out=4, micro_batch=4)
+    own |= dict(batch=4)
+    replace(study.setting, **own).check({t: study.first(t) for t in study.methods})
+
+
+@pytest.mark.parametrize("name", ["mars_adamw", "moonlight", "mars_m_transport"])
+def test_a_published_method_has_the_numbers_of_its_recipe(name, monkeypatch):
+    # as the recipe says, also on a CPU without instructions for bf16
+    monkeypatch.setattr(newton_schulz, "found_dtype", lambda: torch.bfloat16)
+    config = replace(getattr(configs, f"small_{name}")().optimizer, compile=False)
+    shape = Shape(num_layers=1, num_heads=1, width=64, block_size=16, vocab_size=64)
+    model, other = GPT2(shape), GPT2(shape)
+    model.init_weights(0), other.init_weights(0)
+    want = MarsOptimizers(config, model_parts=[other]).mars
+    recipe = studies.published(name.replace("_", "-"))
+    got = build(model, recipe, steps=9, compile=False)
+    torch.manual_seed(0)
+    for _ in range(2):
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            p.grad = 1e-4 * torch.randn_like(p)  # below every clip
+            q.grad = p.grad.clone()
+        got.step(), want.step()
+    for (n, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7, msg=n)
+
+
+def test_recipes_of_a_study_keep_the_ratios_of_their_learning_rates(tmp_path):
+    text = [Path(json.__file__)]
+    prepare.prepare("text", "bytes", tmp_path, files=text, val_fraction=0.2)
+    options = ("--dataloader.dataset-path", str(tmp_path))
+    study = changed(studies.tiny(), dict(options=[*options], steps=70))
+    study.setting.check({title: study.first(title) for title in study.methods})
+    recipe = dict(config="tiny_mars_adamw_transport", lr=1.2e-2, beta1=0.8)
+    module, words = study.setting.command(Run(recipe, 5), tmp_path / "run")
+    base, config = parse(words[:2]), parse(words)
+    assert module == "train" and config.debug.seed == 5
+    assert config.optimizer.lr == 1.2e-2
+    ratio = config.optimizer.lr_1d / base.optimizer.lr_1d
+    assert ratio == pytest.approx(config.optimizer.lr / base.optimizer.lr)
+    assert config.optimizer.betas == (0.8, base.optimizer.betas[1])
+    assert config.training.steps == config.lr_scheduler.total_steps == 70
+    share = base.lr_scheduler.warmup_steps / base.training.steps
+    assert config.lr_scheduler.warmup_steps == round(share * 70)
+
+
+def test_the_loop_trains_all_methods_from_one_start(setting):
+    names = ("adamw", "torch-adamw", "mars-adamw-transport", "mars-adamw-exact")
+    recipes = {name: studies.published(name, lr=6e-3) for name in names}
+    found = {name: train(setting, recipe, 0) for name, recipe in recipes.items()}
+    for result in found.values():
+        assert [step for step, _ in result["curve"]] == [4, 8]
+        assert final(result) < math.log(64)
+    ours, torchs = final(found["adamw"]), final(found["torch-adamw"])
+    assert ours == pytest.approx(torchs, rel=1e-5)
+    assert found["mars-adamw-exact"]["flops"] == 2 * found["adamw"]["flops"]
+
+
+def trajectory(make, x, steps=40):
+    """x after each step on a quadratic."""
+    optimizer, points = make(x), []
+    for _ in range(steps):
+        x.grad = torch.linspace(0.5, 3.0, 5) * x.detach() - 1.0
+        optimizer.step()
+        points.append(x.detach().clone())
+    return torch.stack(points)
+
+
+def start():
+    return nn.Parameter(torch.zeros(5, dtype=torch.float64))
+
+
+def test_neighbours_are_their_formulas():
+    """Where one of them is an optimizer that torch has: QHAdamW with nu1 = 1, an outer
+    step of every step, a lookahead of scale 0.
+    """
+    own = dict(lr=0.05, betas=(0.9, 0.99), weight_decay=0.1)
+    adamw = trajectory(lambda x: torch.optim.AdamW([x], **own), start())
+    qh = trajectory(lambda x: QHAdamW([x], nu1=1.0, **own), start())
+    torch.testing.assert_close(qh, adamw, rtol=1e-10, atol=1e-12)
+    weighed = trajectory(lambda x: QHAdamW([x], nu1=0.8, **own), start())
+    assert not torch.allclose(weighed, adamw)
+
+    def sgd(x, lr=0.05, **options):
+        return torch.optim.SGD([x], lr=lr, **options)
+
+    outer = dict(lr=0.6, momentum=0.4, every=1)
+    snoo = trajectory(lambda x: SNOO(sgd(x), **outer), start())
+    nesterov = dict(momentum=0.4, nesterov=True)
+    want = trajectory(lambda x: sgd(x, lr=0.6 * 0.05, **nesterov), start())
+    torch.testing.assert_close(snoo, want, rtol=1e-10, atol=1e-12)
+    still = trajectory(lambda x: EMANesterov(sgd(x), scale=0.0, steps=40), start())
+    torch.testing.assert_close(still, trajectory(sgd, start()))
+
+
+@pytest.mark.parametrize("fast, slow, weight", [(0.9, 0.98, 0.5), (0.95, 0.95, 0.4)])
+def test_momentum_at_the_points_ahead_has_no_lag(fast, slow, weight):
+    """Of a quadratic, whatever the trajectory: of the study's mixture of two averages,
+    and of the script's for modded-nanogpt, which has the same a, b and rho.
+    """
+    a, b, rho = lookahead(fast, slow, weight)
+    assert track3.lag_free_of_two(fast, slow, weight) == pytest.approx((a, b, rho))
+    torch.manual_seed(0)
+    x = torch.randn(3000, 3, dtype=torch.float64).cumsum(0)
+    e = m = s = torch.zeros(3, dtype=torch.float64)
+    for before, now in zip(x, x[1:], strict=False):
+        e = rho * e + (1 - rho) * (now - before)
+        g = now + a * (now - before) + b * e
+        m, s = fast * m + (1 - fast) * g, slow * s + (1 - slow) * g
+    assert ((1 - weight) * m + weight * s - x[-1]).abs().max() < 1e-10
+
+
+def test_the_script_for_modded_nanogpt_refuses_two_lookaheads(capsys):
+    with pytest.raises(SystemExit):
+        track3.arguments(["--ema-nesterov", "--gamma", "0.1"])
+    assert "expected one of them" in capsys.readouterr().err
+
+
+def test_the_study_of_svrg_counts_what_every_method_takes(data, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["svrg", "--quick", "--data", str(data)])
+    monkeypatch.setattr(svrg, "FIRST_LR", 0.032)
+    chosen = [m for m in svrg.METHODS if m == svrg.PLAIN or m.decays]
+    monkeypatch.setattr(svrg, "METHODS", chosen)
+    svrg.main()
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    counts = {cells[0]: cells[2] for cells in lines if len(cells) > 2}
+    num_steps = svrg.QUICK.epochs * svrg.QUICK.num_batches
+    for method in chosen:  # svrg: of a batch, at the snapshot, and the full one
+        times = 3 if method.correction == "svrg" else 1
+        assert int(counts[method.title]) == times * num_steps
+
+
+def test_correlations_need_a_study_of_the_plain_loop(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["correlations", "small", "Adam"])
+    with pytest.raises(UserError, match="and one of its methods .NAdamW; transport"):
+        correlations.main()

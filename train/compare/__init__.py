@@ -1,1 +1,0 @@
-"""python -m train.compare: optimizers against each other, each at its best rate."""
