@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from marsopt.parallel.placement import shard_size
+from marsopt.parallel.planner import Cost, Machine, Matrix, Plan, cost, exchanged, plan
 from marsopt.profiling.optimizer import full_buffers, passes
-
-from ..placement import shard_size
-from ..planner import Cost, Machine, Matrix, Plan, cost, exchanged, plan
-from .models import FULL, Alike, Job
-from .record import record
+from train.forecast.models import FULL, Alike, Job
+from train.forecast.record import record
 
 
 @dataclass(frozen=True)
