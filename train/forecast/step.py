@@ -58,7 +58,6 @@ class Forecast:
 
     plan: Plan
     cost: Cost
-    num_shards: int
     memory: Memory
     moved_bytes: int  # by elementwise passes
     sent_bytes: float  # by the optimizer, in the mean over the ranks
@@ -115,7 +114,6 @@ def forecast(
     return Forecast(
         plan=chosen,
         cost=spent,
-        num_shards=p,
         memory=Memory(
             parameters=parameters,
             gradients=parameters,
