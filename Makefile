@@ -67,7 +67,7 @@ $(INSTALLED)/ready:
 	@echo "torch $(TORCH) into $(INSTALLED): 0.8 GB, or 5 GB with CUDA (minutes)"
 	@$(PYTHON) -m venv $(INSTALLED)
 	$(INSTALLED)/bin/pip install --disable-pip-version-check \
-		torch==$(TORCH) numpy pytest build
+		torch==$(TORCH) numpy safetensors pytest build
 	@touch $@
 
 lint: $(VENV)/ready

@@ -24,8 +24,7 @@ from benchmarks import checks
 from benchmarks.timing import spread
 from marsopt import NewtonSchulz
 from marsopt.profiling.gpt2 import EMBEDDINGS, MODELS, shapes
-from marsopt.profiling.machine import describe, matmul_rate, one_line, timed
-from marsopt.profiling.optimizer import products_rate
+from marsopt.profiling.machine import describe, matmul_rate, one_line, timed, typical
 from train.errors import command
 
 
@@ -49,6 +48,25 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def products_rate(shape: tuple[int, int], count: int, device: str) -> float:
+    """Return the FLOP/s of X X^T, G G and P X, the products of an iteration, over a
+    batch of X.
+    """
+    short, long = sorted(shape)
+    options: dict[str, Any] = dict(device=device, dtype=torch.bfloat16)
+    x = torch.randn(count, short, long, **options)
+    gram = torch.randn(count, short, short, **options)
+    wide, square = torch.empty_like(x), torch.empty_like(gram)
+
+    def products() -> None:
+        torch.bmm(x, x.mT, out=square)
+        torch.bmm(gram, gram, out=square)
+        torch.bmm(gram, x, out=wide)
+
+    flops = count * (4 * long * short**2 + 2 * short**3)
+    return flops / typical(products)
+
+
 def row(
     shape: tuple[int, int], count: int, device: str, num_rounds: int
 ) -> dict[str, Any]:
@@ -67,7 +85,7 @@ def row(
         flops=flops,
         seconds=times._asdict(),
         rate=flops / times.median,
-        products_rate=products_rate([shape] * count, ns, device),
+        products_rate=products_rate(shape, count, device),
     )
 
 

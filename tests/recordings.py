@@ -1,5 +1,5 @@
 """Trajectories that the authors' own code computed, and a walk of the class along one;
-marsopt/conformance/recordings.json says how they were made.
+tests/conformance/recordings.json says how they were made.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from marsopt import MARS
-from marsopt.conformance import recordings
+from tests.conformance import recordings
 
 TABLE = recordings.table()
 SHAPES = {name: tuple(shape) for name, shape in TABLE["shapes"].items()}

@@ -225,19 +225,14 @@ def test_an_environment_of_no_launcher_is_one_line(change, monkeypatch):
     assert len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize("module", ["marsopt.conformance", "marsopt.profiling"])
-def test_an_interrupt_of_the_library_s_commands_is_one_line(module):
-    """While they are at work, which the application's commands do by themselves."""
-    code = f"""
+def test_an_interrupt_of_the_profiler_is_one_line():
+    """While it is at work, which the application's commands do by themselves."""
+    code = """
 import sys
 def interrupted(*args, **options):
     raise KeyboardInterrupt
-import marsopt.conformance.__main__ as conformance
 import marsopt.profiling.command as profiling
-conformance.adapted = profiling.run = interrupted
-sys.argv = ["command", "a:b"]
-if {module!r} == "marsopt.conformance":
-    sys.exit(conformance.main(["a:b"]))
+profiling.run = interrupted
 sys.argv = ["command"]
 profiling.main()
 """

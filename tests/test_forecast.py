@@ -21,15 +21,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from marsopt import MARS, REGISTRY, NewtonSchulz
 from marsopt.functional import step as step_of
 from marsopt.parallel import MeshCollectives
-from marsopt.parallel.forecast import Job, forecast, models
-from marsopt.parallel.forecast.models import MODELS
-from marsopt.parallel.forecast.record import Recorder, pretended, record
 from marsopt.parallel.planner import Machine
 from marsopt.profiling.optimizer import floor_of
 from marsopt.profiling.profiler import traced
 from marsopt.rules import newton_schulz
 from tests.processes import spawn
 from tests.stacking import as_on_a_gpu, forced
+from train.forecast import Job, forecast, models
+from train.forecast.models import MODELS
+from train.forecast.record import Recorder, pretended, record
 from train.gpt2 import GPT2, Shape
 
 ROOT = Path(__file__).parent.parent

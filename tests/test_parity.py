@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import configs
-from marsopt.conformance.oracle import Oracle
+from tests.conformance.oracle import Oracle
 from tests.trainers import losses, train_all
 from train import prepare
 from train.data.batches import Batches

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from marsopt import NewtonSchulz
-from marsopt.parallel.forecast import Hardware, Job, forecast, models, tables
 from marsopt.parallel.placement import shard_sizes
 from marsopt.parallel.planner import Machine, Matrix, assign, cost, plan
 from tests.forks import forked
 from train import errors
+from train.forecast import Hardware, Job, forecast, models, tables
 from train.plan import duration, job_of, main
 
 NS = NewtonSchulz().on("cuda")

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 import types
-from dataclasses import replace
 
 import pytest
 import torch
@@ -424,24 +423,6 @@ def test_operators_beside_the_graphs_are_told_apart():
     assert report.num_kernels == 1
     assert report.num_eager_ops == 2
     assert "2 operators a call beside these graphs" in str(report)
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-def test_the_table_says_whether_the_ratio_is_good(gpu):
-    report = marsopt.profile(torch.sin, torch.ones(2**20), steps=1, cold=False)
-
-    def told(ratio):
-        seconds = ratio * report.allowed_seconds
-        launches = 1 if gpu else None
-        return str(replace(report, seconds=seconds, num_launches=launches))
-
-    assert "1.43 times the " in told(1.43)
-    assert "1.00 is as fast as a copy" in told(1.43)
-    disturbed = "something disturbed the copy: measure again"
-    assert (disturbed in told(0.69)) == gpu
-    assert ("a copy also reads what it overwrites" in told(0.69)) != gpu
-    assert disturbed in told(0.5)
-    assert disturbed not in told(0.98)
 
 
 def test_progress_is_told_on_standard_error(capsys):

@@ -12,19 +12,17 @@ import pytest
 import torch
 
 import marsopt
-import marsopt.conformance
 import marsopt.parallel
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 NAMES = sorted(
     f"{module.__name__}.{name}"
-    for module in (marsopt, marsopt.conformance, marsopt.parallel)
+    for module in (marsopt, marsopt.parallel)
     for name in module.__all__
 )
 # values, which have no docstring of their own: their examples are in the pages
 VALUES = {"marsopt.LOCAL", "marsopt.REGISTRY", "marsopt.__version__"}
-VALUES |= {"marsopt.conformance.AUTHORS", "marsopt.conformance.DEVIATIONS"}
 
 
 def object_of(name: str) -> object:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad
 
 import marsopt
-from marsopt.conformance.oracle import Oracle
+from tests.conformance.oracle import Oracle
 from tests.table import ROWS, SHAPES, tensors
 
 rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())

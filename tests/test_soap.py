@@ -18,14 +18,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import marsopt
 from marsopt import MARS, SOAP, NewtonSchulz
-from marsopt.conformance.oracle import Oracle
 from marsopt.parallel import MeshCollectives
-from marsopt.parallel.forecast import models
-from marsopt.parallel.forecast.record import Recorder, pretended
 from marsopt.parallel.planner import cost, plan
 from marsopt.rules.preconditioner import Whole
+from tests.conformance.oracle import Oracle
 from tests.processes import spawn
 from tests.slices import TENSORS, at_once, in_loop
+from train.forecast import models
+from train.forecast.record import Recorder, pretended
 
 WIDE, TALL, SQUARE = (6, 10), (10, 6), (8, 8)
 

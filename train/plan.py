@@ -6,9 +6,9 @@ import math
 from datetime import timedelta
 from pathlib import Path
 
-from marsopt.parallel.forecast import Forecast, Hardware, Job, models, sweep, tables
 from train.engine.recipes import MODULE, recipe
 from train.errors import UserError, check_least, command
+from train.forecast import Forecast, Hardware, Job, models, sweep, tables
 from train.gpt2 import tensor_sizes
 from train.pictures import picture
 

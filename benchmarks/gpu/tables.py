@@ -89,8 +89,7 @@ def copy_share(result: dict[str, Any]) -> float:
     floor = result["floor"]
     num_bytes = floor["norms"] + floor["update"] + floor["packed"]
     seconds = num_bytes / result["copy_bandwidth"]
-    whole = result["whole_matrices"]
-    seconds += whole["num_flops"] / whole["matmul_rate"] if whole else 0.0
+    seconds += result["num_flops"] / result["matmul_rate"]
     return seconds / result["seconds"]
 
 

@@ -38,7 +38,6 @@ CHAPTERS: dict[str, dict[str, str]] = {
         "api/components": "Components",
         "api/mesh": "Meshes and torchtitan",
         "api/profiling": "Profiling",
-        "api/conformance": "Conformance",
     },
     "Evidence": {
         "comparison": "Comparison",

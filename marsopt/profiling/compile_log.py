@@ -150,8 +150,8 @@ class CompileLog:
         graph = self.graphs.get(str(CompileContext.current_compile_id()))
         if graph is None:
             return
-        told: Any = record.args
-        for node, words in told["nodes_num_elem"]:  # of four bytes
+        metrics: Any = record.args
+        for node, words in metrics["nodes_num_elem"]:  # of four bytes
             if not isinstance(node, NopKernelSchedulerNode):
                 flagged = _flagged_bytes(node)
                 graph.kernels.append(

@@ -6,7 +6,6 @@ import gc
 import os
 import platform
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.benchmark import Timer
 
 # per tensor: far more than any cache holds
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
@@ -129,17 +129,12 @@ def timed(call: Callable[[], object], device: str) -> Timed:
     return Timed(start.elapsed_time(end) / 1e3, host)
 
 
-def typical(call: Callable[[], object], device: str, limit: float = 1.0) -> float:
-    """Return the median seconds of as many calls (1 to 9) as fit into ``limit``, after
-    one that warms up and, if it took longer than that, counts.
-    """
-    first = timed(call, device).seconds
-    if device == "cuda":  # where the first loads libraries and kernels
-        first = timed(call, device).seconds
-    if first > limit:
-        return first
-    repeats = max(1, min(9, int(limit / max(first, 1e-9))))
-    return statistics.median(timed(call, device).seconds for _ in range(repeats))
+def typical(call: Callable[[], object]) -> float:
+    """Return the median seconds of a call, by torch's timer."""
+    timer = Timer(
+        "call()", globals=dict(call=call), num_threads=torch.get_num_threads()
+    )
+    return timer.blocked_autorange(min_run_time=0.5).median
 
 
 def copy_bandwidth(device: str) -> float:
@@ -150,7 +145,7 @@ def copy_bandwidth(device: str) -> float:
     """
     source = torch.ones(COPY_BYTES[device] // 4, device=device)
     target = torch.zeros_like(source)
-    return 2 * source.nbytes / typical(lambda: target.copy_(source), device)
+    return 2 * source.nbytes / typical(lambda: target.copy_(source))
 
 
 def matmul_rate(device: str, dtype: torch.dtype = torch.bfloat16) -> float:
@@ -160,4 +155,4 @@ def matmul_rate(device: str, dtype: torch.dtype = torch.bfloat16) -> float:
     size = MATMUL_SIZE[device]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * size**3 / typical(lambda: torch.mm(a, b, out=out), device)
+    return 2 * size**3 / typical(lambda: torch.mm(a, b, out=out))

@@ -1,11 +1,10 @@
 """The report on a step of MARS: beside what any function gets, kernels per stack, bytes
-a parameter beside what no step can go below, packed gradients, and what is done with
+a parameter beside what no step can go below, packed gradients, and the products of
 whole matrices.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,18 +12,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from marsopt.functional.collectives import Request, run_at_owner
 from marsopt.functional.stacks import adjacent
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.profiling.gpt2 import Subject
-from marsopt.profiling.machine import typical
+from marsopt.profiling.machine import matmul_rate
 from marsopt.profiling.profiler import profile
 from marsopt.profiling.table import Report, size
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import is_full
-from marsopt.rules.dtypes import working, working_dtype
-from marsopt.rules.newton_schulz import NewtonSchulz
-from marsopt.rules.preconditioner import Whole
+from marsopt.rules.dtypes import working_dtype
 
 
 @dataclass(frozen=True)
@@ -95,94 +91,22 @@ def floor_of(buckets: Sequence[ParameterBucket]) -> Floor:
     return Floor(*map(sum, zip(*map(_floor, buckets), strict=True)))
 
 
-@dataclass(frozen=True)
-class WholeMatrices:
-    """What is done with every whole matrix of one step, apart from the step; where
-    steps differ, in the mean.
-    """
-
-    name: str
-    num_matrices: int
-    num_flops: int
-    seconds: float
-    matmul_rate: float  # FLOP/s of the same products alone, batched by shape
-    dtype: str
-
-    @property
-    def rate(self) -> float:
-        """Return FLOP/s."""
-        return self.num_flops / self.seconds
-
-
-def whole_matrices(
+def matrix_products(
     buckets: Sequence[ParameterBucket], device: str
-) -> WholeMatrices | None:
-    """Measure it on the gradients; return None where no algorithm needs any."""
-    chosen = [bucket for bucket in buckets if bucket.algorithm.matrix_only]
-    if not chosen:
-        return None
-    preconditioner = chosen[0].algorithm.matrix_preconditioner
-    cost, rounds = preconditioner.cost.on(device), preconditioner.every or 1
-    shapes, requests = [], []
-    for bucket in chosen:
-        algorithm, members = bucket.algorithm, bucket.members
-        for n, p in enumerate(members.leaves):
-            row_inputs = algorithm.matrix_preconditioner.row_inputs
-            rows = [bucket.state[s][n] for s in row_inputs]
-            owned = members.owned[n] if members.owned else ()
-            given = Whole(working(p.grad), tuple(map(working, rows)), owned)
-            own = algorithm.matrices, algorithm.matrix_preconditioner
-            requests.append(Request(given, p, *own))
-            shapes += [
-                algorithm.matrices.shape_in(p.shape)
-            ] * algorithm.matrices.num_in(p.shape)
-
-    def one_round() -> None:
-        for count in range(1, rounds + 1):
-            run_at_owner(
-                [
-                    one._replace(stage=one.preconditioner.stage(count, n))
-                    for n, one in enumerate(requests)
-                ]
-            )
-
-    dtype = torch.float32 if cost.is_float32 else cost.returned()
-    is_ns = isinstance(cost, NewtonSchulz)
-    return WholeMatrices(
-        name="Newton-Schulz" if is_ns else type(preconditioner).__name__,
-        num_matrices=len(shapes),
-        num_flops=sum(cost.num_flops(*shape) for shape in shapes),
-        seconds=typical(one_round, device) / rounds,
-        matmul_rate=products_rate(shapes, dtype, device),
-        dtype=str(dtype).removeprefix("torch."),
-    )
-
-
-def products_rate(
-    shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: str
-) -> float:
-    """Return the FLOP/s of X X^T, G G and P X, the products of an iteration of
-    Newton-Schulz, over batches of X, one for each of these (rows, cols).
+) -> tuple[int, float]:
+    """Return the FLOPs of a step with whole matrices (where steps differ, the mean),
+    and the FLOP/s of a large product in their dtype.
     """
-    flops, seconds = 0, 0.0
-    for (short, long), count in Counter(tuple(sorted(s)) for s in shapes).items():
-        x = torch.randn(count, short, long, device=device).to(dtype)
-        gram = torch.randn(count, short, short, device=device).to(dtype)
-        wide, square = torch.empty_like(x), torch.empty_like(gram)
-        flops += count * (4 * long * short**2 + 2 * short**3)
-
-        def products(
-            x: Tensor = x,
-            gram: Tensor = gram,
-            wide: Tensor = wide,
-            square: Tensor = square,
-        ) -> None:
-            torch.bmm(x, x.mT, out=square)
-            torch.bmm(gram, gram, out=square)
-            torch.bmm(gram, x, out=wide)
-
-        seconds += typical(products, device)
-    return flops / seconds
+    flops, dtype = 0, torch.float32
+    for bucket in buckets:
+        algorithm = bucket.algorithm
+        if algorithm.matrix_only:
+            cost = algorithm.matrix_preconditioner.cost.on(device)
+            dtype = torch.float32 if cost.is_float32 else cost.returned()
+            for p in bucket.params:
+                rows, cols = algorithm.matrices.shape_in(p.shape)
+                flops += algorithm.matrices.num_in(p.shape) * cost.num_flops(rows, cols)
+    return flops, matmul_rate(device, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +127,8 @@ class OptimizerReport(Report):
     num_params: int
     stack_bytes: tuple[int, ...]  # of each stack's gradients
     floor: Floor
-    whole_matrices: WholeMatrices | None
+    num_flops: int  # with whole matrices, in one step
+    matmul_rate: float  # FLOP/s of a large square product in their dtype
 
     @property
     def num_stacks(self) -> int:
@@ -236,31 +161,13 @@ class OptimizerReport(Report):
         rates.
         """
         seconds = (self.num_bytes + self.floor.packed) / self.copy_bandwidth
-        if self.whole_matrices is not None:
-            whole = self.whole_matrices
-            seconds += whole.num_flops / whole.matmul_rate
-        return seconds
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, in what JSON can hold."""
-        found = super().to_dict()
-        if self.whole_matrices is not None:
-            found["whole_matrices"]["rate"] = self.whole_matrices.rate
-        return found
+        return seconds + self.num_flops / self.matmul_rate
 
     def __str__(self) -> str:
         return (
             f"{self.title}: {self.num_tensors} tensors in {self.num_stacks} stacks, "
             f"{self.num_params:,} parameters\n{super().__str__()}"
         )
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Return the table, as name and text."""
-        found = super().rows()
-        if self.whole_matrices is not None:
-            names = self.whole_matrices.name, ""
-            found += zip(names, self._whole(self.whole_matrices), strict=True)
-        return found
 
     def _kernels(self) -> str:
         return (
@@ -271,35 +178,24 @@ class OptimizerReport(Report):
 
     def _bytes(self) -> list[str]:
         n, least = self.num_params, self.floor
-        return [
+        texts = [
             f"{self.bytes_per_param:.2f} a parameter, floor "
             f"{least.num_bytes / n:.2f}: norms {least.norms / n:.2f}, update "
             f"{least.update / n:.2f} ({size(self.num_bytes)} moved a step)",
             f"and {least.packed / n:.2f} a parameter to pack gradients into stacks",
-            *self._flagged(),
         ]
-
-    def _flagged(self) -> list[str]:
-        if not self.flagged_bytes:
-            return []
-        more = self.flagged_bytes / self.num_params
-        return [f"and {more:.2f} a parameter read behind a mask, if a step is skipped"]
+        if self.flagged_bytes:
+            more = f"{self.flagged_bytes / n:.2f} a parameter read behind a mask"
+            texts.append(f"and {more}, if a step is skipped")
+        return texts
 
     def _rates(self) -> str:
-        if self.whole_matrices is None:
+        if not self.num_flops:
             return super()._rates()
-        rate = self.whole_matrices.matmul_rate / 1e9
-        return f"{super()._rates()} and {rate:.0f} GFLOP/s of a matmul"
-
-    def _whole(self, whole: WholeMatrices) -> list[str]:
-        products = "its products" if whole.name == "Newton-Schulz" else "products"
-        return [
-            f"{whole.num_matrices} matrices, {whole.num_flops / 1e9:.3g} GFLOP in "
-            f"{1e3 * whole.seconds:.0f} ms apart, {whole.dtype}: "
-            f"{whole.rate / 1e9:.0f} GFLOP/s",
-            f"{whole.rate / whole.matmul_rate:.0%} of the "
-            f"{whole.matmul_rate / 1e9:.0f} GFLOP/s of {products} alone",
-        ]
+        return (
+            f"{super()._rates()} and {self.num_flops / 1e9:.3g} GFLOP at "
+            f"{self.matmul_rate / 1e9:.0f} GFLOP/s of a matmul"
+        )
 
 
 def profile_optimizer(
@@ -311,6 +207,7 @@ def profile_optimizer(
     # the optimizer compiles its own
     report = profile(subject, compile=False, device=device, **options)
     buckets = subject.optimizer.describe().buckets
+    num_flops, rate = matrix_products(buckets, device)
     return OptimizerReport(
         **vars(report),
         title=title,
@@ -318,5 +215,6 @@ def profile_optimizer(
         num_params=sum(p.numel() for p in subject.params),
         stack_bytes=tuple(sum(p.grad.nbytes for p in b.params) for b in buckets),
         floor=floor_of(buckets),
-        whole_matrices=whole_matrices(buckets, device),
+        num_flops=num_flops,
+        matmul_rate=rate,
     )

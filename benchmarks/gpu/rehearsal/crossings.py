@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 import marsopt
-from marsopt.parallel.forecast.record import KINDS
+from train.forecast.record import KINDS
 
 aten = torch.ops.aten
 COPY, WAIT = "copy", "wait"

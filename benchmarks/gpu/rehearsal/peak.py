@@ -16,8 +16,8 @@ from benchmarks.gpu.rehearsal.device import H100
 from benchmarks.gpu.rehearsal.fakes import fake_h100
 from benchmarks.gpu.rehearsal.lowering import Graph, Runner, load
 from benchmarks.gpu.rehearsal.pretraining import training
-from marsopt.parallel.forecast import forecast, models
 from research.compare.plain import Setting
+from train.forecast import forecast, models
 
 TOLERANCE = 0.05  # of the forecast
 NUM_STEPS = 2  # the first makes what stays
@@ -72,7 +72,7 @@ def beside(found: dict[str, Any], model: str) -> dict[str, Any]:
 
     Args:
         found: the answer.
-        model: one of ``marsopt.parallel.forecast.models.MODELS``.
+        model: one of ``train.forecast.models.MODELS``.
     """
     (job,) = models.jobs(model, [found["method"]])
     memory = forecast(job, 1).memory

@@ -1,6 +1,6 @@
 """Steps of one rank among many: FSDP2 and HSDP over a process group that sends nothing,
 and fake CUDA tensors. Counted are the collectives of a warm step, beside those that
-``marsopt.parallel.forecast`` names, and what crosses between host and device.
+``train.forecast`` names, and what crosses between host and device.
 
     python -m benchmarks.gpu.rehearsal.ranks [--layers N] [--json FILE]
 
@@ -34,12 +34,12 @@ from benchmarks.gpu.rehearsal.crossings import COPY, Crossing, Watch
 from benchmarks.gpu.rehearsal.device import h100
 from marsopt import MARS
 from marsopt.parallel import MeshCollectives
-from marsopt.parallel.forecast import Job, forecast
-from marsopt.parallel.forecast.record import pretended
 from marsopt.profiling.gpt2 import EMBEDDINGS, MODELS, param_groups, shapes
 from marsopt.rules.registry import REGISTRY
 from train.errors import check_least, command, counted
 from train.files import write_json
+from train.forecast import Job, forecast
+from train.forecast.record import pretended
 
 LAYERS, WIDTH = MODELS["gpt2-small"]
 # where ranks compare numbers, these are sent in the step that first has them
@@ -85,7 +85,7 @@ class Found:
     Args:
         case: which.
         collectives: of a warm step, by kind.
-        forecast: the same, as ``marsopt.parallel.forecast`` has it.
+        forecast: the same, as ``train.forecast`` has it.
         crossings: of that step.
         moved: crossings of a step before which every number has moved.
         num_operations: of the warm step.

@@ -22,8 +22,8 @@ from benchmarks.gpu.rehearsal.fakes import fake_h100
 from benchmarks.gpu.rehearsal.lowering import launches
 from examples import fsdp2
 from marsopt.parallel import MeshCollectives
-from marsopt.parallel.forecast import Job, forecast, record
 from marsopt.profiling.gpt2 import EMBEDDINGS
+from train.forecast import Job, forecast, record
 from train.gpt2 import tensor_sizes
 
 NUM_STEPS = 3

@@ -15,13 +15,12 @@ import torch
 import marsopt
 from marsopt import REGISTRY
 from marsopt.functional.binding import sides
+from marsopt.parallel.placement import shard_size
+from marsopt.parallel.planner import Matrix
 from marsopt.profiling import gpt2
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.preconditioner import MatrixCost
 from marsopt.rules.registry import canonical
-
-from ..placement import shard_size
-from ..planner import Matrix
 
 FULL = 4  # bytes of a float32: parameters, gradients, momenta
 CORRECTIONS = ("exact", "transport")  # at the end of a rule's name
@@ -245,7 +244,7 @@ def jobs(
     if model not in MODELS:
         raise ValueError(
             f"got model {model}, expected one of {', '.join(MODELS)}: choose one, or "
-            "give the shapes of your own to marsopt.parallel.forecast (docs/scaling.md)"
+            "give the shapes of your own to train.forecast (docs/scaling.md)"
         )
     chosen, found = MODELS[model], []
     for mars_type, correction in map(_parts, RULES if rules is None else rules):

@@ -1,4 +1,4 @@
-"""What the authors' own code computed from given gradients, in two files."""
+"""Recordings of the authors' own code, in two files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
 Arrays = Mapping[str, np.ndarray]  # by the name of a tensor
 
@@ -31,7 +32,7 @@ AUTHORS: dict[str, Any] = dict(
 )
 TYPES = ("mars-adamw", "mars-lion", "mars-shampoo")
 # Of parameters, beside what the authors' float32 computed; of Newton-Schulz in bfloat16
-# in units of the rates of all steps so far, times its scale of the tensor's shape.
+# in units of the sum of the learning rates so far, times its scale by shape.
 TOLERANCE, TOLERANCE_NS = 1e-6, 0.05
 
 
@@ -49,12 +50,6 @@ class Case:
             step, of the next batch at the current parameters. It is h of the step after
             it; h of the first is 0.
         params: parameters after each step.
-
-    Example:
-        >>> from marsopt.conformance import cases
-        >>> case = cases("mars-adamw")[0]
-        >>> case.init["w_tall"].shape, case.tolerance(step=0, name="w_tall")
-        ((24, 8), 1e-06)
     """
 
     name: str
@@ -83,15 +78,12 @@ class Case:
 @cache
 def table() -> dict[str, Any]:
     """Return recordings.json."""
-    found: dict[str, Any] = json.loads((HERE / "recordings.json").read_text())
-    return found
+    return json.loads((HERE / "recordings.json").read_text())
 
 
 @cache
-def tensors() -> dict[str, np.ndarray]:
+def tensors() -> Arrays:
     """Return recordings.safetensors, by key."""
-    from safetensors.numpy import load_file
-
     return load_file(HERE / "recordings.safetensors")
 
 
@@ -102,14 +94,25 @@ def stacked(key: str) -> Arrays:
 
 def steps(key: str) -> list[Arrays]:
     """Return the tensors below a key, step by step."""
-    found = stacked(key)
-    num = len(next(iter(found.values())))
-    return [{name: value[t] for name, value in found.items()} for t in range(num)]
+    arrays = stacked(key)
+    num = len(next(iter(arrays.values())))
+    return [{name: array[t] for name, array in arrays.items()} for t in range(num)]
 
 
-def recorded(name: str) -> Case:
-    """Return a recording of the authors' class MARS by its name."""
-    entry = table()["cases"][name]
+def recorded(mars_type: str) -> list[Case]:
+    """Return the recordings of a type of the authors' class, with their Newton-Schulz
+    in float64.
+    """
+    return [
+        _case(name, entry)
+        for name, entry in table()["cases"].items()
+        if entry["kind"] == "MARS"
+        and entry["kw"].get("mars_type", AUTHORS["mars_type"]) == mars_type
+        and "ns" not in entry
+    ]
+
+
+def _case(name: str, entry: Mapping[str, Any]) -> Case:
     arguments = AUTHORS | {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in entry["kw"].items()

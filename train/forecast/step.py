@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from marsopt.parallel.placement import shard_size
+from marsopt.parallel.planner import Cost, Machine, Matrix, Plan, cost, exchanged, plan
 from marsopt.profiling.optimizer import full_buffers, passes
-
-from ..placement import shard_size
-from ..planner import Cost, Machine, Matrix, Plan, cost, exchanged, plan
-from .models import FULL, Alike, Job
-from .record import record
+from train.forecast.models import FULL, Alike, Job
+from train.forecast.record import record
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ class Forecast:
 
     plan: Plan
     cost: Cost
-    num_shards: int
     memory: Memory
     moved_bytes: int  # by elementwise passes
     sent_bytes: float  # by the optimizer, in the mean over the ranks
@@ -116,7 +114,6 @@ def forecast(
     return Forecast(
         plan=chosen,
         cost=spent,
-        num_shards=p,
         memory=Memory(
             parameters=parameters,
             gradients=parameters,

@@ -40,12 +40,11 @@ from marsopt.functional.step_types import (
     Stack,
     norms_per_tensor,
 )
+from marsopt.parallel.collectives import MeshCollectives
+from marsopt.parallel.planner import Machine
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.life import Held
-
-from ..collectives import MeshCollectives
-from ..planner import Machine
-from .models import Alike, Job
+from train.forecast.models import Alike, Job
 
 # torch's operations, by the names of a forecast
 KINDS = {
@@ -69,7 +68,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, there: Sequence[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()
         self.most = 0
         self.collectives: list[tuple[str, float]] = []
         self._now = 0  # with what was freed since ``most`` has grown
@@ -196,8 +195,9 @@ def record(job: Job, sizes: Sequence[int], rank: int, machine: Machine) -> Recor
 
         def wrap(piece: Tensor, shape: torch.Size) -> Tensor:
             stride = torch.empty(shape, device="meta").stride()
-            laid_out: dict[str, Any] = dict(shape=shape, stride=stride, run_check=False)
-            return DTensor.from_local(piece, mesh, cuts, **laid_out)
+            return DTensor.from_local(
+                piece, mesh, cuts, shape=shape, stride=stride, run_check=False
+            )
 
         collectives = MeshCollectives(mesh, machine=machine)
         return _record(job, Rank(collectives, wrap, rank % sizes[-1], sizes[-1]))
@@ -217,10 +217,8 @@ def pretended(
             "got a process group, expected none in a process that forecasts: call "
             "forecast() before init_process_group()"
         )
-    own: dict[str, Any] = dict(
-        rank=rank, world_size=math.prod(sizes), store=FakeStore()
-    )
-    dist.init_process_group("fake", **own)
+    world = math.prod(sizes)
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     axes = ("replicate", "shard")[-len(sizes) :]
     try:
         with warnings.catch_warnings():
@@ -273,11 +271,10 @@ def _record(job: Job, rank: Rank) -> Record:
     for is_warm in (False, True):  # ranks agree, once, on what they hold
         with Recorder([*stacks, *kept]) as recorder:
             groups = _groups(every, rank)
-            shared: dict[str, Any] = dict(
-                collectives=rank.collectives, run=Compiled(recorder)
+            shared = dict(collectives=rank.collectives, run=Compiled(recorder))
+            _, decision = step.assess(
+                groups, members, max_norm=1.0, digest="", **shared
             )
-            told: dict[str, Any] = dict(max_norm=1.0, digest="")
-            _, decision = step.assess(groups, members, **told, **shared)
             if is_warm:
                 step.advance(groups, members, decision, **shared)
             if any(life.takes_gradients for life in lives.values()):

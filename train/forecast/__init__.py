@@ -5,7 +5,7 @@ rank among many that are not there. FLOPs are counted, and times are a model
 (docs/scaling.md). Nothing that trains imports this room.
 """
 
-from .models import Job
-from .step import Forecast, Hardware, forecast, sweep
+from train.forecast.models import Job
+from train.forecast.step import Forecast, Hardware, forecast, sweep
 
 __all__ = ["Forecast", "Hardware", "Job", "forecast", "sweep"]

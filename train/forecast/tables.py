@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from .models import Job
-from .step import Forecast, Hardware, forecast
+from train.forecast.models import Job
+from train.forecast.step import Forecast, Hardware, forecast
 
 MEGA, GIGA, MILLI = 1e6, 2**30, 1e-3
 

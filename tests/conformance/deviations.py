@@ -1,38 +1,11 @@
-"""What ports of MARS have been found to do otherwise, one by one.
-
-Each is a few lines over the oracle, with the words in which a verdict names it.
-"""
+"""What ports of MARS do otherwise, each in a few lines over the oracle and in words."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from marsopt.conformance.model import Arguments, Deviation
-from marsopt.conformance.oracle import Oracle, ns5
-
-
-class SwappedGamma(Oracle):
-    @property
-    def k(self):
-        return self.beta1 * self.gamma / (1 - self.gamma)
-
-
-class BareGamma(Oracle):
-    @property
-    def k(self):
-        return self.gamma
-
-
-class UnscaledGamma(Oracle):
-    @property
-    def k(self):
-        return self.gamma / (1 - self.beta1)
-
-
-class NoCorrection(Oracle):
-    @property
-    def k(self):
-        return 0.0
+from tests.conformance.model import Deviation
+from tests.conformance.oracle import Oracle, ns5
 
 
 class NotAtFirst(Oracle):
@@ -52,11 +25,6 @@ class ClipsGradient(Oracle):
         is_mars = self.kind.startswith("mars")
         return super().corrected(g / max(1.0, np.linalg.norm(g)) if is_mars else g, h)
 
-    def clipped(self, c, norm):
-        return c
-
-
-class NoClip(Oracle):
     def clipped(self, c, norm):
         return c
 
@@ -99,21 +67,6 @@ class SquaresUnclipped(Oracle):
         super().adam_step(m_hat, self.unclipped, lr)
 
 
-class EarlyEps(Oracle):
-    def denominator(self, v):
-        return (np.sqrt(v) + self.eps) / np.sqrt(1 - self.beta2**self.t)
-
-
-class EpsUnderRoot(Oracle):
-    def denominator(self, v):
-        return np.sqrt(v / (1 - self.beta2**self.t) + self.eps)
-
-
-class FloorEps(Oracle):
-    def denominator(self, v):
-        return np.maximum(np.sqrt(v / (1 - self.beta2**self.t)), self.eps)
-
-
 class SecondEps(Oracle):
     def denominator(self, v):
         return super().denominator(v + 1e-15)
@@ -121,13 +74,8 @@ class SecondEps(Oracle):
 
 class NoEps(Oracle):
     def denominator(self, v):
-        found = np.sqrt(v / (1 - self.beta2**self.t))
-        return np.where(found == 0, 1.0, found)
-
-
-class NoDebiasOfV(Oracle):
-    def denominator(self, v):
-        return np.sqrt(v) + self.eps
+        root = np.sqrt(v / (1 - self.beta2**self.t))
+        return np.where(root == 0, 1.0, root)
 
 
 class NoDebiasOfM(Oracle):
@@ -138,11 +86,13 @@ class NoDebiasOfM(Oracle):
 class DebiasedMaximum(Oracle):
     """amsgrad over v / (1 - beta2^t)."""
 
+    largest = 0.0
+
     def denominator(self, v):
         if not self.amsgrad:
             return super().denominator(v)
         debiased = self.v / (1 - self.beta2**self.t)
-        self.largest = np.maximum(getattr(self, "largest", 0.0), debiased)
+        self.largest = np.maximum(self.largest, debiased)
         return np.sqrt(self.largest) + self.eps
 
 
@@ -159,11 +109,6 @@ class CoupledDecay(Oracle):
 class UnscaledDecay(Oracle):
     def move(self, step, lr):
         super().move(step, 1.0)
-
-
-class LionsTwoAverages(Oracle):
-    def mars_lion(self, c, lr):
-        self.lion(c, lr)
 
 
 class SignOfC(Oracle):
@@ -184,47 +129,34 @@ def scaled(scale):
     return Scaled
 
 
-def replaced(**values):
-    """Return a change of arguments."""
-
-    def change(arguments: Arguments) -> Arguments:
-        return {**arguments, **values}
-
-    return change
-
-
-def renamed(**sources):
-    """Return a change of arguments to the values of others."""
-
-    def change(arguments: Arguments) -> Arguments:
-        return {**arguments, **{to: arguments[of] for to, of in sources.items()}}
-
-    return change
-
-
-def unscheduled(of: int):
-    """Return a change: the rate of a kind of tensors does not follow the schedule."""
-
-    def change(arguments: Arguments) -> Arguments:
-        told = list(arguments["scheduled"])
-        told[of] = False
-        return {**arguments, "scheduled": tuple(told)}
-
-    return change
+def overriding(**methods):
+    """Return a change of an oracle's methods."""
+    return type("Overriding", (Oracle,), methods)
 
 
 DEVIATIONS = (
     # the correction
     Deviation(
-        "gamma and beta1 are swapped in k = gamma beta1 / (1 - beta1)", SwappedGamma
+        "gamma and beta1 are swapped in k = gamma beta1 / (1 - beta1)",
+        overriding(k=property(lambda o: o.beta1 * o.gamma / (1 - o.gamma))),
     ),
-    Deviation("k is gamma, without beta1 / (1 - beta1)", BareGamma),
-    Deviation("k is gamma / (1 - beta1), without beta1", UnscaledGamma),
+    Deviation(
+        "k is gamma, without beta1 / (1 - beta1)",
+        overriding(k=property(lambda o: o.gamma)),
+    ),
+    Deviation(
+        "k is gamma / (1 - beta1), without beta1",
+        overriding(k=property(lambda o: o.gamma / (1 - o.beta1))),
+    ),
     Deviation("no correction at step 1, where h is 0", NotAtFirst),
-    Deviation("no correction at any step: h is the gradient itself", NoCorrection),
+    Deviation(
+        "no correction at any step: h is the gradient itself, or a reference to it, "
+        "which the next backward overwrites",
+        overriding(k=0.0),
+    ),
     Deviation("h is the c that the step before used, not its gradient", FromClipped),
     # the clip
-    Deviation("c is never clipped", NoClip),
+    Deviation("c is never clipped", overriding(clipped=lambda o, c, norm: c)),
     Deviation("no clip at step 1", NoClipAtFirst),
     Deviation("g is clipped before the correction, not c after it", ClipsGradient),
     Deviation("c always has norm 1, also where it was shorter", AlwaysNormalizes),
@@ -233,11 +165,11 @@ DEVIATIONS = (
     ),
     Deviation(
         "the clip is by the norm over all matrices together",
-        arguments=replaced(norm_over=lambda ndim: ndim == 2),
+        arguments=lambda _: dict(norm_over=lambda ndim: ndim == 2),
     ),
     Deviation(
         "the clip is by the norm over all tensors together",
-        arguments=replaced(norm_over=lambda ndim: True),
+        arguments=lambda _: dict(norm_over=lambda ndim: True),
     ),
     # AdamW
     Deviation("v is the average of g^2, not of the clipped c^2", SquaresGradient),
@@ -245,25 +177,39 @@ DEVIATIONS = (
     # before those that put eps elsewhere, whose denominator it calls
     Deviation("1e-15 is added to v under the root, beside eps", SecondEps),
     Deviation(
-        "eps is added before debiasing: (sqrt(v) + eps) / sqrt(1 - beta2^t)", EarlyEps
+        "eps is added before debiasing: (sqrt(v) + eps) / sqrt(1 - beta2^t)",
+        overriding(
+            denominator=lambda o, v: (np.sqrt(v) + o.eps) / np.sqrt(1 - o.beta2**o.t)
+        ),
     ),
-    Deviation("eps is added under the root", EpsUnderRoot),
-    Deviation("eps is a floor: max(sqrt(v), eps)", FloorEps),
+    Deviation(
+        "eps is added under the root",
+        overriding(denominator=lambda o, v: np.sqrt(v / (1 - o.beta2**o.t) + o.eps)),
+    ),
+    Deviation(
+        "eps is a floor: max(sqrt(v), eps)",
+        overriding(
+            denominator=lambda o, v: np.maximum(np.sqrt(v / (1 - o.beta2**o.t)), o.eps)
+        ),
+    ),
     Deviation("there is no eps", NoEps),
     Deviation("m is not debiased", NoDebiasOfM),
-    Deviation("v is not debiased", NoDebiasOfV),
-    Deviation("amsgrad is ignored", arguments=replaced(amsgrad=False)),
+    Deviation(
+        "v is not debiased", overriding(denominator=lambda o, v: np.sqrt(v) + o.eps)
+    ),
+    Deviation("amsgrad is ignored", arguments=lambda _: dict(amsgrad=False)),
     Deviation("amsgrad takes the maximum of the debiased v", DebiasedMaximum),
     # weight decay
     Deviation("weight decay is added to the gradient (L2)", CoupledDecay),
-    Deviation("weight decay is not multiplied by the rate", UnscaledDecay),
+    Deviation("weight decay is not multiplied by the learning rate", UnscaledDecay),
     Deviation(
-        "no weight decay of what is corrected", arguments=replaced(weight_decay=0.0)
+        "no weight decay of what is corrected",
+        arguments=lambda _: dict(weight_decay=0.0),
     ),
     # Lion, Shampoo
     Deviation(
         "Lion's own two averages: the sign of beta1 m + (1 - beta1) c, m by beta2",
-        LionsTwoAverages,
+        overriding(mars_lion=Oracle.lion),
     ),
     Deviation("the sign of c, not of m", SignOfC),
     Deviation("no scale by shape", scaled(lambda rows, cols: 1.0)),
@@ -278,27 +224,36 @@ DEVIATIONS = (
     # which tensors, and what moves the others
     Deviation(
         "tensors of more than two dims are corrected too",
-        arguments=replaced(corrects=lambda ndim: ndim >= 2),
+        arguments=lambda _: dict(corrects=lambda ndim: ndim >= 2),
     ),
     Deviation(
         "every tensor is corrected, without optimize_1d",
-        arguments=replaced(optimize_1d=True),
+        arguments=lambda _: dict(optimize_1d=True),
     ),
     Deviation(
         "no tensor is corrected but with optimize_1d",
-        arguments=replaced(corrects=lambda ndim: False),
+        arguments=lambda _: dict(corrects=lambda ndim: False),
     ),
-    Deviation("optimize_1d is ignored", arguments=replaced(optimize_1d=False)),
-    Deviation("lr_1d is ignored: lr", arguments=renamed(lr_1d="lr")),
-    Deviation("betas_1d is ignored: betas", arguments=renamed(betas_1d="betas")),
+    Deviation("optimize_1d is ignored", arguments=lambda _: dict(optimize_1d=False)),
+    Deviation("lr_1d is ignored: lr", arguments=lambda a: dict(lr_1d=a["lr"])),
+    Deviation(
+        "betas_1d is ignored: betas", arguments=lambda a: dict(betas_1d=a["betas"])
+    ),
     Deviation(
         "weight_decay_1d is ignored: weight_decay",
-        arguments=renamed(weight_decay_1d="weight_decay"),
+        arguments=lambda a: dict(weight_decay_1d=a["weight_decay"]),
     ),
     Deviation(
-        "weight_decay_1d is ignored: no decay", arguments=replaced(weight_decay_1d=0.0)
+        "weight_decay_1d is ignored: no decay",
+        arguments=lambda _: dict(weight_decay_1d=0.0),
     ),
     # the schedule
-    Deviation("the rate does not follow the schedule", arguments=unscheduled(0)),
-    Deviation("lr_1d does not follow the schedule", arguments=unscheduled(1)),
+    Deviation(
+        "the learning rate does not follow the schedule",
+        arguments=lambda _: dict(scheduled=False),
+    ),
+    Deviation(
+        "lr_1d does not follow the schedule",
+        arguments=lambda _: dict(scheduled_1d=False),
+    ),
 )
