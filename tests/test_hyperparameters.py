@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch._dynamo.utils import counters
 
 import marsopt
 from marsopt import MARS, REGISTRY
+from marsopt.functional.options import RoutedOptions
 from marsopt.optim.groups import DeviceHyperparameters
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
@@ -22,7 +24,6 @@ from marsopt.rules.correction import Correction
 from marsopt.rules.hyperparameters import number, structure
 from marsopt.rules.preconditioner import Average
 from marsopt.rules.registry import CORRECTIONS, NamedRule
-from tests import named_stub
 
 LR = 0.1
 
@@ -354,8 +355,23 @@ def test_a_correction_may_build_on_what_it_keeps():
         rule.step(x, [g], state, lr=0.1, reference=[g])
 
 
-def test_type_checkers_see_the_functions_as_they_are():
-    assert named_stub.STUB.read_text() == named_stub.written()
+NAMED = [row.name.replace("-", "_") for row in REGISTRY.values()]
+
+
+@pytest.mark.parametrize("name", [*NAMED, "mars"])
+def test_type_checkers_see_the_options_that_a_function_takes(name):
+    """The ``TypedDict`` that they read has the types of the fields that are set."""
+    door = getattr(marsopt, name)
+    (options,) = get_args(get_type_hints(door)["options"])
+    taken = inspect.signature(door).parameters
+    assert get_type_hints(options) == {n: p.annotation for n, p in taken.items()}
+
+
+def test_type_checkers_see_the_options_that_the_class_takes():
+    (options,) = get_args(get_type_hints(MARS.__init__)["options"])
+    beside = get_type_hints(RoutedOptions).items() - get_type_hints(options).items()
+    assert {name for name, _ in beside} <= set(inspect.signature(MARS).parameters)
+    assert not set(get_type_hints(options)) & set(inspect.signature(MARS).parameters)
 
 
 @pytest.mark.parametrize(

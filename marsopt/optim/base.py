@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from marsopt.functional.collectives import LOCAL
-from marsopt.functional.routing import every_hyperparameter
+from marsopt.functional.routing import all_hyperparameters
 from marsopt.functional.step_types import scalar_dtype
 from marsopt.optim.buckets import BucketGroup, ParameterBucket
 from marsopt.optim.compiled import Call, InPlace, calls, once, resolve_compile
@@ -333,7 +333,7 @@ class LayoutOptimizer(Optimizer):
                 "optimizer.follow(model) once",
             )
         found = self._listed_state_dict()
-        every = every_hyperparameter()
+        every = all_hyperparameters()
         for group in found["param_groups"]:
             group |= {n: every[n].plain(v) for n, v in group.items() if n in every}
         ids, publish = self._ids(), self._options["collectives"].publish
