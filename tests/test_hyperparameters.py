@@ -287,7 +287,9 @@ def test_the_scale_of_the_rate_may_be_given_and_changed():
             x.grad = gradient(x, t)
             optimizer.step()
         torch.testing.assert_close(p, q, rtol=0, atol=0)
-    assert MARS(parameters((2, 2)), base_lr=0.5).param_groups[0]["base_lr"] == 0.5
+    for base_lr in (0.5, 3e-3):  # the latter is the default of ``mars``, too
+        (group,) = MARS(parameters((2, 2)), LR, base_lr=base_lr).param_groups
+        assert group["base_lr"] == base_lr
 
 
 def test_saved_groups_have_the_keys_that_they_had():
@@ -360,11 +362,20 @@ NAMED = [row.name.replace("-", "_") for row in REGISTRY.values()]
 
 @pytest.mark.parametrize("name", [*NAMED, "mars"])
 def test_type_checkers_see_the_options_that_a_function_takes(name):
-    """The ``TypedDict`` that they read has the types of the fields that are set."""
+    """The ``TypedDict`` that they read has the types of the fields that are set; None
+    is the rule's own where a field is no number, and no number of two doors.
+    """
     door = getattr(marsopt, name)
     (options,) = get_args(get_type_hints(door)["options"])
-    taken = inspect.signature(door).parameters
-    assert get_type_hints(options) == {n: p.annotation for n, p in taken.items()}
+    hints, taken = get_type_hints(options), inspect.signature(door).parameters
+    assert hints.keys() == taken.keys()
+    for option, hint in hints.items():
+        field = taken[option]
+        assert hint in (field.annotation, field.annotation | None), option
+        if hint != field.annotation:
+            assert vars(door(**{option: None}).matrix.preconditioner) == vars(
+                door().matrix.preconditioner
+            )
 
 
 def test_type_checkers_see_the_options_that_the_class_takes():

@@ -22,7 +22,6 @@ from marsopt.functional.options import (
     OrthogonalOptions,
     RoutedOptions,
     SOAPOptions,
-    all_sentences,
     sentences,
 )
 from marsopt.functional.routing import (
@@ -299,8 +298,9 @@ def _registered(row: NamedRule) -> Callable[..., Rule]:
     formulas, known = row.preconditioner, _options_of(row)
     make.__name__ = make.__qualname__ = _function_name(row)
     make.__doc__ = f"Return the rule {row.name!r} ({row.source})."
-    unknown = dict.fromkeys(known, f"as ``{formulas.__name__}`` has it, see below.")
-    _describe(make, known, unknown | all_sentences())
+    texts = dict.fromkeys(known, f"as ``{formulas.__name__}`` has it, see below.")
+    texts |= sentences(NorMuonOptions) | sentences(RoutedOptions)
+    _describe(make, known, texts)
     about = textwrap.indent(inspect.getdoc(formulas) or "", "    ")
     make.__doc__ = f"{make.__doc__}\n{formulas.__name__}:\n{about}"
     return make

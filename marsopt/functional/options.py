@@ -13,6 +13,18 @@ from marsopt.rules.matrices import Kind
 from marsopt.rules.soap import Sides
 
 Pair = tuple[Number, Number]
+Eps = Annotated[Number, "added to the root of the second moment."]
+Amsgrad = Annotated[
+    bool, "AdamW: divide by the root of the largest second moment so far."
+]
+EpsilonHat = Annotated[
+    bool,
+    "AdamW: add eps before debiasing the second moment, as the MARS-M and Moonlight "
+    "scripts do.",
+]
+Nesterov = Annotated[
+    bool | None, "Nesterov's form of the momentum; None = the rule's own."
+]
 
 # ---- what families share -------------------------------------------------------------
 
@@ -105,9 +117,15 @@ class CorrectionOptions(ReferenceOptions, total=False):
     ]
 
 
-class NewtonSchulzOptions(TypedDict, total=False):
-    """How matrices are orthogonalized: ``NewtonSchulz`` says more of each."""
+class MatrixOptions(TypedDict, total=False):
+    """Options of matrix rules; ``NewtonSchulz`` says more of ``ns_...``."""
 
+    adjust_lr_fn: Annotated[
+        str | None,
+        'scale by shape, in torch.optim.Muon\'s words: "original" (sqrt(max(1, '
+        'rows/cols))) or "match_rms_adamw" (0.2 sqrt(max(rows, cols)), Moonlight\'s). '
+        "SOAP has it with ``orthogonalize``. None = the rule's own.",
+    ]
     ns_steps: Annotated[int, "number of Newton-Schulz iterations."]
     ns_coefficients: Annotated[
         str,
@@ -137,6 +155,34 @@ class NewtonSchulzOptions(TypedDict, total=False):
     ]
 
 
+class FactorOptions(TypedDict, total=False):
+    """Options of SOAP's factors and bases. None = SOAP's own default."""
+
+    shampoo_beta: Annotated[
+        Number | None, "decay rate of SOAP's factors; None = betas[1]."
+    ]
+    sides: Annotated[
+        Sides | None,
+        'which sides of a matrix have a factor in SOAP: "both", or the "short" one '
+        "alone, with less state and fewer products.",
+    ]
+    precondition_frequency: Annotated[
+        int | None, "steps from one refresh of SOAP's bases to the next."
+    ]
+    max_dim: Annotated[
+        int | None,
+        "a side longer than this has no factor in SOAP, as that of a vocabulary.",
+    ]
+    stagger: Annotated[
+        bool | None,
+        "refresh SOAP's bases tensor after tensor, not all in the same step: every "
+        "step then takes the same time.",
+    ]
+    orthogonalize: Annotated[
+        bool | None, "step along the orthogonal factor of SOAP's step (SOAP-Muon)."
+    ]
+
+
 # ---- one family each -----------------------------------------------------------------
 
 
@@ -144,16 +190,10 @@ class AdamWOptions(RuleOptions, total=False):
     """Options of AdamW and NAdamW."""
 
     betas: Annotated[Pair, "decay rates of the first and the second moment."]
-    eps: Annotated[Number, "added to the root of the second moment."]
-    amsgrad: Annotated[
-        bool, "divide by the root of the largest second moment so far, as torch does."
-    ]
-    epsilon_hat: Annotated[
-        bool,
-        "add eps before debiasing the second moment, as the MARS-M and Moonlight "
-        "scripts do.",
-    ]
-    nesterov: Annotated[bool, "let the first moment look ahead by one step (NAdamW)."]
+    eps: Eps
+    amsgrad: Amsgrad
+    epsilon_hat: EpsilonHat
+    nesterov: Nesterov
 
 
 class LionOptions(RuleOptions, total=False):
@@ -168,54 +208,24 @@ class AverageOptions(RuleOptions, total=False):
     momentum: Annotated[Number, "decay rate of the momentum, the authors' betas[0]."]
 
 
-class OrthogonalOptions(AverageOptions, NewtonSchulzOptions, total=False):
+class OrthogonalOptions(AverageOptions, MatrixOptions, total=False):
     """Options of Muon, Moonlight, and MARS on either."""
 
-    nesterov: Annotated[bool, "let the momentum look ahead by one step."]
-    adjust_lr_fn: Annotated[
-        str,
-        'scale by shape, in torch.optim.Muon\'s words: "original" (sqrt(max(1, '
-        'rows/cols))) or "match_rms_adamw" (0.2 sqrt(max(rows, cols)), Moonlight\'s).',
-    ]
+    nesterov: Nesterov
 
 
 class NorMuonOptions(OrthogonalOptions, total=False):
     """Options of NorMuon."""
 
-    beta2: Annotated[Number, "decay rate of the second moment of rows."]
-    eps: Annotated[Number, "added to the root of the second moment of rows."]
+    beta2: Annotated[Number, "decay rate of the second moment, one number a row."]
+    eps: Eps
 
 
-class SOAPOptions(RuleOptions, NewtonSchulzOptions, total=False):
+class SOAPOptions(RuleOptions, MatrixOptions, FactorOptions, total=False):
     """Options of SOAP and SOAP-Muon."""
 
     betas: Annotated[Pair, "decay rates of the moments in the eigenbasis."]
-    eps: Annotated[Number, "added to the root of the second moment."]
-    shampoo_beta: Annotated[
-        Number | None, "decay rate of Shampoo's factors; None = betas[1]."
-    ]
-    sides: Annotated[
-        Sides,
-        'which sides of a matrix have a factor: "both", or the "short" one alone, '
-        "with less state and fewer products.",
-    ]
-    precondition_frequency: Annotated[
-        int, "steps from one refresh of the eigenbases to the next."
-    ]
-    max_dim: Annotated[
-        int, "a side longer than this has no factor, as that of a vocabulary."
-    ]
-    stagger: Annotated[
-        bool,
-        "refresh tensors one after the other, not all in the same step: every step "
-        "then takes the same time.",
-    ]
-    orthogonalize: Annotated[
-        bool, "step along the orthogonal factor of SOAP's step (SOAP-Muon)."
-    ]
-    adjust_lr_fn: Annotated[
-        str, "with ``orthogonalize``: scale by shape, as ``muon`` has it."
-    ]
+    eps: Eps
 
 
 # ---- the same on MARS's corrected gradient -------------------------------------------
@@ -244,35 +254,15 @@ class MarsSOAPOptions(SOAPOptions, CorrectionOptions, total=False):
 # ---- whole models, whose rule ``mars_type`` names ------------------------------------
 
 
-class ClassOptions(CommonOptions, ReferenceOptions, NewtonSchulzOptions, total=False):
-    """Options of ``mars`` and ``MARS`` that the signature of ``MARS`` does not have.
-    None = the rule's own, where a rule has the option at all.
-    """
+class ClassOptions(
+    CommonOptions, ReferenceOptions, MatrixOptions, FactorOptions, total=False
+):
+    """Options of ``mars`` and ``MARS`` that the signature of ``MARS`` does not have."""
 
     base_lr: Annotated[
         Number,
         "the peak learning rate that ``lr_1d`` is measured against. It is no learning "
         "rate: ``step`` is given the lr of each step, or the param group has it.",
-    ]
-    shampoo_beta: Annotated[
-        Number | None, 'of "soap": decay rate of its factors; None = betas[1].'
-    ]
-    sides: Annotated[
-        Sides | None,
-        'of "soap": which sides of a matrix have a factor, "both" or "short".',
-    ]
-    precondition_frequency: Annotated[
-        int | None, 'of "soap": steps from one refresh of the bases to the next.'
-    ]
-    max_dim: Annotated[int | None, 'of "soap": a side longer than this has no factor.']
-    stagger: Annotated[bool | None, 'of "soap": refresh tensors one after the other.']
-    orthogonalize: Annotated[
-        bool | None, 'of "soap": step along the orthogonal factor ("soap-muon").'
-    ]
-    adjust_lr_fn: Annotated[
-        str | None,
-        'of matrix rules: scale by shape, "original" or "match_rms_adamw", as ``muon`` '
-        "has it.",
     ]
 
 
@@ -315,39 +305,16 @@ class RoutedOptions(ClassOptions, StepOptions, CorrectionOptions, total=False):
         "decay rates of the moments. Rules with one momentum use betas[0], NorMuon "
         "betas[1] for that of rows. None = the rule's own.",
     ]
-    eps: Annotated[Number, "added to the root of the second moment."]
+    eps: Eps
     weight_decay: Annotated[
         Number | None, "decoupled weight decay; None = the rule's own."
     ]
-    amsgrad: Annotated[
-        bool, "of AdamW: divide by the root of the largest second moment so far."
-    ]
-    epsilon_hat: Annotated[bool, "of AdamW: add eps before debiasing."]
-    nesterov: Annotated[
-        bool | None, "Nesterov's form of the rule's momentum; None = the rule's own."
-    ]
-
-
-FAMILIES = (
-    MarsAdamWOptions,
-    LionOptions,
-    MarsNorMuonOptions,
-    MarsSOAPOptions,
-    RoutedOptions,
-)
+    amsgrad: Amsgrad
+    epsilon_hat: EpsilonHat
+    nesterov: Nesterov
 
 
 def sentences(options: type) -> dict[str, str]:
     """Return the sentence of each option of a ``TypedDict``."""
     hints = get_type_hints(options, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items()}
-
-
-def all_sentences() -> dict[str, str]:
-    """Return a sentence of each option that some family has, for rules that others
-    have registered.
-    """
-    found: dict[str, str] = {}
-    for family in FAMILIES:
-        found = sentences(family) | found
-    return found
