@@ -18,6 +18,7 @@ from marsopt.functional.routing import (
     Choice,
     Routing,
     all_hyperparameters,
+    check_suits,
     hyperparameters_of,
     owners,
     route,
@@ -41,10 +42,10 @@ from marsopt.rules.hyperparameters import (
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import (
     FOLLOWED,
-    NamedRule,
     canonical,
     correction_named,
     named,
+    resolve,
 )
 
 # What torch itself keeps in param groups, its schedulers and averages, and a group's
@@ -176,55 +177,55 @@ def group_table(group: Mapping[str, Any], options: Mapping[str, Any]) -> Table:
 
 
 class ConstructorValues(NamedTuple):
-    """What the constructor's arguments mean for param groups."""
+    """What the constructor's arguments mean."""
 
-    defaults: dict[str, Any]  # torch.optim's: of every group that does not say it
-    inherited: dict[str, Any]  # of groups whose rule has it, whatever their mars_type
     whole: dict[str, Any]  # of the whole optimizer
+    given: dict[str, Any]  # all others that are not None
+    inherited: dict[str, Any]  # of every group whose rule has them
+    defaults: dict[str, Any]  # torch.optim's: of every group, for the rule's own type
 
 
-def constructor_values(
-    row: NamedRule, correction: type[Correction], arguments: Mapping[str, Any]
-) -> ConstructorValues:
-    """Sort the constructor's arguments: those that are None are the rule's own.
+def constructor_values(arguments: Mapping[str, Any]) -> ConstructorValues:
+    """Sort the constructor's arguments by what has them; None is the rule's own.
 
     Args:
-        row: the rule that they name.
-        correction: the class that they name.
         arguments: all hyperparameters among them, the defaults of the signature too.
+
+    Raises:
+        ValueError: an unknown rule or correction, or a hyperparameter that neither has.
     """
-    known, shared = all_hyperparameters(), shared_hyperparameters(correction)
-    own = row.hyperparameters
-    whole = {n: v for n, v in arguments.items() if known[n].is_whole}
-    inherited = {
-        name: value
-        for name, value in arguments.items()
-        if value is not None
-        and name not in whole
-        and (name in own or name not in shared)
-    }
+    known = all_hyperparameters()
+    arguments = {n: known[n].plain(value) for n, value in arguments.items()}
+    row = named(arguments["mars_type"])
+    name = resolve(arguments["is_approx"], arguments["correction"])
+    correction = correction_named(name)
+    given = {n: value for n, value in arguments.items() if value is not None}
+    check_suits(row, correction, given)
+    whole = {n: value for n, value in arguments.items() if known[n].is_whole}
+    given = {n: value for n, value in given.items() if n not in whole}
+    own, shared = row.hyperparameters, shared_hyperparameters(correction)
+    inherited = {n: v for n, v in given.items() if n in own or n not in shared}
     inherited["mars_type"] = row.name
-    values = {name: line.default for name, line in shared.items() if line.is_number}
+    values = {n: line.default for n, line in shared.items() if line.is_number}
     values |= {**arguments, **own, **inherited}
     present = _present(shared, arguments, correction)
-    return ConstructorValues(
-        defaults={n: value for n, value in values.items() if n in present},
-        inherited=inherited,
-        whole={**whole, "correction": correction.name},
-    )
+    defaults = {n: value for n, value in values.items() if n in present}
+    defaults |= {TRAIN_MODE: True} if correction.is_ahead else {}
+    whole["correction"] = name
+    return ConstructorValues(whole, given, inherited, defaults)
 
 
 def _present(
     shared: Table, arguments: Mapping[str, Any], correction: type[Correction]
 ) -> set[str]:
-    """Return the names of the values that every group has, and checkpoints with it:
-    numbers, and structure where it is not as the default.
+    """Return which values every group has, and with it a checkpoint: numbers, and
+    structure where it is not the default.
     """
     absent = {n for n in RARE_NUMBERS if arguments.get(n) is None}
     absent -= {"gamma_1d"} if correction.is_ahead else set()
     for name, line in shared.items():
-        plain = not line.is_number and arguments.get(name, line.default) == line.default
-        if line.is_whole or (plain and name not in AUTHORS_STRUCTURE):
+        usual = not line.is_number and arguments.get(name, line.default) == line.default
+        if line.is_whole or (usual and name not in AUTHORS_STRUCTURE):
             absent.add(name)
     return shared.keys() - absent
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.options import ClassOptions
-from marsopt.functional.routing import all_hyperparameters, check_suits
+from marsopt.functional.routing import all_hyperparameters
 from marsopt.functional.step import advance, assess, global_clip
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.compiled import named_range
@@ -24,7 +24,6 @@ from marsopt.optim.watch import follow, one_at_a_time
 from marsopt.rules import checks
 from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.hyperparameters import check_names
-from marsopt.rules.registry import correction_named, named, resolve
 
 
 class MARS(LayoutOptimizer):
@@ -167,8 +166,7 @@ class MARS(LayoutOptimizer):
                 "marsopt.Collectives: leave it out for whole tensors"
             )
         checks.positive_or_none("max_norm", max_norm)
-        known = all_hyperparameters()
-        check_names(options, known, "marsopt.MARS")
+        check_names(options, all_hyperparameters(), "marsopt.MARS")
         arguments: dict[str, Any] = dict(
             lr=lr,
             betas=betas,
@@ -192,21 +190,16 @@ class MARS(LayoutOptimizer):
             state_dtype=state_dtype,
             **options,
         )
-        arguments = {n: known[n].plain(value) for n, value in arguments.items()}
-        given = {n: value for n, value in arguments.items() if value is not None}
-        row, kind = named(mars_type), correction_named(resolve(is_approx, correction))
-        check_suits(row, kind, given)
-        defaults, inherited, whole = constructor_values(row, kind, arguments)
-        defaults |= {TRAIN_MODE: True} if kind.is_ahead else {}
-        whole |= dict(
-            inherited=inherited,
+        values = constructor_values(arguments)
+        whole = dict(
+            **values.whole,
+            inherited=values.inherited,
             collectives=collectives,
             compile=compile,
             nonfinite=nonfinite,
         )
-        super().__init__(params, defaults, whole)
-        given = {n: value for n, value in given.items() if n not in whole}
-        for what in unreached(self.param_groups, whole, given):
+        super().__init__(params, values.defaults, whole)
+        for what in unreached(self.param_groups, whole, values.given):
             self._say(logging.WARNING, what)
 
     # ---- the step ------------------------------------------------------------------
