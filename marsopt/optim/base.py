@@ -28,7 +28,7 @@ from marsopt.optim.groups import (
     device_of,
     has_two_rates,
     labels,
-    revived,
+    replaced_rules,
     unread,
     warn_of_half_precision,
 )
@@ -416,7 +416,7 @@ class LayoutOptimizer(Optimizer):
         ]
         for group in self.param_groups:
             check_group(group, self._options)
-        for what in revived(before, self.param_groups):
+        for what in replaced_rules(before, self.param_groups):
             self._say(logging.WARNING, what)
         for old, new in zip(before, self.param_groups, strict=True):
             for what in unread(new, self._ours, old.keys()):

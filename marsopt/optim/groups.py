@@ -433,31 +433,16 @@ def _has_fallback(group: Mapping[str, Any], routing: Routing) -> bool:
     return any(side.is_fallback for side in sides)
 
 
-def revived(
+def replaced_rules(
     before: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
-    """Yield what to say of a rule that a checkpoint puts in another's place, and of
-    values for vectors that it brings to a rule which has none by default: earlier
-    versions saved them for every rule, and did not read them.
-    """
+    """Yield what to say of a rule that a checkpoint puts in another's place."""
     for old, new in zip(before, loaded, strict=True):
         if (was := canonical(old["mars_type"])) != (now := canonical(new["mars_type"])):
             yield (
                 f"the state dict's mars_type {now!r} replaces {was!r}: hyperparameters "
                 "come from what is loaded, as in torch.optim. For another rule set "
                 "them in the groups after loading"
-            )
-        own = named(new["mars_type"]).hyperparameters
-        found = [
-            f"{name}={new[name]}"
-            for name in FOLLOWED
-            if own[name] is None and old[name] is None and new[name] is not None
-        ]
-        if found:
-            yield (
-                f"the state dict brings {', '.join(found)} to {new['mars_type']!r}: "
-                "they hold for tensors that are not matrices. Where they were saved by "
-                "an earlier version, which ignored them, set them to None in the group"
             )
 
 
