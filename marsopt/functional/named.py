@@ -105,13 +105,14 @@ def _describe(make: Make, known: Table, texts: Mapping[str, str]) -> Make:
 
 def _options_of(row: NamedRule) -> Table:
     """Return what the function of a rule takes, and its correction if it has one."""
-    shared, found = table(Choice), dict(row.table)
+    lines: Table = row.table
     names = ["max_norm", "state_dtype", "stochastic_rounding"]
     if row.is_mars:
         for kind in CORRECTIONS.values():
-            found = {**table(kind), **found}
+            lines = {**table(kind), **lines}
         names = ["is_approx", "correction", *names]
-    return {**found, **{name: shared[name] for name in names}, **table(Matrices)}
+    of_model = {name: table(Choice)[name] for name in names}
+    return {**lines, **of_model, **table(Matrices)}
 
 
 def _routed() -> Table:
@@ -154,9 +155,11 @@ def mars(**options: Unpack[RoutedOptions]) -> Rule:
     What is None is the rule's own, as ``MARS`` has it too: docs/guide.md lists it.
     """
     check_names(options, _routed(), "mars")
-    own = named(options.get("mars_type", Choice.mars_type)).hyperparameters
+    row = named(options.get("mars_type", Choice.mars_type))
     values: dict[str, Any] = {"base_lr": Choice.base_lr, **options}
-    values |= {name: own[name] for name in own if values.get(name) is None}
+    for name, default in row.hyperparameters.items():
+        if values.get(name) is None:
+            values[name] = default
     checks.positive("base_lr", values["base_lr"])
     chosen = route(values)
     ratio = values["lr_1d"] / values["base_lr"] if chosen.own_rate else 1.0

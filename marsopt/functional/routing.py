@@ -92,8 +92,8 @@ def hyperparameters_of(
     """Return the hyperparameters of a rule's param groups: one momentum is a part of
     ``betas`` there.
     """
-    own = {n: line for n, line in table(preconditioner).items() if line.beta is None}
-    return {**shared_hyperparameters(correction), **own}
+    lines = {n: line for n, line in table(preconditioner).items() if line.beta is None}
+    return {**shared_hyperparameters(correction), **lines}
 
 
 def all_hyperparameters() -> Table:
@@ -109,17 +109,17 @@ def _all_hyperparameters(
     preconditioners: tuple[type[Preconditioner], ...],
     corrections: tuple[type[Correction], ...],
 ) -> Table:
-    found: dict[str, Hyperparameter] = {}
+    lines: dict[str, Hyperparameter] = {}
     for correction in (*corrections, Correction):
-        found |= shared_hyperparameters(correction)
-    shared = found.keys() - {"betas", "weight_decay"}  # whose defaults rules share
+        lines |= shared_hyperparameters(correction)
+    shared = lines.keys() - {"betas", "weight_decay"}  # whose defaults rules share
     for preconditioner in preconditioners:
         for name, line in table(preconditioner).items():
             if line.beta is not None or name in shared:
                 continue
-            own = line._replace(default=None, hint=line.hint | None)
-            found[name] = line if line.is_whole else own
-    return found
+            without_default = line._replace(default=None, hint=line.hint | None)
+            lines[name] = line if line.is_whole else without_default
+    return lines
 
 
 def check_suits(
@@ -130,10 +130,10 @@ def check_suits(
     Raises:
         ValueError: one is of other rules or corrections.
     """
-    own = hyperparameters_of(row.preconditioner, correction)
+    suitable = hyperparameters_of(row.preconditioner, correction)
     known = all_hyperparameters()
     for name, value in given.items():
-        if name in own or name not in known or known[name].is_whole:
+        if name in suitable or name not in known or known[name].is_whole:
             continue
         raise ValueError(
             f"got {name}={value!r} with mars_type={row.name!r}, expected None: it is "

@@ -55,8 +55,9 @@ CARRIED = frozenset(
     | {"params", "param_names", "name"}
     | HOW - {"differentiable"}
 )
-# What groups of every optimizer say: the authors' structure, at its defaults too, and
-# numbers but for these two, which a group has where somebody has given them.
+# Every group has the authors' structure as keys, at its defaults too. Other structure
+# is a key only where it differs from its default; these two numbers are keys only where
+# somebody passes them.
 AUTHORS_STRUCTURE = frozenset({"mars_type", "optimize_1d", "amsgrad", "epsilon_hat"})
 RARE_NUMBERS = frozenset({"base_lr", "gamma_1d"})
 # Those of torch.optim's that change nothing with these values.
@@ -180,7 +181,7 @@ class ConstructorValues(NamedTuple):
     """What the constructor's arguments mean."""
 
     whole: dict[str, Any]  # of the whole optimizer
-    given: dict[str, Any]  # all others that are not None
+    explicit: dict[str, Any]  # all others that are not None
     inherited: dict[str, Any]  # of every group whose rule has them
     defaults: dict[str, Any]  # torch.optim's: of every group, for the rule's own type
 
@@ -199,20 +200,20 @@ def constructor_values(arguments: Mapping[str, Any]) -> ConstructorValues:
     row = named(arguments["mars_type"])
     name = resolve(arguments["is_approx"], arguments["correction"])
     correction = correction_named(name)
-    given = {n: value for n, value in arguments.items() if value is not None}
-    check_suits(row, correction, given)
+    explicit = {n: value for n, value in arguments.items() if value is not None}
+    check_suits(row, correction, explicit)
     whole = {n: value for n, value in arguments.items() if known[n].is_whole}
-    given = {n: value for n, value in given.items() if n not in whole}
-    own, shared = row.hyperparameters, shared_hyperparameters(correction)
-    inherited = {n: v for n, v in given.items() if n in own or n not in shared}
+    explicit = {n: value for n, value in explicit.items() if n not in whole}
+    of_rule, shared = row.hyperparameters, shared_hyperparameters(correction)
+    inherited = {n: v for n, v in explicit.items() if n in of_rule or n not in shared}
     inherited["mars_type"] = row.name
     values = {n: line.default for n, line in shared.items() if line.is_number}
-    values |= {**arguments, **own, **inherited}
+    values |= {**arguments, **of_rule, **inherited}
     present = _present(shared, arguments, correction)
     defaults = {n: value for n, value in values.items() if n in present}
     defaults |= {TRAIN_MODE: True} if correction.is_ahead else {}
     whole["correction"] = name
-    return ConstructorValues(whole, given, inherited, defaults)
+    return ConstructorValues(whole, explicit, inherited, defaults)
 
 
 def _present(

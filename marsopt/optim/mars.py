@@ -199,7 +199,7 @@ class MARS(LayoutOptimizer):
             nonfinite=nonfinite,
         )
         super().__init__(params, values.defaults, whole)
-        for what in unreached(self.param_groups, whole, values.given):
+        for what in unreached(self.param_groups, whole, values.explicit):
             self._say(logging.WARNING, what)
 
     # ---- the step ------------------------------------------------------------------
