@@ -26,7 +26,7 @@ from torchtitan.components.checkpointer import OPTIMIZER, CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 from marsopt import LOCAL, MARS
-from marsopt.functional.routing import every_hyperparameter
+from marsopt.functional.routing import all_hyperparameters
 from marsopt.optim.param_groups import NAMES
 from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.registry import named
@@ -75,14 +75,14 @@ def build_mars(groups: Iterable[dict[str, Any]], **options: Any) -> MARS:
 
 def _whole() -> list[str]:
     """Return what a param group may not have of its own: one value for MARS."""
-    every = every_hyperparameter().values()
-    return [line.name for line in every if line.is_whole] + ["nonfinite", "compile"]
+    known = all_hyperparameters().values()
+    return [line.name for line in known if line.is_whole] + ["nonfinite", "compile"]
 
 
 def _with_dtypes(options: dict[str, Any]) -> dict[str, Any]:
     """Return ``options`` with dtypes in place of their names."""
     found = dict(options)
-    for line in every_hyperparameter().values():
+    for line in all_hyperparameters().values():
         name = options.get(line.name)
         if line.is_dtype and isinstance(name, str):
             found[line.name] = getattr(torch, name, None)
@@ -203,7 +203,7 @@ def default_mars(
     Raises:
         TypeError: an option that ``MARS`` does not have.
     """
-    known = {**every_hyperparameter(), **signature(MARS).parameters}
+    known = {**all_hyperparameters(), **signature(MARS).parameters}
     check_names(options, known, "marsopt.MARS")
     ours = dict(lr_1d=lr, betas_1d=(0.9, 0.95), weight_decay_1d=0.0)
     options = {k: v for k, v in options.items() if k not in ours or v is not None}

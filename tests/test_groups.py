@@ -310,20 +310,6 @@ def test_the_version_is_that_of_the_package():
     assert marsopt.__version__.count(".") == 2
 
 
-@pytest.mark.parametrize("mars_type", ["adamw", "lion", "moonlight", "mars-m"])
-def test_values_that_earlier_versions_saved_for_every_rule_are_told(mars_type, caplog):
-    """They did not read them; now they hold."""
-    optimizer = mars(parameters(MATRIX, VECTOR), mars_type=mars_type)
-    saved = optimizer.state_dict()
-    saved["param_groups"][0].update(lr_1d=3e-3, weight_decay_1d=0.1)
-    optimizer.load_state_dict(saved)
-    (said,) = notices(caplog)
-    assert "lr_1d=0.003, weight_decay_1d=0.1" in said and "set them to None" in said
-    caplog.clear()
-    optimizer.load_state_dict(optimizer.state_dict())  # they are its own by now
-    assert not notices(caplog)
-
-
 def test_a_rate_of_zero_in_a_tensor_is_no_base_rate():
     """It cannot be seen without a sync that it has changed."""
     zero = torch.tensor(0.0)

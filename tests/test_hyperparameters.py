@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch._dynamo.utils import counters
 
 import marsopt
 from marsopt import MARS, REGISTRY
+from marsopt.functional.options import RoutedOptions
 from marsopt.optim.groups import DeviceHyperparameters
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
@@ -22,7 +24,6 @@ from marsopt.rules.correction import Correction
 from marsopt.rules.hyperparameters import number, structure
 from marsopt.rules.preconditioner import Average
 from marsopt.rules.registry import CORRECTIONS, NamedRule
-from tests import named_stub
 
 LR = 0.1
 
@@ -286,7 +287,9 @@ def test_the_scale_of_the_rate_may_be_given_and_changed():
             x.grad = gradient(x, t)
             optimizer.step()
         torch.testing.assert_close(p, q, rtol=0, atol=0)
-    assert MARS(parameters((2, 2)), base_lr=0.5).param_groups[0]["base_lr"] == 0.5
+    for base_lr in (0.5, 3e-3):  # the latter is the default of ``mars``, too
+        (group,) = MARS(parameters((2, 2)), LR, base_lr=base_lr).param_groups
+        assert group["base_lr"] == base_lr
 
 
 def test_saved_groups_have_the_keys_that_they_had():
@@ -354,8 +357,32 @@ def test_a_correction_may_build_on_what_it_keeps():
         rule.step(x, [g], state, lr=0.1, reference=[g])
 
 
-def test_type_checkers_see_the_functions_as_they_are():
-    assert named_stub.STUB.read_text() == named_stub.written()
+NAMED = [row.name.replace("-", "_") for row in REGISTRY.values()]
+
+
+@pytest.mark.parametrize("name", [*NAMED, "mars"])
+def test_type_checkers_see_the_options_that_a_function_takes(name):
+    """The ``TypedDict`` that they read has the types of the fields that are set; None
+    is the rule's own where a field is no number, and no number of two doors.
+    """
+    door = getattr(marsopt, name)
+    (options,) = get_args(get_type_hints(door)["options"])
+    hints, taken = get_type_hints(options), inspect.signature(door).parameters
+    assert hints.keys() == taken.keys()
+    for option, hint in hints.items():
+        field = taken[option]
+        assert hint in (field.annotation, field.annotation | None), option
+        if hint != field.annotation:
+            assert vars(door(**{option: None}).matrix.preconditioner) == vars(
+                door().matrix.preconditioner
+            )
+
+
+def test_type_checkers_see_the_options_that_the_class_takes():
+    (options,) = get_args(get_type_hints(MARS.__init__)["options"])
+    beside = get_type_hints(RoutedOptions).items() - get_type_hints(options).items()
+    assert {name for name, _ in beside} <= set(inspect.signature(MARS).parameters)
+    assert not set(get_type_hints(options)) & set(inspect.signature(MARS).parameters)
 
 
 @pytest.mark.parametrize(

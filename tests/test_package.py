@@ -98,7 +98,7 @@ def test_the_wheel_holds_marsopt_alone(released, site, tmp_path):
     with zipfile.ZipFile(released[1]) as archive:
         names = archive.namelist()
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"marsopt"}
-    assert {"marsopt/py.typed", "marsopt/functional/named.pyi"} <= set(names)
+    assert "marsopt/py.typed" in names
     assert any(n.startswith("torch_marsopt-") for n in names)
     modules = sorted(n for n in names if n.startswith("marsopt/parallel/"))
     sources = sorted((ROOT / "parallel").rglob("*.py"))

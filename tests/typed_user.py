@@ -47,6 +47,10 @@ def wrong(model: nn.Module, x: Tensor) -> None:
     marsopt.param_groups(model, lr="fast")  # type: ignore[arg-type]  # a word
     marsopt.MARS([1, 2])  # type: ignore[arg-type]  # numbers for tensors
     marsopt.MARS([x], betas=0.9)  # type: ignore[arg-type]  # one for two
+    marsopt.MARS([x], ns_step=3)  # type: ignore[call-arg]  # misspelt
+    marsopt.MARS([x], ns_steps="few")  # type: ignore[arg-type]  # a word
+    marsopt.mars(sides="left")  # type: ignore[arg-type]  # neither of the two
+    marsopt.mars_m(lrr=1)  # type: ignore[call-arg]  # it has none
     marsopt.newton_schulz([x])  # type: ignore[arg-type]  # a list for a tensor
     marsopt.mars_adamw(gama=0.1)  # type: ignore[call-arg]  # misspelt
     marsopt.mars_adamw(gamma="much")  # type: ignore[arg-type]  # a word

@@ -1,28 +1,38 @@
-"""The named rules as functions, made from the registry and the table of
-hyperparameters.
+"""The named rules as functions. A function's options are those of its ``TypedDict``
+(marsopt/functional/options.py); what they set and their defaults are the registry's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature
-from typing import Any
+from typing import Any, TypeVar, Unpack, get_args, get_type_hints
 
+from marsopt.functional.options import (
+    AdamWOptions,
+    LionOptions,
+    MarsAdamWOptions,
+    MarsLionOptions,
+    MarsNorMuonOptions,
+    MarsOrthogonalOptions,
+    MarsSOAPOptions,
+    NorMuonOptions,
+    OrthogonalOptions,
+    RoutedOptions,
+    SOAPOptions,
+    sentences,
+)
 from marsopt.functional.routing import (
     Choice,
+    all_hyperparameters,
     check_suits,
-    every_hyperparameter,
     route,
 )
 from marsopt.functional.rule import Rule
 from marsopt.rules import checks
-from marsopt.rules.hyperparameters import (
-    Table,
-    arguments,
-    check_names,
-    described,
-    table,
-)
+from marsopt.rules.hyperparameters import Table, arguments, check_names, table
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import (
     CORRECTIONS,
@@ -34,8 +44,18 @@ from marsopt.rules.registry import (
     resolve,
 )
 
+Make = TypeVar("Make", bound=Callable[..., Rule])
+
 # of every rule, on the gradient of |w|^2 / 2
-EXAMPLE = """\
+SECTIONS = """\
+Args:
+{args}
+
+Raises:
+    TypeError: an argument that it does not have.
+    ValueError: a hyperparameter out of its range.
+
+Example:
     >>> rule = marsopt.{name}()
     >>> params = {{"w": torch.eye(2)}}
     >>> state = rule.init(params)
@@ -46,125 +66,254 @@ EXAMPLE = """\
 """
 
 
-def function(row: NamedRule) -> Callable[..., Rule]:
-    """Return the function of a named rule: ``marsopt.mars_adamw`` of "mars-adamw"."""
+def documented(make: Make) -> Make:
+    """Let ``help`` show the options of a function with defaults and sentences."""
+    (options,) = get_args(get_type_hints(make)["options"])
+    routed = options is RoutedOptions
+    known = _routed() if routed else _options_of(named(make.__name__))
+    return _describe(make, known, sentences(options))
 
-    def make(**given: Any) -> Rule:
-        check_names(given, _taken(row), make.__name__)
-        correction = None
-        if row.is_mars:
-            told = resolve(given.get("is_approx", True), given.get("correction"))
-            kind = correction_named(told)
-            check_suits(row, kind, {k: given[k] for k in given.keys() - row.table})
-            correction = kind(**arguments(kind, given))
-        algorithm = row.algorithm(
-            correction=correction,
-            state_dtype=given.get("state_dtype"),
-            stochastic_rounding=given.get("stochastic_rounding", False),
-            matrices=Matrices(**arguments(Matrices, given)),
-            **arguments(row.preconditioner, given),
+
+def _describe(make: Make, known: Table, texts: Mapping[str, str]) -> Make:
+    """Give a function the signature of a table, and a docstring that lists it."""
+    parameters = [
+        Parameter(
+            line.name,
+            Parameter.KEYWORD_ONLY,
+            default=line.default,
+            annotation=line.hint,
         )
-        return Rule(matrix=algorithm, max_norm=given.get("max_norm"))
-
-    return _documented(
-        make,
-        row.name.replace("-", "_"),
-        _taken(row),
-        f"Return the rule {row.name!r} ({row.source}), which moves every tensor that "
-        f"it is given.\n\n``{row.preconditioner.__name__}`` has its formulas.",
-    )
-
-
-def _taken(row: NamedRule) -> Table:
-    """Return what the function of a rule takes: that of corrections if it has one."""
-    shared, found = table(Choice), dict(row.table)
-    if row.is_mars:
-        for kind in CORRECTIONS.values():
-            found = {**table(kind), **found}
-        found |= {name: shared[name] for name in ("is_approx", "correction")}
-    names = "max_norm", "state_dtype", "stochastic_rounding"
-    found |= {name: shared[name] for name in names}
-    return found | table(Matrices)
-
-
-def _mars(**given: Any) -> Rule:
-    check_names(given, _listed(), "mars")
-    own = named(given.get("mars_type", Choice.mars_type)).hyperparameters
-    given |= {name: own[name] for name in own if given.get(name) is None}
-    base_lr = given.setdefault("base_lr", Choice.base_lr)
-    checks.positive("base_lr", base_lr)
-    chosen = route(given)
-    return Rule(
-        matrix=chosen.matrix,
-        rest=chosen.fallback,
-        rest_ratio=given["lr_1d"] / base_lr if chosen.own_rate else 1.0,
-        rest_gamma=given.get("gamma_1d") if chosen.own_gamma else None,
-        max_norm=given.get("max_norm"),
-    )
-
-
-def _listed() -> Table:
-    """Return what ``mars`` takes: a step is given its lr."""
-    return {name: h for name, h in every_hyperparameter().items() if name != "lr"}
-
-
-def _documented(
-    make: Callable[..., Rule], name: str, known: Table, text: str
-) -> Callable[..., Rule]:
-    """Return a function with a name, the signature of a table, and a docstring."""
-    make.__name__ = make.__qualname__ = name
-    make.__signature__ = Signature(
-        [
-            Parameter(
-                line.name,
-                Parameter.KEYWORD_ONLY,
-                default=line.default,
-                annotation=line.hint,
-            )
-            for line in known.values()
-        ],
-        return_annotation=Rule,
-    )
-    make.__doc__ = (
-        f"{text}\n\nArgs:\n{described(known)}\n\nRaises:\n"
-        "    TypeError: an argument that it does not have.\n"
-        "    ValueError: a hyperparameter out of its range.\n\n"
-        f"Example:\n{EXAMPLE.format(name=name)}"
-    )
+        for line in known.values()
+    ]
+    args = [
+        textwrap.fill(
+            f"{name}: {texts[name]}",
+            80,
+            initial_indent="    ",
+            subsequent_indent="        ",
+        )
+        for name in known
+    ]
+    listed = SECTIONS.format(args="\n".join(args), name=make.__name__)
+    make.__signature__ = Signature(parameters, return_annotation=Rule)  # type: ignore[attr-defined]
+    make.__doc__ = f"{inspect.getdoc(make)}\n\n{listed}"
     return make
 
 
-mars: Callable[..., Rule] = _documented(
-    _mars,
-    "mars",
-    _listed(),
-    "Return the authors' routing as one rule: matrices by ``mars_type``, other\n"
-    "tensors by AdamW.\n\n"
-    "What is None is the rule's own, as ``MARS`` has it too: docs/guide.md lists it.",
-)
+# ---- what the functions take and make ------------------------------------------------
 
-adamw: Callable[..., Rule] = function(REGISTRY["adamw"])
-nadamw: Callable[..., Rule] = function(REGISTRY["nadamw"])
-mars_adamw: Callable[..., Rule] = function(REGISTRY["mars-adamw"])
-lion: Callable[..., Rule] = function(REGISTRY["lion"])
-mars_lion: Callable[..., Rule] = function(REGISTRY["mars-lion"])
-muon: Callable[..., Rule] = function(REGISTRY["muon"])
-mars_shampoo: Callable[..., Rule] = function(REGISTRY["mars-shampoo"])
-moonlight: Callable[..., Rule] = function(REGISTRY["moonlight"])
-mars_m: Callable[..., Rule] = function(REGISTRY["mars-m"])
-normuon: Callable[..., Rule] = function(REGISTRY["normuon"])
-mars_normuon: Callable[..., Rule] = function(REGISTRY["mars-normuon"])
-soap: Callable[..., Rule] = function(REGISTRY["soap"])
-mars_soap: Callable[..., Rule] = function(REGISTRY["mars-soap"])
-soap_muon: Callable[..., Rule] = function(REGISTRY["soap-muon"])
-mars_soap_muon: Callable[..., Rule] = function(REGISTRY["mars-soap-muon"])
+
+def _options_of(row: NamedRule) -> Table:
+    """Return what the function of a rule takes, and its correction if it has one."""
+    lines: Table = row.table
+    names = ["max_norm", "state_dtype", "stochastic_rounding"]
+    if row.is_mars:
+        for kind in CORRECTIONS.values():
+            lines = {**table(kind), **lines}
+        names = ["is_approx", "correction", *names]
+    of_model = {name: table(Choice)[name] for name in names}
+    return {**lines, **of_model, **table(Matrices)}
+
+
+def _routed() -> Table:
+    """Return what ``mars`` takes: a step is given its lr."""
+    return {n: line for n, line in all_hyperparameters().items() if n != "lr"}
+
+
+def _rule(name: str, options: Mapping[str, Any]) -> Rule:
+    """Return the rule of this name that moves every tensor."""
+    row = named(name)
+    check_names(options, _options_of(row), _function_name(row))
+    correction = None
+    if row.is_mars:
+        chosen = resolve(options.get("is_approx", True), options.get("correction"))
+        kind = correction_named(chosen)
+        check_suits(row, kind, {k: options[k] for k in options.keys() - row.table})
+        correction = kind(**arguments(kind, options))
+    algorithm = row.algorithm(
+        correction=correction,
+        state_dtype=options.get("state_dtype"),
+        stochastic_rounding=options.get("stochastic_rounding", False),
+        matrices=Matrices(**arguments(Matrices, options)),
+        **arguments(row.preconditioner, options),
+    )
+    return Rule(matrix=algorithm, max_norm=options.get("max_norm"))
+
+
+def _function_name(row: NamedRule) -> str:
+    return row.name.replace("-", "_")
+
+
+# ---- whole models --------------------------------------------------------------------
+
+
+@documented
+def mars(**options: Unpack[RoutedOptions]) -> Rule:
+    """Return the authors' routing as one rule: matrices by ``mars_type``, other
+    tensors by AdamW.
+
+    What is None is the rule's own, as ``MARS`` has it too: docs/guide.md lists it.
+    """
+    check_names(options, _routed(), "mars")
+    row = named(options.get("mars_type", Choice.mars_type))
+    values: dict[str, Any] = {"base_lr": Choice.base_lr, **options}
+    for name, default in row.hyperparameters.items():
+        if values.get(name) is None:
+            values[name] = default
+    checks.positive("base_lr", values["base_lr"])
+    chosen = route(values)
+    ratio = values["lr_1d"] / values["base_lr"] if chosen.own_rate else 1.0
+    return Rule(
+        matrix=chosen.matrix,
+        rest=chosen.fallback,
+        rest_ratio=ratio,
+        rest_gamma=values.get("gamma_1d") if chosen.own_gamma else None,
+        max_norm=values.get("max_norm"),
+    )
+
+
+# ---- one rule for every tensor -------------------------------------------------------
+
+
+@documented
+def adamw(**options: Unpack[AdamWOptions]) -> Rule:
+    """Return AdamW (arXiv 1711.05101), whose formulas ``AdamW`` has."""
+    return _rule("adamw", options)
+
+
+@documented
+def nadamw(**options: Unpack[AdamWOptions]) -> Rule:
+    """Return NAdamW, AdamW with Nesterov's momentum (Dozat, Incorporating Nesterov
+    Momentum into Adam, 2016), whose formulas ``AdamW`` has.
+    """
+    return _rule("nadamw", options)
+
+
+@documented
+def mars_adamw(**options: Unpack[MarsAdamWOptions]) -> Rule:
+    """Return MARS-AdamW (arXiv 2411.10438, Algorithm 2): a correction, then AdamW,
+    whose formulas ``AdamW`` has.
+    """
+    return _rule("mars-adamw", options)
+
+
+@documented
+def lion(**options: Unpack[LionOptions]) -> Rule:
+    """Return Lion (arXiv 2302.06675), whose formulas ``Lion`` has."""
+    return _rule("lion", options)
+
+
+@documented
+def mars_lion(**options: Unpack[MarsLionOptions]) -> Rule:
+    """Return MARS-Lion (arXiv 2411.10438, Algorithm 3): a correction, then the sign of
+    one average, whose formulas ``SignAverage`` has.
+    """
+    return _rule("mars-lion", options)
+
+
+@documented
+def muon(**options: Unpack[OrthogonalOptions]) -> Rule:
+    """Return Muon for matrices (K. Jordan, kellerjordan.github.io/posts/muon, 2024),
+    whose formulas ``Orthogonal`` has.
+    """
+    return _rule("muon", options)
+
+
+@documented
+def mars_shampoo(**options: Unpack[MarsOrthogonalOptions]) -> Rule:
+    """Return MARS-Shampoo for matrices (arXiv 2411.10438, Algorithm 4): a correction,
+    then the orthogonal factor of an average, whose formulas ``Orthogonal`` has.
+    """
+    return _rule("mars-shampoo", options)
+
+
+@documented
+def moonlight(**options: Unpack[OrthogonalOptions]) -> Rule:
+    """Return Moonlight's Muon for matrices (arXiv 2502.16982), whose formulas
+    ``Orthogonal`` has.
+    """
+    return _rule("moonlight", options)
+
+
+@documented
+def mars_m(**options: Unpack[MarsOrthogonalOptions]) -> Rule:
+    """Return MARS-M for matrices (arXiv 2510.21800): a correction, then the orthogonal
+    factor of an average, at Moonlight's scale; ``Orthogonal`` has the formulas.
+    """
+    return _rule("mars-m", options)
+
+
+@documented
+def normuon(**options: Unpack[NorMuonOptions]) -> Rule:
+    """Return NorMuon for matrices (arXiv 2510.05491), whose formulas ``NorMuon``
+    has.
+    """
+    return _rule("normuon", options)
+
+
+@documented
+def mars_normuon(**options: Unpack[MarsNorMuonOptions]) -> Rule:
+    """Return MARS-NorMuon for matrices: a correction (MARS, Algorithm 1), then NorMuon
+    (arXiv 2510.05491), whose formulas ``NorMuon`` has.
+    """
+    return _rule("mars-normuon", options)
+
+
+@documented
+def soap(**options: Unpack[SOAPOptions]) -> Rule:
+    """Return SOAP for matrices (arXiv 2409.11321), whose formulas ``SOAP`` has."""
+    return _rule("soap", options)
+
+
+@documented
+def mars_soap(**options: Unpack[MarsSOAPOptions]) -> Rule:
+    """Return MARS-SOAP for matrices: a correction (MARS, Algorithm 1), then SOAP (arXiv
+    2409.11321), whose formulas ``SOAP`` has.
+    """
+    return _rule("mars-soap", options)
+
+
+@documented
+def soap_muon(**options: Unpack[SOAPOptions]) -> Rule:
+    """Return SOAP-Muon for matrices: SOAP (arXiv 2409.11321), whose step is then
+    orthogonalized as Muon's; ``SOAP`` has the formulas.
+    """
+    return _rule("soap-muon", options)
+
+
+@documented
+def mars_soap_muon(**options: Unpack[MarsSOAPOptions]) -> Rule:
+    """Return MARS-SOAP-Muon for matrices: a correction (MARS, Algorithm 1), then
+    SOAP-Muon; ``SOAP`` has the formulas.
+    """
+    return _rule("mars-soap-muon", options)
+
+
+# ---- rules that were registered later ------------------------------------------------
+
+
+def _registered(row: NamedRule) -> Callable[..., Rule]:
+    """Return the function of a rule that this page does not have."""
+
+    def make(**options: Any) -> Rule:
+        return _rule(row.name, options)
+
+    formulas, known = row.preconditioner, _options_of(row)
+    make.__name__ = make.__qualname__ = _function_name(row)
+    make.__doc__ = f"Return the rule {row.name!r} ({row.source})."
+    texts = dict.fromkeys(known, f"as ``{formulas.__name__}`` has it, see below.")
+    texts |= sentences(NorMuonOptions) | sentences(RoutedOptions)
+    _describe(make, known, texts)
+    about = textwrap.indent(inspect.getdoc(formulas) or "", "    ")
+    make.__doc__ = f"{make.__doc__}\n{formulas.__name__}:\n{about}"
+    return make
 
 
 def __getattr__(name: str) -> Callable[..., Rule]:
     """Return the function of a rule that was registered later."""
     row = REGISTRY.get(canonical(name))
     if row is None or name != name.lower():
-        near = checks.closest(name, [n.replace("-", "_") for n in REGISTRY])
+        near = checks.closest(name, [_function_name(row) for row in REGISTRY.values()])
         do = f"did you mean {near!r}?" if near else "marsopt.REGISTRY has all rules"
         raise AttributeError(f"module 'marsopt' has no attribute {name!r}: {do}")
-    return function(row)
+    return _registered(row)

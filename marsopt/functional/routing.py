@@ -42,33 +42,8 @@ from marsopt.rules.registry import (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Choice:
-    """Which rules move a model, and the hyperparameters that are of no rule alone.
-
-    Args:
-        mars_type: a name in ``marsopt.REGISTRY``: the rule of matrices. Elementwise
-            baselines ("adamw", "nadamw", "lion") take every tensor.
-        lr: learning rate.
-        base_lr: the peak rate that ``lr_1d`` is measured against. It is no learning
-            rate: that of a step is given to ``step``, or is the param group's ``lr``.
-        optimize_1d: give tensors that are not matrices to the MARS rule too (matrix
-            rules: to MARS-AdamW), with its own numbers.
-        lr_1d, betas_1d, weight_decay_1d: of what moves tensors that are not matrices,
-            at the step's lr times lr_1d / base_lr, so that it follows the schedule.
-            None = the rule's own: lr, betas and weight_decay themselves, or the
-            authors' 3e-3, (0.9, 0.95) and 0.1.
-        gamma_1d: of a correction that looks ahead (transport), gamma of the AdamW for
-            tensors that are not matrices; None = gamma.
-        is_approx: False = exact MARS; True = what ``correction`` says.
-        correction: "approximate", "exact", "transport" or "svrg", in place of
-            ``is_approx``; None = what that says. With transport every ``mars_type``
-            looks ahead, baselines (without clip) and the AdamW beside them too.
-        max_norm: threshold of the global gradient norm, applied inside the step (in
-            place of clip_grad_norm_); None = off.
-        state_dtype: dtype of the state; None = the parameter's own, float32 for
-            float16. Not narrower than the parameter, but torch.bfloat16 with
-            ``stochastic_rounding``.
-        stochastic_rounding: round what a step writes into state of bfloat16 up or down
-            at random, right on average. Parameters are rounded to nearest.
+    """Which rules move a model, and the hyperparameters that are of no rule alone:
+    ``RoutedOptions`` says what each of them is. ``lr`` is the learning rate.
     """
 
     mars_type: str = "mars-adamw"
@@ -106,52 +81,45 @@ class Routing(NamedTuple):
 
 @cache
 def shared_hyperparameters(correction: type[Correction]) -> Table:
-    """Return the table of what every rule has, with this correction."""
-    parts = table(Choice), table(Matrices), table(correction), FALLBACK_TABLE
-    return {name: line for part in parts for name, line in part.items()}
-
-
-def hyperparameters(row: NamedRule, correction: type[Correction]) -> Table:
-    """Return the table of what a rule and a correction together have."""
-    return _joined(row.preconditioner, correction)
+    """Return the hyperparameters that every param group has with this correction."""
+    return {**table(Choice), **table(Matrices), **table(correction), **FALLBACK_TABLE}
 
 
 @cache
-def _joined(
+def hyperparameters_of(
     preconditioner: type[Preconditioner], correction: type[Correction]
 ) -> Table:
-    own = {n: h for n, h in table(preconditioner).items() if h.beta is None}
-    return {**shared_hyperparameters(correction), **own}
-
-
-def every_hyperparameter() -> Table:
-    """Return the table of all rules and corrections, as ``mars`` and ``MARS`` have it:
-    a default that rules do not share is None, each rule's own.
+    """Return the hyperparameters of a rule's param groups: one momentum is a part of
+    ``betas`` there.
     """
-    own = {name for row in REGISTRY.values() for name in row.hyperparameters}
-    shared, found = shared_hyperparameters(Correction), {}
-    for name, line in _everything().items():
-        if not line.is_whole and (name not in shared or name in own):
-            line = line._replace(default=None, hint=line.hint | None)
-        found[name] = line
-    return found
+    lines = {n: line for n, line in table(preconditioner).items() if line.beta is None}
+    return {**shared_hyperparameters(correction), **lines}
 
 
-def _everything() -> Table:
-    rules = frozenset(row.preconditioner for row in REGISTRY.values())
-    return _every(rules, frozenset(CORRECTIONS.values()))
+def all_hyperparameters() -> Table:
+    """Return what ``mars`` and ``MARS`` take: the hyperparameters of all rules and
+    corrections. A default that rules do not share is None: each rule's own.
+    """
+    preconditioners = dict.fromkeys(row.preconditioner for row in REGISTRY.values())
+    return _all_hyperparameters(tuple(preconditioners), tuple(CORRECTIONS.values()))
 
 
 @cache
-def _every(preconditioners: frozenset[type], corrections: frozenset[type]) -> Table:
-    def by_name(component: type) -> str:
-        return component.__name__  # in one order everywhere
-
-    found: dict[str, Hyperparameter] = {}
-    for kind in sorted(corrections, key=by_name):
-        for preconditioner in sorted(preconditioners, key=by_name):
-            found = {**_joined(preconditioner, kind), **found}
-    return found
+def _all_hyperparameters(
+    preconditioners: tuple[type[Preconditioner], ...],
+    corrections: tuple[type[Correction], ...],
+) -> Table:
+    lines: dict[str, Hyperparameter] = {}
+    for correction in (*corrections, Correction):
+        lines |= shared_hyperparameters(correction)
+    shared = lines.keys() - {"betas", "weight_decay"}  # whose defaults rules share
+    for preconditioner in preconditioners:
+        for name, line in table(preconditioner).items():
+            if line.beta is not None or name in shared:
+                continue
+            without_default = line._replace(default=None, hint=line.hint | None)
+            lines[name] = line if line.is_whole else without_default
+    return lines
 
 
 def check_suits(
@@ -162,9 +130,10 @@ def check_suits(
     Raises:
         ValueError: one is of other rules or corrections.
     """
-    own, every = hyperparameters(row, correction), _everything()
+    suitable = hyperparameters_of(row.preconditioner, correction)
+    known = all_hyperparameters()
     for name, value in given.items():
-        if name in own or name not in every or every[name].is_whole:
+        if name in suitable or name not in known or known[name].is_whole:
             continue
         raise ValueError(
             f"got {name}={value!r} with mars_type={row.name!r}, expected None: it is "
@@ -191,7 +160,7 @@ def route(given: Mapping[str, Any]) -> Routing:
     row = named(choice.mars_type)
     kind = correction_named(resolve(choice.is_approx, choice.correction))
     check_suits(row, kind, {n: v for n, v in given.items() if v is not None})
-    check_values(hyperparameters(row, kind), given)
+    check_values(hyperparameters_of(row.preconditioner, kind), given)
     NewtonSchulz(**arguments(NewtonSchulz, given))  # checked, whether it is read or not
     if choice.optimize_1d and not row.is_mars:
         raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from marsopt.functional.collectives import LOCAL
-from marsopt.functional.routing import every_hyperparameter
+from marsopt.functional.routing import all_hyperparameters
 from marsopt.functional.step_types import scalar_dtype
 from marsopt.optim.buckets import BucketGroup, ParameterBucket
 from marsopt.optim.compiled import Call, InPlace, calls, once, resolve_compile
@@ -28,7 +28,7 @@ from marsopt.optim.groups import (
     device_of,
     has_two_rates,
     labels,
-    revived,
+    replaced_rules,
     unread,
     warn_of_half_precision,
 )
@@ -333,7 +333,7 @@ class LayoutOptimizer(Optimizer):
                 "optimizer.follow(model) once",
             )
         found = self._listed_state_dict()
-        every = every_hyperparameter()
+        every = all_hyperparameters()
         for group in found["param_groups"]:
             group |= {n: every[n].plain(v) for n, v in group.items() if n in every}
         ids, publish = self._ids(), self._options["collectives"].publish
@@ -416,7 +416,7 @@ class LayoutOptimizer(Optimizer):
         ]
         for group in self.param_groups:
             check_group(group, self._options)
-        for what in revived(before, self.param_groups):
+        for what in replaced_rules(before, self.param_groups):
             self._say(logging.WARNING, what)
         for old, new in zip(before, self.param_groups, strict=True):
             for what in unread(new, self._ours, old.keys()):

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from difflib import get_close_matches
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from marsopt.functional.routing import (
     Choice,
     Routing,
-    every_hyperparameter,
-    hyperparameters,
+    all_hyperparameters,
+    check_suits,
+    hyperparameters_of,
     owners,
     route,
+    shared_hyperparameters,
 )
 from marsopt.functional.stacks import check_overlap
 from marsopt.functional.step_types import scalar_dtype
@@ -28,6 +30,7 @@ from marsopt.functional.trees import check_parameter
 from marsopt.optim.state_dict import TRAIN_MODE, State
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
+from marsopt.rules.correction import Correction
 from marsopt.rules.hyperparameters import (
     ELSEWHERE,
     HOW,
@@ -37,7 +40,13 @@ from marsopt.rules.hyperparameters import (
     table,
 )
 from marsopt.rules.matrices import Matrices
-from marsopt.rules.registry import FOLLOWED, canonical, correction_named, named
+from marsopt.rules.registry import (
+    FOLLOWED,
+    canonical,
+    correction_named,
+    named,
+    resolve,
+)
 
 # What torch itself keeps in param groups, its schedulers and averages, and a group's
 # name: nobody takes them for hyperparameters.
@@ -46,6 +55,11 @@ CARRIED = frozenset(
     | {"params", "param_names", "name"}
     | HOW - {"differentiable"}
 )
+# Every group has the authors' structure as keys, at its defaults too. Other structure
+# is a key only where it differs from its default; these two numbers are keys only where
+# somebody passes them.
+AUTHORS_STRUCTURE = frozenset({"mars_type", "optimize_1d", "amsgrad", "epsilon_hat"})
+RARE_NUMBERS = frozenset({"base_lr", "gamma_1d"})
 # Those of torch.optim's that change nothing with these values.
 IDLE = dict(maximize=False, differentiable=False, decoupled_weight_decay=True)
 
@@ -159,8 +173,62 @@ def group_table(group: Mapping[str, Any], options: Mapping[str, Any]) -> Table:
             f"got a param group of {sorted(map(str, group))}, expected 'mars_type' and "
             "all hyperparameters: add_param_group completes a new group"
         )
-    correction = correction_named(options["correction"])
-    return hyperparameters(named(group["mars_type"]), correction)
+    preconditioner = named(group["mars_type"]).preconditioner
+    return hyperparameters_of(preconditioner, correction_named(options["correction"]))
+
+
+class ConstructorValues(NamedTuple):
+    """What the constructor's arguments mean."""
+
+    whole: dict[str, Any]  # of the whole optimizer
+    explicit: dict[str, Any]  # all others that are not None
+    inherited: dict[str, Any]  # of every group whose rule has them
+    defaults: dict[str, Any]  # torch.optim's: of every group, for the rule's own type
+
+
+def constructor_values(arguments: Mapping[str, Any]) -> ConstructorValues:
+    """Sort the constructor's arguments by what has them; None is the rule's own.
+
+    Args:
+        arguments: all hyperparameters among them, the defaults of the signature too.
+
+    Raises:
+        ValueError: an unknown rule or correction, or a hyperparameter that neither has.
+    """
+    known = all_hyperparameters()
+    arguments = {n: known[n].plain(value) for n, value in arguments.items()}
+    row = named(arguments["mars_type"])
+    name = resolve(arguments["is_approx"], arguments["correction"])
+    correction = correction_named(name)
+    explicit = {n: value for n, value in arguments.items() if value is not None}
+    check_suits(row, correction, explicit)
+    whole = {n: value for n, value in arguments.items() if known[n].is_whole}
+    explicit = {n: value for n, value in explicit.items() if n not in whole}
+    of_rule, shared = row.hyperparameters, shared_hyperparameters(correction)
+    inherited = {n: v for n, v in explicit.items() if n in of_rule or n not in shared}
+    inherited["mars_type"] = row.name
+    values = {n: line.default for n, line in shared.items() if line.is_number}
+    values |= {**arguments, **of_rule, **inherited}
+    present = _present(shared, arguments, correction)
+    defaults = {n: value for n, value in values.items() if n in present}
+    defaults |= {TRAIN_MODE: True} if correction.is_ahead else {}
+    whole["correction"] = name
+    return ConstructorValues(whole, explicit, inherited, defaults)
+
+
+def _present(
+    shared: Table, arguments: Mapping[str, Any], correction: type[Correction]
+) -> set[str]:
+    """Return which values every group has, and with it a checkpoint: numbers, and
+    structure where it is not the default.
+    """
+    absent = {n for n in RARE_NUMBERS if arguments.get(n) is None}
+    absent -= {"gamma_1d"} if correction.is_ahead else set()
+    for name, line in shared.items():
+        usual = not line.is_number and arguments.get(name, line.default) == line.default
+        if line.is_whole or (usual and name not in AUTHORS_STRUCTURE):
+            absent.add(name)
+    return shared.keys() - absent
 
 
 def complete(
@@ -173,8 +241,8 @@ def complete(
 
     Args:
         group: as its user wrote it.
-        options: of the whole optimizer; what the constructor was given for its type is
-            among them, with "mars_type".
+        options: of the whole optimizer; what groups inherit from the constructor is
+            among them, with its "mars_type".
         defaults: the optimizer's, of that type: the rule's own but for what was given.
 
     Returns:
@@ -183,21 +251,21 @@ def complete(
     Raises:
         ValueError: an unknown ``mars_type``.
     """
-    for name, line in every_hyperparameter().items():
+    for name, line in all_hyperparameters().items():
         if name in group:
             group[name] = line.plain(group[name])
-    given = options["given"]
-    row = named(group.get("mars_type", given["mars_type"]))
+    inherited = options["inherited"]
+    row = named(group.get("mars_type", inherited["mars_type"]))
     group["mars_type"] = row.name
     known = group_table(group, options)
     own = {name: None for name, of in FOLLOWED.items() if of in group}
-    missing = {**row.hyperparameters, **given, **own}
-    if row.name == given["mars_type"]:
+    missing = {**row.hyperparameters, **inherited, **own}
+    if row.name == inherited["mars_type"]:
         missing |= {n: defaults[n] for n in missing if n in defaults} | own
     # in one order everywhere
     filled = [name for name in missing if name in known and name not in group]
     group.update({name: missing[name] for name in filled})
-    return {name for name in filled if name not in given and name not in own}
+    return {name for name in filled if name not in inherited and name not in own}
 
 
 def structure(group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,7 +311,7 @@ def unread(
         ours: what MARS keeps in groups beside hyperparameters.
         carried: what somebody else was known to keep there.
     """
-    known = {*ours, *every_hyperparameter()}
+    known = {*ours, *all_hyperparameters()}
     for key, value in group.items():
         if not isinstance(key, str) or key in known | CARRIED | carried:
             continue
@@ -271,7 +339,7 @@ def unreached(
         options: what the optimizer was built with.
         arguments: the constructor's that may differ from group to group.
     """
-    lines = every_hyperparameter()
+    lines = all_hyperparameters()
     filled = [(g, _reads(route({**options, **g}))) for g in groups if g["params"]]
     if not filled:  # yet
         return
@@ -366,31 +434,16 @@ def _has_fallback(group: Mapping[str, Any], routing: Routing) -> bool:
     return any(side.is_fallback for side in sides)
 
 
-def revived(
+def replaced_rules(
     before: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
-    """Yield what to say of a rule that a checkpoint puts in another's place, and of
-    values for vectors that it brings to a rule which has none by default: earlier
-    versions saved them for every rule, and did not read them.
-    """
+    """Yield what to say of a rule that a checkpoint puts in another's place."""
     for old, new in zip(before, loaded, strict=True):
         if (was := canonical(old["mars_type"])) != (now := canonical(new["mars_type"])):
             yield (
                 f"the state dict's mars_type {now!r} replaces {was!r}: hyperparameters "
                 "come from what is loaded, as in torch.optim. For another rule set "
                 "them in the groups after loading"
-            )
-        own = named(new["mars_type"]).hyperparameters
-        found = [
-            f"{name}={new[name]}"
-            for name in FOLLOWED
-            if own[name] is None and old[name] is None and new[name] is not None
-        ]
-        if found:
-            yield (
-                f"the state dict brings {', '.join(found)} to {new['mars_type']!r}: "
-                "they hold for tensors that are not matrices. Where they were saved by "
-                "an earlier version, which ignored them, set them to None in the group"
             )
 
 
@@ -423,8 +476,8 @@ def check_parameters(
 
 
 def _check_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    every = every_hyperparameter()
-    own = {name: line.default for name, line in every.items() if line.is_whole}
+    known = all_hyperparameters()
+    own = {name: line.default for name, line in known.items() if line.is_whole}
     own |= options
     # an equal one changes nothing: SAM and ZeRO pass options here as well; max_norm is
     # refused, since ZeRO's parts would each be clipped by a norm of their own

@@ -5,29 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from marsopt.functional.collectives import LOCAL, Collectives
-from marsopt.functional.routing import (
-    check_suits,
-    every_hyperparameter,
-    shared_hyperparameters,
-)
+from marsopt.functional.options import ClassOptions
+from marsopt.functional.routing import all_hyperparameters
 from marsopt.functional.step import advance, assess, global_clip
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.compiled import named_range
-from marsopt.optim.groups import unreached
+from marsopt.optim.groups import constructor_values, unreached
 from marsopt.optim.layout import Layout
 from marsopt.optim.state_dict import TRAIN_MODE
 from marsopt.optim.watch import follow, one_at_a_time
 from marsopt.rules import checks
 from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.hyperparameters import check_names
-from marsopt.rules.registry import correction_named, named, resolve
 
 
 class MARS(LayoutOptimizer):
@@ -108,7 +104,7 @@ class MARS(LayoutOptimizer):
             nothing and is counted in ``num_skipped``, without a host sync; a warning
             is logged once where a run stands still (on CUDA and CPU). "raise" =
             it also raises FloatingPointError (one sync a step).
-        hyperparameters: any other argument of ``marsopt.mars``, whose help lists them:
+        options: any other argument of ``marsopt.mars``, whose help lists them:
             ``adjust_lr_fn``, ``block_rows``, ``ns_dtype`` and so on.
 
     Raises:
@@ -157,50 +153,53 @@ class MARS(LayoutOptimizer):
         collectives: Collectives = LOCAL,
         compile: bool | None = None,
         nonfinite: str = "skip",
-        **hyperparameters: Any,
+        **options: Unpack[ClassOptions],
     ) -> None:
-        every, row = every_hyperparameter(), named(mars_type)
-        given = dict(locals()) | hyperparameters
-        given |= {n: every[n].plain(v) for n, v in given.items() if n in every}
         if nonfinite not in ("skip", "raise"):
             raise ValueError(
                 f"got nonfinite={nonfinite!r}, expected 'skip' or 'raise': choose one "
                 "of the two"
             )
-        checks.positive_or_none("max_norm", max_norm)
         if collectives is None:
             raise ValueError(
                 "got collectives=None, expected an object with the verbs of "
                 "marsopt.Collectives: leave it out for whole tensors"
             )
-        check_names(hyperparameters, every, "marsopt.MARS")
-        kind = correction_named(resolve(is_approx, correction))
-        own, shared = row.hyperparameters, shared_hyperparameters(kind)
-        said = {n: v for n, v in given.items() if n in every and v is not None}
-        check_suits(row, kind, said)
-        whole = {n for n, line in every.items() if line.is_whole}
-        options = {n: given[n] for n in given if n in whole} | dict(
-            correction=kind.name,
+        checks.positive_or_none("max_norm", max_norm)
+        check_names(options, all_hyperparameters(), "marsopt.MARS")
+        arguments: dict[str, Any] = dict(
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            gamma=gamma,
+            is_approx=is_approx,
+            mars_type=mars_type,
+            optimize_1d=optimize_1d,
+            lr_1d=lr_1d,
+            betas_1d=betas_1d,
+            weight_decay_1d=weight_decay_1d,
+            clip=clip,
+            max_norm=max_norm,
+            correction=correction,
+            gamma_1d=gamma_1d,
+            nesterov=nesterov,
+            epsilon_hat=epsilon_hat,
+            matrices=matrices,
+            state_dtype=state_dtype,
+            **options,
+        )
+        values = constructor_values(arguments)
+        whole = dict(
+            **values.whole,
+            inherited=values.inherited,
             collectives=collectives,
             compile=compile,
             nonfinite=nonfinite,
         )
-        # what groups of another ``mars_type`` take over from this one, if they have it
-        taken = {n for n in said if n in own or n not in shared} - whole
-        options["given"] = {n: said[n] for n in given if n in taken}
-        options["given"]["mars_type"] = row.name
-        # a key in the groups only where it says something: checkpoints have the rest
-        sparse = ("matrices", *hyperparameters)
-        plain = {n for n in sparse if given[n] == every[n].default}
-        plain |= set() if kind.is_ahead or "gamma_1d" in said else {"gamma_1d"}
-        kept = shared.keys() - whole - plain - ({"base_lr"} - said.keys())
-        numbers = {n: line.default for n, line in shared.items() if line.is_number}
-        numbers = numbers | given | own | options["given"]
-        defaults = {n: numbers[n] for n in numbers if n in kept}
-        defaults |= {TRAIN_MODE: True} if kind.is_ahead else {}
-        super().__init__(params, defaults, options)
-        said = {n: v for n, v in said.items() if n not in whole}
-        for what in unreached(self.param_groups, options, said):
+        super().__init__(params, values.defaults, whole)
+        for what in unreached(self.param_groups, whole, values.explicit):
             self._say(logging.WARNING, what)
 
     # ---- the step ------------------------------------------------------------------

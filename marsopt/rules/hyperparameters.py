@@ -1,4 +1,5 @@
 """The table of hyperparameters: the fields of the dataclasses that rules are made of.
+marsopt/functional/options.py has the types that editors read, and a sentence of each.
 
 A field made by ``number`` may change from step to step: compiled code reads it from a
 tensor. Any other field is structure, a Python value that formulas depend on.
@@ -6,9 +7,6 @@ tensor. Any other field is structure, a Python value that formulas depend on.
 
 from __future__ import annotations
 
-import inspect
-import re
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import Field, field, fields, is_dataclass, replace
 from functools import cache
@@ -59,7 +57,6 @@ class Hyperparameter(NamedTuple):
     name: str  # as users write it
     default: Any
     hint: Any  # its type
-    text: str  # what it is, from the docstring of its dataclass
     check: Check | None
     is_number: bool
     is_whole: bool
@@ -118,7 +115,7 @@ def table(component: type) -> Table:
     """Return the hyperparameters of a dataclass, and of those that are its fields, by
     the name that users write.
     """
-    hints, texts = get_type_hints(component), _texts(component)
+    hints = get_type_hints(component)
     found: dict[str, Hyperparameter] = {}
     for f in fields(component):
         if is_dataclass(f.default) and not isinstance(f.default, type):
@@ -129,7 +126,6 @@ def table(component: type) -> Table:
             _name(f),
             f.default,
             hint,
-            texts.get(f.name, ""),
             f.metadata.get("check"),
             f.metadata.get("number", False),
             f.metadata.get("whole", False),
@@ -215,32 +211,5 @@ def check_names(given: Mapping[str, Any], known: Mapping[str, Any], what: str) -
     )
 
 
-def described(known: Table) -> str:
-    """Return what a docstring's list of arguments says of a table."""
-    return "\n".join(
-        textwrap.fill(
-            f"{line.name}: {line.text}",
-            80,
-            initial_indent="    ",
-            subsequent_indent="        ",
-        )
-        for line in known.values()
-    )
-
-
 def _name(f: Field[Any]) -> str:
     return f.metadata.get("name") or f.name
-
-
-def _texts(component: type) -> dict[str, str]:
-    """Return what the docstrings of a dataclass and its bases say of its fields."""
-    found: dict[str, str] = {}
-    for base in reversed(component.__mro__):
-        doc = inspect.cleandoc(base.__dict__.get("__doc__") or "")
-        listed = doc.partition("\nArgs:\n")[2].partition("\n\n")[0]
-        for names, text in re.findall(
-            r"^    (\w[\w, ]*): (.*(?:\n     .*)*)", listed, re.MULTILINE
-        ):
-            text = " ".join(text.split())
-            found |= dict.fromkeys(names.split(", "), text)
-    return found
