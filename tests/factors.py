@@ -80,7 +80,7 @@ class Factors(Average, MatrixPreconditioner):
         return False
 
     def update(self, x, c, buffers, s):
-        m, _ = self.average(buffers["m"], c, ())
+        m, _ = self.average(buffers["m"], c, s[2:])
         return None, {"m": m}
 
     def stage(self, count, number):

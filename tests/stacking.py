@@ -9,7 +9,6 @@ import torch
 
 from marsopt import MARS
 from marsopt.optim import base, compiled, layout
-from marsopt.optim.compiled import Call
 
 # eager; compiled, every tensor by itself, as large ones on a CPU; compiled, tensors of
 # one shape as one stack, as on a GPU
@@ -41,9 +40,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     each function; eager steps too, so that a test need not compile to meet it.
     """
     patch.setattr(layout, "should_stack", lambda *_: True)
-    patch.setattr(
-        base, "calls", lambda kinds, compile: [Call(list(range(len(kinds))), 0)]
-    )
+    patch.setattr(base, "calls", lambda kinds, compile: [list(range(len(kinds)))])
 
 
 def fill(params, seed: int) -> None:

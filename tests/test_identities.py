@@ -14,6 +14,7 @@ from marsopt.functional.step_types import (
     Members,
     RuleGroup,
     Stack,
+    StepScalars,
 )
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.lion import Lion, SignAverage
@@ -162,7 +163,8 @@ def test_the_clip_norm_from_three_inner_products(max_norm):
     hyper = Hyperparameters(algorithm, LR, 0.025, torch.zeros(1), (g.dtype,))
     group = RuleGroup(hyper, [stack])
     _, decision = assess([group], [Members([g])], max_norm=max_norm, collectives=LOCAL)
-    of_g, of_h = decision.scalars[0][g.dtype].weights
+    table = decision.tables[0][g.dtype]
+    of_g, of_h = StepScalars.of(table, stack, g[None]).weights
     a = 1.0 if max_norm is None else max_norm / (g.double().norm() + 1e-6)
     k = 0.025 * 0.95 / 0.05
     c = a * g.double() + k * (a * g.double() - h.double())

@@ -156,9 +156,9 @@ def assess(
     """
     check_declared(groups)
     may_overflow = any(group.hyper.algorithm.may_overflow for group in groups)
-    if run.is_fused and not may_overflow:
-        return run.call(assess_alone, groups, live, max_norm)
     stacks, hypers = stacks_of(groups), [group.hyper for group in groups]
+    if run.is_fused and not may_overflow:
+        return run.call(assess_alone, hypers, stacks, live, max_norm)
     leaves: list[Tensor] = []
     for stack, own in zip(stacks, members, strict=True):
         leaves += repeated(own.leaves, stack.num_clipped)
@@ -174,11 +174,14 @@ def assess(
 
 
 def assess_alone(
-    groups: Sequence[RuleGroup], live: Tensor | None, max_norm: Number | None
+    hypers: Sequence[Hyperparameters],
+    stacks: Sequence[Stack],
+    live: Tensor | None,
+    max_norm: Number | None,
 ) -> tuple[Tensor, Decision]:
     """``assess`` where one process has everything: one graph."""
-    sums = statistics(products(stacks_of(groups)), live)
-    return sums, decide([group.hyper for group in groups], sums, max_norm)
+    sums = statistics(products(stacks), live)
+    return sums, decide(hypers, sums, max_norm)
 
 
 def stacks_of(groups: Sequence[RuleGroup]) -> list[Stack]:
@@ -242,7 +245,7 @@ def statistics(
     return sums if live is None else torch.where(live[:, None], sums, 0.0)
 
 
-def overflows(stacks: Sequence[Stack], scalars: Sequence[StepScalars]) -> Tensor:
+def overflows(stacks: Sequence[Stack], tables: Sequence[Tensor]) -> Tensor:
     """Return (N, 1): infinity for parts of tensors whose buffers in shards would not
     hold what a step writes, else 0. Nothing is written.
 
@@ -250,9 +253,9 @@ def overflows(stacks: Sequence[Stack], scalars: Sequence[StepScalars]) -> Tensor
     bound, as the norm of c is one, would skip steps that are fine.
     """
     found = []
-    for stack, own in zip(stacks, scalars, strict=True):
-        num, fits = stack.num_tensors, torch.ones_like(own.ok.expand(stack.num_tensors))
-        after, _ = update(stack, own)
+    for stack, table in zip(stacks, tables, strict=True):
+        num, (after, _) = stack.num_tensors, update(stack, table)
+        fits = torch.ones(num, dtype=torch.bool, device=table.device)
         for symbol, buffer in stack.algorithm.buffers.items():
             if symbol in stack.buffers and buffer.dtype != "parameter":
                 value = after.buffers[symbol]
@@ -276,7 +279,7 @@ def decide(
 ) -> Decision:
     """Decide about a step from the complete sums: the clips, whether everything is
     finite (learning rates that the host has not read, too), and each algorithm's
-    scalars, for all its tensors at once.
+    table of scalars, for all its tensors at once.
 
     Finite are the sums, and the squared norm of every c in what it is computed in and
     in bfloat16: no second moment is larger than the largest c^2, which is no larger.
@@ -300,20 +303,15 @@ def decide(
         own, squares = _weights(hyper, part, a)
         finite = finite & (squares <= min(map(_largest, hyper.dtypes))).all()
         weights.append(own)
-    both = [
-        _scalars(hyper, part, a, finite, own)
-        for hyper, part, own in zip(hypers, parts, weights, strict=True)
-    ]
-    found, behind = [list(one) for one in zip(*both, strict=True)]
-    t = [h.t + s.ok.to(h.t.dtype) for h, s in zip(hypers, found, strict=True)]
-    cast = [
-        {
-            dtype: s.map(lambda v, d=dtype: v.to(d) if v.is_floating_point() else v)
-            for dtype in hyper.dtypes
-        }
-        for hyper, s in zip(hypers, found, strict=True)
-    ]
-    return Decision(grad_norm, finite, t, behind, [s.ok for s in found], cast)
+    t, behind, oks, tables = [], [], [], []
+    for hyper, part, own in zip(hypers, parts, weights, strict=True):
+        scalars, numbers = _scalars(hyper, part, a, finite, own)
+        table = scalars.table(hyper)
+        t.append(hyper.t + scalars.ok.to(hyper.t.dtype))
+        behind.append(numbers)
+        oks.append(scalars.ok)
+        tables.append({dtype: table.to(dtype) for dtype in hyper.dtypes})
+    return Decision(grad_norm, finite, t, behind, oks, tables)
 
 
 def _largest(working: torch.dtype) -> float:
@@ -358,7 +356,7 @@ def _scalars(
         left = torch.stack([number.expand_as(t) for number in numbers], 1)
         left = torch.where(ok[:, None], left, hyper.behind)
     key = rounding.step_key(t) if algorithm.stochastic_rounding else None
-    return StepScalars(ok, a, weights, k, behind, rule, key), left
+    return StepScalars(ok, a, weights, k, behind, key, rule), left
 
 
 # ---- moving --------------------------------------------------------------------------
@@ -388,7 +386,7 @@ def advance(
     run: Run = PURE,
 ) -> Moved:
     """Move parameters and state one step on; a step that is not finite keeps all."""
-    stacks, scalars = stacks_of(groups), per_stack(groups, decision)
+    stacks, tables = stacks_of(groups), per_stack(groups, decision)
     owned: list[list[tuple[Tensor, ...]]] = [[] for _ in stacks]
     if any(stack.algorithm.matrix_only for stack in stacks):
         hosts, first = [], 0
@@ -397,29 +395,29 @@ def advance(
                 hosts.append(Host(group.count, first, ok))
                 first += len(ok)
         for part in run.portions(stacks):
-            columns = members, scalars, hosts
+            columns = members, tables, hosts
             stacks, found = _advance(part, stacks, columns, collectives, run)
             for i, own in found.items():
                 owned[i] = own
     else:
-        stacks, _ = run.move(update, stacks, scalars)
+        stacks, _ = run.move(update, stacks, tables)
     return Moved(stacks, owned)
 
 
 def _advance(
     part: Sequence[int],
     stacks: Sequence[Stack],
-    columns: tuple[Sequence[Members], Sequence[StepScalars], Sequence[Host]],
+    columns: tuple[Sequence[Members], Sequence[Tensor], Sequence[Host]],
     collectives: Collectives,
     run: Run,
 ) -> tuple[list[Stack], dict[int, list[tuple[Tensor, ...]]]]:
     """Move the stacks of one portion; return all stacks, and what owners keep of those
     of matrices, by position.
     """
-    members, scalars, hosts = columns
+    members, tables, hosts = columns
     everybody, mine = range(len(stacks)), set(part)
     stacks, made = run.move(
-        update, stacks, [scalars[i] if i in mine else None for i in everybody]
+        update, stacks, [tables[i] if i in mine else None for i in everybody]
     )
     whole = [i for i in part if stacks[i].algorithm.matrix_only]
     if not whole:
@@ -429,28 +427,29 @@ def _advance(
     found = dict(zip(whole, every, strict=True))
     matrices = [found[i].matrix if i in found else None for i in everybody]
     rows = [found[i].rows if i in found else () for i in everybody]
-    stacks, _ = run.move(apply, stacks, matrices, rows, scalars)
+    stacks, _ = run.move(apply, stacks, matrices, rows, tables)
     return stacks, {i: one.owned for i, one in found.items()}
 
 
-def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[StepScalars]:
-    """Cut the groups' vectors into stacks, in the order of ``groups``."""
+def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[Tensor]:
+    """Return what each stack has of the tables, in the order of ``groups``."""
     found = []
-    for group, cast in zip(groups, decision.scalars, strict=True):
-        cut = {dtype: s.per_stack(group.stacks) for dtype, s in cast.items()}
+    for group, tables in zip(groups, decision.tables, strict=True):
+        sizes = [stack.num_tensors * stack.num_clipped for stack in group.stacks]
+        cuts = {dtype: table.split(sizes) for dtype, table in tables.items()}
         for i, stack in enumerate(group.stacks):
-            found.append(cut[working_dtype(stack.x)][i])
+            found.append(cuts[working_dtype(stack.x)][i])
     return found
 
 
-def update(stack: Stack, scalars: StepScalars) -> tuple[Stack, Tensor | None]:
+def update(stack: Stack, table: Tensor) -> tuple[Stack, Tensor | None]:
     """Move buffers and, for an elementwise algorithm, x one step on.
 
     For a matrix algorithm x stays, and the second result is the stack of matrices that
     go to their owners; None stands for m, so that no second full-size tensor is made,
     and for an elementwise algorithm.
     """
-    algorithm, s = stack.algorithm, scalars.broadcast_to(stack.x)
+    algorithm, s = stack.algorithm, StepScalars.of(table, stack, stack.x)
     g = working(stack.g)
     c = s.weights[0] * g
     for weight, operand in zip(s.weights[1:], stack.operands, strict=True):
@@ -513,19 +512,19 @@ def write_params(stack: Stack, new: Tensor, s: StepScalars) -> Stack:
 
 
 def apply(
-    stack: Stack, matrix: Tensor, rows: Sequence[Tensor], scalars: StepScalars
+    stack: Stack, matrix: Tensor, rows: Sequence[Tensor], table: Tensor
 ) -> tuple[Stack, None]:
     """Move x of a matrix algorithm one step on, given what its owners have made, and
     numbers of rows; buffers among these are replaced.
     """
-    s = scalars.broadcast_to(stack.x)
+    s = StepScalars.of(table, stack, stack.x)
     preconditioner = stack.algorithm.matrix_preconditioner
     by_symbol = dict(zip(preconditioner.row_outputs, rows, strict=True))
     buffers = dict(stack.buffers)
     for symbol, value in by_symbol.items():
         if symbol in buffers:
             old = buffers[symbol]
-            own = scalars.broadcast_to(old)
+            own = StepScalars.of(table, stack, old)
             value = rounded(stack, symbol, value, own.key)
             buffers[symbol] = torch.where(own.ok, value, old)
     o, x = working(matrix), working(iterate(stack))

@@ -4,8 +4,10 @@ decides about them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import fields, replace
 from typing import NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -13,6 +15,11 @@ from torch import Tensor
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
 from marsopt.rules.matrices import MatrixRows
+from marsopt.rules.registry import BUILT_IN
+from marsopt.rules.rounding import HALF
+
+FORMULAS: MutableMapping[Algorithm, Formula] = WeakKeyDictionary()
+SHARED: MutableMapping[Hashable, Formula] = WeakValueDictionary()
 
 
 class Stack(NamedTuple):
@@ -56,6 +63,87 @@ class Stack(NamedTuple):
         """Return how many dims of the stack, its first ones, count rows."""
         return 1 + self.algorithm.matrices.column_dim(len(self.shape))
 
+    def flat(self) -> tuple[StackForm, list[Tensor]]:
+        """Return its tensors, and all else: ``StackForm.stack`` joins the two."""
+        tensors = [self.x, self.g, *self.buffers.values()]
+        tensors += self.given.values()
+        tensors += self.cuts.values()
+        rows = self.rows
+        if rows is not None and rows.index is not None:
+            tensors.append(rows.index)
+        form = StackForm(
+            formula(self.algorithm),
+            self.shape,
+            tuple(self.buffers),
+            tuple(self.given),
+            tuple(self.cuts),
+            None if rows is None else (rows.num, rows.rows, rows.index is not None),
+        )
+        return form, tensors
+
+
+class Formula:
+    """What is alike of algorithms that differ in the values of their hyperparameters
+    alone: one graph moves the stacks of them all, by the numbers of each. Compared and
+    hashed by identity.
+
+    Args:
+        algorithm: one of them, to be asked for formulas.
+    """
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.algorithm = algorithm
+
+
+class StackForm(NamedTuple):
+    """What a graph knows of a stack beside its tensors."""
+
+    formula: Formula
+    shape: torch.Size
+    buffers: tuple[str, ...]
+    given: tuple[str, ...]
+    cuts: tuple[int, ...]
+    rows: tuple[int, int, bool] | None  # of ``MatrixRows``; whether it has an index
+
+    def stack(self, tensors: Iterator[Tensor]) -> Stack:
+        """Return the stack of the next ``tensors``, in the order of ``Stack.flat``."""
+        x, g = next(tensors), next(tensors)
+        buffers = {symbol: next(tensors) for symbol in self.buffers}
+        given = {symbol: next(tensors) for symbol in self.given}
+        cuts = {dim: next(tensors) for dim in self.cuts}
+        rows = None
+        if self.rows is not None:
+            num, num_rows, has_index = self.rows
+            rows = MatrixRows(num, num_rows, next(tensors) if has_index else None)
+        algorithm = self.formula.algorithm
+        return Stack(algorithm, x, g, buffers, self.shape, rows, cuts, given)
+
+
+def formula(algorithm: Algorithm) -> Formula:
+    """Return the formula of an algorithm. One with a component of somebody else's,
+    which may read its own fields in a graph, shares its formula with none.
+    """
+    found = FORMULAS.get(algorithm)
+    if found is None:
+        parts = algorithm.preconditioner, algorithm.correction
+        found = Formula(replace(algorithm))  # a weak key is not to hold itself
+        if {type(part) for part in parts} <= BUILT_IN:
+            of_state = algorithm.state_dtype, algorithm.stochastic_rounding
+            key = (*map(_structure, parts), *of_state, algorithm.matrices)
+            found = SHARED.setdefault(key, found)
+        FORMULAS[algorithm] = found
+    return found
+
+
+def _structure(component: object) -> Hashable:
+    """Return a component's type, its structure, and which of its numbers are None."""
+    if component is None:
+        return None
+    values = [(f, getattr(component, f.name)) for f in fields(component)]
+    return type(component), *(
+        value is None if f.metadata.get("number") else value for f, value in values
+    )
+
 
 class Members(NamedTuple):
     """The tensors of one stack as their owner holds them (DTensors too)."""
@@ -82,6 +170,16 @@ class Hyperparameters(NamedTuple):
     # lr, where it is a tensor that the host does not read: a step looks into it
     unread_lr: Tensor | None = None
 
+    def flat(self) -> tuple[HyperparametersForm, list[Tensor]]:
+        """Return the tensors among them, and all else."""
+        tensors = [self.lr, self.gamma, self.t]
+        tensors += [] if self.behind is None else [self.behind]
+        is_read, has_behind = self.unread_lr is None, self.behind is not None
+        form = HyperparametersForm(
+            self.algorithm, self.dtypes, has_behind, self.parts, is_read
+        )
+        return form, tensors
+
     @property
     def num_parts(self) -> int:
         """Return how many parts all N tensors have."""
@@ -90,12 +188,46 @@ class Hyperparameters(NamedTuple):
         return sum(num * clipped for num, clipped in self.parts)
 
     def per_tensor(self, values: Tensor) -> Tensor:
-        """Return (N,) what the first part of every tensor has of ``values``."""
+        """Return (N,) what the first part of every tensor has of ``values`` (P,)."""
         if self.parts is None:
             return values
         cuts = values.split([num * clipped for num, clipped in self.parts])
         pairs = zip(cuts, self.parts, strict=True)
         return torch.cat([cut.view(parts)[:, 0] for cut, parts in pairs])
+
+    def per_part(self, values: Tensor) -> Tensor:
+        """Return (P,) what every part has of ``values``: 0-D, (N,) or (P,)."""
+        if values.ndim == 0 or len(values) == self.num_parts:
+            return values.expand(self.num_parts)
+        cuts = values.split([num for num, _ in self.parts])
+        pairs = zip(cuts, self.parts, strict=True)
+        return torch.cat([cut.repeat_interleave(num) for cut, (_, num) in pairs])
+
+
+class HyperparametersForm(NamedTuple):
+    """What a graph knows of hyperparameters beside the tensors that change."""
+
+    algorithm: Algorithm
+    dtypes: tuple[torch.dtype, ...]
+    has_behind: bool
+    parts: tuple[tuple[int, int], ...] | None
+    is_read: bool  # the learning rate, by the host
+
+    def hyperparameters(self, tensors: Iterator[Tensor]) -> Hyperparameters:
+        """Return those of the next ``tensors``, in the order of
+        ``Hyperparameters.flat``.
+        """
+        lr, gamma, t = next(tensors), next(tensors), next(tensors)
+        return Hyperparameters(
+            self.algorithm,
+            lr,
+            gamma,
+            t,
+            self.dtypes,
+            next(tensors) if self.has_behind else None,
+            self.parts,
+            None if self.is_read else lr,
+        )
 
 
 def norms_per_tensor(
@@ -115,10 +247,9 @@ class RuleGroup(NamedTuple):
 
 
 class StepScalars(NamedTuple):
-    """Scalars of a step (clip factors, rates, bias corrections): vectors over the N
-    tensors of a group or the L of a stack, or 0-D where all have the same. Weights are
-    over parts that are clipped; of a stack of such tensors, all are over rows (L, ...,
-    rows).
+    """Scalars of a step (clip factors, rates, bias corrections), for each tensor of a
+    stack, or each row where parts of a tensor are clipped by themselves; as factors of
+    one of its tensors.
     """
 
     ok: Tensor  # bool: the step is finite and the tensor has a gradient
@@ -129,83 +260,52 @@ class StepScalars(NamedTuple):
     extrapolation: Tensor | None
     # numbers of the last step that lead from the parameters to x; None: x is there
     behind: tuple[Tensor, ...] | None
-    rule: tuple[Tensor, ...]  # the preconditioner's: rates and bias corrections
     # of the noise in this step, int64; None: nothing is rounded stochastically
-    key: Tensor | None = None
+    key: Tensor | None
+    rule: tuple[Tensor, ...]  # the preconditioner's: rates and bias corrections
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> StepScalars:
-        """Return ``function`` of every vector."""
-        k, behind, key = self.extrapolation, self.behind, self.key
-        return StepScalars(
-            ok=function(self.ok),
-            grad_clip=function(self.grad_clip),
-            weights=tuple(map(function, self.weights)),
-            extrapolation=None if k is None else function(k),
-            behind=None if behind is None else tuple(map(function, behind)),
-            rule=tuple(map(function, self.rule)),
-            key=None if key is None else function(key),
+    def table(self, hyper: Hyperparameters) -> Tensor:
+        """Return all of them as floating point (P, K), a row for each of P parts."""
+        columns = [self.ok.to(self.grad_clip.dtype), self.grad_clip, *self.weights]
+        columns += [] if self.extrapolation is None else [self.extrapolation]
+        columns += self.behind or ()
+        if self.key is not None:  # 16 bits are exact in every dtype
+            halves = self.key >> 16, self.key & HALF
+            columns += [half.to(self.grad_clip.dtype) for half in halves]
+        columns += self.rule
+        return torch.stack([hyper.per_part(column) for column in columns], 1)
+
+    @classmethod
+    def of(cls, table: Tensor, stack: Stack, like: Tensor) -> StepScalars:
+        """Return what a stack's rows of the ``table`` say, as factors of ``like``, a
+        tensor (L, ...) that belongs to it.
+        """
+        algorithm = stack.algorithm
+        if stack.num_clipped > 1:
+            parts = table.unflatten(0, (stack.num_tensors, -1))
+            rows = stack.x.shape[: stack.num_row_dims]
+            columns = [stack.rows.spread(column, rows) for column in parts.unbind(-1)]
+        else:
+            columns = list(table.unbind(1))
+        columns = [factor(column, like) for column in columns]
+        num_behind, first = algorithm.num_behind, 3 + len(algorithm.operands)
+        (ok, grad_clip, *weights), rest = columns[:first], columns[first:]
+        extrapolation = behind = key = None
+        if num_behind:
+            behind, rest = tuple(rest[:num_behind]), rest[num_behind:]
+        elif algorithm.is_ahead:
+            extrapolation, *rest = rest
+        if algorithm.stochastic_rounding:
+            high, low, *rest = rest
+            key = (high.to(torch.int64) << 16) | low.to(torch.int64)
+        return cls(
+            ok > 0, grad_clip, tuple(weights), extrapolation, behind, key, tuple(rest)
         )
-
-    def per_stack(self, stacks: Sequence[Stack]) -> list[StepScalars]:
-        """Return them for consecutive stacks."""
-        clipped = [stack.num_clipped for stack in stacks]
-
-        def cut(vector: Tensor, *, per_part: bool = False) -> Sequence[Tensor]:
-            return _of_stacks(vector, stacks, clipped, per_part=per_part)
-
-        def or_none(vector: Tensor | None) -> Sequence[Tensor | None]:
-            return [None] * len(stacks) if vector is None else cut(vector)
-
-        def each(vectors: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
-            found = zip(*map(cut, vectors), strict=True)
-            return found if vectors else [()] * len(stacks)
-
-        columns = zip(
-            cut(self.ok),
-            cut(self.grad_clip),
-            zip(*(cut(v, per_part=True) for v in self.weights), strict=True),
-            or_none(self.extrapolation),
-            [None] * len(stacks) if self.behind is None else each(self.behind),
-            each(self.rule),
-            or_none(self.key),
-            strict=True,
-        )
-        return [StepScalars(*own) for own in columns]
-
-    def broadcast_to(self, x: Tensor) -> StepScalars:
-        """Return them as factors of a stack ``x``."""
-        return self.map(lambda v: factor(v, x))
 
 
 def factor(numbers: Tensor, x: Tensor) -> Tensor:
     """Return numbers over the first dims of ``x``, or one, as a factor of it."""
     return numbers.view(*numbers.shape, *(1 for _ in range(x.ndim - numbers.ndim)))
-
-
-def _of_stacks(
-    vector: Tensor, stacks: Sequence[Stack], clipped: Sequence[int], *, per_part: bool
-) -> Sequence[Tensor]:
-    """Return what consecutive stacks have of a vector over tensors, or over the parts
-    that are clipped (of each tensor of a stack so many): a number for each tensor, or
-    for each row where a tensor has several parts. One loop then moves all of such a
-    stack, where inductor would make one over rows and others over elements. A number
-    that all have stays as it is.
-    """
-    if vector.ndim == 0:
-        return [vector] * len(stacks)
-    nums = zip(stacks, clipped, strict=True)
-    sizes = [s.num_tensors * (parts if per_part else 1) for s, parts in nums]
-    found: Sequence[Tensor] = vector.split(sizes)
-    if max(clipped) == 1:
-        return found
-    return [
-        v
-        if parts == 1
-        else s.rows.spread(
-            v.view(s.num_tensors, -1).expand(-1, parts), s.x.shape[: s.num_row_dims]
-        )
-        for v, s, parts in zip(found, stacks, clipped, strict=True)
-    ]
 
 
 class Decision(NamedTuple):
@@ -216,9 +316,9 @@ class Decision(NamedTuple):
     t: list[Tensor]  # (N,) of every group, after the step
     behind: list[Tensor | None]  # as in ``Hyperparameters``, after the step
     ok: list[Tensor]  # (N,) bool of every group: which tensors move
-    # of every group, in each dtype that one of its stacks is computed in: a wider one
-    # would widen the products
-    scalars: list[dict[torch.dtype, StepScalars]]
+    # of every group, ``StepScalars.table`` in each dtype that one of its stacks is
+    # computed in: a wider one would widen the products
+    tables: list[dict[torch.dtype, Tensor]]
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:

@@ -15,7 +15,7 @@ from marsopt.functional.collectives import LOCAL
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.functional.step_types import scalar_dtype
 from marsopt.optim.buckets import BucketGroup, ParameterBucket
-from marsopt.optim.compiled import Call, InPlace, calls, once, resolve_compile
+from marsopt.optim.compiled import InPlace, calls, once, resolve_compile
 from marsopt.optim.groups import (
     DeviceHyperparameters,
     admit,
@@ -60,7 +60,7 @@ class Description(NamedTuple):
 
     buckets: list[ParameterBucket]  # parameters that move as one stack
     groups: list[BucketGroup]  # of them, by algorithm, with its present rates
-    calls: Sequence[Call]  # of compiled graphs: which stacks each of them moves
+    calls: Sequence[Sequence[int]]  # of graphs: which stacks each of them moves
     # stacks that gradients ("g") and parameters ("x") were copied into, by the number
     # of their bucket; on a CPU they stay for the next step
     scratch: Mapping[tuple[int, str], tuple[Tensor, tuple[Tensor, ...]]]

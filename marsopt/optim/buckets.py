@@ -36,6 +36,7 @@ from marsopt.functional.stacks import (
 from marsopt.functional.step_types import (
     Hyperparameters,
     Members,
+    formula,
     norms_per_tensor,
     scalar_dtype,
 )
@@ -125,7 +126,7 @@ class ParameterBucket:
         """
         first = self.params[0]
         return (
-            self.algorithm,
+            formula(self.algorithm),
             len(self.params),
             first.shape,
             first.stride(),

@@ -10,11 +10,11 @@ import os
 import shutil
 import sysconfig
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,12 @@ from torch.autograd import profiler
 from marsopt.functional import step
 from marsopt.functional.stacks import group_by
 from marsopt.functional.step import Each, Move
-from marsopt.functional.step_types import Stack
-from marsopt.optim.direct import Direct
+from marsopt.functional.step_types import (
+    Hyperparameters,
+    HyperparametersForm,
+    Stack,
+    StackForm,
+)
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +41,6 @@ SMALL = 2**16
 TOGETHER = 4
 # eagerly, how many parameters of one shape are moved as one, and up to which size
 MANY, TINY = 16, 2**12
-
-
-class Call(NamedTuple):
-    """One call of a compiled graph."""
-
-    stacks: list[int]  # positions of the stacks that it moves
-    graph: int  # which graph: calls of one graph differ in their tensors alone
 
 
 def should_stack(p: Tensor, compile: bool, num_alike: int) -> bool:
@@ -65,8 +62,8 @@ def should_stack(p: Tensor, compile: bool, num_alike: int) -> bool:
     return p.device.type != "cpu" or p.numel() <= SMALL
 
 
-def calls(kinds: Sequence[Hashable], compile: bool) -> list[Call]:
-    """Assign stacks to calls of compiled graphs.
+def calls(kinds: Sequence[Hashable], compile: bool) -> list[list[int]]:
+    """Assign stacks, by position, to calls of compiled graphs.
 
     Stacks that occur equally often are compiled into one graph: that of one layer,
     which is called for every layer, or of several layers where these have few stacks;
@@ -77,15 +74,15 @@ def calls(kinds: Sequence[Hashable], compile: bool) -> list[Call]:
         compile: whether the step is compiled.
     """
     if not compile:
-        return [Call(list(range(len(kinds))), 0)]
+        return [list(range(len(kinds)))]
     alike, found = group_by(kinds), []
-    for graph, together in enumerate(group_by([len(kind) for kind in alike])):
+    for together in group_by([len(kind) for kind in alike]):
         layers = list(zip(*(alike[i] for i in together), strict=True))
         most = max(1, TOGETHER // len(together))
         num = max(n for n in range(1, most + 1) if len(layers) % n == 0)
         for start in range(0, len(layers), num):
-            row = [i for layer in layers[start : start + num] for i in layer]
-            found.append(Call(row, graph))
+            part = layers[start : start + num]
+            found.append([i for layer in part for i in layer])
     return found
 
 
@@ -151,15 +148,12 @@ def announce() -> None:
     )
 
 
-def compiled_where_possible(
-    function: Callable[..., Any],
-    *,
-    required: bool,
-    say: Callable[[int, str], None],
-    options: Mapping[str, Any] | None = None,
-) -> Callable[..., Any]:
-    """``function``, compiled; eager wherever dynamo declines to trace. It takes what
-    ``declined`` has returned before its arguments: asked once for many calls.
+class Compiled:
+    """``function``, compiled; eager wherever Dynamo declines to trace.
+
+    A graph takes a flat list of tensors; all that is static is in its closure, and a
+    call chooses its graph by that. So a graph never recompiles, and Dynamo's guards ask
+    its tensors and little else.
 
     It declines under a TorchDispatchMode (CommDebugMode, FlopCounterMode: the tools
     that count see every operation then) and with TORCH_COMPILE_DISABLE=1. Where the
@@ -167,36 +161,111 @@ def compiled_where_possible(
     runs eagerly from then on.
 
     Args:
-        function: takes and changes tensors; reads nothing else.
+        function: takes and changes tensors, in what ``flatten`` knows; reads nothing
+            else.
         required: raise where the backend fails.
         say: told, with a level of logging, why it runs eagerly.
         options: of inductor.
     """
-    compiled = own_compile(function, options)
-    broken = False
 
-    def call(off: str | None, *args: Any) -> Any:
-        nonlocal broken
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        required: bool,
+        say: Callable[[int, str], None],
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._function, self._options = function, _known(options or {})
+        self._required, self._say = required, say
+        self._is_broken = False
+        self._graphs: dict[Hashable, Callable[[list[Tensor]], Any]] = {}
+
+    def __call__(self, off: str | None, *args: Any) -> Any:
+        """Return the function's result.
+
+        Args:
+            off: what ``declined`` has returned, asked once for many calls.
+            args: the function's.
+        """
         if off is not None:
-            say(logging.INFO, f"the optimizer step runs eagerly {off}")
-        if broken or off is not None:
-            return function(*args)
-        announce()
+            self._say(logging.INFO, f"the optimizer step runs eagerly {off}")
+        if self._is_broken or off is not None:
+            return self._function(*args)
+        tensors: list[Tensor] = []
+        form = flatten(args, tensors)
+        graph = self._graphs.get(form)
+        if graph is None:
+            announce()
+            graph = self._graphs[form] = self._compiled(form)
         try:
-            return compiled(*args)
+            return graph(tensors)
         except Exception as error:
-            if required or not backend_failed(error):
+            if self._required or not backend_failed(error):
                 raise
-            broken = True
+            self._is_broken = True
             why = str(error).partition("\n")[0]
-            say(
+            self._say(
                 logging.WARNING,
                 "the optimizer step runs eagerly, since compiling it failed "
                 f"({type(error).__name__}: {why}); compile=True raises this error",
             )
-            return function(*args)
+            return self._function(*args)
 
-    return call
+    def _compiled(self, form: tuple[Any, ...]) -> Callable[[list[Tensor]], Any]:
+        """Return the graph of arguments of this form.
+
+        Dynamo keeps what it has compiled by code object, and limits how often it
+        recompiles one: each graph has its own. Profilers take its name from there, too.
+        """
+        function = self._function
+
+        def call(tensors: list[Tensor]) -> Any:
+            return function(*rebuilt(form, iter(tensors)))
+
+        name = function.__name__
+        code = call.__code__.replace(co_name=name)
+        graph = types.FunctionType(code, globals(), name, None, call.__closure__)
+        return torch.compile(
+            graph, fullgraph=True, dynamic=False, options=dict(self._options)
+        )
+
+
+TENSOR = object()  # stands for one among what is static
+
+
+def flatten(value: Any, tensors: list[Tensor]) -> Any:
+    """Append all tensors in ``value``, and return what is left, hashable: ``rebuilt``
+    joins the two again.
+
+    Args:
+        value: a tensor, a stack, hyperparameters, a tuple or list of these; anything
+            else is static.
+        tensors: to be appended to.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return TENSOR
+    if type(value) in (Stack, Hyperparameters):
+        form, own = value.flat()
+        tensors += own
+        return form
+    if isinstance(value, tuple | list):
+        return tuple([flatten(item, tensors) for item in value])
+    return value
+
+
+def rebuilt(form: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return the value of which ``flatten`` made the ``form`` and the ``tensors``."""
+    if form is TENSOR:
+        return next(tensors)
+    if isinstance(form, StackForm):
+        return form.stack(tensors)
+    if isinstance(form, HyperparametersForm):
+        return form.hyperparameters(tensors)
+    if isinstance(form, tuple):
+        return tuple([rebuilt(item, tensors) for item in form])
+    return form
 
 
 def declined() -> str | None:
@@ -219,25 +288,6 @@ def backend_failed(error: Exception) -> bool:
 def once() -> Callable[[int, str], None]:
     """A way to say things, each once."""
     return cache(lambda level, what: log.log(level, "marsopt: %s", what))
-
-
-def own_compile(
-    function: Callable[..., Any], options: Mapping[str, Any] | None = None
-) -> Callable[..., Any]:
-    """torch.compile with a cache of its own, called past Dynamo where that is safe.
-
-    Dynamo keeps compiled code by code object: two optimizers that compile one function
-    would share the limit on recompiles. It is that of which tools read a graph's name.
-    """
-    own = types.FunctionType(
-        function.__code__.replace(co_name=function.__name__),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    own.__kwdefaults__ = function.__kwdefaults__
-    return Direct(own, _known(options or {}))
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,11 +342,6 @@ def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     return moved_
 
 
-def _without(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` behind an argument that it does not need."""
-    return lambda _, *args: function(*args)
-
-
 def _commit(old: Stack, new: Stack) -> None:
     """Write what is new into the tensors that hold it."""
     if new.x is not old.x:
@@ -324,40 +369,40 @@ class InPlace:
     """
 
     def __init__(
-        self, calls: Sequence[Call], *, alone: bool, compile: bool, required: bool
+        self,
+        calls: Sequence[Sequence[int]],
+        *,
+        alone: bool,
+        compile: bool,
+        required: bool,
     ) -> None:
         self.calls = calls
         self.is_fused = alone and len(calls) == 1
         self._alone = alone
         self._compile, self._required = compile, required
-        self._functions: dict[tuple[Callable[..., Any], int], Callable[..., Any]] = {}
+        self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._say = once()
 
-    def _compiled(
-        self, function: Callable[..., Any], graph: int = 0
-    ) -> Callable[..., Any]:
-        """Return ``function`` as calls of this graph take it, behind an argument: what
-        ``declined`` has returned.
-        """
-        if (function, graph) not in self._functions:
-            is_number = function in (step.assess_alone, step.decide)
+    def _run(self, function: Callable[..., Any], off: str | None, *args: Any) -> Any:
+        """Return ``function(*args)``, compiled; what it moves is written in place."""
+        if function not in self._functions:
             moves = function in (step.update, step.apply)
             made = in_place(function) if moves else function
             if self._compile:
-                made = compiled_where_possible(
+                is_number = function in (step.assess_alone, step.decide)
+                made = Compiled(
                     made,
                     required=self._required,
                     say=self._say,
                     options=NUMBERS if is_number else None,
                 )
-            else:
-                made = _without(made)
-            self._functions[function, graph] = made
-        return self._functions[function, graph]
+            self._functions[function] = made
+        run = self._functions[function]
+        return run(off, *args) if self._compile else run(*args)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         with named_range(RANGES[function]):
-            return self._compiled(function)(declined(), *args)
+            return self._run(function, declined(), *args)
 
     def meet(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         with named_range(f"marsopt: {what}"):
@@ -375,7 +420,7 @@ class InPlace:
 
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
         # ranks exchange all that they have at once, in buckets
-        return [c.stacks for c in self.calls] if self._alone else [range(len(stacks))]
+        return self.calls if self._alone else [range(len(stacks))]
 
     def store(
         self, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor | None, ...]
@@ -396,11 +441,11 @@ class InPlace:
         found: list[Any] = [None] * len(stacks)
         off = declined()
         for call in self.calls:
-            mine = [i for i in call.stacks if not columns or columns[0][i] is not None]
+            mine = [i for i in call if not columns or columns[0][i] is not None]
             if not mine:
                 continue
             lists = [[column[i] for i in mine] for column in (stacks, *columns)]
-            parts = self._compiled(function, call.graph)(off, *lists)
+            parts = self._run(function, off, *lists)
             for i, part in zip(mine, parts, strict=True):
                 found[i] = part
         return found

@@ -94,17 +94,18 @@ class AdamW(Preconditioner):
         root = (1 - beta2**t).sqrt()
         eps = self.eps / root if self.epsilon_hat else self.eps
         rate, decay = lr / (1 - beta1**t), 1 - lr * self.weight_decay
+        of_moments = beta1, 1 - beta1, beta2, 1 - beta2
         if not self.nesterov:
-            return 1 / root, eps, decay, rate
+            return *of_moments, 1 / root, eps, decay, rate
         rate_m = lr * beta1 / (1 - beta1 ** (t + 1))
-        return 1 / root, eps, decay, rate_m, (1 - beta1) * rate
+        return *of_moments, 1 / root, eps, decay, rate_m, (1 - beta1) * rate
 
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        (beta1, beta2), (debias, eps, decay, rate_m, *rate_c) = self.betas, s
-        m = beta1 * buffers["m"] + (1 - beta1) * c
-        v = largest = beta2 * buffers["v"] + (1 - beta2) * (c * c)
+        beta1, weight1, beta2, weight2, debias, eps, decay, rate_m, *rate_c = s
+        m = beta1 * buffers["m"] + weight1 * c
+        v = largest = beta2 * buffers["v"] + weight2 * (c * c)
         new = {"m": m, "v": v}
         if self.amsgrad:
             new["v_max"] = largest = torch.maximum(buffers["v_max"], v)
@@ -128,14 +129,14 @@ class AdamW(Preconditioner):
         e is taken from what the decay is in ``dtype``: its rounding would add up.
         Where y would keep less than half of x, it is x'.
         """
-        debias, eps, decay, rate = s
+        *of_moments, debias, eps, decay, rate = s
         e = 1 - decay
         k = torch.where((1 + k) * e <= 0.5, k, 0.0)
         decay = (1 - (1 + k) * e).to(dtype).to(k.dtype)
         e = torch.where(k > -0.5, (1 - decay) / (1 + k), e)
         back = k / decay
         numbers = back * e, back * rate, debias, eps
-        return (debias, eps, decay, (1 + k) * rate), numbers
+        return (*of_moments, debias, eps, decay, (1 + k) * rate), numbers
 
     def behind(self, y: Tensor, buffers: Tensors, numbers: Sequence[Tensor]) -> Tensor:
         e, rate, *_ = numbers

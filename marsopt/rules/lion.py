@@ -50,15 +50,18 @@ class Lion(Preconditioner):
     def scalars(
         self, t: Tensor, lr: Number, w: Number | None = None
     ) -> tuple[Number, ...]:
-        return lr, 1 - lr * self.weight_decay
+        beta1, beta2 = self.betas
+        decay = 1 - lr * self.weight_decay
+        return lr, decay, beta1, 1 - beta1, beta2, 1 - beta2
 
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        (beta1, beta2), (rate, decay), m = self.betas, s, buffers["m"]
-        step = rate * torch.sign(beta1 * m + (1 - beta1) * c)
+        lr, decay, beta1, weight1, beta2, weight2 = s
+        m = buffers["m"]
+        step = lr * torch.sign(beta1 * m + weight1 * c)
         x = self.decay_of(x, step, decay) * x - step
-        return x, {"m": beta2 * m + (1 - beta2) * c}
+        return x, {"m": beta2 * m + weight2 * c}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,7 +90,7 @@ class SignAverage(Average):
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        rate, decay, *w = s
-        m, u = self.average(buffers["m"], c, tuple(w))
-        step = rate * torch.sign(u)
+        lr, decay, *weights = s
+        m, u = self.average(buffers["m"], c, weights)
+        step = lr * torch.sign(u)
         return self.decay_of(x, step, decay) * x - step, {"m": m}

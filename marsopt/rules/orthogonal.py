@@ -73,8 +73,8 @@ class MatrixAverage(Average, MatrixPreconditioner):
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        _, _, *w = s
-        m, u = self.average(buffers["m"], c, tuple(w))
+        _, _, *weights = s
+        m, u = self.average(buffers["m"], c, weights)
         return (None if u is m else u), {"m": m}
 
     def at_owner(self, given: Sequence[Whole], stage: Hashable) -> list[Whole]:
@@ -89,8 +89,8 @@ class MatrixAverage(Average, MatrixPreconditioner):
         s: tuple[Tensor, ...],
         shape: torch.Size,
     ) -> Tensor:
-        rate, decay, *_ = s
-        step = (rate * lr_scale(self.adjust_lr_fn, shape)) * o
+        lr, decay, *_ = s
+        step = (lr * lr_scale(self.adjust_lr_fn, shape)) * o
         return self.decay_of(x, step, decay) * x - step
 
 

@@ -65,6 +65,11 @@ class Preconditioner(ABC):
     ) -> tuple[Number, ...]:
         """Return what is one number for a whole tensor, from t = 1, 2, ... (N,):
         numbers or (N,) tensors. ``w`` is as in ``Average``.
+
+        ``update`` and ``apply`` get them as factors of x, in the dtype in which x is
+        computed, made from float64: 1 - beta, too, is best made here. One that reads
+        these alone, and no hyperparameter of its own, shares its compiled graph with
+        all others of its kind.
         """
 
     @abstractmethod
@@ -285,12 +290,16 @@ class Average(Preconditioner):
     def scalars(
         self, t: Tensor, lr: Number, w: Number | None = None
     ) -> tuple[Number, ...]:
-        weights = () if w is None else (w,)
-        return lr, 1 - lr * self.weight_decay, *weights
+        mu = self.momentum
+        weights = () if w is None else (w, 1 - w)
+        return lr, 1 - lr * self.weight_decay, mu, 1 - mu, *weights
 
     def average(
-        self, m: Tensor, c: Tensor, w: tuple[Tensor, ...]
+        self, m: Tensor, c: Tensor, weights: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return (m, u); u is m itself where there is no w."""
-        m = self.momentum * m + (1 - self.momentum) * c
-        return m, (w[0] * c + (1 - w[0]) * m if w else m)
+        """Return (m, u), by what follows lr and the decay among ``scalars``; u is m
+        itself where there is no w.
+        """
+        mu, weight, *w = weights
+        m = mu * m + weight * c
+        return m, (w[0] * c + w[1] * m if w else m)
