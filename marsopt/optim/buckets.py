@@ -6,16 +6,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.functional.binding import (
-    Side,
     allocate,
     buffer_shape,
     matrix_rows,
@@ -24,7 +23,6 @@ from marsopt.functional.binding import (
     start_at_owner,
 )
 from marsopt.functional.collectives import Collectives, Owned
-from marsopt.functional.routing import Routing
 from marsopt.functional.stacks import (
     adjacent,
     can_relocate,
@@ -45,6 +43,7 @@ from marsopt.optim.state_dict import State
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import AHEAD, LOOKAHEAD, Buffer, is_full
 from marsopt.rules.dtypes import working_dtype
+from marsopt.rules.hyperparameters import with_numbers
 from marsopt.rules.matrices import MatrixRows
 from marsopt.rules.registry import STATE_KEYS
 
@@ -135,65 +134,179 @@ class ParameterBucket:
         )
 
 
+class GroupSide(NamedTuple):
+    """The parameters of one param group that one algorithm moves."""
+
+    algorithm: Algorithm
+    lr: Tensor
+    gamma: Tensor
+    group: dict[str, Any]
+    params: list[Tensor]
+    labels: list[str]
+
+
+class JoinedNumbers:
+    """The hyperparameters of several groups whose algorithms have one formula, as one
+    algorithm whose numbers are vectors over all their parameters (N,).
+
+    Args:
+        sides: those that are joined, on one device.
+    """
+
+    def __init__(self, sides: Sequence[GroupSide]) -> None:
+        self._columns: list[tuple[list[Tensor], Tensor]] = []
+        self._num = sum(len(side.params) for side in sides)
+        first = sides[0].algorithm
+        self.algorithm = replace(
+            first,
+            preconditioner=with_numbers(
+                [side.algorithm.preconditioner for side in sides], self._vector
+            ),
+            correction=with_numbers(
+                [side.algorithm.correction for side in sides], self._vector
+            ),
+        )
+        self.lr = self._vector([side.lr for side in sides])
+        self.gamma = self._vector([side.gamma for side in sides])
+
+    def _vector(self, cells: list[Tensor]) -> Tensor:
+        vector = cells[0].new_zeros(self._num)
+        self._columns.append((cells, vector))
+        return vector
+
+    def refresh(self, index: Tensor) -> None:
+        """Take over the groups' present numbers.
+
+        Args:
+            index: (N,) the number of each parameter's side, int64.
+        """
+        for cells, vector in self._columns:
+            torch.index_select(torch.stack(cells), 0, index, out=vector)
+
+
 @dataclass
 class BucketGroup:
-    """The buckets that one algorithm moves with one set of hyperparameters."""
+    """The buckets that one algorithm moves, and its hyperparameters."""
 
     hyper: Hyperparameters
     buckets: list[ParameterBucket]
-    group: dict[str, Any]  # the param group
+    groups: list[dict[str, Any]]  # the param groups of its parameters
     # numbers of ``hyper`` that a step brings from and to ``optimizer.state``, whose
     # tensors are in somebody's memory: (ours, theirs)
     apart: tuple[list[Tensor], list[Tensor]]
+    # of several groups: their numbers, and which of them each parameter has
+    joined: JoinedNumbers | None = None
+    index: Tensor | None = None
+
+    def refresh(self) -> None:
+        """Take over the groups' present numbers."""
+        if self.joined is not None:
+            self.joined.refresh(self.index)
 
 
 # ---- buckets -------------------------------------------------------------------------
 
 
-def build(
+def split(
     groups: Sequence[dict[str, Any]],
     number: int,
-    routing: Routing,
+    hyper: DeviceHyperparameters,
     state: State,
     collectives: Collectives,
-    stacked: Callable[[Tensor, int], bool],
-) -> list[tuple[Side, list[ParameterBucket]]]:
-    """Return the buckets of a group, by who moves them. Nothing is written.
+) -> list[GroupSide]:
+    """Return the parameters of a group that move, by who moves them. Nothing is
+    written.
 
     Args:
         groups: all param groups.
         number: of one of them.
-        routing: who moves its parameters.
+        hyper: its hyperparameters.
         state: the optimizer's.
         collectives: who holds the parameters.
-        stacked: whether a parameter shares its bucket with those of its shape, of which
-            there are so many.
 
     Raises:
         ValueError: state that is not a parameter's.
     """
-    group = groups[number]
+    group, routing = groups[number], hyper.routing
     params = group["params"]
     names = group.get("param_names", [f"{i}" for i in range(len(params))])
     moving = [i for i, p in enumerate(params) if moves(p, state)]
-    sides = []
+    found = []
     for side in routing.sides([params[i] for i in moving]):
         part = [moving[n] for n in side.members]
         for i in part:
             what = label(groups, number, i)
             check_state(params[i], what, side.algorithm, state, collectives)
-        keys = _keys([params[i] for i in part], state, collectives, stacked)
-        buckets = [
-            ParameterBucket(
-                algorithm=side.algorithm,
-                params=[params[part[n]] for n in members],
-                labels=[names[part[n]] for n in members],
-                collectives=collectives,
+        own_rate = side.is_fallback and routing.own_rate
+        own_gamma = side.is_fallback and routing.own_gamma
+        found.append(
+            GroupSide(
+                side.algorithm,
+                hyper.lr_1d if own_rate else hyper.lr,
+                hyper.gamma_1d if own_gamma else hyper.gamma,
+                group,
+                [params[i] for i in part],
+                [names[i] for i in part],
             )
-            for members in group_by(keys)
-        ]
-        sides.append((side, buckets))
-    return sides
+        )
+    return found
+
+
+def alike(sides: Sequence[GroupSide]) -> list[list[GroupSide]]:
+    """Return the sides that are moved together: those of one formula, whose numbers
+    then are vectors. Owners of matrices read theirs from the algorithm itself, and the
+    norms of a tensor's parts are more than its numbers: these are moved one by one.
+    """
+    return [
+        [sides[i] for i in members]
+        for members in group_by(
+            [
+                formula(side.algorithm) if _may_join(side) else i
+                for i, side in enumerate(sides)
+            ]
+        )
+    ]
+
+
+def _may_join(side: GroupSide) -> bool:
+    algorithm = side.algorithm
+    if any(algorithm.num_clipped(p.shape) > 1 for p in side.params):
+        return False
+    if not algorithm.matrix_only:
+        return True
+    preconditioner = algorithm.matrix_preconditioner
+    return not (preconditioner.row_outputs or preconditioner.owned)
+
+
+def build(
+    sides: Sequence[GroupSide],
+    state: State,
+    collectives: Collectives,
+    stacked: Callable[[Tensor, int], bool],
+) -> tuple[JoinedNumbers | None, list[ParameterBucket]]:
+    """Return the buckets of sides that are moved together, and where these are several,
+    their numbers. Nothing is written.
+
+    Args:
+        sides: of ``alike``.
+        state: the optimizer's.
+        collectives: who holds the parameters.
+        stacked: whether a parameter shares its bucket with those of its shape, of which
+            there are so many.
+    """
+    joined = JoinedNumbers(sides) if len(sides) > 1 else None
+    params = [p for side in sides for p in side.params]
+    labels = [name for side in sides for name in side.labels]
+    buckets = [
+        ParameterBucket(
+            algorithm=sides[0].algorithm if joined is None else joined.algorithm,
+            params=[params[i] for i in members],
+            labels=[labels[i] for i in members],
+            collectives=collectives,
+        )
+        for members in group_by(_keys(params, state, collectives, stacked))
+    ]
+    return joined, buckets
 
 
 def check_state(
@@ -227,30 +340,36 @@ def check_state(
 
 
 def join(
-    side: Side,
+    sides: Sequence[GroupSide],
+    joined: JoinedNumbers | None,
     buckets: list[ParameterBucket],
-    group: dict[str, Any],
-    hyper: DeviceHyperparameters,
     state: State,
     known: Mapping[int, Tensor],
 ) -> BucketGroup:
     """Return buckets with their hyperparameters; ``state`` gets the numbers of every
     parameter.
     """
-    own_rate = side.is_fallback and hyper.routing.own_rate
-    own_gamma = side.is_fallback and hyper.routing.own_gamma
     params = [p for bucket in buckets for p in bucket.params]
     apart: tuple[list[Tensor], list[Tensor]] = ([], [])
-    numbers = Hyperparameters(
-        algorithm=side.algorithm,
-        lr=hyper.lr_1d if own_rate else hyper.lr,
-        gamma=hyper.gamma_1d if own_gamma else hyper.gamma,
+    numbers = sides[0] if joined is None else joined
+    algorithm = numbers.algorithm
+    hyper = Hyperparameters(
+        algorithm=algorithm,
+        lr=numbers.lr,
+        gamma=numbers.gamma,
         t=_steps(params, state, apart),
         dtypes=tuple(dict.fromkeys(working_dtype(b.params[0]) for b in buckets)),
-        behind=_behind(side.algorithm.num_behind, params, state, known, apart),
+        behind=_behind(algorithm.num_behind, params, state, known, apart),
         parts=norms_per_tensor([(len(b.params), b.num_clipped) for b in buckets]),
     )
-    return BucketGroup(numbers, buckets, group, apart)
+    index = None
+    if joined is not None:
+        number = {p: i for i, side in enumerate(sides) for p in side.params}
+        index = torch.tensor([number[p] for p in params], device=params[0].device)
+    groups = [side.group for side in sides]
+    found = BucketGroup(hyper, buckets, groups, apart, joined, index)
+    found.refresh()
+    return found
 
 
 def _keys(

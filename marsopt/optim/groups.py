@@ -60,6 +60,7 @@ CARRIED = frozenset(
 # somebody passes them.
 AUTHORS_STRUCTURE = frozenset({"mars_type", "optimize_1d", "amsgrad", "epsilon_hat"})
 RARE_NUMBERS = frozenset({"base_lr", "gamma_1d"})
+SCALARS = frozenset({float, int, type(None)})  # one that is the same object is equal
 # Those of torch.optim's that change nothing with these values.
 IDLE = dict(maximize=False, differentiable=False, decoupled_weight_decay=True)
 
@@ -576,35 +577,38 @@ class DeviceHyperparameters:
 
     def refresh(self, group: Mapping[str, Any]) -> bool:
         """Take over what has changed in a group, which they fit, since the last call;
-        return whether a number has.
+        return whether anything may have: of a tensor that is nobody knows.
 
         Raises:
             ValueError: a value out of its range.
         """
         check_direction(group)
-        now = self._plain(group)
+        now, seen = self._plain(group), self._seen
         changed = [
             name
             for name, value in now.items()
-            if _holds_tensor(value)
-            or _holds_tensor(before := self._seen.get(name, ...))  # no device is asked
-            or before != value
+            if not (type(value) in SCALARS and value is seen.get(name, ...))
+            and (
+                _holds_tensor(value)  # no device is asked
+                or _holds_tensor(before := seen.get(name, ...))
+                or before != value
+            )
         ]
+        if not changed:
+            return False
         new = {
             n: now[n]
             for n in changed
             if self._seen.get(n, ...) is not now[n] or checks.can_read(now[n])
         }
         check_values(self._numbers, new)
-        if changed:
-            own = now["gamma_1d"] if self.routing.own_gamma else None
-            gamma_1d = now["gamma"] if own is None else own
-            values = now | {"lr_1d": self._rate_1d(group, now), "gamma_1d": gamma_1d}
-            for name, cell in self._cells.items():
-                if name in changed or name in ("lr_1d", "gamma_1d"):
-                    _set(cell, values[name])
+        own = now["gamma_1d"] if self.routing.own_gamma else None
+        gamma_1d = now["gamma"] if own is None else own
+        values = now | {"lr_1d": self._rate_1d(group, now), "gamma_1d": gamma_1d}
+        for name in {*changed, "lr_1d", "gamma_1d"} & self._cells.keys():
+            _set(self._cells[name], values[name])
         self._seen = now
-        return any(not _holds_tensor(now[name]) for name in changed)
+        return True
 
     def digest_text(self, group: Mapping[str, Any]) -> str:
         """Return what ranks have to have alike, but for tensors."""

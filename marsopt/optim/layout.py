@@ -76,19 +76,18 @@ class Layout:
         def stacked(p: Tensor, num_alike: int) -> bool:
             return should_stack(p, compile, num_alike)
 
-        self._sides = [
-            (group, hyper[id(group)], *side)
+        sides = [
+            side
             for i, group in numbered
-            for side in buckets.build(
-                groups,
-                i,
-                hyper[id(group)].routing,
-                state,
-                self._collectives,
-                stacked,
+            for side in buckets.split(
+                groups, i, hyper[id(group)], state, self._collectives
             )
         ]
-        self.buckets = [b for *_, several in self._sides for b in several]
+        self._together = [
+            (alike, *buckets.build(alike, state, self._collectives, stacked))
+            for alike in buckets.alike(sides)
+        ]
+        self.buckets = [b for *_, several in self._together for b in several]
         self.members = [bucket.members for bucket in self.buckets]
         self.params = [p for bucket in self.buckets for p in bucket.params]
         self._every = [p for group in groups for p in group["params"]]
@@ -123,13 +122,13 @@ class Layout:
         known = {} if before is None else before.stacks
         self._before = None
         self.groups = [
-            buckets.join(side, several, group, numbers, state, known)
-            for group, numbers, side, several in self._sides
+            buckets.join(sides, joined, several, state, known)
+            for sides, joined, several in self._together
         ]
         for group in self.groups:
             # there from the start, to be loaded into
             if group.hyper.algorithm.has_stages:
-                group.group.setdefault(STAGE_COUNT, 0)
+                group.groups[0].setdefault(STAGE_COUNT, 0)
         for bucket in self.buckets:
             buckets.attach(bucket, state, known)
         ways: dict[Hashable, list[ParameterBucket]] = {}
@@ -267,8 +266,8 @@ class Layout:
             RuntimeError: a CUDA graph captures it, and it has to send something that is
                 on the host.
         """
-        refreshed = [hyper.refresh(group) for group, hyper in self._hyper]  # all
-        if any(refreshed):
+        changed = [hyper.refresh(group) for group, hyper in self._hyper]  # all
+        if any(changed):
             self._digest = None
         copies: Copies = ([], [])
         self._away, self._moved = ([], []), []
@@ -282,10 +281,13 @@ class Layout:
             for bucket in group.buckets:
                 stacks.append(self._stack(number, bucket, copies, live))
                 number += 1
-            hyper, lr = group.hyper, group.group["lr"]
-            if isinstance(lr, Tensor) and not checks.can_read(lr):
+            if any(changed):
+                group.refresh()
+            hyper, first = group.hyper, group.groups[0]
+            rates = [own["lr"] for own in group.groups]
+            if any(isinstance(r, Tensor) and not checks.can_read(r) for r in rates):
                 hyper = hyper._replace(unread_lr=hyper.lr)
-            found.append(RuleGroup(hyper, stacks, group.group.get(STAGE_COUNT, 0)))
+            found.append(RuleGroup(hyper, stacks, first.get(STAGE_COUNT, 0)))
         if copies[0]:
             torch._foreach_copy_(*copies)
         self.has_gradients = any(live)
@@ -429,8 +431,9 @@ class Layout:
             if group.hyper.algorithm.has_stages:
                 # the first step makes what others go on from: it is taken until one is
                 # finite. Who waits for eigenvectors may wait for that, too
-                waits = not group.group[STAGE_COUNT] and not is_fake(decision.finite)
-                group.group[STAGE_COUNT] += int(decision.finite) if waits else 1
+                (own,) = group.groups
+                waits = not own[STAGE_COUNT] and not is_fake(decision.finite)
+                own[STAGE_COUNT] += int(decision.finite) if waits else 1
 
     # ---- gradients -------------------------------------------------------------------
 

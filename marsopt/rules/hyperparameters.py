@@ -7,7 +7,8 @@ tensor. Any other field is structure, a Python value that formulas depend on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import Field, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -171,6 +172,25 @@ def check_fields(component: Any) -> None:
             check(_name(f), value)
         if (line := known.get(_name(f))) is not None:  # no component of it
             object.__setattr__(component, f.name, line.plain(value))
+
+
+def with_numbers(components: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
+    """Return one component for several that differ in numbers alone: a copy of the
+    first, whose every number is what ``join`` makes of all of theirs. They were checked
+    one by one.
+    """
+    first = components[0]
+    if first is None:
+        return None
+    joined = copy(first)
+    for f in fields(first):
+        values = [getattr(component, f.name) for component in components]
+        if f.metadata.get("number") and values[0] is not None:
+            is_pair = isinstance(values[0], tuple)
+            pairs = zip(*values, strict=True) if is_pair else [values]
+            numbers = tuple(join(list(column)) for column in pairs)
+            object.__setattr__(joined, f.name, numbers if is_pair else numbers[0])
+    return joined
 
 
 def check_values(known: Table, given: Mapping[str, Any]) -> None:
