@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from marsopt.functional.collectives import LOCAL
 from marsopt.functional.routing import all_hyperparameters
+from marsopt.functional.step import global_clip
 from marsopt.functional.step_types import scalar_dtype
 from marsopt.optim.buckets import BucketGroup, ParameterBucket
 from marsopt.optim.compiled import Call, InPlace, calls, once, resolve_compile
@@ -34,6 +35,8 @@ from marsopt.optim.groups import (
 )
 from marsopt.optim.layout import STAGE_COUNT, Layout
 from marsopt.optim.param_groups import warn_of_embeddings
+from marsopt.optim.protocols.base import Factor, ParameterHandle
+from marsopt.optim.protocols.table import protocol_of
 from marsopt.optim.state_dict import (
     TRAIN_MODE,
     check_ids,
@@ -42,7 +45,7 @@ from marsopt.optim.state_dict import (
     to_restore,
     under_loaded,
 )
-from marsopt.optim.watch import Reminder, Standstill, Writes, one_at_a_time
+from marsopt.optim.watch import Standstill, Writes, one_at_a_time
 from marsopt.rules import checks
 from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.registry import correction_named
@@ -67,7 +70,7 @@ class Description(NamedTuple):
     # 0-D, on the device, which steps read and write where they are: how many steps were
     # skipped and, if there is one, the threshold of the global norm
     scalars: list[Tensor]
-    num_life_bytes: int  # held by the correction beside ``optimizer.state``
+    num_protocol_bytes: int  # held for the correction beside ``optimizer.state``
     is_torn: bool  # whether an exception has broken off a step
 
 
@@ -88,18 +91,18 @@ class LayoutOptimizer(Optimizer):
         self._loading: dict[str, Any] | None = None  # inside load_state_dict
         self._grad_norm: Tensor | None = None
         self._skipped = torch.zeros((), dtype=torch.int64)
-        self._life = correction_named(options["correction"]).life()
-        self._say, self._writes = once(), Writes()
-        self._standstill, self._reminder = Standstill(), Reminder()
+        self._start_watching()
         self._agreed = False  # whether all ranks were found to hold the same options
-        self._follows = False  # whether some model's hooks know of it
-        self._lent = False  # whether parameters are x for a state dict alone
         check_no_module(params)
         super().__init__(params, defaults)
         warn_of_embeddings(self.param_groups, self._say)
         warn_of_half_precision(self.param_groups, self._options, self._say)
         self._place()
         self._build()
+
+    def _start_watching(self) -> None:
+        self._protocol = protocol_of(correction_named(self._options["correction"]))()
+        self._say, self._writes, self._standstill = once(), Writes(), Standstill()
 
     # ---- construction --------------------------------------------------------------
 
@@ -132,7 +135,7 @@ class LayoutOptimizer(Optimizer):
             )
         for what in unread(param_group, self._ours):
             self._say(logging.WARNING, what)
-        if self._life.exchanges:
+        if TRAIN_MODE in self.defaults:
             self.param_groups[-1][TRAIN_MODE] = self.param_groups[0][TRAIN_MODE]
         if self._layout is not None:  # else the constructor is still adding groups
             warn_of_embeddings(self.param_groups, self._say)
@@ -163,16 +166,13 @@ class LayoutOptimizer(Optimizer):
         bound = layout is not None
         if layout is None:
             layout = self._new_layout()
-        if self._layout is not None:
-            with torch.no_grad():
-                self._life.settle(self._layout.held)
-        self._life.forget(self.state)
-        before = self._life.before_rebuild()
-        try:
+        before = [] if self._layout is None else self._layout.handles
+        with (
+            torch.no_grad(),
+            self._protocol.moving(before, layout.handles, self.state),
+        ):
             if not bound:
                 layout.bind()
-        finally:
-            self._life.after_rebuild(layout.held, before)
         self._max_norm: Tensor | None = None
         self.max_norm = self._options["max_norm"]
         self._run = self._run_of([bucket.kind() for bucket in layout.buckets])
@@ -238,24 +238,37 @@ class LayoutOptimizer(Optimizer):
         if not self._present.covers(self.param_groups):
             self._build()
 
+    # ---- the protocol of the correction ----------------------------------------------
+
+    @torch.inference_mode(False)  # under which later steps could not write what is made
     @torch.no_grad()
     @without_autocast
-    def _settle(self) -> None:
-        """Take over what somebody has written into parameters since the last step, or
-        loaded into the state.
-        """
-        self._life.settle(self._present.held)
-        self._life.complete(self._present.held)
+    def _ask(self, call: str, *arguments: Any) -> Any:
+        """Let the correction's protocol answer a method; None where it does not."""
+        answer = self._protocol.answers.get(call)
+        return None if answer is None else answer(self._protocol, self, *arguments)
+
+    def _handles(self, call: str, *, agree: bool = True) -> list[ParameterHandle]:
+        return self._fitting(call, agree=agree).handles
+
+    @torch.no_grad()
+    @without_autocast
+    def _covered_handles(self) -> list[ParameterHandle]:
+        self._cover()
+        self._protocol.sync_from_params(self._present.handles)
+        return self._present.handles
+
+    def _gradient_factor(self, grad_scale: float | Tensor | None) -> Factor:
+        factor = None if grad_scale is None else 1.0 / grad_scale
+        if self._max_norm is None:
+            return factor
+        scale = 1.0 if factor is None else factor
+        return scale * global_clip(self._present.grad_norm() * scale, self._max_norm)
 
     @property
     def _ours(self) -> set[str]:
         """What MARS keeps in groups beside hyperparameters."""
         return {*self.defaults, TRAIN_MODE, STAGE_COUNT}
-
-    @property
-    def _in_train_mode(self) -> bool:
-        groups = self.param_groups
-        return not self._life.exchanges or all(group[TRAIN_MODE] for group in groups)
 
     @property
     def max_norm(self) -> float | None:
@@ -288,7 +301,7 @@ class LayoutOptimizer(Optimizer):
             calls=self._run.calls,
             scratch=self._present.scratch,
             scalars=[s for s in (self._skipped, self._max_norm) if s is not None],
-            num_life_bytes=self._life.num_bytes,
+            num_protocol_bytes=self._protocol.num_bytes,
             is_torn=self._writes.are_torn,
         )
 
@@ -318,20 +331,9 @@ class LayoutOptimizer(Optimizer):
             RuntimeError: an exception has broken off a step.
         """
         self._writes.check("state_dict()")
-        self._life.check_may_save()
-        self._cover()
-        if self._follows:
-            self.lend()
-        self._settle()
-        if self._life.is_away and self._in_train_mode:
-            self._say(
-                logging.WARNING,
-                "state_dict() in train mode: the parameters are the points where "
-                "gradients are taken, ahead of the model that is trained. Training "
-                "resumes exactly from them; to save or evaluate the model, call "
-                "optimizer.eval() before and optimizer.train() after, or "
-                "optimizer.follow(model) once",
-            )
+        self._protocol.check_may_save()
+        self._ask("state_dict")
+        self._covered_handles()
         found = self._listed_state_dict()
         every = all_hyperparameters()
         for group in found["param_groups"]:
@@ -395,7 +397,6 @@ class LayoutOptimizer(Optimizer):
         finally:
             handle.remove()
             self._loading = None
-        self._lent = False  # parameters are what the saved mode says
         if torn:
             log.warning(
                 "marsopt: state was loaded after a step that an exception had broken "
@@ -408,7 +409,7 @@ class LayoutOptimizer(Optimizer):
         """
         before = self.param_groups
         groups = zip(before, cast["param_groups"], strict=True)
-        foreign = set() if self._life.exchanges else {TRAIN_MODE, "gamma_1d"}
+        foreign = set() if TRAIN_MODE in self.defaults else {TRAIN_MODE, "gamma_1d"}
         self.param_groups = [
             {**old, **{key: new[key] for key in new if key not in foreign}}
             | {key: old[key] for key in ("param_names",) if key in old}  # of ours
@@ -435,7 +436,7 @@ class LayoutOptimizer(Optimizer):
             for tensor, value in pairs:  # the authors' step is an int
                 is_tensor = isinstance(value, Tensor)
                 tensor.copy_(value) if is_tensor else tensor.fill_(value)
-            self._life.loaded(layout.held, entries, self._in_train_mode)
+            self._protocol.load(layout.handles, entries)
             self._build(layout)
 
     def _claimed(
@@ -455,11 +456,12 @@ class LayoutOptimizer(Optimizer):
     @one_at_a_time("a copy or pickle")
     def __getstate__(self) -> dict[str, Any]:
         self._writes.check("a copy or pickle")
-        self._life.check_may_save()
-        self._settle()
-        names = ("_options", "_compile", "_skipped", "_lent")
+        self._protocol.check_may_save()
+        with torch.no_grad():
+            self._protocol.sync_from_params(self._present.handles)
+        names = ("_options", "_compile", "_skipped")
         kept = {key: getattr(self, key) for key in names}
-        return {**super().__getstate__(), **kept, "_carried": self._life.carried()}
+        return {**super().__getstate__(), **kept, "_progress": self._protocol.progress}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if self.__dict__.get("_loading") is not None:
@@ -471,10 +473,9 @@ class LayoutOptimizer(Optimizer):
         if "_options" in state:  # from a pickle or deepcopy
             self._forget_layouts()
             self._grad_norm = None
-            self._agreed = self._follows = False
-            self._life = correction_named(self._options["correction"]).life()
-            carried = self.__dict__.pop("_carried")
-            self._say, self._writes = once(), Writes()
-            self._standstill, self._reminder = Standstill(), Reminder()
+            self._agreed = False
+            progress = self.__dict__.pop("_progress")
+            self._start_watching()
             self._build()
-            self._life.resumed(self._present.held, carried)
+            self._protocol.load(self._present.handles, self.state)
+            self._protocol.progress = progress

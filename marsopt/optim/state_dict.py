@@ -161,6 +161,21 @@ def check_not_ours(state: State, saved: Mapping[str, Any]) -> None:
             )
 
 
+def _check_form_of_x(saved: set[str], present: set[str], label: str) -> None:
+    """Check that transport's x is ``saved`` in the form in which it is ``present``.
+
+    Raises:
+        ValueError: one side has x, the other one numbers from which it follows.
+    """
+    if saved and present and (LOOKAHEAD in saved) != (LOOKAHEAD in present):
+        raise ValueError(
+            f"got a state dict with {sorted(saved)} of {label}, expected "
+            f"{sorted(present)}: store_iterate, and the dtypes of parameters and "
+            "state, decide whether transport keeps x; build MARS with those of the run "
+            "that saved it"
+        )
+
+
 def to_restore(
     state: State, labelled: Sequence[tuple[Tensor, str]], saved: Mapping[str, Any]
 ) -> list[tuple[Tensor, Any]]:
@@ -169,11 +184,13 @@ def to_restore(
     round float32 state of bf16 parameters. What is there already is left out.
 
     From one correction to another moments go on. What only one of them keeps starts
-    anew: a gradient at zero, what starts as the parameter as its ``Life.loaded`` has
-    it. So does all of a parameter that ``saved`` has no entry of: it has not moved yet.
+    anew: a gradient at zero, what starts as the parameter as its protocol's ``load``
+    has it. So does all of a parameter that ``saved`` has no entry of: it has not moved
+    yet.
 
     Raises:
-        ValueError: something is missing, or has another shape.
+        ValueError: something is missing, or has another shape; x is kept on one side,
+            and follows from numbers on the other.
     """
     pairs, restarts = [], set()
     every, restarting = _correction_keys(), _correction_keys("parameter")
@@ -185,9 +202,8 @@ def to_restore(
             without.append(label)
             continue  # ``under_loaded`` has let it start anew
         found = _under_our_names(mine, found)
-        mine.pop(AHEAD, None)  # this, and x in another form, the correction takes over
-        if points & set(found):
-            mine = {k: v for k, v in mine.items() if k in found or k not in points}
+        mine.pop(AHEAD, None)  # which the protocol of the correction takes over
+        _check_form_of_x(points & set(found), points & set(mine), label)
         absent = set(mine) - set(found)
         # saved with a correction that ours is not
         others = (every & set(found)) - set(mine)
