@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -248,17 +249,33 @@ class LayoutOptimizer(Optimizer):
         answer = self._protocol.answers.get(call)
         return None if answer is None else answer(self._protocol, self, *arguments)
 
-    def _handles(self, call: str, *, agree: bool = True) -> list[ParameterHandle]:
+    def parameter_handles(
+        self, call: str, *, agree: bool = True
+    ) -> list[ParameterHandle]:
+        """Return all parameters that move, for a protocol that is going to write."""
         return self._fitting(call, agree=agree).handles
 
     @torch.no_grad()
     @without_autocast
-    def _covered_handles(self) -> list[ParameterHandle]:
+    def synced_handles(self) -> list[ParameterHandle]:
+        """Return all parameters that move, for a protocol that is going to read."""
         self._cover()
         self._protocol.sync_from_params(self._present.handles)
         return self._present.handles
 
-    def _gradient_factor(self, grad_scale: float | Tensor | None) -> Factor:
+    @property
+    def writing(self) -> AbstractContextManager[None]:
+        """The context around all that a protocol writes."""
+        return self._writes
+
+    def notify_written(self) -> None:
+        """Drop what was gathered from parameters, which have other values now."""
+        self._options["collectives"].written()
+
+    def gradient_factor(self, grad_scale: float | Tensor | None) -> Factor:
+        """Return what to multiply the present gradients by: one over ``grad_scale``,
+        and a global clip of their own.
+        """
         factor = None if grad_scale is None else 1.0 / grad_scale
         if self._max_norm is None:
             return factor
@@ -333,7 +350,7 @@ class LayoutOptimizer(Optimizer):
         self._writes.check("state_dict()")
         self._protocol.check_may_save()
         self._ask("state_dict")
-        self._covered_handles()
+        self.synced_handles()
         found = self._listed_state_dict()
         every = all_hyperparameters()
         for group in found["param_groups"]:

@@ -13,12 +13,11 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from marsopt.optim.watch import Writes
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import LOOKAHEAD
 
@@ -116,22 +115,36 @@ class ParameterHandle:
 
 
 class Host(Protocol):
-    """The optimizer that a protocol serves, as far as it needs it."""
+    """The optimizer that a protocol serves, as far as protocols use it."""
 
     param_groups: list[dict[str, Any]]
-    _options: dict[str, Any]
-    _writes: Writes
 
-    def _handles(self, call: str, *, agree: bool = True) -> list[ParameterHandle]:
-        """Return all parameters that move, for ``call``, which is going to write."""
+    @property
+    def writing(self) -> AbstractContextManager[None]:
+        """Return the context around all that writes parameters and state: what an
+        exception breaks off in it is refused by later calls.
+        """
 
-    def _covered_handles(self) -> list[ParameterHandle]:
+    def parameter_handles(
+        self, call: str, *, agree: bool = True
+    ) -> list[ParameterHandle]:
+        """Return all parameters that move, for ``call``, which is going to write;
+        ``agree``: all ranks call it.
+
+        Raises:
+            RuntimeError: an exception has broken off a call before.
+        """
+
+    def synced_handles(self) -> list[ParameterHandle]:
         """Return all parameters that move, to be read."""
 
-    def _gradient_factor(self, grad_scale: float | Tensor | None) -> Factor:
+    def gradient_factor(self, grad_scale: float | Tensor | None) -> Factor:
         """Return what to multiply the present gradients by: one over ``grad_scale``,
         and a global clip of their own.
         """
+
+    def notify_written(self) -> None:
+        """Drop what was gathered from parameters, which have other values now."""
 
     def train(self) -> None: ...
 

@@ -49,14 +49,14 @@ class NextGradients(CorrectionProtocol):
             RuntimeError: the last ones were not handed over, so that h would stay what
                 it is for ever.
         """
-        handles = optimizer._handles("update_previous_grad()")
+        handles = optimizer.parameter_handles("update_previous_grad()")
         if self._is_owed:
             raise RuntimeError(
                 "got update_previous_grad() after a step whose reference gradient was "
                 "not handed over, expected the protocol of exact MARS: call "
                 "optimizer.update_last_grad() after every optimizer.step()"
             )
-        factor = optimizer._gradient_factor(grad_scale)
+        factor = optimizer.gradient_factor(grad_scale)
         kept: dict[Tensor, Tensor] = {}
         self._is_full = False  # not before all are there
         for handle in handles:
@@ -92,14 +92,14 @@ class NextGradients(CorrectionProtocol):
         Raises:
             RuntimeError: nothing was kept since the last time.
         """
-        handles = optimizer._handles("update_last_grad()")
+        handles = optimizer.parameter_handles("update_last_grad()")
         if not self._is_full:
             raise RuntimeError(
                 "got update_last_grad() with nothing kept, expected "
                 "update_previous_grad() before the step: compute the next batch's "
                 "gradient at the current parameters and call it"
             )
-        with optimizer._writes:
+        with optimizer.writing:
             for handle in handles:
                 if "h" in handle:
                     h, copy = handle["h"], self._kept.get(handle.p)

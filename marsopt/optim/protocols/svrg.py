@@ -41,7 +41,7 @@ class Snapshot(CorrectionProtocol):
             RuntimeError: there is no anchor yet, or the parameters are not at the
                 snapshot.
         """
-        handles = optimizer._handles("update_previous_grad()")
+        handles = optimizer.parameter_handles("update_previous_grad()")
         _, is_anchored = self.progress
         if not is_anchored:
             raise RuntimeError(
@@ -55,7 +55,7 @@ class Snapshot(CorrectionProtocol):
                 "gradient at the snapshot: compute it and call this inside of "
                 "`with optimizer.at_snapshot():`"
             )
-        factor = optimizer._gradient_factor(grad_scale)
+        factor = optimizer.gradient_factor(grad_scale)
         for handle in handles:
             if "h" in handle:
                 put_scaled(handle["h"], handle.grad, factor)
@@ -84,9 +84,9 @@ class Snapshot(CorrectionProtocol):
         """Write what the correction keeps of the parameters and of the gradients that
         are there.
         """
-        handles = optimizer._handles("update_anchor()")
-        factor = optimizer._gradient_factor(grad_scale)
-        with optimizer._writes:
+        handles = optimizer.parameter_handles("update_anchor()")
+        factor = optimizer.gradient_factor(grad_scale)
+        with optimizer.writing:
             for handle in handles:
                 correction = handle.algorithm.corrects
                 if correction is not None:
@@ -99,15 +99,15 @@ class Snapshot(CorrectionProtocol):
 
     def at_snapshot(self, optimizer: Host) -> None:
         """Exchange parameters and snapshot."""
-        handles = optimizer._handles("at_snapshot()")
-        with optimizer._writes:
+        handles = optimizer.parameter_handles("at_snapshot()")
+        with optimizer.writing:
             for handle in handles:
                 if "snapshot" in handle:
                     parameter, snapshot = handle.piece.clone(), handle["snapshot"]
                     handle.piece.copy_(snapshot)
                     snapshot.copy_(parameter)
             self._is_away = not self._is_away
-            optimizer._options["collectives"].written()
+            optimizer.notify_written()
 
     def check_may_save(self) -> None:
         if self._is_away:

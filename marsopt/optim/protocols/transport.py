@@ -103,8 +103,7 @@ class Lookahead(CorrectionProtocol):
         if self._num_steps == REMIND_AFTER and not self._is_asked_for_x:
             self._say(
                 logging.WARNING,
-                f"{REMIND_AFTER} steps with correction="
-                f"{optimizer._options['correction']!r}, and neither "
+                f"{REMIND_AFTER} steps with correction='transport', and neither "
                 "follow, eval nor iterates was called: the model's parameters are the "
                 "points where gradients are taken, ahead of what is trained. Evaluated "
                 "or saved as they are, they lose what the correction gains: call "
@@ -165,7 +164,7 @@ class Lookahead(CorrectionProtocol):
     def iterates(self, optimizer: Host) -> Callable[[Tensor], Tensor | None]:
         """Return what returns x of a parameter, None where the parameter is x."""
         self._is_asked_for_x = True
-        handles = optimizer._covered_handles()
+        handles = optimizer.synced_handles()
         ahead = _looking_ahead(handles) if _in_train_mode(optimizer) else []
         by_parameter = {handle.p: handle for handle in ahead}
 
@@ -188,10 +187,10 @@ class Lookahead(CorrectionProtocol):
             return
         # one rank may do it alone, for a state dict
         call = "train()" if to_train else "eval()"
-        handles = optimizer._handles(call, agree=False)
-        with optimizer._writes:
+        handles = optimizer.parameter_handles(call, agree=False)
+        with optimizer.writing:
             self._exchange(_looking_ahead(handles), to_train)
-            optimizer._options["collectives"].written()
+            optimizer.notify_written()
             for group in optimizer.param_groups:
                 group[TRAIN_MODE] = to_train
 
