@@ -41,7 +41,7 @@ from marsopt.optim.protocols.table import protocol_of
 from marsopt.optim.state_dict import (
     TRAIN_MODE,
     check_ids,
-    check_not_ours,
+    check_is_apart,
     in_order_of_names,
     to_restore,
     under_loaded,
@@ -227,8 +227,8 @@ class LayoutOptimizer(Optimizer):
         """
         self._writes.check(what)
         if agree and not self._agreed:  # once: later changes need not come everywhere
-            told = described(self.param_groups, self._options)
-            self._options["collectives"].agree(told)
+            description = described(self.param_groups, self._options)
+            self._options["collectives"].agree(description)
             self._agreed = True
         if not self._present.fits(self.param_groups, self.state):
             self._build()
@@ -351,15 +351,15 @@ class LayoutOptimizer(Optimizer):
         self._protocol.check_may_save()
         self._ask("state_dict")
         self.synced_handles()
-        found = self._listed_state_dict()
-        every = all_hyperparameters()
-        for group in found["param_groups"]:
-            group |= {n: every[n].plain(v) for n, v in group.items() if n in every}
+        saved = self._listed_state_dict()
+        known = all_hyperparameters()
+        for group in saved["param_groups"]:
+            group |= {n: known[n].plain(v) for n, v in group.items() if n in known}
         ids, publish = self._ids(), self._options["collectives"].publish
         for p, key, owns, num in self._present.owned_entries():
-            entry = found["state"][ids[p]] = dict(found["state"][ids[p]])
+            entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
             entry[key] = publish(self.state[p][key], p, num, owns)
-        return found
+        return saved
 
     def _listed_state_dict(self) -> dict[str, Any]:
         """Return torch.optim's, which has no name for a parameter in no group."""
@@ -375,8 +375,8 @@ class LayoutOptimizer(Optimizer):
 
     def _ids(self) -> dict[Tensor, int]:
         """Return under which number a state dict knows each parameter."""
-        every = [p for group in self.param_groups for p in group["params"]]
-        return {p: i for i, p in enumerate(every)}
+        params = [p for group in self.param_groups for p in group["params"]]
+        return {p: i for i, p in enumerate(params)}
 
     @one_at_a_time("load_state_dict()")
     @torch.inference_mode(False)  # under which later steps could not write what is made
@@ -444,7 +444,7 @@ class LayoutOptimizer(Optimizer):
         layout.bind()
         labelled = labels(self.param_groups)
         if self._writes.are_torn:
-            check_not_ours(self.state, saved)
+            check_is_apart(self.state, saved)
         ids = dict(zip(self._ids(), check_ids(labelled, saved), strict=True))
         saved = self._claimed(saved, ids, layout)
         pairs = to_restore(self.state, labelled, saved)

@@ -25,7 +25,7 @@ from marsopt.optim.groups import (
     structure,
 )
 from marsopt.optim.protocols.base import ParameterHandle
-from marsopt.optim.state_dict import State, own
+from marsopt.optim.state_dict import State, entry_of_mars
 from marsopt.rules import checks
 from marsopt.rules.dtypes import working
 
@@ -488,7 +488,7 @@ def _forget_unused(state: State, present: Sequence[Tensor]) -> None:
     known = set(present)
     for p in [p for p in state if isinstance(p, Tensor) and p not in known]:
         if not float(state[p].get("step", 1.0)):
-            for key in own(state[p]):
+            for key in entry_of_mars(state[p]):
                 del state[p][key]
             if not state[p]:
                 del state[p]

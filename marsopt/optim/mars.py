@@ -357,8 +357,8 @@ class MARS(LayoutOptimizer):
                 f"got {type(model).__name__}, expected the model: pass the module "
                 "whose parameters this optimizer has"
             )
-        own = {p for group in self.param_groups for p in group["params"]}
-        if own.isdisjoint(model.parameters()):
+        params = {p for group in self.param_groups for p in group["params"]}
+        if params.isdisjoint(model.parameters()):
             raise ValueError(
                 f"got a {type(model).__name__} with none of this optimizer's "
                 "parameters, expected the model that it trains: pass that, after FSDP2 "

@@ -97,21 +97,23 @@ class ParameterHandle:
         """Return where ``optimizer.state[p]`` has x, or the numbers."""
         return LOOKAHEAD if self.algorithm.num_behind else self._keys["x"]
 
-    def recover_x(self, numbers: Tensor) -> Tensor:
+    def recover_x(self) -> Tensor:
         """Return this rank's piece of x, where the parameter is the point ahead."""
-        return self.algorithm.preconditioner.behind(
-            self.piece, self._moments(), numbers.to(self.p.dtype).unbind()
-        )
+        return self.algorithm.preconditioner.behind(self.piece, *self._last_step())
 
-    def recover_ahead(self, numbers: Tensor) -> Tensor:
+    def recover_ahead(self) -> Tensor:
         """Return this rank's piece of the point ahead, where the parameter is x."""
-        return self.algorithm.preconditioner.ahead(
-            self.piece, self._moments(), numbers.to(self.p.dtype).unbind()
-        )
+        return self.algorithm.preconditioner.ahead(self.piece, *self._last_step())
 
-    def _moments(self) -> dict[str, Tensor]:
+    def _last_step(self) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
+        """Return the moments and the numbers that the last step left."""
         buffers = self.algorithm.preconditioner.buffers.items()
-        return {symbol: self.local(self.entry[b.key]) for symbol, b in buffers}
+        moments = {symbol: self.local(self.entry[b.key]) for symbol, b in buffers}
+        return moments, self.entry[LOOKAHEAD].to(self.p.dtype).unbind()
+
+
+Handles = Sequence[ParameterHandle]
+Entries = Mapping[Tensor, Mapping[str, Any]]  # as those of ``optimizer.state``
 
 
 class Host(Protocol):
@@ -174,10 +176,10 @@ class CorrectionProtocol:
         """Return how many are held beside ``optimizer.state``."""
         return 0
 
-    def before_step(self, optimizer: Host, handles: Sequence[ParameterHandle]) -> None:
+    def before_step(self, optimizer: Host, handles: Handles) -> None:
         """Check that the step may be taken, before anything is read."""
 
-    def after_step(self, optimizer: Host, handles: Sequence[ParameterHandle]) -> None:
+    def after_step(self, optimizer: Host, handles: Handles) -> None:
         """Note that a step was taken."""
 
     def check_may_save(self) -> None:
@@ -187,17 +189,14 @@ class CorrectionProtocol:
             RuntimeError: parameters hold something else for the time being.
         """
 
-    def sync_from_params(self, handles: Sequence[ParameterHandle]) -> None:
+    def sync_from_params(self, handles: Handles) -> None:
         """Take over what others have written into parameters, before state is handed
         out or parameters move.
         """
 
     @contextmanager
     def moving(
-        self,
-        before: Sequence[ParameterHandle],
-        after: Sequence[ParameterHandle],
-        state: Container[Tensor],
+        self, before: Handles, after: Handles, state: Container[Tensor]
     ) -> Iterator[None]:
         """Let parameters move inside this context, by our own doing.
 
@@ -208,11 +207,7 @@ class CorrectionProtocol:
         self.sync_from_params(before)
         yield
 
-    def load(
-        self,
-        handles: Sequence[ParameterHandle],
-        entries: Mapping[Tensor, Mapping[str, Any]],
-    ) -> None:
+    def load(self, handles: Handles, entries: Entries) -> None:
         """Go on from state that was loaded, or copied.
 
         Args:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from marsopt.optim.protocols.base import (
     CorrectionProtocol,
+    Entries,
     Factor,
+    Handles,
     Host,
-    ParameterHandle,
 )
 from marsopt.rules.dtypes import working
 
@@ -68,7 +66,7 @@ class NextGradients(CorrectionProtocol):
                 put_scaled(copy, handle.grad, factor)
         self._kept, self._is_full = kept, True
 
-    def before_step(self, optimizer: Host, handles: Sequence[ParameterHandle]) -> None:
+    def before_step(self, optimizer: Host, handles: Handles) -> None:
         """Check that a step may take h, and the gradients that are there.
 
         Raises:
@@ -82,7 +80,7 @@ class NextGradients(CorrectionProtocol):
                 "pass is_approx=True"
             )
 
-    def after_step(self, optimizer: Host, handles: Sequence[ParameterHandle]) -> None:
+    def after_step(self, optimizer: Host, handles: Handles) -> None:
         """Note that a step was taken: h is of its batch, no longer of the next."""
         self.progress, self._is_owed = False, self._is_full
 
@@ -106,11 +104,7 @@ class NextGradients(CorrectionProtocol):
                     h.zero_() if copy is None else h.copy_(copy)
             self.progress, self._is_full, self._is_owed = True, False, False
 
-    def load(
-        self,
-        handles: Sequence[ParameterHandle],
-        entries: Mapping[Tensor, Mapping[str, Any]],
-    ) -> None:
+    def load(self, handles: Handles, entries: Entries) -> None:
         self._start(is_fresh=True)
 
     answers = {

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from marsopt.optim.protocols.base import CorrectionProtocol, Host, ParameterHandle
+from marsopt.optim.protocols.base import CorrectionProtocol, Entries, Handles, Host
 from marsopt.optim.protocols.exact import put_scaled
 
 
@@ -61,7 +58,7 @@ class Snapshot(CorrectionProtocol):
                 put_scaled(handle["h"], handle.grad, factor)
         self.progress = True, True
 
-    def before_step(self, optimizer: Host, handles: Sequence[ParameterHandle]) -> None:
+    def before_step(self, optimizer: Host, handles: Handles) -> None:
         """Check that h is of this step's batch, and parameters are not the snapshot.
 
         Raises:
@@ -76,7 +73,7 @@ class Snapshot(CorrectionProtocol):
                 "parameters and step()"
             )
 
-    def after_step(self, optimizer: Host, handles: Sequence[ParameterHandle]) -> None:
+    def after_step(self, optimizer: Host, handles: Handles) -> None:
         """Note that h belongs to a batch that has passed."""
         self.progress = False, True
 
@@ -116,11 +113,7 @@ class Snapshot(CorrectionProtocol):
                 "one of the current parameters: leave the context first"
             )
 
-    def load(
-        self,
-        handles: Sequence[ParameterHandle],
-        entries: Mapping[Tensor, Mapping[str, Any]],
-    ) -> None:
+    def load(self, handles: Handles, entries: Entries) -> None:
         self.progress = False, any(handle.has_stepped for handle in handles)
 
     answers = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from marsopt.optim.compiled import once
-from marsopt.optim.protocols.base import CorrectionProtocol, Host, ParameterHandle
+from marsopt.optim.protocols.base import (
+    CorrectionProtocol,
+    Entries,
+    Handles,
+    Host,
+    ParameterHandle,
+)
 from marsopt.optim.state_dict import TRAIN_MODE
 from marsopt.rules.buffers import AHEAD
 from marsopt.rules.dtypes import without_autocast
@@ -57,7 +63,7 @@ class Lookahead(CorrectionProtocol):
 
     # ---- a step ----------------------------------------------------------------------
 
-    def before_step(self, optimizer: Host, handles: Sequence[ParameterHandle]) -> None:
+    def before_step(self, optimizer: Host, handles: Handles) -> None:
         """Let x be p wherever p is not what we wrote.
 
         Raises:
@@ -94,7 +100,7 @@ class Lookahead(CorrectionProtocol):
         for handle in written:
             self._restart(handle)
 
-    def after_step(self, optimizer: Host, handles: Sequence[ParameterHandle]) -> None:
+    def after_step(self, optimizer: Host, handles: Handles) -> None:
         """Note what parameters and x are after our own writes; say once where nobody
         asks for x.
         """
@@ -177,7 +183,7 @@ class Lookahead(CorrectionProtocol):
             if handle.numbers is None:
                 return handle.whole("x")
             x = torch.empty_like(p, requires_grad=False)
-            handle.local(x).copy_(handle.recover_x(handle.numbers))
+            handle.local(x).copy_(handle.recover_x())
             return x
 
         return find_iterate
@@ -194,7 +200,7 @@ class Lookahead(CorrectionProtocol):
             for group in optimizer.param_groups:
                 group[TRAIN_MODE] = to_train
 
-    def _exchange(self, handles: Sequence[ParameterHandle], to_ahead: bool) -> None:
+    def _exchange(self, handles: Handles, to_ahead: bool) -> None:
         """Let parameters be y (``to_ahead``) or x, and keep the other one. Where
         somebody else has written a parameter since our last write, both are that.
         """
@@ -202,18 +208,17 @@ class Lookahead(CorrectionProtocol):
             if self._is_written(handle):
                 self._restart(handle)
         for handle in handles:
-            piece, numbers = handle.piece, handle.numbers
-            if numbers is None:
+            piece = handle.piece
+            if handle.numbers is None:
                 parameter = piece.clone()
                 piece.copy_(handle["x"])
                 handle["x"].copy_(parameter)
             elif not to_ahead:
                 _keep_ahead(handle, handle.p.detach())
-                piece.copy_(handle.recover_x(numbers))
+                piece.copy_(handle.recover_x())
             else:  # bit for bit, unless it has not been saved
                 y = _kept_ahead(handle.entry)
-                y = handle.recover_ahead(numbers) if y is None else handle.local(y)
-                piece.copy_(y)
+                piece.copy_(handle.recover_ahead() if y is None else handle.local(y))
                 _keep_ahead(handle, None)  # afterwards: the copy may be broken off
         self._note_ours(handles)
 
@@ -241,7 +246,7 @@ class Lookahead(CorrectionProtocol):
             _keep_ahead(handle, None)
         self._note_ours([handle])  # once, also where a step fails and is tried again
 
-    def _note_ours(self, handles: Sequence[ParameterHandle]) -> None:
+    def _note_ours(self, handles: Handles) -> None:
         """Note that what parameters and x are was written by us. To be called after all
         writes: pieces of one buffer count together.
         """
@@ -249,36 +254,25 @@ class Lookahead(CorrectionProtocol):
             if handle.p in self._versions:  # before its first step p stays the truth
                 self._versions[handle.p] = _versions(handle)
 
-    def sync_from_params(self, handles: Sequence[ParameterHandle]) -> None:
+    def sync_from_params(self, handles: Handles) -> None:
         for handle in _looking_ahead(handles):
             if handle.p in self._versions and self._is_written(handle):
                 self._restart(handle)
 
     @contextmanager
     def moving(
-        self,
-        before: Sequence[ParameterHandle],
-        after: Sequence[ParameterHandle],
-        state: Container[Tensor],
+        self, before: Handles, after: Handles, state: Container[Tensor]
     ) -> Iterator[None]:
         self.sync_from_params(before)
         known = {p for p, versions in self._versions.items() if versions is not None}
         # trusted, in case that moving is broken off
-        self._versions = {
-            p: None if p in known else versions
-            for p, versions in self._versions.items()
-            if p in state
-        }
+        self._versions = {p: None for p in self._versions if p in state}
         try:
             yield
         finally:
             self._note_ours([h for h in _looking_ahead(after) if h.p in known])
 
-    def load(
-        self,
-        handles: Sequence[ParameterHandle],
-        entries: Mapping[Tensor, Mapping[str, Any]],
-    ) -> None:
+    def load(self, handles: Handles, entries: Entries) -> None:
         """Trust p and x, whoever of the two came first.
 
         An entry without x lets x restart from p, as the next step finds it. Where x is
@@ -287,23 +281,20 @@ class Lookahead(CorrectionProtocol):
         """
         self.progress = False  # parameters are what the groups' mode says
         for handle in _looking_ahead(handles):
-            entry, kept = entries.get(handle.p, {}), handle.entry[handle.iterate_key]
-            loaded, versions = (
-                entry.get(handle.iterate_key),
-                self._versions.get(handle.p),
+            entry, versions = (
+                entries.get(handle.p, {}),
+                self._versions.pop(handle.p, None),
             )
+            loaded = entry.get(handle.iterate_key)
             if handle.numbers is not None:
                 if loaded is None:
                     handle.numbers.zero_()
                 _keep_ahead(handle, None if loaded is None else _kept_ahead(entry))
-            is_new = (
-                loaded is not kept
-                or versions is None
-                or versions.x != _versions(handle).x
-            )
-            self._versions.pop(handle.p, None)
-            if loaded is not None and handle.has_stepped:  # else x is p
-                self._versions[handle.p] = None if is_new else versions
+            if loaded is None or not handle.has_stepped:  # x is p
+                continue
+            is_ours = loaded is handle.entry[handle.iterate_key]
+            is_old = versions is not None and versions.x == _versions(handle).x
+            self._versions[handle.p] = versions if is_ours and is_old else None
 
     answers = {
         "eval": eval,
@@ -319,7 +310,7 @@ def _in_train_mode(optimizer: Host) -> bool:
     return all(group[TRAIN_MODE] for group in optimizer.param_groups)
 
 
-def _looking_ahead(handles: Sequence[ParameterHandle]) -> list[ParameterHandle]:
+def _looking_ahead(handles: Handles) -> list[ParameterHandle]:
     """Return those that look ahead; of others, somebody may have taken x away."""
     return [h for h in handles if "x" in h or h.numbers is not None]
 
@@ -353,26 +344,24 @@ def _keep_ahead(handle: ParameterHandle, point: Tensor | None) -> None:
 
 
 class FollowMode:
-    """A forward pre-hook: x for a module in eval mode, else the points ahead. It keeps
-    neither the optimizer nor its protocol alive, and that of a copied or pickled model
-    is nobody's.
+    """A forward pre-hook: x for a module in eval mode, else the points ahead. It does
+    not keep the optimizer alive, and that of a copied or pickled model is nobody's.
     """
 
     def __init__(
         self, protocol: Lookahead | None = None, optimizer: Host | None = None
     ) -> None:
-        self._protocol = None if protocol is None else weakref.ref(protocol)
+        self._protocol = protocol
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), ()
 
     def __call__(self, module: nn.Module, *_: object) -> None:
-        protocol = None if self._protocol is None else self._protocol()
         optimizer = None if self._optimizer is None else self._optimizer()
-        if optimizer is None or protocol is None:
+        if self._protocol is None or optimizer is None:
             return
-        if not protocol.is_in(optimizer, module.training):
+        if not self._protocol.is_in(optimizer, module.training):
             self._switch(optimizer, module.training)
 
     # in place of a graph that writes parameters
