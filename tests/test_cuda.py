@@ -79,22 +79,10 @@ def test_no_host_sync(mars_type, correction):
     walk(optimizer, params, 2)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        for _ in range(2 * PATIENCE):  # the count of skipped steps is looked at
+        for _ in range(2 * PATIENCE):  # nor for the count of skipped steps
             optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_a_run_that_stands_still_says_so(caplog):
-    params = parameters()
-    optimizer = MARS(params, compile=False)
-    for p in params:
-        p.grad = torch.full_like(p, float("nan"))
-    for _ in range(4 * PATIENCE):
-        optimizer.step()
-        optimizer.num_skipped  # noqa: B018  (waits, so that what was sent arrives)
-    (said,) = [r for r in caplog.records if "changed nothing" in r.message]
-    assert "the last 10 steps" in said.message
 
 
 @gpu_alone

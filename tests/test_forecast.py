@@ -94,7 +94,7 @@ def kept(optimizer):
         for key, value in entry.items()
         if key != "step"
     ]
-    return sum(state) + optimizer.describe().num_life_bytes
+    return sum(state) + optimizer.describe().num_protocol_bytes
 
 
 # ---- memory --------------------------------------------------------------------------

@@ -4,6 +4,7 @@ every door, with nothing but its line in the registry.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import dataclass
 from typing import get_args, get_type_hints
@@ -17,6 +18,7 @@ import marsopt
 from marsopt import MARS, REGISTRY
 from marsopt.functional.options import RoutedOptions
 from marsopt.optim.groups import DeviceHyperparameters
+from marsopt.optim.protocols.base import CorrectionProtocol
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
@@ -445,6 +447,71 @@ def test_a_correction_that_is_no_name_and_one_with_too_many_coefficients():
     params = [torch.ones(2, 2)]
     with pytest.raises(ValueError, match=r"got 2 coefficients of Tripled, expected 1"):
         rule.step(params, params, rule.init(params), lr=0.1)
+
+
+class Zeroed(CorrectionProtocol):
+    """``update_anchor`` writes zeros; the number of steps is its progress."""
+
+    def __init__(self):
+        self.progress = 0
+
+    def update_anchor(self, optimizer, grad_scale):
+        handles = optimizer.parameter_handles("update_anchor()")
+        with optimizer.writing:
+            for handle in handles:
+                handle.piece.zero_()
+
+    def after_step(self, optimizer, handles):
+        self.progress += 1
+
+    def check_may_save(self):
+        if self.progress == 1:
+            raise RuntimeError("got a state dict after one step")
+
+    answers = {"update_anchor": update_anchor}
+
+
+class Half(marsopt.Correction):
+    """c = g / 2."""
+
+    name = "half"
+
+    def coefficients(self, beta1, gamma):
+        return (0.5,)
+
+
+class HalfExact(marsopt.Exact):
+    name = "half-exact"
+
+
+def test_a_correction_brings_its_protocol_or_has_that_of_its_class():
+    kinds, rows = dict(CORRECTIONS), dict(REGISTRY)
+    try:
+        marsopt.register(Half, protocol=Zeroed)
+        marsopt.register(HalfExact)
+        (p,) = params = [nn.Parameter(torch.ones(2, 2))]
+        optimizer = MARS(params, correction="half", compile=False)
+        optimizer.state_dict()
+        for num_steps in (1, 2):
+            p.grad = torch.ones(2, 2)
+            optimizer.step()
+            if num_steps == 1:
+                with pytest.raises(RuntimeError, match="after one step"):
+                    copy.deepcopy(optimizer)
+        copy.deepcopy(optimizer).state_dict()
+        optimizer.update_last_grad(), optimizer.eval()  # which it does not answer
+        assert p.any()
+        optimizer.update_anchor()
+        assert not p.any()
+        with pytest.raises(RuntimeError, match="the protocol of exact MARS"):
+            MARS(params, correction="half-exact", compile=False).step()
+        for component, protocol in ((Half, Zeroed()), (REGISTRY["lion"], Zeroed)):
+            with pytest.raises(TypeError, match="expected a class, for a correction"):
+                marsopt.register(component, protocol=protocol)
+    finally:
+        for table, before in ((REGISTRY, rows), (CORRECTIONS, kinds)):
+            table.clear()
+            table.update(before)
 
 
 # ---- rules of one's own that do not do what they declare ---------------------------

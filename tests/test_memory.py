@@ -379,6 +379,22 @@ def test_transport_resumes_bit_for_bit_from_torchs_state_dict(flat, kwargs):
     equal(*ends)
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+def test_torchs_state_dict_of_the_other_form_of_x_is_refused(flat):
+    """Nested or flattened, which torch fills with empty dicts."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model = nn.Linear(4, 6)
+    stored, computed = (
+        MARS(model.parameters(), correction="transport", compile=False, **kwargs)
+        for kwargs in (dict(store_iterate=True), {})
+    )
+    model(torch.ones(2, 4)).square().mean().backward()
+    stored.step()
+    saved = get_optimizer_state_dict(model, stored, options=options)
+    with pytest.raises(ValueError, match="got a state dict with.*store_iterate"):
+        set_optimizer_state_dict(model, computed, saved, options=options)
+
+
 # ---- sharded -------------------------------------------------------------------------
 
 

@@ -18,7 +18,8 @@ from torch._dynamo.utils import counters
 
 import marsopt
 from marsopt import MARS, REGISTRY
-from marsopt.optim import compiled, watch
+from marsopt.optim import compiled
+from marsopt.optim.protocols.transport import REMIND_AFTER
 
 pytestmark = pytest.mark.usefixtures("both_layouts")
 
@@ -339,18 +340,10 @@ def test_nonfinite_may_raise():
     equal(params, before)
 
 
-@pytest.fixture(params=["read", "sent"])
-def count(request, monkeypatch):
-    """How the host gets the count: read where it is, or sent, as a GPU sends it."""
-    if request.param == "sent":
-        monkeypatch.setattr(watch, "FREE_TO_READ", ())
-
-
 def stands_still(caplog):
     return [r.message for r in caplog.records if "changed nothing" in r.message]
 
 
-@pytest.mark.usefixtures("count")
 def test_a_run_that_stands_still_says_so_once(caplog):
     params = parameters((2, 2))
     optimizer = eager(params, lr=LR)
@@ -377,7 +370,6 @@ def test_steps_without_gradients_are_a_standstill_too(caplog):
     assert caplog.text.count("no parameter had a gradient") == 1
 
 
-@pytest.mark.usefixtures("count")
 def test_skipped_steps_among_others_are_no_standstill(caplog):
     """Also where more were skipped than steps were taken since a copy was made."""
     params = parameters((2, 2))
@@ -392,31 +384,6 @@ def test_skipped_steps_among_others_are_no_standstill(caplog):
         optimizer.step()
     assert optimizer.num_skipped == 54
     assert not stands_still(caplog)
-
-
-def test_a_count_that_is_under_way_is_not_waited_for(monkeypatch, caplog):
-    monkeypatch.setattr(watch, "FREE_TO_READ", ())
-    standstill, skipped = watch.Standstill(), torch.zeros((), dtype=torch.int64)
-    told = []
-
-    def steps(number):
-        for _ in range(number):
-            skipped.add_(1)
-            standstill.look(skipped, True, lambda level, what: told.append(what))
-
-    under_way = []
-    with monkeypatch.context() as slow:
-        slow.setattr(
-            torch.Tensor,
-            "copy_",
-            lambda to, count, **_: under_way.append((to, count.clone())),
-        )
-        steps(31)
-    assert not told
-    ((to, count),) = under_way  # that after the first step, which arrives
-    to.copy_(count)
-    steps(20)
-    assert "the last 40 steps changed nothing" in told[0]
 
 
 def test_sparse_gradients_are_refused():
@@ -912,7 +879,7 @@ def test_printed_it_shows_what_holds_for_all_groups(options, correction):
 # ---- transport that nobody looks at --------------------------------------------------
 
 
-def steps_ahead(optimizer, params, number=watch.REMIND_AFTER):
+def steps_ahead(optimizer, params, number=REMIND_AFTER):
     fill(params, 0)
     for _ in range(number):
         optimizer.step()
@@ -922,7 +889,7 @@ def steps_ahead(optimizer, params, number=watch.REMIND_AFTER):
 def test_transport_that_is_never_evaluated_says_so_once(mars_type, caplog):
     params = parameters((2, 2))
     optimizer = eager(params, lr=LR, correction="transport", mars_type=mars_type)
-    steps_ahead(optimizer, params, watch.REMIND_AFTER - 1)
+    steps_ahead(optimizer, params, REMIND_AFTER - 1)
     assert not caplog.records
     steps_ahead(optimizer, params)
     (record,) = caplog.records

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from marsopt.functional.collectives import LOCAL
 from marsopt.functional.routing import all_hyperparameters
+from marsopt.functional.step import global_clip
 from marsopt.functional.step_types import scalar_dtype
 from marsopt.optim.buckets import BucketGroup, ParameterBucket
 from marsopt.optim.compiled import InPlace, calls, once, resolve_compile
@@ -34,15 +36,17 @@ from marsopt.optim.groups import (
 )
 from marsopt.optim.layout import STAGE_COUNT, Layout
 from marsopt.optim.param_groups import warn_of_embeddings
+from marsopt.optim.protocols.base import Factor, ParameterHandle
+from marsopt.optim.protocols.table import protocol_of
 from marsopt.optim.state_dict import (
     TRAIN_MODE,
     check_ids,
-    check_not_ours,
+    check_is_apart,
     in_order_of_names,
     to_restore,
     under_loaded,
 )
-from marsopt.optim.watch import Reminder, Standstill, Writes, one_at_a_time
+from marsopt.optim.watch import Standstill, Writes, one_at_a_time
 from marsopt.rules import checks
 from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.registry import correction_named
@@ -67,7 +71,7 @@ class Description(NamedTuple):
     # 0-D, on the device, which steps read and write where they are: how many steps were
     # skipped and, if there is one, the threshold of the global norm
     scalars: list[Tensor]
-    num_life_bytes: int  # held by the correction beside ``optimizer.state``
+    num_protocol_bytes: int  # held for the correction beside ``optimizer.state``
     is_torn: bool  # whether an exception has broken off a step
 
 
@@ -88,18 +92,18 @@ class LayoutOptimizer(Optimizer):
         self._loading: dict[str, Any] | None = None  # inside load_state_dict
         self._grad_norm: Tensor | None = None
         self._skipped = torch.zeros((), dtype=torch.int64)
-        self._life = correction_named(options["correction"]).life()
-        self._say, self._writes = once(), Writes()
-        self._standstill, self._reminder = Standstill(), Reminder()
+        self._start_watching()
         self._agreed = False  # whether all ranks were found to hold the same options
-        self._follows = False  # whether some model's hooks know of it
-        self._lent = False  # whether parameters are x for a state dict alone
         check_no_module(params)
         super().__init__(params, defaults)
         warn_of_embeddings(self.param_groups, self._say)
         warn_of_half_precision(self.param_groups, self._options, self._say)
         self._place()
         self._build()
+
+    def _start_watching(self) -> None:
+        self._protocol = protocol_of(correction_named(self._options["correction"]))()
+        self._say, self._writes, self._standstill = once(), Writes(), Standstill()
 
     # ---- construction --------------------------------------------------------------
 
@@ -132,7 +136,7 @@ class LayoutOptimizer(Optimizer):
             )
         for what in unread(param_group, self._ours):
             self._say(logging.WARNING, what)
-        if self._life.exchanges:
+        if TRAIN_MODE in self.defaults:
             self.param_groups[-1][TRAIN_MODE] = self.param_groups[0][TRAIN_MODE]
         if self._layout is not None:  # else the constructor is still adding groups
             warn_of_embeddings(self.param_groups, self._say)
@@ -163,16 +167,13 @@ class LayoutOptimizer(Optimizer):
         bound = layout is not None
         if layout is None:
             layout = self._new_layout()
-        if self._layout is not None:
-            with torch.no_grad():
-                self._life.settle(self._layout.held)
-        self._life.forget(self.state)
-        before = self._life.before_rebuild()
-        try:
+        before = [] if self._layout is None else self._layout.handles
+        with (
+            torch.no_grad(),
+            self._protocol.moving(before, layout.handles, self.state),
+        ):
             if not bound:
                 layout.bind()
-        finally:
-            self._life.after_rebuild(layout.held, before)
         self._max_norm: Tensor | None = None
         self.max_norm = self._options["max_norm"]
         self._run = self._run_of([bucket.kind() for bucket in layout.buckets])
@@ -226,8 +227,8 @@ class LayoutOptimizer(Optimizer):
         """
         self._writes.check(what)
         if agree and not self._agreed:  # once: later changes need not come everywhere
-            told = described(self.param_groups, self._options)
-            self._options["collectives"].agree(told)
+            description = described(self.param_groups, self._options)
+            self._options["collectives"].agree(description)
             self._agreed = True
         if not self._present.fits(self.param_groups, self.state):
             self._build()
@@ -238,24 +239,53 @@ class LayoutOptimizer(Optimizer):
         if not self._present.covers(self.param_groups):
             self._build()
 
+    # ---- the protocol of the correction ----------------------------------------------
+
+    @torch.inference_mode(False)  # under which later steps could not write what is made
     @torch.no_grad()
     @without_autocast
-    def _settle(self) -> None:
-        """Take over what somebody has written into parameters since the last step, or
-        loaded into the state.
+    def _ask(self, call: str, *arguments: Any) -> Any:
+        """Let the correction's protocol answer a method; None where it does not."""
+        answer = self._protocol.answers.get(call)
+        return None if answer is None else answer(self._protocol, self, *arguments)
+
+    def parameter_handles(
+        self, call: str, *, agree: bool = True
+    ) -> list[ParameterHandle]:
+        """Return all parameters that move, for a protocol that is going to write."""
+        return self._fitting(call, agree=agree).handles
+
+    @torch.no_grad()
+    @without_autocast
+    def synced_handles(self) -> list[ParameterHandle]:
+        """Return all parameters that move, for a protocol that is going to read."""
+        self._cover()
+        self._protocol.sync_from_params(self._present.handles)
+        return self._present.handles
+
+    @property
+    def writing(self) -> AbstractContextManager[None]:
+        """The context around all that a protocol writes."""
+        return self._writes
+
+    def notify_written(self) -> None:
+        """Drop what was gathered from parameters, which have other values now."""
+        self._options["collectives"].written()
+
+    def gradient_factor(self, grad_scale: float | Tensor | None) -> Factor:
+        """Return what to multiply the present gradients by: one over ``grad_scale``,
+        and a global clip of their own.
         """
-        self._life.settle(self._present.held)
-        self._life.complete(self._present.held)
+        factor = None if grad_scale is None else 1.0 / grad_scale
+        if self._max_norm is None:
+            return factor
+        scale = 1.0 if factor is None else factor
+        return scale * global_clip(self._present.grad_norm() * scale, self._max_norm)
 
     @property
     def _ours(self) -> set[str]:
         """What MARS keeps in groups beside hyperparameters."""
         return {*self.defaults, TRAIN_MODE, STAGE_COUNT}
-
-    @property
-    def _in_train_mode(self) -> bool:
-        groups = self.param_groups
-        return not self._life.exchanges or all(group[TRAIN_MODE] for group in groups)
 
     @property
     def max_norm(self) -> float | None:
@@ -288,7 +318,7 @@ class LayoutOptimizer(Optimizer):
             calls=self._run.calls,
             scratch=self._present.scratch,
             scalars=[s for s in (self._skipped, self._max_norm) if s is not None],
-            num_life_bytes=self._life.num_bytes,
+            num_protocol_bytes=self._protocol.num_bytes,
             is_torn=self._writes.are_torn,
         )
 
@@ -318,29 +348,18 @@ class LayoutOptimizer(Optimizer):
             RuntimeError: an exception has broken off a step.
         """
         self._writes.check("state_dict()")
-        self._life.check_may_save()
-        self._cover()
-        if self._follows:
-            self.lend()
-        self._settle()
-        if self._life.is_away and self._in_train_mode:
-            self._say(
-                logging.WARNING,
-                "state_dict() in train mode: the parameters are the points where "
-                "gradients are taken, ahead of the model that is trained. Training "
-                "resumes exactly from them; to save or evaluate the model, call "
-                "optimizer.eval() before and optimizer.train() after, or "
-                "optimizer.follow(model) once",
-            )
-        found = self._listed_state_dict()
-        every = all_hyperparameters()
-        for group in found["param_groups"]:
-            group |= {n: every[n].plain(v) for n, v in group.items() if n in every}
+        self._protocol.check_may_save()
+        self._ask("state_dict")
+        self.synced_handles()
+        saved = self._listed_state_dict()
+        known = all_hyperparameters()
+        for group in saved["param_groups"]:
+            group |= {n: known[n].plain(v) for n, v in group.items() if n in known}
         ids, publish = self._ids(), self._options["collectives"].publish
         for p, key, owns, num in self._present.owned_entries():
-            entry = found["state"][ids[p]] = dict(found["state"][ids[p]])
+            entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
             entry[key] = publish(self.state[p][key], p, num, owns)
-        return found
+        return saved
 
     def _listed_state_dict(self) -> dict[str, Any]:
         """Return torch.optim's, which has no name for a parameter in no group."""
@@ -356,8 +375,8 @@ class LayoutOptimizer(Optimizer):
 
     def _ids(self) -> dict[Tensor, int]:
         """Return under which number a state dict knows each parameter."""
-        every = [p for group in self.param_groups for p in group["params"]]
-        return {p: i for i, p in enumerate(every)}
+        params = [p for group in self.param_groups for p in group["params"]]
+        return {p: i for i, p in enumerate(params)}
 
     @one_at_a_time("load_state_dict()")
     @torch.inference_mode(False)  # under which later steps could not write what is made
@@ -395,7 +414,6 @@ class LayoutOptimizer(Optimizer):
         finally:
             handle.remove()
             self._loading = None
-        self._lent = False  # parameters are what the saved mode says
         if torn:
             log.warning(
                 "marsopt: state was loaded after a step that an exception had broken "
@@ -408,7 +426,7 @@ class LayoutOptimizer(Optimizer):
         """
         before = self.param_groups
         groups = zip(before, cast["param_groups"], strict=True)
-        foreign = set() if self._life.exchanges else {TRAIN_MODE, "gamma_1d"}
+        foreign = set() if TRAIN_MODE in self.defaults else {TRAIN_MODE, "gamma_1d"}
         self.param_groups = [
             {**old, **{key: new[key] for key in new if key not in foreign}}
             | {key: old[key] for key in ("param_names",) if key in old}  # of ours
@@ -426,7 +444,7 @@ class LayoutOptimizer(Optimizer):
         layout.bind()
         labelled = labels(self.param_groups)
         if self._writes.are_torn:
-            check_not_ours(self.state, saved)
+            check_is_apart(self.state, saved)
         ids = dict(zip(self._ids(), check_ids(labelled, saved), strict=True))
         saved = self._claimed(saved, ids, layout)
         pairs = to_restore(self.state, labelled, saved)
@@ -435,7 +453,7 @@ class LayoutOptimizer(Optimizer):
             for tensor, value in pairs:  # the authors' step is an int
                 is_tensor = isinstance(value, Tensor)
                 tensor.copy_(value) if is_tensor else tensor.fill_(value)
-            self._life.loaded(layout.held, entries, self._in_train_mode)
+            self._protocol.load(layout.handles, entries)
             self._build(layout)
 
     def _claimed(
@@ -455,11 +473,12 @@ class LayoutOptimizer(Optimizer):
     @one_at_a_time("a copy or pickle")
     def __getstate__(self) -> dict[str, Any]:
         self._writes.check("a copy or pickle")
-        self._life.check_may_save()
-        self._settle()
-        names = ("_options", "_compile", "_skipped", "_lent")
+        self._protocol.check_may_save()
+        with torch.no_grad():
+            self._protocol.sync_from_params(self._present.handles)
+        names = ("_options", "_compile", "_skipped")
         kept = {key: getattr(self, key) for key in names}
-        return {**super().__getstate__(), **kept, "_carried": self._life.carried()}
+        return {**super().__getstate__(), **kept, "_progress": self._protocol.progress}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if self.__dict__.get("_loading") is not None:
@@ -471,10 +490,9 @@ class LayoutOptimizer(Optimizer):
         if "_options" in state:  # from a pickle or deepcopy
             self._forget_layouts()
             self._grad_norm = None
-            self._agreed = self._follows = False
-            self._life = correction_named(self._options["correction"]).life()
-            carried = self.__dict__.pop("_carried")
-            self._say, self._writes = once(), Writes()
-            self._standstill, self._reminder = Standstill(), Reminder()
+            self._agreed = False
+            progress = self.__dict__.pop("_progress")
+            self._start_watching()
             self._build()
-            self._life.resumed(self._present.held, carried)
+            self._protocol.load(self._present.handles, self.state)
+            self._protocol.progress = progress

@@ -24,10 +24,10 @@ from marsopt.optim.groups import (
     moves,
     structure,
 )
-from marsopt.optim.state_dict import State, own
+from marsopt.optim.protocols.base import ParameterHandle
+from marsopt.optim.state_dict import State, entry_of_mars
 from marsopt.rules import checks
 from marsopt.rules.dtypes import working
-from marsopt.rules.life import Held
 
 WIDEST_LOAD = 16  # bytes: a GPU's, at multiples of as many
 PATTERNS = 64  # of missing gradients that are kept: a mixture of experts has no end
@@ -93,14 +93,8 @@ class Layout:
         self._every = [p for group in groups for p in group["params"]]
         moving = set(self.params)
         self._idle = [p for p in self._every if p not in moving]
-        self.held = [
-            Held(
-                p,
-                self._collectives.local,
-                state,
-                bucket.algorithm.correction_keys,
-                bucket.algorithm.leads_back,
-            )
+        self.handles = [
+            ParameterHandle(p, self._collectives.local, state, bucket.algorithm)
             for bucket in self.buckets
             for p in bucket.params
         ]
@@ -497,7 +491,7 @@ def _forget_unused(state: State, present: Sequence[Tensor]) -> None:
     known = set(present)
     for p in [p for p in state if isinstance(p, Tensor) and p not in known]:
         if not float(state[p].get("step", 1.0)):
-            for key in own(state[p]):
+            for key in entry_of_mars(state[p]):
                 del state[p][key]
             if not state[p]:
                 del state[p]

@@ -14,13 +14,11 @@ from torch.optim.optimizer import ParamsT
 from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.options import ClassOptions
 from marsopt.functional.routing import all_hyperparameters
-from marsopt.functional.step import advance, assess, global_clip
+from marsopt.functional.step import advance, assess
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.compiled import named_range
 from marsopt.optim.groups import constructor_values, unreached
-from marsopt.optim.layout import Layout
-from marsopt.optim.state_dict import TRAIN_MODE
-from marsopt.optim.watch import follow, one_at_a_time
+from marsopt.optim.watch import one_at_a_time
 from marsopt.rules import checks
 from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.hyperparameters import check_names
@@ -102,8 +100,8 @@ class MARS(LayoutOptimizer):
             capture CUDA graphs of the model after that.
         nonfinite: "skip" = a step whose gradient holds a NaN or infinity changes
             nothing and is counted in ``num_skipped``, without a host sync; a warning
-            is logged once where a run stands still (on CUDA and CPU). "raise" =
-            it also raises FloatingPointError (one sync a step).
+            is logged once where a run on a CPU stands still. "raise" = it also raises
+            FloatingPointError (one sync a step).
         options: any other argument of ``marsopt.mars``, whose help lists them:
             ``adjust_lr_fn``, ``block_rows``, ``ns_dtype`` and so on.
 
@@ -241,14 +239,6 @@ class MARS(LayoutOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._lent:  # since the backward pass
-            self.train()
-        if not self._in_train_mode:  # a closure may have ended so, too
-            raise RuntimeError(
-                "got step() in eval mode, expected train mode: the gradient belongs to "
-                "the point ahead; call optimizer.train() before the forward pass (or "
-                "model.train(), where the optimizer follows the model)"
-            )
         self._step()
         return loss
 
@@ -257,7 +247,7 @@ class MARS(LayoutOptimizer):
         layout = self._fitting("step()")
         if not layout.buckets:  # everything is frozen, or elsewhere
             return
-        self._life.before_step(layout.held)
+        self._protocol.before_step(self, layout.handles)
         with named_range("marsopt: gather"):
             groups, live = layout.gather()
         if layout.unaligned is not None and self._compile:
@@ -291,9 +281,7 @@ class MARS(LayoutOptimizer):
                 layout.scatter()
                 layout.count(decision, self._skipped)
             self._standstill.look(self._skipped, layout.has_gradients, self._say)
-            self._life.after_step(layout.held)
-            if self._life.exchanges:
-                self._reminder.look(self._options["correction"], self._say)
+            self._protocol.after_step(self, layout.handles)
         self._grad_norm = decision.grad_norm
         if self._options["nonfinite"] == "raise" and not decision.finite:
             collectives.check_ranks_agree(digest)
@@ -331,9 +319,7 @@ class MARS(LayoutOptimizer):
         it, and the points ahead into the state. Contents are exchanged, bit for bit.
         Other corrections: nothing.
         """
-        self._reminder.is_asked = True
-        self._switch(train=False)
-        self._lent = False
+        self._ask("eval")
 
     @one_at_a_time("train()")
     def train(self) -> None:
@@ -341,8 +327,7 @@ class MARS(LayoutOptimizer):
         written into parameters meanwhile (not by ``p.data``) becomes x and y. Other
         corrections: nothing.
         """
-        self._switch(train=True)
-        self._lent = False
+        self._ask("train")
 
     def follow(self, model: nn.Module) -> None:
         """Transport: let ``model.eval()``, ``model.train()`` and ``model.state_dict()``
@@ -372,16 +357,14 @@ class MARS(LayoutOptimizer):
                 f"got {type(model).__name__}, expected the model: pass the module "
                 "whose parameters this optimizer has"
             )
-        own = {p for group in self.param_groups for p in group["params"]}
-        if own.isdisjoint(model.parameters()):
+        params = {p for group in self.param_groups for p in group["params"]}
+        if params.isdisjoint(model.parameters()):
             raise ValueError(
                 f"got a {type(model).__name__} with none of this optimizer's "
                 "parameters, expected the model that it trains: pass that, after FSDP2 "
                 "has exchanged its parameters"
             )
-        if self._life.exchanges:
-            self._follows = self._reminder.is_asked = True
-            follow(self, model)
+        self._ask("follow", model)
 
     def iterates(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter with what is trained, for averages and logs: with
@@ -390,51 +373,22 @@ class MARS(LayoutOptimizer):
         with the next step (or ``eval``, ``train``, state dict), and are only to be
         read.
         """
-        self._cover()
-        self._reminder.is_asked = True
-        self._settle()
-        held = {one.p: one for one in self._present.held if self._in_train_mode}
-        iterate = without_autocast(self._life.iterate)
+        find_iterate = self._ask("iterates")
         for group in self.param_groups:
             for p in group["params"]:
-                x = iterate(held[p]) if p in held else None
+                x = None if find_iterate is None else find_iterate(p)
                 yield p, p.detach() if x is None else x
 
-    @one_at_a_time("lend()")
-    def lend(self) -> None:
+    @one_at_a_time("expose_for_saving()")
+    def expose_for_saving(self) -> None:
         """Transport: as ``eval()``, for a state dict, until the next forward pass of a
-        model that is followed, or the next ``step()``.
+        model that is followed, or the next ``step()``. Other corrections: nothing.
         """
-        if self._life.exchanges and self._in_train_mode:
-            self._switch(train=False)
-            self._lent = True
-
-    def is_in(self, train: bool) -> bool:
-        """Return whether parameters are as in train mode (or not), and nothing lent."""
-        return self._in_train_mode == train and not self._lent
-
-    @torch.inference_mode(False)  # under which later steps could not write what is made
-    @torch.no_grad()
-    @without_autocast
-    def _switch(self, train: bool) -> None:
-        if not self._life.exchanges or self._in_train_mode == train:
-            return
-        # one rank may do it alone, for a state dict
-        layout = self._fitting("train()" if train else "eval()", agree=False)
-        with self._writes:
-            self._exchange(layout, train)
-            for group in self.param_groups:
-                group[TRAIN_MODE] = train
-
-    def _exchange(self, layout: Layout, ahead: bool) -> None:
-        self._life.exchange(layout.held, ahead)
-        self._options["collectives"].written()
+        self._ask("expose_for_saving")
 
     # ---- exact MARS: the authors' protocol -----------------------------------------
 
     @one_at_a_time("update_previous_grad()")
-    @torch.no_grad()
-    @without_autocast
     def update_previous_grad(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Exact MARS, before ``step``: keep the *next* batch's gradient, in ``p.grad``.
 
@@ -452,41 +406,20 @@ class MARS(LayoutOptimizer):
             RuntimeError: a line of the protocol is missing, which the message names:
                 ``update_last_grad`` after the last step.
         """
-        if self._life.takes_gradients:
-            layout = self._fitting("update_previous_grad()")
-            self._life.check_may_keep()
-            self._life.keep(layout.held, self._factor(layout, grad_scale))
-
-    def _factor(self, layout: Layout, grad_scale: float | Tensor | None) -> Any:
-        """Return what the gradients that are there are to be multiplied by: one over
-        the scale of the loss, and a global clip of their own.
-        """
-        factor = None if grad_scale is None else 1.0 / grad_scale
-        if self._max_norm is None:
-            return factor
-        scale = 1.0 if factor is None else factor
-        return scale * global_clip(layout.grad_norm() * scale, self._max_norm)
+        self._ask("update_previous_grad", grad_scale)
 
     @one_at_a_time("update_last_grad()")
-    @torch.no_grad()
-    @without_autocast
     def update_last_grad(self) -> None:
         """Exact MARS, after ``step``: what was kept becomes the next step's h.
 
         Raises:
             RuntimeError: ``update_previous_grad`` was not called since the last time.
         """
-        if self._life.takes_gradients:
-            layout = self._fitting("update_last_grad()")
-            self._life.check_may_hand_over()
-            with self._writes:
-                self._life.hand_over(layout.held)
+        self._ask("update_last_grad")
 
     # ---- an anchor -----------------------------------------------------------------
 
     @one_at_a_time("update_anchor()")
-    @torch.no_grad()
-    @without_autocast
     def update_anchor(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Corrections with an anchor (SVRG): let the snapshot be the parameters, and
         its full gradient what is in ``p.grad``. With ``max_norm`` it gets a global clip
@@ -495,28 +428,19 @@ class MARS(LayoutOptimizer):
         Args:
             grad_scale: as in ``update_previous_grad``.
         """
-        if self._life.has_anchor:
-            layout = self._fitting("update_anchor()")
-            factor = self._factor(layout, grad_scale)
-            with self._writes:
-                self._life.anchor(layout.held, factor)
+        self._ask("update_anchor", grad_scale)
 
     @contextmanager
     def at_snapshot(self) -> Iterator[None]:
         """Corrections with an anchor (SVRG): let parameters hold the snapshot in this
         context, for the batch's gradient there. Other corrections: nothing.
         """
-        self._visit_snapshot(True)
+        self._exchange_snapshot()
         try:
             yield
         finally:
-            self._visit_snapshot(False)
+            self._exchange_snapshot()
 
     @one_at_a_time("at_snapshot()")
-    @torch.no_grad()
-    @without_autocast
-    def _visit_snapshot(self, there: bool) -> None:
-        if self._life.has_anchor:
-            layout = self._fitting("at_snapshot()")
-            with self._writes:
-                self._exchange(layout, there)
+    def _exchange_snapshot(self) -> None:
+        self._ask("at_snapshot")

@@ -25,9 +25,9 @@ AVERAGES = frozenset({AdamW.keeps["m"].key, MOMENTUM, GRADIENTS})
 
 def _correction_keys(*starts: str) -> frozenset[str]:
     """Return the keys of what corrections keep that starts so; of all without one."""
-    every = [b for kind in CORRECTIONS.values() for b in kind.keeps.values()]
-    found = {b.key for b in every if not starts or b.start in starts}
-    return frozenset(found | _point_keys())
+    buffers = [b for kind in CORRECTIONS.values() for b in kind.keeps.values()]
+    keys = {b.key for b in buffers if not starts or b.start in starts}
+    return frozenset(keys | _point_keys())
 
 
 def _point_keys() -> set[str]:
@@ -40,14 +40,14 @@ TRAIN_MODE = "train_mode"  # of a param group, as schedule-free optimizers call 
 State = MutableMapping[Tensor, dict[str, Any]]  # ``optimizer.state``
 
 
-def own(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what ``optimizer.state[p]`` holds of ours. All else is somebody else's
+def entry_of_mars(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what ``optimizer.state[p]`` holds for MARS. All else is somebody else's
     (timm's Lookahead keeps its slow weights there): it is carried, never looked at.
     """
-    return {key: value for key, value in entry.items() if _is_ours(key)}
+    return {key: value for key, value in entry.items() if _is_of_mars(key)}
 
 
-def _is_ours(key: str) -> bool:
+def _is_of_mars(key: str) -> bool:
     return key == "step" or key in STATE_KEYS
 
 
@@ -107,9 +107,9 @@ def in_order_of_names(
             )
         return saved
     ordered = [
-        {**theirs, "param_names": ours["param_names"]}
-        | {"params": [ids[name] for name in ours["param_names"]]}
-        for ours, theirs in zip(groups, saved["param_groups"], strict=True)
+        {**saved_group, "param_names": group["param_names"]}
+        | {"params": [ids[name] for name in group["param_names"]]}
+        for group, saved_group in zip(groups, saved["param_groups"], strict=True)
     ]
     return {**saved, "param_groups": ordered}
 
@@ -121,44 +121,59 @@ def under_loaded(present: State, loaded: Mapping[Any, Any]) -> State:
     state: State = defaultdict(dict)
     for key, entry in loaded.items():
         if isinstance(key, Tensor):
-            mine = own(present.get(key, {}))
-            foreign = {k: v for k, v in entry.items() if not _is_ours(k)}
-            state[key] = {"step": torch.zeros(()), **mine, **foreign}
+            kept = entry_of_mars(present.get(key, {}))
+            foreign = {k: v for k, v in entry.items() if not _is_of_mars(k)}
+            state[key] = {"step": torch.zeros(()), **kept, **foreign}
         else:
             state[key] = entry
     return state
 
 
-def _under_our_names(
-    mine: Mapping[str, Any], found: Mapping[str, Any]
+def _under_present_names(
+    present: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return ``found`` with its average under the name of ours, where what restarts
+    """Return ``saved`` with its average under the name of ours, where what restarts
     from the parameter alone makes the difference (transport): all averages are of what
     the rule was given.
     """
-    want, have = AVERAGES & set(mine), AVERAGES & set(found)
+    want, have = AVERAGES & set(present), AVERAGES & set(saved)
     restarting = _correction_keys("parameter")
-    same = restarting & set(mine) == restarting & set(found)
+    same = restarting & set(present) == restarting & set(saved)
     if same or want & have or len(have) != 1:
-        return found
+        return saved
     (average,) = have
-    return {**found, **dict.fromkeys(want, found[average])}
+    return {**saved, **dict.fromkeys(want, saved[average])}
 
 
-def check_not_ours(state: State, saved: Mapping[str, Any]) -> None:
+def check_is_apart(state: State, saved: Mapping[str, Any]) -> None:
     """Check that ``saved`` is more than another view of ``state``, half written.
 
     Raises:
         RuntimeError: it holds tensors of ``state``.
     """
-    ours = {id(value) for entry in state.values() for value in own(entry).values()}
+    live = {id(v) for entry in state.values() for v in entry_of_mars(entry).values()}
     for entry in saved["state"].values():
-        if any(id(value) in ours for value in entry.values()):
+        if any(id(value) in live for value in entry.values()):
             raise RuntimeError(
                 "got a state dict of this optimizer's own tensors after an exception "
                 "in the midst of a step, expected a copy from before: load a "
                 "checkpoint, or build model and optimizer anew"
             )
+
+
+def _check_form_of_x(saved: set[str], present: set[str], label: str) -> None:
+    """Check that transport's x is ``saved`` in the form in which it is ``present``.
+
+    Raises:
+        ValueError: one side has x, the other one numbers from which it follows.
+    """
+    if saved and present and (LOOKAHEAD in saved) != (LOOKAHEAD in present):
+        raise ValueError(
+            f"got a state dict with {sorted(saved)} of {label}, expected "
+            f"{sorted(present)}: store_iterate, and the dtypes of parameters and "
+            "state, decide whether transport keeps x; build MARS with those of the run "
+            "that saved it"
+        )
 
 
 def to_restore(
@@ -169,50 +184,52 @@ def to_restore(
     round float32 state of bf16 parameters. What is there already is left out.
 
     From one correction to another moments go on. What only one of them keeps starts
-    anew: a gradient at zero, what starts as the parameter as its ``Life.loaded`` has
-    it. So does all of a parameter that ``saved`` has no entry of: it has not moved yet.
+    anew: a gradient at zero, what starts as the parameter as its protocol's ``load``
+    has it. So does all of a parameter that ``saved`` has no entry of: it has not moved
+    yet.
 
     Raises:
-        ValueError: something is missing, or has another shape.
+        ValueError: something is missing, or has another shape; x is kept on one side,
+            and follows from numbers on the other.
     """
     pairs, restarts = [], set()
-    every, restarting = _correction_keys(), _correction_keys("parameter")
+    correction_keys, restarting = _correction_keys(), _correction_keys("parameter")
     points = _point_keys()
     without = []
     for i, (p, label) in zip(check_ids(labelled, saved), labelled, strict=True):
-        found, mine = saved["state"].get(i, {}), own(state.get(p, {}))
-        if mine and not found:
+        entry, present = saved["state"].get(i, {}), entry_of_mars(state.get(p, {}))
+        if present and not entry:
             without.append(label)
             continue  # ``under_loaded`` has let it start anew
-        found = _under_our_names(mine, found)
-        mine.pop(AHEAD, None)  # this, and x in another form, the correction takes over
-        if points & set(found):
-            mine = {k: v for k, v in mine.items() if k in found or k not in points}
-        absent = set(mine) - set(found)
-        # saved with a correction that ours is not
-        others = (every & set(found)) - set(mine)
-        anew = absent & (every if others else restarting)
-        missing = sorted(absent - anew)
+        entry = _under_present_names(present, entry)
+        present.pop(AHEAD, None)  # which the protocol of the correction takes over
+        _check_form_of_x(points & set(entry), points & set(present), label)
+        absent = set(present) - set(entry)
+        is_of_another = (correction_keys & set(entry)) - set(present)  # correction
+        anew = absent & (correction_keys if is_of_another else restarting)
+        # torch's loader of flattened state dicts has {} for what is not there
+        empty = {key for key in present if isinstance(entry.get(key), Mapping)}
+        missing = sorted(absent - anew | empty)
         if missing:
             raise ValueError(
                 f"got a state dict without {missing} of {label}, expected "
-                f"{sorted(mine)}: it was saved by another optimizer or mars_type; load "
-                "it into one like that"
+                f"{sorted(present)}: it was saved by another optimizer, mars_type or "
+                "form of x (store_iterate); load it into one like that"
             )
         restarts |= anew
-        pairs += [(mine[key], 0.0) for key in sorted(anew - restarting)]
-        for key, tensor in mine.items():
+        pairs += [(present[key], 0.0) for key in sorted(anew - restarting)]
+        for key, tensor in present.items():
             if key in anew:
                 continue
-            shape = torch.as_tensor(found[key]).shape
+            shape = torch.as_tensor(entry[key]).shape
             if shape != tensor.shape:
                 raise ValueError(
                     f"got {key} of shape {tuple(shape)} for {label}, expected "
                     f"{tuple(tensor.shape)}: build MARS over the same parameters in "
                     "the same order"
                 )
-            if found[key] is not tensor:
-                pairs.append((tensor, found[key]))
+            if entry[key] is not tensor:
+                pairs.append((tensor, entry[key]))
     if restarts:
         log.warning(
             "marsopt: the state was saved with another correction: moments go on, %s "

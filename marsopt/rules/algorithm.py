@@ -114,12 +114,6 @@ class Algorithm:
         stores = not self.is_ahead or self.correction.store_iterate
         return 0 if stores else self.preconditioner.num_behind
 
-    @property
-    def leads_back(self) -> Preconditioner | None:
-        """Who can compute x from the point ahead of it, if anybody."""
-        able = self.is_ahead and self.preconditioner.num_behind
-        return self.preconditioner if able else None
-
     def over(self, params: Sequence[Tensor]) -> Algorithm:
         """Return this algorithm for these parameters: one that keeps x where it would
         not follow exactly, from half precision or buffers of another dtype.

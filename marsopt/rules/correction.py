@@ -17,7 +17,6 @@ from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
 from marsopt.rules.hyperparameters import check_fields, number, structure
-from marsopt.rules.life import Life
 
 if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the shapes
     from jaxtyping import Float
@@ -32,8 +31,8 @@ class Correction(ABC):
         c = w_0 g + w_1 v_1 + w_2 v_2 + ...        v: the operands of this correction
         c <- c / max(1, ||c||_F / clip)            per matrix or tensor
 
-    A subclass says which operands, with which coefficients; which of them the state
-    keeps, and what happens to them before and after a step (its ``Life``).
+    A subclass says which operands, with which coefficients, and which of them the state
+    keeps. What it asks of ``MARS`` beside a step is its protocol (``register``).
 
     Args:
         gamma: scale of the variance reduction; 0 turns it off.
@@ -68,7 +67,7 @@ class Correction(ABC):
     name: ClassVar[str]
     # operands beside the gradient, by symbol: each is a buffer
     operands: ClassVar[tuple[str, ...]] = ()
-    # those of them that the caller hands to every step, by the life of this correction
+    # those of them that the caller hands to every step, by the correction's protocol
     given: ClassVar[tuple[str, ...]] = ()
     # the operand that ``Rule.step``'s ``reference`` stands for
     reference: ClassVar[str | None] = None
@@ -82,7 +81,6 @@ class Correction(ABC):
     store_iterate: ClassVar[bool] = True
     # whether baselines take it too: it then changes where gradients are taken alone
     suits_baselines: ClassVar[bool] = False
-    life: ClassVar[type[Life]] = Life
 
     def __post_init__(self) -> None:
         check_fields(self)

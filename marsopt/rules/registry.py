@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from dataclasses import replace as with_fields
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -178,6 +178,8 @@ class NamedRule:
 
 
 CORRECTIONS: dict[str, type[Correction]] = {}
+# What corrections ask of ``MARS`` beside a step: ``marsopt.optim.protocols``.
+PROTOCOLS: dict[type[Correction], type[Any]] = {}
 
 RULES = (
     NamedRule("adamw", AdamW, False, "itself", source="arXiv 1711.05101"),
@@ -289,17 +291,26 @@ def canonical(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
-def register(component: NamedRule | type[Correction], *, replace: bool = False) -> None:
+def register(
+    component: NamedRule | type[Correction],
+    *,
+    protocol: type[Any] | None = None,
+    replace: bool = False,
+) -> None:
     """Give a rule or a correction its name: ``MARS``, ``mars`` and all tools know it
     from then on.
 
     Args:
         component: a row of ``REGISTRY``, or a subclass of ``Correction`` with a
             ``name``. A rule is listed as ``canonical`` writes its name.
+        protocol: what a correction asks of ``MARS`` beside a step, a subclass of
+            ``marsopt.optim.protocols.base.CorrectionProtocol``; None: what the class
+            does that it is derived from.
         replace: let it take the place of what has had that name.
 
     Raises:
-        TypeError: anything else, or a class without a method that it has to have.
+        TypeError: anything else, or a class without a method that it has to have; a
+            ``protocol`` that is no class, or of a rule.
         ValueError: another component has the name.
 
     Example:
@@ -337,6 +348,12 @@ def register(component: NamedRule | type[Correction], *, replace: bool = False) 
             f"got {kind.__name__} without {missing}, expected a class that can be "
             f"built: define {missing}"
         )
+    if protocol is not None and (known is REGISTRY or not isinstance(protocol, type)):
+        raise TypeError(
+            f"got protocol={protocol!r} for {kind.__name__}, expected a class, for a "
+            "correction: pass a subclass of CorrectionProtocol with a correction, and "
+            "none with a rule"
+        )
     if known.get(component.name, component) != component and not replace:
         raise ValueError(
             f"got the name {component.name!r}, which is taken, expected one that is "
@@ -344,6 +361,8 @@ def register(component: NamedRule | type[Correction], *, replace: bool = False) 
         )
     known[component.name] = component
     STATE_KEYS.update(buffer.key for buffer in kind.keeps.values())
+    if protocol is not None:
+        PROTOCOLS[cast(type[Correction], kind)] = protocol
 
 
 for _component in (*RULES, Approximate, Exact, Transport, SVRG):

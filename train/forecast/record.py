@@ -40,10 +40,10 @@ from marsopt.functional.step_types import (
     Stack,
     norms_per_tensor,
 )
+from marsopt.optim.protocols.table import protocol_of
 from marsopt.parallel.collectives import MeshCollectives
 from marsopt.parallel.planner import Machine
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.life import Held
 from train.forecast.models import Alike, Job
 
 # torch's operations, by the names of a forecast
@@ -262,11 +262,13 @@ def _record(job: Job, rank: Rank) -> Record:
     state = sum(x.nbytes for x in kept)
     # numbers of the last step, in float64, from which x follows
     state += 8 * sum(len(a.leaves) * a.of.algorithm.num_behind for a in every)
-    lives = {a.life: a.life() for one in every if (a := one.of.algorithm.correction)}
-    for life in lives.values():
-        if life.takes_gradients:
-            life.keep(_held(every, rank.collectives.local), None)
-        state += life.num_bytes
+    takes_gradients = False
+    for one in every:
+        if one.of.algorithm.correction is not None:
+            protocol = protocol_of(type(one.of.algorithm.correction))
+            copied = [s for s in protocol.copied if s in one.buffers]
+            state += sum(one.buffers[symbol].nbytes for symbol in copied)
+            takes_gradients |= "update_previous_grad" in protocol.answers
     members = [Members(one.leaves, one.owned) for one in every]
     for is_warm in (False, True):  # ranks agree, once, on what they hold
         with Recorder([*stacks, *kept]) as recorder:
@@ -277,7 +279,7 @@ def _record(job: Job, rank: Rank) -> Record:
             )
             if is_warm:
                 step.advance(groups, members, decision, **shared)
-            if any(life.takes_gradients for life in lives.values()):
+            if takes_gradients:
                 # norms of the gradient that is kept for the next step, for its clip
                 rank.collectives.sum(torch.zeros(len(leaves), 1), leaves)
             del groups, decision
@@ -318,18 +320,6 @@ def _parameters(
         rows = iter(zip(*columns, strict=True))
         for one in found:
             one.owned.extend(next(rows) for _ in one.leaves)
-    return found
-
-
-def _held(every: Sequence[Parameters], local: Callable[[Tensor], Tensor]) -> list[Held]:
-    """Return parameters as the life of a correction meets them."""
-    found = []
-    for one in every:
-        keys = one.of.algorithm.correction_keys
-        kept = {s: key for s, key in keys.items() if s in one.buffers}
-        for n, leaf in enumerate(one.leaves):
-            state = {leaf: {key: one.buffers[s][n] for s, key in kept.items()}}
-            found.append(Held(leaf, local, state, keys))
     return found
 
 

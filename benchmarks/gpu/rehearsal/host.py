@@ -6,10 +6,6 @@ other, and values that the host waits for. A CUDA graph records neither.
 Warm steps of every rule run eagerly over fake CUDA tensors; no GPU and no Triton is
 needed. An exit status of 1 says that something crosses that the documentation does not
 name, or that something which it names does not cross.
-
-Not watched is the count of skipped steps, which is sent to the host at every tenth step
-without a wait (``marsopt.optim.watch``): that is off under fake tensors, and while
-a CUDA graph is captured.
 """
 
 from __future__ import annotations

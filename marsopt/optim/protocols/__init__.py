@@ -1,0 +1,1 @@
+"""What corrections ask of the optimizer beside their step."""

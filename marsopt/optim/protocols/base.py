@@ -1,0 +1,216 @@
+"""The protocol of a correction: what it asks of the optimizer beside its step. It
+answers methods of ``MARS``, and is asked before and after a step, before parameters are
+saved or moved, and after a load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import (
+    Callable,
+    Container,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.buffers import LOOKAHEAD
+
+Factor = Tensor | float | None  # what a gradient is multiplied by; None = nothing
+Answer = Callable[..., Any]  # (protocol, optimizer, arguments of the method)
+
+
+class ParameterHandle:
+    """One parameter, as protocols read and write it.
+
+    Args:
+        p: the parameter, which may be a DTensor.
+        local: returns this rank's piece of a tensor; of a gradient, in the layout of
+            its parameter.
+        state: ``optimizer.state``.
+        algorithm: what moves the parameter.
+    """
+
+    __slots__ = ("p", "local", "algorithm", "_state", "_keys")
+
+    def __init__(
+        self,
+        p: Tensor,
+        local: Callable[..., Tensor],
+        state: MutableMapping[Tensor, dict[str, Any]],
+        algorithm: Algorithm,
+    ) -> None:
+        self.p, self.local, self.algorithm = p, local, algorithm
+        self._state = state
+        self._keys = algorithm.correction_keys
+
+    @property
+    def piece(self) -> Tensor:
+        """Return this rank's piece of the parameter."""
+        return self.local(self.p)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Return this rank's piece of the gradient, or None."""
+        return None if self.p.grad is None else self.local(self.p.grad, self.p)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Return whether the parameter has taken a step. Costs a sync."""
+        return bool(self._state[self.p]["step"])
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """Return what ``optimizer.state`` holds for the parameter."""
+        return self._state.get(self.p, {})
+
+    # ---- buffers of the correction ---------------------------------------------------
+
+    def __contains__(self, symbol: str) -> bool:
+        return self._keys.get(symbol) in self.entry
+
+    def __getitem__(self, symbol: str) -> Tensor:
+        """Return this rank's piece of a buffer."""
+        return self.local(self.whole(symbol))
+
+    def whole(self, symbol: str) -> Tensor:
+        """Return a buffer as ``optimizer.state`` holds it."""
+        tensor: Tensor = self._state[self.p][self._keys[symbol]]
+        return tensor
+
+    # ---- a point ahead of x ----------------------------------------------------------
+
+    @property
+    def numbers(self) -> Tensor | None:
+        """Return the numbers of the last step, from which x follows; None where the
+        state keeps x, or the parameter is x.
+        """
+        return self.entry.get(LOOKAHEAD)
+
+    @property
+    def iterate_key(self) -> str:
+        """Return where ``optimizer.state[p]`` has x, or the numbers."""
+        return LOOKAHEAD if self.algorithm.num_behind else self._keys["x"]
+
+    def recover_x(self) -> Tensor:
+        """Return this rank's piece of x, where the parameter is the point ahead."""
+        return self.algorithm.preconditioner.behind(self.piece, *self._last_step())
+
+    def recover_ahead(self) -> Tensor:
+        """Return this rank's piece of the point ahead, where the parameter is x."""
+        return self.algorithm.preconditioner.ahead(self.piece, *self._last_step())
+
+    def _last_step(self) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
+        """Return the moments and the numbers that the last step left."""
+        buffers = self.algorithm.preconditioner.buffers.items()
+        moments = {symbol: self.local(self.entry[b.key]) for symbol, b in buffers}
+        return moments, self.entry[LOOKAHEAD].to(self.p.dtype).unbind()
+
+
+Handles = Sequence[ParameterHandle]
+Entries = Mapping[Tensor, Mapping[str, Any]]  # as those of ``optimizer.state``
+
+
+class Host(Protocol):
+    """The optimizer that a protocol serves, as far as protocols use it."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def writing(self) -> AbstractContextManager[None]:
+        """Return the context around all that writes parameters and state: what an
+        exception breaks off in it is refused by later calls.
+        """
+
+    def parameter_handles(
+        self, call: str, *, agree: bool = True
+    ) -> list[ParameterHandle]:
+        """Return all parameters that move, for ``call``, which is going to write;
+        ``agree``: all ranks call it.
+
+        Raises:
+            RuntimeError: an exception has broken off a call before.
+        """
+
+    def synced_handles(self) -> list[ParameterHandle]:
+        """Return all parameters that move, to be read."""
+
+    def gradient_factor(self, grad_scale: float | Tensor | None) -> Factor:
+        """Return what to multiply the present gradients by: one over ``grad_scale``,
+        and a global clip of their own.
+        """
+
+    def notify_written(self) -> None:
+        """Drop what was gathered from parameters, which have other values now."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+    def expose_for_saving(self) -> None: ...
+
+
+class CorrectionProtocol:
+    """Of a correction that asks for nothing beside its step. Each optimizer has one
+    instance. A subclass says which methods of ``MARS`` it answers, and overrides what
+    it needs; every method gets the handles of all parameters that move.
+    """
+
+    # by method of MARS what answers it, given the optimizer and the method's arguments;
+    # other methods do nothing
+    answers: ClassVar[Mapping[str, Answer]] = {}
+    # buffers of which it holds a second copy between two calls, by symbol
+    copied: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        # what of the caller's protocol was done; copies and pickles have it too
+        self.progress: Any = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Return how many are held beside ``optimizer.state``."""
+        return 0
+
+    def before_step(self, optimizer: Host, handles: Handles) -> None:
+        """Check that the step may be taken, before anything is read."""
+
+    def after_step(self, optimizer: Host, handles: Handles) -> None:
+        """Note that a step was taken."""
+
+    def check_may_save(self) -> None:
+        """Check that parameters and state are what a checkpoint or a copy is to hold.
+
+        Raises:
+            RuntimeError: parameters hold something else for the time being.
+        """
+
+    def sync_from_params(self, handles: Handles) -> None:
+        """Take over what others have written into parameters, before state is handed
+        out or parameters move.
+        """
+
+    @contextmanager
+    def moving(
+        self, before: Handles, after: Handles, state: Container[Tensor]
+    ) -> Iterator[None]:
+        """Let parameters move inside this context, by our own doing.
+
+        Args:
+            before, after: all parameters that moved so far, and from now on.
+            state: what the protocol knows of other parameters is of no use.
+        """
+        self.sync_from_params(before)
+        yield
+
+    def load(self, handles: Handles, entries: Entries) -> None:
+        """Go on from state that was loaded, or copied.
+
+        Args:
+            handles: all parameters, with their state as it is now.
+            entries: what the source had, by parameter.
+        """

@@ -1,0 +1,379 @@
+"""Transport in the class: parameters hold the point ahead while gradients are taken,
+and x, which is trained, for evaluation and in checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from marsopt.optim.compiled import once
+from marsopt.optim.protocols.base import (
+    CorrectionProtocol,
+    Entries,
+    Handles,
+    Host,
+    ParameterHandle,
+)
+from marsopt.optim.state_dict import TRAIN_MODE
+from marsopt.rules.buffers import AHEAD
+from marsopt.rules.dtypes import without_autocast
+
+TOO_OFTEN = 3
+REMIND_AFTER = 100  # steps ahead of what is trained, which nobody has asked for
+
+
+class Versions(NamedTuple):
+    """Autograd's counters of writes, and where p lies."""
+
+    p: int
+    piece: int  # of p on this rank: DCP writes there
+    storage: int  # of that: p.data = ... gives it another
+    x: int  # of x, or of the numbers from which it follows
+
+
+class Lookahead(CorrectionProtocol):
+    """Parameters hold y, the point ahead; x is in the state, or follows from y, the
+    moments and the last step's numbers. Lets parameters be x for evaluation, and finds
+    out where somebody else has written a parameter: x restarts from there, so that
+    nothing which is loaded, averaged or clamped between two steps is lost.
+
+    Writing is found by autograd's version counters (of the parameter, and of its x or
+    numbers for checkpoints that load into the tensors of a state dict) and by the
+    storage, which ``p.data = ...`` exchanges. What is written in place through
+    ``p.data`` counts elsewhere, and is not found.
+    """
+
+    def __init__(self) -> None:
+        # whether parameters are x for a state dict alone, until training goes on
+        self.progress: bool = False
+        # versions after our last write, of parameters that have taken a step: of others
+        # p is x; None: p and x are to be trusted
+        self._versions: dict[Tensor, Versions | None] = {}
+        self._num_written_before = 0  # steps in a row before which somebody has written
+        self._num_steps = 0
+        self._is_asked_for_x = self._is_followed = False
+        self._say = once()
+
+    # ---- a step ----------------------------------------------------------------------
+
+    def before_step(self, optimizer: Host, handles: Handles) -> None:
+        """Let x be p wherever p is not what we wrote.
+
+        Raises:
+            RuntimeError: parameters are x; or somebody writes them before every step,
+                which would be another algorithm.
+        """
+        if self.progress:  # since the backward pass
+            optimizer.train()
+        if not _in_train_mode(optimizer):  # a closure may have ended so, too
+            raise RuntimeError(
+                "got step() in eval mode, expected train mode: the gradient belongs to "
+                "the point ahead; call optimizer.train() before the forward pass (or "
+                "model.train(), where the optimizer follows the model)"
+            )
+        written = [h for h in _looking_ahead(handles) if self._is_written(h)]
+        has_stepped = any(handle.p in self._versions for handle in written)
+        self._num_written_before = self._num_written_before + 1 if has_stepped else 0
+        if self._num_written_before >= TOO_OFTEN:
+            self._num_written_before = 0
+            raise RuntimeError(
+                f"got parameters that were written before each of {TOO_OFTEN} steps, "
+                'expected nobody to write between steps with correction="transport": '
+                "write between optimizer.eval() and optimizer.train(), or choose "
+                "another correction (SAM moves parameters before every step)"
+            )
+        is_cuda = bool(written) and written[0].p.is_cuda
+        if is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "got a step to capture whose parameters are new to it, expected one "
+                "after an ordinary step: replays would start from y every time; take a "
+                "step before the capture, and write parameters between eval() and "
+                "train()"
+            )
+        for handle in written:
+            self._restart(handle)
+
+    def after_step(self, optimizer: Host, handles: Handles) -> None:
+        """Note what parameters and x are after our own writes; say once where nobody
+        asks for x.
+        """
+        self._versions |= {h.p: _versions(h) for h in _looking_ahead(handles)}
+        self._num_steps += 1
+        if self._num_steps == REMIND_AFTER and not self._is_asked_for_x:
+            self._say(
+                logging.WARNING,
+                f"{REMIND_AFTER} steps with correction='transport', and neither "
+                "follow, eval nor iterates was called: the model's parameters are the "
+                "points where gradients are taken, ahead of what is trained. Evaluated "
+                "or saved as they are, they lose what the correction gains: call "
+                "optimizer.follow(model) once, or optimizer.eval() before and "
+                "optimizer.train() after",
+            )
+
+    # ---- modes -----------------------------------------------------------------------
+
+    def eval(self, optimizer: Host) -> None:
+        """Put x into parameters, to stay there until ``train``."""
+        self._is_asked_for_x = True
+        self._switch(optimizer, to_train=False)
+        self.progress = False
+
+    def train(self, optimizer: Host) -> None:
+        """Put the points ahead back into parameters."""
+        self._switch(optimizer, to_train=True)
+        self.progress = False
+
+    def expose_for_saving(self, optimizer: Host) -> None:
+        """As ``eval``, until the next forward pass of training or the next step."""
+        if _in_train_mode(optimizer):
+            self._switch(optimizer, to_train=False)
+            self.progress = True
+
+    def state_dict(self, optimizer: Host) -> None:
+        """Let a state dict be that of eval mode, where a model is followed, as its own
+        is; where it is that of train mode, say so once.
+        """
+        if self._is_followed:
+            self.expose_for_saving(optimizer)
+        elif self._versions and _in_train_mode(optimizer):
+            self._say(
+                logging.WARNING,
+                "state_dict() in train mode: the parameters are the points where "
+                "gradients are taken, ahead of the model that is trained. Training "
+                "resumes exactly from them; to save or evaluate the model, call "
+                "optimizer.eval() before and optimizer.train() after, or "
+                "optimizer.follow(model) once",
+            )
+
+    def is_in(self, optimizer: Host, train: bool) -> bool:
+        """Return whether parameters are as in this mode, and stay so."""
+        return _in_train_mode(optimizer) == train and not self.progress
+
+    def follow(self, optimizer: Host, model: nn.Module) -> None:
+        """Let ``model`` switch modes: by its forward passes, and by its state dicts and
+        those of its parts.
+        """
+        self._is_followed = self._is_asked_for_x = True
+        # before FSDP gathers the parameters
+        follow = FollowMode(self, optimizer)
+        model.register_forward_pre_hook(follow, prepend=True)
+        for module in model.modules():
+            module.register_state_dict_pre_hook(ExposeForSaving(self, optimizer))
+
+    def iterates(self, optimizer: Host) -> Callable[[Tensor], Tensor | None]:
+        """Return what returns x of a parameter, None where the parameter is x."""
+        self._is_asked_for_x = True
+        handles = optimizer.synced_handles()
+        ahead = _looking_ahead(handles) if _in_train_mode(optimizer) else []
+        by_parameter = {handle.p: handle for handle in ahead}
+
+        @torch.no_grad()
+        @without_autocast
+        def find_iterate(p: Tensor) -> Tensor | None:
+            handle = by_parameter.get(p)
+            if handle is None or p not in self._versions:  # no step, no load
+                return None
+            if handle.numbers is None:
+                return handle.whole("x")
+            x = torch.empty_like(p, requires_grad=False)
+            handle.local(x).copy_(handle.recover_x())
+            return x
+
+        return find_iterate
+
+    def _switch(self, optimizer: Host, to_train: bool) -> None:
+        if _in_train_mode(optimizer) == to_train:
+            return
+        # one rank may do it alone, for a state dict
+        call = "train()" if to_train else "eval()"
+        handles = optimizer.parameter_handles(call, agree=False)
+        with optimizer.writing:
+            self._exchange(_looking_ahead(handles), to_train)
+            optimizer.notify_written()
+            for group in optimizer.param_groups:
+                group[TRAIN_MODE] = to_train
+
+    def _exchange(self, handles: Handles, to_ahead: bool) -> None:
+        """Let parameters be y (``to_ahead``) or x, and keep the other one. Where
+        somebody else has written a parameter since our last write, both are that.
+        """
+        for handle in handles:
+            if self._is_written(handle):
+                self._restart(handle)
+        for handle in handles:
+            piece = handle.piece
+            if handle.numbers is None:
+                parameter = piece.clone()
+                piece.copy_(handle["x"])
+                handle["x"].copy_(parameter)
+            elif not to_ahead:
+                _keep_ahead(handle, handle.p.detach())
+                piece.copy_(handle.recover_x())
+            else:  # bit for bit, unless it has not been saved
+                y = _kept_ahead(handle.entry)
+                piece.copy_(handle.recover_ahead() if y is None else handle.local(y))
+                _keep_ahead(handle, None)  # afterwards: the copy may be broken off
+        self._note_ours(handles)
+
+    # ---- what others write -----------------------------------------------------------
+
+    def _is_written(self, handle: ParameterHandle) -> bool:
+        if handle.p not in self._versions:
+            return True  # before the first step
+        versions = self._versions[handle.p]
+        is_written = versions is not None and versions[:3] != _versions(handle)[:3]
+        if is_written:
+            self._say(
+                logging.WARNING,
+                "a parameter was written between two steps, by a checkpoint, an "
+                "average or by hand: its lookahead restarts from what is there",
+            )
+        return is_written
+
+    def _restart(self, handle: ParameterHandle) -> None:
+        """Let x be what is in the parameter."""
+        if handle.numbers is None:
+            handle["x"].copy_(handle.piece)
+        else:
+            handle.numbers.zero_()
+            _keep_ahead(handle, None)
+        self._note_ours([handle])  # once, also where a step fails and is tried again
+
+    def _note_ours(self, handles: Handles) -> None:
+        """Note that what parameters and x are was written by us. To be called after all
+        writes: pieces of one buffer count together.
+        """
+        for handle in handles:
+            if handle.p in self._versions:  # before its first step p stays the truth
+                self._versions[handle.p] = _versions(handle)
+
+    def sync_from_params(self, handles: Handles) -> None:
+        for handle in _looking_ahead(handles):
+            if handle.p in self._versions and self._is_written(handle):
+                self._restart(handle)
+
+    @contextmanager
+    def moving(
+        self, before: Handles, after: Handles, state: Container[Tensor]
+    ) -> Iterator[None]:
+        self.sync_from_params(before)
+        known = {p for p, versions in self._versions.items() if versions is not None}
+        # trusted, in case that moving is broken off
+        self._versions = {p: None for p in self._versions if p in state}
+        try:
+            yield
+        finally:
+            self._note_ours([h for h in _looking_ahead(after) if h.p in known])
+
+    def load(self, handles: Handles, entries: Entries) -> None:
+        """Trust p and x, whoever of the two came first.
+
+        An entry without x lets x restart from p, as the next step finds it. Where x is
+        the tensor in the state, unwritten since our last write, a partial load has
+        passed it by: nothing is new.
+        """
+        self.progress = False  # parameters are what the groups' mode says
+        for handle in _looking_ahead(handles):
+            entry, versions = (
+                entries.get(handle.p, {}),
+                self._versions.pop(handle.p, None),
+            )
+            loaded = entry.get(handle.iterate_key)
+            if handle.numbers is not None:
+                if loaded is None:
+                    handle.numbers.zero_()
+                _keep_ahead(handle, None if loaded is None else _kept_ahead(entry))
+            if loaded is None or not handle.has_stepped:  # x is p
+                continue
+            is_ours = loaded is handle.entry[handle.iterate_key]
+            is_old = versions is not None and versions.x == _versions(handle).x
+            self._versions[handle.p] = versions if is_ours and is_old else None
+
+    answers = {
+        "eval": eval,
+        "expose_for_saving": expose_for_saving,
+        "follow": follow,
+        "iterates": iterates,
+        "state_dict": state_dict,
+        "train": train,
+    }
+
+
+def _in_train_mode(optimizer: Host) -> bool:
+    return all(group[TRAIN_MODE] for group in optimizer.param_groups)
+
+
+def _looking_ahead(handles: Handles) -> list[ParameterHandle]:
+    """Return those that look ahead; of others, somebody may have taken x away."""
+    return [h for h in handles if "x" in h or h.numbers is not None]
+
+
+def _versions(handle: ParameterHandle) -> Versions:
+    p, piece = handle.p, handle.piece
+    storage = piece.untyped_storage()._cdata
+    kept = handle["x"] if handle.numbers is None else handle.numbers
+    return Versions(p._version, piece._version, storage, kept._version)
+
+
+def _kept_ahead(entry: Mapping[str, Any]) -> Tensor | None:
+    """Return the point ahead that an entry of a state has; None where the parameter is
+    it: a tensor without elements then stands for it, since torch's loader of flattened
+    state dicts takes only keys that are there.
+    """
+    point = entry.get(AHEAD)
+    return None if point is None or point.numel() == 0 else point
+
+
+def _keep_ahead(handle: ParameterHandle, point: Tensor | None) -> None:
+    """Let the state have this as the point ahead, or none."""
+    if point is None:
+        handle.entry[AHEAD] = handle.piece.new_empty(0)
+    elif point is not handle.entry.get(AHEAD):
+        kept = torch.empty_like(handle.p, requires_grad=False)
+        handle.entry[AHEAD] = kept.copy_(point)
+
+
+# ---- hooks of a model that is followed -----------------------------------------------
+
+
+class FollowMode:
+    """A forward pre-hook: x for a module in eval mode, else the points ahead. It does
+    not keep the optimizer alive, and that of a copied or pickled model is nobody's.
+    """
+
+    def __init__(
+        self, protocol: Lookahead | None = None, optimizer: Host | None = None
+    ) -> None:
+        self._protocol = protocol
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), ()
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if self._protocol is None or optimizer is None:
+            return
+        if not self._protocol.is_in(optimizer, module.training):
+            self._switch(optimizer, module.training)
+
+    # in place of a graph that writes parameters
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _switch(self, optimizer: Host, train: bool) -> None:
+        optimizer.train() if train else optimizer.eval()
+
+
+class ExposeForSaving(FollowMode):
+    """A pre-hook of ``state_dict``, which then holds x in any mode."""
+
+    def __call__(self, *_: object) -> None:
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is not None:
+            optimizer.expose_for_saving()
