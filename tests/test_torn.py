@@ -21,7 +21,6 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import marsopt
 from marsopt import MARS
-from marsopt.optim import compiled
 from tests.stacking import (
     as_on_a_gpu,
     copies,
@@ -247,13 +246,13 @@ def test_a_backend_that_cannot_compile_has_written_nothing(part, monkeypatch):
     writing had begun, nobody asks how far it had come.
     """
 
-    def failing(function, options):
+    def failing(function, **options):
         def fail(*_):
             raise BackendCompilerFailed(fail, RuntimeError("no such machine"), None)
 
         return fail if function.__name__ == part else function
 
-    monkeypatch.setattr(compiled, "own_compile", failing)
+    monkeypatch.setattr(torch, "compile", failing)
     params = parameters()
     optimizer = MARS(params, lr=0.01, compile=True)
     fill(params, 0)
