@@ -170,9 +170,9 @@ def _check_form_of_x(saved: set[str], present: set[str], label: str) -> None:
     if saved and present and (LOOKAHEAD in saved) != (LOOKAHEAD in present):
         raise ValueError(
             f"got a state dict with {sorted(saved)} of {label}, expected "
-            f"{sorted(present)}: store_iterate, and the dtypes of parameters and "
-            "state, decide whether transport keeps x; build MARS with those of the run "
-            "that saved it"
+            f"{sorted(present)}: store_iterate, cautious_weight_decay and the dtypes "
+            "of parameters and state decide whether transport keeps x; build MARS with "
+            "those of the run that saved it"
         )
 
 
