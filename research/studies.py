@@ -59,6 +59,7 @@ def elementwise() -> dict[str, Method]:
     nadamw = ELEMENTWISE | dict(rule="nadamw")
     mars = ELEMENTWISE | dict(rule="mars-adamw")
     falling = mars | TRANSPORT | dict(gamma_follows_rate=True)
+    adamw, ahead = ELEMENTWISE | dict(rule="adamw"), dict(control="transport")
     return {
         "NAdamW": Method(nadamw, axes, MORE_SEEDS),
         "transport": Method(mars | TRANSPORT, (*axes, GAMMA), MORE_SEEDS),
@@ -70,6 +71,16 @@ def elementwise() -> dict[str, Method]:
         "EMA-Nesterov on NAdamW": Method(nadamw, (*axes, SCALE), MORE_SEEDS),
         "SNOO on NAdamW": Method(nadamw, (*axes, OUTER), MORE_SEEDS),
         "transport, gamma with the rate": Method(falling, (*axes, GAMMA), SEEDS),
+        # beta1 is mu_x, gamma 1 - mu_y
+        "GPA on AdamW, beta1 0 inside": Method(
+            adamw | dict(gpa=0.0), (*axes, GAMMA), MORE_SEEDS, **ahead
+        ),
+        "GPA on AdamW, beta1 0.9 inside": Method(
+            adamw | dict(gpa=0.9), (*axes, GAMMA), MORE_SEEDS, **ahead
+        ),
+        "SNOO on transport": Method(
+            mars | TRANSPORT, (*axes, GAMMA, OUTER), MORE_SEEDS, **ahead
+        ),
     }
 
 
@@ -93,6 +104,18 @@ def matrices() -> dict[str, Method]:
             moonlight, (*axes, SCALE), MORE_SEEDS, **mine
         ),
         "SNOO on Moonlight": Method(moonlight, (*axes, OUTER), MORE_SEEDS, **mine),
+        "GPA on Moonlight, beta1 0.95 inside": Method(
+            moonlight | dict(gpa=0.95),
+            (*axes, GAMMA),
+            MORE_SEEDS,
+            control="Moonlight, transport",
+        ),
+        "MONA on MARS-M": Method(
+            moonlight | dict(nesterov=False, mona=0.975),
+            (*axes, GAMMA),
+            MORE_SEEDS,
+            **mine,
+        ),
         "MARS-M, approximate": Method(mars_m, (*axes, GAMMA), SEEDS, **mine),
         # whose embeddings have Nesterov's momentum too, as transport's look ahead
         "Moonlight, NAdamW beside": Method(

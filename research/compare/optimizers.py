@@ -13,8 +13,11 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 from marsopt import MARS, REGISTRY, param_groups
+from marsopt.rules.correction import scale as mars_scale
 from marsopt.rules.registry import canonical
 from research.compare.neighbours import (
+    GPA,
+    MONA,
     SNOO,
     EMANesterov,
     NearestState,
@@ -33,7 +36,7 @@ EVERY = 20  # inner steps of one of SNOO's
 
 
 class Clipped(Wrapper):
-    """An optimizer of torch's after ``clip_grad_norm_``."""
+    """An optimizer without a global clip of its own, after ``clip_grad_norm_``."""
 
     def step(self) -> None:
         """Clip, and take a step."""
@@ -55,7 +58,10 @@ def build(
             whether all tensors are moved alike instead of by ``marsopt.param_groups``;
             "beside", the rule of what those give to AdamW; "ema_nesterov", the scale of
             that wrapper, or "snoo", the outer momentum of that one, whose outer rate is
-            one minus it; "nearest_state", a dtype by name, of that one;
+            one minus it; "gpa", beta1 inside that wrapper, whose mu_x is then "beta1"
+            and whose mu_y one minus "gamma"; "mona", the decay of that wrapper, which
+            corrects what the rule moves by MARS's scale of "beta1" and "gamma";
+            "nearest_state", a dtype by name, of that one;
             "gamma_follows_rate", which the loop reads; other options of MARS, of which
             dtypes are given by name.
         steps: of the run.
@@ -66,12 +72,25 @@ def build(
     """
     own = {key: value for key, value in recipe.items() if key not in (*BUILD, *LOOP)}
     scale, momentum = own.pop("ema_nesterov", None), own.pop("snoo", None)
+    inside, decay = own.pop("gpa", None), own.pop("mona", None)
     if "beta1" in recipe:
         own["betas"] = recipe["beta1"], recipe["beta2"]
+    if inside is not None:
+        own["betas"], gamma = (inside, recipe["beta2"]), own.pop("gamma")
+    if decay is not None:
+        k = mars_scale(recipe["beta1"], own.pop("gamma"))
+        own["max_norm"] = None  # of the gradient, not of what MONA makes of it
     if "state_dtype" in own:
         own["state_dtype"] = getattr(torch, own["state_dtype"])
     nearest = own.pop("nearest_state", None)
     made = _built(model, recipe, own, compile)
+    if inside is not None:
+        return GPA(made, mu_x=recipe["beta1"], mu_y=1 - gamma)
+    if decay is not None:
+        rule = canonical(recipe["rule"])
+        groups = [g for g in made.param_groups if g["mars_type"] == rule]
+        corrected = [p for group in groups for p in group["params"]]
+        return Clipped(MONA(made, params=corrected, scale=k, decay=decay))
     if nearest is not None:
         return NearestState(made, getattr(torch, nearest))
     if scale is not None:
@@ -111,5 +130,5 @@ def _built(
     if recipe.get("one_rate"):
         groups = [dict(params=[*model.parameters()], **given)]
         own["optimize_1d"] = REGISTRY[rule].is_mars
-    own |= dict(mars_type=rule, max_norm=MAX_NORM, compile=compile)
-    return MARS(groups, **own)
+    own = dict(max_norm=MAX_NORM) | own
+    return MARS(groups, mars_type=rule, compile=compile, **own)
