@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from configs.published import LR, ONE_RATE, RULES, SIZES, TRANSPORT_GAMMA
+from research.compare import images
 from research.compare.plain import Setting
 from research.compare.search import Axis, Point
 from research.compare.study import Method, Study
@@ -19,6 +20,8 @@ __all__ = [
     "batch_quarter",
     "bf16_state",
     "bpe",
+    "digits_convnet",
+    "digits_vit",
     "gpu",
     "gpu_swept",
     "middle",
@@ -299,6 +302,43 @@ def middle() -> Study:
         trials=10,
         num_draws=4,
     )
+
+
+def _digits(model: str) -> Study:
+    """Return AdamW, NAdamW and Moonlight on images, each with transport and without."""
+    rules = {
+        "AdamW": (ELEMENTWISE | dict(rule="adamw"), RATES),
+        "NAdamW": (ELEMENTWISE | dict(rule="nadamw"), RATES),
+        "Moonlight": (
+            MATRICES | dict(rule="moonlight", convolutions=True),
+            MATRIX_RATES,
+        ),
+    }
+    methods = {}
+    for title, (recipe, lr) in rules.items():
+        axes = (lr, BETA1)
+        methods[title] = Method(recipe, axes, MORE_SEEDS)
+        methods[f"{title}, transport"] = Method(
+            recipe | TRANSPORT, (*axes, GAMMA), MORE_SEEDS, control=title
+        )
+    return Study(
+        title=f"digits of 8 x 8 pixels, {model}",
+        setting=images.Setting(model=model, steps=300),
+        methods=methods,
+        trials=10,
+        num_draws=4,
+        search_seeds=(0, 9),
+    )
+
+
+def digits_convnet() -> Study:
+    """A convolutional net of 24,000 parameters on scikit-learn's digits."""
+    return _digits("convnet")
+
+
+def digits_vit() -> Study:
+    """A ViT of 26,000 parameters on scikit-learn's digits."""
+    return _digits("vit")
 
 
 def bf16_state() -> Study:

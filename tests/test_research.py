@@ -23,7 +23,7 @@ from marsopt.rules import newton_schulz
 from marsopt.rules.preconditioner import Average
 from research import correlations, studies, track3
 from research.compare import __main__ as compare
-from research.compare import table
+from research.compare import images, table
 from research.compare.neighbours import (
     GPA,
     MONA,
@@ -287,6 +287,20 @@ def test_the_loop_trains_all_methods_from_one_start(setting):
     ours, torchs = final(found["adamw"]), final(found["torch-adamw"])
     assert ours == pytest.approx(torchs, rel=1e-5)
     assert found["mars-adamw-exact"]["flops"] == 2 * found["adamw"]["flops"]
+
+
+@pytest.mark.parametrize("make", [studies.digits_convnet, studies.digits_vit])
+def test_images_are_trained_by_every_method(make):
+    pytest.importorskip("sklearn")
+    study = make()
+    setting = replace(study.setting, steps=24, points=1)
+    setting.check({title: study.first(title) for title in study.methods})
+    for title in ("AdamW", "Moonlight, transport"):
+        found = images.train(setting, study.first(title), seed=1)
+        ((step, loss),) = found["curve"]
+        assert step == 24 and loss < 2.25 and found["accuracy"] > 0.1
+    with pytest.raises(UserError, match="got model='mlp', expected one of convnet"):
+        replace(setting, model="mlp").check({})
 
 
 def trajectory(make, x, steps=40):

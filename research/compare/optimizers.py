@@ -29,7 +29,7 @@ from research.compare.neighbours import (
 MAX_NORM = 1.0
 TORCH, QH, TWO_AVERAGES = "torch-adamw", "qhadamw", "two-averages"
 # of what is no option of an optimizer
-GROUPED = ("weight_decay", "weight_decay_1d")
+GROUPED = ("weight_decay", "weight_decay_1d", "convolutions")
 BUILD = ("rule", "lr", "lr_1d_ratio", "beta1", "beta2", "one_rate", "beside", *GROUPED)
 LOOP = ("gamma_follows_rate",)
 EVERY = 20  # inner steps of one of SNOO's
@@ -54,7 +54,8 @@ def build(
         recipe: "rule", a name of ``marsopt.REGISTRY``, "torch-adamw", "qhadamw" (with
             "nu1") or "two-averages" (with "weight" and "age_ratio"); "lr"; "beta1" and
             "beta2", both or none; "weight_decay"; "weight_decay_1d" and "lr_1d_ratio",
-            decay and share of the rate of what AdamW moves beside a rule; "one_rate",
+            decay and share of the rate of what AdamW moves beside a rule;
+            "convolutions", whether that rule takes kernels; "one_rate",
             whether all tensors are moved alike instead of by ``marsopt.param_groups``;
             "beside", the rule of what those give to AdamW; "ema_nesterov", the scale of
             that wrapper, or "snoo", the outer momentum of that one, whose outer rate is

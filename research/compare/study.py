@@ -55,12 +55,13 @@ class Run:
 
 
 class Setting(Protocol):
-    """How runs of a study go, all alike: ``research.compare.plain`` and
-    ``research.compare.recipes`` have one each, dataclasses that JSON can hold.
+    """How runs of a study go, all alike: ``research.compare.plain``, ``.images`` and
+    ``.recipes`` have one each, dataclasses that JSON can hold.
     """
 
     steps: int
     keeps: ClassVar[bool]  # whether a run's folder stays once its result is stored
+    unit: ClassVar[str]  # of which the loss is a mean: token, image
 
     def check(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise UserError where a setting, or a title's recipe, cannot be run."""

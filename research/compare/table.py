@@ -30,7 +30,7 @@ HEAD = (
 
 
 READ = (
-    "Loss: held out, nats a token, at the last step, mean (and range) over seeds that "
+    "Loss: held out, nats {}, at the last step, mean (and range) over seeds that "
     "the search did not see. Inside: within so many steps, "
     "factors of two, there are worse points on both sides along every axis. z: the "
     "difference to the control in standard errors, from sigma, the deviation over "
@@ -81,7 +81,7 @@ def _line(row: Row) -> str:
 
 def markdown(study: Study, store: Store, found: list[Entry], table: list[Row]) -> str:
     """Return the table, and how to read it."""
-    noise = noise_of(found)
+    noise, unit = noise_of(found), study.setting.unit
     sigma = "no two seeds" if noise is None else f"sigma {noise:.4f}"
     lines = [
         f"{study.title}: {store.setting['steps']:,} steps; searches of "
@@ -91,7 +91,7 @@ def markdown(study: Study, store: Store, found: list[Entry], table: list[Row]) -
         HEAD,
         *map(_line, table),
         "",
-        READ,
+        READ.format("an image" if unit == "image" else f"a {unit}"),
     ]
     missing = [t for t in study.methods if t not in {e.title for e in found}]
     if missing:
