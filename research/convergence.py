@@ -208,7 +208,7 @@ def draw(path: Path) -> list[str]:
         ylabel="error of momentum at the best beta1",
         title="lines: closed forms; marks: measured on batches",
     )
-    said, fine = [], np.geomspace(DECADES[0], DECADES[-1], 40)
+    summaries, fine = [], np.geomspace(DECADES[0], DECADES[-1], 40)
     with picture(path, (7.5, 5.0), **labels) as axes:
         for i, case in enumerate(CURVES):
             on_line = [law(best(case._replace(step=s))) for s in fine]
@@ -221,12 +221,12 @@ def draw(path: Path) -> list[str]:
             axes.loglog(fine, on_line, linestyle=dashes[i], label=name, **look)
             axes.loglog(DECADES, errors, "osD^vP"[i], markersize=5, color=colors[i])
             off = max(abs(e / law(c) - 1) for e, c in zip(errors, chosen, strict=True))
-            said.append(
+            summaries.append(
                 f"{_title(case)}: slope {slope:.3f} over three decades of step "
                 f"lengths; marks within {off:.1%} of the closed form"
             )
         axes.legend(fontsize=8)
-    return said
+    return summaries
 
 
 def main() -> None:

@@ -161,8 +161,8 @@ class Setting:
 
     def command(self, run: Run, folder: Path) -> tuple[str, list[str]]:
         """Return the module and the arguments that train a run."""
-        given = [asdict(self), dict(run.recipe), run.seed]
-        return __name__, [*map(json.dumps, given), str(folder / FOUND)]
+        parts = map(json.dumps, (asdict(self), dict(run.recipe), run.seed))
+        return __name__, [*parts, str(folder / FOUND)]
 
     def found(self, folder: Path) -> dict[str, Any] | None:
         """Return what a run in ``folder`` showed; None before its end."""

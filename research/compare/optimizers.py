@@ -73,25 +73,25 @@ def build(
     """
     own = {key: value for key, value in recipe.items() if key not in (*BUILD, *LOOP)}
     scale, momentum = own.pop("ema_nesterov", None), own.pop("snoo", None)
-    inside, decay = own.pop("gpa", None), own.pop("mona", None)
+    inner_beta1, mona_decay = own.pop("gpa", None), own.pop("mona", None)
     if "beta1" in recipe:
         own["betas"] = recipe["beta1"], recipe["beta2"]
-    if inside is not None:
-        own["betas"], gamma = (inside, recipe["beta2"]), own.pop("gamma")
-    if decay is not None:
+    if inner_beta1 is not None:
+        own["betas"], gamma = (inner_beta1, recipe["beta2"]), own.pop("gamma")
+    if mona_decay is not None:
         k = mars_scale(recipe["beta1"], own.pop("gamma"))
         own["max_norm"] = None  # of the gradient, not of what MONA makes of it
     if "state_dtype" in own:
         own["state_dtype"] = getattr(torch, own["state_dtype"])
     nearest = own.pop("nearest_state", None)
     made = _built(model, recipe, own, compile)
-    if inside is not None:
+    if inner_beta1 is not None:
         return GPA(made, mu_x=recipe["beta1"], mu_y=1 - gamma)
-    if decay is not None:
+    if mona_decay is not None:
         rule = canonical(recipe["rule"])
         groups = [g for g in made.param_groups if g["mars_type"] == rule]
         corrected = [p for group in groups for p in group["params"]]
-        return Clipped(MONA(made, params=corrected, scale=k, decay=decay))
+        return Clipped(MONA(made, params=corrected, scale=k, decay=mona_decay))
     if nearest is not None:
         return NearestState(made, getattr(torch, nearest))
     if scale is not None:
