@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from configs.published import LR, ONE_RATE, RULES, SIZES, TRANSPORT_GAMMA
+from research.compare import images
 from research.compare.plain import Setting
 from research.compare.search import Axis, Point
 from research.compare.study import Method, Study
@@ -19,6 +20,8 @@ __all__ = [
     "batch_quarter",
     "bf16_state",
     "bpe",
+    "digits_convnet",
+    "digits_vit",
     "gpu",
     "gpu_swept",
     "middle",
@@ -59,6 +62,7 @@ def elementwise() -> dict[str, Method]:
     nadamw = ELEMENTWISE | dict(rule="nadamw")
     mars = ELEMENTWISE | dict(rule="mars-adamw")
     falling = mars | TRANSPORT | dict(gamma_follows_rate=True)
+    adamw, ahead = ELEMENTWISE | dict(rule="adamw"), dict(control="transport")
     return {
         "NAdamW": Method(nadamw, axes, MORE_SEEDS),
         "transport": Method(mars | TRANSPORT, (*axes, GAMMA), MORE_SEEDS),
@@ -70,6 +74,16 @@ def elementwise() -> dict[str, Method]:
         "EMA-Nesterov on NAdamW": Method(nadamw, (*axes, SCALE), MORE_SEEDS),
         "SNOO on NAdamW": Method(nadamw, (*axes, OUTER), MORE_SEEDS),
         "transport, gamma with the rate": Method(falling, (*axes, GAMMA), SEEDS),
+        # beta1 is mu_x, gamma 1 - mu_y
+        "GPA on AdamW, beta1 0 inside": Method(
+            adamw | dict(gpa=0.0), (*axes, GAMMA), MORE_SEEDS, **ahead
+        ),
+        "GPA on AdamW, beta1 0.9 inside": Method(
+            adamw | dict(gpa=0.9), (*axes, GAMMA), MORE_SEEDS, **ahead
+        ),
+        "SNOO on transport": Method(
+            mars | TRANSPORT, (*axes, GAMMA, OUTER), MORE_SEEDS, **ahead
+        ),
     }
 
 
@@ -93,6 +107,18 @@ def matrices() -> dict[str, Method]:
             moonlight, (*axes, SCALE), MORE_SEEDS, **mine
         ),
         "SNOO on Moonlight": Method(moonlight, (*axes, OUTER), MORE_SEEDS, **mine),
+        "GPA on Moonlight, beta1 0.95 inside": Method(
+            moonlight | dict(gpa=0.95),
+            (*axes, GAMMA),
+            MORE_SEEDS,
+            control="Moonlight, transport",
+        ),
+        "MONA on MARS-M": Method(
+            moonlight | dict(nesterov=False, mona=0.975),
+            (*axes, GAMMA),
+            MORE_SEEDS,
+            **mine,
+        ),
         "MARS-M, approximate": Method(mars_m, (*axes, GAMMA), SEEDS, **mine),
         # whose embeddings have Nesterov's momentum too, as transport's look ahead
         "Moonlight, NAdamW beside": Method(
@@ -276,6 +302,43 @@ def middle() -> Study:
         trials=10,
         num_draws=4,
     )
+
+
+def _digits(model: str) -> Study:
+    """Return AdamW, NAdamW and Moonlight on images, each with transport and without."""
+    rules = {
+        "AdamW": (ELEMENTWISE | dict(rule="adamw"), RATES),
+        "NAdamW": (ELEMENTWISE | dict(rule="nadamw"), RATES),
+        "Moonlight": (
+            MATRICES | dict(rule="moonlight", convolutions=True),
+            MATRIX_RATES,
+        ),
+    }
+    methods = {}
+    for title, (recipe, lr) in rules.items():
+        axes = (lr, BETA1)
+        methods[title] = Method(recipe, axes, MORE_SEEDS)
+        methods[f"{title}, transport"] = Method(
+            recipe | TRANSPORT, (*axes, GAMMA), MORE_SEEDS, control=title
+        )
+    return Study(
+        title=f"digits of 8 x 8 pixels, {model}",
+        setting=images.Setting(model=model, steps=300),
+        methods=methods,
+        trials=10,
+        num_draws=4,
+        search_seeds=(0, 9),
+    )
+
+
+def digits_convnet() -> Study:
+    """A convolutional net of 24,000 parameters on scikit-learn's digits."""
+    return _digits("convnet")
+
+
+def digits_vit() -> Study:
+    """A ViT of 26,000 parameters on scikit-learn's digits."""
+    return _digits("vit")
 
 
 def bf16_state() -> Study:

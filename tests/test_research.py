@@ -4,6 +4,7 @@ what the stores hold; and what is compared is what its formula says.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -17,11 +18,20 @@ import torch
 from torch import nn
 
 import configs
+import marsopt
 from marsopt.rules import newton_schulz
+from marsopt.rules.preconditioner import Average
 from research import correlations, studies, track3
 from research.compare import __main__ as compare
-from research.compare import table
-from research.compare.neighbours import SNOO, EMANesterov, QHAdamW, lookahead
+from research.compare import images, table
+from research.compare.neighbours import (
+    GPA,
+    MONA,
+    SNOO,
+    EMANesterov,
+    QHAdamW,
+    lookahead,
+)
 from research.compare.optimizers import build
 from research.compare.plain import Setting, train
 from research.compare.results import Row, entries, rows
@@ -131,9 +141,31 @@ def test_a_difference_is_judged_by_the_pooled_deviation_over_seeds(tmp_path, set
     assert {t: row.verdict for t, row in by_title.items()} == {
         "a": "", "b": "leads", "c": "tie"
     }  # fmt: skip
+    # of a and b alone, whose seeds scatter alike; and seed by seed, without scatter
+    assert by_title["b"].own_z == pytest.approx(-0.1 / (deviation * math.sqrt(1 / 2)))
+    assert by_title["b"].paired == pytest.approx((-0.1, 0.0))
     (tmp_path / "runs.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="runs.jsonl that does not read"):
         Store(tmp_path)
+
+
+def test_a_search_by_two_seeds_goes_by_their_mean(setting):
+    method = Method(dict(rule="adamw"), (Axis("lr", 1e-3, 2e-3),), num_seeds=2)
+    study = Study(
+        title="x", setting=setting, methods={"a": method}, trials=2, num_draws=2,
+        search_seeds=(0, 2),
+    )  # fmt: skip
+    first = study.wanted("a", {})
+    assert len(first) == 4 and study.num_left("a", {}) == 6
+    one, other = dict.fromkeys(run.recipe["lr"] for run in first)
+    # one is better at seed 0, the other in the mean
+    table = {one: {0: 1.0, 2: 4.0}, other: {0: 2.0, 2: 2.0}}
+    losses = {run.key: table[run.recipe["lr"]][run.seed] for run in first}
+    judged = study.wanted("a", losses)
+    assert [(r.recipe["lr"], r.seed) for r in judged] == [
+        (other, 1),
+        (other, 3),
+    ]
 
 
 # ---- what pages say ------------------------------------------------------------------
@@ -257,6 +289,20 @@ def test_the_loop_trains_all_methods_from_one_start(setting):
     assert found["mars-adamw-exact"]["flops"] == 2 * found["adamw"]["flops"]
 
 
+@pytest.mark.parametrize("make", [studies.digits_convnet, studies.digits_vit])
+def test_images_are_trained_by_every_method(make):
+    pytest.importorskip("sklearn")
+    study = make()
+    setting = replace(study.setting, steps=24, points=1)
+    setting.check({title: study.first(title) for title in study.methods})
+    for title in ("AdamW", "Moonlight, transport"):
+        found = images.train(setting, study.first(title), seed=1)
+        ((step, loss),) = found["curve"]
+        assert step == 24 and loss < 2.25 and found["accuracy"] > 0.1
+    with pytest.raises(UserError, match="got model='mlp', expected one of convnet"):
+        replace(setting, model="mlp").check({})
+
+
 def trajectory(make, x, steps=40):
     """x after each step on a quadratic."""
     optimizer, points = make(x), []
@@ -292,6 +338,98 @@ def test_neighbours_are_their_formulas():
     torch.testing.assert_close(snoo, want, rtol=1e-10, atol=1e-12)
     still = trajectory(lambda x: EMANesterov(sgd(x), scale=0.0, steps=40), start())
     torch.testing.assert_close(still, trajectory(sgd, start()))
+
+
+class Momentum(Average):
+    """x <- x - lr u: a linear rule, u the average of c."""
+
+    def update(self, x, c, buffers, s):
+        rate, _, *w = s
+        m, u = self.average(buffers["m"], c, tuple(w))
+        return x - rate * u, {"m": m}
+
+
+def gradient_of(batch, x):
+    """Of a loss that is not quadratic, and another for every batch."""
+    return torch.sin(x * (1 + 0.1 * batch)) + 0.1 * torch.cos(batch + 3 * x)
+
+
+@pytest.mark.parametrize("mu_x, mu_y", [(0.9, 0.8), (0.975, 0.7), (0.9, 1.0)])
+def test_gpa_of_gradient_descent_is_momentum_with_transport(mu_x, mu_y):
+    """beta1 = mu_x and gamma = 1 - mu_y, at a constant learning rate."""
+    rule = marsopt.Rule(
+        matrix=marsopt.Algorithm(
+            preconditioner=Momentum(momentum=mu_x),
+            correction=marsopt.Transport(gamma=1 - mu_y, clip=None),
+        )
+    )
+    x = start()
+    gpa = GPA(torch.optim.SGD([x], lr=0.05), mu_x=mu_x, mu_y=mu_y)
+    y = {"w": x.detach().clone()}
+    state = rule.init(y)
+    for batch in range(200):
+        x.grad = gradient_of(batch, x.detach())
+        gpa.step()
+        y, state = rule.step(y, {"w": gradient_of(batch, y["w"])}, state, lr=0.05)
+        torch.testing.assert_close(x.detach(), y["w"], rtol=0, atol=1e-14)
+    gpa.eval()
+    iterate = rule.iterate(y, state)["w"]
+    torch.testing.assert_close(x.detach(), iterate, rtol=0, atol=1e-14)
+    gpa.train()
+    torch.testing.assert_close(x.detach(), y["w"], rtol=0, atol=1e-14)
+
+
+def test_mona_without_an_average_is_approximate_mars_without_a_clip():
+    """Of gradient descent with momentum; MARS-M orthogonalizes the same m."""
+    beta1, gamma = 0.9, 0.1
+    rule = marsopt.Rule(
+        matrix=marsopt.Algorithm(
+            preconditioner=Momentum(momentum=beta1),
+            correction=marsopt.Approximate(gamma=gamma, clip=None),
+        )
+    )
+    x, scale = start(), gamma * beta1 / (1 - beta1)
+    sgd = torch.optim.SGD([x], lr=0.05, momentum=beta1, dampening=beta1)
+    sgd.state[x]["momentum_buffer"] = torch.zeros_like(x)  # torch's starts at g
+    mona = MONA(sgd, params=[x], scale=scale, decay=0.0)
+    y = {"w": x.detach().clone()}
+    state = rule.init(y)
+    for batch in range(100):
+        x.grad = gradient_of(batch, x.detach())
+        mona.step()
+        y, state = rule.step(y, {"w": gradient_of(batch, y["w"])}, state, lr=0.05)
+        torch.testing.assert_close(x.detach(), y["w"], rtol=0, atol=1e-14)
+    smooth = MONA(sgd, params=[x], scale=scale, decay=0.5)
+    x.grad = torch.ones_like(x)
+    smooth.step()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 1 + 0.5 * scale))
+
+
+def test_snoo_moves_the_iterate_of_transport():
+    """Every outer step is one of x, and the next gradient is taken there."""
+    x = start()
+    mars = marsopt.MARS(
+        [x], lr=0.05, correction="transport", gamma=0.2, optimize_1d=True, compile=False
+    )
+    snoo = SNOO(mars, lr=0.7, momentum=0.3, every=3)
+    slow, b = torch.zeros_like(x), torch.zeros_like(x)
+    for step in range(1, 10):
+        x.grad = gradient_of(step, x.detach())
+        if step % 3:
+            snoo.step()
+            continue
+        plain = copy.deepcopy(mars)
+        (p,) = plain.param_groups[0]["params"]
+        p.grad = x.grad.clone()
+        plain.step()
+        plain.eval()
+        b = 0.3 * b + slow - p.detach()
+        slow = slow - 0.7 * (slow - p.detach() + 0.3 * b)
+        snoo.step()
+        torch.testing.assert_close(x.detach(), slow, rtol=0, atol=1e-12)
+        snoo.eval()
+        torch.testing.assert_close(x.detach(), slow, rtol=0, atol=1e-12)
+        snoo.train()
 
 
 @pytest.mark.parametrize("fast, slow, weight", [(0.9, 0.98, 0.5), (0.95, 0.95, 0.4)])

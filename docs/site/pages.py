@@ -42,6 +42,7 @@ CHAPTERS: dict[str, dict[str, str]] = {
     "Evidence": {
         "comparison": "Comparison",
         "fidelity": "Fidelity",
+        "convergence": "Convergence",
         "conformance": "Conformance",
     },
     "Look inside": {

@@ -100,7 +100,8 @@ def compare(args: argparse.Namespace) -> bool:
                 args.out / "runs",
                 titles,
                 jobs=jobs,
-                threads=max(1, os.cpu_count() // jobs),
+                # the study's runs have one each: more would add in another order
+                threads=max(1, os.cpu_count() // jobs) if on_gpu else 1,
                 minutes=args.minutes,
                 lock=held,
                 say=say,

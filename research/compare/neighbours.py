@@ -4,7 +4,7 @@ AdamW whose momentum is a mixture: of an average and the gradient, or of two ave
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -121,12 +121,86 @@ class SNOO(Wrapper):
         self.inner.step()
         self.count += 1
         if self.count % self._every == 0:
+            self.eval()  # transport: the outer step moves x, not the point ahead
             d = torch._foreach_sub(self._slow, self.params)
             torch._foreach_mul_(self._b, self._momentum)
             torch._foreach_add_(self._b, d)
             torch._foreach_add_(d, self._b, alpha=self._momentum)
             torch._foreach_add_(self._slow, d, alpha=-self._lr)
             torch._foreach_copy_(self.params, self._slow)
+            self.train()
+
+
+class GPA(Ahead, Wrapper):
+    """Generalized primal averaging (arXiv 2512.17131; facebookresearch/optimizers,
+    ``gpa/``): the inner optimizer moves z by gradients at y, and an average x of z is
+    what is trained:
+
+        y = mu_y x + (1 - mu_y) z,   z' = step(z; g(y)),   x' = mu_x x + (1 - mu_x) z'
+
+    The parameters hold y.
+
+    Args:
+        inner: makes the step of z, weight decay included.
+        mu_x: decay rate of the average.
+        mu_y: weight of the average in y.
+    """
+
+    def __init__(self, inner: Optimizer, *, mu_x: float, mu_y: float) -> None:
+        super().__init__(inner)
+        self._mu_x, self._mu_y = mu_x, mu_y
+        self._x = [p.detach().clone() for p in self.params]
+        self._z = [p.detach().clone() for p in self.params]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take a step."""
+        torch._foreach_copy_(self.params, self._z)
+        self.inner.step()
+        torch._foreach_copy_(self._z, self.params)
+        torch._foreach_lerp_(self._x, self._z, 1 - self._mu_x)
+        torch._foreach_lerp_(self.params, self._x, self._mu_y)
+
+
+class MONA(Wrapper):
+    """MONA (arXiv 2605.26842): the inner optimizer takes c in place of g,
+
+        a' = decay a + (1 - decay) (g - h),   c = g + scale a'
+
+    with h the gradient of the step before, which is zero in the first step. With a
+    decay of 0 c is that of approximate MARS before its clip.
+
+    Args:
+        inner: makes the step.
+        params: whose gradients are corrected, some of the inner optimizer's.
+        scale: of the averaged difference.
+        decay: of that average; 0.975 is the default of the implementations that were
+            found (the paper was read as an abstract alone).
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        *,
+        params: Iterable[Tensor],
+        scale: float,
+        decay: float = 0.975,
+    ) -> None:
+        super().__init__(inner)
+        self._corrected, self._scale, self._decay = list(params), scale, decay
+        self._h, self._a = (
+            [torch.zeros_like(p) for p in self._corrected] for _ in range(2)
+        )
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take a step."""
+        g = [p.grad for p in self._corrected]
+        difference = torch._foreach_sub(g, self._h)
+        torch._foreach_copy_(self._h, g)
+        torch._foreach_lerp_(self._a, difference, 1 - self._decay)
+        torch._foreach_add_(g, self._a, alpha=self._scale)
+        self.inner.step()
 
 
 class NearestState(Wrapper):

@@ -13,8 +13,11 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 from marsopt import MARS, REGISTRY, param_groups
+from marsopt.rules.correction import scale as mars_scale
 from marsopt.rules.registry import canonical
 from research.compare.neighbours import (
+    GPA,
+    MONA,
     SNOO,
     EMANesterov,
     NearestState,
@@ -26,14 +29,14 @@ from research.compare.neighbours import (
 MAX_NORM = 1.0
 TORCH, QH, TWO_AVERAGES = "torch-adamw", "qhadamw", "two-averages"
 # of what is no option of an optimizer
-GROUPED = ("weight_decay", "weight_decay_1d")
+GROUPED = ("weight_decay", "weight_decay_1d", "convolutions")
 BUILD = ("rule", "lr", "lr_1d_ratio", "beta1", "beta2", "one_rate", "beside", *GROUPED)
 LOOP = ("gamma_follows_rate",)
 EVERY = 20  # inner steps of one of SNOO's
 
 
 class Clipped(Wrapper):
-    """An optimizer of torch's after ``clip_grad_norm_``."""
+    """An optimizer without a global clip of its own, after ``clip_grad_norm_``."""
 
     def step(self) -> None:
         """Clip, and take a step."""
@@ -51,11 +54,15 @@ def build(
         recipe: "rule", a name of ``marsopt.REGISTRY``, "torch-adamw", "qhadamw" (with
             "nu1") or "two-averages" (with "weight" and "age_ratio"); "lr"; "beta1" and
             "beta2", both or none; "weight_decay"; "weight_decay_1d" and "lr_1d_ratio",
-            decay and share of the rate of what AdamW moves beside a rule; "one_rate",
+            decay and share of the rate of what AdamW moves beside a rule;
+            "convolutions", whether that rule takes kernels; "one_rate",
             whether all tensors are moved alike instead of by ``marsopt.param_groups``;
             "beside", the rule of what those give to AdamW; "ema_nesterov", the scale of
             that wrapper, or "snoo", the outer momentum of that one, whose outer rate is
-            one minus it; "nearest_state", a dtype by name, of that one;
+            one minus it; "gpa", beta1 inside that wrapper, whose mu_x is then "beta1"
+            and whose mu_y one minus "gamma"; "mona", the decay of that wrapper, which
+            corrects what the rule moves by MARS's scale of "beta1" and "gamma";
+            "nearest_state", a dtype by name, of that one;
             "gamma_follows_rate", which the loop reads; other options of MARS, of which
             dtypes are given by name.
         steps: of the run.
@@ -66,12 +73,25 @@ def build(
     """
     own = {key: value for key, value in recipe.items() if key not in (*BUILD, *LOOP)}
     scale, momentum = own.pop("ema_nesterov", None), own.pop("snoo", None)
+    inner_beta1, mona_decay = own.pop("gpa", None), own.pop("mona", None)
     if "beta1" in recipe:
         own["betas"] = recipe["beta1"], recipe["beta2"]
+    if inner_beta1 is not None:
+        own["betas"], gamma = (inner_beta1, recipe["beta2"]), own.pop("gamma")
+    if mona_decay is not None:
+        k = mars_scale(recipe["beta1"], own.pop("gamma"))
+        own["max_norm"] = None  # of the gradient, not of what MONA makes of it
     if "state_dtype" in own:
         own["state_dtype"] = getattr(torch, own["state_dtype"])
     nearest = own.pop("nearest_state", None)
     made = _built(model, recipe, own, compile)
+    if inner_beta1 is not None:
+        return GPA(made, mu_x=recipe["beta1"], mu_y=1 - gamma)
+    if mona_decay is not None:
+        rule = canonical(recipe["rule"])
+        groups = [g for g in made.param_groups if g["mars_type"] == rule]
+        corrected = [p for group in groups for p in group["params"]]
+        return Clipped(MONA(made, params=corrected, scale=k, decay=mona_decay))
     if nearest is not None:
         return NearestState(made, getattr(torch, nearest))
     if scale is not None:
@@ -111,5 +131,5 @@ def _built(
     if recipe.get("one_rate"):
         groups = [dict(params=[*model.parameters()], **given)]
         own["optimize_1d"] = REGISTRY[rule].is_mars
-    own |= dict(mars_type=rule, max_norm=MAX_NORM, compile=compile)
-    return MARS(groups, **own)
+    own = dict(max_norm=MAX_NORM) | own
+    return MARS(groups, mars_type=rule, compile=compile, **own)

@@ -89,6 +89,7 @@ class Setting:
     dtype: str = "float32"
     compile: bool = False
     keeps: ClassVar[bool] = False
+    unit: ClassVar[str] = "token"
 
     @property
     def shape(self) -> Shape:

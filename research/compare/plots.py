@@ -18,7 +18,6 @@ MARKERS = "osD^vPX*"
 COLORS = ("#0b3c8c", "#b5440e", "#146b4a", "#5b2a86", "#000000", "#8a6d00", "#a0145a")
 TICKS = [digit * 10.0**power for power in range(-6, 2) for digit in (1, 2, 5)]
 USUAL = 0.75  # of a method's losses along an axis; what is above is cut
-LOSS = "held-out loss (nats per token)"
 
 
 def draw(study: Study, found: Sequence[Entry], folder: Path) -> list[str]:
@@ -33,20 +32,23 @@ def draw(study: Study, found: Sequence[Entry], folder: Path) -> list[str]:
         )
         for i, title in enumerate(study.methods)
     }
-    losses(found, looks, study.title, folder / "losses.png")
+    loss = f"held-out loss (nats per {study.setting.unit})"
+    losses(found, looks, study.title, loss, folder / "losses.png")
     names = ["losses.png"]
     for axis in {a.name: a for m in study.methods.values() for a in m.axes}.values():
         mine = [e for e in found if axis.name in e.values]
         if mine:
             names.append(f"by_{axis.name}.png")
-            by_value(axis, mine, looks, folder / names[-1])
+            by_value(axis, mine, looks, loss, folder / names[-1])
     return names
 
 
-def losses(found: Sequence[Entry], looks: dict, title: str, path: Path) -> None:
+def losses(
+    found: Sequence[Entry], looks: dict, title: str, loss: str, path: Path
+) -> None:
     """Draw the loss of each seed, and means with their standard errors, best on top."""
     sigma = noise(found) or 0.0
-    labels = dict(xlabel=f"{LOSS}; bar: mean and standard error", title=title)
+    labels = dict(xlabel=f"{loss}; bar: mean and standard error", title=title)
     with picture(path, (8, 1.2 + 0.3 * len(found)), **labels) as axes:
         for place, e in enumerate(reversed(found)):
             color = looks[e.title]["color"]
@@ -71,14 +73,16 @@ def profile(axis: Axis, e: Entry) -> tuple[list[float], list[float]]:
     return [value for value, _ in tried], [float(loss) for loss in lowest]
 
 
-def by_value(axis: Axis, found: Sequence[Entry], looks: dict, path: Path) -> None:
-    """Draw the loss of seed 0 against one axis, the others at the best that was tried
-    near it, without the worst; a ring is the value that was chosen.
+def by_value(
+    axis: Axis, found: Sequence[Entry], looks: dict, loss: str, path: Path
+) -> None:
+    """Draw the loss of the search against one axis, the others at the best that was
+    tried near it, without the worst; a ring is the value that was chosen.
     """
     lines = {e.title: profile(axis, e) for e in found}
     low = min(loss for _, own in lines.values() for loss in own)
     high = max(float(np.quantile(own, USUAL)) for _, own in lines.values())
-    labels = dict(xlabel=f"{axis.name} (ring: chosen)", ylabel=LOSS)
+    labels = dict(xlabel=f"{axis.name} (ring: chosen)", ylabel=loss)
     with picture(path, (9, 5.2), **labels) as axes:
         ends = []
         for e in found:

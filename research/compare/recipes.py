@@ -57,6 +57,7 @@ class Setting:
     module: str = MODULE
     points: int = 15
     keeps: ClassVar[bool] = True  # its last checkpoint and TensorBoard's curves
+    unit: ClassVar[str] = "token"
 
     @cached_property
     def _configs(self) -> dict[str, Any]:

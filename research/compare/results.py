@@ -27,10 +27,15 @@ class Entry:
     values: Mapping[str, float]  # of its axes
     found: Found
     inside: float  # see ``Found.inside``
-    losses: list[float]  # final, of the seeds that did not choose
+    by_seed: Mapping[int, float]  # final losses of the seeds that did not choose
     num_missing: int  # seeds not run yet
     num_draws: int
     step: Mapping[str, Any]  # what a run noted of its steps
+
+    @property
+    def losses(self) -> list[float]:
+        """Return the final losses."""
+        return list(self.by_seed.values())
 
     @property
     def finite(self) -> list[float]:
@@ -56,7 +61,9 @@ def entries(study: Study, store: Store) -> list[Entry]:
         if found.wanted or found.losses[found.best] == math.inf:
             continue
         runs = study.seeds(title, found)
-        lines = [store.lines[run.key] for run in runs if run.key in store.lines]
+        lines = {
+            run.seed: store.lines[run.key] for run in runs if run.key in store.lines
+        }
         if not lines:
             continue
         names = [axis.name for axis in method.axes]
@@ -66,10 +73,14 @@ def entries(study: Study, store: Store) -> list[Entry]:
             values=dict(zip(names, found.best, strict=True)),
             found=found,
             inside=found.inside(method.axes),
-            losses=[final(line) for line in lines],
+            by_seed={seed: final(line) for seed, line in lines.items()},
             num_missing=len(runs) - len(lines),
             num_draws=min(study.num_draws, study.trials_of(title)),
-            step={k: v for k, v in lines[0].items() if k not in NOT_OF_A_STEP},
+            step={
+                key: value
+                for key, value in next(iter(lines.values())).items()
+                if key not in NOT_OF_A_STEP
+            },
         )
         made.append(entry)
     return sorted(made, key=lambda entry: entry.mean)
@@ -91,7 +102,10 @@ class Row:
 
     entry: Entry
     difference: float | None  # of mean losses; below 0 = better
-    z: float | None  # the same in standard errors
+    z: float | None  # the same in standard errors, from sigma
+    own_z: float | None  # the same, from these two methods' deviations
+    paired: tuple[float, float] | None
+    """Mean of the differences of a seed, and its standard error, over shared seeds."""
     wins: float | None
     """Share of all sets of five draws whose best is better than the control's of the
     same draws."""
@@ -116,17 +130,31 @@ def rows(found: Sequence[Entry]) -> list[Row]:
     for entry in found:
         control = by_title.get(entry.control)
         if control is None or control is entry:
-            table.append(Row(entry, None, None, None))
+            table.append(Row(entry, None, None, None, None, None))
             continue
-        difference = z = None
+        difference = z = own_z = paired = None
         if math.isfinite(entry.mean) and math.isfinite(control.mean):
             difference = entry.mean - control.mean
             n, m = len(entry.losses), len(control.losses)
             z = difference / (sigma * math.sqrt(1 / n + 1 / m)) if sigma else None
+            if min(n, m) > 1:
+                errors = (
+                    stdev(e.losses) ** 2 / len(e.losses) for e in (entry, control)
+                )
+                own_z = difference / (math.sqrt(sum(errors)) or math.inf)
+            paired = _paired(entry.by_seed, control.by_seed)
         wins = _wins(entry.draws, control.draws)
         missing = bool(entry.num_missing or control.num_missing)
-        table.append(Row(entry, difference, z, wins, missing))
+        table.append(Row(entry, difference, z, own_z, paired, wins, missing))
     return table
+
+
+def _paired(
+    losses: Mapping[int, float], others: Mapping[int, float]
+) -> tuple[float, float] | None:
+    differences = [losses[seed] - others[seed] for seed in losses if seed in others]
+    num = len(differences)
+    return (mean(differences), stdev(differences) / math.sqrt(num)) if num > 1 else None
 
 
 def _wins(mine: Sequence[float], theirs: Sequence[float]) -> float | None:
@@ -158,6 +186,8 @@ def as_json(
             mean=known(e.mean),
             difference=known(row.difference),
             z=known(row.z),
+            own_z=known(row.own_z),
+            paired=row.paired,
             verdict=row.verdict,
             step=dict(e.step),
         )

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from inspect import signature
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -25,7 +26,7 @@ class Method:
     Args:
         recipe: its options, as the study's setting takes them.
         axes: of the search, whose values are options too; none = the recipe as it is.
-        num_seeds: of the runs at the best point, 1 and on; seed 0 is the search's.
+        num_seeds: of the runs at the best point, 1 and on, without the search's.
         control: title of the method that it is compared with; None = the study's first.
     """
 
@@ -54,12 +55,13 @@ class Run:
 
 
 class Setting(Protocol):
-    """How runs of a study go, all alike: ``research.compare.plain`` and
-    ``research.compare.recipes`` have one each, dataclasses that JSON can hold.
+    """How runs of a study go, all alike: ``research.compare.plain``, ``.images`` and
+    ``.recipes`` have one each, dataclasses that JSON can hold.
     """
 
     steps: int
     keeps: ClassVar[bool]  # whether a run's folder stays once its result is stored
+    unit: ClassVar[str]  # of which the loss is a mean: token, image
 
     def check(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise UserError where a setting, or a title's recipe, cannot be run."""
@@ -82,8 +84,9 @@ class Study:
         title: what is trained, in words, for its table and pictures.
         setting: how runs go.
         methods: by title; the first is the control of those that name none.
-        trials: points that the search of every method with axes tries, by seed 0.
+        trials: points that the search of every method with axes tries.
         num_draws: of them that are drawn.
+        search_seeds: by whose mean loss a search goes; two choose better than one.
     """
 
     title: str
@@ -91,6 +94,7 @@ class Study:
     methods: Mapping[str, Method]
     trials: int = 1
     num_draws: int = 1
+    search_seeds: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_draws <= self.trials:
@@ -130,32 +134,41 @@ class Study:
         method = self.methods[title]
 
         def loss(point: Point) -> float | None:
-            return losses.get(Run(method.at(point), 0).key)
+            runs = [losses.get(run.key) for run in self._trial(title, point)]
+            return None if None in runs else sum(runs) / len(runs)
 
         if not method.axes:
             return Found({(): math.nan}, [])
         own = dict(trials=self.trials, num_draws=self.num_draws)
         return search(method.axes, loss, **own)
 
+    def _trial(self, title: str, point: Point) -> list[Run]:
+        """Return the runs by which a point is tried."""
+        recipe = self.methods[title].at(point)
+        return [Run(recipe, seed) for seed in self.search_seeds]
+
     def seeds(self, title: str, found: Found) -> list[Run]:
         """Return the runs by which a method is judged, at the best point."""
         method = self.methods[title]
-        best = method.at(found.best)
-        return [Run(best, seed) for seed in range(1, method.num_seeds + 1)]
+        best, unseen = method.at(found.best), count(1)
+        seeds = (seed for seed in unseen if seed not in self.search_seeds)
+        return [Run(best, seed) for seed in islice(seeds, method.num_seeds)]
 
     def wanted(self, title: str, losses: Mapping[str, float]) -> list[Run]:
         """Return the runs of a method that can be started now."""
         found = self.search(title, losses)
         if found.wanted:
-            return [Run(self.methods[title].at(point), 0) for point in found.wanted]
+            runs = [run for p in found.wanted for run in self._trial(title, p)]
+            return [run for run in runs if run.key not in losses]
         return [run for run in self.seeds(title, found) if run.key not in losses]
 
     def num_left(self, title: str, losses: Mapping[str, float]) -> int:
         """Return how many runs a method still needs."""
         found = self.search(title, losses)
         if found.wanted:
-            trials = self.trials_of(title) - len(found.losses)
-            return trials + self.methods[title].num_seeds
+            trials = self.trials_of(title) - len(found.losses) - len(found.wanted)
+            runs = len(self.wanted(title, losses)) + trials * len(self.search_seeds)
+            return runs + self.methods[title].num_seeds
         return len(self.wanted(title, losses))
 
 

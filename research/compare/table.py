@@ -23,17 +23,21 @@ from train.errors import UserError, counted
 from train.files import write, write_json
 
 HEAD = (
-    "| method | at | trials | loss | seeds | to its control | z | | of five draws |\n"
-    "|---|---|---|---|---|---|---|---|---|"
+    "| method | at | trials | loss | seeds | to its control | z | | own z | paired "
+    "| of five draws |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
 READ = (
-    "Loss: held out, nats a token, at the last step, mean (and range) over seeds that "
-    "the search did not see, which went by seed 0. Inside: within so many steps, "
+    "Loss: held out, nats {}, at the last step, mean (and range) over seeds that "
+    "the search did not see. Inside: within so many steps, "
     "factors of two, there are worse points on both sides along every axis. z: the "
     "difference to the control in standard errors, from sigma, the deviation over "
-    f"seeds; leads: {LEADS} and more; not shown: {AHEAD} to {LEADS}. Of five draws: "
+    f"seeds, pooled over methods; leads: {LEADS} and more; not shown: {AHEAD} to "
+    f"{LEADS}. Own z: from the deviations of these two methods alone, by which nothing "
+    "is decided. Paired: mean and standard error of the differences of seeds that both "
+    "have. Of five draws: "
     f"the share of sets of {NUM_TRIED} draws whose best beats the control's best of "
     "the same."
 )
@@ -69,22 +73,25 @@ def _line(row: Row) -> str:
     cells.append(
         "control" if e.control == e.title else _form(row.difference, "{:+.4f}")
     )
-    cells += [_form(row.z, "{:+.1f}"), row.verdict, _form(row.wins, "{:.0%}")]
+    paired = "" if row.paired is None else "{:+.4f} ± {:.4f}".format(*row.paired)
+    cells += [_form(row.z, "{:+.1f}"), row.verdict, _form(row.own_z, "{:+.1f}"), paired]
+    cells.append(_form(row.wins, "{:.0%}"))
     return f"| {' | '.join(cells)} |"
 
 
 def markdown(study: Study, store: Store, found: list[Entry], table: list[Row]) -> str:
     """Return the table, and how to read it."""
-    noise = noise_of(found)
+    noise, unit = noise_of(found), study.setting.unit
     sigma = "no two seeds" if noise is None else f"sigma {noise:.4f}"
     lines = [
         f"{study.title}: {store.setting['steps']:,} steps; searches of "
-        f"{counted(study.trials, 'trial')}, {study.num_draws} of them drawn; {sigma}.",
+        f"{counted(study.trials, 'trial')}, {study.num_draws} of them drawn, by "
+        f"{counted(len(study.search_seeds), 'seed')}; {sigma}.",
         "",
         HEAD,
         *map(_line, table),
         "",
-        READ,
+        READ.format("an image" if unit == "image" else f"a {unit}"),
     ]
     missing = [t for t in study.methods if t not in {e.title for e in found}]
     if missing:

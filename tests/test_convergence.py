@@ -1,0 +1,138 @@
+"""The laws of docs/convergence.md: how far momentum is from the true gradient, by
+correction, on a loss that is not quadratic and whose batches differ in their curvature.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import marsopt
+from research import convergence
+from research.convergence import (
+    AVERAGES,
+    CURVES,
+    FORMS,
+    NOISE_ALONE,
+    STEPS,
+    Case,
+    batches,
+    best,
+    exponent,
+    law,
+    measured,
+    moments,
+)
+from tests.test_layout import ROOT
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_measured_is_the_first_moment_of_the_library(form):
+    """Unclipped, on one path and the same batches."""
+    case, num = Case(form, 0.1, 0.3), 8
+    correction = "approximate" if form == "plain" else form
+    options = dict(correction=correction, gamma=0.0 if form == "plain" else 0.3)
+    rule = marsopt.mars_adamw(betas=(0.9, 0.99), clip=None, **options)
+    path = [np.linspace(-2, 3, num) + 0.1 * t * t for t in range(12)]
+    gradients = [g for g, _ in zip(batches(0.5, num), path[1:], strict=False)]
+    want = moments(case, path, gradients)
+    state = rule.init({"w": torch.from_numpy(path[0])[None]})
+    for before, x, g, m in zip(path, path[1:], gradients, want, strict=False):
+        ahead = case.k * (x - before) if form == "transport" else 0.0
+        tree = {"w": torch.from_numpy(x)[None]}
+        given = {}
+        if form == "exact":
+            given["reference"] = {"w": torch.from_numpy(g(before))[None]}
+        gradient = {"w": torch.from_numpy(g(x + ahead))[None]}
+        _, state = rule.step(tree, gradient, state, lr=0.0, **given)
+        found = state.buffers["m"]["w"][0].numpy()
+        np.testing.assert_allclose(found, m, rtol=0, atol=1e-12)
+
+
+def test_lag_of_a_correction_is_one_minus_gamma_of_that_of_momentum():
+    """Without noise: lag / momentum's lag, and exponents of the step length."""
+    plain = [measured(Case("plain", 0.02, step=s), num=16) for s in STEPS]
+    assert exponent(STEPS, plain) == pytest.approx(1.0, abs=0.03)
+    for form in ("approximate", "exact", "transport"):
+        errors = [measured(Case(form, 0.02, 0.2, step=s), num=16) for s in STEPS]
+        ratios = np.divide(errors, plain)
+        assert ratios == pytest.approx(0.8, abs=0.01), form
+    remainder = [measured(Case("transport", 0.02, 1.0, step=s), num=16) for s in STEPS]
+    assert exponent(STEPS, remainder) == pytest.approx(2.0, abs=0.05)
+    assert measured(Case("exact", 0.02, 1.0, step=4e-3), num=16) < 1e-14
+
+
+def test_noise_of_momentum_falls_with_the_root_of_its_age_or_stays_at_gamma():
+    for form, gamma in (("plain", 0.0), ("transport", 1.0), ("exact", 1.0)):
+        errors = [measured(Case(form, a, gamma, sigma=1.0)) for a in AVERAGES]
+        assert exponent(AVERAGES, errors) == pytest.approx(0.5, abs=0.05), form
+    floor = measured(Case("approximate", 0.0125, 0.2, sigma=1.0))
+    assert 0.19 <= floor <= 0.24
+    whole = [measured(Case("approximate", a, 1.0, sigma=1.0)) for a in AVERAGES]
+    assert whole == pytest.approx([1.0] * 3, abs=0.05)  # m is g itself
+
+
+def test_noise_of_exact_mars_grows_with_the_curvature_of_batches():
+    """At one step length: sqrt(a / 2 + step^2 / (2 a)), so that a longer memory is
+    worse below a = step.
+    """
+    case = Case("exact", 0.0125, 1.0, step=0.05, sigma=1.0)
+    assert measured(case) == pytest.approx(
+        math.sqrt(0.0125 / 2 + 0.05**2 / (2 * 0.0125)), rel=0.06
+    )
+    assert measured(case._replace(a=0.05)) < 0.75 * measured(case)
+
+
+@pytest.mark.parametrize("case", [*CURVES, *NOISE_ALONE])
+def test_closed_forms_are_what_is_measured(case):
+    for a, step in ((0.2, 0.1), (0.05, 0.02)):
+        there = case._replace(a=a, step=step)
+        assert measured(there) == pytest.approx(law(there), rel=0.06)
+
+
+@pytest.mark.parametrize(
+    "form, gamma, slope, in_steps",
+    [
+        ("plain", 0.0, 1 / 3, 1 / 4),
+        ("transport", 0.2, 1 / 3, 1 / 4),
+        ("exact", 0.2, 1 / 3, 1 / 4),
+        ("transport", 1.0, 2 / 5, 2 / 7),
+        ("exact", 1.0, 1 / 2, 1 / 3),
+    ],
+)
+def test_exponents_follow_from_the_best_average(form, gamma, slope, in_steps):
+    """The smallest error by step length; and of steps T, where that error balances
+    1 / (T step).
+    """
+    lengths = np.geomspace(1e-5, 1e-3, 9)
+    errors = [law(best(Case(form, 0.5, gamma, s, 1.0))) for s in lengths]
+    assert exponent(lengths, errors) == pytest.approx(slope, abs=0.01)
+    num_steps = 1 / (np.array(errors) * lengths)
+    assert exponent(num_steps, errors) == pytest.approx(-in_steps, abs=0.01)
+    if gamma == 0.2:  # the same rate, for 1 - gamma of the steps
+        plain = [law(best(Case("plain", 0.5, 0.0, s, 1.0))) for s in lengths]
+        ratio = np.divide(errors, plain)
+        assert ratio == pytest.approx(0.8 ** (1 / 3), abs=0.01)
+
+
+def test_the_page_has_the_figures_of_the_command():
+    number = r"-?\d[\d.]*(?:e-\d+)?"
+
+    def figures(lines):
+        """(title, figures) of the rows that have nothing else."""
+        rows = [line.split("|")[1:-1] for line in lines if line.startswith("|")]
+        return [
+            (row[0], [float(cell) for cell in row[1:] if cell.strip()])
+            for row in rows
+            if all(re.fullmatch(rf"\s*({number})?\s*", cell) for cell in row[1:])
+        ]
+
+    page = (ROOT / "docs/convergence.md").read_text().splitlines()
+    want, written = figures(convergence.lines()), figures(page)
+    assert [title for title, _ in written] == [title for title, _ in want]
+    for (title, have), (_, cells) in zip(written, want, strict=True):
+        assert have == pytest.approx(cells, rel=0.1, abs=1e-14), title
