@@ -173,7 +173,8 @@ def _case(
         written = listing(run) != before or out.exists()
         if (out / "checkpoint").exists() if begun else written:
             return Verdict(OTHERWISE, "something was written")
-        if not action.goes_on:
+        # a link that leads elsewhere is no damage: it is moved away by hand
+        if not action.goes_on or "link" in damage.name:
             return verdict
         if "swapped" in damage.name:  # nothing to go back to
             said = f"no other step is whole; to start anew: mv {_newest(run)}" in line

@@ -253,7 +253,7 @@ def damages() -> list[Damage]:
     for name, do in PREPARED.items():
         for sums in (KEPT, RENEWED, REMOVED):
             by_few = do is _call_for_an_object and sums != KEPT
-            names = (DATA, INDEX, "outside", "names")
+            names = (DATA, INDEX, "outside", "names", "cannot read its part")
             expected = WHOLE if by_few else ALL
             listed.append(Damage(f"{name}, {sums}", do, names, expected, sums))
     return listed
