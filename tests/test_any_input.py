@@ -11,7 +11,9 @@ import json
 import os
 import shutil
 import sys
-from operator import attrgetter
+from contextlib import contextmanager
+from functools import reduce
+from operator import attrgetter, getitem
 from typing import get_args
 
 import hypothesis
@@ -25,21 +27,21 @@ from tests.test_malformed import (
     LONG,
     OPTIONS,
     READ,
+    SHAPE,
     STEP,
     base,
     called,
-    damage,
-    imports,
-    losses,
     made,
     place,
-    prepares,
     samples,
 )
 from train import export, sample
 from train.engine.launch import parse
 from train.engine.options import options
 from train.engine.resolve import resolve
+from train.runs import checksums
+from train.runs.initial import check_initial, note_shape, shape_of
+from train.runs.settings import FROM, HELD_OUT, claim, settings
 
 EXAMPLES = int(os.environ.get("MARSOPT_EXAMPLES", "1"))
 TEXTS = st.text(st.characters(), max_size=20)  # surrogates too
@@ -80,6 +82,56 @@ def outcome(main, *args):
 # ---- files ---------------------------------------------------------------------------
 
 
+@contextmanager
+def replaced(path, content):
+    """Give a file another content for as long as a command reads it."""
+    whole = path.read_bytes()
+    path.write_bytes(content)
+    try:
+        yield
+    finally:
+        path.write_bytes(whole)
+
+
+def training(place, **of_checkpoint):
+    """A configuration of the model of ``made``, by which its run continues."""
+    config = configs.tiny_mars_adamw()
+    config.model_spec.model.shape = SHAPE
+    config.dataloader.dataset_path = str(place / "data")
+    config.dump_folder = str(place / "run")
+    config.training.seq_len = 16
+    config.training.local_batch_size = config.training.global_batch_size = 1
+    for name, value in of_checkpoint.items():
+        setattr(config.checkpoint, name, value)
+    resolve(config, 1)
+    return config
+
+
+def goes_on(place):
+    def main():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RANK", "0")
+            claim(training(place))
+
+    return (main,)
+
+
+def starts(place):
+    """A training elsewhere, from all that a checkpoint has."""
+
+    def main():
+        config = training(place, initial_load_model_only=False)
+        config.dump_folder = str(place / "out")
+        config.checkpoint.initial_load_path = str(place / STEP)
+        check_initial(config)
+
+    return (main,)
+
+
+def reads_note(place):
+    return (lambda: shape_of(place / "noted", None),)
+
+
 def samples_run(place):
     return sample.main, "--run", place / "run", "--tokens", 2
 
@@ -88,13 +140,24 @@ def exports(place):
     return export.main, "--run", place / "run", "--out", place / "out"
 
 
-# each JSON file, who reads it, and values in it without which nobody can do
-JSON_READERS = [
-    *((file, act, places) for file, act, places in JSON.values()),
-    ("run/settings.json", samples_run, JSON["settings"][2]),
-    ("run/settings.json", exports, JSON["settings"][2]),
-    ("hf/config.json", samples, JSON["config"][2]),
-    ("hf/tokenizer.json", samples, {}),
+def needed_by(file):
+    """Where a JSON file of the table has a value of which another type is refused."""
+    return {where for where, right in JSON[file][2].items() if not right}
+
+
+SETTINGS, CONFIG = "run/settings.json", "hf/config.json"
+# each JSON file, who reads it, and what of it is needed: places; everything, but for
+# what a run only notes; nothing
+READERS = [
+    *((file, act, needed_by(name)) for name, (file, act, _) in JSON.items()),
+    ("data/meta.json", goes_on, needed_by("meta")),
+    (SETTINGS, samples_run, needed_by("settings")),
+    (SETTINGS, exports, needed_by("settings")),
+    (SETTINGS, goes_on, None),
+    (SETTINGS, starts, None),
+    ("noted/shape.json", reads_note, None),
+    (CONFIG, samples, needed_by("config")),
+    ("hf/tokenizer.json", samples, set()),
 ]
 
 
@@ -106,47 +169,66 @@ def within(value, above=()):
             yield from within(inner, (*above, key))
 
 
-def at(value, place):
-    for key in place:
-        value = value[key]
-    return value
+def is_another_kind(value, other):
+    """Whether two values are of two types of JSON, which has one for numbers."""
+    kinds = [bool, int | float, str, list, dict, type(None)]
+    first, second = (
+        next(i for i, kind in enumerate(kinds) if isinstance(v, kind))
+        for v in (value, other)
+    )
+    return first != second
 
 
-def kind(value):
-    """The type of a value in JSON, which has one for numbers."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float if is_number else type(value)
+@pytest.fixture
+def begun(place):
+    """A run that its whole recipe recognises, checksums, and a note of a shape."""
+    whole = settings(training(place)) | {HELD_OUT: str(place / "data")}
+    (place / SETTINGS).write_text(json.dumps(whole))
+    checksums.write(place / STEP)
+    (place / "noted").mkdir()
+    note_shape(place / "noted", SHAPE)
+    return place
 
 
-@drawn(60, data=st.data())
-def test_any_value_in_a_json_file(place, data):
-    file, act, needed = data.draw(st.sampled_from(JSON_READERS))
-    text = (place / file).read_text()
-    whole = json.loads(text)
+def test_what_any_value_replaces_is_well(begun):
+    for _, act, _ in READERS:
+        code, _, err = called(*act(begun))
+        assert code == 0, err
+        shutil.rmtree(begun / "imported", ignore_errors=True)
+        shutil.rmtree(begun / "out", ignore_errors=True)
+
+
+@drawn(80, data=st.data())
+def test_any_value_in_a_json_file(begun, data):
+    file, act, needed = data.draw(st.sampled_from(READERS))
+    whole = json.loads((begun / file).read_text())
     where = data.draw(st.sampled_from(list(within(whole))))
     value = data.draw(VALUES)
-    damage(place / file, where, json.dumps(value))
-    said = outcome(*act(place))
-    (place / file).write_text(text)
-    for name in ("imported", "out"):
-        shutil.rmtree(place / name, ignore_errors=True)
-    if needed.get(where) == {} and kind(value) != kind(at(whole, where)):
+    *above, key = where
+    parent = reduce(getitem, above, whole)
+    usual, parent[key] = parent[key], value
+    try:
+        with replaced(begun / file, json.dumps(whole).encode()):
+            said = outcome(*act(begun))
+    finally:
+        shutil.rmtree(begun / "imported", ignore_errors=True)
+        shutil.rmtree(begun / "out", ignore_errors=True)
+    is_needed = where[0] not in (HELD_OUT, FROM) if needed is None else where in needed
+    if is_needed and is_another_kind(value, usual):
         assert said == "refused"
 
 
 @drawn(60, data=st.data())
-def test_any_bytes_in_a_file(place, data):
+def test_any_bytes_in_a_file(begun, data):
     """Some are lost, some come in; where there is a checksum, that is noticed."""
-    files = [name for name in READ if (place / name).exists()]
-    file = data.draw(st.sampled_from(files))
-    whole = (place / file).read_bytes()
+    file = data.draw(st.sampled_from([name for name in READ if "index" not in name]))
+    whole = (begun / file).read_bytes()
     first, last = sorted(data.draw(st.integers(0, len(whole))) for _ in range(2))
-    cut = data.draw(st.sampled_from([first, min(first + 1, len(whole)), last]))
-    changed = whole[:first] + data.draw(st.binary(max_size=20)) + whole[cut:]
-    (place / file).write_bytes(changed)
-    said = outcome(*READ[file](place))
-    (place / file).write_bytes(whole)
-    shutil.rmtree(place / "imported", ignore_errors=True)
+    end = data.draw(st.sampled_from([first, first + 1, last]))
+    changed = whole[:first] + data.draw(st.binary(max_size=20)) + whole[end:]
+    with replaced(begun / file, changed):
+        said = outcome(*READ[file](begun))
+    shutil.rmtree(begun / "imported", ignore_errors=True)
     summed = file == "data/val.bin" or file.startswith(STEP)
     if summed and changed != whole and not file.endswith("SHA256SUMS"):
         assert said == "refused"

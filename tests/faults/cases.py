@@ -101,21 +101,21 @@ class Played(NamedTuple):
 
 def play(cases: Iterator[Case], scratch: Path, at_once: int) -> Iterator[Played]:
     """Yield each case as it ends, ``at_once`` of them under way at a time."""
-    waves: list[tuple[Generator[Running, None, Played], Running]] = []
+    under_way: list[tuple[Generator[Running, None, Played], Running]] = []
     more = True
-    while more or waves:
-        while more and len(waves) < at_once:
+    while more or under_way:
+        while more and len(under_way) < at_once:
             case = next(cases, None)
             more = case is not None
             if case is not None:
                 steps = _played(case, scratch / f"{case.part}{case.number}")
-                waves.append((steps, next(steps)))
-        for steps, running in list(waves):
+                under_way.append((steps, next(steps)))
+        for steps, running in list(under_way):
             if not running.poll():
                 continue
-            waves.remove((steps, running))
+            under_way.remove((steps, running))
             try:
-                waves.append((steps, next(steps)))
+                under_way.append((steps, next(steps)))
             except StopIteration as stop:
                 yield stop.value
         time.sleep(POLL)

@@ -129,12 +129,12 @@ def cases(
         pairs.append((pairs[0][0], CONTINUE))
     flips = [pair for pair in pairs if pair[0].name.startswith("a bit of")]
     for number in range(1, num + 1):
-        own = random.Random(f"{seed} damage {number}")
-        ranks = 1 if num < FEW else own.choice((1, 1, 2))
+        case_draw = random.Random(f"{seed} damage {number}")
+        ranks = 1 if num < FEW else case_draw.choice((1, 1, 2))
         is_flip = number % 3 == 0 or not pairs
-        damage, action = own.choice(flips) if is_flip else pairs.pop()
+        damage, action = case_draw.choice(flips) if is_flip else pairs.pop()
         source = ground.two if ranks == 2 else ground.stopped
-        play = _case(ground, source, expected, damage, action, own)
+        play = _case(ground, source, expected, damage, action, case_draw)
         name = f"{action.name}: {damage.name}, of {ranks} ranks"
         yield Case("damage", number, name, play)
 

@@ -71,9 +71,12 @@ def a_bit_of(path: Path, draw: random.Random) -> None:
 
 def a_page_of_zeros_in(path: Path, draw: random.Random) -> None:
     raw = path.read_bytes()
-    at = draw.randrange(max(1, len(raw) - 4096))
-    page = raw[at : at + 4096]
-    rewrite(path, raw[:at] + bytes(len(page)) + raw[at + len(page) :])
+    changed = raw
+    while changed == raw:
+        at = draw.randrange(max(1, len(raw) - 4096))
+        num_zeros = len(raw[at : at + 4096])
+        changed = raw[:at] + bytes(num_zeros) + raw[at + num_zeros :]
+    rewrite(path, changed)
 
 
 def half_of(path: Path, draw: random.Random) -> None:

@@ -219,7 +219,7 @@ def _after_signal(ended: Ended, plan: Plan, run: Path) -> Verdict:
 
 
 def _after_telling(ended: Ended, plan: Plan, run: Path) -> Verdict:
-    """Judge a run that was told to end by SIGTERM or SIGINT."""
+    """Judge a run that SIGTERM or SIGINT has asked to end."""
     code = 128 + plan.number
     if set(ended.codes) != {code}:
         return Verdict(OTHERWISE, f"exit codes {ended.codes}, expected {code}")
