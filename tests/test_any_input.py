@@ -38,7 +38,7 @@ from tests.test_malformed import (
 from train import export, sample
 from train.engine.launch import parse
 from train.engine.options import options
-from train.engine.resolve import resolve
+from train.engine.resolve import FOLLOW, UNUSED, resolve
 from train.runs import checksums
 from train.runs.initial import check_initial, note_shape, shape_of
 from train.runs.settings import FROM, HELD_OUT, claim, settings
@@ -236,11 +236,13 @@ def test_any_bytes_in_a_file(begun, data):
 
 # ---- command lines -------------------------------------------------------------------
 
+NUMERALS = {
+    int: (st.integers(-10, 10) | st.integers(2**31)).map(str),
+    float: st.floats().map(str),
+}
 WORDS = st.one_of(
+    *NUMERALS.values(),
     st.text(st.characters(exclude_characters="/."), max_size=20),
-    st.integers(-10, 10).map(str),
-    st.integers(2**31).map(str),
-    st.floats().map(str),
     st.sampled_from(["", LONG, "true", "none", "/dev/null", "/proc/1/x", "x" * 300]),
 )
 NAMED = {
@@ -264,12 +266,12 @@ def test_any_word_for_an_option(made, tmp_path, monkeypatch, option, word):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+# compiling takes longer than all else; options that are always refused have tests
+APART = ("compile", "activation_checkpoint", "optimizer.compile", *UNUSED, *FOLLOW)
 RECIPE = [
     option
     for option in options(configs.tiny_mars_adamw())
-    # compiling takes longer than all else, and others do it
-    if option.path.partition(".")[0] not in ("compile", "activation_checkpoint")
-    and option.path != "optimizer.compile"
+    if not {option.path, option.section} & set(APART)
 ]
 SMALL = (
     "--config", "tiny_mars_adamw", "--training.steps=1", "--training.seq-len=16",
@@ -279,20 +281,23 @@ SMALL = (
 
 
 def typed(option):
-    """What somebody types for an option: more often than not of its kind."""
-    usual = [str(value) for value in get_args(option.kind) if isinstance(value, str)]
-    words = st.one_of(WORDS, st.sampled_from(usual)) if usual else WORDS
+    """What somebody types for an option: as often as not of its kind."""
+    kinds = (option.kind, *get_args(option.kind))
+    likely = [words for kind, words in NUMERALS.items() if kind in kinds]
+    if names := [kind for kind in kinds if isinstance(kind, str)]:
+        likely.append(st.sampled_from(names))
+    words = (st.one_of(likely) if likely else WORDS) | WORDS
     with_value = words.map(lambda word: f"{option.flag}={word}")
-    return with_value | st.sampled_from(sorted(option.flags))
+    return st.sampled_from(sorted(option.flags)) | with_value
 
 
 @pytest.mark.application
 @drawn(12, data=st.data())
-def test_any_word_for_an_option_of_a_training(made, tmp_path, data):
+def test_any_word_for_an_option_of_a_training(made, data):
     """What is not refused before the first step is what was typed, and trains."""
     option = data.draw(st.sampled_from(RECIPE))
-    word = data.draw(typed(option))
-    words = (*SMALL, f"--dataloader.dataset-path={made / 'data'}", word)
+    where = f"--dataloader.dataset-path={made / 'data'}"
+    words = (*SMALL, where, data.draw(typed(option)))
     configured = []
 
     def main():
@@ -301,9 +306,10 @@ def test_any_word_for_an_option_of_a_training(made, tmp_path, data):
 
     if outcome(main, *words) == "refused":
         return
-    value, text = attrgetter(option.path)(configured[0]), word.partition("=")[2]
-    if option.kind in (int, float, str) and "=" in word:
-        assert value == option.kind(text)
+    value = attrgetter(option.path)(configured[0])
+    _, is_valued, word = words[-1].partition("=")
+    if is_valued and option.kind in (int, float, str):
+        assert value == option.kind(word)
     code, out, err = forked("train", *words)
     assert code in (0, 2), err
     assert "Traceback" not in out + err
