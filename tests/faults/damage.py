@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,13 +62,13 @@ class Action(NamedTuple):
 
 
 def _going_on(ranks: int) -> Callable[[Ground, Path, Path], Command]:
-    return lambda ground, run, out: ground.train(run, ranks=ranks, limit=SECONDS)
+    return lambda ground, run, out: ground.train(run, ranks=ranks)
 
 
 def _starting(*options: str) -> Callable[[Ground, Path, Path], Command]:
     def command(ground: Ground, run: Path, out: Path) -> Command:
         path = ("--checkpoint.initial-load-path", _newest(run))
-        return ground.train(out, *path, *options, limit=SECONDS)
+        return ground.train(out, *path, *options)
 
     return command
 
@@ -79,7 +80,7 @@ def _reading(module: str, *options: object) -> Callable[[Ground, Path, Path], Co
             words += ["--out", out]
         if module == "train.evaluate":
             words += ["--data", ground.data]
-        return Command(module, strings(*words), limit=SECONDS)
+        return Command(module, strings(*words))
 
     return command
 
@@ -153,7 +154,10 @@ def _case(
             rewrite(path, path.read_bytes())  # a run without its index writes it again
         damage.apply(Step(_newest(run), draw, mark))
         before, kept = listing(run), listing(run / "checkpoint")
-        ended = yield action.command(ground, run, out)
+        command = action.command(ground, run, out)
+        if damage.expected == ALL:
+            command = replace(command, limit=SECONDS)
+        ended = yield command
         if mark.exists():
             return Verdict(SILENT, "the payload was run")
         if damage.expected == AS_BEFORE:
