@@ -600,6 +600,12 @@ def test_counts_have_limits(path, data):
             resolve(config, 1)
 
 
+def test_a_memory_snapshot_needs_a_gpu(data, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="got profiler.enable_memory_snapshot=True wit"):
+        resolve(tiny(data, profiler__enable_memory_snapshot=True), 1)
+
+
 def test_all_mistakes_are_told_at_once(data, capsys, monkeypatch):
     wrong = dict(
         lr_scheduler__warmup_steps=1400,
