@@ -157,4 +157,4 @@ $(VENV)/evaluate $(VENV)/examples $(VENV)/docs: $(VENV)/%: requirements-%.txt co
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-torch-* $(VENV)-triton $(VENV)-ports .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) $(VENV)-torch-* $(VENV)-triton $(VENV)-ports .pytest_cache .hypothesis .ruff_cache build dist

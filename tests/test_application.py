@@ -25,7 +25,14 @@ from train.data.batches import Batches
 from train.data.tokens import open_tokens
 from train.engine import launch, recipes
 from train.engine.launch import parse, title
-from train.engine.resolve import FOLLOW, UNUSED, resolve
+from train.engine.resolve import (
+    FOLLOW,
+    LARGEST,
+    NOT_NEGATIVE,
+    POSITIVE,
+    UNUSED,
+    resolve,
+)
 from train.engine.schedule import cosine
 from train.errors import UserError
 from train.errors import command as in_one_line
@@ -580,6 +587,23 @@ def test_settings_are_checked_before_processes_meet(name, data):
     changes, message = SETTINGS[name]
     with pytest.raises(UserError, match=message):
         resolve(tiny(data, **changes), world=2)
+
+
+@pytest.mark.parametrize("path", [*POSITIVE, *NOT_NEGATIVE])
+def test_counts_have_limits(path, data):
+    """Libraries below count with 31 bits; more was once a traceback of theirs."""
+    config = tiny(data)
+    section, name = path.split(".")
+    for count in (-1, LARGEST, 10**20):
+        setattr(getattr(config, section), name, count)
+        with pytest.raises(UserError, match=f"got {path}={count}, expected a number"):
+            resolve(config, 1)
+
+
+def test_a_memory_snapshot_needs_a_gpu(data, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="got profiler.enable_memory_snapshot=True wit"):
+        resolve(tiny(data, profiler__enable_memory_snapshot=True), 1)
 
 
 def test_all_mistakes_are_told_at_once(data, capsys, monkeypatch):

@@ -83,10 +83,7 @@ ROOMS = {
     "engine": {"errors", "files", "gpt2", "data", "runs"},
     "forecast": set(),
 }
-COMMANDS = {
-    "campaign", "evaluate", "export", "import_hf", "plan", "prepare",
-    "sample",
-}  # fmt: skip
+COMMANDS = {"evaluate", "export", "import_hf", "plan", "prepare", "sample"}
 
 
 # what others name so that tests meet it: namedtuple, os and threading; torch's tensors
@@ -188,10 +185,8 @@ def test_rooms_import_what_the_table_says(room):
 
 
 def test_commands_know_rooms_not_each_other():
-    """But for what export makes, which evaluate reads and import_hf names; and the
-    campaign plays them all.
-    """
-    for command in COMMANDS - {"campaign"}:
+    """But for what export makes, which evaluate reads and import_hf names."""
+    for command in COMMANDS:
         for path in members()[command]:
             names = {n for n in imports(path) if n.split(".")[0] == "train"}
             others = {room_of(name) for name in names} - {command} - ROOMS.keys()
@@ -279,11 +274,10 @@ def writes(path: Path) -> Iterator[str]:
 
 
 def test_files_are_written_in_one_place():
-    """By the laws of train.files; the campaign does harm, to copies of its own."""
+    """By the laws of train.files."""
     found = {
         str(path.relative_to(ROOT)): set(writes(path)) - {TEXT, LIST}
         for path in files("train")
-        if path.parent.name != "campaign"
     }
     assert "shutil.rmtree" in found.pop("train/files.py")
     assert not {path: calls for path, calls in found.items() if calls}

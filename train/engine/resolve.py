@@ -75,6 +75,7 @@ def resolve(config, world: int) -> None:
         (_check_floor, {"lr_scheduler"}),
         (_check_correction, {"optimizer"}),
         (_check_data, {"training", "debug", "dataloader", "validator"}),
+        (_check_profiler, {"profiler"}),
         (_fill_in, {"training"}),
     ):
         if broken & sections:  # it could not be understood
@@ -252,6 +253,14 @@ def _check_data(config, world: int) -> None:
             f"give --tokenizer.name {tokenizers[0]}, or other data"
         )
     _check_samples(config, world, batches.num_windows)
+
+
+def _check_profiler(config, world: int) -> None:
+    if config.profiler.enable_memory_snapshot and not torch.cuda.is_available():
+        raise UserError(
+            "got profiler.enable_memory_snapshot=True without a GPU, expected False: "
+            "torch records a GPU's memory alone; leave it out"
+        )
 
 
 def _check_samples(config, world: int, held_out: int) -> None:

@@ -15,25 +15,35 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.campaign.children import ROOT, Case, Command, Running, Steps
-from train.campaign.ground import CORRECTIONS, STEPS, TOTAL, Ground, losses
-from train.campaign.law import (
+from tests.faults.cases import (
     DIFFERING,
     DONE,
     HANG,
     OTHERWISE,
     TRACEBACK,
-    Ended,
+    Case,
+    Play,
+    Steps,
     Verdict,
+    broken,
     judge,
-    said,
+    not_one_error,
+    without_warnings,
 )
+from tests.faults.ground import INTERVAL, STEPS, TOTAL, Ground, Losses, losses
+from tests.forks import LIMIT, ROOT, Command, Ended, Running
 
-INTERVAL = 4
-LIMIT = 240.0  # of a training, on a machine that does other things too
 PATIENCE = 60.0  # seconds in which a rank whose other was killed ends by itself
 # what a process does to a folder of checkpoints, as Python's audit hooks call it
 TOUCHES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir")
+CORRECTIONS = {
+    "approximate": (),
+    "exact": ("--optimizer.correction", "exact"),
+    "transport": (
+        *("--optimizer.correction", "transport", "--optimizer.gamma", "0.1"),
+        *("--optimizer.gamma-1d", "0.2", "--optimizer.gamma-decay", "with_lr"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,11 @@ class Plan:
         name = signal.Signals(self.number).name
         return f"{name} to {who}, {self.correction}, {self.steps} steps, {when}"
 
+    def command(self, ground: Ground, run: Path, **kw) -> Command:
+        """Return the training that is killed, and given again."""
+        options = CORRECTIONS[self.correction]
+        return ground.train(run, *options, steps=self.steps, ranks=self.ranks, **kw)
+
 
 def _kill_when_touched(plan: Plan) -> Callable[[int], None]:
     """Return what makes the child of a rank kill itself while it saves."""
@@ -77,13 +92,14 @@ def _kill_when_touched(plan: Plan) -> Callable[[int], None]:
     def prepare(rank: int) -> None:
         if rank not in plan.victims:
             return
-        left = [plan.touch]
+        num_touches = 0
 
         def hook(event: str, args: tuple) -> None:
+            nonlocal num_touches
             if event in TOUCHES and folder in str(args[0]):
-                left[0] -= 1
-                if left[0] < 0:
+                if num_touches == plan.touch:
                     os.kill(os.getpid(), signal.SIGKILL)
+                num_touches += 1
 
         sys.addaudithook(hook)
 
@@ -92,14 +108,16 @@ def _kill_when_touched(plan: Plan) -> Callable[[int], None]:
 
 def _signal_after(plan: Plan) -> Callable[[Running], None]:
     """Return what sends the signal some time after a step was printed."""
-    due: list[float] = []
+    due: float | None = None
+    sent = False
 
     def watch(running: Running) -> None:
-        if not due and f"step {plan.at}/" in running.printed("out", 0):
-            due.append(time.monotonic() + plan.seconds)
-        if due and time.monotonic() >= due[0] and len(due) == 1:
+        nonlocal due, sent
+        if due is None and f"step {plan.at}/" in running.printed("out", 0):
+            due = time.monotonic() + plan.seconds
+        if due is not None and time.monotonic() >= due and not sent:
             running.kill(plan.number, *plan.victims)
-            due.append(time.monotonic())
+            sent = True
 
     return watch
 
@@ -136,93 +154,76 @@ def _plans(seed: int, num: int, brief: bool) -> list[Plan]:
     return [_draw(draw, number) for number, draw in enumerate(draws, 1)]
 
 
-def commands(
-    ground: Ground, seed: int, num: int, brief: bool
-) -> dict[str, list[Command]]:
+def commands(ground: Ground, seed: int, num: int, brief: bool) -> dict[str, Command]:
     """Return the runs that nobody disturbs, as long as the longest that is killed: one
     for each number of ranks, whose sums are rounded in other places.
     """
-    longest: dict[str, Plan] = {}
-    for plan in _plans(seed, num, brief):
-        if plan.undisturbed != "run":
-            longest[plan.undisturbed] = max(
-                plan, longest.get(plan.undisturbed, plan), key=lambda p: p.steps
-            )
+    plans = sorted(_plans(seed, num, brief), key=lambda plan: plan.steps)
+    longest = {plan.undisturbed: plan for plan in plans if plan.undisturbed != "run"}
     return {
-        name: [_command(ground, ground.root / name, plan)]
-        for name, plan in longest.items()
+        name: plan.command(ground, ground.root / name) for name, plan in longest.items()
     }
 
 
 def cases(
-    ground: Ground, ends: dict, seed: int, num: int, brief: bool
+    ground: Ground, ends: dict[str, Ended], seed: int, num: int, brief: bool
 ) -> Iterator[Case]:
     """Yield ``num`` runs that are killed; every tenth under torchrun itself, and
     ``brief`` ones soon after they began.
     """
     for number, plan in enumerate(_plans(seed, num, brief), 1):
-        wanted = losses(ends[plan.undisturbed][0].out)
+        expected = losses(ends[plan.undisturbed].out)
         if number % 10 == 0:
             name = f"SIGKILL to torchrun itself, {plan.correction}"
-            do = _of_torchrun(ground, plan, wanted)
+            play = _of_torchrun(ground, plan, expected)
         else:
-            name, do = str(plan), _of_plan(ground, plan, wanted)
-        yield Case("kills", number, name, do)
+            name, play = str(plan), _of_plan(ground, plan, expected)
+        yield Case("kills", number, name, play)
 
 
-def _command(ground: Ground, run: Path, plan: Plan, **kw) -> Command:
-    length = dict(steps=plan.steps, ranks=plan.ranks, limit=LIMIT)
-    return ground.train(run, *CORRECTIONS[plan.correction], **length, **kw)
-
-
-def _of_plan(ground: Ground, plan: Plan, wanted: dict) -> Callable[[Path], Steps]:
+def _of_plan(ground: Ground, plan: Plan, expected: Losses) -> Play:
     def steps(folder: Path) -> Steps:
         hooks = {"watch": _signal_after(plan)}
         if plan.touch is not None:
             hooks = {"prepare": _kill_when_touched(plan)}
         run = folder / "run"
-        first = yield _command(ground, run, plan, together=False, **hooks)
+        first = yield plan.command(ground, run, together=False, **hooks)
         verdict = _after_signal(first, plan, run)
         if verdict.kind != DONE:
             return verdict
-        return (yield from _again(ground, run, plan, wanted, first.outs[0]))
+        return (yield from _again(ground, run, plan, expected, first.outs[0]))
 
     return steps
 
 
 def _after_signal(ended: Ended, plan: Plan, run: Path) -> Verdict:
     """Judge what became of the ranks that were not killed, or were told to end."""
-    if ended.hung:
-        return Verdict(HANG, "a rank did not end")
-    if "Traceback (most recent call last)" in ended.out + ended.err:
-        return Verdict(TRACEBACK, ended.err.strip().splitlines()[-1])
+    if verdict := broken(ended):
+        return verdict
     over = f"step {plan.steps}/{plan.steps}  loss" in ended.outs[0]
     if over and set(ended.codes) <= {0, -signal.SIGKILL, 1}:
         return Verdict(DONE)  # it had nothing more to do
     if plan.number != signal.SIGKILL:
         return _after_telling(ended, plan, run)
-    died = [ended.codes[rank] for rank in plan.victims]
-    if died != [-signal.SIGKILL] * len(plan.victims):
+    if any(ended.codes[rank] != -signal.SIGKILL for rank in plan.victims):
         return Verdict(OTHERWISE, f"nobody was killed: {ended.codes}")
-    others = [rank for rank in range(plan.ranks) if rank not in plan.victims]
-    for rank in others:
+    for rank in set(range(plan.ranks)) - set(plan.victims):
         late = ended.times[rank] - ended.times[plan.victims[0]]
         if late > PATIENCE:
             return Verdict(HANG, f"rank {rank} ended {late:.0f} s after the other")
-        lines = said(ended.errs[rank])
-        errors = [line for line in lines if line.startswith("error: ")]
-        if ended.codes[rank] != 1 or len(errors) != 1 or lines[-1] != errors[0]:
-            told = f"exit code {ended.codes[rank]}, {len(errors)} error lines"
-            return Verdict(OTHERWISE, f"rank {rank}: {told} of {len(lines)}")
+        wrong = not_one_error(ended.errs[rank])
+        if ended.codes[rank] != 1 or wrong:
+            code = ended.codes[rank]
+            return Verdict(OTHERWISE, f"rank {rank}: exit code {code}, {wrong}")
     return Verdict(DONE)
 
 
 def _after_telling(ended: Ended, plan: Plan, run: Path) -> Verdict:
-    """Judge a run that was told to end by SIGTERM or SIGINT."""
+    """Judge a run that SIGTERM or SIGINT has asked to end."""
     code = 128 + plan.number
     if set(ended.codes) != {code}:
         return Verdict(OTHERWISE, f"exit codes {ended.codes}, expected {code}")
-    lines = said(ended.err)
+    lines = without_warnings(ended.err)
     if len(lines) != 1 or not lines[0].startswith("stopped by "):
         return Verdict(OTHERWISE, f"{len(lines)} lines")
     if plan.number == signal.SIGTERM:
@@ -232,40 +233,40 @@ def _after_telling(ended: Ended, plan: Plan, run: Path) -> Verdict:
     return Verdict(DONE)
 
 
-def _again(ground: Ground, run: Path, plan: Plan, wanted: dict, before: str) -> Steps:
+def _again(
+    ground: Ground, run: Path, plan: Plan, expected: Losses, before: str
+) -> Steps:
     """Give the same command again, which has to come to the end; compare all losses."""
-    second = yield _command(ground, run, plan)
+    second = yield plan.command(ground, run)
     verdict = judge(second, False)
     if verdict.kind != DONE:
         return verdict
     first, rest = losses(before), losses(second.outs[0])
-    complete = "is complete at step" in second.outs[0]
-    expected = {key: loss for key, loss in wanted.items() if key[1] <= plan.steps}
-    steps = range(1, plan.steps + 1)
-    seen = {step for what, step in first | rest if what == "loss"}
-    if not complete and seen != set(steps):
-        return Verdict(DIFFERING, f"steps {sorted(set(steps) - seen)} were not shown")
-    for shown in (first, rest):
-        wrong = {k: v for k, v in shown.items() if expected.get(k) != v}
-        if wrong:
-            return Verdict(DIFFERING, f"{list(wrong.items())[:4]}")
-    return Verdict(DONE)
+    steps = {step for what, step in first | rest if what == "loss"}
+    missing = sorted(set(range(1, plan.steps + 1)) - steps)
+    if missing and "is complete at step" not in second.outs[0]:
+        return Verdict(DIFFERING, f"steps {missing} were not shown")
+    wrong = [
+        (key, loss)
+        for key, loss in [*first.items(), *rest.items()]
+        if expected.get(key) != loss or key[1] > plan.steps
+    ]
+    return Verdict(DIFFERING, f"{wrong[:4]}") if wrong else Verdict(DONE)
 
 
 # ---- torchrun ------------------------------------------------------------------------
 
 
-def _of_torchrun(ground: Ground, plan: Plan, wanted: dict) -> Callable[[Path], Steps]:
+def _of_torchrun(ground: Ground, plan: Plan, expected: Losses) -> Play:
     """Return a case in which torchrun is killed, and leaves two workers."""
 
     def steps(folder: Path) -> Steps:
         run = folder / "run"
-        command = _command(ground, run, plan)
         out, err = folder / "torchrun.out", folder / "torchrun.err"
-        verdict = _kill_launcher(command, out, err, plan.at)
+        verdict = _kill_launcher(plan.command(ground, run), out, err, plan.at)
         if verdict.kind != DONE:
             return verdict
-        return (yield from _again(ground, run, plan, wanted, out.read_text()))
+        return (yield from _again(ground, run, plan, expected, out.read_text()))
 
     return steps
 
@@ -277,20 +278,17 @@ def _kill_launcher(command: Command, out: Path, err: Path, at: int) -> Verdict:
     """
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "train"]
     with out.open("w") as stdout, err.open("w") as stderr:
-        launcher = subprocess.Popen(
-            [sys.executable, *words, *command.args],
-            cwd=ROOT,
-            stdout=stdout,
-            stderr=stderr,
-        )
-    workers: list[int] = []
+        streams = dict(stdout=stdout, stderr=stderr)
+        line = [sys.executable, *words, *command.args]
+        launcher = subprocess.Popen(line, cwd=ROOT, **streams)
     until = time.monotonic() + LIMIT
     while f"step {at}/" not in out.read_text():
         if launcher.poll() is not None or time.monotonic() > until:
             launcher.kill()
-            return Verdict(OTHERWISE, f"it did not come to step {at}: {err}")
+            return Verdict(OTHERWISE, f"not at step {at}: {err.read_text()[-300:]}")
         time.sleep(0.05)
-    workers = _children_of(launcher.pid)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
+    workers = [int(pid) for pid in children.split()]
     launcher.kill()
     launcher.wait()
     killed = time.monotonic()
@@ -302,24 +300,14 @@ def _kill_launcher(command: Command, out: Path, err: Path, at: int) -> Verdict:
             return Verdict(HANG, f"workers outlived torchrun by {PATIENCE} s")
         time.sleep(0.1)
     if len(workers) < 2:
-        return Verdict(OTHERWISE, f"{len(workers)} workers were found")
+        return Verdict(OTHERWISE, f"torchrun had {len(workers)} workers")
     if "Traceback (most recent call last)" in err.read_text():
         return Verdict(TRACEBACK, err.read_text()[-300:])
     return Verdict(DONE)
 
 
-def _children_of(parent: int) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == parent:
-                found.append(int(path.parent.name))
-    return found
-
-
 def _lives(pid: int) -> bool:
-    """Whether a process still runs: whoever inherits it may not have reaped it."""
+    """Return whether a process runs: whoever inherits it may not have reaped it."""
     with suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return state not in "ZX"
