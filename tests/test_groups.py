@@ -285,7 +285,7 @@ def test_a_cautious_optimizer_goes_on_from_a_state_that_lacks_the_option(correct
     assert ("iterate" in again.state[params[0]]) == (correction == "transport")
 
 
-@pytest.mark.parametrize("mars_type", ["adamw", "mars-adamw", "normuon"])
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "normuon"])
 def test_compiled_cautious_decay_equals_eager(mars_type):
     found = []
     options = dict(lr=0.02, weight_decay=0.5, cautious_weight_decay=True)

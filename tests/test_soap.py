@@ -22,6 +22,7 @@ from marsopt.parallel.planner import cost, plan
 from marsopt.rules.preconditioner import Whole
 from tests.conformance.oracle import Oracle
 from tests.slices import TENSORS, at_once, in_loop
+from tests.stacking import traced
 from train.forecast import models
 from train.forecast.record import Recorder, pretended
 
@@ -124,7 +125,7 @@ def test_what_it_does_not_take(given, said):
 
 @pytest.mark.parametrize("mars_type", ["mars-soap", "soap-muon"])
 def test_the_class_is_the_function(mars_type):
-    """Compiled, with factors of several shapes, and a vector beside them."""
+    """Over stacks, with factors of several shapes, and a vector beside them."""
     shapes = {"a": SQUARE, "b": SQUARE, "c": TALL, "bias": (7,)}
     own = dict(sides="short", precondition_frequency=2, ns_dtype=torch.float64)
     params = {n: nn.Parameter(drawn(s, i)) for i, (n, s) in enumerate(shapes.items())}
@@ -137,7 +138,8 @@ def test_the_class_is_the_function(mars_type):
         x, state = rule.step(x, g, state, lr=0.01)
         for n, p in params.items():
             p.grad = g[n].clone()
-        optimizer.step()
+        with traced():
+            optimizer.step()
     for n, p in params.items():
         torch.testing.assert_close(p.detach(), x[n], rtol=0, atol=1e-12)
 
