@@ -5,9 +5,10 @@ lowered to Triton, and every kernel over stacks is compiled for an H100. Nothing
         [--models MODEL ...] [--dtypes DTYPE ...] [--no-binaries] [--workers N]
         [--out runs/gpu/rehearsal] [--json FILE]
 
-Triton is needed beside torch: `make gpu REHEARSAL=1` installs it apart. What --out has is
-not done again while no source has changed, so that a run that was cut goes on. A fault
-(a byte beyond the floor, a recompile, a spill, a narrow load) ends in exit status 1.
+Triton is needed beside torch: `make gpu REHEARSAL=1` installs it apart. What --out has
+is not done again while no source has changed, so that a run that was cut goes on. A
+fault (a byte beyond the floor, a recompile, a spill, a narrow load) ends in exit
+status 1.
 `python -m benchmarks.gpu.rehearsal.tables FILE` prints the tables again from --json.
 """
 
