@@ -31,7 +31,7 @@ train: $(VENV)/train $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
 test: lint $(VENV)/test $(VENV)-triton/ready $(VENV)-ports/ready
 	@echo "pytest imports what it tests (half a minute), and then prints a dot a test"
 	MARSOPT_TRITON=$(VENV)-triton MARSOPT_PORTS=$(VENV)-ports \
-		$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+		$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/lint
 	$(BIN)/ruff check --no-cache .
