@@ -29,7 +29,7 @@ from benchmarks.contenders import (
 from marsopt.profiling.gpt2 import EMBEDDINGS
 from train.errors import UserError
 
-INSTALL = "pip install -r benchmarks/requirements.txt -c constraints.txt"
+INSTALL = "pip install --group peers -c constraints.txt"
 AUTHORS_FILE = Path("MARS", "optimizers", "mars.py")
 
 

@@ -5,8 +5,8 @@ torch's, and the peers'.
                               [--authors CHECKOUT] [--json FILE] [--png FILE]
 
 One process, GPT-2's own tensors, the same gradients for all. Contenders take turns
-step by step, and ratios are between steps of one round. Peers are optional: see
-benchmarks/requirements.txt.
+step by step, and ratios are between steps of one round. Peers are optional: the
+group peers of pyproject.toml.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
 """The version, for the package and for who asks it (``marsopt.__version__``)."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

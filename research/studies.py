@@ -250,7 +250,7 @@ def batch_four() -> Study:
 
 
 def prose() -> Study:
-    """Small, on prose (make data/prose/meta.json)."""
+    """Small, on prose (docs/data.md makes it)."""
     return Study(
         title="0.1M parameters, 20 tokens each, prose",
         setting=replace(SMALL, data="data/prose"),
@@ -261,7 +261,7 @@ def prose() -> Study:
 
 
 def bpe() -> Study:
-    """Small, on a vocabulary of 1,024 (make data/python_bpe/meta.json)."""
+    """Small, on a vocabulary of 1,024 (docs/data.md makes it)."""
     return Study(
         title="0.1M parameters, 20 tokens each, BPE",
         setting=replace(SMALL, data="data/python_bpe", vocab_size=1024),

@@ -12,10 +12,25 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # and no process of its own to compile in, which would import torch again
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+from collections import Counter
+
 import pytest
 import torch
 
 from tests.stacking import as_on_a_gpu
+
+# what starts processes
+STARTS = {"forked", "rehearsed", "spawn", "subprocess"}
+
+
+def pytest_collection_modifyitems(items):
+    """Files whose tests start processes, which take longest, come first, and small ones
+    last: the end of a long file is not waited for by one worker alone.
+    """
+    num = Counter(item.path for item in items)
+    items.sort(
+        key=lambda item: (STARTS.isdisjoint(vars(item.module)), -num[item.path])
+    )  # stable: the order within a file stays
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from marsopt import MARS
 from marsopt.parallel import MeshCollectives
 from marsopt.parallel.agreement import Agreement
 from tests.processes import spawn
+from tests.stacking import traced
 
 CHANGES = {
     "lr": lambda optimizer: optimizer.param_groups[0].update(lr=0.5),
@@ -40,7 +41,8 @@ def train(rank, world, shape, places, who, what, compile):
     def step():
         for p in params:
             p.grad = torch.ones_like(p)
-        optimizer.step()
+        with traced():
+            optimizer.step()
 
     for t in range(3):
         optimizer.param_groups[0]["lr"] = 0.01 / (t + 1)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 import marsopt
 from marsopt import MARS, FlatGroup, Matrices
@@ -181,32 +181,3 @@ def under_fsdp(rank, world):
 @pytest.mark.processes
 def test_fsdp_of_a_convolutional_network_is_the_unsharded_run():
     assert max(spawn(under_fsdp, 3)) < 1e-5
-
-
-def functional(rank, world):
-    """The largest difference of two steps on kernels cut by each of their dims."""
-    mesh = init_device_mesh("cpu", (world,))
-    rule = marsopt.mars_normuon(ns_dtype=torch.float64, **FLATTENED)
-    whole = [p.detach() for p in kernels() for _ in range(4)]
-
-    def put(tensors):
-        pairs = enumerate(tensors)
-        return [distribute_tensor(x, mesh, [Shard(i % 4)]) for i, x in pairs]
-
-    found = []
-    for place, collectives in ((put, MeshCollectives(mesh)), (list, marsopt.LOCAL)):
-        params = place(whole)
-        state = rule.init(params, collectives=collectives)
-        for _ in range(2):
-            grads = place([x.cos() for x in whole])
-            params, state = rule.step(
-                params, grads, state, lr=0.1, collectives=collectives
-            )
-        found.append([*params, *state.buffers["r"], *state.m])
-    pairs = zip(*found, strict=True)
-    return max(float((a.full_tensor() - b).abs().max()) for a, b in pairs)
-
-
-@pytest.mark.processes
-def test_a_rule_takes_kernels_cut_by_any_dim():
-    assert max(spawn(functional, 3)) < 1e-12

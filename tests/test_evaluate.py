@@ -308,7 +308,9 @@ def test_a_missing_package(monkeypatch, package):
         if name.startswith("lm_eval"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=f"got no package {package}.*pip install -r"):
+    with pytest.raises(
+        UserError, match=f"got no package {package}.*pip install --group evaluate"
+    ):
         harness.load_tasks(["letters"], TASK)
 
 

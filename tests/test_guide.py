@@ -1,6 +1,6 @@
 """What README and docs/guide.md show runs as it stands there, and does what the text
 says. Beside this file it needs the two pages and an installed marsopt alone
-(tests/test_package.py, make test-installed).
+(tests/test_package.py, tests/archives.sh).
 """
 
 from __future__ import annotations

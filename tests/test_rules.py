@@ -550,11 +550,14 @@ GENERATED = {
 }
 
 
-# rules with stages have a graph for each: of these pairs those that differ in kind
+# rules with stages have a graph for each: of these pairs those that differ in kind; of
+# an option and a correction together, those that read each other
 TRACED = [
     name
     for name, row in ROWS.items()
-    if not row.num_factors or name in ("mars_soap", "soap_muon")
+    if (row.num_factors == 0 and name.count("-") < 2)
+    or name in ("mars_soap", "soap_muon")
+    or name in ("mars_adamw-cautious-transport", "mars_adamw-transport-stored")
 ]
 
 

@@ -1,4 +1,6 @@
-"""Sharded equals unsharded: every rule, strategy, placement and number of ranks."""
+"""What shards meet beside the table of tests/test_sharded.py: several meshes, tensor
+parallelism by torch, what is sent, ranks that differ, and precision.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ import marsopt
 from marsopt import MARS, REGISTRY
 from marsopt.parallel import MeshCollectives
 from tests.processes import spawn
+from tests.slices import BATCHED, FLATTENED, Several, at_once
 
 pytestmark = pytest.mark.processes
 
@@ -27,171 +30,11 @@ SHAPES = {
 }  # fmt: skip
 STEPS = 3
 APPROXIMATE, EXACT, TRANSPORT = "approximate", "exact", "transport"
-FORMS = {
-    t: (APPROXIMATE, EXACT) if r.is_mars else (APPROXIMATE,)
-    for t, r in REGISTRY.items()
-}
-AHEAD = [(t, TRANSPORT) for t in ("mars-adamw", "mars-normuon", "moonlight")]
-EVERY = [(t, kind) for t, forms in FORMS.items() for kind in forms] + AHEAD
 
 
 def values(seed, scale=1.0):
     g = torch.Generator().manual_seed(seed)
     return {n: scale * torch.randn(s, generator=g) for n, s in SHAPES.items()}
-
-
-def rows(name):
-    return [Shard(0)]
-
-
-def columns(name):
-    """shard_placement_fn may cut dim 1 where it divides."""
-    return [Shard(1)] if name.startswith(("mlp", "attn")) else [Shard(0)]
-
-
-def hybrid(name):
-    return [Replicate(), Shard(0)]
-
-
-def mixed(name):
-    """Sharded, replicated and plain tensors side by side."""
-    if name in ("attn_out", "norm"):
-        return [Replicate()]
-    return None if name in ("five", "small") else [Shard(0)]
-
-
-def grid(name):
-    """FSDP x TP, row-wise: two axes cut one matrix."""
-    by_both = name.startswith(("mlp", "attn"))
-    return [Shard(0), Shard(1) if by_both else Replicate()]
-
-
-def train(
-    place, mesh, collectives, mars_type, kind, scale, compiled=False, cautious=False
-):
-    """STEPS steps on given gradients; whole parameters afterwards, with transport also
-    the x behind them.
-    """
-    exact = kind == EXACT
-
-    def spread(tree):
-        if place is None:
-            return dict(tree)
-        at = {n: place(n) for n in tree}
-        return {
-            n: v if at[n] is None else distribute_tensor(v, mesh, at[n])
-            for n, v in tree.items()
-        }
-
-    params = {n: nn.Parameter(v) for n, v in spread(values(0, 0.1)).items()}
-    kw = {} if collectives is None else dict(collectives=collectives)
-    optimizer = MARS(
-        params.items(), lr=0.02, weight_decay=0.1, mars_type=mars_type, max_norm=2.0,
-        correction=kind, ns_dtype=torch.float32, compile=compiled,
-        cautious_weight_decay=cautious, **kw,
-    )  # fmt: skip
-
-    def give(seed):
-        for n, g in spread(values(seed, scale)).items():
-            params[n].grad = g
-
-    for t in range(STEPS):
-        if exact:
-            give(100 + t)
-            optimizer.update_previous_grad()
-        give(1 + t)
-        optimizer.step()
-        if exact:
-            optimizer.update_last_grad()
-    found = {n: p.detach().clone() for n, p in params.items()}
-    if kind == TRANSPORT:
-        optimizer.eval()
-        found |= {f"{n}, x": p.detach() for n, p in params.items()}
-    whole = {
-        n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in found.items()
-    }
-    return whole, float(optimizer.grad_norm)
-
-
-def compare(rank, world, cases, mesh_shape, place, strategies):
-    """Largest differences to the same steps on whole tensors, by kind of rule."""
-    torch.set_grad_enabled(False)
-    mesh = init_device_mesh("cpu", mesh_shape)
-    worst = {"elementwise": 0.0, "matrix": 0.0}
-    for mars_type, form in cases:
-        kind = "matrix" if REGISTRY[mars_type].matrix_only else "elementwise"
-        for scale in (1.0, 1e-3):  # the per-tensor clip acts, and does not
-            want, norm = train(None, None, None, mars_type, form, scale)
-            for strategy in strategies if kind == "matrix" else ("auto",):
-                collectives = MeshCollectives(mesh, strategy=strategy)
-                got, mine = train(place, mesh, collectives, mars_type, form, scale)
-                # what is replicated counts once
-                assert abs(mine - norm) < 1e-5 * norm, f"{mine} where whole has {norm}"
-                error = max(float((got[n] - want[n]).abs().max()) for n in want)
-                worst[kind] = max(worst[kind], error)
-    return worst
-
-
-def compare_cautious(rank, world):
-    """Largest difference to whole tensors, and that of cautious to plain decay."""
-    torch.set_grad_enabled(False)
-    collectives = MeshCollectives(mesh := init_device_mesh("cpu", (world,)))
-    case = ("adamw", APPROXIMATE, 1.0)
-    want, _ = train(None, None, None, *case, cautious=True)
-    plain, _ = train(None, None, None, *case)
-    got, _ = train(rows, mesh, collectives, *case, cautious=True)
-    return [
-        max(float((a[n] - want[n]).abs().max()) for n in want) for a in (got, plain)
-    ]
-
-
-def test_sharded_cautious_decay_equals_unsharded():
-    for error, seen in spawn(compare_cautious, 2):
-        assert error < 1e-6 < 1e-4 < seen
-
-
-ALL = ("owner", "gram", "replicate")
-ADAMW, SHAMPOO, SHAMPOO_EXACT = (
-    ("mars-adamw", APPROXIMATE),
-    ("mars-shampoo", APPROXIMATE),
-    ("mars-shampoo", EXACT),
-)
-SOME = [(t, APPROXIMATE) for t in ("mars-lion", "mars-m", "normuon", "mars-soap")]
-SOME += [SHAMPOO_EXACT, *AHEAD]
-# mesh, placements, (mars_type, correction), strategies
-CASES = {
-    "1 rank": ((1,), rows, EVERY, ("auto",)),
-    "2 ranks": ((2,), rows, EVERY, ALL),
-    "3 ranks": ((3,), rows, [ADAMW, SHAMPOO_EXACT, *AHEAD], ("owner", "gram")),
-    "4 ranks": ((4,), rows, SOME, ("owner",)),
-    "8 ranks": (
-        (8,),
-        rows,
-        [("mars-adamw", EXACT), ("mars-m", APPROXIMATE)],
-        ("owner",),
-    ),
-    "Shard(1)": ((2,), columns, [ADAMW, SHAMPOO], ALL),
-    "HSDP 2x2": (
-        (2, 2),
-        hybrid,
-        [("mars-adamw", EXACT), SHAMPOO, *AHEAD],
-        (*ALL, "auto"),
-    ),
-    "HSDP 2x1": ((2, 1), hybrid, [ADAMW, SHAMPOO], ("owner", "auto")),
-    "FSDP x TP 2x2": ((2, 2), grid, [ADAMW, ("mars-m", EXACT)], ("owner",)),
-    "mixed": ((2,), mixed, [("mars-lion", APPROXIMATE), SHAMPOO], ("owner", "auto")),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_sharded_equals_unsharded(name):
-    mesh_shape, place, cases, strategies = CASES[name]
-    world = torch.Size(mesh_shape).numel()
-    for worst in spawn(
-        compare, world, cases, mesh_shape, place, strategies, seconds=240
-    ):
-        assert worst["elementwise"] < 1e-6
-        assert worst["matrix"] < 1e-5
 
 
 def several_meshes(rank, world):
@@ -396,74 +239,48 @@ def test_tensor_parallelism_alone(rule, correction, pure):
 # ---- what is sent --------------------------------------------------------------------
 
 
-def count(rank, world, strategy):
-    """Collectives and bytes of one step after the first, as torch sees them called."""
-    mesh = init_device_mesh("cpu", (world,))
-    collectives = MeshCollectives(mesh, strategy=strategy)
-    names = ("wte", "attn_in", "attn_out", "mlp_in", "mlp_out", "norm")
-    params = {
-        n: nn.Parameter(distribute_tensor(v, mesh, [Shard(0)]))
-        for n, v in values(0).items()
-        if n in names
-    }
-    optimizer = MARS(
-        params.items(), mars_type="mars-shampoo", collectives=collectives, compile=True
-    )
-    calls = []
-    real = dist.all_reduce, dist.all_to_all_single
-
-    def all_reduce(tensor, *args, **kw):
-        calls.append(("all_reduce", tensor.numel() * tensor.element_size()))
-        return real[0](tensor, *args, **kw)
-
-    def all_to_all_single(out, flat, of, to, *args, **kw):
-        kept = to[dist.get_rank()]
-        calls.append(("all_to_all", (flat.numel() - kept) * flat.element_size()))
-        return real[1](out, flat, of, to, *args, **kw)
-
-    def step():
-        for n, p in params.items():
-            p.grad = distribute_tensor(values(1)[n], mesh, [Shard(0)])
-        optimizer.step()
-
-    step()
-    dist.all_reduce, dist.all_to_all_single = all_reduce, all_to_all_single
-    try:
-        with torch.compiler.set_stance("fail_on_recompile"):
-            for t in range(3):
-                calls.clear()
-                optimizer.param_groups[0].update(lr=0.01 * t, gamma=0.01 * t)
-                step()
-    finally:
-        dist.all_reduce, dist.all_to_all_single = real
-    (group,) = collectives.groups
-    return list(calls), group.matrices, group.plan
-
-
-def test_collectives_and_bytes_are_those_of_the_plan():
-    """One all-reduce for all norms, two all-to-all per bucket, 2mn/p bytes a matrix; to
-    the byte, over uneven shards too.
+def count(rank, world):
+    """All-to-alls of a step after the first, of expert weights, heads and kernels on
+    two ranks: whole on a rank, and not.
     """
-    from marsopt import NewtonSchulz
-    from marsopt.parallel.planner import cost
+    mesh = init_device_mesh("cpu", (world,))
+    found, real = {}, dist.all_to_all_single
+    for name, several, placement in (
+        ("experts", Several((4, 4, 6), BATCHED), Shard(0)),
+        ("heads", Several((16, 6), dict(block_rows=4)), Shard(0)),
+        ("rows of experts", Several((4, 4, 6), BATCHED), Shard(1)),
+        ("odd heads", Several((12, 6), dict(block_rows=4)), Shard(0)),
+        ("fused kernels", Several((8, 2, 3), FLATTENED | dict(block_rows=4)), Shard(0)),
+        ("channels out", Several((5, 4, 3, 3), FLATTENED), Shard(0)),
+        ("channels in", Several((6, 3, 2, 2), FLATTENED), Shard(1)),
+        ("height", Several((6, 2, 3, 2), FLATTENED), Shard(2)),
+    ):
+        calls = []
 
-    world = 2
-    results = spawn(count, world, "owner")
-    total = 0
-    matrices, plan = results[0][1:]
-    for calls, _, _ in results:
-        reduced = [size for what, size in calls if what == "all_reduce"]
-        assert len(reduced) == 1
-        # leaves, and rows by which ranks compare hyperparameters, x numbers x float32
-        assert reduced[0] == (6 + 3) * 4 * 4
-        sent = [size for what, size in calls if what == "all_to_all"]
-        assert len(sent) == 2 * plan.num_buckets
-        assert plan.num_buckets <= 2
-        total += sum(sent)
-    model = cost(matrices, plan, NewtonSchulz().on("cpu")).bytes_sent
-    assert total / world == model
-    numel = sum(m.rows * m.cols for m in matrices)
-    assert total / world <= 1.05 * 2 * numel * 2 / world
+        def all_to_all(*args, calls=calls, **kw):
+            calls.append(1)
+            return real(*args, **kw)
+
+        dist.all_to_all_single = all_to_all
+        collectives = MeshCollectives(mesh, strategy="owner", max_buckets=1)
+        at_once(
+            {name: several},
+            1,
+            lambda _, whole, place=placement: distribute_tensor(whole, mesh, [place]),
+            mars_type="mars-m",
+            collectives=collectives,
+            lr=0.1, ns_dtype=torch.float32, compile=False,
+        )  # fmt: skip
+        dist.all_to_all_single = real
+        found[name] = len(calls)
+    return found
+
+
+def test_matrices_that_lie_whole_on_a_rank_do_not_travel():
+    here = dict.fromkeys(("experts", "heads", "fused kernels"), 0)
+    cut = ("rows of experts", "odd heads", "channels out", "channels in", "height")
+    for found in spawn(count, 2):
+        assert found == here | dict.fromkeys(cut, 2)
 
 
 # ---- faults --------------------------------------------------------------------------

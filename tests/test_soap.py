@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,8 +21,8 @@ from marsopt.parallel import MeshCollectives
 from marsopt.parallel.planner import cost, plan
 from marsopt.rules.preconditioner import Whole
 from tests.conformance.oracle import Oracle
-from tests.processes import spawn
 from tests.slices import TENSORS, at_once, in_loop
+from tests.stacking import traced
 from train.forecast import models
 from train.forecast.record import Recorder, pretended
 
@@ -126,7 +125,7 @@ def test_what_it_does_not_take(given, said):
 
 @pytest.mark.parametrize("mars_type", ["mars-soap", "soap-muon"])
 def test_the_class_is_the_function(mars_type):
-    """Compiled, with factors of several shapes, and a vector beside them."""
+    """Over stacks, with factors of several shapes, and a vector beside them."""
     shapes = {"a": SQUARE, "b": SQUARE, "c": TALL, "bias": (7,)}
     own = dict(sides="short", precondition_frequency=2, ns_dtype=torch.float64)
     params = {n: nn.Parameter(drawn(s, i)) for i, (n, s) in enumerate(shapes.items())}
@@ -139,7 +138,8 @@ def test_the_class_is_the_function(mars_type):
         x, state = rule.step(x, g, state, lr=0.01)
         for n, p in params.items():
             p.grad = g[n].clone()
-        optimizer.step()
+        with traced():
+            optimizer.step()
     for n, p in params.items():
         torch.testing.assert_close(p.detach(), x[n], rtol=0, atol=1e-12)
 
@@ -396,24 +396,3 @@ def test_a_state_dict_goes_on_to_the_bit():
     for pair in ((params, optimizer), (again, resumed)):
         walk(*pair, range(3, 8))
     assert all(map(torch.equal, params, again))
-
-
-def train(rank, world):
-    """Largest difference to one process under fully_shard and torch's own tools."""
-    mesh = init_device_mesh("cpu", (world,))
-    whole = nn.Parameter(drawn(TALL, 0))
-    p = nn.Parameter(distribute_tensor(drawn(TALL, 0), mesh, [Shard(0)]))
-    own = dict(mars_type="soap", sides="short", lr=0.01, compile=False)
-    alone, shared = MARS([whole], **own), None
-    shared = MARS([p], collectives=MeshCollectives(mesh), **own)
-    for t in range(12):
-        whole.grad = drawn(TALL, 1 + t)
-        p.grad = distribute_tensor(whole.grad.clone(), mesh, [Shard(0)])
-        alone.step()
-        shared.step()
-    return float((p.detach().full_tensor() - whole.detach()).abs().max())
-
-
-@pytest.mark.processes
-def test_the_planner_may_choose():
-    assert max(spawn(train, 2)) < 1e-9

@@ -101,9 +101,12 @@ def test_the_class_is_the_rule(mars_type, mode, monkeypatch):
     equal(mine, rule.iterate(y, state), 1e-6)
 
 
-@pytest.mark.usefixtures("both_forms")
-@pytest.mark.parametrize("mode", ["leaves", "stacks"])
-def test_compiled_is_eager_and_never_recompiles(mode, monkeypatch):
+@pytest.mark.parametrize(
+    ("both_forms", "mode"),
+    [("stored", "leaves"), ("computed", "stacks")],
+    indirect=["both_forms"],
+)
+def test_compiled_is_eager_and_never_recompiles(both_forms, mode, monkeypatch):
     """While gamma moves, per group and scheduled, and a step is skipped."""
     forced(monkeypatch, mode)
     fast, slow = params(), params()

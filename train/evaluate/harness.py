@@ -7,7 +7,7 @@ from pathlib import Path
 
 from train.errors import UserError
 
-INSTALL = "pip install -r requirements-evaluate.txt -c constraints.txt"
+INSTALL = "pip install --group evaluate -c constraints.txt"
 
 
 def _harness():

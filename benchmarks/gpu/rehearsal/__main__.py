@@ -5,9 +5,10 @@ lowered to Triton, and every kernel over stacks is compiled for an H100. Nothing
         [--models MODEL ...] [--dtypes DTYPE ...] [--no-binaries] [--workers N]
         [--out runs/gpu/rehearsal] [--json FILE]
 
-Triton is needed beside torch: `make gpu-rehearsal` installs it apart. What --out has is
-not done again while no source has changed, so that a run that was cut goes on. A fault
-(a byte beyond the floor, a recompile, a spill, a narrow load) ends in exit status 1.
+Triton is needed beside torch: `make gpu REHEARSAL=1` installs it apart. What --out has
+is not done again while no source has changed, so that a run that was cut goes on. A
+fault (a byte beyond the floor, a recompile, a spill, a narrow load) ends in exit
+status 1.
 `python -m benchmarks.gpu.rehearsal.tables FILE` prints the tables again from --json.
 """
 
@@ -61,7 +62,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     check_least(1, workers=args.workers)
     if importlib.util.find_spec("triton") is None:
         raise UserError(
-            "got no Triton, expected it on Python's path: run make gpu-rehearsal, "
+            "got no Triton, expected it on Python's path: run make gpu REHEARSAL=1, "
             "which installs it apart"
         )
     return args

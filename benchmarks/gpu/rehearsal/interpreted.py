@@ -7,7 +7,7 @@ A CASE is RULE[/CORRECTION[/DTYPE[/H_DTYPE[/STATE]]]], as mars-adamw or
 mars-m/transport/bfloat16: the dtypes of parameters, of the kept gradient and of other
 state, which bfloat16 rounds stochastically. Without --cases: every rule with its own
 correction and with transport, and five cases of bfloat16. Triton is needed beside
-torch: `make gpu-rehearsal` installs it apart.
+torch: `make gpu REHEARSAL=1` installs it apart.
 
 Four steps are taken, in which lr, gamma, betas, weight decay and both clips move; a
 gradient of the third holds a NaN, and in the fourth one of two parameters of one shape
@@ -254,7 +254,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.cases = DEFAULT if args.cases is None else [*map(case_of, args.cases)]
     if importlib.util.find_spec("triton") is None:
         raise UserError(
-            "got no Triton, expected it on Python's path: run make gpu-rehearsal, "
+            "got no Triton, expected it on Python's path: run make gpu REHEARSAL=1, "
             "which installs it apart"
         )
     return args

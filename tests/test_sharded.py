@@ -1,0 +1,282 @@
+"""Sharded equals unsharded, in float64: rules, cuts and meshes in one table. A new rule
+is a row by itself; whole tensors are held to their authors' code in other files.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from marsopt import LOCAL, MARS, REGISTRY, mars
+from marsopt.parallel import MeshCollectives
+from tests.factors import registered
+from tests.processes import spawn
+from tests.slices import FLATTENED, TENSORS, Several, values
+from tests.table import steady
+
+pytestmark = pytest.mark.processes
+
+STEPS = 3
+OPTIONS = dict(
+    lr=0.1, lr_1d=0.1, weight_decay=0.1, ns_dtype=torch.float64, max_norm=3.0,
+    compile=False,
+)  # fmt: skip
+
+# ---- rules ---------------------------------------------------------------------------
+
+SHORT = dict(steady("soap"), precondition_frequency=2)
+
+
+def options(mars_type: str, correction: str) -> dict:
+    own = SHORT if "soap" in mars_type else {}
+    return dict(mars_type=mars_type, correction=correction, **own)
+
+
+RULES = {
+    f"{mars_type} {correction}": options(mars_type, correction)
+    for mars_type, rule in REGISTRY.items()
+    for correction in ("approximate", "exact", "transport")
+    if rule.is_mars or correction == "approximate"
+} | {
+    "moonlight transport": options("moonlight", "transport"),
+    "mars-adamw svrg": options("mars-adamw", "svrg"),
+    "mars-m svrg": options("mars-m", "svrg"),
+    "adamw cautious": dict(mars_type="adamw", cautious_weight_decay=True),
+    "mars-normuon clip": dict(mars_type="mars-normuon", clip_per="tensor", clip=None),
+    "soap-muon stagger": dict(mars_type="mars-soap-muon", stagger=True, **SHORT),
+    "both sides": dict(mars_type="mars-soap", precondition_frequency=2),
+    "factors": dict(mars_type="factors"),
+    "factors transport": options("factors", "transport"),
+}
+# what a mesh may treat differently: no matrices, Newton-Schulz, numbers of rows and an
+# iterate that travel, factors at the owners, two gradients
+SOME = (
+    "mars-adamw exact", "mars-adamw transport", "mars-lion approximate",
+    "mars-m approximate", "mars-shampoo exact", "mars-normuon transport",
+    "mars-normuon clip", "mars-soap approximate", "soap-muon stagger", "both sides",
+    "factors",
+)  # fmt: skip
+FEW = ("mars-adamw exact", "mars-m approximate", "mars-soap approximate")
+
+
+def bound(rule: str) -> float:
+    """QR and Adam's quotients make more of rounding."""
+    return 1e-9 if rule in ("both sides", "soap-muon stagger") else 1e-11
+
+
+def tensors_of(rule: str) -> dict[str, Several]:
+    """Batches, blocks, kernels; wide, tall, and shards that are uneven or empty.
+
+    Of long sides the first gradient leaves eigenvectors to chance: both sides have one
+    of square matrices alone.
+    """
+    if rule == "both sides":
+        shapes = {"square": (5, 5), "experts": (3, 4, 4), "heads": (8, 4), "bias": (6,)}
+        return {
+            n: Several(s, TENSORS.get(n, Several(s)).options) for n, s in shapes.items()
+        }
+    shapes = {"wide": (4, 9), "square": (5, 5), "row": (1, 6), "small": (3,)}
+    return TENSORS | {n: Several(s) for n, s in shapes.items()}
+
+
+# ---- cuts ----------------------------------------------------------------------------
+
+
+def rows(name, ndim):
+    return [Shard(0)]
+
+
+def inner_rows(name, ndim):
+    """Those of a batch's matrices."""
+    return [Shard(max(0, ndim - 2))]
+
+
+def columns(name, ndim):
+    return [Shard(ndim - 1)]
+
+
+def hybrid(name, ndim):
+    return [Replicate(), Shard(0)]
+
+
+def grid(name, ndim):
+    """FSDP x TP: two axes cut one matrix."""
+    return [Shard(0), Shard(ndim - 1)]
+
+
+def mixed(name, ndim):
+    """Sharded, replicated and plain tensors side by side."""
+    if name in ("square", "heads", "bias"):
+        return [Replicate()]
+    return None if name in ("row", "experts", "small") else [Shard(0)]
+
+
+def experts_and_rows(name, ndim):
+    """Expert parallelism, and FSDP that cuts each expert's rows."""
+    return [Shard(0), Shard(ndim - 2)] if ndim > 2 else [Replicate(), Shard(0)]
+
+
+def experts_twice(name, ndim):
+    """Expert parallelism, and FSDP over the experts of a rank."""
+    return [Shard(0), Shard(0)] if ndim > 2 else [Replicate(), Shard(0)]
+
+
+# ---- meshes --------------------------------------------------------------------------
+
+CELLS = {  # mesh, cut, strategies, rules
+    "1 rank": ((1,), rows, ("auto",), SOME),
+    "2 ranks": ((2,), rows, ("owner",), RULES),
+    "2 ranks, more": ((2,), rows, ("gram", "replicate", "auto"), SOME),
+    "3 ranks": ((3,), rows, ("gram",), RULES),
+    "4 ranks": ((4,), rows, ("owner",), SOME),
+    "8 ranks": ((8,), rows, ("owner",), FEW),
+    "inner rows": ((2,), inner_rows, ("owner", "gram"), SOME),
+    "columns": ((3,), columns, ("owner", "gram"), SOME),
+    "mixed": ((2,), mixed, ("owner", "auto"), SOME),
+    "HSDP": ((2, 2), hybrid, ("owner", "gram"), SOME),
+    "HSDP of one": ((2, 1), hybrid, ("owner", "auto"), FEW),
+    "two axes": ((2, 2), grid, ("owner",), SOME),
+    "experts and rows": ((2, 2), experts_and_rows, ("owner",), SOME),
+    "experts twice": ((2, 2), experts_twice, ("owner", "replicate"), FEW),
+    "an axis of one": ((2, 1), experts_and_rows, ("owner", "replicate"), FEW),
+}
+
+
+def walk(rule: str, put, **collectives) -> dict[str, Tensor]:
+    """Whole parameters after STEPS steps, with transport those behind them too, and the
+    norm of the last gradient.
+    """
+    tensors, own = tensors_of(rule), RULES[rule]
+    params = {n: nn.Parameter(put(n, x)) for n, x in values(0, tensors).items()}
+    groups = [{"params": [(n, p)], **tensors[n].options} for n, p in params.items()]
+    optimizer = MARS(groups, **OPTIONS, **own, **collectives)
+
+    def give(seed):
+        for name, x in values(seed, tensors).items():
+            params[name].grad = put(name, x)
+
+    correction = own.get("correction")
+    for t in range(STEPS):
+        if correction == "svrg":
+            if t == 0:
+                give(50)
+                optimizer.update_anchor()
+            with optimizer.at_snapshot():
+                give(60 + t)
+                optimizer.update_previous_grad()
+        if correction == "exact":
+            give(100 + t)
+            optimizer.update_previous_grad()
+        give(1 + t)
+        optimizer.step()
+        if correction == "exact":
+            optimizer.update_last_grad()
+    found = {n: p.detach().clone() for n, p in params.items()}
+    if correction == "transport":
+        optimizer.eval()
+        found |= {f"{n}, x": p.detach() for n, p in params.items()}
+    found["norm"] = optimizer.grad_norm
+    return {n: whole(x) for n, x in found.items()}
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+@registered()
+def sharded(rank, world, cell):
+    """{(rule, strategy): what walk returns}"""
+    shape, cut, strategies, rules = CELLS[cell]
+    mesh = init_device_mesh("cpu", shape)
+
+    def put(name, x):
+        placements = cut(name, x.ndim)
+        return x if placements is None else distribute_tensor(x, mesh, placements)
+
+    found = {}
+    for rule in rules:
+        matters = (
+            rule.startswith("factors") or "adamw" not in rule and "lion" not in rule
+        )
+        for strategy in strategies if matters else strategies[:1]:
+            collectives = MeshCollectives(mesh, strategy=strategy)
+            found[rule, strategy] = walk(rule, put, collectives=collectives)
+    return found
+
+
+@cache
+@registered()
+def alone(rule: str) -> dict[str, Tensor]:
+    return walk(rule, lambda name, x: x)
+
+
+def largest(got, want) -> float:
+    return max(float((got[n] - want[n]).abs().max()) for n in want)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_sharded_equals_unsharded(cell):
+    world = torch.Size(CELLS[cell][0]).numel()
+    for found in spawn(sharded, world, cell, seconds=240):
+        for (rule, strategy), got in found.items():
+            assert largest(got, alone(rule)) < bound(rule), (rule, strategy)
+
+
+# ---- the functional step -------------------------------------------------------------
+
+PURE = (
+    "mars-adamw approximate", "mars-m approximate", "mars-normuon transport",
+    "mars-soap approximate", "soap-muon stagger", "factors",
+)  # fmt: skip
+NAMES = (
+    "wide",
+    "square",
+    "row",
+    "one matrix",
+    "bias",
+    "convolution",
+    "other convolution",
+)
+
+
+def pure_steps(rule: str, put, collectives) -> dict[str, Tensor]:
+    own = {n: x for n, x in OPTIONS.items() if n not in ("lr", "compile")}
+    function = mars(base_lr=0.1, **own, **RULES[rule], **FLATTENED)
+    tensors = {n: tensors_of(rule)[n] for n in NAMES}
+    params = put(values(0, tensors))
+    state = function.init(params, collectives=collectives)
+    for t in range(STEPS):
+        params, state = function.step(
+            params, put(values(1 + t, tensors)), state, lr=0.1, collectives=collectives
+        )
+    return {n: whole(x) for n, x in params.items()}
+
+
+@registered()
+def pure(rank, world):
+    """Largest differences, of tensors that are each cut by another dim."""
+    mesh, found = init_device_mesh("cpu", (world,)), {}
+
+    def put(tree):
+        return {
+            n: distribute_tensor(x, mesh, [Shard(i % x.ndim)])
+            for i, (n, x) in enumerate(tree.items())
+        }
+
+    for rule in PURE:
+        want = pure_steps(rule, dict, LOCAL)
+        for strategy in ("owner", "gram"):
+            collectives = MeshCollectives(mesh, strategy=strategy)
+            found[rule, strategy] = largest(pure_steps(rule, put, collectives), want)
+    return found
+
+
+def test_a_rule_takes_tensors_cut_by_any_dim():
+    for found in spawn(pure, 3):
+        for (rule, strategy), error in found.items():
+            assert error < bound(rule), (rule, strategy)
