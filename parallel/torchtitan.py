@@ -20,18 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchtitan.components.checkpointer import OPTIMIZER, CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
-from marsopt import LOCAL, MARS
+from marsopt import MARS
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.optim.param_groups import NAMES
 from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.registry import named
 
-from .collectives import MeshCollectives
+from .collectives import over_meshes
 
 NAME = "MARS"
 # What AdamW moves beside the rule in default_mars, as marsopt.param_groups tells it by
@@ -67,10 +66,7 @@ def build_mars(groups: Iterable[dict[str, Any]], **options: Any) -> MARS:
             )
         options |= {name: given[0]} if given else {}
     every = (p for group in found for p in group["params"])
-    mesh = next((p.device_mesh for p in every if isinstance(p, DTensor)), None)
-    return MARS(
-        found, collectives=LOCAL if mesh is None else MeshCollectives(mesh), **options
-    )
+    return MARS(found, collectives=over_meshes(every), **options)
 
 
 def _whole() -> list[str]:
