@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers "fake")
 
 import configs
@@ -184,6 +185,31 @@ def test_what_is_fine_tuned_asks_for_a_learning_rate():
         if any(p.requires_grad for p in group["params"])
     ]
     assert trained == ["adamw"]
+
+
+# ---- averages ------------------------------------------------------------------------
+
+
+def test_torchs_average_is_of_what_is_trained():
+    """In eval mode of the optimizer, as the guide has it: in train mode parameters are
+    the points ahead.
+    """
+    model = gpt2()
+    optimizer = for_model(model, lr=0.02, gamma=0.2, compile=False)
+    averaged, ahead = AveragedModel(model), AveragedModel(model)
+    sums = {p: torch.zeros_like(p) for p in model.parameters()}
+    for _ in range(4):
+        train(model, optimizer, 1)
+        for p, x in optimizer.iterates():
+            sums[p] += x / 4
+        ahead.update_parameters(model)
+        optimizer.eval()
+        averaged.update_parameters(model)
+        optimizer.train()
+    for p, mean in zip(model.parameters(), averaged.parameters(), strict=True):
+        torch.testing.assert_close(mean.detach(), sums[p], rtol=1e-5, atol=1e-7)
+    pairs = zip(averaged.parameters(), ahead.parameters(), strict=True)
+    assert max((mean - y).norm().item() for mean, y in pairs) > 1e-3
 
 
 # ---- models as they are wrapped ------------------------------------------------------
