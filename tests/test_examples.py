@@ -16,13 +16,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import marsopt
 from examples import digits
+from train import prepare
 from train.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 
 
-def printed(*command, held_out=False, **environment):
-    """The six losses that an example prints, and its ``held_out`` loss."""
+def ran(*command, **environment):
+    """What has run to its end in a process of its own."""
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=ROOT,
@@ -32,6 +33,12 @@ def printed(*command, held_out=False, **environment):
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def printed(*command, held_out=False, **environment):
+    """The six losses that an example prints, and its ``held_out`` loss."""
+    done = ran(*command, **environment)
     losses = [float(v) for v in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     if held_out:
         return losses, float(re.search(r"held-out (\d+\.\d+)", done.stdout)[1])
@@ -190,6 +197,21 @@ def test_fsdp2_goes_on_with_another_number_of_processes(tmp_path):
     rest = printed(*launch, "1", *what)
     assert rest[0] < 1.1 * first[-1]
     assert rest[-1] < 0.5 * first[-1]
+
+
+@pytest.mark.processes
+def test_torchtitans_llama3_learns_without_a_gpu(tmp_path):
+    text = tmp_path / "text.py"
+    text.write_bytes((ROOT / "parallel" / "collectives.py").read_bytes())
+    prepare.prepare("text", "bytes", tmp_path / "data", files=[text])
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    options = ["--dataloader.dataset-path", tmp_path / "data", "--training.steps", "6"]
+    options += ["--training.local-batch-size", "2", "--training.seq-len", "32"]
+    options += ["--dump-folder", tmp_path / "out"]
+    done = ran(*launch, "-m", "examples.torchtitan_llama3", *options)
+    losses = [float(v) for v in re.findall(r"loss: +(\d+\.\d+)", done.stdout)]
+    assert len(losses) == 12  # every rank says it
+    assert losses[-1] < 0.7 * losses[0]
 
 
 # ---- digits --------------------------------------------------------------------------
