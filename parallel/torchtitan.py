@@ -197,11 +197,11 @@ def _lending(
     """
 
     def lend(optimizer: Optimizer, *_: Any) -> None:
-        own = container()
-        if own is None or not isinstance(optimizer, EMA):
+        optimizers = container()
+        if optimizers is None or not isinstance(optimizer, EMA):
             return
-        if any(part in optimizer.model_parts for part in own.model_parts):
-            for mars in own.every_mars:
+        if any(part in optimizer.model_parts for part in optimizers.model_parts):
+            for mars in optimizers.every_mars:
                 mars.lend()
 
     return lend
@@ -225,17 +225,19 @@ if BaseOptimizer is not None:
             beside, layers, whole = _numbers(
                 config.lr, config.mars_type, config.options
             )
-            found = []
+            groups = []
             for group in params:
-                pairs = [*zip(group["param_names"], group["params"], strict=True)]
-                for is_beside, numbers in ((True, beside), (False, layers)):
-                    own = [
-                        (name, p)
-                        for name, p in pairs
-                        if bool(re.search(BESIDE, name)) is is_beside
-                    ]
-                    found += [{**numbers, "params": own}] if own else []
-            MARS.__init__(self, **_arguments(found, whole))
+                named_params = zip(group["param_names"], group["params"], strict=True)
+                parts: dict[bool, list[tuple[str, Any]]] = {True: [], False: []}
+                for name, p in named_params:
+                    parts[bool(re.search(BESIDE, name))].append((name, p))
+                numbers = {True: beside, False: layers}
+                groups += [
+                    {**numbers[is_beside], "params": pairs}
+                    for is_beside, pairs in parts.items()
+                    if pairs
+                ]
+            MARS.__init__(self, **_arguments(groups, whole))
 
 
 class MarsCheckpointManager(CheckpointManager):
@@ -277,10 +279,10 @@ def default_mars(
     """
     if BaseOptimizer is not None:
         _numbers(lr, mars_type, options)  # checks
-        own = MarsOptimizer.Config(
+        config = MarsOptimizer.Config(
             pattern=REST, lr=lr, mars_type=mars_type, options=options
         )
-        return MarsOptimizersContainer.Config(optimizers=[own])
+        return MarsOptimizersContainer.Config(optimizers=[config])
     beside, layers, whole = _numbers(lr, mars_type, options)
     return MarsOptimizersContainer.Config(
         param_groups=[

@@ -222,12 +222,12 @@ def test_a_tied_head_is_moved_once_by_adamw():
     model.head.weight = model.embed.weight
     model.inner = nn.Linear(8, 8, bias=False)
     optimizer = for_model(model, compile=False)
-    found = {
+    rules = {
         name: group["mars_type"]
         for group in optimizer.param_groups
         for name in group["param_names"]
     }
-    assert found == {"inner.weight": "moonlight", "embed.weight": "adamw"}
+    assert rules == {"inner.weight": "moonlight", "embed.weight": "adamw"}
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -267,19 +267,19 @@ def wrapped(rank, world, kind):
         loss_of(called, rows).backward()
         optimizer.step()
         optimizer.zero_grad()
-    told = str(optimizer)
+    shown = str(optimizer)
     called.eval()
     called(TOKENS)
     saved = called.state_dict()
     if kind == "ddp":
-        return {name.removeprefix("module."): x for name, x in saved.items()}, told
-    return {name: x.full_tensor() for name, x in saved.items()}, told
+        return {name.removeprefix("module."): x for name, x in saved.items()}, shown
+    return {name: x.full_tensor() for name, x in saved.items()}, shown
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind, world", [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
 def test_a_model_on_several_ranks_trains_as_on_one(kind, world):
-    found = spawn(wrapped, world, kind)
+    results = spawn(wrapped, world, kind)
     model = gpt2().double()
     optimizer = for_model(model, lr=0.02, ns_dtype=torch.float64, compile=False)
     for step in range(3):
@@ -288,11 +288,11 @@ def test_a_model_on_several_ranks_trains_as_on_one(kind, world):
         optimizer.zero_grad()
     model.eval()
     model(TOKENS)
-    for whole, told in found:
+    for whole, shown in results:
         for name, x in model.state_dict().items():
             torch.testing.assert_close(whole[name], x, rtol=1e-9, atol=1e-11)
         collectives = {"ddp": "LOCAL", "fsdp2": "MeshCollectives(DeviceMesh((shards=2)"}
-        assert f"collectives: {collectives.get(kind, 'MeshCollectives(')}" in told
+        assert f"collectives: {collectives.get(kind, 'MeshCollectives(')}" in shown
 
 
 def test_a_sharded_model_brings_its_largest_mesh():

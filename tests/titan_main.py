@@ -64,20 +64,21 @@ class OptimizersContainer(Optimizer, Configurable):
         self.optimizers, self.model_parts, params = [], model_parts, []
         for part in model_parts:
             taken = set()
-            for own in config.optimizers:
+            for optimizer_config in config.optimizers:
+                pattern = optimizer_config.pattern
                 pairs = [
                     (name, p)
                     for name, p in part.named_parameters()
                     if p.requires_grad
                     and name not in taken
-                    and re.search(own.pattern, name)
+                    and re.search(pattern, name)
                 ]
                 if not pairs:
-                    raise ValueError(f"{own.pattern!r} matched no parameters")
+                    raise ValueError(f"{pattern!r} matched no parameters")
                 taken |= {name for name, _ in pairs}
                 names = [canonical_fqn(name) for name, _ in pairs]
                 group = dict(params=[p for _, p in pairs], param_names=names)
-                optimizer = own.build(params=[group])
+                optimizer = optimizer_config.build(params=[group])
                 groups = optimizer.param_groups
                 if enable_cuda_graph and any("capturable" not in g for g in groups):
                     raise ValueError("does not support CUDA graph capture")

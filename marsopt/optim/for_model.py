@@ -158,9 +158,9 @@ def _collectives_of(model: nn.Module) -> Collectives:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return LOCAL
     # by name, when it is needed: the mesh stands on this package
-    mesh: Any = import_module("marsopt.parallel")
-    found: Collectives = mesh.collectives_of(model)
-    return found
+    parallel: Any = import_module("marsopt.parallel")
+    collectives: Collectives = parallel.collectives_of(model)
+    return collectives
 
 
 def _chosen(
