@@ -142,7 +142,7 @@ class MarsOptimizersContainer(OptimizersContainer):
                 if not own.isdisjoint(part.parameters()):
                     mars.follow(part)
         if EMA is not None:
-            handle = register_optimizer_step_pre_hook(_lending(weakref.ref(self)))
+            handle = register_optimizer_step_pre_hook(_exposing(weakref.ref(self)))
             weakref.finalize(self, handle.remove)
 
     @staticmethod
@@ -188,7 +188,7 @@ class MarsOptimizersContainer(OptimizersContainer):
                 mars.train()
 
 
-def _lending(
+def _exposing(
     container: weakref.ref[MarsOptimizersContainer],
 ) -> Callable[..., None]:
     """Return a hook before the steps of all optimizers: where torchtitan's EMA is about
@@ -196,15 +196,15 @@ def _lending(
     ``zero_grad`` or the next forward pass of training.
     """
 
-    def lend(optimizer: Optimizer, *_: Any) -> None:
+    def expose(optimizer: Optimizer, *_: Any) -> None:
         optimizers = container()
         if optimizers is None or not isinstance(optimizer, EMA):
             return
         if any(part in optimizer.model_parts for part in optimizers.model_parts):
             for mars in optimizers.every_mars:
-                mars.lend()
+                mars.expose_for_saving()
 
-    return lend
+    return expose
 
 
 if BaseOptimizer is not None:
