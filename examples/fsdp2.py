@@ -1,4 +1,4 @@
-"""FSDP2 in a loop of one's own: param groups, both clips inside the step, a checkpoint.
+"""FSDP2 in a loop of one's own: one line for the optimizer, and a checkpoint.
 
     torchrun --nproc-per-node 2 -m examples.fsdp2 [FOLDER]
 
@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from marsopt import MARS, param_groups
-from marsopt.parallel import MeshCollectives
+from marsopt import MARS, for_model
 from train.gpt2 import GPT2, Shape
 
 SHAPE = Shape(num_layers=2, num_heads=2, width=64, block_size=16, vocab_size=64)
@@ -46,12 +45,8 @@ def build(mesh: DeviceMesh, device: torch.device) -> tuple[GPT2, MARS]:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(mesh.size())
                 module.set_force_sum_reduction_for_comms(True)
-    optimizer = MARS(
-        param_groups(model, "mars-m", lr=1e-2),  # embeddings and vectors by AdamW
-        max_norm=1.0,  # over all ranks, in the all-reduce of the per-tensor norms
-        collectives=MeshCollectives(mesh),
-    )
-    return model, optimizer
+    # after fully_shard: it takes the mesh from the parameters
+    return model, for_model(model, "moonlight", lr=1e-2)
 
 
 def load(model: GPT2, optimizer: MARS, folder: Path) -> int:

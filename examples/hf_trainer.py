@@ -1,11 +1,10 @@
-"""Hugging Face's Trainer with MARS, here with correction="transport".
+"""Hugging Face's Trainer with MARS.
 
-    python -m examples.hf_trainer [FOLDER] [--class]
+    python -m examples.hf_trainer [FOLDER] [--object]
 
-Line 1 hands over the optimizer: an object or, with --class, a class and its arguments.
-Line 2, which transport alone needs, puts the trained model in place of the points where
-gradients are taken, to save it; to evaluate, the Trainer itself does that, and it
-undoes it to train. The run goes on from the newest checkpoint in FOLDER.
+Line 1 is the optimizer: a factory, which the Trainer calls with its model, or an object
+with --object. Evaluations and checkpoints see the trained weights. The run goes on from
+the newest checkpoint in FOLDER.
 """
 
 import sys
@@ -15,16 +14,12 @@ import torch
 import transformers
 from transformers.trainer_utils import get_last_checkpoint
 
-from marsopt import MARS
+import marsopt
+
+STEPS, BATCH, LR = 120, 16, 2e-2
 
 
-class SaveTheTrainedModel(transformers.TrainerCallback):
-    def on_step_end(self, args, state, control, optimizer, **kwargs):
-        if control.should_save:
-            optimizer.eval()
-
-    on_epoch_end = on_step_end  # with save_strategy="epoch"
-
+class Print(transformers.TrainerCallback):
     def on_log(self, args, state, control, logs, **kwargs):
         if "loss" in logs:
             print(f"step {state.global_step:3}  loss {float(logs['loss']):.6f}")
@@ -36,24 +31,29 @@ def chains(num: int) -> list[dict[str, torch.Tensor]]:
     return [dict(input_ids=x, labels=x) for x in (start + 5 * torch.arange(17)) % 64]
 
 
-if __name__ == "__main__":
+def build() -> transformers.LlamaForCausalLM:
     torch.manual_seed(0)
-    folder = ([a for a in sys.argv[1:] if a != "--class"] or [tempfile.mkdtemp()])[0]
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64)
     sizes |= dict(num_hidden_layers=1, num_attention_heads=2)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-    options = dict(lr=1e-2, lr_1d=1e-2, correction="transport", gamma=0.1)
-    if "--class" in sys.argv:
-        how = dict(optimizer_cls_and_kwargs=(MARS, options))  # 1
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+if __name__ == "__main__":
+    folder = ([a for a in sys.argv[1:] if a != "--object"] or [tempfile.mkdtemp()])[0]
+    model = build()
+    if "--object" in sys.argv:
+        how = {"optimizers": (marsopt.for_model(model, lr=LR), None)}  # 1
     else:
-        how = dict(optimizers=(MARS(model.parameters(), **options), None))  # 1
+        factory = lambda: marsopt.for_model  # noqa: E731
+        how = {"optimizer_cls_and_kwargs": (factory, {"lr": LR})}  # 1
     arguments = transformers.TrainingArguments(
-        folder, max_steps=120, save_steps=40, logging_steps=20, use_cpu=True,
-        per_device_train_batch_size=16, disable_tqdm=True, report_to=[],
+        folder, max_steps=STEPS, save_steps=40, logging_steps=20, use_cpu=True,
+        per_device_train_batch_size=BATCH, disable_tqdm=True, report_to=[],
+        train_sampling_strategy="sequential", max_grad_norm=0.0,  # MARS clips
     )  # fmt: skip
     trainer = transformers.Trainer(
         model, arguments, train_dataset=chains(512), eval_dataset=chains(64), **how,
-        callbacks=[SaveTheTrainedModel()],  # 2
+        callbacks=[Print()],
     )  # fmt: skip
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(folder))

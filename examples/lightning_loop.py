@@ -1,10 +1,10 @@
-"""Lightning's Trainer with MARS, here with correction="transport".
+"""Lightning's Trainer with MARS.
 
     python -m examples.lightning_loop [FOLDER]
 
-Line 1 is the optimizer. Line 2, which transport alone needs, puts the trained model in
-place of the points where gradients are taken, for validation and the checkpoint after
-it. The run goes on from the newest checkpoint in FOLDER.
+Line 1 is the optimizer, for the module that training_step calls: validation and
+checkpoints see the trained weights. The run goes on from the newest checkpoint in
+FOLDER.
 """
 
 import sys
@@ -16,7 +16,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from marsopt import MARS
+import marsopt
+
+EPOCHS, LR = 6, 5e-2
 
 
 def data(num: int) -> DataLoader:
@@ -30,13 +32,7 @@ class Regression(L.LightningModule):
         self.model = torch.nn.Sequential(torch.nn.Linear(16, 4), torch.nn.Tanh())
 
     def configure_optimizers(self):
-        return MARS(self.parameters(), lr=1e-2, correction="transport", gamma=0.1)  # 1
-
-    def on_validation_start(self):
-        self.trainer.optimizers[0].eval()  # 2
-
-    def on_train_batch_start(self, *args):
-        self.trainer.optimizers[0].train()
+        return marsopt.for_model(self.model, lr=LR)  # 1
 
     def training_step(self, batch, index):
         loss = torch.nn.functional.mse_loss(self.model(batch[0]), batch[1])
@@ -48,13 +44,17 @@ class Regression(L.LightningModule):
     validation_step = training_step
 
 
+def build() -> Regression:
+    torch.manual_seed(0)
+    return Regression()
+
+
 if __name__ == "__main__":
-    L.seed_everything(0, verbose=False)
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
     run = L.Trainer(
-        accelerator="cpu", max_epochs=6, logger=False, enable_progress_bar=False,
+        accelerator="cpu", max_epochs=EPOCHS, logger=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=ModelCheckpoint(folder, save_top_k=-1),
     )  # fmt: skip
     newest = max(folder.glob("*.ckpt"), default=None)
-    run.fit(Regression(), data(512), data(64), ckpt_path=newest)
+    run.fit(build(), data(512), data(64), ckpt_path=newest)
     print(f"held-out {run.validate(run.model, data(64), verbose=False)[0]['loss']:.6f}")

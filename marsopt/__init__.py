@@ -26,6 +26,7 @@ from marsopt.functional.named import (
     soap_muon,
 )
 from marsopt.functional.rule import Rule
+from marsopt.optim.for_model import for_model
 from marsopt.optim.mars import MARS
 from marsopt.optim.param_groups import param_groups
 from marsopt.rules.adamw import AdamW
@@ -70,6 +71,7 @@ __all__ = [
     "Transport",
     "__version__",
     "adamw",
+    "for_model",
     "lion",
     "mars",
     "mars_adamw",

@@ -19,5 +19,6 @@ if "Collectives" not in vars(marsopt):
     )
 
 from .collectives import MeshCollectives  # noqa: E402
+from .collectives import collectives_of as collectives_of  # noqa: E402  (for_model's)
 
 __all__ = ["MeshCollectives"]

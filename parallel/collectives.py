@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from marsopt.functional.collectives import (
+    LOCAL,
+    Collectives,
     Leaf,
     Owned,
     Part,
@@ -111,6 +113,9 @@ class MeshCollectives:
         self._reductions: LayoutCache[list[Reduction]] = LayoutCache()
         self._partitions: LayoutCache[Partition] = LayoutCache()
         self._agreement = Agreement()
+
+    def __repr__(self) -> str:
+        return f"MeshCollectives({self.mesh})"
 
     def local(self, tensor: Tensor, like: Tensor | None = None) -> Tensor:
         """Return this rank's piece, sharing storage. A gradient whose placements are
@@ -447,6 +452,22 @@ class MeshCollectives:
             )
             groups.append((group, cuts))
         return Partition(groups, local, gathered)
+
+
+def collectives_of(model: nn.Module) -> Collectives:
+    """Return what carries a step over the ranks that ``model`` is spread over: its
+    meshes (FSDP2, HSDP, TP), else LOCAL. (Under DDP every rank holds everything, and
+    takes the same step.)
+    """
+    return over_meshes(model.parameters())
+
+
+def over_meshes(params: Iterable[Tensor]) -> Collectives:
+    """Return ``MeshCollectives`` over the largest mesh of ``params``, the first of
+    equals; LOCAL where no tensor is a DTensor.
+    """
+    meshes = [p.device_mesh for p in params if isinstance(p, DTensor)]
+    return MeshCollectives(max(meshes, key=DeviceMesh.size)) if meshes else LOCAL
 
 
 def _of_matrices(

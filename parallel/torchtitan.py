@@ -1,8 +1,9 @@
-"""MARS in torchtitan (0.3.0): a name beside AdamW in the optimizer's param groups.
+"""MARS in torchtitan, beside its AdamW.
 
     from marsopt.parallel.torchtitan import default_mars
 
-    config.optimizer = default_mars(mars_type="mars-m", lr=6e-3)
+    config.optimizer = default_mars(mars_type="mars-m", lr=6e-3)        # 0.3.0
+    config.optim.optimizer = default_mars(mars_type="mars-m", lr=6e-3)  # main
 
 No other file of the library imports torchtitan.
 """
@@ -10,9 +11,10 @@ No other file of the library imports torchtitan.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
@@ -20,18 +22,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchtitan.components.checkpointer import OPTIMIZER, CheckpointManager
-from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
-from marsopt import LOCAL, MARS
+from marsopt import MARS
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.optim.param_groups import NAMES
 from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.registry import named
 
-from .collectives import MeshCollectives
+from .collectives import over_meshes
+
+try:  # main, read at 1697d399: an optimizer has its pattern and its configuration
+    from torchtitan.components.optim import EMA, BaseOptimizer, OptimizersContainer
+except ImportError:  # 0.3.0: param groups name an optimizer
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+
+    EMA = BaseOptimizer = None
 
 NAME = "MARS"
 # What AdamW moves beside the rule in default_mars, as marsopt.param_groups tells it by
@@ -52,6 +60,13 @@ def build_mars(groups: Iterable[dict[str, Any]], **options: Any) -> MARS:
         ValueError: two groups, or a group and ``options``, disagree about an option of
             the whole optimizer; a dtype that torch does not have.
     """
+    return MARS(**_arguments(groups, options))
+
+
+def _arguments(
+    groups: Iterable[dict[str, Any]], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of MARS for ``build_mars``."""
     found, options = [], _with_dtypes(options)
     for group in groups:
         own = {k: v for k, v in group.items() if k not in ("fused", "foreach")}
@@ -67,10 +82,7 @@ def build_mars(groups: Iterable[dict[str, Any]], **options: Any) -> MARS:
             )
         options |= {name: given[0]} if given else {}
     every = (p for group in found for p in group["params"])
-    mesh = next((p.device_mesh for p in every if isinstance(p, DTensor)), None)
-    return MARS(
-        found, collectives=LOCAL if mesh is None else MeshCollectives(mesh), **options
-    )
+    return dict(params=found, collectives=over_meshes(every), **options)
 
 
 def _whole() -> list[str]:
@@ -95,7 +107,7 @@ def _with_dtypes(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class MarsOptimizersContainer(OptimizersContainer):
-    """torchtitan's container, which also knows ``optimizer_name="MARS"``:
+    """torchtitan's container, which also knows MARS: in 0.3.0 as a name,
 
         ParamGroupConfig(
             pattern=r"layers\\..*weight$",
@@ -103,9 +115,11 @@ class MarsOptimizersContainer(OptimizersContainer):
             optimizer_kwargs=dict(mars_type="mars-m", lr=6e-3),
         )
 
+    on main as ``MarsOptimizer.Config(pattern=...)``.
+
     With transport, forward passes of a module in eval mode see the trained parameters,
     as torchtitan's validator runs them (``MARS.follow``); ``MarsCheckpointManager``
-    saves those.
+    saves those, and torchtitan's EMA (main) averages those.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -113,15 +127,23 @@ class MarsOptimizersContainer(OptimizersContainer):
         pass
 
     def __init__(
-        self, config: OptimizersContainer.Config, *, model_parts: list[nn.Module]
+        self,
+        config: OptimizersContainer.Config,
+        *,
+        model_parts: list[nn.Module],
+        **kwargs: Any,
     ) -> None:
-        _check_patterns(config.param_groups, model_parts)
-        super().__init__(config, model_parts=model_parts)
+        if BaseOptimizer is None:
+            _check_patterns(config.param_groups, model_parts)
+        super().__init__(config, model_parts=model_parts, **kwargs)
         for mars in self.every_mars:
             own = {p for group in mars.param_groups for p in group["params"]}
             for part in model_parts:
                 if not own.isdisjoint(part.parameters()):
                     mars.follow(part)
+        if EMA is not None:
+            handle = register_optimizer_step_pre_hook(_exposing(weakref.ref(self)))
+            weakref.finalize(self, handle.remove)
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
@@ -166,6 +188,58 @@ class MarsOptimizersContainer(OptimizersContainer):
                 mars.train()
 
 
+def _exposing(
+    container: weakref.ref[MarsOptimizersContainer],
+) -> Callable[..., None]:
+    """Return a hook before the steps of all optimizers: where torchtitan's EMA is about
+    to read the parameters of this container's model, they are what is trained, until
+    ``zero_grad`` or the next forward pass of training.
+    """
+
+    def expose(optimizer: Optimizer, *_: Any) -> None:
+        optimizers = container()
+        if optimizers is None or not isinstance(optimizer, EMA):
+            return
+        if any(part in optimizer.model_parts for part in optimizers.model_parts):
+            for mars in optimizers.every_mars:
+                mars.expose_for_saving()
+
+    return expose
+
+
+if BaseOptimizer is not None:
+
+    class MarsOptimizer(MARS, BaseOptimizer):
+        """MARS as an optimizer of torchtitan's main. What its pattern matches is
+        divided as ``default_mars`` says: one MARS for all of it.
+        """
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseOptimizer.Config):
+            lr: float = 3e-3
+            mars_type: str = "mars-adamw"
+            options: dict[str, Any] = field(default_factory=dict)
+            """Other arguments of MARS; dtypes by name, too."""
+
+        def __init__(self, config: Config, *, params: list[dict[str, Any]]) -> None:
+            beside, layers, whole = _numbers(
+                config.lr, config.mars_type, config.options
+            )
+            groups = []
+            for group in params:
+                named_params = zip(group["param_names"], group["params"], strict=True)
+                parts: dict[bool, list[tuple[str, Any]]] = {True: [], False: []}
+                for name, p in named_params:
+                    parts[bool(re.search(BESIDE, name))].append((name, p))
+                numbers = {True: beside, False: layers}
+                groups += [
+                    {**numbers[is_beside], "params": pairs}
+                    for is_beside, pairs in parts.items()
+                    if pairs
+                ]
+            MARS.__init__(self, **_arguments(groups, whole))
+
+
 class MarsCheckpointManager(CheckpointManager):
     """torchtitan's manager of checkpoints; with transport the model in them is the one
     that is trained, and the state belongs to it. Loading is torchtitan's, by DCP, which
@@ -203,6 +277,35 @@ def default_mars(
     Raises:
         TypeError: an option that ``MARS`` does not have.
     """
+    if BaseOptimizer is not None:
+        _numbers(lr, mars_type, options)  # checks
+        config = MarsOptimizer.Config(
+            pattern=REST, lr=lr, mars_type=mars_type, options=options
+        )
+        return MarsOptimizersContainer.Config(optimizers=[config])
+    beside, layers, whole = _numbers(lr, mars_type, options)
+    return MarsOptimizersContainer.Config(
+        param_groups=[
+            ParamGroupConfig(
+                pattern=BESIDE, optimizer_name=NAME, optimizer_kwargs=beside
+            ),
+            ParamGroupConfig(
+                pattern=REST, optimizer_name=NAME, optimizer_kwargs=layers
+            ),
+        ],
+        optimizer_factory_kwargs_by_name={NAME: whole},
+    )
+
+
+def _numbers(
+    lr: float, mars_type: str, options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the hyperparameters of what stands beside the rule, those of the layers,
+    and those of the whole optimizer.
+
+    Raises:
+        TypeError: an option that ``MARS`` does not have.
+    """
     known = {**all_hyperparameters(), **signature(MARS).parameters}
     check_names(options, known, "marsopt.MARS")
     ours = dict(lr_1d=lr, betas_1d=(0.9, 0.95), weight_decay_1d=0.0)
@@ -213,19 +316,7 @@ def default_mars(
     beside = named(mars_type).fallback_group(options)
     del beside["nesterov"]  # no group inherits one; DCP misses keys that were not saved
     beside |= {k: v for k, v in options.items() if k == "eps"}
-    return MarsOptimizersContainer.Config(
-        param_groups=[
-            ParamGroupConfig(
-                pattern=BESIDE, optimizer_name=NAME, optimizer_kwargs=beside
-            ),
-            ParamGroupConfig(
-                pattern=REST, optimizer_name=NAME, optimizer_kwargs=layers
-            ),
-        ],
-        optimizer_factory_kwargs_by_name={
-            NAME: {k: v for k, v in options.items() if k in whole} | {"lr": lr}
-        },
-    )
+    return beside, layers, {k: v for k, v in options.items() if k in whole} | {"lr": lr}
 
 
 def _num_matched(

@@ -12,8 +12,10 @@ import importlib.util
 import re
 import runpy
 import shlex
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -108,13 +110,11 @@ def loss(names):
 
 
 @contextlib.contextmanager
-def one_rank(model):
-    """A sharded model, and its mesh."""
+def one_rank():
+    """A mesh of one rank."""
     dist.init_process_group("fake", rank=0, world_size=1)
     try:
-        mesh = init_device_mesh("cpu", (1,))
-        fully_shard(model, mesh=mesh)
-        yield mesh
+        yield init_device_mesh("cpu", (1,))
     finally:
         dist.destroy_process_group()
 
@@ -198,8 +198,8 @@ def setting(heading, names, folder):
             names |= dict(kernels=rows(1, 4, 3, 2, 2), others=rows(2, 5))
             yield
         case "FSDP2":
-            with one_rank(model) as mesh:
-                names |= dict(mesh=mesh, groups=model.parameters())
+            with one_rank() as mesh:
+                names |= dict(mesh=mesh, fully_shard=fully_shard)
                 yield
                 for p in model.parameters():
                     p.grad = torch.ones_like(p)
@@ -218,7 +218,19 @@ def setting(heading, names, folder):
             yield
         case "Lightning":
             yield
-            assert type(names["configure_optimizers"](model)) is MARS
+            module = SimpleNamespace(model=model)
+            assert type(names["configure_optimizers"](module)) is MARS
+        case "Other trainers":
+            base = ModuleType("axolotl.integrations.base")
+            base.BasePlugin = object  # axolotl is not installed
+            parents = ("axolotl", "axolotl.integrations")
+            own = {name: ModuleType(name) for name in parents} | {base.__name__: base}
+            with mock.patch.dict(sys.modules, own):
+                yield
+            trainer = SimpleNamespace(model=model)
+            cfg = SimpleNamespace(learning_rate=0.5)
+            made = names["Mars"]().create_optimizer(cfg, trainer)
+            assert made.param_groups[0]["lr"] == 0.5
         case "Fine-tuning":
             torch.save(model.state_dict(), "pretrained.pt")
             yield

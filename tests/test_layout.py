@@ -217,6 +217,24 @@ def test_marsopt_is_arithmetic():
             assert not name.startswith("torch.distributed"), path
 
 
+def test_one_line_of_marsopt_names_the_mesh_and_asks_for_it_where_there_are_ranks():
+    """``for_model``, which cannot import what stands on it."""
+    calls = [
+        path.name
+        for path in files("marsopt")
+        if "parallel" not in path.parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func)
+    ]
+    assert calls == ["for_model.py"]
+    done = python(
+        "import sys, torch, marsopt; "
+        "marsopt.for_model(torch.nn.Linear(2, 2), lr=0.1, compile=False); "
+        "print('marsopt.parallel' in sys.modules)"
+    )
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_few_doors_lead_to_torchtitan():
     doors = {p.relative_to(ROOT).as_posix() for f in LAYERS[1:] for p in files(f)
              if any(n.split(".")[0] == "torchtitan" for n in imports(p))}  # fmt: skip

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from tests import titan_main
 from tests import titan_models as titan  # it prepares torchtitan for a CPU
 
 # isort: split
@@ -362,3 +363,95 @@ def test_a_recipe_may_name_its_own_groups():
     own[1].pattern = "no such"
     with pytest.raises(UserError, match="got the pattern 'no such'"):
         MarsOptimizers.Config(**options).build(model_parts=[Part()])
+
+
+# ---- torchtitan's main ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def main():
+    """The adapter as it is where main is installed."""
+    return titan_main.adapter()
+
+
+def moved(container, parts, num_steps=3):
+    """What parameters are after some steps, of seeded gradients."""
+    torch.manual_seed(1)
+    for _ in range(num_steps):
+        container.zero_grad()
+        for part in parts:
+            for p in part.parameters():
+                p.grad = torch.randn_like(p)
+        container.step()
+    return [p.detach().clone() for part in parts for p in part.parameters()]
+
+
+def twins(num=2):
+    """Equal models."""
+    part = Part()
+    return [copy.deepcopy(part) for _ in range(num)]
+
+
+@pytest.mark.parametrize("options", [{}, dict(correction="transport", gamma=0.2)])
+def test_main_trains_as_0_3_0_does(main, options):
+    one, two = twins()
+    options = dict(lr=0.02, mars_type="mars-m", **EAGER, **options)
+    old = default_mars(**options).build(model_parts=[one])
+    new = main.default_mars(**options).build(model_parts=[two])
+    assert routes(new) == routes(old)
+    assert [type(optimizer).__name__ for optimizer in new] == ["MarsOptimizer"]
+    ours, theirs = moved(new, [two]), moved(old, [one])
+    assert all(map(torch.equal, ours, theirs))
+    saved = new.state_dict()  # lends what is trained, as in 0.3.0
+    assert saved.keys() == old.state_dict().keys()
+    (again,) = twins(1)
+    again.load_state_dict(two.state_dict())
+    other = main.default_mars(**options).build(model_parts=[again])
+    other.load_state_dict(saved)
+    assert all(map(torch.equal, moved(new, [two]), moved(other, [again])))
+
+
+def test_main_needs_no_group_in_every_part(main):
+    """As pipeline stages have it; and MARS stands beside torchtitan's optimizers."""
+    parts = [Part(heads=False), Part(embeds=False)]
+    container = main.default_mars(**EAGER).build(model_parts=parts)
+    assert len(container.every_mars) == 2
+    moved(container, parts, 1)
+    layers = main.MarsOptimizer.Config(
+        pattern=".*", lr=0.1, mars_type="moonlight", options=EAGER
+    )
+    norms = titan_main.AdamW.Config(pattern="norm", lr=0.5)
+    config = main.MarsOptimizersContainer.Config(optimizers=[norms, layers])
+    container = config.build(model_parts=[Part()])
+    assert routes(container)["norm.weight"] == "AdamW"
+    assert routes(container)["layers.0.weight"] == "moonlight"
+    assert routes(container)["lm_head.weight"] == "adamw"
+    with pytest.raises(ValueError, match="CUDA graph"):
+        config.build(model_parts=[Part()], enable_cuda_graph=True)
+    with pytest.raises(TypeError, match=r"got \['nonsense'\]"):
+        main.default_mars(nonsense=1)
+
+
+@pytest.mark.parametrize("correction", ["transport", "approximate"])
+def test_torchtitans_average_is_of_what_is_trained(main, correction):
+    part, other = Part(), Part()
+    options = dict(lr=0.1, gamma=0.5, correction=correction, **EAGER)
+    container = main.default_mars(**options).build(model_parts=[part])
+    average = titan_main.EMA.Config(decays=[0.0]).build(model_parts=[part])
+    elsewhere = titan_main.EMA.Config(decays=[0.0]).build(model_parts=[other])
+    (mars,) = container.every_mars
+    for step in range(3):
+        for p in part.parameters():
+            p.grad = torch.randn_like(p)
+        container.step()
+        y = [p.detach().clone() for p in part.parameters()]
+        x = {p: kept.clone() for p, kept in mars.iterates()}
+        elsewhere.step(step)  # another model's
+        assert all(map(torch.equal, y, part.parameters()))
+        average.step(step)
+        for p, (kept,) in average.averages.items():  # the last x
+            torch.testing.assert_close(kept, x[p])
+        container.zero_grad()
+        assert all(map(torch.equal, y, part.parameters()))
+    ahead = any(not torch.equal(p, x[p]) for p in part.parameters())
+    assert ahead is (correction == "transport")

@@ -22,10 +22,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from examples.torchtitan_llama3 import summing
 from train.engine.titan_cpu import prepare
 
 prepare()  # before the first import of torchtitan, here and in spawned processes
@@ -152,21 +152,6 @@ def drawn_whole(name: str, init: Callable[[Tensor], object]) -> Callable:
         x.copy_(whole)
 
     return initialize
-
-
-def summing(parallelize: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """``parallelize`` for gloo, which has no PREMUL_SUM: FSDP2 reduces gradients by it
-    since torchtitan sets the divide factor to 1; SUM is the same.
-    """
-
-    def parallelized(model: nn.Module, **kwargs) -> nn.Module:
-        model = parallelize(model, **kwargs)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
-        return model
-
-    return parallelized
 
 
 def configuration(name: str, optimizer: OptimizersContainer.Config) -> Trainer.Config:

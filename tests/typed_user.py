@@ -17,6 +17,8 @@ def train(model: nn.Module, x: Tensor) -> None:
     assert_type(groups, list[dict[str, Any]])
     optimizer = marsopt.MARS(groups, correction="transport", gamma=0.05)
     assert_type(optimizer, marsopt.MARS)
+    whole = marsopt.for_model(model, "moonlight", gamma=0.1, adapters="adamw")
+    assert_type(whole, marsopt.MARS)
     marsopt.MARS(model.parameters(), lr=3e-3)
     marsopt.MARS(model.named_parameters(), betas=(0.95, 0.99))
 
@@ -45,6 +47,8 @@ def shard_and_measure(model: nn.Module, mesh: DeviceMesh) -> None:
 def wrong(model: nn.Module, x: Tensor) -> None:
     marsopt.param_groups(model)  # type: ignore[call-arg]  # no lr
     marsopt.param_groups(model, lr="fast")  # type: ignore[arg-type]  # a word
+    marsopt.for_model(model, lr="fast")  # type: ignore[arg-type]  # a word
+    marsopt.for_model(model, maxnorm=1.0)  # type: ignore[call-arg]  # misspelt
     marsopt.MARS([1, 2])  # type: ignore[arg-type]  # numbers for tensors
     marsopt.MARS([x], betas=0.9)  # type: ignore[arg-type]  # one for two
     marsopt.MARS([x], ns_step=3)  # type: ignore[call-arg]  # misspelt

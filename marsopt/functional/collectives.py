@@ -249,6 +249,9 @@ class LocalCollectives:
     def __reduce__(self) -> str:
         return "LOCAL"  # copies and pickles are this one
 
+    def __repr__(self) -> str:
+        return "LOCAL"
+
     def local(self, tensor: Tensor, like: Tensor | None = None) -> Tensor:
         """``tensor`` itself.
 

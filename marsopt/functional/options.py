@@ -266,14 +266,9 @@ class ClassOptions(
     ]
 
 
-class RoutedOptions(ClassOptions, StepOptions, CorrectionOptions, total=False):
-    """Options of ``mars``."""
+class ModelOptions(ClassOptions, StepOptions, CorrectionOptions, total=False):
+    """Options of whole models, whatever their rule."""
 
-    mars_type: Annotated[
-        str,
-        "a name in ``marsopt.REGISTRY``: the rule of matrices. Elementwise baselines "
-        '("adamw", "nadamw", "lion") take every tensor.',
-    ]
     optimize_1d: Annotated[
         bool,
         "give tensors that are not matrices to the MARS rule too (matrix rules: to "
@@ -312,6 +307,16 @@ class RoutedOptions(ClassOptions, StepOptions, CorrectionOptions, total=False):
     amsgrad: Amsgrad
     epsilon_hat: EpsilonHat
     nesterov: Nesterov
+
+
+class RoutedOptions(ModelOptions, total=False):
+    """Options of ``mars``."""
+
+    mars_type: Annotated[
+        str,
+        "a name in ``marsopt.REGISTRY``: the rule of matrices. Elementwise baselines "
+        '("adamw", "nadamw", "lion") take every tensor.',
+    ]
 
 
 def sentences(options: type) -> dict[str, str]:

@@ -104,6 +104,7 @@ class LayoutOptimizer(Optimizer):
     def _start_watching(self) -> None:
         self._protocol = protocol_of(correction_named(self._options["correction"]))()
         self._say, self._writes, self._standstill = once(), Writes(), Standstill()
+        self._followed: list[str] = []  # classes of models whose modes decide
 
     # ---- construction --------------------------------------------------------------
 
@@ -333,6 +334,8 @@ class LayoutOptimizer(Optimizer):
                 head,
                 f"    correction: {correction}",
                 f"    max_norm: {self.max_norm}",
+                f"    collectives: {self._options['collectives']!r}",
+                f"    follows: {', '.join(self._followed) or None}",
                 groups,
             ]
         )

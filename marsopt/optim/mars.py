@@ -364,6 +364,8 @@ class MARS(LayoutOptimizer):
                 "parameters, expected the model that it trains: pass that, after FSDP2 "
                 "has exchanged its parameters"
             )
+        if "follow" in self._protocol.answers:
+            self._followed.append(type(model).__name__)
         self._ask("follow", model)
 
     def iterates(self) -> Iterator[tuple[Tensor, Tensor]]:

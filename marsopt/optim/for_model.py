@@ -1,0 +1,185 @@
+"""One line for a whole model: param groups, transport, clip, collectives, and hooks for
+evaluation.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from bisect import bisect
+from collections import Counter
+from importlib import import_module
+from inspect import signature
+from typing import Any, Literal, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from marsopt.functional.collectives import LOCAL, Collectives
+from marsopt.functional.options import ModelOptions
+from marsopt.optim.mars import MARS
+from marsopt.optim.param_groups import param_groups
+from marsopt.rules.registry import named
+
+log = logging.getLogger(__name__)
+
+GAMMA = 0.05  # docs/choose.md: where a search with a matrix rule begins
+# Learning rates of RULES by the number of parameters: the best of the search in
+# research/study.md (small, Moonlight with transport), configs/tiny.py's
+# tiny_moonlight_transport, and the authors' of GPT-2 small to XL (configs/published.py)
+LEARNING_RATES = (
+    (123_264, 1.7e-2),
+    (836_864, 1.2e-2),
+    (124_373_760, 6e-3),
+    (354_599_936, 5e-3),
+    (773_582_080, 5e-3),
+    (1_556_840_000, 3e-3),
+)
+RULES = ("moonlight", "mars-m")
+NUM_DIGITS = 2  # of a learning rate between two sizes
+
+
+class ForModelOptions(ModelOptions, total=False):
+    """Options of ``for_model``: those of ``param_groups`` and of ``MARS``."""
+
+    experts: bool
+    convolutions: bool
+    adapters: Literal["matrix", "adamw"]
+    collectives: Collectives
+    compile: bool | None
+    nonfinite: str
+
+
+def for_model(
+    model: nn.Module,
+    mars_type: str = "moonlight",
+    *,
+    lr: float | Tensor | None = None,
+    **options: Unpack[ForModelOptions],
+) -> MARS:
+    """Return ``MARS`` for a model, ready to train.
+
+        optimizer = marsopt.for_model(model, lr=6e-3)
+
+    It is this, with ``collectives`` for the ranks that the model is spread over:
+
+        groups = marsopt.param_groups(model, "moonlight", lr=6e-3)
+        optimizer = MARS(groups, correction="transport", gamma=0.05, max_norm=1.0)
+        optimizer.follow(model)
+
+    One line of ``logging`` (INFO) and ``print(optimizer)`` say what was chosen.
+
+    Call it last, with the module that the loop calls: after ``fully_shard``,
+    ``DistributedDataParallel``, ``torch.compile`` or PEFT have wrapped the model, and
+    after parameters are frozen. Then ``model.eval()``, ``model.train()`` and
+    ``model.state_dict()`` see the trained parameters, as ``MARS.follow`` describes.
+
+    Args:
+        model: on one device, or sharded by FSDP2.
+        mars_type: a name in ``marsopt.REGISTRY``: the rule of hidden matrices.
+        lr: learning rate of hidden matrices; None = by the number of trained
+            parameters, for "moonlight" and "mars-m" trained from scratch: 1.7e-2 at
+            0.12M, 1.2e-2 at 0.84M, 6e-3 at GPT-2 small, 5e-3 at medium and large, 3e-3
+            at XL and above, and between two sizes on a line in the logarithms of both.
+            Those of GPT-2 are the authors', the other two were searched here.
+        options: arguments of ``param_groups`` and of ``MARS``. ``correction`` is
+            "transport" unless given, ``gamma`` then 0.05, ``max_norm`` 1.0 (None turns
+            it off), ``collectives`` the model's own.
+
+    Raises:
+        TypeError: ``model`` is no module, or an option that neither has.
+        ValueError: as ``param_groups`` and ``MARS``; no ``lr`` for another rule, or
+            where less than half of the model's parameters are trained.
+
+    Example:
+        >>> words = torch.nn.Embedding(12, 4)
+        >>> model = torch.nn.Sequential(words, torch.nn.Linear(4, 4))
+        >>> optimizer = marsopt.for_model(model, lr=6e-3, compile=False)
+        >>> model(torch.arange(12)).square().sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> [group["mars_type"] for group in optimizer.param_groups]
+        ['moonlight', 'adamw', 'adamw']
+    """
+    of_groups = signature(param_groups).parameters
+    for_groups: dict[str, Any] = {k: v for k, v in options.items() if k in of_groups}
+    whole: dict[str, Any] = {"correction": "transport", "max_norm": 1.0}
+    whole |= {k: v for k, v in options.items() if k not in of_groups}
+    if whole["correction"] == "transport":
+        whole = {"gamma": GAMMA} | whole
+    rate: Any = lr
+    source = ""
+    if lr is None and isinstance(model, nn.Module):  # param_groups refuses another
+        rate, source = _by_size(model, named(mars_type).name)
+    groups = param_groups(model, mars_type, lr=rate, **for_groups)
+    if "collectives" not in whole:
+        whole["collectives"] = _collectives_of(model)
+    optimizer = MARS(groups, **whole)
+    optimizer.follow(model)
+    log.info(
+        "marsopt.for_model: %s", _chosen(optimizer, mars_type, whole, f"{rate}{source}")
+    )
+    return optimizer
+
+
+def learning_rate(num_params: int) -> float:
+    """Return the learning rate of ``RULES`` for a model of this size."""
+    at = bisect([size for size, _ in LEARNING_RATES], num_params)
+    if at in (0, len(LEARNING_RATES)):
+        return LEARNING_RATES[0 if at == 0 else -1][1]
+    (size, lr), (larger, lower) = LEARNING_RATES[at - 1 : at + 1]
+    part = math.log(num_params / size) / math.log(larger / size)
+    return float(f"{lr * (lower / lr) ** part:.{NUM_DIGITS}g}")
+
+
+def _by_size(model: nn.Module, rule: str) -> tuple[float, str]:
+    """Return the learning rate of a model's size, and where it comes from.
+
+    Raises:
+        ValueError: there is none for this rule, or for a model that is fine-tuned.
+    """
+    if rule not in RULES:
+        raise ValueError(
+            f"got no lr for {rule!r}, expected one: learning rates by size are known "
+            f"for {' and '.join(map(repr, RULES))} alone; pass lr"
+        )
+    num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    num_params = sum(p.numel() for p in model.parameters())
+    if 2 * num_trained < num_params:
+        raise ValueError(
+            f"got no lr for a model of which {num_trained} of {num_params} parameters "
+            "are trained, expected one: learning rates by size are those of models "
+            "trained from scratch; pass lr"
+        )
+    return learning_rate(num_trained), f" (by size: {num_trained} parameters)"
+
+
+def _collectives_of(model: nn.Module) -> Collectives:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return LOCAL
+    # by name, when it is needed: the mesh stands on this package
+    parallel: Any = import_module("marsopt.parallel")
+    collectives: Collectives = parallel.collectives_of(model)
+    return collectives
+
+
+def _chosen(
+    optimizer: MARS,
+    mars_type: str,
+    whole: dict[str, Any],
+    lr: str,
+) -> str:
+    """Return in one line what ``for_model`` has chosen."""
+    trained, frozen = Counter[str](), 0
+    for group in optimizer.param_groups:
+        num = sum(p.requires_grad for p in group["params"])
+        trained[group["mars_type"]] += num
+        frozen += len(group["params"]) - num
+    moved = [f"{rule} {num}" for rule, num in trained.items() if num]
+    moved += [f"frozen {frozen}"] if frozen else []
+    gamma = f", gamma={whole['gamma']}" if "gamma" in whole else ""
+    return (
+        f"{mars_type}, correction={whole['correction']!r}{gamma}, lr={lr}, "
+        f"max_norm={whole['max_norm']}, collectives={whole['collectives']!r}; "
+        f"tensors by rule: {', '.join(moved)}"
+    )
