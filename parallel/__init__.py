@@ -19,5 +19,6 @@ if "Collectives" not in vars(marsopt):
     )
 
 from .collectives import MeshCollectives  # noqa: E402
+from .data_parallel import DataParallel  # noqa: E402
 
-__all__ = ["MeshCollectives"]
+__all__ = ["DataParallel", "MeshCollectives"]

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from marsopt.functional.collectives import (
+    AsTheyLie,
     Leaf,
     Owned,
     Part,
@@ -58,7 +59,7 @@ class Partition(NamedTuple):
     gathered: list[int]  # cut by several axes or strided, or planned so
 
 
-class MeshCollectives:
+class MeshCollectives(AsTheyLie):
     """``marsopt.Collectives`` for DTensors: FSDP2, HSDP, and TP as a fallback.
 
     Norms are summed over the axes that shard, never over replicas: one all-reduce

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from marsopt.functional.collectives import Part, Request, at_owner
 from marsopt.rules.preconditioner import MatrixCost, Whole
 
-from .exchange import Exchange, Piece, from_words, to_words, unflatten
+from .exchange import Exchange, Piece, all_gather, from_words, to_words, unflatten
 from .planner import Matrix, plan
 
 
@@ -231,7 +231,7 @@ class ShardGroup:
             )
             flat[: len(own)] = own
         everyone = flat.new_empty(len(shares) * widest)
-        dist.all_gather_into_tensor(everyone, flat, group=self._replicas)
+        all_gather(everyone, flat, group=self._replicas)
         found = {}
         for share, row, part in zip(
             shares, everyone.view(len(shares), widest), pieces, strict=True
