@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,7 +22,7 @@ from torch.optim import Optimizer
 
 from benchmarks.peers import INSTALL, version
 from marsopt import MARS
-from marsopt.parallel import MeshCollectives
+from marsopt.parallel import DataParallel, MeshCollectives
 
 LR = 0.02
 MOMENTUM = 0.95  # everybody's default but HeavyBall's
@@ -43,6 +45,7 @@ class Contender:
         sharded: whether its matrices are cut; else every rank has them whole.
         same: whether it means to make torch's steps.
         note: what has to be known of its row.
+        state: returns what an optimizer keeps, by parameter.
     """
 
     title: str
@@ -52,6 +55,7 @@ class Contender:
     sharded: bool = True
     same: bool = True
     note: str = ""
+    state: Callable[[Any], Mapping[Any, Mapping[str, Any]]] = attrgetter("state")
 
     @property
     def missing(self) -> str:
@@ -75,6 +79,25 @@ def ours(mars_type: str, **options: float) -> Build:
         )
 
     return build
+
+
+def data_parallel(params: Params, mesh: DeviceMesh) -> Optimizer:
+    """Build ours over matrices that every rank holds."""
+    collectives = DataParallel(mesh.get_group())
+    return MARS(
+        params.values(), lr=LR, weight_decay=0.0, mars_type="muon",
+        collectives=collectives,
+    )  # fmt: skip
+
+
+def zero_redundancy(params: Params, mesh: DeviceMesh) -> Optimizer:
+    """Build torch's wrapper around ours."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch.jit
+
+    return ZeroRedundancyOptimizer(
+        list(params.values()), optimizer_class=MARS, lr=LR, weight_decay=0.0,
+        mars_type="muon",
+    )  # fmt: skip
 
 
 def torch_muon(params: Params, mesh: DeviceMesh) -> Optimizer:
@@ -179,8 +202,27 @@ CONTENDERS = [
     ),
     WHOLE,
     Contender(
+        title="marsopt Muon, DataParallel",
+        build=data_parallel,
+        sharded=False,
+        note="not sharded: plain DDP, whose gradients every rank has whole; the new "
+        "parameters are all-gathered in float32",
+    ),
+    Contender(
+        title="ZeroRedundancyOptimizer(MARS)",
+        build=zero_redundancy,
+        sharded=False,
+        note="not sharded: torch's wrapper deals whole parameters to ranks by their "
+        "size, and broadcasts them",
+        state=attrgetter("optim.state"),
+    ),
+    Contender(
         title="muonium",
         lacks="does not run on a CPU: imports Triton, and iterates in a kernel of it",
     ),
-    Contender(title="dion", lacks="not on the package index"),
+    Contender(
+        title="dion",
+        lacks="not on the package index; by its code, under DDP: momentum on every "
+        "rank, an all-gather of updates in bfloat16, 2 mn (p - 1)/p bytes a matrix",
+    ),
 ]

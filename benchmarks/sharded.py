@@ -1,11 +1,12 @@
-"""A step of Muon over sharded matrices: its collectives, bytes and time, and whether
-all who mean the same compute the same.
+"""A step of Muon over several ranks: its collectives, bytes, state and time, and
+whether all who mean the same compute the same.
 
     python -m benchmarks.sharded [--ranks 2] [--layers 4] [--width 256] [--rounds 15]
 
 Starts its own gloo processes on this machine, one thread each. The matrices are those
 of GPT-2's blocks, DTensors cut by rows, as FSDP2 leaves them. All see the same
-gradients, new ones each round, and take turns step by step.
+gradients, new ones each round, and take turns step by step. Rows that are "not sharded"
+stand for plain DDP: every rank has all matrices and gradients.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ EXPLAINED = """\
 collectives      that gloo was asked for in one step (torch.profiler)
 MB sent          that a rank's process wrote to its sockets in one step (Linux counts
                  them), in the mean over ranks
+state            MB that the rank with the most of it keeps between steps
 ms               from a barrier to the end of the step on the slowest rank, median
 x                the same over marsopt Muon's of the same round, median
 off by, at most  how far the way of the parameters is from that of torch.optim.Muon on
@@ -56,6 +58,7 @@ class Row(NamedTuple):
     title: str
     collectives: Counter[str]
     bytes_sent: float
+    bytes_held: int
     times: list[float]
     ratios: list[float]
     off_by: tuple[float, float] | None
@@ -73,13 +76,13 @@ class Subject:
     def __init__(
         self, contender: Contender, start: Mapping[str, Tensor], mesh: DeviceMesh
     ) -> None:
-        self._start, self._mesh, self._sharded = start, mesh, contender.sharded
+        self._start, self._mesh, self._contender = start, mesh, contender
         self._params = {n: nn.Parameter(self._cut(x)) for n, x in start.items()}
         self._optimizer = contender.build(self._params, mesh)
 
     def _cut(self, whole: Tensor) -> Tensor:
         whole = whole.clone()
-        if not self._sharded:
+        if not self._contender.sharded:
             return whole
         # src_data_rank=None: every rank has drawn the same, nothing is sent
         return distribute_tensor(whole, self._mesh, [Shard(0)], src_data_rank=None)
@@ -89,6 +92,14 @@ class Subject:
         for name, p in self._params.items():
             p.grad = self._cut(gradients[name])  # its own: some write into them
         return how(self._optimizer.step)
+
+    @property
+    def bytes_held(self) -> int:
+        """Return how many bytes of state this rank keeps."""
+        entries = self._contender.state(self._optimizer).values()
+        every = [x for entry in entries for x in entry.values()]
+        local = [x.to_local() if isinstance(x, DTensor) else x for x in every]
+        return sum(x.nbytes for x in local if isinstance(x, Tensor) and x.ndim)
 
     @torch.no_grad()
     def way(self) -> Tensor:
@@ -149,6 +160,10 @@ class Field:
         }
         return take_turns(turns, num_rounds, self._draw)
 
+    def held(self) -> dict[str, int]:
+        """Return the bytes of state of each contender on this rank."""
+        return {name: subject.bytes_held for name, subject in self._subjects.items()}
+
     def ways(self) -> dict[str, Tensor]:
         """Return how far each contender's parameters have come."""
         return {name: subject.way() for name, subject in self._subjects.items()}
@@ -161,12 +176,13 @@ def measure(layers: int, width: int, num_rounds: int) -> list[Row]:
     ways = field.ways()
     called = field.take(collectives)
     timed = partial(seconds, device="cpu", before=dist.barrier)
-    mine = field.take(bytes_sent), field.take(timed, num_rounds)
+    mine = field.take(bytes_sent), field.take(timed, num_rounds), field.held()
     ranks = [mine] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     times = {
         name: [
-            max(turn) for turn in zip(*(took[name] for _, took in ranks), strict=True)
+            max(turn)
+            for turn in zip(*(took[name] for _, took, _ in ranks), strict=True)
         ]
         for name in ways
     }
@@ -174,7 +190,8 @@ def measure(layers: int, width: int, num_rounds: int) -> list[Row]:
         Row(
             title=c.title,
             collectives=called[c.title][0],
-            bytes_sent=statistics.mean(sent[c.title][0] for sent, _ in ranks),
+            bytes_sent=statistics.mean(sent[c.title][0] for sent, *_ in ranks),
+            bytes_held=max(held[c.title] for *_, held in ranks),
             times=times[c.title],
             ratios=list(map(truediv, times[c.title], times[OURS.title])),
             off_by=difference(ways[c.title], ways[WHOLE.title]) if c.same else None,
@@ -191,7 +208,7 @@ def difference(way: Tensor, right: Tensor) -> tuple[float, float]:
 
 def table(rows: list[Row]) -> str:
     """Return all rows as text, and who is missing and why."""
-    head = ("", "collectives", "MB sent", "ms", "x", "off by", "at most")
+    head = ("", "collectives", "MB sent", "state", "ms", "x", "off by", "at most")
     lines = [head]
     for row in rows:
         calls = ", ".join(f"{n} {name}" for name, n in sorted(row.collectives.items()))
@@ -199,7 +216,8 @@ def table(rows: list[Row]) -> str:
         ms, x = 1e3 * spread(row.times).median, spread(row.ratios).median
         sent = f"{row.bytes_sent / 1e6:.2f}"
         lines.append(
-            (row.title, calls or "none", sent, f"{ms:.1f}", f"{x:.2f}", *off_by)
+            (row.title, calls or "none", sent, f"{row.bytes_held / 1e6:.2f}")
+            + (f"{ms:.1f}", f"{x:.2f}", *off_by)
         )
     title, calls = (max(len(line[i]) for line in lines) for i in (0, 1))
     told = [

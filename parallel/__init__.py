@@ -20,5 +20,6 @@ if "Collectives" not in vars(marsopt):
 
 from .collectives import MeshCollectives  # noqa: E402
 from .collectives import collectives_of as collectives_of  # noqa: E402  (for_model's)
+from .data_parallel import DataParallel  # noqa: E402
 
-__all__ = ["MeshCollectives"]
+__all__ = ["DataParallel", "MeshCollectives"]

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from marsopt.functional.collectives import (
     LOCAL,
+    AsTheyLie,
     Collectives,
     Leaf,
     Owned,
@@ -35,6 +36,7 @@ from marsopt.rules.preconditioner import MatrixCost, Whole
 
 from .agreement import Agreement
 from .cut import Cut, Way, cut_of
+from .grid import Grid, grid_of, group_over
 from .layout_cache import LayoutCache
 from .placement import AxisPlacement, Placement, onto_first
 from .planner import Machine, Strategy, plan
@@ -60,14 +62,16 @@ class Partition(NamedTuple):
     gathered: list[int]  # cut by several axes or strided, or planned so
 
 
-class MeshCollectives:
-    """``marsopt.Collectives`` for DTensors: FSDP2, HSDP, and TP as a fallback.
+class MeshCollectives(AsTheyLie):
+    """``marsopt.Collectives`` for DTensors: FSDP2, HSDP, and both with TP.
 
     Norms are summed over the axes that shard, never over replicas: one all-reduce
     each. Matrices go to owners and back by all-to-all, or, where that is faster, are
     orthogonalized in place from their Gram matrix (``planner.plan``). Parameters of
-    several meshes, replicated ones and plain tensors may mix. Tensors that several axes
-    cut (FSDP x TP) are gathered whole, which is right and slow.
+    several meshes, replicated ones and plain tensors may mix. A matrix that two axes
+    cut (FSDP x TP) goes to one owner along both, one after the other. Tensors of
+    several such matrices, and those whose owners keep state (SOAP), are gathered whole,
+    which is right and slow.
 
     Args:
         mesh: the mesh that the parameters were sharded on; parameters on others are
@@ -423,6 +427,7 @@ class MeshCollectives:
         leaves: Sequence[Tensor],
     ) -> Partition:
         by_axis: dict[tuple[Hashable, ...], dict[int, Cut]] = {}
+        grids: dict[Hashable, dict[int, Grid]] = {}
         local, gathered = [], []
         cost = cost.on(leaves[0].device.type)  # on which ranks agree: machines differ
         places = self._places((cost, *ways), leaves)
@@ -431,14 +436,19 @@ class MeshCollectives:
             if cut == "local":
                 local.append(i)
             elif cut == "strided":
-                gathered.append(i)
+                grid = grid_of(leaf, places[i], ways[i])
+                if grid is None or self._options["strategy"] == "replicate":
+                    gathered.append(i)
+                else:
+                    grids.setdefault((grid.mesh, grid.axes), {})[i] = grid
             else:
                 group = cut.mesh, cut.axis, cut.has_replicas
                 by_axis.setdefault(group, {})[i] = cut
         if gathered:
             log.warning(
-                "marsopt.parallel: %d parameters are cut by several mesh axes or in "
-                "strides (tensor parallelism); they are gathered whole, which is slow",
+                "marsopt.parallel: %d parameters, of several matrices or with state at "
+                "their owner, are cut by several mesh axes or in strides (tensor "
+                "parallelism); they are gathered whole, which is slow",
                 len(gathered),
             )
         groups = []
@@ -451,6 +461,10 @@ class MeshCollectives:
                 mesh, axis, every, cost, has_replicas=copies, **self._options
             )
             groups.append((group, cuts))
+        for alike in grids.values():
+            most = self._options["max_buckets"]
+            group = group_over([*alike.values()], cost, max_buckets=most)
+            groups.append((group, {i: grid.cut for i, grid in alike.items()}))
         return Partition(groups, local, gathered)
 
 

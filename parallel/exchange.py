@@ -12,6 +12,9 @@ from torch import Tensor
 
 Shape = Sequence[int]
 
+# torch 2.13 has another name for it, and warns of this one
+all_gather = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
+
 
 class Piece(NamedTuple):
     """What a tensor that arrives is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from marsopt.functional.collectives import Part, Request, at_owner
 from marsopt.rules.preconditioner import MatrixCost, Whole
 
-from .exchange import Exchange, Piece, from_words, to_words, unflatten
-from .planner import Matrix, plan
+from .exchange import Exchange, Piece, all_gather, from_words, to_words, unflatten
+from .planner import Matrix, Plan, plan
 
 
 class ShardGroup:
@@ -28,6 +28,8 @@ class ShardGroup:
         matrices: shapes and cut dims.
         cost: of what their owners do.
         has_replicas: whether another axis of the mesh has the same matrices (HSDP).
+        planned: who owns what; None: ``planner.plan`` says it.
+        work: what owners do with the matrices of one bucket, given its number.
         options: of ``planner.plan``.
     """
 
@@ -38,7 +40,9 @@ class ShardGroup:
         matrices: Sequence[Matrix],
         cost: MatrixCost,
         *,
-        has_replicas: bool,
+        has_replicas: bool = False,
+        planned: Plan | None = None,
+        work: Callable[[int, list[Request]], list[Whole]] = lambda _, x: at_owner(x),
         **options: Any,
     ) -> None:
         self.matrices, self._cost = matrices, cost
@@ -46,7 +50,10 @@ class ShardGroup:
         others = [a for a in range(mesh.ndim) if a != axis]
         # one replicate axis beside the shard axis is HSDP
         copies = mesh.size(others[0]) if has_replicas and len(others) == 1 else 1
-        self.plan = plan(matrices, mesh.size(axis), cost, replicas=copies, **options)
+        self._work = work
+        self.plan = planned or plan(
+            matrices, mesh.size(axis), cost, replicas=copies, **options
+        )
         shapes = {m: m.shards(self.plan.num_ranks) for m in set(matrices)}
         self._shapes = [shapes[m] for m in matrices]
         # the replica axis where replicas share the owners' work, and who is who there
@@ -116,10 +123,11 @@ class ShardGroup:
                 like = requests[0].given.matrix.new_empty(0, dtype=words)
                 there.append(Exchange(sent, pieces, like, self._group))
                 del sent  # it has copies in ``words``
-        for owned, wide, arriving in zip(exchanges, wides, there, strict=True):
+        columns = zip(exchanges, wides, there, strict=True)
+        for number, (owned, wide, arriving) in enumerate(columns):
             by_rank, mine = arriving.wait(), owned[self._rank]
             with record_function("marsopt: whole matrices at their owner"):
-                made = at_owner(self._whole(mine, requests, by_rank))
+                made = self._work(number, self._whole(mine, requests, by_rank))
             del by_rank
             with record_function("marsopt: exchange"):
                 words = self._cost.returned(wide)
@@ -231,7 +239,7 @@ class ShardGroup:
             )
             flat[: len(own)] = own
         everyone = flat.new_empty(len(shares) * widest)
-        dist.all_gather_into_tensor(everyone, flat, group=self._replicas)
+        all_gather(everyone, flat, group=self._replicas)
         found = {}
         for share, row, part in zip(
             shares, everyone.view(len(shares), widest), pieces, strict=True

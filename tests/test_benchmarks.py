@@ -275,6 +275,12 @@ def test_sharded_steps_send_what_is_promised():
     model = 2 * numel * 2 / world * (world - 1) / world
     assert model < ours.bytes_sent < model + 2000  # gloo's headers, and the norms
     assert rows[muons.WHOLE.title].collectives == {}
+    ddp, whole = rows["marsopt Muon, DataParallel"], rows[muons.WHOLE.title]
+    assert ddp.collectives == dict(all_reduce=1, all_gather=1)
+    # new parameters in float32; the larger half of four matrices is 7 / 12
+    assert ddp.bytes_sent < 7 / 12 * numel * 4 + 2000
+    assert ddp.bytes_held == 7 / 12 * whole.bytes_held
+    assert rows["ZeroRedundancyOptimizer(MARS)"].bytes_held < whole.bytes_held
     for row in found:
         assert row.off_by is None or row.off_by[0] < 0.05, row.title
     told = sharded.table(found)

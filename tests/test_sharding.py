@@ -4,6 +4,7 @@ parallelism by torch, what is sent, ranks that differ, and precision.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
 import pytest
@@ -18,6 +19,7 @@ from marsopt import MARS, REGISTRY
 from marsopt.parallel import MeshCollectives
 from tests.processes import spawn
 from tests.slices import BATCHED, FLATTENED, Several, at_once
+from tests.table import steady
 
 pytestmark = pytest.mark.processes
 
@@ -94,8 +96,26 @@ class Mlp(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-def tensor_parallel(rank, world):
-    """Column-wise (striped shards) and row-wise, under fully_shard on a 2x2 mesh."""
+@contextlib.contextmanager
+def sent_away():
+    """Yield a list of how many elements each all-to-all takes from this rank."""
+    sent, real = [], dist.all_to_all_single
+
+    def counted(out, flat, of, to, group=None, **kw):
+        sent.append(flat.numel() - to[dist.get_rank(group)])
+        return real(out, flat, of, to, group=group, **kw)
+
+    dist.all_to_all_single = counted
+    try:
+        yield sent
+    finally:
+        dist.all_to_all_single = real
+
+
+def tensor_parallel(rank, world, rule):
+    """Column-wise (striped shards) and row-wise, under fully_shard on a 2x2 mesh;
+    placements, largest error, and what the last step took away from here.
+    """
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -107,7 +127,7 @@ def tensor_parallel(rank, world):
 
     def steps(parallel):
         torch.manual_seed(0)
-        model, kw = Mlp(), {}
+        model, kw = Mlp().double(), {}
         if parallel:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(model, mesh["tp"], plan)
@@ -117,28 +137,41 @@ def tensor_parallel(rank, world):
             found = next(model.parameters()).device_mesh
             kw = dict(collectives=MeshCollectives(found))
         optimizer = MARS(
-            model.parameters(), lr=0.02, mars_type="mars-shampoo", max_norm=0.5,
-            ns_dtype=torch.float32, compile=False, **kw,
+            model.parameters(), lr=0.02, mars_type=rule, max_norm=0.5, compile=False,
+            ns_dtype=torch.float64, **steady(rule), **kw,
         )  # fmt: skip
         for t in range(STEPS):
             g = torch.Generator().manual_seed(t)
             optimizer.zero_grad()
-            model(torch.randn(4, 8, generator=g)).square().mean().backward()
-            optimizer.step()
-        return model
+            x = torch.randn(16, 8, generator=g, dtype=torch.float64)
+            model(x).square().mean().backward()
+            with sent_away() as sent:
+                optimizer.step()
+        return model, sent
 
-    places = {str(p.placements) for p in steps(True).parameters()}
-    got = [p.full_tensor().detach() for p in steps(True).parameters()]
-    want = [p.detach() for p in steps(False).parameters()]
-    return places, max(
-        float((a - b).abs().max()) for a, b in zip(got, want, strict=True)
-    )
+    model, sent = steps(True)
+    places = {str(p.placements) for p in model.parameters()}
+    got = [p.full_tensor().detach() for p in model.parameters()]
+    want = [p.detach() for p in steps(False)[0].parameters()]
+    pairs = zip(got, want, strict=True)
+    return places, max(float((a - b).abs().max()) for a, b in pairs), sent
 
 
-def test_fsdp_and_tensor_parallelism():
-    for places, error in spawn(tensor_parallel, 4):
+@pytest.mark.parametrize("rule", ["mars-shampoo", "mars-normuon", "mars-soap"])
+def test_fsdp_and_tensor_parallelism(rule):
+    """A matrix that two axes cut goes to one owner over both and back, and sends two
+    thirds of what gathering it on 2x2 ranks would; SOAP, which keeps state there, has
+    it gathered.
+    """
+    found = spawn(tensor_parallel, 4, rule)
+    for places, error, sent in found:
         assert any("StridedShard" in p or "_S" in p for p in places), places
-        assert error < 1e-5
+        assert error < 1e-11
+        assert len(sent) <= (0 if rule == "mars-soap" else 8)  # 4 for each bucket
+    away = sum(sum(sent) for _, _, sent in found) / 4
+    numel, of_rows = 2 * 8 * 12, 2 * 12 + 2 * 8 if rule == "mars-normuon" else 0
+    if rule != "mars-soap":  # gathered, it is 3 / 4 numel
+        assert 0 < away <= numel / 2 + of_rows
 
 
 class Sequence(nn.Module):

@@ -27,6 +27,7 @@ CHAPTERS: dict[str, dict[str, str]] = {
     "Use it": {
         "choose": "What to choose",
         "guide": "Guide",
+        "setups": "Your setup",
         "training": "Training",
         "data": "Data",
         "recipes": "Recipes",

@@ -4,7 +4,7 @@ live whole in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -165,7 +165,8 @@ class Collectives(Protocol):
     parameters (``leaves``), which may be DTensors.
 
     ``LOCAL`` is the one of a single process, ``marsopt.parallel.MeshCollectives`` that
-    of a device mesh; whoever shards otherwise writes one more.
+    of a device mesh, ``marsopt.parallel.DataParallel`` that of ranks that all hold all
+    parameters; whoever shards otherwise writes one more.
 
     Raises:
         RuntimeError: of ``agree`` and ``check_ranks_agree``, where ranks differ.
@@ -242,8 +243,48 @@ class Collectives(Protocol):
     def claim(self, published: Tensor, owns: Owned) -> Tensor:
         """Return the part of ``publish``'s result that has its owner here."""
 
+    def bound(self, leaves: Sequence[Leaf], others: Sequence[Tensor]) -> Collectives:
+        """Return the collectives that move these parameters: ``leaves``, whose matrices
+        have to be whole, and ``others``. Where every rank holds all of them, this
+        decides which rank updates which pieces: an optimizer asks whenever its
+        parameters or their rules change.
+        """
 
-class LocalCollectives:
+    def share(self, params: Sequence[Tensor]) -> None:
+        """Write what other ranks have made of their pieces of parameters into those
+        that every rank holds.
+        """
+
+    def whole(
+        self, pieces: Sequence[Tensor], params: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        """Yield, for pieces that the state holds, each of what belongs to a parameter,
+        what a state dict holds: tensors of the parameter's layout.
+        """
+
+    def piece(self, whole: Tensor, param: Tensor) -> Tensor:
+        """Return the piece of ``whole``'s result that the state holds here."""
+
+
+class AsTheyLie:
+    """Every rank updates what it holds of a parameter: no rank has another's piece."""
+
+    def bound(self, leaves: Sequence[Leaf], others: Sequence[Tensor]) -> Collectives:
+        return self
+
+    def share(self, params: Sequence[Tensor]) -> None:
+        pass
+
+    def whole(
+        self, pieces: Sequence[Tensor], params: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        return iter(pieces)
+
+    def piece(self, whole: Tensor, param: Tensor) -> Tensor:
+        return whole
+
+
+class LocalCollectives(AsTheyLie):
     """One process holds everything: sums are complete, matrices are whole."""
 
     def __reduce__(self) -> str:

@@ -229,7 +229,7 @@ class LayoutOptimizer(Optimizer):
         self._writes.check(what)
         if agree and not self._agreed:  # once: later changes need not come everywhere
             description = described(self.param_groups, self._options)
-            self._options["collectives"].agree(description)
+            self._present.collectives.agree(description)
             self._agreed = True
         if not self._present.fits(self.param_groups, self.state):
             self._build()
@@ -270,8 +270,11 @@ class LayoutOptimizer(Optimizer):
         return self._writes
 
     def notify_written(self) -> None:
-        """Drop what was gathered from parameters, which have other values now."""
-        self._options["collectives"].written()
+        """Bring what other ranks have written of parameters that every rank holds; drop
+        what was gathered from parameters, which have other values now.
+        """
+        self._present.collectives.share(self._present.params)
+        self._present.collectives.written()
 
     def gradient_factor(self, grad_scale: float | Tensor | None) -> Factor:
         """Return what to multiply the present gradients by: one over ``grad_scale``,
@@ -358,10 +361,17 @@ class LayoutOptimizer(Optimizer):
         known = all_hyperparameters()
         for group in saved["param_groups"]:
             group |= {n: known[n].plain(v) for n, v in group.items() if n in known}
-        ids, publish = self._ids(), self._options["collectives"].publish
+        ids, collectives = self._ids(), self._present.collectives
+        for p, keys in self._present.cut_entries(self.state):
+            pieces = [self.state[p][key] for key in keys]
+            wholes = collectives.whole(pieces, [p] * len(keys))
+            for key, piece, whole in zip(keys, pieces, wholes, strict=True):
+                if whole is not piece:
+                    entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
+                    entry[key] = whole.cpu()  # a device need not have room for all
         for p, key, owns, num in self._present.owned_entries():
             entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
-            entry[key] = publish(self.state[p][key], p, num, owns)
+            entry[key] = collectives.publish(self.state[p][key], p, num, owns)
         return saved
 
     def _listed_state_dict(self) -> dict[str, Any]:
@@ -462,14 +472,20 @@ class LayoutOptimizer(Optimizer):
     def _claimed(
         self, saved: dict[str, Any], ids: Mapping[Tensor, Any], layout: Layout
     ) -> dict[str, Any]:
-        """Return ``saved``, which knows parameters by ``ids``, with those parts of
-        buffers at owners that live here.
+        """Return ``saved``, which knows parameters by ``ids``, with those parts of it
+        that live here.
         """
-        entries = dict(saved["state"])
+        entries, piece = dict(saved["state"]), layout.collectives.piece
+        by_parameter = {p: entries[i] for p, i in ids.items() if i in entries}
+        for p, keys in layout.cut_entries(by_parameter):
+            if keys:
+                entry = by_parameter[p]
+                pieces = {key: piece(entry[key], p) for key in keys}
+                entries[ids[p]] = {**entry, **pieces}
         for p, key, owns, _ in layout.owned_entries():
             entry = dict(entries.get(ids[p], {}))
             if key in entry:
-                entry[key] = self._options["collectives"].claim(entry[key], owns)
+                entry[key] = layout.collectives.claim(entry[key], owns)
             entries[ids[p]] = entry
         return {**saved, "state": entries}
 

@@ -510,7 +510,7 @@ def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -
                 if buffer.key in state[p]:
                     row.copy_(bucket.collectives.local(state[p][buffer.key]))
                 elif buffer.start == "parameter":
-                    row.copy_(bucket.collectives.local(p.detach()))
+                    row.copy_(bucket.collectives.local(p))
                 _hold(state[p], buffer.key, bucket.collectives.wrap(row, p))
         bucket.state[symbol] = stack
 

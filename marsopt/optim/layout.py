@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Hashable, Mapping, Sequence
 from functools import reduce
 from operator import attrgetter, is_
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from marsopt.functional.collectives import LOCAL, Owned
+from marsopt.functional.binding import owned_leaves
+from marsopt.functional.collectives import LOCAL, Collectives, Leaf, Owned
 from marsopt.functional.stacks import adjacent, repeated
 from marsopt.functional.step_types import Decision, RuleGroup, Stack
 from marsopt.optim import buckets
@@ -25,7 +27,7 @@ from marsopt.optim.groups import (
     structure,
 )
 from marsopt.optim.protocols.base import ParameterHandle
-from marsopt.optim.state_dict import State, entry_of_mars
+from marsopt.optim.state_dict import State, cut_keys, entry_of_mars
 from marsopt.rules import checks
 from marsopt.rules.dtypes import working
 
@@ -64,14 +66,19 @@ class Layout:
     ) -> None:
         device = check_parameters(groups, options, state)
         self._groups, self._options = list(groups), options
-        self._collectives = options["collectives"]
         self._state, self._before = state, before
+        self._every = [p for group in groups for p in group["params"]]
         numbered = [(i, group) for i, group in enumerate(groups) if group["params"]]
         for _, group in numbered:
             seen = hyper.get(id(group))
             if seen is None or not seen.fits(group, device):
                 hyper[id(group)] = DeviceHyperparameters(group, options, device)
         self._hyper = [(group, hyper[id(group)]) for _, group in numbered]
+        self.collectives = self._bound()
+        self._recut = self._recut_state()
+        # as it will be, of parameters of which other pieces move here from now on
+        coming = {p: {**state[p], **recut} for p, recut in self._recut.items()}
+        coming = ChainMap(coming, state) if coming else state
 
         def stacked(p: Tensor, num_alike: int) -> bool:
             return should_stack(p, compile, num_alike)
@@ -80,21 +87,21 @@ class Layout:
             side
             for i, group in numbered
             for side in buckets.split(
-                groups, i, hyper[id(group)], state, self._collectives
+                groups, i, hyper[id(group)], coming, self.collectives
             )
         ]
         self._together = [
-            (alike, *buckets.build(alike, state, self._collectives, stacked))
+            (alike, *buckets.build(alike, coming, self.collectives, stacked))
             for alike in buckets.alike(sides)
         ]
         self.buckets = [b for *_, several in self._together for b in several]
         self.members = [bucket.members for bucket in self.buckets]
         self.params = [p for bucket in self.buckets for p in bucket.params]
-        self._every = [p for group in groups for p in group["params"]]
         moving = set(self.params)
         self._idle = [p for p in self._every if p not in moving]
+        carries = self.collectives
         self.handles = [
-            ParameterHandle(p, self._collectives.local, state, bucket.algorithm)
+            ParameterHandle(p, carries.local, carries.wrap, state, bucket.algorithm)
             for bucket in self.buckets
             for p in bucket.params
         ]
@@ -113,6 +120,8 @@ class Layout:
         of these, state that is missing is made.
         """
         state, before = self._state, self._before
+        for p, recut in self._recut.items():
+            state[p].update(recut)
         known = {} if before is None else before.stacks
         self._before = None
         self.groups = [
@@ -138,6 +147,50 @@ class Layout:
         self.members = [bucket.members for bucket in self.buckets]
         _forget_unused(state, self._every)
         self._signature = self._sign(self._groups)
+
+    def _bound(self) -> Collectives:
+        """Return what carries the parameters of all groups: matrices of moving ones
+        whole, where a rule needs that.
+        """
+        leaves: list[Leaf] = []
+        for group, hyper in self._hyper:
+            moving = [p for p in group["params"] if moves(p, self._state)]
+            for algorithm, members, _ in hyper.routing.sides(moving):
+                if algorithm.matrix_only:
+                    leaves += owned_leaves(algorithm, [moving[i] for i in members])
+        whole = {leaf.tensor for leaf in leaves}
+        others = [p for p in self._every if p not in whole]
+        collectives: Collectives = self._options["collectives"]
+        return collectives.bound(leaves, others)
+
+    def _recut_state(self) -> dict[Tensor, dict[str, Tensor]]:
+        """Return the new pieces of state, by parameter, where other pieces of the
+        parameter move here than in the layout before. A collective.
+        """
+        if self._before is None:
+            return {}
+        old, new, recut = self._before.collectives, self.collectives, {}
+        for p, keys in self.cut_entries(self._state):
+            if keys and old.placement(p) != new.placement(p):
+                pieces = [self._state[p][key] for key in keys]
+                wholes = old.whole(pieces, [p] * len(keys))
+                recut[p] = {
+                    key: new.piece(whole, p).clone()
+                    for key, whole in zip(keys, wholes, strict=True)
+                }
+        return recut
+
+    def cut_entries(
+        self, state: Mapping[Tensor, Mapping[str, Any]]
+    ) -> list[tuple[Tensor, list[str]]]:
+        """Return every parameter with the keys of what ``state`` keeps in pieces where
+        it is updated in pieces.
+        """
+        return [
+            (p, cut_keys(state.get(p, {}), group))
+            for group in self._groups
+            for p in group["params"]
+        ]
 
     @property
     def stacks(self) -> dict[int, Tensor]:
@@ -174,7 +227,7 @@ class Layout:
         for p, key, owns, num in self.owned_entries():
             if key in state.get(p, ()):
                 found = state[p][key]
-                state[p][key] = self._collectives.publish(found, p, num, owns)
+                state[p][key] = self.collectives.publish(found, p, num, owns)
 
     # ---- whether it still holds ------------------------------------------------------
 
@@ -216,10 +269,11 @@ class Layout:
         tensors = list(self.params)
         for bucket in self.buckets:
             tensors += bucket.state_tensors(self._state)
-        if self._collectives is not LOCAL:
-            tensors = list(map(self._collectives.local, tensors))
+        fake = bool(self.params) and is_fake(self.params[0])  # it has no address
+        places = list(map(id, tensors)) if fake else []
+        if self.collectives is not LOCAL:
+            tensors = list(map(self.collectives.local, tensors))
         pieces = tensors[: len(self.params)]
-        fake = bool(pieces) and is_fake(pieces[0])  # it has no address
         return (
             [*map(id, groups), *map(id, params)],
             [len(group["params"]) for group in groups],
@@ -227,7 +281,7 @@ class Layout:
             [moves(p, self._state) for p in self._idle],
             # stacks keep their memory: what is somebody else's lies elsewhere, but for
             # a part of it
-            list(map(id if fake else Tensor.data_ptr, tensors)),
+            places or list(map(Tensor.data_ptr, tensors)),
             list(map(Tensor.numel, tensors)),
             list(map(FORM, pieces)),
             list(map(Tensor.stride, pieces)),
@@ -393,7 +447,8 @@ class Layout:
         return found
 
     def scatter(self) -> None:
-        """Copy parameters that were copied in back to where they live.
+        """Copy parameters that were copied in back to where they live, and let ranks
+        that hold the same parameters give each other what they have made of theirs.
 
         The version of parameters that moved with their stack is counted up, so that
         autograd finds out about a graph from before the step.
@@ -403,6 +458,7 @@ class Layout:
         """
         if self._away[0]:
             torch._foreach_copy_(*self._away)
+        self.collectives.share(self.params)
         torch.autograd.graph.increment_version(self._moved)
         self._away, self._moved = ([], []), []
         for key in [k for k, (s, _) in self.scratch.items() if s.device.type != "cpu"]:
@@ -437,12 +493,12 @@ class Layout:
             torch.zeros((), device=p.device)
             if p.grad is None
             else torch.linalg.vector_norm(
-                working(self._collectives.local(p.grad, p))
+                working(self.collectives.local(p.grad, p))
             ).square()
             for p in self.params
         ]
         partial = torch.stack(squares)[:, None]
-        return self._collectives.sum(partial, self.params).sum().sqrt()
+        return self.collectives.sum(partial, self.params).sum().sqrt()
 
     def join_gradients(self) -> None:
         """Move gradients of one shape into one buffer, where all are plain."""

@@ -92,7 +92,9 @@ class MARS(LayoutOptimizer):
         state_dtype: dtype of the state; None = the parameter's own, float32 for
             float16. torch.float32 for bf16 parameters; not narrower than the parameter,
             but torch.bfloat16 with ``stochastic_rounding``.
-        collectives: ``marsopt.parallel.MeshCollectives(mesh)`` for sharded parameters.
+        collectives: ``marsopt.parallel.MeshCollectives(mesh)`` for sharded parameters;
+            ``marsopt.parallel.DataParallel(process_group)`` under DDP, where ranks
+            share the work and the state.
         compile: None = compile where this machine can (logged once), True = required,
             False = eager. Compiled, parameters of one shape move into one buffer at
             construction (on a CPU small ones only; eagerly those of 4096 elements or
@@ -257,7 +259,8 @@ class MARS(LayoutOptimizer):
                 "no multiple of 16 bytes: the GPU reads it in narrow loads. Where the "
                 "buffer is yours, begin every view at such a multiple",
             )
-        collectives, digest = self._options["collectives"], None
+        collectives = layout.collectives
+        digest: str | None = None
         if collectives is not LOCAL:
             digest = f"{layout.digest()}, max_norm={self.max_norm}"
         sums, decision = assess(
@@ -284,7 +287,8 @@ class MARS(LayoutOptimizer):
             self._protocol.after_step(self, layout.handles)
         self._grad_norm = decision.grad_norm
         if self._options["nonfinite"] == "raise" and not decision.finite:
-            collectives.check_ranks_agree(digest)
+            if digest is not None:
+                collectives.check_ranks_agree(digest)
             raise FloatingPointError(layout.blame(sums))
 
     @one_at_a_time("join_gradients()")
@@ -379,6 +383,8 @@ class MARS(LayoutOptimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 x = None if find_iterate is None else find_iterate(p)
+                if x is not None:
+                    (x,) = self._present.collectives.whole([x], [p])
                 yield p, p.detach() if x is None else x
 
     @one_at_a_time("expose_for_saving()")

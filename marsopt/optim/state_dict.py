@@ -15,7 +15,7 @@ from torch import Tensor
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import GRADIENTS, MOMENTUM
 from marsopt.rules.buffers import AHEAD, LOOKAHEAD
-from marsopt.rules.registry import CORRECTIONS, STATE_KEYS
+from marsopt.rules.registry import CORRECTIONS, REGISTRY, STATE_KEYS
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,21 @@ def entry_of_mars(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
     (timm's Lookahead keeps its slow weights there): it is carried, never looked at.
     """
     return {key: value for key, value in entry.items() if _is_of_mars(key)}
+
+
+def cut_keys(entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> list[str]:
+    """Return the keys of what ``optimizer.state[p]`` holds for MARS in pieces, where p
+    is updated in pieces: not numbers of a step, nor what owners of whole matrices keep.
+
+    Args:
+        entry: what it holds.
+        group: of p: in train mode p itself is the point ahead.
+    """
+    preconditioners = {row.preconditioner for row in REGISTRY.values()}
+    kept = [b for kind in preconditioners for b in kind.keeps.values()]
+    whole = {"step", LOOKAHEAD, *([AHEAD] if group.get(TRAIN_MODE, True) else [])}
+    whole |= {b.key for b in kept if b.home == "owner"}
+    return sorted(entry_of_mars(entry).keys() - whole)
 
 
 def _is_of_mars(key: str) -> bool:

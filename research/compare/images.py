@@ -105,8 +105,8 @@ def digits() -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise UserError(
-            f"got no scikit-learn ({error}), expected its digits: pip install -r "
-            "requirements-examples.txt -c constraints.txt"
+            f"got no scikit-learn ({error}), expected its digits: pip install "
+            "--group examples -c constraints.txt"
         ) from None
     pixels, labels = load_digits(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1

@@ -5,7 +5,6 @@ that sends nothing. What lives in between, and what is sent, is counted as it ha
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -221,11 +220,7 @@ def pretended(
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     axes = ("replicate", "shard")[-len(sizes) :]
     try:
-        with warnings.catch_warnings():
-            # torch 2.13 has another name for it, which 2.11 lacks
-            said = r"`torch\.distributed\.all_gather_into_tensor` is deprecated"
-            warnings.filterwarnings("ignore", said, FutureWarning)
-            yield init_device_mesh(device, tuple(sizes), mesh_dim_names=axes)
+        yield init_device_mesh(device, tuple(sizes), mesh_dim_names=axes)
     finally:
         dist.destroy_process_group()
 

@@ -1,6 +1,7 @@
-"""Steps of one rank among many: FSDP2 and HSDP over a process group that sends nothing,
-and fake CUDA tensors. Counted are the collectives of a warm step, beside those that
-``train.forecast`` names, and what crosses between host and device.
+"""Steps of one rank among many: FSDP2, HSDP and plain DDP over a process group that
+sends nothing, and fake CUDA tensors. Counted are the collectives of a warm step, beside
+those that ``train.forecast`` names (of DDP, which it does not know, those that the size
+of a bucket makes), and what crosses between host and device.
 
     python -m benchmarks.gpu.rehearsal.ranks [--layers N] [--json FILE]
 
@@ -32,8 +33,9 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.gpu.rehearsal.cases import move
 from benchmarks.gpu.rehearsal.crossings import COPY, Crossing, Watch
 from benchmarks.gpu.rehearsal.device import h100
-from marsopt import MARS
-from marsopt.parallel import MeshCollectives
+from marsopt import MARS, Collectives
+from marsopt.parallel import DataParallel, MeshCollectives
+from marsopt.parallel.data_parallel import BUCKET
 from marsopt.profiling.gpt2 import EMBEDDINGS, MODELS, param_groups, shapes
 from marsopt.rules.registry import REGISTRY
 from train.errors import check_least, command, counted
@@ -55,18 +57,21 @@ class Case:
         correction: of the rule.
         sizes: (shards,), or (replicas, shards).
         rank: among all of them.
+        ddp: whether every rank has all parameters, and its part of the state.
     """
 
     rule: str
     correction: str
     sizes: tuple[int, ...]
     rank: int
+    ddp: bool = False
 
     @property
     def name(self) -> str:
         """Return what the table calls it."""
         ranks = " x ".join(map(str, self.sizes))
-        return f"{self.rule} {self.correction}, {ranks} ranks, rank {self.rank}"
+        way = ", DDP" if self.ddp else ""
+        return f"{self.rule} {self.correction}, {ranks} ranks, rank {self.rank}{way}"
 
 
 RULES = (
@@ -76,6 +81,7 @@ RULES = (
 )
 MESHES = (((8,), 3), ((512,), 100), ((8, 8), 9), ((8, 64), 100))
 CASES = tuple(Case(*rule, *mesh) for mesh in MESHES for rule in RULES)
+CASES += tuple(Case(*rule, (8,), 3, ddp=True) for rule in RULES)
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,12 @@ def model(num_layers: int) -> Parameters:
 
 def forecast_of(case: Case, num_layers: int) -> dict[str, int]:
     """Return the collectives of a step that the forecast names, without zeros."""
+    if case.ddp:
+        sizes = [4 * prod(shape) for shape in shapes(num_layers, WIDTH).values()]
+        (ranks,) = case.sizes
+        # the largest slice is one of the embedding
+        one = max(BUCKET, max(sizes) // ranks)
+        return {"all-reduce": 1, "all-gather": max(1, sum(sizes) // ranks // one)}
     *replicas, shards = case.sizes
     beside = EMBEDDINGS if REGISTRY[case.rule].matrix_only else ()
     made = shapes(num_layers, WIDTH)
@@ -158,9 +170,13 @@ def play(case: Case, num_layers: int = LAYERS) -> Found:
     ):
         with torch.device("cuda"):
             net = model(num_layers)
-        for layer in net.inner.values():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(net, mesh=mesh)
+        if case.ddp:
+            collectives: Collectives = DataParallel(mesh.get_group())
+        else:
+            for layer in net.inner.values():
+                fully_shard(layer, mesh=mesh)
+            fully_shard(net, mesh=mesh)
+            collectives = MeshCollectives(mesh)
         params = {name.removeprefix("inner."): p for name, p in net.named_parameters()}
         # it reads numbers, which fake tensors lack
         with mock.patch.object(MeshCollectives, "agree", lambda self, what: None):
@@ -172,7 +188,7 @@ def play(case: Case, num_layers: int = LAYERS) -> Found:
                 lr_1d=REGISTRY[case.rule].hyperparameters["lr_1d"],
                 max_norm=1.0,
                 compile=False,
-                collectives=MeshCollectives(mesh),
+                collectives=collectives,
             )
             built = time.perf_counter()
             for p in params.values():

@@ -32,27 +32,33 @@ class ParameterHandle:
         p: the parameter, which may be a DTensor.
         local: returns this rank's piece of a tensor; of a gradient, in the layout of
             its parameter.
+        wrap: returns a piece, given the parameter, as ``optimizer.state`` holds it.
         state: ``optimizer.state``.
         algorithm: what moves the parameter.
     """
 
-    __slots__ = ("p", "local", "algorithm", "_state", "_keys")
+    __slots__ = ("p", "local", "algorithm", "_wrap", "_state", "_keys")
 
     def __init__(
         self,
         p: Tensor,
         local: Callable[..., Tensor],
+        wrap: Callable[[Tensor, Tensor], Tensor],
         state: MutableMapping[Tensor, dict[str, Any]],
         algorithm: Algorithm,
     ) -> None:
         self.p, self.local, self.algorithm = p, local, algorithm
-        self._state = state
+        self._wrap, self._state = wrap, state
         self._keys = algorithm.correction_keys
 
     @property
     def piece(self) -> Tensor:
         """Return this rank's piece of the parameter."""
         return self.local(self.p)
+
+    def wrapped(self, piece: Tensor) -> Tensor:
+        """Return a piece of the parameter as ``optimizer.state`` holds one."""
+        return self._wrap(piece, self.p)
 
     @property
     def grad(self) -> Tensor | None:
@@ -146,7 +152,9 @@ class Host(Protocol):
         """
 
     def notify_written(self) -> None:
-        """Drop what was gathered from parameters, which have other values now."""
+        """Let all ranks have what this one has written into its pieces of parameters,
+        and drop what was gathered from parameters, which have other values now.
+        """
 
     def train(self) -> None: ...
 

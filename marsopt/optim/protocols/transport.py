@@ -182,9 +182,7 @@ class Lookahead(CorrectionProtocol):
                 return None
             if handle.numbers is None:
                 return handle.whole("x")
-            x = torch.empty_like(p, requires_grad=False)
-            handle.local(x).copy_(handle.recover_x())
-            return x
+            return handle.wrapped(handle.recover_x())
 
         return find_iterate
 
@@ -195,8 +193,10 @@ class Lookahead(CorrectionProtocol):
         call = "train()" if to_train else "eval()"
         handles = optimizer.parameter_handles(call, agree=False)
         with optimizer.writing:
-            self._exchange(_looking_ahead(handles), to_train)
+            ahead = _looking_ahead(handles)
+            self._exchange(ahead, to_train)
             optimizer.notify_written()
+            self._note_ours(ahead)
             for group in optimizer.param_groups:
                 group[TRAIN_MODE] = to_train
 
@@ -214,13 +214,12 @@ class Lookahead(CorrectionProtocol):
                 piece.copy_(handle["x"])
                 handle["x"].copy_(parameter)
             elif not to_ahead:
-                _keep_ahead(handle, handle.p.detach())
+                _keep_ahead(handle, handle.wrapped(piece.detach()))
                 piece.copy_(handle.recover_x())
             else:  # bit for bit, unless it has not been saved
                 y = _kept_ahead(handle.entry)
                 piece.copy_(handle.recover_ahead() if y is None else handle.local(y))
                 _keep_ahead(handle, None)  # afterwards: the copy may be broken off
-        self._note_ours(handles)
 
     # ---- what others write -----------------------------------------------------------
 
@@ -336,8 +335,8 @@ def _keep_ahead(handle: ParameterHandle, point: Tensor | None) -> None:
     if point is None:
         handle.entry[AHEAD] = handle.piece.new_empty(0)
     elif point is not handle.entry.get(AHEAD):
-        kept = torch.empty_like(handle.p, requires_grad=False)
-        handle.entry[AHEAD] = kept.copy_(point)
+        kept = torch.empty_like(handle.piece, requires_grad=False)
+        handle.entry[AHEAD] = handle.wrapped(kept).copy_(point)
 
 
 # ---- hooks of a model that is followed -----------------------------------------------

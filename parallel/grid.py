@@ -1,0 +1,159 @@
+"""Matrices that two mesh axes cut, as FSDP and tensor parallelism do together: to one
+owner over both axes, and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from marsopt.functional.collectives import Request, at_owner
+from marsopt.rules.preconditioner import MatrixCost, Whole
+
+from .cut import Cut, Way
+from .placement import Placement, shard_sizes
+from .planner import Matrix, Plan, Strategy, assign
+from .shard_group import ShardGroup
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Of a leaf that is one matrix: pieces go to owners along the second axis, where
+    they make up what the first axis alone cuts, and then along that.
+    """
+
+    mesh: DeviceMesh
+    axes: tuple[int, int]
+    whole: Matrix  # as the first axis cuts it
+    strip: Matrix  # this rank's of these, as the second axis cuts it
+    # whether the second axis cuts before the first: rows of strips are out of order
+    strided: bool
+
+    @property
+    def cut(self) -> Cut:
+        """Return how the second axis cuts what lies here."""
+        axis = self.axes[1]
+        rank = self.mesh.get_local_rank(axis)
+        return Cut(self.mesh, axis, False, 1, (self.strip,), rank)
+
+    def in_order(self, whole: Whole, *, back: bool = False) -> Whole:
+        """Return what an owner has of the matrix with its rows (or columns) in their
+        order, or back in that of strips.
+        """
+        if not self.strided:
+            return whole
+        dim, axes = self.whole.dim, self.axes[::-1] if back else self.axes
+        sizes = [self.mesh.size(axis) for axis in axes]
+        rows = tuple(_swapped(r, 0, sizes) for r in whole.rows)
+        matrix = _swapped(whole.matrix, dim, sizes)
+        return whole._replace(matrix=matrix, rows=rows if dim == 0 else whole.rows)
+
+
+def _swapped(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Return ``x`` whose parts along ``dim`` count in columns, not in rows."""
+    parts: Tensor = x.unflatten(dim, (*sizes, -1))
+    return parts.transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+def grid_of(leaf: Tensor, place: Placement, way: Way) -> Grid | None:
+    """Return how two axes cut a leaf; None where more than one matrix is cut, axes cut
+    otherwise, or something is kept where the owner is.
+    """
+    is_single = leaf.ndim == 2 and way.matrices.num_in(leaf.shape) == 1
+    if (
+        not is_single
+        or way.keeps
+        or len(place.axes) != 2
+        or not isinstance(leaf, DTensor)
+    ):
+        return None
+    mesh, (first, second), (dim, other) = leaf.device_mesh, place.axes, place.dims
+    num, parts, at = mesh.size(first), mesh.size(second), mesh.get_local_rank(first)
+    (rows, cols), placement = leaf.shape, leaf.placements[first]
+    strided = not place.consecutive[0]
+    if isinstance(placement, _StridedShard):
+        even = leaf.shape[dim] % (num * parts) == 0
+        if not even or dim != other or placement.split_factor != parts:
+            return None
+    elif strided:
+        return None
+    if not place.consecutive[1]:
+        return None
+    lengths, pieces = shard_sizes(leaf.shape[dim], num), None
+    if dim == other:
+        pieces = tuple(shard_sizes(lengths[at], parts))
+    strip = (lengths[at], cols) if dim == 0 else (rows, lengths[at])
+    return Grid(
+        mesh=mesh,
+        axes=(first, second),
+        whole=Matrix(rows, cols, dim, tuple(lengths), sums=False),
+        strip=Matrix(strip[0], strip[1], other, pieces, sums=False),
+        strided=strided,
+    )
+
+
+def group_over(
+    grids: Sequence[Grid], cost: MatrixCost, *, max_buckets: int
+) -> ShardGroup:
+    """Return the matrices of two axes as a group of the second, whose owners give their
+    strips to owners along the first: at most four all-to-all a bucket.
+    """
+    mesh, (first, second) = grids[0].mesh, grids[0].axes
+    num, parts = mesh.size(first), mesh.size(second)
+    flops = [cost.num_flops(grid.whole.rows, grid.whole.cols) for grid in grids]
+    owners, _ = assign(flops, num * parts)
+    buckets = [0] * len(grids)
+    for owner in set(owners):
+        members = [i for i, own in enumerate(owners) if own == owner]
+        places, _ = assign([flops[i] for i in members], max_buckets)
+        for i, place in zip(members, places, strict=True):
+            buckets[i] = place
+    across = _planned(parts, [owner % parts for owner in owners], buckets)
+    inner = []
+    for owned in across.exchanges(0):
+        numbers = owned[mesh.get_local_rank(second)]
+        strips = [grids[i] for i in numbers]
+        ranks = [owners[i] // parts for i in numbers]
+        at = mesh.get_local_rank(first)
+        pairs = zip(strips, ranks, strict=True)
+        wholes = [grid for grid, rank in pairs if rank == at]
+        group = ShardGroup(
+            mesh,
+            first,
+            [grid.whole for grid in strips],
+            cost,
+            planned=_planned(num, ranks, [0] * len(strips)),
+            work=partial(_at_owner, wholes),
+        )
+        inner.append(group)
+
+    def along_first(number: int, requests: list[Request]) -> list[Whole]:
+        results = inner[number].on_owners(requests) if requests else {}
+        return [results[i] for i in range(len(requests))]
+
+    matrices = [grid.strip for grid in grids]
+    return ShardGroup(mesh, second, matrices, cost, planned=across, work=along_first)
+
+
+def _at_owner(
+    grids: Sequence[Grid], bucket: int, requests: Sequence[Request]
+) -> list[Whole]:
+    """Return what becomes of whole matrices, given as their strips make them up."""
+    pairs = zip(requests, grids, strict=True)
+    ordered = [
+        request._replace(given=grid.in_order(request.given)) for request, grid in pairs
+    ]
+    results = zip(at_owner(ordered), grids, strict=True)
+    return [grid.in_order(result, back=True) for result, grid in results]
+
+
+def _planned(num_ranks: int, owners: Sequence[int], buckets: Sequence[int]) -> Plan:
+    """Return a plan in which every matrix has an owner."""
+    strategies: list[Strategy] = ["owner" for _ in owners]
+    return Plan(num_ranks, 1, tuple(strategies), tuple(owners), tuple(buckets))
