@@ -408,11 +408,11 @@ def test_the_readmes_start_trains_a_model_with_embeddings(names, caplog):
     assert not [r.message for r in caplog.records if r.levelname == "WARNING"]
 
 
-def test_the_readmes_loop_and_rule(names):
+def test_the_readmes_pieces_and_rule(names):
     model = names["model"]
-    (code,) = README["Your own loop"]
+    (code,) = README["Pieces"]
     exec(compile(code, "README.md", "exec"), names)
-    assert names["optimizer"].param_groups[0]["lr_1d"] == 3e-3
+    assert names["optimizer"].defaults["mars_type"] == "mars-adamw"
     params = {name: p.detach() for name, p in model.named_parameters()}
     names |= dict(params=params, grads=params)
     (code,) = README["Pure functions"]

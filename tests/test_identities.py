@@ -8,7 +8,7 @@ import torch
 import marsopt
 from marsopt import SVRG, Algorithm, Approximate, Exact, Rule, Transport
 from marsopt.functional.collectives import LOCAL
-from marsopt.functional.step import assess
+from marsopt.functional.step import assess, per_stack
 from marsopt.functional.step_types import (
     Hyperparameters,
     Members,
@@ -163,8 +163,8 @@ def test_the_clip_norm_from_three_inner_products(max_norm):
     hyper = Hyperparameters(algorithm, LR, 0.025, torch.zeros(1), (g.dtype,))
     group = RuleGroup(hyper, [stack])
     _, decision = assess([group], [Members([g])], max_norm=max_norm, collectives=LOCAL)
-    table = decision.tables[0][g.dtype]
-    of_g, of_h = StepScalars.of(table, stack, g[None]).weights
+    (numbers,) = per_stack([group], decision)
+    of_g, of_h = StepScalars.of(numbers, stack, g[None]).weights
     a = 1.0 if max_norm is None else max_norm / (g.double().norm() + 1e-6)
     k = 0.025 * 0.95 / 0.05
     c = a * g.double() + k * (a * g.double() - h.double())

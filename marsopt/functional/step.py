@@ -22,6 +22,7 @@ from marsopt.functional.step_types import (
     Decision,
     Hyperparameters,
     Members,
+    Numbers,
     RuleGroup,
     Stack,
     StepScalars,
@@ -245,7 +246,7 @@ def statistics(
     return sums if live is None else torch.where(live[:, None], sums, 0.0)
 
 
-def overflows(stacks: Sequence[Stack], tables: Sequence[Tensor]) -> Tensor:
+def overflows(stacks: Sequence[Stack], numbers: Sequence[Numbers]) -> Tensor:
     """Return (N, 1): infinity for parts of tensors whose buffers in shards would not
     hold what a step writes, else 0. Nothing is written.
 
@@ -253,9 +254,9 @@ def overflows(stacks: Sequence[Stack], tables: Sequence[Tensor]) -> Tensor:
     bound, as the norm of c is one, would skip steps that are fine.
     """
     found = []
-    for stack, table in zip(stacks, tables, strict=True):
-        num, (after, _) = stack.num_tensors, update(stack, table)
-        fits = torch.ones(num, dtype=torch.bool, device=table.device)
+    for stack, own in zip(stacks, numbers, strict=True):
+        num, (after, _) = stack.num_tensors, update(stack, own)
+        fits = torch.ones(num, dtype=torch.bool, device=stack.x.device)
         for symbol, buffer in stack.algorithm.buffers.items():
             if symbol in stack.buffers and buffer.dtype != "parameter":
                 value = after.buffers[symbol]
@@ -386,7 +387,7 @@ def advance(
     run: Run = PURE,
 ) -> Moved:
     """Move parameters and state one step on; a step that is not finite keeps all."""
-    stacks, tables = stacks_of(groups), per_stack(groups, decision)
+    stacks, numbers = stacks_of(groups), per_stack(groups, decision)
     owned: list[list[tuple[Tensor, ...]]] = [[] for _ in stacks]
     if any(stack.algorithm.matrix_only for stack in stacks):
         hosts, first = [], 0
@@ -395,29 +396,29 @@ def advance(
                 hosts.append(Host(group.count, first, ok))
                 first += len(ok)
         for part in run.portions(stacks):
-            columns = members, tables, hosts
+            columns = members, numbers, hosts
             stacks, found = _advance(part, stacks, columns, collectives, run)
             for i, own in found.items():
                 owned[i] = own
     else:
-        stacks, _ = run.move(update, stacks, tables)
+        stacks, _ = run.move(update, stacks, numbers)
     return Moved(stacks, owned)
 
 
 def _advance(
     part: Sequence[int],
     stacks: Sequence[Stack],
-    columns: tuple[Sequence[Members], Sequence[Tensor], Sequence[Host]],
+    columns: tuple[Sequence[Members], Sequence[Numbers], Sequence[Host]],
     collectives: Collectives,
     run: Run,
 ) -> tuple[list[Stack], dict[int, list[tuple[Tensor, ...]]]]:
     """Move the stacks of one portion; return all stacks, and what owners keep of those
     of matrices, by position.
     """
-    members, tables, hosts = columns
+    members, numbers, hosts = columns
     everybody, mine = range(len(stacks)), set(part)
     stacks, made = run.move(
-        update, stacks, [tables[i] if i in mine else None for i in everybody]
+        update, stacks, [numbers[i] if i in mine else None for i in everybody]
     )
     whole = [i for i in part if stacks[i].algorithm.matrix_only]
     if not whole:
@@ -427,29 +428,30 @@ def _advance(
     found = dict(zip(whole, every, strict=True))
     matrices = [found[i].matrix if i in found else None for i in everybody]
     rows = [found[i].rows if i in found else () for i in everybody]
-    stacks, _ = run.move(apply, stacks, matrices, rows, tables)
+    stacks, _ = run.move(apply, stacks, matrices, rows, numbers)
     return stacks, {i: one.owned for i, one in found.items()}
 
 
-def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[Tensor]:
-    """Return what each stack has of the tables, in the order of ``groups``."""
+def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[Numbers]:
+    """Return the numbers of each stack, in the order of ``groups``."""
     found = []
-    for group, tables in zip(groups, decision.tables, strict=True):
+    for group, ok, tables in zip(groups, decision.ok, decision.tables, strict=True):
         sizes = [stack.num_tensors * stack.num_clipped for stack in group.stacks]
+        oks = group.hyper.per_part(ok).split(sizes)
         cuts = {dtype: table.split(sizes) for dtype, table in tables.items()}
         for i, stack in enumerate(group.stacks):
-            found.append(cuts[working_dtype(stack.x)][i])
+            found.append(Numbers(oks[i], cuts[working_dtype(stack.x)][i]))
     return found
 
 
-def update(stack: Stack, table: Tensor) -> tuple[Stack, Tensor | None]:
+def update(stack: Stack, numbers: Numbers) -> tuple[Stack, Tensor | None]:
     """Move buffers and, for an elementwise algorithm, x one step on.
 
     For a matrix algorithm x stays, and the second result is the stack of matrices that
     go to their owners; None stands for m, so that no second full-size tensor is made,
     and for an elementwise algorithm.
     """
-    algorithm, s = stack.algorithm, StepScalars.of(table, stack, stack.x)
+    algorithm, s = stack.algorithm, StepScalars.of(numbers, stack, stack.x)
     g = working(stack.g)
     c = s.weights[0] * g
     for weight, operand in zip(s.weights[1:], stack.operands, strict=True):
@@ -512,19 +514,19 @@ def write_params(stack: Stack, new: Tensor, s: StepScalars) -> Stack:
 
 
 def apply(
-    stack: Stack, matrix: Tensor, rows: Sequence[Tensor], table: Tensor
+    stack: Stack, matrix: Tensor, rows: Sequence[Tensor], numbers: Numbers
 ) -> tuple[Stack, None]:
     """Move x of a matrix algorithm one step on, given what its owners have made, and
     numbers of rows; buffers among these are replaced.
     """
-    s = StepScalars.of(table, stack, stack.x)
+    s = StepScalars.of(numbers, stack, stack.x)
     preconditioner = stack.algorithm.matrix_preconditioner
     by_symbol = dict(zip(preconditioner.row_outputs, rows, strict=True))
     buffers = dict(stack.buffers)
     for symbol, value in by_symbol.items():
         if symbol in buffers:
             old = buffers[symbol]
-            own = StepScalars.of(table, stack, old)
+            own = StepScalars.of(numbers, stack, old)
             value = rounded(stack, symbol, value, own.key)
             buffers[symbol] = torch.where(own.ok, value, old)
     o, x = working(matrix), working(iterate(stack))

@@ -265,28 +265,36 @@ class StepScalars(NamedTuple):
     rule: tuple[Tensor, ...]  # the preconditioner's: rates and bias corrections
 
     def table(self, hyper: Hyperparameters) -> Tensor:
-        """Return all of them as floating point (P, K), a row for each of P parts."""
-        columns = [self.ok.to(self.grad_clip.dtype), self.grad_clip, *self.weights]
+        """Return all but ``ok`` as floating point (P, K), a row for each part."""
+        columns = [self.grad_clip, *self.weights]
         columns += [] if self.extrapolation is None else [self.extrapolation]
         columns += self.behind or ()
         if self.key is not None:  # 16 bits are exact in every dtype
             halves = self.key >> 16, self.key & HALF
             columns += [half.to(self.grad_clip.dtype) for half in halves]
         columns += self.rule
-        return torch.stack([hyper.per_part(column) for column in columns], 1)
+        columns = [hyper.per_part(column)[:, None] for column in columns]
+        if not torch.compiler.is_compiling():
+            return torch.cat(columns, 1)
+        # inductor copies what it concatenates, column by column: a launch each
+        place = torch.arange(len(columns), device=self.ok.device)
+        table = columns[0]
+        for i, column in enumerate(columns):
+            table = torch.where(place == i, column, table)
+        return table
 
     @classmethod
-    def of(cls, table: Tensor, stack: Stack, like: Tensor) -> StepScalars:
-        """Return what a stack's rows of the ``table`` say, as factors of ``like``, a
-        tensor (L, ...) that belongs to it.
+    def of(cls, numbers: Numbers, stack: Stack, like: Tensor) -> StepScalars:
+        """Return what the numbers of a stack say, as factors of ``like``, a tensor (L,
+        ...) that belongs to it.
         """
         algorithm = stack.algorithm
+        ok, table = numbers  # a plain pair in a graph
+        columns = [ok, *table.unbind(1)]
         if stack.num_clipped > 1:
-            parts = table.unflatten(0, (stack.num_tensors, -1))
             rows = stack.x.shape[: stack.num_row_dims]
-            columns = [stack.rows.spread(column, rows) for column in parts.unbind(-1)]
-        else:
-            columns = list(table.unbind(1))
+            parts = [column.view(stack.num_tensors, -1) for column in columns]
+            columns = [stack.rows.spread(column, rows) for column in parts]
         columns = [factor(column, like) for column in columns]
         num_behind, first = algorithm.num_behind, 3 + len(algorithm.operands)
         (ok, grad_clip, *weights), rest = columns[:first], columns[first:]
@@ -299,8 +307,15 @@ class StepScalars(NamedTuple):
             high, low, *rest = rest
             key = (high.to(torch.int64) << 16) | low.to(torch.int64)
         return cls(
-            ok > 0, grad_clip, tuple(weights), extrapolation, behind, key, tuple(rest)
+            ok, grad_clip, tuple(weights), extrapolation, behind, key, tuple(rest)
         )
+
+
+class Numbers(NamedTuple):
+    """The scalars of a step for the parts of a stack's tensors."""
+
+    ok: Tensor  # (parts,) bool, of its own: a GPU loads y behind this flag, widely
+    table: Tensor  # (parts, K): ``StepScalars.table``
 
 
 def factor(numbers: Tensor, x: Tensor) -> Tensor:
