@@ -113,15 +113,10 @@ def sharded() -> dict[str, list[str]]:
         with (
             mock.patch.object(fsdp2, "train_step", mutant),
             # what is found out needs no graphs
-            mock.patch.object(fsdp2, "MARS", eager),
+            mock.patch.dict(fsdp2.MARS.__init__.__kwdefaults__, compile=False),
         ):
             found[mutant.__name__] = sharded_model.rehearse()["problems"]
     return found
-
-
-class eager(fsdp2.MARS):
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs, compile=False)
 
 
 def memories() -> dict[str, object]:

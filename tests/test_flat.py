@@ -244,7 +244,7 @@ def test_calls_are_leaves_to_the_class(mars_type, missing, monkeypatch):
         walk(*each, range(2))
         walk(*each, [2], missing)
     equal(one, two)
-    sizes = [len(call.stacks) for call in two[0].describe().calls]
+    sizes = [len(call) for call in two[0].describe().calls]
     # a, b, c: three of a kind; scale, bias: two; tall
     assert sorted(sizes) == [1, 2, 3]
     assert all(bucket.flat is None for bucket in two[0].describe().buckets)
@@ -260,7 +260,7 @@ def test_calls_take_kinds_that_are_as_frequent_together(monkeypatch):
     optimizer = MARS(params, compile=True)
     buckets = optimizer.describe().buckets
     calls = [
-        [(len(buckets[i].params), *buckets[i].shape) for i in call.stacks]
+        [(len(buckets[i].params), *buckets[i].shape) for i in call]
         for call in optimizer.describe().calls
     ]
     layer = [(1, 3, 2), (1, 2, 4)]

@@ -141,7 +141,7 @@ def test_bytes_a_parameter_of_transport(stores):
     report, _ = watched("mars-adamw", FEW, correction="transport", store_iterate=stores)
     least = 36 if stores else 32
     assert report.floor.num_bytes == least * report.num_params
-    assert report.bytes_per_param <= least + 0.05
+    assert report.bytes_per_param <= 1.002 * least
     assert report.flagged_bytes == 4 * stores * report.num_params
     assert ("4.00 a parameter read behind a mask" in str(report)) is stores
     assert [g.name for g in report.graphs] == ["assess_alone", "update_"]
@@ -321,20 +321,22 @@ def switching(values):
 
 
 def test_graphs_of_a_new_layout_are_recompiles_with_their_cause():
-    """To torch they are new functions, which it compiles for the first time."""
+    """To torch they are new functions, which it compiles for the first time. A formula
+    that was there before has its graph of the update still.
+    """
     step = switching([0.5, 0.7, None, None, 2.0])
     report = marsopt.profile(step, steps=3, cold=False, progress=False)
     told = [(r.name, r.call, r.reason) for r in report.recompiles]
     why = "compiled anew: a new layout of MARS (clip={} in group 0)"
     assert sorted(told) == [
-        (name, call, why.format(clip))
-        for name in ("assess_alone", "update_")
-        for call, clip in ((3, "None"), (5, "2.0"))
+        ("assess_alone", 3, why.format("None")),
+        ("assess_alone", 5, why.format("2.0")),
+        ("update_", 3, why.format("None")),
     ]
-    assert len(report.graphs) == 6
+    assert len(report.graphs) == 5
     table = str(report)
-    assert "recompiles    4 in 5 calls" in table
-    assert f"update_: {why.format('2.0')} (call 5)" in table
+    assert "recompiles    3 in 5 calls" in table
+    assert f"assess_alone: {why.format('2.0')} (call 5)" in table
     assert report.to_dict()["recompiles"][0]["call"] == 3
 
 

@@ -63,7 +63,7 @@ def test_y_is_read_where_a_step_is_skipped(found, name):
     case = found["cases"][name]
     first, second, skipped, missing = case["num_bytes"]
     y = {ADAMW: 0, TRANSPORT: 0, BFLOAT16: 2, ROWS: 0, STATE: 0}[name]
-    assert first == second == pytest.approx(case["floor"], abs=0.6)
+    assert first == second == pytest.approx(case["floor"], abs=0.7)  # numbers
     assert skipped - second == pytest.approx(y, abs=0.02)
     # of one tensor of 1,920 elements among 9,120
     assert missing - second == pytest.approx(y * 1920 / 9120, abs=0.02)

@@ -184,9 +184,9 @@ class LayoutOptimizer(Optimizer):
         """Return what moves buckets of these kinds, which keeps its graphs."""
         key = self._compile, *kinds
         run = self._runs.pop(key, None)
+        if self._layout is not None and log.isEnabledFor(logging.DEBUG):
+            log.debug(NEW_LAYOUT, self._layout.changes(self.param_groups))
         if run is None:
-            if self._layout is not None and log.isEnabledFor(logging.DEBUG):
-                log.debug(NEW_LAYOUT, self._layout.changes(self.param_groups))
             run = InPlace(
                 calls(kinds, self._compile),
                 alone=self._options["collectives"] is LOCAL,

@@ -148,6 +148,9 @@ def announce() -> None:
     )
 
 
+GRAPHS = 64  # of one function that are kept: of layouts that are gone, too
+
+
 class Compiled:
     """``function``, compiled; eager wherever Dynamo declines to trace.
 
@@ -198,6 +201,8 @@ class Compiled:
         if graph is None:
             announce()
             graph = self._graphs[form] = self._compiled(form)
+            if len(self._graphs) > GRAPHS:
+                del self._graphs[next(iter(self._graphs))]  # the oldest
         try:
             return graph(tensors)
         except Exception as error:
