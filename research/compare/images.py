@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 from research.compare.optimizers import build
-from research.compare.plain import FOUND
+from research.compare.plain import arguments, result_in
 from train.engine.schedule import cosine
 from train.errors import UserError, check_least
-from train.files import read, write_json
+from train.files import write_json
 
 if TYPE_CHECKING:
     from research.compare.study import Run
@@ -161,17 +161,11 @@ class Setting:
 
     def command(self, run: Run, folder: Path) -> tuple[str, list[str]]:
         """Return the module and the arguments that train a run."""
-        parts = map(json.dumps, (asdict(self), dict(run.recipe), run.seed))
-        return __name__, [*parts, str(folder / FOUND)]
+        return __name__, arguments(self, run, folder)
 
     def found(self, folder: Path) -> dict[str, Any] | None:
         """Return what a run in ``folder`` showed; None before its end."""
-        path = folder / FOUND
-        return (
-            json.loads(read(path, "what a run found: delete it"))
-            if path.exists()
-            else None
-        )
+        return result_in(folder)
 
 
 def train(setting: Setting, recipe: Mapping[str, Any], seed: int) -> dict[str, Any]:

@@ -173,17 +173,26 @@ class Setting:
 
     def command(self, run: Run, folder: Path) -> tuple[str, list[str]]:
         """Return the module and the arguments that train a run."""
-        given = [asdict(self), dict(run.recipe), run.seed]
-        return __name__, [*map(json.dumps, given), str(folder / FOUND)]
+        return __name__, arguments(self, run, folder)
 
     def found(self, folder: Path) -> dict[str, Any] | None:
         """Return what a run in ``folder`` showed; None before its end."""
-        path = folder / FOUND
-        return (
-            json.loads(read(path, "what a run found: delete it"))
-            if path.exists()
-            else None
-        )
+        return result_in(folder)
+
+
+def arguments(setting: Any, run: Run, folder: Path) -> list[str]:
+    """Return the arguments with which the module of a setting trains a run."""
+    values = asdict(setting), dict(run.recipe), run.seed
+    return [*map(json.dumps, values), str(folder / FOUND)]
+
+
+def result_in(folder: Path) -> dict[str, Any] | None:
+    """Return what a run wrote into ``folder``; None before its end."""
+    path = folder / FOUND
+    if not path.exists():
+        return None
+    result: dict[str, Any] = json.loads(read(path, "what a run found: delete it"))
+    return result
 
 
 def tokens(folder: Path, split: str) -> Tokens:
