@@ -21,6 +21,7 @@ from marsopt.functional.stacks import repeated, stacked, where_or_unread
 from marsopt.functional.step_types import (
     Decision,
     Hyperparameters,
+    Measured,
     Members,
     Numbers,
     RuleGroup,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the sh
 ROW = 256  # elements; of shorter rows, as of a convolution, several are one
 
 
-Each = Callable[[Sequence[Stack]], list[Tensor]]  # e.g. ``products``
+Each = Callable[[Sequence[Measured]], list[Tensor]]  # ``products``
 Move = Callable[..., tuple[Stack, Tensor | None]]  # of a stack and its own columns
 
 
@@ -52,8 +53,12 @@ class Run(Protocol):
     """Who runs the parts of a step."""
 
     @property
+    def is_alone(self) -> bool:
+        """Whether one process has everything: sums are complete at once."""
+
+    @property
     def is_fused(self) -> bool:
-        """Whether ``assess_alone`` is to be one call: one process has everything."""
+        """Whether ``assess_alone`` is to be one call; it then is alone."""
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return ``function(*args)``, which writes nothing."""
@@ -61,7 +66,7 @@ class Run(Protocol):
     def meet(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         """Return ``function(*args)``, in which ranks meet for ``what``: no graph."""
 
-    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
+    def each(self, function: Each, stacks: Sequence[Measured]) -> list[Tensor]:
         """Return ``function(stacks)``, a list with one tensor per stack; it may be
         called with some of them at a time.
         """
@@ -89,7 +94,7 @@ class Run(Protocol):
 class Pure:
     """Every result is a new tensor: nothing that is passed in changes."""
 
-    is_fused = False
+    is_alone = is_fused = False
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
@@ -97,7 +102,7 @@ class Pure:
     def meet(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
-    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
+    def each(self, function: Each, stacks: Sequence[Measured]) -> list[Tensor]:
         return function(stacks)
 
     def move(
@@ -158,12 +163,16 @@ def assess(
     check_declared(groups)
     may_overflow = any(group.hyper.algorithm.may_overflow for group in groups)
     stacks, hypers = stacks_of(groups), [group.hyper for group in groups]
+    measured = [stack.measured for stack in stacks]
     if run.is_fused and not may_overflow:
-        return run.call(assess_alone, hypers, stacks, live, max_norm)
+        return run.call(assess_alone, hypers, measured, live, max_norm)
+    found = run.each(products, measured)
+    if run.is_alone and not may_overflow:
+        return run.call(decide_alone, hypers, found, live, max_norm)
     leaves: list[Tensor] = []
     for stack, own in zip(stacks, members, strict=True):
         leaves += repeated(own.leaves, stack.num_clipped)
-    partial = statistics(run.each(products, stacks), live)
+    partial = statistics(found, live)
     sums = run.meet("exchange", collectives.sum, partial, leaves, digest)
     decision = run.call(decide, hypers, sums, max_norm)
     if may_overflow:
@@ -176,12 +185,22 @@ def assess(
 
 def assess_alone(
     hypers: Sequence[Hyperparameters],
-    stacks: Sequence[Stack],
+    stacks: Sequence[Measured],
     live: Tensor | None,
     max_norm: Number | None,
 ) -> tuple[Tensor, Decision]:
     """``assess`` where one process has everything: one graph."""
-    sums = statistics(products(stacks), live)
+    return decide_alone(hypers, products(stacks), live, max_norm)
+
+
+def decide_alone(
+    hypers: Sequence[Hyperparameters],
+    products: Sequence[Tensor],
+    live: Tensor | None,
+    max_norm: Number | None,
+) -> tuple[Tensor, Decision]:
+    """``decide`` where one process has everything, from its inner products."""
+    sums = statistics(products, live)
     return sums, decide(hypers, sums, max_norm)
 
 
@@ -190,7 +209,7 @@ def stacks_of(groups: Sequence[RuleGroup]) -> list[Stack]:
     return [stack for group in groups for stack in group.stacks]
 
 
-def products(stacks: Sequence[Stack]) -> list[Tensor]:
+def products(stacks: Sequence[Measured]) -> list[Tensor]:
     """Return the inner products of what is clipped in every stack, partial over shards:
     those of all pairs of g and its operands, (parts, pairs), from one read of them.
 
@@ -202,11 +221,9 @@ def products(stacks: Sequence[Stack]) -> list[Tensor]:
     return [_products(stack) for stack in stacks]
 
 
-def _products(stack: Stack) -> Tensor:
-    rows = stack.rows if stack.num_clipped > 1 else None
-    first = 1 if rows is None else stack.num_row_dims
-    v = [working(stack.g), *map(working, stack.operands)]
-    dims = row_dims(stack.g.shape, first)
+def _products(stack: Measured) -> Tensor:
+    v, rows, first = [working(t) for t in stack.vectors], stack.rows, stack.form.first
+    dims = row_dims(v[0].shape, first)
     every = [v[i] * v[j] for i, j in pairs(v)]
     # (L, pairs, *what is left of the shape)
     sums = torch.stack([one.sum(dims) if dims else one for one in every], 1)
@@ -236,12 +253,11 @@ def statistics(
     else zeros, and in the last column how many ranks have one.
     """
     width = max(found.shape[1] for found in products)
-    sums = torch.cat(
-        [
-            F.pad(F.pad(found, (0, width - found.shape[1])), (0, 1), value=1.0)
-            for found in products
-        ]
-    )
+    alike = [
+        found if found.shape[1] == width else F.pad(found, (0, width - found.shape[1]))
+        for found in products
+    ]
+    sums = F.pad(torch.cat(alike), (0, 1), value=1.0)
     # not a product: 0 times infinity is no zero
     return sums if live is None else torch.where(live[:, None], sums, 0.0)
 
@@ -436,7 +452,7 @@ def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[Numbers]:
     """Return the numbers of each stack, in the order of ``groups``."""
     found = []
     for group, ok, tables in zip(groups, decision.ok, decision.tables, strict=True):
-        sizes = [stack.num_tensors * stack.num_clipped for stack in group.stacks]
+        sizes = group.hyper.sizes or [stack.num_tensors for stack in group.stacks]
         oks = group.hyper.per_part(ok).split(sizes)
         cuts = {dtype: table.split(sizes) for dtype, table in tables.items()}
         for i, stack in enumerate(group.stacks):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, replace
+from itertools import repeat
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
+from marsopt.rules.hyperparameters import with_numbers
 from marsopt.rules.matrices import MatrixRows
 from marsopt.rules.registry import BUILT_IN
 from marsopt.rules.rounding import HALF
@@ -37,12 +39,20 @@ class Stack(NamedTuple):
     # where noise is needed: what lies here, as ``Collectives.cuts`` says
     cuts: Mapping[int, Tensor] = {}
     given: Mapping[str, Tensor] = {}  # operands in place of buffers of the same symbol
+    form: StackForm | None = None  # where it is known from the step before
 
     @property
     def operands(self) -> list[Tensor]:
         """Return what c is made of beside the gradient."""
         found = {**self.buffers, **self.given}
         return [found[symbol] for symbol in self.algorithm.operands]
+
+    @property
+    def measured(self) -> Measured:
+        """Return what its clips follow from."""
+        form = self.measured_form() if self.form is None else self.form.measured
+        rows = None if form.rows is None else self.rows
+        return Measured([self.g, *self.operands], rows, form)
 
     @property
     def num_tensors(self) -> int:
@@ -68,18 +78,72 @@ class Stack(NamedTuple):
         tensors = [self.x, self.g, *self.buffers.values()]
         tensors += self.given.values()
         tensors += self.cuts.values()
-        rows = self.rows
-        if rows is not None and rows.index is not None:
-            tensors.append(rows.index)
-        form = StackForm(
+        if self.rows is not None and self.rows.index is not None:
+            tensors.append(self.rows.index)
+        return self.form or self.make_form(), tensors
+
+    def make_form(self) -> StackForm:
+        """Return what it is beside its tensors."""
+        return StackForm(
             formula(self.algorithm),
             self.shape,
             tuple(self.buffers),
             tuple(self.given),
             tuple(self.cuts),
-            None if rows is None else (rows.num, rows.rows, rows.index is not None),
+            RowsForm.of(self.rows),
+            self.measured_form(),
         )
-        return form, tensors
+
+    def measured_form(self) -> MeasuredForm:
+        num = 1 + len(self.algorithm.operands)
+        if self.num_clipped == 1:
+            return MeasuredForm(num, None, 1)
+        return MeasuredForm(num, RowsForm.of(self.rows), self.num_row_dims)
+
+
+class Measured(NamedTuple):
+    """The tensors of a stack that its clips follow from."""
+
+    vectors: list[Tensor]  # (L, *piece): g, then what else c is made of
+    rows: MatrixRows | None  # where parts of a tensor have a norm of their own
+    form: MeasuredForm
+
+    def flat(self) -> tuple[MeasuredForm, list[Tensor]]:
+        """Return its tensors, and all else: ``MeasuredForm.measured`` joins the two."""
+        if self.rows is None or self.rows.index is None:
+            return self.form, self.vectors
+        return self.form, [*self.vectors, self.rows.index]
+
+
+class MeasuredForm(NamedTuple):
+    """What a graph knows of ``Measured`` beside its tensors."""
+
+    num: int
+    rows: RowsForm | None
+    first: int  # dims before those of which rows are long
+
+    def measured(self, tensors: Iterator[Tensor]) -> Measured:
+        """Return that of the next ``tensors``, in the order of ``Measured.flat``."""
+        vectors = [next(tensors) for _ in range(self.num)]
+        rows = None if self.rows is None else self.rows.matrix_rows(tensors)
+        return Measured(vectors, rows, self)
+
+
+class RowsForm(NamedTuple):
+    """What a graph knows of ``MatrixRows`` beside its tensor."""
+
+    num: int
+    rows: int
+    has_index: bool
+
+    @classmethod
+    def of(cls, rows: MatrixRows | None) -> RowsForm | None:
+        return rows and cls(rows.num, rows.rows, rows.index is not None)
+
+    def matrix_rows(self, tensors: Iterator[Tensor]) -> MatrixRows:
+        return MatrixRows(
+            self.num, self.rows, next(tensors) if self.has_index else None
+        )
 
 
 class Formula:
@@ -89,10 +153,15 @@ class Formula:
 
     Args:
         algorithm: one of them, to be asked for formulas.
+        is_shared: whether others may have this formula. A graph then gets numbers from
+            outside, and what reads them from the algorithm raises.
     """
 
-    def __init__(self, algorithm: Algorithm) -> None:
-        self.algorithm = algorithm
+    def __init__(self, algorithm: Algorithm, *, is_shared: bool) -> None:
+        self.is_shared = is_shared
+        self.algorithm = (
+            with_numbers(algorithm, repeat(...)) if is_shared else replace(algorithm)
+        )
 
 
 class StackForm(NamedTuple):
@@ -103,7 +172,8 @@ class StackForm(NamedTuple):
     buffers: tuple[str, ...]
     given: tuple[str, ...]
     cuts: tuple[int, ...]
-    rows: tuple[int, int, bool] | None  # of ``MatrixRows``; whether it has an index
+    rows: RowsForm | None
+    measured: MeasuredForm
 
     def stack(self, tensors: Iterator[Tensor]) -> Stack:
         """Return the stack of the next ``tensors``, in the order of ``Stack.flat``."""
@@ -111,10 +181,7 @@ class StackForm(NamedTuple):
         buffers = {symbol: next(tensors) for symbol in self.buffers}
         given = {symbol: next(tensors) for symbol in self.given}
         cuts = {dim: next(tensors) for dim in self.cuts}
-        rows = None
-        if self.rows is not None:
-            num, num_rows, has_index = self.rows
-            rows = MatrixRows(num, num_rows, next(tensors) if has_index else None)
+        rows = None if self.rows is None else self.rows.matrix_rows(tensors)
         algorithm = self.formula.algorithm
         return Stack(algorithm, x, g, buffers, self.shape, rows, cuts, given)
 
@@ -126,8 +193,9 @@ def formula(algorithm: Algorithm) -> Formula:
     found = FORMULAS.get(algorithm)
     if found is None:
         parts = algorithm.preconditioner, algorithm.correction
-        found = Formula(replace(algorithm))  # a weak key is not to hold itself
-        if {type(part) for part in parts} <= BUILT_IN:
+        is_shared = {type(part) for part in parts} <= BUILT_IN
+        found = Formula(algorithm, is_shared=is_shared)  # weak keys hold no copy
+        if is_shared:
             of_state = algorithm.state_dtype, algorithm.stochastic_rounding
             key = (*map(_structure, parts), *of_state, algorithm.matrices)
             found = SHARED.setdefault(key, found)
@@ -154,6 +222,15 @@ class Members(NamedTuple):
     owned: Sequence[tuple[Tensor, ...]] = ()
 
 
+class Cells(NamedTuple):
+    """The hyperparameters of an algorithm as one tensor, and which is which there."""
+
+    values: Tensor  # (K,), or (K, N) where N tensors have their own
+    lr: int
+    gamma: int
+    numbers: tuple[int, ...]  # of the components, in the order of ``numbers_of``
+
+
 class Hyperparameters(NamedTuple):
     """One algorithm with its rates in one step, for N tensors."""
 
@@ -169,29 +246,40 @@ class Hyperparameters(NamedTuple):
     parts: tuple[tuple[int, int], ...] | None = None
     # lr, where it is a tensor that the host does not read: a step looks into it
     unread_lr: Tensor | None = None
+    cells: Cells | None = (
+        None  # where graphs read lr, gamma and the algorithm's numbers
+    )
 
     def flat(self) -> tuple[HyperparametersForm, list[Tensor]]:
-        """Return the tensors among them, and all else."""
-        tensors = [self.lr, self.gamma, self.t]
+        """Return the tensors among them, and all else; they need ``cells``."""
+        values, lr, gamma, numbers = self.cells
+        tensors = [values, self.t]
         tensors += [] if self.behind is None else [self.behind]
-        is_read, has_behind = self.unread_lr is None, self.behind is not None
         form = HyperparametersForm(
-            self.algorithm, self.dtypes, has_behind, self.parts, is_read
+            formula(self.algorithm),
+            (values.ndim, lr, gamma, numbers),
+            self.dtypes,
+            self.behind is not None,
+            self.parts,
+            self.unread_lr is None,
         )
         return form, tensors
 
     @property
     def num_parts(self) -> int:
         """Return how many parts all N tensors have."""
-        if self.parts is None:
-            return len(self.t)
-        return sum(num * clipped for num, clipped in self.parts)
+        return sum(self.sizes) or len(self.t)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return how many parts each stack has; nothing where each tensor is one."""
+        return [num * clipped for num, clipped in self.parts or ()]
 
     def per_tensor(self, values: Tensor) -> Tensor:
         """Return (N,) what the first part of every tensor has of ``values`` (P,)."""
         if self.parts is None:
             return values
-        cuts = values.split([num * clipped for num, clipped in self.parts])
+        cuts = values.split(self.sizes)
         pairs = zip(cuts, self.parts, strict=True)
         return torch.cat([cut.view(parts)[:, 0] for cut, parts in pairs])
 
@@ -207,7 +295,8 @@ class Hyperparameters(NamedTuple):
 class HyperparametersForm(NamedTuple):
     """What a graph knows of hyperparameters beside the tensors that change."""
 
-    algorithm: Algorithm
+    formula: Formula
+    cells: tuple[int, int, int, tuple[int, ...]]  # of ``Cells``: ndim of values, places
     dtypes: tuple[torch.dtype, ...]
     has_behind: bool
     parts: tuple[tuple[int, int], ...] | None
@@ -217,16 +306,20 @@ class HyperparametersForm(NamedTuple):
         """Return those of the next ``tensors``, in the order of
         ``Hyperparameters.flat``.
         """
-        lr, gamma, t = next(tensors), next(tensors), next(tensors)
+        values, t = next(tensors).unbind(), next(tensors)
+        _, lr, gamma, numbers = self.cells
+        algorithm = self.formula.algorithm
+        if self.formula.is_shared:
+            algorithm = with_numbers(algorithm, iter([values[i] for i in numbers]))
         return Hyperparameters(
-            self.algorithm,
-            lr,
-            gamma,
+            algorithm,
+            values[lr],
+            values[gamma],
             t,
             self.dtypes,
             next(tensors) if self.has_behind else None,
             self.parts,
-            None if self.is_read else lr,
+            None if self.is_read else values[lr],
         )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -32,8 +32,10 @@ from marsopt.functional.stacks import (
     separate_tensors,
 )
 from marsopt.functional.step_types import (
+    Cells,
     Hyperparameters,
     Members,
+    StackForm,
     formula,
     norms_per_tensor,
     scalar_dtype,
@@ -43,7 +45,7 @@ from marsopt.optim.state_dict import State
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import AHEAD, LOOKAHEAD, Buffer, is_full
 from marsopt.rules.dtypes import working_dtype
-from marsopt.rules.hyperparameters import with_numbers
+from marsopt.rules.hyperparameters import numbers_of, with_numbers
 from marsopt.rules.matrices import MatrixRows
 from marsopt.rules.registry import STATE_KEYS
 
@@ -64,6 +66,7 @@ class ParameterBucket:
     owned: list[tuple[Tensor, ...]] = field(default_factory=list)
     owns: list[Owned] = field(default_factory=list)
     x: Tensor | None = None  # (L, *shape) of pieces; None: a step copies them into one
+    form: StackForm | None = None  # what graphs know of its stack, from the first step
 
     def __post_init__(self) -> None:
         self.pieces = [self.collectives.local(p) for p in self.params]  # on this rank
@@ -140,6 +143,7 @@ class GroupSide(NamedTuple):
     algorithm: Algorithm
     lr: Tensor
     gamma: Tensor
+    values: Tensor  # of ``DeviceHyperparameters``
     group: dict[str, Any]
     params: list[Tensor]
     labels: list[str]
@@ -154,25 +158,16 @@ class JoinedNumbers:
     """
 
     def __init__(self, sides: Sequence[GroupSide]) -> None:
-        self._columns: list[tuple[list[Tensor], Tensor]] = []
-        self._num = sum(len(side.params) for side in sides)
-        first = sides[0].algorithm
-        self.algorithm = replace(
-            first,
-            preconditioner=with_numbers(
-                [side.algorithm.preconditioner for side in sides], self._vector
-            ),
-            correction=with_numbers(
-                [side.algorithm.correction for side in sides], self._vector
-            ),
-        )
-        self.lr = self._vector([side.lr for side in sides])
-        self.gamma = self._vector([side.gamma for side in sides])
-
-    def _vector(self, cells: list[Tensor]) -> Tensor:
-        vector = cells[0].new_zeros(self._num)
-        self._columns.append((cells, vector))
-        return vector
+        algorithm = sides[0].algorithm
+        self._cells = [
+            cell
+            for side in sides
+            for cell in (side.lr, side.gamma, *numbers_of(side.algorithm))
+        ]
+        self._num_sides, num = len(sides), sum(len(side.params) for side in sides)
+        self.values = sides[0].lr.new_zeros(len(self._cells) // len(sides), num)
+        self.lr, self.gamma, *numbers = self.values.unbind()
+        self.algorithm = with_numbers(algorithm, iter(numbers))
 
     def refresh(self, index: Tensor) -> None:
         """Take over the groups' present numbers.
@@ -180,8 +175,17 @@ class JoinedNumbers:
         Args:
             index: (N,) the number of each parameter's side, int64.
         """
-        for cells, vector in self._columns:
-            torch.index_select(torch.stack(cells), 0, index, out=vector)
+        table = torch.stack(self._cells).unflatten(0, (self._num_sides, -1))
+        torch.index_select(table.t(), 1, index, out=self.values)
+
+
+def cells_of(numbers: GroupSide | JoinedNumbers) -> Cells:
+    """Return where graphs find the hyperparameters of a side, or of several."""
+    algorithm, size = numbers.algorithm, numbers.values[0].numel()
+    places = [numbers.lr, numbers.gamma]
+    places += numbers_of(algorithm) if formula(algorithm).is_shared else []
+    lr, gamma, *others = [cell.storage_offset() // size for cell in places]
+    return Cells(numbers.values, lr, gamma, tuple(others))
 
 
 @dataclass
@@ -244,6 +248,7 @@ def split(
                 side.algorithm,
                 hyper.lr_1d if own_rate else hyper.lr,
                 hyper.gamma_1d if own_gamma else hyper.gamma,
+                hyper.values,
                 group,
                 [params[i] for i in part],
                 [names[i] for i in part],
@@ -361,6 +366,7 @@ def join(
         dtypes=tuple(dict.fromkeys(working_dtype(b.params[0]) for b in buckets)),
         behind=_behind(algorithm.num_behind, params, state, known, apart),
         parts=norms_per_tensor([(len(b.params), b.num_clipped) for b in buckets]),
+        cells=cells_of(numbers),
     )
     index = None
     if joined is not None:

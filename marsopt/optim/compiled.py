@@ -26,6 +26,9 @@ from marsopt.functional.step import Each, Move
 from marsopt.functional.step_types import (
     Hyperparameters,
     HyperparametersForm,
+    Measured,
+    MeasuredForm,
+    Numbers,
     Stack,
     StackForm,
 )
@@ -231,12 +234,10 @@ class Compiled:
         name = function.__name__
         code = call.__code__.replace(co_name=name)
         graph = types.FunctionType(code, globals(), name, None, call.__closure__)
-        return torch.compile(
-            graph, fullgraph=True, dynamic=False, options=dict(self._options)
-        )
+        return torch.compile(graph, fullgraph=True, options=dict(self._options))
 
 
-TENSOR = object()  # stands for one among what is static
+TENSOR, SCALAR = object(), object()  # stand for tensors, the latter 0-D
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Any:
@@ -248,24 +249,36 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
             else is static.
         tensors: to be appended to.
     """
-    if isinstance(value, Tensor):
+    kind = type(value)
+    if kind in FLAT:
+        form, parts = value.flat()
+        tensors += parts
+        return form
+    if kind in (list, tuple, Numbers):
+        return tuple([flatten(item, tensors) for item in value])
+    if not isinstance(value, Tensor):
+        return value
+    if value.ndim:
         tensors.append(value)
         return TENSOR
-    if type(value) in (Stack, Hyperparameters):
-        form, own = value.flat()
-        tensors += own
-        return form
-    if isinstance(value, tuple | list):
-        return tuple([flatten(item, tensors) for item in value])
-    return value
+    # Dynamo takes one of float64 for a Python number, and then traces twice
+    tensors.append(value.view(1))
+    return SCALAR
+
+
+FLAT = Stack, Measured, Hyperparameters
 
 
 def rebuilt(form: Any, tensors: Iterator[Tensor]) -> Any:
     """Return the value of which ``flatten`` made the ``form`` and the ``tensors``."""
     if form is TENSOR:
         return next(tensors)
+    if form is SCALAR:
+        return next(tensors)[0]
     if isinstance(form, StackForm):
         return form.stack(tensors)
+    if isinstance(form, MeasuredForm):
+        return form.measured(tensors)
     if isinstance(form, HyperparametersForm):
         return form.hyperparameters(tensors)
     if isinstance(form, tuple):
@@ -310,9 +323,11 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
 # What is decided for each tensor is a few bytes in each of many steps. Inductor fuses
 # loops that share data, ten bytes or more; here each loop for itself costs a launch.
 NUMBERS = {"aggressive_fusion": True, "score_fusion_memory_threshold": 0}
+DECISIONS = step.assess_alone, step.decide_alone, step.decide
 RANGES = {
     step.assess_alone: "marsopt: norms",
     step.products: "marsopt: norms",
+    step.decide_alone: "marsopt: norms",
     step.decide: "marsopt: norms",
     step.overflows: "marsopt: norms",
     step.update: "marsopt: update",
@@ -382,8 +397,7 @@ class InPlace:
         required: bool,
     ) -> None:
         self.calls = calls
-        self.is_fused = alone and len(calls) == 1
-        self._alone = alone
+        self.is_alone, self.is_fused = alone, alone and len(calls) == 1
         self._compile, self._required = compile, required
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._say = once()
@@ -394,7 +408,7 @@ class InPlace:
             moves = function in (step.update, step.apply)
             made = in_place(function) if moves else function
             if self._compile:
-                is_number = function in (step.assess_alone, step.decide)
+                is_number = function in DECISIONS
                 made = Compiled(
                     made,
                     required=self._required,
@@ -413,7 +427,7 @@ class InPlace:
         with named_range(f"marsopt: {what}"):
             return function(*args)
 
-    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
+    def each(self, function: Each, stacks: Sequence[Measured]) -> list[Tensor]:
         with named_range(RANGES[function]):
             return self._by_calls(function, stacks)
 
@@ -425,7 +439,7 @@ class InPlace:
 
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
         # ranks exchange all that they have at once, in buckets
-        return self.calls if self._alone else [range(len(stacks))]
+        return self.calls if self.is_alone else [range(len(stacks))]
 
     def store(
         self, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor | None, ...]
@@ -437,7 +451,7 @@ class InPlace:
     def _by_calls(
         self,
         function: Callable[..., Any],
-        stacks: Sequence[Stack],
+        stacks: Sequence[Any],
         *columns: Sequence[Any],
     ) -> list[Any]:
         """Return what ``function`` of lists gives, call by call, one item per stack.

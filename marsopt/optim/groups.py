@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from difflib import get_close_matches
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -526,7 +526,8 @@ class DeviceHyperparameters:
     """One group's, and the algorithms that read them.
 
     ``lr``, ``lr_1d`` (already in proportion to lr), ``gamma`` and ``gamma_1d`` are 0-D
-    tensors; ``routing`` reads the others.
+    tensors; ``routing`` reads the others. They are views of ``values`` (K,), each at
+    its storage offset.
 
     Args:
         group: a param group.
@@ -546,15 +547,6 @@ class DeviceHyperparameters:
         self._device = device
         self._seen: dict[str, Any] = {}
 
-        def cell() -> Tensor:
-            return torch.zeros((), dtype=scalar_dtype(device), device=device)
-
-        def cells(value: Any) -> Tensor | tuple[Tensor, ...]:
-            many = isinstance(value, tuple)
-            numbers = tuple(cell() for _ in value) if many else cell()
-            _set(numbers, value)  # before they are checked
-            return numbers
-
         self._numbers = {
             name: line
             for name, line in group_table(group, options).items()
@@ -562,12 +554,26 @@ class DeviceHyperparameters:
         }
         there = {n: v for n, v in self._plain(group).items() if v is not None}
         check_values(self._numbers, {n: there.get(n) for n in self._numbers})
-        self._cells = {name: cells(value) for name, value in there.items()}
+        names = dict.fromkeys([*there, "lr_1d", "gamma_1d"])
+        sizes = [
+            len(value) if isinstance(value := there.get(name), tuple) else 0
+            for name in names
+        ]
+        num = sum(max(1, size) for size in sizes)
+        self.values = torch.zeros(num, dtype=scalar_dtype(device), device=device)
+        rest = iter(self.values.unbind())
+        cells = {
+            name: tuple(islice(rest, size)) if size else next(rest)
+            for name, size in zip(names, sizes, strict=True)
+        }
+        self._cells = {name: cells[name] for name in there}
+        for name, value in there.items():
+            _set(self._cells[name], value)  # before they are checked
         self.routing = route({**options, **group, **self._cells})
         del self._cells["base_lr"]  # no algorithm reads it
         self.lr, self.gamma = self._cells["lr"], self._cells["gamma"]
-        self.lr_1d = self._cells.setdefault("lr_1d", cell())
-        self.gamma_1d = self._cells.setdefault("gamma_1d", cell())
+        self.lr_1d = self._cells.setdefault("lr_1d", cells["lr_1d"])
+        self.gamma_1d = self._cells.setdefault("gamma_1d", cells["gamma_1d"])
         self.refresh(group)
 
     def fits(self, group: dict[str, Any], device: torch.device | None) -> bool:

@@ -358,15 +358,19 @@ class Layout:
             x, rows = self._scratch_stack(number, "x", pieces, copies)
             self._away[0].extend(pieces)
             self._away[1].extend(rows)
-        return Stack(
-            algorithm=bucket.algorithm,
-            x=x,
-            g=self._gradients(number, bucket, pieces, copies, live),
-            buffers=bucket.state,
-            shape=bucket.shape,
-            rows=bucket.rows,
-            cuts=bucket.cuts,
+        stack = Stack(
+            bucket.algorithm,
+            x,
+            self._gradients(number, bucket, pieces, copies, live),
+            bucket.state,
+            bucket.shape,
+            bucket.rows,
+            bucket.cuts,
+            form=bucket.form,
         )
+        if bucket.form is None:
+            bucket.form = stack.make_form()
+        return stack
 
     def _gradients(
         self,

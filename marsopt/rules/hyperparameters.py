@@ -7,8 +7,7 @@ tensor. Any other field is structure, a Python value that formulas depend on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -174,23 +173,34 @@ def check_fields(component: Any) -> None:
             object.__setattr__(component, f.name, line.plain(value))
 
 
-def with_numbers(components: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
-    """Return one component for several that differ in numbers alone: a copy of the
-    first, whose every number is what ``join`` makes of all of theirs. They were checked
-    one by one.
+def numbers_of(component: Any) -> list[Any]:
+    """Return the values of all fields made by ``number``, and of those of components
+    that are its fields; pairs as two, without those that are None.
     """
-    first = components[0]
-    if first is None:
-        return None
-    joined = copy(first)
-    for f in fields(first):
-        values = [getattr(component, f.name) for component in components]
-        if f.metadata.get("number") and values[0] is not None:
-            is_pair = isinstance(values[0], tuple)
-            pairs = zip(*values, strict=True) if is_pair else [values]
-            numbers = tuple(join(list(column)) for column in pairs)
-            object.__setattr__(joined, f.name, numbers if is_pair else numbers[0])
-    return joined
+    found: list[Any] = []
+    for f in fields(component):
+        value = getattr(component, f.name)
+        if is_dataclass(value):
+            found += numbers_of(value)
+        elif f.metadata.get("number") and value is not None:
+            found += value if isinstance(value, tuple) else [value]
+    return found
+
+
+def with_numbers(component: Any, numbers: Iterator[Any]) -> Any:
+    """Return a copy with the next of these in place of ``numbers_of``; nothing is
+    checked. Graphs may call it.
+    """
+    copied = object.__new__(type(component))
+    for f in fields(component):
+        value = getattr(component, f.name)
+        if is_dataclass(value):
+            value = with_numbers(value, numbers)
+        elif f.metadata.get("number") and value is not None:
+            is_pair = isinstance(value, tuple)
+            value = (next(numbers), next(numbers)) if is_pair else next(numbers)
+        object.__setattr__(copied, f.name, value)
+    return copied
 
 
 def check_values(known: Table, given: Mapping[str, Any]) -> None:
