@@ -53,12 +53,8 @@ class Run(Protocol):
     """Who runs the parts of a step."""
 
     @property
-    def is_alone(self) -> bool:
-        """Whether one process has everything: sums are complete at once."""
-
-    @property
     def is_fused(self) -> bool:
-        """Whether ``assess_alone`` is to be one call; it then is alone."""
+        """Whether ``assess_alone`` is to be one call: one process has everything."""
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return ``function(*args)``, which writes nothing."""
@@ -94,7 +90,7 @@ class Run(Protocol):
 class Pure:
     """Every result is a new tensor: nothing that is passed in changes."""
 
-    is_alone = is_fused = False
+    is_fused = False
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
@@ -166,12 +162,9 @@ def assess(
     measured = [stack.measured for stack in stacks]
     if run.is_fused and not may_overflow:
         return run.call(assess_alone, hypers, measured, live, max_norm)
-    found = run.each(products, measured)
-    if run.is_alone and not may_overflow:
-        return run.call(decide_alone, hypers, found, live, max_norm)
-    leaves: list[Tensor] = []
-    for stack, own in zip(stacks, members, strict=True):
-        leaves += repeated(own.leaves, stack.num_clipped)
+    found, leaves = run.each(products, measured), list[Tensor]()
+    for part, own in zip(found, members, strict=True):
+        leaves += repeated(own.leaves, len(part) // len(own.leaves))
     partial = statistics(found, live)
     sums = run.meet("exchange", collectives.sum, partial, leaves, digest)
     decision = run.call(decide, hypers, sums, max_norm)
@@ -190,17 +183,7 @@ def assess_alone(
     max_norm: Number | None,
 ) -> tuple[Tensor, Decision]:
     """``assess`` where one process has everything: one graph."""
-    return decide_alone(hypers, products(stacks), live, max_norm)
-
-
-def decide_alone(
-    hypers: Sequence[Hyperparameters],
-    products: Sequence[Tensor],
-    live: Tensor | None,
-    max_norm: Number | None,
-) -> tuple[Tensor, Decision]:
-    """``decide`` where one process has everything, from its inner products."""
-    sums = statistics(products, live)
+    sums = statistics(products(stacks), live)
     return sums, decide(hypers, sums, max_norm)
 
 
@@ -211,14 +194,15 @@ def stacks_of(groups: Sequence[RuleGroup]) -> list[Stack]:
 
 def products(stacks: Sequence[Measured]) -> list[Tensor]:
     """Return the inner products of what is clipped in every stack, partial over shards:
-    those of all pairs of g and its operands, (parts, pairs), from one read of them.
+    those of all pairs of g and its operands, from one read of them, and a last column
+    of ones: (parts, pairs + 1).
 
     Written as sums of products, not as norms: inductor then keeps them in one graph
     with what divides by them. Rows are summed first, then all products of them at once:
     a GPU then reads whole rows in its widest loads, where inductor's own split of a
     long sum need not divide it.
     """
-    return [_products(stack) for stack in stacks]
+    return [F.pad(_products(stack), (0, 1), value=1.0) for stack in stacks]
 
 
 def _products(stack: Measured) -> Tensor:
@@ -253,13 +237,16 @@ def statistics(
     else zeros, and in the last column how many ranks have one.
     """
     width = max(found.shape[1] for found in products)
-    alike = [
-        found if found.shape[1] == width else F.pad(found, (0, width - found.shape[1]))
-        for found in products
-    ]
-    sums = F.pad(torch.cat(alike), (0, 1), value=1.0)
+    sums = torch.cat([_widened(found, width) for found in products])
     # not a product: 0 times infinity is no zero
     return sums if live is None else torch.where(live[:, None], sums, 0.0)
+
+
+def _widened(found: Tensor, width: int) -> Tensor:
+    """Return it with zeros before its last column, in so many columns."""
+    if found.shape[1] == width:
+        return found
+    return F.pad(F.pad(found[:, :-1], (0, width - found.shape[1])), (0, 1), value=1.0)
 
 
 def overflows(stacks: Sequence[Stack], numbers: Sequence[Numbers]) -> Tensor:

@@ -4,10 +4,17 @@ decides about them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from dataclasses import dataclass, fields, replace
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -20,7 +27,9 @@ from marsopt.rules.matrices import MatrixRows
 from marsopt.rules.registry import BUILT_IN
 from marsopt.rules.rounding import HALF
 
+Form = TypeVar("Form")
 FORMULAS: MutableMapping[Algorithm, Formula] = WeakKeyDictionary()
+INTERNED: MutableMapping[Hashable, Any] = WeakValueDictionary()
 SHARED: MutableMapping[Hashable, Formula] = WeakValueDictionary()
 
 
@@ -84,9 +93,11 @@ class Stack(NamedTuple):
 
     def make_form(self) -> StackForm:
         """Return what it is beside its tensors."""
-        return StackForm(
+        return interned(
+            StackForm,
             formula(self.algorithm),
             self.shape,
+            (self.x.shape, self.x.stride(), self.x.dtype),
             tuple(self.buffers),
             tuple(self.given),
             tuple(self.cuts),
@@ -95,10 +106,21 @@ class Stack(NamedTuple):
         )
 
     def measured_form(self) -> MeasuredForm:
-        num = 1 + len(self.algorithm.operands)
+        num, shape = 1 + len(self.algorithm.operands), self.g.shape
         if self.num_clipped == 1:
-            return MeasuredForm(num, None, 1)
-        return MeasuredForm(num, RowsForm.of(self.rows), self.num_row_dims)
+            return interned(MeasuredForm, num, shape, None, 1)
+        rows = RowsForm.of(self.rows)
+        return interned(MeasuredForm, num, shape, rows, self.num_row_dims)
+
+
+def interned(kind: Callable[..., Form], *values: Hashable) -> Form:
+    """Return ``kind(*values)``, the same object for equal values."""
+    if torch.compiler.is_compiling():  # a caller's graph, which needs no more of it
+        return kind(*values)
+    found = INTERNED.get((kind, values))
+    if found is None:
+        found = INTERNED[kind, values] = kind(*values)
+    return found
 
 
 class Measured(NamedTuple):
@@ -115,10 +137,14 @@ class Measured(NamedTuple):
         return self.form, [*self.vectors, self.rows.index]
 
 
-class MeasuredForm(NamedTuple):
-    """What a graph knows of ``Measured`` beside its tensors."""
+@dataclass(frozen=True, eq=False)
+class MeasuredForm:
+    """What a graph knows of ``Measured`` beside its tensors. Equal ones are one
+    object (``interned``), whose hash costs nothing.
+    """
 
     num: int
+    shape: torch.Size  # (L, *piece)
     rows: RowsForm | None
     first: int  # dims before those of which rows are long
 
@@ -164,11 +190,15 @@ class Formula:
         )
 
 
-class StackForm(NamedTuple):
-    """What a graph knows of a stack beside its tensors."""
+@dataclass(frozen=True, eq=False)
+class StackForm:
+    """What a graph knows of a stack beside its tensors. Equal ones are one
+    object (``interned``), whose hash costs nothing.
+    """
 
     formula: Formula
     shape: torch.Size
+    pieces: tuple[Hashable, ...]  # shape, strides and dtype of x, (L, *piece)
     buffers: tuple[str, ...]
     given: tuple[str, ...]
     cuts: tuple[int, ...]
@@ -257,6 +287,7 @@ class Hyperparameters(NamedTuple):
         tensors += [] if self.behind is None else [self.behind]
         form = HyperparametersForm(
             formula(self.algorithm),
+            len(self.t),
             (values.ndim, lr, gamma, numbers),
             self.dtypes,
             self.behind is not None,
@@ -296,6 +327,7 @@ class HyperparametersForm(NamedTuple):
     """What a graph knows of hyperparameters beside the tensors that change."""
 
     formula: Formula
+    num: int  # N
     cells: tuple[int, int, int, tuple[int, ...]]  # of ``Cells``: ndim of values, places
     dtypes: tuple[torch.dtype, ...]
     has_behind: bool

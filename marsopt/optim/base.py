@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -148,7 +148,7 @@ class LayoutOptimizer(Optimizer):
         self._layout: Layout | None = None
         # what layouts share, so that one made anew takes the graphs of another before
         self._hyper: dict[int, DeviceHyperparameters] = {}
-        self._runs: dict[Hashable, InPlace] = {}
+        self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def _place(self) -> None:
         """Choose the device and whether to compile. An optimizer that moves nothing
@@ -157,6 +157,7 @@ class LayoutOptimizer(Optimizer):
         device = device_of(self.param_groups, self.state)
         wanted = self._options["compile"]
         self._compile = device is not None and resolve_compile(wanted, device.type)
+        self._functions = {}  # as they run there
         self._skipped = self._skipped.to(device or "cpu")
 
     def _build(self, layout: Layout | None = None) -> None:
@@ -177,26 +178,16 @@ class LayoutOptimizer(Optimizer):
                 layout.bind()
         self._max_norm: Tensor | None = None
         self.max_norm = self._options["max_norm"]
-        self._run = self._run_of([bucket.kind() for bucket in layout.buckets])
-        self._layout = layout  # last: what is broken off before is done anew
-
-    def _run_of(self, kinds: Sequence[Hashable]) -> InPlace:
-        """Return what moves buckets of these kinds, which keeps its graphs."""
-        key = self._compile, *kinds
-        run = self._runs.pop(key, None)
         if self._layout is not None and log.isEnabledFor(logging.DEBUG):
             log.debug(NEW_LAYOUT, self._layout.changes(self.param_groups))
-        if run is None:
-            run = InPlace(
-                calls(kinds, self._compile),
-                alone=self._options["collectives"] is LOCAL,
-                compile=self._compile,
-                required=self._options["compile"] is True,
-            )
-        self._runs[key] = run  # the last one
-        if len(self._runs) > KEPT:
-            del self._runs[next(iter(self._runs))]
-        return run
+        self._run = InPlace(
+            calls([bucket.kind() for bucket in layout.buckets], self._compile),
+            self._functions,
+            alone=self._options["collectives"] is LOCAL,
+            compile=self._compile,
+            required=self._options["compile"] is True,
+        )
+        self._layout = layout  # last: what is broken off before is done anew
 
     @property
     def _present(self) -> Layout:

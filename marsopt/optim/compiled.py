@@ -5,9 +5,11 @@ inside the compiled region.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
+import subprocess
 import sysconfig
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -151,6 +153,22 @@ def announce() -> None:
     )
 
 
+@cache
+def known_instructions() -> dict[str, bool]:
+    """Return inductor's option that trusts what /proc/cpuinfo says of the CPU, instead
+    of building and loading a program for it (six seconds), where the compiler is known
+    to know these instructions, as GCC does from 11 on.
+    """
+    if "CXX" in os.environ or shutil.which("g++") is None:
+        return {}
+    version = subprocess.run(
+        ["g++", "-dumpversion"], capture_output=True, text=True, check=False
+    ).stdout
+    major = version.partition(".")[0].strip()
+    return {"cpp.vec_isa_ok": True} if major.isdigit() and int(major) >= 11 else {}
+
+
+NUMBER = itertools.count(10**6)  # of every graph
 GRAPHS = 64  # of one function that are kept: of layouts that are gone, too
 
 
@@ -158,8 +176,8 @@ class Compiled:
     """``function``, compiled; eager wherever Dynamo declines to trace.
 
     A graph takes a flat list of tensors; all that is static is in its closure, and a
-    call chooses its graph by that. So a graph never recompiles, and Dynamo's guards ask
-    its tensors and little else.
+    call chooses its graph by that. So a graph does not recompile, and Dynamo's guards
+    ask its tensors and little else.
 
     It declines under a TorchDispatchMode (CommDebugMode, FlopCounterMode: the tools
     that count see every operation then) and with TORCH_COMPILE_DISABLE=1. Where the
@@ -182,7 +200,8 @@ class Compiled:
         say: Callable[[int, str], None],
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._function, self._options = function, _known(options or {})
+        self._function = function
+        self._options = _known({**known_instructions(), **(options or {})})
         self._required, self._say = required, say
         self._is_broken = False
         self._graphs: dict[Hashable, Callable[[list[Tensor]], Any]] = {}
@@ -232,7 +251,10 @@ class Compiled:
             return function(*rebuilt(form, iter(tensors)))
 
         name = function.__name__
-        code = call.__code__.replace(co_name=name)
+        # Dynamo remembers by file, line and name which sizes have changed, and compiles
+        # for any size then; shapes are of the form. (dynamic=False would say that, too,
+        # for 7 microseconds a call.)
+        code = call.__code__.replace(co_name=name, co_firstlineno=next(NUMBER))
         graph = types.FunctionType(code, globals(), name, None, call.__closure__)
         return torch.compile(graph, fullgraph=True, options=dict(self._options))
 
@@ -323,11 +345,10 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
 # What is decided for each tensor is a few bytes in each of many steps. Inductor fuses
 # loops that share data, ten bytes or more; here each loop for itself costs a launch.
 NUMBERS = {"aggressive_fusion": True, "score_fusion_memory_threshold": 0}
-DECISIONS = step.assess_alone, step.decide_alone, step.decide
+DECISIONS = step.assess_alone, step.decide
 RANGES = {
     step.assess_alone: "marsopt: norms",
     step.products: "marsopt: norms",
-    step.decide_alone: "marsopt: norms",
     step.decide: "marsopt: norms",
     step.overflows: "marsopt: norms",
     step.update: "marsopt: update",
@@ -383,6 +404,7 @@ class InPlace:
 
     Args:
         calls: which stacks each call of a graph moves.
+        functions: an optimizer's, by what they compile; what is missing is added.
         alone: whether no other rank has a say.
         compile: False = eager.
         required: whether a backend that fails raises.
@@ -391,15 +413,17 @@ class InPlace:
     def __init__(
         self,
         calls: Sequence[Sequence[int]],
+        functions: dict[Callable[..., Any], Callable[..., Any]],
         *,
         alone: bool,
         compile: bool,
         required: bool,
     ) -> None:
         self.calls = calls
-        self.is_alone, self.is_fused = alone, alone and len(calls) == 1
+        self.is_fused = alone and len(calls) == 1
+        self._alone = alone
         self._compile, self._required = compile, required
-        self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._functions = functions
         self._say = once()
 
     def _run(self, function: Callable[..., Any], off: str | None, *args: Any) -> Any:
@@ -439,7 +463,7 @@ class InPlace:
 
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
         # ranks exchange all that they have at once, in buckets
-        return self.calls if self.is_alone else [range(len(stacks))]
+        return self.calls if self._alone else [range(len(stacks))]
 
     def store(
         self, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor | None, ...]
