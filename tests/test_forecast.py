@@ -433,8 +433,8 @@ def test_what_the_page_shows_of_a_model_of_ones_own_runs():
     exec(textwrap.dedent("\n".join(shown)), names)
     job, memory = names["job"], names["found"].memory
     assert job.num_params == 640 * 64 + 64 * 64 + 64 * 128 + 128
-    assert job.rule == "mars-m-transport" and len(job.matrices()) == 1
-    # the fullest of 8 has an eighth: AdamW 8 bytes of state, MARS-M m and x
+    assert job.rule == "moonlight-transport" and len(job.matrices()) == 1
+    # the fullest of 8 has an eighth: AdamW 8 bytes of state, Moonlight m and x
     assert memory.state == pytest.approx(8 * job.num_params / 8, REL)
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch
 import marsopt
 from marsopt.profiling import command, machine
 from marsopt.profiling.gpt2 import Subject, shapes
-from marsopt.profiling.optimizer import OptimizerReport, profile_optimizer
+from marsopt.profiling.optimizer import OptimizerReport, floor_of, profile_optimizer
 
 WIDTH, VOCAB = 64, 512
 MATRIX = 4 * WIDTH * WIDTH  # bytes of the smallest one
@@ -154,6 +155,41 @@ def test_bytes_of_transport_by_a_matrix_rule():
     report, _ = watched("mars-m", FEW, correction="transport")
     assert report.num_bytes <= 1.002 * report.floor.num_bytes
     assert report.recompiles == []
+
+
+def rows_of_the_page() -> list[tuple[str, str | None, list[int]]]:
+    """Rule, correction and bytes of docs/performance.md: norms, update, apply, sum and
+    state.
+    """
+    page = (Path(__file__).parent.parent / "docs/performance.md").read_text()
+    table = page.partition("## Bytes a parameter")[2].partition("##")[0]
+    rows = []
+    for line in re.findall(r"^\| (?!torch)(\w.*\d) \|$", table, re.MULTILINE):
+        title, *cells = (cell.strip() for cell in line.split("|"))
+        ahead = title.endswith(", transport")
+        rows += [
+            (rule.lower(), "transport" if ahead else None, [int(c or 0) for c in cells])
+            for rule in title.removesuffix(", transport").split(", ")
+        ]
+    return rows
+
+
+@pytest.mark.parametrize(("rule", "correction", "cells"), rows_of_the_page())
+def test_the_bytes_of_the_page_are_the_floor(rule, correction, cells):
+    params = [torch.nn.Parameter(torch.randn(32, 16)) for _ in range(2)]
+    optimizer = marsopt.MARS(
+        params, mars_type=rule, correction=correction, max_norm=1.0, compile=False,
+        ns_dtype=torch.bfloat16,
+    )  # fmt: skip
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    floor, n = floor_of(optimizer.describe().buckets), sum(p.numel() for p in params)
+    norms, update, apply, total, kept = cells
+    assert (floor.norms, floor.update) == (norms * n, (update + apply) * n)
+    assert norms + update + apply == total
+    state = [x for entry in optimizer.state.values() for x in entry.values()]
+    assert sum(x.nbytes for x in state if x.shape == params[0].shape) == kept * n
 
 
 def test_a_mask_by_position_moves_bytes():

@@ -99,6 +99,17 @@ def test_every_file_of_docs_is_a_page_with_a_title(site, pages):
         assert title == heading.replace("`", ""), name
 
 
+def pages_with(index: dict, *stems: str) -> set[str]:
+    """Names of the pages that a search for all of these finds."""
+    places = [set(range(len(index["docnames"])))]
+    for stem in stems:
+        by_stem = index["terms"].get(stem, []), index["titleterms"].get(stem, [])
+        places.append(
+            {n for ns in by_stem for n in ([ns] if isinstance(ns, int) else ns)}
+        )
+    return {index["docnames"][n] for n in set.intersection(*places)}
+
+
 def test_the_index_of_the_search_knows_pages_and_names(site):
     text = (site / "searchindex.js").read_text()
     index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
@@ -106,6 +117,11 @@ def test_the_index_of_the_search_knows_pages_and_names(site):
     found = {index["docnames"][place] for place in places}
     assert {"guide", "choose", "api/components", "research/study"} <= found
     assert {"marsopt", "marsopt.parallel"} <= index["objects"].keys()
+    # what a reader types, as the search stems it
+    assert {"choose", "training", "recipes"} <= pages_with(index, "learn", "rate")
+    assert {"training", "reliability", "setups"} <= pages_with(index, "resum")
+    assert "install" in pages_with(index, "instal")
+    assert {"scaling", "setups"} <= pages_with(index, "ddp")
 
 
 @pytest.mark.parametrize("name", NAMES)

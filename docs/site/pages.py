@@ -25,6 +25,7 @@ EXAMPLES = sorted(path.stem for path in ROOT.glob("examples/*.py"))
 # no chapter has stands in the last one.
 CHAPTERS: dict[str, dict[str, str]] = {
     "Use it": {
+        "install": "Install",
         "choose": "What to choose",
         "guide": "Guide",
         "setups": "Your setup",
