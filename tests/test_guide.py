@@ -25,10 +25,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import marsopt
-from marsopt import MARS
+from marsopt import MARS, REGISTRY
+from marsopt.optim.for_model import GAMMA, LEARNING_RATES
 from marsopt.rules.registry import CORRECTIONS
 
 ROOT = Path(__file__).parent.parent
+
+
+HEADING = re.compile(r"#+ (.*)|\*\*(.*?)\.?\*\*")
 
 
 def snippets(page: Path) -> dict[str, list[str]]:
@@ -41,9 +45,20 @@ def snippets(page: Path) -> dict[str, list[str]]:
         if code:
             found.setdefault(where, []).append("\n".join(code).strip() + "\n")
             code = []
-        named = re.match(r"#+ (.*)|\*\*(.*?)\.?\*\*", line)
+        named = HEADING.match(line)
         where = (named[1] or named[2]) if named else where
     return found
+
+
+def inline(page: Path) -> dict[str, list[str]]:
+    """The code within the prose and the tables of each heading, as of ``snippets``."""
+    prose, where = {}, ""
+    for line in page.read_text().splitlines():
+        if named := HEADING.match(line):
+            where = named[1] or named[2]
+        if not line.startswith("    "):
+            prose.setdefault(where, []).append(line)
+    return {h: re.findall("`([^`]+)`", " ".join(rows)) for h, rows in prose.items()}
 
 
 SNIPPETS = snippets(ROOT / "docs" / "guide.md")
@@ -407,3 +422,72 @@ def test_the_readmes_pieces_and_rule(names):
     (code,) = README["Pure functions"]
     exec(compile(code, "README.md", "exec"), names)
     assert not torch.equal(names["params"]["0.bias"], params["0.bias"])
+
+
+# ---- one start -----------------------------------------------------------------------
+
+START = dict(mars_type="moonlight", correction="transport", gamma=GAMMA)
+# what each door has to say of it, since its default is another
+DOORS = dict(for_model=[], param_groups=["mars_type"])
+DOORS |= dict.fromkeys(("MARS", "mars", "default_mars"), [*START])
+# sections that show another one
+OTHERS = {
+    ("guide.md", "Reproduce the paper"): "the authors'",
+    ("guide.md", "SOAP"): "the next to try",
+    ("guide.md", "Fine-tuning"): "a smaller learning rate",
+    ("choose.md", "What to try next"): "the next to try",
+}
+
+
+def other_than_start(call: ast.Call) -> list[str]:
+    """What in a call of a door differs from the one start."""
+    door = ast.unparse(call.func).rpartition(".")[2]
+    if door.replace("_", "-") in REGISTRY:  # one rule, for one kind of tensor
+        return [door]
+    if door not in DOORS or any(ast.unparse(arg) == "..." for arg in call.args):
+        return []
+    values = {keyword.arg: keyword.value for keyword in call.keywords}
+    if len(call.args) > 1 and door in ("for_model", "param_groups"):
+        values["mars_type"] = call.args[1]
+    if call.args and ast.unparse(call.args[0]) == "groups":  # of param_groups
+        values["mars_type"] = ast.Constant(START["mars_type"])
+    stated = {k: v.value for k, v in values.items() if isinstance(v, ast.Constant)}
+    differs = [f"{door} without {name}" for name in DOORS[door] if name not in values]
+    differs += [
+        f"{k}={stated[k]}" for k in START if stated.get(k, START[k]) != START[k]
+    ]
+    if "lr" in stated and stated["lr"] not in dict(LEARNING_RATES).values():
+        differs.append(f"lr={stated['lr']}")
+    return differs
+
+
+def test_no_page_shows_another_start():
+    """Moonlight with transport at the gamma and the learning rates of ``for_model``, in
+    every snippet and table. Where MARS is built from its pieces, it says all of that.
+    """
+    others = {}
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for heading, parts in [*snippets(page).items(), *inline(page).items()]:
+            trees = [ast.parse(code) for code in parts if is_python(code)]
+            for node in (node for tree in trees for node in ast.walk(tree)):
+                if isinstance(node, ast.Call) and (differs := other_than_start(node)):
+                    others.setdefault((page.name, heading), []).extend(differs)
+    assert others.keys() == OTHERS.keys(), others
+
+
+@pytest.mark.parametrize(
+    "shown, differs",
+    [
+        ('marsopt.for_model(model, "moonlight", lr=6e-3)', []),
+        ("for_model(model, lr=1e-3)", ["lr=0.001"]),
+        ('for_model(model, "mars-m")', ["mars_type=mars-m"]),
+        ("for_model(model, gamma=0.1)", ["gamma=0.1"]),
+        ("MARS(groups)", ["MARS without correction", "MARS without gamma"]),
+        ('MARS(groups, correction="transport", gamma=0.05)', []),
+        ('param_groups(model, "muon", lr=2e-2)', ["mars_type=muon", "lr=0.02"]),
+        ("marsopt.mars_adamw(max_norm=1.0)", ["mars_adamw"]),
+    ],
+)
+def test_another_start_is_seen(shown, differs):
+    call = ast.parse(shown, mode="eval").body
+    assert other_than_start(call) == differs
