@@ -424,6 +424,25 @@ def test_the_readmes_pieces_and_rule(names):
     assert not torch.equal(names["params"]["0.bias"], params["0.bias"])
 
 
+def test_the_table_of_rules_is_the_registry():
+    page = (ROOT / "docs/fidelity.md").read_text()
+    table = page.partition("| `mars_type` |")[2].partition("\n\n")[0]
+    vectors = {"itself": "itself", "`lr`": "adamw", "3e-3": "adamw_1d"}
+    names = set()
+    for line in table.splitlines()[2:]:
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        betas, decay = ast.literal_eval(cells[1])
+        for name in cells[0].split(", "):
+            rule = REGISTRY[name]
+            values = rule.hyperparameters
+            shown = values["betas"] if isinstance(betas, tuple) else values["betas"][0]
+            assert (shown, values["weight_decay"]) == (betas, decay), name
+            assert rule.fallback == vectors[cells[2]], name
+            assert 4 * rule.num_buffers() == int(cells[3].split()[0]), name
+            names.add(name)
+    assert names == REGISTRY.keys()
+
+
 # ---- one start -----------------------------------------------------------------------
 
 START = dict(mars_type="moonlight", correction="transport", gamma=GAMMA)
