@@ -61,10 +61,9 @@ def inline(page: Path) -> dict[str, list[str]]:
     return {h: re.findall("`([^`]+)`", " ".join(rows)) for h, rows in prose.items()}
 
 
-SNIPPETS = snippets(ROOT / "docs" / "guide.md")
-README = snippets(ROOT / "README.md")
-COMPONENTS = snippets(ROOT / "docs/api/components.md")
-PAGES = {"README.md": README, "guide.md": SNIPPETS, "components.md": COMPONENTS}
+FILES = [ROOT / "README.md", ROOT / "docs/guide.md", ROOT / "docs/api/components.md"]
+PAGES = {file.name: snippets(file) for file in FILES}
+README, SNIPPETS = PAGES["README.md"], PAGES["guide.md"]
 # what is shown, and neither runs nor is a command
 FORMULAS = {("guide.md", "x, computed or kept")}
 
@@ -75,8 +74,15 @@ def is_python(code: str) -> bool:
     return False
 
 
-# {(page, heading): its Python}, and all lines of shell
-CODE, COMMANDS = {}, []
+# {(page, heading): its Python}, and all lines of shell, in blocks and in the prose
+CODE = {}
+COMMANDS = [
+    code
+    for file in FILES
+    for parts in inline(file).values()
+    for code in parts
+    if re.match(r"(python|torchrun) |make \w", code)
+]
 for page, headings in PAGES.items():
     for heading, parts in headings.items():
         if code := [part for part in parts if is_python(part)]:
