@@ -1,6 +1,6 @@
-"""What README and docs/guide.md show runs as it stands there, and does what the text
-says. Beside this file it needs the two pages and an installed marsopt alone
-(tests/test_package.py, tests/archives.sh).
+"""What README, docs/guide.md and docs/api/components.md show runs as it stands there,
+and does what the text says; and no page shows another start. Beside this file it needs
+these pages and an installed marsopt alone (tests/test_package.py, tests/archives.sh).
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import marsopt
-from marsopt import MARS
+from marsopt import MARS, REGISTRY
+from marsopt.optim.for_model import GAMMA, LEARNING_RATES
 from marsopt.rules.registry import CORRECTIONS
 
 ROOT = Path(__file__).parent.parent
+
+
+HEADING = re.compile(r"#+ (.*)|\*\*(.*?)\.?\*\*")
 
 
 def snippets(page: Path) -> dict[str, list[str]]:
@@ -41,14 +45,25 @@ def snippets(page: Path) -> dict[str, list[str]]:
         if code:
             found.setdefault(where, []).append("\n".join(code).strip() + "\n")
             code = []
-        named = re.match(r"#+ (.*)|\*\*(.*?)\.?\*\*", line)
+        named = HEADING.match(line)
         where = (named[1] or named[2]) if named else where
     return found
 
 
-SNIPPETS = snippets(ROOT / "docs" / "guide.md")
-README = snippets(ROOT / "README.md")
-PAGES = {"README.md": README, "guide.md": SNIPPETS}
+def inline(page: Path) -> dict[str, list[str]]:
+    """The code within the prose and the tables of each heading, as of ``snippets``."""
+    prose, where = {}, ""
+    for line in page.read_text().splitlines():
+        if named := HEADING.match(line):
+            where = named[1] or named[2]
+        if not line.startswith("    "):
+            prose.setdefault(where, []).append(line)
+    return {h: re.findall("`([^`]+)`", " ".join(rows)) for h, rows in prose.items()}
+
+
+FILES = [ROOT / "README.md", ROOT / "docs/guide.md", ROOT / "docs/api/components.md"]
+PAGES = {file.name: snippets(file) for file in FILES}
+README, SNIPPETS = PAGES["README.md"], PAGES["guide.md"]
 # what is shown, and neither runs nor is a command
 FORMULAS = {("guide.md", "x, computed or kept")}
 
@@ -59,8 +74,15 @@ def is_python(code: str) -> bool:
     return False
 
 
-# {(page, heading): its Python}, and all lines of shell
-CODE, COMMANDS = {}, []
+# {(page, heading): its Python}, and all lines of shell, in blocks and in the prose
+CODE = {}
+COMMANDS = [
+    code
+    for file in FILES
+    for parts in inline(file).values()
+    for code in parts
+    if re.match(r"(python|torchrun) |make \w", code)
+]
 for page, headings in PAGES.items():
     for heading, parts in headings.items():
         if code := [part for part in parts if is_python(part)]:
@@ -155,11 +177,10 @@ def setting(heading, names, folder):
         case "Guide":
             names["loss"] = loss(loader[0])
             yield
-        case "Rules":
+        case "Param groups":
             matrices = [p for p in model.parameters() if p.ndim == 2]
             vectors = [p for p in model.parameters() if p.ndim == 1]
             names |= dict(matrices=matrices, norms_and_biases=vectors)
-            names["params"] = model.parameters()
             yield
         case "Corrections":
             names |= dict(step=0, period=10, batch=loader[0], loss=loss)
@@ -208,18 +229,8 @@ def setting(heading, names, folder):
         case "torchtitan":
             pytest.importorskip("torchtitan")
             yield
-            model.embed = nn.Embedding(3, 2)  # a pattern of the guide's asks for one
             built = names["config"].optimizer.build(model_parts=[model])
             assert any(type(optimizer) is MARS for optimizer in built)
-        case "Hugging Face":
-            hf = pytest.importorskip("transformers")
-            arguments = hf.TrainingArguments(folder, use_cpu=True, report_to=[])
-            names |= dict(Trainer=hf.Trainer, arguments=arguments, data=loader)
-            yield
-        case "Lightning":
-            yield
-            module = SimpleNamespace(model=model)
-            assert type(names["configure_optimizers"](module)) is MARS
         case "Other trainers":
             base = ModuleType("axolotl.integrations.base")
             base.BasePlugin = object  # axolotl is not installed
@@ -280,11 +291,10 @@ def test_fine_tuning(names, tmp_path, monkeypatch):
     found = run("Fine-tuning", names)
     assert loss(names) < before
     tuned = torch.load("tuned.pt")
-    for (name, x), (_, held) in zip(
-        tuned.items(), found.optimizer.iterates(), strict=True
-    ):
-        assert torch.equal(x, held)
-        assert 0 < (x - start[name]).abs().max() < 8 * 3.1e-3
+    trained = dict(found.optimizer.iterates())
+    for name, p in names["model"].named_parameters():
+        assert torch.equal(tuned[name], trained[p])
+        assert 0 < (tuned[name] - start[name]).abs().max() < 8 * 1.1e-3
 
 
 def test_exponential_moving_average(names):
@@ -340,14 +350,14 @@ def test_grad_scaler(names):
 
 def test_one_cycle_without_momentum(names):
     found = run("OneCycleLR", names)
-    rates = []
+    rates, betas = [], [group["betas"] for group in found.optimizer.param_groups]
     for _ in range(100):
         for p in found.model.parameters():
             p.grad = torch.zeros_like(p)
         found.optimizer.step()
         rates.append(found.optimizer.param_groups[0]["lr"])
         found.scheduler.step() if len(rates) < 100 else None
-    assert found.optimizer.param_groups[0]["betas"] == (0.95, 0.99)
+    assert [group["betas"] for group in found.optimizer.param_groups] == betas
     assert max(rates) == pytest.approx(6e-3)
 
 
@@ -418,3 +428,91 @@ def test_the_readmes_pieces_and_rule(names):
     (code,) = README["Pure functions"]
     exec(compile(code, "README.md", "exec"), names)
     assert not torch.equal(names["params"]["0.bias"], params["0.bias"])
+
+
+def test_the_table_of_rules_is_the_registry():
+    page = (ROOT / "docs/fidelity.md").read_text()
+    table = page.partition("| `mars_type` |")[2].partition("\n\n")[0]
+    vectors = {"itself": "itself", "`lr`": "adamw", "3e-3": "adamw_1d"}
+    names = set()
+    for line in table.splitlines()[2:]:
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        betas, decay = ast.literal_eval(cells[1])
+        for name in cells[0].split(", "):
+            rule = REGISTRY[name]
+            values = rule.hyperparameters
+            shown = values["betas"] if isinstance(betas, tuple) else values["betas"][0]
+            assert (shown, values["weight_decay"]) == (betas, decay), name
+            assert rule.fallback == vectors[cells[2]], name
+            assert 4 * rule.num_buffers() == int(cells[3].split()[0]), name
+            names.add(name)
+    assert names == REGISTRY.keys()
+
+
+# ---- one start -----------------------------------------------------------------------
+
+START = dict(mars_type="moonlight", correction="transport", gamma=GAMMA)
+# what each door has to say of it, since its default is another
+DOORS = dict(for_model=[], param_groups=["mars_type"])
+DOORS |= dict.fromkeys(("MARS", "mars", "default_mars"), [*START])
+# sections that show another one
+OTHERS = {
+    ("guide.md", "Reproduce the paper"): "the authors'",
+    ("guide.md", "SOAP"): "the next to try",
+    ("guide.md", "Fine-tuning"): "a smaller learning rate",
+    ("choose.md", "What to try next"): "the next to try",
+}
+
+
+def other_than_start(call: ast.Call) -> list[str]:
+    """What in a call of a door differs from the one start."""
+    door = ast.unparse(call.func).rpartition(".")[2]
+    if door.replace("_", "-") in REGISTRY:  # one rule, for one kind of tensor
+        return [door]
+    if door not in DOORS or any(ast.unparse(arg) == "..." for arg in call.args):
+        return []
+    values = {keyword.arg: keyword.value for keyword in call.keywords}
+    if len(call.args) > 1 and door in ("for_model", "param_groups"):
+        values["mars_type"] = call.args[1]
+    if call.args and ast.unparse(call.args[0]) == "groups":  # of param_groups
+        values["mars_type"] = ast.Constant(START["mars_type"])
+    stated = {k: v.value for k, v in values.items() if isinstance(v, ast.Constant)}
+    differs = [f"{door} without {name}" for name in DOORS[door] if name not in values]
+    differs += [
+        f"{k}={stated[k]}" for k in START if stated.get(k, START[k]) != START[k]
+    ]
+    if "lr" in stated and stated["lr"] not in dict(LEARNING_RATES).values():
+        differs.append(f"lr={stated['lr']}")
+    return differs
+
+
+def test_no_page_shows_another_start():
+    """Moonlight with transport at the gamma and the learning rates of ``for_model``, in
+    every snippet and table. Where MARS is built from its pieces, it says all of that.
+    """
+    others = {}
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for heading, parts in [*snippets(page).items(), *inline(page).items()]:
+            trees = [ast.parse(code) for code in parts if is_python(code)]
+            for node in (node for tree in trees for node in ast.walk(tree)):
+                if isinstance(node, ast.Call) and (differs := other_than_start(node)):
+                    others.setdefault((page.name, heading), []).extend(differs)
+    assert others.keys() == OTHERS.keys(), others
+
+
+@pytest.mark.parametrize(
+    "shown, differs",
+    [
+        ('marsopt.for_model(model, "moonlight", lr=6e-3)', []),
+        ("for_model(model, lr=1e-3)", ["lr=0.001"]),
+        ('for_model(model, "mars-m")', ["mars_type=mars-m"]),
+        ("for_model(model, gamma=0.1)", ["gamma=0.1"]),
+        ("MARS(groups)", ["MARS without correction", "MARS without gamma"]),
+        ('MARS(groups, correction="transport", gamma=0.05)', []),
+        ('param_groups(model, "muon", lr=2e-2)', ["mars_type=muon", "lr=0.02"]),
+        ("marsopt.mars_adamw(max_norm=1.0)", ["mars_adamw"]),
+    ],
+)
+def test_another_start_is_seen(shown, differs):
+    call = ast.parse(shown, mode="eval").body
+    assert other_than_start(call) == differs

@@ -43,7 +43,7 @@ CHAPTERS: dict[str, dict[str, str]] = {
     },
     "Evidence": {
         "comparison": "Comparison",
-        "fidelity": "Fidelity",
+        "fidelity": "Rules and fidelity",
         "convergence": "Convergence",
         "conformance": "Conformance",
     },

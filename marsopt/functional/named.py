@@ -152,7 +152,7 @@ def mars(**options: Unpack[RoutedOptions]) -> Rule:
     """Return the authors' routing as one rule: matrices by ``mars_type``, other
     tensors by AdamW.
 
-    What is None is the rule's own, as ``MARS`` has it too: docs/guide.md lists it.
+    What is None is the rule's own, as ``MARS`` has it too: docs/fidelity.md lists it.
     """
     check_names(options, _routed(), "mars")
     row = named(options.get("mars_type", Choice.mars_type))

@@ -31,8 +31,8 @@ class MARS(LayoutOptimizer):
     Tensors of exactly two dims (or what ``matrices`` says) take ``mars_type``. Other
     tensors take AdamW with ``lr_1d``, ``betas_1d`` and ``weight_decay_1d`` unless
     ``optimize_1d``; with "adamw", "nadamw" and "lion" they take that rule itself. What
-    is None is the rule's own, which docs/guide.md lists; the authors' four names have
-    the authors' values.
+    is None is the rule's own, which docs/fidelity.md lists; the authors' four names
+    have the authors' values.
 
     Every hyperparameter may be set per param group and changed between steps, as in
     torch.optim, but for those of the whole optimizer: ``is_approx``, ``correction``,

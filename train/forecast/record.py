@@ -136,7 +136,7 @@ class Compiled:
     holds no more than its results, and writes those into the tensors that hold them.
     """
 
-    is_alone = is_fused = False
+    is_fused = False
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
