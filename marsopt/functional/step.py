@@ -194,15 +194,14 @@ def stacks_of(groups: Sequence[RuleGroup]) -> list[Stack]:
 
 def products(stacks: Sequence[Measured]) -> list[Tensor]:
     """Return the inner products of what is clipped in every stack, partial over shards:
-    those of all pairs of g and its operands, from one read of them, and a last column
-    of ones: (parts, pairs + 1).
+    those of all pairs of g and its operands, (parts, pairs), from one read of them.
 
     Written as sums of products, not as norms: inductor then keeps them in one graph
     with what divides by them. Rows are summed first, then all products of them at once:
     a GPU then reads whole rows in its widest loads, where inductor's own split of a
     long sum need not divide it.
     """
-    return [F.pad(_products(stack), (0, 1), value=1.0) for stack in stacks]
+    return [_products(stack) for stack in stacks]
 
 
 def _products(stack: Measured) -> Tensor:
@@ -237,16 +236,13 @@ def statistics(
     else zeros, and in the last column how many ranks have one.
     """
     width = max(found.shape[1] for found in products)
-    sums = torch.cat([_widened(found, width) for found in products])
+    alike = [
+        found if found.shape[1] == width else F.pad(found, (0, width - found.shape[1]))
+        for found in products
+    ]
+    sums = F.pad(torch.cat(alike), (0, 1), value=1.0)
     # not a product: 0 times infinity is no zero
     return sums if live is None else torch.where(live[:, None], sums, 0.0)
-
-
-def _widened(found: Tensor, width: int) -> Tensor:
-    """Return it with zeros before its last column, in so many columns."""
-    if found.shape[1] == width:
-        return found
-    return F.pad(F.pad(found[:, :-1], (0, width - found.shape[1])), (0, 1), value=1.0)
 
 
 def overflows(stacks: Sequence[Stack], numbers: Sequence[Numbers]) -> Tensor:

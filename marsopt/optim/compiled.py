@@ -168,7 +168,8 @@ def known_instructions() -> dict[str, bool]:
     return {"cpp.vec_isa_ok": True} if major.isdigit() and int(major) >= 11 else {}
 
 
-NUMBER = itertools.count(10**6)  # of every graph
+NUMBER = itertools.count(1)  # of every graph
+LINES = 10_000  # more than a file has: a graph's line, modulo these, is its function's
 GRAPHS = 64  # of one function that are kept: of layouts that are gone, too
 
 
@@ -254,7 +255,9 @@ class Compiled:
         # Dynamo remembers by file, line and name which sizes have changed, and compiles
         # for any size then; shapes are of the form. (dynamic=False would say that, too,
         # for 7 microseconds a call.)
-        code = call.__code__.replace(co_name=name, co_firstlineno=next(NUMBER))
+        code = call.__code__
+        line = code.co_firstlineno + next(NUMBER) * LINES
+        code = code.replace(co_name=name, co_firstlineno=line)
         graph = types.FunctionType(code, globals(), name, None, call.__closure__)
         return torch.compile(graph, fullgraph=True, options=dict(self._options))
 

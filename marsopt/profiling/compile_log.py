@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from marsopt.optim import base
+from marsopt.optim.compiled import LINES
 
 PACKAGE = str(Path(base.__file__).parents[1])  # where the functions of MARS lie
 
@@ -138,7 +139,10 @@ class CompileLog:
         if key in self.graphs:
             graph = self.graphs[key]
             graph.name = name
-            graph.where = f"{frame.get('co_filename')}:{frame.get('co_firstlineno')}"
+            path, line = frame.get("co_filename"), frame.get("co_firstlineno")
+            if str(path).startswith(PACKAGE):
+                line %= LINES
+            graph.where = f"{path}:{line}"
             graph.seconds = frame.get("entire_frame_compile_time_s") or 0.0
             self.tell(f"graph {key}, {name}, compiled in {graph.seconds:.1f} s")
 
