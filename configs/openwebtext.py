@@ -136,7 +136,7 @@ def xl_mars_shampoo() -> MarsTrainer.Config:
 
 def _transport(rule: str) -> MarsTrainer.Config:
     """The recipe of GPT-2 small by ``rule``, with its gradient taken ahead."""
-    options = dict(correction="transport", gamma=TRANSPORT_GAMMA[rule])
+    options = dict(correction="transport", gamma=TRANSPORT_GAMMA)
     return recipe("small", rule, variant="_transport", **options)
 
 

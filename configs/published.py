@@ -88,11 +88,5 @@ ONE_RATE = (
     *("soap", "mars_soap", "soap_muon", "mars_soap_muon"),
 )
 
-# Gamma with transport, of GPT-2 small: guesses, ours.
-TRANSPORT_GAMMA = {
-    "mars_adamw": 0.05,
-    "mars_lion": 0.025,
-    "mars_shampoo": 0.025,
-    "mars_m": 0.025,
-    "moonlight": 0.025,
-}
+# Gamma with transport, of GPT-2 small: that of marsopt.for_model, a guess.
+TRANSPORT_GAMMA = 0.05

@@ -106,6 +106,10 @@ GAMMA = {  # where it is not the published 0.025
     "tiny_moonlight_transport": 0.05,
     "tiny_mars_soap_transport": 0.05,
     "small_mars_adamw_transport": 0.05,
+    "small_mars_lion_transport": 0.05,
+    "small_mars_shampoo_transport": 0.05,
+    "small_mars_m_transport": 0.05,
+    "small_moonlight_transport": 0.05,
 }
 HEAD, *ROWS = [line.split() for line in TABLE.split("\n") if line]
 FROZEN = {row[0]: dict(zip(HEAD, row, strict=True)) for row in ROWS}
