@@ -1,0 +1,80 @@
+"""Seconds of the first step, which compiles: with an empty cache on disk, and again in
+a new process with the cache that the first left.
+
+    python -m benchmarks.first_call [--layers 12] [--width 768]
+
+GPT-2's tensors without gradients of a model; what torch imports when it compiles is
+part of it. Beside MARS, torch.compile of torch's own AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from marsopt import MARS
+from marsopt.profiling.gpt2 import param_groups, shapes
+from marsopt.profiling.machine import describe, one_line
+
+RULES = {  # contender: its rule and correction
+    "MARS-AdamW": ("mars-adamw", "approximate"),
+    "MARS-AdamW, transport": ("mars-adamw", "transport"),
+    "Moonlight, transport": ("moonlight", "transport"),
+}
+TORCH = "torch.compile(AdamW.step)"
+
+
+def first_step(name: str, num_layers: int, width: int) -> float:
+    """Return the seconds of the contender's first step, made for it."""
+    torch.manual_seed(0)
+    params = {
+        key: nn.Parameter(0.02 * torch.randn(shape))
+        for key, shape in shapes(num_layers, width).items()
+    }
+    for p in params.values():
+        p.grad = 1e-3 * torch.randn_like(p)
+    step: Callable[[], object]
+    if name == TORCH:
+        step = torch.compile(torch.optim.AdamW(params.values()).step)
+    else:
+        rule, correction = RULES[name]
+        groups, options = param_groups(params, rule), dict(correction=correction)
+        step = MARS(groups, mars_type=rule, max_norm=1.0, compile=True, **options).step
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--only", choices=[*RULES, TORCH], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.only:
+        print(first_step(args.only, args.layers, args.width))
+        return
+    print(f"seconds of the first step; {one_line(describe('cpu'))}", flush=True)
+    print(f"{'':28}   empty cache   kept cache")
+    sizes = ["--layers", str(args.layers), "--width", str(args.width)]
+    for name in [*RULES, TORCH]:
+        command = [sys.executable, "-m", "benchmarks.first_call", "--only", name]
+        with tempfile.TemporaryDirectory() as folder:
+            there = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder}
+            cold, warm = (
+                float(subprocess.check_output([*command, *sizes], env=there, text=True))
+                for _ in range(2)
+            )
+        print(f"{name:28} {cold:13.1f} {warm:12.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
