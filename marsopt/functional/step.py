@@ -162,7 +162,8 @@ def assess(
     measured = [stack.measured for stack in stacks]
     if run.is_fused and not may_overflow:
         return run.call(assess_alone, hypers, measured, live, max_norm)
-    found, leaves = run.each(products, measured), list[Tensor]()
+    leaves: list[Tensor] = []
+    found = run.each(products, measured)
     for part, own in zip(found, members, strict=True):
         leaves += repeated(own.leaves, len(part) // len(own.leaves))
     partial = statistics(found, live)
