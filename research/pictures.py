@@ -85,14 +85,10 @@ def transport(path: Path) -> None:
         axes.annotate("", y - 0.12 * g, y, arrowprops=arrow)
         texts = {
             "$x_{t-1}$": (before, (-6, 8), GREY),
-            "$x_t$: the iterate, what eval()\nand state_dict() see": (
-                x,
-                (-92, -34),
-                GREY,
-            ),
+            "$x_t$: what eval() and\nstate_dict() see": (x, (10, 2), GREY),
             "$y_t = x_t + k\\,(x_t - x_{t-1})$: what the model\nholds in training; "
             "its gradient is taken here": (y, (-60, -38), ACCENT),
-            "$x_{t+1}$": (after, (8, 2), GREY),
+            "$x_{t+1}$": (after, (8, -2), GREY),
         }
         for text, (point, offset, color) in texts.items():
             place = dict(xytext=offset, textcoords="offset points", color=color)

@@ -122,8 +122,10 @@ class Algorithm:
             return self
         dtypes = {p.dtype for p in params}
         wide = all(p.dtype == working_dtype(p) for p in params)
-        own = {self.state_dtype or default_state_dtype(dtype) for dtype in dtypes}
-        return self if wide and len(dtypes | own) == 1 else self._storing
+        state_dtypes = {
+            self.state_dtype or default_state_dtype(dtype) for dtype in dtypes
+        }
+        return self if wide and len(dtypes | state_dtypes) == 1 else self._storing
 
     @cached_property
     def _storing(self) -> Algorithm:  # one, which compiled graphs are known by
@@ -164,17 +166,17 @@ class Algorithm:
     @property
     def buffers(self) -> dict[str, Buffer]:
         """What there is for each tensor beside it and its gradient, by symbol."""
-        own = dict(self.preconditioner.buffers)
-        if "m" in own and self.is_quasi_hyperbolic:
-            own["m"] = own["m"]._replace(key=GRADIENTS)
-        elif "m" in own and self.is_momentum and self.correction is None:
-            own["m"] = own["m"]._replace(key=MOMENTUM)
+        buffers = dict(self.preconditioner.buffers)
+        if "m" in buffers and self.is_quasi_hyperbolic:
+            buffers["m"] = buffers["m"]._replace(key=GRADIENTS)
+        elif "m" in buffers and self.is_momentum and self.correction is None:
+            buffers["m"] = buffers["m"]._replace(key=MOMENTUM)
         if self.corrects is None:
-            return own
+            return buffers
         keeps = dict(self.corrects.keeps)
         if self.num_behind:
             del keeps["x"]
-        return {**own, **keeps}
+        return {**buffers, **keeps}
 
     @property
     def is_momentum(self) -> bool:
@@ -201,13 +203,13 @@ class Algorithm:
 
     def dtype_of(self, buffer: Buffer, x: Tensor) -> torch.dtype:
         """Return the dtype of a buffer for ``x``."""
-        own = self.state_dtype or default_state_dtype(x.dtype)
+        state_dtype = self.state_dtype or default_state_dtype(x.dtype)
         if buffer.home == "owner":  # not rounded stochastically; float16 has no range
-            own = default_state_dtype(torch.promote_types(own, x.dtype))
+            state_dtype = default_state_dtype(torch.promote_types(state_dtype, x.dtype))
         narrow = None if self.corrects is None else self.corrects.h_dtype
         by_name = {
-            "state": own,
-            "gradient": narrow or own,
+            "state": state_dtype,
+            "gradient": narrow or state_dtype,
             "parameter": x.dtype,
             "working": working_dtype(x),
         }
@@ -217,8 +219,8 @@ class Algorithm:
         """Return whether a step rounds stochastically what it writes into a buffer of
         this dtype, at home in shards.
         """
-        own = buffer.dtype in ("state", "gradient")
-        return self.stochastic_rounding and own and dtype == NARROW
+        is_state = buffer.dtype in ("state", "gradient")
+        return self.stochastic_rounding and is_state and dtype == NARROW
 
     def num_clipped(self, shape: torch.Size) -> int:
         """Return how many parts of a tensor of this shape have a norm of their own."""

@@ -141,18 +141,18 @@ class Correction(ABC):
         Raises:
             ValueError: ``coefficients`` returns another number of them.
         """
-        one = torch.ones_like(products[:, 0])
-        found = self.coefficients(beta1, gamma)
-        if len(found) != (num := 1 + len(self.operands)):
+        ones = torch.ones_like(products[:, 0])
+        coefficients = self.coefficients(beta1, gamma)
+        if len(coefficients) != (num := 1 + len(self.operands)):
             raise ValueError(
-                f"got {len(found)} coefficients of {type(self).__name__}, expected "
+                f"got {len(coefficients)} coefficients of {type(self).__name__}, expected "
                 f"{num}, of the gradient and of operands={self.operands}: return one "
                 "for each"
             )
-        w = [value * one for value in found]
+        w = [value * ones for value in found]
         w[0] = w[0] * a
         # ||c||^2 expanded: neither c nor a second pass over the operands is needed
-        cc = torch.zeros_like(one)
+        cc = torch.zeros_like(ones)
         for (i, j), product in zip(pairs(w), products.unbind(1), strict=False):
             cc = cc + (1 if i == j else 2) * w[i] * w[j] * product
         if self.clip is None:

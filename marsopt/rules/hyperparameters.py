@@ -116,13 +116,13 @@ def table(component: type) -> Table:
     the name that users write.
     """
     hints = get_type_hints(component)
-    found: dict[str, Hyperparameter] = {}
+    lines: dict[str, Hyperparameter] = {}
     for f in fields(component):
         if is_dataclass(f.default) and not isinstance(f.default, type):
-            found |= table(type(f.default))
+            lines |= table(type(f.default))
             continue
         hint = hints[f.name]
-        found[_name(f)] = Hyperparameter(
+        lines[_name(f)] = Hyperparameter(
             _name(f),
             f.default,
             hint,
@@ -132,29 +132,29 @@ def table(component: type) -> Table:
             f.metadata.get("beta"),
             tuple in [get_origin(h) for h in (hint, *get_args(hint))],
         )
-    return found
+    return lines
 
 
-def arguments(component: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a dataclass that are among ``given``, under the names of
+def arguments(component: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a dataclass that are among ``values``, under the names of
     its fields. None is the dataclass's own value where it is none itself.
     """
-    found: dict[str, Any] = {}
+    by_field: dict[str, Any] = {}
     known = table(component)
     for f in fields(component):
         if is_dataclass(f.default) and not isinstance(f.default, type):
-            own = arguments(type(f.default), given)
-            if own:
-                found[f.name] = replace(f.default, **own)
+            nested = arguments(type(f.default), values)
+            if nested:
+                by_field[f.name] = replace(f.default, **nested)
             continue
         line = known[_name(f)]
-        if line.beta is not None and line.name not in given and "betas" in given:
-            found[f.name] = given["betas"][line.beta]
-        elif line.name in given:
-            value = given[line.name]
+        if line.beta is not None and line.name not in values and "betas" in values:
+            by_field[f.name] = values["betas"][line.beta]
+        elif line.name in values:
+            value = values[line.name]
             if value is not None or line.may_be_none or line.is_number:
-                found[f.name] = value
-    return found
+                by_field[f.name] = value
+    return by_field
 
 
 def check_fields(component: Any) -> None:
@@ -177,14 +177,14 @@ def numbers_of(component: Any) -> list[Any]:
     """Return the values of all fields made by ``number``, and of those of components
     that are its fields; pairs as two, without those that are None.
     """
-    found: list[Any] = []
+    numbers: list[Any] = []
     for f in fields(component):
         value = getattr(component, f.name)
         if is_dataclass(value):
-            found += numbers_of(value)
+            numbers += numbers_of(value)
         elif f.metadata.get("number") and value is not None:
-            found += value if isinstance(value, tuple) else [value]
-    return found
+            numbers += value if isinstance(value, tuple) else [value]
+    return numbers
 
 
 def with_numbers(component: Any, numbers: Iterator[Any]) -> Any:
@@ -203,27 +203,27 @@ def with_numbers(component: Any, numbers: Iterator[Any]) -> Any:
     return copied
 
 
-def check_values(known: Table, given: Mapping[str, Any]) -> None:
-    """Check those of ``given`` that are in a table.
+def check_values(known: Table, values: Mapping[str, Any]) -> None:
+    """Check those of ``values`` that are in a table.
 
     Raises:
         ValueError: one is out of its range.
     """
-    for name, value in given.items():
+    for name, value in values.items():
         if (line := known.get(name)) is None:
             continue
-        own = value is None and not line.is_number  # the rule's own
-        if line.check is not None and (line.may_be_none or not own):
+        is_unset = value is None and not line.is_number  # the rule's own
+        if line.check is not None and (line.may_be_none or not is_unset):
             line.check(name, value)
 
 
-def check_names(given: Mapping[str, Any], known: Mapping[str, Any], what: str) -> None:
-    """Check that all names that are ``given`` to ``what`` are known.
+def check_names(names: Mapping[str, Any], known: Mapping[str, Any], what: str) -> None:
+    """Check that all ``names`` that are given to ``what`` are known.
 
     Raises:
         TypeError: one is not.
     """
-    unknown = [name for name in given if name not in known]
+    unknown = [name for name in names if name not in known]
     if not unknown:
         return
     close = {
@@ -233,8 +233,8 @@ def check_names(given: Mapping[str, Any], known: Mapping[str, Any], what: str) -
     }
     meant = [f"{near!r} for {name!r}" for name, near in close.items() if near in known]
     do = f"did you mean {', '.join(meant)}?" if meant else "leave out what it is not"
-    told = dict.fromkeys(INSTEAD[name] for name in unknown if name in INSTEAD)
-    do = "; ".join([do, *told])
+    advice = dict.fromkeys(INSTEAD[name] for name in unknown if name in INSTEAD)
+    do = "; ".join([do, *advice])
     raise TypeError(
         f"got {sorted(unknown)}, expected arguments of {what} "
         f"({', '.join(sorted(known))}): {do}"

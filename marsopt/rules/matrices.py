@@ -123,18 +123,18 @@ class MatrixRows(NamedTuple):
         """Return (L, num) sums over the rows of every matrix that lie here, of
         ``values`` (L, ..., rows).
         """
-        found = values.flatten(1)
+        flat = values.flatten(1)
         if self.index is not None:
-            every = found.new_zeros(len(found), self.num * self.rows)
-            found = every.index_copy(1, self.index, found)
-        return found.reshape(len(found), self.num, self.rows).sum(-1)
+            all_rows = flat.new_zeros(len(flat), self.num * self.rows)
+            flat = all_rows.index_copy(1, self.index, flat)
+        return flat.reshape(len(flat), self.num, self.rows).sum(-1)
 
     def spread(self, values: Tensor, shape: torch.Size) -> Tensor:
         """Return what every row has of ``values`` (L, num), in the piece's ``shape``
         (L, ..., rows); in memory of its own, so that all loops over rows are alike.
         """
         if self.index is None:
-            every = values[:, :, None].expand(-1, -1, self.rows)
+            per_row = values[:, :, None].expand(-1, -1, self.rows)
         else:
-            every = values[:, self.index // self.rows]
-        return every.reshape(shape).contiguous()
+            per_row = values[:, self.index // self.rows]
+        return per_row.reshape(shape).contiguous()

@@ -135,12 +135,12 @@ def symmetric(
             return a @ b
         return add_product(add, a, b, beta=beta, alpha=alpha)
     for start, num, stop, out in into.rows:
-        given = a.narrow(-2, start, num), b.narrow(-1, 0, stop)
+        factors = a.narrow(-2, start, num), b.narrow(-1, 0, stop)
         if add is None:
-            product(*given, out=out)
+            product(*factors, out=out)
         else:
-            own = _part(add, (start, stop), (0, stop))
-            add_product(own, *given, beta=beta, alpha=alpha, out=out)
+            addend = _part(add, (start, stop), (0, stop))
+            add_product(addend, *factors, beta=beta, alpha=alpha, out=out)
     for above, below in into.mirrored:
         above.copy_(below)
     return into.whole
@@ -370,8 +370,8 @@ class NewtonSchulz:
             # quotients of a CPU are all in their own precision before they are cast
             pieces = [
                 (m, n, o)
-                for own in zip(*map(_each, (matrices, norm, out)), strict=True)
-                for m, n, o in _rows(*own)
+                for triple in zip(*map(_each, (matrices, norm, out)), strict=True)
+                for m, n, o in _rows(*triple)
             ]
         for m, n, o in pieces:
             torch.div(m, n, out=o)
@@ -397,8 +397,8 @@ class NewtonSchulz:
                 gram = gram * s[..., None] * s[..., None, :]
             p = symmetric(gram, gram, second, add=gram, beta=b, alpha=c)
             factors = (x, p) if tall else (p, x)
-            made = add_product(x, *factors, beta=a, out=after)
-            x, after = made, x if writes else None
+            iterate = add_product(x, *factors, beta=a, out=after)
+            x, after = iterate, x if writes else None
         return x
 
     def _by_gram(
@@ -413,8 +413,8 @@ class NewtonSchulz:
             out = torch.empty_like(x, dtype=dtype)
             long = -2 if tall else -1
             num = max(1, PIECE // q.shape[-1])
-            for own, o in zip(x.split(num, long), out.split(num, long), strict=True):
-                o.copy_(own @ q if tall else q.mT @ own)
+            for piece, o in zip(x.split(num, long), out.split(num, long), strict=True):
+                o.copy_(piece @ q if tall else q.mT @ piece)
             return out
 
     def from_gram(
@@ -467,12 +467,12 @@ class NewtonSchulz:
             tall = [x if dim == 0 else x.mT for x in shards]
             tall = [x.to(torch.promote_types(x.dtype, wide)) for x in tall]
             grams = sum_up([gram_matrix(x) for x in tall])
-            made = [
+            factors = [
                 x @ self.from_gram(gram) for x, gram in zip(tall, grams, strict=True)
             ]
         return [
             (o if dim == 0 else o.mT).to(x.dtype)
-            for o, x in zip(made, shards, strict=True)
+            for o, x in zip(factors, shards, strict=True)
         ]
 
     def _polynomials(self) -> list[tuple[float, float, float]]:
@@ -491,14 +491,14 @@ class NewtonSchulz:
         # largest first: what they need beside their factors is freed before most
         # factors are there
         for members in sorted(
-            batches.values(), key=lambda own: -matrices[own[0]].numel()
+            batches.values(), key=lambda indices: -matrices[indices[0]].numel()
         ):
             first = matrices[members[0]]
             size = first.shape[-2:].numel()
             if first.device.type == "cpu" and size >= LARGE:
                 for i in members:
-                    own = [self._factors(x) for x in _each(matrices[i])]
-                    out[i] = own[0] if first.ndim == 2 else torch.stack(own)
+                    factors = [self._factors(x) for x in _each(matrices[i])]
+                    out[i] = factors[0] if first.ndim == 2 else torch.stack(factors)
             elif len(members) == 1 or first.ndim > 2:
                 for i in members:
                     out[i] = self._factors(matrices[i])
@@ -560,9 +560,9 @@ class NewtonSchulz:
         matrix and one product; all else is short x short.
         """
         short, long = sorted((rows, cols))
-        own = symmetric_flops(short, long) + 2 * long * short**2
+        shared = symmetric_flops(short, long) + 2 * long * short**2
         small = (4 * self.steps - 3) * symmetric_flops(short, short)
-        return own // num_ranks + small
+        return shared // num_ranks + small
 
 
 def _aol(gram: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch k"]:

@@ -64,18 +64,20 @@ class NorMuon(MatrixAverage):
     row_inputs = ("r",)
     row_outputs = ("r", "weight")
 
-    def at_owner(self, given: Sequence[Whole], stage: Hashable) -> list[Whole]:
-        found = []
-        for one, made in zip(given, super().at_owner(given, stage), strict=True):
-            o, (r,) = working(made.matrix), one.rows
+    def at_owner(self, matrices: Sequence[Whole], stage: Hashable) -> list[Whole]:
+        scaled = []
+        for whole, factor in zip(
+            matrices, super().at_owner(matrices, stage), strict=True
+        ):
+            o, (r,) = working(factor.matrix), whole.rows
             squares = torch.linalg.vector_norm(o, dim=-1).square()
             r = self.beta2 * r + (1 - self.beta2) * squares / max(1, o.shape[-1])
             w = 1 / (r.sqrt() + self.eps)
             after = (squares * w * w).sum(-1, keepdim=True)  # ||o'||^2
             tiny = torch.finfo(after.dtype).tiny  # of a zero matrix
             rescale = (squares.sum(-1, keepdim=True) / after.clamp(min=tiny)).sqrt()
-            found.append(Whole(made.matrix, (r, w * rescale)))
-        return found
+            scaled.append(Whole(factor.matrix, (r, w * rescale)))
+        return scaled
 
     def apply(
         self,

@@ -77,8 +77,8 @@ class MatrixAverage(Average, MatrixPreconditioner):
         m, u = self.average(buffers["m"], c, weights)
         return (None if u is m else u), {"m": m}
 
-    def at_owner(self, given: Sequence[Whole], stage: Hashable) -> list[Whole]:
-        factors = self.ns.many([one.matrix for one in given])
+    def at_owner(self, matrices: Sequence[Whole], stage: Hashable) -> list[Whole]:
+        factors = self.ns.many([m.matrix for m in matrices])
         return [Whole(o) for o in factors]
 
     def apply(
@@ -126,7 +126,7 @@ class Orthogonal(MatrixAverage):
     sums = True
 
     def at_shards(
-        self, given: Sequence[Whole], dim: int, stage: Hashable, sum_up: SumUp
+        self, shards: Sequence[Whole], dim: int, stage: Hashable, sum_up: SumUp
     ) -> list[Whole]:
-        shards = [one.matrix for one in given]
-        return [Whole(o) for o in self.ns.of_shards(shards, dim, sum_up)]
+        pieces = [s.matrix for s in shards]
+        return [Whole(o) for o in self.ns.of_shards(pieces, dim, sum_up)]

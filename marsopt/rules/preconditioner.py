@@ -215,24 +215,24 @@ class MatrixPreconditioner(Preconditioner):
         return None
 
     @abstractmethod
-    def at_owner(self, given: Sequence[Whole], stage: Hashable) -> list[Whole]:
+    def at_owner(self, matrices: Sequence[Whole], stage: Hashable) -> list[Whole]:
         """Return what becomes of whole matrices, ``row_outputs`` and owners' buffers in
         place of ``row_inputs`` and these; nothing that is given changes.
 
         Args:
-            given: matrices, in what they traveled in or wider.
+            matrices: in what they traveled in or wider.
             stage: of these matrices in this step.
         """
 
     def at_shards(
-        self, given: Sequence[Whole], dim: int, stage: Hashable, sum_up: SumUp
+        self, shards: Sequence[Whole], dim: int, stage: Hashable, sum_up: SumUp
     ) -> list[Whole]:
         """Return what becomes of this rank's shards of matrices, where these need sums
         alone. Owners' buffers of a matrix's own shape are those of the shards; of all
         others every rank has the whole.
 
         Args:
-            given: shards, along ``dim`` of the matrices.
+            shards: along ``dim`` of the matrices.
             dim: 0 where rows are cut, 1 where columns are.
             stage: as in ``at_owner``.
             sum_up: returns, for a list of tensors, their sums over all shards: one

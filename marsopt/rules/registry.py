@@ -88,18 +88,18 @@ class NamedRule:
         """Its defaults of what every param group of it has, by the names that groups
         have: momentums that stand alone as parts of ``betas``.
         """
-        own, betas = self.table, list(UNUSED_BETAS)
-        for line in own.values():
+        lines, betas = self.table, list(UNUSED_BETAS)
+        for line in lines.values():
             if line.beta is not None:
                 betas[line.beta] = line.default
         numbers = {
             name: line.default
-            for name, line in own.items()
+            for name, line in lines.items()
             if line.is_number and line.beta is None and name not in FALLBACK_TABLE
         }
         return dict(
-            betas=own["betas"].default if "betas" in own else tuple(betas),
-            weight_decay=own["weight_decay"].default,
+            betas=lines["betas"].default if "betas" in lines else tuple(betas),
+            weight_decay=lines["weight_decay"].default,
             **numbers,
             **FALLBACKS[self.fallback],
         )
@@ -173,8 +173,8 @@ class NamedRule:
         """Return how many tensors of the parameter's size the state holds."""
         kind = CORRECTIONS[correction]
         corrects = self.is_mars or kind.suits_baselines
-        found = self.algorithm(correction=kind() if corrects else None)
-        return sum(buffer.shape is like_x for buffer in found.kept.values())
+        algorithm = self.algorithm(correction=kind() if corrects else None)
+        return sum(buffer.shape is like_x for buffer in algorithm.kept.values())
 
 
 CORRECTIONS: dict[str, type[Correction]] = {}

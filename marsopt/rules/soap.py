@@ -208,46 +208,46 @@ class SOAP(MatrixPreconditioner):
             count += number
         return REFRESH if count % self.precondition_frequency == 0 else None
 
-    def at_owner(self, given: Sequence[Whole], stage: Hashable) -> list[Whole]:
-        return self._step(given, stage, None, 0)
+    def at_owner(self, matrices: Sequence[Whole], stage: Hashable) -> list[Whole]:
+        return self._step(matrices, stage, None, 0)
 
     def at_shards(
-        self, given: Sequence[Whole], dim: int, stage: Hashable, sum_up: SumUp
+        self, shards: Sequence[Whole], dim: int, stage: Hashable, sum_up: SumUp
     ) -> list[Whole]:
-        return self._step(given, stage, sum_up, dim)
+        return self._step(shards, stage, sum_up, dim)
 
     def _step(
-        self, given: Sequence[Whole], stage: Hashable, sum_up: SumUp | None, dim: int
+        self, matrices: Sequence[Whole], stage: Hashable, sum_up: SumUp | None, dim: int
     ) -> list[Whole]:
         """Return what becomes of whole matrices, or of shards along ``dim`` whose
         products ``sum_up`` completes.
         """
-        batches = _together(given)
-        g = [working(one.matrix) for one, _ in batches]
-        kept = [Kept(*one.owned) for one, _ in batches]
+        batches = _together(matrices)
+        g = [working(batch.matrix) for batch, _ in batches]
+        kept = [Kept(*batch.owned) for batch, _ in batches]
         with full_float32():
             grams = [_grams(*pair) for pair in zip(g, kept, strict=True)]
             if sum_up is not None:
                 grams = _summed(grams, sum_up)
             o, new = [], []
             for columns in zip(g, kept, grams, strict=True):
-                own, after = self._adam(*columns, stage)
-                o.append(own)
+                direction, after = self._adam(*columns, stage)
+                o.append(direction)
                 new.append(after)
             if self.orthogonalize:
                 if sum_up is None:
                     o = self.ns.many(o)
                 else:
                     o = self.ns.of_shards(o, dim, sum_up)
-        found = [Whole(given[0].matrix)] * len(given)
-        for (_, members), own, after in zip(batches, o, new, strict=True):
+        results = [Whole(matrices[0].matrix)] * len(matrices)
+        for (_, members), direction, after in zip(batches, o, new, strict=True):
             if len(members) == 1:
-                found[members[0]] = Whole(own, (), tuple(after))
+                results[members[0]] = Whole(direction, (), tuple(after))
                 continue
-            every = [[None] * len(members) if x is None else x for x in after]
-            for i, one, *each in zip(members, own, *every, strict=True):
-                found[i] = Whole(one, (), tuple(each))
-        return found
+            buffers = [[None] * len(members) if x is None else x for x in after]
+            for i, matrix, *each in zip(members, direction, *buffers, strict=True):
+                results[i] = Whole(matrix, (), tuple(each))
+        return results
 
     def _adam(
         self, g: Tensor, kept: Kept, grams: tuple[Tensor, Tensor], stage: Hashable
@@ -296,26 +296,26 @@ def _one_number(shape: torch.Size, matrices: Matrices) -> torch.Size:
 # ---- over batches of matrices (..., rows, cols) --------------------------------------
 
 
-def _together(given: Sequence[Whole]) -> list[tuple[Whole, list[int]]]:
+def _together(matrices: Sequence[Whole]) -> list[tuple[Whole, list[int]]]:
     """Return small matrices of one shape as a batch, with their positions; large ones
     one by one.
     """
     alike: dict[tuple[Hashable, ...], list[int]] = {}
-    for i, one in enumerate(given):
-        x = one.matrix
+    for i, whole in enumerate(matrices):
+        x = whole.matrix
         alone = x.ndim > 2 or x.numel() >= LARGE
-        key = (i,) if alone else (x.shape, x.dtype, *(o.shape for o in one.owned))
+        key = (i,) if alone else (x.shape, x.dtype, *(o.shape for o in whole.owned))
         alike.setdefault(key, []).append(i)
-    found = []
+    batches = []
     for members in alike.values():
-        first = given[members[0]]
+        first = matrices[members[0]]
         if len(members) > 1:
-            every = [given[i] for i in members]
-            owned = zip(*(one.owned for one in every), strict=True)
-            matrix = torch.stack([one.matrix for one in every])
-            first = Whole(matrix, (), tuple(torch.stack(own) for own in owned))
-        found.append((first, members))
-    return found
+            wholes = [matrices[i] for i in members]
+            owned = zip(*(w.owned for w in wholes), strict=True)
+            matrix = torch.stack([w.matrix for w in wholes])
+            first = Whole(matrix, (), tuple(torch.stack(buffer) for buffer in owned))
+        batches.append((first, members))
+    return batches
 
 
 def _grams(g: Tensor, kept: Kept) -> tuple[Tensor, Tensor]:
@@ -418,22 +418,22 @@ class SOAPCost:
 
     def has_factor(self, rows: int, cols: int) -> tuple[bool, bool]:
         """Return whether the rows, and whether the columns have one."""
-        both = self.sides == "both"
+        two_sided = self.sides == "both"
         return (
-            rows <= self.max_dim and (both or rows < cols),
-            cols <= self.max_dim and (both or cols <= rows),
+            rows <= self.max_dim and (two_sided or rows < cols),
+            cols <= self.max_dim and (two_sided or cols <= rows),
         )
 
     def _factors(self, rows: int, cols: int) -> list[tuple[int, int]]:
         """Return the sizes of factors, and of the other side."""
         sizes = (rows, cols), (cols, rows)
         has = self.has_factor(rows, cols)
-        return [pair for pair, there in zip(sizes, has, strict=True) if there]
+        return [pair for pair, exists in zip(sizes, has, strict=True) if exists]
 
     def num_flops(self, rows: int, cols: int) -> int:
         """Return those of a step on average: the refresh divided by its frequency."""
-        own = 0 if self.ns is None else self.ns.num_flops(rows, cols)
-        return own + self._num_flops(rows, cols, 1)
+        flops = 0 if self.ns is None else self.ns.num_flops(rows, cols)
+        return flops + self._num_flops(rows, cols, 1)
 
     def may_sum(self, rows: int, cols: int, dim: int) -> bool:
         """Return whether no factor is of the cut side; where the step is
@@ -443,24 +443,24 @@ class SOAPCost:
         return alone and (self.ns is None or self.ns.may_sum(rows, cols, dim))
 
     def num_summed(self, rows: int, cols: int) -> int:
-        own = 0 if self.ns is None else self.ns.num_summed(rows, cols)
-        return own + sum(size**2 for size, _ in self._factors(rows, cols))
+        num = 0 if self.ns is None else self.ns.num_summed(rows, cols)
+        return num + sum(size**2 for size, _ in self._factors(rows, cols))
 
     def num_shard_flops(self, rows: int, cols: int, num_ranks: int) -> int:
-        own = 0
+        flops = 0
         if self.ns is not None:
-            own = self.ns.num_shard_flops(rows, cols, num_ranks)
-        return own + self._num_flops(rows, cols, num_ranks)
+            flops = self.ns.num_shard_flops(rows, cols, num_ranks)
+        return flops + self._num_flops(rows, cols, num_ranks)
 
     def _num_flops(self, rows: int, cols: int, num_ranks: int) -> int:
         """Return those of factors, on one of so many ranks that share what is as long
         as the matrix; bases are refreshed by each of them.
         """
-        shared, own = 0.0, 0.0
+        shared, replicated = 0.0, 0.0
         for size, other in self._factors(rows, cols):
             turn = 2 * rows * cols * size
             shared += symmetric_flops(size, other) + 2 * turn
             # m out and in; a product, and a QR with its orthogonal factor
             shared += 2 * turn / self.precondition_frequency
-            own += (2 + 8 / 3) * size**3 / self.precondition_frequency
-        return round(shared / num_ranks + own)
+            replicated += (2 + 8 / 3) * size**3 / self.precondition_frequency
+        return round(shared / num_ranks + replicated)
