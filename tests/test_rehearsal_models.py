@@ -1,73 +1,70 @@
-"""Model code on a GPU that is not there: the plain loop, the FSDP2
-example, and memory beside the forecast; each check reports a mutant.
+"""Training steps on a GPU that is not there: graphs, what crosses between host and
+device, and memory beside the forecast; each check reports a mutant.
 """
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.rehearsal import needs_triton, rehearsed
+from benchmarks.gpu.rehearsal.allocations import BLOCK, Allocations
+from benchmarks.gpu.rehearsal.models import FORECAST
+from tests.rehearsal import needs_triton, played
 
-pytestmark = needs_triton
-BLOCK = 512
+SMALL = "mars-m/gpt2-small/2/eager"
+TINY = "mars-adamw/tiny/2/compiled"
+MUTANTS = {
+    "mars-adamw/tiny/2/eager=careless": [
+        "got a number that the host reads from the device",
+        "expected the copies of inputs and labels from pinned memory",
+        "gradients: got 0.00 GiB forecast",
+        "something is kept",
+    ],
+    f"{TINY}=graph_break": ["got a graph break, expected none"],
+    f"{TINY}=recompiles": ["got [2, 4, 6] graphs after steps 1 to 3"],
+}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """All cases, in one process."""
-    return rehearsed("tests.model_mutants", folder=tmp_path_factory.mktemp("models"))
+def rows(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return played("models", SMALL, TINY, *MUTANTS, folder=folder)
 
 
-def test_the_loop_lowers_without_breaks_recompiles_or_waiting(found):
-    assert found["loops"]["as it is"] == []
+@needs_triton
+@pytest.mark.parametrize("name", [SMALL, TINY])
+def test_the_loop_compiles_once_waits_for_nothing_and_holds_what_is_forecast(
+    rows, name
+):
+    assert rows[name]["faults"] == []
 
 
-@pytest.mark.parametrize(
-    ("mutant", "told"),
-    [
-        ("reads the loss", "got a number that the host reads from the device"),
-        ("pageable", "expected the copies of inputs and labels from pinned memory"),
-        ("graph break", "got a graph break, expected none"),
-        ("recompiles", "got [2, 4, 6] graphs after steps 1 to 3"),
-    ],
-)
-def test_what_the_loop_must_not_do_is_reported(found, mutant, told):
-    assert told in " ".join(found["loops"][mutant])
-
-
-def test_the_fsdp2_example_calls_what_is_forecast(found):
-    assert found["sharded"]["as it is"] == []
-
-
-@pytest.mark.parametrize(
-    ("mutant", "told"),
-    [
-        ("clips_by_itself", "step: got {'all-reduce': 2, 'all-to-all': 2}, expected"),
-        ("reads_after_the_step", "got a number that the host reads from the device"),
-    ],
-)
-def test_what_the_example_must_not_do_is_reported(found, mutant, told):
-    assert told in " ".join(found["sharded"][mutant])
-
-
-def test_memory_of_gpt2_xl_is_what_is_forecast(found):
+@needs_triton
+def test_memory_is_what_is_forecast(rows):
     """Parameters, gradients, state, and the most that lives while MARS-M steps."""
-    row = found["memory"]["row"]
-    assert row["problems"] == []
-    for name, told in row["forecast"].items():
-        assert row[name] == pytest.approx(told, rel=1e-4), name
-    assert row["lives"] < row["step_peak"] < 80 * 2**30
+    row = rows[SMALL]
+    for key in FORECAST:
+        assert row[key] == pytest.approx(row["forecast"][key], rel=1e-4), key
+    assert row["parameters"] + row["state"] < row["step_peak"]
 
 
-def test_a_wrong_forecast_is_reported(found):
-    told = " ".join(found["memory"]["forgot"])
-    assert "mars-m, gradients: got 0.00 GiB forecast, expected 5.80 GiB" in told
-    assert "something is kept" in " ".join(found["memory"]["leaked"])
+@needs_triton
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_a_fault(rows, name):
+    faults = " ".join(rows[name]["faults"])
+    for told in MUTANTS[name]:
+        assert told in faults
 
 
-def test_blocks_are_counted_as_the_allocator_does(found):
-    assert found["memory"]["counts"] == [
-        [5 * BLOCK, 5 * BLOCK],
-        [4 * BLOCK, 7 * BLOCK],
-        [0, 4 * BLOCK],
-    ]
+def test_blocks_are_counted_as_the_allocator_does():
+    with torch._subclasses.fake_tensor.FakeTensorMode(), Allocations() as allocated:
+        first = torch.empty(1, device="cuda")
+        row = torch.empty(4, 128, device="cuda")[1]  # holds all four
+        assert (allocated.now, allocated.peak) == (5 * BLOCK, 5 * BLOCK)
+        del first
+        torch.empty(3, 128, device="cuda")
+        torch.empty(10**9)  # of the host
+        assert (allocated.now, allocated.peak) == (4 * BLOCK, 7 * BLOCK)
+        allocated.reset()
+        del row
+        assert (allocated.now, allocated.peak) == (0, 4 * BLOCK)
