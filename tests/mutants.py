@@ -14,9 +14,33 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+BLOCKS = "blocks"  # in place of a case of models: what is counted of blocks
+
 
 def patched(target, name, function):
     return lambda: mock.patch.object(target, name, function)
+
+
+def counts_of_blocks():
+    """[now, peak] as blocks of fake tensors come and go."""
+    import torch
+
+    from benchmarks.gpu.rehearsal.allocations import Allocations
+    from benchmarks.gpu.rehearsal.fakes import fake_h100
+
+    counts = []
+    with fake_h100(), Allocations() as allocated:
+        first = torch.empty(1, device="cuda")
+        row = torch.empty(4, 128, device="cuda")[1]  # holds all four
+        counts.append((allocated.now, allocated.peak))
+        del first
+        torch.empty(3, 128, device="cuda")
+        torch.empty(10**9)  # of the host
+        counts.append((allocated.now, allocated.peak))
+        allocated.reset()
+        del row
+        counts.append((allocated.now, allocated.peak))
+    return counts
 
 
 # ---- lowered -------------------------------------------------------------------------
@@ -251,7 +275,10 @@ def of_models():
 
         return change
 
-    return models.play, {
+    def play(name):
+        return counts_of_blocks() if name == BLOCKS else models.play(name)
+
+    return play, {
         "careless": changed(
             (plain.Task, "gradient", careless),
             (Tensor, "pin_memory", lambda tensor: tensor),

@@ -17,7 +17,6 @@ FROZEN = {
     # one more than by sums alone: whether every c^2 fits bfloat16, of two algorithms
     "mars-m/transport/gpt2-small/bfloat16/binaries": (3, 34, 18),
     "normuon/none/llama-7b-layer/float32": (3, 25, 13),
-    "mars-soap-muon/approximate/gpt2-small/float32": (3, 34, 18),
     "nadamw/none/gpt2-xl/bfloat16": (2, 24, 14),
     "mars-adamw/approximate/gpt2-small/float32/state-bfloat16": (2, 28, 14),
 }

@@ -5,11 +5,13 @@ device, and memory beside the forecast; each check reports a mutant.
 from __future__ import annotations
 
 import pytest
-import torch
 
-from benchmarks.gpu.rehearsal.allocations import BLOCK, Allocations
+from benchmarks.gpu.rehearsal.allocations import BLOCK
 from benchmarks.gpu.rehearsal.models import FORECAST
+from tests.mutants import BLOCKS
 from tests.rehearsal import needs_triton, played
+
+pytestmark = needs_triton
 
 SMALL = "mars-m/gpt2-small/2/eager"
 TINY = "mars-adamw/tiny/2/compiled"
@@ -28,10 +30,9 @@ MUTANTS = {
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return played("models", SMALL, TINY, *MUTANTS, folder=folder)
+    return played("models", SMALL, TINY, BLOCKS, *MUTANTS, folder=folder)
 
 
-@needs_triton
 @pytest.mark.parametrize("name", [SMALL, TINY])
 def test_the_loop_compiles_once_waits_for_nothing_and_holds_what_is_forecast(
     rows, name
@@ -39,7 +40,6 @@ def test_the_loop_compiles_once_waits_for_nothing_and_holds_what_is_forecast(
     assert rows[name]["faults"] == []
 
 
-@needs_triton
 def test_memory_is_what_is_forecast(rows):
     """Parameters, gradients, state, and the most that lives while MARS-M steps."""
     row = rows[SMALL]
@@ -48,7 +48,6 @@ def test_memory_is_what_is_forecast(rows):
     assert row["parameters"] + row["state"] < row["step_peak"]
 
 
-@needs_triton
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_a_fault(rows, name):
     faults = " ".join(rows[name]["faults"])
@@ -56,15 +55,9 @@ def test_a_mutant_is_a_fault(rows, name):
         assert told in faults
 
 
-def test_blocks_are_counted_as_the_allocator_does():
-    with torch._subclasses.fake_tensor.FakeTensorMode(), Allocations() as allocated:
-        first = torch.empty(1, device="cuda")
-        row = torch.empty(4, 128, device="cuda")[1]  # holds all four
-        assert (allocated.now, allocated.peak) == (5 * BLOCK, 5 * BLOCK)
-        del first
-        torch.empty(3, 128, device="cuda")
-        torch.empty(10**9)  # of the host
-        assert (allocated.now, allocated.peak) == (4 * BLOCK, 7 * BLOCK)
-        allocated.reset()
-        del row
-        assert (allocated.now, allocated.peak) == (0, 4 * BLOCK)
+def test_blocks_are_counted_as_the_allocator_does(rows):
+    assert rows[BLOCKS] == [
+        [5 * BLOCK, 5 * BLOCK],
+        [4 * BLOCK, 7 * BLOCK],
+        [0, 4 * BLOCK],
+    ]
