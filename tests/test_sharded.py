@@ -132,7 +132,7 @@ def experts_twice(name, ndim):
 
 # ---- meshes --------------------------------------------------------------------------
 
-# every rule once; every cut, and each strategy, under all that a mesh treats differently
+# every rule once; every cut and strategy under what a mesh may treat differently
 CELLS = {  # mesh, cut, strategies, rules
     "1 rank": ((1,), rows, ("auto",), SOME),
     "2 ranks": ((2,), rows, ("gram", "replicate", "auto"), HALF),
