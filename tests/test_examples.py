@@ -223,13 +223,13 @@ def test_torchtitans_llama3_learns_without_a_gpu(tmp_path):
     text = tmp_path / "text.py"
     text.write_bytes((ROOT / "parallel" / "collectives.py").read_bytes())
     prepare.prepare("text", "bytes", tmp_path / "data", files=[text])
-    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "1")
     options = ["--dataloader.dataset-path", tmp_path / "data", "--training.steps", "6"]
     options += ["--training.local-batch-size", "2", "--training.seq-len", "32"]
     options += ["--dump-folder", tmp_path / "out"]
     done = ran(*launch, "-m", "examples.torchtitan_llama3", *options)
     losses = [float(v) for v in re.findall(r"loss: +(\d+\.\d+)", done.stdout)]
-    assert len(losses) == 12  # every rank says it
+    assert len(losses) == 6
     assert losses[-1] < 0.7 * losses[0]
 
 

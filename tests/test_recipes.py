@@ -223,8 +223,11 @@ def test_recipe_is_the_table_and_builds_for_8_ranks(name, mesh):
     assert (s.kind, s.warmup_steps, s.total_steps) == ("cosine", warmup, None)
     assert s.min_lr_factor * o.lr == pytest.approx(number["min_lr"], rel=2e-4)
 
+    # of one block, as all others are
+    config.model_spec.model.shape = dataclasses.replace(shape, num_layers=1)
     model, mars, schedule, built = build(config, mesh)
-    assert built == count
+    of_a_block = 12 * shape.width**2 + 2 * shape.width
+    assert built + (shape.num_layers - 1) * of_a_block == count
     approx = {
         kind: (rule, pytest.approx(lr), wd, b)
         for kind, (rule, lr, wd, b) in effective(mars, model).items()
