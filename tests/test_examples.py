@@ -52,20 +52,17 @@ def printed(*command, **environment):
     return losses
 
 
-COMPILED = "custom_loop --flat"
-
-
 @pytest.fixture(autouse=True)
-def eagerly(request, monkeypatch):
-    """But for one of them: what an optimizer compiles is tested elsewhere, and takes
-    each process longer than its example.
+def eagerly(monkeypatch):
+    """What an optimizer compiles is tested elsewhere, and takes each process longer than
+    its example.
     """
-    if request.node.name != f"test_example[{COMPILED}]":
-        monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
 
 
 @pytest.mark.parametrize(
-    "command", [COMPILED, "custom_loop --eager", "drop_in", "drop_in --exact"]
+    "command",
+    ["custom_loop --flat", "custom_loop --eager", "drop_in", "drop_in --exact"],
 )
 def test_example(command):
     name, *options = command.split()
