@@ -7,8 +7,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest

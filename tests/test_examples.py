@@ -54,8 +54,8 @@ def printed(*command, **environment):
 
 @pytest.fixture(autouse=True)
 def eagerly(monkeypatch):
-    """What an optimizer compiles is tested elsewhere, and takes each process longer than
-    its example.
+    """What an optimizer compiles is tested elsewhere, and takes each process longer
+    than its example.
     """
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
 
