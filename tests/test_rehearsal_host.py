@@ -25,12 +25,12 @@ PLAIN = "no clip, no max_norm"
 def watched(tmp_path_factory):
     mutants = [f"{PLAIN}={mutant}" for mutant in CROSSING]
     folder = tmp_path_factory.mktemp("host")
-    return played("host", *host.names(), *mutants, folder=folder)
+    return played("host", *host.NAMES, *mutants, folder=folder)
 
 
 def test_what_crosses_is_documented(watched):
-    rows = [watched[name] for name in host.names()]
-    assert [row["faults"] for row in rows] == [[]] * len(host.names())
+    rows = [watched[name] for name in host.NAMES]
+    assert [row["faults"] for row in rows] == [[]] * len(rows)
     steps = [row for row in rows if "every number moves" in row["name"]]
     assert len(steps) >= 2 * len(REGISTRY)
     assert all(row["num_operations"] > 100 for row in steps)
@@ -71,7 +71,7 @@ DEFECTS = {
 
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory):
-    cases = [name for name in ranks.names() if not ranks.is_default(name)]
+    cases = [name for name in ranks.NAMES if name not in ranks.DEFAULT]
     mutants = [f"{FIRST}={defect}" for defect in DEFECTS]
     return played("ranks", *cases, *mutants, folder=tmp_path_factory.mktemp("ranks"))
 

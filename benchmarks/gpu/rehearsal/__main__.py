@@ -30,7 +30,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from fnmatch import fnmatchcase
+from fnmatch import filter as matching
 from functools import cache, partial
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -54,8 +54,8 @@ Row = dict[str, Any]  # of a case: its name, its faults in words, and figures
 class Part(Protocol):
     """A module of this folder."""
 
-    names: Callable[[], Sequence[str]]  # of all cases
-    is_default: Callable[[str], bool]
+    NAMES: Sequence[str]  # of all cases
+    DEFAULT: Sequence[str]  # of those that are played where none is named
     play: Callable[[str], Row]
     columns: Callable[[Row], dict[str, str]]  # of the table
 
@@ -114,16 +114,16 @@ def chosen(part: str, patterns: Sequence[str]) -> list[str]:
     Raises:
         UserError: a pattern of no case.
     """
-    names, is_default = part_of(part).names(), part_of(part).is_default
+    names = part_of(part).NAMES
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not matching(names, pattern):
             raise UserError(
                 f"got the case {pattern!r}, expected a pattern of names like "
                 f"{names[0]!r}: --names lists those of {part}"
             )
     if not patterns:
-        return [name for name in names if is_default(name)]
-    return [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
+        return [*part_of(part).DEFAULT]
+    return [name for pattern in patterns for name in matching(names, pattern)]
 
 
 def table(part: str, rows: Sequence[Row]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -165,28 +164,13 @@ def cases() -> Iterator[Case]:
     )
 
 
-@cache
-def _cases() -> dict[str, Case]:
-    return {case.title: case for case in cases()}
-
-
-def names() -> list[str]:
-    """Return the titles of all cases."""
-    return [*_cases()]
-
-
-def is_default(name: str) -> bool:
-    """Return True: all cases are played where none is named."""
-    return True
+CASES = {case.title: case for case in cases()}
+NAMES = DEFAULT = tuple(CASES)
 
 
 def play(name: str) -> dict[str, Any]:
-    """Watch one case, over fake CUDA tensors."""
-    return watch(_cases()[name])
-
-
-def watch(case: Case) -> dict[str, Any]:
     """Return a case's ``crossings``, its ``num_operations`` and its ``faults``."""
+    case = CASES[name]
     with h100(triton=False), FakeTensorMode():
         seen = _watch(case)
     crossings = tuple(dict.fromkeys(seen.found))

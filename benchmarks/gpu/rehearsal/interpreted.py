@@ -21,7 +21,7 @@ from typing import Any, Literal
 from unittest import mock
 
 # first, since all that follows imports Triton
-from benchmarks.gpu.rehearsal.interpreter import Traffic, interpreter, launch
+from benchmarks.gpu.rehearsal.interpreter import interpreter, launch
 
 # isort: split
 import torch
@@ -31,7 +31,7 @@ from torch._inductor import compile_fx
 
 from benchmarks.gpu.rehearsal.device import h100
 from benchmarks.gpu.rehearsal.lowered import DTYPES, NONE, corrections
-from benchmarks.gpu.rehearsal.lowering import Graph, Wrapper, load, lowering
+from benchmarks.gpu.rehearsal.lowering import Graph, load, lowering
 from marsopt import MARS
 from marsopt.optim import base, layout
 from marsopt.profiling.optimizer import floor_of
@@ -89,16 +89,7 @@ _ALL = (
     Case("mars-adamw", "approximate", "float32", "bfloat16", "bfloat16"),
 )
 CASES = {case.name: case for case in _ALL}
-
-
-def names() -> list[str]:
-    """Return the names of all cases."""
-    return [*CASES]
-
-
-def is_default(name: str) -> bool:
-    """Return True: all cases are played where none is named."""
-    return True
+NAMES = DEFAULT = tuple(CASES)
 
 
 # ---- compiled steps of CPU tensors, by interpreted kernels ---------------------------
@@ -132,33 +123,18 @@ def _on_gpu(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
         return [fake(x) for x in inputs]
 
 
-@dataclass
-class Runs:
-    """What has run within ``interpreting``."""
-
-    traffic: Traffic
-    graphs: list[Graph]
-    wrappers: list[Wrapper]
-
-    def counts(self) -> tuple[int, int, int]:
-        """Return graphs, launches and bytes so far."""
-        num_launches = sum(len(wrapper.log) for wrapper in self.wrappers)
-        return len(self.graphs), num_launches, self.traffic.num_bytes
+def _interpret(graph: Graph, gm: fx.GraphModule) -> Callable:
+    wrapper = load(graph.source, device="cpu", run=launch)
+    return lambda *args: wrapper.call(list(args))
 
 
 @contextlib.contextmanager
-def interpreting() -> Iterator[Runs]:
+def interpreting() -> Iterator[Callable[[], tuple[int, int]]]:
     """Let compiled optimizers of CPU tensors lay these out as on a GPU, and step by the
-    kernels that they would launch there.
+    kernels that they would launch there; yield what counts graphs and bytes so far.
     """
-    wrappers: list[Wrapper] = []
 
-    def run(graph: Graph, gm: fx.GraphModule) -> Callable:
-        wrapper = load(graph.source, device="cpu", run=launch)
-        wrappers.append(wrapper)
-        return lambda *args: wrapper.call(list(args))
-
-    with h100(), interpreter() as traffic, lowering(run) as graphs:
+    with h100(), interpreter() as traffic, lowering(_interpret) as graphs:
         lowered = compile_fx.compile_fx
 
         # calls itself where a graph has options of its own: fake tensors stay fake
@@ -171,7 +147,7 @@ def interpreting() -> Iterator[Runs]:
             mock.patch.object(base, "resolve_compile", lambda wanted, device: wanted),
             mock.patch.object(layout, "should_stack", lambda p, compile, num: compile),
         ):
-            yield Runs(traffic, graphs, wrappers)
+            yield lambda: (len(graphs), traffic.num_bytes)
 
 
 # ---- steps ---------------------------------------------------------------------------
@@ -266,19 +242,19 @@ def beside(case: Case, reference: dict[tuple[int, str], Tensor]) -> dict[str, An
     """Step by interpreted kernels.
 
     Returns:
-        graphs, launches and bytes a parameter (``num_bytes``, beside ``expected``) of
-        each step; ``x_differs`` from eager steps at most, ``state_differs`` over the
+        graphs and bytes a parameter (``num_bytes``, beside ``expected``) of each step;
+        ``x_differs`` from eager steps at most, ``state_differs`` over the
         largest number of its tensor; ``num_skipped``; ``changed``: which parameters and
         state tensors skipped steps have changed; ``faults``.
     """
-    counts, changed, floor = [(0, 0, 0)], set(), 0
-    with interpreting() as runs:
+    counts, changed, floor = [(0, 0)], set(), 0
+    with interpreting() as count:
         compiled = Stepper(case, compile=True)
         before = compiled.tensors()
 
         def after(kind: Kind) -> None:
             nonlocal before, floor
-            counts.append(runs.counts())
+            counts.append(count())
             now = compiled.tensors()
             if kind == "skipped":
                 changed.update(k for k, x in now.items() if not x.equal(before[k]))
@@ -298,12 +274,11 @@ def beside(case: Case, reference: dict[tuple[int, str], Tensor]) -> dict[str, An
         name=case.name,
         steps=case.steps,
         graphs=[step[0] for step in spent],
-        launches=[step[1] for step in spent],
         x_differs=x_differs,
         state_differs=state_differs,
         num_skipped=compiled.optimizer.num_skipped,
         changed=sorted({name for _, name in changed}),
-        num_bytes=[step[2] / num_params for step in spent],
+        num_bytes=[step[1] / num_params for step in spent],
         floor=floor / num_params,
         expected=[(floor + share[kind] * flagged) / num_params for kind in case.steps],
     )
@@ -356,7 +331,6 @@ def columns(row: dict[str, Any]) -> dict[str, str]:
     that masks let through.
     """
     return {
-        "launches": " ".join(map(str, row["launches"])),
         "x differs": f"{row['x_differs']:.1e}",
         "state differs": f"{row['state_differs']:.1e}",
         "floor": f"{row['floor']:.2f}",

@@ -79,28 +79,18 @@ def corrections(rule: str) -> tuple[str, ...]:
     return (*first, "transport")
 
 
-@cache
-def _cases() -> dict[str, Case]:
-    cases = (
-        Case(rule, correction, model, dtype, state, compiles)
-        for model in ALL_MODELS
-        for dtype in DTYPES
-        for rule in REGISTRY
-        for correction in corrections(rule)
-        for state in DTYPES
-        for compiles in (True, False)
-    )
-    return {case.name: case for case in cases}
-
-
-def names() -> list[str]:
-    """Return the names of all cases."""
-    return [*_cases()]
-
-
-def is_default(name: str) -> bool:
-    """Return whether the case is played where none is named."""
-    return name.endswith("/binaries") and "/state-" not in name
+_ALL = [
+    Case(rule, correction, model, dtype, state, compiles)
+    for model in ALL_MODELS
+    for dtype in DTYPES
+    for rule in REGISTRY
+    for correction in corrections(rule)
+    for state in DTYPES
+    for compiles in (True, False)
+]
+CASES = {case.name: case for case in _ALL}
+NAMES = tuple(CASES)
+DEFAULT = tuple(c.name for c in _ALL if c.compiles and c.state == "float32")
 
 
 # ---- a step over fake tensors --------------------------------------------------------
@@ -138,7 +128,7 @@ def move(group: dict) -> None:
 
 def play(name: str) -> dict[str, Any]:
     """Take steps over fake CUDA tensors; return what their graphs are made of."""
-    case = _cases()[name]
+    case = CASES[name]
     model, dtype = case.model, DTYPES[case.dtype]
     sizes = LLAMA_LAYER if model == "llama-7b-layer" else shapes(*MODELS[model])
     with h100(), lowering() as graphs, FakeTensorMode():

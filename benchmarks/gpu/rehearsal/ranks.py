@@ -89,16 +89,8 @@ _ALL += [
     if case.sizes == (8,) or case.rule == RULES[1][0]
 ]
 CASES = {case.name: case for case in _ALL}
-
-
-def names() -> list[str]:
-    """Return the names of all cases."""
-    return [*CASES]
-
-
-def is_default(name: str) -> bool:
-    """Return whether the case is played where none is named."""
-    return not name.endswith("-layers")
+NAMES = tuple(CASES)
+DEFAULT = tuple(case.name for case in CASES.values() if case.num_layers != FEW)
 
 
 class Parameters(nn.Module):
