@@ -247,6 +247,7 @@ def beside(case: Case, reference: dict[tuple[int, str], Tensor]) -> dict[str, An
         largest number of its tensor; ``num_skipped``; ``changed``: which parameters and
         state tensors skipped steps have changed; ``faults``.
     """
+    torch.compiler.reset()  # or sizes that another case had before become dynamic
     counts, changed, floor = [(0, 0)], set(), 0
     with interpreting() as count:
         compiled = Stepper(case, compile=True)

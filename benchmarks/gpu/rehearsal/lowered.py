@@ -129,6 +129,7 @@ def move(group: dict) -> None:
 def play(name: str) -> dict[str, Any]:
     """Take steps over fake CUDA tensors; return what their graphs are made of."""
     case = CASES[name]
+    torch.compiler.reset()  # or sizes that another case had before become dynamic
     model, dtype = case.model, DTYPES[case.dtype]
     sizes = LLAMA_LAYER if model == "llama-7b-layer" else shapes(*MODELS[model])
     with h100(), lowering() as graphs, FakeTensorMode():
