@@ -47,7 +47,7 @@ docs: $(VENV)/docs
 ifdef REHEARSAL
 gpu: $(VENV)/gpu $(VENV)-triton/ready
 	@mkdir -p runs/gpu
-	for part in lowered interpreted host ranks models; do \
+	for part in lowered interpreted host ranks; do \
 		PYTHONPATH=$(VENV)-triton $(BIN)/python -m benchmarks.gpu.rehearsal $$part \
 			--workers $(WORKERS) --out runs/gpu/rehearsal \
 			--json runs/gpu/rehearsal-$$part.json || exit 1; done

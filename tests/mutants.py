@@ -14,33 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-BLOCKS = "blocks"  # in place of a case of models: what is counted of blocks
-
 
 def patched(target, name, function):
     return lambda: mock.patch.object(target, name, function)
-
-
-def counts_of_blocks():
-    """[now, peak] as blocks of fake tensors come and go."""
-    import torch
-
-    from benchmarks.gpu.rehearsal.allocations import Allocations
-    from benchmarks.gpu.rehearsal.fakes import fake_h100
-
-    counts = []
-    with fake_h100(), Allocations() as allocated:
-        first = torch.empty(1, device="cuda")
-        row = torch.empty(4, 128, device="cuda")[1]  # holds all four
-        counts.append((allocated.now, allocated.peak))
-        del first
-        torch.empty(3, 128, device="cuda")
-        torch.empty(10**9)  # of the host
-        counts.append((allocated.now, allocated.peak))
-        allocated.reset()
-        del row
-        counts.append((allocated.now, allocated.peak))
-    return counts
 
 
 # ---- lowered -------------------------------------------------------------------------
@@ -226,78 +202,11 @@ def of_ranks():
     return ranks.play, {f.__name__: mutant(f) for f in (adds_twice, sends)}
 
 
-# ---- models --------------------------------------------------------------------------
-
-
-def of_models():
-    import torch
-    from torch import Tensor
-
-    from benchmarks.gpu.rehearsal import models
-    from research.compare import plain
-
-    gradient, loss_of, build = plain.Task.gradient, plain.mean_loss, plain.build
-    forecast, kept, calls = models.forecast, [], 0
-
-    def without_graphs(model, recipe, *, steps, compile):
-        return build(model, recipe, steps=steps, compile=False)
-
-    def careless(task, batch):
-        """Read the loss, and keep gradients."""
-        loss = gradient(task, batch)
-        loss.item()
-        kept[:] = [p.grad for p in task.model.parameters()]
-        return loss
-
-    def breaks_the_graph(model, inputs, labels, half):
-        torch._dynamo.graph_break()
-        return loss_of(model, inputs, labels, half)
-
-    def takes_another_number(model, inputs, labels, half):
-        return loss_of(model, inputs, labels, half) * calls
-
-    def counts(task, batch):
-        nonlocal calls
-        calls += 1
-        return gradient(task, batch)
-
-    def without_gradients(*args):
-        return forecast(*args) | dict(gradients=0)
-
-    def changed(*patches):
-        @contextlib.contextmanager
-        def change():
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(mock.patch.object(plain, "build", without_graphs))
-                for patch in patches:
-                    stack.enter_context(mock.patch.object(*patch))
-                yield
-
-        return change
-
-    def play(name):
-        return counts_of_blocks() if name == BLOCKS else models.play(name)
-
-    return play, {
-        "careless": changed(
-            (plain.Task, "gradient", careless),
-            (Tensor, "pin_memory", lambda tensor: tensor),
-            (models, "forecast", without_gradients),
-        ),
-        "graph_break": changed((plain, "mean_loss", breaks_the_graph)),
-        "recompiles": changed(
-            (plain, "mean_loss", takes_another_number),
-            (plain.Task, "gradient", counts),
-        ),
-    }
-
-
 PARTS = dict(
     lowered=of_lowered,
     interpreted=of_interpreted,
     host=of_host,
     ranks=of_ranks,
-    models=of_models,
 )
 
 

@@ -1,4 +1,4 @@
-"""The GPU path, rehearsed without a GPU, in five parts.
+"""The GPU path, rehearsed without a GPU, in four parts.
 
     python -m benchmarks.gpu.rehearsal PART [CASE ...] [--workers N]
         [--out runs/gpu/rehearsal] [--json FILE]
@@ -9,7 +9,6 @@ lowered      steps over fake CUDA tensors, lowered to Triton: launches, bytes an
 interpreted  the same kernels, interpreted on the CPU, beside eager steps
 host         what crosses between host and device in a step (needs no Triton)
 ranks        collectives of one rank among many, beside the forecast (no Triton)
-models       whole training steps: graphs, what crosses, memory beside the forecast
 
 A CASE is a pattern of names, as 'mars-adamw/*/gpt2-small/*'; --names lists them.
 Without one: every case, but for those of the test suite alone. Triton is needed beside
@@ -44,8 +43,8 @@ from train.errors import UserError, check_least, command
 from train.files import write_json
 
 ROOT = Path(__file__).parents[3]
-SOURCES = ("benchmarks/gpu/rehearsal", "marsopt", "parallel", "train", "research")
-PARTS = ("lowered", "interpreted", "host", "ranks", "models")
+SOURCES = ("benchmarks/gpu/rehearsal", "marsopt", "parallel", "train/forecast")
+PARTS = ("lowered", "interpreted", "host", "ranks")
 WITHOUT_TRITON = ("host", "ranks")
 
 Row = dict[str, Any]  # of a case: its name, its faults in words, and figures
