@@ -7,6 +7,7 @@ import json
 import pytest
 
 from benchmarks.gpu.rehearsal import __main__ as rehearsal
+from benchmarks.gpu.rehearsal import rehearse
 from benchmarks.gpu.rehearsal.lowered import MOST_REGISTERS, faults
 from tests.rehearsal import needs_triton, played, rehearsed
 from train.errors import UserError
@@ -118,22 +119,22 @@ def fails(name):
 
 def test_what_is_kept_is_not_done_again(tmp_path, monkeypatch):
     """As long as no source has changed."""
-    monkeypatch.setattr(rehearsal.part_of("host"), "play", fails)
-    monkeypatch.setattr(rehearsal, "fingerprint", lambda: "today")
+    monkeypatch.setattr(rehearse.part_of("host"), "play", fails)
+    monkeypatch.setattr(rehearse, "fingerprint", lambda: "today")
     with pytest.raises(RuntimeError, match="played"):
-        rehearsal.rehearse("amsgrad", "host", tmp_path)
+        rehearse.rehearse("amsgrad", "host", tmp_path)
     kept = tmp_path / "host/amsgrad.json"
     kept.parent.mkdir()
     kept.write_text(json.dumps(dict(fingerprint="today", row=dict(faults=[]))))
-    assert rehearsal.rehearse("amsgrad", "host", tmp_path) == dict(faults=[])
-    monkeypatch.setattr(rehearsal, "fingerprint", lambda: "tomorrow")
+    assert rehearse.rehearse("amsgrad", "host", tmp_path) == dict(faults=[])
+    monkeypatch.setattr(rehearse, "fingerprint", lambda: "tomorrow")
     with pytest.raises(RuntimeError, match="played"):
-        rehearsal.rehearse("amsgrad", "host", tmp_path)
+        rehearse.rehearse("amsgrad", "host", tmp_path)
 
 
 def test_a_fault_ends_in_status_1_and_an_unknown_case_is_named(monkeypatch, capsys):
     row = dict(name="amsgrad", source="", num_operations=1, crossings=[], faults=["x"])
-    monkeypatch.setattr(rehearsal.part_of("host"), "play", lambda name: row)
+    monkeypatch.setattr(rehearse.part_of("host"), "play", lambda name: row)
     with pytest.raises(SystemExit) as ended:
         rehearsal.main(["host", "amsgrad"])
     assert ended.value.code == 1
