@@ -47,9 +47,10 @@ docs: $(VENV)/docs
 ifdef REHEARSAL
 gpu: $(VENV)/gpu $(VENV)-triton/ready
 	@mkdir -p runs/gpu
-	for part in rehearsal rehearsal.{interpreted,host,ranks,models}; do \
-		PYTHONPATH=$(VENV)-triton $(BIN)/python -m benchmarks.gpu.$$part \
-			--json runs/gpu/$${part/./-}.json || exit 1; done
+	for part in lowered interpreted host ranks; do \
+		PYTHONPATH=$(VENV)-triton $(BIN)/python -m benchmarks.gpu.rehearsal $$part \
+			--workers $(WORKERS) --out runs/gpu/rehearsal \
+			--json runs/gpu/rehearsal-$$part.json || exit 1; done
 else
 gpu: $(VENV)/gpu data/packages/meta.json
 	$(BIN)/python -m benchmarks.gpu

@@ -27,7 +27,7 @@ def rehearsed(module: str, *args: str, folder: Path, **env: str) -> Any:
     """Return what ``python -m MODULE ARGS... --json FILE`` writes.
 
     Args:
-        module: of benchmarks.gpu.rehearsal, or of tests.
+        module: ``benchmarks.gpu.rehearsal``, or of tests.
         args: its arguments.
         folder: where the file may lie.
         env: more of its environment.
@@ -45,3 +45,8 @@ def rehearsed(module: str, *args: str, folder: Path, **env: str) -> Any:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(path.read_text())
+
+
+def played(part: str, *cases: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Return {case: row} of a part of the rehearsal; a CASE may be NAME=MUTANT."""
+    return rehearsed("tests.mutants", part, *cases, folder=folder)

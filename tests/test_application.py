@@ -239,7 +239,7 @@ def test_tokens_are_counted_once(one, exact):
 
 def test_two_processes_print_the_same_losses(data, one, tmp_path):
     _, losses, held_out, _ = one
-    found = run(data, tmp_path / "two", ranks=2, by=command)
+    found = run(data, tmp_path / "two", ranks=2)
     assert found[:2] == (losses, held_out)
 
 
@@ -484,7 +484,7 @@ def test_help_without_docstrings(monkeypatch, capsys):
 
 def test_under_torchrun_one_rank_says_it(data):
     args = ["train", "--config", "tiny_mars_adamw", "--optimizer.lr", "-1"]
-    code, _, err = command(*args, ranks=2)
+    code, _, err = forked(*args, ranks=2)
     assert code != 0
     assert err.count("error: got lr=-1.0") == 1
 

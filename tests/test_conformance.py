@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from tests.conformance.__main__ import main
 from tests.conformance.deviations import DEVIATIONS
 from tests.conformance.model import cases, simulate
 from tests.conformance.port import Port, check
@@ -162,17 +164,50 @@ FAULTS = {
 }
 
 
+EACH = """
+import contextlib, io, json, sys
+from tests.conformance.__main__ import main
+
+found = []
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = main(arguments)
+    found.append((code, printed.getvalue()))
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory):
+    """What the command says of each port: (exit status, output); in one process, since
+    imports take longer than verdicts.
+    """
+    folder = tmp_path_factory.mktemp("ports")
+    # timm imports torchvision, which no build of torch for CPUs here comes with
+    (folder / "timm_alone").mkdir()
+    for name in ("mars.py", "_types.py"):
+        shutil.copy(PORTS / "timm" / "optim" / name, folder / "timm_alone")
+    commands = json.dumps([command.split() for command in FAULTS])
+    path = os.pathsep.join(map(str, (PORTS, folder)))
+    done = subprocess.run(
+        [sys.executable, "-c", EACH, commands],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(FAULTS, json.loads(done.stdout), strict=True))
+
+
 @needs_ports
 @pytest.mark.parametrize("command", FAULTS)
-def test_faults_of_installed_ports(command, tmp_path):
-    # timm imports torchvision, which no build of torch for CPUs here comes with
-    (tmp_path / "timm_alone").mkdir()
-    for name in ("mars.py", "_types.py"):
-        shutil.copy(PORTS / "timm" / "optim" / name, tmp_path / "timm_alone")
-    done = judged(*command.split(), folders=[PORTS, tmp_path])
-    conforms = re.search(r"^mars-\w+: conforms", done.stdout, re.MULTILINE)
-    assert done.returncode == (0 if conforms else 1), done.stderr
-    matrices = done.stdout.partition("matrices (2 dims): as if")[2]
+def test_faults_of_installed_ports(command, verdicts):
+    code, out = verdicts[command]
+    conforms = re.search(r"^mars-\w+: conforms", out, re.MULTILINE)
+    assert code == (0 if conforms else 1), out
+    matrices = out.partition("matrices (2 dims): as if")[2]
     lines = re.findall(r"^    - (.*)", matrices.partition("first at")[0], re.MULTILINE)
     for line, fault in zip(lines, FAULTS[command], strict=True):
         assert line.startswith(fault)
@@ -209,12 +244,17 @@ def test_a_file_is_judged_without_torch(tmp_path):
         (["interrupted:X"], "stopped before its end: run the same command again"),
     ],
 )
-def test_what_cannot_be_used_is_one_line(arguments, end, tmp_path):
+def test_what_cannot_be_used_is_one_line(arguments, end, tmp_path, monkeypatch, capsys):
     shape = {"param/mars-lion-clip/w_tall": np.zeros((4, 3), np.float32)}
     save_file(shape, tmp_path / "other.safetensors")
     (tmp_path / "broken.py").write_text("raise RuntimeError('of two\\nlines')")
     (tmp_path / "interrupted.py").write_text("raise KeyboardInterrupt")  # Ctrl-C
     arguments = [text.format(folder=tmp_path) for text in arguments]
-    done = judged(*arguments, folders=[tmp_path])
-    assert done.returncode == (130 if end.startswith("stopped") else 2)
-    assert end in done.stderr and done.stderr.count("\n") == 1
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        code = main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    told = capsys.readouterr().err
+    assert code == (130 if end.startswith("stopped") else 2)
+    assert end in told and told.count("\n") == 1

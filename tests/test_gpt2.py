@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.testing import CompileCounter
 
 from configs.base import SHAPES
 from train.gpt2 import GPT2, Shape
@@ -94,25 +92,6 @@ def test_flops_of_gpt2_small():
     """6 per weight that is multiplied with (not positions), and attention."""
     flops = SHAPES["small"].num_flops_per_token(124_373_760, 1024)
     assert flops == 6 * (124_373_760 - 1024 * 768) + 6 * 12 * 768 * 1024
-
-
-# dynamo reads it of every input
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_one_compiled_graph_serves_every_block():
-    """As the application compiles it. Dynamo gives up after eight graphs of a function,
-    and the published recipes have 12 to 48 blocks.
-    """
-    model = GPT2(replace(SMALL, num_layers=12))
-    tokens = torch.randint(32, (2, 16))
-    eager = model(tokens)
-    counter = CompileCounter()
-    for block in model.layers.values():
-        block.compile(backend=counter, fullgraph=True)
-    torch.testing.assert_close(model(tokens), eager)
-    assert counter.frame_count == 1
-    with torch.no_grad():  # as it validates
-        model(tokens)
-    assert counter.frame_count == 2
 
 
 def test_a_model_without_memory_is_filled_whole():

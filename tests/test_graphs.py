@@ -43,10 +43,9 @@ def num_compiled(call):
     return counters["stats"]["unique_graphs"] - before
 
 
-@pytest.mark.parametrize("correction", ["approximate", "transport"])
-def test_a_step_is_as_many_calls_of_graphs_as_it_describes(correction):
+def test_a_step_is_as_many_calls_of_graphs_as_it_describes():
     params = parameters()
-    optimizer = MARS(params, max_norm=1.0, correction=correction, compile=True)
+    optimizer = MARS(params, max_norm=1.0, compile=True)
     for seed in range(3):
         gradients(params, seed)
         for group in optimizer.param_groups:
@@ -148,7 +147,9 @@ def steps_as_an_eager_one(correction, changes):
             torch.testing.assert_close(a, b, msg=f"{change} in step {seed}")
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change", [half_of_them, missing, moved, shifted, with_a_graph]
+)
 def test_a_first_step_on_whatever_tensors_is_an_eager_one(change):
     steps_as_an_eager_one("approximate", [change, None, None])
 

@@ -132,14 +132,14 @@ def test_no_layer_imports_what_stands_beside_it(layer):
         assert not roots & {"examples", "benchmarks", "research"}, path
 
 
-def test_research_is_imported_by_itself_and_the_gpu_rehearsal_alone():
-    """The rehearsal lowers its training loop; research imports layers alone."""
+def test_research_is_imported_by_itself_alone():
+    """And imports layers alone."""
     for folder in ("benchmarks", "examples", "research"):
         for path in files(folder):
             roots = {name.split(".")[0] for name in imports(path)}
             if folder == "research":
                 assert not roots & {"benchmarks", "examples", "tests"}, path
-            elif not path.is_relative_to(ROOT / "benchmarks/gpu/rehearsal"):
+            else:
                 assert "research" not in roots, path
 
 

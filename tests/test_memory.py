@@ -436,21 +436,6 @@ def test_a_sharded_model_may_be_moved_between_steps():
 # ---- compiled ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kwargs", [RULES[1], RULES[3]], ids=lambda kw: kw["mars_type"])
-def test_the_global_clip_may_come_and_go_between_compiled_steps(kwargs):
-    kwargs = {**kwargs, "max_norm": None}
-    ends = []
-    for compiles in (False, True):
-        params = parameters()
-        optimizer = MARS(params, lr=LR, compile=compiles, **kwargs)
-        for seed, bound in enumerate((None, None, 0.3, None, 0.3, 0.1, None)):
-            optimizer.max_norm = bound
-            fill(params, seed)
-            optimizer.step()
-        ends.append(copies(params))
-    equal(*ends, 2e-6)
-
-
 def test_state_that_is_moved_compiles_nothing_again(monkeypatch):
     params = parameters()
     optimizer = build(params, forced(monkeypatch, "stacks"), lr=LR)

@@ -184,7 +184,7 @@ def command(*args):
 def test_the_command(tmp_path):
     picture = tmp_path / "sweep.png"
     code, out, err = command(
-        "--config", "large_mars_shampoo", "--sweep", "--picture", str(picture)
+        "--config", "tiny_mars_shampoo", "--sweep", "--picture", str(picture)
     )
     assert (code, err) == (0, "")
     assert [int(line.split()[0]) for line in out.splitlines()[2:-1]] == [

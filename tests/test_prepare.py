@@ -215,7 +215,7 @@ def is_running(pid):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "source, kills, processes", [("openwebtext", 3, "2"), ("fineweb-edu", 2, "1")]
+    "source, kills, processes", [("openwebtext", 2, "2"), ("fineweb-edu", 1, "1")]
 )
 def test_killed_at_random_moments(tmp_path, source, kills, processes):
     """SIGKILL, several times, wherever it hits; no process is left over either."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers "fake")
 
@@ -23,6 +26,7 @@ from train.engine.schedule import cosine
 from train.engine.trainer import MarsTrainer
 from train.errors import UserError
 from train.gpt2 import Shape
+from train.gpt2.model import Block
 
 # Layers, heads, width, block, vocabulary; parameters; sequences per GPU and micro-step,
 # micro-steps on the published number of GPUs; steps, warm-up.
@@ -219,8 +223,11 @@ def test_recipe_is_the_table_and_builds_for_8_ranks(name, mesh):
     assert (s.kind, s.warmup_steps, s.total_steps) == ("cosine", warmup, None)
     assert s.min_lr_factor * o.lr == pytest.approx(number["min_lr"], rel=2e-4)
 
+    # of one block, as all others are
+    config.model_spec.model.shape = dataclasses.replace(shape, num_layers=1)
     model, mars, schedule, built = build(config, mesh)
-    assert built == count
+    of_a_block = 12 * shape.width**2 + 2 * shape.width
+    assert built + (shape.num_layers - 1) * of_a_block == count
     approx = {
         kind: (rule, pytest.approx(lr), wd, b)
         for kind, (rule, lr, wd, b) in effective(mars, model).items()
@@ -245,6 +252,66 @@ def test_recipe_is_the_table_and_builds_for_8_ranks(name, mesh):
     for step in (0, warmup, 3 * steps // 4, steps):
         want = cosine(step, warmup=warmup, total=steps, floor=floor)
         assert scheduler.lr_lambdas[0](step) == pytest.approx(want, rel=2e-4)
+
+
+# ---- blocks are compiled one by one --------------------------------------------------
+
+
+def compiled(mesh, graphs):
+    """A recipe's GPT-2 XL as the application shards and compiles it, but narrow."""
+    config = configs.xl_mars_adamw_fw()
+    assert config.compile.enable and "model" in config.compile.components
+    narrow = dict(num_heads=2, width=16, block_size=8, vocab_size=32)
+    model_config = config.model_spec.model
+    model_config.shape = dataclasses.replace(model_config.shape, **narrow)
+    model = model_config.build()
+    return config.model_spec.parallelize_fn(
+        model,
+        parallel_dims=mesh,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=dataclasses.replace(config.compile, backend=graphs),
+        ac_config=config.activation_checkpoint,
+        dump_folder="",
+    )
+
+
+# dynamo reads it of every input
+reads_grad = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)
+
+
+@reads_grad
+def test_one_compiled_graph_serves_all_blocks_of_gpt2_xl(mesh):
+    """Dynamo gives up after eight graphs of a function: a constant of each block, in
+    place of a tensor, once ended every recipe of more blocks at its first step.
+    """
+    graphs = CompileCounter()
+    model = compiled(mesh, graphs)
+    assert len(model.layers) == 48
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    for _ in range(2):
+        model(tokens).sum().backward()
+        assert graphs.frame_count == 1
+    with torch.no_grad():  # as it validates
+        model(tokens)
+    assert graphs.frame_count == 2
+
+
+@reads_grad
+def test_a_constant_of_each_block_is_beyond_the_limit(mesh, monkeypatch):
+    forward = Block.forward
+
+    def scaled(block, x):
+        return forward(block, x) * len(block.name)  # of which dynamo makes a constant
+
+    monkeypatch.setattr(Block, "forward", scaled)
+    model = compiled(mesh, CompileCounter())
+    for number, block in enumerate(model.layers.values(), 1):
+        block.name = number * "x"
+    with pytest.raises(FailOnRecompileLimitHit):
+        model(torch.zeros(2, 8, dtype=torch.long))
 
 
 def test_recipes_use_bfloat16_where_there_is_a_gpu(monkeypatch):

@@ -480,7 +480,7 @@ def test_state_that_was_saved_in_float16_goes_on_in_float32():
 
 @rows
 @doors
-@pytest.mark.parametrize("magnitude", [40.0, 3e3, 3e4])
+@pytest.mark.parametrize("magnitude", [40.0, 3e4])
 def test_what_overflows_state_of_float16_is_no_step(row, door, magnitude):
     run = Run(row, door, torch.float16, state_dtype=torch.float16)
     for t in range(4):
@@ -538,27 +538,24 @@ def test_no_host_sync(row):
         lr = torch.tensor(LR, dtype=torch.float64)
         gamma = lr if row.has_gamma else None
         state, more = rule.init(x), row.given(x)
-        for t in range(4):
+        for t in range(4 if row.num_factors else 2):  # and each stage
             rule.step(x, x, state, lr=lr, gamma=gamma, **more, **row.counted(t))
 
 
 # Of every correction inductor makes code, which takes seconds; of every page it does in
-# tests/test_optimizer.py. The other pairs of them are traced alike.
-GENERATED = {
+# tests/test_optimizer.py.
+GENERATED = (
     *("mars_adamw", "mars_adamw-transport", "mars_adamw-svrg", "adamw-nesterov"),
     "mars_normuon-transport",
-}
-
-
-# rules with stages have a graph for each: of these pairs those that differ in kind; of
-# an option and a correction together, those that read each other
-TRACED = [
-    name
-    for name, row in ROWS.items()
-    if (row.num_factors == 0 and name.count("-") < 2)
-    or name in ("mars_soap", "soap_muon")
-    or name in ("mars_adamw-cautious-transport", "mars_adamw-transport-stored")
-]
+)
+# dynamo traces the other pages once, each under another correction, and options that a
+# correction reads; rules with stages have a graph for each
+TRACED = (
+    *GENERATED,
+    *("mars_lion", "mars_m-transport", "mars_shampoo-svrg", "normuon", "soap_muon"),
+    *("muon-cautious", "mars_adamw-amsgrad", "mars_adamw-noclip"),
+    *("mars_adamw-cautious-transport", "mars_adamw-transport-stored"),
+)
 
 
 @pytest.mark.parametrize("name", TRACED)

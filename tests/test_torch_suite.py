@@ -135,19 +135,17 @@ def test_groups_go_in_the_right_direction(mars_type, mode):
     assert last < first
 
 
-@pytest.mark.parametrize(
-    ("mars_type", "how"), [("mars-adamw", "stacks"), ("mars-shampoo", "leaves")]
-)
-def test_really_compiled_it_goes_where_it_goes_eagerly(mars_type, how, monkeypatch):
-    """With groups, a tensor lr and a schedule; all compiles in the first step."""
-    forced(monkeypatch, how)
+def test_really_compiled_it_goes_where_it_goes_eagerly(monkeypatch):
+    """With groups, a tensor lr and a schedule; all compiles in the first step. In the
+    other layout: test_compiled_is_eager of tests/test_optimizer.py.
+    """
+    forced(monkeypatch, "leaves")
     found = []
-    for mode in ("eager", how):
+    for mode in ("eager", "leaves"):
         params = parameters((6, 4), (6, 4), (4,))
         lr = torch.tensor(LR)
         groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.02}]
-        kw = dict(lr=lr, mars_type=mars_type, ns_dtype=torch.float32, max_norm=1.0)
-        optimizer = build(groups, mode, **kw)
+        optimizer = build(groups, mode, lr=lr, mars_type="mars-adamw", max_norm=1.0)
         scheduler = ExponentialLR(optimizer, 0.8)
         for t in range(4):
             fill(params, t)

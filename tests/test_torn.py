@@ -156,8 +156,6 @@ CASES = [
     ("mars-adamw", "approximate", "eager"),
     ("mars-adamw", "exact", "copied"),
     ("mars-adamw", "transport", "copied"),
-    ("mars-m", "approximate", "copied"),
-    ("mars-adamw", "approximate", "stacks"),
     ("mars-normuon", "transport", "stacks"),
 ]
 

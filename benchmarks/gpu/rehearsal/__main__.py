@@ -1,25 +1,29 @@
-"""The GPU path, rehearsed without a GPU: steps of MARS over fake CUDA tensors are
-lowered to Triton, and every kernel over stacks is compiled for an H100. Nothing is run.
+"""The GPU path, rehearsed without a GPU, in four parts.
 
-    python -m benchmarks.gpu.rehearsal [--rules RULE ...] [--corrections KIND ...]
-        [--models MODEL ...] [--dtypes DTYPE ...] [--no-binaries] [--workers N]
+    python -m benchmarks.gpu.rehearsal PART [CASE ...] [--workers N]
         [--out runs/gpu/rehearsal] [--json FILE]
 
-Triton is needed beside torch: `make gpu REHEARSAL=1` installs it apart. What --out has
-is not done again while no source has changed, so that a run that was cut goes on. A
-fault (a byte beyond the floor, a recompile, a spill, a narrow load) ends in exit
-status 1.
-`python -m benchmarks.gpu.rehearsal.tables FILE` prints the tables again from --json.
+lowered      steps over fake CUDA tensors, lowered to Triton: launches, bytes and
+             recompiles; their kernels compiled for an H100: registers, spills, width
+             of loads and stores
+interpreted  the same kernels, interpreted on the CPU, beside eager steps
+host         what crosses between host and device in a step (needs no Triton)
+ranks        collectives of one rank among many, beside the forecast (no Triton)
+
+A CASE is a pattern of names, as 'mars-adamw/*/gpt2-small/*'; --names lists them.
+Without one: every case, but for those of the test suite alone. Triton is needed beside
+torch: `make gpu REHEARSAL=1` installs it apart. What --out has is not done again while
+no source has changed. A fault ends in exit status 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from fnmatch import filter as matching
 from functools import partial
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -27,13 +31,43 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.rehearsal.cases import ALL_MODELS, DTYPES, NONE, cases
-from benchmarks.gpu.rehearsal.faults import faults
-from benchmarks.gpu.rehearsal.rehearse import rehearse
-from benchmarks.gpu.rehearsal.tables import report
-from marsopt.rules.registry import CORRECTIONS, REGISTRY, canonical
+from benchmarks.gpu.rehearsal.rehearse import Row, has_triton, part_of, rehearse
+from benchmarks.gpu.tables import markdown
 from train.errors import UserError, check_least, command
 from train.files import write_json
+
+PARTS = ("lowered", "interpreted", "host", "ranks")
+WITHOUT_TRITON = ("host", "ranks")
+
+
+def chosen(part: str, patterns: Sequence[str]) -> list[str]:
+    """Return the names of a part's cases that ``patterns`` ask for.
+
+    Raises:
+        UserError: a pattern of no case.
+    """
+    names = part_of(part).NAMES
+    for pattern in patterns:
+        if not matching(names, pattern):
+            raise UserError(
+                f"got the case {pattern!r}, expected a pattern of names like "
+                f"{names[0]!r}: --names lists those of {part}"
+            )
+    if not patterns:
+        return [*part_of(part).DEFAULT]
+    return [name for pattern in patterns for name in matching(names, pattern)]
+
+
+def table(part: str, rows: Sequence[Row]) -> str:
+    """Return the rows as a table, and below it how many faults they have."""
+    lines = [dict(case=row["name"]) | part_of(part).columns(row) for row in rows]
+    shown = markdown([*lines[0]], [[*line.values()] for line in lines])
+    num_faults = sum(len(row["faults"]) for row in rows)
+    triton = f", triton {version('triton')}" if has_triton() else ""
+    return (
+        f"{shown}\n\n{len(rows)} cases, {num_faults} faults; "
+        f"torch {torch.__version__}{triton}"
+    )
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -44,23 +78,15 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    # fmt: off
-    add("--rules", nargs="+", type=canonical, choices=list(REGISTRY), metavar="RULE",
-        default=list(REGISTRY), help="(default: all)")
-    every = [*CORRECTIONS, NONE]
-    add("--corrections", nargs="+", choices=every, default=every, help="(default: all)")
-    add("--models", nargs="+", choices=ALL_MODELS, default=ALL_MODELS,
-        help="(default: all)")
-    add("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES),
-        help="of parameters and gradients; the state is in float32 (default: both)")
-    add("--no-binaries", action="store_true", help="lower, and compile nothing")
-    add("--workers", type=int, default=2, help="processes (%(default)s)")
-    add("--out", type=Path, default=Path("runs/gpu/rehearsal"), help="(%(default)s)")
+    add("part", choices=PARTS, metavar="PART")
+    add("cases", nargs="*", metavar="CASE", help="patterns of names")
+    add("--names", action="store_true", help="list the cases' names, and end")
+    add("--workers", type=int, default=1, help="processes (%(default)s)")
+    add("--out", type=Path, metavar="FOLDER", help="keep every row there")
     add("--json", type=Path, metavar="FILE", help="everything")
-    # fmt: on
     args = parser.parse_args(argv)
     check_least(1, workers=args.workers)
-    if importlib.util.find_spec("triton") is None:
+    if args.part not in WITHOUT_TRITON and not has_triton():
         raise UserError(
             "got no Triton, expected it on Python's path: run make gpu REHEARSAL=1, "
             "which installs it apart"
@@ -68,42 +94,32 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    """Run the command."""
-    args = arguments()
-    args.out.mkdir(parents=True, exist_ok=True)
-    chosen = [
-        case
-        for case in cases(args.models, args.dtypes)
-        if case.rule in args.rules and (case.correction or NONE) in args.corrections
-    ]
-    if not chosen:
-        raise UserError(
-            f"got --rules {' '.join(args.rules)} with --corrections "
-            f"{' '.join(args.corrections)}, expected corrections that one of them has: "
-            "leave one option out"
-        )
-    do, found = partial(rehearse, binaries=not args.no_binaries, out=args.out), []
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Raises:
+        SystemExit: with status 1, for a fault.
+    """
+    args = arguments(argv)
+    names = chosen(args.part, args.cases)
+    if args.names:
+        print("\n".join(names))
+        return
+    play, rows = partial(rehearse, part=args.part, out=args.out), []
     with contextlib.ExitStack() as stack:
-        each = map(do, chosen)
+        played = map(play, names)
         if args.workers > 1:
             pool = ProcessPoolExecutor(args.workers, get_context("spawn"))
-            each = stack.enter_context(pool).map(do, chosen)
-        for number, row in enumerate(each, 1):
-            found.append(row)
-            said = "; ".join(faults(row)) or "as it should be"
-            print(
-                f"[{number} of {len(chosen)}] {row['name']}, {row['model']}, "
-                f"{row['dtype']}: {said}",
-                file=sys.stderr,
-                flush=True,
-            )
-    made = dict(torch=torch.__version__, triton=version("triton"), device="sm_90")
+            played = stack.enter_context(pool).map(play, names)
+        for number, row in enumerate(played, 1):
+            rows.append(row)
+            faults = "; ".join(row["faults"]) or "as it should be"
+            told = f"[{number} of {len(names)}] {row['name']}: {faults}"
+            print(told, file=sys.stderr, flush=True)
     if args.json is not None:
-        write_json(args.json, dict(made_with=made, cases=found))
-    print("bytes a parameter, from the Triton source; registers and widths from SASS\n")
-    print(report(made, found))
-    if any(any(faults(row)) for row in found):
+        write_json(args.json, rows)
+    print(table(args.part, rows))
+    if any(row["faults"] for row in rows):
         raise SystemExit(1)
 
 

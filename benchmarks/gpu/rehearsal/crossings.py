@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,6 @@ class Crossing:
         operation: torch's name of it.
         shape: of what is read.
         way: "cpu to cuda" or "cuda to cpu".
-        waits: whether the host waits: for a value, or for a copy of memory that is not
-            pinned or that was not asked to be asynchronous.
         where: the innermost lines of the library that led there, outermost first.
     """
 
@@ -50,7 +48,6 @@ class Crossing:
     operation: str
     shape: tuple[int, ...]
     way: str
-    waits: bool
     where: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -107,16 +104,16 @@ class Watch(TorchDispatchMode):
         into = _placed((args, kwargs))
         on_device = any(x.is_cuda for x in into)
         if func is aten._local_scalar_dense.default and on_device:
-            self._note(WAIT, func, into[0], "cuda to cpu", waits=True)
+            self._note(WAIT, func, into[0], "cuda to cpu")
             return _one(args[0].dtype)
         try:
             out = func(*args, **kwargs)
         except NEEDS_VALUES:
             if on_device:
-                self._note(WAIT, func, into[0], "cuda to cpu", waits=True)
+                self._note(WAIT, func, into[0], "cuda to cpu")
                 self.ended = True
             raise
-        self._look(func, into, _placed(out), args, kwargs)
+        self._look(func, into, _placed(out))
         return out
 
     def _count(self, func) -> None:
@@ -128,9 +125,7 @@ class Watch(TorchDispatchMode):
     def _is_pinned(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage() in self._pinned
 
-    def _look(
-        self, func, into: list[Tensor], gives: list[Tensor], args, kwargs
-    ) -> None:
+    def _look(self, func, into: list[Tensor], gives: list[Tensor]) -> None:
         """Note an operation over both devices."""
         every = [*into, *gives]
         if len({x.device.type for x in every}) < 2:
@@ -138,23 +133,13 @@ class Watch(TorchDispatchMode):
         # what is written is the first operand of a copy in place
         in_place = func is aten.copy_.default
         source = into[1] if in_place else every[0]
-        here = next(x for x in every if x.device.type == "cpu")
-        asked = kwargs.get("non_blocking", in_place and len(args) > 2 and args[2])
         way = "cuda to cpu" if source.is_cuda else "cpu to cuda"
-        waits = not (asked and self._is_pinned(here))
-        self._note(COPY, func, source, way, waits=waits)
+        self._note(COPY, func, source, way)
 
-    def _note(
-        self, kind: str, func: Any, tensor: Tensor | None, way: str, *, waits: bool
-    ) -> None:
+    def _note(self, kind: str, func: Any, tensor: Tensor | None, way: str) -> None:
         shape = () if tensor is None else tuple(tensor.shape)
-        found = Crossing(kind, str(func), shape, way, waits, _where())
+        found = Crossing(kind, str(func), shape, way, _where())
         self.found.append(found)
-
-    def taken(self) -> list[Crossing]:
-        """Return what crossed since the last call."""
-        found, self.found = self.found, []
-        return found
 
     def __enter__(self):
         self._patch = mock.patch.object(torch.cuda, "synchronize", self._synchronize)
@@ -167,17 +152,7 @@ class Watch(TorchDispatchMode):
 
     def _synchronize(self, *args) -> None:
         name = "torch.cuda.synchronize"
-        self._note(WAIT, name, None, "cuda to cpu", waits=True)
-
-
-def reads(found: Iterable[Crossing]) -> Iterator[str]:
-    """Say what the host waits for a value of, where it should for none."""
-    for crossing in found:
-        if crossing.kind == WAIT:
-            yield (
-                "got a number that the host reads from the device, expected none: "
-                f"{crossing.operation} in {crossing}"
-            )
+        self._note(WAIT, name, None, "cuda to cpu")
 
 
 def _one(dtype: torch.dtype) -> float:

@@ -1,36 +1,18 @@
-"""Whole programs over fake CUDA tensors: models that move to the GPU, attention, and
-parameters that move into stacks as on a real one.
-"""
+"""Fake tensors that move into stacks as tensors of a GPU do."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 from unittest import mock
 
-import torch
-from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from benchmarks.gpu.rehearsal.attention import fused_attention
-from benchmarks.gpu.rehearsal.device import h100
-from benchmarks.gpu.rehearsal.lowering import Graph, Runner, lowering
 from marsopt.functional import stacks
 from marsopt.optim import buckets, layout
 
 BYTES = 2**60  # more than any storage has
-
-
-def _to(module: nn.Module, device: torch.device | str) -> nn.Module:
-    """Move a module; ``nn.Module.to`` itself cannot swap fake parameters."""
-    for part in module.modules():
-        for name, p in part.named_parameters(recurse=False):
-            made = nn.Parameter(p.detach().to(device), p.requires_grad)
-            part.register_parameter(name, made)
-        for name, buffer in part.named_buffers(recurse=False):
-            setattr(part, name, buffer.to(device))
-    return module
 
 
 def _address(tensor: Tensor) -> int:
@@ -57,35 +39,3 @@ def addresses() -> Iterator[None]:
         for module in (stacks, buckets):
             enter(mock.patch.object(module, "separate_tensors", _rows))
         yield
-
-
-@contextlib.contextmanager
-def fake_h100(
-    run: Callable[[Graph, fx.GraphModule], Runner] | None = None,
-    *,
-    triton: bool = True,
-    boxed: bool = False,
-) -> Iterator[list[Graph]]:
-    """Let everything within happen on the fake tensors of one H100.
-
-    Args:
-        run, boxed: of ``lowering``: what runs in place of a graph.
-        triton: whether Triton is here; without it nothing compiles.
-
-    Yields:
-        The graphs that were compiled so far.
-    """
-    with (
-        h100(triton=triton),
-        lowering(run, boxed=boxed) if triton else _nothing() as graphs,
-        fused_attention(),
-        addresses(),
-        mock.patch.object(nn.Module, "to", _to),
-        FakeTensorMode(allow_non_fake_inputs=True),
-    ):
-        yield graphs
-
-
-@contextlib.contextmanager
-def _nothing() -> Iterator[list[Any]]:
-    yield []

@@ -1,33 +1,24 @@
-"""What of a step crosses between host and device: copies of tensors from one to the
-other, and values that the host waits for. A CUDA graph records neither.
+"""Part "host": what of a warm step crosses between host and device: copies of tensors
+from one to the other, and values that the host waits for. A CUDA graph records neither.
 
-    python -m benchmarks.gpu.rehearsal.host [--json FILE]
-
-Warm steps of every rule run eagerly over fake CUDA tensors; no GPU and no Triton is
-needed. An exit status of 1 says that something crosses that the documentation does not
-name, or that something which it names does not cross.
+Steps of every rule run eagerly over fake CUDA tensors. A fault: something crosses that
+the documentation does not name, or something that it names does not cross.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.gpu.rehearsal.cases import corrections, move
-from benchmarks.gpu.rehearsal.crossings import COPY, WAIT, Crossing, Watch, watched
+from benchmarks.gpu.rehearsal.crossings import COPY, WAIT, Watch, watched
 from benchmarks.gpu.rehearsal.device import h100
+from benchmarks.gpu.rehearsal.lowered import NONE, corrections, move
 from marsopt import MARS, REGISTRY
-from train.errors import command
-from train.files import write_json
-
-# ---- cases ---------------------------------------------------------------------------
 
 SHAPES = [(64, 32), (48,), (32, 64), (4, 16, 8)]
 Params = list[nn.Parameter]
@@ -124,9 +115,10 @@ def cases() -> Iterator[Case]:
     """Yield all that is watched."""
     for rule in REGISTRY:
         for correction in corrections(rule):
+            options = dict(mars_type=rule)
+            options["correction"] = None if correction == NONE else correction
             title = f"{rule}, {correction}, every number moves"
-            options = dict(mars_type=rule, correction=correction)
-            yield Case(title.replace(", None", ""), options, change=every_number)
+            yield Case(title, options, change=every_number)
     ahead = dict(correction="transport")
     yield Case("transport: eval", ahead, act=MARS.eval)
     yield Case("transport: train", ahead, change=lambda o, _: o.eval(), act=MARS.train)
@@ -159,7 +151,7 @@ def cases() -> Iterator[Case]:
         source="marsopt.optim.live: a pattern is sent once",
     )
     yield Case(
-        'nonfinite="raise"',
+        "nonfinite is raise",
         dict(nonfinite="raise"),
         crosses=WAIT,
         source="MARS: one sync a step",
@@ -172,35 +164,34 @@ def cases() -> Iterator[Case]:
     )
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a case has shown."""
-
-    title: str
-    crosses: str | None  # as documented
-    source: str
-    num_operations: int
-    crossings: tuple[Crossing, ...]
-
-    @property
-    def as_documented(self) -> bool:
-        """Return whether exactly that crosses which the documentation names."""
-        return {c.kind for c in self.crossings} == {self.crosses} - {None}
+CASES = {case.title: case for case in cases()}
+NAMES = DEFAULT = tuple(CASES)
 
 
-def play(case: Case) -> Found:
-    """Watch one case, over fake CUDA tensors."""
-    with FakeTensorMode():
-        watch = _watch(case)
-    crossings = tuple(dict.fromkeys(watch.found))
-    return Found(case.title, case.crosses, case.source, watch.num_operations, crossings)
+def play(name: str) -> dict[str, Any]:
+    """Return a case's ``crossings``, its ``num_operations`` and its ``faults``."""
+    case = CASES[name]
+    with h100(triton=False), FakeTensorMode():
+        seen = _watch(case)
+    crossings = tuple(dict.fromkeys(seen.found))
+    faults = []
+    if {c.kind for c in crossings} != {case.crosses} - {None}:
+        told = ", ".join(map(str, crossings)) or "nothing"
+        faults.append(f"got {told}, expected {case.crosses or 'nothing'} to cross")
+    return dict(
+        name=case.title,
+        source=case.source,
+        num_operations=seen.num_operations,
+        crossings=[asdict(c) | dict(told=str(c)) for c in crossings],
+        faults=faults,
+    )
 
 
 def _watch(case: Case) -> Watch:
     rule = REGISTRY[case.options.get("mars_type", "mars-adamw")]
-    # its own, but said: MARS logs that nobody has chosen it
-    said = dict(lr=1e-2, lr_1d=rule.hyperparameters["lr_1d"], max_norm=0.7)
-    options = {**said, "compile": False, **case.options}
+    # its own, but passed: MARS logs that nobody has chosen it
+    chosen = dict(lr=1e-2, lr_1d=rule.hyperparameters["lr_1d"], max_norm=0.7)
+    options = {**chosen, "compile": False, **case.options}
     params = [nn.Parameter(torch.empty(s, device="cuda")) for s in SHAPES]
     optimizer = MARS(params, **options)
 
@@ -210,55 +201,19 @@ def _watch(case: Case) -> Watch:
 
     backward()
     case.warm(optimizer, params)
-    watch = watched(lambda: step(optimizer))  # which answers a step that asks
-    if watch.ended:
-        return watch
+    first = watched(lambda: step(optimizer))  # which answers a step that asks
+    if first.ended:
+        return first
     backward()
     (case.warm if case.change is nothing else case.change)(optimizer, params)
     return watched(lambda: case.act(optimizer))
 
 
-def play_all() -> list[Found]:
-    """Watch every case."""
-    with h100(triton=False):
-        return [play(case) for case in cases()]
-
-
-def table(found: list[Found]) -> str:
-    """Return a line for each case."""
-    width = max(len(f.title) for f in found)
-    lines = [f"{'case':{width}}  operations  what crosses"]
-    for f in found:
-        fault = f"EXPECTED {f.crosses or 'nothing'}"
-        note = (f.source and f"({f.source})") if f.as_documented else fault
-        said = [*dict.fromkeys(map(str, f.crossings)), *([note] if note else [])]
-        first, *rest = said or ["nothing"]
-        lines.append(f"{f.title:{width}}  {f.num_operations:10}  {first}")
-        lines += [f"{'':{width + 14}}{line}" for line in rest]
-    return "\n".join(lines)
-
-
-def to_dict(found: list[Found]) -> list[dict[str, Any]]:
-    """Return what JSON can hold."""
-    return [{**asdict(f), "as_documented": f.as_documented} for f in found]
-
-
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.rehearsal.host",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args()
-    found = play_all()
-    print(table(found))
-    if args.json is not None:
-        write_json(args.json, to_dict(found))
-    if not all(f.as_documented for f in found):
-        raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    command(main)
+def columns(row: dict[str, Any]) -> dict[str, str]:
+    """Return a case's figures for the table."""
+    crossed = "; ".join(dict.fromkeys(c["told"] for c in row["crossings"]))
+    return {
+        "operations": f"{row['num_operations']}",
+        "what crosses": crossed or "nothing",
+        "documented in": row["source"],
+    }

@@ -1,63 +1,48 @@
-"""Steps of MARS by the Triton kernels that a GPU would run, interpreted on the CPU,
-beside eager steps of the same optimizer on the same numbers.
+"""Part "interpreted": steps of MARS by the Triton kernels that a GPU would run,
+interpreted on the CPU, beside eager steps of the same optimizer on the same numbers.
 
-    python -m benchmarks.gpu.rehearsal.interpreted [--cases CASE ...] [--json FILE]
+A case is RULE/CORRECTION[/DTYPE[/H_DTYPE[/STATE]]]: the dtypes of parameters, of the
+kept gradient and of other state, which bfloat16 rounds stochastically. Four steps are
+taken, in which lr, gamma, betas, weight decay and both clips move; a gradient of the
+third holds a NaN, and in the fourth one of two parameters of one shape has no gradient.
 
-A CASE is RULE[/CORRECTION[/DTYPE[/H_DTYPE[/STATE]]]], as mars-adamw or
-mars-m/transport/bfloat16: the dtypes of parameters, of the kept gradient and of other
-state, which bfloat16 rounds stochastically. Without --cases: every rule with its own
-correction and with transport, and five cases of bfloat16. Triton is needed beside
-torch: `make gpu REHEARSAL=1` installs it apart.
-
-Four steps are taken, in which lr, gamma, betas, weight decay and both clips move; a
-gradient of the third holds a NaN, and in the fourth one of two parameters of one shape
-has no gradient. The table shows
-
-    graphs         compiled in the first step + in later ones
-    launches       of kernels, in each step
-    x differs      from eager steps, at most
-    state differs  at most, as a part of the largest number of its tensor
-    skipped        how many steps were
-    floor          bytes a parameter that no step can go below
-    bytes          a parameter that each step moves, by lanes that masks let through
-
-A fault (numbers beyond rounding, a skipped step that changes something or is not
-counted, bytes beside what a step has to move) ends in exit status 1. What a GPU does
-and an interpreter does not stays unseen: contracted multiplications and additions,
-approximate divisions, races, misaligned addresses.
+A fault: numbers beyond rounding, a skipped step that changes something or is not
+counted, bytes beside what a step has to move, a graph that a later step compiles. What
+a GPU does and an interpreter does not stays unseen: contracted multiplications and
+additions, approximate divisions, races, misaligned addresses.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest import mock
 
 # first, since all that follows imports Triton
-from benchmarks.gpu.rehearsal.on_cpu import interpreting
+from benchmarks.gpu.rehearsal.interpreter import interpreter, launch
 
 # isort: split
 import torch
+from torch import Tensor, fx, nn
+from torch._guards import detect_fake_mode
+from torch._inductor import compile_fx
 
-from benchmarks.gpu.rehearsal.cases import DTYPES
-from benchmarks.gpu.rehearsal.steppers import (
-    DEFAULT,
-    Case,
-    Kind,
-    Stepper,
-    corrections,
-    eager,
-)
+from benchmarks.gpu.rehearsal.device import h100
+from benchmarks.gpu.rehearsal.lowered import DTYPES, NONE, corrections
+from benchmarks.gpu.rehearsal.lowering import Graph, load, lowering
+from marsopt import MARS
+from marsopt.optim import base, layout
 from marsopt.profiling.optimizer import floor_of
-from marsopt.rules.registry import REGISTRY, canonical
-from train.errors import UserError, command
-from train.files import write_json
+from marsopt.rules.registry import REGISTRY
 
+Kind = Literal["normal", "skipped", "missing"]
+STEPS: tuple[Kind, ...] = ("normal", "normal", "skipped", "missing")
+# stacks of two matrices, three vectors, two matrices and one; blocks of kernels, powers
+# of two, divide none of them
+SHAPES = ((48, 40), (48, 40), (40,), (40,), (40,), (40, 48), (40, 48), (33, 40))
+MISSING = 1  # which parameter has no gradient then: one of two in a stack
 # Sums have another order than eager ones: a few units in the last place of float32, of
 # parameters up to 4 and of state. Parameters in bfloat16 are to be the same: its last
 # place, of all but tiny numbers, is beyond this bound.
@@ -66,233 +51,289 @@ X_BOUND, STATE_BOUND = 1e-6, 1e-5
 SMALL = 1.0
 
 
-# ---- comparison ----------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class Result:
-    """What came of a case.
-
-    Args:
-        name: the case's.
-        steps: the kind of each.
-        graphs: compiled in each step.
-        launches: of kernels in each step.
-        x_differs: from eager steps, the largest difference of a parameter.
-        state_differs: the largest of a state tensor, over its largest number.
-        num_skipped: steps that were.
-        changed: which parameters and state tensors skipped steps have changed.
-        num_bytes: a parameter, moved in each step.
-        floor: bytes a parameter that no step can go below.
-        expected: bytes a parameter that each step has to move.
+class Case:
+    """What is stepped; ``steps``: "skipped" has a NaN in a gradient, "missing" lacks
+    one, which the first step may not.
     """
 
-    name: str
-    steps: tuple[Kind, ...]
-    graphs: list[int]
-    launches: list[int]
-    x_differs: float
-    state_differs: float
-    num_skipped: int
-    changed: list[str]
-    num_bytes: list[float]
-    floor: float
-    expected: list[float]
+    rule: str
+    correction: str
+    dtype: str = "float32"
+    h_dtype: str = "float32"
+    state: str = "float32"
+    shapes: tuple[tuple[int, ...], ...] = SHAPES
+    steps: tuple[Kind, ...] = STEPS
 
-    def faults(self) -> Iterator[str]:
-        """Yield what is not as it has to be."""
-        if not self.x_differs <= X_BOUND:  # a NaN, too
-            yield f"parameters differ by {self.x_differs:.1e} from eager steps"
-        if not self.state_differs <= STATE_BOUND:
-            yield f"state differs by {self.state_differs:.1e} of its largest number"
-        num_skipped = self.steps.count("skipped")
-        if self.num_skipped != num_skipped:
-            yield f"{self.num_skipped} steps counted as skipped, expected {num_skipped}"
-        if self.changed:
-            yield f"a skipped step changed {', '.join(self.changed)}"
-        pairs = zip(self.num_bytes, self.expected, strict=True)
-        for number, (found, expected) in enumerate(pairs, 1):
-            if not expected <= found <= expected + SMALL:
-                yield (
-                    f"step {number} ({self.steps[number - 1]}) moved {found:.2f} bytes "
-                    f"a parameter, expected {expected:.2f}"
-                )
+    @property
+    def name(self) -> str:
+        """Return the words of the case, without float32 at the end."""
+        words = [self.rule, self.correction, self.dtype, self.h_dtype, self.state]
+        while words[-1] == "float32":
+            words.pop()
+        return "/".join(words)
+
+    def tensors(self, seed: int) -> list[Tensor]:
+        """Return normal numbers in the parameters' shapes."""
+        numbers, dtype = torch.Generator().manual_seed(seed), DTYPES[self.dtype]
+        return [torch.randn(s, generator=numbers).to(dtype) for s in self.shapes]
 
 
-def interpreted(case: Case, reference: Stepper) -> Result:
-    """Step by interpreted kernels; return how that compares with eager steps.
+# exact MARS has the steps of "approximate", with an h that comes from elsewhere
+_ALL = (
+    *(Case(r, c) for r in REGISTRY for c in corrections(r) if c != "exact"),
+    Case("mars-adamw", "approximate", "bfloat16"),
+    Case("mars-adamw", "transport", "bfloat16"),
+    Case("mars-m", "transport", "bfloat16"),
+    Case("mars-adamw", "approximate", "float32", "bfloat16"),
+    Case("mars-adamw", "approximate", "float32", "bfloat16", "bfloat16"),
+)
+CASES = {case.name: case for case in _ALL}
+NAMES = DEFAULT = tuple(CASES)
 
-    Args:
-        case: what is stepped.
-        reference: ``eager(case)``.
+
+# ---- compiled steps of CPU tensors, by interpreted kernels ---------------------------
+
+
+def _on_gpu(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """Let a graph over CPU tensors be one over fake CUDA tensors; return its inputs, of
+    which those that share memory still do.
     """
-    counts, changed, floor = [(0, 0, 0)], set(), 0
-    with interpreting() as runs:
-        ours = Stepper(case, compile=True)
-        before = {key: x.clone() for key, x in ours.tensors().items()}
+
+    def moved(value: Any) -> Any:
+        return torch.device("cuda", 0) if isinstance(value, torch.device) else value
+
+    for node in gm.graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, moved)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
+    gm.recompile()
+    storages: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def fake(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        storage = x.untyped_storage()
+        key = storage._cdata, x.dtype
+        if key not in storages:
+            size = storage.nbytes() // x.itemsize
+            storages[key] = torch.empty(size, dtype=x.dtype, device="cuda")
+        return storages[key].as_strided(x.shape, x.stride(), x.storage_offset())
+
+    with detect_fake_mode(inputs):
+        return [fake(x) for x in inputs]
+
+
+def _interpret(graph: Graph, gm: fx.GraphModule) -> Callable:
+    wrapper = load(graph.source, device="cpu", run=launch)
+    return lambda *args: wrapper.call(list(args))
+
+
+@contextlib.contextmanager
+def interpreting() -> Iterator[Callable[[], tuple[int, int]]]:
+    """Let compiled optimizers of CPU tensors lay these out as on a GPU, and step by the
+    kernels that they would launch there; yield what counts graphs and bytes so far.
+    """
+
+    with h100(), interpreter() as traffic, lowering(_interpret) as graphs:
+        lowered = compile_fx.compile_fx
+
+        # calls itself where a graph has options of its own: fake tensors stay fake
+        def compile_fake(gm, inputs, *args, **kwargs):
+            return lowered(gm, _on_gpu(gm, inputs), *args, **kwargs)
+
+        with (
+            mock.patch.object(compile_fx, "compile_fx", compile_fake),
+            # answers for CUDA tensors
+            mock.patch.object(base, "resolve_compile", lambda wanted, device: wanted),
+            mock.patch.object(layout, "should_stack", lambda p, compile, num: compile),
+        ):
+            yield lambda: (len(graphs), traffic.num_bytes)
+
+
+# ---- steps ---------------------------------------------------------------------------
+
+
+class Stepper:
+    """A case's optimizer and parameters, beginning at the same numbers each time."""
+
+    def __init__(self, case: Case, *, compile: bool) -> None:
+        self.case = case
+        self.params = [nn.Parameter(x) for x in case.tensors(0)]
+        self.optimizer = MARS(
+            self.params,
+            lr=1e-2,
+            weight_decay=0.1,
+            mars_type=case.rule,
+            # its own, but passed: MARS logs that nobody has chosen it
+            lr_1d=REGISTRY[case.rule].hyperparameters["lr_1d"],
+            # gradients of this norm have matrices above the other bound, and vectors
+            # below it
+            max_norm=0.7,
+            clip=0.3,
+            ns_dtype=torch.float32,  # coarser numbers would hide differences
+            state_dtype=DTYPES[case.state],
+            stochastic_rounding=case.state == "bfloat16",
+            h_dtype=DTYPES[case.h_dtype],
+            compile=compile,
+            correction=None if case.correction == NONE else case.correction,
+        )
+
+    def walk(self, after: Callable[[Kind], None] = lambda kind: None) -> None:
+        """Take all steps; call ``after`` each."""
+        for number, kind in enumerate(self.case.steps):
+            self._move(number)
+            gradients = self.case.tensors(number + 1)
+            for p, g in zip(self.params, gradients, strict=True):
+                p.grad = g
+            if kind == "skipped":
+                gradients[0][3, 5] = float("nan")
+            if kind == "missing":
+                self.params[MISSING].grad = None
+            self.optimizer.step()
+            after(kind)
+
+    def _move(self, number: int) -> None:
+        """Let every hyperparameter be another in each step."""
+        self.optimizer.max_norm = 0.7 + 0.1 * number
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1e-2 * (1 - 0.1 * number)
+            group["gamma"] = 0.025 + 0.005 * number
+            group["betas"] = tuple(
+                start - 0.01 * number
+                for start in REGISTRY[self.case.rule].hyperparameters["betas"]
+            )
+            group["weight_decay"] = 0.1 + 0.01 * number
+            if group["clip"] is not None:
+                group["clip"] = 0.3 - 0.02 * number
+
+    def tensors(self) -> dict[tuple[int, str], Tensor]:
+        """Return copies of parameters ("parameter") and state, by number and name."""
+        copies = {}
+        for i, p in enumerate(self.params):
+            copies[i, "parameter"] = p.detach().clone()
+            for name, value in self.optimizer.state[p].items():
+                copies[i, name] = value.clone()
+        return copies
+
+    def num_flagged(self) -> int:
+        """Return the bytes that a skipped step reads and another does not: of y, where
+        the state keeps x.
+        """
+        buckets = self.optimizer.describe().buckets
+        keep_x = [
+            b for b in buckets if b.algorithm.is_ahead and not b.algorithm.num_behind
+        ]
+        return sum(p.nbytes for b in keep_x for p in b.params)
+
+
+def eager(case: Case) -> dict[tuple[int, str], Tensor]:
+    """Return a case's tensors after eager steps."""
+    stepper = Stepper(case, compile=False)
+    stepper.walk()
+    return stepper.tensors()
+
+
+def play(name: str) -> dict[str, Any]:
+    """Return how a case's interpreted steps compare with its eager ones."""
+    return beside(CASES[name], eager(CASES[name]))
+
+
+def beside(case: Case, reference: dict[tuple[int, str], Tensor]) -> dict[str, Any]:
+    """Step by interpreted kernels.
+
+    Returns:
+        graphs and bytes a parameter (``num_bytes``, beside ``expected``) of each step;
+        ``x_differs`` from eager steps at most, ``state_differs`` over the
+        largest number of its tensor; ``num_skipped``; ``changed``: which parameters and
+        state tensors skipped steps have changed; ``faults``.
+    """
+    torch.compiler.reset()  # or sizes that another case had before become dynamic
+    counts, changed, floor = [(0, 0)], set(), 0
+    with interpreting() as count:
+        compiled = Stepper(case, compile=True)
+        before = compiled.tensors()
 
         def after(kind: Kind) -> None:
             nonlocal before, floor
-            counts.append(runs.counts())
-            now = {key: x.clone() for key, x in ours.tensors().items()}
+            counts.append(count())
+            now = compiled.tensors()
             if kind == "skipped":
-                changed.update(
-                    name
-                    for (i, name), x in now.items()
-                    if not torch.equal(x, before[i, name])
-                )
+                changed.update(k for k, x in now.items() if not x.equal(before[k]))
             before = now
-            floor = floor or floor_of(ours.optimizer.describe().buckets).num_bytes
+            buckets = compiled.optimizer.describe().buckets
+            floor = floor or floor_of(buckets).num_bytes
 
-        ours.walk(after)
-    spent = [
-        [now - then for then, now in zip(*pair, strict=True)]
-        for pair in zip(counts, counts[1:], strict=False)
-    ]
-    n, flagged = case.num_params, ours.flagged()
-    more = dict(normal=0.0, skipped=1.0, missing=case.num_missing / n)
-    x_differs, state_differs = _differences(ours, reference)
-    return Result(
+        compiled.walk(after)
+    pairs = zip(counts, counts[1:], strict=False)
+    spent = [[b - a for a, b in zip(*pair, strict=True)] for pair in pairs]
+    num_params = sum(p.numel() for p in compiled.params)
+    flagged = compiled.num_flagged()
+    share = dict(normal=0.0, skipped=1.0)
+    share["missing"] = compiled.params[MISSING].numel() / num_params
+    x_differs, state_differs = _differences(compiled.tensors(), reference)
+    row = dict(
         name=case.name,
         steps=case.steps,
         graphs=[step[0] for step in spent],
-        launches=[step[1] for step in spent],
         x_differs=x_differs,
         state_differs=state_differs,
-        num_skipped=ours.optimizer.num_skipped,
-        changed=sorted(changed),
-        num_bytes=[step[2] / n for step in spent],
-        floor=floor / n,
-        expected=[(floor + more[kind] * flagged) / n for kind in case.steps],
+        num_skipped=compiled.optimizer.num_skipped,
+        changed=sorted({name for _, name in changed}),
+        num_bytes=[step[1] / num_params for step in spent],
+        floor=floor / num_params,
+        expected=[(floor + share[kind] * flagged) / num_params for kind in case.steps],
     )
+    return row | dict(faults=[*_faults(row)])
 
 
-def _differences(ours: Stepper, reference: Stepper) -> tuple[float, float]:
+def _differences(
+    tensors: dict[tuple[int, str], Tensor], reference: dict[tuple[int, str], Tensor]
+) -> tuple[float, float]:
     """Return the largest differences of parameters, and of state relative to it; NaN
     where a NaN is on one side.
     """
-    mine, theirs = ours.tensors(), reference.tensors()
-    assert mine.keys() == theirs.keys()
+    assert tensors.keys() == reference.keys()
     of_x, of_state = [], []
-    for key, other in theirs.items():
-        if not other.numel():  # of transport's point ahead, while parameters are it
+    for key, expected in reference.items():
+        if not expected.numel():  # of transport's point ahead, while parameters are it
             continue
-        other = other.double()
-        difference = (mine[key].double() - other).abs().max()
+        expected = expected.double()
+        difference = (tensors[key].double() - expected).abs().max()
         if key[1] == "parameter":
             of_x.append(difference)
         else:
-            of_state.append(difference / other.abs().max().clamp(min=1e-30))
+            of_state.append(difference / expected.abs().max().clamp(min=1e-30))
     return torch.stack(of_x).max().item(), torch.stack(of_state).max().item()
 
 
-# ---- the command ---------------------------------------------------------------------
-
-
-def table(results: Sequence[Result]) -> str:
-    """Return the table that the command prints."""
-    head = ["step", "graphs", "launches", "x differs", "state differs", "skipped",
-            "floor", "bytes"]  # fmt: skip
-    lines = [
-        [
-            r.name,
-            f"{r.graphs[0]} + {sum(r.graphs[1:])}",
-            " ".join(map(str, r.launches)),
-            f"{r.x_differs:.1e}",
-            f"{r.state_differs:.1e}",
-            f"{r.num_skipped}",
-            f"{r.floor:.2f}",
-            " ".join(f"{found:.2f}" for found in r.num_bytes),
-        ]
-        for r in results
-    ]
-    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-    rows = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in [head, *lines])
-    return "\n".join(rows)
-
-
-def to_dict(result: Result) -> dict[str, Any]:
-    """Return what JSON can hold, and every fault."""
-    return {**asdict(result), "faults": [*result.faults()]}
-
-
-def case_of(text: str) -> Case:
-    """Return the case that a command line names."""
-    rule, *words = text.split("/")
-    rule = canonical(rule)
-    if rule not in REGISTRY:
-        raise UserError(
-            f"got the rule {rule!r} in {text!r}, expected one of {tuple(REGISTRY)}: "
-            "choose one"
-        )
-    dtypes = tuple(DTYPES)
-    choices = (corrections(rule), dtypes, dtypes, dtypes)
-    if len(words) > len(choices):
-        raise UserError(
-            f"got {text!r}, expected RULE[/CORRECTION[/DTYPE[/H_DTYPE[/STATE]]]]: "
-            f"leave {words[len(choices)]!r} out"
-        )
-    for word, known in zip(words, choices, strict=False):
-        if word not in known:
-            raise UserError(
-                f"got {word!r} in {text!r}, expected one of {known}: choose one"
+def _faults(row: dict[str, Any]) -> Iterator[str]:
+    if not row["x_differs"] <= X_BOUND:  # a NaN, too
+        yield f"parameters differ by {row['x_differs']:.1e} from eager steps"
+    if not row["state_differs"] <= STATE_BOUND:
+        yield f"state differs by {row['state_differs']:.1e} of its largest number"
+    num_skipped = row["steps"].count("skipped")
+    if row["num_skipped"] != num_skipped:
+        yield (f"{row['num_skipped']} steps counted as skipped, expected {num_skipped}")
+    if row["changed"]:
+        yield f"a skipped step changed {', '.join(row['changed'])}"
+    if not row["graphs"][0] or any(row["graphs"][1:]):
+        yield f"got {row['graphs']} graphs compiled in each step, expected later none"
+    pairs = zip(row["num_bytes"], row["expected"], strict=True)
+    for number, (moved, expected) in enumerate(pairs, 1):
+        if not expected <= moved <= expected + SMALL:
+            yield (
+                f"step {number} ({row['steps'][number - 1]}) moved {moved:.2f} bytes a "
+                f"parameter, expected {expected:.2f}"
             )
-    return Case(rule, *(words or [corrections(rule)[0]]))
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the command line, checked."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.rehearsal.interpreted",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--cases", nargs="+", metavar="CASE", help="(default: as above)")
-    add("--json", type=Path, metavar="FILE", help="everything")
-    args = parser.parse_args(argv)
-    args.cases = DEFAULT if args.cases is None else [*map(case_of, args.cases)]
-    if importlib.util.find_spec("triton") is None:
-        raise UserError(
-            "got no Triton, expected it on Python's path: run make gpu REHEARSAL=1, "
-            "which installs it apart"
-        )
-    return args
-
-
-def report(found: Sequence[Result], path: Path | None) -> None:
-    """Print the table, and write everything to ``path``.
-
-    Raises:
-        SystemExit: with status 1, for a fault.
+def columns(row: dict[str, Any]) -> dict[str, str]:
+    """Return a case's figures for the table; bytes are those of a parameter, of lanes
+    that masks let through.
     """
-    made = dict(torch=torch.__version__, triton=version("triton"))
-    rows = [to_dict(result) for result in found]
-    if path is not None:
-        write_json(path, dict(made_with=made, cases=rows))
-    print(f"torch {made['torch']}, triton {made['triton']}, interpreted; bytes a")
-    print("parameter, of lanes that masks let through\n")
-    print(table(found))
-    num_faults = sum(len(row["faults"]) for row in rows)
-    print(f"\n{len(found)} cases, {num_faults} faults")
-    if num_faults:
-        raise SystemExit(1)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
-    args = arguments(argv)
-    found = []
-    for number, case in enumerate(args.cases, 1):
-        found.append(interpreted(case, eager(case)))
-        print(
-            f"[{number} of {len(args.cases)}] {case.name}: "
-            f"{'; '.join(found[-1].faults()) or 'as it should be'}",
-            file=sys.stderr,
-            flush=True,
-        )
-    report(found, args.json)
-
-
-if __name__ == "__main__":
-    command(main)
+    return {
+        "x differs": f"{row['x_differs']:.1e}",
+        "state differs": f"{row['state_differs']:.1e}",
+        "floor": f"{row['floor']:.2f}",
+        "bytes of each step": " ".join(f"{b:.2f}" for b in row["num_bytes"]),
+    }

@@ -8,7 +8,7 @@ import contextlib
 import copy
 import re
 import types
-from collections.abc import Callable, Iterator, MutableSequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -70,13 +70,10 @@ Runner = Callable[..., Any]
 @contextlib.contextmanager
 def lowering(
     run: Callable[[Graph, fx.GraphModule], Runner] | None = None,
-    *,
-    boxed: bool = False,
 ) -> Iterator[list[Graph]]:
     """Collect every graph that is compiled within. A compiled function then runs its
     graph on the (fake) tensors that it is called with, one operation after the other,
-    or what ``run`` makes of the graph. ``boxed``: that takes one list of all arguments,
-    which it may empty, so that each is freed as soon as it is used.
+    or what ``run`` makes of the graph.
 
     Functions of the optimizer are compiled under dispatch modes, too: here that is the
     mode of fake tensors, which hides nothing.
@@ -105,8 +102,6 @@ def lowering(
         runner = kept if run is None else run(found, kept)
 
         def call(args: list) -> Any:
-            if boxed:
-                return runner(args)
             flat = list(args)
             args.clear()
             return runner(*flat)
@@ -145,9 +140,7 @@ Noted = tuple[str, tuple]  # a kernel's name, and the arguments of one call
 class Kernel:
     """Stands in a wrapper for a compiled kernel: notes its launches."""
 
-    def __init__(
-        self, name: str, source: str, log: MutableSequence[Noted], run=None
-    ) -> None:
+    def __init__(self, name: str, source: str, log: list[Noted], run=None) -> None:
         self.name, self.source, self._log, self._run = name, source, log, run
 
     def run(self, *args, stream=None, **kwargs) -> None:
@@ -160,7 +153,7 @@ class Kernel:
 class _Sources:
     """Stands for inductor's AsyncCompile, which would start compiling."""
 
-    def __init__(self, log: MutableSequence[Noted], run=None) -> None:
+    def __init__(self, log: list[Noted], run=None) -> None:
         self.found: dict[str, str] = {}
         self._log, self._run = log, run
 
@@ -185,20 +178,14 @@ class Wrapper:
     call: Callable[[list], Any]
     inputs: Callable[[], list]
     sources: dict[str, str]
-    log: MutableSequence[Noted]
+    log: list[Noted]
 
 
-def load(
-    source: str,
-    *,
-    device: str = "meta",
-    run=None,
-    log: MutableSequence[Noted] | None = None,
-) -> Wrapper:
+def load(source: str, *, device: str = "meta", run=None) -> Wrapper:
     """Return a graph's wrapper, whose kernels are ``run`` (by default not at all).
     Launches are noted in ``log``, and their tensors live as long as they are there.
     """
-    log = [] if log is None else log
+    log: list[Noted] = []
     kernels = _Sources(log, run)
     scope: dict[str, Any] = {"__name__": "rehearsed", "__file__": "rehearsed.py"}
     stream = mock.patch.object(  # a torch without CUDA has none

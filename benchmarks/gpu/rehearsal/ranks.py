@@ -1,13 +1,9 @@
-"""Steps of one rank among many: FSDP2, HSDP and plain DDP over a process group that
-sends nothing, and fake CUDA tensors. Counted are the collectives of a warm step, beside
-those that ``train.forecast`` names (of DDP, which it does not know, those that the size
-of a bucket makes), and what crosses between host and device.
+"""Part "ranks": steps of one rank among many: FSDP2, HSDP and plain DDP over a process
+group that sends nothing, and fake CUDA tensors. Counted are the collectives of a warm
+step, beside those that ``train.forecast`` names (of DDP, which it does not know, those
+that the size of a bucket makes), and what crosses between host and device.
 
-    python -m benchmarks.gpu.rehearsal.ranks [--layers N] [--json FILE]
-
-The tensors are those of GPT-2 small, with so many layers as are given. No GPU and no
-Triton is needed; steps are eager. An exit status of 1 says that something is not as
-forecast.
+The tensors are those of GPT-2 small, or of two of its layers; steps are eager.
 
 Not rehearsed is how ranks find out that they were given different lists, which reads
 numbers: before the step that is counted it is left out. Nor is the flag that tells the
@@ -17,11 +13,8 @@ ever, as no event of the GPU is ever over here (``marsopt.parallel.agreement``).
 
 from __future__ import annotations
 
-import argparse
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,20 +23,20 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.gpu.rehearsal.cases import move
-from benchmarks.gpu.rehearsal.crossings import COPY, Crossing, Watch
+from benchmarks.gpu.rehearsal.crossings import COPY, Watch
 from benchmarks.gpu.rehearsal.device import h100
+from benchmarks.gpu.rehearsal.lowered import move
 from marsopt import MARS, Collectives
 from marsopt.parallel import DataParallel, MeshCollectives
 from marsopt.parallel.data_parallel import BUCKET
 from marsopt.profiling.gpt2 import EMBEDDINGS, MODELS, param_groups, shapes
 from marsopt.rules.registry import REGISTRY
-from train.errors import check_least, command, counted
-from train.files import write_json
+from train.errors import counted
 from train.forecast import Job, forecast
 from train.forecast.record import pretended
 
 LAYERS, WIDTH = MODELS["gpt2-small"]
+FEW = 2  # layers, where the test suite plays a case
 # where ranks compare numbers, these are sent in the step that first has them
 COMPARED = "parallel/agreement.py"
 
@@ -58,6 +51,7 @@ class Case:
         sizes: (shards,), or (replicas, shards).
         rank: among all of them.
         ddp: whether every rank has all parameters, and its part of the state.
+        num_layers: of the model.
     """
 
     rule: str
@@ -65,13 +59,15 @@ class Case:
     sizes: tuple[int, ...]
     rank: int
     ddp: bool = False
+    num_layers: int = LAYERS
 
     @property
     def name(self) -> str:
-        """Return what the table calls it."""
-        ranks = " x ".join(map(str, self.sizes))
-        way = ", DDP" if self.ddp else ""
-        return f"{self.rule} {self.correction}, {ranks} ranks, rank {self.rank}{way}"
+        """Return rule/correction/sizes/rank, with /ddp and /N-layers."""
+        words = [self.rule, self.correction, "x".join(map(str, self.sizes))]
+        words += [f"{self.rank}", *(["ddp"] * self.ddp)]
+        words += [f"{FEW}-layers"] * (self.num_layers == FEW)
+        return "/".join(words)
 
 
 RULES = (
@@ -80,45 +76,21 @@ RULES = (
     ("mars-normuon", "approximate"),
 )
 MESHES = (((8,), 3), ((512,), 100), ((8, 8), 9), ((8, 64), 100))
-CASES = tuple(Case(*rule, *mesh) for mesh in MESHES for rule in RULES)
-CASES += tuple(Case(*rule, (8,), 3, ddp=True) for rule in RULES)
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a case has shown.
-
-    Args:
-        case: which.
-        collectives: of a warm step, by kind.
-        forecast: the same, as ``train.forecast`` has it.
-        crossings: of that step.
-        moved: crossings of a step before which every number has moved.
-        num_operations: of the warm step.
-        construct_seconds: of the sharded model and its optimizer, on this machine.
-        step_seconds: of the first step, with all that is planned in it.
-    """
-
-    case: Case
-    collectives: dict[str, int]
-    forecast: dict[str, int]
-    crossings: tuple[Crossing, ...]
-    moved: tuple[Crossing, ...]
-    num_operations: int
-    construct_seconds: float
-    step_seconds: float
-
-    @property
-    def faults(self) -> list[str]:
-        """Return what is not as it was meant to be."""
-        found = [str(crossing) for crossing in self.crossings]
-        for crossing in self.moved:
-            compares = any(COMPARED in line for line in crossing.where)
-            if not compares or crossing.kind != COPY:
-                found.append(f"where numbers move: {crossing}")
-        if self.collectives != self.forecast:
-            found.append(f"got {self.collectives}, expected {self.forecast}")
-        return found
+_ALL = [
+    *(Case(*rule, *mesh) for mesh in MESHES for rule in RULES),
+    *(Case(*rule, (8,), 3, ddp=True) for rule in RULES),
+    # so few ranks share the owners' work between replicas, with so few layers
+    Case("mars-m", "transport", (2, 4), 3, num_layers=FEW),
+]
+# of each mesh those that differ: without matrices, with, with numbers of rows
+_ALL += [
+    replace(case, num_layers=FEW)
+    for case in _ALL
+    if case.sizes == (8,) or case.rule == RULES[1][0]
+]
+CASES = {case.name: case for case in _ALL}
+NAMES = tuple(CASES)
+DEFAULT = tuple(case.name for case in CASES.values() if case.num_layers != FEW)
 
 
 class Parameters(nn.Module):
@@ -142,17 +114,17 @@ def model(num_layers: int) -> Parameters:
     return whole
 
 
-def forecast_of(case: Case, num_layers: int) -> dict[str, int]:
+def forecast_of(case: Case) -> dict[str, int]:
     """Return the collectives of a step that the forecast names, without zeros."""
+    made = shapes(case.num_layers, WIDTH)
     if case.ddp:
-        sizes = [4 * prod(shape) for shape in shapes(num_layers, WIDTH).values()]
+        sizes = [4 * prod(shape) for shape in made.values()]
         (ranks,) = case.sizes
         # the largest slice is one of the embedding
         one = max(BUCKET, max(sizes) // ranks)
         return {"all-reduce": 1, "all-gather": max(1, sum(sizes) // ranks // one)}
     *replicas, shards = case.sizes
     beside = EMBEDDINGS if REGISTRY[case.rule].matrix_only else ()
-    made = shapes(num_layers, WIDTH)
     options = dict(correction=case.correction)
     job = Job(made, case.rule, 1, 1, elementwise=beside, options=options)
     num = prod(replicas)
@@ -160,16 +132,22 @@ def forecast_of(case: Case, num_layers: int) -> dict[str, int]:
     return {kind: number for kind, number in found.items() if number}
 
 
-def play(case: Case, num_layers: int = LAYERS) -> Found:
-    """Take steps as one rank, and count in the second."""
-    began = time.perf_counter()
+def play(name: str) -> dict[str, Any]:
+    """Take steps as one rank.
+
+    Returns:
+        ``collectives`` of a warm step, by kind, and the same of the ``forecast``;
+        ``num_operations`` of that step; ``moved``: crossings of a step before which
+        every hyperparameter has moved; ``faults``.
+    """
+    case = CASES[name]
     with (
         h100(triton=False),
         pretended(case.rank, case.sizes, "cuda") as mesh,
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         with torch.device("cuda"):
-            net = model(num_layers)
+            net = model(case.num_layers)
         if case.ddp:
             collectives: Collectives = DataParallel(mesh.get_group())
         else:
@@ -190,11 +168,9 @@ def play(case: Case, num_layers: int = LAYERS) -> Found:
                 compile=False,
                 collectives=collectives,
             )
-            built = time.perf_counter()
             for p in params.values():
                 p.grad = torch.empty_like(p)
             optimizer.step()
-        stepped = time.perf_counter()
         with Watch() as warm:
             optimizer.step()
         for group in optimizer.param_groups:
@@ -202,61 +178,26 @@ def play(case: Case, num_layers: int = LAYERS) -> Found:
         optimizer.max_norm = 2.0
         with Watch() as moving:
             optimizer.step()
-    return Found(
-        case=case,
-        collectives=dict(warm.collectives),
-        forecast=forecast_of(case, num_layers),
-        crossings=tuple(dict.fromkeys(warm.found)),
-        moved=tuple(dict.fromkeys(moving.found)),
+    faults = [str(crossing) for crossing in dict.fromkeys(warm.found)]
+    for crossing in dict.fromkeys(moving.found):
+        compares = any(COMPARED in line for line in crossing.where)
+        if not compares or crossing.kind != COPY:
+            faults.append(f"where numbers move: {crossing}")
+    sent, expected = dict(warm.collectives), forecast_of(case)
+    if sent != expected:
+        faults.append(f"got {sent}, expected {expected}")
+    return dict(
+        asdict(case),
+        name=name,
+        collectives=sent,
+        forecast=expected,
         num_operations=warm.num_operations,
-        construct_seconds=built - began,
-        step_seconds=stepped - built,
+        moved=[asdict(crossing) for crossing in dict.fromkeys(moving.found)],
+        faults=faults,
     )
 
 
-def play_all(cases: tuple[Case, ...] = CASES, num_layers: int = LAYERS) -> list[Found]:
-    """Play every case."""
-    return [play(case, num_layers) for case in cases]
-
-
-def table(found: list[Found]) -> str:
-    """Return a line for each case."""
-    width = max(len(f.case.name) for f in found)
-    head = "operations  construct  first step  collectives of a warm step"
-    lines = [f"{'case':{width}}  {head}"]
-    for f in found:
-        sent = ", ".join(counted(n, kind) for kind, n in f.collectives.items())
-        spent = f"{f.construct_seconds:7.1f} s {f.step_seconds:9.1f} s"
-        lines.append(f"{f.case.name:{width}}  {f.num_operations:10}  {spent}  {sent}")
-        lines += [f"{'':{width}}  FAULT: {fault}" for fault in f.faults]
-    crossed = dict.fromkeys(str(c) for f in found for c in f.moved)
-    lines += [f"where numbers move: {crossing}" for crossing in crossed]
-    return "\n".join(lines)
-
-
-def to_dict(found: list[Found]) -> list[dict[str, Any]]:
-    """Return what JSON can hold."""
-    return [{**asdict(f), "faults": f.faults} for f in found]
-
-
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.rehearsal.ranks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--layers", type=int, default=LAYERS, help="(%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args()
-    check_least(1, layers=args.layers)
-    found = play_all(num_layers=args.layers)
-    print(table(found))
-    if args.json is not None:
-        write_json(args.json, to_dict(found))
-    if any(f.faults for f in found):
-        raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    command(main)
+def columns(row: dict[str, Any]) -> dict[str, str]:
+    """Return a case's figures for the table."""
+    sent = ", ".join(counted(n, kind) for kind, n in row["collectives"].items())
+    return {"operations": f"{row['num_operations']}", "collectives": sent}

@@ -5,7 +5,7 @@ kernels: not inductor's count, but the loads and stores that a GPU executes.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -35,6 +35,13 @@ class Access:
     divides: bool
     full: bool
     of_stack: bool
+
+    @property
+    def way(self) -> str:
+        """Return "stored", "loaded", or "flagged": loaded where a flag says so."""
+        if self.is_store:
+            return "stored"
+        return "flagged" if self.flagged else "loaded"
 
     @property
     def num_elements(self) -> int:
@@ -127,38 +134,3 @@ def _is_position(node: ast.AST) -> bool:
 
 def _is_division(node: ast.AST) -> bool:
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod | ast.FloorDiv)
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes of launches together.
-
-    Args:
-        loaded, stored: in every step.
-        flagged: loaded where a flag in memory says so, and else not.
-    """
-
-    loaded: int = 0
-    stored: int = 0
-    flagged: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.loaded + other.loaded,
-            self.stored + other.stored,
-            self.flagged + other.flagged,
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        """Return those of every step."""
-        return self.loaded + self.stored
-
-
-def traffic(found: Sequence[Access]) -> Traffic:
-    """Return the bytes of accesses."""
-    return Traffic(
-        sum(a.num_bytes for a in found if not a.is_store and not a.flagged),
-        sum(a.num_bytes for a in found if a.is_store),
-        sum(a.num_bytes for a in found if not a.is_store and a.flagged),
-    )
