@@ -241,7 +241,10 @@ def statistics(
         found if found.shape[1] == width else F.pad(found, (0, width - found.shape[1]))
         for found in products
     ]
-    sums = F.pad(torch.cat(alike), (0, 1), value=1.0)
+    if torch.compiler.is_compiling():  # one kernel, where eagerly this is many calls
+        sums = torch.cat([F.pad(found, (0, 1), value=1.0) for found in alike])
+    else:
+        sums = F.pad(torch.cat(alike), (0, 1), value=1.0)
     # not a product: 0 times infinity is no zero
     return sums if live is None else torch.where(live[:, None], sums, 0.0)
 
