@@ -145,11 +145,11 @@ class Correction(ABC):
         coefficients = self.coefficients(beta1, gamma)
         if len(coefficients) != (num := 1 + len(self.operands)):
             raise ValueError(
-                f"got {len(coefficients)} coefficients of {type(self).__name__}, expected "
-                f"{num}, of the gradient and of operands={self.operands}: return one "
-                "for each"
+                f"got {len(coefficients)} coefficients of {type(self).__name__}, "
+                f"expected {num}, of the gradient and of operands={self.operands}: "
+                "return one for each"
             )
-        w = [value * ones for value in found]
+        w = [value * ones for value in coefficients]
         w[0] = w[0] * a
         # ||c||^2 expanded: neither c nor a second pass over the operands is needed
         cc = torch.zeros_like(ones)
