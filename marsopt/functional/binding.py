@@ -109,13 +109,11 @@ def start_at_owner(
     shape = buffer.shape(algorithm.matrices.shape_in(p.shape), algorithm.matrices)
     if part is not None:
         shape = torch.Size((*shape[: part.dim], part.length, *shape[part.dim + 1 :]))
-    factory_kwargs: dict[str, Any] = dict(
-        dtype=algorithm.dtype_of(buffer, p), device=p.device
-    )
+    kwargs: dict[str, Any] = dict(dtype=algorithm.dtype_of(buffer, p), device=p.device)
     if buffer.start == "identity":
-        identity = torch.eye(shape[-1], **factory_kwargs)
+        identity = torch.eye(shape[-1], **kwargs)
         return identity.expand(num, *shape).clone()
-    return torch.zeros(num, *shape, **factory_kwargs)
+    return torch.zeros(num, *shape, **kwargs)
 
 
 def matrix_rows(

@@ -209,11 +209,11 @@ class StackForm:
         """Return the stack of the next ``tensors``, in the order of ``Stack.flat``."""
         x, g = next(tensors), next(tensors)
         buffers = {symbol: next(tensors) for symbol in self.buffers}
-        given = {symbol: next(tensors) for symbol in self.given}
+        operands = {symbol: next(tensors) for symbol in self.given}
         cuts = {dim: next(tensors) for dim in self.cuts}
         rows = None if self.rows is None else self.rows.matrix_rows(tensors)
         algorithm = self.formula.algorithm
-        return Stack(algorithm, x, g, buffers, self.shape, rows, cuts, given)
+        return Stack(algorithm, x, g, buffers, self.shape, rows, cuts, operands)
 
 
 def formula(algorithm: Algorithm) -> Formula:
