@@ -45,13 +45,13 @@ def sides(
         shapes: of each of ``params``, that of a whole tensor.
     """
     takes = [fallback is None or matrix.matrices.takes(shape) for shape in shapes]
-    found = []
+    nonempty_sides = []
     for is_fallback, algorithm in ((False, matrix), (True, fallback)):
         members = [i for i, taken in enumerate(takes) if taken != is_fallback]
         if members:
-            own = algorithm.over([params[i] for i in members])
-            found.append(Side(own, members, is_fallback))
-    return found
+            side_algorithm = algorithm.over([params[i] for i in members])
+            nonempty_sides.append(Side(side_algorithm, members, is_fallback))
+    return nonempty_sides
 
 
 def buffer_shape(
@@ -94,8 +94,8 @@ def owned_starts(
     """
     owns = collectives.owns(owned_leaves(algorithm, params))
     return [
-        start_at_owner(algorithm, buffer, p, own)
-        for p, own in zip(params, owns, strict=True)
+        start_at_owner(algorithm, buffer, p, o)
+        for p, o in zip(params, owns, strict=True)
     ]
 
 
@@ -109,11 +109,11 @@ def start_at_owner(
     shape = buffer.shape(algorithm.matrices.shape_in(p.shape), algorithm.matrices)
     if part is not None:
         shape = torch.Size((*shape[: part.dim], part.length, *shape[part.dim + 1 :]))
-    made: dict[str, Any] = dict(dtype=algorithm.dtype_of(buffer, p), device=p.device)
+    kwargs: dict[str, Any] = dict(dtype=algorithm.dtype_of(buffer, p), device=p.device)
     if buffer.start == "identity":
-        one = torch.eye(shape[-1], **made)
-        return one.expand(num, *shape).clone()
-    return torch.zeros(num, *shape, **made)
+        identity = torch.eye(shape[-1], **kwargs)
+        return identity.expand(num, *shape).clone()
+    return torch.zeros(num, *shape, **kwargs)
 
 
 def matrix_rows(
@@ -132,8 +132,8 @@ def matrix_rows(
         return None
     matrices = algorithm.matrices
     num_rows = matrices.shape_in(shape)[0]
-    here = row_numbers(shape, collectives.cuts(leaf), matrices, leaf.device)
-    return MatrixRows(matrices.num_in(shape), num_rows, here)
+    index = row_numbers(shape, collectives.cuts(leaf), matrices, leaf.device)
+    return MatrixRows(matrices.num_in(shape), num_rows, index)
 
 
 def rounding_cuts(

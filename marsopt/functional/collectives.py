@@ -67,32 +67,32 @@ class Request(NamedTuple):
     def leaf(self) -> Leaf:
         return Leaf(self.tensor, self.matrices, self.preconditioner)
 
-    def kept(self, made: Whole) -> Whole:
+    def kept(self, result: Whole) -> Whole:
         """Return what was made of this, with owners' buffers after the step."""
-        return made._replace(owned=self.keep(self.given.owned, made.owned))
+        return result._replace(owned=self.keep(self.given.owned, result.owned))
 
 
 def run_at_owner(requests: Sequence[Request]) -> list[Whole]:
     """Return what preconditioners make of leaves that lie whole in this process."""
-    given = []
-    for one in requests:
-        whole, matrices = one.given, one.matrices
+    unbound = []
+    for request in requests:
+        whole, matrices = request.given, request.matrices
         matrix, ndim = matrices.unbound(whole.matrix), whole.matrix.ndim
         rows = tuple(matrices.unbound_rows(r, ndim) for r in whole.rows)
         single = matrix.ndim == 2
         owned = tuple(o[0] if single else o for o in whole.owned)
-        given.append(one._replace(given=Whole(matrix, rows, owned)))
-    found = []
-    for one, made in zip(requests, at_owner(given), strict=True):
-        like = one.given.matrix
-        first = like.shape[: one.matrices.column_dim(like.ndim)]
-        single = made.matrix.ndim == 2
-        owned = one.given.owned
-        if made.owned is not None:
-            owned = tuple(o[None] if single else o for o in made.owned)
-        rows = tuple(r.reshape(first) for r in made.rows)
-        found.append(Whole(made.matrix.view_as(like), rows, owned))
-    return found
+        unbound.append(request._replace(given=Whole(matrix, rows, owned)))
+    wholes = []
+    for request, result in zip(requests, at_owner(unbound), strict=True):
+        like = request.given.matrix
+        first = like.shape[: request.matrices.column_dim(like.ndim)]
+        single = result.matrix.ndim == 2
+        owned = request.given.owned
+        if result.owned is not None:
+            owned = tuple(o[None] if single else o for o in result.owned)
+        rows = tuple(r.reshape(first) for r in result.rows)
+        wholes.append(Whole(result.matrix.view_as(like), rows, owned))
+    return wholes
 
 
 def at_owner(requests: Sequence[Request]) -> list[Whole]:
@@ -101,19 +101,19 @@ def at_owner(requests: Sequence[Request]) -> list[Whole]:
     them is let go of before the next.
     """
     calls: dict[tuple[Hashable, ...], list[int]] = {}
-    for i, one in enumerate(requests):
+    for i, request in enumerate(requests):
         # len, not bool: torch 2.11 cannot trace bool of a tuple
-        alone = len(one.given.owned) > 0 and one.given.matrix.numel() >= LARGE
-        key = id(one.preconditioner), one.stage, i if alone else None
+        alone = len(request.given.owned) > 0 and request.given.matrix.numel() >= LARGE
+        key = id(request.preconditioner), request.stage, i if alone else None
         calls.setdefault(key, []).append(i)
-    found: list[Whole] = [one.given for one in requests]
-    for mine in calls.values():
-        first = requests[mine[0]]
-        given = [requests[i].given for i in mine]
-        made = first.preconditioner.at_owner(given, first.stage)
-        for i, one in zip(mine, made, strict=True):
-            found[i] = requests[i].kept(one)
-    return found
+    wholes: list[Whole] = [r.given for r in requests]
+    for positions in calls.values():
+        first = requests[positions[0]]
+        inputs = [requests[i].given for i in positions]
+        results = first.preconditioner.at_owner(inputs, first.stage)
+        for i, result in zip(positions, results, strict=True):
+            wholes[i] = requests[i].kept(result)
+    return wholes
 
 
 def numbers(
@@ -130,19 +130,19 @@ def numbers(
         device: of the piece.
         dtype: of the numbers.
     """
-    cuts = {dim: here for dim, here in cuts.items() if dim < len(shape)}
+    cuts = {dim: indices for dim, indices in cuts.items() if dim < len(shape)}
     # dims behind all cuts are one, so that a compiled loop over them is
     first = max(cuts, default=-1) + 1
     stride = shape[first:].numel()
-    found = torch.arange(stride, dtype=dtype, device=device).view(shape[first:])
+    flat_index = torch.arange(stride, dtype=dtype, device=device).view(shape[first:])
     for dim in reversed(range(first)):
-        here = cuts.get(dim)
-        if here is None:
-            here = torch.arange(shape[dim], device=device)
-        here = here.to(device=device, dtype=dtype) * stride
-        found = found + here.view(-1, *[1] * (len(shape) - 1 - dim))
+        indices = cuts.get(dim)
+        if indices is None:
+            indices = torch.arange(shape[dim], device=device)
+        indices = indices.to(device=device, dtype=dtype) * stride
+        flat_index = flat_index + indices.view(-1, *[1] * (len(shape) - 1 - dim))
         stride *= shape[dim]
-    return found
+    return flat_index
 
 
 def row_numbers(
@@ -341,7 +341,7 @@ class LocalCollectives(AsTheyLie):
         return run_at_owner(requests)
 
     def owns(self, leaves: Sequence[Leaf]) -> list[Owned]:
-        nums = [one.matrices.num_in(one.tensor.shape) for one in leaves]
+        nums = [leaf.matrices.num_in(leaf.tensor.shape) for leaf in leaves]
         return [Owned(tuple(range(num))) for num in nums]
 
     def publish(self, owned: Tensor, leaf: Tensor, num: int, owns: Owned) -> Tensor:

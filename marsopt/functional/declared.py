@@ -52,9 +52,9 @@ def _check(stack: Stack) -> None:
         )
         for symbol, buffer in stack.buffers.items()
     }
-    one = torch.ones(1, dtype=x.dtype, device=x.device)
-    scalars = algorithm.scalars(one, 1e-3, 0.0)
-    s = tuple(factor((value * one).to(x.dtype), x) for value in scalars)
+    unit = torch.ones(1, dtype=x.dtype, device=x.device)
+    scalars = algorithm.scalars(unit, 1e-3, 0.0)
+    s = tuple(factor((value * unit).to(x.dtype), x) for value in scalars)
     moments = {
         symbol: kept[symbol]
         for symbol, buffer in preconditioner.buffers.items()
@@ -79,10 +79,10 @@ def _check(stack: Stack) -> None:
         _check_matrices(stack, x, s)
     if (correction := algorithm.corrects) is not None:
         what = f"{type(correction).__name__}.kept"
-        own = {k: kept[k] for k in correction.keeps if k in kept}
-        with _unwritten(what, own):
-            new = correction.kept(torch.zeros_like(x), own)
-        _compare(what, new, own, [k for k in correction.written if k in own])
+        old = {k: kept[k] for k in correction.keeps if k in kept}
+        with _unwritten(what, old):
+            new = correction.kept(torch.zeros_like(x), old)
+        _compare(what, new, old, [k for k in correction.written if k in old])
 
 
 def _check_matrices(stack: Stack, x: Tensor, s: tuple[Tensor, ...]) -> None:
@@ -99,16 +99,16 @@ def _check_matrices(stack: Stack, x: Tensor, s: tuple[Tensor, ...]) -> None:
         owned[symbol] = x.new_zeros(size, dtype=dtype)
         if buffers[symbol].start == "identity":
             owned[symbol] = torch.eye(size[-1], dtype=dtype, device=x.device)
-    given = Whole(matrix, tuple(rows.values()), tuple(owned.values()))
+    whole = Whole(matrix, tuple(rows.values()), tuple(owned.values()))
     with _unwritten(f"{who}.at_owner", {"matrix": matrix, **rows, **owned}):
-        (made,) = preconditioner.at_owner([given], preconditioner.stage(0, 0))
+        (result,) = preconditioner.at_owner([whole], preconditioner.stage(0, 0))
     symbols = preconditioner.row_outputs
-    found = {"matrix": made.matrix, **dict(zip(symbols, made.rows, strict=False))}
-    wanted = {"matrix": matrix.to(made.matrix.dtype)}
-    wanted |= {k: matrix[:, 0].to(v.dtype) for k, v in found.items() if k in symbols}
-    _compare(f"{who}.at_owner", found, wanted, ("matrix", *symbols))
-    if owned and made.owned is not None:
-        after = dict(zip(owned, made.owned, strict=False))
+    outputs = {"matrix": result.matrix, **dict(zip(symbols, result.rows, strict=False))}
+    wanted = {"matrix": matrix.to(result.matrix.dtype)}
+    wanted |= {k: matrix[:, 0].to(v.dtype) for k, v in outputs.items() if k in symbols}
+    _compare(f"{who}.at_owner", outputs, wanted, ("matrix", *symbols))
+    if owned and result.owned is not None:
+        after = dict(zip(owned, result.owned, strict=False))
         stays = {k: v for k, v in owned.items() if after.get(k, v) is None}
         cast = {k: v.to(owned[k].dtype) for k, v in after.items() if v is not None}
         _compare(f"{who}.at_owner", cast | stays, owned, owned)
@@ -120,11 +120,11 @@ def _check_matrices(stack: Stack, x: Tensor, s: tuple[Tensor, ...]) -> None:
 
 
 @contextmanager
-def _unwritten(who: str, given: Mapping[str, Tensor]) -> Iterator[None]:
-    """Raise ValueError where one of the tensors ``given`` is written within."""
-    before = {name: tensor._version for name, tensor in given.items()}
+def _unwritten(who: str, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Raise ValueError where one of ``tensors`` is written within."""
+    before = {name: tensor._version for name, tensor in tensors.items()}
     yield
-    written = [name for name, num in before.items() if given[name]._version != num]
+    written = [name for name, num in before.items() if tensors[name]._version != num]
     if written:
         raise ValueError(
             f"got {who} that writes into {', '.join(written)}, expected new tensors, "
@@ -135,16 +135,18 @@ def _unwritten(who: str, given: Mapping[str, Tensor]) -> Iterator[None]:
 
 def _compare(
     who: str,
-    found: Any,
+    outputs: Any,
     declared: Mapping[str, Tensor],
     required: Collection[str],
 ) -> None:
-    """Raise ValueError where ``found`` are other tensors than are ``declared``, or lack
-    one that is ``required``.
+    """Raise ValueError where ``outputs`` are other tensors than are ``declared``, or
+    lack one that is ``required``.
     """
     expected = {name: _form(tensor) for name, tensor in declared.items()}
-    found = found if isinstance(found, Mapping) else {type(found).__name__: found}
-    got = {name: _form(value) for name, value in found.items()}
+    outputs = (
+        outputs if isinstance(outputs, Mapping) else {type(outputs).__name__: outputs}
+    )
+    got = {name: _form(value) for name, value in outputs.items()}
     missing = set(required) - got.keys()
     if missing or any(form != expected.get(name) for name, form in got.items()):
         raise ValueError(

@@ -124,8 +124,8 @@ class FlatGroup(Mapping[str, Tensor]):
 
     def subset(self, keys: Sequence[str]) -> FlatGroup:
         """Some of the stacks; they unpack to a dict."""
-        own = self.packing.keys()
-        members = tuple(self.packing.members[own.index(key)] for key in keys)
+        all_keys = self.packing.keys()
+        members = tuple(self.packing.members[all_keys.index(key)] for key in keys)
         packing = Packing(self.packing.names, True, members)
         return FlatGroup(packing, [self[key] for key in keys])
 

@@ -123,16 +123,16 @@ def _all_hyperparameters(
 
 
 def check_suits(
-    row: NamedRule, correction: type[Correction], given: Mapping[str, Any]
+    row: NamedRule, correction: type[Correction], values: Mapping[str, Any]
 ) -> None:
-    """Check that a rule and a correction have the hyperparameters that are ``given``.
+    """Check that a rule and a correction have the hyperparameters in ``values``.
 
     Raises:
         ValueError: one is of other rules or corrections.
     """
     suitable = hyperparameters_of(row.preconditioner, correction)
     known = all_hyperparameters()
-    for name, value in given.items():
+    for name, value in values.items():
         if name in suitable or name not in known or known[name].is_whole:
             continue
         raise ValueError(
@@ -147,8 +147,8 @@ def owners(name: str) -> list[str]:
     return rules + [n for n, kind in CORRECTIONS.items() if name in table(kind)]
 
 
-def route(given: Mapping[str, Any]) -> Routing:
-    """Return the algorithms behind ``given["mars_type"]``, from hyperparameters by the
+def route(values: Mapping[str, Any]) -> Routing:
+    """Return the algorithms behind ``values["mars_type"]``, from hyperparameters by the
     names that ``mars`` has. What is left out is the rule's own; None for one of those
     that end in ``_1d`` is lr, betas or weight_decay.
 
@@ -156,12 +156,12 @@ def route(given: Mapping[str, Any]) -> Routing:
         ValueError: an unknown type, ``optimize_1d`` for a baseline, a hyperparameter
             that the rule does not have, or that is out of its range.
     """
-    choice = Choice(**arguments(Choice, given))
+    choice = Choice(**arguments(Choice, values))
     row = named(choice.mars_type)
     kind = correction_named(resolve(choice.is_approx, choice.correction))
-    check_suits(row, kind, {n: v for n, v in given.items() if v is not None})
-    check_values(hyperparameters_of(row.preconditioner, kind), given)
-    NewtonSchulz(**arguments(NewtonSchulz, given))  # checked, whether it is read or not
+    check_suits(row, kind, {n: v for n, v in values.items() if v is not None})
+    check_values(hyperparameters_of(row.preconditioner, kind), values)
+    NewtonSchulz(**arguments(NewtonSchulz, values))  # checked, whether read or not
     if choice.optimize_1d and not row.is_mars:
         raise ValueError(
             f"got optimize_1d=True with mars_type={row.name!r}, expected a MARS type: "
@@ -174,9 +174,9 @@ def route(given: Mapping[str, Any]) -> Routing:
             f"None: it is of corrections that look ahead, leave it out or choose one "
             f"of {ahead}"
         )
-    correction = kind(**arguments(kind, given))
+    correction = kind(**arguments(kind, values))
     unclipped = replace(correction, clip=None) if kind.suits_baselines else None
-    matrices = Matrices(**arguments(Matrices, given))
+    matrices = Matrices(**arguments(Matrices, values))
     common = dict(
         state_dtype=choice.state_dtype,
         stochastic_rounding=choice.stochastic_rounding,
@@ -186,20 +186,20 @@ def route(given: Mapping[str, Any]) -> Routing:
     def algorithm(row: NamedRule, numbers: Mapping[str, Any], **more: Any) -> Algorithm:
         return row.algorithm(**arguments(row.preconditioner, numbers), **more)
 
-    matrix, adamw = algorithm(row, given, matrices=matrices, **common), named("adamw")
-    beside = {name: given[name] for name in FALLBACK_TABLE if name in given}
+    matrix, adamw = algorithm(row, values, matrices=matrices, **common), named("adamw")
+    beside = {name: values[name] for name in FALLBACK_TABLE if name in values}
     if choice.optimize_1d:
         common["matrices"] = matrices
         fallback = algorithm(adamw, beside, **common) if row.matrix_only else None
         return Routing(matrix, fallback)
-    apart = [name for name in FOLLOWED if given.get(name) is not None]
+    apart = [name for name in FOLLOWED if values.get(name) is not None]
     if row.fallback == "itself" and not apart:
         return Routing(matrix, None)
-    numbers = {FOLLOWED[name]: given[name] for name in apart}
+    numbers = {FOLLOWED[name]: values[name] for name in apart}
     # beside a rule, only a correction that suits baselines applies, and never a clip
     common["correction"] = unclipped
     if row.fallback == "itself":
-        fallback = algorithm(row, {**given, **numbers}, **common)
+        fallback = algorithm(row, {**values, **numbers}, **common)
     else:
         numbers |= {"epsilon_hat": True} if row.fallback == "adamw" else {}
         fallback = algorithm(adamw, {**beside, **numbers}, **common)

@@ -184,21 +184,21 @@ class Rule:
             if side == "rest":
                 rate = lr * self.rest_ratio
                 scale = gamma if self.rest_gamma is None else self.rest_gamma
-            given = {}
+            operands = {}
             if reference is not None and algorithm.reference is not None:
                 h = match(tree, _part(reference, part), "reference")
-                given = {algorithm.reference: h}
-            g, own = match(tree, _part(grads, part), "grads"), states[side]
+                operands = {algorithm.reference: h}
+            g, side_state = match(tree, _part(grads, part), "grads"), states[side]
             group, of_stacks = bind(
                 algorithm,
                 tree,
                 g,
-                given,
-                own,
+                operands,
+                side_state,
                 rate,
                 scale,
                 collectives,
-                _count(algorithm, own) if count is None else count,
+                _count(algorithm, side_state) if count is None else count,
             )
             groups.append(group)
             members += of_stacks
@@ -250,18 +250,18 @@ class Rule:
             if algorithm.correction is None:
                 continue
             tree = _part(params, part)
-            every = zip(
+            params_grads = zip(
                 flatten(tree, "params"),
                 match(tree, _part(grads, part), "grads"),
                 strict=True,
             )
-            found = [algorithm.correction.anchored(x, g) for x, g in every]
+            anchors = [algorithm.correction.anchored(x, g) for x, g in params_grads]
             buffers = dict(states[side].buffers)
-            for symbol in found[0]:
+            for symbol in anchors[0]:
                 before = held(algorithm, symbol, tree, states[side])
-                pairs = zip(found, before, strict=True)
-                now = [own[symbol].detach().to(b.dtype, copy=True) for own, b in pairs]
-                buffers[symbol] = rebuild(tree, now)
+                pairs = zip(anchors, before, strict=True)
+                leaves = [a[symbol].detach().to(b.dtype, copy=True) for a, b in pairs]
+                buffers[symbol] = rebuild(tree, leaves)
             states[side] = states[side]._replace(buffers=buffers)
         return self._join(states)
 
@@ -285,14 +285,14 @@ class Rule:
             ValueError: a state of another rule or of other parameters.
         """
         states = self._split(state)
-        found: dict[Name, Tensor] = {}
+        by_name: dict[Name, Tensor] = {}
         for side, algorithm, part in self._sides(params):
             tree = _part(params, part)
             leaves = flatten(tree, "params")
             if algorithm.is_ahead:
                 leaves = iterates(algorithm, tree, states[side], collectives)
-            found.update(zip(names(tree), leaves, strict=True))
-        return rebuild(params, [found[name] for name in names(params)])
+            by_name.update(zip(names(tree), leaves, strict=True))
+        return rebuild(params, [by_name[name] for name in names(params)])
 
     # ---- sides -----------------------------------------------------------------------
 

@@ -38,15 +38,15 @@ def empty_stacks(
     device: torch.device,
 ) -> list[Tensor]:
     """Tensors of these shapes, those of one dtype one after the other in one buffer."""
-    found: dict[int, Tensor] = {}
+    views: dict[int, Tensor] = {}
     for members in group_by(dtypes):
         sizes = [torch.Size(shapes[i]).numel() for i in members]
         padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         buffer = torch.empty(sum(padded), dtype=dtypes[members[0]], device=device)
         starts = accumulate([0, *padded[:-1]])
         for i, start, size in zip(members, starts, sizes, strict=True):
-            found[i] = buffer[start : start + size].view(shapes[i])
-    return [found[i] for i in range(len(shapes))]
+            views[i] = buffer[start : start + size].view(shapes[i])
+    return [views[i] for i in range(len(shapes))]
 
 
 def adjacent(leaves: Sequence[Tensor]) -> Tensor | None:
@@ -99,8 +99,8 @@ def stacked(leaves: Sequence[Tensor]) -> Tensor:
     """``leaves`` as (L, *shape): a view where they are adjacent, else a copy."""
     if torch.compiler.is_compiling():  # addresses mean nothing there
         return torch.stack(list(leaves))
-    found = adjacent(leaves)
-    return torch.stack(list(leaves)) if found is None else found
+    stack = adjacent(leaves)
+    return torch.stack(list(leaves)) if stack is None else stack
 
 
 # ---- whose memory --------------------------------------------------------------------
@@ -184,12 +184,14 @@ def check_overlap(labelled: Sequence[tuple[Tensor, str]]) -> None:
             start = p.storage_offset() * p.itemsize
             storage = p.untyped_storage()._cdata
             spans.setdefault(storage, []).append((start, start + p.nbytes, label))
-    for found in spans.values():
-        found.sort()
-        for (_, end, one), (start, _, other) in zip(found, found[1:], strict=False):
+    for intervals in spans.values():
+        intervals.sort()
+        for (_, end, label), (start, _, other) in zip(
+            intervals, intervals[1:], strict=False
+        ):
             if start < end:
                 raise ValueError(
-                    f"got {one} and {other} in the same memory, expected parameters of "
-                    "their own: tie weights by using one Parameter twice, as GPT-2's "
-                    "head and embedding do"
+                    f"got {label} and {other} in the same memory, expected parameters "
+                    "of their own: tie weights by using one Parameter twice, as "
+                    "GPT-2's head and embedding do"
                 )

@@ -151,8 +151,8 @@ def held(algorithm: Algorithm, symbol: str, params: Tree, state: State) -> list[
         if buffer.home == "owner":
             continue  # how many matrices have their owner here, its owner knows
         expected = buffer.shape(leaf_shape(params, x), algorithm.matrices)
-        found = buffers[name].shape[1:] if flat else buffers[name].shape
-        if found != expected:
+        actual = buffers[name].shape[1:] if flat else buffers[name].shape
+        if actual != expected:
             raise ValueError(
                 f"got {what}[{name!r}] of shape {tuple(buffers[name].shape)}, expected "
                 f"{(*x.shape[:1], *expected) if flat else tuple(expected)}: make the "
@@ -196,23 +196,23 @@ def iterates(
     if numbers is None:
         return held(algorithm, "x", params, state)
     flat, leaves = isinstance(params, FlatGroup), flatten(params, "params")
-    own = algorithm.preconditioner.buffers
-    every = {symbol: held(algorithm, symbol, params, state) for symbol in own}
-    found = []
+    declared = algorithm.preconditioner.buffers
+    buffers = {symbol: held(algorithm, symbol, params, state) for symbol in declared}
+    xs = []
     for i, y in enumerate(leaves):
         local = (lambda x: x) if flat else collectives.local
-        moments = {symbol: local(tree[i]) for symbol, tree in every.items()}
+        moments = {symbol: local(tree[i]) for symbol, tree in buffers.items()}
         behind = numbers.to(y.dtype).unbind()
         x = algorithm.preconditioner.behind(local(y), moments, behind)
-        found.append(x if flat else collectives.wrap(x, y))
-    return found
+        xs.append(x if flat else collectives.wrap(x, y))
+    return xs
 
 
 def bind(
     algorithm: Algorithm,
     params: Tree,
     grads: list[Tensor],
-    given: dict[str, list[Tensor]],
+    operands: dict[str, list[Tensor]],
     state: State,
     lr: Number,
     gamma: Number | None,
@@ -223,9 +223,9 @@ def bind(
     shape of a FlatGroup, and their members.
     """
     flat = isinstance(params, FlatGroup)
-    every = {s: held(algorithm, s, params, state) for s in algorithm.kept}
+    buffers = {s: held(algorithm, s, params, state) for s in algorithm.kept}
     at_owner = algorithm.matrix_preconditioner.owned if algorithm.matrix_only else ()
-    sharded = {s: tree for s, tree in every.items() if s not in at_owner}
+    sharded = {s: tree for s, tree in buffers.items() if s not in at_owner}
 
     def local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
         return tensor if flat else collectives.local(tensor, like).unsqueeze(0)
@@ -242,11 +242,13 @@ def bind(
                 shape=shape,
                 rows=matrix_rows(algorithm, x, shape, collectives),
                 cuts=rounding_cuts(algorithm, x, collectives),
-                given={symbol: local(tree[i], x) for symbol, tree in given.items()},
+                given={symbol: local(tree[i], x) for symbol, tree in operands.items()},
             )
         )
-        own = [every[symbol][i] for symbol in at_owner]
-        owned = list(zip(*(o.unbind() if flat else [o] for o in own), strict=True))
+        owner_buffers = [buffers[symbol][i] for symbol in at_owner]
+        owned = list(
+            zip(*(o.unbind() if flat else [o] for o in owner_buffers), strict=True)
+        )
         members.append(Members(list(x.unbind()) if flat else [x], owned))
     if gamma is None:
         gamma = 0.0 if algorithm.correction is None else algorithm.correction.gamma
@@ -293,11 +295,11 @@ def trees(
     for symbol in algorithm.kept:
         if symbol in at_owner:
             n = at_owner.index(symbol)
-            every = [[one[n] for one in own] for own in owned]
-            found = [torch.stack(own) if flat else own[0] for own in every]
+            by_stack = [[t[n] for t in o] for o in owned]
+            values = [torch.stack(v) if flat else v[0] for v in by_stack]
         else:
-            found = whole([s.buffers[symbol] for s in stacks])
-        buffers[symbol] = rebuild(params, found)
+            values = whole([s.buffers[symbol] for s in stacks])
+        buffers[symbol] = rebuild(params, values)
     went = decision.finite.to(state.t.dtype)
     last = None if behind is None else behind[0]  # all tensors have the same
     new = State(state.t + went, state.skipped + 1 - went, buffers, last)

@@ -106,9 +106,9 @@ class Pure:
     ) -> tuple[list[Stack], list[Tensor | None]]:
         moved = list(stacks)
         more: list[Tensor | None] = [None] * len(stacks)
-        for i, (stack, *own) in enumerate(zip(stacks, *columns, strict=True)):
-            if own[0] is not None:
-                moved[i], more[i] = function(stack, *own)
+        for i, (stack, *entries) in enumerate(zip(stacks, *columns, strict=True)):
+            if entries[0] is not None:
+                moved[i], more[i] = function(stack, *entries)
         return moved, more
 
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
@@ -163,10 +163,10 @@ def assess(
     if run.is_fused and not may_overflow:
         return run.call(assess_alone, hypers, measured, live, max_norm)
     leaves: list[Tensor] = []
-    found = run.each(products, measured)
-    for part, own in zip(found, members, strict=True):
-        leaves += repeated(own.leaves, len(part) // len(own.leaves))
-    partial = statistics(found, live)
+    inner_products = run.each(products, measured)
+    for part, stack_members in zip(inner_products, members, strict=True):
+        leaves += repeated(stack_members.leaves, len(part) // len(stack_members.leaves))
+    partial = statistics(inner_products, live)
     sums = run.meet("exchange", collectives.sum, partial, leaves, digest)
     decision = run.call(decide, hypers, sums, max_norm)
     if may_overflow:
@@ -208,15 +208,15 @@ def products(stacks: Sequence[Measured]) -> list[Tensor]:
 def _products(stack: Measured) -> Tensor:
     v, rows, first = [working(t) for t in stack.vectors], stack.rows, stack.form.first
     dims = row_dims(v[0].shape, first)
-    every = [v[i] * v[j] for i, j in pairs(v)]
+    terms = [v[i] * v[j] for i, j in pairs(v)]
     # (L, pairs, *what is left of the shape)
-    sums = torch.stack([one.sum(dims) if dims else one for one in every], 1)
+    sums = torch.stack([t.sum(dims) if dims else t for t in terms], 1)
     if rows is None:
         return sums.flatten(2).sum(2) if sums.ndim > 2 else sums
     if sums.ndim > 1 + first:
         sums = sums.flatten(1 + first).sum(-1)
-    found = rows.sum(sums.flatten(0, 1)).unflatten(0, sums.shape[:2])
-    return found.mT.flatten(0, 1)
+    matrix_sums = rows.sum(sums.flatten(0, 1)).unflatten(0, sums.shape[:2])
+    return matrix_sums.mT.flatten(0, 1)
 
 
 def row_dims(shape: Sequence[int], first: int) -> tuple[int, ...]:
@@ -236,13 +236,13 @@ def statistics(
     """Return (N, pairs + 1): the inner products of the parts that have a gradient here,
     else zeros, and in the last column how many ranks have one.
     """
-    width = max(found.shape[1] for found in products)
+    width = max(p.shape[1] for p in products)
     alike = [
-        found if found.shape[1] == width else F.pad(found, (0, width - found.shape[1]))
-        for found in products
+        p if p.shape[1] == width else F.pad(p, (0, width - p.shape[1]))
+        for p in products
     ]
     if torch.compiler.is_compiling():  # one kernel, where eagerly this is many calls
-        sums = torch.cat([F.pad(found, (0, 1), value=1.0) for found in alike])
+        sums = torch.cat([F.pad(p, (0, 1), value=1.0) for p in alike])
     else:
         sums = F.pad(torch.cat(alike), (0, 1), value=1.0)
     # not a product: 0 times infinity is no zero
@@ -256,19 +256,19 @@ def overflows(stacks: Sequence[Stack], numbers: Sequence[Numbers]) -> Tensor:
     Only a step itself knows what float16 does not hold: its range ends so early that a
     bound, as the norm of c is one, would skip steps that are fine.
     """
-    found = []
-    for stack, own in zip(stacks, numbers, strict=True):
-        num, (after, _) = stack.num_tensors, update(stack, own)
+    flags = []
+    for stack, stack_numbers in zip(stacks, numbers, strict=True):
+        num, (after, _) = stack.num_tensors, update(stack, stack_numbers)
         fits = torch.ones(num, dtype=torch.bool, device=stack.x.device)
         for symbol, buffer in stack.algorithm.buffers.items():
             if symbol in stack.buffers and buffer.dtype != "parameter":
                 value = after.buffers[symbol]
                 finite = torch.isfinite(value).reshape(num, value[0].numel())
                 fits = fits & finite.all(1)
-        found.append(
+        flags.append(
             torch.where(fits, 0.0, math.inf).repeat_interleave(stack.num_clipped)
         )
-    return torch.cat(found)[:, None]
+    return torch.cat(flags)[:, None]
 
 
 def global_clip(grad_norm: Float[Tensor, ""], max_norm: Number) -> Float[Tensor, ""]:
@@ -304,12 +304,12 @@ def decide(
     parts = sums.split([hyper.num_parts for hyper in hypers])
     weights = []
     for hyper, part in zip(hypers, parts, strict=True):
-        own, squares = _weights(hyper, part, a)
+        group_weights, squares = _weights(hyper, part, a)
         finite = finite & (squares <= min(map(_largest, hyper.dtypes))).all()
-        weights.append(own)
+        weights.append(group_weights)
     t, behind, oks, tables = [], [], [], []
-    for hyper, part, own in zip(hypers, parts, weights, strict=True):
-        scalars, numbers = _scalars(hyper, part, a, finite, own)
+    for hyper, part, group_weights in zip(hypers, parts, weights, strict=True):
+        scalars, numbers = _scalars(hyper, part, a, finite, group_weights)
         table = scalars.table(hyper)
         t.append(hyper.t + scalars.ok.to(hyper.t.dtype))
         behind.append(numbers)
@@ -348,10 +348,10 @@ def _scalars(
     algorithm, gamma = hyper.algorithm, hyper.gamma
     beta1, correction = algorithm.preconditioner.beta1, algorithm.corrects
     t = hyper.t.to(sums.dtype) + 1
-    one, live = torch.ones_like(a), hyper.per_tensor(sums[:, -1] > 0)
+    unit, live = torch.ones_like(a), hyper.per_tensor(sums[:, -1] > 0)
     k = None if correction is None else correction.extrapolation(beta1, gamma)
-    ok, k = live & finite, None if k is None else k * one
-    rule = tuple(v * one for v in algorithm.scalars(t, hyper.lr, gamma))
+    ok, k = live & finite, None if k is None else k * unit
+    rule = tuple(v * unit for v in algorithm.scalars(t, hyper.lr, gamma))
     behind = left = None
     if hyper.behind is not None:  # y takes the place of x: there is no other
         (dtype,) = hyper.dtypes
@@ -394,15 +394,15 @@ def advance(
     owned: list[list[tuple[Tensor, ...]]] = [[] for _ in stacks]
     if any(stack.algorithm.matrix_only for stack in stacks):
         hosts, first = [], 0
-        for group, every in zip(groups, decision.ok, strict=True):
-            for ok in every.split([stack.num_tensors for stack in group.stacks]):
+        for group, group_ok in zip(groups, decision.ok, strict=True):
+            for ok in group_ok.split([stack.num_tensors for stack in group.stacks]):
                 hosts.append(Host(group.count, first, ok))
                 first += len(ok)
         for part in run.portions(stacks):
             columns = members, numbers, hosts
-            stacks, found = _advance(part, stacks, columns, collectives, run)
-            for i, own in found.items():
-                owned[i] = own
+            stacks, part_owned = _advance(part, stacks, columns, collectives, run)
+            for i, buffers in part_owned.items():
+                owned[i] = buffers
     else:
         stacks, _ = run.move(update, stacks, numbers)
     return Moved(stacks, owned)
@@ -419,32 +419,34 @@ def _advance(
     of matrices, by position.
     """
     members, numbers, hosts = columns
-    everybody, mine = range(len(stacks)), set(part)
-    stacks, made = run.move(
-        update, stacks, [numbers[i] if i in mine else None for i in everybody]
+    positions, selected = range(len(stacks)), set(part)
+    stacks, outputs = run.move(
+        update, stacks, [numbers[i] if i in selected else None for i in positions]
     )
     whole = [i for i in part if stacks[i].algorithm.matrix_only]
     if not whole:
         return stacks, {}
-    given = [[column[i] for i in whole] for column in (stacks, made, members, hosts)]
-    every = run.meet("matrices", at_owners, *given, collectives, run)
-    found = dict(zip(whole, every, strict=True))
-    matrices = [found[i].matrix if i in found else None for i in everybody]
-    rows = [found[i].rows if i in found else () for i in everybody]
+    inputs = [
+        [column[i] for i in whole] for column in (stacks, outputs, members, hosts)
+    ]
+    results = run.meet("matrices", at_owners, *inputs, collectives, run)
+    by_position = dict(zip(whole, results, strict=True))
+    matrices = [by_position[i].matrix if i in by_position else None for i in positions]
+    rows = [by_position[i].rows if i in by_position else () for i in positions]
     stacks, _ = run.move(apply, stacks, matrices, rows, numbers)
-    return stacks, {i: one.owned for i, one in found.items()}
+    return stacks, {i: r.owned for i, r in by_position.items()}
 
 
 def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[Numbers]:
     """Return the numbers of each stack, in the order of ``groups``."""
-    found = []
+    all_numbers = []
     for group, ok, tables in zip(groups, decision.ok, decision.tables, strict=True):
         sizes = group.hyper.sizes or [stack.num_tensors for stack in group.stacks]
         oks = group.hyper.per_part(ok).split(sizes)
         cuts = {dtype: table.split(sizes) for dtype, table in tables.items()}
         for i, stack in enumerate(group.stacks):
-            found.append(Numbers(oks[i], cuts[working_dtype(stack.x)][i]))
-    return found
+            all_numbers.append(Numbers(oks[i], cuts[working_dtype(stack.x)][i]))
+    return all_numbers
 
 
 def update(stack: Stack, numbers: Numbers) -> tuple[Stack, Tensor | None]:
@@ -470,8 +472,8 @@ def update(stack: Stack, numbers: Numbers) -> tuple[Stack, Tensor | None]:
     out, new = algorithm.preconditioner.update(x, c, moments, s.rule)
     correction = algorithm.corrects
     if correction is not None:
-        own = correction.keeps.keys() & stack.buffers.keys()
-        old = {symbol: working(stack.buffers[symbol]) for symbol in sorted(own)}
+        symbols = correction.keeps.keys() & stack.buffers.keys()
+        old = {symbol: working(stack.buffers[symbol]) for symbol in sorted(symbols)}
         new |= correction.kept(s.grad_clip * g, old)
     buffers = dict(stack.buffers)
     for symbol, value in new.items():
@@ -529,9 +531,9 @@ def apply(
     for symbol, value in by_symbol.items():
         if symbol in buffers:
             old = buffers[symbol]
-            own = StepScalars.of(numbers, stack, old)
-            value = rounded(stack, symbol, value, own.key)
-            buffers[symbol] = torch.where(own.ok, value, old)
+            scalars = StepScalars.of(numbers, stack, old)
+            value = rounded(stack, symbol, value, scalars.key)
+            buffers[symbol] = torch.where(scalars.ok, value, old)
     o, x = working(matrix), working(iterate(stack))
     factors = {symbol: factor(value, o) for symbol, value in by_symbol.items()}
     new = preconditioner.apply(x, o, factors, s.rule, stack.matrix_shape)
@@ -540,7 +542,7 @@ def apply(
 
 def at_owners(
     stacks: Sequence[Stack],
-    made: Sequence[Tensor | None],
+    outputs: Sequence[Tensor | None],
     members: Sequence[Members],
     hosts: Sequence[Host],
     collectives: Collectives,
@@ -550,32 +552,31 @@ def at_owners(
     stack of matrix algorithms: one call of the verb for each way in which that costs
     something. Owners' buffers are lists, one item for each tensor.
     """
-    found: dict[int, Whole] = {}
+    results: dict[int, Whole] = {}
     # a dict keeps the stacks' order, which is the same on every rank
     ways: dict[MatrixCost, list[int]] = {}
     for i, stack in enumerate(stacks):
         ways.setdefault(stack.algorithm.matrix_preconditioner.cost, []).append(i)
-    for mine in ways.values():
+    for positions in ways.values():
         requests = []
-        for i in mine:
-            requests += _requests(stacks[i], made[i], members[i], hosts[i], run)
+        for i in positions:
+            requests += _requests(stacks[i], outputs[i], members[i], hosts[i], run)
         back = iter(collectives.on_owners(requests))
-        for i in mine:
+        for i in positions:
             parts = [next(back) for _ in range(stacks[i].num_tensors)]
-            found[i] = Whole(
+            results[i] = Whole(
                 stacked([part.matrix for part in parts]),
                 tuple(
-                    stacked(own)
-                    for own in zip(*(part.rows for part in parts), strict=True)
+                    stacked(r) for r in zip(*(part.rows for part in parts), strict=True)
                 ),
                 [part.owned for part in parts],
             )
-    return [found[i] for i in range(len(stacks))]
+    return [results[i] for i in range(len(stacks))]
 
 
 def _requests(
     stack: Stack,
-    made: Tensor | None,
+    output: Tensor | None,
     members: Members,
     host: Host,
     run: Run,
@@ -583,7 +584,7 @@ def _requests(
     """Return what each tensor of a stack has for the owners of its matrices."""
     algorithm = stack.algorithm
     ok = host.ok.unbind() if members.owned else [host.ok] * stack.num_tensors
-    matrices = (stack.buffers["m"] if made is None else made).unbind()
+    matrices = (stack.buffers["m"] if output is None else output).unbind()
     rows = [
         working(stack.buffers[symbol]).unbind()
         for symbol in algorithm.matrix_preconditioner.row_inputs
@@ -592,7 +593,7 @@ def _requests(
         Request(
             Whole(
                 matrix,
-                tuple(own[n] for own in rows),
+                tuple(r[n] for r in rows),
                 members.owned[n] if members.owned else (),
             ),
             leaf,

@@ -53,8 +53,8 @@ class Stack(NamedTuple):
     @property
     def operands(self) -> list[Tensor]:
         """Return what c is made of beside the gradient."""
-        found = {**self.buffers, **self.given}
-        return [found[symbol] for symbol in self.algorithm.operands]
+        tensors = {**self.buffers, **self.given}
+        return [tensors[symbol] for symbol in self.algorithm.operands]
 
     @property
     def measured(self) -> Measured:
@@ -117,10 +117,10 @@ def interned(kind: Callable[..., Form], *values: Hashable) -> Form:
     """Return ``kind(*values)``, the same object for equal values."""
     if torch.compiler.is_compiling():  # a caller's graph, which needs no more of it
         return kind(*values)
-    found = INTERNED.get((kind, values))
-    if found is None:
-        found = INTERNED[kind, values] = kind(*values)
-    return found
+    form = INTERNED.get((kind, values))
+    if form is None:
+        form = INTERNED[kind, values] = kind(*values)
+    return form
 
 
 class Measured(NamedTuple):
@@ -209,28 +209,28 @@ class StackForm:
         """Return the stack of the next ``tensors``, in the order of ``Stack.flat``."""
         x, g = next(tensors), next(tensors)
         buffers = {symbol: next(tensors) for symbol in self.buffers}
-        given = {symbol: next(tensors) for symbol in self.given}
+        operands = {symbol: next(tensors) for symbol in self.given}
         cuts = {dim: next(tensors) for dim in self.cuts}
         rows = None if self.rows is None else self.rows.matrix_rows(tensors)
         algorithm = self.formula.algorithm
-        return Stack(algorithm, x, g, buffers, self.shape, rows, cuts, given)
+        return Stack(algorithm, x, g, buffers, self.shape, rows, cuts, operands)
 
 
 def formula(algorithm: Algorithm) -> Formula:
     """Return the formula of an algorithm. One with a component of somebody else's,
     which may read its own fields in a graph, shares its formula with none.
     """
-    found = FORMULAS.get(algorithm)
-    if found is None:
+    cached = FORMULAS.get(algorithm)
+    if cached is None:
         parts = algorithm.preconditioner, algorithm.correction
         is_shared = {type(part) for part in parts} <= BUILT_IN
-        found = Formula(algorithm, is_shared=is_shared)  # weak keys hold no copy
+        cached = Formula(algorithm, is_shared=is_shared)  # weak keys hold no copy
         if is_shared:
             of_state = algorithm.state_dtype, algorithm.stochastic_rounding
             key = (*map(_structure, parts), *of_state, algorithm.matrices)
-            found = SHARED.setdefault(key, found)
-        FORMULAS[algorithm] = found
-    return found
+            cached = SHARED.setdefault(key, cached)
+        FORMULAS[algorithm] = cached
+    return cached
 
 
 def _structure(component: object) -> Hashable:

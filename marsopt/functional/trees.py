@@ -157,9 +157,9 @@ def check_parameter(
         raise ValueError(
             f"got {what} of layout {x.layout}, expected torch.strided: make it dense"
         )
-    own = state_dtype or default_state_dtype(x.dtype)
-    may_be_narrow = stochastic_rounding and own == NARROW
-    if torch.promote_types(own, x.dtype) != own and not may_be_narrow:
+    buffer_dtype = state_dtype or default_state_dtype(x.dtype)
+    may_be_narrow = stochastic_rounding and buffer_dtype == NARROW
+    if torch.promote_types(buffer_dtype, x.dtype) != buffer_dtype and not may_be_narrow:
         raise ValueError(
             f"got state_dtype={state_dtype} for {what} of {x.dtype}, expected nothing "
             "narrower than the parameter, where small steps would be rounded away: "

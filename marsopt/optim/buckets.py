@@ -196,7 +196,7 @@ class BucketGroup:
     buckets: list[ParameterBucket]
     groups: list[dict[str, Any]]  # the param groups of its parameters
     # numbers of ``hyper`` that a step brings from and to ``optimizer.state``, whose
-    # tensors are in somebody's memory: (ours, theirs)
+    # tensors are in somebody's memory: (rows, entries)
     apart: tuple[list[Tensor], list[Tensor]]
     # of several groups: their numbers, and which of them each parameter has
     joined: JoinedNumbers | None = None
@@ -235,7 +235,7 @@ def split(
     params = group["params"]
     names = group.get("param_names", [f"{i}" for i in range(len(params))])
     moving = [i for i, p in enumerate(params) if moves(p, state)]
-    found = []
+    group_sides = []
     for side in routing.sides([params[i] for i in moving]):
         part = [moving[n] for n in side.members]
         for i in part:
@@ -243,7 +243,7 @@ def split(
             check_state(params[i], what, side.algorithm, state, collectives)
         own_rate = side.is_fallback and routing.own_rate
         own_gamma = side.is_fallback and routing.own_gamma
-        found.append(
+        group_sides.append(
             GroupSide(
                 side.algorithm,
                 hyper.lr_1d if own_rate else hyper.lr,
@@ -254,7 +254,7 @@ def split(
                 [names[i] for i in part],
             )
         )
-    return found
+    return group_sides
 
 
 def alike(sides: Sequence[GroupSide]) -> list[list[GroupSide]]:
@@ -373,9 +373,9 @@ def join(
         number = {p: i for i, side in enumerate(sides) for p in side.params}
         index = torch.tensor([number[p] for p in params], device=params[0].device)
     groups = [side.group for side in sides]
-    found = BucketGroup(hyper, buckets, groups, apart, joined, index)
-    found.refresh()
-    return found
+    bucket_group = BucketGroup(hyper, buckets, groups, apart, joined, index)
+    bucket_group.refresh()
+    return bucket_group
 
 
 def _keys(
@@ -438,9 +438,9 @@ def _behind(
     if not num:
         return None
     if all(LOOKAHEAD in state[p] for p in params):
-        there = known_stack([state[p][LOOKAHEAD] for p in params], known)
-        if there is not None:
-            return there
+        known_rows = known_stack([state[p][LOOKAHEAD] for p in params], known)
+        if known_rows is not None:
+            return known_rows
     device = params[0].device
     stack = torch.zeros(len(params), num, dtype=scalar_dtype(device), device=device)
     for p, row in zip(params, separate_tensors(stack), strict=True):
@@ -560,20 +560,20 @@ def attach_owned(
             they have.
     """
     collectives = buckets[0].collectives
-    leaves = [one for b in buckets for one in owned_leaves(b.algorithm, b.params)]
+    leaves = [leaf for b in buckets for leaf in owned_leaves(b.algorithm, b.params)]
     owns = iter(collectives.owns(leaves))
     for bucket in buckets:
         algorithm = bucket.algorithm
         for p in bucket.params:
-            mine, buffers = next(owns), []
+            ownership, buffers = next(owns), []
             for symbol in algorithm.matrix_preconditioner.owned:
                 buffer = algorithm.buffers[symbol]
-                found = state[p].get(buffer.key)
-                if found is None:
-                    found = start_at_owner(algorithm, buffer, p, mine)
+                value = state[p].get(buffer.key)
+                if value is None:
+                    value = start_at_owner(algorithm, buffer, p, ownership)
                 elif moved:
-                    found = collectives.claim(found, mine.of(buffer))
-                state[p][buffer.key] = found
-                buffers.append(found)
+                    value = collectives.claim(value, ownership.of(buffer))
+                state[p][buffer.key] = value
+                buffers.append(value)
             bucket.owned.append(tuple(buffers))
-            bucket.owns.append(mine)
+            bucket.owns.append(ownership)

@@ -80,15 +80,15 @@ def calls(kinds: Sequence[Hashable], compile: bool) -> list[list[int]]:
     """
     if not compile:
         return [list(range(len(kinds)))]
-    alike, found = group_by(kinds), []
+    alike, assigned = group_by(kinds), []
     for together in group_by([len(kind) for kind in alike]):
         layers = list(zip(*(alike[i] for i in together), strict=True))
         most = max(1, TOGETHER // len(together))
         num = max(n for n in range(1, most + 1) if len(layers) % n == 0)
         for start in range(0, len(layers), num):
             part = layers[start : start + num]
-            found.append([i for layer in part for i in layer])
-    return found
+            assigned.append([i for layer in part for i in layer])
+    return assigned
 
 
 # ---- whether and how to compile ------------------------------------------------------
@@ -376,10 +376,10 @@ def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def moved_(stacks: Sequence[Stack], *columns: Sequence[Any]) -> list[Tensor | None]:
         more = []
-        for old, *own in zip(stacks, *columns, strict=True):
-            new, made = function(old, *own)
+        for old, *entries in zip(stacks, *columns, strict=True):
+            new, extra = function(old, *entries)
             _commit(old, new)
-            more.append(made)
+            more.append(extra)
         return more
 
     moved_.__name__ = f"{function.__name__}_"
@@ -433,16 +433,16 @@ class InPlace:
         """Return ``function(*args)``, compiled; what it moves is written in place."""
         if function not in self._functions:
             moves = function in (step.update, step.apply)
-            made = in_place(function) if moves else function
+            wrapped = in_place(function) if moves else function
             if self._compile:
                 is_number = function in DECISIONS
-                made = Compiled(
-                    made,
+                wrapped = Compiled(
+                    wrapped,
                     required=self._required,
                     say=self._say,
                     options=NUMBERS if is_number else None,
                 )
-            self._functions[function] = made
+            self._functions[function] = wrapped
         run = self._functions[function]
         return run(off, *args) if self._compile else run(*args)
 
@@ -484,14 +484,14 @@ class InPlace:
         """Return what ``function`` of lists gives, call by call, one item per stack.
         Stacks whose first of ``columns`` is None are skipped.
         """
-        found: list[Any] = [None] * len(stacks)
+        results: list[Any] = [None] * len(stacks)
         off = declined()
         for call in self.calls:
-            mine = [i for i in call if not columns or columns[0][i] is not None]
-            if not mine:
+            positions = [i for i in call if not columns or columns[0][i] is not None]
+            if not positions:
                 continue
-            lists = [[column[i] for i in mine] for column in (stacks, *columns)]
+            lists = [[column[i] for i in positions] for column in (stacks, *columns)]
             parts = self._run(function, off, *lists)
-            for i, part in zip(mine, parts, strict=True):
-                found[i] = part
-        return found
+            for i, part in zip(positions, parts, strict=True):
+                results[i] = part
+        return results

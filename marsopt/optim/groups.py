@@ -93,13 +93,13 @@ def device_of(groups: Sequence[Mapping[str, Any]], state: State) -> torch.device
     """Return the device of the first parameter that takes part in steps, if one does:
     that of all of them.
     """
-    every = (p for group in groups for p in group["params"])
-    return next((p.device for p in every if moves(p, state)), None)
+    params = (p for group in groups for p in group["params"])
+    return next((p.device for p in params if moves(p, state)), None)
 
 
 def described(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
     """Return what has to be the same on all ranks: not the parameters, lr, mode."""
-    told = [
+    group_texts = [
         {
             k: checks.shown(v)
             for k, v in group.items()
@@ -107,7 +107,7 @@ def described(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -
         }
         for group in groups
     ]
-    return repr((told, {k: v for k, v in options.items() if k != "collectives"}))
+    return repr((group_texts, {k: v for k, v in options.items() if k != "collectives"}))
 
 
 def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
@@ -125,36 +125,36 @@ def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
         return  # torch.optim refuses what it does not take
     check_no_module(params)
     new["params"] = params = [params] if isinstance(params, Tensor) else list(params)
-    ids = {id(given[1] if isinstance(given, tuple) else given) for given in params}
+    ids = {id(entry[1] if isinstance(entry, tuple) else entry) for entry in params}
     present = {id(p) for group in groups for p in group["params"]}
     # labels only where one is needed: a model may have thousands of groups
     apart = len(ids) == len(params) and ids.isdisjoint(present)
     first = {} if apart else {id(p): what for p, what in labels(groups)}
-    for i, given in enumerate(params):
-        name, p = given if isinstance(given, tuple) else (None, given)
+    for i, entry in enumerate(params):
+        name, p = entry if isinstance(entry, tuple) else (None, entry)
         check_no_module(p)
         what = f"parameter {i} of group {len(groups)}" if name is None else repr(name)
         if id(p) in first:
             before = first[id(p)]
-            both = before if before == what else f"{before} and {what}"
+            names = before if before == what else f"{before} and {what}"
             raise ValueError(
-                f"got parameter {both.removeprefix('parameter ')} twice, expected "
+                f"got parameter {names.removeprefix('parameter ')} twice, expected "
                 "once: list every tensor once, as model.parameters() does for tied "
                 "weights too"
             )
         first[id(p)] = what
 
 
-def check_no_module(given: Any) -> None:
-    """Check that ``given`` is no module: its elements, if it has any, are modules, but
+def check_no_module(value: Any) -> None:
+    """Check that ``value`` is no module: its elements, if it has any, are modules, but
     for those of a ParameterList, which torch.optim takes too.
 
     Raises:
         TypeError: it is one.
     """
-    if isinstance(given, nn.Module) and not isinstance(given, nn.ParameterList):
+    if isinstance(value, nn.Module) and not isinstance(value, nn.ParameterList):
         raise TypeError(
-            f"got a module ({type(given).__name__}), expected tensors: pass its "
+            f"got a module ({type(value).__name__}), expected tensors: pass its "
             ".parameters() or .named_parameters()"
         )
 
@@ -259,14 +259,14 @@ def complete(
     row = named(group.get("mars_type", inherited["mars_type"]))
     group["mars_type"] = row.name
     known = group_table(group, options)
-    own = {name: None for name, of in FOLLOWED.items() if of in group}
-    missing = {**row.hyperparameters, **inherited, **own}
+    following = {name: None for name, of in FOLLOWED.items() if of in group}
+    missing = {**row.hyperparameters, **inherited, **following}
     if row.name == inherited["mars_type"]:
-        missing |= {n: defaults[n] for n in missing if n in defaults} | own
+        missing |= {n: defaults[n] for n in missing if n in defaults} | following
     # in one order everywhere
     filled = [name for name in missing if name in known and name not in group]
     group.update({name: missing[name] for name in filled})
-    return {name for name in filled if name not in inherited and name not in own}
+    return {name for name in filled if name not in inherited and name not in following}
 
 
 def structure(group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,16 +303,16 @@ def check_direction(group: Mapping[str, Any]) -> None:
 
 
 def unread(
-    group: Mapping[str, Any], ours: Set[str], carried: Set[str] = frozenset()
+    group: Mapping[str, Any], bookkeeping: Set[str], carried: Set[str] = frozenset()
 ) -> Iterator[str]:
     """Yield what to say of keys that nothing reads.
 
     Args:
         group: complete, or loaded.
-        ours: what MARS keeps in groups beside hyperparameters.
+        bookkeeping: what MARS keeps in groups beside hyperparameters.
         carried: what somebody else was known to keep there.
     """
-    known = {*ours, *all_hyperparameters()}
+    known = {*bookkeeping, *all_hyperparameters()}
     for key, value in group.items():
         if not isinstance(key, str) or key in known | CARRIED | carried:
             continue
@@ -379,8 +379,8 @@ def _reads(routing: Routing) -> set[str]:
     for algorithm in (routing.matrix, routing.fallback):
         if algorithm is None:
             continue
-        own = table(type(algorithm.preconditioner)).values()
-        names |= {"betas" if line.beta is not None else line.name for line in own}
+        lines = table(type(algorithm.preconditioner)).values()
+        names |= {"betas" if line.beta is not None else line.name for line in lines}
         correction = algorithm.correction
         if correction is not None:
             off = {"clip", "clip_per"} if correction.clip is None else set()
@@ -478,14 +478,14 @@ def check_parameters(
 
 def _check_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     known = all_hyperparameters()
-    own = {name: line.default for name, line in known.items() if line.is_whole}
-    own |= options
+    whole = {name: line.default for name, line in known.items() if line.is_whole}
+    whole |= options
     # an equal one changes nothing: SAM and ZeRO pass options here as well; max_norm is
     # refused, since ZeRO's parts would each be clipped by a norm of their own
     foreign = sorted(
         key
-        for key in set(group) & set(own)
-        if key == "max_norm" or group[key] != own[key]
+        for key in set(group) & set(whole)
+        if key == "max_norm" or group[key] != whole[key]
     )
     if foreign:
         raise ValueError(
@@ -552,11 +552,11 @@ class DeviceHyperparameters:
             for name, line in group_table(group, options).items()
             if line.is_number and not line.is_whole
         }
-        there = {n: v for n, v in self._plain(group).items() if v is not None}
-        check_values(self._numbers, {n: there.get(n) for n in self._numbers})
-        names = dict.fromkeys([*there, "lr_1d", "gamma_1d"])
+        present = {n: v for n, v in self._plain(group).items() if v is not None}
+        check_values(self._numbers, {n: present.get(n) for n in self._numbers})
+        names = dict.fromkeys([*present, "lr_1d", "gamma_1d"])
         sizes = [
-            len(value) if isinstance(value := there.get(name), tuple) else 0
+            len(value) if isinstance(value := present.get(name), tuple) else 0
             for name in names
         ]
         num = sum(max(1, size) for size in sizes)
@@ -566,8 +566,8 @@ class DeviceHyperparameters:
             name: tuple(islice(rest, size)) if size else next(rest)
             for name, size in zip(names, sizes, strict=True)
         }
-        self._cells = {name: cells[name] for name in there}
-        for name, value in there.items():
+        self._cells = {name: cells[name] for name in present}
+        for name, value in present.items():
             _set(self._cells[name], value)  # before they are checked
         self.routing = route({**options, **group, **self._cells})
         del self._cells["base_lr"]  # no algorithm reads it
@@ -589,56 +589,56 @@ class DeviceHyperparameters:
             ValueError: a value out of its range.
         """
         check_direction(group)
-        now, seen = self._plain(group), self._seen
+        latest, previous = self._plain(group), self._seen
         changed = [
             name
-            for name, value in now.items()
-            if not (type(value) in SCALARS and value is seen.get(name, ...))
+            for name, value in latest.items()
+            if not (type(value) in SCALARS and value is previous.get(name, ...))
             and (
                 _holds_tensor(value)  # no device is asked
-                or _holds_tensor(before := seen.get(name, ...))
+                or _holds_tensor(before := previous.get(name, ...))
                 or before != value
             )
         ]
         if not changed:
             return False
         new = {
-            n: now[n]
+            n: latest[n]
             for n in changed
-            if self._seen.get(n, ...) is not now[n] or checks.can_read(now[n])
+            if self._seen.get(n, ...) is not latest[n] or checks.can_read(latest[n])
         }
         check_values(self._numbers, new)
-        own = now["gamma_1d"] if self.routing.own_gamma else None
-        gamma_1d = now["gamma"] if own is None else own
-        values = now | {"lr_1d": self._rate_1d(group, now), "gamma_1d": gamma_1d}
+        explicit = latest["gamma_1d"] if self.routing.own_gamma else None
+        gamma_1d = latest["gamma"] if explicit is None else explicit
+        values = latest | {"lr_1d": self._rate_1d(group, latest), "gamma_1d": gamma_1d}
         for name in {*changed, "lr_1d", "gamma_1d"} & self._cells.keys():
             _set(self._cells[name], values[name])
-        self._seen = now
+        self._seen = latest
         return True
 
     def digest_text(self, group: Mapping[str, Any]) -> str:
         """Return what ranks have to have alike, but for tensors."""
         numbers = {k: v for k, v in self._seen.items() if not _holds_tensor(v)}
-        said = {**structure(group, self._options), **numbers}
-        return repr({name: _plain(value) for name, value in said.items()})
+        values = {**structure(group, self._options), **numbers}
+        return repr({name: _plain(value) for name, value in values.items()})
 
     def _plain(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a group's numbers as Python and torch write them; lists, which may be
         changed in place, as tuples.
         """
-        now = {name: group.get(name) for name in self._numbers}
-        for name, value in now.items():
+        numbers = {name: group.get(name) for name in self._numbers}
+        for name, value in numbers.items():
             if type(value) is not float and value is not self._seen.get(name):
                 value = self._numbers[name].plain(value)
-                now[name] = tuple(value) if isinstance(value, list) else value
-        return now
+                numbers[name] = tuple(value) if isinstance(value, list) else value
+        return numbers
 
-    def _rate_1d(self, group: Mapping[str, Any], now: Mapping[str, Any]) -> Number:
-        lr, base = now["lr"], now["base_lr"]
+    def _rate_1d(self, group: Mapping[str, Any], numbers: Mapping[str, Any]) -> Number:
+        lr, base = numbers["lr"], numbers["base_lr"]
         if not self.routing.own_rate:
             return lr
         if base > 0:
-            return lr * (now["lr_1d"] / base)
+            return lr * (numbers["lr_1d"] / base)
         used = _has_fallback(group, self.routing)
         if used and not isinstance(lr, Tensor) and lr != 0:
             raise ValueError(
@@ -664,8 +664,8 @@ def _holds_tensor(value: Any) -> bool:
 
 def _set(cell: Tensor | tuple[Tensor, ...], value: Any) -> None:
     if isinstance(cell, tuple):
-        for one, own in zip(cell, value, strict=True):
-            _set(one, own)
+        for c, v in zip(cell, value, strict=True):
+            _set(c, v)
     elif isinstance(value, Tensor):
         capturing = cell.is_cuda and torch.cuda.is_current_stream_capturing()
         if capturing and not value.is_cuda:

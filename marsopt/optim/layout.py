@@ -70,8 +70,8 @@ class Layout:
         self._every = [p for group in groups for p in group["params"]]
         numbered = [(i, group) for i, group in enumerate(groups) if group["params"]]
         for _, group in numbered:
-            seen = hyper.get(id(group))
-            if seen is None or not seen.fits(group, device):
+            cached = hyper.get(id(group))
+            if cached is None or not cached.fits(group, device):
                 hyper[id(group)] = DeviceHyperparameters(group, options, device)
         self._hyper = [(group, hyper[id(group)]) for _, group in numbered]
         self.collectives = self._bound()
@@ -204,8 +204,8 @@ class Layout:
             if len(bucket.params) > 1
             for stack in (bucket.flat, *bucket.state.values())
         ]
-        found = [s for s in stacks if s is not None and not is_fake(s)]
-        return {stack.data_ptr(): stack for stack in found}
+        real = [s for s in stacks if s is not None and not is_fake(s)]
+        return {stack.data_ptr(): stack for stack in real}
 
     def owned_entries(self) -> list[tuple[Tensor, str, Owned, int]]:
         """Return (parameter, key in its state, what of its matrices has its owner here,
@@ -226,8 +226,8 @@ class Layout:
         """
         for p, key, owns, num in self.owned_entries():
             if key in state.get(p, ()):
-                found = state[p][key]
-                state[p][key] = self.collectives.publish(found, p, num, owns)
+                owned = state[p][key]
+                state[p][key] = self.collectives.publish(owned, p, num, owns)
 
     # ---- whether it still holds ------------------------------------------------------
 
@@ -319,12 +319,12 @@ class Layout:
             self._digest = None
         copies: Copies = ([], [])
         self._away, self._moved = ([], []), []
-        number, found = 0, []
+        number, rule_groups = 0, []
         live: list[bool] = []
         for group in self.groups:
-            ours, theirs = group.apart
-            copies[0].extend(ours)
-            copies[1].extend(theirs)
+            rows, entries = group.apart
+            copies[0].extend(rows)
+            copies[1].extend(entries)
             stacks = []
             for bucket in group.buckets:
                 stacks.append(self._stack(number, bucket, copies, live))
@@ -332,14 +332,14 @@ class Layout:
             if any(changed):
                 group.refresh()
             hyper, first = group.hyper, group.groups[0]
-            rates = [own["lr"] for own in group.groups]
+            rates = [g["lr"] for g in group.groups]
             if any(isinstance(r, Tensor) and not checks.can_read(r) for r in rates):
                 hyper = hyper._replace(unread_lr=hyper.lr)
-            found.append(RuleGroup(hyper, stacks, first.get(STAGE_COUNT, 0)))
+            rule_groups.append(RuleGroup(hyper, stacks, first.get(STAGE_COUNT, 0)))
         if copies[0]:
             torch._foreach_copy_(*copies)
         self.has_gradients = any(live)
-        return found, self._live_on(self.params[0].device, live)
+        return rule_groups, self._live_on(self.params[0].device, live)
 
     def digest(self) -> str:
         """Return the groups' numbers in the last ``gather``, for ranks to compare."""
@@ -415,11 +415,11 @@ class Layout:
         first, dtype = leaves[0], dtype or leaves[0].dtype
         scratch, rows = self.scratch.get((number, role), (None, ()))
         if scratch is None or scratch.dtype != dtype:
-            made: dict[str, Any] = dict(dtype=dtype, device=first.device)
+            kwargs: dict[str, Any] = dict(dtype=dtype, device=first.device)
             if strides is not None and len(leaves) == 1:
-                scratch = torch.empty_strided(first.shape, strides, **made)[None]
+                scratch = torch.empty_strided(first.shape, strides, **kwargs)[None]
             else:
-                scratch = torch.empty(len(leaves), *first.shape, **made)
+                scratch = torch.empty(len(leaves), *first.shape, **kwargs)
             rows = scratch.unbind()
             self.scratch[number, role] = scratch, rows
         copies[0].extend(rows)
@@ -436,19 +436,19 @@ class Layout:
                 pattern.
         """
         pattern = tuple(live)
-        found = self._live.get(pattern)
-        if found is not None:
-            return found
+        mask = self._live.get(pattern)
+        if mask is not None:
+            return mask
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"got a step to capture that lacks {len(live) - sum(live)} gradients, "
                 "as no step before it did, expected one that lacks the same as a step "
                 "before: take one with these gradients before the capture"
             )
-        found = torch.tensor(live).to(device, non_blocking=True)
+        mask = torch.tensor(live).to(device, non_blocking=True)
         if len(self._live) < PATTERNS:  # what a graph has captured stays where it is
-            self._live[pattern] = found
-        return found
+            self._live[pattern] = mask
+        return mask
 
     def scatter(self) -> None:
         """Copy parameters that were copied in back to where they live, and let ranks
@@ -477,17 +477,17 @@ class Layout:
         pairs = zip(old, [*decision.t, *decision.behind], strict=True)
         kept, new = zip(*(pair for pair in pairs if pair[0] is not None), strict=True)
         torch._foreach_copy_(kept, new)
-        for ours, theirs in (group.apart for group in self.groups):
-            if ours:
-                torch._foreach_copy_(theirs, ours)
+        for rows, entries in (group.apart for group in self.groups):
+            if rows:
+                torch._foreach_copy_(entries, rows)
         skipped += decision.finite.logical_not()
         for group in self.groups:
             if group.hyper.algorithm.has_stages:
                 # the first step makes what others go on from: it is taken until one is
                 # finite. Who waits for eigenvectors may wait for that, too
-                (own,) = group.groups
-                waits = not own[STAGE_COUNT] and not is_fake(decision.finite)
-                own[STAGE_COUNT] += int(decision.finite) if waits else 1
+                (param_group,) = group.groups
+                waits = not param_group[STAGE_COUNT] and not is_fake(decision.finite)
+                param_group[STAGE_COUNT] += int(decision.finite) if waits else 1
 
     # ---- gradients -------------------------------------------------------------------
 

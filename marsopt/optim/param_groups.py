@@ -169,12 +169,12 @@ def param_groups(
         )
     decay = row.table["weight_decay"].default if weight_decay is None else weight_decay
     hidden = dict(mars_type=row.name, lr=lr, weight_decay=decay)
-    given = dict(lr_1d=lr_1d, betas_1d=betas_1d, weight_decay_1d=weight_decay_1d)
-    tables, vectors = hidden | {"weight_decay": 0.0}, row.fallback_group(hidden | given)
+    of_1d = dict(lr_1d=lr_1d, betas_1d=betas_1d, weight_decay_1d=weight_decay_1d)
+    tables, vectors = hidden | {"weight_decay": 0.0}, row.fallback_group(hidden | of_1d)
     everything = row.fallback == "itself"
     if everything:
-        said = {FOLLOWED[name]: v for name, v in given.items() if v is not None}
-        vectors = tables | said
+        explicit = {FOLLOWED[name]: v for name, v in of_1d.items() if v is not None}
+        vectors = tables | explicit
     elif row.matrix_only:
         undecayed = row.fallback == "adamw_1d" and weight_decay_1d is None
         tables = vectors | ({"weight_decay": 0.0} if undecayed else {})
@@ -218,20 +218,20 @@ def roles(model: nn.Module) -> Iterator[tuple[str, Tensor, Role]]:
     The roles are those of ``marsopt.param_groups``. A tensor that is an embedding in
     one place is one in all of them (a tied head).
     """
-    found: dict[int, _Uses] = {}
+    uses_by_id: dict[int, _Uses] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        own = module.named_parameters(prefix, recurse=False, remove_duplicate=False)
-        for name, p in own:
-            uses = found.setdefault(id(p), _Uses(p))
+        pairs = module.named_parameters(prefix, recurse=False, remove_duplicate=False)
+        for name, p in pairs:
+            uses = uses_by_id.setdefault(id(p), _Uses(p))
             uses.names.append(name)
             uses.owners.append(module)
-    every = {_plain(name) for uses in found.values() for name in uses.names}
+    plain_names = {_plain(name) for uses in uses_by_id.values() for name in uses.names}
     head = _last_linear_over_a_vocabulary(model)
-    for uses in found.values():
-        yield uses.names[0], uses.tensor, _role(uses, every, head)
+    for uses in uses_by_id.values():
+        yield uses.names[0], uses.tensor, _role(uses, plain_names, head)
 
 
-def _role(uses: _Uses, every: set[str], head: str | None) -> Role:
+def _role(uses: _Uses, plain_names: set[str], head: str | None) -> Role:
     p, owners = uses.tensor, uses.owners
     names = list(map(_name_in, owners, uses.names))
     if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner in owners):
@@ -241,10 +241,12 @@ def _role(uses: _Uses, every: set[str], head: str | None) -> Role:
         return "embedding"
     if p.ndim < 2:
         return "vector"
-    told: list[Role] = [role for name in names if (role := by_name(name)) is not None]
-    told = [r for r in told if r != "router" or any(_routes(n, every) for n in names)]
-    if told:
-        return told[0]
+    hints: list[Role] = [role for name in names if (role := by_name(name)) is not None]
+    hints = [
+        r for r in hints if r != "router" or any(_routes(n, plain_names) for n in names)
+    ]
+    if hints:
+        return hints[0]
     if p.numel() == max(p.shape):  # (num, 1) and (1, num)
         return "vector"
     if head in names:
@@ -275,12 +277,12 @@ def _name_in(owner: nn.Module, name: str) -> str:
     return plain.rpartition(".")[0] if isinstance(owner, nn.ParameterList) else plain
 
 
-def _routes(name: str, every: set[str]) -> bool:
+def _routes(name: str, plain_names: set[str]) -> bool:
     """Whether what is named like a router stands beside experts: ``gate`` is also what
     some call the first matrix of a gated MLP.
     """
     block = name.removesuffix("gate.weight")
-    beside = (n.removeprefix(block) for n in every if n.startswith(block))
+    beside = (n.removeprefix(block) for n in plain_names if n.startswith(block))
     return "router" in name or any("expert" in other for other in beside)
 
 
@@ -311,20 +313,20 @@ def warn_of_embeddings(
         say: takes a level of ``logging`` and a message.
     """
     twins = Counter(p.shape for group in groups for p in group["params"])
-    found = {
+    suspects = {
         what: group["mars_type"]
         for number, group in enumerate(groups)
         if named(group["mars_type"]).matrix_only
         for what in _tables_among_matrices(group, number, twins)
     }
-    if not found:
+    if not suspects:
         return
-    told, rules = ", ".join([*found][:NUM_TOLD]), dict.fromkeys(found.values())
-    more = f" and {len(found) - NUM_TOLD} more" if len(found) > NUM_TOLD else ""
+    listed, rules = ", ".join([*suspects][:NUM_TOLD]), dict.fromkeys(suspects.values())
+    more = f" and {len(suspects) - NUM_TOLD} more" if len(suspects) > NUM_TOLD else ""
     say(
         logging.WARNING,
         f"{' and '.join(rules)} orthogonalizes the steps of what looks like embeddings "
-        f"or an output head: {told}{more}. AdamW is the usual rule for these: "
+        f"or an output head: {listed}{more}. AdamW is the usual rule for these: "
         f"marsopt.param_groups(model, {next(iter(rules))!r}, lr=...) makes such param "
         "groups; a group that holds nothing else says that it is meant",
     )
@@ -337,17 +339,17 @@ def _tables_among_matrices(
     the optimizer have a shape.
     """
     kind, names = Matrices(kind=group.get("matrices", "2d")), group.get("param_names")
-    found, num_matrices = [], 0
+    tables, num_matrices = [], 0
     for i, p in enumerate(group["params"]):
         frozen = not p.requires_grad and p.grad is None
         if frozen or not kind.takes(p.shape):
             continue
         num_matrices += 1
         if names and by_name(names[i]) in ("embedding", "head"):
-            found.append(repr(names[i]))
+            tables.append(repr(names[i]))
         elif not names and _is_tall(p) and twins[p.shape] <= TWINS:
-            found.append(f"parameter {i} of group {number}, of shape {tuple(p.shape)}")
-    return found if len(found) < num_matrices else []
+            tables.append(f"parameter {i} of group {number}, of shape {tuple(p.shape)}")
+    return tables if len(tables) < num_matrices else []
 
 
 def _is_tall(p: Tensor) -> bool:
