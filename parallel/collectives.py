@@ -169,17 +169,17 @@ class MeshCollectives(AsTheyLie):
         """Return, for every dim of ``tensor`` that is cut, which of its indices lie
         here, in the order of the piece's.
         """
-        found, ndim = {}, tensor.ndim
+        indices, ndim = {}, tensor.ndim
         for dim in Placement.of(tensor).dims:
             mesh, shape = tensor.device_mesh, [1] * ndim
             shape[dim] = tensor.shape[dim]
-            every = torch.arange(shape[dim], device=mesh.device_type).view(shape)
+            positions = torch.arange(shape[dim], device=mesh.device_type).view(shape)
             places = [
                 p if not p.is_replicate() and p.dim % ndim == dim else Replicate()
                 for p in tensor.placements
             ]
-            found[dim] = _piece(every, mesh, places).flatten()
-        return found
+            indices[dim] = _piece(positions, mesh, places).flatten()
+        return indices
 
     def placement(self, tensor: Tensor) -> Hashable:
         """Return mesh and placements; None for a plain tensor."""
@@ -246,8 +246,8 @@ class MeshCollectives(AsTheyLie):
         """Return the matrices that were brought to owners so far, and what was decided
         for them: one group for each mesh axis and list of parameters.
         """
-        found = self._partitions.every()
-        return [group for partition in found for group, _ in partition.groups]
+        partitions = self._partitions.every()
+        return [group for partition in partitions for group, _ in partition.groups]
 
     def check_ranks_agree(self, digest: str) -> None:
         """Raise where a ``sum`` on a GPU is known to have found ranks that differ."""
@@ -258,20 +258,20 @@ class MeshCollectives(AsTheyLie):
         places = self._places("sum", leaves)
         device = self.mesh.device_type
         spread = dict.fromkeys((p.mesh, axis) for p in places for axis in p.axes)
-        found = []
+        reductions = []
         for number, (mesh, axis) in enumerate(spread):
-            here = [p.mesh == mesh and axis in p.axes for p in places]
+            sharded = [p.mesh == mesh and axis in p.axes for p in places]
             # the first axis also takes what lies whole on every rank
             rows = [
-                i for i, p in enumerate(places) if here[i] or not (number or p.axes)
+                i for i, p in enumerate(places) if sharded[i] or not (number or p.axes)
             ]
             index = contributes = None
-            if mesh.get_local_rank(axis) > 0 and not all(here[i] for i in rows):
-                contributes = torch.tensor([here[i] for i in rows], device=device)
+            if mesh.get_local_rank(axis) > 0 and not all(sharded[i] for i in rows):
+                contributes = torch.tensor([sharded[i] for i in rows], device=device)
             if len(rows) < len(leaves):
                 index = torch.tensor(rows, device=device)
-            found.append(Reduction(mesh.get_group(axis), index, contributes))
-        return found
+            reductions.append(Reduction(mesh.get_group(axis), index, contributes))
+        return reductions
 
     # ---- agreement -----------------------------------------------------------------
 
@@ -290,8 +290,8 @@ class MeshCollectives(AsTheyLie):
         Raises:
             RuntimeError: on every rank, where they differ.
         """
-        mine = repr((what, self._options, tuple(self.mesh.shape)))
-        digest = int.from_bytes(hashlib.sha256(mine.encode()).digest()[:6], "big")
+        text = repr((what, self._options, tuple(self.mesh.shape)))
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
         ends = torch.tensor([digest, -digest], device=self.mesh.device_type)
         for axis in range(self.mesh.ndim):  # all axes, so that nobody waits for ever
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
@@ -309,18 +309,18 @@ class MeshCollectives(AsTheyLie):
         """Bring together the whole matrices of each leaf, let their preconditioners'
         ``at_owner`` make something of them, and return it as this rank's pieces.
         """
-        partition = self._partition([one.leaf for one in requests])
+        partition = self._partition([r.leaf for r in requests])
         out: dict[int, Whole] = {}
         for group, cuts in partition.groups:
-            found = group.on_owners(_of_matrices(requests, group, cuts))
-            rest = (found[n] for n in range(len(group.matrices)))
+            results = group.on_owners(_of_matrices(requests, group, cuts))
+            rest = (results[n] for n in range(len(group.matrices)))
             for i, cut in cuts.items():
-                own = [next(rest) for _ in cut.matrices]
-                out[i] = _joined(own, cut, requests[i])
-        here = [requests[i] for i in partition.local]
-        out |= zip(partition.local, run_at_owner(here), strict=True)
-        own = [requests[i] for i in partition.gathered]
-        out |= zip(partition.gathered, self._by_gathering(own), strict=True)
+                matrices = [next(rest) for _ in cut.matrices]
+                out[i] = _joined(matrices, cut, requests[i])
+        local = [requests[i] for i in partition.local]
+        out |= zip(partition.local, run_at_owner(local), strict=True)
+        gathered = [requests[i] for i in partition.gathered]
+        out |= zip(partition.gathered, self._by_gathering(gathered), strict=True)
         return [out[i] for i in range(len(requests))]
 
     def owns(self, leaves: Sequence[Leaf]) -> list[Owned]:
@@ -332,12 +332,14 @@ class MeshCollectives(AsTheyLie):
         partition = self._partition(leaves)
         out: dict[int, Owned] = {}
         for group, cuts in partition.groups:
-            mine, first = set(group.owns), 0
+            owned, first = set(group.owns), 0
             for i, cut in cuts.items():
-                here = range(first, first + len(cut.matrices))
-                every = _numbers(leaves[i].tensor, leaves[i].matrices)
+                positions = range(first, first + len(cut.matrices))
+                all_numbers = _numbers(leaves[i].tensor, leaves[i].matrices)
                 numbers = tuple(
-                    n for n, at in zip(every, here, strict=True) if at in mine
+                    n
+                    for n, at in zip(all_numbers, positions, strict=True)
+                    if at in owned
                 )
                 # matrices of one leaf that shards may own are alike
                 out[i] = Owned(numbers, group.part(first) if numbers else None)
@@ -371,12 +373,12 @@ class MeshCollectives(AsTheyLie):
         # of several owners, as replicas are, the first one tells
         first = torch.full((num, *ones), dist.get_world_size(), device=device)
         whole = owned.new_zeros(num, *shape)
-        here, place = _here(first, owns.part), _here(whole, owns.part)
-        here[index] = dist.get_rank()
-        mine = here[index].clone()
+        ranks, place = _here(first, owns.part), _here(whole, owns.part)
+        ranks[index] = dist.get_rank()
+        this_rank = ranks[index].clone()
         for axis in range(mesh.ndim):
             dist.all_reduce(first, dist.ReduceOp.MIN, group=mesh.get_group(axis))
-        place[index] = torch.where(here[index] == mine, owned, 0)
+        place[index] = torch.where(ranks[index] == this_rank, owned, 0)
         for axis in range(mesh.ndim):
             dist.all_reduce(whole, group=mesh.get_group(axis))
         places: list[AxisPlacement] = [Replicate()] * mesh.ndim
@@ -393,32 +395,34 @@ class MeshCollectives(AsTheyLie):
 
     def _by_gathering(self, requests: Sequence[Request]) -> list[Whole]:
         """Do the owners' work on every rank: reference and fallback."""
-        every = []
-        for one in requests:
-            piece, leaf = one.given.matrix, one.tensor
-            cost = one.preconditioner.cost.on(piece.device.type)
+        gathered = []
+        for request in requests:
+            piece, leaf = request.given.matrix, request.tensor
+            cost = request.preconditioner.cost.on(piece.device.type)
             travels = cost.payload(piece.dtype)
             matrix = self.wrap(piece.to(travels), leaf).full_tensor()
-            rows = tuple(self.wrap(r, leaf).full_tensor() for r in one.given.rows)
-            every.append(one._replace(given=Whole(matrix, rows, one.given.owned)))
-        found = []
-        for one, made in zip(requests, run_at_owner(every), strict=True):
-            leaf, dtype = one.tensor, one.given.matrix.dtype
+            rows = tuple(self.wrap(r, leaf).full_tensor() for r in request.given.rows)
+            gathered.append(
+                request._replace(given=Whole(matrix, rows, request.given.owned))
+            )
+        results = []
+        for request, whole in zip(requests, run_at_owner(gathered), strict=True):
+            leaf, dtype = request.tensor, request.given.matrix.dtype
             mesh, ndim = leaf.device_mesh, leaf.ndim
-            matrix = _piece(made.matrix, mesh, leaf.placements).to(dtype)
+            matrix = _piece(whole.matrix, mesh, leaf.placements).to(dtype)
             rows = tuple(
                 _piece(r, mesh, [onto_first(p, ndim, r.ndim) for p in leaf.placements])
-                for r in made.rows
+                for r in whole.rows
             )
-            found.append(Whole(matrix, rows, made.owned))
-        return found
+            results.append(Whole(matrix, rows, whole.owned))
+        return results
 
     def _partition(self, leaves: Sequence[Leaf]) -> Partition:
         cost = leaves[0].preconditioner.cost
-        ways = [Way.of(one.matrices, one.preconditioner) for one in leaves]
+        ways = [Way.of(leaf.matrices, leaf.preconditioner) for leaf in leaves]
         find = partial(self._find_partition, cost, ways)
         key = (cost, *_distinct(ways))
-        return self._partitions.of([one.tensor for one in leaves], key, find)
+        return self._partitions.of([leaf.tensor for leaf in leaves], key, find)
 
     def _find_partition(
         self,
@@ -456,9 +460,9 @@ class MeshCollectives(AsTheyLie):
             if self._options["strategy"] == "replicate":
                 gathered += cuts
                 continue
-            every = [matrix for cut in cuts.values() for matrix in cut.matrices]
+            matrices = [matrix for cut in cuts.values() for matrix in cut.matrices]
             group = ShardGroup(
-                mesh, axis, every, cost, has_replicas=copies, **self._options
+                mesh, axis, matrices, cost, has_replicas=copies, **self._options
             )
             groups.append((group, cuts))
         for alike in grids.values():
@@ -488,35 +492,35 @@ def _of_matrices(
     requests: Sequence[Request], group: ShardGroup, cuts: dict[int, Cut]
 ) -> list[Request]:
     """Return the requests of leaves as those of their matrices, in order."""
-    mine = set(group.owns)
-    found: list[Request] = []
+    owns = set(group.owns)
+    by_matrix: list[Request] = []
     for i, cut in cuts.items():
-        given = requests[i].given
-        rows = zip(*map(cut.split_rows, given.rows), strict=True)
-        owned = iter(zip(*(o.unbind() for o in given.owned), strict=True))
-        for shard in cut.split(given.matrix):
+        piece = requests[i].given
+        rows = zip(*map(cut.split_rows, piece.rows), strict=True)
+        owned = iter(zip(*(o.unbind() for o in piece.owned), strict=True))
+        for shard in cut.split(piece.matrix):
             whole = Whole(
                 shard,
                 next(rows, ()),
-                next(owned) if given.owned and len(found) in mine else (),
+                next(owned) if piece.owned and len(by_matrix) in owns else (),
             )
-            found.append(requests[i]._replace(given=whole))
-    return found
+            by_matrix.append(requests[i]._replace(given=whole))
+    return by_matrix
 
 
-def _joined(own: Sequence[Whole], cut: Cut, request: Request) -> Whole:
+def _joined(matrices: Sequence[Whole], cut: Cut, request: Request) -> Whole:
     """Return what became of a leaf's matrices as its piece."""
     like = request.given.matrix
     first = like.shape[: request.matrices.column_dim(like.ndim)]
-    every = zip(*(one.rows for one in own), strict=True)
-    rows = tuple(torch.cat(r).view(first) for r in every)
-    if not own:  # no matrix has a row here
+    outputs = zip(*(m.rows for m in matrices), strict=True)
+    rows = tuple(torch.cat(r).view(first) for r in outputs)
+    if not matrices:  # no matrix has a row here
         num = len(request.preconditioner.row_outputs)
         rows = tuple(working(like.new_empty(first)) for _ in range(num))
     owned = request.given.owned
-    if new := [one.owned for one in own if one.owned]:
+    if new := [m.owned for m in matrices if m.owned]:
         owned = tuple(map(torch.stack, zip(*new, strict=True)))
-    return Whole(cut.join([one.matrix for one in own], like), rows, owned)
+    return Whole(cut.join([m.matrix for m in matrices], like), rows, owned)
 
 
 def _numbers(leaf: Tensor, matrices: Matrices) -> list[int]:

@@ -105,10 +105,10 @@ def cut_of(
         return "local"
     else:
         starts = range(0, num_rows, rows)
-        every = [_overlaps(start, rows, sizes) for start in starts]
+        overlaps = [_overlaps(start, rows, sizes) for start in starts]
         # pieces of unlike lengths: what is kept of them could not be one tensor
         sums = sums and not keeps
-        blocks = [Matrix(rows, cols, 0, own, sums) for own in every]
+        blocks = [Matrix(rows, cols, 0, lengths, sums) for lengths in overlaps]
     return Cut(
         mesh=place.mesh,
         axis=axis,
@@ -123,9 +123,9 @@ def _overlaps(start: int, length: int, sizes: list[int]) -> tuple[int, ...]:
     """Return how much of [start, start + length) each of consecutive pieces has, which
     have these sizes.
     """
-    found, first = [], 0
+    overlaps, first = [], 0
     for size in sizes:
-        both = min(first + size, start + length) - max(first, start)
-        found.append(max(0, both))
+        overlap = min(first + size, start + length) - max(first, start)
+        overlaps.append(max(0, overlap))
         first += size
-    return tuple(found)
+    return tuple(overlaps)

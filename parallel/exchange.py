@@ -72,8 +72,8 @@ class Exchange:
         to = [sum(map(len, part)) for part in flat]
         self._pieces = pieces
         self._of = [sum(p.num_words(words.dtype) for p in part) for part in pieces]
-        every = [x for part in flat for x in part]
-        self._leaving: Tensor | None = torch.cat(every) if every else words
+        tensors = [x for part in flat for x in part]
+        self._leaving: Tensor | None = torch.cat(tensors) if tensors else words
         self._arriving = words.new_empty(sum(self._of))
         self._work = dist.all_to_all_single(
             self._arriving, self._leaving, self._of, to, group=group, async_op=True

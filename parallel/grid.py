@@ -110,7 +110,7 @@ def group_over(
     owners, _ = assign(flops, num * parts)
     buckets = [0] * len(grids)
     for owner in set(owners):
-        members = [i for i, own in enumerate(owners) if own == owner]
+        members = [i for i, o in enumerate(owners) if o == owner]
         places, _ = assign([flops[i] for i in members], max_buckets)
         for i, place in zip(members, places, strict=True):
             buckets[i] = place

@@ -38,16 +38,16 @@ class LayoutCache(Generic[Found]):
         """Return what ``find`` returned for leaves laid out as these, under ``key``."""
         forms = [_form(x) for x in leaves]
         if key in self._last:
-            seen, found = self._last[key]
-            if forms == seen:  # the same objects, where an optimizer comes again
-                return found
+            last_forms, result = self._last[key]
+            if forms == last_forms:  # the same objects, where an optimizer comes again
+                return result
         layout = [(tuple(x.shape), x.dtype, Placement.of(x)) for x in leaves]
         value = (key, *layout)
         if value not in self._by_value:
             self._by_value[value] = find(leaves)
-        found = self._by_value[value]
-        self._last[key] = (forms, found)
-        return found
+        result = self._by_value[value]
+        self._last[key] = (forms, result)
+        return result
 
 
 def _form(x: Tensor) -> object:

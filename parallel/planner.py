@@ -92,12 +92,12 @@ class Plan:
     def exchanges(self, replica: int) -> list[list[list[int]]]:
         """Return the matrices that each rank of a replica owns, bucket by bucket."""
         ranks, buckets = range(self.num_ranks), range(self.num_buckets)
-        found: list[list[list[int]]] = [[[] for _ in ranks] for _ in buckets]
+        exchanges: list[list[list[int]]] = [[[] for _ in ranks] for _ in buckets]
         for i in self.members("owner"):
             its_replica, rank = divmod(self.owners[i], self.num_ranks)
             if its_replica == replica:
-                found[self.buckets[i]][rank].append(i)
-        return [owned for owned in found if any(owned)]
+                exchanges[self.buckets[i]][rank].append(i)
+        return [owned for owned in exchanges if any(owned)]
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ def _plan(
     owners, buckets = [-1] * len(matrices), [0] * len(matrices)
 
     def deal(members: list[int], parts: int, into: list[int]) -> None:
-        found, _ = assign([flops[i] for i in members], parts)
-        for i, part in zip(members, found, strict=True):
+        assigned, _ = assign([flops[i] for i in members], parts)
+        for i, part in zip(members, assigned, strict=True):
             into[i] = part
 
     deal(
@@ -241,14 +241,14 @@ def cost(
     float32; mn s (p - 1)/p of a gathered one.
     """
     p, away = plan.num_ranks, (plan.num_ranks - 1) / plan.num_ranks
-    there, back = work.payload().itemsize, work.returned().itemsize
+    payload, back = work.payload().itemsize, work.returned().itemsize
     rate = machine.flops_fp32 if work.is_float32 else machine.flops
     seconds, loads = 0.0, [0.0] * (p * plan.replicas)  # the second of each owner
     sizes = [
         (m.rows * m.cols, m.shard_numel(owner % p, p))
         for m, owner in zip(matrices, plan.owners, strict=True)
     ]
-    sent, extra = exchanged(plan, sizes, there, back)
+    sent, extra = exchanged(plan, sizes, payload, back)
     for m, strategy, owner in zip(matrices, plan.strategies, plan.owners, strict=True):
         numel = m.rows * m.cols
         if strategy == "owner":
@@ -257,7 +257,7 @@ def cost(
             sent += 8 * work.num_summed(m.rows, m.cols) * away
             seconds += work.num_shard_flops(m.rows, m.cols, p) / machine.flops_fp32
         else:
-            sent += there * numel * away
+            sent += payload * numel * away
             seconds += work.num_flops(m.rows, m.cols) / rate
     bytes_max = sent + max(extra)
     seconds += bytes_max / machine.link + max(loads) / rate
@@ -265,7 +265,7 @@ def cost(
 
 
 def exchanged(
-    plan: Plan, sizes: Sequence[tuple[int, int]], there: int, back: int
+    plan: Plan, sizes: Sequence[tuple[int, int]], payload: int, back: int
 ) -> tuple[float, list[float]]:
     """Return the bytes that every rank sends to owners and, as one of several replicas,
     gives the others; and what each owner sends beside that.
@@ -273,12 +273,12 @@ def exchanged(
     Args:
         plan: who owns what.
         sizes: elements of each matrix, and those of them that lie at its owner.
-        there, back: bytes of an element on its way to the owner, and back.
+        payload, back: bytes of an element on its way to the owner, and back.
     """
     p, split = plan.num_ranks, plan.replicas
     sent, extra = 0.0, [0.0] * (p * split)
     for i in plan.members("owner"):
-        numel, own = sizes[i]
-        sent += (there / split + back * (split - 1) / split) * numel / p
-        extra[plan.owners[i]] += back * (numel - own) - there * own
+        numel, local_numel = sizes[i]
+        sent += (payload / split + back * (split - 1) / split) * numel / p
+        extra[plan.owners[i]] += back * (numel - local_numel) - payload * local_numel
     return sent, extra

@@ -64,14 +64,14 @@ class ShardGroup:
         self._exchanges = [
             self.plan.exchanges(replica) for replica in range(self.plan.replicas)
         ]
-        own = self._replica * self.plan.num_ranks + self._rank
+        this_owner = self._replica * self.plan.num_ranks + self._rank
         # which matrices have their owner here: without sharing, one in every replica;
         # those that do with sums have one in every rank
         together = set(self.plan.members("gram"))
         self.owns = [
             i
             for i, owner in enumerate(self.plan.owners)
-            if owner == own or i in together
+            if owner == this_owner or i in together
         ]
 
     def part(self, i: int) -> Part | None:
@@ -87,10 +87,10 @@ class ShardGroup:
         """Return what becomes of all matrices, by number, as shards, from shards of
         all; owners' buffers where the owner is.
         """
-        found = self._by_owners(requests)
+        results = self._by_owners(requests)
         if self._replicas is not None:
-            found = self._shared(found, requests)
-        return found | self._by_sums(requests)
+            results = self._shared(results, requests)
+        return results | self._by_sums(requests)
 
     def _by_owners(self, requests: Sequence[Request]) -> dict[int, Whole]:
         """Send shards to owners and back: two all-to-all per bucket.
@@ -98,7 +98,7 @@ class ShardGroup:
         All shards are under way before the first bucket is worked on, and what becomes
         of a bucket travels back while the next one is worked on.
         """
-        ranks, there, back = range(self.plan.num_ranks), [], []
+        ranks, to_owners, back = range(self.plan.num_ranks), [], []
         exchanges = self._exchanges[self._replica]
         kept: dict[int, Whole] = {}
         wides = [
@@ -121,22 +121,22 @@ class ShardGroup:
                     for r in ranks
                 ]
                 like = requests[0].given.matrix.new_empty(0, dtype=words)
-                there.append(Exchange(sent, pieces, like, self._group))
+                to_owners.append(Exchange(sent, pieces, like, self._group))
                 del sent  # it has copies in ``words``
-        columns = zip(exchanges, wides, there, strict=True)
+        columns = zip(exchanges, wides, to_owners, strict=True)
         for number, (owned, wide, arriving) in enumerate(columns):
-            by_rank, mine = arriving.wait(), owned[self._rank]
+            by_rank, members = arriving.wait(), owned[self._rank]
             with record_function("marsopt: whole matrices at their owner"):
-                made = self._work(number, self._whole(mine, requests, by_rank))
+                results = self._work(number, self._whole(members, requests, by_rank))
             del by_rank
             with record_function("marsopt: exchange"):
                 words = self._cost.returned(wide)
                 cuts = [
-                    self._cuts(i, requests[i], one, words)
-                    for i, one in zip(mine, made, strict=True)
+                    self._cuts(i, requests[i], whole, words)
+                    for i, whole in zip(members, results, strict=True)
                 ]
-                kept |= {i: one.owned for i, one in zip(mine, made, strict=True)}
-                del made
+                kept |= {i: w.owned for i, w in zip(members, results, strict=True)}
+                del results
                 sent = [[x for cut in cuts for x in cut[r]] for r in ranks]
                 pieces = [
                     [x for i in part for x in self._back(i, requests[i], words)]
@@ -145,7 +145,7 @@ class ShardGroup:
                 like = requests[0].given.matrix.new_empty(0, dtype=words)
                 back.append(Exchange(sent, pieces, like, self._group))
                 del cuts, sent  # which are the factors
-        found = {}
+        shards = {}
         for owned, arriving in zip(exchanges, back, strict=True):
             for part, tensors in zip(owned, arriving.wait(), strict=True):
                 rest = iter(tensors)
@@ -153,15 +153,15 @@ class ShardGroup:
                     num_rows = len(requests[i].preconditioner.row_outputs)
                     shard = next(rest).to(requests[i].given.matrix.dtype)
                     rows = tuple(next(rest) for _ in range(num_rows))
-                    found[i] = Whole(shard, rows, kept.get(i, ()))
-        return found
+                    shards[i] = Whole(shard, rows, kept.get(i, ()))
+        return shards
 
     # ---- what travels: a matrix, and numbers of its rows where these are cut ---------
 
     def _to_owner(self, i: int, request: Request, words: torch.dtype) -> list[Tensor]:
-        given, wide = request.given, _row_dtype(request, words)
-        rows = given.rows if self.matrices[i].dim == 0 else ()
-        return [given.matrix.to(words), *(r.to(wide) for r in rows)]
+        shard, wide = request.given, _row_dtype(request, words)
+        rows = shard.rows if self.matrices[i].dim == 0 else ()
+        return [shard.matrix.to(words), *(r.to(wide) for r in rows)]
 
     def _from(
         self, rank: int, i: int, request: Request, words: torch.dtype
@@ -173,33 +173,35 @@ class ShardGroup:
 
     def _whole(
         self,
-        mine: Sequence[int],
+        members: Sequence[int],
         requests: Sequence[Request],
         by_rank: Sequence[Sequence[Tensor]],
     ) -> list[Request]:
         """Return this owner's matrices, from what every rank has sent."""
-        found, from_ranks = [], [iter(tensors) for tensors in by_rank]
-        for i in mine:
-            dim, given = self.matrices[i].dim, requests[i].given
+        wholes, from_ranks = [], [iter(tensors) for tensors in by_rank]
+        for i in members:
+            dim, shard = self.matrices[i].dim, requests[i].given
             matrix = torch.cat([next(tensors) for tensors in from_ranks], dim)
-            rows = given.rows  # of whole columns: here already
+            rows = shard.rows  # of whole columns: here already
             if dim == 0:
                 rows = tuple(
                     torch.cat([next(tensors) for tensors in from_ranks]) for _ in rows
                 )
-            found.append(requests[i]._replace(given=Whole(matrix, rows, given.owned)))
-        return found
+            wholes.append(requests[i]._replace(given=Whole(matrix, rows, shard.owned)))
+        return wholes
 
     def _cuts(
-        self, i: int, request: Request, made: Whole, words: torch.dtype
+        self, i: int, request: Request, whole: Whole, words: torch.dtype
     ) -> list[list[Tensor]]:
         """Return what each rank is to have of what became of a matrix."""
         dim, wide = self.matrices[i].dim, _row_dtype(request, words)
         sizes = [shape[dim] for shape in self._shapes[i]]
-        parts = [[part] for part in made.matrix.to(words).split(sizes, dim)]
-        for r in made.rows:
-            own = r.to(wide).split(sizes) if dim == 0 else [r.to(wide)] * len(sizes)
-            for part, numbers in zip(parts, own, strict=True):
+        parts = [[part] for part in whole.matrix.to(words).split(sizes, dim)]
+        for r in whole.rows:
+            row_parts = (
+                r.to(wide).split(sizes) if dim == 0 else [r.to(wide)] * len(sizes)
+            )
+            for part, numbers in zip(parts, row_parts, strict=True):
                 part.append(numbers)
         return parts
 
@@ -212,7 +214,7 @@ class ShardGroup:
     # ---- replicas, and shards without an owner ---------------------------------------
 
     def _shared(
-        self, mine: dict[int, Whole], requests: Sequence[Request]
+        self, results: dict[int, Whole], requests: Sequence[Request]
     ) -> dict[int, Whole]:
         """Give what this replica's owners made to all replicas: one all-gather,
         padded.
@@ -229,18 +231,18 @@ class ShardGroup:
         widest = max(sum(p.num_words(words) for p in part) for part in pieces)
         like = requests[0].given.matrix
         flat = torch.zeros(widest, dtype=words, device=like.device)
-        if mine:
-            own = torch.cat(
+        if results:
+            packed = torch.cat(
                 [
                     to_words(x, words)
                     for i in shares[self._replica]
-                    for x in (mine[i].matrix.to(words), *mine[i].rows)
+                    for x in (results[i].matrix.to(words), *results[i].rows)
                 ]
             )
-            flat[: len(own)] = own
+            flat[: len(packed)] = packed
         everyone = flat.new_empty(len(shares) * widest)
         all_gather(everyone, flat, group=self._replicas)
-        found = {}
+        shards = {}
         for share, row, part in zip(
             shares, everyone.view(len(shares), widest), pieces, strict=True
         ):
@@ -249,25 +251,25 @@ class ShardGroup:
                 shard = next(rest).to(requests[i].given.matrix.dtype)
                 num_rows = len(requests[i].preconditioner.row_outputs)
                 rows = tuple(next(rest) for _ in range(num_rows))
-                owned = mine[i].owned if i in mine else ()
-                found[i] = Whole(shard, rows, owned)
-        return found
+                owned = results[i].owned if i in results else ()
+                shards[i] = Whole(shard, rows, owned)
+        return shards
 
     def _by_sums(self, requests: Sequence[Request]) -> dict[int, Whole]:
         """Let shards work on what they have, and on sums over all of them."""
         calls: dict[tuple[int, int, Hashable], list[int]] = {}
         for i in self.plan.members("gram"):
-            one = requests[i]
-            key = id(one.preconditioner), self.matrices[i].dim, one.stage
+            request = requests[i]
+            key = id(request.preconditioner), self.matrices[i].dim, request.stage
             calls.setdefault(key, []).append(i)
-        found: dict[int, Whole] = {}
-        for (_, dim, stage), mine in calls.items():
-            preconditioner = requests[mine[0]].preconditioner
-            given = [requests[i].given for i in mine]
-            made = preconditioner.at_shards(given, dim, stage, self._sum)
-            for i, one in zip(mine, made, strict=True):
-                found[i] = requests[i].kept(one)
-        return found
+        results: dict[int, Whole] = {}
+        for (_, dim, stage), members in calls.items():
+            preconditioner = requests[members[0]].preconditioner
+            shards = [requests[i].given for i in members]
+            updated = preconditioner.at_shards(shards, dim, stage, self._sum)
+            for i, whole in zip(members, updated, strict=True):
+                results[i] = requests[i].kept(whole)
+        return results
 
     def _sum(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums of tensors over shards: one all-reduce of all."""
@@ -277,7 +279,7 @@ class ShardGroup:
 
 
 def _widest(requests: Sequence[Request]) -> torch.dtype:
-    dtypes = (one.given.matrix.dtype for one in requests)
+    dtypes = (r.given.matrix.dtype for r in requests)
     return reduce(torch.promote_types, dtypes)
 
 

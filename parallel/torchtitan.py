@@ -67,22 +67,22 @@ def _arguments(
     groups: Iterable[dict[str, Any]], options: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of MARS for ``build_mars``."""
-    found, options = [], _with_dtypes(options)
+    param_groups, options = [], _with_dtypes(options)
     for group in groups:
-        own = {k: v for k, v in group.items() if k not in ("fused", "foreach")}
-        found.append(_with_dtypes(own))
+        kept = {k: v for k, v in group.items() if k not in ("fused", "foreach")}
+        param_groups.append(_with_dtypes(kept))
     for name in _whole():
-        given = [options[name]] if name in options else []
-        given += [group.pop(name) for group in found if name in group]
-        if any(value != given[0] for value in given):
+        values = [options[name]] if name in options else []
+        values += [group.pop(name) for group in param_groups if name in group]
+        if any(value != values[0] for value in values):
             raise ValueError(
-                f"got {name}={given} for {NAME} and its param groups, expected one "
+                f"got {name}={values} for {NAME} and its param groups, expected one "
                 "value: it belongs to the whole optimizer; give it once, in "
                 f'optimizer_factory_kwargs_by_name={{"{NAME}": ...}}'
             )
-        options |= {name: given[0]} if given else {}
-    every = (p for group in found for p in group["params"])
-    return dict(params=found, collectives=over_meshes(every), **options)
+        options |= {name: values[0]} if values else {}
+    params = (p for group in param_groups for p in group["params"])
+    return dict(params=param_groups, collectives=over_meshes(params), **options)
 
 
 def _whole() -> list[str]:
@@ -93,17 +93,17 @@ def _whole() -> list[str]:
 
 def _with_dtypes(options: dict[str, Any]) -> dict[str, Any]:
     """Return ``options`` with dtypes in place of their names."""
-    found = dict(options)
+    resolved = dict(options)
     for line in all_hyperparameters().values():
         name = options.get(line.name)
         if line.is_dtype and isinstance(name, str):
-            found[line.name] = getattr(torch, name, None)
-            if not isinstance(found[line.name], torch.dtype):
+            resolved[line.name] = getattr(torch, name, None)
+            if not isinstance(resolved[line.name], torch.dtype):
                 raise ValueError(
                     f"got {line.name}={name!r}, expected the name of a dtype: write "
                     '"float32", "bfloat16" or "float16"'
                 )
-    return found
+    return resolved
 
 
 class MarsOptimizersContainer(OptimizersContainer):
@@ -137,9 +137,9 @@ class MarsOptimizersContainer(OptimizersContainer):
             _check_patterns(config.param_groups, model_parts)
         super().__init__(config, model_parts=model_parts, **kwargs)
         for mars in self.every_mars:
-            own = {p for group in mars.param_groups for p in group["params"]}
+            params = {p for group in mars.param_groups for p in group["params"]}
             for part in model_parts:
-                if not own.isdisjoint(part.parameters()):
+                if not params.isdisjoint(part.parameters()):
                     mars.follow(part)
         if EMA is not None:
             handle = register_optimizer_step_pre_hook(_exposing(weakref.ref(self)))
@@ -308,9 +308,9 @@ def _numbers(
     """
     known = {**all_hyperparameters(), **signature(MARS).parameters}
     check_names(options, known, "marsopt.MARS")
-    ours = dict(lr_1d=lr, betas_1d=(0.9, 0.95), weight_decay_1d=0.0)
-    options = {k: v for k, v in options.items() if k not in ours or v is not None}
-    options, whole = ours | options, _whole()
+    defaults = dict(lr_1d=lr, betas_1d=(0.9, 0.95), weight_decay_1d=0.0)
+    options = {k: v for k, v in options.items() if k not in defaults or v is not None}
+    options, whole = defaults | options, _whole()
     per_group = {k: v for k, v in options.items() if k not in whole}
     layers = dict(mars_type=mars_type, lr=lr, matrices="batched") | per_group
     beside = named(mars_type).fallback_group(options)
@@ -358,14 +358,14 @@ def _check_patterns(
         )
         if dist.is_initialized():
             dist.all_reduce(counts)
-        trained, found = counts.tolist()
+        trained, matched = counts.tolist()
     if not any(trained):
         raise ValueError(
             f"got no parameter that requires a gradient for {NAME} and the optimizers "
             "beside it, expected one at least: set requires_grad_() before the "
             "optimizer is built"
         )
-    for config, count in zip(configs, found, strict=True):
+    for config, count in zip(configs, matched, strict=True):
         if not count and config.pattern not in (BESIDE, REST):
             raise ValueError(
                 f"got the pattern {config.pattern!r}, for which no parameter is left "

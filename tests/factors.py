@@ -86,9 +86,9 @@ class Factors(Average, MatrixPreconditioner):
     def stage(self, count, number):
         return count % 2 == 0
 
-    def at_owner(self, given, stage):
+    def at_owner(self, matrices, stage):
         found = []
-        for one in given:
+        for one in matrices:
             m, (r,), (S, Q, n) = working(one.matrix), one.rows, one.owned
             wide = m.shape[-2] <= m.shape[-1]
             S = 0.9 * S + 0.1 * (m @ m.mT if wide else m.mT @ m)

@@ -364,10 +364,10 @@ class RowSums(MatrixAverage):
     row_inputs = ("number",)
     row_outputs = ("number", "sum")
 
-    def at_owner(self, given, stage):
-        for one in given:  # all rows are there, in order
+    def at_owner(self, matrices, stage):
+        for one in matrices:  # all rows are there, in order
             assert one.rows[0].tolist() == [*range(one.matrix.shape[0])]
-        return [Whole(2 * x, (r, x.sum(-1))) for x, (r,), _ in given]
+        return [Whole(2 * x, (r, x.sum(-1))) for x, (r,), _ in matrices]
 
 
 def rows_at_owners(rank, world, shape, places, strategy):

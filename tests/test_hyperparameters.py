@@ -583,10 +583,10 @@ def test_a_correction_and_a_matrix_rule_are_asked_too():
             return {}
 
     class Scaled(marsopt.Orthogonal):
-        def at_owner(self, given, stage):
-            for one in given:
+        def at_owner(self, matrices, stage):
+            for one in matrices:
                 one.matrix.mul_(2)
-            return super().at_owner(given, stage)
+            return super().at_owner(matrices, stage)
 
     class Turned(marsopt.Orthogonal):
         def apply(self, x, o, rows, s, shape):

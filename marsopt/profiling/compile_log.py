@@ -125,8 +125,8 @@ class CompileLog:
         elif "inductor_output_code" in data and key in self.graphs:
             self.graphs[key].code_size += len(text)
         elif named == "dynamo_graph_break_reason":
-            found = _parse_break(text)
-            self.breaks.setdefault(found.where, found)
+            graph_break = _parse_break(text)
+            self.breaks.setdefault(graph_break.where, graph_break)
         elif named == "recompile_reasons":
             self.recompiles[key] = Recompile("?", text, self.call)
         elif "compilation_metrics" in data:
@@ -175,8 +175,8 @@ def _input_bytes(node: Any) -> int:
     """
     from torch._inductor.virtualized import V
 
-    given = set(V.graph.graph_input_names)
-    reads = [dep for dep in node.read_writes.reads if dep.name in given]
+    inputs = set(V.graph.graph_input_names)
+    reads = [dep for dep in node.read_writes.reads if dep.name in inputs]
     return max((dep.numbytes_hint() for dep in reads), default=0)
 
 
@@ -186,7 +186,7 @@ def _flagged_bytes(node: Any) -> int:
     position (as that of a padding does). Transport's step reads y so, where a step is
     skipped.
     """
-    found = 0
+    num_bytes = 0
     for part in node.get_nodes():
         body = getattr(part, "_body", None)
         if body is None or not body.subblocks:
@@ -200,10 +200,10 @@ def _flagged_bytes(node: Any) -> int:
             for load in _loads(body.subblocks[call.target].graph.nodes)
         }
         behind -= {load.args[1] for load in _loads(calls)}
-        found += sum(
+        num_bytes += sum(
             d.numbytes_hint() for d in part.read_writes.reads if d.name in behind
         )
-    return found
+    return num_bytes
 
 
 def _loads(nodes: list[Any]) -> list[Any]:
@@ -304,12 +304,12 @@ def _parse_break(text: str) -> Break:
     """
     first = text.strip().partition("\n")[0]
 
-    def found(pattern: str, otherwise: str) -> str:
+    def matched(pattern: str, otherwise: str) -> str:
         match = re.search(pattern, text, re.MULTILINE)
         return match[1].strip() if match else otherwise
 
     intro = r"(?:Encountered graph break when[^\n]*\n\n)?"
-    why = found(rf"Graph Break Reason: {intro}(.+)", first)
-    more = found(r"Explanation: (.+)", "")
-    where = found(r"^Graph break in user code at (.+)$", first)
+    why = matched(rf"Graph Break Reason: {intro}(.+)", first)
+    more = matched(r"Explanation: (.+)", "")
+    where = matched(r"^Graph break in user code at (.+)$", first)
     return Break(where, f"{why}: {more}" if more else why)

@@ -57,10 +57,10 @@ def param_groups(params: Mapping[str, Tensor], rule: str) -> list[dict[str, Any]
     beside = EMBEDDINGS if row.matrix_only else ()
     split = [[(n, p) for n, p in params.items() if (n in beside) == b] for b in (0, 1)]
     adamw = {"mars_type": "adamw", "betas": (0.9, 0.95)}
-    own = adamw if row.fallback == "adamw" else {}
+    options = adamw if row.fallback == "adamw" else {}
     groups: list[dict[str, Any]] = [
         {"params": split[0]},
-        {"params": split[1], **own},
+        {"params": split[1], **options},
     ]
     return [group for group in groups if group["params"]]
 

@@ -29,7 +29,7 @@ def describe(device: str) -> dict[str, Any]:
     if info.exists():
         named = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE)
         cpu = named[1] if named else cpu
-    found = dict(
+    description = dict(
         cpu=cpu,
         num_cores=os.cpu_count(),
         num_threads=torch.get_num_threads(),
@@ -40,19 +40,19 @@ def describe(device: str) -> dict[str, Any]:
         date=date.today().isoformat(),
     )
     if device == "cuda":
-        found |= dict(gpu=torch.cuda.get_device_name(), cuda=torch.version.cuda)
-    return found
+        description |= dict(gpu=torch.cuda.get_device_name(), cuda=torch.version.cuda)
+    return description
 
 
-def one_line(found: Mapping[str, Any]) -> str:
+def one_line(machine: Mapping[str, Any]) -> str:
     """Return a description in words."""
-    gpu = f"{found['gpu']}, CUDA {found['cuda']}, " if "gpu" in found else ""
-    load = "" if found["load"] is None else f", load average {found['load']:.1f}"
-    cores = counted(found["num_cores"], "core")
-    threads = counted(found["num_threads"], "thread")
+    gpu = f"{machine['gpu']}, CUDA {machine['cuda']}, " if "gpu" in machine else ""
+    load = "" if machine["load"] is None else f", load average {machine['load']:.1f}"
+    cores = counted(machine["num_cores"], "core")
+    threads = counted(machine["num_threads"], "thread")
     return (
-        f"{gpu}{found['cpu']}, {cores}, torch on {threads}{load}, torch "
-        f"{found['torch']}, {found['date']}"
+        f"{gpu}{machine['cpu']}, {cores}, torch on {threads}{load}, torch "
+        f"{machine['torch']}, {machine['date']}"
     )
 
 

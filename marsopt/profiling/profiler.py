@@ -118,11 +118,13 @@ def profile(
             times.append(timed())
         tell("a call under torch.profiler")
         log.call = steps + 2
-        found = traced(lambda: function(*args), device, Path(trace) if trace else None)
+        measured = traced(
+            lambda: function(*args), device, Path(trace) if trace else None
+        )
     tell("a copy, to compare with")
     for key, graph in log.graphs.items():
-        graph.num_runs = found.num_runs[key]
-        graph.peak_bytes = found.graph_peaks.get(key, 0)
+        graph.num_runs = measured.num_runs[key]
+        graph.peak_bytes = measured.graph_peaks.get(key, 0)
     return Report(
         machine=machine.one_line(machine.describe(device)),
         num_calls=steps + 2,
@@ -134,9 +136,9 @@ def profile(
         all_seconds=[time.seconds for time in times],
         host_seconds=statistics.median(time.host for time in times),
         copy_bandwidth=machine.copy_bandwidth(device),
-        peak_bytes=found.peak_bytes,
-        num_launches=found.num_launches,
-        num_eager_ops=found.num_eager_ops,
+        peak_bytes=measured.peak_bytes,
+        num_launches=measured.num_launches,
+        num_eager_ops=measured.num_eager_ops,
     )
 
 
@@ -235,13 +237,13 @@ def _num_eager_ops(events: Sequence[Mapping[str, Any]]) -> int:
         if span.get("ph") == "X" and span["name"].startswith(("aten::", *COMPILED))
     ]
     spans.sort(key=lambda span: (span["ts"], -span["dur"]))
-    found = 0
+    num = 0
     ends: dict[int, float] = {}  # of each thread's last outermost span
     for span in spans:
         if span["ts"] >= ends.get(span["tid"], -math.inf):
-            found += span["name"].startswith("aten::")
+            num += span["name"].startswith("aten::")
             ends[span["tid"]] = span["ts"] + span["dur"]
-    return found
+    return num
 
 
 def _peak(
