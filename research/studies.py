@@ -404,7 +404,7 @@ def published(name: str, size: str = "small", lr: float | None = None) -> Recipe
     rule, recipe = name, {}
     if name.endswith("-transport"):
         rule = name.removesuffix("-transport")
-        recipe = TRANSPORT | dict(gamma=TRANSPORT_GAMMA.get(_key(rule), 0.025))
+        recipe = TRANSPORT | dict(gamma=TRANSPORT_GAMMA)
     elif name.endswith("-exact"):
         rule, recipe = name.removesuffix("-exact"), dict(correction="exact")
     key = "adamw" if rule == "torch-adamw" else _key(rule)

@@ -269,6 +269,8 @@ def test_contradictions_are_errors():
         MARS(params(), gamma_1d=0.1)
     with pytest.raises(ValueError, match="got gamma_1d=0.1 with correction='exact'"):
         marsopt.mars(gamma_1d=0.1, is_approx=False)
+    with pytest.raises(ValueError, match="'none', expected None or .* baseline as it"):
+        MARS(params(), mars_type="moonlight", correction="none")
     with pytest.raises(ValueError, match="got gamma_1d=nan"):
         marsopt.mars(correction="transport", gamma_1d=float("nan"))
     with pytest.raises(ValueError, match="got a reference"):

@@ -395,11 +395,12 @@ def correction_named(name: str) -> type[Correction]:
         ValueError: there is none.
     """
     if name not in CORRECTIONS:
-        do = "choose one"
+        do = "choose one; None leaves a baseline as it is, without a correction"
         if isinstance(name, Correction | type):
             do = "marsopt.register its class, and give the name"
         raise ValueError(
-            f"got correction={name!r}, expected one of {tuple(CORRECTIONS)}: {do}"
+            f"got correction={name!r}, expected None or one of {tuple(CORRECTIONS)}: "
+            f"{do}"
         )
     return CORRECTIONS[name]
 
