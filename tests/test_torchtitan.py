@@ -18,6 +18,7 @@ from tests import titan_models as titan  # it prepares torchtitan for a CPU
 # isort: split
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
+from marsopt.optim.for_model import GAMMA
 from marsopt.parallel.torchtitan import (
     BESIDE,
     MarsCheckpointManager,
@@ -28,12 +29,11 @@ from marsopt.parallel.torchtitan import (
 from tests.processes import spawn
 
 EAGER = dict(compile=False, ns_dtype="float32")
+KEPT = dict(correction="approximate", **EAGER)
 RULES = {
-    "mars-adamw": default_mars(mars_type="mars-adamw", lr=3e-3, **EAGER),
-    "mars-m": default_mars(mars_type="mars-m", lr=3e-3, **EAGER),
-    "transport": default_mars(
-        mars_type="mars-m", lr=3e-3, correction="transport", gamma=0.05, **EAGER
-    ),
+    "mars-adamw": default_mars(mars_type="mars-adamw", lr=3e-3, **KEPT),
+    "mars-m": default_mars(mars_type="mars-m", lr=3e-3, **KEPT),
+    "transport": default_mars(mars_type="mars-m", lr=3e-3, **EAGER),
 }
 # each model and each rule: transport, of a matrix rule, where experts are stacks
 JOBS = [("llama3", "mars-adamw"), ("qwen3", "mars-m"), ("deepseek_v3", "transport")]
@@ -165,6 +165,20 @@ def test_default_mars_gives_layers_and_experts_to_the_rule_and_the_rest_to_adamw
     state = dict(zip(layers["param_names"], layers["params"], strict=True))
     assert "exp_avg_sq" not in mars.state[state["experts"]]
     assert "exp_avg_sq" in mars.state[state["norm.weight"]]
+
+
+def test_default_mars_is_for_models_start():
+    for options, correction, gamma in [
+        ({}, "transport", GAMMA),
+        (dict(gamma=0.2), "transport", 0.2),
+        (dict(correction="approximate"), "approximate", 0.025),
+    ]:
+        (mars,) = (
+            default_mars(**options, **EAGER).build(model_parts=[Part()]).every_mars
+        )
+        assert {g["mars_type"] for g in mars.param_groups} == {"moonlight", "adamw"}
+        assert f"correction: {correction}" in repr(mars)
+        assert {g["gamma"] for g in mars.param_groups} == {gamma}
 
 
 def test_mars_stands_beside_torchs_optimizers_and_the_first_match_wins():
