@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from marsopt.parallel.torchtitan import (
     default_mars,
 )
 from tests.processes import spawn
+from tests.test_guide import snippets
 
 EAGER = dict(compile=False, ns_dtype="float32")
 KEPT = dict(correction="approximate", **EAGER)
@@ -177,6 +179,19 @@ def test_default_mars_is_for_models_start():
         assert {g["gamma"] for g in mars.param_groups} == {gamma}
     (mars,) = RULES["mars-m"].build(model_parts=[Part()]).every_mars
     assert "correction: approximate" in repr(mars)
+
+
+def test_what_the_page_shows_splits_the_fused_projection_into_heads():
+    part = Part()
+    part.wqkv = nn.Linear(4, 6 * 128, bias=False)
+    names = dict(config=titan.configuration("llama3", None), default_mars=default_mars)
+    (code,) = snippets(Path(__file__).parent.parent / "docs/setups.md")["torchtitan"]
+    exec(code, names | dict(dataclasses=dataclasses))
+    (mars,) = names["config"].optimizer.build(model_parts=[part]).every_mars
+    blocks = {
+        n: g.get("block_rows") for g in mars.param_groups for n in g["param_names"]
+    }
+    assert blocks.pop("wqkv.weight") == 128 and set(blocks.values()) == {None}
 
 
 def test_mars_stands_beside_torchs_optimizers_and_the_first_match_wins():
