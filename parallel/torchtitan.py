@@ -245,6 +245,10 @@ class MarsCheckpointManager(CheckpointManager):
     """torchtitan's manager of checkpoints; with transport the model in them is the one
     that is trained, and the state belongs to it. Loading is torchtitan's, by DCP, which
     runs code that a checkpoint names: load only those that you trust.
+
+    Its ``Config`` replaces the model's own settings of checkpoints: repeat those that
+    you keep. To resume from the last checkpoint, too, give
+    ``last_save_model_only=False``.
     """
 
     @dataclass(kw_only=True, slots=True)
