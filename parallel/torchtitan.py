@@ -2,8 +2,8 @@
 
     from marsopt.parallel.torchtitan import default_mars
 
-    config.optimizer = default_mars(mars_type="mars-m", lr=6e-3)        # 0.3.0
-    config.optim.optimizer = default_mars(mars_type="mars-m", lr=6e-3)  # main
+    config.optimizer = default_mars(lr=3e-3)        # 0.3.0
+    config.optim.optimizer = default_mars(lr=3e-3)  # main
 
 No other file of the library imports torchtitan.
 """
@@ -28,6 +28,7 @@ from torchtitan.components.checkpointer import OPTIMIZER, CheckpointManager
 
 from marsopt import MARS
 from marsopt.functional.routing import all_hyperparameters
+from marsopt.optim.for_model import GAMMA
 from marsopt.optim.param_groups import NAMES
 from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.registry import named
@@ -217,9 +218,9 @@ if BaseOptimizer is not None:
         @dataclass(kw_only=True, slots=True)
         class Config(BaseOptimizer.Config):
             lr: float = 3e-3
-            mars_type: str = "mars-adamw"
+            mars_type: str = "moonlight"
             options: dict[str, Any] = field(default_factory=dict)
-            """Other arguments of MARS; dtypes by name, too."""
+            """Other arguments of MARS, as ``default_mars`` takes them."""
 
         def __init__(self, config: Config, *, params: list[dict[str, Any]]) -> None:
             beside, layers, whole = _numbers(
@@ -244,6 +245,10 @@ class MarsCheckpointManager(CheckpointManager):
     """torchtitan's manager of checkpoints; with transport the model in them is the one
     that is trained, and the state belongs to it. Loading is torchtitan's, by DCP, which
     runs code that a checkpoint names: load only those that you trust.
+
+    Its ``Config`` replaces the model's own settings of checkpoints: repeat those that
+    you keep. To resume from the last checkpoint, too, give
+    ``last_save_model_only=False``.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -261,7 +266,7 @@ class MarsCheckpointManager(CheckpointManager):
 
 
 def default_mars(
-    lr: float = 3e-3, mars_type: str = "mars-adamw", **options: Any
+    lr: float = 3e-3, mars_type: str = "moonlight", **options: Any
 ) -> MarsOptimizersContainer.Config:
     """Return a configuration for torchtitan's language models, as ``default_adamw``:
     ``mars_type`` moves the matrices of the layers, expert weights in batches; MARS's
@@ -272,7 +277,8 @@ def default_mars(
     Args:
         lr: learning rate of everything; of what AdamW moves, ``lr_1d`` if given.
         mars_type: a name in ``marsopt.REGISTRY``.
-        options: other arguments of ``MARS``.
+        options: other arguments of ``MARS``, dtypes by name, too. As in ``for_model``,
+            ``correction`` is "transport" unless given, and ``gamma`` then 0.05.
 
     Raises:
         TypeError: an option that ``MARS`` does not have.
@@ -308,6 +314,9 @@ def _numbers(
     """
     known = {**all_hyperparameters(), **signature(MARS).parameters}
     check_names(options, known, "marsopt.MARS")
+    options = {"correction": "transport"} | options
+    if options["correction"] == "transport":
+        options = {"gamma": GAMMA} | options
     defaults = dict(lr_1d=lr, betas_1d=(0.9, 0.95), weight_decay_1d=0.0)
     options = {k: v for k, v in options.items() if k not in defaults or v is not None}
     options, whole = defaults | options, _whole()

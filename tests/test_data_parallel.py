@@ -472,6 +472,7 @@ PAGE = snippets(Path(__file__).parent.parent / "docs" / "setups.md")
 (LOOP,) = PAGE["Your setup"]
 ALONE = "One GPU"
 ZERO = "ZeroRedundancyOptimizer"
+OTHERS = {"Your setup", ALONE, "torchtitan"}  # tests/test_torchtitan.py has the last
 
 
 def as_shown(heading):
@@ -502,7 +503,7 @@ def shown(rank, world, heading):
         return as_shown(heading)
 
 
-@pytest.mark.parametrize("heading", [h for h in PAGE if h not in ("Your setup", ALONE)])
+@pytest.mark.parametrize("heading", [h for h in PAGE if h not in OTHERS])
 def test_what_is_shown_runs_and_is_one_process(heading):
     """But for the rounding of bf16 factors, and ZeRO, which clips nothing and decays
     other tensors.

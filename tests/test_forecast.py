@@ -364,14 +364,15 @@ def test_gpt2_is_that_of_the_application(name):
     assert found == CLOSE(with_whole_attention(named), rel=REL)
 
 
-@pytest.mark.parametrize("name", ["llama-3b", "llama-7b", "llama-13b"])
+@pytest.mark.parametrize("name", [name for name in MODELS if "llama" in name])
 def test_llama_is_that_of_transformers(name):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     named = MODELS[name]
     (inner, width), tokens = named.shapes["0.gate"], named.seq_len
     config = LlamaConfig(
-        vocab_size=32_000,
+        vocab_size=named.shapes["head"][0],
+        num_key_value_heads=32 * named.shapes["0.k"][0] // width,
         hidden_size=width,
         intermediate_size=inner,
         num_hidden_layers=named.num_layers,
@@ -390,11 +391,12 @@ def test_llama_is_that_of_transformers(name):
 
 
 def test_numbers_of_parameters():
-    """Llama 2's 6.74 and 13.02, OpenLLaMA's 3.43 x 1e9."""
+    """Llama 2's 6.74 and 13.02, OpenLLaMA's 3.43, Llama 3's 8.03 x 1e9."""
     counts = {name: model.num_params for name, model in MODELS.items()}
     assert counts["llama-3b"] == 3_426_473_600
     assert counts["llama-7b"] == 6_738_415_616
     assert counts["llama-13b"] == 13_015_864_320
+    assert counts["llama3-8b"] == 8_030_261_248
 
 
 def test_names_that_there_are_not():

@@ -453,8 +453,8 @@ def test_the_table_of_rules_is_the_registry():
 
 START = dict(mars_type="moonlight", correction="transport", gamma=GAMMA)
 # what each door has to say of it, since its default is another
-DOORS = dict(for_model=[], param_groups=["mars_type"])
-DOORS |= dict.fromkeys(("MARS", "mars", "default_mars"), [*START])
+DOORS = dict(for_model=[], default_mars=[], param_groups=["mars_type"])
+DOORS |= dict.fromkeys(("MARS", "mars"), [*START])
 # sections that show another one
 OTHERS = {
     ("guide.md", "Reproduce the paper"): "the authors'",

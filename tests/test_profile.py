@@ -20,6 +20,7 @@ import marsopt
 from marsopt.profiling import command, machine
 from marsopt.profiling.gpt2 import Subject, shapes
 from marsopt.profiling.optimizer import OptimizerReport, floor_of, profile_optimizer
+from train.forecast import Job, forecast
 
 WIDTH, VOCAB = 64, 512
 MATRIX = 4 * WIDTH * WIDTH  # bytes of the smallest one
@@ -149,8 +150,8 @@ def test_bytes_a_parameter_of_transport(stores):
 
 
 def rows_of_the_page() -> list[tuple[str, str | None, list[int]]]:
-    """Rule, correction and bytes of docs/performance.md: norms, update, apply, sum and
-    state.
+    """Rule, correction and bytes of docs/performance.md: norms, update, apply; the sums
+    on a CPU, on a GPU and under FSDP2; and state.
     """
     page = (Path(__file__).parent.parent / "docs/performance.md").read_text()
     table = page.partition("## Bytes a parameter")[2].partition("##")[0]
@@ -176,9 +177,18 @@ def test_the_bytes_of_the_page_are_the_floor(rule, correction, cells):
         p.grad = torch.randn_like(p)
     optimizer.step()
     floor, n = floor_of(optimizer.describe().buckets), sum(p.numel() for p in params)
-    norms, update, apply, total, kept = cells
+    norms, update, apply, total, on_gpu, sharded, kept = cells
     assert (floor.norms, floor.update) == (norms * n, (update + apply) * n)
     assert norms + update + apply == total
+    job = Job(
+        shapes={str(i): p.shape for i, p in enumerate(params)}, mars_type=rule,
+        tokens=1, flops_per_token=1,
+        options=dict(correction=correction, ns_dtype=torch.bfloat16),
+    )  # fmt: skip
+    assert [forecast(job, p).moved_bytes * p for p in (1, 2)] == [
+        on_gpu * n,
+        sharded * n,
+    ]
     state = [x for entry in optimizer.state.values() for x in entry.values()]
     assert sum(x.nbytes for x in state if x.shape == params[0].shape) == kept * n
 

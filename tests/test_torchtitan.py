@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests import titan_models as titan  # it prepares torchtitan for a CPU
 # isort: split
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
+from marsopt.optim.for_model import GAMMA
 from marsopt.parallel.torchtitan import (
     BESIDE,
     MarsCheckpointManager,
@@ -26,14 +28,14 @@ from marsopt.parallel.torchtitan import (
     default_mars,
 )
 from tests.processes import spawn
+from tests.test_guide import snippets
 
 EAGER = dict(compile=False, ns_dtype="float32")
+KEPT = dict(correction="approximate", **EAGER)
 RULES = {
-    "mars-adamw": default_mars(mars_type="mars-adamw", lr=3e-3, **EAGER),
-    "mars-m": default_mars(mars_type="mars-m", lr=3e-3, **EAGER),
-    "transport": default_mars(
-        mars_type="mars-m", lr=3e-3, correction="transport", gamma=0.05, **EAGER
-    ),
+    "mars-adamw": default_mars(mars_type="mars-adamw", lr=3e-3, **KEPT),
+    "mars-m": default_mars(mars_type="mars-m", lr=3e-3, **KEPT),
+    "transport": default_mars(mars_type="mars-m", lr=3e-3, **EAGER),
 }
 # each model and each rule: transport, of a matrix rule, where experts are stacks
 JOBS = [("llama3", "mars-adamw"), ("qwen3", "mars-m"), ("deepseek_v3", "transport")]
@@ -165,6 +167,31 @@ def test_default_mars_gives_layers_and_experts_to_the_rule_and_the_rest_to_adamw
     state = dict(zip(layers["param_names"], layers["params"], strict=True))
     assert "exp_avg_sq" not in mars.state[state["experts"]]
     assert "exp_avg_sq" in mars.state[state["norm.weight"]]
+
+
+def test_default_mars_is_for_models_start():
+    for options, gamma in [({}, GAMMA), (dict(gamma=0.2), 0.2)]:
+        (mars,) = (
+            default_mars(**options, **EAGER).build(model_parts=[Part()]).every_mars
+        )
+        assert {g["mars_type"] for g in mars.param_groups} == {"moonlight", "adamw"}
+        assert "correction: transport" in repr(mars)
+        assert {g["gamma"] for g in mars.param_groups} == {gamma}
+    (mars,) = RULES["mars-m"].build(model_parts=[Part()]).every_mars
+    assert "correction: approximate" in repr(mars)
+
+
+def test_what_the_page_shows_splits_the_fused_projection_into_heads():
+    part = Part()
+    part.wqkv = nn.Linear(4, 6 * 128, bias=False)
+    names = dict(config=titan.configuration("llama3", None), default_mars=default_mars)
+    (code,) = snippets(Path(__file__).parent.parent / "docs/setups.md")["torchtitan"]
+    exec(code, names | dict(dataclasses=dataclasses))
+    (mars,) = names["config"].optimizer.build(model_parts=[part]).every_mars
+    blocks = {
+        n: g.get("block_rows") for g in mars.param_groups for n in g["param_names"]
+    }
+    assert blocks.pop("wqkv.weight") == 128 and set(blocks.values()) == {None}
 
 
 def test_mars_stands_beside_torchs_optimizers_and_the_first_match_wins():

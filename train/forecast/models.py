@@ -170,14 +170,20 @@ class Model:
 
 
 def llama_shapes(
-    num_layers: int, width: int, inner: int, vocab_size: int = 32_000
+    num_layers: int,
+    width: int,
+    inner: int,
+    vocab_size: int = 32_000,
+    kv_width: int | None = None,
 ) -> dict[str, tuple[int, ...]]:
     """Return LLaMA's parameters (Touvron et al., arXiv 2302.13971, section 2): no
-    biases, RMSNorm, SwiGLU, a head of its own, and as many heads of keys as of queries.
+    biases, RMSNorm, SwiGLU, an output head apart from the embedding; ``kv_width`` rows
+    of keys and of values, where several heads of queries share one of these.
     """
     block = {
         "attn_norm": (width,),
-        **dict.fromkeys(("q", "k", "v", "attn_out"), (width, width)),
+        **dict.fromkeys(("q", "attn_out"), (width, width)),
+        **dict.fromkeys(("k", "v"), (kv_width or width, width)),
         "mlp_norm": (width,),
         **dict.fromkeys(("gate", "up"), (inner, width)),
         "down": (width, inner),
@@ -203,15 +209,17 @@ def _gpt2(name: str) -> Model:
     )
 
 
-def _llama(num_layers: int, width: int, inner: int, seq_len: int) -> Model:
+def _llama(
+    num_layers: int, width: int, inner: int, seq_len: int, **sizes: int
+) -> Model:
     return Model(
-        shapes=llama_shapes(num_layers, width, inner),
+        shapes=llama_shapes(num_layers, width, inner, **sizes),
         num_layers=num_layers,
         width=width,
         looked_up=("embedding",),
         beside=("embedding", "head"),
         seq_len=seq_len,
-        tokens=2**22,  # "4M" in the papers of both LLaMAs
+        tokens=2**22,  # "4M" in the papers of all three; Llama 3's batch grows later
     )
 
 
@@ -223,6 +231,8 @@ MODELS: dict[str, Model] = {
     # sequences these are; inner widths from config.json of Llama-2-7b and 13b
     "llama-7b": _llama(32, 4096, 11_008, 4096),
     "llama-13b": _llama(40, 5120, 13_824, 4096),
+    # Llama 3 (arXiv 2407.21783, table 3), 8 heads of keys of width 128
+    "llama3-8b": _llama(32, 4096, 14_336, 8192, vocab_size=128_256, kv_width=1024),
 }
 
 
