@@ -147,7 +147,7 @@ def announce() -> None:
     step looks as if it hung.
     """
     log.warning(
-        "marsopt: compiling the optimizer's step, once: some 30 s on a CPU, and less "
+        "marsopt: compiling the optimizer's step, once: some 15 s on a CPU, and less "
         "where torch's cache on disk has it; compile=False starts at once, but every "
         "step then takes longer, often several times as long"
     )
