@@ -106,6 +106,7 @@ class Stack(NamedTuple):
         )
 
     def measured_form(self) -> MeasuredForm:
+        """Return what ``measured`` is beside its tensors."""
         num, shape = 1 + len(self.algorithm.operands), self.g.shape
         if self.num_clipped == 1:
             return interned(MeasuredForm, num, shape, None, 1)
@@ -164,9 +165,11 @@ class RowsForm(NamedTuple):
 
     @classmethod
     def of(cls, rows: MatrixRows | None) -> RowsForm | None:
+        """Return that of ``rows``, or None where there are none."""
         return rows and cls(rows.num, rows.rows, rows.index is not None)
 
     def matrix_rows(self, tensors: Iterator[Tensor]) -> MatrixRows:
+        """Return those whose index, where they have one, is the next tensor."""
         return MatrixRows(
             self.num, self.rows, next(tensors) if self.has_index else None
         )
@@ -224,7 +227,7 @@ def formula(algorithm: Algorithm) -> Formula:
     if cached is None:
         parts = algorithm.preconditioner, algorithm.correction
         is_shared = {type(part) for part in parts} <= BUILT_IN
-        cached = Formula(algorithm, is_shared=is_shared)  # weak keys hold no copy
+        cached = Formula(algorithm, is_shared=is_shared)  # does not hold its weak key
         if is_shared:
             of_state = algorithm.state_dtype, algorithm.stochastic_rounding
             key = (*map(_structure, parts), *of_state, algorithm.matrices)
@@ -276,9 +279,8 @@ class Hyperparameters(NamedTuple):
     parts: tuple[tuple[int, int], ...] | None = None
     # lr, where it is a tensor that the host does not read: a step looks into it
     unread_lr: Tensor | None = None
-    cells: Cells | None = (
-        None  # where graphs read lr, gamma and the algorithm's numbers
-    )
+    # where graphs read lr, gamma and the algorithm's numbers
+    cells: Cells | None = None
 
     def flat(self) -> tuple[HyperparametersForm, list[Tensor]]:
         """Return the tensors among them, and all else; they need ``cells``."""

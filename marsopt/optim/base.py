@@ -52,7 +52,7 @@ from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.registry import correction_named
 
 log = logging.getLogger(__name__)
-NEW_LAYOUT = "marsopt: a new layout, whose graphs are compiled anew: %s"
+NEW_LAYOUT = "marsopt: a new layout, which compiles graphs that were not there: %s"
 
 KEPT = 64  # runs with their graphs, and groups that are taken out and come back
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import platform
 import shutil
 import subprocess
+import sys
 import sysconfig
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -157,15 +159,17 @@ def announce() -> None:
 def known_instructions() -> dict[str, bool]:
     """Return inductor's option that trusts what /proc/cpuinfo says of the CPU, instead
     of building and loading a program for it (six seconds), where the compiler is known
-    to know these instructions, as GCC does from 11 on.
+    to know these instructions, as GCC on x86 and Linux does from 11 on.
     """
-    if "CXX" in os.environ or shutil.which("g++") is None:
+    is_x86 = sys.platform == "linux" and platform.machine() == "x86_64"
+    if not is_x86 or "CXX" in os.environ or shutil.which("g++") is None:
         return {}
     version = subprocess.run(
         ["g++", "-dumpversion"], capture_output=True, text=True, check=False
     ).stdout
     major = version.partition(".")[0].strip()
-    return {"cpp.vec_isa_ok": True} if major.isdigit() and int(major) >= 11 else {}
+    is_known = major.isdigit() and int(major) >= 11
+    return _known({"cpp.vec_isa_ok": True}) if is_known else {}
 
 
 NUMBER = itertools.count(1)  # of every graph
@@ -201,8 +205,7 @@ class Compiled:
         say: Callable[[int, str], None],
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._function = function
-        self._options = _known({**known_instructions(), **(options or {})})
+        self._function, self._options = function, _known(options or {})
         self._required, self._say = required, say
         self._is_broken = False
         self._graphs: dict[Hashable, Callable[[list[Tensor]], Any]] = {}
@@ -223,7 +226,7 @@ class Compiled:
         graph = self._graphs.get(form)
         if graph is None:
             announce()
-            graph = self._graphs[form] = self._compiled(form)
+            graph = self._graphs[form] = self._compiled(form, tensors[0].device)
             if len(self._graphs) > GRAPHS:
                 del self._graphs[next(iter(self._graphs))]  # the oldest
         try:
@@ -240,7 +243,9 @@ class Compiled:
             )
             return self._function(*args)
 
-    def _compiled(self, form: tuple[Any, ...]) -> Callable[[list[Tensor]], Any]:
+    def _compiled(
+        self, form: tuple[Any, ...], device: torch.device
+    ) -> Callable[[list[Tensor]], Any]:
         """Return the graph of arguments of this form.
 
         Dynamo keeps what it has compiled by code object, and limits how often it
@@ -259,7 +264,10 @@ class Compiled:
         line = code.co_firstlineno + next(NUMBER) * LINES
         code = code.replace(co_name=name, co_firstlineno=line)
         graph = types.FunctionType(code, globals(), name, None, call.__closure__)
-        return torch.compile(graph, fullgraph=True, options=dict(self._options))
+        options = dict(self._options)
+        if device.type == "cpu":
+            options |= known_instructions()
+        return torch.compile(graph, fullgraph=True, options=options)
 
 
 TENSOR, SCALAR = object(), object()  # stand for tensors, the latter 0-D
