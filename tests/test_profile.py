@@ -140,7 +140,8 @@ def test_bytes_a_parameter_of_transport(stores):
     report, _ = watched("mars-adamw", FEW, correction="transport", store_iterate=stores)
     least = 36 if stores else 32
     assert report.floor.num_bytes == least * report.num_params
-    assert report.bytes_per_param <= 1.002 * least
+    scalars = 3_700  # bytes, of all tensors: nothing in a model of use
+    assert report.num_bytes <= least * report.num_params + scalars
     assert report.flagged_bytes == 4 * stores * report.num_params
     assert ("4.00 a parameter read behind a mask" in str(report)) is stores
     assert [g.name for g in report.graphs] == ["assess_alone", "update_"]

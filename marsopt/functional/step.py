@@ -359,8 +359,9 @@ def _scalars(
         behind, k = hyper.behind.unbind(1), None
         left = torch.stack([number.expand_as(t) for number in numbers], 1)
         left = torch.where(ok[:, None], left, hyper.behind)
+    grad_clip = a if algorithm.written else None
     key = rounding.step_key(t) if algorithm.stochastic_rounding else None
-    return StepScalars(ok, a, weights, k, behind, key, rule), left
+    return StepScalars(ok, grad_clip, weights, k, behind, key, rule), left
 
 
 # ---- moving --------------------------------------------------------------------------
@@ -470,8 +471,8 @@ def update(stack: Stack, numbers: Numbers) -> tuple[Stack, Tensor | None]:
     if s.behind is not None:
         x = algorithm.preconditioner.behind(x, moments, s.behind)
     out, new = algorithm.preconditioner.update(x, c, moments, s.rule)
-    correction = algorithm.corrects
-    if correction is not None:
+    if s.grad_clip is not None:
+        correction = algorithm.corrects
         symbols = correction.keeps.keys() & stack.buffers.keys()
         old = {symbol: working(stack.buffers[symbol]) for symbol in sorted(symbols)}
         new |= correction.kept(s.grad_clip * g, old)

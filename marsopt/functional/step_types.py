@@ -380,7 +380,8 @@ class StepScalars(NamedTuple):
     """
 
     ok: Tensor  # bool: the step is finite and the tensor has a gradient
-    grad_clip: Tensor  # factor of the global clip, with which a gradient is kept
+    # factor of the global clip, with which a gradient is kept; None: none is
+    grad_clip: Tensor | None
     # c = weights[0] * gradient + weights[1] * first operand + ...
     weights: tuple[Tensor, ...]
     # by how many displacements y is ahead of x; None: parameters are x
@@ -393,12 +394,13 @@ class StepScalars(NamedTuple):
 
     def table(self, hyper: Hyperparameters) -> Tensor:
         """Return all but ``ok`` as floating point (P, K), a row for each part."""
-        columns = [self.grad_clip, *self.weights]
+        columns = [] if self.grad_clip is None else [self.grad_clip]
+        columns += self.weights
         columns += [] if self.extrapolation is None else [self.extrapolation]
         columns += self.behind or ()
         if self.key is not None:  # 16 bits are exact in every dtype
             halves = self.key >> 16, self.key & HALF
-            columns += [half.to(self.grad_clip.dtype) for half in halves]
+            columns += [half.to(self.weights[0].dtype) for half in halves]
         columns += self.rule
         columns = [hyper.per_part(column)[:, None] for column in columns]
         if not torch.compiler.is_compiling():
@@ -423,9 +425,12 @@ class StepScalars(NamedTuple):
             parts = [column.view(stack.num_tensors, -1) for column in columns]
             columns = [stack.rows.spread(column, rows) for column in parts]
         columns = [factor(column, like) for column in columns]
-        num_behind, first = algorithm.num_behind, 3 + len(algorithm.operands)
-        (ok, grad_clip, *weights), rest = columns[:first], columns[first:]
-        extrapolation = behind = key = None
+        num_behind, num_weights = algorithm.num_behind, 1 + len(algorithm.operands)
+        ok, *rest = columns
+        grad_clip = extrapolation = behind = key = None
+        if algorithm.written:
+            grad_clip, *rest = rest
+        weights, rest = rest[:num_weights], rest[num_weights:]
         if num_behind:
             behind, rest = tuple(rest[:num_behind]), rest[num_behind:]
         elif algorithm.is_ahead:
