@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from marsopt.functional import named
 from marsopt.functional.collectives import LOCAL, Collectives
-from marsopt.functional.flat import FlatGroup
 from marsopt.functional.named import (
     adamw,
     lion,
@@ -26,6 +25,7 @@ from marsopt.functional.named import (
     soap_muon,
 )
 from marsopt.functional.rule import Rule
+from marsopt.functional.trees import FlatGroup
 from marsopt.optim.for_model import for_model
 from marsopt.optim.mars import MARS
 from marsopt.optim.param_groups import param_groups

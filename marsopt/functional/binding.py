@@ -18,7 +18,9 @@ from marsopt.functional.collectives import (
 )
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import Buffer, is_full
+from marsopt.rules.dtypes import default_state_dtype
 from marsopt.rules.matrices import MatrixRows
+from marsopt.rules.rounding import NARROW
 
 
 class Side(NamedTuple):
@@ -61,20 +63,17 @@ def buffer_shape(
     return buffer.shape(torch.Size(shape), algorithm.matrices)
 
 
-def allocate(
-    algorithm: Algorithm, buffer: Buffer, x: Tensor, *, stacked: bool
-) -> Tensor:
-    """Return a buffer at home in shards as it starts, for a piece ``x`` of a tensor, or
-    for a stack of such (L, *shape).
+def allocate(algorithm: Algorithm, buffer: Buffer, x: Tensor) -> Tensor:
+    """Return a buffer at home in shards as it starts, (L, *shape), for a stack ``x`` of
+    pieces.
     """
     dtype = algorithm.dtype_of(buffer, x)
     if buffer.start == "parameter":
         return x.to(dtype, copy=True)
     if is_full(buffer):  # with the strides of x
         return torch.zeros_like(x, dtype=dtype)
-    first = x.shape[:1] if stacked else ()
-    shape = buffer_shape(algorithm, buffer, x.shape[len(first) :])
-    return x.detach().new_zeros(*first, *shape, dtype=dtype)
+    shape = buffer_shape(algorithm, buffer, x.shape[1:])
+    return x.detach().new_zeros(len(x), *shape, dtype=dtype)
 
 
 def owned_leaves(algorithm: Algorithm, params: Sequence[Tensor]) -> list[Leaf]:
@@ -143,3 +142,68 @@ def rounding_cuts(
     stochastically; nothing where it does not.
     """
     return collectives.cuts(leaf) if algorithm.stochastic_rounding else {}
+
+
+# ---- what no rule can move -----------------------------------------------------------
+
+
+def check_like(x: Tensor, g: Tensor, what: str) -> None:
+    """Raises ValueError where ``g`` cannot be the gradient of ``x``."""
+    if g.shape != x.shape or g.dtype != x.dtype:
+        raise ValueError(
+            f"got {what} of shape {tuple(g.shape)} and dtype {g.dtype}, expected "
+            f"{tuple(x.shape)} and {x.dtype}: "
+            "compute it from the parameter itself, and cast it if it was reduced in "
+            "another precision"
+        )
+    if g.layout != torch.strided:
+        raise ValueError(
+            f"got {what} of layout {g.layout}, expected torch.strided: make it dense "
+            "(nn.Embedding(sparse=False))"
+        )
+
+
+def check_unflattened(x: Tensor, what: str) -> None:
+    """Raises ValueError where ``x`` is FSDP1's: a rank's shard of flattened parameters,
+    in which no rule finds a matrix, and whose norm is that of the shard.
+    """
+    if hasattr(x, "_fsdp_flattened"):  # on all that FSDP1 has flattened
+        raise ValueError(
+            f"got {what}, which FSDP1 (FullyShardedDataParallel) has flattened, "
+            "expected a whole parameter or a DTensor: shard the model by FSDP2 "
+            "(fully_shard) and pass collectives=MeshCollectives(mesh), or use "
+            "DistributedDataParallel"
+        )
+
+
+def check_parameter(
+    x: Tensor,
+    what: str,
+    state_dtype: torch.dtype | None = None,
+    stochastic_rounding: bool = False,
+) -> None:
+    """Raises ValueError where no rule can move ``x``."""
+    check_unflattened(x, what)
+    if not x.is_floating_point():
+        raise ValueError(
+            f"got {what} of dtype {x.dtype}, expected a real floating point type: "
+            "leave it out, or optimize torch.view_as_real of a complex tensor"
+        )
+    if x.dtype.itemsize < 2:  # float8, float4: torch has no arithmetic of theirs
+        raise ValueError(
+            f"got {what} of dtype {x.dtype}, expected a floating point type of 16 bits "
+            "or more: optimize the wider tensor, and quantize it in the forward pass"
+        )
+    if x.layout != torch.strided:
+        raise ValueError(
+            f"got {what} of layout {x.layout}, expected torch.strided: make it dense"
+        )
+    buffer_dtype = state_dtype or default_state_dtype(x.dtype)
+    may_be_narrow = stochastic_rounding and buffer_dtype == NARROW
+    if torch.promote_types(buffer_dtype, x.dtype) != buffer_dtype and not may_be_narrow:
+        raise ValueError(
+            f"got state_dtype={state_dtype} for {what} of {x.dtype}, expected nothing "
+            "narrower than the parameter, where small steps would be rounded away: "
+            "leave it out, narrow h alone (h_dtype), or pass torch.bfloat16 with "
+            "stochastic_rounding=True"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -10,24 +11,27 @@ from torch import Tensor
 
 from marsopt.functional.binding import sides
 from marsopt.functional.collectives import LOCAL, Collectives
-from marsopt.functional.flat import (
-    FlatGroup,
-    Packing,
-    check_matching,
-    leaf_shape,
-    rebuild,
-    subtree,
+from marsopt.functional.state import (
+    Leaves,
+    State,
+    bind,
+    held,
+    iterates,
+    new_state,
+    unbind,
 )
-from marsopt.functional.state import State, bind, held, iterates, new_state, trees
 from marsopt.functional.step import advance, assess
 from marsopt.functional.trees import (
     AnyTree,
+    FlatGroup,
     Name,
+    Packing,
     Tree,
     check_container,
+    check_matching,
     flatten,
-    match,
     names,
+    rebuild,
 )
 from marsopt.rules import checks
 from marsopt.rules.algorithm import Algorithm
@@ -116,12 +120,8 @@ class Rule:
             ValueError: a tensor that this rule cannot move (complex, sparse, narrower
                 than 16 bits, or not a matrix for a matrix rule).
         """
-        return self._join(
-            {
-                side: new_state(algorithm, _part(params, part), collectives)
-                for side, algorithm, part in self._sides(params)
-            }
-        )
+        sides = self._sides(params, collectives)
+        return self._join({side: new_state(leaves) for side, leaves in sides.items()})
 
     @without_autocast
     def step(
@@ -177,54 +177,32 @@ class Rule:
         check_matching(params, grads, "grads")
         if reference is not None:
             check_matching(params, reference, "reference")
-        sides, groups, members = self._sides(params), [], []
-        for side, algorithm, part in sides:
-            tree = _part(params, part)
-            rate, scale = lr, gamma
+        sides, groups, members = self._sides(params, collectives), [], []
+        for side, leaves in sides.items():
+            algorithm, side_lr, side_gamma = leaves.algorithm, lr, gamma
             if side == "rest":
-                rate = lr * self.rest_ratio
-                scale = gamma if self.rest_gamma is None else self.rest_gamma
-            operands = {}
-            if reference is not None and algorithm.reference is not None:
-                h = match(tree, _part(reference, part), "reference")
-                operands = {algorithm.reference: h}
-            g, side_state = match(tree, _part(grads, part), "grads"), states[side]
+                side_lr = lr * self.rest_ratio
+                side_gamma = gamma if self.rest_gamma is None else self.rest_gamma
+            before = count
+            if before is None:  # where the algorithm has to know it on the host
+                before = int(states[side].t) if algorithm.has_stages else 0
             group, of_stacks = bind(
-                algorithm,
-                tree,
-                g,
-                operands,
-                side_state,
-                rate,
-                scale,
-                collectives,
-                _count(algorithm, side_state) if count is None else count,
+                leaves, grads, reference, states[side], side_lr, side_gamma, before
             )
             groups.append(group)
             members += of_stacks
         _, decision = assess(
             groups, members, max_norm=self.max_norm, collectives=collectives
         )
-        done = advance(groups, members, decision, collectives=collectives)
-        moved: dict[Name, Tensor] = {}
-        first = 0
-        for (side, algorithm, part), group, behind in zip(
-            sides, groups, decision.behind, strict=True
-        ):
-            tree, last = _part(params, part), first + len(group.stacks)
-            new, states[side] = trees(
-                algorithm,
-                tree,
-                done.stacks[first:last],
-                done.owned[first:last],
-                states[side],
-                decision,
-                behind,
-                collectives,
-            )
-            moved.update(zip(names(tree), new, strict=True))
-            first = last
-        new = rebuild(params, [moved[name] for name in names(params)])
+        moved = advance(groups, members, decision, collectives=collectives)
+        stacks, owned = iter(moved.stacks), iter(moved.owned)
+        by_name: dict[Name, Tensor] = {}
+        for (side, leaves), behind in zip(sides.items(), decision.behind, strict=True):
+            num = len(leaves.names)
+            results = list(islice(stacks, num)), list(islice(owned, num))
+            new, states[side] = unbind(leaves, *results, states[side], decision, behind)
+            by_name.update(zip(leaves.names, new, strict=True))
+        new = rebuild(params, [by_name[name] for name in names(params)])
         return new, self._join(states)
 
     @without_autocast
@@ -246,22 +224,20 @@ class Rule:
             )
         check_matching(params, grads, "grads")
         states = self._split(state)
-        for side, algorithm, part in self._sides(params):
-            if algorithm.correction is None:
+        for side, leaves in self._sides(params, LOCAL).items():
+            correction = leaves.algorithm.correction
+            if correction is None:
                 continue
-            tree = _part(params, part)
-            params_grads = zip(
-                flatten(tree, "params"),
-                match(tree, _part(grads, part), "grads"),
-                strict=True,
-            )
-            anchors = [algorithm.correction.anchored(x, g) for x, g in params_grads]
+            pairs = zip(leaves.tensors, leaves.matching(grads, "grads"), strict=True)
+            anchors = [correction.anchored(x, g) for x, g in pairs]
             buffers = dict(states[side].buffers)
             for symbol in anchors[0]:
-                before = held(algorithm, symbol, tree, states[side])
-                pairs = zip(anchors, before, strict=True)
-                leaves = [a[symbol].detach().to(b.dtype, copy=True) for a, b in pairs]
-                buffers[symbol] = rebuild(tree, leaves)
+                before = held(leaves, symbol, states[side])
+                tensors = [
+                    anchor[symbol].detach().to(old.dtype, copy=True)
+                    for anchor, old in zip(anchors, before, strict=True)
+                ]
+                buffers[symbol] = rebuild(leaves.tree, tensors)
             states[side] = states[side]._replace(buffers=buffers)
         return self._join(states)
 
@@ -286,38 +262,38 @@ class Rule:
         """
         states = self._split(state)
         by_name: dict[Name, Tensor] = {}
-        for side, algorithm, part in self._sides(params):
-            tree = _part(params, part)
-            leaves = flatten(tree, "params")
-            if algorithm.is_ahead:
-                leaves = iterates(algorithm, tree, states[side], collectives)
-            by_name.update(zip(names(tree), leaves, strict=True))
+        for side, leaves in self._sides(params, collectives).items():
+            tensors = leaves.tensors
+            if leaves.algorithm.is_ahead:
+                tensors = iterates(leaves, states[side])
+            by_name.update(zip(leaves.names, tensors, strict=True))
         return rebuild(params, [by_name[name] for name in names(params)])
 
     # ---- sides -----------------------------------------------------------------------
 
-    def _sides(self, params: Tree) -> list[tuple[str, Algorithm, list[Name] | None]]:
-        """Return who takes the leaves of which names (None: all), in the order of
-        ``params``; a side without any is left out.
+    def _sides(self, params: Tree, collectives: Collectives) -> dict[str, Leaves]:
+        """Return the leaves of "matrix" and of "rest"; a side without any is left out.
+
+        Raises:
+            ValueError: there are no leaves at all.
         """
         if not flatten(params, "params"):
             raise ValueError(
                 "got no parameters, expected at least one tensor: pass those of the "
                 "model"
             )
-        if not isinstance(params, FlatGroup):
-            check_container(params, "params")
-        called = names(params)
-        leaves = flatten(params, "params")
-        shapes = [leaf_shape(params, x) for x in leaves]
-        return [
-            (
-                "rest" if side.is_fallback else "matrix",
-                side.algorithm,
-                None if self.rest is None else [called[i] for i in side.members],
+        check_container(params, "params")
+        every_leaf = Leaves(self.matrix, params, None, collectives)
+        by_side = {}
+        for algorithm, members, is_fallback in sides(
+            self.matrix, self.rest, every_leaf.tensors, every_leaf.shapes
+        ):
+            part = [every_leaf.names[i] for i in members]
+            leaves = Leaves(
+                algorithm, params, None if self.rest is None else part, collectives
             )
-            for side in sides(self.matrix, self.rest, leaves, shapes)
-        ]
+            by_side["rest" if is_fallback else "matrix"] = leaves
+        return by_side
 
     def _join(self, states: dict[str, State | None]) -> State | RoutedState:
         if self.rest is None:
@@ -361,13 +337,3 @@ class Rule:
 
 # What torch.load makes by default, which runs no code that a file names
 torch.serialization.add_safe_globals([State, RoutedState, FlatGroup, Packing])
-
-
-def _count(algorithm: Algorithm, state: State) -> int:
-    """Return how many steps were taken, where the algorithm has to know on the host."""
-    return int(state.t) if algorithm.has_stages else 0
-
-
-def _part(tree: Tree, part: list[Name] | None) -> Tree:
-    """Return the leaves of these names; None: all."""
-    return tree if part is None else subtree(tree, part)

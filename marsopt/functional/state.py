@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,17 +10,13 @@ from torch import Tensor
 
 from marsopt.functional.binding import (
     allocate,
+    check_like,
+    check_parameter,
     matrix_rows,
     owned_starts,
     rounding_cuts,
 )
 from marsopt.functional.collectives import Collectives
-from marsopt.functional.flat import (
-    FlatGroup,
-    check_matching,
-    leaf_shape,
-    rebuild,
-)
 from marsopt.functional.step_types import (
     Decision,
     Hyperparameters,
@@ -30,9 +26,18 @@ from marsopt.functional.step_types import (
     norms_per_tensor,
     scalar_dtype,
 )
-from marsopt.functional.trees import Tree, check_parameter, flatten, names
+from marsopt.functional.trees import (
+    FlatGroup,
+    Name,
+    Tree,
+    check_matching,
+    flatten,
+    names,
+    rebuild,
+    subtree,
+)
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.buffers import Buffer, is_full
+from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number, can_read
 from marsopt.rules.dtypes import working_dtype
 
@@ -71,17 +76,84 @@ class State(NamedTuple):
         return self.buffers["v"]
 
 
-def new_state(algorithm: Algorithm, params: Tree, collectives: Collectives) -> State:
+class Leaves:
+    """The leaves of a tree that one algorithm moves, as stacks of local pieces (L,
+    *piece): the stacks of a FlatGroup, else every leaf by itself.
+
+    Args:
+        algorithm: what moves them.
+        params: the tree of all parameters.
+        part: the names of these leaves; None: all.
+        collectives: who holds them.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        params: Tree,
+        part: Sequence[Name] | None,
+        collectives: Collectives,
+    ) -> None:
+        self.algorithm, self.collectives, self._part = algorithm, collectives, part
+        self.tree = subtree(params, part)
+        self.names, self.tensors = names(self.tree), flatten(self.tree, "params")
+        self.is_packed = isinstance(params, FlatGroup)
+        # of one whole parameter each
+        self.shapes = [x.shape[1:] if self.is_packed else x.shape for x in self.tensors]
+
+    def matching(self, tree: Tree, what: str) -> list[Tensor]:
+        """Return the leaves of these names of a tree like that of all parameters.
+
+        Raises:
+            ValueError: one has another shape or dtype.
+        """
+        other = subtree(tree, self._part)
+        for name, x in zip(self.names, self.tensors, strict=True):
+            check_like(x, other[name], f"{what}[{name!r}]")
+        return [other[name] for name in self.names]
+
+    def stacks(
+        self, tensors: Sequence[Tensor], like: Sequence[Tensor | None] | None = None
+    ) -> list[Tensor]:
+        """Return tensors that lie as the leaves do as stacks.
+
+        Args:
+            tensors: one for each leaf.
+            like: the leaves, of gradients, which may lie otherwise.
+        """
+        if self.is_packed:
+            return list(tensors)
+        local = self.collectives.local
+        pairs = zip(tensors, like or [None] * len(tensors), strict=True)
+        return [local(tensor, x).unsqueeze(0) for tensor, x in pairs]
+
+    def unstacked(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+        """Return stacks as tensors that lie as the leaves do: inverse of ``stacks``."""
+        if self.is_packed:
+            return list(stacks)
+        pairs = zip(stacks, self.tensors, strict=True)
+        return [self.collectives.wrap(stack.squeeze(0), x) for stack, x in pairs]
+
+    def rows(self, leaf: Tensor) -> list[Tensor]:
+        """Return what of a leaf, or of an owner's buffer, belongs to each parameter."""
+        return list(leaf.unbind()) if self.is_packed else [leaf]
+
+    def joined(self, rows: Sequence[Tensor]) -> Tensor:
+        """Return the inverse of ``rows``."""
+        return torch.stack(list(rows)) if self.is_packed else rows[0]
+
+
+def new_state(leaves: Leaves) -> State:
     """Return the state before the first step.
 
     Raises:
         ValueError: a tensor that the algorithm cannot move.
     """
-    leaves = flatten(params, "params")
-    for name, x in zip(names(params), leaves, strict=True):
+    algorithm = leaves.algorithm
+    matrices, dtype = algorithm.matrices, algorithm.state_dtype
+    for name, x, shape in zip(leaves.names, leaves.tensors, leaves.shapes, strict=True):
         what = f"params[{name!r}]"
-        check_parameter(x, what, algorithm.state_dtype, algorithm.stochastic_rounding)
-        shape, matrices = leaf_shape(params, x), algorithm.matrices
+        check_parameter(x, what, dtype, algorithm.stochastic_rounding)
         if algorithm.matrix_only and not matrices.takes(shape):
             raise ValueError(
                 f"got {what} of shape {tuple(shape)}, expected {matrices.expected} for "
@@ -91,10 +163,10 @@ def new_state(algorithm: Algorithm, params: Tree, collectives: Collectives) -> S
         matrices.check(shape, what)
     # separate storage for every buffer: a shared one costs torch.compile a graph
     buffers = {
-        symbol: rebuild(params, _starts(algorithm, buffer, params, collectives))
+        symbol: rebuild(leaves.tree, _starts(leaves, buffer))
         for symbol, buffer in algorithm.kept.items()
     }
-    zero = torch.zeros((), dtype=torch.float32, device=leaves[0].device)
+    zero = torch.zeros((), dtype=torch.float32, device=leaves.tensors[0].device)
     behind = None
     if algorithm.num_behind:
         dtype = scalar_dtype(zero.device)
@@ -102,69 +174,51 @@ def new_state(algorithm: Algorithm, params: Tree, collectives: Collectives) -> S
     return State(zero, zero.clone(), buffers, behind)
 
 
-def _starts(
-    algorithm: Algorithm, buffer: Buffer, params: Tree, collectives: Collectives
-) -> list[Tensor]:
-    """Return a buffer before the first step, leaf by leaf or stack by stack."""
-    flat, leaves = isinstance(params, FlatGroup), flatten(params, "params")
+def _starts(leaves: Leaves, buffer: Buffer) -> list[Tensor]:
+    """Return a buffer before the first step, for each leaf."""
+    algorithm = leaves.algorithm
     if buffer.home == "owner":
-        owned = owned_starts(algorithm, buffer, _unbound(params), collectives)
-        if not flat:
-            return owned
-        rest = iter(owned)
-        return [torch.stack([next(rest) for _ in x]) for x in leaves]
-    if flat or is_full(buffer):  # of a DTensor, one like it
-        return [allocate(algorithm, buffer, x, stacked=flat) for x in leaves]
-    pieces = [
-        allocate(algorithm, buffer, collectives.local(x), stacked=False) for x in leaves
-    ]
-    return [collectives.wrap(p, x) for p, x in zip(pieces, leaves, strict=True)]
+        by_leaf = [leaves.rows(x) for x in leaves.tensors]
+        params = [p for rows in by_leaf for p in rows]
+        starts = iter(owned_starts(algorithm, buffer, params, leaves.collectives))
+        return [leaves.joined([next(starts) for _ in rows]) for rows in by_leaf]
+    stacks = leaves.stacks(leaves.tensors)
+    return leaves.unstacked([allocate(algorithm, buffer, x) for x in stacks])
 
 
-def _unbound(params: Tree) -> list[Tensor]:
-    """Return every parameter, those of a FlatGroup too."""
-    leaves = flatten(params, "params")
-    if not isinstance(params, FlatGroup):
-        return leaves
-    return [x for stack in leaves for x in stack.unbind()]
-
-
-def held(algorithm: Algorithm, symbol: str, params: Tree, state: State) -> list[Tensor]:
-    """Return the leaves of one buffer of ``state`` in the order of ``params``, in the
-    algorithm's dtype where that is the wider one: as ``init`` made them, unless they
-    were saved by a rule of another ``state_dtype``.
+def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
+    """Return one buffer of ``state``, in the order of the leaves, in the algorithm's
+    dtype where that is the wider one: as ``init`` made it, unless it was saved by a
+    rule of another ``state_dtype``.
 
     Raises:
-        ValueError: it has none of this symbol, or one with other names or shapes than
-            the parameters'.
+        ValueError: the state has none of this symbol, or one with other names or shapes
+            than the parameters'.
     """
     if symbol not in state.buffers:
         raise ValueError(
             f"got a state without {symbol}, expected one of a rule with the same "
             "options: clip, amsgrad and correction decide what it holds"
         )
-    what, buffers = f"state.{symbol}", state.buffers[symbol]
-    check_matching(params, buffers, what)
-    buffer, flat = algorithm.buffers[symbol], isinstance(params, FlatGroup)
-    for name in names(params):
-        x = params[name]
+    what, tree = f"state.{symbol}", state.buffers[symbol]
+    check_matching(leaves.tree, tree, what)
+    algorithm, tensors = leaves.algorithm, [tree[name] for name in leaves.names]
+    buffer = algorithm.buffers[symbol]
+    for i, tensor in enumerate(tensors):
         if buffer.home == "owner":
-            continue  # how many matrices have their owner here, its owner knows
-        expected = buffer.shape(leaf_shape(params, x), algorithm.matrices)
-        actual = buffers[name].shape[1:] if flat else buffers[name].shape
-        if actual != expected:
+            break  # how many matrices have their owner here, their owner knows
+        expected = buffer.shape(leaves.shapes[i], algorithm.matrices)
+        if leaves.is_packed:
+            expected = torch.Size((len(leaves.tensors[i]), *expected))
+        if tensor.shape != expected:
             raise ValueError(
-                f"got {what}[{name!r}] of shape {tuple(buffers[name].shape)}, expected "
-                f"{(*x.shape[:1], *expected) if flat else tuple(expected)}: make the "
-                "state by init on them"
+                f"got {what}[{leaves.names[i]!r}] of shape {tuple(tensor.shape)}, "
+                f"expected {tuple(expected)}: make the state by init on them"
             )
+    dtypes = [algorithm.dtype_of(buffer, x) for x in leaves.tensors]
     return [
-        buffers[name].to(
-            torch.promote_types(
-                buffers[name].dtype, algorithm.dtype_of(buffer, params[name])
-            )
-        )
-        for name in names(params)
+        tensor.to(torch.promote_types(tensor.dtype, dtype))
+        for tensor, dtype in zip(tensors, dtypes, strict=True)
     ]
 
 
@@ -184,123 +238,119 @@ def check_behind(algorithm: Algorithm, state: State) -> Tensor | None:
     return state.behind
 
 
-def iterates(
-    algorithm: Algorithm, params: Tree, state: State, collectives: Collectives
-) -> list[Tensor]:
-    """Return what parameters are ahead of, leaf by leaf or stack by stack.
+def iterates(leaves: Leaves, state: State) -> list[Tensor]:
+    """Return what the leaves are ahead of.
 
     Raises:
         ValueError: a state of another rule or of other parameters.
     """
+    algorithm = leaves.algorithm
     numbers = check_behind(algorithm, state)
     if numbers is None:
-        return held(algorithm, "x", params, state)
-    flat, leaves = isinstance(params, FlatGroup), flatten(params, "params")
-    declared = algorithm.preconditioner.buffers
-    buffers = {symbol: held(algorithm, symbol, params, state) for symbol in declared}
+        return held(leaves, "x", state)
+    preconditioner = algorithm.preconditioner
+    moments = {s: leaves.stacks(held(leaves, s, state)) for s in preconditioner.buffers}
     xs = []
-    for i, y in enumerate(leaves):
-        local = (lambda x: x) if flat else collectives.local
-        moments = {symbol: local(tree[i]) for symbol, tree in buffers.items()}
+    for i, y in enumerate(leaves.stacks(leaves.tensors)):
         behind = numbers.to(y.dtype).unbind()
-        x = algorithm.preconditioner.behind(local(y), moments, behind)
-        xs.append(x if flat else collectives.wrap(x, y))
-    return xs
+        xs.append(
+            preconditioner.behind(y, {s: m[i] for s, m in moments.items()}, behind)
+        )
+    return leaves.unstacked(xs)
 
 
 def bind(
-    algorithm: Algorithm,
-    params: Tree,
-    grads: list[Tensor],
-    operands: dict[str, list[Tensor]],
+    leaves: Leaves,
+    grads: Tree,
+    reference: Tree | None,
     state: State,
     lr: Number,
     gamma: Number | None,
-    collectives: Collectives,
     count: int,
 ) -> tuple[RuleGroup, list[Members]]:
-    """Return the tensors that take ``algorithm`` as stacks, one per tensor or one per
-    shape of a FlatGroup, and their members.
+    """Return the leaves as stacks of a step, and the members of each.
+
+    Args:
+        leaves: what one algorithm moves.
+        grads, reference: as ``Rule.step`` has them, of all parameters.
+        state: of these leaves.
+        lr, gamma, count: as ``Rule.step`` has them.
+
+    Raises:
+        ValueError: gradients or a state that do not belong to the leaves.
     """
-    flat = isinstance(params, FlatGroup)
-    buffers = {s: held(algorithm, s, params, state) for s in algorithm.kept}
+    algorithm, tensors = leaves.algorithm, leaves.tensors
+    operands = {}
+    if reference is not None and algorithm.reference is not None:
+        h = leaves.matching(reference, "reference")
+        operands[algorithm.reference] = leaves.stacks(h, tensors)
     at_owner = algorithm.matrix_preconditioner.owned if algorithm.matrix_only else ()
-    sharded = {s: tree for s, tree in buffers.items() if s not in at_owner}
-
-    def local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-        return tensor if flat else collectives.local(tensor, like).unsqueeze(0)
-
+    kept = {symbol: held(leaves, symbol, state) for symbol in algorithm.kept}
+    owned = [kept.pop(symbol) for symbol in at_owner]
+    buffers = {symbol: leaves.stacks(tree) for symbol, tree in kept.items()}
+    g = leaves.stacks(leaves.matching(grads, "grads"), tensors)
     stacks, members = [], []
-    for i, x in enumerate(flatten(params, "params")):
-        shape = leaf_shape(params, x)
+    for i, x in enumerate(leaves.stacks(tensors)):
+        leaf, shape = tensors[i], leaves.shapes[i]
         stacks.append(
             Stack(
                 algorithm=algorithm,
-                x=local(x),
-                g=local(grads[i], x),
-                buffers={symbol: local(tree[i]) for symbol, tree in sharded.items()},
+                x=x,
+                g=g[i],
+                buffers={symbol: stack[i] for symbol, stack in buffers.items()},
                 shape=shape,
-                rows=matrix_rows(algorithm, x, shape, collectives),
-                cuts=rounding_cuts(algorithm, x, collectives),
-                given={symbol: local(tree[i], x) for symbol, tree in operands.items()},
+                rows=matrix_rows(algorithm, leaf, shape, leaves.collectives),
+                cuts=rounding_cuts(algorithm, leaf, leaves.collectives),
+                given={symbol: stack[i] for symbol, stack in operands.items()},
             )
         )
-        owner_buffers = [buffers[symbol][i] for symbol in at_owner]
-        owned = list(
-            zip(*(o.unbind() if flat else [o] for o in owner_buffers), strict=True)
-        )
-        members.append(Members(list(x.unbind()) if flat else [x], owned))
+        by_param = zip(*(leaves.rows(buffer[i]) for buffer in owned), strict=True)
+        members.append(Members(leaves.rows(leaf), list(by_param)))
     if gamma is None:
         gamma = 0.0 if algorithm.correction is None else algorithm.correction.gamma
     num = sum(stack.num_tensors for stack in stacks)
     behind = check_behind(algorithm, state)
-    dtypes = tuple(dict.fromkeys(working_dtype(stack.x) for stack in stacks))
-    parts = norms_per_tensor([(s.num_tensors, s.num_clipped) for s in stacks])
     hyper = Hyperparameters(
         algorithm,
         lr,
         gamma,
         state.t.expand(num),
-        dtypes,
+        dtypes=tuple(dict.fromkeys(working_dtype(stack.x) for stack in stacks)),
         behind=None if behind is None else behind.expand(num, -1),
-        parts=parts,
+        parts=norms_per_tensor([(s.num_tensors, s.num_clipped) for s in stacks]),
         unread_lr=lr if isinstance(lr, Tensor) and not can_read(lr) else None,
     )
     return RuleGroup(hyper, stacks, count), members
 
 
-def trees(
-    algorithm: Algorithm,
-    params: Tree,
+def unbind(
+    leaves: Leaves,
     stacks: Sequence[Stack],
     owned: Sequence[list[tuple[Tensor, ...]]],
     state: State,
     decision: Decision,
     behind: Tensor | None,
-    collectives: Collectives,
 ) -> tuple[list[Tensor], State]:
-    """Return the leaves (or stacks of a FlatGroup) and the state after a step."""
-    flat, leaves = isinstance(params, FlatGroup), flatten(params, "params")
+    """Return the leaves and their state after a step: inverse of ``bind``.
 
-    def whole(parts: Iterable[Tensor]) -> list[Tensor]:
-        if flat:
-            return list(parts)
-        return [
-            collectives.wrap(new.squeeze(0), like)
-            for new, like in zip(parts, leaves, strict=True)
-        ]
-
+    Args:
+        leaves: as given to ``bind``.
+        stacks, owned: what the step has made of these leaves (``Moved``).
+        state: before the step.
+        decision: what the step has decided.
+        behind: (N, num_behind) of these leaves after the step (``Decision``).
+    """
+    algorithm = leaves.algorithm
     at_owner = algorithm.matrix_preconditioner.owned if algorithm.matrix_only else ()
     buffers = {}
     for symbol in algorithm.kept:
         if symbol in at_owner:
             n = at_owner.index(symbol)
-            by_stack = [[t[n] for t in o] for o in owned]
-            values = [torch.stack(v) if flat else v[0] for v in by_stack]
+            tensors = [leaves.joined([o[n] for o in of_leaf]) for of_leaf in owned]
         else:
-            values = whole([s.buffers[symbol] for s in stacks])
-        buffers[symbol] = rebuild(params, values)
+            tensors = leaves.unstacked([stack.buffers[symbol] for stack in stacks])
+        buffers[symbol] = rebuild(leaves.tree, tensors)
     went = decision.finite.to(state.t.dtype)
     last = None if behind is None else behind[0]  # all tensors have the same
     new = State(state.t + went, state.skipped + 1 - went, buffers, last)
-    return whole([stack.x for stack in stacks]), new
+    return leaves.unstacked([stack.x for stack in stacks]), new

@@ -1,28 +1,176 @@
-"""Flat trees: a sequence or a mapping of tensors, and what has to match."""
+"""Trees of tensors: a sequence, a mapping, or a FlatGroup, which is a model as a few
+stacks of leaves of equal shape.
+
+A GPT-2 of any depth has seven shapes: graphs over stacks do not grow with depth, norms
+per leaf are reductions over the trailing dims, and one kernel moves all leaves of a
+shape.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from marsopt.rules.dtypes import default_state_dtype
-from marsopt.rules.rounding import NARROW
+from marsopt.functional.binding import check_parameter
+from marsopt.functional.stacks import empty_stacks, group_by
 
 Tree = Sequence[Tensor] | Mapping[str, Tensor]
 Name = Any  # of a leaf: a key of a mapping, or a position in a sequence
 AnyTree = TypeVar("AnyTree", bound=Tree)  # comes back in the same container
 
 
-CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)
+@dataclass(frozen=True)
+class Packing:
+    """Which leaf lies where."""
+
+    names: tuple[Name, ...]  # of the leaves, in their own order
+    is_mapping: bool
+    members: tuple[tuple[int, ...], ...]  # positions of the leaves of each stack
+
+    def keys(self) -> list[str]:
+        """What each stack is called: its first leaf, and how many follow."""
+        return [
+            f"{self.names[m[0]]}" + (f" (+{len(m) - 1})" if len(m) > 1 else "")
+            for m in self.members
+        ]
+
+
+class FlatGroup(Mapping[str, Tensor]):
+    """A whole model as a few stacks (L, *shape), which a rule takes in place of params.
+
+        flat = marsopt.FlatGroup.pack(dict(model.named_parameters()))
+        state = rule.init(flat)
+
+        def loss(flat, batch):
+            return functional_call(model, flat.unpack(), batch)
+
+        grads = torch.func.grad(loss)(flat, batch)      # a FlatGroup too
+        flat, state = rule.step(flat, grads, state, lr=lr)
+
+    A mapping from a stack's name to its tensor, and a pytree: it passes through
+    torch.func, torch.compile and ``tree_map``. Each leaf keeps its own norm, clip and
+    route. ``stacks`` are views of one contiguous buffer per dtype where ``pack`` made
+    them.
+
+    Args:
+        packing: which leaf lies where; ``pack`` makes it.
+        stacks: tensors (L, *shape), one for each shape and dtype of leaves.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        >>> marsopt.FlatGroup.pack(dict(model.named_parameters()))
+        FlatGroup({'0.weight (+1)': (2, 4, 4), '0.bias (+1)': (2, 4)})
+    """
+
+    def __init__(self, packing: Packing, stacks: Sequence[Tensor]) -> None:
+        self.packing = packing
+        self.stacks = tuple(stacks)
+
+    @classmethod
+    def pack(cls, params: Tree) -> FlatGroup:
+        """Copy ``params`` (a sequence or mapping of tensors) into stacks, shape by
+        shape and dtype by dtype; the originals stay as they are.
+
+        Args:
+            params: real floating point tensors of one device, of any shapes and dtypes.
+
+        Raises:
+            TypeError: no sequence or mapping of tensors.
+            ValueError: no tensors, tensors on several devices, a DTensor, or one that
+                no rule can move.
+        """
+        leaves, called = flatten(params, "params"), names(params)
+        if not leaves:
+            raise ValueError(
+                "got no parameters, expected at least one tensor: pass those of the "
+                "model"
+            )
+        for name, x in zip(called, leaves, strict=True):
+            _check(x, name, leaves[0].device)
+        members = group_by([(x.shape, x.dtype) for x in leaves])
+        stacks = empty_stacks(
+            [(len(m), *leaves[m[0]].shape) for m in members],
+            [leaves[m[0]].dtype for m in members],
+            leaves[0].device,
+        )
+        with torch.no_grad():
+            for stack, m in zip(stacks, members, strict=True):
+                torch._foreach_copy_(list(stack.unbind()), [leaves[i] for i in m])
+        packing = Packing(
+            tuple(called), isinstance(params, Mapping), tuple(map(tuple, members))
+        )
+        return cls(packing, stacks)
+
+    def unpack(self) -> dict[str, Tensor] | list[Tensor]:
+        """The leaves as views, in a dict or list as they were given; gradients of
+        the views flow into the stacks.
+        """
+        leaves: dict[int, Tensor] = {}
+        for m, stack in zip(self.packing.members, self.stacks, strict=True):
+            leaves.update(zip(m, stack.unbind(), strict=True))
+        if self.packing.is_mapping:
+            return {self.packing.names[i]: leaves[i] for i in sorted(leaves)}
+        return [leaves[i] for i in sorted(leaves)]
+
+    def subset(self, keys: Sequence[str]) -> FlatGroup:
+        """Some of the stacks; they unpack to a dict."""
+        all_keys = self.packing.keys()
+        members = tuple(self.packing.members[all_keys.index(key)] for key in keys)
+        packing = Packing(self.packing.names, True, members)
+        return FlatGroup(packing, [self[key] for key in keys])
+
+    def __getitem__(self, key: str) -> Tensor:
+        keys = self.packing.keys()
+        if key not in keys:
+            raise KeyError(key)
+        return self.stacks[keys.index(key)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.packing.keys())
+
+    def __len__(self) -> int:
+        return len(self.stacks)
+
+    def __repr__(self) -> str:
+        shapes = {k: tuple(s.shape) for k, s in self.items()}
+        return f"FlatGroup({shapes})"
+
+
+def _check(x: Tensor, name: str | int, device: torch.device) -> None:
+    check_parameter(x, f"params[{name!r}]")
+    if is_traceable_wrapper_subclass(x):
+        raise ValueError(
+            f"got a {type(x).__name__} for params[{name!r}], expected a plain tensor: "
+            "give MARS(..., collectives=...) the sharded parameters themselves; it "
+            "stacks their local shards"
+        )
+    if x.device != device:
+        raise ValueError(
+            f"got params[{name!r}] on {x.device}, expected {device}, where the first "
+            "one is: use one FlatGroup per device"
+        )
+
+
+pytree.register_pytree_node(
+    FlatGroup,
+    lambda flat: (list(flat.stacks), flat.packing),
+    lambda stacks, packing: FlatGroup(packing, list(stacks)),
+    serialized_type_name="marsopt.FlatGroup",
+)
+
+
+# ---- trees ---------------------------------------------------------------------------
 
 
 def check_container(tree: Tree, what: str) -> None:
     """Raises TypeError where a tree like ``tree`` cannot be made of other leaves."""
-    if type(tree) in CONTAINERS or _is_namedtuple(tree):
+    if not isinstance(pytree.tree_structure(tree), pytree.LeafSpec):
         return
     plain = "dict" if isinstance(tree, Mapping) else "list"
     raise TypeError(
@@ -30,20 +178,6 @@ def check_container(tree: Tree, what: str) -> None:
         "NamedTuple, dict, OrderedDict or defaultdict, which come back as such: pass "
         f"{plain}({what})"
     )
-
-
-def like_tree(tree: Any, leaves: Iterable[Tensor]) -> Any:
-    """Return ``leaves`` in a container like ``tree``."""
-    if isinstance(tree, defaultdict):
-        return defaultdict(tree.default_factory, zip(tree, leaves, strict=True))
-    kind: Any = type(tree)
-    if isinstance(tree, Mapping):
-        return kind(zip(tree, leaves, strict=True))
-    return tree._make(leaves) if _is_namedtuple(tree) else kind(leaves)
-
-
-def _is_namedtuple(tree: Tree) -> bool:
-    return isinstance(tree, tuple) and hasattr(tree, "_make")
 
 
 def names(tree: Tree) -> list[Name]:
@@ -80,8 +214,33 @@ def flatten(tree: Tree, what: str) -> list[Tensor]:
     return flat
 
 
-def match_names(params: Tree, other: Tree, what: str) -> None:
-    """Raises ValueError where ``other`` is no tree over the leaves of ``params``."""
+def rebuild(like: AnyTree, leaves: Iterable[Tensor]) -> AnyTree:
+    """Return ``leaves`` in a container like ``like``."""
+    tree: AnyTree = pytree.tree_unflatten(leaves, pytree.tree_structure(like))
+    return tree
+
+
+def subtree(tree: Tree, part: Sequence[Name] | None) -> Tree:
+    """Return the leaves of ``tree`` that ``part`` names, as a mapping; None: itself."""
+    if part is None:
+        return tree
+    if isinstance(tree, FlatGroup):
+        return tree.subset(part)
+    return {name: tree[name] for name in part}
+
+
+def check_matching(params: Tree, other: Tree, what: str) -> None:
+    """Raise ValueError where ``other`` has other leaves than ``params``, or packs them
+    otherwise.
+    """
+    if isinstance(params, FlatGroup) and (
+        not isinstance(other, FlatGroup) or other.packing != params.packing
+    ):
+        raise ValueError(
+            f"got {what} that are packed otherwise than the parameters, expected a "
+            "FlatGroup of the same leaves in the same order: differentiate with "
+            "respect to the flat group itself, or pack the same mapping"
+        )
     flatten(other, what)
     if isinstance(params, Mapping) != isinstance(other, Mapping) or set(
         names(params)
@@ -90,79 +249,4 @@ def match_names(params: Tree, other: Tree, what: str) -> None:
             f"got {what} for {sorted(names(other), key=str)}, expected "
             f"{sorted(names(params), key=str)}: "
             f"give {what} the same container and names as the parameters"
-        )
-
-
-def match(params: Tree, other: Tree, what: str) -> list[Tensor]:
-    """The leaves of ``other`` in the order of ``params``.
-
-    Raises:
-        TypeError: ``other`` is no tree of tensors.
-        ValueError: other names or number, or a leaf of another shape or dtype.
-    """
-    match_names(params, other, what)
-    for name in names(params):
-        check_like(params[name], other[name], f"{what}[{name!r}]")
-    return [other[name] for name in names(params)]
-
-
-def check_like(x: Tensor, g: Tensor, what: str) -> None:
-    """Raises ValueError where ``g`` cannot be the gradient of ``x``."""
-    if g.shape != x.shape or g.dtype != x.dtype:
-        raise ValueError(
-            f"got {what} of shape {tuple(g.shape)} and dtype {g.dtype}, expected "
-            f"{tuple(x.shape)} and {x.dtype}: "
-            "compute it from the parameter itself, and cast it if it was reduced in "
-            "another precision"
-        )
-    if g.layout != torch.strided:
-        raise ValueError(
-            f"got {what} of layout {g.layout}, expected torch.strided: make it dense "
-            "(nn.Embedding(sparse=False))"
-        )
-
-
-def check_unflattened(x: Tensor, what: str) -> None:
-    """Raises ValueError where ``x`` is FSDP1's: a rank's shard of flattened parameters,
-    in which no rule finds a matrix, and whose norm is that of the shard.
-    """
-    if hasattr(x, "_fsdp_flattened"):  # on all that FSDP1 has flattened
-        raise ValueError(
-            f"got {what}, which FSDP1 (FullyShardedDataParallel) has flattened, "
-            "expected a whole parameter or a DTensor: shard the model by FSDP2 "
-            "(fully_shard) and pass collectives=MeshCollectives(mesh), or use "
-            "DistributedDataParallel"
-        )
-
-
-def check_parameter(
-    x: Tensor,
-    what: str,
-    state_dtype: torch.dtype | None = None,
-    stochastic_rounding: bool = False,
-) -> None:
-    """Raises ValueError where no rule can move ``x``."""
-    check_unflattened(x, what)
-    if not x.is_floating_point():
-        raise ValueError(
-            f"got {what} of dtype {x.dtype}, expected a real floating point type: "
-            "leave it out, or optimize torch.view_as_real of a complex tensor"
-        )
-    if x.dtype.itemsize < 2:  # float8, float4: torch has no arithmetic of theirs
-        raise ValueError(
-            f"got {what} of dtype {x.dtype}, expected a floating point type of 16 bits "
-            "or more: optimize the wider tensor, and quantize it in the forward pass"
-        )
-    if x.layout != torch.strided:
-        raise ValueError(
-            f"got {what} of layout {x.layout}, expected torch.strided: make it dense"
-        )
-    buffer_dtype = state_dtype or default_state_dtype(x.dtype)
-    may_be_narrow = stochastic_rounding and buffer_dtype == NARROW
-    if torch.promote_types(buffer_dtype, x.dtype) != buffer_dtype and not may_be_narrow:
-        raise ValueError(
-            f"got state_dtype={state_dtype} for {what} of {x.dtype}, expected nothing "
-            "narrower than the parameter, where small steps would be rounded away: "
-            "leave it out, narrow h alone (h_dtype), or pass torch.bfloat16 with "
-            "stochastic_rounding=True"
         )

@@ -540,7 +540,7 @@ def _fresh(algorithm: Algorithm, buffer: Buffer, pieces: Sequence[Tensor]) -> Te
     """Return a stack of zeros, for pieces of one shape."""
     zeros = buffer._replace(start="zeros")
     if len(pieces) == 1:  # its state has its strides
-        return allocate(algorithm, zeros, pieces[0].detach(), stacked=False)[None]
+        return allocate(algorithm, zeros, pieces[0].detach().unsqueeze(0))
     like = pieces[0].detach().expand(len(pieces), *pieces[0].shape)
     shape = buffer_shape(algorithm, buffer, like.shape[1:])
     return like.new_zeros(len(like), *shape, dtype=algorithm.dtype_of(buffer, like))

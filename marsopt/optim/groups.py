@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from marsopt.functional.binding import check_parameter
 from marsopt.functional.routing import (
     Choice,
     Routing,
@@ -26,7 +27,6 @@ from marsopt.functional.routing import (
 )
 from marsopt.functional.stacks import check_overlap
 from marsopt.functional.step_types import scalar_dtype
-from marsopt.functional.trees import check_parameter
 from marsopt.optim.state_dict import TRAIN_MODE, State
 from marsopt.rules import checks
 from marsopt.rules.checks import Number

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from marsopt.functional.trees import check_unflattened
+from marsopt.functional.binding import check_unflattened
 from marsopt.rules import checks
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import FOLLOWED, named

@@ -295,7 +295,7 @@ def _parameters(
         shape = len(one.names), *one.local(rank.number, rank.num_ranks)
         stack = torch.empty(shape, device="meta")
         buffers = {
-            symbol: allocate(algorithm, buffer, stack, stacked=True)
+            symbol: allocate(algorithm, buffer, stack)
             for symbol, buffer in algorithm.buffers.items()
             if buffer.home == "shard"
         }
