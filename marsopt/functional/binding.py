@@ -65,12 +65,12 @@ def buffer_shape(
 
 def allocate(algorithm: Algorithm, buffer: Buffer, x: Tensor) -> Tensor:
     """Return a buffer at home in shards as it starts, (L, *shape), for a stack ``x`` of
-    pieces.
+    pieces. That of a single full piece has its strides.
     """
     dtype = algorithm.dtype_of(buffer, x)
     if buffer.start == "parameter":
         return x.to(dtype, copy=True)
-    if is_full(buffer):  # with the strides of x
+    if is_full(buffer) and len(x) == 1:
         return torch.zeros_like(x, dtype=dtype)
     shape = buffer_shape(algorithm, buffer, x.shape[1:])
     return x.detach().new_zeros(len(x), *shape, dtype=dtype)

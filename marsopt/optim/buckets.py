@@ -511,7 +511,9 @@ def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -
                 del state[p][buffer.key]  # of the rows of other matrices
         stack = _existing(bucket, buffer, state, known)
         if stack is None:
-            stack = _fresh(bucket.algorithm, buffer, pieces)
+            like = pieces[0].detach().expand(len(pieces), *pieces[0].shape)
+            zeros = buffer._replace(start="zeros")
+            stack = allocate(bucket.algorithm, zeros, like)
             for p, row in zip(bucket.params, separate_tensors(stack), strict=True):
                 if buffer.key in state[p]:
                     row.copy_(bucket.collectives.local(state[p][buffer.key]))
@@ -534,16 +536,6 @@ def _existing(
     if len(rows) == 1:  # detached: a view refers to its base, which then cannot swap
         return rows[0].detach().unsqueeze(0)
     return known_stack(rows, known)
-
-
-def _fresh(algorithm: Algorithm, buffer: Buffer, pieces: Sequence[Tensor]) -> Tensor:
-    """Return a stack of zeros, for pieces of one shape."""
-    zeros = buffer._replace(start="zeros")
-    if len(pieces) == 1:  # its state has its strides
-        return allocate(algorithm, zeros, pieces[0].detach().unsqueeze(0))
-    like = pieces[0].detach().expand(len(pieces), *pieces[0].shape)
-    shape = buffer_shape(algorithm, buffer, like.shape[1:])
-    return like.new_zeros(len(like), *shape, dtype=algorithm.dtype_of(buffer, like))
 
 
 def attach_owned(
