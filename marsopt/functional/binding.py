@@ -48,7 +48,9 @@ def sides(
     """
     takes = [fallback is None or matrix.matrices.takes(shape) for shape in shapes]
     nonempty_sides = []
-    for is_fallback, algorithm in ((False, matrix), (True, fallback)):
+    algorithms = [(False, matrix)]
+    algorithms += [] if fallback is None else [(True, fallback)]
+    for is_fallback, algorithm in algorithms:
         members = [i for i, taken in enumerate(takes) if taken != is_fallback]
         if members:
             side_algorithm = algorithm.over([params[i] for i in members])

@@ -177,7 +177,7 @@ def route(values: Mapping[str, Any]) -> Routing:
     correction = kind(**arguments(kind, values))
     unclipped = replace(correction, clip=None) if kind.suits_baselines else None
     matrices = Matrices(**arguments(Matrices, values))
-    common = dict(
+    common: dict[str, Any] = dict(
         state_dtype=choice.state_dtype,
         stochastic_rounding=choice.stochastic_rounding,
         correction=correction if row.is_mars else unclipped,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -121,7 +122,10 @@ class Rule:
                 than 16 bits, or not a matrix for a matrix rule).
         """
         sides = self._sides(params, collectives)
-        return self._join({side: new_state(leaves) for side, leaves in sides.items()})
+        state: State | RoutedState = self._join(
+            {side: new_state(leaves) for side, leaves in sides.items()}
+        )
+        return state
 
     @without_autocast
     def step(
@@ -173,11 +177,11 @@ class Rule:
         checks.at_least_zero("lr", lr)
         self._check_arguments(gamma, reference)
         lr, gamma = checks.plain(lr), checks.plain(gamma)
-        states = self._split(state)
+        sides, groups, members = self._sides(params, collectives), [], []
+        states = self._split(state, sides)
         check_matching(params, grads, "grads")
         if reference is not None:
             check_matching(params, reference, "reference")
-        sides, groups, members = self._sides(params, collectives), [], []
         for side, leaves in sides.items():
             algorithm, side_lr, side_gamma = leaves.algorithm, lr, gamma
             if side == "rest":
@@ -202,8 +206,8 @@ class Rule:
             results = list(islice(stacks, num)), list(islice(owned, num))
             new, states[side] = unbind(leaves, *results, states[side], decision, behind)
             by_name.update(zip(leaves.names, new, strict=True))
-        new = rebuild(params, [by_name[name] for name in names(params)])
-        return new, self._join(states)
+        new_params = rebuild(params, [by_name[name] for name in names(params)])
+        return new_params, self._join(states)
 
     @without_autocast
     def anchor(self, params: Tree, grads: Tree, state: AnyState) -> AnyState:
@@ -223,8 +227,9 @@ class Rule:
                 'anchor: choose correction="svrg"'
             )
         check_matching(params, grads, "grads")
-        states = self._split(state)
-        for side, leaves in self._sides(params, LOCAL).items():
+        sides = self._sides(params, LOCAL)
+        states = self._split(state, sides)
+        for side, leaves in sides.items():
             correction = leaves.algorithm.correction
             if correction is None:
                 continue
@@ -239,7 +244,8 @@ class Rule:
                 ]
                 buffers[symbol] = rebuild(leaves.tree, tensors)
             states[side] = states[side]._replace(buffers=buffers)
-        return self._join(states)
+        anchored: AnyState = self._join(states)
+        return anchored
 
     @without_autocast
     def iterate(
@@ -260,9 +266,10 @@ class Rule:
         Raises:
             ValueError: a state of another rule or of other parameters.
         """
-        states = self._split(state)
+        sides = self._sides(params, collectives)
+        states = self._split(state, sides)
         by_name: dict[Name, Tensor] = {}
-        for side, leaves in self._sides(params, collectives).items():
+        for side, leaves in sides.items():
             tensors = leaves.tensors
             if leaves.algorithm.is_ahead:
                 tensors = iterates(leaves, states[side])
@@ -295,25 +302,37 @@ class Rule:
             by_side["rest" if is_fallback else "matrix"] = leaves
         return by_side
 
-    def _join(self, states: dict[str, State | None]) -> State | RoutedState:
+    def _join(self, states: Mapping[str, State]) -> Any:
         if self.rest is None:
             return states["matrix"]
         return RoutedState(states.get("matrix"), states.get("rest"))
 
-    def _split(self, state: State | RoutedState) -> dict[str, State | None]:
+    def _split(
+        self, state: State | RoutedState, sides: Mapping[str, Leaves]
+    ) -> dict[str, State]:
+        """Return the states of the sides.
+
+        Raises:
+            ValueError: it is of another rule, or of other parameters.
+        """
         expected = State if self.rest is None else RoutedState
         if not isinstance(state, expected):
             raise ValueError(
                 f"got a {type(state).__name__}, expected {expected.__name__}: make the "
                 "state by init of this rule"
             )
-        if isinstance(state, State):
-            return {"matrix": state}
-        return {"matrix": state.matrix, "rest": state.rest}
+        states = {"matrix": state} if isinstance(state, State) else state._asdict()
+        states = {side: kept for side, kept in states.items() if kept is not None}
+        if states.keys() != sides.keys():
+            raise ValueError(
+                f"got a state of {sorted(states)}, expected one of {sorted(sides)}, "
+                "as these parameters are routed: make the state by init on them"
+            )
+        return states
 
     def _check_arguments(self, gamma: Number | None, reference: Tree | None) -> None:
-        algorithm = self.matrix
-        if gamma is not None and algorithm.correction is None:
+        algorithm, correction = self.matrix, self.matrix.correction
+        if gamma is not None and correction is None:
             raise ValueError(
                 f"got gamma={gamma!r} for {algorithm}, which has none: leave gamma out"
             )
@@ -325,10 +344,10 @@ class Rule:
                 "gradient by one: leave reference out, or build a MARS rule with "
                 'correction="exact"'
             )
-        if reference is None and algorithm.given:
+        if reference is None and correction is not None and algorithm.given:
             raise ValueError(
                 "got reference=None for a rule with "
-                f"correction={algorithm.correction.name!r}, expected a second gradient "
+                f"correction={correction.name!r}, expected a second gradient "
                 'of the current batch: with "exact" that at the previous parameters, '
                 'zeros at the first step; with "svrg" that at the snapshot; pass '
                 "reference="

@@ -126,11 +126,9 @@ def known_stack(leaves: Sequence[Tensor], known: Mapping[int, Tensor]) -> Tensor
     if is_fake(leaves[0]) or leaves[0].numel() == 0:
         return None
     stack = known.get(leaves[0].data_ptr())
-    alike = (
-        stack is not None
-        and stack.shape == (len(leaves), *leaves[0].shape)
-        and all(x.dtype == stack.dtype for x in leaves)
-    )
+    if stack is None or stack.shape != (len(leaves), *leaves[0].shape):
+        return None
+    alike = all(x.dtype == stack.dtype for x in leaves)
     return stack if alike and are_rows(leaves, stack) else None
 
 
@@ -181,7 +179,7 @@ def check_overlap(labelled: Sequence[tuple[Tensor, str]]) -> None:
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for p, label in labelled:
         if p.numel() and p.is_contiguous() and p.device.type != "meta":
-            start = p.storage_offset() * p.itemsize
+            start = int(p.storage_offset()) * p.itemsize
             storage = p.untyped_storage()._cdata
             spans.setdefault(storage, []).append((start, start + p.nbytes, label))
     for intervals in spans.values():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the sh
 ROW = 256  # elements; of shorter rows, as of a convolution, several are one
 
 
+Result = TypeVar("Result")
 Each = Callable[[Sequence[Measured]], list[Tensor]]  # ``products``
 Move = Callable[..., tuple[Stack, Tensor | None]]  # of a stack and its own columns
 
@@ -56,10 +57,10 @@ class Run(Protocol):
     def is_fused(self) -> bool:
         """Whether ``assess_alone`` is to be one call: one process has everything."""
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, function: Callable[..., Result], *args: Any) -> Result:
         """Return ``function(*args)``, which writes nothing."""
 
-    def meet(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+    def meet(self, what: str, function: Callable[..., Result], *args: Any) -> Result:
         """Return ``function(*args)``, in which ranks meet for ``what``: no graph."""
 
     def each(self, function: Each, stacks: Sequence[Measured]) -> list[Tensor]:
@@ -92,10 +93,10 @@ class Pure:
 
     is_fused = False
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, function: Callable[..., Result], *args: Any) -> Result:
         return function(*args)
 
-    def meet(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+    def meet(self, what: str, function: Callable[..., Result], *args: Any) -> Result:
         return function(*args)
 
     def each(self, function: Each, stacks: Sequence[Measured]) -> list[Tensor]:
@@ -216,7 +217,7 @@ def _products(stack: Measured) -> Tensor:
     if sums.ndim > 1 + first:
         sums = sums.flatten(1 + first).sum(-1)
     matrix_sums = rows.sum(sums.flatten(0, 1)).unflatten(0, sums.shape[:2])
-    return matrix_sums.mT.flatten(0, 1)
+    return matrix_sums.transpose(1, 2).flatten(0, 1)
 
 
 def row_dims(shape: Sequence[int], first: int) -> tuple[int, ...]:
@@ -354,6 +355,7 @@ def _scalars(
     rule = tuple(v * unit for v in algorithm.scalars(t, hyper.lr, gamma))
     behind = left = None
     if hyper.behind is not None:  # y takes the place of x: there is no other
+        assert k is not None
         (dtype,) = hyper.dtypes
         rule, numbers = algorithm.preconditioner.look_ahead(rule, k, dtype)
         behind, k = hyper.behind.unbind(1), None
@@ -370,7 +372,7 @@ def _scalars(
 class Host(NamedTuple):
     """What is known of the tensors of a stack before their owners are asked."""
 
-    count: int  # steps that were taken before
+    num_steps: int  # that were taken before
     first: int  # number of the first of them, among all tensors
     ok: Tensor  # (L,) bool: which of them move
 
@@ -397,7 +399,7 @@ def advance(
         hosts, first = [], 0
         for group, group_ok in zip(groups, decision.ok, strict=True):
             for ok in group_ok.split([stack.num_tensors for stack in group.stacks]):
-                hosts.append(Host(group.count, first, ok))
+                hosts.append(Host(group.num_steps, first, ok))
                 first += len(ok)
         for part in run.portions(stacks):
             columns = members, numbers, hosts
@@ -471,8 +473,8 @@ def update(stack: Stack, numbers: Numbers) -> tuple[Stack, Tensor | None]:
     if s.behind is not None:
         x = algorithm.preconditioner.behind(x, moments, s.behind)
     out, new = algorithm.preconditioner.update(x, c, moments, s.rule)
-    if s.grad_clip is not None:
-        correction = algorithm.corrects
+    correction = algorithm.corrects
+    if correction is not None and s.grad_clip is not None:
         symbols = correction.keeps.keys() & stack.buffers.keys()
         old = {symbol: working(stack.buffers[symbol]) for symbol in sorted(symbols)}
         new |= correction.kept(s.grad_clip * g, old)
@@ -483,6 +485,7 @@ def update(stack: Stack, numbers: Numbers) -> tuple[Stack, Tensor | None]:
     stack = stack._replace(buffers=buffers)
     if algorithm.matrix_only:
         return stack, out
+    assert out is not None
     return write_params(stack, out, s), None
 
 
@@ -490,7 +493,7 @@ def rounded(stack: Stack, symbol: str, value: Tensor, key: Tensor | None) -> Ten
     """Return a new value of a buffer in its dtype; ``key`` is a factor of it."""
     old, algorithm = stack.buffers[symbol], stack.algorithm
     buffer = algorithm.buffers[symbol]
-    if not algorithm.rounds(buffer, old.dtype):
+    if key is None or not algorithm.rounds(buffer, old.dtype):
         return value.to(old.dtype)
     shape = buffer_shape(algorithm, buffer, stack.shape)
     dtype = torch.int32 if shape.numel() < 2**31 else torch.int64
@@ -600,7 +603,7 @@ def _requests(
             leaf,
             algorithm.matrices,
             algorithm.matrix_preconditioner,
-            algorithm.matrix_preconditioner.stage(host.count, host.first + n),
+            algorithm.matrix_preconditioner.stage(host.num_steps, host.first + n),
             partial(run.store, ok[n]),
         )
         for n, (matrix, leaf) in enumerate(zip(matrices, members.leaves, strict=True))

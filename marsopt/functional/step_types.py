@@ -236,7 +236,7 @@ def formula(algorithm: Algorithm) -> Formula:
     return cached
 
 
-def _structure(component: object) -> Hashable:
+def _structure(component: Any) -> Hashable:
     """Return a component's type, its structure, and which of its numbers are None."""
     if component is None:
         return None
@@ -284,6 +284,7 @@ class Hyperparameters(NamedTuple):
 
     def flat(self) -> tuple[HyperparametersForm, list[Tensor]]:
         """Return the tensors among them, and all else; they need ``cells``."""
+        assert self.cells is not None
         values, lr, gamma, numbers = self.cells
         tensors = [values, self.t]
         tensors += [] if self.behind is None else [self.behind]
@@ -320,8 +321,9 @@ class Hyperparameters(NamedTuple):
         """Return (P,) what every part has of ``values``: 0-D, (N,) or (P,)."""
         if values.ndim == 0 or len(values) == self.num_parts:
             return values.expand(self.num_parts)
-        cuts = values.split([num for num, _ in self.parts])
-        pairs = zip(cuts, self.parts, strict=True)
+        parts = self.parts or ()
+        cuts = values.split([num for num, _ in parts])
+        pairs = zip(cuts, parts, strict=True)
         return torch.cat([cut.repeat_interleave(num) for cut, (_, num) in pairs])
 
 
@@ -369,8 +371,7 @@ class RuleGroup(NamedTuple):
 
     hyper: Hyperparameters
     stacks: Sequence[Stack]
-    # steps that were taken before this one, as the host counts them
-    count: int = 0
+    num_steps: int = 0  # that were taken before this one, as the host counts them
 
 
 class StepScalars(NamedTuple):
@@ -420,7 +421,7 @@ class StepScalars(NamedTuple):
         algorithm = stack.algorithm
         ok, table = numbers  # a plain pair in a graph
         columns = [ok, *table.unbind(1)]
-        if stack.num_clipped > 1:
+        if stack.rows is not None:
             rows = stack.x.shape[: stack.num_row_dims]
             parts = [column.view(stack.num_tensors, -1) for column in columns]
             columns = [stack.rows.spread(column, rows) for column in parts]

@@ -289,7 +289,8 @@ class LayoutOptimizer(Optimizer):
         Raises:
             TypeError, ValueError: set to something but None or a finite number > 0.
         """
-        return self._options["max_norm"]
+        bound: float | None = self._options["max_norm"]
+        return bound
 
     @max_norm.setter
     def max_norm(self, bound: float | None) -> None:
@@ -491,8 +492,8 @@ class LayoutOptimizer(Optimizer):
         return {**super().__getstate__(), **kept, "_progress": self._protocol.progress}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if self.__dict__.get("_loading") is not None:
-            self._restore(self._loading, state)
+        if (loading := self.__dict__.get("_loading")) is not None:
+            self._restore(loading, state)
             return
         super().__setstate__(state)
         # torch.optim's own, which MARS does not have: groups would take it up

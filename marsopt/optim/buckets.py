@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -198,14 +199,7 @@ class BucketGroup:
     # numbers of ``hyper`` that a step brings from and to ``optimizer.state``, whose
     # tensors are in somebody's memory: (rows, entries)
     apart: tuple[list[Tensor], list[Tensor]]
-    # of several groups: their numbers, and which of them each parameter has
-    joined: JoinedNumbers | None = None
-    index: Tensor | None = None
-
-    def refresh(self) -> None:
-        """Take over the groups' present numbers."""
-        if self.joined is not None:
-            self.joined.refresh(self.index)
+    refresh: Callable[[], None]  # takes over the groups' present numbers
 
 
 # ---- buckets -------------------------------------------------------------------------
@@ -368,14 +362,13 @@ def join(
         parts=norms_per_tensor([(len(b.params), b.num_clipped) for b in buckets]),
         cells=cells_of(numbers),
     )
-    index = None
-    if joined is not None:
-        number = {p: i for i, side in enumerate(sides) for p in side.params}
-        index = torch.tensor([number[p] for p in params], device=params[0].device)
     groups = [side.group for side in sides]
-    bucket_group = BucketGroup(hyper, buckets, groups, apart, joined, index)
-    bucket_group.refresh()
-    return bucket_group
+    if joined is None:
+        return BucketGroup(hyper, buckets, groups, apart, refresh=lambda: None)
+    number = {p: i for i, side in enumerate(sides) for p in side.params}
+    index = torch.tensor([number[p] for p in params], device=params[0].device)
+    joined.refresh(index)
+    return BucketGroup(hyper, buckets, groups, apart, partial(joined.refresh, index))
 
 
 def _keys(
@@ -460,12 +453,12 @@ def _hold(
     the tensor that is there, where it can move, so that whoever holds it sees later
     steps. Where it cannot, ``apart`` gets both.
     """
-    before = entry.get(key)
-    alike = type(before) is Tensor and (
-        (before.shape, before.dtype, before.device)
-        == (row.shape, row.dtype, row.device)
-    )
-    if not alike or is_fake(row):
+    before, form = entry.get(key), (row.shape, row.dtype, row.device)
+    if (
+        type(before) is not Tensor
+        or (before.shape, before.dtype, before.device) != form
+        or is_fake(row)
+    ):
         entry[key] = row
     elif can_relocate(before, before):
         before.data = row

@@ -26,7 +26,7 @@ from torch.autograd import profiler
 
 from marsopt.functional import step
 from marsopt.functional.stacks import group_by
-from marsopt.functional.step import Each, Move
+from marsopt.functional.step import Each, Move, Result
 from marsopt.functional.step_types import (
     Hyperparameters,
     HyperparametersForm,
@@ -454,11 +454,12 @@ class InPlace:
         run = self._functions[function]
         return run(off, *args) if self._compile else run(*args)
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, function: Callable[..., Result], *args: Any) -> Result:
         with named_range(RANGES[function]):
-            return self._run(function, declined(), *args)
+            result: Result = self._run(function, declined(), *args)
+        return result
 
-    def meet(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+    def meet(self, what: str, function: Callable[..., Result], *args: Any) -> Result:
         with named_range(f"marsopt: {what}"):
             return function(*args)
 

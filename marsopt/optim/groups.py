@@ -503,7 +503,7 @@ def _movable(
         ValueError: none can.
     """
     try:
-        piece = options["collectives"].local(p)
+        piece: Tensor = options["collectives"].local(p)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
     check_parameter(
@@ -571,9 +571,12 @@ class DeviceHyperparameters:
             _set(self._cells[name], value)  # before they are checked
         self.routing = route({**options, **group, **self._cells})
         del self._cells["base_lr"]  # no algorithm reads it
-        self.lr, self.gamma = self._cells["lr"], self._cells["gamma"]
-        self.lr_1d = self._cells.setdefault("lr_1d", cells["lr_1d"])
-        self.gamma_1d = self._cells.setdefault("gamma_1d", cells["gamma_1d"])
+        self._cells = {n: cells[n] for n in ("lr_1d", "gamma_1d")} | self._cells
+        single = {
+            n: cell for n, cell in self._cells.items() if isinstance(cell, Tensor)
+        }
+        self.lr, self.lr_1d = single["lr"], single["lr_1d"]
+        self.gamma, self.gamma_1d = single["gamma"], single["gamma_1d"]
         self.refresh(group)
 
     def fits(self, group: dict[str, Any], device: torch.device | None) -> bool:
@@ -634,11 +637,13 @@ class DeviceHyperparameters:
         return numbers
 
     def _rate_1d(self, group: Mapping[str, Any], numbers: Mapping[str, Any]) -> Number:
-        lr, base = numbers["lr"], numbers["base_lr"]
+        lr: Number = numbers["lr"]
+        base = numbers["base_lr"]
         if not self.routing.own_rate:
             return lr
         if base > 0:
-            return lr * (numbers["lr_1d"] / base)
+            ratio: Number = numbers["lr_1d"] / base
+            return lr * ratio
         used = _has_fallback(group, self.routing)
         if used and not isinstance(lr, Tensor) and lr != 0:
             raise ValueError(

@@ -77,8 +77,8 @@ class Layout:
         self.collectives = self._bound()
         self._recut = self._recut_state()
         # as it will be, of parameters of which other pieces move here from now on
-        coming = {p: {**state[p], **recut} for p, recut in self._recut.items()}
-        coming = ChainMap(coming, state) if coming else state
+        pieces = {p: {**state[p], **recut} for p, recut in self._recut.items()}
+        coming: State = ChainMap(pieces, state) if pieces else state
 
         def stacked(p: Tensor, num_alike: int) -> bool:
             return should_stack(p, compile, num_alike)
@@ -334,6 +334,7 @@ class Layout:
             hyper, first = group.hyper, group.groups[0]
             rates = [g["lr"] for g in group.groups]
             if any(isinstance(r, Tensor) and not checks.can_read(r) for r in rates):
+                assert isinstance(hyper.lr, Tensor)  # as the class has it
                 hyper = hyper._replace(unread_lr=hyper.lr)
             rule_groups.append(RuleGroup(hyper, stacks, first.get(STAGE_COUNT, 0)))
         if copies[0]:
@@ -472,10 +473,11 @@ class Layout:
         """Count the step that was taken, or skipped, after everything is written: where
         that fails, it was not taken.
         """
-        old = [group.hyper.t for group in self.groups]
-        old += [group.hyper.behind for group in self.groups]
-        pairs = zip(old, [*decision.t, *decision.behind], strict=True)
-        kept, new = zip(*(pair for pair in pairs if pair[0] is not None), strict=True)
+        kept, new = [group.hyper.t for group in self.groups], [*decision.t]
+        for group, behind in zip(self.groups, decision.behind, strict=True):
+            if group.hyper.behind is not None and behind is not None:
+                kept.append(group.hyper.behind)
+                new.append(behind)
         torch._foreach_copy_(kept, new)
         for rows, entries in (group.apart for group in self.groups):
             if rows:

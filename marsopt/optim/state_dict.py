@@ -129,11 +129,13 @@ def in_order_of_names(
     return {**saved, "param_groups": ordered}
 
 
-def under_loaded(present: State, loaded: Mapping[Any, Any]) -> State:
+def under_loaded(
+    present: State, loaded: Mapping[Any, Any]
+) -> defaultdict[Tensor, dict[str, Any]]:
     """Return a state of our tensors that are ``present`` already, for the parameters
     that ``loaded`` has, and of what others keep in ``loaded``.
     """
-    state: State = defaultdict(dict)
+    state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
     for key, entry in loaded.items():
         if isinstance(key, Tensor):
             kept = entry_of_mars(present.get(key, {}))

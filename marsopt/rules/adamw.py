@@ -114,8 +114,8 @@ class AdamW(Preconditioner):
         return self.decay_of(x, step, decay) * x - step, new
 
     def look_ahead(
-        self, s: tuple[Number, ...], k: Tensor, dtype: torch.dtype
-    ) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
+        self, s: tuple[Tensor, ...], k: Tensor, dtype: torch.dtype
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """With u = m / (sqrt(v) debias + eps) and e = lr weight_decay a step is
 
             x' = x + d,  d = -(e x + rate u)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -111,8 +111,10 @@ class Algorithm:
         """How many numbers of the last step x follows from, with the point ahead and
         the buffers; 0: parameters are x, or the state keeps it.
         """
-        stores = not self.is_ahead or self.correction.store_iterate
-        return 0 if stores else self.preconditioner.num_behind
+        correction = self.correction
+        if correction is None or not correction.is_ahead or correction.store_iterate:
+            return 0
+        return self.preconditioner.num_behind
 
     def over(self, params: Sequence[Tensor]) -> Algorithm:
         """Return this algorithm for these parameters: one that keeps x where it would
@@ -129,7 +131,8 @@ class Algorithm:
 
     @cached_property
     def _storing(self) -> Algorithm:  # one, which compiled graphs are known by
-        correction = replace(self.correction, store_iterate=True)
+        ahead: Any = self.correction  # only such a one has the field
+        correction = replace(ahead, store_iterate=True)
         return replace(self, correction=correction)
 
     @property
@@ -207,13 +210,15 @@ class Algorithm:
         if buffer.home == "owner":  # not rounded stochastically; float16 has no range
             state_dtype = default_state_dtype(torch.promote_types(state_dtype, x.dtype))
         narrow = None if self.corrects is None else self.corrects.h_dtype
+        if isinstance(buffer.dtype, torch.dtype):
+            return buffer.dtype
         by_name = {
             "state": state_dtype,
             "gradient": narrow or state_dtype,
             "parameter": x.dtype,
             "working": working_dtype(x),
         }
-        return by_name.get(buffer.dtype, buffer.dtype)
+        return by_name[buffer.dtype]
 
     def rounds(self, buffer: Buffer, dtype: torch.dtype) -> bool:
         """Return whether a step rounds stochastically what it writes into a buffer of
@@ -224,8 +229,10 @@ class Algorithm:
 
     def num_clipped(self, shape: torch.Size) -> int:
         """Return how many parts of a tensor of this shape have a norm of their own."""
-        whole = self.correction is None or self.correction.clip is None
-        if whole or self.correction.clip_per == "tensor":
+        correction = self.correction
+        if correction is None or correction.clip is None:
+            return 1
+        if correction.clip_per == "tensor":
             return 1
         return self.matrices.num_in(shape)
 

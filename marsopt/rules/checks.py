@@ -201,7 +201,7 @@ def count(name: str, value: int) -> None:
         )
 
 
-def none_or(check: Callable[[str, Number], None]) -> Callable[..., None]:
+def none_or(check: Callable[[str, Any], None]) -> Callable[..., None]:
     """Return a check that takes None too."""
     return lambda name, value: None if value is None else check(name, value)
 

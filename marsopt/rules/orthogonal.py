@@ -30,8 +30,8 @@ def lr_scale(adjust_lr_fn: str, shape: torch.Size) -> float:
     """Return what a whole matrix of this shape multiplies the learning rate by."""
     rows, cols = shape
     if adjust_lr_fn == ORIGINAL:
-        return max(1, rows / max(1, cols)) ** 0.5
-    return 0.2 * max(rows, cols) ** 0.5
+        return float(max(1, rows / max(1, cols)) ** 0.5)
+    return float(0.2 * max(rows, cols) ** 0.5)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -37,12 +37,16 @@ class Preconditioner(ABC):
 
     keeps: ClassVar[dict[str, Buffer]] = {}  # all that it may keep, by symbol
     matrix_only: ClassVar[bool] = False  # whether it is a ``MatrixPreconditioner``
-    # how many numbers of a step x follows from, with the point ahead of it and the
-    # buffers (``behind``); 0: it does not follow
-    num_behind: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def num_behind(self) -> int:
+        """How many numbers of a step x follows from, with the point ahead of it and the
+        buffers (``behind``); 0: it does not follow.
+        """
+        return 0
 
     @property
     @abstractmethod
@@ -99,8 +103,8 @@ class Preconditioner(ABC):
         return torch.where(step * x >= 0, decay, 1.0)
 
     def look_ahead(
-        self, s: tuple[Number, ...], k: Tensor, dtype: torch.dtype
-    ) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
+        self, s: tuple[Tensor, ...], k: Tensor, dtype: torch.dtype
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return scalars with which ``update`` moves x to the point y = x' + k (x' - x)
         in place of x', and the ``num_behind`` numbers that lead from y back to x'.
 
@@ -140,6 +144,8 @@ class MatrixCost(Protocol):
     """What the work on whole matrices costs, by which owners are chosen. Equal ones
     share their exchanges: hashable, and alike on all ranks.
     """
+
+    def __hash__(self) -> int: ...
 
     def on(self, device_type: str) -> MatrixCost:
         """Return what this is on such a device, where that is not the same on all."""

@@ -351,5 +351,5 @@ def _groups(every: Sequence[Parameters], rank: Rank) -> list[RuleGroup]:
             parts=norms_per_tensor(parts),
         )
         count = algorithm.preconditioner.every if algorithm.has_stages else 0
-        found.append(RuleGroup(hyper, stacks, count=count))
+        found.append(RuleGroup(hyper, stacks, count))
     return found
