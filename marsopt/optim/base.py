@@ -183,6 +183,7 @@ class LayoutOptimizer(Optimizer):
         self._run = InPlace(
             calls([bucket.kind() for bucket in layout.buckets], self._compile),
             self._functions,
+            device=self._skipped.device,
             alone=self._options["collectives"] is LOCAL,
             compile=self._compile,
             required=self._options["compile"] is True,

@@ -409,13 +409,14 @@ class InPlace:
     Two graphs move an elementwise algorithm: statistics with all that is decided from
     them, and the update. A matrix algorithm has a third, after what its owners do.
     Where there are several calls, or other ranks have to be asked, the decision is a
-    graph of its own. Calls of one graph share it and never recompile.
+    graph of its own, or eager on a CPU. Calls of one graph share it and never recompile.
 
     Ranges named "marsopt: ..." show the parts in a profiler's trace.
 
     Args:
         calls: which stacks each call of a graph moves.
         functions: an optimizer's, by what they compile; what is missing is added.
+        device: of the parameters.
         alone: whether no other rank has a say.
         compile: False = eager.
         required: whether a backend that fails raises.
@@ -426,11 +427,12 @@ class InPlace:
         calls: Sequence[Sequence[int]],
         functions: dict[Callable[..., Any], Callable[..., Any]],
         *,
+        device: torch.device,
         alone: bool,
         compile: bool,
         required: bool,
     ) -> None:
-        self.calls = calls
+        self.calls, self._device = calls, device
         self.is_fused = alone and len(calls) == 1
         self._alone = alone
         self._compile, self._required = compile, required
@@ -438,7 +440,13 @@ class InPlace:
         self._say = once()
 
     def _run(self, function: Callable[..., Any], off: str | None, *args: Any) -> Any:
-        """Return ``function(*args)``, compiled; what it moves is written in place."""
+        """Return ``function(*args)``, compiled; what it moves is written in place.
+
+        A decision by itself is a few numbers: a CPU takes no longer eagerly, where a
+        graph takes seconds to compile.
+        """
+        if function is step.decide and self._device.type == "cpu":
+            return function(*args)
         if function not in self._functions:
             moves = function in (step.update, step.apply)
             wrapped = in_place(function) if moves else function
