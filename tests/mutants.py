@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -218,6 +219,7 @@ def main() -> None:
     play, mutants = PARTS[args.part]()
     from benchmarks.gpu.rehearsal.rehearse import quiet  # once Triton may be there
 
+    gc.freeze()  # as in tests/conftest.py
     rows = {}
     for text in args.cases:
         name, _, mutant = text.partition("=")
