@@ -21,7 +21,7 @@ import torch
 from tests.stacking import as_on_a_gpu
 
 # what starts processes
-STARTS = {"forked", "rehearsed", "spawn", "subprocess"}
+STARTS = {"forked", "played", "spawn", "subprocess"}
 
 
 def pytest_collection_modifyitems(items):
