@@ -6,8 +6,8 @@ A child does what ``python -m`` does after its imports. Its parent runs no tenso
 arithmetic and has no threads, so that the fork breaks nothing of PyTorch. That a real
 ``python -m`` does and says the same stays the subject of one test of each command.
 
-Run as a module, it reads [module, [arguments], ranks] from each line of its standard
-input, and answers with [exit code, stdout, stderr].
+Run as a module, it reads [module, [arguments], ranks, signals] from each line of its
+standard input, and answers with [exit code, stdout, stderr].
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LIMIT = 240.0  # seconds of a command, on a machine that does other things too
 POLL = 0.005  # seconds between two looks at the children
+SPAN = 0.05  # seconds between two signals, as torchrun and Slurm send them
 PRELOADED = (
     "datasets", "matplotlib.pyplot", "safetensors.torch", "tokenizers",
     "torch.utils.tensorboard",
@@ -51,9 +52,14 @@ def _end() -> None:
         _server.pop().communicate()  # the end of its input ends it
 
 
-def forked(*args: object, ranks: int = 1) -> tuple[int, str, str]:
+def forked(
+    *args: object,
+    ranks: int = 1,
+    signals: tuple[str, list[int], list[int]] | None = None,
+) -> tuple[int, str, str]:
     """Run a module of the application with these arguments on ``ranks`` processes;
-    (exit code, stdout, stderr).
+    (exit code, stdout, stderr). ``signals`` is a text and numbers of signals and of
+    ranks: once rank 0 has printed the text, the ranks get the signals.
 
     As under torchrun, other ranks end with the first that fails, whose exit code it is;
     torchrun itself, which would say so, is not there.
@@ -72,7 +78,7 @@ def forked(*args: object, ranks: int = 1) -> tuple[int, str, str]:
         _server.append(process)
     (server,) = _server
     module, *options = map(str, args)
-    server.stdin.write(json.dumps([module, options, ranks]) + "\n")
+    server.stdin.write(json.dumps([module, options, ranks, signals]) + "\n")
     server.stdin.flush()
     answer = server.stdout.readline()
     assert answer, "the process that forks commands has ended"
@@ -310,14 +316,28 @@ def _as_main(command: Command) -> int:
     return 1
 
 
+def _signals_after(text: str, numbers: list[int], ranks: list[int]) -> Callable:
+    """Return what sends ``ranks`` the signals once rank 0 has printed ``text``."""
+    left = list(numbers)
+
+    def watch(running: Running) -> None:
+        if left and text in running.printed("out", 0):
+            running.kill(left.pop(0), *ranks)
+            time.sleep(SPAN)
+
+    return watch
+
+
 def main() -> None:
     """Answer each line of standard input."""
     import_all()
     with os.fdopen(os.dup(1), "w") as answers:  # children have 1 for themselves
         for line in sys.stdin:
-            module, args, ranks = json.loads(line)
+            module, args, ranks, signals = json.loads(line)
+            watch = _signals_after(*signals) if signals else None
+            command = Command(module, tuple(args), ranks, watch=watch)
             with tempfile.TemporaryDirectory() as folder:
-                running = Running(Command(module, tuple(args), ranks), Path(folder))
+                running = Running(command, Path(folder))
                 while not running.poll():
                     time.sleep(POLL)
                 ended = running.ended()

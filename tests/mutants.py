@@ -1,13 +1,14 @@
 """Plays cases of a part of the GPU rehearsal, some with a mutant of the code that its
 checks guard: a module that tests/test_rehearsal*.py run in a process of its own.
 
-    python -m tests.mutants PART --json FILE CASE[=MUTANT] ...
+    python -m tests.mutants PART --json FILE CASE[=MUTANT,...] ...
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -218,6 +219,7 @@ def main() -> None:
     play, mutants = PARTS[args.part]()
     from benchmarks.gpu.rehearsal.rehearse import quiet  # once Triton may be there
 
+    gc.freeze()  # as in tests/conftest.py
     rows = {}
     for text in args.cases:
         name, _, mutant = text.partition("=")
@@ -227,7 +229,9 @@ def main() -> None:
             elif mutants is None:
                 rows[text] = play(name, mutant)
             else:
-                with mutants[mutant]():
+                with contextlib.ExitStack() as stack:
+                    for each in mutant.split(","):
+                        stack.enter_context(mutants[each]())
                     rows[text] = play(name)
     args.json.write_text(json.dumps(rows))
 

@@ -35,6 +35,7 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
     )
+    gc.freeze()  # what all ranks have imported is looked through no more
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())

@@ -70,6 +70,7 @@ def checkout(tmp_path_factory):
 
 
 def call(monkeypatch, *args: object) -> None:
+    monkeypatch.setitem(step.MODELS, "gpt2-small", (1, 64))  # layers, and a small width
     monkeypatch.setattr(sys, "argv", ["step", *map(str, args)])
     step.main()
 

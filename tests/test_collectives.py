@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -143,8 +145,10 @@ def turn(optimizer, t):
     optimizer.param_groups[0].update(lr=0.02 / (t + 1), gamma=0.01 * t)
 
 
+@mock.patch.object(torch, "compile", partial(torch.compile, backend="eager"))
 def compiled(rank, world):
-    """Whole parameters of compiled steps, whose graphs for vectors are those of
+    """Whole parameters of compiled steps, by the graphs that dynamo makes (inductor
+    makes of them what it does in one process), whose graphs for vectors are those of
     MARS-AdamW; collectives and bytes of each step after the first, as torch sees them
     called; matrices and plan.
     """

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,25 +53,39 @@ def printed(*command, **environment):
     return losses
 
 
-COMPILED = "custom_loop --flat"  # by itself
-
-
 @pytest.fixture(autouse=True)
-def eagerly(request, monkeypatch):
+def eagerly(monkeypatch):
     """What an optimizer compiles is tested elsewhere, and takes each process longer
-    than its example.
+    than its example. Graphs of their own are those of dynamo.
     """
-    if request.node.name != f"test_example[{COMPILED}]":
-        monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+
+
+@pytest.fixture
+def played(monkeypatch, capsys):
+    """Run an example in this process, which has imported it all; what it printed."""
+
+    def play(name, *options):
+        monkeypatch.setattr(sys, "argv", ["example", *map(str, options)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of trainers, as in a process of their own
+            runpy.run_module(f"examples.{name}", run_name="__main__")
+        return capsys.readouterr().out
+
+    return play
 
 
 @pytest.mark.parametrize(
-    "command",
-    [COMPILED, "custom_loop --eager", "drop_in", "drop_in --exact"],
+    "command", ["custom_loop --flat", "custom_loop --eager", "drop_in --exact"]
 )
-def test_example(command):
-    name, *options = command.split()
-    losses = printed("-m", f"examples.{name}", *options)
+def test_example(command, played):
+    losses, _ = read(played(*command.split()))
+    assert len(losses) == 6 and losses[-1] < 0.05 * losses[0]
+
+
+def test_an_example_as_a_command():
+    losses = printed("-m", "examples.drop_in")
     assert losses[-1] < 0.05 * losses[0]
 
 
@@ -168,9 +183,7 @@ def trained_plainly(kind, example) -> float:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("command", [*TRAINERS, "hf_trainer --object"])
-def test_foreign_trainers_do_what_the_plain_loop_does(
-    command, tmp_path, monkeypatch, capsys
-):
+def test_foreign_trainers_do_what_the_plain_loop_does(command, tmp_path, played):
     """And save and resume it: the last checkpoint holds the model that was evaluated,
     which is x, and a run that goes on from the checkpoint before repeats the rest.
     """
@@ -178,8 +191,7 @@ def test_foreign_trainers_do_what_the_plain_loop_does(
     kind = TRAINERS[name]
     for package in kind.packages:
         pytest.importorskip(package)
-    what = ("-m", f"examples.{name}", tmp_path, *options)
-    losses, held_out = read(ran(*what).stdout)
+    losses, held_out = read(played(name, tmp_path, *options))
     example, saved = importlib.import_module(f"examples.{name}"), tmp_path / kind.last
     assert len(losses) == 6 and losses[-1] < 0.2 * losses[0]
     assert trained_plainly(kind, example) == pytest.approx(held_out, abs=1e-5)
@@ -192,12 +204,7 @@ def test_foreign_trainers_do_what_the_plain_loop_does(
     assert not any(group["train_mode"] for group in state["param_groups"])
 
     shutil.rmtree(saved) if saved.is_dir() else saved.unlink()
-    # in this process, which has imported it all
-    monkeypatch.setattr(sys, "argv", ["example", str(tmp_path), *options])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the trainers, as in a process of their own
-        runpy.run_module(example.__name__, run_name="__main__")
-    rest, again = read(capsys.readouterr().out)
+    rest, again = read(played(name, tmp_path, *options))
     assert 0 < len(rest) < 6 and rest == losses[-len(rest) :] and again == held_out
 
 
@@ -208,13 +215,18 @@ def test_foreign_trainers_are_a_page_with_a_mark(name):
     assert any(line.endswith("  # 1") for line in lines)
 
 
+# what torchrun tells the one process that it starts
+ALONE = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+ALONE |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+
+
 @pytest.mark.processes
 def test_fsdp2_goes_on_with_another_number_of_processes(tmp_path):
-    launch = ("-m", "torch.distributed.run", "--nproc-per-node")
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     what = ("-m", "examples.fsdp2", tmp_path / "checkpoint")
-    first = printed(*launch, "2", *what)
+    first = printed(*launch, *what)
     assert first[-1] < 0.05 * first[0]
-    rest = printed(*launch, "1", *what)
+    rest = printed(*what, **ALONE)
     assert rest[0] < 1.1 * first[-1]
     assert rest[-1] < 0.5 * first[-1]
 
@@ -224,11 +236,10 @@ def test_torchtitans_llama3_learns_without_a_gpu(tmp_path):
     text = tmp_path / "text.py"
     text.write_bytes((ROOT / "parallel" / "collectives.py").read_bytes())
     prepare.prepare("text", "bytes", tmp_path / "data", files=[text])
-    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "1")
     options = ["--dataloader.dataset-path", tmp_path / "data", "--training.steps", "6"]
     options += ["--training.local-batch-size", "2", "--training.seq-len", "32"]
     options += ["--dump-folder", tmp_path / "out"]
-    done = ran(*launch, "-m", "examples.torchtitan_llama3", *options)
+    done = ran("-m", "examples.torchtitan_llama3", *options, **ALONE)
     losses = [float(v) for v in re.findall(r"loss: +(\d+\.\d+)", done.stdout)]
     assert len(losses) == 6
     assert losses[-1] < 0.7 * losses[0]

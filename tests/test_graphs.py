@@ -5,6 +5,7 @@ that is not as before, it takes steps equal to eager ones.
 import copy
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,17 @@ from marsopt import MARS
 
 SHAPE = (260, 256)  # above what shares a stack on a CPU
 NUM = 6
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Graphs as dynamo makes them, without what inductor makes of them: that takes
+    longer, and has to fit the tensors, of which other tests are.
+    """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+
+
+of_dynamo = pytest.mark.usefixtures("traced")
 
 
 def parameters(num=NUM):
@@ -57,6 +69,7 @@ def test_a_step_is_as_many_calls_of_graphs_as_it_describes():
     assert len(set(regions)) == 2
 
 
+@of_dynamo
 def test_a_step_under_autocast_takes_the_same_graphs():
     params = parameters()
     optimizer = MARS(params, compile=True)
@@ -161,6 +174,7 @@ def test_whatever_tensors_it_meets_later_it_steps_as_an_eager_one(changes):
     steps_as_an_eager_one("transport", [None, None, *amid])
 
 
+@of_dynamo
 @pytest.mark.parametrize(
     "entered",
     [
@@ -189,6 +203,7 @@ def test_whatever_torch_computes_under_it_steps_as_an_eager_one(entered):
         torch.testing.assert_close(a, b)
 
 
+@of_dynamo
 def test_set_stance_is_obeyed():
     params = parameters(2)
     optimizer = MARS(params, compile=True)
@@ -200,6 +215,7 @@ def test_set_stance_is_obeyed():
     assert not any("Torch-Compiled Region" in name for name in names)
 
 
+@of_dynamo
 def test_a_global_clip_comes_and_goes():
     """Each has a graph of its own, which is compiled once."""
     mine, others = parameters(2), parameters(2)
@@ -215,6 +231,7 @@ def test_a_global_clip_comes_and_goes():
         torch.testing.assert_close(a, b)
 
 
+@of_dynamo
 def test_groups_that_differ_in_numbers_share_their_graphs():
     params = parameters(4)
     halves = [
@@ -228,6 +245,7 @@ def test_groups_that_differ_in_numbers_share_their_graphs():
     assert len(graph) == 4
 
 
+@of_dynamo
 def test_a_reset_compiles_anew():
     params = parameters(2)
     optimizer = MARS(params, compile=True)
@@ -239,6 +257,7 @@ def test_a_reset_compiles_anew():
         assert num_compiled(optimizer.step) == 0
 
 
+@of_dynamo
 def test_nothing_of_a_step_is_kept_alive():
     params = parameters(2)
     optimizer = MARS(params, compile=True)
@@ -251,6 +270,7 @@ def test_nothing_of_a_step_is_kept_alive():
     assert not any(ref() is not None for ref in alive)
 
 
+@of_dynamo
 def test_a_copy_has_graphs_of_its_own():
     params = parameters(2)
     optimizer = MARS(params, lr=1e-2, compile=True)

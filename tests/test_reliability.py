@@ -25,6 +25,7 @@ from pathlib import Path
 import pytest
 
 import configs
+from tests.forks import forked
 from tests.processes import spawn
 from tests.test_application import ROOT, STEPS, TINY, data, one, tiny
 from train import export, prepare, sample
@@ -249,18 +250,22 @@ def test_what_was_cut_off_pushes_no_whole_checkpoint_out(tmp_path):
 # ---- ends ----------------------------------------------------------------------------
 
 
-def started(data, folder, *options, ranks=1):
-    """A run of many steps in a process of its own, and the first lines of it."""
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command = [
-        sys.executable, *(launch if ranks > 1 else []), "-m", "train",
-        "--config", "tiny_mars_adamw", *TINY, "--lr-scheduler.total-steps", "5000",
-        "--training.steps", "5000", "--checkpoint.interval", "10",
-        "--validator.freq", "5000", "--dataloader.dataset-path", data,
-        "--dump-folder", folder, *options,
+def many_steps(data, folder) -> list[str]:
+    """The arguments of a run that takes longer than a test waits."""
+    words = [
+        "train", "--config", "tiny_mars_adamw", *TINY,
+        "--lr-scheduler.total-steps", "5000", "--training.steps", "5000",
+        "--checkpoint.interval", "10", "--validator.freq", "5000",
+        "--dataloader.dataset-path", data, "--dump-folder", folder,
     ]  # fmt: skip
+    return [*map(str, words)]
+
+
+def under_torchrun(data, folder) -> subprocess.Popen:
+    """It on two ranks, in processes of their own."""
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
     return subprocess.Popen(
-        [*map(str, command)],
+        [sys.executable, *launch, *many_steps(data, folder)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
@@ -291,14 +296,12 @@ def told_by(stderr: str) -> list[str]:
     [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")],
 )
 def test_a_signal_ends_a_run_in_one_line(data, tmp_path, number, code, name):
-    process = started(data, tmp_path / "run")
-    after_step(process, 15)
-    process.send_signal(number)
-    if number == signal.SIGTERM:  # once more, as of torchrun and of Slurm
-        time.sleep(0.05)
-        process.send_signal(number)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == code, stderr
+    # the second one as of torchrun and of Slurm
+    numbers = [number, number] if number == signal.SIGTERM else [number]
+    ended, _, stderr = forked(
+        *many_steps(data, tmp_path / "run"), signals=("step 15/", numbers, [])
+    )
+    assert ended == code, stderr
     (line,) = stderr.splitlines()
     step, last = map(
         int,
@@ -338,10 +341,9 @@ def runs(process: int) -> bool:
 
 @pytest.mark.processes
 def test_a_rank_that_died_is_named_once(data, tmp_path):
-    process = started(data, tmp_path / "run", ranks=2)
-    after_step(process, 15)
-    os.kill(workers(process.pid)["1"], signal.SIGKILL)
-    _, stderr = process.communicate(timeout=90)
+    died = ("step 15/", [signal.SIGKILL], [1])
+    words = many_steps(data, tmp_path / "run")
+    _, _, stderr = forked(*words, ranks=2, signals=died)
     (line,) = told_by(stderr)
     assert "error: rank 1 gone or stopped" in line
     assert re.search(r"the same command continues after step \d+0\.", line)
@@ -352,7 +354,7 @@ def test_a_rank_that_died_is_named_once(data, tmp_path):
 
 @pytest.mark.processes
 def test_ranks_whose_launcher_was_killed_save_and_end(data, tmp_path):
-    process = started(data, tmp_path / "run", ranks=2)
+    process = under_torchrun(data, tmp_path / "run")
     after_step(process, 15)
     left = workers(process.pid)
     process.kill()
@@ -392,9 +394,8 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk_ends_a_run_in_one_line(data, small_disk):
-    process = started(data, small_disk / "run")
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 1, stderr
+    code, _, stderr = forked(*many_steps(data, small_disk / "run"))
+    assert code == 1, stderr
     assert stderr.count("\n") == 1
     assert re.match(
         rf"error: no space is left on the disk of {small_disk}/run: make some, at step "
@@ -405,12 +406,12 @@ def test_a_full_disk_ends_a_run_in_one_line(data, small_disk):
 
 def test_an_export_to_a_full_disk_is_one_line(one, small_disk):
     (small_disk / "filled").write_bytes(bytes(23 << 20))
-    argv = ["-m", "train.export", "--run", one[0], "--out", small_disk / "hf"]
-    command = [sys.executable, *map(str, argv)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "expected space on the disk: make some" in done.stderr
+    code, _, stderr = forked(
+        "train.export", "--run", one[0], "--out", small_disk / "hf"
+    )
+    assert code == 2
+    assert stderr.count("\n") == 1
+    assert "expected space on the disk: make some" in stderr
     assert [path.name for path in small_disk.iterdir()] == ["filled"]
 
 

@@ -134,15 +134,14 @@ def experts_twice(name, ndim):
 
 # every rule once; every cut and strategy under what a mesh may treat differently
 CELLS = {  # mesh, cut, strategies, rules
-    "1 rank": ((1,), rows, ("auto",), SOME),
+    "1 rank": ((1,), rows, ("auto",), HALF),
     "2 ranks": ((2,), rows, ("gram", "replicate", "auto"), HALF),
     "3 ranks": ((3,), rows, ("owner",), RULES),
     "4 ranks": ((4,), rows, ("owner",), HALF),
-    "8 ranks": ((8,), rows, ("owner",), FEW),
     "inner rows": ((2,), inner_rows, ("gram",), SOME),
-    "columns": ((3,), columns, ("gram",), SOME),
+    "columns": ((3,), columns, ("gram",), HALF),
     "mixed": ((2,), mixed, ("owner", "auto"), HALF),
-    "HSDP": ((2, 2), hybrid, ("owner",), SOME),
+    "HSDP": ((2, 2), hybrid, ("owner",), HALF),
     "HSDP of one": ((2, 1), hybrid, ("owner", "auto"), FEW),
     "two axes": ((2, 2), grid, ("owner",), SOME),
     "experts and rows": ((2, 2), experts_and_rows, ("owner",), HALF),
