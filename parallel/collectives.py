@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -32,13 +32,13 @@ from marsopt.functional.collectives import (
 from marsopt.rules.dtypes import working
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import NewtonSchulz
-from marsopt.rules.preconditioner import MatrixCost, Whole
+from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
 from .agreement import Agreement
 from .cut import Cut, Way, cut_of
 from .grid import Grid, grid_of, group_over
 from .layout_cache import LayoutCache
-from .placement import AxisPlacement, Placement, onto_first
+from .placement import AxisPlacement, Placement, dim_of, onto_first
 from .planner import Machine, Strategy, plan
 from .shard_group import ShardGroup
 
@@ -169,13 +169,15 @@ class MeshCollectives(AsTheyLie):
         """Return, for every dim of ``tensor`` that is cut, which of its indices lie
         here, in the order of the piece's.
         """
+        if not isinstance(tensor, DTensor):
+            return {}
         indices, ndim = {}, tensor.ndim
         for dim in Placement.of(tensor).dims:
             mesh, shape = tensor.device_mesh, [1] * ndim
             shape[dim] = tensor.shape[dim]
             positions = torch.arange(shape[dim], device=mesh.device_type).view(shape)
             places = [
-                p if not p.is_replicate() and p.dim % ndim == dim else Replicate()
+                p if not p.is_replicate() and dim_of(p) % ndim == dim else Replicate()
                 for p in tensor.placements
             ]
             indices[dim] = _piece(positions, mesh, places).flatten()
@@ -237,7 +239,7 @@ class MeshCollectives(AsTheyLie):
                 sums = part
             else:
                 sums = sums.index_copy(0, reduction.rows, part)
-        if digests is None:
+        if digests is None or digest is None:
             return sums
         return self._agreement.judged(sums, digests, num_ranks, digest)
 
@@ -257,7 +259,8 @@ class MeshCollectives(AsTheyLie):
         """Return the all-reduces of ``sum`` for one list of leaves."""
         places = self._places("sum", leaves)
         device = self.mesh.device_type
-        spread = dict.fromkeys((p.mesh, axis) for p in places for axis in p.axes)
+        meshes = [(p.mesh, p.axes) for p in places if p.mesh is not None]
+        spread = dict.fromkeys((mesh, axis) for mesh, axes in meshes for axis in axes)
         reductions = []
         for number, (mesh, axis) in enumerate(spread):
             sharded = [p.mesh == mesh and axis in p.axes for p in places]
@@ -305,12 +308,12 @@ class MeshCollectives(AsTheyLie):
 
     # ---- whole matrices ------------------------------------------------------------
 
-    def on_owners(self, requests: Sequence[Request]) -> list[Whole]:
+    def on_owners(self, requests: Sequence[Request]) -> list[MatrixOutput]:
         """Bring together the whole matrices of each leaf, let their preconditioners'
         ``at_owner`` make something of them, and return it as this rank's pieces.
         """
         partition = self._partition([r.leaf for r in requests])
-        out: dict[int, Whole] = {}
+        out: dict[int, MatrixOutput] = {}
         for group, cuts in partition.groups:
             results = group.on_owners(_of_matrices(requests, group, cuts))
             rest = (results[n] for n in range(len(group.matrices)))
@@ -346,8 +349,8 @@ class MeshCollectives(AsTheyLie):
                 first += len(cut.matrices)
         for i in partition.local:
             leaf, matrices = leaves[i].tensor, leaves[i].matrices
-            cuts = {} if leaf.numel() == 0 else self.cuts(leaf)
-            rows = row_numbers(leaf.shape, cuts, matrices, leaf.device)
+            indices = {} if leaf.numel() == 0 else self.cuts(leaf)
+            rows = row_numbers(leaf.shape, indices, matrices, leaf.device)
             if rows is None:
                 out[i] = Owned(tuple(range(matrices.num_in(leaf.shape))))
             else:
@@ -393,29 +396,33 @@ class MeshCollectives(AsTheyLie):
             published = published.full_tensor()
         return _here(published, owns.part)[list(owns.numbers)]
 
-    def _by_gathering(self, requests: Sequence[Request]) -> list[Whole]:
+    def _by_gathering(self, requests: Sequence[Request]) -> list[MatrixOutput]:
         """Do the owners' work on every rank: reference and fallback."""
         gathered = []
         for request in requests:
             piece, leaf = request.given.matrix, request.tensor
             cost = request.preconditioner.cost.on(piece.device.type)
             travels = cost.payload(piece.dtype)
-            matrix = self.wrap(piece.to(travels), leaf).full_tensor()
-            rows = tuple(self.wrap(r, leaf).full_tensor() for r in request.given.rows)
+            matrix = self._gathered(piece.to(travels), leaf)
+            rows = tuple(self._gathered(r, leaf) for r in request.given.rows)
             gathered.append(
-                request._replace(given=Whole(matrix, rows, request.given.owned))
+                request._replace(given=MatrixInput(matrix, rows, request.given.owned))
             )
         results = []
         for request, whole in zip(requests, run_at_owner(gathered), strict=True):
-            leaf, dtype = request.tensor, request.given.matrix.dtype
+            leaf, dtype = cast(DTensor, request.tensor), request.given.matrix.dtype
             mesh, ndim = leaf.device_mesh, leaf.ndim
             matrix = _piece(whole.matrix, mesh, leaf.placements).to(dtype)
             rows = tuple(
                 _piece(r, mesh, [onto_first(p, ndim, r.ndim) for p in leaf.placements])
                 for r in whole.rows
             )
-            results.append(Whole(matrix, rows, whole.owned))
+            results.append(MatrixOutput(matrix, rows, whole.owned))
         return results
+
+    def _gathered(self, piece: Tensor, leaf: Tensor) -> Tensor:
+        """Return the whole of a tensor cut as ``leaf``, whose ``piece`` lies here."""
+        return cast(DTensor, self.wrap(piece, leaf)).full_tensor()
 
     def _partition(self, leaves: Sequence[Leaf]) -> Partition:
         cost = leaves[0].preconditioner.cost
@@ -430,7 +437,7 @@ class MeshCollectives(AsTheyLie):
         ways: Sequence[Way],
         leaves: Sequence[Tensor],
     ) -> Partition:
-        by_axis: dict[tuple[Hashable, ...], dict[int, Cut]] = {}
+        by_axis: dict[tuple[DeviceMesh, int, bool], dict[int, Cut]] = {}
         grids: dict[Hashable, dict[int, Grid]] = {}
         local, gathered = [], []
         cost = cost.on(leaves[0].device.type)  # on which ranks agree: machines differ
@@ -446,8 +453,8 @@ class MeshCollectives(AsTheyLie):
                 else:
                     grids.setdefault((grid.mesh, grid.axes), {})[i] = grid
             else:
-                group = cut.mesh, cut.axis, cut.has_replicas
-                by_axis.setdefault(group, {})[i] = cut
+                line = cut.mesh, cut.axis, cut.has_replicas
+                by_axis.setdefault(line, {})[i] = cut
         if gathered:
             log.warning(
                 "marsopt.parallel: %d parameters, of several matrices or with state at "
@@ -455,7 +462,7 @@ class MeshCollectives(AsTheyLie):
                 "parallelism); they are gathered whole, which is slow",
                 len(gathered),
             )
-        groups = []
+        groups: list[tuple[ShardGroup, dict[int, Cut]]] = []
         for (mesh, axis, copies), cuts in by_axis.items():
             if self._options["strategy"] == "replicate":
                 gathered += cuts
@@ -499,7 +506,7 @@ def _of_matrices(
         rows = zip(*map(cut.split_rows, piece.rows), strict=True)
         owned = iter(zip(*(o.unbind() for o in piece.owned), strict=True))
         for shard in cut.split(piece.matrix):
-            whole = Whole(
+            whole = MatrixInput(
                 shard,
                 next(rows, ()),
                 next(owned) if piece.owned and len(by_matrix) in owns else (),
@@ -508,7 +515,9 @@ def _of_matrices(
     return by_matrix
 
 
-def _joined(matrices: Sequence[Whole], cut: Cut, request: Request) -> Whole:
+def _joined(
+    matrices: Sequence[MatrixOutput], cut: Cut, request: Request
+) -> MatrixOutput:
     """Return what became of a leaf's matrices as its piece."""
     like = request.given.matrix
     first = like.shape[: request.matrices.column_dim(like.ndim)]
@@ -520,7 +529,7 @@ def _joined(matrices: Sequence[Whole], cut: Cut, request: Request) -> Whole:
     owned = request.given.owned
     if new := [m.owned for m in matrices if m.owned]:
         owned = tuple(map(torch.stack, zip(*new, strict=True)))
-    return Whole(cut.join([m.matrix for m in matrices], like), rows, owned)
+    return MatrixOutput(cut.join([m.matrix for m in matrices], like), rows, owned)
 
 
 def _numbers(leaf: Tensor, matrices: Matrices) -> list[int]:

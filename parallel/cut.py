@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from marsopt import Matrices
 from marsopt.rules.preconditioner import MatrixPreconditioner
@@ -87,6 +88,7 @@ def cut_of(
         return "local"
     if len(inner) > 1 or not place.consecutive[inner[0]]:
         return "strided"
+    assert place.mesh is not None  # some axis of which cuts
     axis, dim = place.axes[inner[0]], place.dims[inner[0]]
     sizes = shard_sizes(leaf.shape[dim], place.mesh.size(axis))
     rows, cols = matrices.shape_in(leaf.shape)
@@ -113,7 +115,7 @@ def cut_of(
         mesh=place.mesh,
         axis=axis,
         has_replicas=len(place.axes) == 1,
-        num_batches=leaf.to_local().shape[:row_dim].numel(),
+        num_batches=cast(DTensor, leaf).to_local().shape[:row_dim].numel(),
         blocks=tuple(blocks),
         rank=place.mesh.get_local_rank(axis),
     )

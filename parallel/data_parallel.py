@@ -24,7 +24,7 @@ from marsopt.functional.collectives import (
     run_at_owner,
 )
 from marsopt.rules.dtypes import working
-from marsopt.rules.preconditioner import Whole
+from marsopt.rules.preconditioner import MatrixOutput
 
 from .collectives import MeshCollectives, Reduction
 from .exchange import all_gather
@@ -220,7 +220,7 @@ class _Pieces(MeshCollectives):
 
     # ---- whole matrices ----------------------------------------------------------
 
-    def on_owners(self, requests: Sequence[Request]) -> list[Whole]:
+    def on_owners(self, requests: Sequence[Request]) -> list[MatrixOutput]:
         """Let this rank make something of the matrices that are its own."""
         results = [_nothing(request) for request in requests]
         held = [
@@ -325,10 +325,10 @@ class _Pieces(MeshCollectives):
         return self.local(whole, param) if alike else whole
 
 
-def _nothing(request: Request) -> Whole:
+def _nothing(request: Request) -> MatrixOutput:
     """Return what becomes of a piece without a matrix."""
     like = request.given.matrix
     first = like.shape[: request.matrices.column_dim(like.ndim)]
     num = len(request.preconditioner.row_outputs)
     rows = tuple(working(like.new_empty(first)) for _ in range(num))
-    return Whole(like, rows, request.given.owned)
+    return MatrixOutput(like, rows, request.given.owned)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,12 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from marsopt.functional.collectives import Request, at_owner
-from marsopt.rules.preconditioner import MatrixCost, Whole
+from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
 from .cut import Cut, Way
 from .placement import Placement, shard_sizes
 from .planner import Matrix, Plan, Strategy, assign
 from .shard_group import ShardGroup
+
+InOut = TypeVar("InOut", MatrixInput, MatrixOutput)
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Grid:
         rank = self.mesh.get_local_rank(axis)
         return Cut(self.mesh, axis, False, 1, (self.strip,), rank)
 
-    def in_order(self, whole: Whole, *, back: bool = False) -> Whole:
+    def in_order(self, whole: InOut, *, back: bool = False) -> InOut:
         """Return what an owner has of the matrix with its rows (or columns) in their
         order, or back in that of strips.
         """
@@ -133,7 +136,7 @@ def group_over(
         )
         inner.append(group)
 
-    def along_first(number: int, requests: list[Request]) -> list[Whole]:
+    def along_first(number: int, requests: list[Request]) -> list[MatrixOutput]:
         results = inner[number].on_owners(requests) if requests else {}
         return [results[i] for i in range(len(requests))]
 
@@ -143,7 +146,7 @@ def group_over(
 
 def _at_owner(
     grids: Sequence[Grid], bucket: int, requests: Sequence[Request]
-) -> list[Whole]:
+) -> list[MatrixOutput]:
     """Return what becomes of whole matrices, given as their strips make them up."""
     pairs = zip(requests, grids, strict=True)
     ordered = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +33,7 @@ class Placement:
             for a, p in enumerate(leaf.placements)
             if sizes[a] > 1 and not p.is_replicate()
         }
-        dims = tuple(p.dim % leaf.ndim for p in cuts.values())
+        dims = tuple(dim_of(p) % leaf.ndim for p in cuts.values())
         consecutive = tuple(type(p) is Shard for p in cuts.values())
         return cls(leaf.device_mesh, tuple(cuts), dims, consecutive)
 
@@ -43,11 +44,16 @@ class Placement:
         return extent, self.axes, self.dims, self.consecutive
 
 
+def dim_of(placement: AxisPlacement) -> int:
+    """Return the dim that a placement cuts, which is no replica's."""
+    return cast(Shard, placement).dim  # as strided ones have it too
+
+
 def onto_first(placement: AxisPlacement, ndim: int, num_dims: int) -> AxisPlacement:
     """Return what ``placement`` of a tensor is for one with so many of its first
     dims.
     """
-    cuts = not placement.is_replicate() and placement.dim % ndim < num_dims
+    cuts = not placement.is_replicate() and dim_of(placement) % ndim < num_dims
     return placement if cuts else Replicate()
 
 

@@ -13,7 +13,7 @@ from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
 from marsopt.functional.collectives import Part, Request, at_owner
-from marsopt.rules.preconditioner import MatrixCost, Whole
+from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
 from .exchange import Exchange, Piece, all_gather, from_words, to_words, unflatten
 from .planner import Matrix, Plan, plan
@@ -42,7 +42,9 @@ class ShardGroup:
         *,
         has_replicas: bool = False,
         planned: Plan | None = None,
-        work: Callable[[int, list[Request]], list[Whole]] = lambda _, x: at_owner(x),
+        work: Callable[[int, list[Request]], list[MatrixOutput]] = lambda _, x: (
+            at_owner(x)
+        ),
         **options: Any,
     ) -> None:
         self.matrices, self._cost = matrices, cost
@@ -83,7 +85,7 @@ class ShardGroup:
         start = sum(sizes[: self._rank])
         return Part(dim, start, sizes[self._rank], sum(sizes))
 
-    def on_owners(self, requests: Sequence[Request]) -> dict[int, Whole]:
+    def on_owners(self, requests: Sequence[Request]) -> dict[int, MatrixOutput]:
         """Return what becomes of all matrices, by number, as shards, from shards of
         all; owners' buffers where the owner is.
         """
@@ -92,7 +94,7 @@ class ShardGroup:
             results = self._shared(results, requests)
         return results | self._by_sums(requests)
 
-    def _by_owners(self, requests: Sequence[Request]) -> dict[int, Whole]:
+    def _by_owners(self, requests: Sequence[Request]) -> dict[int, MatrixOutput]:
         """Send shards to owners and back: two all-to-all per bucket.
 
         All shards are under way before the first bucket is worked on, and what becomes
@@ -100,7 +102,7 @@ class ShardGroup:
         """
         ranks, to_owners, back = range(self.plan.num_ranks), [], []
         exchanges = self._exchanges[self._replica]
-        kept: dict[int, Whole] = {}
+        kept: dict[int, tuple[Tensor | None, ...] | None] = {}
         wides = [
             _widest([requests[i] for part in owned for i in part])
             for owned in exchanges
@@ -153,7 +155,7 @@ class ShardGroup:
                     num_rows = len(requests[i].preconditioner.row_outputs)
                     shard = next(rest).to(requests[i].given.matrix.dtype)
                     rows = tuple(next(rest) for _ in range(num_rows))
-                    shards[i] = Whole(shard, rows, kept.get(i, ()))
+                    shards[i] = MatrixOutput(shard, rows, kept.get(i, ()))
         return shards
 
     # ---- what travels: a matrix, and numbers of its rows where these are cut ---------
@@ -187,11 +189,13 @@ class ShardGroup:
                 rows = tuple(
                     torch.cat([next(tensors) for tensors in from_ranks]) for _ in rows
                 )
-            wholes.append(requests[i]._replace(given=Whole(matrix, rows, shard.owned)))
+            wholes.append(
+                requests[i]._replace(given=MatrixInput(matrix, rows, shard.owned))
+            )
         return wholes
 
     def _cuts(
-        self, i: int, request: Request, whole: Whole, words: torch.dtype
+        self, i: int, request: Request, whole: MatrixOutput, words: torch.dtype
     ) -> list[list[Tensor]]:
         """Return what each rank is to have of what became of a matrix."""
         dim, wide = self.matrices[i].dim, _row_dtype(request, words)
@@ -214,8 +218,8 @@ class ShardGroup:
     # ---- replicas, and shards without an owner ---------------------------------------
 
     def _shared(
-        self, results: dict[int, Whole], requests: Sequence[Request]
-    ) -> dict[int, Whole]:
+        self, results: dict[int, MatrixOutput], requests: Sequence[Request]
+    ) -> dict[int, MatrixOutput]:
         """Give what this replica's owners made to all replicas: one all-gather,
         padded.
         """
@@ -252,17 +256,17 @@ class ShardGroup:
                 num_rows = len(requests[i].preconditioner.row_outputs)
                 rows = tuple(next(rest) for _ in range(num_rows))
                 owned = results[i].owned if i in results else ()
-                shards[i] = Whole(shard, rows, owned)
+                shards[i] = MatrixOutput(shard, rows, owned)
         return shards
 
-    def _by_sums(self, requests: Sequence[Request]) -> dict[int, Whole]:
+    def _by_sums(self, requests: Sequence[Request]) -> dict[int, MatrixOutput]:
         """Let shards work on what they have, and on sums over all of them."""
         calls: dict[tuple[int, int, Hashable], list[int]] = {}
         for i in self.plan.members("gram"):
             request = requests[i]
             key = id(request.preconditioner), self.matrices[i].dim, request.stage
             calls.setdefault(key, []).append(i)
-        results: dict[int, Whole] = {}
+        results: dict[int, MatrixOutput] = {}
         for (_, dim, stage), members in calls.items():
             preconditioner = requests[members[0]].preconditioner
             shards = [requests[i].given for i in members]

@@ -14,7 +14,11 @@ import torch
 
 from marsopt.rules.buffers import Buffer, one_per_row
 from marsopt.rules.dtypes import working
-from marsopt.rules.preconditioner import Average, MatrixPreconditioner, Whole
+from marsopt.rules.preconditioner import (
+    Average,
+    MatrixOutput,
+    MatrixPreconditioner,
+)
 from marsopt.rules.registry import REGISTRY, STATE_KEYS, NamedRule, register
 
 
@@ -97,7 +101,7 @@ class Factors(Average, MatrixPreconditioner):
             o = Q.mT @ m if wide else m @ Q
             r, n = r + (o * o).mean(-1).to(r.dtype), n + 1
             each = n[..., None].to(r.dtype).expand_as(r)
-            found.append(Whole(o, (r, each), (S, Q, n)))
+            found.append(MatrixOutput(o, (r, each), (S, Q, n)))
         return found
 
     def apply(self, x, o, rows, s, shape):

@@ -22,7 +22,7 @@ from marsopt.functional.collectives import Request, numbers, row_numbers
 from marsopt.parallel import MeshCollectives
 from marsopt.parallel.planner import cost
 from marsopt.rules.orthogonal import MatrixAverage
-from marsopt.rules.preconditioner import Whole
+from marsopt.rules.preconditioner import MatrixInput, MatrixOutput
 from tests.processes import spawn
 from tests.table import steady
 
@@ -371,7 +371,7 @@ class RowSums(MatrixAverage):
     def at_owner(self, matrices, stage):
         for one in matrices:  # all rows are there, in order
             assert one.rows[0].tolist() == [*range(one.matrix.shape[0])]
-        return [Whole(2 * x, (r, x.sum(-1))) for x, (r,), _ in matrices]
+        return [MatrixOutput(2 * x, (r, x.sum(-1))) for x, (r,), _ in matrices]
 
 
 def rows_at_owners(rank, world, shape, places, strategy):
@@ -383,7 +383,7 @@ def rows_at_owners(rank, world, shape, places, strategy):
     requests = []
     for leaf in leaves:
         numbers = (indices(leaf, 0).double(),)
-        given = Whole(collectives.local(leaf), numbers)
+        given = MatrixInput(collectives.local(leaf), numbers)
         requests.append(Request(given, leaf, Matrices(), same))
     before = [one.given.matrix.clone() for one in requests]
     for _ in range(2):
@@ -406,7 +406,7 @@ def test_numbers_of_rows_travel_with_their_matrices(name, strategy):
 def own_different(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     leaf = cut(torch.ones(4 + rank, 4), mesh, [Shard(0)])
-    request = Request(Whole(leaf.to_local()), leaf, Matrices(), Orthogonal())
+    request = Request(MatrixInput(leaf.to_local()), leaf, Matrices(), Orthogonal())
     try:
         MeshCollectives(mesh).on_owners([request])
     except RuntimeError as error:

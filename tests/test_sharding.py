@@ -496,7 +496,7 @@ def precision(rank, world):
     """Relative errors to float64: mixed dtypes, float64, and the default bf16."""
     from marsopt import Matrices, NewtonSchulz, Orthogonal
     from marsopt.functional.collectives import Request
-    from marsopt.rules.preconditioner import Whole
+    from marsopt.rules.preconditioner import MatrixInput
 
     mesh = init_device_mesh("cpu", (world,))
     out = {}
@@ -514,7 +514,7 @@ def precision(rank, world):
             cut = [distribute_tensor(w, mesh, [Shard(0)]) for w in given]
             polar = Orthogonal(ns=NewtonSchulz(dtype=ns_dtype))
             found = MeshCollectives(mesh, strategy=strategy).on_owners(
-                [Request(Whole(c.to_local()), c, Matrices(), polar) for c in cut]
+                [Request(MatrixInput(c.to_local()), c, Matrices(), polar) for c in cut]
             )
             exact = NewtonSchulz(dtype=torch.float64)(given[1].double())
             mine = distribute_tensor(exact, mesh, [Shard(0)]).to_local()

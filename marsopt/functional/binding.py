@@ -69,13 +69,19 @@ def allocate(algorithm: Algorithm, buffer: Buffer, x: Tensor) -> Tensor:
     """Return a buffer at home in shards as it starts, (L, *shape), for a stack ``x`` of
     pieces. That of a single full piece has its strides.
     """
+    if buffer.start == "parameter" or (is_full(buffer) and len(x) == 1):
+        return like(algorithm, buffer, x)
+    shape = buffer_shape(algorithm, buffer, x.shape[1:])
+    dtype = algorithm.dtype_of(buffer, x)
+    return x.detach().new_zeros(len(x), *shape, dtype=dtype)
+
+
+def like(algorithm: Algorithm, buffer: Buffer, x: Tensor) -> Tensor:
+    """Return a full buffer as it starts, in the form of ``x``: a DTensor of one."""
     dtype = algorithm.dtype_of(buffer, x)
     if buffer.start == "parameter":
         return x.to(dtype, copy=True)
-    if is_full(buffer) and len(x) == 1:
-        return torch.zeros_like(x, dtype=dtype)
-    shape = buffer_shape(algorithm, buffer, x.shape[1:])
-    return x.detach().new_zeros(len(x), *shape, dtype=dtype)
+    return torch.zeros_like(x, dtype=dtype)
 
 
 def owned_leaves(algorithm: Algorithm, params: Sequence[Tensor]) -> list[Leaf]:

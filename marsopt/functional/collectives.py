@@ -5,7 +5,7 @@ live whole in one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from marsopt.rules.buffers import Buffer, like_x
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import LARGE
-from marsopt.rules.preconditioner import MatrixPreconditioner, Whole
+from marsopt.rules.preconditioner import (
+    MatrixInput,
+    MatrixOutput,
+    MatrixPreconditioner,
+)
 
 
 class Leaf(NamedTuple):
@@ -54,25 +58,27 @@ Tensors = tuple[Tensor, ...]
 class Request(NamedTuple):
     """What one leaf has for the owners of its matrices."""
 
-    given: Whole  # this process's piece of the leaf and of numbers of its rows
+    given: MatrixInput  # this process's piece of the leaf and of numbers of its rows
     tensor: Tensor  # the parameter, as its owner holds it
     matrices: Matrices
     preconditioner: MatrixPreconditioner
     stage: Hashable = None
     # returns owners' buffers after the step, from those before and from what became of
     # them; None where it has written into the first ones
-    keep: Callable[[Tensors, Tensors], Tensors | None] = lambda old, new: None
+    keep: Callable[[Tensors, tuple[Tensor | None, ...]], Tensors | None] = (
+        lambda old, new: None
+    )
 
     @property
     def leaf(self) -> Leaf:
         return Leaf(self.tensor, self.matrices, self.preconditioner)
 
-    def kept(self, result: Whole) -> Whole:
+    def kept(self, result: MatrixOutput) -> MatrixOutput:
         """Return what was made of this, with owners' buffers after the step."""
-        return result._replace(owned=self.keep(self.given.owned, result.owned))
+        return result._replace(owned=self.keep(self.given.owned, result.owned or ()))
 
 
-def run_at_owner(requests: Sequence[Request]) -> list[Whole]:
+def run_at_owner(requests: Sequence[Request]) -> list[MatrixOutput]:
     """Return what preconditioners make of leaves that lie whole in this process."""
     unbound = []
     for request in requests:
@@ -81,7 +87,7 @@ def run_at_owner(requests: Sequence[Request]) -> list[Whole]:
         rows = tuple(matrices.unbound_rows(r, ndim) for r in whole.rows)
         single = matrix.ndim == 2
         owned = tuple(o[0] if single else o for o in whole.owned)
-        unbound.append(request._replace(given=Whole(matrix, rows, owned)))
+        unbound.append(request._replace(given=MatrixInput(matrix, rows, owned)))
     wholes = []
     for request, result in zip(requests, at_owner(unbound), strict=True):
         like = request.given.matrix
@@ -89,13 +95,14 @@ def run_at_owner(requests: Sequence[Request]) -> list[Whole]:
         single = result.matrix.ndim == 2
         owned = request.given.owned
         if result.owned is not None:
-            owned = tuple(o[None] if single else o for o in result.owned)
+            kept = cast(Tensors, result.owned)
+            owned = tuple(o[None] if single else o for o in kept)
         rows = tuple(r.reshape(first) for r in result.rows)
-        wholes.append(Whole(result.matrix.view_as(like), rows, owned))
+        wholes.append(MatrixOutput(result.matrix.view_as(like), rows, owned))
     return wholes
 
 
-def at_owner(requests: Sequence[Request]) -> list[Whole]:
+def at_owner(requests: Sequence[Request]) -> list[MatrixOutput]:
     """Return what preconditioners make of whole matrices, each of what is its own: one
     call of each; where buffers are kept, of each large matrix, so that what becomes of
     them is let go of before the next.
@@ -106,14 +113,14 @@ def at_owner(requests: Sequence[Request]) -> list[Whole]:
         alone = len(request.given.owned) > 0 and request.given.matrix.numel() >= LARGE
         key = id(request.preconditioner), request.stage, i if alone else None
         calls.setdefault(key, []).append(i)
-    wholes: list[Whole] = [r.given for r in requests]
+    outputs: dict[int, MatrixOutput] = {}
     for positions in calls.values():
         first = requests[positions[0]]
         inputs = [requests[i].given for i in positions]
         results = first.preconditioner.at_owner(inputs, first.stage)
         for i, result in zip(positions, results, strict=True):
-            wholes[i] = requests[i].kept(result)
-    return wholes
+            outputs[i] = requests[i].kept(result)
+    return [outputs[i] for i in range(len(requests))]
 
 
 def numbers(
@@ -223,7 +230,7 @@ class Collectives(Protocol):
     def check_ranks_agree(self, digest: str) -> None:
         """Raise where a ``sum`` is known to have found ranks that differ."""
 
-    def on_owners(self, requests: Sequence[Request]) -> list[Whole]:
+    def on_owners(self, requests: Sequence[Request]) -> list[MatrixOutput]:
         """Bring together the whole matrices of each leaf, let their preconditioners'
         ``at_owner`` make something of them, and return it as this process's pieces.
         The preconditioners of all requests have one cost.
@@ -270,7 +277,7 @@ class AsTheyLie:
     """Every rank updates what it holds of a parameter: no rank has another's piece."""
 
     def bound(self, leaves: Sequence[Leaf], others: Sequence[Tensor]) -> Collectives:
-        return self
+        return cast(Collectives, self)  # as its subclasses are
 
     def share(self, params: Sequence[Tensor]) -> None:
         pass
@@ -337,7 +344,7 @@ class LocalCollectives(AsTheyLie):
     def check_ranks_agree(self, digest: str) -> None:
         pass
 
-    def on_owners(self, requests: Sequence[Request]) -> list[Whole]:
+    def on_owners(self, requests: Sequence[Request]) -> list[MatrixOutput]:
         return run_at_owner(requests)
 
     def owns(self, leaves: Sequence[Leaf]) -> list[Owned]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from marsopt.functional.step_types import RuleGroup, Stack, factor
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.dtypes import working_dtype
-from marsopt.rules.preconditioner import Whole
+from marsopt.rules.preconditioner import MatrixInput
 from marsopt.rules.registry import BUILT_IN
 
 CHECKED: WeakSet[Algorithm] = WeakSet()
@@ -99,7 +99,7 @@ def _check_matrices(stack: Stack, x: Tensor, s: tuple[Tensor, ...]) -> None:
         owned[symbol] = x.new_zeros(size, dtype=dtype)
         if buffers[symbol].start == "identity":
             owned[symbol] = torch.eye(size[-1], dtype=dtype, device=x.device)
-    whole = Whole(matrix, tuple(rows.values()), tuple(owned.values()))
+    whole = MatrixInput(matrix, tuple(rows.values()), tuple(owned.values()))
     with _unwritten(f"{who}.at_owner", {"matrix": matrix, **rows, **owned}):
         (result,) = preconditioner.at_owner([whole], preconditioner.stage(0, 0))
     symbols = preconditioner.row_outputs

@@ -12,11 +12,12 @@ from marsopt.functional.binding import (
     allocate,
     check_like,
     check_parameter,
+    like,
     matrix_rows,
     owned_starts,
     rounding_cuts,
 )
-from marsopt.functional.collectives import Collectives
+from marsopt.functional.collectives import Collectives, Tensors
 from marsopt.functional.step_types import (
     Decision,
     Hyperparameters,
@@ -37,7 +38,7 @@ from marsopt.functional.trees import (
     subtree,
 )
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.buffers import Buffer
+from marsopt.rules.buffers import Buffer, is_full
 from marsopt.rules.checks import Number, can_read
 from marsopt.rules.dtypes import working_dtype
 
@@ -182,6 +183,8 @@ def _starts(leaves: Leaves, buffer: Buffer) -> list[Tensor]:
         params = [p for rows in by_leaf for p in rows]
         starts = iter(owned_starts(algorithm, buffer, params, leaves.collectives))
         return [leaves.joined([next(starts) for _ in rows]) for rows in by_leaf]
+    if is_full(buffer) and not leaves.is_packed:  # without collectives, too
+        return [like(algorithm, buffer, x) for x in leaves.tensors]
     stacks = leaves.stacks(leaves.tensors)
     return leaves.unstacked([allocate(algorithm, buffer, x) for x in stacks])
 
@@ -326,7 +329,7 @@ def bind(
 def unbind(
     leaves: Leaves,
     stacks: Sequence[Stack],
-    owned: Sequence[list[tuple[Tensor, ...]]],
+    owned: Sequence[Sequence[Tensors | None]],
     state: State,
     decision: Decision,
     behind: Tensor | None,
@@ -346,7 +349,9 @@ def unbind(
     for symbol in algorithm.kept:
         if symbol in at_owner:
             n = at_owner.index(symbol)
-            tensors = [leaves.joined([o[n] for o in of_leaf]) for of_leaf in owned]
+            # new tensors for all: nothing is written where it lies
+            by_leaf = [[o[n] for o in of_leaf if o is not None] for of_leaf in owned]
+            tensors = [leaves.joined(rows) for rows in by_leaf]
         else:
             tensors = leaves.unstacked([stack.buffers[symbol] for stack in stacks])
         buffers[symbol] = rebuild(leaves.tree, tensors)

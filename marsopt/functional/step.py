@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from marsopt.functional.binding import buffer_shape
-from marsopt.functional.collectives import Collectives, Request, numbers
+from marsopt.functional.collectives import Collectives, Request, Tensors, numbers
 from marsopt.functional.declared import check_declared
 from marsopt.functional.stacks import repeated, stacked, where_or_unread
 from marsopt.functional.step_types import (
@@ -34,7 +34,7 @@ from marsopt.rules import rounding
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import pairs
 from marsopt.rules.dtypes import working, working_dtype
-from marsopt.rules.preconditioner import MatrixCost, Whole
+from marsopt.rules.preconditioner import MatrixCost, MatrixInput
 
 if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the shapes
     from jaxtyping import Bool, Float
@@ -216,8 +216,8 @@ def _products(stack: Measured) -> Tensor:
         return sums.flatten(2).sum(2) if sums.ndim > 2 else sums
     if sums.ndim > 1 + first:
         sums = sums.flatten(1 + first).sum(-1)
-    matrix_sums = rows.sum(sums.flatten(0, 1)).unflatten(0, sums.shape[:2])
-    return matrix_sums.transpose(1, 2).flatten(0, 1)
+    matrix_sums: Tensor = rows.sum(sums.flatten(0, 1)).unflatten(0, sums.shape[:2])
+    return matrix_sums.mT.flatten(0, 1)
 
 
 def row_dims(shape: Sequence[int], first: int) -> tuple[int, ...]:
@@ -377,11 +377,19 @@ class Host(NamedTuple):
     ok: Tensor  # (L,) bool: which of them move
 
 
+class OfStack(NamedTuple):
+    """What owners have made of the matrices of a stack."""
+
+    matrix: Tensor  # (L, *piece)
+    rows: tuple[Tensor, ...]  # (L, rows) each, of ``row_outputs``
+    owned: list[Tensors | None]  # of each tensor; None: written where they lie
+
+
 class Moved(NamedTuple):
     """What a step makes, stack by stack in the order of its groups."""
 
     stacks: list[Stack]
-    owned: list[list[tuple[Tensor, ...]]]  # as in ``Members``
+    owned: list[list[Tensors | None]]  # as in ``OfStack``
 
 
 def advance(
@@ -394,7 +402,7 @@ def advance(
 ) -> Moved:
     """Move parameters and state one step on; a step that is not finite keeps all."""
     stacks, numbers = stacks_of(groups), per_stack(groups, decision)
-    owned: list[list[tuple[Tensor, ...]]] = [[] for _ in stacks]
+    owned: list[list[Tensors | None]] = [[] for _ in stacks]
     if any(stack.algorithm.matrix_only for stack in stacks):
         hosts, first = [], 0
         for group, group_ok in zip(groups, decision.ok, strict=True):
@@ -417,7 +425,7 @@ def _advance(
     columns: tuple[Sequence[Members], Sequence[Numbers], Sequence[Host]],
     collectives: Collectives,
     run: Run,
-) -> tuple[list[Stack], dict[int, list[tuple[Tensor, ...]]]]:
+) -> tuple[list[Stack], dict[int, list[Tensors | None]]]:
     """Move the stacks of one portion; return all stacks, and what owners keep of those
     of matrices, by position.
     """
@@ -551,12 +559,12 @@ def at_owners(
     hosts: Sequence[Host],
     collectives: Collectives,
     run: Run,
-) -> list[Whole]:
+) -> list[OfStack]:
     """Bring what ``update`` returned to the owners of whole matrices and back, stack by
     stack of matrix algorithms: one call of the verb for each way in which that costs
     something. Owners' buffers are lists, one item for each tensor.
     """
-    results: dict[int, Whole] = {}
+    results: dict[int, OfStack] = {}
     # a dict keeps the stacks' order, which is the same on every rank
     ways: dict[MatrixCost, list[int]] = {}
     for i, stack in enumerate(stacks):
@@ -568,12 +576,12 @@ def at_owners(
         back = iter(collectives.on_owners(requests))
         for i in positions:
             parts = [next(back) for _ in range(stacks[i].num_tensors)]
-            results[i] = Whole(
+            results[i] = OfStack(
                 stacked([part.matrix for part in parts]),
                 tuple(
                     stacked(r) for r in zip(*(part.rows for part in parts), strict=True)
                 ),
-                [part.owned for part in parts],
+                [cast(Tensors | None, part.owned) for part in parts],
             )
     return [results[i] for i in range(len(stacks))]
 
@@ -595,7 +603,7 @@ def _requests(
     ]
     return [
         Request(
-            Whole(
+            MatrixInput(
                 matrix,
                 tuple(r[n] for r in rows),
                 members.owned[n] if members.owned else (),

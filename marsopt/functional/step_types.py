@@ -87,8 +87,8 @@ class Stack(NamedTuple):
         tensors = [self.x, self.g, *self.buffers.values()]
         tensors += self.given.values()
         tensors += self.cuts.values()
-        if self.rows is not None and self.rows.index is not None:
-            tensors.append(self.rows.index)
+        if self.rows is not None and self.rows.row_index is not None:
+            tensors.append(self.rows.row_index)
         return self.form or self.make_form(), tensors
 
     def make_form(self) -> StackForm:
@@ -133,9 +133,9 @@ class Measured(NamedTuple):
 
     def flat(self) -> tuple[MeasuredForm, list[Tensor]]:
         """Return its tensors, and all else: ``MeasuredForm.measured`` joins the two."""
-        if self.rows is None or self.rows.index is None:
+        if self.rows is None or self.rows.row_index is None:
             return self.form, self.vectors
-        return self.form, [*self.vectors, self.rows.index]
+        return self.form, [*self.vectors, self.rows.row_index]
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +166,7 @@ class RowsForm(NamedTuple):
     @classmethod
     def of(cls, rows: MatrixRows | None) -> RowsForm | None:
         """Return that of ``rows``, or None where there are none."""
-        return rows and cls(rows.num, rows.rows, rows.index is not None)
+        return rows and cls(rows.num, rows.rows, rows.row_index is not None)
 
     def matrix_rows(self, tensors: Iterator[Tensor]) -> MatrixRows:
         """Return those whose index, where they have one, is the next tensor."""

@@ -149,7 +149,7 @@ def announce() -> None:
     step looks as if it hung.
     """
     log.warning(
-        "marsopt: compiling the optimizer's step, once: some 15 s on a CPU, and less "
+        "marsopt: compiling the optimizer's step, once: some 10 s on a CPU, and less "
         "where torch's cache on disk has it; compile=False starts at once, but every "
         "step then takes longer, often several times as long"
     )
@@ -409,7 +409,7 @@ class InPlace:
     Two graphs move an elementwise algorithm: statistics with all that is decided from
     them, and the update. A matrix algorithm has a third, after what its owners do.
     Where there are several calls, or other ranks have to be asked, the decision is a
-    graph of its own, or eager on a CPU. Calls of one graph share it and never recompile.
+    graph of its own, or eager on a CPU. Calls of a graph share it and never recompile.
 
     Ranges named "marsopt: ..." show the parts in a profiler's trace.
 

@@ -117,24 +117,24 @@ class MatrixRows(NamedTuple):
     num: int  # matrices of a whole tensor
     rows: int  # of each matrix
     # of the piece's rows, among all rows of the tensor; None = it has all of them
-    index: Tensor | None
+    row_index: Tensor | None
 
     def sum(self, values: Tensor) -> Tensor:
         """Return (L, num) sums over the rows of every matrix that lie here, of
         ``values`` (L, ..., rows).
         """
         flat = values.flatten(1)
-        if self.index is not None:
+        if self.row_index is not None:
             all_rows = flat.new_zeros(len(flat), self.num * self.rows)
-            flat = all_rows.index_copy(1, self.index, flat)
+            flat = all_rows.index_copy(1, self.row_index, flat)
         return flat.reshape(len(flat), self.num, self.rows).sum(-1)
 
     def spread(self, values: Tensor, shape: torch.Size) -> Tensor:
         """Return what every row has of ``values`` (L, num), in the piece's ``shape``
         (L, ..., rows); in memory of its own, so that all loops over rows are alike.
         """
-        if self.index is None:
+        if self.row_index is None:
             per_row = values[:, :, None].expand(-1, -1, self.rows)
         else:
-            per_row = values[:, self.index // self.rows]
+            per_row = values[:, self.row_index // self.rows]
         return per_row.reshape(shape).contiguous()

@@ -218,7 +218,8 @@ def full_float32() -> Iterator[None]:
     if torch.compiler.is_compiling():  # which has no such region
         yield
         return
-    kinds = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    # torch documents mkldnn.matmul, but gives it no type
+    kinds = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = [kind.fp32_precision for kind in kinds]
     for kind in kinds:
         kind.fp32_precision = "ieee"
@@ -358,7 +359,7 @@ class NewtonSchulz:
         self, matrices: Float[Tensor, "*batch rows cols"], dtype: torch.dtype
     ) -> Float[Tensor, "*batch rows cols"]:
         """The first iterate, a new tensor."""
-        norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
+        norm: Tensor = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
         norm = norm + self.eps
         if dtype == matrices.dtype or not _may_write(matrices):
             return (matrices / norm).to(dtype)
@@ -568,7 +569,7 @@ class NewtonSchulz:
 def _aol(gram: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch k"]:
     """Return one over the roots of a Gram matrix's absolute row sums, (..., k)."""
     wide = torch.promote_types(gram.dtype, torch.float32)
-    sums = torch.linalg.vector_norm(gram, 1, dim=-1, dtype=wide)
+    sums: Tensor = torch.linalg.vector_norm(gram, 1, dim=-1, dtype=wide)
     return sums.clamp(min=torch.finfo(gram.dtype).tiny).rsqrt()
 
 
@@ -652,4 +653,5 @@ def polar_factor(matrices: Tensor) -> Tensor:
     tolerance = (
         torch.finfo(s.dtype).eps * max(matrices.shape[-2:]) * s.amax(-1, keepdim=True)
     )
-    return (u * (s > tolerance).to(s.dtype).unsqueeze(-2)) @ vh
+    factor: Tensor = (u * (s > tolerance).to(s.dtype).unsqueeze(-2)) @ vh
+    return factor

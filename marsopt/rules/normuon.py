@@ -16,7 +16,7 @@ from marsopt.rules.checks import Number
 from marsopt.rules.dtypes import working
 from marsopt.rules.hyperparameters import number, structure
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, MatrixAverage
-from marsopt.rules.preconditioner import Average, Tensors, Whole
+from marsopt.rules.preconditioner import Average, MatrixInput, MatrixOutput, Tensors
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,7 +64,9 @@ class NorMuon(MatrixAverage):
     row_inputs = ("r",)
     row_outputs = ("r", "weight")
 
-    def at_owner(self, matrices: Sequence[Whole], stage: Hashable) -> list[Whole]:
+    def at_owner(
+        self, matrices: Sequence[MatrixInput], stage: Hashable
+    ) -> list[MatrixOutput]:
         scaled = []
         for whole, factor in zip(
             matrices, super().at_owner(matrices, stage), strict=True
@@ -76,7 +78,7 @@ class NorMuon(MatrixAverage):
             after = (squares * w * w).sum(-1, keepdim=True)  # ||o'||^2
             tiny = torch.finfo(after.dtype).tiny  # of a zero matrix
             rescale = (squares.sum(-1, keepdim=True) / after.clamp(min=tiny)).sqrt()
-            scaled.append(Whole(factor.matrix, (r, w * rescale)))
+            scaled.append(MatrixOutput(factor.matrix, (r, w * rescale)))
         return scaled
 
     def apply(

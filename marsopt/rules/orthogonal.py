@@ -17,10 +17,11 @@ from marsopt.rules.hyperparameters import structure
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import (
     Average,
+    MatrixInput,
+    MatrixOutput,
     MatrixPreconditioner,
     SumUp,
     Tensors,
-    Whole,
 )
 
 SCALES = ORIGINAL, MATCH_RMS_ADAMW = "original", "match_rms_adamw"  # as torch's Muon
@@ -77,9 +78,11 @@ class MatrixAverage(Average, MatrixPreconditioner):
         m, u = self.average(buffers["m"], c, weights)
         return (None if u is m else u), {"m": m}
 
-    def at_owner(self, matrices: Sequence[Whole], stage: Hashable) -> list[Whole]:
+    def at_owner(
+        self, matrices: Sequence[MatrixInput], stage: Hashable
+    ) -> list[MatrixOutput]:
         factors = self.ns.many([m.matrix for m in matrices])
-        return [Whole(o) for o in factors]
+        return [MatrixOutput(o) for o in factors]
 
     def apply(
         self,
@@ -126,7 +129,7 @@ class Orthogonal(MatrixAverage):
     sums = True
 
     def at_shards(
-        self, shards: Sequence[Whole], dim: int, stage: Hashable, sum_up: SumUp
-    ) -> list[Whole]:
+        self, shards: Sequence[MatrixInput], dim: int, stage: Hashable, sum_up: SumUp
+    ) -> list[MatrixOutput]:
         pieces = [s.matrix for s in shards]
-        return [Whole(o) for o in self.ns.of_shards(pieces, dim, sum_up)]
+        return [MatrixOutput(o) for o in self.ns.of_shards(pieces, dim, sum_up)]

@@ -130,13 +130,23 @@ class Preconditioner(ABC):
         raise NotImplementedError(f"{type(self).__name__} stores x")
 
 
-class Whole(NamedTuple):
-    """What an owner has of one tensor's matrices, or gives back."""
+class MatrixInput(NamedTuple):
+    """What there is of one tensor's matrices: all of it at their owner, in a request
+    the piece that lies in this process.
+    """
 
     matrix: Tensor  # (rows, cols), or a batch (num, rows, cols)
     rows: tuple[Tensor, ...] = ()  # numbers of rows: (rows,) or (num, rows) each
-    # the owner's buffers: (*shape) or (num, *shape), None for one that stays as it is;
-    # None for all: written where they lie
+    owned: tuple[Tensor, ...] = ()  # the owner's buffers: (*shape) or (num, *shape)
+
+
+class MatrixOutput(NamedTuple):
+    """What became of it."""
+
+    matrix: Tensor  # in the shape of the input
+    rows: tuple[Tensor, ...] = ()  # of ``row_outputs``, as the input's
+    # the owner's buffers after the step, None for one that stays as it is; None for
+    # all: they were written where they lie
     owned: tuple[Tensor | None, ...] | None = ()
 
 
@@ -221,7 +231,9 @@ class MatrixPreconditioner(Preconditioner):
         return None
 
     @abstractmethod
-    def at_owner(self, matrices: Sequence[Whole], stage: Hashable) -> list[Whole]:
+    def at_owner(
+        self, matrices: Sequence[MatrixInput], stage: Hashable
+    ) -> list[MatrixOutput]:
         """Return what becomes of whole matrices, ``row_outputs`` and owners' buffers in
         place of ``row_inputs`` and these; nothing that is given changes.
 
@@ -231,8 +243,8 @@ class MatrixPreconditioner(Preconditioner):
         """
 
     def at_shards(
-        self, shards: Sequence[Whole], dim: int, stage: Hashable, sum_up: SumUp
-    ) -> list[Whole]:
+        self, shards: Sequence[MatrixInput], dim: int, stage: Hashable, sum_up: SumUp
+    ) -> list[MatrixOutput]:
         """Return what becomes of this rank's shards of matrices, where these need sums
         alone. Owners' buffers of a matrix's own shape are those of the shards; of all
         others every rank has the whole.

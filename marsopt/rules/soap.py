@@ -27,7 +27,13 @@ from marsopt.rules.newton_schulz import (
     symmetric_flops,
 )
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, lr_scale
-from marsopt.rules.preconditioner import MatrixPreconditioner, SumUp, Tensors, Whole
+from marsopt.rules.preconditioner import (
+    MatrixInput,
+    MatrixOutput,
+    MatrixPreconditioner,
+    SumUp,
+    Tensors,
+)
 
 if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the shapes
     from jaxtyping import Float, Int
@@ -42,17 +48,16 @@ FIRST, REFRESH = "first", "refresh"  # stages
 
 class Kept(NamedTuple):
     """What an owner keeps of a matrix, or of a batch of them, in the order of
-    ``SOAP.keeps``; None stands for what a step leaves as it is. A side without a factor
-    has matrices (0, 0).
+    ``SOAP.keeps``. A side without a factor has matrices (0, 0).
     """
 
-    m: Tensor | None = None  # (..., rows, cols), in the basis, as v
-    v: Tensor | None = None
-    n: Tensor | None = None  # (...): how many gradients the factors have
-    row_factor: Tensor | None = None  # (..., rows, rows): L, and its basis
-    row_basis: Tensor | None = None
-    col_factor: Tensor | None = None  # (..., cols, cols): R, and its basis
-    col_basis: Tensor | None = None
+    m: Tensor  # (..., rows, cols), in the basis, as v
+    v: Tensor
+    n: Tensor  # (...): how many gradients the factors have
+    row_factor: Tensor  # (..., rows, rows): L, and its basis
+    row_basis: Tensor
+    col_factor: Tensor  # (..., cols, cols): R, and its basis
+    col_basis: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -208,17 +213,23 @@ class SOAP(MatrixPreconditioner):
             count += number
         return REFRESH if count % self.precondition_frequency == 0 else None
 
-    def at_owner(self, matrices: Sequence[Whole], stage: Hashable) -> list[Whole]:
+    def at_owner(
+        self, matrices: Sequence[MatrixInput], stage: Hashable
+    ) -> list[MatrixOutput]:
         return self._step(matrices, stage, None, 0)
 
     def at_shards(
-        self, shards: Sequence[Whole], dim: int, stage: Hashable, sum_up: SumUp
-    ) -> list[Whole]:
+        self, shards: Sequence[MatrixInput], dim: int, stage: Hashable, sum_up: SumUp
+    ) -> list[MatrixOutput]:
         return self._step(shards, stage, sum_up, dim)
 
     def _step(
-        self, matrices: Sequence[Whole], stage: Hashable, sum_up: SumUp | None, dim: int
-    ) -> list[Whole]:
+        self,
+        matrices: Sequence[MatrixInput],
+        stage: Hashable,
+        sum_up: SumUp | None,
+        dim: int,
+    ) -> list[MatrixOutput]:
         """Return what becomes of whole matrices, or of shards along ``dim`` whose
         products ``sum_up`` completes.
         """
@@ -231,32 +242,36 @@ class SOAP(MatrixPreconditioner):
                 grams = _summed(grams, sum_up)
             o, new = [], []
             for columns in zip(g, kept, grams, strict=True):
-                direction, after = self._adam(*columns, stage)
+                direction, changes = self._adam(*columns, stage)
                 o.append(direction)
-                new.append(after)
+                # None is what this step leaves as it is
+                new.append([changes.get(field) for field in Kept._fields])
             if self.orthogonalize:
                 if sum_up is None:
                     o = self.ns.many(o)
                 else:
                     o = self.ns.of_shards(o, dim, sum_up)
-        results = [Whole(matrices[0].matrix)] * len(matrices)
+        results = [MatrixOutput(matrices[0].matrix)] * len(matrices)
         for (_, members), direction, after in zip(batches, o, new, strict=True):
             if len(members) == 1:
-                results[members[0]] = Whole(direction, (), tuple(after))
+                results[members[0]] = MatrixOutput(direction, (), tuple(after))
                 continue
             buffers = [[None] * len(members) if x is None else x for x in after]
             for i, matrix, *each in zip(members, direction, *buffers, strict=True):
-                results[i] = Whole(matrix, (), tuple(each))
+                results[i] = MatrixOutput(matrix, (), tuple(each))
         return results
 
     def _adam(
         self, g: Tensor, kept: Kept, grams: tuple[Tensor, Tensor], stage: Hashable
-    ) -> tuple[Tensor, Kept]:
-        """Return o, before it is orthogonalized, and what is kept from then on."""
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return o, before it is orthogonalized, and by field what changes of what is
+        kept.
+        """
         (beta1, beta2), b = self.betas, self.shampoo_beta
         m, v, n = working(kept.m), working(kept.v), kept.n
-        bases, new = (kept.row_basis, kept.col_basis), Kept()
-        is_first = (n == 0).to(g.dtype)[..., None, None]
+        bases = kept.row_basis, kept.col_basis
+        new: dict[str, Tensor] = {}
+        is_first = n.eq(0).to(g.dtype)[..., None, None]
         o = torch.zeros_like(g)
         if stage != FIRST:
             turned = _into(g, *bases)
@@ -264,28 +279,29 @@ class SOAP(MatrixPreconditioner):
             v = _mixed(v, turned * turned, (1 - beta2) * (1 - is_first))
             # beside a first gradient m and v are zero
             o = _back(m / (v.sqrt() + (self.eps + is_first)), *bases)
-            new = new._replace(m=m, v=v)
+            new |= dict(m=m, v=v)
         factors = [
             _mixed(factor, gram, 1 - (beta2 if b is None else b))
             for factor, gram in zip(
                 (kept.row_factor, kept.col_factor), grams, strict=True
             )
         ]
-        new = new._replace(n=n + 1, row_factor=factors[0], col_factor=factors[1])
+        new |= dict(n=n + 1, row_factor=factors[0], col_factor=factors[1])
         if stage == FIRST:
-            bases = [
-                torch.where(is_first > 0, _eigenvectors(factor), basis)
-                for factor, basis in zip(factors, bases, strict=True)
-            ]
+            left, right = map(_eigenvectors, factors)
+            bases = (
+                torch.where(is_first > 0, left, kept.row_basis),
+                torch.where(is_first > 0, right, kept.col_basis),
+            )
         elif stage == REFRESH:
             m = _back(m, *bases)
             (left, rows), (right, cols) = map(_refreshed, factors, bases)
             v = v if rows is None else _in_order(v, rows, -2)
             v = v if cols is None else _in_order(v, cols, -1)
             bases = left, right
-            new = new._replace(m=_into(m, *bases), v=v)
+            new |= dict(m=_into(m, *bases), v=v)
         if stage is not None:
-            new = new._replace(row_basis=bases[0], col_basis=bases[1])
+            new |= dict(row_basis=bases[0], col_basis=bases[1])
         return o, new
 
 
@@ -296,7 +312,7 @@ def _one_number(shape: torch.Size, matrices: Matrices) -> torch.Size:
 # ---- over batches of matrices (..., rows, cols) --------------------------------------
 
 
-def _together(matrices: Sequence[Whole]) -> list[tuple[Whole, list[int]]]:
+def _together(matrices: Sequence[MatrixInput]) -> list[tuple[MatrixInput, list[int]]]:
     """Return small matrices of one shape as a batch, with their positions; large ones
     one by one.
     """
@@ -313,7 +329,9 @@ def _together(matrices: Sequence[Whole]) -> list[tuple[Whole, list[int]]]:
             wholes = [matrices[i] for i in members]
             owned = zip(*(w.owned for w in wholes), strict=True)
             matrix = torch.stack([w.matrix for w in wholes])
-            first = Whole(matrix, (), tuple(torch.stack(buffer) for buffer in owned))
+            first = MatrixInput(
+                matrix, (), tuple(torch.stack(buffer) for buffer in owned)
+            )
         batches.append((first, members))
     return batches
 
@@ -372,7 +390,7 @@ def _eigenvectors(factor: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch 
     # of a gradient that is not finite, which nobody keeps, there is no decomposition
     factor = torch.nan_to_num(factor, 0.0, 0.0, 0.0)
     try:
-        q = torch.linalg.eigh(factor).eigenvectors
+        q: Tensor = torch.linalg.eigh(factor).eigenvectors
     except torch.linalg.LinAlgError:  # which float32 may lead to
         q = torch.linalg.eigh(factor.double()).eigenvectors.to(factor.dtype)
     return q.flip(-1)
