@@ -69,8 +69,12 @@ def checkout(tmp_path_factory):
     return folder
 
 
+def narrow(monkeypatch) -> None:
+    """From now on the model has a layer of width 64."""
+    monkeypatch.setitem(step.MODELS, "gpt2-small", (1, 64))
+
+
 def call(monkeypatch, *args: object) -> None:
-    monkeypatch.setitem(step.MODELS, "gpt2-small", (1, 64))  # layers, and a small width
     monkeypatch.setattr(sys, "argv", ["step", *map(str, args)])
     step.main()
 
@@ -92,6 +96,7 @@ def ran(tmp_path_factory, checkout):
     folder = tmp_path_factory.mktemp("step")
     told = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(told):
+        narrow(patch)
         call(patch, *SMALL, "--eager", "--only", *CHOSEN, "--authors", checkout,
              "--json", folder / "a.json", "--png", folder / "a.png")  # fmt: skip
     return json.loads((folder / "a.json").read_text()), told.getvalue(), folder
