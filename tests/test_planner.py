@@ -285,7 +285,7 @@ class Allocated(TorchDispatchMode):
 
     def __init__(self, before):
         super().__init__()
-        self.live = {t.untyped_storage()._cdata: 0 for t in before}
+        self.live = {id(t.untyped_storage()): 0 for t in before}
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -296,7 +296,7 @@ class Allocated(TorchDispatchMode):
         return result
 
     def count(self, storage):
-        key = storage._cdata
+        key = id(storage)  # torch keeps the object as long as the memory
         if key not in self.live:
             self.live[key] = storage.nbytes()
             self.now += storage.nbytes()

@@ -180,8 +180,9 @@ def activations(job: Job) -> list[str]:
     sizes = job.activations
     kept, again = sizes.peak(), sizes.peak(checkpointed=True)
     return [
-        f"activations per GPU        {kept / GIGA:10.2f} GiB beside parameters, gradients and state, for "
-        f"{sizes.micro_batch} x {sizes.seq_len} tokens in bf16, logits and loss "
+        f"activations per GPU        {kept / GIGA:10.2f} GiB beside parameters, "
+        f"gradients and state, for {sizes.micro_batch} x {sizes.seq_len} tokens in "
+        "bf16, logits and loss "
         f"included ({again / GIGA:.2f} GiB with activation-checkpoint:full)"
     ]
 
