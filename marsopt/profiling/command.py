@@ -5,10 +5,10 @@ or of a model of yours.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import os
+import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -104,7 +104,7 @@ def user_shapes(path: str) -> dict[str, tuple[int, ...]]:
             "module:function: change it"
         )
     try:
-        module = importlib.import_module(module_name)
+        module = pkgutil.resolve_name(f"{module_name}:")
     except ModuleNotFoundError as error:
         raise ValueError(
             f"got --model {path} ({error}), expected a module that can be imported: "
