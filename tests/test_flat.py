@@ -536,7 +536,7 @@ def count_graphs(mars_type, num_layers, monkeypatch):
     ("mars_type", "small", "num_graphs"),
     [
         ("mars-adamw", 2**16, 2),
-        # two graphs of calls: norms, update and what follows owners; a CPU decides eagerly
+        # norms, update and what follows owners, for each of two calls
         ("mars-shampoo", 4, 6),
     ],
 )

@@ -975,11 +975,38 @@ def test_copies_and_pickles_of_a_followed_model_are_nobodys():
         optimizer.follow(again)
     with pytest.raises(TypeError, match="got list, expected the model"):
         optimizer.follow(list(model.parameters()))
-    found = weakref.ref(optimizer)
+
+
+@pytest.mark.usefixtures("both_forms")
+def test_a_followed_optimizer_lives_while_parameters_are_ahead():
+    model, optimizer = pair()
+    trained(model, optimizer, range(3))
+    x = [x.clone() for _, x in optimizer.iterates()]
+    seen = weakref.ref(optimizer)
     del optimizer
     gc.collect()
-    assert found() is None
     model.eval()(batch(0))
+    equal(model.parameters(), x)
+    gc.collect()
+    assert seen() is None
+    model.train()(batch(0))
+    equal(model.parameters(), x)
+
+
+@pytest.mark.usefixtures("both_forms")
+def test_the_next_optimizer_of_a_model_starts_from_what_was_trained():
+    model, first = pair()
+    trained(model, first, range(3))
+    x = [x.clone() for _, x in first.iterates()]
+    second = MARS(model.parameters(), correction="transport", compile=False)
+    second.follow(model)
+    equal(model.parameters(), x)
+    trained(model, second, [3])
+    y = copies(model.parameters())
+    expected = [x.clone() for _, x in second.iterates()]
+    model.eval()(batch(0))
+    equal(model.parameters(), expected)
+    model.train()(batch(0))
     equal(model.parameters(), y)
 
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from marsopt.optim.compiled import once
 from marsopt.optim.protocols.base import (
@@ -161,11 +162,20 @@ class Lookahead(CorrectionProtocol):
         those of its parts.
         """
         self._is_followed = self._is_asked_for_x = True
-        # before FSDP gathers the parameters
-        follow = FollowMode(self, optimizer)
-        model.register_forward_pre_hook(follow, prepend=True)
+        for links in list(FOLLOWERS.values()):
+            links[:] = [link for link in links if not link.gives_way(optimizer)]
+        link = Link(self, optimizer)
+        FOLLOWERS.setdefault(model, []).append(link)
+        # DDP's own module is called too, where it is evaluated without its wrapper
+        called = [model]
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            called.append(model.module)
+        for module in called:  # before FSDP gathers the parameters
+            hook = module.register_forward_pre_hook(FollowMode(link), prepend=True)
+            link.hooks.append(hook)
         for module in model.modules():
-            module.register_state_dict_pre_hook(ExposeForSaving(self, optimizer))
+            hook = module.register_state_dict_pre_hook(ExposeForSaving(link))
+            link.hooks.append(hook)
 
     def iterates(self, optimizer: Host) -> Callable[[Tensor], Tensor | None]:
         """Return what returns x of a parameter, None where the parameter is x."""
@@ -342,37 +352,81 @@ def _keep_ahead(handle: ParameterHandle, point: Tensor | None) -> None:
 # ---- hooks of a model that is followed -----------------------------------------------
 
 
-class FollowMode:
-    """A forward pre-hook: x for a module in eval mode, else the points ahead. It does
-    not keep the optimizer alive, and that of a copied or pickled model is nobody's.
+class Link:
+    """What the hooks of a model know of the optimizer that it follows. It keeps the
+    optimizer alive while parameters are points ahead: with the optimizer, x would be
+    gone.
+
+    Args:
+        protocol: the optimizer's.
+        optimizer: in train mode.
     """
 
-    def __init__(
-        self, protocol: Lookahead | None = None, optimizer: Host | None = None
-    ) -> None:
-        self._protocol = protocol
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+    def __init__(self, protocol: Lookahead, optimizer: Host) -> None:
+        self.protocol, self.hooks = protocol, list[RemovableHandle]()
+        self._weak = weakref.ref(optimizer)
+        self._alive: Host | None = optimizer
+
+    @property
+    def optimizer(self) -> Host | None:
+        """Return the optimizer, if there is one."""
+        return self._weak()
+
+    def switched(self, optimizer: Host) -> None:
+        """Note that the optimizer may have switched modes."""
+        is_ahead = self.protocol.is_in(optimizer, train=True)
+        self._alive = optimizer if is_ahead else None
+
+    def gives_way(self, successor: Host) -> bool:
+        """Return whether another optimizer takes over parameters of this one: they are
+        x then, and the model follows this one no more.
+        """
+        optimizer = self.optimizer
+        if optimizer is None or optimizer is successor:
+            return optimizer is None
+        taken = {p for group in successor.param_groups for p in group["params"]}
+        if taken.isdisjoint(p for g in optimizer.param_groups for p in g["params"]):
+            return False
+        optimizer.eval()
+        for hook in self.hooks:
+            hook.remove()
+        return True
+
+
+# of every model that is followed, by whom
+FOLLOWERS: MutableMapping[nn.Module, list[Link]] = weakref.WeakKeyDictionary()
+
+
+class FollowMode:
+    """A forward pre-hook: x for a module in eval mode, else the points ahead. That of a
+    copied or pickled model is nobody's.
+    """
+
+    def __init__(self, link: Link | None = None) -> None:
+        self._link = link
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), ()
 
     def __call__(self, module: nn.Module, *_: object) -> None:
-        optimizer = None if self._optimizer is None else self._optimizer()
-        if self._protocol is None or optimizer is None:
+        optimizer = None if self._link is None else self._link.optimizer
+        if self._link is None or optimizer is None:
             return
-        if not self._protocol.is_in(optimizer, module.training):
-            self._switch(optimizer, module.training)
+        if not self._link.protocol.is_in(optimizer, module.training):
+            self._switch(optimizer, self._link, module.training)
 
     # in place of a graph that writes parameters
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _switch(self, optimizer: Host, train: bool) -> None:
+    def _switch(self, optimizer: Host, link: Link, train: bool) -> None:
         optimizer.train() if train else optimizer.eval()
+        link.switched(optimizer)
 
 
 class ExposeForSaving(FollowMode):
     """A pre-hook of ``state_dict``, which then holds x in any mode."""
 
     def __call__(self, *_: object) -> None:
-        optimizer = None if self._optimizer is None else self._optimizer()
-        if optimizer is not None:
+        optimizer = None if self._link is None else self._link.optimizer
+        if self._link is not None and optimizer is not None:
             optimizer.expose_for_saving()
+            self._link.switched(optimizer)
