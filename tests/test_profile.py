@@ -554,42 +554,11 @@ def test_the_command_prints_and_writes(tmp_path):
         (["--trace", "/dev/null/trace.json"], "expected a file in a folder"),
         (["--json", "."], "expected a file in a folder"),
         (["--layers", "100000"], "GB, expected at most the"),
-        (["--model", "gpt3"], "or module:function: change it"),
-        (
-            ["--model", "no_such_module:f"],
-            "(No module named 'no_such_module'), expected",
-        ),
-        (["--model", f"{__name__}:none"], f"expected a function none in {__name__}"),
-        (["--model", f"{__name__}:its_number"], "got int from"),
-        (["--model", f"{__name__}:its_model", "--width", "8"], "got --width with"),
     ],
 )
 def test_the_command_refuses(argv, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         command.arguments(argv)
-
-
-def its_shapes():
-    return {"matrix": (4, 3), "vector": (3,)}
-
-
-def its_model():
-    return torch.nn.Linear(3, 4)
-
-
-def its_number():
-    return 3
-
-
-def test_the_command_takes_the_shapes_of_a_function():
-    """Of named shapes, and of a model's parameters, which take no memory."""
-    for function, found in [
-        (its_shapes, {"matrix": (4, 3), "vector": (3,)}),
-        (its_model, {"weight": (4, 3), "bias": (4,)}),
-    ]:
-        args = command.arguments(["--model", f"{__name__}:{function.__name__}"])
-        assert command.tensors(args) == found
-        assert function.__name__ in command.title(args)
 
 
 def test_gpt2_small_has_its_tensors():

@@ -1,12 +1,5 @@
 """python -m train.plan: who does what on a mesh, before any process is started."""
 
-# ruff: noqa: E402, I001  (importing torch takes seconds: the first line comes before)
-
-import sys
-
-if __name__ == "__main__":
-    print("python -m train.plan: loading torch", file=sys.stderr, flush=True)
-
 import argparse
 import logging
 import math
@@ -16,7 +9,6 @@ from pathlib import Path
 from train.engine.recipes import MODULE, recipe
 from train.errors import UserError, check_least, command
 from train.forecast import Forecast, Hardware, Job, models, sweep, tables
-from train.forecast.activations import Activations
 from train.gpt2 import tensor_sizes
 from train.pictures import picture
 
@@ -24,12 +16,8 @@ PICTURES = (".png", ".pdf", ".svg")
 MOST_RANKS = 2**13  # as many as are planned within ten seconds
 
 
-def job_of(
-    config_name: str, module: str = MODULE, micro_batch: int | None = None
-) -> Job:
-    """Return the model and optimizer of a recipe of ``module``; ``micro_batch``
-    sequences in a forward pass, None = the recipe's.
-    """
+def job_of(config_name: str, module: str = MODULE) -> Job:
+    """Return the model and optimizer of a recipe of ``module``."""
     logging.disable(logging.WARNING)  # torchtitan's, about options that nobody set
     config = recipe(config_name, module)()
     logging.disable(logging.NOTSET)
@@ -48,14 +36,6 @@ def job_of(
         flops_per_token=shape.num_flops_per_token(num_params, seq_len),
         elementwise=config.optimizer.beside_the_rule(sizes),
         options=config.optimizer.rule_options(),
-        activations=Activations(
-            num_layers=shape.num_layers,
-            width=shape.width,
-            inner=4 * shape.width,
-            vocab_size=shape.vocab_size,
-            seq_len=seq_len,
-            micro_batch=micro_batch or config.training.local_batch_size,
-        ),
     )
 
 
@@ -110,9 +90,6 @@ def main() -> None:
         f"(default: {' '.join(models.RULES)})")
     add("--tokens", type=int,
         help="with --model: tokens of a step (default: as its authors took)")
-    add("--micro-batch", type=int,
-        help="sequences of a forward pass on a GPU (default: the recipe's; 1 with "
-        "--model)")
     add("--ranks", type=int, nargs="+", action="extend",
         help="numbers of GPUs (default: 8; with --model 1 8 64 512, times --replicas)")
     add("--replicas", type=int, default=1,
@@ -141,16 +118,13 @@ def main() -> None:
     ranks = args.ranks or usual
     for n in ranks:
         check_least(1, MOST_RANKS, replicas=args.replicas, ranks=n)
-    check_least(1, tokens=args.tokens, micro_batch=args.micro_batch)
+    check_least(1, tokens=args.tokens)
     rates = {k: getattr(args, k) for k in ("link_gbps", "tflops", "memory_gbs")}
     check_least(1e-3, **rates)
     options = dict(replicas=args.replicas, hardware=Hardware.of(**rates))
     what, given = args.model if of_model else args.config, (args.rules, args.tokens)
     try:
-        if of_model:
-            jobs = models.jobs(what, *given, micro_batch=args.micro_batch or 1)
-        else:
-            jobs = [job_of(what, args.module, args.micro_batch)]
+        jobs = models.jobs(what, *given) if of_model else [job_of(what, args.module)]
         if not args.sweep:
             print(tables.report(what, jobs, ranks, every=args.all, **options))
             return

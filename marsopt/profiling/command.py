@@ -1,6 +1,4 @@
-"""python -m marsopt.profile: what a step of MARS costs on the tensors of a GPT-2,
-or of a model of yours.
-"""
+"""python -m marsopt.profile: what a step of MARS costs on the tensors of a GPT-2."""
 
 from __future__ import annotations
 
@@ -8,13 +6,11 @@ import argparse
 import json
 import math
 import os
-import pkgutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from marsopt.optim.compiled import declined, missing_for
 from marsopt.profiling.gpt2 import MODELS, VOCAB_SIZE, Subject, shapes
@@ -34,7 +30,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(
         prog="python -m marsopt.profile",
-        description="Profile the optimizer step on a model's tensors, with both clips: "
+        description="Profile the optimizer step on a GPT-2's tensors, with both clips: "
         "graphs, breaks, recompiles, kernels, bytes, times. For a step of your own: "
         "print(marsopt.profile(step_fn, *args)).",
     )
@@ -46,14 +42,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     warm = "reuse binaries on disk: sooner, but the first call's time means little"
     log = "torch's structured compile log, for tlparse"
-    model = (
-        f"one of {', '.join(MODELS)}, or MODULE:FUNCTION: it returns a torch.nn.Module "
-        "(built on the meta device) or {name: shape} (default: %(default)s)"
-    )
-    add("--model", default="gpt2-small", help=model)
+    add("--model", choices=MODELS, default="gpt2-small")
     for name in ("--layers", "--width"):
-        add(name, type=int, help="instead of the GPT-2's own")
-    add("--vocab", type=int, help=f"rows of wte (default: {VOCAB_SIZE})")
+        add(name, type=int, help="instead of the model's own")
+    add("--vocab", type=int, default=VOCAB_SIZE, help="rows of wte")
     add("--rule", type=canonical, choices=list(REGISTRY), default="mars-adamw")
     add("--correction", choices=["approximate", "transport"], default="approximate")
     add("--h-dtype", choices=dtypes, help="of the kept gradient")
@@ -65,73 +57,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--trace", type=Path, metavar="FILE", help="Chrome trace")
     add("--compile-log", type=Path, metavar="DIR", help=log)
     args = parser.parse_args(argv)
+    depth, width = MODELS[args.model]
+    args.layers = depth if args.layers is None else args.layers
+    args.width = width if args.width is None else args.width
     check(args)
     return args
-
-
-def tensors(args: argparse.Namespace) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters of ``--model``, by name.
-
-    Raises:
-        ValueError: no such model or function, or a function that returns neither a
-            model nor shapes.
-    """
-    if args.model in MODELS:
-        depth, width = MODELS[args.model]
-        return shapes(
-            args.layers or depth, args.width or width, args.vocab or VOCAB_SIZE
-        )
-    for name in ("layers", "width", "vocab"):
-        if getattr(args, name) is not None:
-            raise ValueError(
-                f"got --{name} with --model {args.model}, expected it with "
-                f"{', '.join(MODELS)}: leave it out"
-            )
-    return user_shapes(args.model)
-
-
-def user_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that the function at ``path``, "module:function", returns, or
-    those of the parameters of the model that it returns.
-
-    Raises:
-        ValueError: no such module or function, or it returns something else.
-    """
-    module_name, _, name = path.partition(":")
-    if not module_name or not name:
-        raise ValueError(
-            f"got --model {path}, expected one of {', '.join(MODELS)}, or "
-            "module:function: change it"
-        )
-    try:
-        module = pkgutil.resolve_name(f"{module_name}:")
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"got --model {path} ({error}), expected a module that can be imported: "
-            "run in its folder, or set PYTHONPATH"
-        ) from error
-    function = vars(module).get(name)
-    if not callable(function):
-        raise ValueError(
-            f"got --model {path}, expected a function {name} in {module_name}: name "
-            "one that it has"
-        )
-    with torch.device("meta"):
-        model = function()
-    if isinstance(model, nn.Module):
-        return {n: tuple(p.shape) for n, p in model.named_parameters()}
-    if isinstance(model, Mapping) and model and all(map(_is_shape, model.values())):
-        return {str(n): tuple(shape) for n, shape in model.items()}
-    raise ValueError(
-        f"got {type(model).__name__} from {path}, expected a torch.nn.Module or "
-        "{name: shape}, each shape a tuple of positive integers: return one of these"
-    )
-
-
-def _is_shape(shape: object) -> bool:
-    return isinstance(shape, Sequence) and all(
-        isinstance(size, int) and size > 0 for size in shape
-    )
 
 
 def check(args: argparse.Namespace) -> None:
@@ -145,7 +75,7 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"got --{name}=--, expected a value: give one")
     for name, most in MOST.items():
         value = getattr(args, name)
-        if value is not None and not 1 <= value <= most:
+        if not 1 <= value <= most:
             limit = "at least 1" if value < 1 else f"at most {most}"
             raise ValueError(f"got --{name} {value}, expected {limit}: change it")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -165,13 +95,12 @@ def check(args: argparse.Namespace) -> None:
             "it, since the profiler counts compiled graphs"
         )
     # x, g, h, m, v, packed gradients, and what Newton-Schulz or a copy takes beside
-    num_params = sum(map(math.prod, tensors(args).values()))
-    needed, free = 28 * num_params, free_memory(args.device)
+    tensors = shapes(args.layers, args.width, args.vocab)
+    needed, free = 28 * sum(map(math.prod, tensors.values())), free_memory(args.device)
     if needed > free:
         raise ValueError(
             f"got a model that needs about {needed / 1e9:.0f} GB, expected at most the "
-            f"{free / 1e9:.0f} GB that are free: take fewer --layers, or a smaller "
-            "model"
+            f"{free / 1e9:.0f} GB that are free: take fewer --layers"
         )
     for name in ("json", "trace"):
         path = getattr(args, name)
@@ -195,10 +124,11 @@ def _make_folder(option: str, path: Path) -> None:
 
 def title(args: argparse.Namespace) -> str:
     """Return what was profiled, in words."""
+    depth, width = MODELS[args.model]
     changed = {
-        f", {args.layers} layers": args.layers is not None,
-        f", width {args.width}": args.width is not None,
-        f", vocabulary {args.vocab}": args.vocab is not None,
+        f", {args.layers} layers": args.layers != depth,
+        f", width {args.width}": args.width != width,
+        f", vocabulary {args.vocab}": args.vocab != VOCAB_SIZE,
         f", h in {args.h_dtype}": args.h_dtype is not None,
         f", {args.correction}": args.correction != "approximate",
     }
@@ -221,7 +151,7 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     """Profile; print and write what came out."""
     subject = Subject(
-        tensors(args),
+        shapes(args.layers, args.width, args.vocab),
         args.rule,
         num_steps=args.steps + 2,
         device=args.device,

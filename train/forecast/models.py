@@ -21,7 +21,6 @@ from marsopt.profiling import gpt2
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.preconditioner import MatrixCost
 from marsopt.rules.registry import canonical
-from train.forecast.activations import Activations
 
 FULL = 4  # bytes of a float32: parameters, gradients, momenta
 CORRECTIONS = ("exact", "transport")  # at the end of a rule's name
@@ -65,7 +64,6 @@ class Job:
     elementwise: Collection[str] = ()  # matrices that AdamW takes all the same
     # arguments of ``marsopt.mars``: correction, clip and amsgrad say what is kept
     options: Mapping[str, Any] = field(default_factory=dict)
-    activations: Activations | None = None  # of one GPU; None = not known
 
     @property
     def num_params(self) -> int:
@@ -161,19 +159,6 @@ class Model:
         """Return the number of all parameters."""
         return sum(map(math.prod, self.shapes.values()))
 
-    def activations(self, micro_batch: int) -> Activations:
-        """Return the sizes of a forward pass of ``micro_batch`` sequences."""
-        llama = "0.gate" in self.shapes
-        return Activations(
-            num_layers=self.num_layers,
-            width=self.width,
-            inner=self.shapes["0.gate" if llama else "0.mlp_in"][0],
-            vocab_size=self.shapes["embedding" if llama else "wte"][0],
-            seq_len=self.seq_len,
-            kv_width=self.shapes["0.k"][0] if llama else None,
-            micro_batch=micro_batch,
-        )
-
     @property
     def num_flops_per_token(self) -> int:
         """Return the FLOPs of a token, forward and backward: 6 per weight that is
@@ -252,10 +237,7 @@ MODELS: dict[str, Model] = {
 
 
 def jobs(
-    model: str,
-    rules: Sequence[str] | None = None,
-    tokens: int | None = None,
-    micro_batch: int = 1,
+    model: str, rules: Sequence[str] | None = None, tokens: int | None = None
 ) -> list[Job]:
     """Return how each of ``rules`` trains a model; AdamW has embeddings and head,
     beside any rule of matrices.
@@ -265,7 +247,6 @@ def jobs(
         rules: names in ``marsopt.REGISTRY``, also with "-exact" or "-transport"; None =
             ``RULES``.
         tokens: of a step; None = as many as its authors took.
-        micro_batch: sequences of a forward pass on one GPU.
 
     Raises:
         ValueError: an unknown model or rule.
@@ -285,7 +266,6 @@ def jobs(
                 flops_per_token=chosen.num_flops_per_token,
                 elementwise=chosen.beside if REGISTRY[mars_type].matrix_only else (),
                 options={"correction": correction},
-                activations=chosen.activations(micro_batch),
             )
         )
     return found

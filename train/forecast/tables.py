@@ -166,25 +166,10 @@ def report(
             several = len(ranks) > 1 or replicas > 1
             parts += [f"{n} {'GPU' if n == 1 else 'GPUs'}{_of(replicas)}"] * several
             parts.append(table(job, forecast(job, n, **sizes), every))
-        return "\n".join([*parts, *activations(job)])
+        return "\n".join(parts)
     rows = [(job, n, forecast(job, n, **sizes)) for job in jobs for n in ranks]
     heading = _heading(what, jobs, replicas)
-    table_and_more = "\n".join([comparison(rows), *activations(jobs[0])])
-    return "\n\n".join([heading, table_and_more, legend(hardware)])
-
-
-def activations(job: Job) -> list[str]:
-    """Return the line on activations, where the job's model is known."""
-    if job.activations is None:
-        return []
-    sizes = job.activations
-    kept, again = sizes.peak(), sizes.peak(checkpointed=True)
-    return [
-        f"activations per GPU        {kept / GIGA:10.2f} GiB beside parameters, "
-        f"gradients and state, for {sizes.micro_batch} x {sizes.seq_len} tokens in "
-        "bf16, logits and loss "
-        f"included ({again / GIGA:.2f} GiB with activation-checkpoint:full)"
-    ]
+    return "\n\n".join([heading, comparison(rows), legend(hardware)])
 
 
 def _of(replicas: int) -> str:
