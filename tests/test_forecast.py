@@ -13,7 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,7 +32,7 @@ from marsopt.profiling.profiler import traced
 from marsopt.rules import newton_schulz
 from tests.processes import spawn
 from tests.stacking import as_on_a_gpu, forced
-from train.forecast import Job, forecast, models
+from train.forecast import Blocks, Job, MicroBatch, forecast, models
 from train.forecast.models import MODELS
 from train.forecast.record import Recorder, pretended, record
 from train.gpt2 import GPT2, Shape
@@ -345,7 +350,8 @@ def with_whole_attention(model):
     counts it.
     """
     return (
-        model.num_flops_per_token + 6 * model.num_layers * model.width * model.seq_len
+        model.num_flops_per_token
+        + 6 * model.blocks.num_layers * model.blocks.width * model.seq_len
     )
 
 
@@ -375,7 +381,7 @@ def test_llama_is_that_of_transformers(name):
         num_key_value_heads=32 * named.shapes["0.k"][0] // width,
         hidden_size=width,
         intermediate_size=inner,
-        num_hidden_layers=named.num_layers,
+        num_hidden_layers=named.blocks.num_layers,
         num_attention_heads=32,
         tie_word_embeddings=False,
         attn_implementation="eager",
@@ -388,6 +394,148 @@ def test_llama_is_that_of_transformers(name):
     assert sorted(named.shapes.values()) == sizes
     found = num_flops(lambda: model(ids, attention_mask=mask).logits) / tokens
     assert found == CLOSE(with_whole_attention(named), rel=REL)
+
+
+class LlamaBlock(nn.Module):
+    """LLaMA's, its norms as LayerNorm without biases: that keeps its input alone, as
+    RMSNorm does on a GPU; on a CPU RMSNorm is made of parts, which keep more.
+    """
+
+    def __init__(self, width, inner, num_heads, kv_width):
+        super().__init__()
+        self.heads = num_heads, width // num_heads
+        self.attn_norm, self.mlp_norm = (nn.LayerNorm(width, bias=False) for _ in "am")
+        sizes = dict(q=(width, width), k=(width, kv_width), v=(width, kv_width))
+        sizes |= dict(out=(width, width), gate=(width, inner), up=(width, inner))
+        for name, size in (sizes | {"down": (inner, width)}).items():
+            setattr(self, name, nn.Linear(*size, bias=False))
+
+    def forward(self, x):
+        normed, (_, head) = self.attn_norm(x), self.heads
+        q, k, v = (
+            linear(normed).unflatten(-1, (-1, head)).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
+        )
+        angles = torch.ones(x.shape[1], head // 2, dtype=torch.complex64)
+        q, k = (
+            torch.view_as_real(
+                torch.view_as_complex(y.float().unflatten(-1, (-1, 2))) * angles
+            )
+            .flatten(-2)
+            .to(x.dtype)
+            for y in (q, k)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        normed = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Llama(nn.Module):
+    def __init__(self, num_layers, width, inner, num_heads, vocab_size, kv_width):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, width)
+        sizes = width, inner, num_heads, kv_width
+        self.layers = nn.ModuleList(LlamaBlock(*sizes) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.layers:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def activations(build, num_sequences, seq_len, full):
+    """The most bytes of forward, loss and backward in bfloat16 that torch allocates for
+    fake tensors, gradients of parameters left out.
+    """
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with FakeTensorMode():
+            model, ids = build(), torch.zeros(num_sequences, seq_len, dtype=torch.long)
+            for name, block in list(model.layers.named_children()) if full else ():
+                wrapped = checkpoint_wrapper(block, early_stop=False)
+                model.layers.register_module(name, wrapped)
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+            with Recorder([*model.parameters(), *model.buffers()]) as recorder:
+                logits = model(ids)
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+                del logits  # as torchtitan's trainer does
+                loss.backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return recorder.most
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize(
+    ("shape", "num_sequences"),
+    [
+        (Shape(2, 4, 64, 128, 512), 3),
+        (Shape(4, 4, 64, 128, 64), 2),
+        (Shape(2, 2, 64, 128, 256, inverse_layer_scale=False), 4),
+        (Shape(12, 12, 768, 1024, models.gpt2.VOCAB_SIZE), 15),
+    ],
+    ids=["a vocabulary", "blocks", "unscaled", "gpt2-small"],
+)
+def test_activations_of_gpt2_are_what_torch_allocates(shape, num_sequences, full):
+    """6% at most, where one block is computed again and logits are few."""
+    blocks = Blocks.gpt2(
+        shape.num_layers,
+        shape.width,
+        shape.vocab_size,
+        scaled=shape.inverse_layer_scale,
+    )
+    tokens = num_sequences, shape.block_size
+    ours = MicroBatch(blocks, *tokens, is_compiled=False)
+    found = activations(lambda: GPT2(shape), *tokens, full)
+    assert ours.activation_bytes(is_checkpointed=full) == CLOSE(found, rel=0.07)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize(
+    ("sizes", "tokens"),
+    [
+        ((2, 64, 176, 4, 512, 64), (3, 128)),
+        ((4, 64, 176, 4, 64, 16), (2, 128)),
+        ((8, 4096, 14_336, 32, 128_256, 1024), (1, 8192)),
+    ],
+    ids=["a vocabulary", "blocks", "a quarter of llama3-8b"],
+)
+def test_activations_of_llama_are_what_torch_allocates(sizes, tokens, full):
+    num_layers, width, inner, _, vocab_size, kv_width = sizes
+    blocks = Blocks.llama(num_layers, width, inner, vocab_size, kv_width)
+    ours = MicroBatch(blocks, *tokens, is_compiled=False)
+    found = activations(lambda: Llama(*sizes), *tokens, full)
+    assert ours.activation_bytes(is_checkpointed=full) == CLOSE(found, rel=0.07)
+
+
+def test_a_compiled_loss_keeps_logits_in_their_own_dtype():
+    """The graphs' partition, which inductor makes kernels of: logits and two numbers a
+    token stay, and the backward pass returns one gradient of them.
+    """
+
+    def loss_of(logits, ids):
+        return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+
+    ids, saved = torch.zeros(2, 8, dtype=torch.long), []
+    logits = torch.randn(2, 8, 512, dtype=torch.bfloat16, requires_grad=True)
+    compiled = torch.compile(loss_of, backend="aot_eager_decomp_partition")
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.append(x) or x, lambda x: x
+    ):
+        compiled(logits, ids).backward()
+    assert sum(x.nbytes for x in saved) == CLOSE(logits.nbytes, rel=REL)
+    assert logits.grad.dtype == torch.bfloat16
+    none, eager = (
+        MicroBatch(Blocks(0, 0, 0, 0, 512), 2, 8, is_compiled=compiled)
+        for compiled in (True, False)
+    )
+    assert none.activation_bytes() == logits.nbytes + logits.grad.nbytes
+    assert eager.activation_bytes() == 3 * 2 * logits.nbytes
 
 
 def test_numbers_of_parameters():

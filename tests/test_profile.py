@@ -561,6 +561,63 @@ def test_the_command_refuses(argv, message):
         command.arguments(argv)
 
 
+def build():
+    """What --model names below."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Embedding(64, 32), torch.nn.Linear(32, 16))
+    return model.requires_grad_()
+
+
+def sizes():
+    return {"embed.weight": (64, 32), "mlp.weight": torch.empty(16, 32), "gain": [16]}
+
+
+def number():
+    return 7
+
+
+def nested():
+    return {"mlp": {"weight": (16, 32)}}
+
+
+def model_of(name, *options):
+    return command.arguments([f"--model={__name__}:{name}", *options])
+
+
+def test_a_model_of_the_users_is_profiled_by_its_shapes(monkeypatch, capsys):
+    args = model_of("build")
+    assert args.tensors == {"0.weight": (64, 32), "1.weight": (16, 32), "1.bias": (16,)}
+    assert args.tables == {"0.weight"}
+    named = model_of("sizes")
+    assert list(named.tensors.values()) == list(args.tensors.values())
+    assert named.tables == {"embed.weight"}
+    options = ["--rule=moonlight", "--steps=1", "--warm"]
+    argv = ["profile", f"--model={__name__}:sizes", *options]
+    monkeypatch.setattr(sys, "argv", argv)
+    command.main()
+    said = capsys.readouterr().out
+    assert said.startswith(f"moonlight with both clips on {__name__}:sizes: 3 tensors")
+    assert "2,576 parameters" in said
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("gpt3", "got --model gpt3, expected one of gpt2-small"),
+        ("mine:", "got --model mine:, expected one of gpt2-small"),
+        ("no_such:model", "of which there is no no_such, expected a module that"),
+        (f"{__name__}:other", f"expected a function of {__name__}, which has no other"),
+        (f"{__name__}:number", "got int of --model"),
+        (f"{__name__}:nested", "got 'mlp': {'weight': (16, 32)} of --model, expected"),
+    ],
+)
+def test_a_model_that_cannot_be_profiled(name, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        command.arguments(["--model", name])
+    with pytest.raises(ValueError, match="got --width with --model .*change the funct"):
+        model_of("sizes", "--width=8")
+
+
 def test_gpt2_small_has_its_tensors():
     """Without biases, as the MARS authors train it, and with their padding."""
     found = shapes(*command.MODELS["gpt2-small"], command.VOCAB_SIZE)

@@ -3,12 +3,25 @@
 import argparse
 import logging
 import math
+import sys
 from datetime import timedelta
 from pathlib import Path
 
+if __name__ == "__main__":  # torch takes seconds to import
+    print("loading torch and the forecast", file=sys.stderr, flush=True)
+
 from train.engine.recipes import MODULE, recipe
 from train.errors import UserError, check_least, command
-from train.forecast import Forecast, Hardware, Job, models, sweep, tables
+from train.forecast import (
+    Blocks,
+    Forecast,
+    Hardware,
+    Job,
+    MicroBatch,
+    models,
+    sweep,
+    tables,
+)
 from train.gpt2 import tensor_sizes
 from train.pictures import picture
 
@@ -29,6 +42,12 @@ def job_of(config_name: str, module: str = MODULE) -> Job:
     shape, seq_len = config.model_spec.model.shape, config.training.seq_len
     sizes = tensor_sizes(shape)
     num_params = sum(math.prod(size) for size in sizes.values())
+    blocks = Blocks.gpt2(
+        shape.num_layers,
+        shape.width,
+        shape.vocab_size,
+        scaled=shape.inverse_layer_scale,
+    )
     return Job(
         shapes=sizes,
         mars_type=config.optimizer.mars_type,
@@ -36,6 +55,12 @@ def job_of(config_name: str, module: str = MODULE) -> Job:
         flops_per_token=shape.num_flops_per_token(num_params, seq_len),
         elementwise=config.optimizer.beside_the_rule(sizes),
         options=config.optimizer.rule_options(),
+        micro_batch=MicroBatch(
+            blocks,
+            config.training.local_batch_size,
+            seq_len,
+            is_compiled=config.compile.enable and "loss" in config.compile.components,
+        ),
     )
 
 

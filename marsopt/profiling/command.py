@@ -1,19 +1,25 @@
-"""python -m marsopt.profile: what a step of MARS costs on the tensors of a GPT-2."""
+"""python -m marsopt.profile: what a step of MARS costs on the tensors of a GPT-2, or of
+a model of the user's.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import operator
 import os
+import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from marsopt.optim.compiled import declined, missing_for
-from marsopt.profiling.gpt2 import MODELS, VOCAB_SIZE, Subject, shapes
+from marsopt.optim.param_groups import TABLES, by_name, roles
+from marsopt.profiling.gpt2 import EMBEDDINGS, MODELS, VOCAB_SIZE, Subject, shapes
 from marsopt.profiling.machine import free_memory
 from marsopt.profiling.optimizer import profile_optimizer
 from marsopt.rules.registry import REGISTRY, canonical
@@ -30,9 +36,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(
         prog="python -m marsopt.profile",
-        description="Profile the optimizer step on a GPT-2's tensors, with both clips: "
-        "graphs, breaks, recompiles, kernels, bytes, times. For a step of your own: "
-        "print(marsopt.profile(step_fn, *args)).",
+        description="Profile the optimizer step on a GPT-2's tensors or your model's, "
+        "with both clips: graphs, breaks, recompiles, kernels, bytes, times. For a "
+        "step of your own: print(marsopt.profile(step_fn, *args)).",
     )
     add = parser.add_argument
     dtypes = ["float32", "bfloat16"]
@@ -42,10 +48,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     warm = "reuse binaries on disk: sooner, but the first call's time means little"
     log = "torch's structured compile log, for tlparse"
-    add("--model", choices=MODELS, default="gpt2-small")
+    own = "a function without arguments that returns a module or {name: shape}"
+    of = f"{', '.join(MODELS)}, or MODULE:FUNCTION, {own}"
+    add("--model", default="gpt2-small", help=f"{of} (default: %(default)s)")
     for name in ("--layers", "--width"):
-        add(name, type=int, help="instead of the model's own")
-    add("--vocab", type=int, default=VOCAB_SIZE, help="rows of wte")
+        add(name, type=int, help="instead of that of the GPT-2")
+    add("--vocab", type=int, help=f"rows of wte (default: {VOCAB_SIZE})")
     add("--rule", type=canonical, choices=list(REGISTRY), default="mars-adamw")
     add("--correction", choices=["approximate", "transport"], default="approximate")
     add("--h-dtype", choices=dtypes, help="of the kept gradient")
@@ -57,11 +65,93 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--trace", type=Path, metavar="FILE", help="Chrome trace")
     add("--compile-log", type=Path, metavar="DIR", help=log)
     args = parser.parse_args(argv)
-    depth, width = MODELS[args.model]
-    args.layers = depth if args.layers is None else args.layers
-    args.width = width if args.width is None else args.width
     check(args)
     return args
+
+
+def tensors_of(
+    args: argparse.Namespace,
+) -> tuple[dict[str, tuple[int, ...]], Collection[str]]:
+    """Return the shapes of the model by name, and which are embeddings and heads.
+
+    Raises:
+        ValueError: a model that there is not, or sizes of another than a GPT-2.
+    """
+    if args.model in MODELS:
+        depth, width = MODELS[args.model]
+        sizes = (args.layers, depth), (args.width, width), (args.vocab, VOCAB_SIZE)
+        chosen = [usual if size is None else size for size, usual in sizes]
+        return shapes(*chosen), EMBEDDINGS
+    for name in ("layers", "width", "vocab"):
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"got --{name} with --model {args.model}, expected it with a GPT-2: "
+                "change the function"
+            )
+    return own_tensors(args.model)
+
+
+def own_tensors(name: str) -> tuple[dict[str, tuple[int, ...]], Collection[str]]:
+    """Return the shapes that the function MODULE:FUNCTION tells, and which of them are
+    embeddings and heads: of a module by its layers, else by their names.
+
+    Raises:
+        ValueError: it cannot be had, or returns neither a module nor a mapping from
+            names to tensors or shapes.
+    """
+    module, colon, function = name.partition(":")
+    parts = [*module.split("."), *function.split(".")]
+    if not colon or not all(part.isidentifier() for part in parts):
+        raise ValueError(
+            f"got --model {name}, expected one of {', '.join(MODELS)} or "
+            "MODULE:FUNCTION: write it as mine:model"
+        )
+    try:
+        home = pkgutil.resolve_name(f"{module}:")
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and what it imports is not
+        raise ValueError(
+            f"got --model {name}, of which there is no {error.name}, expected a module "
+            "that Python finds: run from its folder, or name that in PYTHONPATH"
+        ) from error
+    try:
+        build = operator.attrgetter(function)(home)
+    except AttributeError as error:
+        raise ValueError(
+            f"got --model {name}, expected a function of {module}, which has no "
+            f"{function}: define it, or name another"
+        ) from error
+    calls = callable(build) and not isinstance(build, nn.Module)
+    model = build() if calls else build
+    if isinstance(model, nn.Module):
+        used = [(n, p, role) for n, p, role in roles(model) if p.requires_grad]
+        found = {n: tuple(p.shape) for n, p, _ in used}
+        tables = {n for n, _, role in used if role in TABLES}
+    elif isinstance(model, Mapping):
+        found = {n: _shape(n, value) for n, value in model.items()}
+        tables = {n for n in found if by_name(n) in TABLES}
+    else:
+        found, tables = {}, set()
+    if not found:
+        raise ValueError(
+            f"got {type(model).__name__} of --model {name}, expected a module or a "
+            "mapping from names to shapes, with a parameter at least: return one"
+        )
+    return found, tables
+
+
+def _shape(name: object, value: object) -> tuple[int, ...]:
+    shape = value.shape if isinstance(value, torch.Tensor) else value
+    sizes = tuple(shape) if isinstance(shape, Sequence) else ()
+    if not isinstance(name, str) or not all(
+        isinstance(size, int) and size > 0 for size in sizes or [None]
+    ):
+        raise ValueError(
+            f"got {name!r:.60}: {value!r:.60} of --model, expected a name and a tensor "
+            "or its sizes, such as (768, 768): return these"
+        )
+    return sizes
 
 
 def check(args: argparse.Namespace) -> None:
@@ -75,7 +165,7 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"got --{name}=--, expected a value: give one")
     for name, most in MOST.items():
         value = getattr(args, name)
-        if not 1 <= value <= most:
+        if value is not None and not 1 <= value <= most:
             limit = "at least 1" if value < 1 else f"at most {most}"
             raise ValueError(f"got --{name} {value}, expected {limit}: change it")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -95,12 +185,13 @@ def check(args: argparse.Namespace) -> None:
             "it, since the profiler counts compiled graphs"
         )
     # x, g, h, m, v, packed gradients, and what Newton-Schulz or a copy takes beside
-    tensors = shapes(args.layers, args.width, args.vocab)
-    needed, free = 28 * sum(map(math.prod, tensors.values())), free_memory(args.device)
+    args.tensors, args.tables = tensors_of(args)
+    needed = 28 * sum(map(math.prod, args.tensors.values()))
+    free = free_memory(args.device)
     if needed > free:
         raise ValueError(
             f"got a model that needs about {needed / 1e9:.0f} GB, expected at most the "
-            f"{free / 1e9:.0f} GB that are free: take fewer --layers"
+            f"{free / 1e9:.0f} GB that are free: take fewer layers"
         )
     for name in ("json", "trace"):
         path = getattr(args, name)
@@ -124,11 +215,10 @@ def _make_folder(option: str, path: Path) -> None:
 
 def title(args: argparse.Namespace) -> str:
     """Return what was profiled, in words."""
-    depth, width = MODELS[args.model]
     changed = {
-        f", {args.layers} layers": args.layers != depth,
-        f", width {args.width}": args.width != width,
-        f", vocabulary {args.vocab}": args.vocab != VOCAB_SIZE,
+        f", {args.layers} layers": args.layers is not None,
+        f", width {args.width}": args.width is not None,
+        f", vocabulary {args.vocab}": args.vocab is not None,
         f", h in {args.h_dtype}": args.h_dtype is not None,
         f", {args.correction}": args.correction != "approximate",
     }
@@ -151,8 +241,9 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     """Profile; print and write what came out."""
     subject = Subject(
-        shapes(args.layers, args.width, args.vocab),
+        args.tensors,
         args.rule,
+        tables=args.tables,
         num_steps=args.steps + 2,
         device=args.device,
         h_dtype=args.h_dtype and getattr(torch, args.h_dtype),

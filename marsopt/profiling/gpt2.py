@@ -5,7 +5,7 @@ which every hyperparameter moves.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -48,13 +48,15 @@ def shapes(
     return {**embeddings, **blocks, "norm": (width,)}
 
 
-def param_groups(params: Mapping[str, Tensor], rule: str) -> list[dict[str, Any]]:
-    """Return the groups for ``rule``: embeddings take it too (matrix rules: in a group
-    of their own), but where AdamW with the rule's own rate moves what is not a matrix,
-    they take that, as in the authors' scripts.
+def param_groups(
+    params: Mapping[str, Tensor], rule: str, tables: Collection[str] = EMBEDDINGS
+) -> list[dict[str, Any]]:
+    """Return the groups for ``rule``: ``tables``, which are embeddings, take it too
+    (matrix rules: in a group of their own), but where AdamW with the rule's own rate
+    moves what is not a matrix, they take that, as in the authors' scripts.
     """
     row = REGISTRY[rule]
-    beside = EMBEDDINGS if row.matrix_only else ()
+    beside = tables if row.matrix_only else ()
     split = [[(n, p) for n, p in params.items() if (n in beside) == b] for b in (0, 1)]
     adamw = {"mars_type": "adamw", "betas": (0.9, 0.95)}
     options = adamw if row.fallback == "adamw" else {}
@@ -78,6 +80,7 @@ class Subject:
         tensors: Mapping[str, tuple[int, ...]],
         rule: str,
         *,
+        tables: Collection[str] = EMBEDDINGS,
         num_steps: int,
         device: str = "cpu",
         h_dtype: torch.dtype | None = None,
@@ -96,7 +99,9 @@ class Subject:
             lr=1e-4, max_norm=1.0, h_dtype=h_dtype, compile=True
         )
         options |= dict(correction=correction, store_iterate=store_iterate)
-        self.optimizer = MARS(param_groups(named, rule), mars_type=rule, **options)
+        self.optimizer = MARS(
+            param_groups(named, rule, tables), mars_type=rule, **options
+        )
         if joined:
             self.optimizer.join_gradients()
         self.params = list(named.values())

@@ -21,6 +21,7 @@ from marsopt.profiling import gpt2
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.preconditioner import MatrixCost
 from marsopt.rules.registry import canonical
+from train.forecast.activations import Blocks, MicroBatch
 
 FULL = 4  # bytes of a float32: parameters, gradients, momenta
 CORRECTIONS = ("exact", "transport")  # at the end of a rule's name
@@ -64,6 +65,7 @@ class Job:
     elementwise: Collection[str] = ()  # matrices that AdamW takes all the same
     # arguments of ``marsopt.mars``: correction, clip and amsgrad say what is kept
     options: Mapping[str, Any] = field(default_factory=dict)
+    micro_batch: MicroBatch | None = None  # for the activations of one GPU
 
     @property
     def num_params(self) -> int:
@@ -139,7 +141,7 @@ class Model:
 
     Args:
         shapes: of all parameters, by name.
-        num_layers, width: of its blocks, for the FLOPs of attention.
+        blocks: for activations, and the FLOPs of attention.
         looked_up: embeddings that nothing is multiplied with.
         beside: embeddings and head, which AdamW moves beside a rule of matrices.
         seq_len: tokens of a sequence.
@@ -147,8 +149,7 @@ class Model:
     """
 
     shapes: Mapping[str, tuple[int, ...]]
-    num_layers: int
-    width: int
+    blocks: Blocks
     looked_up: tuple[str, ...]
     beside: tuple[str, ...]
     seq_len: int
@@ -165,7 +166,7 @@ class Model:
         multiplied with, and causal attention (PaLM, arXiv 2204.02311, appendix B).
         """
         looked_up = sum(math.prod(self.shapes[name]) for name in self.looked_up)
-        attention = self.num_layers * self.width * self.seq_len
+        attention = self.blocks.num_layers * self.blocks.width * self.seq_len
         return 6 * (self.num_params - looked_up + attention)
 
 
@@ -200,8 +201,7 @@ def _gpt2(name: str) -> Model:
     num_layers, width = gpt2.MODELS[name]
     return Model(
         shapes=gpt2.shapes(num_layers, width),
-        num_layers=num_layers,
-        width=width,
+        blocks=Blocks.gpt2(num_layers, width, gpt2.VOCAB_SIZE, scaled=True),
         looked_up=("wpe",),  # wte is the head, too
         beside=gpt2.EMBEDDINGS,
         seq_len=gpt2.NUM_POSITIONS,
@@ -210,12 +210,17 @@ def _gpt2(name: str) -> Model:
 
 
 def _llama(
-    num_layers: int, width: int, inner: int, seq_len: int, **sizes: int
+    num_layers: int,
+    width: int,
+    inner: int,
+    seq_len: int,
+    vocab_size: int = 32_000,
+    kv_width: int | None = None,
 ) -> Model:
+    sizes = num_layers, width, inner, vocab_size, kv_width or width
     return Model(
-        shapes=llama_shapes(num_layers, width, inner, **sizes),
-        num_layers=num_layers,
-        width=width,
+        shapes=llama_shapes(*sizes),
+        blocks=Blocks.llama(*sizes),
         looked_up=("embedding",),
         beside=("embedding", "head"),
         seq_len=seq_len,
@@ -266,6 +271,7 @@ def jobs(
                 flops_per_token=chosen.num_flops_per_token,
                 elementwise=chosen.beside if REGISTRY[mars_type].matrix_only else (),
                 options={"correction": correction},
+                micro_batch=MicroBatch(chosen.blocks, 1, chosen.seq_len),
             )
         )
     return found

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from train.forecast.activations import MicroBatch
 from train.forecast.models import Job
 from train.forecast.step import Forecast, Hardware, forecast
 
@@ -28,10 +29,10 @@ def table(job: Job, found: Forecast, every: bool) -> str:
         shown = [lines[name] for name in job.shapes if name in lines]
     else:
         shown = [f"{count:4} x {what}" for what, count in kinds.items()]
-    return "\n".join([*shown, *_totals(found)])
+    return "\n".join([*shown, *_totals(job, found)])
 
 
-def _totals(found: Forecast) -> list[str]:
+def _totals(job: Job, found: Forecast) -> list[str]:
     m, flops, calls = found.memory, found.cost.owner_flops, found.collectives
     mean = sum(flops) / len(flops) / 1e12
     called = ", ".join(f"{num} {kind}" for kind, num in calls.items() if num)
@@ -46,10 +47,39 @@ def _totals(found: Forecast) -> list[str]:
         f"optimizer state per GPU    {m.state / GIGA:10.2f} GiB",
         f"peak memory per GPU        {m.peak / GIGA:10.2f} GiB "
         "(of the optimizer's step: these and what it holds; no activations)",
+        *_training(job, found),
         f"optimizer step, predicted  {found.optimizer_seconds / MILLI:10.2f} ms",
         f"forward and backward       {found.training_seconds:10.3f} s, predicted "
         f"(optimizer's share of both {found.share:.1%})",
     ]
+
+
+def _training(job: Job, found: Forecast) -> list[str]:
+    """Return what a micro-batch takes, and that with all that stays."""
+    if job.micro_batch is None:
+        return []
+    m = found.memory
+    stays = m.parameters + m.gradients + m.state
+    return [
+        f"activations per GPU        {_activations(job.micro_batch)}",
+        f"with what stays            {_gib(job.micro_batch, stays)} (parameters, "
+        "gradients, state; what FSDP gathers comes on top)",
+    ]
+
+
+def _activations(batch: MicroBatch) -> str:
+    compiled = ", loss compiled" if batch.is_compiled else ""
+    tokens = f"{batch.num_sequences} x {batch.seq_len:,} tokens"
+    return f"{_gib(batch)} ({tokens} in bf16{compiled})"
+
+
+def _gib(batch: MicroBatch, more: int = 0) -> str:
+    """Return the GiB of activations, and of ``more`` bytes."""
+    kept, checkpointed = (
+        (more + batch.activation_bytes(is_checkpointed=full)) / GIGA
+        for full in (False, True)
+    )
+    return f"{kept:10.2f} GiB, {checkpointed:.2f} GiB with activation-checkpoint:full"
 
 
 def sweep_table(rows: Sequence[tuple[int, Forecast]]) -> str:
@@ -187,6 +217,11 @@ def _heading(what: str, jobs: Sequence[Job], replicas: int) -> str:
         + (
             f"\nAdamW moves {', '.join(sorted(beside))} beside matrices"
             if beside
+            else ""
+        )
+        + (
+            f"\nactivations of a GPU: {_activations(job.micro_batch).strip()}"
+            if job.micro_batch
             else ""
         )
     )
