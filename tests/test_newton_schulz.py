@@ -279,11 +279,11 @@ def test_aol_is_scaling_by_gram_row_sums():
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="got scaling='rows', expected one of"):
+    with pytest.raises(ValueError, match="got ns_scaling='rows', expected one of"):
         NewtonSchulz(scaling="rows")
     with pytest.raises(ValueError, match="expected .*rows, cols"):
         newton_schulz(torch.zeros(3))
-    with pytest.raises(ValueError, match="got steps=0"):
+    with pytest.raises(ValueError, match="got ns_steps=0"):
         newton_schulz(torch.zeros(3, 3), steps=0)
     with pytest.raises(ValueError, match="expected a floating point type"):
         newton_schulz(torch.zeros(3, 3), dtype=torch.int64)

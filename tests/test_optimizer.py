@@ -690,7 +690,7 @@ BAD = {
     "clip": (dict(clip=-1.0), "got clip=-1.0"),
     "max_norm": (dict(max_norm=0.0), "got max_norm=0.0"),
     "nonfinite": (dict(nonfinite="ignore"), "got nonfinite='ignore'"),
-    "ns_coefficients": (dict(ns_coefficients="cubic"), "got coefficients='cubic'"),
+    "ns_coefficients": (dict(ns_coefficients="cubic"), "got ns_coefficients='cubic'"),
     "lr as text": (dict(lr="1e-3"), "got lr='1e-3'"),
     "eps": (dict(eps=-1.0), "got eps=-1.0"),
     "lr_1d": (dict(lr_1d=-1.0), "got lr_1d=-1.0"),

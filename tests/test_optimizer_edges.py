@@ -847,3 +847,32 @@ def test_overflow_of_the_square_is_named():
     params[0].grad = torch.full_like(params[0], 1e20)
     with pytest.raises(FloatingPointError, match="or whose square overflows"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("correction", [None, "transport"])
+def test_a_rule_with_new_debiased_moments_starts_with_its_steps(correction):
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.zeros(8, 8))
+    optimizer = MARS(
+        [p], mars_type="lion", lr=1e-2, correction=correction, compile=False
+    )
+    for step in range(22):
+        if step == 20:
+            optimizer.param_groups[0]["mars_type"] = "adamw"
+        before = {q: x.clone() for q, x in optimizer.iterates()}
+        p.grad = torch.randn(8, 8)
+        optimizer.step()
+    after = dict(optimizer.iterates())
+    assert (after[p] - before[p]).abs().max() < 0.05  # it was more than one
+    assert float(optimizer.state[p]["step"]) == 2
+
+
+def test_a_state_dict_of_torchs_muon_is_refused_by_its_origin():
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    theirs = torch.optim.Muon([p])
+    p.grad = torch.ones(4, 4)
+    theirs.step()
+    optimizer = MARS([p], mars_type="muon", compile=False)
+    with pytest.raises(ValueError, match="a state dict that another optimizer saved"):
+        optimizer.load_state_dict(theirs.state_dict())
+    optimizer.step()

@@ -438,8 +438,17 @@ class LayoutOptimizer(Optimizer):
             | {key: old[key] for key in ("param_names",) if key in old}  # of ours
             for old, new in groups
         ]
-        for group in self.param_groups:
-            check_group(group, self._options)
+        for group, new in zip(self.param_groups, cast["param_groups"], strict=True):
+            try:
+                check_group(group, self._options)
+            except ValueError as error:
+                if "mars_type" in new:
+                    raise
+                raise ValueError(
+                    f"got a state dict that another optimizer saved ({error}), "
+                    "expected one of MARS, or of torch.optim's AdamW: load the model "
+                    "alone"
+                ) from error
         for what in replaced_rules(before, self.param_groups):
             self._say(logging.WARNING, what)
         for old, new in zip(before, self.param_groups, strict=True):

@@ -487,12 +487,18 @@ def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -
     if bucket.algorithm.num_behind:
         unwanted -= {LOOKAHEAD, AHEAD}
     wanted = {b.key for b in buffers.values() if b.home == "shard"}
+    debiased = {buffer.key for buffer in buffers.values() if buffer.is_debiased}
     for p in bucket.params:
         stale = unwanted & set(state[p])
         for key in stale:
             del state[p][key]  # of another rule: stale when that one returns
         if bucket.algorithm.num_behind:
             state[p].setdefault(AHEAD, bucket.pieces[0].new_empty(0))
+        if debiased - set(state[p]):
+            # all of them start with the count of steps: one that is new beside an old
+            # momentum would be far too small
+            for key in ({"step"} | debiased) & set(state[p]):
+                state[p][key].zero_()
         if LOOKAHEAD in state[p] and (stale or wanted - set(state[p])):
             state[p][LOOKAHEAD].zero_()  # x does not follow from what starts anew
     for symbol, buffer in buffers.items():

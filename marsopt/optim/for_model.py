@@ -114,7 +114,7 @@ def for_model(
     groups = param_groups(model, mars_type, lr=rate, **for_groups)
     if "collectives" not in whole:
         whole["collectives"] = _collectives_of(model)
-    optimizer = MARS(groups, mars_type=mars_type, **whole)
+    optimizer = MARS(groups, lr=rate, mars_type=mars_type, **whole)
     optimizer.follow(model)
     log.info(
         "marsopt.for_model: %s", _chosen(optimizer, mars_type, whole, f"{rate}{source}")

@@ -408,7 +408,10 @@ def admit(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     _check_options(group, options)
     checks.at_least_zero("lr", group["lr"])
     if "base_lr" not in group:
-        group["base_lr"] = float(group["lr"])  # of a tensor: waits for its device
+        lr = group["lr"]
+        group["base_lr"] = float(
+            lr.detach() if isinstance(lr, Tensor) else lr
+        )  # of a tensor: waits for its device
     check_group(group, options)
     # later changes of a tensor would not be seen without a sync
     unseen = group["base_lr"] == 0 and isinstance(group["lr"], Tensor)
@@ -679,7 +682,7 @@ def _set(cell: Tensor | tuple[Tensor, ...], value: Any) -> None:
                 f"CUDA graph captures, expected one on {cell.device}: a replay could "
                 "not read it; move it there, and change it in place"
             )
-        cell.copy_(value, non_blocking=True)
+        cell.copy_(value.detach(), non_blocking=True)
     else:
         cell.fill_(value)
 

@@ -41,9 +41,9 @@ class MARS(LayoutOptimizer):
     ``lr_1d``, ``betas_1d`` or ``weight_decay_1d`` too; None for one of these three in a
     group is the group's lr, betas or weight_decay. What changes which rule moves a
     tensor (``mars_type``, ``matrices``), and ``clip`` to or from None, restarts the
-    state that the two rules do not share; the learning rate of the others is lr * lr_1d
-    / base_lr, where the group's ``base_lr`` is its lr when it was added, so that it
-    follows the schedule.
+    state that the two rules do not share, and AdamW's as a whole where it has no second
+    moment yet; the learning rate of the others is lr * lr_1d / base_lr, where the
+    group's ``base_lr`` is its lr when it was added, so that it follows the schedule.
 
     Args:
         params: tensors, (name, tensor) pairs or param groups. Real floating point,

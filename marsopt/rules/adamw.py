@@ -69,8 +69,8 @@ class AdamW(Preconditioner):
     nesterov: bool = False
 
     keeps = {
-        "m": Buffer("exp_avg"),
-        "v": Buffer("exp_avg_sq"),
+        "m": Buffer("exp_avg", is_debiased=True),
+        "v": Buffer("exp_avg_sq", is_debiased=True),
         "v_max": Buffer("max_exp_avg_sq"),
     }
 

@@ -44,6 +44,7 @@ class Buffer(NamedTuple):
             "gradient": the same, unless the correction's ``h_dtype`` says otherwise;
             "parameter": the parameter's own; "working": that or float32, whichever is
             wider; or a dtype.
+        is_debiased: whether the rule divides it by 1 - beta^t: it starts with t.
     """
 
     key: str
@@ -51,6 +52,7 @@ class Buffer(NamedTuple):
     start: Literal["zeros", "parameter", "identity"] = "zeros"
     home: Literal["shard", "owner"] = "shard"
     dtype: torch.dtype | Literal["state", "gradient", "parameter", "working"] = "state"
+    is_debiased: bool = False
 
 
 def is_full(buffer: Buffer) -> bool:

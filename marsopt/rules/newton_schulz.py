@@ -275,34 +275,24 @@ class NewtonSchulz:
         True
     """
 
-    steps: int = structure(5, name="ns_steps", whole=True)
-    coefficients: str = structure("quintic", name="ns_coefficients", whole=True)
-    dtype: torch.dtype | None = structure(None, name="ns_dtype", whole=True)
+    steps: int = structure(5, checks.count, name="ns_steps", whole=True)
+    coefficients: str = structure(
+        "quintic",
+        checks.one_of(tuple(sorted(COEFFICIENTS))),
+        name="ns_coefficients",
+        whole=True,
+    )
+    dtype: torch.dtype | None = structure(
+        None, checks.floating_or_none, name="ns_dtype", whole=True
+    )
     eps: float = structure(5e-10, checks.at_least_zero, name="ns_eps", whole=True)
     gram: bool | None = structure(None, name="ns_gram", whole=True)
-    scaling: str = structure(FROBENIUS, name="ns_scaling", whole=True)
+    scaling: str = structure(
+        FROBENIUS, checks.one_of(tuple(sorted(SCALINGS))), name="ns_scaling", whole=True
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, value, known in (
-            ("coefficients", self.coefficients, sorted(COEFFICIENTS)),
-            ("scaling", self.scaling, sorted(SCALINGS)),
-        ):
-            if value not in known:
-                raise ValueError(
-                    f"got {name}={value!r}, expected one of {known}: choose one of "
-                    "these names"
-                )
-        if self.steps < 1:
-            raise ValueError(
-                f"got steps={self.steps}, expected at least 1: pass a positive number "
-                "of iterations"
-            )
-        if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ValueError(
-                f"got dtype={self.dtype}, expected a floating point type: pass e.g. "
-                "torch.bfloat16"
-            )
 
     # ---- precision and form ----------------------------------------------------------
 
