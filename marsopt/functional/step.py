@@ -581,7 +581,7 @@ def at_owners(
                 tuple(
                     stacked(r) for r in zip(*(part.rows for part in parts), strict=True)
                 ),
-                [cast(Tensors | None, part.owned) for part in parts],
+                [cast("Tensors | None", part.owned) for part in parts],
             )
     return [results[i] for i in range(len(stacks))]
 
