@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 import types
 import typing
@@ -72,8 +73,8 @@ def shaped():
                     continue
                 if it.__module__ != module.__name__:
                     continue
-                told = " ".join(map(str, it.__annotations__.values()))
-                if any(name in told for name in new):
+                stated = " ".join(map(str, it.__annotations__.values()))
+                if new & set(re.findall(r"\w+", stated)):
                     found.append((owner, it))
     return found
 
