@@ -705,7 +705,7 @@ BAD = {
     ),
     "unknown coefficients": (
         lambda x: marsopt.NewtonSchulz(coefficients="cubic"),
-        "got coefficients='cubic'",
+        "got ns_coefficients='cubic'",
     ),
     "optimize_1d of a baseline": (
         lambda x: marsopt.mars(mars_type="muon", optimize_1d=True),
