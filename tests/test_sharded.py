@@ -138,6 +138,7 @@ CELLS = {  # mesh, cut, strategies, rules
     "2 ranks": ((2,), rows, ("gram", "replicate", "auto"), HALF),
     "3 ranks": ((3,), rows, ("owner",), RULES),
     "4 ranks": ((4,), rows, ("owner",), HALF),
+    "8 ranks": ((8,), rows, ("owner",), FEW),
     "inner rows": ((2,), inner_rows, ("gram",), SOME),
     "columns": ((3,), columns, ("gram",), HALF),
     "mixed": ((2,), mixed, ("owner", "auto"), HALF),

@@ -70,13 +70,13 @@ def allocate(algorithm: Algorithm, buffer: Buffer, x: Tensor) -> Tensor:
     pieces. That of a single full piece has its strides.
     """
     if buffer.start == "parameter" or (is_full(buffer) and len(x) == 1):
-        return like(algorithm, buffer, x)
+        return full_start(algorithm, buffer, x)
     shape = buffer_shape(algorithm, buffer, x.shape[1:])
     dtype = algorithm.dtype_of(buffer, x)
     return x.detach().new_zeros(len(x), *shape, dtype=dtype)
 
 
-def like(algorithm: Algorithm, buffer: Buffer, x: Tensor) -> Tensor:
+def full_start(algorithm: Algorithm, buffer: Buffer, x: Tensor) -> Tensor:
     """Return a full buffer as it starts, in the form of ``x``: a DTensor of one."""
     dtype = algorithm.dtype_of(buffer, x)
     if buffer.start == "parameter":

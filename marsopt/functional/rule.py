@@ -30,7 +30,6 @@ from marsopt.functional.trees import (
     Tree,
     check_container,
     check_matching,
-    flatten,
     names,
     rebuild,
 )
@@ -284,18 +283,18 @@ class Rule:
         Raises:
             ValueError: there are no leaves at all.
         """
-        if not flatten(params, "params"):
+        all_leaves = Leaves(self.matrix, params, None, collectives)
+        if not all_leaves.tensors:
             raise ValueError(
                 "got no parameters, expected at least one tensor: pass those of the "
                 "model"
             )
         check_container(params, "params")
-        every_leaf = Leaves(self.matrix, params, None, collectives)
         by_side = {}
         for algorithm, members, is_fallback in sides(
-            self.matrix, self.rest, every_leaf.tensors, every_leaf.shapes
+            self.matrix, self.rest, all_leaves.tensors, all_leaves.shapes
         ):
-            part = [every_leaf.names[i] for i in members]
+            part = [all_leaves.names[i] for i in members]
             leaves = Leaves(
                 algorithm, params, None if self.rest is None else part, collectives
             )

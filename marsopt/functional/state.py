@@ -12,7 +12,7 @@ from marsopt.functional.binding import (
     allocate,
     check_like,
     check_parameter,
-    like,
+    full_start,
     matrix_rows,
     owned_starts,
     rounding_cuts,
@@ -97,7 +97,7 @@ class Leaves:
     ) -> None:
         self.algorithm, self.collectives, self._part = algorithm, collectives, part
         self.tree = subtree(params, part)
-        self.names, self.tensors = names(self.tree), flatten(self.tree, "params")
+        self.tensors, self.names = flatten(self.tree, "params"), names(self.tree)
         self.is_packed = isinstance(params, FlatGroup)
         # of one whole parameter each
         self.shapes = [x.shape[1:] if self.is_packed else x.shape for x in self.tensors]
@@ -184,7 +184,7 @@ def _starts(leaves: Leaves, buffer: Buffer) -> list[Tensor]:
         starts = iter(owned_starts(algorithm, buffer, params, leaves.collectives))
         return [leaves.joined([next(starts) for _ in rows]) for rows in by_leaf]
     if is_full(buffer) and not leaves.is_packed:  # without collectives, too
-        return [like(algorithm, buffer, x) for x in leaves.tensors]
+        return [full_start(algorithm, buffer, x) for x in leaves.tensors]
     stacks = leaves.stacks(leaves.tensors)
     return leaves.unstacked([allocate(algorithm, buffer, x) for x in stacks])
 

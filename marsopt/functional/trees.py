@@ -170,7 +170,7 @@ pytree.register_pytree_node(
 
 def check_container(tree: Tree, what: str) -> None:
     """Raises TypeError where a tree like ``tree`` cannot be made of other leaves."""
-    if not isinstance(pytree.tree_structure(tree), pytree.LeafSpec):
+    if not pytree.tree_is_leaf(tree):
         return
     plain = "dict" if isinstance(tree, Mapping) else "list"
     raise TypeError(

@@ -92,7 +92,7 @@ def tensors_of(
 
 
 def own_tensors(name: str) -> tuple[dict[str, tuple[int, ...]], Collection[str]]:
-    """Return the shapes that the function MODULE:FUNCTION tells, and which of them are
+    """Return the shapes of what MODULE:FUNCTION returns, and which of them are
     embeddings and heads: of a module by its layers, else by their names.
 
     Raises:

@@ -163,7 +163,7 @@ class Lookahead(CorrectionProtocol):
         """
         self._is_followed = self._is_asked_for_x = True
         for links in list(FOLLOWERS.values()):
-            links[:] = [link for link in links if not link.gives_way(optimizer)]
+            links[:] = [link for link in links if not link.give_way(optimizer)]
         link = Link(self, optimizer)
         FOLLOWERS.setdefault(model, []).append(link)
         # DDP's own module is called too, where it is evaluated without its wrapper
@@ -377,17 +377,18 @@ class Link:
         is_ahead = self.protocol.is_in(optimizer, train=True)
         self._alive = optimizer if is_ahead else None
 
-    def gives_way(self, successor: Host) -> bool:
-        """Return whether another optimizer takes over parameters of this one: they are
-        x then, and the model follows this one no more.
+    def give_way(self, successor: Host) -> bool:
+        """Take the hooks away where the optimizer is gone, or where another one takes
+        over parameters of it, which then are x. Return whether they are away.
         """
         optimizer = self.optimizer
-        if optimizer is None or optimizer is successor:
-            return optimizer is None
-        taken = {p for group in successor.param_groups for p in group["params"]}
-        if taken.isdisjoint(p for g in optimizer.param_groups for p in g["params"]):
+        if optimizer is successor:
             return False
-        optimizer.eval()
+        if optimizer is not None:
+            taken = {p for group in successor.param_groups for p in group["params"]}
+            if taken.isdisjoint(p for g in optimizer.param_groups for p in g["params"]):
+                return False
+            optimizer.eval()
         for hook in self.hooks:
             hook.remove()
         return True
