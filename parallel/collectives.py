@@ -29,8 +29,6 @@ from marsopt.functional.collectives import (
     row_numbers,
     run_at_owner,
 )
-from marsopt.rules.dtypes import working
-from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
@@ -333,32 +331,24 @@ class MeshCollectives(AsTheyLie):
 
     def _owns(self, leaves: Sequence[Leaf]) -> list[Owned]:
         partition = self._partition(leaves)
-        out: dict[int, Owned] = {}
-        for group, cuts in partition.groups:
+        out = {i: Owned(_numbers(leaves[i], {})) for i in partition.gathered}
+        for i in partition.local:
+            leaf = leaves[i].tensor
+            cuts = self.cuts(leaf) if leaf.numel() else {}
+            out[i] = Owned(_numbers(leaves[i], cuts))
+        for group, group_cuts in partition.groups:
             owned, first = set(group.owns), 0
-            for i, cut in cuts.items():
+            for i, cut in group_cuts.items():
+                shape, matrices = leaves[i].tensor.shape, leaves[i].matrices
+                row_dim = matrices.column_dim(len(shape)) - 1
+                cuts = self.cuts(leaves[i].tensor) if row_dim else {}
+                batches = {dim: cuts[dim] for dim in cuts if dim < row_dim}
                 positions = range(first, first + len(cut.matrices))
-                all_numbers = _numbers(leaves[i].tensor, leaves[i].matrices)
-                numbers = tuple(
-                    n
-                    for n, at in zip(all_numbers, positions, strict=True)
-                    if at in owned
-                )
+                pairs = zip(_numbers(leaves[i], batches), positions, strict=True)
+                numbers = tuple(number for number, at in pairs if at in owned)
                 # matrices of one leaf that shards may own are alike
                 out[i] = Owned(numbers, group.part(first) if numbers else None)
                 first += len(cut.matrices)
-        for i in partition.local:
-            leaf, matrices = leaves[i].tensor, leaves[i].matrices
-            indices = {} if leaf.numel() == 0 else self.cuts(leaf)
-            rows = row_numbers(leaf.shape, indices, matrices, leaf.device)
-            if rows is None:
-                out[i] = Owned(tuple(range(matrices.num_in(leaf.shape))))
-            else:
-                size = matrices.shape_in(leaf.shape)[0]
-                out[i] = Owned(tuple(torch.unique(rows // size).tolist()))
-        for i in partition.gathered:
-            num = leaves[i].matrices.num_in(leaves[i].tensor.shape)
-            out[i] = Owned(tuple(range(num)))
         return [out[i] for i in range(len(leaves))]
 
     def publish(self, owned: Tensor, leaf: Tensor, num: int, owns: Owned) -> Tensor:
@@ -519,33 +509,27 @@ def _joined(
     matrices: Sequence[MatrixOutput], cut: Cut, request: Request
 ) -> MatrixOutput:
     """Return what became of a leaf's matrices as its piece."""
-    like = request.given.matrix
-    first = like.shape[: request.matrices.column_dim(like.ndim)]
+    if not matrices:
+        return request.rowless
+    like, owned = request.given.matrix, request.given.owned
+    row_shape = request.matrices.row_shape(like.shape)
     outputs = zip(*(m.rows for m in matrices), strict=True)
-    rows = tuple(torch.cat(r).view(first) for r in outputs)
-    if not matrices:  # no matrix has a row here
-        num = len(request.preconditioner.row_outputs)
-        rows = tuple(working(like.new_empty(first)) for _ in range(num))
-    owned = request.given.owned
+    rows = tuple(torch.cat(r).view(row_shape) for r in outputs)
     if new := [m.owned for m in matrices if m.owned]:
         owned = tuple(map(torch.stack, zip(*new, strict=True)))
     return MatrixOutput(cut.join([m.matrix for m in matrices], like), rows, owned)
 
 
-def _numbers(leaf: Tensor, matrices: Matrices) -> list[int]:
-    """Return, in their order, the numbers of the matrices of a leaf that have a row in
-    the batches which lie here.
+def _numbers(leaf: Leaf, cuts: Mapping[int, Tensor]) -> tuple[int, ...]:
+    """Return the numbers of the matrices of a leaf that lie here, in their order, where
+    ``cuts`` of the leaf divide no matrix.
     """
-    row_dim = matrices.column_dim(leaf.ndim) - 1
-    batches = leaf.shape[:row_dim]
-    blocks = matrices.num_in(leaf.shape) // max(1, batches.numel())
-    numbers = torch.arange(batches.numel() * blocks).view(*batches, blocks)
-    if isinstance(leaf, DTensor) and row_dim > 0:
-        places = [onto_first(p, leaf.ndim, row_dim) for p in leaf.placements]
-        at = numbers[..., 0].to(leaf.device_mesh.device_type)
-        firsts = _piece(at.contiguous(), leaf.device_mesh, places).flatten().cpu()
-        return [int(first) + n for first in firsts for n in range(blocks)]
-    return numbers.flatten().tolist()
+    shape, matrices = leaf.tensor.shape, leaf.matrices
+    rows = row_numbers(shape, cuts, matrices, torch.device("cpu"))
+    if rows is None:
+        return tuple(range(matrices.num_in(shape)))
+    num_rows = matrices.shape_in(shape)[0]
+    return tuple((rows[::num_rows] // num_rows).tolist())
 
 
 def _here(whole: Tensor, part: Part | None) -> Tensor:

@@ -71,7 +71,7 @@ class Cut:
         """Undo ``split`` of a piece of the shape of ``like``."""
         if len(parts) == 1:
             return parts[0].view_as(like)
-        return torch.cat(parts).view_as(like) if parts else torch.empty_like(like)
+        return torch.cat(parts).view_as(like)
 
 
 def cut_of(

@@ -23,7 +23,6 @@ from marsopt.functional.collectives import (
     Request,
     run_at_owner,
 )
-from marsopt.rules.dtypes import working
 from marsopt.rules.preconditioner import MatrixOutput
 
 from .collectives import MeshCollectives, Reduction
@@ -222,7 +221,7 @@ class _Pieces(MeshCollectives):
 
     def on_owners(self, requests: Sequence[Request]) -> list[MatrixOutput]:
         """Let this rank make something of the matrices that are its own."""
-        results = [_nothing(request) for request in requests]
+        results = [request.rowless for request in requests]
         held = [
             i
             for i, request in enumerate(requests)
@@ -323,12 +322,3 @@ class _Pieces(MeshCollectives):
     def piece(self, whole: Tensor, param: Tensor) -> Tensor:
         alike = whole.ndim > 0 and self._is_cut(param) and len(whole) == len(param)
         return self.local(whole, param) if alike else whole
-
-
-def _nothing(request: Request) -> MatrixOutput:
-    """Return what becomes of a piece without a matrix."""
-    like = request.given.matrix
-    first = like.shape[: request.matrices.column_dim(like.ndim)]
-    num = len(request.preconditioner.row_outputs)
-    rows = tuple(working(like.new_empty(first)) for _ in range(num))
-    return MatrixOutput(like, rows, request.given.owned)

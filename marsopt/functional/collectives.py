@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from marsopt.rules.buffers import Buffer, like_x
+from marsopt.rules.dtypes import working
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import LARGE
 from marsopt.rules.preconditioner import (
@@ -73,6 +74,14 @@ class Request(NamedTuple):
     def leaf(self) -> Leaf:
         return Leaf(self.tensor, self.matrices, self.preconditioner)
 
+    @property
+    def rowless(self) -> MatrixOutput:
+        """What becomes of a piece in which no matrix has a row."""
+        like, outputs = self.given.matrix, self.preconditioner.row_outputs
+        row_shape = self.matrices.row_shape(like.shape)
+        rows = tuple(working(like.new_empty(row_shape)) for _ in outputs)
+        return MatrixOutput(torch.empty_like(like), rows, self.given.owned)
+
     def kept(self, result: MatrixOutput) -> MatrixOutput:
         """Return what was made of this, with owners' buffers after the step."""
         return result._replace(owned=self.keep(self.given.owned, result.owned or ()))
@@ -91,13 +100,13 @@ def run_at_owner(requests: Sequence[Request]) -> list[MatrixOutput]:
     wholes = []
     for request, result in zip(requests, at_owner(unbound), strict=True):
         like = request.given.matrix
-        first = like.shape[: request.matrices.column_dim(like.ndim)]
+        row_shape = request.matrices.row_shape(like.shape)
         single = result.matrix.ndim == 2
         owned = request.given.owned
         if result.owned is not None:
             kept = cast(Tensors, result.owned)
             owned = tuple(o[None] if single else o for o in kept)
-        rows = tuple(r.reshape(first) for r in result.rows)
+        rows = tuple(r.reshape(row_shape) for r in result.rows)
         wholes.append(MatrixOutput(result.matrix.view_as(like), rows, owned))
     return wholes
 
@@ -161,10 +170,10 @@ def row_numbers(
     """Return which rows of all ``matrices`` of a tensor lie here: their numbers among
     all of them, in the order of the piece's; None = all.
     """
-    first = matrices.column_dim(len(shape))
-    if all(dim >= first for dim in cuts):
+    row_shape = matrices.row_shape(shape)
+    if all(dim >= len(row_shape) for dim in cuts):
         return None
-    return numbers(shape[:first], cuts, device).flatten()
+    return numbers(row_shape, cuts, device).flatten()
 
 
 class Collectives(Protocol):
