@@ -19,7 +19,7 @@ from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
 from .cut import Cut, Way
 from .placement import Placement, shard_sizes
-from .planner import Matrix, Plan, Strategy, assign
+from .planner import Matrix, Plan, Strategy, assign_buckets
 from .shard_group import ShardGroup
 
 InOut = TypeVar("InOut", MatrixInput, MatrixOutput)
@@ -110,13 +110,7 @@ def group_over(
     mesh, (first, second) = grids[0].mesh, grids[0].axes
     num, parts = mesh.size(first), mesh.size(second)
     flops = [cost.num_flops(grid.whole.rows, grid.whole.cols) for grid in grids]
-    owners, _ = assign(flops, num * parts)
-    buckets = [0] * len(grids)
-    for owner in set(owners):
-        members = [i for i, o in enumerate(owners) if o == owner]
-        places, _ = assign([flops[i] for i in members], max_buckets)
-        for i, place in zip(members, places, strict=True):
-            buckets[i] = place
+    owners, buckets = assign_buckets(flops, num * parts, max_buckets)
     across = _planned(parts, [owner % parts for owner in owners], buckets)
     inner = []
     for owned in across.exchanges(0):

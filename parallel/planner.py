@@ -131,6 +131,20 @@ def assign(flops: Sequence[int], num_ranks: int) -> tuple[list[int], list[float]
     return owners, loads
 
 
+def assign_buckets(
+    flops: Sequence[int], num_owners: int, max_buckets: int
+) -> tuple[list[int], list[int]]:
+    """Return the owner of each matrix, and in which of its owner's buckets it is."""
+    owners, _ = assign(flops, num_owners)
+    buckets = [0] * len(flops)
+    for owner in set(owners):
+        members = [i for i, its_owner in enumerate(owners) if its_owner == owner]
+        its_buckets, _ = assign([flops[i] for i in members], max_buckets)
+        for i, bucket in zip(members, its_buckets, strict=True):
+            buckets[i] = bucket
+    return owners, buckets
+
+
 def plan(
     matrices: Sequence[Matrix],
     num_ranks: int,
@@ -206,23 +220,12 @@ def _plan(
     replicas: int,
 ) -> Plan:
     """Return owners and buckets for given strategies."""
-    flops = [work.num_flops(m.rows, m.cols) for m in matrices]
     owners, buckets = [-1] * len(matrices), [0] * len(matrices)
-
-    def deal(members: list[int], parts: int, into: list[int]) -> None:
-        assigned, _ = assign([flops[i] for i in members], parts)
-        for i, part in zip(members, assigned, strict=True):
-            into[i] = part
-
-    deal(
-        [i for i, s in enumerate(strategies) if s == "owner"],
-        num_ranks * replicas,
-        owners,
-    )
-    for rank in set(owners) - {-1}:
-        deal(
-            [i for i, owner in enumerate(owners) if owner == rank], max_buckets, buckets
-        )
+    members = [i for i, s in enumerate(strategies) if s == "owner"]
+    flops = [work.num_flops(matrices[i].rows, matrices[i].cols) for i in members]
+    assigned = assign_buckets(flops, num_ranks * replicas, max_buckets)
+    for i, owner, bucket in zip(members, *assigned, strict=True):
+        owners[i], buckets[i] = owner, bucket
     return Plan(num_ranks, replicas, tuple(strategies), tuple(owners), tuple(buckets))
 
 
