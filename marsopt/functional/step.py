@@ -472,11 +472,7 @@ def update(stack: Stack, numbers: Numbers) -> tuple[Stack, Tensor | None]:
     c = s.weights[0] * g
     for weight, operand in zip(s.weights[1:], stack.operands, strict=True):
         c = c + weight * working(operand)
-    moments = {
-        symbol: working(stack.buffers[symbol])
-        for symbol, buffer in algorithm.preconditioner.buffers.items()
-        if buffer.home == "shard"
-    }
+    moments = {symbol: working(stack.buffers[symbol]) for symbol in algorithm.moments}
     x = working(iterate(stack))
     if s.behind is not None:
         x = algorithm.preconditioner.behind(x, moments, s.behind)
