@@ -26,8 +26,8 @@ from marsopt.functional.collectives import (
     Owned,
     Part,
     Request,
+    precondition_leaves,
     row_numbers,
-    run_at_owner,
 )
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
@@ -319,7 +319,7 @@ class MeshCollectives(AsTheyLie):
                 matrices = [next(rest) for _ in cut.matrices]
                 out[i] = _joined(matrices, cut, requests[i])
         local = [requests[i] for i in partition.local]
-        out |= zip(partition.local, run_at_owner(local), strict=True)
+        out |= zip(partition.local, precondition_leaves(local), strict=True)
         gathered = [requests[i] for i in partition.gathered]
         out |= zip(partition.gathered, self._by_gathering(gathered), strict=True)
         return [out[i] for i in range(len(requests))]
@@ -390,17 +390,17 @@ class MeshCollectives(AsTheyLie):
         """Do the owners' work on every rank: reference and fallback."""
         gathered = []
         for request in requests:
-            piece, leaf = request.given.matrix, request.tensor
+            piece, leaf = request.input.matrix, request.tensor
             cost = request.preconditioner.cost.on(piece.device.type)
             travels = cost.payload(piece.dtype)
             matrix = self._gathered(piece.to(travels), leaf)
-            rows = tuple(self._gathered(r, leaf) for r in request.given.rows)
+            rows = tuple(self._gathered(r, leaf) for r in request.input.rows)
             gathered.append(
-                request._replace(given=MatrixInput(matrix, rows, request.given.owned))
+                request._replace(input=MatrixInput(matrix, rows, request.input.owned))
             )
         results = []
-        for request, whole in zip(requests, run_at_owner(gathered), strict=True):
-            leaf, dtype = cast(DTensor, request.tensor), request.given.matrix.dtype
+        for request, whole in zip(requests, precondition_leaves(gathered), strict=True):
+            leaf, dtype = cast(DTensor, request.tensor), request.input.matrix.dtype
             mesh, ndim = leaf.device_mesh, leaf.ndim
             matrix = _piece(whole.matrix, mesh, leaf.placements).to(dtype)
             rows = tuple(
@@ -492,7 +492,7 @@ def _of_matrices(
     owns = set(group.owns)
     by_matrix: list[Request] = []
     for i, cut in cuts.items():
-        piece = requests[i].given
+        piece = requests[i].input
         rows = zip(*map(cut.split_rows, piece.rows), strict=True)
         owned = iter(zip(*(o.unbind() for o in piece.owned), strict=True))
         for shard in cut.split(piece.matrix):
@@ -501,7 +501,7 @@ def _of_matrices(
                 next(rows, ()),
                 next(owned) if piece.owned and len(by_matrix) in owns else (),
             )
-            by_matrix.append(requests[i]._replace(given=whole))
+            by_matrix.append(requests[i]._replace(input=whole))
     return by_matrix
 
 
@@ -511,7 +511,7 @@ def _joined(
     """Return what became of a leaf's matrices as its piece."""
     if not matrices:
         return request.rowless
-    like, owned = request.given.matrix, request.given.owned
+    like, owned = request.input.matrix, request.input.owned
     row_shape = request.matrices.row_shape(like.shape)
     outputs = zip(*(m.rows for m in matrices), strict=True)
     rows = tuple(torch.cat(r).view(row_shape) for r in outputs)

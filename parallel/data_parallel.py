@@ -21,7 +21,7 @@ from marsopt.functional.collectives import (
     LocalCollectives,
     Owned,
     Request,
-    run_at_owner,
+    precondition_leaves,
 )
 from marsopt.rules.preconditioner import MatrixOutput
 
@@ -225,9 +225,9 @@ class _Pieces(MeshCollectives):
         held = [
             i
             for i, request in enumerate(requests)
-            if request.given.matrix.numel() or not self._is_cut(request.tensor)
+            if request.input.matrix.numel() or not self._is_cut(request.tensor)
         ]
-        steps = run_at_owner([requests[i] for i in held])
+        steps = precondition_leaves([requests[i] for i in held])
         for i, result in zip(held, steps, strict=True):
             results[i] = result
         return results

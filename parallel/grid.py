@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from marsopt.functional.collectives import Request, at_owner
+from marsopt.functional.collectives import Request, precondition_matrices
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
 from .cut import Cut, Way
@@ -126,7 +126,7 @@ def group_over(
             [grid.whole for grid in strips],
             cost,
             planned=_planned(num, ranks, [0] * len(strips)),
-            work=partial(_at_owner, wholes),
+            work=partial(_precondition_strips, wholes),
         )
         inner.append(group)
 
@@ -138,15 +138,15 @@ def group_over(
     return ShardGroup(mesh, second, matrices, cost, planned=across, work=along_first)
 
 
-def _at_owner(
+def _precondition_strips(
     grids: Sequence[Grid], bucket: int, requests: Sequence[Request]
 ) -> list[MatrixOutput]:
     """Return what becomes of whole matrices, given as their strips make them up."""
     pairs = zip(requests, grids, strict=True)
     ordered = [
-        request._replace(given=grid.in_order(request.given)) for request, grid in pairs
+        request._replace(input=grid.in_order(request.input)) for request, grid in pairs
     ]
-    results = zip(at_owner(ordered), grids, strict=True)
+    results = zip(precondition_matrices(ordered), grids, strict=True)
     return [grid.in_order(result, back=True) for result, grid in results]
 
 

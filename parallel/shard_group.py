@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
-from marsopt.functional.collectives import Part, Request, at_owner
+from marsopt.functional.collectives import Part, Request, precondition_matrices
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
-from .exchange import Exchange, Piece, all_gather, from_words, to_words, unflatten
+from .exchange import Exchange, TensorSpec, all_gather, from_words, to_words, unflatten
 from .planner import Matrix, Plan, plan
 
 
@@ -43,7 +43,7 @@ class ShardGroup:
         has_replicas: bool = False,
         planned: Plan | None = None,
         work: Callable[[int, list[Request]], list[MatrixOutput]] = lambda _, x: (
-            at_owner(x)
+            precondition_matrices(x)
         ),
         **options: Any,
     ) -> None:
@@ -114,16 +114,16 @@ class ShardGroup:
                     [x for i in part for x in self._to_owner(i, requests[i], words)]
                     for part in owned
                 ]
-                pieces = [
+                specs = [
                     [
-                        piece
+                        spec
                         for i in owned[self._rank]
-                        for piece in self._from(r, i, requests[i], words)
+                        for spec in self._from(r, i, requests[i], words)
                     ]
                     for r in ranks
                 ]
-                like = requests[0].given.matrix.new_empty(0, dtype=words)
-                to_owners.append(Exchange(sent, pieces, like, self._group))
+                like = requests[0].input.matrix.new_empty(0, dtype=words)
+                to_owners.append(Exchange(sent, specs, like, self._group))
                 del sent  # it has copies in ``words``
         columns = zip(exchanges, wides, to_owners, strict=True)
         for number, (owned, wide, arriving) in enumerate(columns):
@@ -140,12 +140,12 @@ class ShardGroup:
                 kept |= {i: w.owned for i, w in zip(members, results, strict=True)}
                 del results
                 sent = [[x for cut in cuts for x in cut[r]] for r in ranks]
-                pieces = [
+                specs = [
                     [x for i in part for x in self._back(i, requests[i], words)]
                     for part in owned
                 ]
-                like = requests[0].given.matrix.new_empty(0, dtype=words)
-                back.append(Exchange(sent, pieces, like, self._group))
+                like = requests[0].input.matrix.new_empty(0, dtype=words)
+                back.append(Exchange(sent, specs, like, self._group))
                 del cuts, sent  # which are the factors
         shards = {}
         for owned, arriving in zip(exchanges, back, strict=True):
@@ -153,7 +153,7 @@ class ShardGroup:
                 rest = iter(tensors)
                 for i in part:
                     num_rows = len(requests[i].preconditioner.row_outputs)
-                    shard = next(rest).to(requests[i].given.matrix.dtype)
+                    shard = next(rest).to(requests[i].input.matrix.dtype)
                     rows = tuple(next(rest) for _ in range(num_rows))
                     shards[i] = MatrixOutput(shard, rows, kept.get(i, ()))
         return shards
@@ -161,17 +161,17 @@ class ShardGroup:
     # ---- what travels: a matrix, and numbers of its rows where these are cut ---------
 
     def _to_owner(self, i: int, request: Request, words: torch.dtype) -> list[Tensor]:
-        shard, wide = request.given, _row_dtype(request, words)
+        shard, wide = request.input, _row_dtype(request, words)
         rows = shard.rows if self.matrices[i].dim == 0 else ()
         return [shard.matrix.to(words), *(r.to(wide) for r in rows)]
 
     def _from(
         self, rank: int, i: int, request: Request, words: torch.dtype
-    ) -> list[Piece]:
+    ) -> list[TensorSpec]:
         """Return what a rank sends of a matrix to its owner."""
         shape, wide = self._shapes[i][rank], _row_dtype(request, words)
-        rows = request.given.rows if self.matrices[i].dim == 0 else ()
-        return [Piece(shape, words), *(Piece(shape[:1], wide) for _ in rows)]
+        rows = request.input.rows if self.matrices[i].dim == 0 else ()
+        return [TensorSpec(shape, words), *(TensorSpec(shape[:1], wide) for _ in rows)]
 
     def _whole(
         self,
@@ -182,7 +182,7 @@ class ShardGroup:
         """Return this owner's matrices, from what every rank has sent."""
         wholes, from_ranks = [], [iter(tensors) for tensors in by_rank]
         for i in members:
-            dim, shard = self.matrices[i].dim, requests[i].given
+            dim, shard = self.matrices[i].dim, requests[i].input
             matrix = torch.cat([next(tensors) for tensors in from_ranks], dim)
             rows = shard.rows  # of whole columns: here already
             if dim == 0:
@@ -190,7 +190,7 @@ class ShardGroup:
                     torch.cat([next(tensors) for tensors in from_ranks]) for _ in rows
                 )
             wholes.append(
-                requests[i]._replace(given=MatrixInput(matrix, rows, shard.owned))
+                requests[i]._replace(input=MatrixInput(matrix, rows, shard.owned))
             )
         return wholes
 
@@ -209,11 +209,11 @@ class ShardGroup:
                 part.append(numbers)
         return parts
 
-    def _back(self, i: int, request: Request, words: torch.dtype) -> list[Piece]:
+    def _back(self, i: int, request: Request, words: torch.dtype) -> list[TensorSpec]:
         """Return what the owner of a matrix sends here."""
         shape, wide = self._shapes[i][self._rank], _row_dtype(request, words)
         num_rows = len(request.preconditioner.row_outputs)
-        return [Piece(shape, words), *[Piece(shape[:1], wide)] * num_rows]
+        return [TensorSpec(shape, words), *[TensorSpec(shape[:1], wide)] * num_rows]
 
     # ---- replicas, and shards without an owner ---------------------------------------
 
@@ -228,12 +228,12 @@ class ShardGroup:
             [i for owned in exchanges for part in owned for i in part]
             for exchanges in self._exchanges
         ]
-        pieces = [
-            [piece for i in share for piece in self._back(i, requests[i], words)]
+        specs = [
+            [spec for i in share for spec in self._back(i, requests[i], words)]
             for share in shares
         ]
-        widest = max(sum(p.num_words(words) for p in part) for part in pieces)
-        like = requests[0].given.matrix
+        widest = max(sum(spec.num_words(words) for spec in part) for part in specs)
+        like = requests[0].input.matrix
         flat = torch.zeros(widest, dtype=words, device=like.device)
         if results:
             packed = torch.cat(
@@ -248,11 +248,11 @@ class ShardGroup:
         all_gather(everyone, flat, group=self._replicas)
         shards = {}
         for share, row, part in zip(
-            shares, everyone.view(len(shares), widest), pieces, strict=True
+            shares, everyone.view(len(shares), widest), specs, strict=True
         ):
             rest = iter(from_words(row, part))
             for i in share:
-                shard = next(rest).to(requests[i].given.matrix.dtype)
+                shard = next(rest).to(requests[i].input.matrix.dtype)
                 num_rows = len(requests[i].preconditioner.row_outputs)
                 rows = tuple(next(rest) for _ in range(num_rows))
                 owned = results[i].owned if i in results else ()
@@ -269,7 +269,7 @@ class ShardGroup:
         results: dict[int, MatrixOutput] = {}
         for (_, dim, stage), members in calls.items():
             preconditioner = requests[members[0]].preconditioner
-            shards = [requests[i].given for i in members]
+            shards = [requests[i].input for i in members]
             updated = preconditioner.at_shards(shards, dim, stage, self._sum)
             for i, whole in zip(members, updated, strict=True):
                 results[i] = requests[i].kept(whole)
@@ -283,11 +283,11 @@ class ShardGroup:
 
 
 def _widest(requests: Sequence[Request]) -> torch.dtype:
-    dtypes = (r.given.matrix.dtype for r in requests)
+    dtypes = (r.input.matrix.dtype for r in requests)
     return reduce(torch.promote_types, dtypes)
 
 
 def _row_dtype(request: Request, words: torch.dtype) -> torch.dtype:
     """Return what numbers of rows travel in: exactly, as words that may be narrower."""
-    wide = torch.promote_types(request.given.matrix.dtype, torch.float32)
+    wide = torch.promote_types(request.input.matrix.dtype, torch.float32)
     return torch.promote_types(wide, words)

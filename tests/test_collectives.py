@@ -385,14 +385,14 @@ def rows_at_owners(rank, world, shape, places, strategy):
         numbers = (indices(leaf, 0).double(),)
         given = MatrixInput(collectives.local(leaf), numbers)
         requests.append(Request(given, leaf, Matrices(), same))
-    before = [one.given.matrix.clone() for one in requests]
+    before = [one.input.matrix.clone() for one in requests]
     for _ in range(2):
         found = collectives.on_owners(requests)
         for one, whole, leaf, got in zip(requests, wholes, leaves, found, strict=True):
-            assert torch.equal(got.matrix, 2 * one.given.matrix)
-            assert torch.equal(got.rows[0], one.given.rows[0])
+            assert torch.equal(got.matrix, 2 * one.input.matrix)
+            assert torch.equal(got.rows[0], one.input.rows[0])
             assert torch.equal(got.rows[1], whole.sum(1)[indices(leaf, 0)])
-    return all(map(torch.equal, before, [one.given.matrix for one in requests]))
+    return all(map(torch.equal, before, [one.input.matrix for one in requests]))
 
 
 @pytest.mark.parametrize("strategy", ["owner", "replicate"])
