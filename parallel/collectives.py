@@ -1,4 +1,4 @@
-"""MeshCollectives: marsopt's verbs over a device mesh."""
+"""Where a step enters the mesh: MeshCollectives, its verbs over shards."""
 
 from __future__ import annotations
 
@@ -53,30 +53,33 @@ class Reduction(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """The leaves of one call of ``on_owners``, by how that is done."""
+    """The leaves of one call of ``on_owners``, by how their matrices become whole."""
 
     groups: list[tuple[ShardGroup, dict[int, Cut]]]
-    local: list[int]  # each matrix lies on one rank: of a batch, or replicated
-    gathered: list[int]  # cut by several axes or strided, or planned so
+    local: list[int]  # each matrix is whole on its rank: in a batch, or replicated
+    gathered: list[int]  # by all ranks: cut by several axes or in strides, "replicate"
 
 
 class MeshCollectives(AsTheyLie):
     """``marsopt.Collectives`` for DTensors: FSDP2, HSDP, and both with TP.
 
-    Norms are summed over the axes that shard, never over replicas: one all-reduce
-    each. Matrices go to owners and back by all-to-all, or, where that is faster, are
-    orthogonalized in place from their Gram matrix (``planner.plan``). Parameters of
-    several meshes, replicated ones and plain tensors may mix. A matrix that two axes
-    cut (FSDP x TP) goes to one owner along both, one after the other. Tensors of
-    several such matrices, and those whose owners keep state (SOAP), are gathered whole,
-    which is right and slow.
+    A step sums norms over the axes that shard, never over replicas: one all-reduce an
+    axis. Matrices go to their owners and back by all-to-all. Where that is faster,
+    shards orthogonalize their matrix together, from the sum of their Gram matrices
+    (``planner.plan``). Parameters on several meshes, replicated parameters and plain
+    tensors may mix.
+
+    A matrix that two axes cut (FSDP x TP) travels along one axis, then along the other.
+    Every rank gathers a tensor of several such matrices whole, and one whose owners
+    keep state (SOAP): that is exact, but slow.
 
     Args:
-        mesh: the mesh that the parameters were sharded on; parameters on others are
-            reduced over theirs.
+        mesh: the mesh that shards the parameters. Norms of parameters on another mesh
+            are summed over that mesh.
         strategy: "auto", or "owner", "gram" or "replicate" where a matrix allows it.
-        max_buckets: exchanges in flight: communication overlaps iteration.
-        machine: what "auto" assumes of links and arithmetic.
+        max_buckets: how many exchanges are in flight, so that communication overlaps
+            computation.
+        machine: the speeds of links and arithmetic that "auto" assumes.
 
     Raises:
         ValueError: an unknown ``strategy``, or ``max_buckets`` below 1.
@@ -120,10 +123,9 @@ class MeshCollectives(AsTheyLie):
         return f"MeshCollectives({self.mesh})"
 
     def local(self, tensor: Tensor, like: Tensor | None = None) -> Tensor:
-        """Return this rank's piece, sharing storage. A gradient whose placements are
-        not those of its parameter, ``like``, is redistributed: tensor parallelism
-        leaves pending (Partial) sums, which FSDP2 completes and nobody else does. A
-        collective then.
+        """Return this rank's piece, sharing storage. A gradient whose placements differ
+        from those of its parameter, ``like``, is redistributed, which is a collective:
+        tensor parallelism leaves pending (Partial) sums, and only FSDP2 completes them.
 
         Raises:
             ValueError: without ``like``, a DTensor with pending sums.
@@ -139,13 +141,14 @@ class MeshCollectives(AsTheyLie):
                 f"{tensor.placements}, expected shards or replicas: redistribute the "
                 "partial sums first"
             )
-        # without a graph to_local makes no more of it than a view, tensor by tensor
+        # in a step to_local would return the same piece, as one more view, which costs
+        # host time tensor by tensor; nothing public returns the piece itself
         return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor
 
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:
-        """Return ``local`` as this rank's piece of a tensor laid out as ``like``; where
-        it has fewer dims, of one that has only so many of its first dims: whole over
-        axes that cut the others.
+        """Return a tensor laid out as ``like`` whose piece on this rank is ``local``.
+        Where ``local`` has fewer dims, the tensor has only the first dims of ``like``,
+        and axes that cut the others replicate it.
         """
         if not isinstance(like, DTensor):
             return local
@@ -165,7 +168,7 @@ class MeshCollectives(AsTheyLie):
 
     def cuts(self, tensor: Tensor) -> Mapping[int, Tensor]:
         """Return, for every dim of ``tensor`` that is cut, which of its indices lie
-        here, in the order of the piece's.
+        here, in the order of the piece.
         """
         if not isinstance(tensor, DTensor):
             return {}
@@ -203,17 +206,16 @@ class MeshCollectives(AsTheyLie):
     ) -> Tensor:
         """Sum ``sums`` (len(leaves), K) over the shards of each leaf.
 
-        What is replicated counts once, and is taken from the first rank of an axis that
-        is summed over anyway, so that all ranks go on with the same numbers. Replicas
-        (HSDP) are taken to hold the same gradients, as FSDP2 leaves them.
+        A replicated leaf counts once: the first rank of an axis contributes it, so that
+        all ranks go on with the same numbers. Replicas (HSDP) are assumed to hold equal
+        gradients, as FSDP2 leaves them.
 
-        Where ranks that sum together differ in ``digest``, the sums are NaN, which
-        voids a step. Replicas do not sum, so that of them each set of shards is
-        compared by itself.
+        Where ranks that sum together differ in ``digest``, the sums are NaN, and the
+        step is void. Replicas do not sum together: each set of shards compares its own.
 
         Raises:
-            RuntimeError: at the first call with a list, ranks that hold different ones;
-                ``digest`` differs, on a GPU at one of the next calls.
+            RuntimeError: ranks hold different leaves, which the first call with a list
+                checks; or ``digest`` differs, which on a GPU a later call raises.
         """
         reductions = self._reductions.of(leaves, (), self._find_reductions)
         digests = None
@@ -243,14 +245,14 @@ class MeshCollectives(AsTheyLie):
 
     @property
     def groups(self) -> list[ShardGroup]:
-        """Return the matrices that were brought to owners so far, and what was decided
-        for them: one group for each mesh axis and list of parameters.
+        """Return what was planned so far: one group of matrices for each mesh axis and
+        list of parameters.
         """
         partitions = self._partitions.every()
         return [group for partition in partitions for group, _ in partition.groups]
 
     def check_ranks_agree(self, digest: str) -> None:
-        """Raise where a ``sum`` on a GPU is known to have found ranks that differ."""
+        """Raise where the host knows that ranks differed in a ``sum`` on a GPU."""
         self._agreement.check(digest)
 
     def _find_reductions(self, leaves: Sequence[Tensor]) -> list[Reduction]:
@@ -277,16 +279,16 @@ class MeshCollectives(AsTheyLie):
     # ---- agreement -----------------------------------------------------------------
 
     def _places(self, verb: object, leaves: Sequence[Tensor]) -> list[Placement]:
-        """Return where leaves lie, once all ranks have been found to hold the same."""
+        """Return where leaves lie, after a check that all ranks hold the same."""
         places = [Placement.of(leaf) for leaf in leaves]
         pairs = zip(leaves, places, strict=True)
         self.agree(repr((verb, [(*x.shape, x.dtype, p.common) for x, p in pairs])))
         return places
 
     def agree(self, what: str) -> None:
-        """Raise unless all ranks of the mesh were given the same, and would plan alike.
-
-        Collectives on different lists would hang, or add what does not belong together.
+        """Raise unless ``what`` and the options of planning are equal on all ranks of
+        the mesh. Collectives over different lists would hang, or add what does not
+        belong together.
 
         Raises:
             RuntimeError: on every rank, where they differ.
@@ -307,8 +309,8 @@ class MeshCollectives(AsTheyLie):
     # ---- whole matrices ------------------------------------------------------------
 
     def on_owners(self, requests: Sequence[Request]) -> list[MatrixOutput]:
-        """Bring together the whole matrices of each leaf, let their preconditioners'
-        ``at_owner`` make something of them, and return it as this rank's pieces.
+        """Bring the matrices of each leaf to their owners, call their preconditioners'
+        ``at_owner`` there, and return this rank's pieces of the results.
         """
         partition = self._partition([r.leaf for r in requests])
         out: dict[int, MatrixOutput] = {}
@@ -353,7 +355,7 @@ class MeshCollectives(AsTheyLie):
 
     def publish(self, owned: Tensor, leaf: Tensor, num: int, owns: Owned) -> Tensor:
         """Return an owner's buffer of a leaf's ``num`` matrices, (number here, *shape),
-        as a DTensor (num, *shape) that is cut along its first dim of a matrix. A
+        as a DTensor (num, *shape) that is cut along the rows of its matrices. A
         collective of the leaf's mesh.
         """
         if not isinstance(leaf, DTensor):
@@ -470,9 +472,8 @@ class MeshCollectives(AsTheyLie):
 
 
 def collectives_of(model: nn.Module) -> Collectives:
-    """Return what carries a step over the ranks that ``model`` is spread over: its
-    meshes (FSDP2, HSDP, TP), else LOCAL. (Under DDP every rank holds everything, and
-    takes the same step.)
+    """Return the collectives for a step of ``model``: over its mesh (FSDP2, HSDP, TP),
+    or LOCAL where it has none. Under DDP every rank then takes the whole step.
     """
     return over_meshes(model.parameters())
 
@@ -488,7 +489,7 @@ def over_meshes(params: Iterable[Tensor]) -> Collectives:
 def _of_matrices(
     requests: Sequence[Request], group: ShardGroup, cuts: dict[int, Cut]
 ) -> list[Request]:
-    """Return the requests of leaves as those of their matrices, in order."""
+    """Return one request for each matrix of the leaves, in order."""
     owns = set(group.owns)
     by_matrix: list[Request] = []
     for i, cut in cuts.items():
@@ -508,7 +509,7 @@ def _of_matrices(
 def _joined(
     matrices: Sequence[MatrixOutput], cut: Cut, request: Request
 ) -> MatrixOutput:
-    """Return what became of a leaf's matrices as its piece."""
+    """Return the results of a leaf's matrices as that of its piece."""
     if not matrices:
         return request.rowless
     like, owned = request.input.matrix, request.input.owned
@@ -521,8 +522,8 @@ def _joined(
 
 
 def _numbers(leaf: Leaf, cuts: Mapping[int, Tensor]) -> tuple[int, ...]:
-    """Return the numbers of the matrices of a leaf that lie here, in their order, where
-    ``cuts`` of the leaf divide no matrix.
+    """Return the numbers of the matrices of a leaf that lie here, in the order of its
+    piece. ``cuts`` of the leaf divide no matrix.
     """
     shape, matrices = leaf.tensor.shape, leaf.matrices
     rows = row_numbers(shape, cuts, matrices, torch.device("cpu"))
@@ -540,7 +541,7 @@ def _here(whole: Tensor, part: Part | None) -> Tensor:
 
 
 def _distinct(ways: Sequence[Hashable]) -> Sequence[Hashable]:
-    """Return a key of them that is short where no parameter differs from the others."""
+    """Return a key that stands for all ways: one of them, where all are equal."""
     alike = all(way is ways[0] or way == ways[0] for way in ways)
     return ways[:1] if alike else ways
 

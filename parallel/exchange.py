@@ -1,4 +1,4 @@
-"""Tensors from every rank to every rank, as flat buffers."""
+"""Innermost: one all-to-all of tensors, as flat buffers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ class TensorSpec(NamedTuple):
 
 
 def to_words(x: Tensor, words: torch.dtype) -> Tensor:
-    """Return the bits of ``x`` flat, as a tensor of the dtype ``words``, which is no
-    wider than its own.
+    """Return the bits of ``x`` as a flat tensor of the dtype ``words``, which must not
+    be wider than that of ``x``.
     """
     return x.reshape(-1).contiguous().view(words)
 
 
 def from_words(flat: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """Return the tensors whose bits follow each other in ``flat``; it may be longer."""
+    """Return the tensors whose bits lie one after the other in ``flat``, which may be
+    longer.
+    """
     sizes = [spec.num_words(flat.dtype) for spec in specs]
     parts = flat[: sum(sizes)].split(sizes)
     return [
@@ -54,10 +56,10 @@ class Exchange:
     empty, and nothing is padded.
 
     Args:
-        sent: what each rank is to have of this one.
-        specs: what each rank sends to this one.
-        words: an empty tensor of the device, and of the narrowest dtype among all that
-            travel: bits travel as this.
+        sent: the tensors that this rank sends to each rank.
+        specs: those that each rank sends to this one.
+        words: an empty tensor on their device, of the narrowest dtype among them: bits
+            travel as this dtype.
         group: the ranks.
     """
 
@@ -85,7 +87,7 @@ class Exchange:
         )
 
     def wait(self) -> list[list[Tensor]]:
-        """Return what has come from each rank; once."""
+        """Wait, and return the tensors from each rank. May be called once."""
         self._work.wait()
         self._work = self._leaving = None  # gloo's work would keep it
         parts = self._arriving.split(self._sizes)
@@ -93,5 +95,5 @@ class Exchange:
 
 
 def unflatten(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-    """Return consecutive parts of ``flat`` in these shapes; it may be longer."""
+    """Return tensors of these shapes from ``flat``, which may be longer."""
     return from_words(flat, [TensorSpec(shape, flat.dtype) for shape in shapes])

@@ -1,6 +1,4 @@
-"""Matrices that two mesh axes cut, as FSDP and tensor parallelism do together: to one
-owner over both axes, and back.
-"""
+"""In place of cut, under FSDP with tensor parallelism: matrices that two axes cut."""
 
 from __future__ import annotations
 
@@ -27,14 +25,15 @@ InOut = TypeVar("InOut", MatrixInput, MatrixOutput)
 
 @dataclass(frozen=True)
 class Grid:
-    """Of a leaf that is one matrix: pieces go to owners along the second axis, where
-    they make up what the first axis alone cuts, and then along that.
+    """How two axes cut a leaf that is one matrix. Pieces travel along the second axis,
+    where they join to a strip, as the first axis alone would cut. Strips travel along
+    the first axis, where they join to the matrix.
     """
 
     mesh: DeviceMesh
     axes: tuple[int, int]
-    whole: Matrix  # as the first axis cuts it
-    strip: Matrix  # this rank's of these, as the second axis cuts it
+    whole: Matrix  # as the first axis cuts it into strips
+    strip: Matrix  # this rank's strip, as the second axis cuts it
     # whether the second axis cuts before the first: rows of strips are out of order
     strided: bool
 
@@ -46,8 +45,8 @@ class Grid:
         return Cut(self.mesh, axis, False, 1, (self.strip,), rank)
 
     def in_order(self, whole: InOut, *, back: bool = False) -> InOut:
-        """Return what an owner has of the matrix with its rows (or columns) in their
-        order, or back in that of strips.
+        """Return an owner's matrix with its rows (or columns) in their order; with
+        ``back``, in the order of strips again.
         """
         if not self.strided:
             return whole
@@ -59,14 +58,14 @@ class Grid:
 
 
 def _swapped(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Return ``x`` whose parts along ``dim`` count in columns, not in rows."""
+    """Return ``x`` with its (sizes[0], sizes[1]) parts along ``dim`` transposed."""
     parts: Tensor = x.unflatten(dim, (*sizes, -1))
     return parts.transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
 def grid_of(leaf: Tensor, place: Placement, way: Way) -> Grid | None:
-    """Return how two axes cut a leaf; None where more than one matrix is cut, axes cut
-    otherwise, or something is kept where the owner is.
+    """Return how two axes cut a leaf. None where the leaf is several matrices, its
+    owner keeps state, or the axes cut it in another way than a ``Grid``.
     """
     is_single = leaf.ndim == 2 and way.matrices.num_in(leaf.shape) == 1
     if (
@@ -104,8 +103,8 @@ def grid_of(leaf: Tensor, place: Placement, way: Way) -> Grid | None:
 def group_over(
     grids: Sequence[Grid], cost: MatrixCost, *, max_buckets: int
 ) -> ShardGroup:
-    """Return the matrices of two axes as a group of the second, whose owners give their
-    strips to owners along the first: at most four all-to-all a bucket.
+    """Return matrices that two axes cut as a group of the second axis. Its owners work
+    by exchanging their strips along the first: at most four all-to-all a bucket.
     """
     mesh, (first, second) = grids[0].mesh, grids[0].axes
     num, parts = mesh.size(first), mesh.size(second)
@@ -141,7 +140,7 @@ def group_over(
 def _precondition_strips(
     grids: Sequence[Grid], bucket: int, requests: Sequence[Request]
 ) -> list[MatrixOutput]:
-    """Return what becomes of whole matrices, given as their strips make them up."""
+    """Precondition whole matrices whose rows lie in the order of their strips."""
     pairs = zip(requests, grids, strict=True)
     ordered = [
         request._replace(input=grid.in_order(request.input)) for request, grid in pairs

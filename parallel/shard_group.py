@@ -1,4 +1,4 @@
-"""ShardGroup: whole matrices at their owners, of those that one mesh axis cuts."""
+"""Each step, as planned: matrices that one mesh axis cuts go to owners and back."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from .planner import Matrix, Plan, plan
 
 
 class ShardGroup:
-    """The matrices of one axis, and what has been decided for them.
+    """The matrices that one mesh axis cuts, their plan, and its execution.
 
     Args:
         mesh: the mesh that they lie on.
         axis: the axis that cuts them.
-        matrices: shapes and cut dims.
-        cost: of what their owners do.
-        has_replicas: whether another axis of the mesh has the same matrices (HSDP).
-        planned: who owns what; None: ``planner.plan`` says it.
-        work: what owners do with the matrices of one bucket, given its number.
+        matrices: their shapes, and the dim that is cut.
+        cost: of preconditioning a matrix.
+        has_replicas: whether another axis of the mesh holds copies (HSDP).
+        planned: a plan; None = that of ``planner.plan``.
+        work: makes results of a bucket's whole matrices: a function of its number and
+            requests.
         options: of ``planner.plan``.
     """
 
@@ -58,7 +59,7 @@ class ShardGroup:
         )
         shapes = {m: m.shards(self.plan.num_ranks) for m in set(matrices)}
         self._shapes = [shapes[m] for m in matrices]
-        # the replica axis where replicas share the owners' work, and who is who there
+        # where replicas share the owners' work: their axis, and this replica's number
         self._replicas, self._replica = None, 0
         if self.plan.replicas > 1 and self.plan.num_buckets:
             self._replicas = mesh.get_group(others[0])
@@ -86,8 +87,8 @@ class ShardGroup:
         return Part(dim, start, sizes[self._rank], sum(sizes))
 
     def on_owners(self, requests: Sequence[Request]) -> dict[int, MatrixOutput]:
-        """Return what becomes of all matrices, by number, as shards, from shards of
-        all; owners' buffers where the owner is.
+        """Return the results of all matrices as this rank's shards, by number, from its
+        shards of all matrices; with buffers of owners where the owner is this rank.
         """
         results = self._by_owners(requests)
         if self._replicas is not None:
@@ -95,10 +96,10 @@ class ShardGroup:
         return results | self._by_sums(requests)
 
     def _by_owners(self, requests: Sequence[Request]) -> dict[int, MatrixOutput]:
-        """Send shards to owners and back: two all-to-all per bucket.
+        """Send shards to owners and results back: two all-to-all a bucket.
 
-        All shards are under way before the first bucket is worked on, and what becomes
-        of a bucket travels back while the next one is worked on.
+        The shards of all buckets are under way before an owner works on the first, and
+        the results of a bucket travel back while it works on the next.
         """
         ranks, to_owners, back = range(self.plan.num_ranks), [], []
         exchanges = self._exchanges[self._replica]
@@ -168,7 +169,7 @@ class ShardGroup:
     def _from(
         self, rank: int, i: int, request: Request, words: torch.dtype
     ) -> list[TensorSpec]:
-        """Return what a rank sends of a matrix to its owner."""
+        """Return the shapes and dtypes that a rank sends of a matrix to its owner."""
         shape, wide = self._shapes[i][rank], _row_dtype(request, words)
         rows = request.input.rows if self.matrices[i].dim == 0 else ()
         return [TensorSpec(shape, words), *(TensorSpec(shape[:1], wide) for _ in rows)]
@@ -197,7 +198,7 @@ class ShardGroup:
     def _cuts(
         self, i: int, request: Request, whole: MatrixOutput, words: torch.dtype
     ) -> list[list[Tensor]]:
-        """Return what each rank is to have of what became of a matrix."""
+        """Return what the owner of a matrix sends of its result, for each rank."""
         dim, wide = self.matrices[i].dim, _row_dtype(request, words)
         sizes = [shape[dim] for shape in self._shapes[i]]
         parts = [[part] for part in whole.matrix.to(words).split(sizes, dim)]
@@ -210,7 +211,7 @@ class ShardGroup:
         return parts
 
     def _back(self, i: int, request: Request, words: torch.dtype) -> list[TensorSpec]:
-        """Return what the owner of a matrix sends here."""
+        """Return the shapes and dtypes that the owner of a matrix sends here."""
         shape, wide = self._shapes[i][self._rank], _row_dtype(request, words)
         num_rows = len(request.preconditioner.row_outputs)
         return [TensorSpec(shape, words), *[TensorSpec(shape[:1], wide)] * num_rows]
@@ -220,8 +221,8 @@ class ShardGroup:
     def _shared(
         self, results: dict[int, MatrixOutput], requests: Sequence[Request]
     ) -> dict[int, MatrixOutput]:
-        """Give what this replica's owners made to all replicas: one all-gather,
-        padded.
+        """Send the results of this replica's owners to all replicas: one padded
+        all-gather.
         """
         words = self._cost.returned(_widest(requests))
         shares = [
@@ -260,7 +261,7 @@ class ShardGroup:
         return shards
 
     def _by_sums(self, requests: Sequence[Request]) -> dict[int, MatrixOutput]:
-        """Let shards work on what they have, and on sums over all of them."""
+        """Precondition shards where they lie, from sums over all shards of a matrix."""
         calls: dict[tuple[int, int, Hashable], list[int]] = {}
         for i in self.plan.members("gram"):
             request = requests[i]
@@ -288,6 +289,6 @@ def _widest(requests: Sequence[Request]) -> torch.dtype:
 
 
 def _row_dtype(request: Request, words: torch.dtype) -> torch.dtype:
-    """Return what numbers of rows travel in: exactly, as words that may be narrower."""
+    """Return the dtype of numbers of rows on their way, in which they are exact."""
     wide = torch.promote_types(request.input.matrix.dtype, torch.float32)
     return torch.promote_types(wide, words)
