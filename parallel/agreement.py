@@ -1,6 +1,4 @@
-"""Whether all ranks were told the same, by numbers that ride on an all-reduce which is
-made anyway.
-"""
+"""In the all-reduce of norms: do all ranks take the step with the same numbers?"""
 
 from __future__ import annotations
 
@@ -15,11 +13,12 @@ NUM_BITS = 48  # of the digest: ranks that differ by chance pass for equal once 
 
 
 class Agreement:
-    """Adds rows to what ranks sum up: the chunks c of a digest, and their squares.
+    """Compares the digests of ranks by rows that are summed beside their norms.
 
-    All n ranks have the same chunk if and only if n sum(c^2) = (sum c)^2
-    (Cauchy-Schwarz), and every rank finds the same from the same sums. Chunks are so
-    small that both sums are exact in the dtype of the all-reduce.
+    The rows hold the chunks c of a digest, and their squares. All n ranks have the same
+    chunk if and only if n sum(c^2) = (sum c)^2 (Cauchy-Schwarz). Every rank has the
+    same sums, and so decides alike. Chunks are so small that both sums are exact in the
+    dtype of the all-reduce.
     """
 
     def __init__(self) -> None:
@@ -29,8 +28,8 @@ class Agreement:
         self._copied: torch.cuda.Event | None = None
 
     def digest_rows(self, what: str, num_ranks: int, like: Tensor) -> Tensor | None:
-        """Return rows of the width of ``like``, to be summed beside it; None where a
-        CUDA graph is captured, which must not take them from the host.
+        """Return rows of the width of ``like``, to be summed beside it. None while a
+        CUDA graph is captured: it must not copy them from the host.
         """
         key = what, num_ranks, like.shape[1], like.dtype, like.device
         if key not in self._known:
@@ -46,8 +45,8 @@ class Agreement:
         """Return ``sums``, or NaN where the complete ``rows`` show that ranks differ.
 
         Raises:
-            RuntimeError: they do, on a CPU; on a GPU, for which the host does not wait,
-                ``check`` raises later.
+            RuntimeError: ranks differ, on a CPU. The host does not wait for a GPU:
+                there ``check`` raises later.
         """
         totals, squares = rows.double().view(-1, 2).unbind(1)
         same = (num_ranks * squares == totals.square()).all()
@@ -69,7 +68,7 @@ class Agreement:
             self._copied.record()
 
     def check(self, what: str) -> None:
-        """Check what was found on a GPU before, as far as the host knows it.
+        """Check what earlier steps found on a GPU, as far as the host knows it.
 
         Raises:
             RuntimeError: ranks differed.

@@ -1,4 +1,4 @@
-"""MeshCollectives: marsopt's verbs over a device mesh."""
+"""Where a step enters the mesh: MeshCollectives, its verbs over shards."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ from marsopt.functional.collectives import (
     Owned,
     Part,
     Request,
+    precondition_leaves,
     row_numbers,
-    run_at_owner,
 )
-from marsopt.rules.dtypes import working
-from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
@@ -55,30 +53,33 @@ class Reduction(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """The leaves of one call of ``on_owners``, by how that is done."""
+    """The leaves of one call of ``on_owners``, by how their matrices become whole."""
 
     groups: list[tuple[ShardGroup, dict[int, Cut]]]
-    local: list[int]  # each matrix lies on one rank: of a batch, or replicated
-    gathered: list[int]  # cut by several axes or strided, or planned so
+    local: list[int]  # each matrix is whole on its rank: in a batch, or replicated
+    gathered: list[int]  # by all ranks: cut by several axes or in strides, "replicate"
 
 
 class MeshCollectives(AsTheyLie):
     """``marsopt.Collectives`` for DTensors: FSDP2, HSDP, and both with TP.
 
-    Norms are summed over the axes that shard, never over replicas: one all-reduce
-    each. Matrices go to owners and back by all-to-all, or, where that is faster, are
-    orthogonalized in place from their Gram matrix (``planner.plan``). Parameters of
-    several meshes, replicated ones and plain tensors may mix. A matrix that two axes
-    cut (FSDP x TP) goes to one owner along both, one after the other. Tensors of
-    several such matrices, and those whose owners keep state (SOAP), are gathered whole,
-    which is right and slow.
+    A step sums norms over the axes that shard, never over replicas: one all-reduce an
+    axis. Matrices go to their owners and back by all-to-all. Where that is faster,
+    shards orthogonalize their matrix together, from the sum of their Gram matrices
+    (``planner.plan``). Parameters on several meshes, replicated parameters and plain
+    tensors may mix.
+
+    A matrix that two axes cut (FSDP x TP) travels along one axis, then along the other.
+    Every rank gathers a tensor of several such matrices whole, and one whose owners
+    keep state (SOAP): that is exact, but slow.
 
     Args:
-        mesh: the mesh that the parameters were sharded on; parameters on others are
-            reduced over theirs.
+        mesh: the mesh that shards the parameters. Norms of parameters on another mesh
+            are summed over that mesh.
         strategy: "auto", or "owner", "gram" or "replicate" where a matrix allows it.
-        max_buckets: exchanges in flight: communication overlaps iteration.
-        machine: what "auto" assumes of links and arithmetic.
+        max_buckets: how many exchanges are in flight, so that communication overlaps
+            computation.
+        machine: the speeds of links and arithmetic that "auto" assumes.
 
     Raises:
         ValueError: an unknown ``strategy``, or ``max_buckets`` below 1.
@@ -122,10 +123,9 @@ class MeshCollectives(AsTheyLie):
         return f"MeshCollectives({self.mesh})"
 
     def local(self, tensor: Tensor, like: Tensor | None = None) -> Tensor:
-        """Return this rank's piece, sharing storage. A gradient whose placements are
-        not those of its parameter, ``like``, is redistributed: tensor parallelism
-        leaves pending (Partial) sums, which FSDP2 completes and nobody else does. A
-        collective then.
+        """Return this rank's piece, sharing storage. A gradient whose placements differ
+        from those of its parameter, ``like``, is redistributed, which is a collective:
+        tensor parallelism leaves pending (Partial) sums, and only FSDP2 completes them.
 
         Raises:
             ValueError: without ``like``, a DTensor with pending sums.
@@ -141,13 +141,14 @@ class MeshCollectives(AsTheyLie):
                 f"{tensor.placements}, expected shards or replicas: redistribute the "
                 "partial sums first"
             )
-        # without a graph to_local makes no more of it than a view, tensor by tensor
+        # in a step to_local would return the same piece, as one more view, which costs
+        # host time tensor by tensor; nothing public returns the piece itself
         return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor
 
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:
-        """Return ``local`` as this rank's piece of a tensor laid out as ``like``; where
-        it has fewer dims, of one that has only so many of its first dims: whole over
-        axes that cut the others.
+        """Return a tensor laid out as ``like`` whose piece on this rank is ``local``.
+        Where ``local`` has fewer dims, the tensor has only the first dims of ``like``,
+        and axes that cut the others replicate it.
         """
         if not isinstance(like, DTensor):
             return local
@@ -167,7 +168,7 @@ class MeshCollectives(AsTheyLie):
 
     def cuts(self, tensor: Tensor) -> Mapping[int, Tensor]:
         """Return, for every dim of ``tensor`` that is cut, which of its indices lie
-        here, in the order of the piece's.
+        here, in the order of the piece.
         """
         if not isinstance(tensor, DTensor):
             return {}
@@ -205,17 +206,16 @@ class MeshCollectives(AsTheyLie):
     ) -> Tensor:
         """Sum ``sums`` (len(leaves), K) over the shards of each leaf.
 
-        What is replicated counts once, and is taken from the first rank of an axis that
-        is summed over anyway, so that all ranks go on with the same numbers. Replicas
-        (HSDP) are taken to hold the same gradients, as FSDP2 leaves them.
+        A replicated leaf counts once: the first rank of an axis contributes it, so that
+        all ranks go on with the same numbers. Replicas (HSDP) are assumed to hold equal
+        gradients, as FSDP2 leaves them.
 
-        Where ranks that sum together differ in ``digest``, the sums are NaN, which
-        voids a step. Replicas do not sum, so that of them each set of shards is
-        compared by itself.
+        Where ranks that sum together differ in ``digest``, the sums are NaN, and the
+        step is void. Replicas do not sum together: each set of shards compares its own.
 
         Raises:
-            RuntimeError: at the first call with a list, ranks that hold different ones;
-                ``digest`` differs, on a GPU at one of the next calls.
+            RuntimeError: ranks hold different leaves, which the first call with a list
+                checks; or ``digest`` differs, which on a GPU a later call raises.
         """
         reductions = self._reductions.of(leaves, (), self._find_reductions)
         digests = None
@@ -245,14 +245,14 @@ class MeshCollectives(AsTheyLie):
 
     @property
     def groups(self) -> list[ShardGroup]:
-        """Return the matrices that were brought to owners so far, and what was decided
-        for them: one group for each mesh axis and list of parameters.
+        """Return what was planned so far: one group of matrices for each mesh axis and
+        list of parameters.
         """
         partitions = self._partitions.every()
         return [group for partition in partitions for group, _ in partition.groups]
 
     def check_ranks_agree(self, digest: str) -> None:
-        """Raise where a ``sum`` on a GPU is known to have found ranks that differ."""
+        """Raise where the host knows that ranks differed in a ``sum`` on a GPU."""
         self._agreement.check(digest)
 
     def _find_reductions(self, leaves: Sequence[Tensor]) -> list[Reduction]:
@@ -279,16 +279,16 @@ class MeshCollectives(AsTheyLie):
     # ---- agreement -----------------------------------------------------------------
 
     def _places(self, verb: object, leaves: Sequence[Tensor]) -> list[Placement]:
-        """Return where leaves lie, once all ranks have been found to hold the same."""
+        """Return where leaves lie, after a check that all ranks hold the same."""
         places = [Placement.of(leaf) for leaf in leaves]
         pairs = zip(leaves, places, strict=True)
         self.agree(repr((verb, [(*x.shape, x.dtype, p.common) for x, p in pairs])))
         return places
 
     def agree(self, what: str) -> None:
-        """Raise unless all ranks of the mesh were given the same, and would plan alike.
-
-        Collectives on different lists would hang, or add what does not belong together.
+        """Raise unless ``what`` and the options of planning are equal on all ranks of
+        the mesh. Collectives over different lists would hang, or add what does not
+        belong together.
 
         Raises:
             RuntimeError: on every rank, where they differ.
@@ -309,8 +309,8 @@ class MeshCollectives(AsTheyLie):
     # ---- whole matrices ------------------------------------------------------------
 
     def on_owners(self, requests: Sequence[Request]) -> list[MatrixOutput]:
-        """Bring together the whole matrices of each leaf, let their preconditioners'
-        ``at_owner`` make something of them, and return it as this rank's pieces.
+        """Bring the matrices of each leaf to their owners, call their preconditioners'
+        ``at_owner`` there, and return this rank's pieces of the results.
         """
         partition = self._partition([r.leaf for r in requests])
         out: dict[int, MatrixOutput] = {}
@@ -321,7 +321,7 @@ class MeshCollectives(AsTheyLie):
                 matrices = [next(rest) for _ in cut.matrices]
                 out[i] = _joined(matrices, cut, requests[i])
         local = [requests[i] for i in partition.local]
-        out |= zip(partition.local, run_at_owner(local), strict=True)
+        out |= zip(partition.local, precondition_leaves(local), strict=True)
         gathered = [requests[i] for i in partition.gathered]
         out |= zip(partition.gathered, self._by_gathering(gathered), strict=True)
         return [out[i] for i in range(len(requests))]
@@ -333,37 +333,29 @@ class MeshCollectives(AsTheyLie):
 
     def _owns(self, leaves: Sequence[Leaf]) -> list[Owned]:
         partition = self._partition(leaves)
-        out: dict[int, Owned] = {}
-        for group, cuts in partition.groups:
+        out = {i: Owned(_numbers(leaves[i], {})) for i in partition.gathered}
+        for i in partition.local:
+            leaf = leaves[i].tensor
+            cuts = self.cuts(leaf) if leaf.numel() else {}
+            out[i] = Owned(_numbers(leaves[i], cuts))
+        for group, group_cuts in partition.groups:
             owned, first = set(group.owns), 0
-            for i, cut in cuts.items():
+            for i, cut in group_cuts.items():
+                shape, matrices = leaves[i].tensor.shape, leaves[i].matrices
+                row_dim = matrices.column_dim(len(shape)) - 1
+                cuts = self.cuts(leaves[i].tensor) if row_dim else {}
+                batches = {dim: cuts[dim] for dim in cuts if dim < row_dim}
                 positions = range(first, first + len(cut.matrices))
-                all_numbers = _numbers(leaves[i].tensor, leaves[i].matrices)
-                numbers = tuple(
-                    n
-                    for n, at in zip(all_numbers, positions, strict=True)
-                    if at in owned
-                )
+                pairs = zip(_numbers(leaves[i], batches), positions, strict=True)
+                numbers = tuple(number for number, at in pairs if at in owned)
                 # matrices of one leaf that shards may own are alike
                 out[i] = Owned(numbers, group.part(first) if numbers else None)
                 first += len(cut.matrices)
-        for i in partition.local:
-            leaf, matrices = leaves[i].tensor, leaves[i].matrices
-            indices = {} if leaf.numel() == 0 else self.cuts(leaf)
-            rows = row_numbers(leaf.shape, indices, matrices, leaf.device)
-            if rows is None:
-                out[i] = Owned(tuple(range(matrices.num_in(leaf.shape))))
-            else:
-                size = matrices.shape_in(leaf.shape)[0]
-                out[i] = Owned(tuple(torch.unique(rows // size).tolist()))
-        for i in partition.gathered:
-            num = leaves[i].matrices.num_in(leaves[i].tensor.shape)
-            out[i] = Owned(tuple(range(num)))
         return [out[i] for i in range(len(leaves))]
 
     def publish(self, owned: Tensor, leaf: Tensor, num: int, owns: Owned) -> Tensor:
         """Return an owner's buffer of a leaf's ``num`` matrices, (number here, *shape),
-        as a DTensor (num, *shape) that is cut along its first dim of a matrix. A
+        as a DTensor (num, *shape) that is cut along the rows of its matrices. A
         collective of the leaf's mesh.
         """
         if not isinstance(leaf, DTensor):
@@ -400,17 +392,17 @@ class MeshCollectives(AsTheyLie):
         """Do the owners' work on every rank: reference and fallback."""
         gathered = []
         for request in requests:
-            piece, leaf = request.given.matrix, request.tensor
+            piece, leaf = request.input.matrix, request.tensor
             cost = request.preconditioner.cost.on(piece.device.type)
             travels = cost.payload(piece.dtype)
             matrix = self._gathered(piece.to(travels), leaf)
-            rows = tuple(self._gathered(r, leaf) for r in request.given.rows)
+            rows = tuple(self._gathered(r, leaf) for r in request.input.rows)
             gathered.append(
-                request._replace(given=MatrixInput(matrix, rows, request.given.owned))
+                request._replace(input=MatrixInput(matrix, rows, request.input.owned))
             )
         results = []
-        for request, whole in zip(requests, run_at_owner(gathered), strict=True):
-            leaf, dtype = cast(DTensor, request.tensor), request.given.matrix.dtype
+        for request, whole in zip(requests, precondition_leaves(gathered), strict=True):
+            leaf, dtype = cast(DTensor, request.tensor), request.input.matrix.dtype
             mesh, ndim = leaf.device_mesh, leaf.ndim
             matrix = _piece(whole.matrix, mesh, leaf.placements).to(dtype)
             rows = tuple(
@@ -480,9 +472,8 @@ class MeshCollectives(AsTheyLie):
 
 
 def collectives_of(model: nn.Module) -> Collectives:
-    """Return what carries a step over the ranks that ``model`` is spread over: its
-    meshes (FSDP2, HSDP, TP), else LOCAL. (Under DDP every rank holds everything, and
-    takes the same step.)
+    """Return the collectives for a step of ``model``: over its mesh (FSDP2, HSDP, TP),
+    or LOCAL where it has none. Under DDP every rank then takes the whole step.
     """
     return over_meshes(model.parameters())
 
@@ -498,11 +489,11 @@ def over_meshes(params: Iterable[Tensor]) -> Collectives:
 def _of_matrices(
     requests: Sequence[Request], group: ShardGroup, cuts: dict[int, Cut]
 ) -> list[Request]:
-    """Return the requests of leaves as those of their matrices, in order."""
+    """Return one request for each matrix of the leaves, in order."""
     owns = set(group.owns)
     by_matrix: list[Request] = []
     for i, cut in cuts.items():
-        piece = requests[i].given
+        piece = requests[i].input
         rows = zip(*map(cut.split_rows, piece.rows), strict=True)
         owned = iter(zip(*(o.unbind() for o in piece.owned), strict=True))
         for shard in cut.split(piece.matrix):
@@ -511,41 +502,35 @@ def _of_matrices(
                 next(rows, ()),
                 next(owned) if piece.owned and len(by_matrix) in owns else (),
             )
-            by_matrix.append(requests[i]._replace(given=whole))
+            by_matrix.append(requests[i]._replace(input=whole))
     return by_matrix
 
 
 def _joined(
     matrices: Sequence[MatrixOutput], cut: Cut, request: Request
 ) -> MatrixOutput:
-    """Return what became of a leaf's matrices as its piece."""
-    like = request.given.matrix
-    first = like.shape[: request.matrices.column_dim(like.ndim)]
+    """Return the results of a leaf's matrices as that of its piece."""
+    if not matrices:
+        return request.rowless
+    like, owned = request.input.matrix, request.input.owned
+    row_shape = request.matrices.row_shape(like.shape)
     outputs = zip(*(m.rows for m in matrices), strict=True)
-    rows = tuple(torch.cat(r).view(first) for r in outputs)
-    if not matrices:  # no matrix has a row here
-        num = len(request.preconditioner.row_outputs)
-        rows = tuple(working(like.new_empty(first)) for _ in range(num))
-    owned = request.given.owned
+    rows = tuple(torch.cat(r).view(row_shape) for r in outputs)
     if new := [m.owned for m in matrices if m.owned]:
         owned = tuple(map(torch.stack, zip(*new, strict=True)))
     return MatrixOutput(cut.join([m.matrix for m in matrices], like), rows, owned)
 
 
-def _numbers(leaf: Tensor, matrices: Matrices) -> list[int]:
-    """Return, in their order, the numbers of the matrices of a leaf that have a row in
-    the batches which lie here.
+def _numbers(leaf: Leaf, cuts: Mapping[int, Tensor]) -> tuple[int, ...]:
+    """Return the numbers of the matrices of a leaf that lie here, in the order of its
+    piece. ``cuts`` of the leaf divide no matrix.
     """
-    row_dim = matrices.column_dim(leaf.ndim) - 1
-    batches = leaf.shape[:row_dim]
-    blocks = matrices.num_in(leaf.shape) // max(1, batches.numel())
-    numbers = torch.arange(batches.numel() * blocks).view(*batches, blocks)
-    if isinstance(leaf, DTensor) and row_dim > 0:
-        places = [onto_first(p, leaf.ndim, row_dim) for p in leaf.placements]
-        at = numbers[..., 0].to(leaf.device_mesh.device_type)
-        firsts = _piece(at.contiguous(), leaf.device_mesh, places).flatten().cpu()
-        return [int(first) + n for first in firsts for n in range(blocks)]
-    return numbers.flatten().tolist()
+    shape, matrices = leaf.tensor.shape, leaf.matrices
+    rows = row_numbers(shape, cuts, matrices, torch.device("cpu"))
+    if rows is None:
+        return tuple(range(matrices.num_in(shape)))
+    num_rows = matrices.shape_in(shape)[0]
+    return tuple((rows[::num_rows] // num_rows).tolist())
 
 
 def _here(whole: Tensor, part: Part | None) -> Tensor:
@@ -556,7 +541,7 @@ def _here(whole: Tensor, part: Part | None) -> Tensor:
 
 
 def _distinct(ways: Sequence[Hashable]) -> Sequence[Hashable]:
-    """Return a key of them that is short where no parameter differs from the others."""
+    """Return a key that stands for all ways: one of them, where all are equal."""
     alike = all(way is ways[0] or way == ways[0] for way in ways)
     return ways[:1] if alike else ways
 

@@ -1,4 +1,4 @@
-"""How the matrices of one leaf are cut, and its piece as theirs and back."""
+"""After placement: how one mesh axis cuts the matrices of one leaf."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """Of a leaf whose matrices one mesh axis cuts.
+    """How one mesh axis cuts the matrices of a leaf.
 
-    Other axes may cut the batch of matrices; they decide which of them lie here.
+    Other axes may cut its batch of matrices: they decide which matrices lie here.
     """
 
     mesh: DeviceMesh
@@ -45,11 +45,11 @@ class Cut:
 
     @property
     def matrices(self) -> list[Matrix]:
-        """Return those that have a piece here, or on another rank of the axis."""
+        """Return the matrices of the batches that lie here, one after the other."""
         return [*self.blocks] * self.num_batches
 
     def split(self, piece: Tensor) -> list[Tensor]:
-        """Return a leaf's piece as those of its matrices."""
+        """Return the piece of each matrix from that of the leaf."""
         if piece.ndim == 2 and len(self.blocks) == 1:
             return [piece]
         ranks = self.mesh.size(self.axis)
@@ -59,7 +59,7 @@ class Cut:
         return [part for batch in batches.unbind() for part in batch.split(sizes)]
 
     def split_rows(self, numbers: Tensor) -> list[Tensor]:
-        """Return numbers of the rows that lie here as those of each matrix."""
+        """Return each matrix's numbers of rows from those of the leaf's piece."""
         if numbers.ndim == 1 and len(self.blocks) == 1:
             return [numbers]
         ranks = self.mesh.size(self.axis)
@@ -68,18 +68,18 @@ class Cut:
         return [part for batch in batches.unbind() for part in batch.split(sizes)]
 
     def join(self, parts: list[Tensor], like: Tensor) -> Tensor:
-        """Undo ``split`` of a piece of the shape of ``like``."""
+        """Return the leaf's piece, shaped as ``like``: the inverse of ``split``."""
         if len(parts) == 1:
             return parts[0].view_as(like)
-        return torch.cat(parts).view_as(like) if parts else torch.empty_like(like)
+        return torch.cat(parts).view_as(like)
 
 
 def cut_of(
     leaf: Tensor, place: Placement, way: Way
 ) -> Cut | Literal["local", "strided"]:
-    """Return how one axis cuts the matrices of a leaf; "local" where each of them lies
-    on one rank, "strided" where several axes cut them, or one not into consecutive
-    pieces.
+    """Return how one axis cuts the matrices of a leaf. "local": each matrix lies on one
+    rank. "strided": several axes cut a matrix, or one cuts it into pieces that are not
+    consecutive.
     """
     matrices, sums, keeps = way
     row_dim = matrices.column_dim(leaf.ndim) - 1
@@ -122,8 +122,8 @@ def cut_of(
 
 
 def _overlaps(start: int, length: int, sizes: list[int]) -> tuple[int, ...]:
-    """Return how much of [start, start + length) each of consecutive pieces has, which
-    have these sizes.
+    """Return how much of [start, start + length) lies in each of consecutive pieces of
+    these sizes.
     """
     overlaps, first = [], 0
     for size in sizes:

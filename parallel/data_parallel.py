@@ -1,6 +1,4 @@
-"""DataParallel: parameters that every rank holds, each piece of which one rank updates
-and keeps state of (ZeRO-1).
-"""
+"""In place of MeshCollectives, under plain DDP: each rank updates a share (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -21,9 +19,8 @@ from marsopt.functional.collectives import (
     LocalCollectives,
     Owned,
     Request,
-    run_at_owner,
+    precondition_leaves,
 )
-from marsopt.rules.dtypes import working
 from marsopt.rules.preconditioner import MatrixOutput
 
 from .collectives import MeshCollectives, Reduction
@@ -39,15 +36,15 @@ class DataParallel(LocalCollectives):
     """``marsopt.Collectives`` for plain data parallelism: every rank has all parameters
     and, after DistributedDataParallel's backward pass, equal gradients.
 
-    Each rank updates its pieces of the parameters and keeps state of these alone: whole
-    matrices where a rule needs them, balanced by FLOPs, and slices of all else. One
-    all-reduce of a few numbers gives the norms; all-gathers of the new parameters, in
-    their dtype, end the step. ``optimizer.state_dict()`` is that of one process, on the
-    CPU where parameters are not.
+    Each rank updates its pieces of the parameters, and keeps state of these alone.
+    Pieces are whole matrices where a rule needs them, balanced by FLOPs, and slices of
+    all other parameters. One all-reduce of a few numbers gives the norms. All-gathers
+    of the new parameters, in their dtype, end the step. ``optimizer.state_dict()`` is
+    that of one process. It lies on the CPU where the parameters do not.
 
-    Every rank has to call ``step``, ``state_dict`` and ``iterates``, and with transport
-    ``eval``, ``train`` and the ``state_dict`` of a model that is followed: ranks give
-    each other pieces there. With ``Rule.step``, which has no parameters of its own,
+    Every rank has to call ``step``, ``state_dict`` and ``iterates``; with transport
+    also ``eval``, ``train`` and the ``state_dict`` of a model that is followed. Ranks
+    send each other pieces there. ``Rule.step`` has no parameters of its own: with it
     every rank repeats the whole step.
 
     Args:
@@ -122,7 +119,7 @@ class DataParallel(LocalCollectives):
 
 
 class Bucket(NamedTuple):
-    """What one all-gather brings: rows of parameters of one dtype."""
+    """One all-gather of rows of parameters of one dtype."""
 
     width: int  # elements that each rank sends, padding included
     outgoing: list[Tensor]  # rows that this rank sends, views of parameters
@@ -132,7 +129,7 @@ class Bucket(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[Tensor]], rank: int) -> Bucket:
-        """Return that of rows that each rank has, as seen from one of them."""
+        """Return the bucket of one rank, from the rows that each rank sends."""
         width = max(sum(x.numel() for x in part) for part in rows)
         incoming: list[Tensor] = []
         sizes: list[int] = []
@@ -149,11 +146,11 @@ class Bucket(NamedTuple):
 
 
 class _Pieces(MeshCollectives):
-    """``DataParallel`` of known parameters. A rank's piece of one are consecutive rows:
-    those that it updates.
+    """``DataParallel`` of known parameters. A rank's piece of a parameter is the
+    consecutive rows that it updates.
 
-    What the state holds of a parameter are tensors of its piece's rows, known from
-    whole ones by being no parameters.
+    Tensors of the state have the piece's rows alone. A tensor that is no parameter is
+    therefore taken for a piece.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -164,8 +161,10 @@ class _Pieces(MeshCollectives):
         self._buckets: tuple[list[int], list[Bucket]] = ([], [])
 
     def of(self, lengths: Mapping[Tensor, tuple[int, ...]]) -> _Pieces:
-        """Return these with other parameters, and how many rows of each every rank
-        updates.
+        """Return these collectives for other parameters.
+
+        Args:
+            lengths: how many rows of each parameter every rank updates.
         """
         other = copy.copy(self)
         other._lengths, other._buckets = dict(lengths), ([], [])
@@ -174,13 +173,13 @@ class _Pieces(MeshCollectives):
     # ---- where pieces lie ------------------------------------------------------------
 
     def _rows(self, tensor: Tensor, p: Tensor, rank: int) -> Tensor:
-        """Return the rows that a rank updates, of ``p`` or of what is laid out so."""
+        """Return the rows of ``tensor``, shaped as ``p``, that a rank updates of it."""
         lengths = self._lengths[p]
         return tensor.detach().narrow(0, sum(lengths[:rank]), lengths[rank])
 
     def local(self, tensor: Tensor, like: Tensor | None = None) -> Tensor:
-        """Return the rows of a parameter, or of its gradient, that this rank updates,
-        sharing storage; what is neither is a piece already.
+        """Return the rows of a parameter or of its gradient that this rank updates,
+        sharing storage. Any other tensor is a piece already.
 
         Raises:
             ValueError: a DTensor.
@@ -221,14 +220,14 @@ class _Pieces(MeshCollectives):
     # ---- whole matrices ----------------------------------------------------------
 
     def on_owners(self, requests: Sequence[Request]) -> list[MatrixOutput]:
-        """Let this rank make something of the matrices that are its own."""
-        results = [_nothing(request) for request in requests]
+        """Precondition the matrices that this rank owns: nothing is sent."""
+        results = [request.rowless for request in requests]
         held = [
             i
             for i, request in enumerate(requests)
-            if request.given.matrix.numel() or not self._is_cut(request.tensor)
+            if request.input.matrix.numel() or not self._is_cut(request.tensor)
         ]
-        steps = run_at_owner([requests[i] for i in held])
+        steps = precondition_leaves([requests[i] for i in held])
         for i, result in zip(held, steps, strict=True):
             results[i] = result
         return results
@@ -242,8 +241,8 @@ class _Pieces(MeshCollectives):
     # ---- pieces of other ranks -------------------------------------------------------
 
     def share(self, params: Sequence[Tensor]) -> None:
-        """Bring the rows that other ranks have updated: all-gathers of buckets of one
-        dtype.
+        """Gather the rows that other ranks have updated: one all-gather a bucket, each
+        of one dtype.
         """
         ids = list(map(id, params))
         if self._buckets[0] != ids:
@@ -260,8 +259,8 @@ class _Pieces(MeshCollectives):
             rest()
 
     def _deal(self, params: Sequence[Tensor]) -> list[Bucket]:
-        """Deal parameters of one dtype into buckets of which all ranks have as much as
-        can be: each rank's largest rows go first.
+        """Deal parameters of one dtype into buckets that are as even over ranks as can
+        be: of each rank the largest rows go first.
         """
         ranks = range(self._num_ranks)
         rows = [[self._rows(p, p, rank) for p in params] for rank in ranks]
@@ -277,7 +276,7 @@ class _Pieces(MeshCollectives):
         return [Bucket.of(part, self._rank) for part in dealt if any(part)]
 
     def _gather(self, bucket: Bucket) -> Callable[[], None]:
-        """Start an all-gather; return what waits for it, and copies."""
+        """Start an all-gather; return what waits for it and copies its rows."""
         like = (bucket.outgoing or bucket.incoming)[0]
         flat = like.new_empty(bucket.width)
         if bucket.outgoing:
@@ -304,7 +303,7 @@ class _Pieces(MeshCollectives):
             yield self._joined(piece, self._lengths[p]) if cut else piece
 
     def _joined(self, piece: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Return the rows of all ranks, of which each has so many."""
+        """Return the rows of all ranks. ``lengths``: how many each rank has."""
         shape = piece.shape[1:]
         holders = [rank for rank, length in enumerate(lengths) if length]
         if len(holders) == 1:
@@ -323,12 +322,3 @@ class _Pieces(MeshCollectives):
     def piece(self, whole: Tensor, param: Tensor) -> Tensor:
         alike = whole.ndim > 0 and self._is_cut(param) and len(whole) == len(param)
         return self.local(whole, param) if alike else whole
-
-
-def _nothing(request: Request) -> MatrixOutput:
-    """Return what becomes of a piece without a matrix."""
-    like = request.given.matrix
-    first = like.shape[: request.matrices.column_dim(like.ndim)]
-    num = len(request.preconditioner.row_outputs)
-    rows = tuple(working(like.new_empty(first)) for _ in range(num))
-    return MatrixOutput(like, rows, request.given.owned)

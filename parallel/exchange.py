@@ -1,4 +1,4 @@
-"""Tensors from every rank to every rank, as flat buffers."""
+"""Innermost: one all-to-all of tensors, as flat buffers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Shape = Sequence[int]
 all_gather = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
 
 
-class Piece(NamedTuple):
-    """What a tensor that arrives is."""
+class TensorSpec(NamedTuple):
+    """The shape and dtype of a tensor that arrives."""
 
     shape: Shape
     dtype: torch.dtype
@@ -28,22 +28,24 @@ class Piece(NamedTuple):
 
 
 def to_words(x: Tensor, words: torch.dtype) -> Tensor:
-    """Return the bits of ``x`` flat, as a tensor of the dtype ``words``, which is no
-    wider than its own.
+    """Return the bits of ``x`` as a flat tensor of the dtype ``words``, which must not
+    be wider than that of ``x``.
     """
     return x.reshape(-1).contiguous().view(words)
 
 
-def from_words(flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Return the tensors whose bits follow each other in ``flat``; it may be longer."""
-    sizes = [piece.num_words(flat.dtype) for piece in pieces]
+def from_words(flat: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
+    """Return the tensors whose bits lie one after the other in ``flat``, which may be
+    longer.
+    """
+    sizes = [spec.num_words(flat.dtype) for spec in specs]
     parts = flat[: sum(sizes)].split(sizes)
     return [
         # wider ones need not begin at a multiple of their width
-        (part if piece.dtype == flat.dtype else part.clone().view(piece.dtype)).view(
-            tuple(piece.shape)
+        (part if spec.dtype == flat.dtype else part.clone().view(spec.dtype)).view(
+            tuple(spec.shape)
         )
-        for part, piece in zip(parts, pieces, strict=True)
+        for part, spec in zip(parts, specs, strict=True)
     ]
 
 
@@ -54,39 +56,44 @@ class Exchange:
     empty, and nothing is padded.
 
     Args:
-        sent: what each rank is to have of this one.
-        pieces: what each rank sends to this one.
-        words: an empty tensor of the device, and of the narrowest dtype among all that
-            travel: bits travel as this.
+        sent: the tensors that this rank sends to each rank.
+        specs: those that each rank sends to this one.
+        words: an empty tensor on their device, of the narrowest dtype among them: bits
+            travel as this dtype.
         group: the ranks.
     """
 
     def __init__(
         self,
         sent: Sequence[Sequence[Tensor]],
-        pieces: Sequence[Sequence[Piece]],
+        specs: Sequence[Sequence[TensorSpec]],
         words: Tensor,
         group: dist.ProcessGroup,
     ) -> None:
         flat = [[to_words(x, words.dtype) for x in part] for part in sent]
-        to = [sum(map(len, part)) for part in flat]
-        self._pieces = pieces
-        self._of = [sum(p.num_words(words.dtype) for p in part) for part in pieces]
+        sizes = [sum(map(len, part)) for part in flat]
+        self._specs = specs
+        self._sizes = [sum(s.num_words(words.dtype) for s in part) for part in specs]
         tensors = [x for part in flat for x in part]
         self._leaving: Tensor | None = torch.cat(tensors) if tensors else words
-        self._arriving = words.new_empty(sum(self._of))
+        self._arriving = words.new_empty(sum(self._sizes))
         self._work = dist.all_to_all_single(
-            self._arriving, self._leaving, self._of, to, group=group, async_op=True
+            self._arriving,
+            self._leaving,
+            self._sizes,
+            sizes,
+            group=group,
+            async_op=True,
         )
 
     def wait(self) -> list[list[Tensor]]:
-        """Return what has come from each rank; once."""
+        """Wait, and return the tensors from each rank. May be called once."""
         self._work.wait()
         self._work = self._leaving = None  # gloo's work would keep it
-        parts = self._arriving.split(self._of)
-        return [from_words(p, s) for p, s in zip(parts, self._pieces, strict=True)]
+        parts = self._arriving.split(self._sizes)
+        return [from_words(p, s) for p, s in zip(parts, self._specs, strict=True)]
 
 
 def unflatten(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-    """Return consecutive parts of ``flat`` in these shapes; it may be longer."""
-    return from_words(flat, [Piece(shape, flat.dtype) for shape in shapes])
+    """Return tensors of these shapes from ``flat``, which may be longer."""
+    return from_words(flat, [TensorSpec(shape, flat.dtype) for shape in shapes])

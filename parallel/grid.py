@@ -1,6 +1,4 @@
-"""Matrices that two mesh axes cut, as FSDP and tensor parallelism do together: to one
-owner over both axes, and back.
-"""
+"""In place of cut, under FSDP with tensor parallelism: matrices that two axes cut."""
 
 from __future__ import annotations
 
@@ -14,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from marsopt.functional.collectives import Request, at_owner
+from marsopt.functional.collectives import Request, precondition_matrices
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
 from .cut import Cut, Way
 from .placement import Placement, shard_sizes
-from .planner import Matrix, Plan, Strategy, assign
+from .planner import Matrix, Plan, Strategy, assign_buckets
 from .shard_group import ShardGroup
 
 InOut = TypeVar("InOut", MatrixInput, MatrixOutput)
@@ -27,14 +25,15 @@ InOut = TypeVar("InOut", MatrixInput, MatrixOutput)
 
 @dataclass(frozen=True)
 class Grid:
-    """Of a leaf that is one matrix: pieces go to owners along the second axis, where
-    they make up what the first axis alone cuts, and then along that.
+    """How two axes cut a leaf that is one matrix. Pieces travel along the second axis,
+    where they join to a strip, as the first axis alone would cut. Strips travel along
+    the first axis, where they join to the matrix.
     """
 
     mesh: DeviceMesh
     axes: tuple[int, int]
-    whole: Matrix  # as the first axis cuts it
-    strip: Matrix  # this rank's of these, as the second axis cuts it
+    whole: Matrix  # as the first axis cuts it into strips
+    strip: Matrix  # this rank's strip, as the second axis cuts it
     # whether the second axis cuts before the first: rows of strips are out of order
     strided: bool
 
@@ -46,8 +45,8 @@ class Grid:
         return Cut(self.mesh, axis, False, 1, (self.strip,), rank)
 
     def in_order(self, whole: InOut, *, back: bool = False) -> InOut:
-        """Return what an owner has of the matrix with its rows (or columns) in their
-        order, or back in that of strips.
+        """Return an owner's matrix with its rows (or columns) in their order; with
+        ``back``, in the order of strips again.
         """
         if not self.strided:
             return whole
@@ -59,14 +58,14 @@ class Grid:
 
 
 def _swapped(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Return ``x`` whose parts along ``dim`` count in columns, not in rows."""
+    """Return ``x`` with its (sizes[0], sizes[1]) parts along ``dim`` transposed."""
     parts: Tensor = x.unflatten(dim, (*sizes, -1))
     return parts.transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
 def grid_of(leaf: Tensor, place: Placement, way: Way) -> Grid | None:
-    """Return how two axes cut a leaf; None where more than one matrix is cut, axes cut
-    otherwise, or something is kept where the owner is.
+    """Return how two axes cut a leaf. None where the leaf is several matrices, its
+    owner keeps state, or the axes cut it in another way than a ``Grid``.
     """
     is_single = leaf.ndim == 2 and way.matrices.num_in(leaf.shape) == 1
     if (
@@ -104,19 +103,13 @@ def grid_of(leaf: Tensor, place: Placement, way: Way) -> Grid | None:
 def group_over(
     grids: Sequence[Grid], cost: MatrixCost, *, max_buckets: int
 ) -> ShardGroup:
-    """Return the matrices of two axes as a group of the second, whose owners give their
-    strips to owners along the first: at most four all-to-all a bucket.
+    """Return matrices that two axes cut as a group of the second axis. Its owners work
+    by exchanging their strips along the first: at most four all-to-all a bucket.
     """
     mesh, (first, second) = grids[0].mesh, grids[0].axes
     num, parts = mesh.size(first), mesh.size(second)
     flops = [cost.num_flops(grid.whole.rows, grid.whole.cols) for grid in grids]
-    owners, _ = assign(flops, num * parts)
-    buckets = [0] * len(grids)
-    for owner in set(owners):
-        members = [i for i, o in enumerate(owners) if o == owner]
-        places, _ = assign([flops[i] for i in members], max_buckets)
-        for i, place in zip(members, places, strict=True):
-            buckets[i] = place
+    owners, buckets = assign_buckets(flops, num * parts, max_buckets)
     across = _planned(parts, [owner % parts for owner in owners], buckets)
     inner = []
     for owned in across.exchanges(0):
@@ -132,7 +125,7 @@ def group_over(
             [grid.whole for grid in strips],
             cost,
             planned=_planned(num, ranks, [0] * len(strips)),
-            work=partial(_at_owner, wholes),
+            work=partial(_precondition_strips, wholes),
         )
         inner.append(group)
 
@@ -144,15 +137,15 @@ def group_over(
     return ShardGroup(mesh, second, matrices, cost, planned=across, work=along_first)
 
 
-def _at_owner(
+def _precondition_strips(
     grids: Sequence[Grid], bucket: int, requests: Sequence[Request]
 ) -> list[MatrixOutput]:
-    """Return what becomes of whole matrices, given as their strips make them up."""
+    """Precondition whole matrices whose rows lie in the order of their strips."""
     pairs = zip(requests, grids, strict=True)
     ordered = [
-        request._replace(given=grid.in_order(request.given)) for request, grid in pairs
+        request._replace(input=grid.in_order(request.input)) for request, grid in pairs
     ]
-    results = zip(at_owner(ordered), grids, strict=True)
+    results = zip(precondition_matrices(ordered), grids, strict=True)
     return [grid.in_order(result, back=True) for result, grid in results]
 
 

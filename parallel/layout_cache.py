@@ -1,4 +1,4 @@
-"""What was found for a list of leaves, without keeping the leaves alive."""
+"""Before anything is planned: is there a plan for leaves that lie like these?"""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class LayoutCache(Generic[Found]):
     """A cache keyed by shapes, dtypes and placements, with a fast path for the layout
     that came last.
 
-    It refers to no leaf, not weakly either: modules exchange DTensors by
-    ``swap_tensors``, which refuses one that has weak references.
+    It keeps no reference to a leaf, not even a weak one: modules exchange DTensors by
+    ``swap_tensors``, which refuses tensors that have weak references.
     """
 
     def __init__(self) -> None:
@@ -51,5 +51,7 @@ class LayoutCache(Generic[Found]):
 
 
 def _form(x: Tensor) -> object:
-    """Return shape, dtype and placement; a DTensor has them as one object."""
+    """Return shape, dtype and placement. A DTensor keeps them as one object, ``_spec``:
+    a step would read and compare its public parts one by one, tensor by tensor.
+    """
     return x._spec if isinstance(x, DTensor) else (x.shape, x.dtype)

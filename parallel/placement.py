@@ -1,4 +1,4 @@
-"""Where the pieces of one tensor lie, read once into a value."""
+"""First of all plans: which mesh axes cut which dims of one tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement as AxisPlacement
 
 @dataclass(frozen=True)
 class Placement:
-    """Of a plain tensor all fields are empty."""
+    """Which axes of a mesh cut a tensor, and where. A plain tensor has empty fields."""
 
     mesh: DeviceMesh | None = None
     # mesh axes over which the pieces are spread, and the dim that each of them cuts
@@ -39,19 +39,19 @@ class Placement:
 
     @property
     def common(self) -> tuple[Hashable, ...]:
-        """Return what is the same on every rank; a mesh of another rank is another."""
+        """Return what is equal on all ranks, whose meshes are different objects."""
         extent = None if self.mesh is None else tuple(self.mesh.shape)
         return extent, self.axes, self.dims, self.consecutive
 
 
 def dim_of(placement: AxisPlacement) -> int:
-    """Return the dim that a placement cuts, which is no replica's."""
+    """Return the dim that a placement cuts; it must not be Replicate."""
     return cast(Shard, placement).dim  # as strided ones have it too
 
 
 def onto_first(placement: AxisPlacement, ndim: int, num_dims: int) -> AxisPlacement:
-    """Return what ``placement`` of a tensor is for one with so many of its first
-    dims.
+    """Return the placement of a tensor that has only the first ``num_dims`` dims of one
+    with ``ndim`` dims and this ``placement``.
     """
     cuts = not placement.is_replicate() and dim_of(placement) % ndim < num_dims
     return placement if cuts else Replicate()

@@ -1,8 +1,4 @@
-"""Who works on which whole matrix, and how: a pure function, the same on every rank.
-
-FLOPs and bytes are those of docs/scaling.md. Times are a model, for choosing; they are
-not measurements.
-"""
+"""After cut: which rank owns which matrix, decided once and alike on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ STRATEGIES: tuple[Strategy, ...] = ("owner", "gram", "replicate")
 
 @dataclass(frozen=True)
 class Machine:
-    """What the model of time assumes.
+    """The speeds that the model of time assumes.
 
     Args:
         link: bytes a second that one rank sends.
@@ -38,9 +34,13 @@ class Machine:
 class Matrix:
     """A matrix that one mesh axis cuts along ``dim``.
 
-    ``lengths`` of the pieces, rank by rank; None = as Shard cuts. One of several in a
-    parameter may begin and end anywhere on the ranks. ``sums``: whether its shards may
-    do with sums, where what they do allows that (``MatrixCost.may_sum``).
+    Args:
+        rows, cols: of the whole matrix.
+        dim: 0 where rows are cut, 1 where columns are.
+        lengths: of the pieces along ``dim``, rank by rank; None = as Shard cuts. One of
+            several matrices in a parameter may begin and end anywhere on the ranks.
+        sums: whether the layout allows that shards exchange sums alone;
+            ``MatrixCost.may_sum`` says whether the preconditioner does.
     """
 
     rows: int
@@ -68,10 +68,10 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of each matrix: strategy, owner (or -1) and bucket.
+    """The strategy, owner (or -1) and bucket of each matrix.
 
-    With ``replicas`` above 1 the owners' work is split over HSDP replicas: owners count
-    through the ranks of the first replica, then of the second, and so on.
+    With ``replicas`` above 1, HSDP replicas share the owners' work. Owners are then
+    numbered through the ranks of the first replica, then of the second, and so on.
     """
 
     num_ranks: int
@@ -102,7 +102,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step on the slowest rank."""
+    """What one step costs on the slowest rank."""
 
     bytes_sent: float  # mean over the ranks
     bytes_max: float  # of the rank that sends most: an owner
@@ -117,9 +117,11 @@ class Cost:
 
 
 def assign(flops: Sequence[int], num_ranks: int) -> tuple[list[int], list[float]]:
-    """Return owners by longest processing time first, and the load of each rank.
+    """Return the owner of each matrix, and the load of each rank.
 
-    Ties go to the earlier matrix and the lower rank, so that every rank agrees.
+    The largest matrix that is left goes to the least loaded rank (longest processing
+    time first). Ties go to the earlier matrix and the lower rank, so that all ranks
+    agree.
     """
     owners, loads = [0] * len(flops), [0.0] * num_ranks
     least = [(0.0, rank) for rank in range(num_ranks)]  # a heap
@@ -129,6 +131,22 @@ def assign(flops: Sequence[int], num_ranks: int) -> tuple[list[int], list[float]
         loads[owner] += flops[i]
         heapreplace(least, (loads[owner], owner))
     return owners, loads
+
+
+def assign_buckets(
+    flops: Sequence[int], num_owners: int, max_buckets: int
+) -> tuple[list[int], list[int]]:
+    """Return the owner of each matrix, and its bucket among those of its owner, both
+    balanced by FLOPs.
+    """
+    owners, _ = assign(flops, num_owners)
+    buckets = [0] * len(flops)
+    for owner in set(owners):
+        members = [i for i, its_owner in enumerate(owners) if its_owner == owner]
+        its_buckets, _ = assign([flops[i] for i in members], max_buckets)
+        for i, bucket in zip(members, its_buckets, strict=True):
+            buckets[i] = bucket
+    return owners, buckets
 
 
 def plan(
@@ -143,11 +161,11 @@ def plan(
 ) -> Plan:
     """Choose for each matrix by the model of time, or as ``strategy`` says.
 
-    "auto" gives every matrix an owner, balanced by FLOPs over all shapes together, and
-    then moves matrices to the Gram form, largest first, while that makes the step
-    faster: one tall embedding that would keep an owner busy alone, or few ranks. With
-    HSDP ``replicas`` it also compares each replica doing all of the owners' work with
-    the replicas sharing it, and their factors.
+    "auto" gives every matrix an owner, balanced by FLOPs over all shapes together. Then
+    it moves matrices to the Gram form, largest first, while that makes the step faster:
+    on few ranks, or for a tall embedding that would keep one owner busy alone. With
+    HSDP ``replicas`` it also compares two ways: every replica does all of the owners'
+    work, or replicas share the work and send each other the results.
 
     Raises:
         ValueError: an unknown strategy, or ``max_buckets`` below 1.
@@ -205,24 +223,13 @@ def _plan(
     max_buckets: int,
     replicas: int,
 ) -> Plan:
-    """Return owners and buckets for given strategies."""
-    flops = [work.num_flops(m.rows, m.cols) for m in matrices]
+    """Return a plan with these strategies."""
     owners, buckets = [-1] * len(matrices), [0] * len(matrices)
-
-    def deal(members: list[int], parts: int, into: list[int]) -> None:
-        assigned, _ = assign([flops[i] for i in members], parts)
-        for i, part in zip(members, assigned, strict=True):
-            into[i] = part
-
-    deal(
-        [i for i, s in enumerate(strategies) if s == "owner"],
-        num_ranks * replicas,
-        owners,
-    )
-    for rank in set(owners) - {-1}:
-        deal(
-            [i for i, owner in enumerate(owners) if owner == rank], max_buckets, buckets
-        )
+    members = [i for i, s in enumerate(strategies) if s == "owner"]
+    flops = [work.num_flops(matrices[i].rows, matrices[i].cols) for i in members]
+    assigned = assign_buckets(flops, num_ranks * replicas, max_buckets)
+    for i, owner, bucket in zip(members, *assigned, strict=True):
+        owners[i], buckets[i] = owner, bucket
     return Plan(num_ranks, replicas, tuple(strategies), tuple(owners), tuple(buckets))
 
 
@@ -232,13 +239,17 @@ def cost(
     work: MatrixCost,
     machine: Machine = Machine(),
 ) -> Cost:
-    """Return bytes that a rank sends, FLOPs of each owner, and the model's time.
+    """Return the bytes that a rank sends, FLOPs of each owner, and the model's time.
 
-    Bytes of a matrix with an owner: mn s / p from every other rank, and mn s (p - 1)/p
-    back from the owner, together 2 mn s / p a rank less what stays at home (split over
-    R replicas: that over R, and mn s (R - 1)/(p R) for their factors); 8 (p - 1)/p for
-    each number that shards sum up, as k^2 of a Gram matrix, by a ring all-reduce in
-    float32; mn s (p - 1)/p of a gathered one.
+    Bytes and FLOPs are those of docs/scaling.md; time is a model, for choosing, not a
+    measurement. Bytes of an (m, n) matrix of s bytes an element, over p ranks:
+
+    - with an owner, 2 mn s / p a rank, less what stays at home: mn s / p from every
+      other rank, and mn s (p - 1)/p back from the owner. R replicas that share the work
+      send that over R, and mn s (R - 1)/(p R) of results;
+    - by sums, 8 (p - 1)/p for each number (k^2 of a Gram matrix), as a ring all-reduce
+      in float32 sends it;
+    - gathered, mn s (p - 1)/p.
     """
     p, away = plan.num_ranks, (plan.num_ranks - 1) / plan.num_ranks
     payload, back = work.payload().itemsize, work.returned().itemsize
@@ -267,8 +278,8 @@ def cost(
 def exchanged(
     plan: Plan, sizes: Sequence[tuple[int, int]], payload: int, back: int
 ) -> tuple[float, list[float]]:
-    """Return the bytes that every rank sends to owners and, as one of several replicas,
-    gives the others; and what each owner sends beside that.
+    """Return the bytes that every rank sends, to owners and between replicas; and the
+    bytes that each owner sends beside that.
 
     Args:
         plan: who owns what.

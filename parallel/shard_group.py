@@ -1,4 +1,4 @@
-"""ShardGroup: whole matrices at their owners, of those that one mesh axis cuts."""
+"""Each step, as planned: matrices that one mesh axis cuts go to owners and back."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
-from marsopt.functional.collectives import Part, Request, at_owner
+from marsopt.functional.collectives import Part, Request, precondition_matrices
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
-from .exchange import Exchange, Piece, all_gather, from_words, to_words, unflatten
+from .exchange import Exchange, TensorSpec, all_gather, from_words, to_words, unflatten
 from .planner import Matrix, Plan, plan
 
 
 class ShardGroup:
-    """The matrices of one axis, and what has been decided for them.
+    """The matrices that one mesh axis cuts, their plan, and its execution.
 
     Args:
         mesh: the mesh that they lie on.
         axis: the axis that cuts them.
-        matrices: shapes and cut dims.
-        cost: of what their owners do.
-        has_replicas: whether another axis of the mesh has the same matrices (HSDP).
-        planned: who owns what; None: ``planner.plan`` says it.
-        work: what owners do with the matrices of one bucket, given its number.
+        matrices: their shapes, and the dim that is cut.
+        cost: of preconditioning a matrix.
+        has_replicas: whether another axis of the mesh holds copies (HSDP).
+        planned: a plan; None = that of ``planner.plan``.
+        work: makes results of a bucket's whole matrices: a function of its number and
+            requests.
         options: of ``planner.plan``.
     """
 
@@ -43,7 +44,7 @@ class ShardGroup:
         has_replicas: bool = False,
         planned: Plan | None = None,
         work: Callable[[int, list[Request]], list[MatrixOutput]] = lambda _, x: (
-            at_owner(x)
+            precondition_matrices(x)
         ),
         **options: Any,
     ) -> None:
@@ -58,7 +59,7 @@ class ShardGroup:
         )
         shapes = {m: m.shards(self.plan.num_ranks) for m in set(matrices)}
         self._shapes = [shapes[m] for m in matrices]
-        # the replica axis where replicas share the owners' work, and who is who there
+        # where replicas share the owners' work: their axis, and this replica's number
         self._replicas, self._replica = None, 0
         if self.plan.replicas > 1 and self.plan.num_buckets:
             self._replicas = mesh.get_group(others[0])
@@ -86,8 +87,8 @@ class ShardGroup:
         return Part(dim, start, sizes[self._rank], sum(sizes))
 
     def on_owners(self, requests: Sequence[Request]) -> dict[int, MatrixOutput]:
-        """Return what becomes of all matrices, by number, as shards, from shards of
-        all; owners' buffers where the owner is.
+        """Return the results of all matrices as this rank's shards, by number, from its
+        shards of all matrices; with buffers of owners where the owner is this rank.
         """
         results = self._by_owners(requests)
         if self._replicas is not None:
@@ -95,10 +96,10 @@ class ShardGroup:
         return results | self._by_sums(requests)
 
     def _by_owners(self, requests: Sequence[Request]) -> dict[int, MatrixOutput]:
-        """Send shards to owners and back: two all-to-all per bucket.
+        """Send shards to owners and results back: two all-to-all a bucket.
 
-        All shards are under way before the first bucket is worked on, and what becomes
-        of a bucket travels back while the next one is worked on.
+        The shards of all buckets are under way before an owner works on the first, and
+        the results of a bucket travel back while it works on the next.
         """
         ranks, to_owners, back = range(self.plan.num_ranks), [], []
         exchanges = self._exchanges[self._replica]
@@ -114,16 +115,16 @@ class ShardGroup:
                     [x for i in part for x in self._to_owner(i, requests[i], words)]
                     for part in owned
                 ]
-                pieces = [
+                specs = [
                     [
-                        piece
+                        spec
                         for i in owned[self._rank]
-                        for piece in self._from(r, i, requests[i], words)
+                        for spec in self._from(r, i, requests[i], words)
                     ]
                     for r in ranks
                 ]
-                like = requests[0].given.matrix.new_empty(0, dtype=words)
-                to_owners.append(Exchange(sent, pieces, like, self._group))
+                like = requests[0].input.matrix.new_empty(0, dtype=words)
+                to_owners.append(Exchange(sent, specs, like, self._group))
                 del sent  # it has copies in ``words``
         columns = zip(exchanges, wides, to_owners, strict=True)
         for number, (owned, wide, arriving) in enumerate(columns):
@@ -140,12 +141,12 @@ class ShardGroup:
                 kept |= {i: w.owned for i, w in zip(members, results, strict=True)}
                 del results
                 sent = [[x for cut in cuts for x in cut[r]] for r in ranks]
-                pieces = [
+                specs = [
                     [x for i in part for x in self._back(i, requests[i], words)]
                     for part in owned
                 ]
-                like = requests[0].given.matrix.new_empty(0, dtype=words)
-                back.append(Exchange(sent, pieces, like, self._group))
+                like = requests[0].input.matrix.new_empty(0, dtype=words)
+                back.append(Exchange(sent, specs, like, self._group))
                 del cuts, sent  # which are the factors
         shards = {}
         for owned, arriving in zip(exchanges, back, strict=True):
@@ -153,7 +154,7 @@ class ShardGroup:
                 rest = iter(tensors)
                 for i in part:
                     num_rows = len(requests[i].preconditioner.row_outputs)
-                    shard = next(rest).to(requests[i].given.matrix.dtype)
+                    shard = next(rest).to(requests[i].input.matrix.dtype)
                     rows = tuple(next(rest) for _ in range(num_rows))
                     shards[i] = MatrixOutput(shard, rows, kept.get(i, ()))
         return shards
@@ -161,17 +162,17 @@ class ShardGroup:
     # ---- what travels: a matrix, and numbers of its rows where these are cut ---------
 
     def _to_owner(self, i: int, request: Request, words: torch.dtype) -> list[Tensor]:
-        shard, wide = request.given, _row_dtype(request, words)
+        shard, wide = request.input, _row_dtype(request, words)
         rows = shard.rows if self.matrices[i].dim == 0 else ()
         return [shard.matrix.to(words), *(r.to(wide) for r in rows)]
 
     def _from(
         self, rank: int, i: int, request: Request, words: torch.dtype
-    ) -> list[Piece]:
-        """Return what a rank sends of a matrix to its owner."""
+    ) -> list[TensorSpec]:
+        """Return the shapes and dtypes that a rank sends of a matrix to its owner."""
         shape, wide = self._shapes[i][rank], _row_dtype(request, words)
-        rows = request.given.rows if self.matrices[i].dim == 0 else ()
-        return [Piece(shape, words), *(Piece(shape[:1], wide) for _ in rows)]
+        rows = request.input.rows if self.matrices[i].dim == 0 else ()
+        return [TensorSpec(shape, words), *(TensorSpec(shape[:1], wide) for _ in rows)]
 
     def _whole(
         self,
@@ -182,7 +183,7 @@ class ShardGroup:
         """Return this owner's matrices, from what every rank has sent."""
         wholes, from_ranks = [], [iter(tensors) for tensors in by_rank]
         for i in members:
-            dim, shard = self.matrices[i].dim, requests[i].given
+            dim, shard = self.matrices[i].dim, requests[i].input
             matrix = torch.cat([next(tensors) for tensors in from_ranks], dim)
             rows = shard.rows  # of whole columns: here already
             if dim == 0:
@@ -190,14 +191,14 @@ class ShardGroup:
                     torch.cat([next(tensors) for tensors in from_ranks]) for _ in rows
                 )
             wholes.append(
-                requests[i]._replace(given=MatrixInput(matrix, rows, shard.owned))
+                requests[i]._replace(input=MatrixInput(matrix, rows, shard.owned))
             )
         return wholes
 
     def _cuts(
         self, i: int, request: Request, whole: MatrixOutput, words: torch.dtype
     ) -> list[list[Tensor]]:
-        """Return what each rank is to have of what became of a matrix."""
+        """Return what the owner of a matrix sends of its result, for each rank."""
         dim, wide = self.matrices[i].dim, _row_dtype(request, words)
         sizes = [shape[dim] for shape in self._shapes[i]]
         parts = [[part] for part in whole.matrix.to(words).split(sizes, dim)]
@@ -209,31 +210,31 @@ class ShardGroup:
                 part.append(numbers)
         return parts
 
-    def _back(self, i: int, request: Request, words: torch.dtype) -> list[Piece]:
-        """Return what the owner of a matrix sends here."""
+    def _back(self, i: int, request: Request, words: torch.dtype) -> list[TensorSpec]:
+        """Return the shapes and dtypes that the owner of a matrix sends here."""
         shape, wide = self._shapes[i][self._rank], _row_dtype(request, words)
         num_rows = len(request.preconditioner.row_outputs)
-        return [Piece(shape, words), *[Piece(shape[:1], wide)] * num_rows]
+        return [TensorSpec(shape, words), *[TensorSpec(shape[:1], wide)] * num_rows]
 
     # ---- replicas, and shards without an owner ---------------------------------------
 
     def _shared(
         self, results: dict[int, MatrixOutput], requests: Sequence[Request]
     ) -> dict[int, MatrixOutput]:
-        """Give what this replica's owners made to all replicas: one all-gather,
-        padded.
+        """Send the results of this replica's owners to all replicas: one padded
+        all-gather.
         """
         words = self._cost.returned(_widest(requests))
         shares = [
             [i for owned in exchanges for part in owned for i in part]
             for exchanges in self._exchanges
         ]
-        pieces = [
-            [piece for i in share for piece in self._back(i, requests[i], words)]
+        specs = [
+            [spec for i in share for spec in self._back(i, requests[i], words)]
             for share in shares
         ]
-        widest = max(sum(p.num_words(words) for p in part) for part in pieces)
-        like = requests[0].given.matrix
+        widest = max(sum(spec.num_words(words) for spec in part) for part in specs)
+        like = requests[0].input.matrix
         flat = torch.zeros(widest, dtype=words, device=like.device)
         if results:
             packed = torch.cat(
@@ -248,11 +249,11 @@ class ShardGroup:
         all_gather(everyone, flat, group=self._replicas)
         shards = {}
         for share, row, part in zip(
-            shares, everyone.view(len(shares), widest), pieces, strict=True
+            shares, everyone.view(len(shares), widest), specs, strict=True
         ):
             rest = iter(from_words(row, part))
             for i in share:
-                shard = next(rest).to(requests[i].given.matrix.dtype)
+                shard = next(rest).to(requests[i].input.matrix.dtype)
                 num_rows = len(requests[i].preconditioner.row_outputs)
                 rows = tuple(next(rest) for _ in range(num_rows))
                 owned = results[i].owned if i in results else ()
@@ -260,7 +261,7 @@ class ShardGroup:
         return shards
 
     def _by_sums(self, requests: Sequence[Request]) -> dict[int, MatrixOutput]:
-        """Let shards work on what they have, and on sums over all of them."""
+        """Precondition shards where they lie, from sums over all shards of a matrix."""
         calls: dict[tuple[int, int, Hashable], list[int]] = {}
         for i in self.plan.members("gram"):
             request = requests[i]
@@ -269,7 +270,7 @@ class ShardGroup:
         results: dict[int, MatrixOutput] = {}
         for (_, dim, stage), members in calls.items():
             preconditioner = requests[members[0]].preconditioner
-            shards = [requests[i].given for i in members]
+            shards = [requests[i].input for i in members]
             updated = preconditioner.at_shards(shards, dim, stage, self._sum)
             for i, whole in zip(members, updated, strict=True):
                 results[i] = requests[i].kept(whole)
@@ -283,11 +284,11 @@ class ShardGroup:
 
 
 def _widest(requests: Sequence[Request]) -> torch.dtype:
-    dtypes = (r.given.matrix.dtype for r in requests)
+    dtypes = (r.input.matrix.dtype for r in requests)
     return reduce(torch.promote_types, dtypes)
 
 
 def _row_dtype(request: Request, words: torch.dtype) -> torch.dtype:
-    """Return what numbers of rows travel in: exactly, as words that may be narrower."""
-    wide = torch.promote_types(request.given.matrix.dtype, torch.float32)
+    """Return the dtype of numbers of rows on their way, in which they are exact."""
+    wide = torch.promote_types(request.input.matrix.dtype, torch.float32)
     return torch.promote_types(wide, words)

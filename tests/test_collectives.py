@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import marsopt
 from marsopt import MARS, Matrices, NewtonSchulz, Orthogonal
-from marsopt.functional.collectives import Request, numbers, row_numbers
+from marsopt.functional.collectives import Leaf, Request, numbers, row_numbers
 from marsopt.parallel import MeshCollectives
 from marsopt.parallel.planner import cost
 from marsopt.rules.orthogonal import MatrixAverage
@@ -385,14 +385,14 @@ def rows_at_owners(rank, world, shape, places, strategy):
         numbers = (indices(leaf, 0).double(),)
         given = MatrixInput(collectives.local(leaf), numbers)
         requests.append(Request(given, leaf, Matrices(), same))
-    before = [one.given.matrix.clone() for one in requests]
+    before = [one.input.matrix.clone() for one in requests]
     for _ in range(2):
         found = collectives.on_owners(requests)
         for one, whole, leaf, got in zip(requests, wholes, leaves, found, strict=True):
-            assert torch.equal(got.matrix, 2 * one.given.matrix)
-            assert torch.equal(got.rows[0], one.given.rows[0])
+            assert torch.equal(got.matrix, 2 * one.input.matrix)
+            assert torch.equal(got.rows[0], one.input.rows[0])
             assert torch.equal(got.rows[1], whole.sum(1)[indices(leaf, 0)])
-    return all(map(torch.equal, before, [one.given.matrix for one in requests]))
+    return all(map(torch.equal, before, [one.input.matrix for one in requests]))
 
 
 @pytest.mark.parametrize("strategy", ["owner", "replicate"])
@@ -401,6 +401,39 @@ def test_numbers_of_rows_travel_with_their_matrices(name, strategy):
     shape, places = MESHES[name]
     world = torch.Size(shape).numel()
     assert all(spawn(rows_at_owners, world, shape, places, strategy))
+
+
+def owned_matrices(rank, world, shape, places):
+    """Numbers of the experts that this rank owns, for each leaf: some of those in its
+    batches, in the order of its piece; all of them where no axis divides a matrix.
+    """
+    mesh = init_device_mesh("cpu", shape)
+    collectives, owned = MeshCollectives(mesh), []
+    for num in (4, 5, 1, 8):
+        whole = torch.arange(num).view(-1, 1, 1).expand(num, 3, 2).contiguous()
+        for placements in places.values():
+            batches = [
+                p if not p.is_replicate() and p.dim == 0 else Replicate()
+                for p in placements
+            ]
+            in_order = cut(whole, mesh, batches).to_local()[:, 0, 0].tolist()
+            leaf = cut(whole.double(), mesh, placements)
+            experts = Leaf(leaf, Matrices(kind="batched"), Orthogonal())
+            ((numbers, _),) = collectives.owns([experts])
+            assert [n for n in in_order if n in numbers] == [*numbers]
+            assert batches != placements or [*numbers] == in_order
+            owned.append((num, set(numbers)))
+    return owned
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_experts_are_owned_where_they_lie(name):
+    shape, places = MESHES[name]
+    by_rank = spawn(owned_matrices, torch.Size(shape).numel(), shape, places)
+    for leaves in zip(*by_rank, strict=True):
+        assert set().union(*(numbers for _, numbers in leaves)) == {
+            *range(leaves[0][0])
+        }
 
 
 def own_different(rank, world):

@@ -263,13 +263,13 @@ def two_ranks(rank, world, rules):
                     step(optimizer)
             counted, peaks = Counted(world), []
 
-            def watched(*args, real=step_of.at_owners, peaks=peaks):
+            def watched(*args, real=step_of.precondition_stacks, peaks=peaks):
                 out = []
                 run = traced(lambda: out.append(real(*args)), "cpu")
                 peaks.append(run.peak_bytes)
                 return out[0]
 
-            patch.setattr(step_of, "at_owners", watched)
+            patch.setattr(step_of, "precondition_stacks", watched)
             patch.setattr(newton_schulz, "LARGE", sys.maxsize)  # batches
             with counted.counting():
                 step(optimizer)

@@ -151,7 +151,8 @@ def test_blocks_are_whole_products(shape, dtype, error):
     several blocks on CPUs with tiles (AMX), which sum a block in another order.
     """
     several = len(blocks(min(shape))) > 1
-    if dtype == torch.bfloat16 and several and torch.cpu._is_amx_tile_supported():
+    has_tiles = torch.cpu.get_capabilities().get("amx_bf16")
+    if dtype == torch.bfloat16 and several and has_tiles:
         error = 1e-2
     m = torch.randn(shape)
     given = m.clone()
@@ -238,8 +239,8 @@ def test_what_is_not_said_is_chosen_by_the_device(monkeypatch, caplog):
     ns, large = NewtonSchulz(), (3000, 64)
     assert ns.on("cuda") == NewtonSchulz(dtype=torch.bfloat16, gram=False)
     for has in (True, False):
-        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-            monkeypatch.setattr(torch.cpu, name, lambda has=has: has)
+        found = dict(avx512_bf16=False, amx_bf16=has)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
         monkeypatch.setattr(file.platform, "machine", lambda: "x86_64")
         file.found_dtype.cache_clear()
         caplog.clear()

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from marsopt.rules.buffers import Buffer, like_x
+from marsopt.rules.dtypes import working
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import LARGE
 from marsopt.rules.preconditioner import (
@@ -58,7 +59,7 @@ Tensors = tuple[Tensor, ...]
 class Request(NamedTuple):
     """What one leaf has for the owners of its matrices."""
 
-    given: MatrixInput  # this process's piece of the leaf and of numbers of its rows
+    input: MatrixInput  # this process's piece of the leaf and of numbers of its rows
     tensor: Tensor  # the parameter, as its owner holds it
     matrices: Matrices
     preconditioner: MatrixPreconditioner
@@ -73,36 +74,44 @@ class Request(NamedTuple):
     def leaf(self) -> Leaf:
         return Leaf(self.tensor, self.matrices, self.preconditioner)
 
+    @property
+    def rowless(self) -> MatrixOutput:
+        """What becomes of a piece in which no matrix has a row."""
+        like, outputs = self.input.matrix, self.preconditioner.row_outputs
+        row_shape = self.matrices.row_shape(like.shape)
+        rows = tuple(working(like.new_empty(row_shape)) for _ in outputs)
+        return MatrixOutput(torch.empty_like(like), rows, self.input.owned)
+
     def kept(self, result: MatrixOutput) -> MatrixOutput:
         """Return what was made of this, with owners' buffers after the step."""
-        return result._replace(owned=self.keep(self.given.owned, result.owned or ()))
+        return result._replace(owned=self.keep(self.input.owned, result.owned or ()))
 
 
-def run_at_owner(requests: Sequence[Request]) -> list[MatrixOutput]:
+def precondition_leaves(requests: Sequence[Request]) -> list[MatrixOutput]:
     """Return what preconditioners make of leaves that lie whole in this process."""
     unbound = []
     for request in requests:
-        whole, matrices = request.given, request.matrices
+        whole, matrices = request.input, request.matrices
         matrix, ndim = matrices.unbound(whole.matrix), whole.matrix.ndim
         rows = tuple(matrices.unbound_rows(r, ndim) for r in whole.rows)
         single = matrix.ndim == 2
         owned = tuple(o[0] if single else o for o in whole.owned)
-        unbound.append(request._replace(given=MatrixInput(matrix, rows, owned)))
+        unbound.append(request._replace(input=MatrixInput(matrix, rows, owned)))
     wholes = []
-    for request, result in zip(requests, at_owner(unbound), strict=True):
-        like = request.given.matrix
-        first = like.shape[: request.matrices.column_dim(like.ndim)]
+    for request, result in zip(requests, precondition_matrices(unbound), strict=True):
+        like = request.input.matrix
+        row_shape = request.matrices.row_shape(like.shape)
         single = result.matrix.ndim == 2
-        owned = request.given.owned
+        owned = request.input.owned
         if result.owned is not None:
             kept = cast(Tensors, result.owned)
             owned = tuple(o[None] if single else o for o in kept)
-        rows = tuple(r.reshape(first) for r in result.rows)
+        rows = tuple(r.reshape(row_shape) for r in result.rows)
         wholes.append(MatrixOutput(result.matrix.view_as(like), rows, owned))
     return wholes
 
 
-def at_owner(requests: Sequence[Request]) -> list[MatrixOutput]:
+def precondition_matrices(requests: Sequence[Request]) -> list[MatrixOutput]:
     """Return what preconditioners make of whole matrices, each of what is its own: one
     call of each; where buffers are kept, of each large matrix, so that what becomes of
     them is let go of before the next.
@@ -110,13 +119,13 @@ def at_owner(requests: Sequence[Request]) -> list[MatrixOutput]:
     calls: dict[tuple[Hashable, ...], list[int]] = {}
     for i, request in enumerate(requests):
         # len, not bool: torch 2.11 cannot trace bool of a tuple
-        alone = len(request.given.owned) > 0 and request.given.matrix.numel() >= LARGE
+        alone = len(request.input.owned) > 0 and request.input.matrix.numel() >= LARGE
         key = id(request.preconditioner), request.stage, i if alone else None
         calls.setdefault(key, []).append(i)
     outputs: dict[int, MatrixOutput] = {}
     for positions in calls.values():
         first = requests[positions[0]]
-        inputs = [requests[i].given for i in positions]
+        inputs = [requests[i].input for i in positions]
         results = first.preconditioner.at_owner(inputs, first.stage)
         for i, result in zip(positions, results, strict=True):
             outputs[i] = requests[i].kept(result)
@@ -161,10 +170,10 @@ def row_numbers(
     """Return which rows of all ``matrices`` of a tensor lie here: their numbers among
     all of them, in the order of the piece's; None = all.
     """
-    first = matrices.column_dim(len(shape))
-    if all(dim >= first for dim in cuts):
+    row_shape = matrices.row_shape(shape)
+    if all(dim >= len(row_shape) for dim in cuts):
         return None
-    return numbers(shape[:first], cuts, device).flatten()
+    return numbers(row_shape, cuts, device).flatten()
 
 
 class Collectives(Protocol):
@@ -345,7 +354,7 @@ class LocalCollectives(AsTheyLie):
         pass
 
     def on_owners(self, requests: Sequence[Request]) -> list[MatrixOutput]:
-        return run_at_owner(requests)
+        return precondition_leaves(requests)
 
     def owns(self, leaves: Sequence[Leaf]) -> list[Owned]:
         nums = [leaf.matrices.num_in(leaf.tensor.shape) for leaf in leaves]

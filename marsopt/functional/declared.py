@@ -55,11 +55,7 @@ def _check(stack: Stack) -> None:
     unit = torch.ones(1, dtype=x.dtype, device=x.device)
     scalars = algorithm.scalars(unit, 1e-3, 0.0)
     s = tuple(factor((value * unit).to(x.dtype), x) for value in scalars)
-    moments = {
-        symbol: kept[symbol]
-        for symbol, buffer in preconditioner.buffers.items()
-        if buffer.home == "shard"
-    }
+    moments = {symbol: kept[symbol] for symbol in algorithm.moments}
     by_owners: Collection[str] = ()
     if algorithm.matrix_only:
         by_owners = algorithm.matrix_preconditioner.row_outputs

@@ -76,8 +76,9 @@ class Run(Protocol):
         """
 
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
-        """Return which stacks, by position, go through ``move`` and ``at_owners``
-        together: what is made of one portion is let go of before the next.
+        """Return which stacks, by position, go through ``move`` and
+        ``precondition_stacks`` together: what is made of one portion is let go of
+        before the next.
         """
 
     def store(
@@ -440,7 +441,7 @@ def _advance(
     inputs = [
         [column[i] for i in whole] for column in (stacks, outputs, members, hosts)
     ]
-    results = run.meet("matrices", at_owners, *inputs, collectives, run)
+    results = run.meet("matrices", precondition_stacks, *inputs, collectives, run)
     by_position = dict(zip(whole, results, strict=True))
     matrices = [by_position[i].matrix if i in by_position else None for i in positions]
     rows = [by_position[i].rows if i in by_position else () for i in positions]
@@ -472,11 +473,7 @@ def update(stack: Stack, numbers: Numbers) -> tuple[Stack, Tensor | None]:
     c = s.weights[0] * g
     for weight, operand in zip(s.weights[1:], stack.operands, strict=True):
         c = c + weight * working(operand)
-    moments = {
-        symbol: working(stack.buffers[symbol])
-        for symbol, buffer in algorithm.preconditioner.buffers.items()
-        if buffer.home == "shard"
-    }
+    moments = {symbol: working(stack.buffers[symbol]) for symbol in algorithm.moments}
     x = working(iterate(stack))
     if s.behind is not None:
         x = algorithm.preconditioner.behind(x, moments, s.behind)
@@ -552,7 +549,7 @@ def apply(
     return write_params(stack._replace(buffers=buffers), new, s), None
 
 
-def at_owners(
+def precondition_stacks(
     stacks: Sequence[Stack],
     outputs: Sequence[Tensor | None],
     members: Sequence[Members],

@@ -88,6 +88,19 @@ class Algorithm:
         return cast(MatrixPreconditioner, self.preconditioner)
 
     @property
+    def moments(self) -> tuple[str, ...]:
+        """The symbols of the buffers that ``Preconditioner.update`` takes and returns:
+        those at home in shards.
+        """
+        buffers = self.preconditioner.buffers
+        return tuple(s for s, b in buffers.items() if b.home == "shard")
+
+    @property
+    def owned(self) -> tuple[str, ...]:
+        """The symbols of the buffers that live with the owners of matrices."""
+        return self.matrix_preconditioner.owned if self.matrix_only else ()
+
+    @property
     def has_stages(self) -> bool:
         """Whether what is done with whole matrices differs from step to step."""
         return self.matrix_only and self.matrix_preconditioner.every is not None

@@ -23,7 +23,7 @@ def like_x(shape: torch.Size, matrices: Matrices) -> torch.Size:
 
 def one_per_row(shape: torch.Size, matrices: Matrices) -> torch.Size:
     """Return the dims of a parameter before those that count columns."""
-    return shape[: matrices.column_dim(len(shape))]
+    return matrices.row_shape(shape)
 
 
 class Buffer(NamedTuple):

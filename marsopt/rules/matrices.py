@@ -65,11 +65,17 @@ class Matrices:
         """
         return 1 if self.kind == "flattened" else ndim - 1
 
+    def row_shape(self, shape: torch.Size) -> torch.Size:
+        """Return the dims of a tensor of this shape that count matrices and their rows,
+        (..., rows): those before ``column_dim``.
+        """
+        return shape[: self.column_dim(len(shape))]
+
     def check(self, shape: torch.Size, what: str) -> None:
         """Raise ValueError where ``block_rows`` does not divide the rows."""
         if not self.takes(shape) or self.block_rows is None:
             return
-        num_rows = shape[self.column_dim(len(shape)) - 1]
+        num_rows = self.row_shape(shape)[-1]
         if num_rows % self.block_rows:
             raise ValueError(
                 f"got block_rows={self.block_rows} for {what} of shape {tuple(shape)}, "
@@ -86,9 +92,9 @@ class Matrices:
         """Return how many matrices a tensor of this shape is made of; 1 if of none."""
         if not self.takes(shape):
             return 1
-        row_dim = self.column_dim(len(shape)) - 1
-        blocks = shape[row_dim] // self.block_rows if self.block_rows else 1
-        return max(1, shape[:row_dim].numel() * blocks)
+        row_shape = self.row_shape(shape)
+        blocks = row_shape[-1] // self.block_rows if self.block_rows else 1
+        return max(1, row_shape[:-1].numel() * blocks)
 
     def unbound(self, tensor: Tensor) -> Tensor:
         """Return whole matrices of a tensor as a batch (num, rows, cols); a tensor that

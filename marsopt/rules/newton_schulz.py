@@ -192,12 +192,10 @@ def cpu_dtype() -> torch.dtype:
 @cache
 def found_dtype() -> torch.dtype:
     """Ask the CPU, once, and say what came out: dynamo traces into no cache."""
-    # torch has these since 2.6, without an underscore nowhere
     if platform.machine().lower() in ("x86_64", "amd64"):
-        has = (
-            torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        )
-    else:
+        capabilities = torch.cpu.get_capabilities()
+        has = any(capabilities.get(key) for key in ("avx512_bf16", "amx_bf16"))
+    else:  # nothing public says whether oneDNN was built for Arm's instructions
         has = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     dtype = torch.bfloat16 if has else torch.float32
     log.info(

@@ -306,7 +306,7 @@ def _parameters(
     leaves = [leaf for one in found for leaf in one.leaves]
     # all is planned before a step is recorded
     rank.collectives.owns(owned_leaves(algorithm, leaves))
-    symbols = algorithm.matrix_preconditioner.owned
+    symbols = algorithm.owned
     if symbols:
         columns = [
             owned_starts(algorithm, algorithm.buffers[s], leaves, rank.collectives)
