@@ -252,7 +252,7 @@ def iterates(leaves: Leaves, state: State) -> list[Tensor]:
     if numbers is None:
         return held(leaves, "x", state)
     preconditioner = algorithm.preconditioner
-    moments = {s: leaves.stacks(held(leaves, s, state)) for s in preconditioner.buffers}
+    moments = {s: leaves.stacks(held(leaves, s, state)) for s in algorithm.moments}
     xs = []
     for i, y in enumerate(leaves.stacks(leaves.tensors)):
         behind = numbers.to(y.dtype).unbind()
@@ -287,7 +287,7 @@ def bind(
     if reference is not None and algorithm.reference is not None:
         h = leaves.matching(reference, "reference")
         operands[algorithm.reference] = leaves.stacks(h, tensors)
-    at_owner = algorithm.matrix_preconditioner.owned if algorithm.matrix_only else ()
+    at_owner = algorithm.owned
     kept = {symbol: held(leaves, symbol, state) for symbol in algorithm.kept}
     owned = [kept.pop(symbol) for symbol in at_owner]
     buffers = {symbol: leaves.stacks(tree) for symbol, tree in kept.items()}
@@ -344,7 +344,7 @@ def unbind(
         behind: (N, num_behind) of these leaves after the step (``Decision``).
     """
     algorithm = leaves.algorithm
-    at_owner = algorithm.matrix_preconditioner.owned if algorithm.matrix_only else ()
+    at_owner = algorithm.owned
     buffers = {}
     for symbol in algorithm.kept:
         if symbol in at_owner:

@@ -557,7 +557,7 @@ def attach_owned(
         algorithm = bucket.algorithm
         for p in bucket.params:
             ownership, buffers = next(owns), []
-            for symbol in algorithm.matrix_preconditioner.owned:
+            for symbol in algorithm.owned:
                 buffer = algorithm.buffers[symbol]
                 value = state[p].get(buffer.key)
                 if value is None:

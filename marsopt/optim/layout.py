@@ -137,7 +137,7 @@ class Layout:
         ways: dict[Hashable, list[ParameterBucket]] = {}
         for bucket in self.buckets:
             algorithm = bucket.algorithm
-            if algorithm.matrix_only and algorithm.matrix_preconditioner.owned:
+            if algorithm.owned:
                 cost = algorithm.matrix_preconditioner.cost
                 ways.setdefault(cost, []).append(bucket)
         if ways and before is not None:
@@ -216,7 +216,7 @@ class Layout:
             for bucket in self.buckets
             for num in [bucket.algorithm.matrices.num_in(bucket.shape)]
             for p, owns in zip(bucket.params, bucket.owns, strict=False)
-            for symbol in bucket.algorithm.matrix_preconditioner.owned
+            for symbol in bucket.algorithm.owned
             for buffer in [bucket.algorithm.buffers[symbol]]
         ]
 

@@ -113,8 +113,8 @@ class ParameterHandle:
 
     def _last_step(self) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
         """Return the moments and the numbers that the last step left."""
-        buffers = self.algorithm.preconditioner.buffers.items()
-        moments = {symbol: self.local(self.entry[b.key]) for symbol, b in buffers}
+        keys = {s: b.key for s, b in self.algorithm.preconditioner.buffers.items()}
+        moments = {s: self.local(self.entry[keys[s]]) for s in self.algorithm.moments}
         return moments, self.entry[LOOKAHEAD].to(self.p.dtype).unbind()
 
 
