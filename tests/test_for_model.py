@@ -94,6 +94,9 @@ def test_options_go_to_the_groups_and_to_the_class():
     )
     matrices, tables, vectors = optimizer.param_groups
     assert (matrices["weight_decay"], vectors["lr"]) == (0.25, 0.5)
+    optimizer.add_param_group(dict(params=[("more", nn.Parameter(torch.ones(2, 2)))]))
+    later = optimizer.param_groups[-1]
+    assert (later["lr"], later["weight_decay"]) == (0.02, 0.25)
     assert {group["gamma"] for group in optimizer.param_groups} == {0.125}
     assert optimizer.max_norm is None
     assert "correction: approximate" in str(optimizer)

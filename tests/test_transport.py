@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -926,6 +927,96 @@ def test_weights_that_a_followed_model_loads_are_where_it_goes_on():
         group.update(lr=0.0, base_lr=1.0)
     trained(model, optimizer, [4])
     equal(model.state_dict().values(), best.values())
+
+
+@pytest.mark.usefixtures("both_forms")
+@pytest.mark.parametrize("how", ["written", "in eval mode", "before", "after"])
+@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
+def test_other_weights_beside_a_loaded_state_are_where_it_goes_on(order, how):
+    """An average, or a head that starts anew, in place of what was saved: whoever came
+    first, and also where one half of a tensor alone is other.
+    """
+    model, optimizer = pair()
+    trained(model, optimizer, range(3))
+    saved = copy.deepcopy(
+        dict(model=model.state_dict(), optimizer=optimizer.state_dict())
+    )
+    others = copy.deepcopy(saved["model"])
+    for tensor in others.values():
+        tensor[: len(tensor) // 2] += 5
+    again, resumed = pair(seed=1)
+    if how == "before":
+        saved["model"] = others
+    for name in order:
+        dict(model=again, optimizer=resumed)[name].load_state_dict(saved[name])
+    if how == "after":
+        again.load_state_dict(others)
+    elif how != "before":
+        if how == "in eval mode":
+            again.eval()
+            again(batch(0))
+        for p, value in zip(again.parameters(), others.values(), strict=True):
+            write([p], [value])
+    again.train()
+    equal([x for _, x in resumed.iterates()], others.values())
+    for group in resumed.param_groups:
+        group.update(lr=0.0, base_lr=1.0)
+    trained(again, resumed, [3])
+    equal(again.state_dict().values(), others.values(), atol=1e-6)
+
+
+def forwards(kind, model):
+    """Call the model where parameters must not be written, or are recorded."""
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    if kind == "grad":
+        torch.func.grad(
+            lambda params: torch.func.functional_call(model, params, batch(0)).sum()
+        )(params)
+    elif kind == "jacrev":
+        torch.func.jacrev(lambda x: model(x))(batch(0))
+    elif kind == "trace":
+        torch.jit.trace(model, batch(0))
+    else:
+        with FakeTensorMode():
+            model(batch(0))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+@pytest.mark.usefixtures("both_forms")
+@pytest.mark.parametrize("kind", ["grad", "jacrev", "trace", "fake"])
+def test_modes_are_not_switched_where_writes_are_forbidden_or_recorded(kind):
+    """... and the optimizer is as it was."""
+    model, optimizer = pair()
+    trained(model, optimizer, range(3))
+    y = copies(model.parameters())
+    model.eval()
+    with pytest.raises(RuntimeError, match="nothing has changed; call it before"):
+        forwards(kind, model)
+    equal(model.parameters(), y)
+    model.eval()
+    model(batch(0))  # x from here on
+    x = copies(model.parameters())
+    if kind != "fake":
+        forwards(kind, model)
+    equal(model.parameters(), x)
+    model.train()
+    trained(model, optimizer, range(3, 5))
+
+
+@pytest.mark.usefixtures("both_forms")
+def test_autocast_keeps_no_casts_of_what_parameters_were():
+    model, optimizer = pair()
+    trained(model, optimizer, range(3))
+    model.train()
+    with torch.autocast("cpu", torch.bfloat16):
+        y_loss = model(batch(0)).sum()
+        model.eval()
+        x_loss = model(batch(0)).sum()
+        model.train()
+        assert model(batch(0)).sum() == y_loss != x_loss
+    model.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(batch(0)).sum() == x_loss
 
 
 @pytest.mark.parametrize(

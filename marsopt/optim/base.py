@@ -84,6 +84,7 @@ class LayoutOptimizer(Optimizer):
         options: of the whole optimizer.
     """
 
+    @torch.inference_mode(False)  # under which later steps could not write what is made
     def __init__(
         self, params: Any, defaults: dict[str, Any], options: dict[str, Any]
     ) -> None:
@@ -109,6 +110,7 @@ class LayoutOptimizer(Optimizer):
     # ---- construction --------------------------------------------------------------
 
     @one_at_a_time("add_param_group()")
+    @torch.inference_mode(False)
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its state is made at once.
 
@@ -219,6 +221,7 @@ class LayoutOptimizer(Optimizer):
         of them do it.
         """
         self._writes.check(what)
+        self._writes.check_may_write(what)
         if agree and not self._agreed:  # once: later changes need not come everywhere
             description = described(self.param_groups, self._options)
             self._present.collectives.agree(description)

@@ -114,7 +114,9 @@ def for_model(
     groups = param_groups(model, mars_type, lr=rate, **for_groups)
     if "collectives" not in whole:
         whole["collectives"] = _collectives_of(model)
-    optimizer = MARS(groups, lr=rate, mars_type=mars_type, **whole)
+    # also of groups that are added later
+    defaults = {k: v for k, v in for_groups.items() if k == "weight_decay"}
+    optimizer = MARS(groups, lr=rate, mars_type=mars_type, **defaults, **whole)
     optimizer.follow(model)
     log.info(
         "marsopt.for_model: %s", _chosen(optimizer, mars_type, whole, f"{rate}{source}")

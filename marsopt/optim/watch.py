@@ -10,6 +10,7 @@ from functools import wraps
 from threading import get_ident
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
@@ -32,12 +33,33 @@ class Writes:
         # the outermost call that runs: its thread and name, under "call". A dict, which
         # one thread fills at a time; no lock, which Ctrl-C could leave closed
         self.running: dict[str, tuple[int, str]] = {}
+        self._probe = torch.zeros(())
 
     def __enter__(self) -> None:
         self.are_torn = True
 
     def __exit__(self, error: type | None, *_: object) -> None:
-        self.are_torn = error is not None
+        torch.clear_autocast_cache()  # it keeps casts of what parameters were
+        self.are_torn = error is not None  # last: a call broken off here is no step
+
+    def check_may_write(self, what: str) -> None:
+        """Check, before ``what`` writes, that writes are possible and last.
+
+        Raises:
+            RuntimeError: inside of a transform or mode that forbids or records them.
+        """
+        reason = "in torch.jit.trace" if torch.jit.is_tracing() else ""
+        try:
+            self._probe.zero_()
+        except (RuntimeError, AssertionError):
+            reason = "inside of torch.func.grad or another transform, or a mode"
+        if reason:
+            raise RuntimeError(
+                f"got {what} {reason}, expected it where tensors from outside may be "
+                "written: nothing has changed; call it before (transport: "
+                "optimizer.eval() or optimizer.train() before a transform or trace of "
+                "the model)"
+            )
 
     def check(self, what: str) -> None:
         """Check, before ``what`` is done, that all writes have ended.

@@ -103,9 +103,9 @@ class ParameterHandle:
         """Return where ``optimizer.state[p]`` has x, or the numbers."""
         return LOOKAHEAD if self.algorithm.num_behind else self._keys["x"]
 
-    def recover_x(self) -> Tensor:
-        """Return this rank's piece of x, where the parameter is the point ahead."""
-        return self.algorithm.preconditioner.behind(self.piece, *self._last_step())
+    def recover_x(self, y: Tensor) -> Tensor:
+        """Return this rank's piece of x from its piece of the point ahead."""
+        return self.algorithm.preconditioner.behind(y, *self._last_step())
 
     def recover_ahead(self) -> Tensor:
         """Return this rank's piece of the point ahead, where the parameter is x."""

@@ -77,7 +77,8 @@ class Lookahead(CorrectionProtocol):
             raise RuntimeError(
                 "got step() in eval mode, expected train mode: the gradient belongs to "
                 "the point ahead; call optimizer.train() before the forward pass (or "
-                "model.train(), where the optimizer follows the model)"
+                "model.train(), where the optimizer follows the model), and evaluate "
+                "after step(), not between backward() and step()"
             )
         written = [h for h in _looking_ahead(handles) if self._is_written(h)]
         has_stepped = any(handle.p in self._versions for handle in written)
@@ -192,7 +193,7 @@ class Lookahead(CorrectionProtocol):
                 return None
             if handle.numbers is None:
                 return handle.whole("x")
-            return handle.wrapped(handle.recover_x())
+            return handle.wrapped(handle.recover_x(handle.piece))
 
         return find_iterate
 
@@ -225,11 +226,28 @@ class Lookahead(CorrectionProtocol):
                 handle["x"].copy_(parameter)
             elif not to_ahead:
                 _keep_ahead(handle, handle.wrapped(piece.detach()))
-                piece.copy_(handle.recover_x())
-            else:  # bit for bit, unless it has not been saved
-                y = _kept_ahead(handle.entry)
-                piece.copy_(handle.recover_ahead() if y is None else handle.local(y))
+                piece.copy_(handle.recover_x(piece))
+            else:
+                piece.copy_(self._find_ahead(handle))
                 _keep_ahead(handle, None)  # afterwards: the copy may be broken off
+
+    def _find_ahead(self, handle: ParameterHandle) -> Tensor:
+        """Return this rank's piece of the point ahead, where the parameter is x: what
+        ``eval`` has kept, bit for bit, or what follows from x if nothing was kept.
+        After a load nobody knows whether the kept point and the parameter are of one
+        checkpoint: elements that are not follow from x, which stays what it is.
+        """
+        point = _kept_ahead(handle.entry)
+        if point is None:
+            return handle.recover_ahead()
+        y, x = handle.local(point), handle.piece
+        if self._versions.get(handle.p) is not None:  # nobody has written either
+            return y
+        x_of_y = handle.recover_x(y)
+        # another device may round the last bits of x_of_y otherwise
+        rounding = 16 * torch.finfo(x.dtype).eps * x.abs()
+        is_of_x = (x_of_y - x).abs() <= 1e-3 * (y - x_of_y).abs() + rounding
+        return torch.where(is_of_x, y, handle.recover_ahead())
 
     # ---- what others write -----------------------------------------------------------
 
@@ -282,7 +300,9 @@ class Lookahead(CorrectionProtocol):
             self._note_ours([h for h in _looking_ahead(after) if h.p in known])
 
     def load(self, handles: Handles, entries: Entries) -> None:
-        """Trust p and x, whoever of the two came first.
+        """Trust p and x, whoever of the two came first. In eval mode p is x, whatever
+        it holds by the time of ``train``; in train mode x is what was loaded, so that
+        other weights are to be written between ``eval`` and ``train``.
 
         An entry without x lets x restart from p, as the next step finds it. Where x is
         the tensor in the state, unwritten since our last write, a partial load has
