@@ -148,7 +148,7 @@ def cases() -> Iterator[Case]:
         warm=without_last,
         change=without_first,
         crosses=COPY,
-        source="marsopt.optim.live: a pattern is sent once",
+        source="marsopt.optim.layout: a pattern is sent once",
     )
     yield Case(
         "nonfinite is raise",
