@@ -6,8 +6,8 @@ A child does what ``python -m`` does after its imports. Its parent runs no tenso
 arithmetic and has no threads, so that the fork breaks nothing of PyTorch. That a real
 ``python -m`` does and says the same stays the subject of one test of each command.
 
-Run as a module, it reads [module, [arguments], ranks, signals] from each line of its
-standard input, and answers with [exit code, stdout, stderr].
+Run as a module, it reads [module, [arguments], ranks, signals, {environment}] from each
+line of its standard input, and answers with [exit code, stdout, stderr].
 """
 
 from __future__ import annotations
@@ -56,21 +56,25 @@ def forked(
     *args: object,
     ranks: int = 1,
     signals: tuple[str, list[int], list[int]] | None = None,
+    **env: str,
 ) -> tuple[int, str, str]:
     """Run a module of the application with these arguments on ``ranks`` processes;
     (exit code, stdout, stderr). ``signals`` is a text and numbers of signals and of
-    ranks: once rank 0 has printed the text, the ranks get the signals.
+    ranks: once rank 0 has printed the text, the ranks get the signals. ``env`` is more
+    of the environment.
 
     As under torchrun, other ranks end with the first that fails, whose exit code it is;
     torchrun itself, which would say so, is not there.
     """
     if not _server:
         # each command has a working folder of its own
-        env = dict(OMP_NUM_THREADS="1", PYTHONWARNINGS="default", PYTHONPATH=str(ROOT))
+        usual = dict(
+            OMP_NUM_THREADS="1", PYTHONWARNINGS="default", PYTHONPATH=str(ROOT)
+        )
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.forks"],
             cwd=ROOT,
-            env={**os.environ, **env},
+            env={**os.environ, **usual},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -78,7 +82,7 @@ def forked(
         _server.append(process)
     (server,) = _server
     module, *options = map(str, args)
-    server.stdin.write(json.dumps([module, options, ranks, signals]) + "\n")
+    server.stdin.write(json.dumps([module, options, ranks, signals, env]) + "\n")
     server.stdin.flush()
     answer = server.stdout.readline()
     assert answer, "the process that forks commands has ended"
@@ -114,6 +118,7 @@ class Command:
     together: bool = True
     prepare: Callable[[int], None] | None = None
     watch: Callable[[Running], None] | None = None
+    env: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         ranks = f"  ({self.ranks} ranks)" if self.ranks > 1 else ""
@@ -178,6 +183,7 @@ class Running:
         for rank in range(world):
             numbers = dict(RANK=rank, LOCAL_RANK=rank) if world > 1 else {}
             env = {key: str(value) for key, value in (shared | numbers).items()}
+            env |= self.command.env
             pid = os.fork()
             if pid == 0:
                 _child(self, rank, env)
@@ -333,9 +339,9 @@ def main() -> None:
     import_all()
     with os.fdopen(os.dup(1), "w") as answers:  # children have 1 for themselves
         for line in sys.stdin:
-            module, args, ranks, signals = json.loads(line)
+            module, args, ranks, signals, env = json.loads(line)
             watch = _signals_after(*signals) if signals else None
-            command = Command(module, tuple(args), ranks, watch=watch)
+            command = Command(module, tuple(args), ranks, watch=watch, env=env)
             with tempfile.TemporaryDirectory() as folder:
                 running = Running(command, Path(folder))
                 while not running.poll():

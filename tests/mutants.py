@@ -1,7 +1,7 @@
-"""Plays cases of a part of the GPU rehearsal, some with a mutant of the code that its
+"""Plays cases of parts of the GPU rehearsal, some with a mutant of the code that its
 checks guard: a module that tests/test_rehearsal*.py run in a process of its own.
 
-    python -m tests.mutants PART --json FILE CASE[=MUTANT,...] ...
+    python -m tests.mutants --json FILE PART:CASE[=MUTANT,...] ...
 """
 
 from __future__ import annotations
@@ -110,9 +110,15 @@ def of_interpreted():
     }
 
     def play(name, mutant=None):
-        """With a mutant: one small step, beside eager ones without it."""
+        """With a mutant: one small step, beside eager ones without it. "few": all
+        steps of a stack of matrices and one of vectors.
+        """
         if mutant is None:
             return interpreted.play(name)
+        if mutant == "few":
+            shapes = (48, 40), (48, 40), (40,), (40,)
+            case = replace(interpreted.CASES[name], shapes=shapes)
+            return interpreted.beside(case, interpreted.eager(case))
         case = replace(
             interpreted.CASES[name],
             shapes=((24, 20), (24, 20), (33, 20)),
@@ -212,16 +218,17 @@ PARTS = dict(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices=PARTS)
     parser.add_argument("cases", nargs="+")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    play, mutants = PARTS[args.part]()
+    cases = [case.split(":", 1) for case in args.cases]
+    parts = {part: PARTS[part]() for part in dict.fromkeys(part for part, _ in cases)}
     from benchmarks.gpu.rehearsal.rehearse import quiet  # once Triton may be there
 
     gc.freeze()  # as in tests/conftest.py
     rows = {}
-    for text in args.cases:
+    for part, text in cases:
+        play, mutants = parts[part]
         name, _, mutant = text.partition("=")
         with quiet():
             if not mutant:

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def rehearsed(module: str, *args: str, folder: Path, **env: str) -> Any:
     return json.loads(path.read_text())
 
 
-def played(part: str, *cases: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """Return {case: row} of a part of the rehearsal; a CASE may be NAME=MUTANT."""
-    return rehearsed("tests.mutants", part, *cases, folder=folder)
+def played(folder: Path, **cases: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return {case: row} of parts of the rehearsal; a CASE may be NAME=MUTANT."""
+    words = [f"{part}:{case}" for part, own in cases.items() for case in own]
+    return rehearsed("tests.mutants", *words, folder=folder)

@@ -22,10 +22,19 @@ PLAIN = "no clip, no max_norm"
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory):
-    mutants = [f"{PLAIN}={mutant}" for mutant in CROSSING]
-    folder = tmp_path_factory.mktemp("host")
-    return played("host", *host.NAMES, *mutants, folder=folder)
+def rows(tmp_path_factory):
+    """Of both parts, in one process."""
+    of_ranks = [name for name in ranks.NAMES if name not in ranks.DEFAULT]
+    return played(
+        tmp_path_factory.mktemp("rows"),
+        host=[*host.NAMES, *(f"{PLAIN}={mutant}" for mutant in CROSSING)],
+        ranks=[*of_ranks, *(f"{FIRST}={defect}" for defect in DEFECTS)],
+    )
+
+
+@pytest.fixture
+def watched(rows):
+    return {name: row for name, row in rows.items() if "collectives" not in row}
 
 
 def test_what_crosses_is_documented(watched):
@@ -69,11 +78,9 @@ DEFECTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranked(tmp_path_factory):
-    cases = [name for name in ranks.NAMES if name not in ranks.DEFAULT]
-    mutants = [f"{FIRST}={defect}" for defect in DEFECTS]
-    return played("ranks", *cases, *mutants, folder=tmp_path_factory.mktemp("ranks"))
+@pytest.fixture
+def ranked(rows):
+    return {name: row for name, row in rows.items() if "collectives" in row}
 
 
 def test_collectives_are_as_forecast_whatever_the_number_of_ranks(ranked):

@@ -192,8 +192,9 @@ def walk(mars_type, correction, start, options, compile=False, params=None, **mo
 
 
 def give(params, seed):
-    for n, g in tree(1000 + seed, 0.1).items():
-        p = params[n]
+    gradients = tree(1000 + seed, 0.1)
+    for n, p in params.items():
+        g = gradients[n]
         if isinstance(p, DTensor):
             g = cut(g, p.device_mesh, p.placements)
         p.grad = g
@@ -284,8 +285,9 @@ def test_strides_do_not_matter():
 
 def test_compiled_equals_eager():
     """The gradient before, AdamW's averages, of vectors, and moments of rows."""
-    _, state = walk("mars-normuon", None, tree(0), {})
-    _, other = walk("mars-normuon", None, tree(0), {}, compile=True)
+    start = {n: x for n, x in tree(0).items() if n in ("tall", "b")}
+    _, state = walk("mars-normuon", None, start, {})
+    _, other = walk("mars-normuon", None, start, {}, compile=True)
     for name, own in state.items():
         for key in own.keys() - {"step"}:
             almost_equal(other[name][key], own[key], share=0.01)

@@ -5,9 +5,9 @@ a model of the user's.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import math
-import operator
 import os
 import pkgutil
 import sys
@@ -99,28 +99,17 @@ def own_tensors(name: str) -> tuple[dict[str, tuple[int, ...]], Collection[str]]
         ValueError: it cannot be had, or returns neither a module nor a mapping from
             names to tensors or shapes.
     """
-    module, colon, function = name.partition(":")
-    parts = [*module.split("."), *function.split(".")]
-    if not colon or not all(part.isidentifier() for part in parts):
+    if not name.partition(":")[2]:
         raise ValueError(
             f"got --model {name}, expected one of {', '.join(MODELS)} or "
             "MODULE:FUNCTION: write it as mine:model"
         )
     try:
-        home = pkgutil.resolve_name(f"{module}:")
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and what it imports is not
+        build = pkgutil.resolve_name(name)
+    except (ValueError, ImportError, AttributeError) as error:
         raise ValueError(
-            f"got --model {name}, of which there is no {error.name}, expected a module "
-            "that Python finds: run from its folder, or name that in PYTHONPATH"
-        ) from error
-    try:
-        build = operator.attrgetter(function)(home)
-    except AttributeError as error:
-        raise ValueError(
-            f"got --model {name}, expected a function of {module}, which has no "
-            f"{function}: define it, or name another"
+            f"got --model {name} ({error}), expected MODULE:FUNCTION that Python "
+            "finds: run from its folder, or name that in PYTHONPATH"
         ) from error
     calls = callable(build) and not isinstance(build, nn.Module)
     model = build() if calls else build
@@ -172,17 +161,11 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(
             "got --device cuda on a machine without it, expected cpu: leave it out"
         )
-    missing = missing_for(args.device)
-    if missing is not None:
+    missing = missing_for(args.device) or (declined() or "").removeprefix("with ")
+    if missing:
         raise ValueError(
-            f"got {missing}, expected what torch.compile needs: install it, since the "
-            "profiler counts compiled graphs"
-        )
-    off = declined()
-    if off is not None:
-        raise ValueError(
-            f"got {off.removeprefix('with ')}, expected torch.compile to work: unset "
-            "it, since the profiler counts compiled graphs"
+            f"got {missing}, expected torch.compile to work: install it or unset that, "
+            "since the profiler counts compiled graphs"
         )
     # x, g, h, m, v, packed gradients, and what Newton-Schulz or a copy takes beside
     args.tensors, args.tables = tensors_of(args)
@@ -200,17 +183,15 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _make_folder(option: str, path: Path) -> None:
-    why = "it is a folder"
-    if not path.is_dir():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return
-        except OSError as error:
-            why = str(error.strerror)
-    raise ValueError(
-        f"got {option} {path} ({why}), expected a file in a folder that exists or can "
-        "be made: name another"
-    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    except OSError as error:
+        raise ValueError(
+            f"got {option} {path} ({error.strerror}), expected a file in a folder that "
+            "exists or can be made: name another"
+        ) from error
 
 
 def title(args: argparse.Namespace) -> str:

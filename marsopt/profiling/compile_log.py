@@ -67,8 +67,6 @@ class Graph:
     kernels: list[Kernel] = field(default_factory=list)
     num_runs: int = 0  # in one call
     peak_bytes: int = 0  # that one run allocates at most, its results included
-    call: int = 1  # in which it was compiled
-    cause: str = ""  # why MARS had made its functions anew by then, if it had
 
     @property
     def num_bytes(self) -> int:
@@ -85,30 +83,13 @@ class Graph:
 class CompileLog:
     """What was compiled, in the order in which it was captured."""
 
+    tell: Callable[[str], None]  # of each graph
     graphs: dict[str, Graph] = field(default_factory=dict)  # by compile id
     breaks: dict[str, Break] = field(default_factory=dict)  # by line of code
-    recompiles: dict[str, Recompile] = field(default_factory=dict)  # by compile id
-    tell: Callable[[str], None] = field(default=lambda what: None)  # of each graph
+    # by compile id, graphs that the first call did not make among them
+    recompiles: dict[str, Recompile] = field(default_factory=dict)
     call: int = 1  # that is under way
     cause: str = ""  # why MARS has made its functions anew, the last time
-
-    def all_recompiles(self) -> list[Recompile]:
-        """Return what was compiled again, and graphs that the first call did not make,
-        in the order of the calls.
-        """
-        recompiles, places = dict(self.recompiles), set()
-        for key, graph in self.graphs.items():
-            if graph.call > 1 and key not in recompiles:
-                reason = "not called before"
-                if graph.where in places:
-                    by_mars = graph.cause and graph.where.startswith(PACKAGE)
-                    why = (
-                        graph.cause if by_mars else "another function of the same code"
-                    )
-                    reason = f"compiled anew: {why}"
-                recompiles[key] = Recompile(graph.name, reason, graph.call)
-            places.add(graph.where)
-        return sorted(recompiles.values(), key=lambda recompile: recompile.call)
 
     def take(self, record: logging.LogRecord) -> None:
         """Note one message of the structured log."""
@@ -119,15 +100,15 @@ class CompileLog:
         key = f"{data['frame_id']}/{data['frame_compile_id']}"
         if data.get("compiled_autograd_id") is not None:
             key = f"!{data['compiled_autograd_id']}/{key}"
-        named = data.get("artifact", {}).get("name")
+        artifact = data.get("artifact", {}).get("name")
         if "dynamo_output_graph" in data:  # a second attempt voids the first
-            self.graphs[key] = Graph(key, call=self.call, cause=self.cause)
+            self.graphs[key] = Graph(key)
         elif "inductor_output_code" in data and key in self.graphs:
             self.graphs[key].code_size += len(text)
-        elif named == "dynamo_graph_break_reason":
+        elif artifact == "dynamo_graph_break_reason":
             graph_break = _parse_break(text)
             self.breaks.setdefault(graph_break.where, graph_break)
-        elif named == "recompile_reasons":
+        elif artifact == "recompile_reasons":
             self.recompiles[key] = Recompile("?", text, self.call)
         elif "compilation_metrics" in data:
             self._name(key, data["compilation_metrics"])
@@ -136,15 +117,26 @@ class CompileLog:
         name = frame.get("co_name") or "?"
         if key in self.recompiles:
             self.recompiles[key] = replace(self.recompiles[key], name=name)
-        if key in self.graphs:
-            graph = self.graphs[key]
-            graph.name = name
-            path, line = frame.get("co_filename"), frame.get("co_firstlineno")
-            if str(path).startswith(PACKAGE):
-                line %= LINES
-            graph.where = f"{path}:{line}"
-            graph.seconds = frame.get("entire_frame_compile_time_s") or 0.0
-            self.tell(f"graph {key}, {name}, compiled in {graph.seconds:.1f} s")
+        if key not in self.graphs:
+            return
+        path, line = str(frame.get("co_filename")), frame.get("co_firstlineno")
+        where = f"{path}:{line % LINES if path.startswith(PACKAGE) else line}"
+        if self.call > 1 and key not in self.recompiles:
+            reason = "not called before"
+            if where in {graph.where for graph in self.graphs.values()}:
+                by_mars = self.cause and path.startswith(PACKAGE)
+                cause = self.cause if by_mars else "another function of the same code"
+                reason = f"compiled anew: {cause}"
+            self.recompiles[key] = Recompile(name, reason, self.call)
+        graph = self.graphs[key]
+        graph.name, graph.where = name, where
+        graph.seconds = frame.get("entire_frame_compile_time_s") or 0.0
+        self.tell(f"graph {key}, {name}, compiled in {graph.seconds:.1f} s")
+
+    def take_cause(self, record: logging.LogRecord) -> None:
+        """Note why MARS makes a layout anew, which it tells whoever debugs."""
+        if record.msg == base.NEW_LAYOUT and record.args:
+            self.cause = f"a new layout of MARS ({record.args[0]})"
 
     def take_metrics(self, record: logging.LogRecord) -> None:
         """Note the kernels of one graph."""
@@ -226,64 +218,52 @@ def listening(
     """Collect what is compiled, and ``tell`` of every graph; torch's own structured log
     goes to ``folder`` too.
     """
-    log, trace = CompileLog(tell=tell), logging.getLogger("torch.__trace")
+    from torch._inductor import metrics
+    from torch._inductor.compile_fx import inductor_metrics_log
+
+    log, trace = CompileLog(tell), logging.getLogger("torch.__trace")
     listener = logging.Handler()
     listener.emit = log.take
     handlers = [listener] if folder is None else [listener, _writer(folder)]
-    with _metrics_to(log.take_metrics), _causes_to(log):
-        try:
-            for handler in handlers:
-                trace.addHandler(handler)
-            yield log
-        finally:
-            for handler in handlers:
-                trace.removeHandler(handler)
-                handler.close()
-
-
-@contextmanager
-def _metrics_to(take: Callable[[logging.LogRecord], None]) -> Iterator[None]:
-    """Inductor counts bytes while its metrics log is on."""
-    from torch._inductor import metrics
-    from torch._inductor.compile_fx import inductor_metrics_log as logger
-
-    def caught(record: logging.LogRecord) -> bool:
-        take(record)
-        return False  # nobody prints it
-
-    level, total = logger.level, metrics.num_bytes_accessed
-    lists: tuple[list[Any], list[Any]] = (metrics.nodes_num_elem, metrics.node_runtimes)
-    lengths = [len(part) for part in lists]
-    logger.setLevel(logging.INFO)
-    logger.addFilter(caught)
+    # inductor counts into these while its log is on; they would keep every graph alive
+    counts: tuple[list[Any], ...] = (metrics.nodes_num_elem, metrics.node_runtimes)
+    lengths, total = [len(part) for part in counts], metrics.num_bytes_accessed
+    mars = logging.getLogger(base.__name__)
+    for handler in handlers:
+        trace.addHandler(handler)
     try:
-        yield
+        with (
+            _lowered(inductor_metrics_log, logging.INFO, log.take_metrics),
+            _lowered(mars, logging.DEBUG, log.take_cause),
+        ):
+            yield log
     finally:
-        logger.removeFilter(caught)
-        logger.setLevel(level)
-        for part, length in zip(lists, lengths, strict=True):
-            del part[length:]  # they would keep every graph alive
+        for handler in handlers:
+            trace.removeHandler(handler)
+            handler.close()
+        for part, length in zip(counts, lengths, strict=True):
+            del part[length:]
         metrics.num_bytes_accessed = total
 
 
 @contextmanager
-def _causes_to(log: CompileLog) -> Iterator[None]:
-    """Let MARS say why it makes a layout anew, which it does to whoever debugs."""
-    logger = logging.getLogger(base.__name__)
-    level, usual = logger.level, logger.getEffectiveLevel()
+def _lowered(
+    logger: logging.Logger, level: int, take: Callable[[logging.LogRecord], None]
+) -> Iterator[None]:
+    """Take what a logger says from this level on; others hear no more than before."""
+    before, usual = logger.level, logger.getEffectiveLevel()
 
     def caught(record: logging.LogRecord) -> bool:
-        if record.msg == base.NEW_LAYOUT and record.args:
-            log.cause = f"a new layout of MARS ({record.args[0]})"
+        take(record)
         return record.levelno >= usual
 
-    logger.setLevel(logging.DEBUG)
+    logger.setLevel(level)
     logger.addFilter(caught)
     try:
         yield
     finally:
         logger.removeFilter(caught)
-        logger.setLevel(level)
+        logger.setLevel(before)
 
 
 def _writer(folder: Path) -> logging.Handler:
@@ -302,14 +282,13 @@ def _parse_break(text: str) -> Break:
     Graph Break Reason: [Encountered graph break when ...:] HEADLINE
       Explanation: ...
     """
-    first = text.strip().partition("\n")[0]
-
-    def matched(pattern: str, otherwise: str) -> str:
-        match = re.search(pattern, text, re.MULTILINE)
-        return match[1].strip() if match else otherwise
-
     intro = r"(?:Encountered graph break when[^\n]*\n\n)?"
-    why = matched(rf"Graph Break Reason: {intro}(.+)", first)
-    more = matched(r"Explanation: (.+)", "")
-    where = matched(r"^Graph break in user code at (.+)$", first)
-    return Break(where, f"{why}: {more}" if more else why)
+    patterns = (
+        r"^Graph break in user code at (.+)$",
+        rf"Graph Break Reason: {intro}(.+)",
+        r"Explanation: (.+)",
+    )
+    matches = [re.search(pattern, text, re.MULTILINE) for pattern in patterns]
+    where, *whys = (match[1].strip() if match else "" for match in matches)
+    first = text.strip().partition("\n")[0]  # where torch words it otherwise
+    return Break(where or first, ": ".join(filter(None, whys)) or first)

@@ -72,7 +72,8 @@ class Subject:
     its next step.
 
     Gradients lie apart, as autograd leaves them; ``joined``: in one buffer per shape
-    (``MARS.join_gradients``). ``num_steps`` is the length of the schedule.
+    (``MARS.join_gradients``). ``num_steps`` is the length of the schedule, ``options``
+    are more of MARS.
     """
 
     def __init__(
@@ -83,10 +84,8 @@ class Subject:
         tables: Collection[str] = EMBEDDINGS,
         num_steps: int,
         device: str = "cpu",
-        h_dtype: torch.dtype | None = None,
         joined: bool = False,
-        correction: str = "approximate",
-        store_iterate: bool = False,
+        **options: Any,
     ) -> None:
         torch.manual_seed(0)
         named = {
@@ -95,13 +94,9 @@ class Subject:
         }
         for p in named.values():
             p.grad = 1e-3 * torch.randn_like(p)
-        options: dict[str, Any] = dict(
-            lr=1e-4, max_norm=1.0, h_dtype=h_dtype, compile=True
-        )
-        options |= dict(correction=correction, store_iterate=store_iterate)
-        self.optimizer = MARS(
-            param_groups(named, rule, tables), mars_type=rule, **options
-        )
+        groups = param_groups(named, rule, tables)
+        options |= dict(mars_type=rule, lr=1e-4, max_norm=1.0, compile=True)
+        self.optimizer = MARS(groups, **options)
         if joined:
             self.optimizer.join_gradients()
         self.params = list(named.values())

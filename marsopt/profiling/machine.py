@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import platform
 import re
 import sys
-import time
+import timeit
 from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
@@ -84,18 +83,16 @@ def seconds(
     ``before`` is a barrier, not timed; a GPU is waited for before and after.
     """
     wait = torch.cuda.synchronize if device == "cuda" else nothing
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+
+    def setup() -> None:
         before()
         wait()
-        start = time.perf_counter()
+
+    def timed() -> None:
         call()
         wait()
-        return time.perf_counter() - start
-    finally:
-        if collecting:
-            gc.enable()
+
+    return timeit.timeit(timed, setup, number=1)
 
 
 class Timed(NamedTuple):

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from marsopt.functional.stacks import adjacent
 from marsopt.optim.buckets import ParameterBucket
+from marsopt.profiling import machine
 from marsopt.profiling.gpt2 import Subject
-from marsopt.profiling.machine import matmul_rate
 from marsopt.profiling.profiler import profile
 from marsopt.profiling.table import Report, size
 from marsopt.rules.algorithm import Algorithm
@@ -106,7 +106,7 @@ def matrix_products(
             for p in bucket.params:
                 rows, cols = algorithm.matrices.shape_in(p.shape)
                 flops += algorithm.matrices.num_in(p.shape) * cost.num_flops(rows, cols)
-    return flops, matmul_rate(device, dtype)
+    return flops, machine.matmul_rate(device, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,7 +130,7 @@ def profile(
         num_calls=steps + 2,
         graphs=list(log.graphs.values()),
         breaks=list(log.breaks.values()),
-        recompiles=log.all_recompiles(),
+        recompiles=list(log.recompiles.values()),
         first_call_seconds=first,
         seconds=statistics.median(time.seconds for time in times),
         all_seconds=[time.seconds for time in times],
