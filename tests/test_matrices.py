@@ -45,9 +45,7 @@ def test_compiled_steps_are_those_of_the_loop(monkeypatch):
     """And changing hyperparameters compile nothing anew."""
     forced(monkeypatch, "stacks")
     own = dict(OPTIONS, mars_type="mars-normuon")
-    tensors = {
-        name: TENSORS[name] for name in ("experts", "heads", "convolution", "bias")
-    }
+    tensors = {name: TENSORS[name] for name in ("experts", "heads", "convolution")}
     want = in_loop(tensors, STEPS, compile=False, **own)
     got, optimizer = at_once(tensors, STEPS, compile=True, **own)
     assert largest(got, want) < 1e-12
@@ -65,7 +63,7 @@ def test_a_stack_of_batches_is_moved_by_one_loop_without_intermediates():
     optimizer = build(params, "stacks", matrices="batched", max_norm=1.0)
     for p in params:
         p.grad = torch.randn_like(p)
-    report = marsopt.profile(optimizer.step, steps=2)
+    report = marsopt.profile(optimizer.step, steps=1, cold=False)
     (update,) = (graph for graph in report.graphs if graph.name == "update_")
     num = sum(p.numel() for p in params)
     assert len(update.kernels) == 1 and update.peak_bytes == 0

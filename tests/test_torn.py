@@ -48,10 +48,12 @@ def broken_off(call: Callable[[], object], number: int) -> bool:
 
     def watch(frame, event, _) -> None:
         nonlocal left
-        if frame.f_code.co_flags & inspect.CO_GENERATOR:
-            return  # may be its end, where exceptions are lost
-        caller = {"call": frame.f_back, "c_call": frame}.get(event)
+        if event not in ("call", "c_call"):
+            return
+        caller = frame if event == "c_call" else frame.f_back
         if caller is not None and caller.f_code.co_filename.startswith(OURS):
+            if frame.f_code.co_flags & inspect.CO_GENERATOR:
+                return  # may be its end, where exceptions are lost
             left -= 1
             if left < 0:
                 raise Broken
