@@ -187,7 +187,7 @@ def test_a_process_group_of_others_is_left_alone():
 def test_equal_shares_are_recorded_once_and_the_fullest_is_among_them():
     """Of all 16 ranks, for a model whose ranks own different things."""
     (job,) = models.jobs("gpt2-small", ["muon"])
-    steps = [record(job, (16,), rank, Machine()).step for rank in range(16)]
+    steps = [record(job, (16,), rank, Machine()).memory.step for rank in range(16)]
     assert len(set(steps)) > 1
     assert forecast(job, 16).memory.step == CLOSE(max(steps), rel=REL)
 

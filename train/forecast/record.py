@@ -171,12 +171,26 @@ class Compiled:
         return None
 
 
-class Record(NamedTuple):
-    """Bytes of one rank, and its collectives in a warm step."""
+class Memory(NamedTuple):
+    """Bytes of one rank, beside activations and what FSDP gathers for forward and
+    backward: all in float32, cut along rows.
+    """
 
     parameters: int
+    gradients: int
     state: int
-    step: int  # beyond parameters, gradients and state, at most, while a step is made
+    step: int  # beyond these, at most, while the optimizer steps
+
+    @property
+    def peak(self) -> int:
+        """Return all of it."""
+        return sum(self)
+
+
+class Record(NamedTuple):
+    """A warm step of one rank."""
+
+    memory: Memory
     collectives: list[tuple[str, float]]  # kind, and the bytes that this rank sends
 
 
@@ -278,12 +292,8 @@ def _record(job: Job, rank: Rank) -> Record:
                 # norms of the gradient that is kept for the next step, for its clip
                 rank.collectives.sum(torch.zeros(len(leaves), 1), leaves)
             del groups, decision
-    return Record(
-        parameters=sum(x.nbytes for x in stacks),
-        state=state,
-        step=recorder.most,
-        collectives=recorder.collectives,
-    )
+    size = sum(x.nbytes for x in stacks)
+    return Record(Memory(size, size, state, recorder.most), recorder.collectives)
 
 
 def _parameters(

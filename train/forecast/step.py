@@ -14,7 +14,7 @@ from marsopt.parallel.placement import shard_size
 from marsopt.parallel.planner import Cost, Machine, Matrix, Plan, cost, exchanged, plan
 from marsopt.profiling.optimizer import full_buffers, passes
 from train.forecast.models import FULL, Alike, Job
-from train.forecast.record import record
+from train.forecast.record import Memory, record
 
 
 @dataclass(frozen=True)
@@ -36,29 +36,12 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on the rank that holds most, beside activations and what FSDP gathers for
-    forward and backward: all in float32, cut along rows.
-    """
-
-    parameters: int
-    gradients: int
-    state: int
-    step: int  # beyond these, at most, while the optimizer steps
-
-    @property
-    def peak(self) -> int:
-        """Return all of it."""
-        return self.parameters + self.gradients + self.state + self.step
-
-
-@dataclass(frozen=True)
 class Forecast:
     """Of one step on the slowest rank."""
 
     plan: Plan
     cost: Cost
-    memory: Memory
+    memory: Memory  # the most that any rank holds
     moved_bytes: int  # by elementwise passes
     sent_bytes: float  # by the optimizer, in the mean over the ranks
     most_sent_bytes: float  # by the rank that sends most: an owner
@@ -110,16 +93,10 @@ def forecast(
     norms = reduced - 2 * FULL * summed * (p - 1) / p
     mean, most = (norms + rows for rows in _row_bytes(job, matrices, chosen))
     moved = sum(moved_bytes(alike, p) for alike in job.alike)
-    parameters = max(one.parameters for one in found)
     return Forecast(
         plan=chosen,
         cost=spent,
-        memory=Memory(
-            parameters=parameters,
-            gradients=parameters,
-            state=max(one.state for one in found),
-            step=max(one.step for one in found),
-        ),
+        memory=Memory(*map(max, zip(*(one.memory for one in found), strict=True))),
         moved_bytes=moved,
         sent_bytes=spent.bytes_sent + mean,
         most_sent_bytes=spent.bytes_max + most,

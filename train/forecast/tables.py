@@ -209,19 +209,13 @@ def _of(replicas: int) -> str:
 
 def _heading(what: str, jobs: Sequence[Job], replicas: int) -> str:
     """Return what all jobs have in common, and what AdamW moves in some."""
-    job = jobs[0]
-    beside = dict.fromkeys(name for job in jobs for name in job.elementwise)
-    return (
+    job, beside = jobs[0], {name for job in jobs for name in job.elementwise}
+    lines = [
         f"{what}: {job.num_params:,} parameters, {job.tokens:,} tokens a step, "
         f"{job.flops_per_token / 1e9:.2f} GFLOP a token{_of(replicas)}"
-        + (
-            f"\nAdamW moves {', '.join(sorted(beside))} beside matrices"
-            if beside
-            else ""
-        )
-        + (
-            f"\nactivations of a GPU: {_activations(job.micro_batch).strip()}"
-            if job.micro_batch
-            else ""
-        )
-    )
+    ]
+    if beside:
+        lines.append(f"AdamW moves {', '.join(sorted(beside))} beside matrices")
+    if job.micro_batch:
+        lines.append(f"activations of a GPU: {_activations(job.micro_batch).strip()}")
+    return "\n".join(lines)
