@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from marsopt.profiling.gpt2 import Subject, shapes
 from marsopt.profiling.optimizer import OptimizerReport, floor_of, profile_optimizer
 from train.forecast import Job, forecast
 
+ROOT = Path(__file__).parent.parent
 WIDTH, VOCAB = 64, 512
 MATRIX = 4 * WIDTH * WIDTH  # bytes of the smallest one
 # few shapes, where no more is needed: two stacks of matrices and one of vectors
@@ -159,7 +161,7 @@ def rows_of_the_page() -> list[tuple[str, str | None, list[int]]]:
     """Rule, correction and bytes of docs/performance.md: norms, update, apply; the sums
     on a CPU, on a GPU and under FSDP2; and state.
     """
-    page = (Path(__file__).parent.parent / "docs/performance.md").read_text()
+    page = (ROOT / "docs/performance.md").read_text()
     table = page.partition("## Bytes a parameter")[2].partition("##")[0]
     rows = []
     for line in re.findall(r"^\| (?!torch)(\w.*\d) \|$", table, re.MULTILINE):
@@ -519,18 +521,25 @@ def test_bad_arguments(step_fn, options, message):
 
 
 def test_the_command_prints_and_writes(tmp_path):
-    """As a user calls it; no warning of runpy's."""
+    """As a user calls it, from the folder of a model; no warning of runpy's."""
     out, trace = tmp_path / "new/folder/report.json", tmp_path / "other/trace.json"
-    small = ["--layers=1", "--width=32", "--vocab=64", "--rule=adamw"]
+    shapes = {"embed.weight": (256, 64), "mlp.weight": (64, 64), "gain": [64]}
+    (tmp_path / "mine.py").write_text(f"def model():\n    return {shapes}\n")
     done = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", "-m", "marsopt.profile"]
-        + [*small, "--steps", "2", "--warm", "--json", out, "--trace", trace],
+        + ["--model=mine:model", "--rule=adamw", "--steps=2", "--warm"]
+        + ["--json", out, "--trace", trace],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    assert "adamw with both clips on gpt2-small, 1 layers" in done.stdout
+    first = (
+        "adamw with both clips on mine:model: 3 tensors in 3 stacks, 20,544 parameters"
+    )
+    assert done.stdout.startswith(first)
     assert "compiling the optimizer's step" in done.stderr
     assert "update_, compiled in" in done.stderr
     assert "Memory block of unknown size" not in done.stderr
@@ -586,20 +595,16 @@ def model_of(name, *options):
     return command.arguments([f"--model={__name__}:{name}", *options])
 
 
-def test_a_model_of_the_users_is_profiled_by_its_shapes(monkeypatch, capsys):
+def test_a_model_of_the_users_has_its_shapes():
     args = model_of("build")
     assert args.tensors == {"0.weight": (64, 32), "1.weight": (16, 32), "1.bias": (16,)}
     assert args.tables == {"0.weight"}
     named = model_of("sizes")
     assert list(named.tensors.values()) == list(args.tensors.values())
     assert named.tables == {"embed.weight"}
-    options = ["--rule=adamw", "--steps=1", "--warm"]
-    argv = ["profile", f"--model={__name__}:sizes", *options]
-    monkeypatch.setattr(sys, "argv", argv)
-    command.main()
-    said = capsys.readouterr().out
-    assert said.startswith(f"adamw with both clips on {__name__}:sizes: 3 tensors")
-    assert "2,576 parameters" in said
+    changed = command.arguments(["--layers=1", "--h-dtype=bfloat16", "--rule=lion"])
+    said = command.title(changed)
+    assert said == "lion with both clips on gpt2-small, 1 layers, h in bfloat16"
 
 
 @pytest.mark.parametrize(
