@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ from marsopt.rules.registry import correction_named
 log = logging.getLogger(__name__)
 NEW_LAYOUT = "marsopt: a new layout, which compiles graphs that were not there: %s"
 
-KEPT = 64  # runs with their graphs, and groups that are taken out and come back
+KEPT = 64  # groups that are taken out and come back
 
 advise = once()  # what a sweep over many optimizers is told once, not of each
 
@@ -148,9 +148,7 @@ class LayoutOptimizer(Optimizer):
 
     def _forget_layouts(self) -> None:
         self._layout: Layout | None = None
-        # what layouts share, so that one made anew takes the graphs of another before
-        self._hyper: dict[int, DeviceHyperparameters] = {}
-        self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._hyper: dict[int, DeviceHyperparameters] = {}  # of layouts so far
 
     def _place(self) -> None:
         """Choose the device and whether to compile. An optimizer that moves nothing
@@ -159,7 +157,6 @@ class LayoutOptimizer(Optimizer):
         device = device_of(self.param_groups, self.state)
         wanted = self._options["compile"]
         self._compile = device is not None and resolve_compile(wanted, device.type)
-        self._functions = {}  # as they run there
         self._skipped = self._skipped.to(device or "cpu")
 
     def _build(self, layout: Layout | None = None) -> None:
@@ -184,11 +181,11 @@ class LayoutOptimizer(Optimizer):
             log.debug(NEW_LAYOUT, self._layout.changes(self.param_groups))
         self._run = InPlace(
             calls([bucket.kind() for bucket in layout.buckets], self._compile),
-            self._functions,
             device=self._skipped.device,
             alone=self._options["collectives"] is LOCAL,
             compile=self._compile,
             required=self._options["compile"] is True,
+            say=self._say,
         )
         self._layout = layout  # last: what is broken off before is done anew
 
