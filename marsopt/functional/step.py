@@ -21,11 +21,10 @@ from marsopt.functional.stacks import repeated, stacked, where_or_unread
 from marsopt.functional.step_types import (
     Decision,
     Hyperparameters,
-    Measured,
     Members,
-    Numbers,
     RuleGroup,
     Stack,
+    StackScalars,
     StepScalars,
     factor,
     scalar_dtype,
@@ -43,7 +42,7 @@ ROW = 256  # elements; of shorter rows, as of a convolution, several are one
 
 
 Result = TypeVar("Result")
-Each = Callable[[Sequence[Measured]], list[Tensor]]  # ``products``
+Each = Callable[[Sequence[Stack]], list[Tensor]]  # ``products``
 Move = Callable[..., tuple[Stack, Tensor | None]]  # of a stack and its own columns
 
 
@@ -63,7 +62,7 @@ class Run(Protocol):
     def meet(self, what: str, function: Callable[..., Result], *args: Any) -> Result:
         """Return ``function(*args)``, in which ranks meet for ``what``: no graph."""
 
-    def each(self, function: Each, stacks: Sequence[Measured]) -> list[Tensor]:
+    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
         """Return ``function(stacks)``, a list with one tensor per stack; it may be
         called with some of them at a time.
         """
@@ -100,7 +99,7 @@ class Pure:
     def meet(self, what: str, function: Callable[..., Result], *args: Any) -> Result:
         return function(*args)
 
-    def each(self, function: Each, stacks: Sequence[Measured]) -> list[Tensor]:
+    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
         return function(stacks)
 
     def move(
@@ -161,11 +160,10 @@ def assess(
     check_declared(groups)
     may_overflow = any(group.hyper.algorithm.may_overflow for group in groups)
     stacks, hypers = stacks_of(groups), [group.hyper for group in groups]
-    measured = [stack.measured for stack in stacks]
     if run.is_fused and not may_overflow:
-        return run.call(assess_alone, hypers, measured, live, max_norm)
+        return run.call(assess_alone, hypers, stacks, live, max_norm)
     leaves: list[Tensor] = []
-    inner_products = run.each(products, measured)
+    inner_products = run.each(products, stacks)
     for part, stack_members in zip(inner_products, members, strict=True):
         leaves += repeated(stack_members.leaves, len(part) // len(stack_members.leaves))
     partial = statistics(inner_products, live)
@@ -181,7 +179,7 @@ def assess(
 
 def assess_alone(
     hypers: Sequence[Hyperparameters],
-    stacks: Sequence[Measured],
+    stacks: Sequence[Stack],
     live: Tensor | None,
     max_norm: Number | None,
 ) -> tuple[Tensor, Decision]:
@@ -195,7 +193,7 @@ def stacks_of(groups: Sequence[RuleGroup]) -> list[Stack]:
     return [stack for group in groups for stack in group.stacks]
 
 
-def products(stacks: Sequence[Measured]) -> list[Tensor]:
+def products(stacks: Sequence[Stack]) -> list[Tensor]:
     """Return the inner products of what is clipped in every stack, partial over shards:
     those of all pairs of g and its operands, (parts, pairs), from one read of them.
 
@@ -207,8 +205,9 @@ def products(stacks: Sequence[Measured]) -> list[Tensor]:
     return [_products(stack) for stack in stacks]
 
 
-def _products(stack: Measured) -> Tensor:
-    v, rows, first = [working(t) for t in stack.vectors], stack.rows, stack.form.first
+def _products(stack: Stack) -> Tensor:
+    v, rows = [working(t) for t in (stack.g, *stack.operands)], stack.rows
+    first = 1 if rows is None else stack.num_row_dims  # a norm has all the others
     dims = row_dims(v[0].shape, first)
     terms = [v[i] * v[j] for i, j in pairs(v)]
     # (L, pairs, *what is left of the shape)
@@ -251,7 +250,7 @@ def statistics(
     return sums if live is None else torch.where(live[:, None], sums, 0.0)
 
 
-def overflows(stacks: Sequence[Stack], numbers: Sequence[Numbers]) -> Tensor:
+def overflows(stacks: Sequence[Stack], numbers: Sequence[StackScalars]) -> Tensor:
     """Return (N, 1): infinity for parts of tensors whose buffers in shards would not
     hold what a step writes, else 0. Nothing is written.
 
@@ -423,7 +422,7 @@ def advance(
 def _advance(
     part: Sequence[int],
     stacks: Sequence[Stack],
-    columns: tuple[Sequence[Members], Sequence[Numbers], Sequence[Host]],
+    columns: tuple[Sequence[Members], Sequence[StackScalars], Sequence[Host]],
     collectives: Collectives,
     run: Run,
 ) -> tuple[list[Stack], dict[int, list[Tensors | None]]]:
@@ -449,7 +448,7 @@ def _advance(
     return stacks, {i: r.owned for i, r in by_position.items()}
 
 
-def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[Numbers]:
+def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[StackScalars]:
     """Return the numbers of each stack, in the order of ``groups``."""
     all_numbers = []
     for group, ok, tables in zip(groups, decision.ok, decision.tables, strict=True):
@@ -457,11 +456,11 @@ def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[Numbers]:
         oks = group.hyper.per_part(ok).split(sizes)
         cuts = {dtype: table.split(sizes) for dtype, table in tables.items()}
         for i, stack in enumerate(group.stacks):
-            all_numbers.append(Numbers(oks[i], cuts[working_dtype(stack.x)][i]))
+            all_numbers.append(StackScalars(oks[i], cuts[working_dtype(stack.x)][i]))
     return all_numbers
 
 
-def update(stack: Stack, numbers: Numbers) -> tuple[Stack, Tensor | None]:
+def update(stack: Stack, numbers: StackScalars) -> tuple[Stack, Tensor | None]:
     """Move buffers and, for an elementwise algorithm, x one step on.
 
     For a matrix algorithm x stays, and the second result is the stack of matrices that
@@ -528,7 +527,7 @@ def write_params(stack: Stack, new: Tensor, s: StepScalars) -> Stack:
 
 
 def apply(
-    stack: Stack, matrix: Tensor, rows: Sequence[Tensor], numbers: Numbers
+    stack: Stack, matrix: Tensor, rows: Sequence[Tensor], numbers: StackScalars
 ) -> tuple[Stack, None]:
     """Move x of a matrix algorithm one step on, given what its owners have made, and
     numbers of rows; buffers among these are replaced.

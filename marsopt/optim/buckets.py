@@ -36,7 +36,6 @@ from marsopt.functional.step_types import (
     Cells,
     Hyperparameters,
     Members,
-    StackForm,
     formula,
     norms_per_tensor,
     scalar_dtype,
@@ -67,7 +66,7 @@ class ParameterBucket:
     owned: list[tuple[Tensor, ...]] = field(default_factory=list)
     owns: list[Owned] = field(default_factory=list)
     x: Tensor | None = None  # (L, *shape) of pieces; None: a step copies them into one
-    form: StackForm | None = None  # what graphs know of its stack, from the first step
+    form: Hashable = None  # what graphs know of its stack, from the first step
 
     def __post_init__(self) -> None:
         self.pieces = [self.collectives.local(p) for p in self.params]  # on this rank

@@ -14,11 +14,21 @@ import subprocess
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -28,14 +38,15 @@ from marsopt.functional import step
 from marsopt.functional.stacks import group_by
 from marsopt.functional.step import Each, Move, Result
 from marsopt.functional.step_types import (
+    Cells,
+    Formula,
     Hyperparameters,
-    HyperparametersForm,
-    Measured,
-    MeasuredForm,
-    Numbers,
     Stack,
-    StackForm,
+    StackScalars,
+    formula,
 )
+from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.matrices import MatrixRows
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +219,7 @@ def compile_graph(
     line = code.co_firstlineno + next(NUMBER) * LINES
     code = code.replace(co_name=name, co_firstlineno=line)
     graph = types.FunctionType(code, globals(), name, None, call.__closure__)
-    options = _known(NUMBERS) if function in DECISIONS else {}
+    options = _known(SMALL_LOOPS) if function in DECISIONS else {}
     if device.type == "cpu":
         options |= known_instructions()
     return torch.compile(graph, fullgraph=True, options=options)
@@ -220,7 +231,28 @@ def compile_graph(
 graph_of = lru_cache(maxsize=KEPT)(compile_graph)
 
 
-TENSOR, SCALAR = object(), object()  # stand for tensors, the latter 0-D
+TENSOR = object()  # stands for one whose form follows from others
+
+
+class TensorForm(NamedTuple):
+    """What a graph knows of a tensor."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What a graph knows of a value beside the tensors in it: ``make(*parts)``, where
+    parts are forms. Equal ones are one object, whose hash costs nothing.
+    """
+
+    make: Callable[..., Any]
+    parts: tuple[Hashable, ...]
+
+
+FORMS: MutableMapping[Hashable, Form] = WeakValueDictionary()
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Any:
@@ -228,43 +260,58 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
     joins the two again.
 
     Args:
-        value: a tensor, a stack, hyperparameters, a tuple or list of these; anything
-            else is static.
+        value: a tensor, an algorithm, a named tuple, dict, tuple or list of these;
+            anything else is static.
         tensors: to be appended to.
     """
     kind = type(value)
-    if kind in FLAT:
-        form, parts = value.flat()
-        tensors += parts
-        return form
-    if kind in (list, tuple, Numbers):
+    if kind in (list, tuple):
         return tuple([flatten(item, tensors) for item in value])
-    if not isinstance(value, Tensor):
+    if kind is Stack and value.form is not None:
+        tensors += value.tensors
+        return value.form
+    if kind is StackScalars:  # the form of its stack says of which shape they are
+        tensors += value
+        return TENSOR, TENSOR
+    if isinstance(value, Tensor):
+        # Dynamo takes a 0-D one of float64 for a Python number, and then traces twice
+        tensors.append(value if value.ndim else value.view(1))
+        return TensorForm(value.shape, value.stride(), value.dtype)
+    if isinstance(value, Algorithm):
+        return formula(value)
+    if isinstance(value, Mapping):
+        return _form(dict, [flatten([*value.items()], tensors)])
+    if kind is Hyperparameters:  # which a graph reads ``from_cells``
+        value = value._replace(lr=None, gamma=None)
+    elif kind not in (Stack, Cells, MatrixRows):
         return value
-    if value.ndim:
-        tensors.append(value)
-        return TENSOR
-    # Dynamo takes one of float64 for a Python number, and then traces twice
-    tensors.append(value.view(1))
-    return SCALAR
+    return _form(kind, [flatten(item, tensors) for item in value])
 
 
-FLAT = Stack, Measured, Hyperparameters
+def form_of(stack: Stack) -> Hashable:
+    """Return what a graph knows of a stack, for ``Stack.form``."""
+    form: Hashable = flatten(stack, [])
+    return form
+
+
+def _form(make: Callable[..., Any], parts: Iterable[Hashable]) -> Form:
+    key = make, tuple(parts)
+    form = FORMS.get(key)
+    return FORMS.setdefault(key, Form(*key)) if form is None else form
 
 
 def rebuilt(form: Any, tensors: Iterator[Tensor]) -> Any:
     """Return the value of which ``flatten`` made the ``form`` and the ``tensors``."""
     if form is TENSOR:
         return next(tensors)
-    if form is SCALAR:
-        return next(tensors)[0]
-    if isinstance(form, StackForm):
-        return form.stack(tensors)
-    if isinstance(form, MeasuredForm):
-        return form.measured(tensors)
-    if isinstance(form, HyperparametersForm):
-        return form.hyperparameters(tensors)
-    if isinstance(form, tuple):
+    if isinstance(form, TensorForm):
+        return next(tensors) if form.shape else next(tensors)[0]
+    if isinstance(form, Formula):
+        return form.algorithm
+    if isinstance(form, Form):
+        value = form.make(*[rebuilt(part, tensors) for part in form.parts])
+        return value.from_cells() if form.make is Hyperparameters else value
+    if type(form) is tuple:
         return tuple([rebuilt(item, tensors) for item in form])
     return form
 
@@ -314,7 +361,7 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
 
 # What is decided for each tensor is a few bytes in each of many steps. Inductor fuses
 # loops that share data, ten bytes or more; here each loop for itself costs a launch.
-NUMBERS = {"aggressive_fusion": True, "score_fusion_memory_threshold": 0}
+SMALL_LOOPS = {"aggressive_fusion": True, "score_fusion_memory_threshold": 0}
 DECISIONS = step.assess_alone, step.decide
 MOVES = step.update, step.apply
 RANGES = {
@@ -459,7 +506,7 @@ class InPlace:
         with named_range(f"marsopt: {what}"):
             return function(*args)
 
-    def each(self, function: Each, stacks: Sequence[Measured]) -> list[Tensor]:
+    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
         with named_range(RANGES[function]):
             return self._by_calls(function, stacks)
 

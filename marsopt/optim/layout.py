@@ -18,7 +18,7 @@ from marsopt.functional.stacks import adjacent, repeated
 from marsopt.functional.step_types import Decision, RuleGroup, Stack
 from marsopt.optim import buckets
 from marsopt.optim.buckets import BucketGroup, ParameterBucket
-from marsopt.optim.compiled import should_stack
+from marsopt.optim.compiled import form_of, should_stack
 from marsopt.optim.groups import (
     DeviceHyperparameters,
     check_parameters,
@@ -370,7 +370,7 @@ class Layout:
             form=bucket.form,
         )
         if bucket.form is None:
-            bucket.form = stack.make_form()
+            bucket.form = form_of(stack)
         return stack
 
     def _gradients(
