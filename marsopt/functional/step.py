@@ -250,7 +250,7 @@ def statistics(
     return sums if live is None else torch.where(live[:, None], sums, 0.0)
 
 
-def overflows(stacks: Sequence[Stack], numbers: Sequence[StackScalars]) -> Tensor:
+def overflows(stacks: Sequence[Stack], scalars: Sequence[StackScalars]) -> Tensor:
     """Return (N, 1): infinity for parts of tensors whose buffers in shards would not
     hold what a step writes, else 0. Nothing is written.
 
@@ -258,8 +258,8 @@ def overflows(stacks: Sequence[Stack], numbers: Sequence[StackScalars]) -> Tenso
     bound, as the norm of c is one, would skip steps that are fine.
     """
     flags = []
-    for stack, stack_numbers in zip(stacks, numbers, strict=True):
-        num, (after, _) = stack.num_tensors, update(stack, stack_numbers)
+    for stack, stack_scalars in zip(stacks, scalars, strict=True):
+        num, (after, _) = stack.num_tensors, update(stack, stack_scalars)
         fits = torch.ones(num, dtype=torch.bool, device=stack.x.device)
         for symbol, buffer in stack.algorithm.buffers.items():
             if symbol in stack.buffers and buffer.dtype != "parameter":
@@ -310,10 +310,10 @@ def decide(
         weights.append(group_weights)
     t, behind, oks, tables = [], [], [], []
     for hyper, part, group_weights in zip(hypers, parts, weights, strict=True):
-        scalars, numbers = _scalars(hyper, part, a, finite, group_weights)
+        scalars, coefficients = _scalars(hyper, part, a, finite, group_weights)
         table = scalars.table(hyper)
         t.append(hyper.t + scalars.ok.to(hyper.t.dtype))
-        behind.append(numbers)
+        behind.append(coefficients)
         oks.append(scalars.ok)
         tables.append({dtype: table.to(dtype) for dtype in hyper.dtypes})
     return Decision(grad_norm, finite, t, behind, oks, tables)
@@ -357,9 +357,9 @@ def _scalars(
     if hyper.behind is not None:  # y takes the place of x: there is no other
         assert k is not None
         (dtype,) = hyper.dtypes
-        rule, numbers = algorithm.preconditioner.look_ahead(rule, k, dtype)
+        rule, coefficients = algorithm.preconditioner.look_ahead(rule, k, dtype)
         behind, k = hyper.behind.unbind(1), None
-        left = torch.stack([number.expand_as(t) for number in numbers], 1)
+        left = torch.stack([value.expand_as(t) for value in coefficients], 1)
         left = torch.where(ok[:, None], left, hyper.behind)
     grad_clip = a if algorithm.written else None
     key = rounding.step_key(t) if algorithm.stochastic_rounding else None
@@ -401,7 +401,7 @@ def advance(
     run: Run = PURE,
 ) -> Moved:
     """Move parameters and state one step on; a step that is not finite keeps all."""
-    stacks, numbers = stacks_of(groups), per_stack(groups, decision)
+    stacks, scalars = stacks_of(groups), per_stack(groups, decision)
     owned: list[list[Tensors | None]] = [[] for _ in stacks]
     if any(stack.algorithm.matrix_only for stack in stacks):
         hosts, first = [], 0
@@ -410,12 +410,12 @@ def advance(
                 hosts.append(Host(group.num_steps, first, ok))
                 first += len(ok)
         for part in run.portions(stacks):
-            columns = members, numbers, hosts
+            columns = members, scalars, hosts
             stacks, part_owned = _advance(part, stacks, columns, collectives, run)
             for i, buffers in part_owned.items():
                 owned[i] = buffers
     else:
-        stacks, _ = run.move(update, stacks, numbers)
+        stacks, _ = run.move(update, stacks, scalars)
     return Moved(stacks, owned)
 
 
@@ -429,10 +429,10 @@ def _advance(
     """Move the stacks of one portion; return all stacks, and what owners keep of those
     of matrices, by position.
     """
-    members, numbers, hosts = columns
+    members, scalars, hosts = columns
     positions, selected = range(len(stacks)), set(part)
     stacks, outputs = run.move(
-        update, stacks, [numbers[i] if i in selected else None for i in positions]
+        update, stacks, [scalars[i] if i in selected else None for i in positions]
     )
     whole = [i for i in part if stacks[i].algorithm.matrix_only]
     if not whole:
@@ -444,30 +444,30 @@ def _advance(
     by_position = dict(zip(whole, results, strict=True))
     matrices = [by_position[i].matrix if i in by_position else None for i in positions]
     rows = [by_position[i].rows if i in by_position else () for i in positions]
-    stacks, _ = run.move(apply, stacks, matrices, rows, numbers)
+    stacks, _ = run.move(apply, stacks, matrices, rows, scalars)
     return stacks, {i: r.owned for i, r in by_position.items()}
 
 
 def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[StackScalars]:
-    """Return the numbers of each stack, in the order of ``groups``."""
-    all_numbers = []
+    """Return the scalars of each stack, in the order of ``groups``."""
+    scalars = []
     for group, ok, tables in zip(groups, decision.ok, decision.tables, strict=True):
         sizes = group.hyper.sizes or [stack.num_tensors for stack in group.stacks]
         oks = group.hyper.per_part(ok).split(sizes)
         cuts = {dtype: table.split(sizes) for dtype, table in tables.items()}
         for i, stack in enumerate(group.stacks):
-            all_numbers.append(StackScalars(oks[i], cuts[working_dtype(stack.x)][i]))
-    return all_numbers
+            scalars.append(StackScalars(oks[i], cuts[working_dtype(stack.x)][i]))
+    return scalars
 
 
-def update(stack: Stack, numbers: StackScalars) -> tuple[Stack, Tensor | None]:
+def update(stack: Stack, scalars: StackScalars) -> tuple[Stack, Tensor | None]:
     """Move buffers and, for an elementwise algorithm, x one step on.
 
     For a matrix algorithm x stays, and the second result is the stack of matrices that
     go to their owners; None stands for m, so that no second full-size tensor is made,
     and for an elementwise algorithm.
     """
-    algorithm, s = stack.algorithm, StepScalars.of(numbers, stack, stack.x)
+    algorithm, s = stack.algorithm, StepScalars.of(scalars, stack, stack.x)
     g = working(stack.g)
     c = s.weights[0] * g
     for weight, operand in zip(s.weights[1:], stack.operands, strict=True):
@@ -527,21 +527,21 @@ def write_params(stack: Stack, new: Tensor, s: StepScalars) -> Stack:
 
 
 def apply(
-    stack: Stack, matrix: Tensor, rows: Sequence[Tensor], numbers: StackScalars
+    stack: Stack, matrix: Tensor, rows: Sequence[Tensor], scalars: StackScalars
 ) -> tuple[Stack, None]:
     """Move x of a matrix algorithm one step on, given what its owners have made, and
     numbers of rows; buffers among these are replaced.
     """
-    s = StepScalars.of(numbers, stack, stack.x)
+    s = StepScalars.of(scalars, stack, stack.x)
     preconditioner = stack.algorithm.matrix_preconditioner
     by_symbol = dict(zip(preconditioner.row_outputs, rows, strict=True))
     buffers = dict(stack.buffers)
     for symbol, value in by_symbol.items():
         if symbol in buffers:
             old = buffers[symbol]
-            scalars = StepScalars.of(numbers, stack, old)
-            value = rounded(stack, symbol, value, scalars.key)
-            buffers[symbol] = torch.where(scalars.ok, value, old)
+            of_old = StepScalars.of(scalars, stack, old)
+            value = rounded(stack, symbol, value, of_old.key)
+            buffers[symbol] = torch.where(of_old.ok, value, old)
     o, x = working(matrix), working(iterate(stack))
     factors = {symbol: factor(value, o) for symbol, value in by_symbol.items()}
     new = preconditioner.apply(x, o, factors, s.rule, stack.matrix_shape)

@@ -78,13 +78,13 @@ class Stack(NamedTuple):
 
 class Formula:
     """What is alike of algorithms that differ in the values of their hyperparameters
-    alone: one graph moves the stacks of them all, by the numbers of each. Compared and
+    alone: one graph moves the stacks of them all, by the values of each. Compared and
     hashed by identity.
 
     Args:
         algorithm: one of them, to be asked for formulas.
-        is_shared: whether others may have this formula. A graph then gets numbers from
-            outside, and what reads them from the algorithm raises.
+        is_shared: whether others may have this formula. A graph then gets their values
+            from outside, and what reads them from the algorithm raises.
     """
 
     def __init__(self, algorithm: Algorithm, *, is_shared: bool) -> None:
@@ -112,7 +112,7 @@ def formula(algorithm: Algorithm) -> Formula:
 
 
 def _structure(component: Any) -> Hashable:
-    """Return a component's type, its structure, and which of its numbers are None."""
+    """Return a component's type, its structure, and which of its values are None."""
     if component is None:
         return None
     values = [(f, getattr(component, f.name)) for f in fields(component)]
@@ -147,14 +147,15 @@ class Hyperparameters(NamedTuple):
     gamma: Number
     t: Tensor  # (N,) steps that each tensor has taken
     dtypes: tuple[torch.dtype, ...]  # working dtypes of its stacks, each once
-    # (N, num_behind) numbers of the last step, from which x follows; None: it is kept
+    # (N, num_behind) coefficients that the last step left, by which x follows from y;
+    # None: x is kept
     behind: Tensor | None = None
     # of each stack: its tensors, and the parts of each that have a norm of their own;
     # None: one part each (a graph would guard every number)
     parts: tuple[tuple[int, int], ...] | None = None
     # lr, where it is a tensor that the host does not read: a step looks into it
     unread_lr: Tensor | None = None
-    # where graphs read lr, gamma and the algorithm's numbers
+    # where graphs read lr, gamma and the algorithm's hyperparameters
     cells: Cells | None = None
 
     def from_cells(self) -> Hyperparameters:
@@ -162,8 +163,8 @@ class Hyperparameters(NamedTuple):
         assert self.cells is not None
         values, algorithm = self.cells.values.unbind(), self.algorithm
         if self.cells.numbers:
-            own_numbers = iter([values[i] for i in self.cells.numbers])
-            algorithm = with_numbers(algorithm, own_numbers)
+            present = iter([values[i] for i in self.cells.numbers])
+            algorithm = with_numbers(algorithm, present)
         lr, gamma = values[self.cells.lr], values[self.cells.gamma]
         return self._replace(algorithm=algorithm, lr=lr, gamma=gamma)
 
@@ -223,7 +224,7 @@ class StepScalars(NamedTuple):
     weights: tuple[Tensor, ...]
     # by how many displacements y is ahead of x; None: parameters are x
     extrapolation: Tensor | None
-    # numbers of the last step that lead from the parameters to x; None: x is there
+    # coefficients of the last step, by which x follows from y; None: x is there
     behind: tuple[Tensor, ...] | None
     # of the noise in this step, int64; None: nothing is rounded stochastically
     key: Tensor | None
@@ -250,12 +251,12 @@ class StepScalars(NamedTuple):
         return table
 
     @classmethod
-    def of(cls, numbers: StackScalars, stack: Stack, like: Tensor) -> StepScalars:
-        """Return what the numbers of a stack say, as factors of ``like``, a tensor (L,
+    def of(cls, scalars: StackScalars, stack: Stack, like: Tensor) -> StepScalars:
+        """Return what the scalars of a stack say, as factors of ``like``, a tensor (L,
         ...) that belongs to it.
         """
         algorithm = stack.algorithm
-        ok, table = numbers  # a plain pair in a graph
+        ok, table = scalars  # a plain pair in a graph
         columns = [ok, *table.unbind(1)]
         if stack.rows is not None:
             rows = stack.x.shape[: stack.num_row_dims]
@@ -287,9 +288,9 @@ class StackScalars(NamedTuple):
     table: Tensor  # (parts, K): ``StepScalars.table``
 
 
-def factor(numbers: Tensor, x: Tensor) -> Tensor:
-    """Return numbers over the first dims of ``x``, or one, as a factor of it."""
-    return numbers.view(*numbers.shape, *(1 for _ in range(x.ndim - numbers.ndim)))
+def factor(values: Tensor, x: Tensor) -> Tensor:
+    """Return values over the first dims of ``x``, or one, as a factor of it."""
+    return values.view(*values.shape, *(1 for _ in range(x.ndim - values.ndim)))
 
 
 class Decision(NamedTuple):

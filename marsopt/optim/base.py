@@ -163,7 +163,8 @@ class LayoutOptimizer(Optimizer):
         """Make missing state, buckets over it, and a run that moves them.
 
         Args:
-            layout: one that is bound; None makes it.
+            layout: one that is bound, as loading binds it, to check what it loads
+                against the state before anything is taken over; None makes it.
         """
         bound = layout is not None
         if layout is None:
@@ -276,7 +277,7 @@ class LayoutOptimizer(Optimizer):
         if self._max_norm is None:
             return factor
         scale = 1.0 if factor is None else factor
-        return scale * global_clip(self._present.grad_norm() * scale, self._max_norm)
+        return scale * global_clip(self._present.present_norm() * scale, self._max_norm)
 
     @property
     def _ours(self) -> set[str]:

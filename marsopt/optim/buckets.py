@@ -40,6 +40,7 @@ from marsopt.functional.step_types import (
     norms_per_tensor,
     scalar_dtype,
 )
+from marsopt.optim.compiled import should_stack
 from marsopt.optim.groups import DeviceHyperparameters, label, moves
 from marsopt.optim.state_dict import State
 from marsopt.rules.algorithm import Algorithm
@@ -149,9 +150,9 @@ class GroupSide(NamedTuple):
     labels: list[str]
 
 
-class JoinedNumbers:
+class JoinedHyperparameters:
     """The hyperparameters of several groups whose algorithms have one formula, as one
-    algorithm whose numbers are vectors over all their parameters (N,).
+    algorithm in which each is a vector over all their parameters (N,).
 
     Args:
         sides: those that are joined, on one device.
@@ -166,11 +167,11 @@ class JoinedNumbers:
         ]
         self._num_sides, num = len(sides), sum(len(side.params) for side in sides)
         self.values = sides[0].lr.new_zeros(len(self._cells) // len(sides), num)
-        self.lr, self.gamma, *numbers = self.values.unbind()
-        self.algorithm = with_numbers(algorithm, iter(numbers))
+        self.lr, self.gamma, *others = self.values.unbind()
+        self.algorithm = with_numbers(algorithm, iter(others))
 
     def refresh(self, index: Tensor) -> None:
-        """Take over the groups' present numbers.
+        """Take over the groups' present hyperparameters.
 
         Args:
             index: (N,) the number of each parameter's side, int64.
@@ -179,13 +180,16 @@ class JoinedNumbers:
         torch.index_select(table.t(), 1, index, out=self.values)
 
 
-def cells_of(numbers: GroupSide | JoinedNumbers) -> Cells:
-    """Return where graphs find the hyperparameters of a side, or of several."""
-    algorithm, size = numbers.algorithm, numbers.values[0].numel()
-    places = [numbers.lr, numbers.gamma]
+def cells_of(hyper: GroupSide | JoinedHyperparameters) -> Cells:
+    """Return where graphs find the hyperparameters of a side, or of several. Each is a
+    view of one row of ``values``, whose offset says which: an algorithm has no names
+    of its hyperparameters to look them up by.
+    """
+    algorithm, size = hyper.algorithm, hyper.values[0].numel()
+    places = [hyper.lr, hyper.gamma]
     places += numbers_of(algorithm) if formula(algorithm).is_shared else []
     lr, gamma, *others = [cell.storage_offset() // size for cell in places]
-    return Cells(numbers.values, lr, gamma, tuple(others))
+    return Cells(hyper.values, lr, gamma, tuple(others))
 
 
 @dataclass
@@ -195,10 +199,10 @@ class BucketGroup:
     hyper: Hyperparameters
     buckets: list[ParameterBucket]
     groups: list[dict[str, Any]]  # the param groups of its parameters
-    # numbers of ``hyper`` that a step brings from and to ``optimizer.state``, whose
+    # what ``hyper`` has that a step brings from and to ``optimizer.state``, whose
     # tensors are in somebody's memory: (rows, entries)
     apart: tuple[list[Tensor], list[Tensor]]
-    refresh: Callable[[], None]  # takes over the groups' present numbers
+    refresh: Callable[[], None]  # takes over the groups' present ones
 
 
 # ---- buckets -------------------------------------------------------------------------
@@ -251,9 +255,10 @@ def split(
 
 
 def alike(sides: Sequence[GroupSide]) -> list[list[GroupSide]]:
-    """Return the sides that are moved together: those of one formula, whose numbers
-    then are vectors. Owners of matrices read theirs from the algorithm itself, and the
-    norms of a tensor's parts are more than its numbers: these are moved one by one.
+    """Return the sides that are moved together: those of one formula, whose
+    hyperparameters then are vectors. Owners of matrices read theirs from the algorithm
+    itself, and vectors have a value for each tensor, none for each of its parts: sides
+    with owners, or with norms of parts, are moved one by one.
     """
     return [
         [sides[i] for i in members]
@@ -280,19 +285,18 @@ def build(
     sides: Sequence[GroupSide],
     state: State,
     collectives: Collectives,
-    stacked: Callable[[Tensor, int], bool],
-) -> tuple[JoinedNumbers | None, list[ParameterBucket]]:
+    compile: bool,
+) -> tuple[JoinedHyperparameters | None, list[ParameterBucket]]:
     """Return the buckets of sides that are moved together, and where these are several,
-    their numbers. Nothing is written.
+    their hyperparameters. Nothing is written.
 
     Args:
         sides: of ``alike``.
         state: the optimizer's.
         collectives: who holds the parameters.
-        stacked: whether a parameter shares its bucket with those of its shape, of which
-            there are so many.
+        compile: whether the step is compiled.
     """
-    joined = JoinedNumbers(sides) if len(sides) > 1 else None
+    joined = JoinedHyperparameters(sides) if len(sides) > 1 else None
     params = [p for side in sides for p in side.params]
     labels = [name for side in sides for name in side.labels]
     buckets = [
@@ -302,7 +306,7 @@ def build(
             labels=[labels[i] for i in members],
             collectives=collectives,
         )
-        for members in group_by(_keys(params, state, collectives, stacked))
+        for members in group_by(_keys(params, state, collectives, compile))
     ]
     return joined, buckets
 
@@ -339,27 +343,27 @@ def check_state(
 
 def join(
     sides: Sequence[GroupSide],
-    joined: JoinedNumbers | None,
+    joined: JoinedHyperparameters | None,
     buckets: list[ParameterBucket],
     state: State,
     known: Mapping[int, Tensor],
 ) -> BucketGroup:
-    """Return buckets with their hyperparameters; ``state`` gets the numbers of every
-    parameter.
+    """Return buckets with their hyperparameters; ``state`` gets the rows of
+    every parameter.
     """
     params = [p for bucket in buckets for p in bucket.params]
     apart: tuple[list[Tensor], list[Tensor]] = ([], [])
-    numbers = sides[0] if joined is None else joined
-    algorithm = numbers.algorithm
+    present = sides[0] if joined is None else joined
+    algorithm = present.algorithm
     hyper = Hyperparameters(
         algorithm=algorithm,
-        lr=numbers.lr,
-        gamma=numbers.gamma,
+        lr=present.lr,
+        gamma=present.gamma,
         t=_steps(params, state, apart),
         dtypes=tuple(dict.fromkeys(working_dtype(b.params[0]) for b in buckets)),
         behind=_behind(algorithm.num_behind, params, state, known, apart),
         parts=norms_per_tensor([(len(b.params), b.num_clipped) for b in buckets]),
-        cells=cells_of(numbers),
+        cells=cells_of(present),
     )
     groups = [side.group for side in sides]
     if joined is None:
@@ -374,7 +378,7 @@ def _keys(
     params: Sequence[Tensor],
     state: State,
     collectives: Collectives,
-    stacked: Callable[[Tensor, int], bool],
+    compile: bool,
 ) -> list[Any]:
     """Return what parameters of one bucket share. Nothing here may differ from rank to
     rank: all ranks have to list their parameters in one order.
@@ -388,7 +392,9 @@ def _keys(
     num = Counter(alike)
     return [
         key
-        if key is not None and stacked(p, num[key]) and _may_move(p, state, key[-1])
+        if key is not None
+        and should_stack(p, compile, num[key])
+        and _may_move(p, state, key[-1])
         else i
         for i, (p, key) in enumerate(zip(params, alike, strict=True))
     ]
@@ -424,7 +430,7 @@ def _behind(
     known: Mapping[int, Tensor],
     apart: tuple[list[Tensor], list[Tensor]],
 ) -> Tensor | None:
-    """Return the numbers of the last step (N, num), from which x follows; ``state``
+    """Return the coefficients of the last step (N, num), by which x follows; ``state``
     holds its rows. None where there are none.
     """
     if not num:

@@ -18,7 +18,7 @@ from marsopt.functional.stacks import adjacent, repeated
 from marsopt.functional.step_types import Decision, RuleGroup, Stack
 from marsopt.optim import buckets
 from marsopt.optim.buckets import BucketGroup, ParameterBucket
-from marsopt.optim.compiled import form_of, should_stack
+from marsopt.optim.compiled import form_of
 from marsopt.optim.groups import (
     DeviceHyperparameters,
     check_parameters,
@@ -80,9 +80,6 @@ class Layout:
         pieces = {p: {**state[p], **recut} for p, recut in self._recut.items()}
         coming: State = ChainMap(pieces, state) if pieces else state
 
-        def stacked(p: Tensor, num_alike: int) -> bool:
-            return should_stack(p, compile, num_alike)
-
         sides = [
             side
             for i, group in numbered
@@ -91,7 +88,7 @@ class Layout:
             )
         ]
         self._together = [
-            (alike, *buckets.build(alike, coming, self.collectives, stacked))
+            (alike, *buckets.build(alike, coming, self.collectives, compile))
             for alike in buckets.alike(sides)
         ]
         self.buckets = [b for *_, several in self._together for b in several]
@@ -109,7 +106,7 @@ class Layout:
         self.scratch: dict[tuple[int, str], tuple[Tensor, tuple[Tensor, ...]]] = {}
         self._away: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._moved: list[Tensor] = []
-        self._digest: str | None = None  # the groups' numbers
+        self._digest: str | None = None  # the groups' hyperparameters
         self._live: dict[tuple[bool, ...], Tensor] = {}
         self.has_gradients = False  # whether the last step had one
         self.unaligned: str | None = None  # a gradient that no wide load can read
@@ -144,7 +141,6 @@ class Layout:
             before.publish_owned(state)
         for together in ways.values():
             buckets.attach_owned(together, state, moved=before is not None)
-        self.members = [bucket.members for bucket in self.buckets]
         _forget_unused(state, self._every)
         self._signature = self._sign(self._groups)
 
@@ -194,8 +190,8 @@ class Layout:
 
     @property
     def stacks(self) -> dict[int, Tensor]:
-        """Return all stacks of several parameters, and their groups' numbers from which
-        x follows, by address.
+        """Return all stacks of several parameters, and the coefficients by which x
+        follows, by address.
         """
         stacks = [group.hyper.behind for group in self.groups]
         stacks += [
@@ -343,7 +339,9 @@ class Layout:
         return rule_groups, self._live_on(self.params[0].device, live)
 
     def digest(self) -> str:
-        """Return the groups' numbers in the last ``gather``, for ranks to compare."""
+        """Return the groups' hyperparameters in the last ``gather``, for ranks to
+        compare.
+        """
         if self._digest is None:
             texts = [hyper.digest_text(group) for group, hyper in self._hyper]
             self._digest = ", ".join(texts)
@@ -493,8 +491,10 @@ class Layout:
 
     # ---- gradients -------------------------------------------------------------------
 
-    def grad_norm(self) -> Tensor:
-        """Return the global norm of the gradients that are there, 0-D."""
+    def present_norm(self) -> Tensor:
+        """Return the global norm of the gradients that are there, 0-D: those of an
+        anchor, or of the next batch, which no step measures.
+        """
         squares = [
             torch.zeros((), device=p.device)
             if p.grad is None
