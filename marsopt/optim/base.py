@@ -228,11 +228,6 @@ class LayoutOptimizer(Optimizer):
             self._build()
         return self._present
 
-    def _cover(self) -> None:
-        """Make the layout anew where the groups have other parameters."""
-        if not self._present.covers(self.param_groups):
-            self._build()
-
     # ---- the protocol of the correction ----------------------------------------------
 
     @torch.inference_mode(False)  # under which later steps could not write what is made
@@ -252,8 +247,11 @@ class LayoutOptimizer(Optimizer):
     @torch.no_grad()
     @without_autocast
     def synced_handles(self) -> list[ParameterHandle]:
-        """Return all parameters that move, for a protocol that is going to read."""
-        self._cover()
+        """Return all parameters that move, for a protocol that is going to read: also
+        of groups that others have replaced.
+        """
+        if not self._present.covers(self.param_groups):
+            self._build()
         self._protocol.sync_from_params(self._present.handles)
         return self._present.handles
 

@@ -41,7 +41,7 @@ from marsopt.functional.step_types import (
     scalar_dtype,
 )
 from marsopt.optim.compiled import should_stack
-from marsopt.optim.groups import DeviceHyperparameters, label, moves
+from marsopt.optim.groups import DeviceHyperparameters, moves
 from marsopt.optim.state_dict import State
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import AHEAD, LOOKAHEAD, Buffer, is_full
@@ -209,35 +209,15 @@ class BucketGroup:
 
 
 def split(
-    groups: Sequence[dict[str, Any]],
-    number: int,
-    hyper: DeviceHyperparameters,
-    state: State,
-    collectives: Collectives,
+    group: dict[str, Any], hyper: DeviceHyperparameters, state: State
 ) -> list[GroupSide]:
-    """Return the parameters of a group that move, by who moves them. Nothing is
-    written.
-
-    Args:
-        groups: all param groups.
-        number: of one of them.
-        hyper: its hyperparameters.
-        state: the optimizer's.
-        collectives: who holds the parameters.
-
-    Raises:
-        ValueError: state that is not a parameter's.
-    """
-    group, routing = groups[number], hyper.routing
-    params = group["params"]
+    """Return the parameters of a group that move, by who moves them."""
+    params, routing = group["params"], hyper.routing
     names = group.get("param_names", [f"{i}" for i in range(len(params))])
     moving = [i for i, p in enumerate(params) if moves(p, state)]
     group_sides = []
     for side in routing.sides([params[i] for i in moving]):
         part = [moving[n] for n in side.members]
-        for i in part:
-            what = label(groups, number, i)
-            check_state(params[i], what, side.algorithm, state, collectives)
         own_rate = side.is_fallback and routing.own_rate
         own_gamma = side.is_fallback and routing.own_gamma
         group_sides.append(

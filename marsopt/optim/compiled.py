@@ -288,12 +288,6 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
     return _form(kind, [flatten(item, tensors) for item in value])
 
 
-def form_of(stack: Stack) -> Hashable:
-    """Return what a graph knows of a stack, for ``Stack.form``."""
-    form: Hashable = flatten(stack, [])
-    return form
-
-
 def _form(make: Callable[..., Any], parts: Iterable[Hashable]) -> Form:
     key = make, tuple(parts)
     form = FORMS.get(key)
