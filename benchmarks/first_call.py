@@ -1,5 +1,6 @@
 """Seconds of the first step, which compiles: with an empty cache on disk, and again in
-a new process with the cache that the first left.
+a new process with the cache that the first left; and of the next optimizer of the same
+shapes in that process, which takes the graphs that are there.
 
     python -m benchmarks.first_call [--layers 12] [--width 768]
 
@@ -60,20 +61,23 @@ def main() -> None:
     parser.add_argument("--only", choices=[*RULES, TORCH], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.only:
-        print(first_step(args.only, args.layers, args.width))
+        print(*(first_step(args.only, args.layers, args.width) for _ in range(2)))
         return
     print(f"seconds of the first step; {one_line(describe('cpu'))}", flush=True)
-    print(f"{'':28}   empty cache   kept cache")
+    print(f"{'':28}   empty cache   kept cache   next optimizer")
     sizes = ["--layers", str(args.layers), "--width", str(args.width)]
     for name in [*RULES, TORCH]:
         command = [sys.executable, "-m", "benchmarks.first_call", "--only", name]
         with tempfile.TemporaryDirectory() as folder:
             there = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder}
-            cold, warm = (
-                float(subprocess.check_output([*command, *sizes], env=there, text=True))
+            (cold, _), (warm, after) = (
+                map(
+                    float,
+                    subprocess.check_output([*command, *sizes], env=there).split(),
+                )
                 for _ in range(2)
             )
-        print(f"{name:28} {cold:13.1f} {warm:12.1f}", flush=True)
+        print(f"{name:28} {cold:13.1f} {warm:12.1f} {after:16.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from collections import Counter
 import pytest
 import torch
 
+from marsopt.optim.compiled import graph_of
 from tests.stacking import as_on_a_gpu
 
 # what starts processes
@@ -47,6 +48,7 @@ def pytest_collection_finish():
 def fresh():
     torch.manual_seed(0)
     torch._dynamo.reset()
+    graph_of.cache_clear()  # a test may compile for another backend
 
 
 @pytest.fixture(params=["as-on-a-cpu", "as-on-a-gpu"])

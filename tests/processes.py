@@ -55,9 +55,12 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
 
 
 def _as_at_the_start() -> None:
+    from marsopt.optim.compiled import graph_of  # the forkserver imports torch alone
+
     torch.set_grad_enabled(True)
     torch.set_num_threads(1)
     torch._dynamo.reset()
+    graph_of.cache_clear()
     torch.manual_seed(0)
     gc.collect()  # FSDP keeps a list of all modules that it knows
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from marsopt import MARS
-from marsopt.optim import base, compiled, layout
+from marsopt.optim import base, buckets, compiled
 
 # eager; compiled, every tensor by itself, as large ones on a CPU; compiled, tensors of
 # one shape as one stack, as on a GPU
@@ -39,7 +39,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """All tensors of one shape in one stack, parameters moved into buffers, one call of
     each function; eager steps too, so that a test need not compile to meet it.
     """
-    patch.setattr(layout, "should_stack", lambda *_: True)
+    patch.setattr(buckets, "should_stack", lambda *_: True)
     patch.setattr(base, "calls", lambda kinds, compile: [list(range(len(kinds)))])
 
 

@@ -271,7 +271,7 @@ def test_nothing_of_a_step_is_kept_alive():
 
 
 @of_dynamo
-def test_a_copy_has_graphs_of_its_own():
+def test_a_copy_takes_the_graphs_and_has_tensors_of_its_own():
     params = parameters(2)
     optimizer = MARS(params, lr=1e-2, compile=True)
     for seed in range(2):
@@ -281,6 +281,86 @@ def test_a_copy_has_graphs_of_its_own():
     gradients(params, 3)
     gradients(theirs, 3)
     optimizer.step()
-    twin.step()
+    assert num_compiled(twin.step) == 0
     for a, b in zip(params, theirs, strict=True):
         assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
+
+
+def sweep(params, **options):
+    """Take two steps by an optimizer of its own."""
+    optimizer = MARS(params, compile=True, **options)
+    for seed in range(2):
+        gradients(params, seed)
+        optimizer.step()
+
+
+@of_dynamo
+@pytest.mark.parametrize("correction", ["approximate", "transport"])
+def test_the_next_optimizer_of_these_shapes_compiles_nothing(correction):
+    """Whatever its hyperparameters are, and whether the one before is still there."""
+    options = dict(max_norm=1.0, correction=correction)
+    assert num_compiled(lambda: sweep(parameters(), **options)) > 0
+    theirs, ours = parameters(), parameters()
+    numbers = dict(lr=1e-2, betas=(0.8, 0.99), weight_decay=0.1, gamma=0.05)
+    assert num_compiled(lambda: sweep(theirs, **options, **numbers)) == 0
+    eager = MARS(ours, compile=False, **options, **numbers)
+    for seed in range(2):
+        gradients(ours, seed)
+        eager.step()
+    for a, b in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@of_dynamo
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda p: nn.Parameter(torch.zeros(260, 255)),
+        lambda p: nn.Parameter(p.detach().t().contiguous().t()),
+        lambda p: nn.Parameter(p.detach().double()),
+        lambda p: nn.Parameter(p.detach().bfloat16()),
+    ],
+    ids=["shape", "strides", "float64", "bfloat16"],
+)
+def test_other_tensors_have_graphs_of_their_own(other):
+    """None of a shape that changes, and no guard that fails."""
+    torch.compiler.reset()
+    counters.clear()
+    sweep([nn.Parameter(torch.zeros(SHAPE)) for _ in range(2)])
+    params = [other(nn.Parameter(torch.zeros(SHAPE))) for _ in range(2)]
+    optimizer = MARS(params, compile=True)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert num_compiled(optimizer.step) > 0
+        assert num_compiled(optimizer.step) == 0
+
+
+@of_dynamo
+def test_an_optimizer_that_is_gone_leaves_no_tensor():
+    """Its graphs stay, for the next one."""
+    params = parameters(2)
+    optimizer = MARS(params, correction="transport", compile=True)
+    for seed in range(2):
+        gradients(params, seed)
+        optimizer.step()
+    tensors = [t for s in optimizer.state.values() for t in s.values()]
+    tensors += [*params, *(p.grad for p in params)]
+    alive = [weakref.ref(t.untyped_storage()) for t in tensors]
+    del params, optimizer, tensors
+    gc.collect()
+    assert not [ref for ref in alive if ref() is not None]
+    assert num_compiled(lambda: sweep(parameters(2), correction="transport")) == 0
+
+
+@of_dynamo
+def test_a_graph_that_may_not_be_compiled_again_is_replaced():
+    """By one with a limit of its own: many optimizers may have met its guards."""
+    params = parameters(1)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        optimizer = MARS(params, compile=True)
+        for change in (None, with_a_graph):
+            gradients(params, 0)
+            if change is not None:
+                change(params)
+            optimizer.step()

@@ -1001,7 +1001,7 @@ def test_an_outer_compile_leaves_the_step_alone(monkeypatch):
 
 
 def test_two_optimizers_do_not_share_the_limit_on_recompiles(monkeypatch):
-    """Each compiles functions of its own: the fourth still runs as one graph."""
+    """Other shapes have graphs of their own: the fourth still runs as one graph."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     for width in range(2, 6):
         params = parameters((width, 3))

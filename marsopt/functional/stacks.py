@@ -128,17 +128,12 @@ def known_stack(leaves: Sequence[Tensor], known: Mapping[int, Tensor]) -> Tensor
     stack = known.get(leaves[0].data_ptr())
     if stack is None or stack.shape != (len(leaves), *leaves[0].shape):
         return None
-    alike = all(x.dtype == stack.dtype for x in leaves)
-    return stack if alike and are_rows(leaves, stack) else None
-
-
-def are_rows(leaves: Sequence[Tensor], stack: Tensor) -> bool:
-    """Whether ``leaves``, of the shape and dtype of its rows, lie where these do."""
-    start, step = stack.data_ptr(), stack[0].nbytes
-    return all(
-        x.data_ptr() == start + i * step and x.stride() == stack.stride()[1:]
+    start, step, strides = stack.data_ptr(), stack[0].nbytes, stack.stride()[1:]
+    are_rows = all(
+        (x.data_ptr(), x.stride(), x.dtype) == (start + i * step, strides, stack.dtype)
         for i, x in enumerate(leaves)
     )
+    return stack if are_rows else None
 
 
 def can_relocate(piece: Tensor, whole: Tensor) -> bool:

@@ -21,11 +21,10 @@ from marsopt.functional.stacks import repeated, stacked, where_or_unread
 from marsopt.functional.step_types import (
     Decision,
     Hyperparameters,
-    Measured,
     Members,
-    Numbers,
     RuleGroup,
     Stack,
+    StackScalars,
     StepScalars,
     factor,
     scalar_dtype,
@@ -43,7 +42,7 @@ ROW = 256  # elements; of shorter rows, as of a convolution, several are one
 
 
 Result = TypeVar("Result")
-Each = Callable[[Sequence[Measured]], list[Tensor]]  # ``products``
+Each = Callable[[Sequence[Stack]], list[Tensor]]  # ``products``
 Move = Callable[..., tuple[Stack, Tensor | None]]  # of a stack and its own columns
 
 
@@ -63,7 +62,7 @@ class Run(Protocol):
     def meet(self, what: str, function: Callable[..., Result], *args: Any) -> Result:
         """Return ``function(*args)``, in which ranks meet for ``what``: no graph."""
 
-    def each(self, function: Each, stacks: Sequence[Measured]) -> list[Tensor]:
+    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
         """Return ``function(stacks)``, a list with one tensor per stack; it may be
         called with some of them at a time.
         """
@@ -100,7 +99,7 @@ class Pure:
     def meet(self, what: str, function: Callable[..., Result], *args: Any) -> Result:
         return function(*args)
 
-    def each(self, function: Each, stacks: Sequence[Measured]) -> list[Tensor]:
+    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
         return function(stacks)
 
     def move(
@@ -161,11 +160,10 @@ def assess(
     check_declared(groups)
     may_overflow = any(group.hyper.algorithm.may_overflow for group in groups)
     stacks, hypers = stacks_of(groups), [group.hyper for group in groups]
-    measured = [stack.measured for stack in stacks]
     if run.is_fused and not may_overflow:
-        return run.call(assess_alone, hypers, measured, live, max_norm)
+        return run.call(assess_alone, hypers, stacks, live, max_norm)
     leaves: list[Tensor] = []
-    inner_products = run.each(products, measured)
+    inner_products = run.each(products, stacks)
     for part, stack_members in zip(inner_products, members, strict=True):
         leaves += repeated(stack_members.leaves, len(part) // len(stack_members.leaves))
     partial = statistics(inner_products, live)
@@ -181,7 +179,7 @@ def assess(
 
 def assess_alone(
     hypers: Sequence[Hyperparameters],
-    stacks: Sequence[Measured],
+    stacks: Sequence[Stack],
     live: Tensor | None,
     max_norm: Number | None,
 ) -> tuple[Tensor, Decision]:
@@ -195,7 +193,7 @@ def stacks_of(groups: Sequence[RuleGroup]) -> list[Stack]:
     return [stack for group in groups for stack in group.stacks]
 
 
-def products(stacks: Sequence[Measured]) -> list[Tensor]:
+def products(stacks: Sequence[Stack]) -> list[Tensor]:
     """Return the inner products of what is clipped in every stack, partial over shards:
     those of all pairs of g and its operands, (parts, pairs), from one read of them.
 
@@ -207,8 +205,9 @@ def products(stacks: Sequence[Measured]) -> list[Tensor]:
     return [_products(stack) for stack in stacks]
 
 
-def _products(stack: Measured) -> Tensor:
-    v, rows, first = [working(t) for t in stack.vectors], stack.rows, stack.form.first
+def _products(stack: Stack) -> Tensor:
+    v, rows = [working(t) for t in (stack.g, *stack.operands)], stack.rows
+    first = 1 if rows is None else stack.num_row_dims  # a norm has all the others
     dims = row_dims(v[0].shape, first)
     terms = [v[i] * v[j] for i, j in pairs(v)]
     # (L, pairs, *what is left of the shape)
@@ -251,7 +250,7 @@ def statistics(
     return sums if live is None else torch.where(live[:, None], sums, 0.0)
 
 
-def overflows(stacks: Sequence[Stack], numbers: Sequence[Numbers]) -> Tensor:
+def overflows(stacks: Sequence[Stack], scalars: Sequence[StackScalars]) -> Tensor:
     """Return (N, 1): infinity for parts of tensors whose buffers in shards would not
     hold what a step writes, else 0. Nothing is written.
 
@@ -259,8 +258,8 @@ def overflows(stacks: Sequence[Stack], numbers: Sequence[Numbers]) -> Tensor:
     bound, as the norm of c is one, would skip steps that are fine.
     """
     flags = []
-    for stack, stack_numbers in zip(stacks, numbers, strict=True):
-        num, (after, _) = stack.num_tensors, update(stack, stack_numbers)
+    for stack, stack_scalars in zip(stacks, scalars, strict=True):
+        num, (after, _) = stack.num_tensors, update(stack, stack_scalars)
         fits = torch.ones(num, dtype=torch.bool, device=stack.x.device)
         for symbol, buffer in stack.algorithm.buffers.items():
             if symbol in stack.buffers and buffer.dtype != "parameter":
@@ -311,10 +310,10 @@ def decide(
         weights.append(group_weights)
     t, behind, oks, tables = [], [], [], []
     for hyper, part, group_weights in zip(hypers, parts, weights, strict=True):
-        scalars, numbers = _scalars(hyper, part, a, finite, group_weights)
+        scalars, coefficients = _scalars(hyper, part, a, finite, group_weights)
         table = scalars.table(hyper)
         t.append(hyper.t + scalars.ok.to(hyper.t.dtype))
-        behind.append(numbers)
+        behind.append(coefficients)
         oks.append(scalars.ok)
         tables.append({dtype: table.to(dtype) for dtype in hyper.dtypes})
     return Decision(grad_norm, finite, t, behind, oks, tables)
@@ -358,9 +357,9 @@ def _scalars(
     if hyper.behind is not None:  # y takes the place of x: there is no other
         assert k is not None
         (dtype,) = hyper.dtypes
-        rule, numbers = algorithm.preconditioner.look_ahead(rule, k, dtype)
+        rule, coefficients = algorithm.preconditioner.look_ahead(rule, k, dtype)
         behind, k = hyper.behind.unbind(1), None
-        left = torch.stack([number.expand_as(t) for number in numbers], 1)
+        left = torch.stack([value.expand_as(t) for value in coefficients], 1)
         left = torch.where(ok[:, None], left, hyper.behind)
     grad_clip = a if algorithm.written else None
     key = rounding.step_key(t) if algorithm.stochastic_rounding else None
@@ -402,7 +401,7 @@ def advance(
     run: Run = PURE,
 ) -> Moved:
     """Move parameters and state one step on; a step that is not finite keeps all."""
-    stacks, numbers = stacks_of(groups), per_stack(groups, decision)
+    stacks, scalars = stacks_of(groups), per_stack(groups, decision)
     owned: list[list[Tensors | None]] = [[] for _ in stacks]
     if any(stack.algorithm.matrix_only for stack in stacks):
         hosts, first = [], 0
@@ -411,29 +410,29 @@ def advance(
                 hosts.append(Host(group.num_steps, first, ok))
                 first += len(ok)
         for part in run.portions(stacks):
-            columns = members, numbers, hosts
+            columns = members, scalars, hosts
             stacks, part_owned = _advance(part, stacks, columns, collectives, run)
             for i, buffers in part_owned.items():
                 owned[i] = buffers
     else:
-        stacks, _ = run.move(update, stacks, numbers)
+        stacks, _ = run.move(update, stacks, scalars)
     return Moved(stacks, owned)
 
 
 def _advance(
     part: Sequence[int],
     stacks: Sequence[Stack],
-    columns: tuple[Sequence[Members], Sequence[Numbers], Sequence[Host]],
+    columns: tuple[Sequence[Members], Sequence[StackScalars], Sequence[Host]],
     collectives: Collectives,
     run: Run,
 ) -> tuple[list[Stack], dict[int, list[Tensors | None]]]:
     """Move the stacks of one portion; return all stacks, and what owners keep of those
     of matrices, by position.
     """
-    members, numbers, hosts = columns
+    members, scalars, hosts = columns
     positions, selected = range(len(stacks)), set(part)
     stacks, outputs = run.move(
-        update, stacks, [numbers[i] if i in selected else None for i in positions]
+        update, stacks, [scalars[i] if i in selected else None for i in positions]
     )
     whole = [i for i in part if stacks[i].algorithm.matrix_only]
     if not whole:
@@ -445,30 +444,30 @@ def _advance(
     by_position = dict(zip(whole, results, strict=True))
     matrices = [by_position[i].matrix if i in by_position else None for i in positions]
     rows = [by_position[i].rows if i in by_position else () for i in positions]
-    stacks, _ = run.move(apply, stacks, matrices, rows, numbers)
+    stacks, _ = run.move(apply, stacks, matrices, rows, scalars)
     return stacks, {i: r.owned for i, r in by_position.items()}
 
 
-def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[Numbers]:
-    """Return the numbers of each stack, in the order of ``groups``."""
-    all_numbers = []
+def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[StackScalars]:
+    """Return the scalars of each stack, in the order of ``groups``."""
+    scalars = []
     for group, ok, tables in zip(groups, decision.ok, decision.tables, strict=True):
         sizes = group.hyper.sizes or [stack.num_tensors for stack in group.stacks]
         oks = group.hyper.per_part(ok).split(sizes)
         cuts = {dtype: table.split(sizes) for dtype, table in tables.items()}
         for i, stack in enumerate(group.stacks):
-            all_numbers.append(Numbers(oks[i], cuts[working_dtype(stack.x)][i]))
-    return all_numbers
+            scalars.append(StackScalars(oks[i], cuts[working_dtype(stack.x)][i]))
+    return scalars
 
 
-def update(stack: Stack, numbers: Numbers) -> tuple[Stack, Tensor | None]:
+def update(stack: Stack, scalars: StackScalars) -> tuple[Stack, Tensor | None]:
     """Move buffers and, for an elementwise algorithm, x one step on.
 
     For a matrix algorithm x stays, and the second result is the stack of matrices that
     go to their owners; None stands for m, so that no second full-size tensor is made,
     and for an elementwise algorithm.
     """
-    algorithm, s = stack.algorithm, StepScalars.of(numbers, stack, stack.x)
+    algorithm, s = stack.algorithm, StepScalars.of(scalars, stack, stack.x)
     g = working(stack.g)
     c = s.weights[0] * g
     for weight, operand in zip(s.weights[1:], stack.operands, strict=True):
@@ -528,21 +527,21 @@ def write_params(stack: Stack, new: Tensor, s: StepScalars) -> Stack:
 
 
 def apply(
-    stack: Stack, matrix: Tensor, rows: Sequence[Tensor], numbers: Numbers
+    stack: Stack, matrix: Tensor, rows: Sequence[Tensor], scalars: StackScalars
 ) -> tuple[Stack, None]:
     """Move x of a matrix algorithm one step on, given what its owners have made, and
     numbers of rows; buffers among these are replaced.
     """
-    s = StepScalars.of(numbers, stack, stack.x)
+    s = StepScalars.of(scalars, stack, stack.x)
     preconditioner = stack.algorithm.matrix_preconditioner
     by_symbol = dict(zip(preconditioner.row_outputs, rows, strict=True))
     buffers = dict(stack.buffers)
     for symbol, value in by_symbol.items():
         if symbol in buffers:
             old = buffers[symbol]
-            scalars = StepScalars.of(numbers, stack, old)
-            value = rounded(stack, symbol, value, scalars.key)
-            buffers[symbol] = torch.where(scalars.ok, value, old)
+            of_old = StepScalars.of(scalars, stack, old)
+            value = rounded(stack, symbol, value, of_old.key)
+            buffers[symbol] = torch.where(of_old.ok, value, old)
     o, x = working(matrix), working(iterate(stack))
     factors = {symbol: factor(value, o) for symbol, value in by_symbol.items()}
     new = preconditioner.apply(x, o, factors, s.rule, stack.matrix_shape)

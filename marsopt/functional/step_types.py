@@ -4,17 +4,10 @@ decides about them.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Hashable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
-from dataclasses import dataclass, fields, replace
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+from dataclasses import fields, replace
 from itertools import repeat
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -27,9 +20,7 @@ from marsopt.rules.matrices import MatrixRows
 from marsopt.rules.registry import BUILT_IN
 from marsopt.rules.rounding import HALF
 
-Form = TypeVar("Form")
 FORMULAS: MutableMapping[Algorithm, Formula] = WeakKeyDictionary()
-INTERNED: MutableMapping[Hashable, Any] = WeakValueDictionary()
 SHARED: MutableMapping[Hashable, Formula] = WeakValueDictionary()
 
 
@@ -48,20 +39,22 @@ class Stack(NamedTuple):
     # where noise is needed: what lies here, as ``Collectives.cuts`` says
     cuts: Mapping[int, Tensor] = {}
     given: Mapping[str, Tensor] = {}  # operands in place of buffers of the same symbol
-    form: StackForm | None = None  # where it is known from the step before
+    # what a graph knows of it (``optim.compiled``), from a step before
+    form: Hashable = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return all that it holds, in the order of its fields."""
+        tensors = [self.x, self.g, *self.buffers.values()]
+        if self.rows is not None and self.rows.row_index is not None:
+            tensors.append(self.rows.row_index)
+        return [*tensors, *self.cuts.values(), *self.given.values()]
 
     @property
     def operands(self) -> list[Tensor]:
         """Return what c is made of beside the gradient."""
         tensors = {**self.buffers, **self.given}
         return [tensors[symbol] for symbol in self.algorithm.operands]
-
-    @property
-    def measured(self) -> Measured:
-        """Return what its clips follow from."""
-        form = self.measured_form() if self.form is None else self.form.measured
-        rows = None if form.rows is None else self.rows
-        return Measured([self.g, *self.operands], rows, form)
 
     @property
     def num_tensors(self) -> int:
@@ -82,108 +75,16 @@ class Stack(NamedTuple):
         """Return how many dims of the stack, its first ones, count rows."""
         return 1 + self.algorithm.matrices.column_dim(len(self.shape))
 
-    def flat(self) -> tuple[StackForm, list[Tensor]]:
-        """Return its tensors, and all else: ``StackForm.stack`` joins the two."""
-        tensors = [self.x, self.g, *self.buffers.values()]
-        tensors += self.given.values()
-        tensors += self.cuts.values()
-        if self.rows is not None and self.rows.row_index is not None:
-            tensors.append(self.rows.row_index)
-        return self.form or self.make_form(), tensors
-
-    def make_form(self) -> StackForm:
-        """Return what it is beside its tensors."""
-        return interned(
-            StackForm,
-            formula(self.algorithm),
-            self.shape,
-            (self.x.shape, self.x.stride(), self.x.dtype),
-            tuple(self.buffers),
-            tuple(self.given),
-            tuple(self.cuts),
-            RowsForm.of(self.rows),
-            self.measured_form(),
-        )
-
-    def measured_form(self) -> MeasuredForm:
-        """Return what ``measured`` is beside its tensors."""
-        num, shape = 1 + len(self.algorithm.operands), self.g.shape
-        if self.num_clipped == 1:
-            return interned(MeasuredForm, num, shape, None, 1)
-        rows = RowsForm.of(self.rows)
-        return interned(MeasuredForm, num, shape, rows, self.num_row_dims)
-
-
-def interned(kind: Callable[..., Form], *values: Hashable) -> Form:
-    """Return ``kind(*values)``, the same object for equal values."""
-    if torch.compiler.is_compiling():  # a caller's graph, which needs no more of it
-        return kind(*values)
-    form = INTERNED.get((kind, values))
-    if form is None:
-        form = INTERNED[kind, values] = kind(*values)
-    return form
-
-
-class Measured(NamedTuple):
-    """The tensors of a stack that its clips follow from."""
-
-    vectors: list[Tensor]  # (L, *piece): g, then what else c is made of
-    rows: MatrixRows | None  # where parts of a tensor have a norm of their own
-    form: MeasuredForm
-
-    def flat(self) -> tuple[MeasuredForm, list[Tensor]]:
-        """Return its tensors, and all else: ``MeasuredForm.measured`` joins the two."""
-        if self.rows is None or self.rows.row_index is None:
-            return self.form, self.vectors
-        return self.form, [*self.vectors, self.rows.row_index]
-
-
-@dataclass(frozen=True, eq=False)
-class MeasuredForm:
-    """What a graph knows of ``Measured`` beside its tensors. Equal ones are one
-    object (``interned``), whose hash costs nothing.
-    """
-
-    num: int
-    shape: torch.Size  # (L, *piece)
-    rows: RowsForm | None
-    first: int  # dims before those of which rows are long
-
-    def measured(self, tensors: Iterator[Tensor]) -> Measured:
-        """Return that of the next ``tensors``, in the order of ``Measured.flat``."""
-        vectors = [next(tensors) for _ in range(self.num)]
-        rows = None if self.rows is None else self.rows.matrix_rows(tensors)
-        return Measured(vectors, rows, self)
-
-
-class RowsForm(NamedTuple):
-    """What a graph knows of ``MatrixRows`` beside its tensor."""
-
-    num: int
-    rows: int
-    has_index: bool
-
-    @classmethod
-    def of(cls, rows: MatrixRows | None) -> RowsForm | None:
-        """Return that of ``rows``, or None where there are none."""
-        return rows and cls(rows.num, rows.rows, rows.row_index is not None)
-
-    def matrix_rows(self, tensors: Iterator[Tensor]) -> MatrixRows:
-        """Return those whose index, where they have one, is the next tensor."""
-        return MatrixRows(
-            self.num, self.rows, next(tensors) if self.has_index else None
-        )
-
 
 class Formula:
     """What is alike of algorithms that differ in the values of their hyperparameters
-    alone: one graph moves the stacks of them all, by the numbers of each. Compared and
+    alone: one graph moves the stacks of them all, by the values of each. Compared and
     hashed by identity.
 
     Args:
         algorithm: one of them, to be asked for formulas.
-        is_shared: whether others may have this formula. A graph then gets numbers from
-            outside, and what reads them from the algorithm raises.
+        is_shared: whether others may have this formula. A graph then gets their values
+            from outside, and what reads them from the algorithm raises.
     """
 
     def __init__(self, algorithm: Algorithm, *, is_shared: bool) -> None:
@@ -191,32 +92,6 @@ class Formula:
         self.algorithm = (
             with_numbers(algorithm, repeat(...)) if is_shared else replace(algorithm)
         )
-
-
-@dataclass(frozen=True, eq=False)
-class StackForm:
-    """What a graph knows of a stack beside its tensors. Equal ones are one
-    object (``interned``), whose hash costs nothing.
-    """
-
-    formula: Formula
-    shape: torch.Size
-    pieces: tuple[Hashable, ...]  # shape, strides and dtype of x, (L, *piece)
-    buffers: tuple[str, ...]
-    given: tuple[str, ...]
-    cuts: tuple[int, ...]
-    rows: RowsForm | None
-    measured: MeasuredForm
-
-    def stack(self, tensors: Iterator[Tensor]) -> Stack:
-        """Return the stack of the next ``tensors``, in the order of ``Stack.flat``."""
-        x, g = next(tensors), next(tensors)
-        buffers = {symbol: next(tensors) for symbol in self.buffers}
-        operands = {symbol: next(tensors) for symbol in self.given}
-        cuts = {dim: next(tensors) for dim in self.cuts}
-        rows = None if self.rows is None else self.rows.matrix_rows(tensors)
-        algorithm = self.formula.algorithm
-        return Stack(algorithm, x, g, buffers, self.shape, rows, cuts, operands)
 
 
 def formula(algorithm: Algorithm) -> Formula:
@@ -237,7 +112,7 @@ def formula(algorithm: Algorithm) -> Formula:
 
 
 def _structure(component: Any) -> Hashable:
-    """Return a component's type, its structure, and which of its numbers are None."""
+    """Return a component's type, its structure, and which of its values are None."""
     if component is None:
         return None
     values = [(f, getattr(component, f.name)) for f in fields(component)]
@@ -272,32 +147,26 @@ class Hyperparameters(NamedTuple):
     gamma: Number
     t: Tensor  # (N,) steps that each tensor has taken
     dtypes: tuple[torch.dtype, ...]  # working dtypes of its stacks, each once
-    # (N, num_behind) numbers of the last step, from which x follows; None: it is kept
+    # (N, num_behind) coefficients that the last step left, by which x follows from y;
+    # None: x is kept
     behind: Tensor | None = None
     # of each stack: its tensors, and the parts of each that have a norm of their own;
     # None: one part each (a graph would guard every number)
     parts: tuple[tuple[int, int], ...] | None = None
     # lr, where it is a tensor that the host does not read: a step looks into it
     unread_lr: Tensor | None = None
-    # where graphs read lr, gamma and the algorithm's numbers
+    # where graphs read lr, gamma and the algorithm's hyperparameters
     cells: Cells | None = None
 
-    def flat(self) -> tuple[HyperparametersForm, list[Tensor]]:
-        """Return the tensors among them, and all else; they need ``cells``."""
+    def from_cells(self) -> Hyperparameters:
+        """Return them as a graph reads them, which has ``cells`` of them alone."""
         assert self.cells is not None
-        values, lr, gamma, numbers = self.cells
-        tensors = [values, self.t]
-        tensors += [] if self.behind is None else [self.behind]
-        form = HyperparametersForm(
-            formula(self.algorithm),
-            len(self.t),
-            (values.ndim, lr, gamma, numbers),
-            self.dtypes,
-            self.behind is not None,
-            self.parts,
-            self.unread_lr is None,
-        )
-        return form, tensors
+        values, algorithm = self.cells.values.unbind(), self.algorithm
+        if self.cells.numbers:
+            present = iter([values[i] for i in self.cells.numbers])
+            algorithm = with_numbers(algorithm, present)
+        lr, gamma = values[self.cells.lr], values[self.cells.gamma]
+        return self._replace(algorithm=algorithm, lr=lr, gamma=gamma)
 
     @property
     def num_parts(self) -> int:
@@ -325,38 +194,6 @@ class Hyperparameters(NamedTuple):
         cuts = values.split([num for num, _ in parts])
         pairs = zip(cuts, parts, strict=True)
         return torch.cat([cut.repeat_interleave(num) for cut, (_, num) in pairs])
-
-
-class HyperparametersForm(NamedTuple):
-    """What a graph knows of hyperparameters beside the tensors that change."""
-
-    formula: Formula
-    num: int  # N
-    cells: tuple[int, int, int, tuple[int, ...]]  # of ``Cells``: ndim of values, places
-    dtypes: tuple[torch.dtype, ...]
-    has_behind: bool
-    parts: tuple[tuple[int, int], ...] | None
-    is_read: bool  # the learning rate, by the host
-
-    def hyperparameters(self, tensors: Iterator[Tensor]) -> Hyperparameters:
-        """Return those of the next ``tensors``, in the order of
-        ``Hyperparameters.flat``.
-        """
-        values, t = next(tensors).unbind(), next(tensors)
-        _, lr, gamma, numbers = self.cells
-        algorithm = self.formula.algorithm
-        if self.formula.is_shared:
-            algorithm = with_numbers(algorithm, iter([values[i] for i in numbers]))
-        return Hyperparameters(
-            algorithm,
-            values[lr],
-            values[gamma],
-            t,
-            self.dtypes,
-            next(tensors) if self.has_behind else None,
-            self.parts,
-            None if self.is_read else values[lr],
-        )
 
 
 def norms_per_tensor(
@@ -387,7 +224,7 @@ class StepScalars(NamedTuple):
     weights: tuple[Tensor, ...]
     # by how many displacements y is ahead of x; None: parameters are x
     extrapolation: Tensor | None
-    # numbers of the last step that lead from the parameters to x; None: x is there
+    # coefficients of the last step, by which x follows from y; None: x is there
     behind: tuple[Tensor, ...] | None
     # of the noise in this step, int64; None: nothing is rounded stochastically
     key: Tensor | None
@@ -414,12 +251,12 @@ class StepScalars(NamedTuple):
         return table
 
     @classmethod
-    def of(cls, numbers: Numbers, stack: Stack, like: Tensor) -> StepScalars:
-        """Return what the numbers of a stack say, as factors of ``like``, a tensor (L,
+    def of(cls, scalars: StackScalars, stack: Stack, like: Tensor) -> StepScalars:
+        """Return what the scalars of a stack say, as factors of ``like``, a tensor (L,
         ...) that belongs to it.
         """
         algorithm = stack.algorithm
-        ok, table = numbers  # a plain pair in a graph
+        ok, table = scalars  # a plain pair in a graph
         columns = [ok, *table.unbind(1)]
         if stack.rows is not None:
             rows = stack.x.shape[: stack.num_row_dims]
@@ -444,16 +281,16 @@ class StepScalars(NamedTuple):
         )
 
 
-class Numbers(NamedTuple):
+class StackScalars(NamedTuple):
     """The scalars of a step for the parts of a stack's tensors."""
 
     ok: Tensor  # (parts,) bool, of its own: a GPU loads y behind this flag, widely
     table: Tensor  # (parts, K): ``StepScalars.table``
 
 
-def factor(numbers: Tensor, x: Tensor) -> Tensor:
-    """Return numbers over the first dims of ``x``, or one, as a factor of it."""
-    return numbers.view(*numbers.shape, *(1 for _ in range(x.ndim - numbers.ndim)))
+def factor(values: Tensor, x: Tensor) -> Tensor:
+    """Return values over the first dims of ``x``, or one, as a factor of it."""
+    return values.view(*values.shape, *(1 for _ in range(x.ndim - values.ndim)))
 
 
 class Decision(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ from marsopt.rules.registry import correction_named
 log = logging.getLogger(__name__)
 NEW_LAYOUT = "marsopt: a new layout, which compiles graphs that were not there: %s"
 
-KEPT = 64  # runs with their graphs, and groups that are taken out and come back
+KEPT = 64  # groups that are taken out and come back
 
 advise = once()  # what a sweep over many optimizers is told once, not of each
 
@@ -148,9 +148,7 @@ class LayoutOptimizer(Optimizer):
 
     def _forget_layouts(self) -> None:
         self._layout: Layout | None = None
-        # what layouts share, so that one made anew takes the graphs of another before
-        self._hyper: dict[int, DeviceHyperparameters] = {}
-        self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._hyper: dict[int, DeviceHyperparameters] = {}  # of layouts so far
 
     def _place(self) -> None:
         """Choose the device and whether to compile. An optimizer that moves nothing
@@ -159,14 +157,14 @@ class LayoutOptimizer(Optimizer):
         device = device_of(self.param_groups, self.state)
         wanted = self._options["compile"]
         self._compile = device is not None and resolve_compile(wanted, device.type)
-        self._functions = {}  # as they run there
         self._skipped = self._skipped.to(device or "cpu")
 
     def _build(self, layout: Layout | None = None) -> None:
         """Make missing state, buckets over it, and a run that moves them.
 
         Args:
-            layout: one that is bound; None makes it.
+            layout: one that is bound, as loading binds it, to check what it loads
+                against the state before anything is taken over; None makes it.
         """
         bound = layout is not None
         if layout is None:
@@ -184,11 +182,11 @@ class LayoutOptimizer(Optimizer):
             log.debug(NEW_LAYOUT, self._layout.changes(self.param_groups))
         self._run = InPlace(
             calls([bucket.kind() for bucket in layout.buckets], self._compile),
-            self._functions,
             device=self._skipped.device,
             alone=self._options["collectives"] is LOCAL,
             compile=self._compile,
             required=self._options["compile"] is True,
+            say=self._say,
         )
         self._layout = layout  # last: what is broken off before is done anew
 
@@ -230,11 +228,6 @@ class LayoutOptimizer(Optimizer):
             self._build()
         return self._present
 
-    def _cover(self) -> None:
-        """Make the layout anew where the groups have other parameters."""
-        if not self._present.covers(self.param_groups):
-            self._build()
-
     # ---- the protocol of the correction ----------------------------------------------
 
     @torch.inference_mode(False)  # under which later steps could not write what is made
@@ -254,8 +247,11 @@ class LayoutOptimizer(Optimizer):
     @torch.no_grad()
     @without_autocast
     def synced_handles(self) -> list[ParameterHandle]:
-        """Return all parameters that move, for a protocol that is going to read."""
-        self._cover()
+        """Return all parameters that move, for a protocol that is going to read: also
+        of groups that others have replaced.
+        """
+        if not self._present.covers(self.param_groups):
+            self._build()
         self._protocol.sync_from_params(self._present.handles)
         return self._present.handles
 
@@ -279,7 +275,7 @@ class LayoutOptimizer(Optimizer):
         if self._max_norm is None:
             return factor
         scale = 1.0 if factor is None else factor
-        return scale * global_clip(self._present.grad_norm() * scale, self._max_norm)
+        return scale * global_clip(self._present.present_norm() * scale, self._max_norm)
 
     @property
     def _ours(self) -> set[str]:

@@ -36,12 +36,12 @@ from marsopt.functional.step_types import (
     Cells,
     Hyperparameters,
     Members,
-    StackForm,
     formula,
     norms_per_tensor,
     scalar_dtype,
 )
-from marsopt.optim.groups import DeviceHyperparameters, label, moves
+from marsopt.optim.compiled import should_stack
+from marsopt.optim.groups import DeviceHyperparameters, moves
 from marsopt.optim.state_dict import State
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import AHEAD, LOOKAHEAD, Buffer, is_full
@@ -67,7 +67,7 @@ class ParameterBucket:
     owned: list[tuple[Tensor, ...]] = field(default_factory=list)
     owns: list[Owned] = field(default_factory=list)
     x: Tensor | None = None  # (L, *shape) of pieces; None: a step copies them into one
-    form: StackForm | None = None  # what graphs know of its stack, from the first step
+    form: Hashable = None  # what graphs know of its stack, from the first step
 
     def __post_init__(self) -> None:
         self.pieces = [self.collectives.local(p) for p in self.params]  # on this rank
@@ -150,9 +150,9 @@ class GroupSide(NamedTuple):
     labels: list[str]
 
 
-class JoinedNumbers:
+class JoinedHyperparameters:
     """The hyperparameters of several groups whose algorithms have one formula, as one
-    algorithm whose numbers are vectors over all their parameters (N,).
+    algorithm in which each is a vector over all their parameters (N,).
 
     Args:
         sides: those that are joined, on one device.
@@ -167,11 +167,11 @@ class JoinedNumbers:
         ]
         self._num_sides, num = len(sides), sum(len(side.params) for side in sides)
         self.values = sides[0].lr.new_zeros(len(self._cells) // len(sides), num)
-        self.lr, self.gamma, *numbers = self.values.unbind()
-        self.algorithm = with_numbers(algorithm, iter(numbers))
+        self.lr, self.gamma, *others = self.values.unbind()
+        self.algorithm = with_numbers(algorithm, iter(others))
 
     def refresh(self, index: Tensor) -> None:
-        """Take over the groups' present numbers.
+        """Take over the groups' present hyperparameters.
 
         Args:
             index: (N,) the number of each parameter's side, int64.
@@ -180,13 +180,16 @@ class JoinedNumbers:
         torch.index_select(table.t(), 1, index, out=self.values)
 
 
-def cells_of(numbers: GroupSide | JoinedNumbers) -> Cells:
-    """Return where graphs find the hyperparameters of a side, or of several."""
-    algorithm, size = numbers.algorithm, numbers.values[0].numel()
-    places = [numbers.lr, numbers.gamma]
+def cells_of(hyper: GroupSide | JoinedHyperparameters) -> Cells:
+    """Return where graphs find the hyperparameters of a side, or of several. Each is a
+    view of one row of ``values``, whose offset says which: an algorithm has no names
+    of its hyperparameters to look them up by.
+    """
+    algorithm, size = hyper.algorithm, hyper.values[0].numel()
+    places = [hyper.lr, hyper.gamma]
     places += numbers_of(algorithm) if formula(algorithm).is_shared else []
     lr, gamma, *others = [cell.storage_offset() // size for cell in places]
-    return Cells(numbers.values, lr, gamma, tuple(others))
+    return Cells(hyper.values, lr, gamma, tuple(others))
 
 
 @dataclass
@@ -196,45 +199,25 @@ class BucketGroup:
     hyper: Hyperparameters
     buckets: list[ParameterBucket]
     groups: list[dict[str, Any]]  # the param groups of its parameters
-    # numbers of ``hyper`` that a step brings from and to ``optimizer.state``, whose
+    # what ``hyper`` has that a step brings from and to ``optimizer.state``, whose
     # tensors are in somebody's memory: (rows, entries)
     apart: tuple[list[Tensor], list[Tensor]]
-    refresh: Callable[[], None]  # takes over the groups' present numbers
+    refresh: Callable[[], None]  # takes over the groups' present ones
 
 
 # ---- buckets -------------------------------------------------------------------------
 
 
 def split(
-    groups: Sequence[dict[str, Any]],
-    number: int,
-    hyper: DeviceHyperparameters,
-    state: State,
-    collectives: Collectives,
+    group: dict[str, Any], hyper: DeviceHyperparameters, state: State
 ) -> list[GroupSide]:
-    """Return the parameters of a group that move, by who moves them. Nothing is
-    written.
-
-    Args:
-        groups: all param groups.
-        number: of one of them.
-        hyper: its hyperparameters.
-        state: the optimizer's.
-        collectives: who holds the parameters.
-
-    Raises:
-        ValueError: state that is not a parameter's.
-    """
-    group, routing = groups[number], hyper.routing
-    params = group["params"]
+    """Return the parameters of a group that move, by who moves them."""
+    params, routing = group["params"], hyper.routing
     names = group.get("param_names", [f"{i}" for i in range(len(params))])
     moving = [i for i, p in enumerate(params) if moves(p, state)]
     group_sides = []
     for side in routing.sides([params[i] for i in moving]):
         part = [moving[n] for n in side.members]
-        for i in part:
-            what = label(groups, number, i)
-            check_state(params[i], what, side.algorithm, state, collectives)
         own_rate = side.is_fallback and routing.own_rate
         own_gamma = side.is_fallback and routing.own_gamma
         group_sides.append(
@@ -252,9 +235,10 @@ def split(
 
 
 def alike(sides: Sequence[GroupSide]) -> list[list[GroupSide]]:
-    """Return the sides that are moved together: those of one formula, whose numbers
-    then are vectors. Owners of matrices read theirs from the algorithm itself, and the
-    norms of a tensor's parts are more than its numbers: these are moved one by one.
+    """Return the sides that are moved together: those of one formula, whose
+    hyperparameters then are vectors. Owners of matrices read theirs from the algorithm
+    itself, and vectors have a value for each tensor, none for each of its parts: sides
+    with owners, or with norms of parts, are moved one by one.
     """
     return [
         [sides[i] for i in members]
@@ -281,19 +265,18 @@ def build(
     sides: Sequence[GroupSide],
     state: State,
     collectives: Collectives,
-    stacked: Callable[[Tensor, int], bool],
-) -> tuple[JoinedNumbers | None, list[ParameterBucket]]:
+    compile: bool,
+) -> tuple[JoinedHyperparameters | None, list[ParameterBucket]]:
     """Return the buckets of sides that are moved together, and where these are several,
-    their numbers. Nothing is written.
+    their hyperparameters. Nothing is written.
 
     Args:
         sides: of ``alike``.
         state: the optimizer's.
         collectives: who holds the parameters.
-        stacked: whether a parameter shares its bucket with those of its shape, of which
-            there are so many.
+        compile: whether the step is compiled.
     """
-    joined = JoinedNumbers(sides) if len(sides) > 1 else None
+    joined = JoinedHyperparameters(sides) if len(sides) > 1 else None
     params = [p for side in sides for p in side.params]
     labels = [name for side in sides for name in side.labels]
     buckets = [
@@ -303,7 +286,7 @@ def build(
             labels=[labels[i] for i in members],
             collectives=collectives,
         )
-        for members in group_by(_keys(params, state, collectives, stacked))
+        for members in group_by(_keys(params, state, collectives, compile))
     ]
     return joined, buckets
 
@@ -340,27 +323,27 @@ def check_state(
 
 def join(
     sides: Sequence[GroupSide],
-    joined: JoinedNumbers | None,
+    joined: JoinedHyperparameters | None,
     buckets: list[ParameterBucket],
     state: State,
     known: Mapping[int, Tensor],
 ) -> BucketGroup:
-    """Return buckets with their hyperparameters; ``state`` gets the numbers of every
-    parameter.
+    """Return buckets with their hyperparameters; ``state`` gets the rows of
+    every parameter.
     """
     params = [p for bucket in buckets for p in bucket.params]
     apart: tuple[list[Tensor], list[Tensor]] = ([], [])
-    numbers = sides[0] if joined is None else joined
-    algorithm = numbers.algorithm
+    present = sides[0] if joined is None else joined
+    algorithm = present.algorithm
     hyper = Hyperparameters(
         algorithm=algorithm,
-        lr=numbers.lr,
-        gamma=numbers.gamma,
+        lr=present.lr,
+        gamma=present.gamma,
         t=_steps(params, state, apart),
         dtypes=tuple(dict.fromkeys(working_dtype(b.params[0]) for b in buckets)),
         behind=_behind(algorithm.num_behind, params, state, known, apart),
         parts=norms_per_tensor([(len(b.params), b.num_clipped) for b in buckets]),
-        cells=cells_of(numbers),
+        cells=cells_of(present),
     )
     groups = [side.group for side in sides]
     if joined is None:
@@ -375,7 +358,7 @@ def _keys(
     params: Sequence[Tensor],
     state: State,
     collectives: Collectives,
-    stacked: Callable[[Tensor, int], bool],
+    compile: bool,
 ) -> list[Any]:
     """Return what parameters of one bucket share. Nothing here may differ from rank to
     rank: all ranks have to list their parameters in one order.
@@ -389,7 +372,9 @@ def _keys(
     num = Counter(alike)
     return [
         key
-        if key is not None and stacked(p, num[key]) and _may_move(p, state, key[-1])
+        if key is not None
+        and should_stack(p, compile, num[key])
+        and _may_move(p, state, key[-1])
         else i
         for i, (p, key) in enumerate(zip(params, alike, strict=True))
     ]
@@ -425,7 +410,7 @@ def _behind(
     known: Mapping[int, Tensor],
     apart: tuple[list[Tensor], list[Tensor]],
 ) -> Tensor | None:
-    """Return the numbers of the last step (N, num), from which x follows; ``state``
+    """Return the coefficients of the last step (N, num), by which x follows; ``state``
     holds its rows. None where there are none.
     """
     if not num:

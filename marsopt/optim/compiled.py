@@ -14,11 +14,21 @@ import subprocess
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -28,14 +38,15 @@ from marsopt.functional import step
 from marsopt.functional.stacks import group_by
 from marsopt.functional.step import Each, Move, Result
 from marsopt.functional.step_types import (
+    Cells,
+    Formula,
     Hyperparameters,
-    HyperparametersForm,
-    Measured,
-    MeasuredForm,
-    Numbers,
     Stack,
-    StackForm,
+    StackScalars,
+    formula,
 )
+from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.matrices import MatrixRows
 
 log = logging.getLogger(__name__)
 
@@ -174,103 +185,74 @@ def known_instructions() -> dict[str, bool]:
 
 NUMBER = itertools.count(1)  # of every graph
 LINES = 10_000  # more than a file has: a graph's line, modulo these, is its function's
-GRAPHS = 64  # of one function that are kept: of layouts that are gone, too
+KEPT = 128  # graphs of the process, the latest: those of an optimizer stay beside them
 
 
-class Compiled:
-    """``function``, compiled; eager wherever Dynamo declines to trace.
+def compile_graph(
+    function: Callable[..., Any], device: torch.device, form: Any
+) -> Callable[[list[Tensor]], Any]:
+    """Return the graph of ``function`` for arguments of one form: it takes the flat
+    list of their tensors.
 
-    A graph takes a flat list of tensors; all that is static is in its closure, and a
-    call chooses its graph by that. So a graph does not recompile, and Dynamo's guards
-    ask its tensors and little else.
+    All that is static is in its closure, and a call chooses its graph by that. So a
+    graph does not recompile, and Dynamo's guards ask its tensors and little else.
 
-    It declines under a TorchDispatchMode (CommDebugMode, FlopCounterMode: the tools
-    that count see every operation then) and with TORCH_COMPILE_DISABLE=1. Where the
-    backend fails, while it compiles and so before anything is written, the function
-    runs eagerly from then on.
+    Dynamo keeps what it has compiled by code object, and limits how often it recompiles
+    one: each graph has its own. Profilers take its name from there, too.
 
     Args:
         function: takes and changes tensors, in what ``flatten`` knows; reads nothing
-            else.
-        required: raise where the backend fails.
-        say: told, with a level of logging, why it runs eagerly.
-        options: of inductor.
+            else. ``step.update`` and ``step.apply`` are compiled ``in_place``.
+        device: of the tensors.
+        form: of the arguments, by ``flatten``.
+    """
+    parts = in_place(function) if function in MOVES else function
+
+    def call(tensors: list[Tensor]) -> Any:
+        return parts(*rebuilt(form, iter(tensors)))
+
+    name = parts.__name__
+    # Dynamo remembers by file, line and name which sizes have changed, and compiles for
+    # any size then; shapes are of the form. (dynamic=False would say that, too, for 7
+    # microseconds a call.)
+    code = call.__code__
+    line = code.co_firstlineno + next(NUMBER) * LINES
+    code = code.replace(co_name=name, co_firstlineno=line)
+    graph = types.FunctionType(code, globals(), name, None, call.__closure__)
+    options = _known(SMALL_LOOPS) if function in DECISIONS else {}
+    if device.type == "cpu":
+        options |= known_instructions()
+    return torch.compile(graph, fullgraph=True, options=options)
+
+
+# Graphs are the process's, so that an optimizer compiles nothing of what another one of
+# its shapes has compiled: a sweep of learning rates compiles once. They hold no tensor
+# of either.
+graph_of = lru_cache(maxsize=KEPT)(compile_graph)
+
+
+TENSOR = object()  # stands for one whose form follows from others
+
+
+class TensorForm(NamedTuple):
+    """What a graph knows of a tensor."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What a graph knows of a value beside the tensors in it: ``make(*parts)``, where
+    parts are forms. Equal ones are one object, whose hash costs nothing.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        *,
-        required: bool,
-        say: Callable[[int, str], None],
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._function, self._options = function, _known(options or {})
-        self._required, self._say = required, say
-        self._is_broken = False
-        self._graphs: dict[Hashable, Callable[[list[Tensor]], Any]] = {}
-
-    def __call__(self, off: str | None, *args: Any) -> Any:
-        """Return the function's result.
-
-        Args:
-            off: what ``declined`` has returned, asked once for many calls.
-            args: the function's.
-        """
-        if off is not None:
-            self._say(logging.INFO, f"the optimizer step runs eagerly {off}")
-        if self._is_broken or off is not None:
-            return self._function(*args)
-        tensors: list[Tensor] = []
-        form = flatten(args, tensors)
-        graph = self._graphs.get(form)
-        if graph is None:
-            announce()
-            graph = self._graphs[form] = self._compiled(form, tensors[0].device)
-            if len(self._graphs) > GRAPHS:
-                del self._graphs[next(iter(self._graphs))]  # the oldest
-        try:
-            return graph(tensors)
-        except Exception as error:
-            if self._required or not backend_failed(error):
-                raise
-            self._is_broken = True
-            why = str(error).partition("\n")[0]
-            self._say(
-                logging.WARNING,
-                "the optimizer step runs eagerly, since compiling it failed "
-                f"({type(error).__name__}: {why}); compile=True raises this error",
-            )
-            return self._function(*args)
-
-    def _compiled(
-        self, form: tuple[Any, ...], device: torch.device
-    ) -> Callable[[list[Tensor]], Any]:
-        """Return the graph of arguments of this form.
-
-        Dynamo keeps what it has compiled by code object, and limits how often it
-        recompiles one: each graph has its own. Profilers take its name from there, too.
-        """
-        function = self._function
-
-        def call(tensors: list[Tensor]) -> Any:
-            return function(*rebuilt(form, iter(tensors)))
-
-        name = function.__name__
-        # Dynamo remembers by file, line and name which sizes have changed, and compiles
-        # for any size then; shapes are of the form. (dynamic=False would say that, too,
-        # for 7 microseconds a call.)
-        code = call.__code__
-        line = code.co_firstlineno + next(NUMBER) * LINES
-        code = code.replace(co_name=name, co_firstlineno=line)
-        graph = types.FunctionType(code, globals(), name, None, call.__closure__)
-        options = dict(self._options)
-        if device.type == "cpu":
-            options |= known_instructions()
-        return torch.compile(graph, fullgraph=True, options=options)
+    make: Callable[..., Any]
+    parts: tuple[Hashable, ...]
 
 
-TENSOR, SCALAR = object(), object()  # stand for tensors, the latter 0-D
+FORMS: MutableMapping[Hashable, Form] = WeakValueDictionary()
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Any:
@@ -278,43 +260,52 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
     joins the two again.
 
     Args:
-        value: a tensor, a stack, hyperparameters, a tuple or list of these; anything
-            else is static.
+        value: a tensor, an algorithm, a named tuple, dict, tuple or list of these;
+            anything else is static.
         tensors: to be appended to.
     """
     kind = type(value)
-    if kind in FLAT:
-        form, parts = value.flat()
-        tensors += parts
-        return form
-    if kind in (list, tuple, Numbers):
+    if kind in (list, tuple):
         return tuple([flatten(item, tensors) for item in value])
-    if not isinstance(value, Tensor):
+    if kind is Stack and value.form is not None:
+        tensors += value.tensors
+        return value.form
+    if kind is StackScalars:  # the form of its stack says of which shape they are
+        tensors += value
+        return TENSOR, TENSOR
+    if isinstance(value, Tensor):
+        # Dynamo takes a 0-D one of float64 for a Python number, and then traces twice
+        tensors.append(value if value.ndim else value.view(1))
+        return TensorForm(value.shape, value.stride(), value.dtype)
+    if isinstance(value, Algorithm):
+        return formula(value)
+    if isinstance(value, Mapping):
+        return _form(dict, [flatten([*value.items()], tensors)])
+    if kind is Hyperparameters:  # which a graph reads ``from_cells``
+        value = value._replace(lr=None, gamma=None)
+    elif kind not in (Stack, Cells, MatrixRows):
         return value
-    if value.ndim:
-        tensors.append(value)
-        return TENSOR
-    # Dynamo takes one of float64 for a Python number, and then traces twice
-    tensors.append(value.view(1))
-    return SCALAR
+    return _form(kind, [flatten(item, tensors) for item in value])
 
 
-FLAT = Stack, Measured, Hyperparameters
+def _form(make: Callable[..., Any], parts: Iterable[Hashable]) -> Form:
+    key = make, tuple(parts)
+    form = FORMS.get(key)
+    return FORMS.setdefault(key, Form(*key)) if form is None else form
 
 
 def rebuilt(form: Any, tensors: Iterator[Tensor]) -> Any:
     """Return the value of which ``flatten`` made the ``form`` and the ``tensors``."""
     if form is TENSOR:
         return next(tensors)
-    if form is SCALAR:
-        return next(tensors)[0]
-    if isinstance(form, StackForm):
-        return form.stack(tensors)
-    if isinstance(form, MeasuredForm):
-        return form.measured(tensors)
-    if isinstance(form, HyperparametersForm):
-        return form.hyperparameters(tensors)
-    if isinstance(form, tuple):
+    if isinstance(form, TensorForm):
+        return next(tensors) if form.shape else next(tensors)[0]
+    if isinstance(form, Formula):
+        return form.algorithm
+    if isinstance(form, Form):
+        value = form.make(*[rebuilt(part, tensors) for part in form.parts])
+        return value.from_cells() if form.make is Hyperparameters else value
+    if type(form) is tuple:
         return tuple([rebuilt(item, tensors) for item in form])
     return form
 
@@ -336,6 +327,15 @@ def backend_failed(error: Exception) -> bool:
     return isinstance(error, ShortenTraceback)
 
 
+def is_spent(error: Exception) -> bool:
+    """Return whether Dynamo refuses to compile a graph yet again, for tensors or modes
+    that it has not met before: a new graph has a limit of its own.
+    """
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return isinstance(error, FailOnRecompileLimitHit)
+
+
 def once() -> Callable[[int, str], None]:
     """A way to say things, each once."""
     return cache(lambda level, what: log.log(level, "marsopt: %s", what))
@@ -355,8 +355,9 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
 
 # What is decided for each tensor is a few bytes in each of many steps. Inductor fuses
 # loops that share data, ten bytes or more; here each loop for itself costs a launch.
-NUMBERS = {"aggressive_fusion": True, "score_fusion_memory_threshold": 0}
+SMALL_LOOPS = {"aggressive_fusion": True, "score_fusion_memory_threshold": 0}
 DECISIONS = step.assess_alone, step.decide
+MOVES = step.update, step.apply
 RANGES = {
     step.assess_alone: "marsopt: norms",
     step.products: "marsopt: norms",
@@ -413,54 +414,82 @@ class InPlace:
 
     Ranges named "marsopt: ..." show the parts in a profiler's trace.
 
+    Compiled parts run eagerly wherever Dynamo declines to trace: under a
+    TorchDispatchMode (CommDebugMode, FlopCounterMode: the tools that count see every
+    operation then) and with TORCH_COMPILE_DISABLE=1. Where the backend fails, while it
+    compiles and so before anything is written, all parts run eagerly until the layout
+    is another one.
+
     Args:
         calls: which stacks each call of a graph moves.
-        functions: an optimizer's, by what they compile; what is missing is added.
         device: of the parameters.
         alone: whether no other rank has a say.
         compile: False = eager.
         required: whether a backend that fails raises.
+        say: told, with a level of logging, why parts run eagerly.
     """
 
     def __init__(
         self,
         calls: Sequence[Sequence[int]],
-        functions: dict[Callable[..., Any], Callable[..., Any]],
         *,
         device: torch.device,
         alone: bool,
         compile: bool,
         required: bool,
+        say: Callable[[int, str], None],
     ) -> None:
         self.calls, self._device = calls, device
         self.is_fused = alone and len(calls) == 1
         self._alone = alone
         self._compile, self._required = compile, required
-        self._functions = functions
-        self._say = once()
+        # those that this layout calls stay, however many other optimizers have
+        self._graphs: dict[Hashable, Callable[[list[Tensor]], Any]] = {}
+        self._say = say
 
     def _run(self, function: Callable[..., Any], off: str | None, *args: Any) -> Any:
         """Return ``function(*args)``, compiled; what it moves is written in place.
 
         A decision by itself is a few numbers: a CPU takes no longer eagerly, where a
         graph takes seconds to compile.
+
+        Args:
+            function: a part of the step.
+            off: what ``declined`` has returned, asked once for many calls.
+            args: the function's.
         """
-        if function is step.decide and self._device.type == "cpu":
-            return function(*args)
-        if function not in self._functions:
-            moves = function in (step.update, step.apply)
-            wrapped = in_place(function) if moves else function
-            if self._compile:
-                is_number = function in DECISIONS
-                wrapped = Compiled(
-                    wrapped,
-                    required=self._required,
-                    say=self._say,
-                    options=NUMBERS if is_number else None,
+        is_small = function is step.decide and self._device.type == "cpu"
+        if self._compile and off is not None:
+            self._say(logging.INFO, f"the optimizer step runs eagerly {off}")
+        if self._compile and off is None and not is_small:
+            try:
+                return self._run_graph(function, args)
+            except Exception as error:
+                if self._required or not backend_failed(error):
+                    raise
+                self._compile = False
+                why = str(error).partition("\n")[0]
+                self._say(
+                    logging.WARNING,
+                    "the optimizer step runs eagerly, since compiling it failed "
+                    f"({type(error).__name__}: {why}); compile=True raises this error",
                 )
-            self._functions[function] = wrapped
-        run = self._functions[function]
-        return run(off, *args) if self._compile else run(*args)
+        return (in_place(function) if function in MOVES else function)(*args)
+
+    def _run_graph(self, function: Callable[..., Any], args: Any) -> Any:
+        tensors: list[Tensor] = []
+        key = function, self._device, flatten(args, tensors)
+        graph = self._graphs.get(key)
+        if graph is None:
+            announce()
+            graph = self._graphs[key] = graph_of(*key)
+        try:
+            return graph(tensors)
+        except Exception as error:
+            if not is_spent(error):
+                raise
+        graph = self._graphs[key] = compile_graph(*key)
+        return graph(tensors)
 
     def call(self, function: Callable[..., Result], *args: Any) -> Result:
         with named_range(RANGES[function]):
@@ -471,7 +500,7 @@ class InPlace:
         with named_range(f"marsopt: {what}"):
             return function(*args)
 
-    def each(self, function: Each, stacks: Sequence[Measured]) -> list[Tensor]:
+    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
         with named_range(RANGES[function]):
             return self._by_calls(function, stacks)
 

@@ -626,7 +626,7 @@ class DeviceHyperparameters:
         """Return what ranks have to have alike, but for tensors."""
         numbers = {k: v for k, v in self._seen.items() if not _holds_tensor(v)}
         values = {**structure(group, self._options), **numbers}
-        return repr({name: _plain(value) for name, value in values.items()})
+        return repr({name: _as_floats(value) for name, value in values.items()})
 
     def _plain(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a group's numbers as Python and torch write them; lists, which may be
@@ -657,10 +657,10 @@ class DeviceHyperparameters:
         return 0.0 * lr
 
 
-def _plain(value: Any) -> Any:
+def _as_floats(value: Any) -> Any:
     """Return equal numbers as one type, for their text to be equal."""
     if isinstance(value, tuple):
-        return tuple(map(_plain, value))
+        return tuple(map(_as_floats, value))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number else value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Hashable, Mapping, Sequence
 from functools import reduce
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from marsopt.functional.collectives import LOCAL, Collectives, Leaf, Owned
 from marsopt.functional.stacks import adjacent, repeated
 from marsopt.functional.step_types import Decision, RuleGroup, Stack
 from marsopt.optim import buckets
-from marsopt.optim.buckets import BucketGroup, ParameterBucket
-from marsopt.optim.compiled import should_stack
+from marsopt.optim.buckets import BucketGroup, GroupSide, ParameterBucket
+from marsopt.optim.compiled import flatten
 from marsopt.optim.groups import (
     DeviceHyperparameters,
     check_parameters,
@@ -68,30 +68,30 @@ class Layout:
         self._groups, self._options = list(groups), options
         self._state, self._before = state, before
         self._every = [p for group in groups for p in group["params"]]
-        numbered = [(i, group) for i, group in enumerate(groups) if group["params"]]
-        for _, group in numbered:
-            cached = hyper.get(id(group))
-            if cached is None or not cached.fits(group, device):
-                hyper[id(group)] = DeviceHyperparameters(group, options, device)
-        self._hyper = [(group, hyper[id(group)]) for _, group in numbered]
-        self.collectives = self._bound()
+        self._hyper: list[tuple[dict[str, Any], DeviceHyperparameters]] = []
+        sides: list[GroupSide] = []
+        for group in filter(itemgetter("params"), groups):
+            present = hyper.get(id(group))
+            if present is None or not present.fits(group, device):
+                present = hyper[id(group)] = DeviceHyperparameters(
+                    group, options, device
+                )
+            self._hyper.append((group, present))
+            sides += buckets.split(group, present, state)
+        self.collectives = self._bound(sides)
         self._recut = self._recut_state()
         # as it will be, of parameters of which other pieces move here from now on
         pieces = {p: {**state[p], **recut} for p, recut in self._recut.items()}
         coming: State = ChainMap(pieces, state) if pieces else state
 
-        def stacked(p: Tensor, num_alike: int) -> bool:
-            return should_stack(p, compile, num_alike)
-
-        sides = [
-            side
-            for i, group in numbered
-            for side in buckets.split(
-                groups, i, hyper[id(group)], coming, self.collectives
-            )
-        ]
+        names = dict(labels(groups))
+        for side in sides:
+            for p in side.params:
+                buckets.check_state(
+                    p, names[p], side.algorithm, coming, self.collectives
+                )
         self._together = [
-            (alike, *buckets.build(alike, coming, self.collectives, stacked))
+            (alike, *buckets.build(alike, coming, self.collectives, compile))
             for alike in buckets.alike(sides)
         ]
         self.buckets = [b for *_, several in self._together for b in several]
@@ -109,7 +109,7 @@ class Layout:
         self.scratch: dict[tuple[int, str], tuple[Tensor, tuple[Tensor, ...]]] = {}
         self._away: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._moved: list[Tensor] = []
-        self._digest: str | None = None  # the groups' numbers
+        self._digest: str | None = None  # the groups' hyperparameters
         self._live: dict[tuple[bool, ...], Tensor] = {}
         self.has_gradients = False  # whether the last step had one
         self.unaligned: str | None = None  # a gradient that no wide load can read
@@ -144,20 +144,17 @@ class Layout:
             before.publish_owned(state)
         for together in ways.values():
             buckets.attach_owned(together, state, moved=before is not None)
-        self.members = [bucket.members for bucket in self.buckets]
         _forget_unused(state, self._every)
         self._signature = self._sign(self._groups)
 
-    def _bound(self) -> Collectives:
+    def _bound(self, sides: Sequence[GroupSide]) -> Collectives:
         """Return what carries the parameters of all groups: matrices of moving ones
         whole, where a rule needs that.
         """
         leaves: list[Leaf] = []
-        for group, hyper in self._hyper:
-            moving = [p for p in group["params"] if moves(p, self._state)]
-            for algorithm, members, _ in hyper.routing.sides(moving):
-                if algorithm.matrix_only:
-                    leaves += owned_leaves(algorithm, [moving[i] for i in members])
+        for side in sides:
+            if side.algorithm.matrix_only:
+                leaves += owned_leaves(side.algorithm, side.params)
         whole = {leaf.tensor for leaf in leaves}
         others = [p for p in self._every if p not in whole]
         collectives: Collectives = self._options["collectives"]
@@ -194,8 +191,8 @@ class Layout:
 
     @property
     def stacks(self) -> dict[int, Tensor]:
-        """Return all stacks of several parameters, and their groups' numbers from which
-        x follows, by address.
+        """Return all stacks of several parameters, and the coefficients by which x
+        follows, by address.
         """
         stacks = [group.hyper.behind for group in self.groups]
         stacks += [
@@ -343,7 +340,9 @@ class Layout:
         return rule_groups, self._live_on(self.params[0].device, live)
 
     def digest(self) -> str:
-        """Return the groups' numbers in the last ``gather``, for ranks to compare."""
+        """Return the groups' hyperparameters in the last ``gather``, for ranks to
+        compare.
+        """
         if self._digest is None:
             texts = [hyper.digest_text(group) for group, hyper in self._hyper]
             self._digest = ", ".join(texts)
@@ -370,7 +369,7 @@ class Layout:
             form=bucket.form,
         )
         if bucket.form is None:
-            bucket.form = stack.make_form()
+            bucket.form = flatten(stack, [])
         return stack
 
     def _gradients(
@@ -493,8 +492,10 @@ class Layout:
 
     # ---- gradients -------------------------------------------------------------------
 
-    def grad_norm(self) -> Tensor:
-        """Return the global norm of the gradients that are there, 0-D."""
+    def present_norm(self) -> Tensor:
+        """Return the global norm of the gradients that are there, 0-D: those of an
+        anchor, or of the next batch, which no step measures.
+        """
         squares = [
             torch.zeros((), device=p.device)
             if p.grad is None

@@ -33,7 +33,7 @@ from benchmarks.gpu.rehearsal.device import h100
 from benchmarks.gpu.rehearsal.lowered import DTYPES, NONE, corrections
 from benchmarks.gpu.rehearsal.lowering import Graph, load, lowering
 from marsopt import MARS
-from marsopt.optim import base, layout
+from marsopt.optim import base, buckets
 from marsopt.profiling.optimizer import floor_of
 from marsopt.rules.registry import REGISTRY
 
@@ -145,7 +145,7 @@ def interpreting() -> Iterator[Callable[[], tuple[int, int]]]:
             mock.patch.object(compile_fx, "compile_fx", compile_fake),
             # answers for CUDA tensors
             mock.patch.object(base, "resolve_compile", lambda wanted, device: wanted),
-            mock.patch.object(layout, "should_stack", lambda p, compile, num: compile),
+            mock.patch.object(buckets, "should_stack", lambda p, compile, num: compile),
         ):
             yield lambda: (len(graphs), traffic.num_bytes)
 

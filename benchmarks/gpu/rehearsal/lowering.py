@@ -122,7 +122,11 @@ def lowering(
         mock.patch.object(compile_fx, "compile_fx", whole),
         mock.patch.object(compiled, "declined", lambda: None),
     ):
-        yield graphs
+        compiled.graph_of.cache_clear()
+        try:
+            yield graphs
+        finally:
+            compiled.graph_of.cache_clear()  # nobody else runs what was lowered
 
 
 def _function(gm: fx.GraphModule) -> str:
