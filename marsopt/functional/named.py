@@ -28,6 +28,7 @@ from marsopt.functional.routing import (
     Choice,
     all_hyperparameters,
     check_suits,
+    check_taken,
     route,
 )
 from marsopt.functional.rule import Rule
@@ -162,6 +163,7 @@ def mars(**options: Unpack[RoutedOptions]) -> Rule:
             values[name] = default
     checks.positive("base_lr", values["base_lr"])
     chosen = route(values)
+    check_taken([row.name], values.get("is_approx", True), values.get("correction"))
     ratio = values["lr_1d"] / values["base_lr"] if chosen.own_rate else 1.0
     return Rule(
         matrix=chosen.matrix,

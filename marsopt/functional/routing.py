@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -60,7 +60,7 @@ class Choice:
     state_dtype: torch.dtype | None = structure(
         None, checks.floating_or_none, whole=True
     )
-    stochastic_rounding: bool = structure(False, checks.true_or_false, whole=True)
+    stochastic_rounding: bool = structure(False, whole=True)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -139,6 +139,29 @@ def check_suits(
             f"got {name}={value!r} with mars_type={row.name!r}, expected None: it is "
             f"of {', '.join(owners(name))}; leave it out, or choose one of these"
         )
+
+
+def check_taken(
+    mars_types: Iterable[str], is_approx: bool, correction: str | None
+) -> None:
+    """Check that one of the rules of a model takes the correction that was asked for:
+    a baseline beside a MARS rule may stay plain.
+
+    Raises:
+        ValueError: none does.
+    """
+    rows = [named(mars_type) for mars_type in mars_types]
+    kind = correction_named(resolve(is_approx, correction))
+    is_asked = correction is not None or not is_approx
+    takes = kind.suits_baselines or any(row.is_mars for row in rows)
+    if not is_asked or takes or not rows:
+        return
+    by_all = [name for name, other in CORRECTIONS.items() if other.suits_baselines]
+    raise ValueError(
+        f"got {correction=}, {is_approx=} with mars_type={rows[0].name!r}, expected "
+        f"None, True or one of {by_all}: a baseline corrects nothing; choose a "
+        f"MARS type ({', '.join(n for n, row in REGISTRY.items() if row.is_mars)})"
+    )
 
 
 def owners(name: str) -> list[str]:
