@@ -235,8 +235,8 @@ def split(
         for i in part:
             what = label(groups, number, i)
             check_state(params[i], what, side.algorithm, state, collectives)
-        own_rate = side.is_fallback and routing.own_rate
-        own_gamma = side.is_fallback and routing.own_gamma
+        own_rate = side.is_rest and routing.rest_ratio is not None
+        own_gamma = side.is_rest and routing.rest_gamma is not None
         group_sides.append(
             GroupSide(
                 side.algorithm,

@@ -200,7 +200,7 @@ class MARS(LayoutOptimizer):
         )
         super().__init__(params, values.defaults, whole)
         types = [group["mars_type"] for group in self.param_groups]
-        check_taken(types, is_approx, correction)
+        check_taken(types, correction)
         for what in unreached(self.param_groups, whole, values.explicit):
             self._say(logging.WARNING, what)
 

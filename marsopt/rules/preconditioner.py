@@ -15,7 +15,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
-from marsopt.rules.hyperparameters import check_fields, number, structure
+from marsopt.rules.hyperparameters import check_fields, number
 
 Tensors = Mapping[str, Tensor]  # by symbol
 SumUp = Callable[[Sequence[Tensor]], list[Tensor]]
