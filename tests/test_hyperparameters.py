@@ -422,6 +422,51 @@ def test_what_is_no_argument_of_a_rule_is_said_where_it_belongs(given, told):
         marsopt.moonlight(**given)
 
 
+BASELINES = [name for name, row in REGISTRY.items() if not row.is_mars]
+
+
+@pytest.mark.parametrize("mars_type", BASELINES)
+@pytest.mark.parametrize("correction", ["exact", "svrg"])
+def test_a_correction_that_no_rule_takes_is_refused(mars_type, correction):
+    """But beside a MARS rule a baseline stays plain, and where the default is named."""
+    match = r"mars_type='.*', expected None or one of \['transport'\]: .*mars-m"
+    with pytest.raises(ValueError, match=match):
+        marsopt.mars(mars_type=mars_type, correction=correction)
+    for make in (MARS, lambda p, **k: MARS([dict(params=p)], **k)):
+        with pytest.raises(ValueError, match=match):
+            make(parameters((2, 2)), mars_type=mars_type, correction=correction)
+    groups = [dict(params=parameters((2, 2)), mars_type=mars_type)]
+    groups += [dict(params=parameters((2, 2)), mars_type="mars-m")]
+    MARS(groups, correction=correction)
+    MARS(parameters((2, 2)), mars_type=mars_type, correction="approximate")
+
+
+FLAGS = {
+    "nesterov": marsopt.nadamw,
+    "amsgrad": marsopt.adamw,
+    "epsilon_hat": marsopt.adamw,
+    "cautious_weight_decay": marsopt.lion,
+    "stochastic_rounding": marsopt.lion,
+    "stagger": marsopt.soap,
+    "ns_gram": marsopt.muon,
+    "is_approx": marsopt.mars,
+    "optimize_1d": marsopt.mars,
+    "store_iterate": marsopt.mars_adamw,
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("value", ["no", 1, 0.0])
+def test_what_is_no_bool_is_refused(name, value):
+    options = {name: value}
+    options |= dict(correction="transport") if name == "store_iterate" else {}
+    with pytest.raises(ValueError, match=f"got {name}={value!r}, expected True or F"):
+        FLAGS[name](**options)
+    if FLAGS[name] is marsopt.mars:
+        with pytest.raises(ValueError, match=f"got {name}={value!r}, expected True"):
+            MARS(parameters((2, 2)), **options)
+
+
 class Tripled(marsopt.Correction):
     """c = 3 g, with a coefficient for an operand that it has not."""
 

@@ -76,6 +76,35 @@ def test_lion_is_mars_lion_in_its_own_betas():
     assert_same(mars, lion)
 
 
+@pytest.mark.parametrize("gamma", [0.05, -0.05])
+def test_beta1_of_transport_is_the_decay_rate_of_the_average(gamma):
+    """Which is beta2 in Lion's own betas; with a negative gamma y is behind x."""
+    beta2 = 0.75
+    rule = marsopt.mars(
+        mars_type="lion", betas=(0.5, beta2), correction="transport", gamma=gamma
+    )
+    x, state = {"w": torch.ones(2)}, None
+    state = rule.init(x)
+    y, state = rule.step(x, x, state, lr=0.1)
+    after = rule.iterate(y, state)["w"]
+    k = gamma * beta2 / (1 - beta2)
+    torch.testing.assert_close(y["w"], after + k * (after - x["w"]))
+
+
+@pytest.mark.parametrize("make", [marsopt.adamw, marsopt.normuon, marsopt.soap])
+def test_an_eps_of_zero_leaves_what_has_no_gradient(make):
+    """In a tensor without any, and in a row of one with some."""
+    rule, x = make(eps=0.0, weight_decay=0.0), torch.ones(2, 3, 3)
+    x, g = {"none": x[0], "some": x[1]}, torch.zeros(2, 3, 3)
+    g[1, 0] = torch.tensor([1.0, -2.0, 3.0])
+    state = rule.init(x)
+    for _ in range(3):
+        new, state = rule.step(x, {"none": g[0], "some": g[1]}, state, lr=0.1)
+    assert torch.equal(new["none"], x["none"])
+    assert new["some"].isfinite().all()
+    assert not torch.equal(new["some"], x["some"])
+
+
 @pytest.mark.parametrize(
     ("make", "names", "atol"),
     [

@@ -235,6 +235,12 @@ def test_one_line_of_marsopt_names_the_mesh_and_asks_for_it_where_there_are_rank
     assert done.stdout == "False\n", done.stderr
 
 
+def test_importing_the_library_imports_no_compiler():
+    """Dynamo alone takes seconds."""
+    done = python("import sys, marsopt; print('torch._dynamo' in sys.modules)")
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_few_doors_lead_to_torchtitan():
     doors = {p.relative_to(ROOT).as_posix() for f in LAYERS[1:] for p in files(f)
              if any(n.split(".")[0] == "torchtitan" for n in imports(p))}  # fmt: skip

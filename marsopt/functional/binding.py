@@ -5,7 +5,7 @@ they start, and to which matrices its rows belong.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,41 +21,6 @@ from marsopt.rules.buffers import Buffer, is_full
 from marsopt.rules.dtypes import default_state_dtype
 from marsopt.rules.matrices import MatrixRows
 from marsopt.rules.rounding import NARROW
-
-
-class Side(NamedTuple):
-    """Some tensors, and who moves them."""
-
-    algorithm: Algorithm
-    members: list[int]
-    is_fallback: bool
-
-
-def sides(
-    matrix: Algorithm,
-    fallback: Algorithm | None,
-    params: Sequence[Tensor],
-    shapes: Sequence[torch.Size],
-) -> list[Side]:
-    """Return who moves these tensors, or stacks of such: ``matrix`` what is made of
-    matrices, ``fallback`` the rest; without a fallback, ``matrix`` moves all. A side
-    without members is left out.
-
-    Args:
-        matrix, fallback: the two algorithms, as rules have them.
-        params: tensors, or stacks of them.
-        shapes: of each of ``params``, that of a whole tensor.
-    """
-    takes = [fallback is None or matrix.matrices.takes(shape) for shape in shapes]
-    nonempty_sides = []
-    algorithms = [(False, matrix)]
-    algorithms += [] if fallback is None else [(True, fallback)]
-    for is_fallback, algorithm in algorithms:
-        members = [i for i, taken in enumerate(takes) if taken != is_fallback]
-        if members:
-            side_algorithm = algorithm.over([params[i] for i in members])
-            nonempty_sides.append(Side(side_algorithm, members, is_fallback))
-    return nonempty_sides
 
 
 def buffer_shape(

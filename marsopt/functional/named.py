@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from inspect import Parameter, Signature
 from typing import Any, TypeVar, Unpack, get_args, get_type_hints
 
@@ -28,6 +29,7 @@ from marsopt.functional.routing import (
     Choice,
     all_hyperparameters,
     check_suits,
+    check_taken,
     route,
 )
 from marsopt.functional.rule import Rule
@@ -161,15 +163,11 @@ def mars(**options: Unpack[RoutedOptions]) -> Rule:
         if values.get(name) is None:
             values[name] = default
     checks.positive("base_lr", values["base_lr"])
-    chosen = route(values)
-    ratio = values["lr_1d"] / values["base_lr"] if chosen.own_rate else 1.0
-    return Rule(
-        matrix=chosen.matrix,
-        rest=chosen.fallback,
-        rest_ratio=ratio,
-        rest_gamma=values.get("gamma_1d") if chosen.own_gamma else None,
-        max_norm=values.get("max_norm"),
-    )
+    rule = route(values)
+    check_taken([row.name], options.get("correction"))
+    if rule.rest_ratio is None:
+        return rule
+    return replace(rule, rest_ratio=rule.rest_ratio / values["base_lr"])
 
 
 # ---- one rule for every tensor -------------------------------------------------------

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from marsopt.functional.binding import Side, sides
+from marsopt.functional.rule import Rule
 from marsopt.rules import checks
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
-from marsopt.rules.correction import Correction
+from marsopt.rules.correction import Approximate, Correction
 from marsopt.rules.hyperparameters import (
     Hyperparameter,
     Table,
@@ -26,7 +25,6 @@ from marsopt.rules.hyperparameters import (
     table,
 )
 from marsopt.rules.matrices import Matrices
-from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import Preconditioner
 from marsopt.rules.registry import (
     CORRECTIONS,
@@ -60,23 +58,10 @@ class Choice:
     state_dtype: torch.dtype | None = structure(
         None, checks.floating_or_none, whole=True
     )
-    stochastic_rounding: bool = structure(False, checks.true_or_false, whole=True)
+    stochastic_rounding: bool = structure(False, whole=True)
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-
-class Routing(NamedTuple):
-    """Who moves what: the authors' routing."""
-
-    matrix: Algorithm
-    fallback: Algorithm | None  # None: ``matrix`` takes every tensor
-    own_rate: bool = False  # whether the fallback has the rate lr_1d instead of lr
-    own_gamma: bool = False  # whether the fallback takes gamma_1d instead of gamma
-
-    def sides(self, params: Sequence[Tensor]) -> list[Side]:
-        """Return who moves these tensors."""
-        return sides(self.matrix, self.fallback, params, [p.shape for p in params])
 
 
 @cache
@@ -141,16 +126,38 @@ def check_suits(
         )
 
 
+def check_taken(mars_types: Iterable[str], correction: str | None) -> None:
+    """Check that one of the rules of a model takes the correction that was asked for. A
+    baseline beside a MARS rule stays plain; and "approximate", the default, asks for
+    nothing.
+
+    Raises:
+        ValueError: none does.
+    """
+    if correction in (None, Approximate.name):
+        return
+    kind, rows = correction_named(correction), [named(name) for name in mars_types]
+    if kind.suits_baselines or any(row.is_mars for row in rows) or not rows:
+        return
+    by_all = [name for name, other in CORRECTIONS.items() if other.suits_baselines]
+    raise ValueError(
+        f"got correction={kind.name!r} with mars_type={rows[0].name!r}, expected None "
+        f"or one of {by_all}: a baseline corrects nothing, choose a MARS type "
+        f"({', '.join(name for name, row in REGISTRY.items() if row.is_mars)})"
+    )
+
+
 def owners(name: str) -> list[str]:
     """Return the names of the rules and corrections that have a hyperparameter."""
     rules = [n for n, row in REGISTRY.items() if name in row.table]
     return rules + [n for n, kind in CORRECTIONS.items() if name in table(kind)]
 
 
-def route(values: Mapping[str, Any]) -> Routing:
-    """Return the algorithms behind ``values["mars_type"]``, from hyperparameters by the
-    names that ``mars`` has. What is left out is the rule's own; None for one of those
-    that end in ``_1d`` is lr, betas or weight_decay.
+def route(values: Mapping[str, Any]) -> Rule:
+    """Return the rule behind ``values["mars_type"]``, from hyperparameters by the names
+    that ``mars`` has. What is left out is the rule's own; None for one of those that
+    end in ``_1d`` is lr, betas, weight_decay or gamma. Its ``rest_ratio`` is ``lr_1d``,
+    over a ``base_lr`` of 1.
 
     Raises:
         ValueError: an unknown type, ``optimize_1d`` for a baseline, a hyperparameter
@@ -160,8 +167,9 @@ def route(values: Mapping[str, Any]) -> Routing:
     row = named(choice.mars_type)
     kind = correction_named(resolve(choice.is_approx, choice.correction))
     check_suits(row, kind, {n: v for n, v in values.items() if v is not None})
-    check_values(hyperparameters_of(row.preconditioner, kind), values)
-    NewtonSchulz(**arguments(NewtonSchulz, values))  # checked, whether read or not
+    known = {n: line for n, line in all_hyperparameters().items() if line.is_whole}
+    known |= hyperparameters_of(row.preconditioner, kind)
+    check_values(known, values)  # whether they are read or not
     if choice.optimize_1d and not row.is_mars:
         raise ValueError(
             f"got optimize_1d=True with mars_type={row.name!r}, expected a MARS type: "
@@ -186,21 +194,25 @@ def route(values: Mapping[str, Any]) -> Routing:
     def algorithm(row: NamedRule, numbers: Mapping[str, Any], **more: Any) -> Algorithm:
         return row.algorithm(**arguments(row.preconditioner, numbers), **more)
 
-    matrix, adamw = algorithm(row, values, matrices=matrices, **common), named("adamw")
-    beside = {name: values[name] for name in FALLBACK_TABLE if name in values}
+    def rule(rest: Algorithm | None, **beside: Number | None) -> Rule:
+        matrix = algorithm(row, values, **common, matrices=matrices)
+        return Rule(matrix=matrix, rest=rest, max_norm=choice.max_norm, **beside)
+
+    adamw = named("adamw")
+    of_adamw = {name: values[name] for name in FALLBACK_TABLE if name in values}
     if choice.optimize_1d:
-        common["matrices"] = matrices
-        fallback = algorithm(adamw, beside, **common) if row.matrix_only else None
-        return Routing(matrix, fallback)
+        everywhere = dict(**common, matrices=matrices)
+        is_needed = row.matrix_only
+        return rule(algorithm(adamw, of_adamw, **everywhere) if is_needed else None)
     apart = [name for name in FOLLOWED if values.get(name) is not None]
     if row.fallback == "itself" and not apart:
-        return Routing(matrix, None)
+        return rule(None)
     numbers = {FOLLOWED[name]: values[name] for name in apart}
     # beside a rule, only a correction that suits baselines applies, and never a clip
-    common["correction"] = unclipped
+    beside = common | dict(correction=unclipped)
     if row.fallback == "itself":
-        fallback = algorithm(row, {**values, **numbers}, **common)
+        rest = algorithm(row, {**values, **numbers}, **beside)
     else:
         numbers |= {"epsilon_hat": True} if row.fallback == "adamw" else {}
-        fallback = algorithm(adamw, {**beside, **numbers}, **common)
-    return Routing(matrix, fallback, choice.lr_1d is not None, unclipped is not None)
+        rest = algorithm(adamw, {**of_adamw, **numbers}, **beside)
+    return rule(rest, rest_ratio=choice.lr_1d, rest_gamma=choice.gamma_1d)

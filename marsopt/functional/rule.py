@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from marsopt.functional.binding import sides
 from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.state import (
     Leaves,
@@ -48,6 +47,14 @@ class RoutedState(NamedTuple):
     rest: State | None
 
 
+class Side(NamedTuple):
+    """Some tensors, and who moves them."""
+
+    algorithm: Algorithm
+    members: list[int]
+    is_rest: bool
+
+
 AnyState = TypeVar("AnyState", bound=State | RoutedState)  # comes back as such
 
 
@@ -61,7 +68,7 @@ class Rule:
     Args:
         matrix: the algorithm of matrices, or of every tensor.
         rest: that of what is not a matrix; None: ``matrix`` takes every tensor.
-        rest_ratio: learning rate of ``rest`` over that of ``matrix``.
+        rest_ratio: learning rate of ``rest`` over that of ``matrix``; None: 1.
         rest_gamma: gamma of ``rest`` in every step; None: that of ``matrix``.
         max_norm: threshold of the global gradient norm, applied inside the step
             (``clip_grad_norm_`` is then not needed); None = off.
@@ -87,14 +94,14 @@ class Rule:
 
     matrix: Algorithm
     rest: Algorithm | None = None
-    rest_ratio: Number = 1.0
+    rest_ratio: Number | None = None
     rest_gamma: Number | None = None
     max_norm: Number | None = None
 
     def __post_init__(self) -> None:
         for name, check in (
             ("max_norm", checks.positive_or_none),
-            ("rest_ratio", checks.at_least_zero),
+            ("rest_ratio", checks.none_or(checks.at_least_zero)),
             ("rest_gamma", checks.none_or(checks.finite)),
         ):
             value = getattr(self, name)
@@ -120,7 +127,7 @@ class Rule:
             ValueError: a tensor that this rule cannot move (complex, sparse, narrower
                 than 16 bits, or not a matrix for a matrix rule).
         """
-        sides = self._sides(params, collectives)
+        sides = self._leaves(params, collectives)
         state: State | RoutedState = self._join(
             {side: new_state(leaves) for side, leaves in sides.items()}
         )
@@ -176,16 +183,17 @@ class Rule:
         checks.at_least_zero("lr", lr)
         self._check_arguments(gamma, reference)
         lr, gamma = checks.plain(lr), checks.plain(gamma)
-        sides, groups, members = self._sides(params, collectives), [], []
+        sides, groups, members = self._leaves(params, collectives), [], []
         states = self._split(state, sides)
         check_matching(params, grads, "grads")
         if reference is not None:
             check_matching(params, reference, "reference")
         for side, leaves in sides.items():
             algorithm, side_lr, side_gamma = leaves.algorithm, lr, gamma
-            if side == "rest":
+            if side == "rest" and self.rest_ratio is not None:
                 side_lr = lr * self.rest_ratio
-                side_gamma = gamma if self.rest_gamma is None else self.rest_gamma
+            if side == "rest" and self.rest_gamma is not None:
+                side_gamma = self.rest_gamma
             before = count
             if before is None:  # where the algorithm has to know it on the host
                 before = int(states[side].t) if algorithm.has_stages else 0
@@ -226,7 +234,7 @@ class Rule:
                 'anchor: choose correction="svrg"'
             )
         check_matching(params, grads, "grads")
-        sides = self._sides(params, LOCAL)
+        sides = self._leaves(params, LOCAL)
         states = self._split(state, sides)
         for side, leaves in sides.items():
             correction = leaves.algorithm.correction
@@ -265,7 +273,7 @@ class Rule:
         Raises:
             ValueError: a state of another rule or of other parameters.
         """
-        sides = self._sides(params, collectives)
+        sides = self._leaves(params, collectives)
         states = self._split(state, sides)
         by_name: dict[Name, Tensor] = {}
         for side, leaves in sides.items():
@@ -277,7 +285,29 @@ class Rule:
 
     # ---- sides -----------------------------------------------------------------------
 
-    def _sides(self, params: Tree, collectives: Collectives) -> dict[str, Leaves]:
+    def sides(
+        self, params: Sequence[Tensor], shapes: Sequence[torch.Size] | None = None
+    ) -> list[Side]:
+        """Return who moves these tensors, or stacks of such: ``matrix`` what is made of
+        matrices, ``rest`` the others; without ``rest``, ``matrix`` moves all. A side
+        without members is left out.
+
+        Args:
+            params: tensors, or stacks of them.
+            shapes: of each of ``params``, that of a whole tensor; None: its own.
+        """
+        shapes = [p.shape for p in params] if shapes is None else shapes
+        takes = self.matrix.matrices.takes
+        is_rest = [self.rest is not None and not takes(shape) for shape in shapes]
+        nonempty_sides = []
+        for algorithm, rest in ((self.matrix, False), (self.rest, True)):
+            members = [i for i, other in enumerate(is_rest) if other == rest]
+            if members and algorithm is not None:
+                moved = algorithm.over([params[i] for i in members])
+                nonempty_sides.append(Side(moved, members, rest))
+        return nonempty_sides
+
+    def _leaves(self, params: Tree, collectives: Collectives) -> dict[str, Leaves]:
         """Return the leaves of "matrix" and of "rest"; a side without any is left out.
 
         Raises:
@@ -291,14 +321,11 @@ class Rule:
             )
         check_container(params, "params")
         by_side = {}
-        for algorithm, members, is_fallback in sides(
-            self.matrix, self.rest, all_leaves.tensors, all_leaves.shapes
-        ):
-            part = [all_leaves.names[i] for i in members]
-            leaves = Leaves(
-                algorithm, params, None if self.rest is None else part, collectives
+        for side in self.sides(all_leaves.tensors, all_leaves.shapes):
+            part = [all_leaves.names[i] for i in side.members]
+            by_side["rest" if side.is_rest else "matrix"] = Leaves(
+                side.algorithm, params, None if self.rest is None else part, collectives
             )
-            by_side["rest" if is_fallback else "matrix"] = leaves
         return by_side
 
     def _join(self, states: Mapping[str, State]) -> Any:

@@ -218,8 +218,8 @@ def split(
     group_sides = []
     for side in routing.sides([params[i] for i in moving]):
         part = [moving[n] for n in side.members]
-        own_rate = side.is_fallback and routing.own_rate
-        own_gamma = side.is_fallback and routing.own_gamma
+        own_rate = side.is_rest and routing.rest_ratio is not None
+        own_gamma = side.is_rest and routing.rest_gamma is not None
         group_sides.append(
             GroupSide(
                 side.algorithm,

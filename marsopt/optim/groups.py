@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from marsopt.functional.binding import check_parameter
 from marsopt.functional.routing import (
     Choice,
-    Routing,
     all_hyperparameters,
     check_suits,
     hyperparameters_of,
@@ -25,6 +24,7 @@ from marsopt.functional.routing import (
     route,
     shared_hyperparameters,
 )
+from marsopt.functional.rule import Rule
 from marsopt.functional.stacks import check_overlap
 from marsopt.functional.step_types import scalar_dtype
 from marsopt.optim.state_dict import TRAIN_MODE, State
@@ -280,7 +280,7 @@ def structure(group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
     }
 
 
-def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> Routing:
+def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> Rule:
     """Check a group's hyperparameters; return the algorithms that they name.
 
     Raises:
@@ -373,10 +373,10 @@ def unreached(
             )
 
 
-def _reads(routing: Routing) -> set[str]:
+def _reads(rule: Rule) -> set[str]:
     """Return the names of the hyperparameters that a group's algorithms read."""
     names = {*table(Choice), *table(Matrices)}
-    for algorithm in (routing.matrix, routing.fallback):
+    for algorithm in (rule.matrix, rule.rest):
         if algorithm is None:
             continue
         lines = table(type(algorithm.preconditioner)).values()
@@ -425,17 +425,16 @@ def admit(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 def has_two_rates(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     """Return whether tensors of a group have the rate lr_1d, and it is not lr."""
-    routing = route({**options, **group})
+    rule = route({**options, **group})
     return (
-        routing.own_rate
+        rule.rest_ratio is not None
         and group["base_lr"] != group["lr_1d"]
-        and _has_fallback(group, routing)
+        and _has_rest(group, rule)
     )
 
 
-def _has_fallback(group: Mapping[str, Any], routing: Routing) -> bool:
-    sides = routing.sides(group["params"])
-    return any(side.is_fallback for side in sides)
+def _has_rest(group: Mapping[str, Any], rule: Rule) -> bool:
+    return any(side.is_rest for side in rule.sides(group["params"]))
 
 
 def replaced_rules(
@@ -614,8 +613,8 @@ class DeviceHyperparameters:
             if self._seen.get(n, ...) is not latest[n] or checks.can_read(latest[n])
         }
         check_values(self._numbers, new)
-        explicit = latest["gamma_1d"] if self.routing.own_gamma else None
-        gamma_1d = latest["gamma"] if explicit is None else explicit
+        has_gamma_1d = self.routing.rest_gamma is not None
+        gamma_1d = latest["gamma_1d" if has_gamma_1d else "gamma"]
         values = latest | {"lr_1d": self._rate_1d(group, latest), "gamma_1d": gamma_1d}
         for name in {*changed, "lr_1d", "gamma_1d"} & self._cells.keys():
             _set(self._cells[name], values[name])
@@ -642,12 +641,12 @@ class DeviceHyperparameters:
     def _rate_1d(self, group: Mapping[str, Any], numbers: Mapping[str, Any]) -> Number:
         lr: Number = numbers["lr"]
         base = numbers["base_lr"]
-        if not self.routing.own_rate:
+        if self.routing.rest_ratio is None:
             return lr
         if base > 0:
             ratio: Number = numbers["lr_1d"] / base
             return lr * ratio
-        used = _has_fallback(group, self.routing)
+        used = _has_rest(group, self.routing)
         if used and not isinstance(lr, Tensor) and lr != 0:
             raise ValueError(
                 f"got lr={lr} for a group that was added with lr=0, expected a base "

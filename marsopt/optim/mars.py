@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.options import ClassOptions
-from marsopt.functional.routing import all_hyperparameters
+from marsopt.functional.routing import all_hyperparameters, check_taken
 from marsopt.functional.step import advance, assess
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.compiled import named_range
@@ -199,6 +199,8 @@ class MARS(LayoutOptimizer):
             nonfinite=nonfinite,
         )
         super().__init__(params, values.defaults, whole)
+        types = [group["mars_type"] for group in self.param_groups]
+        check_taken(types, correction)
         for what in unreached(self.param_groups, whole, values.explicit):
             self._say(logging.WARNING, what)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
+from marsopt.rules.dtypes import nonzero
 from marsopt.rules.hyperparameters import number
 from marsopt.rules.preconditioner import Preconditioner, Tensors
 
@@ -42,7 +43,7 @@ class AdamW(Preconditioner):
 
     Args:
         betas: decay rates of m and v.
-        eps: added to the root of the debiased v.
+        eps: added to the root of the debiased v; with 0, too, 0 / 0 is 0.
         amsgrad: divide by the root of the largest v so far (debiased after the maximum,
             as torch.optim.AdamW does).
         epsilon_hat: add eps to the root of v *before* debiasing, as the MARS-M and
@@ -92,7 +93,8 @@ class AdamW(Preconditioner):
     ) -> tuple[Number, ...]:
         beta1, beta2 = self.betas
         root = (1 - beta2**t).sqrt()
-        eps = self.eps / root if self.epsilon_hat else self.eps
+        eps = nonzero(self.eps)
+        eps = eps / root if self.epsilon_hat else eps
         rate, decay = lr / (1 - beta1**t), 1 - lr * self.weight_decay
         of_moments = beta1, 1 - beta1, beta2, 1 - beta2
         if not self.nesterov:

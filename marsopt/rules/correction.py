@@ -35,7 +35,8 @@ class Correction(ABC):
     keeps. What it asks of ``MARS`` beside a step is its protocol (``register``).
 
     Args:
-        gamma: scale of the variance reduction; 0 turns it off.
+        gamma: scale of the variance reduction; 0 turns it off, and a negative one, for
+            experiments, moves c the opposite way.
         clip: threshold of the norm of c; None = off.
         clip_per: what has a norm of its own: "matrix", where a tensor is made of
             several (``Matrices``), or "tensor".
@@ -97,7 +98,8 @@ class Correction(ABC):
         """Return those of g and of each operand, before the clip.
 
         Args:
-            beta1: decay rate of the preconditioner's first moment.
+            beta1: decay rate of the preconditioner's first moment, whatever its
+                paper calls it: Lion's betas[1].
             gamma: scale of the variance reduction in this step.
         """
 

@@ -24,6 +24,14 @@ def working(tensor: Tensor) -> Tensor:
     return tensor.to(working_dtype(tensor))
 
 
+def nonzero(eps: float | Tensor) -> float | Tensor:
+    """Return ``eps``, and for 0 a number so small that it changes no sum with a root of
+    float32 but 0: then 0 / (sqrt(0) + eps) is 0, and not NaN.
+    """
+    smallest = 1e-30
+    return eps.clamp(min=smallest) if isinstance(eps, Tensor) else max(eps, smallest)
+
+
 def default_state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of state for parameters of ``dtype``, where nobody chooses one:
     float32 for float16, in which squares of small gradients are zero and those of large

@@ -43,7 +43,8 @@ def structure(
 
     Args:
         default: its value.
-        check: raises where a value is none of those that there are.
+        check: raises where a value is none of those that there are; None = what
+            ``CHECKS`` has for its type.
         name: what users call it; None = as the field.
         whole: whether it is one value for the whole optimizer; else every param group
             may have its own.
@@ -79,6 +80,12 @@ class Hyperparameter(NamedTuple):
 
 
 Table = Mapping[str, Hyperparameter]
+
+# of fields that bring no check of their own, by type
+CHECKS: dict[Any, Check] = {
+    bool: checks.true_or_false,
+    bool | None: checks.none_or(checks.true_or_false),
+}
 
 # what others call it, where the names are not alike, or those of others are nearer
 ELSEWHERE = dict(
@@ -126,7 +133,7 @@ def table(component: type) -> Table:
             _name(f),
             f.default,
             hint,
-            f.metadata.get("check"),
+            f.metadata.get("check") or CHECKS.get(hint),
             f.metadata.get("number", False),
             f.metadata.get("whole", False),
             f.metadata.get("beta"),
@@ -166,11 +173,12 @@ def check_fields(component: Any) -> None:
     kind: type = type(component)
     known = table(kind)
     for f in fields(component):
+        if (line := known.get(_name(f))) is None:  # a component of it
+            continue
         value = getattr(component, f.name)
-        if (check := f.metadata.get("check")) is not None:
-            check(_name(f), value)
-        if (line := known.get(_name(f))) is not None:  # no component of it
-            object.__setattr__(component, f.name, line.plain(value))
+        if line.check is not None:
+            line.check(line.name, value)
+        object.__setattr__(component, f.name, line.plain(value))
 
 
 def numbers_of(component: Any) -> list[Any]:

@@ -45,7 +45,7 @@ class Lion(Preconditioner):
 
     @property
     def beta1(self) -> Number:
-        return self.betas[1]  # of the average
+        return self.betas[1]  # decay rate of m, which Lion's paper calls beta2
 
     def scalars(
         self, t: Tensor, lr: Number, w: Number | None = None

@@ -181,12 +181,15 @@ def _may_write(x: Tensor) -> bool:
 HALF_RATE = 4
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def cpu_dtype() -> torch.dtype:
     """Return the precision that this CPU iterates in unless it is told another: bf16
     where it has instructions for it, else float32, of which bf16 would be emulated.
     """
     return found_dtype()
+
+
+# What torch.compiler.assume_constant_result sets; that would import dynamo.
+cpu_dtype._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache

@@ -13,7 +13,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer, one_per_row
 from marsopt.rules.checks import Number
-from marsopt.rules.dtypes import working
+from marsopt.rules.dtypes import nonzero, working
 from marsopt.rules.hyperparameters import number, structure
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, MatrixAverage
 from marsopt.rules.preconditioner import Average, MatrixInput, MatrixOutput, Tensors
@@ -41,7 +41,7 @@ class NorMuon(MatrixAverage):
 
     Args:
         beta2: decay rate of r.
-        eps: added to the root of r.
+        eps: added to the root of r; with 0, too, 0 / 0 is 0.
 
     Raises:
         ValueError: a field out of its range.
@@ -74,7 +74,7 @@ class NorMuon(MatrixAverage):
             o, (r,) = working(factor.matrix), whole.rows
             squares = torch.linalg.vector_norm(o, dim=-1).square()
             r = self.beta2 * r + (1 - self.beta2) * squares / max(1, o.shape[-1])
-            w = 1 / (r.sqrt() + self.eps)
+            w = 1 / (r.sqrt() + nonzero(self.eps))
             after = (squares * w * w).sum(-1, keepdim=True)  # ||o'||^2
             tiny = torch.finfo(after.dtype).tiny  # of a zero matrix
             rescale = (squares.sum(-1, keepdim=True) / after.clamp(min=tiny)).sqrt()

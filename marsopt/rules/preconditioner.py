@@ -15,7 +15,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
-from marsopt.rules.hyperparameters import check_fields, number, structure
+from marsopt.rules.hyperparameters import check_fields, number
 
 Tensors = Mapping[str, Tensor]  # by symbol
 SumUp = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -33,7 +33,7 @@ class Preconditioner(ABC):
     """
 
     weight_decay: Number = number(0.0, checks.at_least_zero)
-    cautious_weight_decay: bool = structure(False, checks.true_or_false)
+    cautious_weight_decay: bool = False
 
     keeps: ClassVar[dict[str, Buffer]] = {}  # all that it may keep, by symbol
     matrix_only: ClassVar[bool] = False  # whether it is a ``MatrixPreconditioner``

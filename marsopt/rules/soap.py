@@ -16,7 +16,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
-from marsopt.rules.dtypes import working
+from marsopt.rules.dtypes import nonzero, working
 from marsopt.rules.hyperparameters import number, structure
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import (
@@ -92,7 +92,7 @@ class SOAP(MatrixPreconditioner):
 
     Args:
         betas: decay rates of m and v.
-        eps: added to the root of v.
+        eps: added to the root of v; with 0, too, 0 / 0 is 0.
         shampoo_beta: b, decay rate of the factors; None = betas[1].
         sides: which have a factor: "both", or the "short" one alone (of a square, the
             columns): less state and fewer products, 10.7 bytes a parameter and 0.3 of
@@ -130,8 +130,8 @@ class SOAP(MatrixPreconditioner):
     sides: Sides = structure("both", checks.one_of(get_args(Sides)))
     precondition_frequency: int = structure(10, checks.count)
     max_dim: int = structure(10_000, checks.count)
-    stagger: bool = structure(False, checks.true_or_false)
-    orthogonalize: bool = structure(False, checks.true_or_false)
+    stagger: bool = False
+    orthogonalize: bool = False
     adjust_lr_fn: str = structure(MATCH_RMS_ADAMW, checks.one_of(SCALES))
     ns: NewtonSchulz = NewtonSchulz()
 
@@ -278,7 +278,7 @@ class SOAP(MatrixPreconditioner):
             m = _mixed(m, turned, (1 - beta1) * (1 - is_first))
             v = _mixed(v, turned * turned, (1 - beta2) * (1 - is_first))
             # beside a first gradient m and v are zero
-            o = _back(m / (v.sqrt() + (self.eps + is_first)), *bases)
+            o = _back(m / (v.sqrt() + (nonzero(self.eps) + is_first)), *bases)
             new |= dict(m=m, v=v)
         factors = [
             _mixed(factor, gram, 1 - (beta2 if b is None else b))

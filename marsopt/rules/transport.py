@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import Correction, scale
@@ -48,9 +47,7 @@ class Transport(Correction):
     """
 
     # a choice here, where other corrections have a fact
-    store_iterate: bool = structure(  # type: ignore[misc]
-        False, checks.true_or_false, whole=True
-    )
+    store_iterate: bool = structure(False, whole=True)  # type: ignore[misc]
 
     name = "transport"
     keeps = {"x": Buffer("iterate", start="parameter", dtype="parameter")}

@@ -14,7 +14,7 @@ import torch
 
 import marsopt
 from marsopt import REGISTRY
-from marsopt.functional.binding import sides
+from marsopt.functional.routing import route
 from marsopt.parallel.placement import shard_size
 from marsopt.parallel.planner import Matrix
 from marsopt.profiling import gpt2
@@ -88,14 +88,13 @@ class Job:
         """Return who moves what, routed and stacked as ``MARS`` does."""
         rule = marsopt.mars(**{**self.options, "mars_type": self.mars_type})
         adamw = dict(mars_type="adamw", optimize_1d=False)
-        beside = marsopt.mars(**{**self.options, **adamw}).matrix
+        beside = marsopt.Rule(matrix=route({**self.options, **adamw}).matrix)
         found: dict[tuple[Algorithm, torch.Size], list[str]] = {}
-        every = (False, rule.matrix, rule.rest), (True, beside, None)
-        for is_beside, matrix, rest in every:
+        for is_beside, mover in ((False, rule), (True, beside)):
             names = [n for n in self.shapes if (n in self.elementwise) == is_beside]
             shapes = [torch.Size(self.shapes[name]) for name in names]
             like = [torch.empty(shape, device="meta") for shape in shapes]
-            for side in sides(matrix, rest, like, shapes):
+            for side in mover.sides(like, shapes):
                 for i in side.members:
                     found.setdefault((side.algorithm, shapes[i]), []).append(names[i])
         return [Alike(*key, tuple(names)) for key, names in found.items()]

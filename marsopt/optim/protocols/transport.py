@@ -436,8 +436,8 @@ class FollowMode:
         if not self._link.protocol.is_in(optimizer, module.training):
             self._switch(optimizer, self._link, module.training)
 
-    # in place of a graph that writes parameters
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    # in place of a graph that writes parameters; as in ``MARS.step``
+    @torch._disable_dynamo
     def _switch(self, optimizer: Host, link: Link, train: bool) -> None:
         optimizer.train() if train else optimizer.eval()
         link.switched(optimizer)
