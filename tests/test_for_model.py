@@ -100,7 +100,7 @@ def test_options_go_to_the_groups_and_to_the_class():
     assert {group["gamma"] for group in optimizer.param_groups} == {0.125}
     assert optimizer.max_norm is None
     assert "correction: approximate" in str(optimizer)
-    plain = for_model(gpt2(), lr=0.1, correction="exact", compile=False)
+    plain = for_model(gpt2(), "mars-m", lr=0.1, correction="exact", compile=False)
     assert plain.param_groups[0]["gamma"] == 0.025  # the authors'
     soap = for_model(gpt2(), "soap-muon", lr=0.1, sides="short", compile=False)
     assert soap.param_groups[0]["sides"] == "short"  # an option of that rule alone
