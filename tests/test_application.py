@@ -40,7 +40,7 @@ from train.evaluate import __main__ as evaluate
 from train.gpt2 import GPT2
 from train.runs import summary
 from train.runs.checkpoints import load_model
-from train.runs.settings import claim, describe, settings
+from train.runs.settings import claim, describe, difference, settings
 from train.runs.summary import read_scalars
 
 pytestmark = pytest.mark.application
@@ -288,6 +288,12 @@ def test_a_run_is_trained_longer_as_its_message_says(data, one, tmp_path):
     assert rates[STEPS + 2] == pytest.approx(rates[STEPS + 1])
 
 
+def test_other_data_are_told_by_their_checksums():
+    mine, theirs = {"data.val": "a" * 64}, {"data.val": "b" * 64}
+    said = difference(mine, theirs)
+    assert said == f"data.val=checksum {'a' * 20} where it has checksum {'b' * 20}"
+
+
 def test_evaluate_finds_the_data_of_a_run(data, one, tmp_path, monkeypatch, capsys):
     def loss(folder):
         monkeypatch.setattr(sys, "argv", ["", "--run", str(folder), "--loss"])
@@ -295,7 +301,11 @@ def test_evaluate_finds_the_data_of_a_run(data, one, tmp_path, monkeypatch, caps
         return json.loads((folder / "evaluation.json").read_text())["loss"]
 
     folder = shutil.copytree(one[0], tmp_path / "run")
+    written = {"model": str(folder), "step": STEPS, "tasks": {"results": {"a": {}}}}
+    (folder / "evaluation.json").write_text(json.dumps(written))
     assert loss(folder)["data"] == str(data)
+    kept = json.loads((folder / "evaluation.json").read_text())
+    assert {key: kept[key] for key in written} == written  # of the same step
     settings = json.loads((folder / "settings.json").read_text())
     said = json.dumps(settings | {"data.val": "0" * 64})
     (folder / "settings.json").write_text(said)

@@ -3,7 +3,9 @@
 import argparse
 import math
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +13,7 @@ from train.data.tokens import open_tokens
 from train.errors import UserError, check_least, command, shown
 from train.evaluate import harness
 from train.export import export
-from train.files import check_writable, write_json
+from train.files import check_writable, read_json, write_json
 from train.gpt2.inference import whole_loss
 from train.runs.trained import Trained, add_arguments, from_arguments
 
@@ -69,6 +71,33 @@ def _loss(trained: Trained, args: argparse.Namespace) -> dict:
     return loss
 
 
+@dataclass(frozen=True)
+class _Earlier:
+    """What an earlier call wrote; of ``tasks`` each part is {task: value}."""
+
+    model: str
+    step: int | None
+    loss: dict[str, Any] | None = None
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def _with_earlier(results: dict, path: Path) -> dict:
+    """Return results with others that ``path`` holds of the same model and step."""
+    try:
+        earlier = read_json(path, _Earlier, "what train.evaluate wrote")
+    except UserError:  # nothing, or something else
+        return results
+    if (earlier.model, earlier.step) != (results["model"], results["step"]):
+        return results
+    merged = {} if earlier.loss is None else {"loss": earlier.loss}
+    merged |= results
+    if tasks := results.get("tasks", earlier.tasks):
+        merged["tasks"] = earlier.tasks | {
+            part: earlier.tasks.get(part, {}) | values for part, values in tasks.items()
+        }
+    return merged
+
+
 def _names(listed: str) -> list[str]:
     return [name.strip() for name in listed.split(",") if name.strip()]
 
@@ -98,7 +127,9 @@ def _arguments() -> argparse.Namespace:
         help="tokens seen together, for --loss (default: as trained)")
     add("--batch-size", type=int, default=8)
     add("--device", default=devices[-1])
-    add("--out", type=Path, help="default: evaluation.json in the model's folder")
+    add("--out", type=Path,
+        help="default: evaluation.json in the model's folder; other results there "
+        "stay, where they are of the same step")
     # fmt: on
     args = parser.parse_args()
     check_least(1, limit=args.limit, window=args.window, batch_size=args.batch_size)
@@ -135,7 +166,7 @@ def main() -> None:
     if tasks:
         found["tasks"] = _tasks(trained, tasks, args)
         print(*map(shown, harness.lines(found["tasks"])), sep="\n", flush=True)
-    write_json(out, found)
+    write_json(out, _with_earlier(found, out))
     print(f"written to {out}")
 
 

@@ -86,11 +86,17 @@ def settings(config) -> dict:
 def difference(mine: dict, theirs: dict) -> str:
     """Say what of two runs' settings differs; empty if nothing does."""
     changed = [
-        f"{key}={mine.get(key)!r} where it has {theirs.get(key)!r}"
+        f"{key}={_value(key, mine)} where it has {_value(key, theirs)}"
         for key in sorted((mine.keys() | theirs.keys()) - {HELD_OUT})
         if mine.get(key) != theirs.get(key)
     ]
     return "; ".join(changed[:3]) + (" and more" if len(changed) > 3 else "")
+
+
+def _value(key: str, flat: dict) -> str:
+    """Return a setting, as an error shows it."""
+    value = flat.get(key)
+    return f"checksum {value}"[:29] if key.startswith("data.") else repr(value)
 
 
 def claim(config) -> None:
@@ -107,8 +113,8 @@ def claim(config) -> None:
         theirs = read(path)
         if what := difference(mine, theirs):
             raise UserError(
-                f"got {what}, expected the settings of the run in {folder}: give "
-                "these to continue it, or another --dump-folder to start a new one"
+                f"got {what}, expected the settings and data of the run in {folder}: "
+                "give these to continue it, or another --dump-folder to start a new one"
                 + _longer(config, theirs)
             )
     elif begun:
