@@ -173,8 +173,14 @@ def test_a_folder_of_json_lines_is_told_from_missing_text(tmp_path, capsys):
     (folder / "text.md").write_text("words " * 99)
     prepare.prepare("text", "bytes", tmp_path / "out", files=[folder], val_fraction=0.1)
     said = capsys.readouterr().out
-    assert said.startswith("left out: 2 .jsonl, 1 .png, which end in none of .md .py")
+    assert said.startswith("left out: 2 .jsonl, 1 .png: text ends in .md .py")
     assert "--dataset FOLDER" in said
+    (tmp_path / "split/test").mkdir(parents=True)
+    (tmp_path / "split/test/a.txt").write_text("words " * 99)
+    with pytest.raises(UserError, match=r"no file of text \(1 \.txt in test\)"):
+        prepare.prepare("text", "bytes", tmp_path / "out2", files=[tmp_path / "split"])
+    with pytest.raises(UserError, match=r"got --out .*mine, which is not empty"):
+        prepare.prepare("text", "bytes", folder, files=[folder])
     (tmp_path / "out3").mkdir()
     with pytest.raises(UserError, match=r"no file of text \(it is empty\)"):
         prepare.prepare(

@@ -269,6 +269,15 @@ def check_folder(option: str, path: Path) -> bool:
     return path.exists() and any(path.iterdir())
 
 
+def check_new(option: str, path: Path) -> None:
+    """Check that the path of an option is an empty folder, or may become one."""
+    if check_folder(option, path):
+        raise UserError(
+            f"got {option} {path}, which is not empty, expected an empty or new "
+            "folder: choose another, or delete it"
+        )
+
+
 def unfinished(out: Path) -> Path:
     """Return where the work on ``out`` lies: beside what it is a link to, if it is."""
     place = out.resolve()
@@ -329,11 +338,7 @@ def _make(work: Path) -> None:
 @contextmanager
 def made_whole(out: Path) -> Iterator[Path]:
     """Yield a folder that becomes ``out``, if that is free and the block ends well."""
-    if check_folder("--out", out):
-        raise UserError(
-            f"got --out {out}, which is not empty, expected an empty or new folder: "
-            "choose another, or delete it"
-        )
+    check_new("--out", out)
     with workspace(out) as work:
         yield work / MADE
 

@@ -3,6 +3,7 @@
 import argparse
 import os
 from inspect import signature
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ from train.data.tokenizers import TOKENIZERS, Bytes, tokenizer
 from train.data.tokens import SPLITS, Meta, open_tokens
 from train.data.web_text import FineWebEdu, OpenWebText
 from train.errors import OF_PATHS, UserError, advice, check_least, command, counted
-from train.files import MADE, check_folder, discard, is_complete, workspace
+from train.files import (
+    MADE,
+    check_folder,
+    check_new,
+    discard,
+    is_complete,
+    workspace,
+)
 
 SOURCES: dict[str, type[Source]] = {
     source.name: source for source in (OpenWebText, FineWebEdu, Text, StandardLibrary)
@@ -41,8 +49,9 @@ def prepare(
     """
     ready = chosen(SOURCES, source, options)
     check_least(1, 1024, processes=processes)
-    if check_folder("--out", out):
+    if check_folder("--out", out) and lexists(out / "meta.json"):
         return _recognise(out, ready.request, tokenizer_name)
+    check_new("--out", out)
     try:
         with workspace(out, {**ready.plan, "tokenizer": tokenizer_name}) as work:
             if not is_complete(work):

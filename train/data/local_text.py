@@ -47,7 +47,7 @@ def files_of(root: Path, suffixes: set[str] = TEXT) -> list[Path]:
 
 def endings_beside(root: Path) -> Counter[str]:
     """Return how many files of a folder, by their ending, ``files_of`` leaves out, but
-    for tests and what is hidden.
+    for what is hidden; ".txt in test" are texts in a folder of that name.
     """
     root = root.resolve()
     if not root.is_dir():
@@ -56,9 +56,12 @@ def endings_beside(root: Path) -> Counter[str]:
     found: Counter[str] = Counter()
     for path in root.rglob("*"):
         parts = path.relative_to(root).parts
-        aside = NOT_SOURCE & set(parts) or any(part.startswith(".") for part in parts)
-        if path not in kept and path.is_file() and not aside:
-            found[path.suffix or "without an ending"] += 1
+        hidden = any(part.startswith(".") for part in parts)
+        if path in kept or hidden or not path.is_file():
+            continue
+        aside = sorted(NOT_SOURCE & set(parts)) if path.suffix in TEXT else []
+        ending = path.suffix or "without an ending"
+        found[" in ".join([ending, *aside[:1]])] += 1
     return found
 
 
@@ -150,8 +153,8 @@ class LocalFiles(Source):
         """Write train.bin and val.bin; return what they hold."""
         if self._left_out:
             json = f"; {JSON_LINES}" if JSON & set(self._left_out) else ""
-            ours = f"which end in none of {' '.join(sorted(TEXT))}"
-            print(shown(f"left out: {_listed(self._left_out)}, {ours}{json}"))
+            ours = f"text ends in {' '.join(sorted(TEXT))}, outside folders of tests"
+            print(shown(f"left out: {_listed(self._left_out)}: {ours}{json}"))
         bar = tqdm(self._files, desc="tokenize", unit="file", disable=None)
         pieces = (piece for path in bar for piece in self._split(path, read(path)))
         batches = ((split, [text]) for split, text in pieces if text)
