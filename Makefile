@@ -26,7 +26,7 @@ help:
 
 train: $(VENV)/train $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
 	$(BIN)/$(if $(filter 1,$(RANKS)),python,torchrun --nproc-per-node $(RANKS)) -m train \
-		--config $(CONFIG) --dump-folder runs/$(RUN) $(OPTIONS)
+		--config $(CONFIG) --dump-folder 'runs/$(RUN)' $(OPTIONS)
 
 test: lint $(VENV)/test $(VENV)-triton/ready $(VENV)-ports/ready
 	@echo "pytest imports what it tests (half a minute), and then prints a dot a test"

@@ -232,6 +232,10 @@ REFUSED = {
         "got h.2.ln_1.weight in .*, which its config.json has no place for",
     ),
     "another architecture": (change_config(model_type="llama"), "got model_type='ll"),
+    "another model": (
+        lambda f: (f / "config.json").write_text('{"model_type": "llama"}'),
+        "got model_type='llama' in",
+    ),
     "another activation": (
         change_config(activation_function="relu"),
         "got activation_function='relu'",
@@ -346,9 +350,9 @@ def test_training_goes_on_from_imported_weights(
     data, trained, carried, tmp_path, capsys
 ):
     """As from the run's own, with a new optimizer: to the last printed digit."""
-    imported = tmp_path / "imported"
+    imported = tmp_path / "im ported"
     told = called(import_hf.main, capsys, "--model", carried, "--out", imported)
-    assert f"--checkpoint.initial-load-path {imported}" in told
+    assert f"--checkpoint.initial-load-path '{imported}'" in told
     assert f"{carried / STATE} holds the optimizer's state" in told
     own = trained[0] / "checkpoint" / "step-4"
     losses = [

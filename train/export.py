@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from shlex import quote
 
 from train.data import tokenizer_files
 from train.data.tokenizers import TOKENIZERS
@@ -58,12 +59,13 @@ def main() -> None:
     count = sum(p.numel() for p in trained.model.parameters())
     print(
         f"{count:,} parameters after step {trained.step} of {args.run} in {args.out}: "
-        f"GPT2LMHeadModel.from_pretrained('{args.out}')"
+        f"GPT2LMHeadModel.from_pretrained({str(args.out)!r})"
     )
     if state:
+        path = quote(str((args.out / STATE).resolve()))
         print(
             "to continue the training in a new run, with the recipe's options: "
-            f"--checkpoint.initial-load-path {(args.out / STATE).resolve()} "
+            f"--checkpoint.initial-load-path {path} "
             "--checkpoint.no-initial-load-model-only"
         )
 

@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from shlex import quote
 
 from train.errors import command
 from train.export import STATE
@@ -29,7 +30,7 @@ def main() -> None:
     print(f"the weights of {args.model} ({model.shape}) are in {args.out}")
     print(
         "to train from them, with a recipe of this shape: python -m train --config "
-        f"NAME --checkpoint.initial-load-path {args.out.resolve()}"
+        f"NAME --checkpoint.initial-load-path {quote(str(args.out.resolve()))}"
     )
     if (args.model / STATE).is_dir():
         print(

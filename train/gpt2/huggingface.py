@@ -33,10 +33,11 @@ REAL = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 @dataclass(frozen=True)
 class Config:
-    """What config.json has to say for our forward pass to be its own: first the fields
-    of our shape, in its order; absent = the default.
+    """What config.json has to say for our forward pass to be its own: after the type
+    the fields of our shape, in its order; absent = the default.
     """
 
+    model_type: Literal["gpt2"]
     n_layer: Depth
     n_head: Size
     n_embd: Size
@@ -44,7 +45,6 @@ class Config:
     vocab_size: Size
     scale_attn_by_inverse_layer_idx: bool = False
     _: KW_ONLY
-    model_type: Literal["gpt2"]
     n_inner: int | None = None  # 4 n_embd
     activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
     layer_norm_epsilon: Annotated[float, Limits(ge=1e-5, le=1e-5)] = 1e-5
@@ -59,7 +59,7 @@ class Config:
 
     def shape(self) -> Shape:
         """Return it as ours."""
-        return Shape(*astuple(self)[:6])
+        return Shape(*astuple(self)[1:7])
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def save(model: GPT2, folder: Path, end_of_text: int) -> None:
 
     config = {
         "architectures": ["GPT2LMHeadModel"],
-        **asdict(Config(*astuple(model.shape), model_type="gpt2")),
+        **asdict(Config("gpt2", *astuple(model.shape))),
         "reorder_and_upcast_attn": False,
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         "initializer_range": 0.02,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 
@@ -121,8 +122,8 @@ def summarize(folder: Path, title: str) -> None:
             line = f"validation loss {losses[step]:.4f} nats per byte of held-out text"
     elif losses:  # cut off between the last checkpoint and its validation
         line = (
-            f"no validation after step {step}: python -m train.evaluate --run {folder} "
-            "--loss"
+            f"no validation after step {step}: python -m train.evaluate --run "
+            f"{quote(str(folder))} --loss"
         )
     else:
         line = "validation was off"
