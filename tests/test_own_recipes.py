@@ -55,6 +55,10 @@ def test_a_recipe_of_ones_own_is_listed_resolved_and_planned(house, capsys):
             parse(["--config", other, *OPTION])
     with pytest.raises(UserError, match="recipes of configs"):
         parse(["--config", "stronger"])
+    (house / "house/forgot.py").write_text(MINE.replace("    return config\n", ""))
+    forgot = ["--config", "stronger", "--module", "house.forgot"]
+    with pytest.raises(UserError, match="got NoneType of .* end .* return config"):
+        parse(forgot)
 
 
 def test_the_recipe_that_the_page_shows(house, monkeypatch, capsys):

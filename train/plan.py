@@ -10,7 +10,7 @@ from pathlib import Path
 if __name__ == "__main__":  # torch takes seconds to import
     print("loading torch and the forecast", file=sys.stderr, flush=True)
 
-from train.engine.recipes import MODULE, recipe
+from train.engine.recipes import MODULE, make
 from train.errors import UserError, check_least, command
 from train.forecast import (
     Blocks,
@@ -32,7 +32,7 @@ MOST_RANKS = 2**13  # as many as are planned within ten seconds
 def job_of(config_name: str, module: str = MODULE) -> Job:
     """Return the model and optimizer of a recipe of ``module``."""
     logging.disable(logging.WARNING)  # torchtitan's, about options that nobody set
-    config = recipe(config_name, module)()
+    config = make(config_name, module)
     logging.disable(logging.NOTSET)
     if config.optimizer.param_groups:
         raise UserError(

@@ -19,6 +19,7 @@ NOISE = (
     "Peak flops undefined",
     "Error running lspci",
     "initial_load_model_only=True has no effect",
+    "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",
     "torch.distributed is already initialized",  # where ranks have met
 )
 
@@ -35,7 +36,7 @@ def parse(argv: list[str]):
     if args.config is None and (not argv or for_help):
         print(recipes.listing(args.module))
         sys.exit(0 if argv else 2)
-    make = recipes.recipe(args.config, args.module)  # or say which there are
+    recipes.recipe(args.config, args.module)  # or say which there are
     if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
         print("importing torch and torchtitan: seconds", file=sys.stderr, flush=True)
     import tyro
@@ -45,12 +46,13 @@ def parse(argv: list[str]):
 
     ConfigManager()  # which makes the registry complete
     try:
-        config = make()
+        config = recipes.make(args.config, args.module)
         if for_help and not any(word.startswith("activation-") for word in rest):
             print(listing(args.config, config))
             sys.exit(0)
         check_known(config, rest)
-        how = dict(prog="python -m train", registry=custom_registry)
+        prog = f"python -m train --config {args.config}"
+        how = dict(prog=prog, registry=custom_registry)
         return tyro.cli(type(config), args=rest, default=config, **how)
     except (ValueError, AssertionError) as error:  # torchtitan's checks of its fields
         raise UserError(

@@ -48,6 +48,23 @@ def load(module: str = MODULE) -> ModuleType:
     return found
 
 
+def make(name: str | None, module: str = MODULE):
+    """Return the configuration that the recipe of this name makes.
+
+    Raises:
+        UserError: the recipe cannot be had, or returns something else.
+    """
+    from train.engine.titan import Trainer
+
+    config = recipe(name, module)()
+    if not isinstance(config, Trainer.Config):
+        raise UserError(
+            f"got {type(config).__name__} of --config {name} --module {module}, "
+            "expected a configuration: end the function with return config"
+        )
+    return config
+
+
 def recipe(name: str | None, module: str = MODULE) -> Callable:
     """Return the function of ``module`` that makes the configuration of this name.
 
