@@ -522,6 +522,7 @@ def count_graphs(mars_type, num_layers, monkeypatch):
         return graph.forward
 
     real = torch.compile
+    marsopt.optim.compiled.graph_of.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(
             torch, "compile", lambda f, **own: real(f, **{**own, "backend": backend})
