@@ -29,6 +29,7 @@ from marsopt.functional.trees import FlatGroup
 from marsopt.optim.for_model import for_model
 from marsopt.optim.mars import MARS
 from marsopt.optim.param_groups import param_groups
+from marsopt.optim.protocols.svrg import Snapshot as _Snapshot  # noqa: F401  registers it
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.correction import Approximate, Correction

@@ -235,6 +235,32 @@ def test_one_line_of_marsopt_names_the_mesh_and_asks_for_it_where_there_are_rank
     assert done.stdout == "False\n", done.stderr
 
 
+# What the core (step, class, checkpoints, mesh) does not know, and who does: pages of
+# rules, the functions by name, and what stands above the class
+SATELLITES = {
+    "marsopt.rules.newton_schulz": {
+        *("marsopt", "marsopt.rules.orthogonal", "marsopt.rules.soap"),
+        "marsopt.parallel.collectives",  # plans for nothing, to check its options
+    },
+    "marsopt.rules.soap": {"marsopt", "marsopt.functional.options"},
+    "marsopt.rules.svrg": {"marsopt", "marsopt.optim.protocols.svrg"},
+    "marsopt.optim.protocols.svrg": {"marsopt"},
+    "marsopt.optim.param_groups": {
+        *("marsopt", "marsopt.optim.for_model", "marsopt.parallel.torchtitan"),
+        "marsopt.profiling.command",
+        "marsopt.optim.base",  # to warn of embeddings in a matrix rule's group
+    },
+    "marsopt.parallel.torchtitan": set(),
+}
+
+
+@pytest.mark.parametrize("satellite", SATELLITES)
+def test_the_core_knows_satellites_by_register_alone(satellite):
+    paths = [*files("marsopt"), *files("parallel")]
+    users = {name_of(path) for path in paths if satellite in imports(path)}
+    assert users == SATELLITES[satellite]
+
+
 def test_importing_the_library_imports_no_compiler():
     """Dynamo alone takes seconds."""
     done = python("import sys, marsopt; print('torch._dynamo' in sys.modules)")

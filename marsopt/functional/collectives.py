@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from marsopt.rules.buffers import Buffer, like_x
 from marsopt.rules.dtypes import working
-from marsopt.rules.matrices import Matrices
-from marsopt.rules.newton_schulz import LARGE
+from marsopt.rules.matrices import LARGE, Matrices
 from marsopt.rules.preconditioner import (
     MatrixInput,
     MatrixOutput,

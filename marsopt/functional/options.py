@@ -113,7 +113,7 @@ class CorrectionOptions(ReferenceOptions, total=False):
         str | None,
         '"approximate", "exact", "transport" or "svrg", in place of ``is_approx``; '
         "None = what ``is_approx`` says. ``mars`` gives transport to baselines too, "
-        "without clip, and to the AdamW beside a rule.",
+        "without clip, and to the AdamW beside a rule; baselines take no other.",
     ]
 
 

@@ -13,6 +13,10 @@ from marsopt.rules.hyperparameters import check_fields, structure
 
 Kind = Literal["2d", "batched", "flattened"]
 
+# elements from which a CPU takes matrices one by one: each then occupies all cores, and
+# fits better into their caches
+LARGE = 2**18
+
 
 @dataclass(frozen=True, kw_only=True)
 class Matrices:

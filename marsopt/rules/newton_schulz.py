@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from marsopt.rules import checks
 from marsopt.rules.hyperparameters import check_fields, structure
+from marsopt.rules.matrices import LARGE
 
 if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the shapes
     from jaxtyping import Float
@@ -233,9 +234,7 @@ def full_float32() -> Iterator[None]:
 
 # ---- the iteration -------------------------------------------------------------------
 
-# elements that a CPU divides at a time, and from which it iterates matrices one by one:
-# each then occupies all cores, and fits better into their caches
-PIECE, LARGE = 2**20, 2**18
+PIECE = 2**20  # elements that a CPU divides at a time
 
 
 @dataclass(frozen=True)

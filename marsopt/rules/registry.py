@@ -1,4 +1,6 @@
-"""The one list of named rules: who corrects, who preconditions, with which defaults."""
+"""The named rules: who corrects, who preconditions, with which defaults. SOAP and SVRG
+are known by ``register`` alone, as components of somebody else's are.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,6 @@ from marsopt.rules.matrices import Matrices
 from marsopt.rules.normuon import NorMuon
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, Orthogonal
 from marsopt.rules.preconditioner import Preconditioner
-from marsopt.rules.soap import SOAP
-from marsopt.rules.svrg import SVRG
 from marsopt.rules.transport import Transport
 
 # What moves tensors that are not matrices: the rule itself; an AdamW with numbers of
@@ -253,30 +253,6 @@ RULES = (
         "adamw",
         source="MARS, Algorithm 1, before arXiv 2510.05491",
     ),
-    NamedRule("soap", SOAP, False, "adamw", source="arXiv 2409.11321"),
-    NamedRule(
-        "mars-soap",
-        SOAP,
-        True,
-        "adamw",
-        source="MARS, Algorithm 1, before arXiv 2409.11321",
-    ),
-    NamedRule(
-        "soap-muon",
-        SOAP,
-        False,
-        "adamw",
-        dict(orthogonalize=True),
-        "arXiv 2409.11321, then K. Jordan, Muon, 2024",
-    ),
-    NamedRule(
-        "mars-soap-muon",
-        SOAP,
-        True,
-        "adamw",
-        dict(orthogonalize=True),
-        "MARS, Algorithm 1, before SOAP-Muon",
-    ),
 )
 
 REGISTRY: dict[str, NamedRule] = {}
@@ -365,10 +341,11 @@ def register(
         PROTOCOLS[cast(type[Correction], kind)] = protocol
 
 
-for _component in (*RULES, Approximate, Exact, Transport, SVRG):
+for _component in (*RULES, Approximate, Exact, Transport):
     register(_component)
 
-# Components that the tests of this project have checked; None is no correction.
+# Components that the tests of this project have checked, those of satellites too
+# (soap.py, svrg.py); None is no correction.
 BUILT_IN = {type(None), *CORRECTIONS.values(), *(r.preconditioner for r in RULES)}
 
 

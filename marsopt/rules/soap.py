@@ -18,9 +18,8 @@ from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
 from marsopt.rules.dtypes import nonzero, working
 from marsopt.rules.hyperparameters import number, structure
-from marsopt.rules.matrices import Matrices
+from marsopt.rules.matrices import LARGE, Matrices
 from marsopt.rules.newton_schulz import (
-    LARGE,
     NewtonSchulz,
     full_float32,
     gram_matrix,
@@ -34,6 +33,7 @@ from marsopt.rules.preconditioner import (
     SumUp,
     Tensors,
 )
+from marsopt.rules.registry import BUILT_IN, NamedRule, register
 
 if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the shapes
     from jaxtyping import Float, Int
@@ -482,3 +482,34 @@ class SOAPCost:
             shared += 2 * turn / self.precondition_frequency
             replicated += (2 + 8 / 3) * size**3 / self.precondition_frequency
         return round(shared / num_ranks + replicated)
+
+
+RULES = (
+    NamedRule("soap", SOAP, False, "adamw", source="arXiv 2409.11321"),
+    NamedRule(
+        "mars-soap",
+        SOAP,
+        True,
+        "adamw",
+        source="MARS, Algorithm 1, before arXiv 2409.11321",
+    ),
+    NamedRule(
+        "soap-muon",
+        SOAP,
+        False,
+        "adamw",
+        dict(orthogonalize=True),
+        "arXiv 2409.11321, then K. Jordan, Muon, 2024",
+    ),
+    NamedRule(
+        "mars-soap-muon",
+        SOAP,
+        True,
+        "adamw",
+        dict(orthogonalize=True),
+        "MARS, Algorithm 1, before SOAP-Muon",
+    ),
+)
+for _row in RULES:
+    register(_row)
+BUILT_IN.add(SOAP)

@@ -12,6 +12,7 @@ from torch import Tensor
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import Correction
+from marsopt.rules.registry import BUILT_IN, register
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,3 +56,7 @@ class SVRG(Correction):
 
     def anchored(self, x: Tensor, g: Tensor) -> dict[str, Tensor]:
         return {"snapshot": x, "mu": g}
+
+
+register(SVRG)
+BUILT_IN.add(SVRG)

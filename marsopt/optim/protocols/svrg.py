@@ -7,6 +7,8 @@ from torch import Tensor
 
 from marsopt.optim.protocols.base import CorrectionProtocol, Entries, Handles, Host
 from marsopt.optim.protocols.exact import put_scaled
+from marsopt.rules.registry import register
+from marsopt.rules.svrg import SVRG
 
 
 class Snapshot(CorrectionProtocol):
@@ -121,3 +123,6 @@ class Snapshot(CorrectionProtocol):
         "update_anchor": update_anchor,
         "at_snapshot": at_snapshot,
     }
+
+
+register(SVRG, protocol=Snapshot)

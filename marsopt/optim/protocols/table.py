@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from marsopt.optim.protocols.base import CorrectionProtocol
 from marsopt.optim.protocols.exact import NextGradients
-from marsopt.optim.protocols.svrg import Snapshot
 from marsopt.optim.protocols.transport import Lookahead
 from marsopt.rules.correction import Correction
 from marsopt.rules.exact import Exact
 from marsopt.rules.registry import PROTOCOLS, register
-from marsopt.rules.svrg import SVRG
 from marsopt.rules.transport import Transport
 
 SERVED_BY: dict[type[Correction], type[CorrectionProtocol]] = {
     Exact: NextGradients,
     Transport: Lookahead,
-    SVRG: Snapshot,
 }
 for _correction, _protocol in SERVED_BY.items():
     register(_correction, protocol=_protocol)
