@@ -836,10 +836,14 @@ HIDDEN = dict(mars_type="moonlight", lr=0.02, weight_decay=0.1)
 @pytest.mark.parametrize(
     ("group", "arguments", "messages"),
     [
-        (HIDDEN, dict(lr=1e-4), ["lr=0.0001 reaches no group: all give their own"]),
-        (HIDDEN, dict(weight_decay=0.0), ["weight_decay=0.0 reaches no group"]),
-        (HIDDEN, dict(mars_type="muon"), ["mars_type='muon' reaches no group"]),
-        (HIDDEN, dict(gamma=0.05), ["gamma=0.05 changes nothing: it is of approx"]),
+        (
+            HIDDEN,
+            dict(lr=1e-4),
+            ["lr=0.0001 has no effect: every param group sets its own"],
+        ),
+        (HIDDEN, dict(weight_decay=0.0), ["weight_decay=0.0 has no effect"]),
+        (HIDDEN, dict(mars_type="muon"), ["mars_type='muon' has no effect"]),
+        (HIDDEN, dict(gamma=0.05), ["gamma=0.05 has no effect: only approx"]),
         (HIDDEN, dict(gamma=0.05, correction="transport"), []),
         (HIDDEN, dict(lr=0.02, weight_decay=0.1, mars_type="moonlight"), []),
         (HIDDEN, dict(lr=3e-3, gamma=0.025, mars_type="mars-adamw"), []),  # defaults

@@ -50,7 +50,7 @@ def main() -> None:
     add("--out", type=Path, required=True, help="a new folder")
     add("--step", type=int, help=STEP_HELP)
     add("--no-tokenizer", **switch, help="leave the tokenizer's files out")
-    add("--training-state", **switch, help="add the checkpoint, to go on elsewhere")
+    add("--training-state", **switch, help="add the checkpoint, to resume elsewhere")
     args = parser.parse_args()
     trained = of_run(args.run, args.step)
     state, tokenizer = args.training_state, not args.no_tokenizer
@@ -62,7 +62,7 @@ def main() -> None:
     )
     if state:
         print(
-            "to continue the training in a new run, with the recipe's options: "
+            "to resume in a new run, with the recipe's options: "
             f"--checkpoint.initial-load-path {(args.out / STATE).resolve()} "
             "--checkpoint.no-initial-load-model-only"
         )
