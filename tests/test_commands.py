@@ -161,7 +161,7 @@ ADVICE = {
     errno.ESTALE: "a file system that answers",
     errno.EROFS: "may be written to",
     errno.EACCES: "a path that this user may use",
-    errno.ENOTRECOVERABLE: "see to what it says",
+    errno.ENOTRECOVERABLE: "mend what it names",
 }
 
 

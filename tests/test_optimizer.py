@@ -848,13 +848,13 @@ HIDDEN = dict(mars_type="moonlight", lr=0.02, weight_decay=0.1)
         (HIDDEN, dict(lr=0.02, weight_decay=0.1, mars_type="moonlight"), []),
         (HIDDEN, dict(lr=3e-3, gamma=0.025, mars_type="mars-adamw"), []),  # defaults
         (HIDDEN, dict(gamma=0.0), []),
-        ({}, dict(mars_type="adamw", gamma=0.5), ["gamma=0.5 changes nothing"]),
-        ({}, dict(mars_type="adamw", clip=0.5), ["clip=0.5 changes nothing"]),
+        ({}, dict(mars_type="adamw", gamma=0.5), ["gamma=0.5 has no effect"]),
+        ({}, dict(mars_type="adamw", clip=0.5), ["clip=0.5 has no effect"]),
         ({}, dict(mars_type="adamw", clip=None), []),
-        ({}, dict(mars_type="lion", amsgrad=True), ["amsgrad=True changes nothing"]),
-        ({}, dict(mars_type="lion", eps=1e-6), ["eps=1e-06 changes nothing"]),
+        ({}, dict(mars_type="lion", amsgrad=True), ["amsgrad=True has no effect"]),
+        ({}, dict(mars_type="lion", eps=1e-6), ["eps=1e-06 has no effect"]),
         ({}, dict(mars_type="muon", amsgrad=True, eps=1e-6), []),  # of vectors
-        (dict(mars_type="lion", amsgrad=True), {}, ["amsgrad=True changes nothing"]),
+        (dict(mars_type="lion", amsgrad=True), {}, ["amsgrad=True has no effect"]),
         (dict(betas=[0.9, 0.99]), dict(betas=(0.9, 0.99), gamma=0.05), []),
         ({}, dict(gamma=0.05, betas=(0.9, 0.99), lr=0.02, weight_decay=0.3), []),
     ],
