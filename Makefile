@@ -42,7 +42,8 @@ lint: $(VENV)/lint
 
 docs: $(VENV)/docs
 	rm -rf build/site
-	$(BIN)/python -m sphinx -W --keep-going -q -E -c docs/site -d build/doctrees . build/site
+	$(BIN)/python -m sphinx -W --keep-going -E -c docs/site -d build/doctrees . build/site
+	@echo "build/site/index.html; search shows excerpts after $(BIN)/python -m http.server -d build/site"
 
 ifdef REHEARSAL
 gpu: $(VENV)/gpu $(VENV)-triton/ready

@@ -301,9 +301,9 @@ class MeshCollectives(AsTheyLie):
         if ends[0] != -ends[1]:
             short = what if len(what) < 200 else f"{what[:200]}..."
             raise RuntimeError(
-                "got different things on the ranks of one mesh, expected the same "
-                f"everywhere (rank {dist.get_rank()} has {short}): build the same "
-                "model, param groups, options and MeshCollectives on every rank"
+                "got models, param groups or options that differ between the ranks of "
+                f"one mesh, expected the same everywhere (rank {dist.get_rank()} has "
+                f"{short}): build them, and MeshCollectives, alike on every rank"
             )
 
     # ---- whole matrices ------------------------------------------------------------
@@ -449,9 +449,9 @@ class MeshCollectives(AsTheyLie):
                 by_axis.setdefault(line, {})[i] = cut
         if gathered:
             log.warning(
-                "marsopt.parallel: %d parameters, of several matrices or with state at "
-                "their owner, are cut by several mesh axes or in strides (tensor "
-                "parallelism); they are gathered whole, which is slow",
+                "marsopt.parallel: every step gathers %d parameters whole, which is "
+                "slow: several mesh axes (or strides, by tensor parallelism) cut them, "
+                "and they hold several matrices or keep state at an owner",
                 len(gathered),
             )
         groups: list[tuple[ShardGroup, dict[int, Cut]]] = []

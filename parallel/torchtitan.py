@@ -113,7 +113,7 @@ class MarsOptimizersContainer(OptimizersContainer):
         ParamGroupConfig(
             pattern=r"layers\\..*weight$",
             optimizer_name="MARS",
-            optimizer_kwargs=dict(mars_type="mars-m", lr=6e-3),
+            optimizer_kwargs=dict(mars_type="moonlight", lr=6e-3),
         )
 
     on main as ``MarsOptimizer.Config(pattern=...)``.

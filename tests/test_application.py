@@ -268,9 +268,7 @@ def test_stopped_and_resumed_on_another_number_of_processes(
     options = CORRECTIONS[name]
     first, val_first, _ = run(data, tmp_path / "r", *options, steps=4, ranks=2)
     rest, val_rest, out = run(data, tmp_path / "r", *options)
-    assert (
-        f"continuing the run in {tmp_path / 'r'} (1 process) after step 4 of 8" in out
-    )
+    assert f"resuming the run in {tmp_path / 'r'} (1 process) after step 4 of 8" in out
     one_run = EventAccumulator(str(tmp_path / "r" / "tb")).Reload()
     logged = [event.step for event in one_run.Scalars(summary.TRAIN)]
     assert logged == list(range(1, STEPS + 1))
@@ -369,7 +367,7 @@ def test_the_title_says_what_was_trained():
     found = title(configs.tiny_moonlight_transport())
     assert found == (
         "tiny_moonlight_transport: GPT-2 of 0.837M parameters, 1,400 steps\n"
-        "moonlight, transport correction, peak rate 0.012"
+        "moonlight, transport correction, peak learning rate 0.012"
     )
     assert "no correction" in title(configs.tiny_adamw())
 

@@ -161,7 +161,7 @@ ADVICE = {
     errno.ESTALE: "a file system that answers",
     errno.EROFS: "may be written to",
     errno.EACCES: "a path that this user may use",
-    errno.ENOTRECOVERABLE: "see to what it says",
+    errno.ENOTRECOVERABLE: "mend what it names",
 }
 
 
@@ -296,7 +296,7 @@ def test_a_run_whose_folder_has_gone_fails_with_1(ended):
     (line,) = told.splitlines()
     assert line.startswith("error: ")
     assert "run is gone, deleted or renamed while the run was in it, at step 2" in line
-    assert line.endswith("with the folder back the same command continues, else it "
+    assert line.endswith("with the folder back the same command resumes, else it "
                          "starts anew")  # fmt: skip
 
 
@@ -309,5 +309,5 @@ def test_a_run_whose_output_nobody_reads_says_so(ended, monkeypatch):
     assert code == 141
     assert told == (
         "stopped at step 2, as nobody reads its standard output any more: the same "
-        "command continues after step 1\n"
+        "command resumes after step 1\n"
     )

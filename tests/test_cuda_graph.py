@@ -55,7 +55,7 @@ def test_a_defect_is_found(found, defect, what):
     "what, said",
     [
         ("first", "a step to capture whose parameters are new to it"),
-        ("missing", "a step to capture that lacks 1 gradients"),
+        ("missing", "a step to capture in which other parameters"),
         (
             "rate_of_the_host",
             "a hyperparameter as a tensor on cpu in a step that a CUDA",

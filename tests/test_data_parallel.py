@@ -472,7 +472,8 @@ PAGE = snippets(Path(__file__).parent.parent / "docs" / "setups.md")
 (LOOP,) = PAGE["Your setup"]
 ALONE = "One GPU"
 ZERO = "ZeroRedundancyOptimizer"
-OTHERS = {"Your setup", ALONE, "torchtitan"}  # tests/test_torchtitan.py has the last
+SCHEDULES = "Learning rate schedules"
+OTHERS = {"Your setup", ALONE, SCHEDULES, "torchtitan"}  # tests/test_torchtitan.py
 
 
 def as_shown(heading):
@@ -515,3 +516,24 @@ def test_what_is_shown_runs_and_is_one_process(heading):
         assert all(torch.equal(other[n], first[n]) for other in others)
         if heading != ZERO:
             torch.testing.assert_close(first[n], p, rtol=0, atol=1e-3)
+
+
+def test_a_loop_over_the_groups_keeps_lr_1d():
+    """As shown for schedules, and as torch's schedulers scale or erase it."""
+    (code,) = PAGE[SCHEDULES]
+    schedulers, ends = torch.optim.lr_scheduler, []
+    for each in (True, False):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6))
+        made = partial(marsopt.for_model, model, compile=False)
+        optimizer = made("moonlight", lr=6e-3, lr_1d=6e-4)
+        exec(code, dict(optimizer=optimizer, lr=3e-3, learning_rate=6e-3))
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == pytest.approx([3e-3, *[3e-4] * (len(rates) - 1)])
+        exec(code, dict(optimizer=optimizer, lr=6e-3, learning_rate=6e-3))
+        peaks = [group["lr"] for group in optimizer.param_groups] if each else 6e-3
+        schedulers.OneCycleLR(optimizer, peaks, total_steps=9, cycle_momentum=False)
+        ends.append(len({group["lr"] for group in optimizer.param_groups}))
+    assert ends == [2, 1]
+    optimizer = made("moonlight", lr=6e-3, lr_1d=6e-4)
+    schedulers.LambdaLR(optimizer, lambda step: 0.5)
+    assert {group["lr"] for group in optimizer.param_groups} == {3e-3, 3e-4}

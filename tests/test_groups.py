@@ -324,7 +324,9 @@ def test_the_version_is_that_of_the_package():
 def test_a_rate_of_zero_in_a_tensor_is_no_base_rate():
     """It cannot be seen without a sync that it has changed."""
     zero = torch.tensor(0.0)
-    with pytest.raises(ValueError, match="got lr=0 as a tensor .* a base rate"):
+    with pytest.raises(
+        ValueError, match="got lr=0 as a tensor .* a base learning rate"
+    ):
         mars(parameters(VECTOR), lr=zero)
     mars(parameters(MATRIX), lr=zero)
     mars(parameters(VECTOR), lr=zero, mars_type="moonlight")

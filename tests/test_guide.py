@@ -213,7 +213,7 @@ def setting(heading, names, folder):
             names |= dict(held_out=loader[3], models=[model, copy.deepcopy(model)])
             names["tasks"] = tasks
             yield
-        case "Experts, heads, fused projections":
+        case "Experts (MoE), heads, fused projections":
             names |= dict(experts=rows(1, 3, 4, 6), head_width=2, width=6)
             names |= dict(q_proj=rows(1, 6, 6), qkv=rows(1, 18, 6))
             names |= dict(kernels=rows(1, 4, 3, 2, 2), others=rows(2, 5))

@@ -205,7 +205,7 @@ def test_continuing_names_what_is_damaged_and_how_to_go_on(data, copied):
     said = str(error.value)
     assert f"{newest(copied) / '__0_0.distcp'} with SHA-256" in said
     (aside,) = re.findall(
-        r"Of this run step 4 is whole; to continue after it: (mv .*), then the same "
+        r"Of this run step 4 is whole; to resume from it: (mv .*), then the same "
         r"command again$",
         said,
     )
@@ -306,7 +306,7 @@ def test_a_signal_ends_a_run_in_one_line(data, tmp_path, number, code, name):
     step, last = map(
         int,
         re.fullmatch(
-            rf"stopped by {name} at step (\d+): the same command continues after step "
+            rf"stopped by {name} at step (\d+): the same command resumes after step "
             r"(\d+)",
             line,
         ).groups(),
@@ -346,7 +346,7 @@ def test_a_rank_that_died_is_named_once(data, tmp_path):
     _, _, stderr = forked(*words, ranks=2, signals=died)
     (line,) = told_by(stderr)
     assert "error: rank 1 gone or stopped" in line
-    assert re.search(r"the same command continues after step \d+0\.", line)
+    assert re.search(r"the same command resumes after step \d+0\.", line)
     assert "train_step" not in stderr  # a traceback of ours
     log = (tmp_path / "run" / "rank0.log").read_text()
     assert "Traceback" in log
@@ -399,7 +399,7 @@ def test_a_full_disk_ends_a_run_in_one_line(data, small_disk):
     assert stderr.count("\n") == 1
     assert re.match(
         rf"error: no space is left on the disk of {small_disk}/run: make some, at step "
-        "20 of 5000: the same command continues after step 10",
+        "20 of 5000: the same command resumes after step 10",
         stderr,
     )
 

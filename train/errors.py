@@ -98,7 +98,7 @@ def advice(error: OSError) -> str:
     """Say what the user can do about an error of the system."""
     if error.errno in OF_PATHS:
         return PATH
-    return ADVICE.get(error.errno or 0, "none: see to what it says")
+    return ADVICE.get(error.errno or 0, "none: mend what it names")
 
 
 def is_full(error: BaseException, folder: Path) -> bool:

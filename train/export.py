@@ -51,7 +51,7 @@ def main() -> None:
     add("--out", type=Path, required=True, help="a new folder")
     add("--step", type=int, help=STEP_HELP)
     add("--no-tokenizer", **switch, help="leave the tokenizer's files out")
-    add("--training-state", **switch, help="add the checkpoint, to go on elsewhere")
+    add("--training-state", **switch, help="add the checkpoint, to resume elsewhere")
     args = parser.parse_args()
     trained = of_run(args.run, args.step)
     state, tokenizer = args.training_state, not args.no_tokenizer
@@ -64,7 +64,7 @@ def main() -> None:
     if state:
         path = quote(str((args.out / STATE).resolve()))
         print(
-            "to continue the training in a new run, with the recipe's options: "
+            "to resume in a new run, with the recipe's options: "
             f"--checkpoint.initial-load-path {path} "
             "--checkpoint.no-initial-load-model-only"
         )

@@ -35,7 +35,7 @@ def main() -> None:
     if (args.model / STATE).is_dir():
         print(
             f"{args.model / STATE} holds the optimizer's state as well: give that path "
-            "and --checkpoint.no-initial-load-model-only to continue its training"
+            "and --checkpoint.no-initial-load-model-only to resume its training"
         )
 
 

@@ -109,12 +109,12 @@ def main() -> None:
     either.add_argument("--model", help=f"one of {', '.join(models.MODELS)}")
     # fmt: off
     add("--module", default=MODULE,
-        help="that has the recipe of --config (default: %(default)s)")
+        help="Python module that holds the recipe (default: %(default)s)")
     add("--rules", nargs="+", action="extend", metavar="RULE",
         help="with --model: the rules to compare, such as adamw mars-m-transport "
         f"(default: {' '.join(models.RULES)})")
     add("--tokens", type=int,
-        help="with --model: tokens of a step (default: as its authors took)")
+        help="with --model: tokens of a step (default: its authors' batch)")
     add("--ranks", type=int, nargs="+", action="extend",
         help="numbers of GPUs (default: 8; with --model 1 8 64 512, times --replicas)")
     add("--replicas", type=int, default=1,
@@ -125,11 +125,11 @@ def main() -> None:
         help="TFLOP/s of bf16 products on each GPU (default: %(default)s)")
     add("--memory-gbs", type=float, default=3000,
         help="GB/s of each GPU's memory (default: %(default)s)")
-    add("--all", action="store_true", help="list every matrix and who has it")
+    add("--all", action="store_true", help="list every matrix and its owner")
     add("--sweep", action="store_true",
-        help="a row for each of 1, 2, 4 ... 4096 GPUs, and --picture")
+        help="a row for each of 1, 2, 4 ... 4096 GPUs, and a plot")
     add("--picture", type=Path, default=Path("sweep.png"),
-        help="of --sweep (default: %(default)s)")
+        help="file for the plot of --sweep (default: %(default)s)")
     # fmt: on
     args = parser.parse_args()
     if args.picture.suffix not in PICTURES:

@@ -95,8 +95,8 @@ def arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(
         "python -m train.prepare",
-        description="Turn text into token files. Cut off at any moment, the same "
-        "command goes on where it stopped.",
+        description="Turn text into token files. If it is cut off, the same command "
+        "resumes where it stopped.",
     )
     add = parser.add_argument
     each = "; ".join(f"{name}: {s.summary}" for name, s in SOURCES.items())
@@ -107,7 +107,7 @@ def arguments() -> argparse.Namespace:
     add("--tokenizer", choices=sorted(TOKENIZERS), help=f"default: of {of}")
     add("--out", type=Path, required=True, help="folder for token files and meta.json")
     add("--processes", type=int,
-        help="that tokenise (default: one per core; 1 with --tokenizer bytes)")
+        help="to tokenize with (default: one per core; 1 with --tokenizer bytes)")
     # fmt: on
     for option in all_options(SOURCES):
         more = {"nargs": option.nargs, "action": "extend"} if option.nargs else {}

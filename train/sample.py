@@ -15,9 +15,14 @@ def main() -> None:
     add_arguments(parser)
     add = parser.add_argument
     add("--prompt", default="class ")
-    add("--tokens", type=int, default=300, help="how many to generate (default 300)")
+    add("--tokens", type=int, default=300, help="tokens to generate (default: 300)")
     add("--temperature", type=float, default=0.8)
-    add("--top-k", type=int, default=50, help="sample from this many likeliest tokens")
+    add(
+        "--top-k",
+        type=int,
+        default=50,
+        help="sample from the K likeliest tokens (default: 50)",
+    )
     add("--seed", type=int, default=0)
     args = parser.parse_args()
     check_least(1, tokens=args.tokens, top_k=args.top_k)

@@ -272,7 +272,7 @@ class ModelOptions(ClassOptions, StepOptions, CorrectionOptions, total=False):
     optimize_1d: Annotated[
         bool,
         "give tensors that are not matrices to the MARS rule too (matrix rules: to "
-        "MARS-AdamW), with its own numbers.",
+        "MARS-AdamW), with its hyperparameters.",
     ]
     lr_1d: Annotated[
         Number | None,

@@ -134,8 +134,8 @@ class LayoutOptimizer(Optimizer):
                 logging.WARNING,
                 "tensors that are not matrices take AdamW at lr_1d="
                 f"{param_group['lr_1d']}, a default of {param_group['mars_type']!r}; "
-                f"lr={param_group['base_lr']} is the rate of matrices alone. Pass "
-                "lr_1d to choose that of the others",
+                f"lr={param_group['base_lr']} is the learning rate of matrices alone. "
+                "Pass lr_1d to choose the others' learning rate",
             )
         for what in unread(param_group, self._ours):
             self._say(logging.WARNING, what)
@@ -421,8 +421,8 @@ class LayoutOptimizer(Optimizer):
             self._loading = None
         if torn:
             log.warning(
-                "marsopt: state was loaded after a step that an exception had broken "
-                "off: load the model's parameters of the same checkpoint too"
+                "marsopt: an exception had broken off the step before this state was "
+                "loaded: load the model's parameters of the same checkpoint too"
             )
 
     def _restore(self, saved: dict[str, Any], cast: dict[str, Any]) -> None:

@@ -363,13 +363,13 @@ def unreached(
         is_off = not isinstance(value, Tensor) and value in (None, 0)
         if pair not in is_read:
             yield (
-                f"{name}={value!r} reaches no group: all give their own. Leave it out, "
-                "or change it in the groups"
+                f"{name}={value!r} has no effect: every param group sets its own. "
+                "Leave it out, or change it in the groups"
             )
         elif not is_off and not is_read[pair]:
             yield (
-                f"{name}={value!r} changes nothing: it is of {', '.join(owners(name))},"
-                " and no group reads it. Leave it out, or choose one of these"
+                f"{name}={value!r} has no effect: only {', '.join(owners(name))} read "
+                "it, and no param group does. Leave it out, or choose one of these"
             )
 
 
@@ -418,8 +418,8 @@ def admit(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     if unseen and has_two_rates(group, options):
         raise ValueError(
             f"got lr=0 as a tensor for a group with lr_1d={group['lr_1d']}, expected a "
-            "base rate, which lr_1d is measured against: add the group with its peak "
-            "lr, or give it base_lr"
+            "base learning rate, which lr_1d is measured against: add the group with "
+            "its peak lr, or give it base_lr"
         )
 
 
@@ -445,8 +445,8 @@ def replaced_rules(
         if (was := canonical(old["mars_type"])) != (now := canonical(new["mars_type"])):
             yield (
                 f"the state dict's mars_type {now!r} replaces {was!r}: hyperparameters "
-                "come from what is loaded, as in torch.optim. For another rule set "
-                "them in the groups after loading"
+                "come from the state dict, as in torch.optim. For another rule set "
+                "them in the param groups after loading"
             )
 
 
@@ -650,7 +650,7 @@ class DeviceHyperparameters:
         if used and not isinstance(lr, Tensor) and lr != 0:
             raise ValueError(
                 f"got lr={lr} for a group that was added with lr=0, expected a base "
-                "rate: lr_1d is measured against it; "
+                "learning rate: lr_1d is measured against it; "
                 "add the group with its peak lr, or set group['base_lr'] to it"
             )
         return 0.0 * lr

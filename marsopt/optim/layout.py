@@ -441,9 +441,9 @@ class Layout:
             return mask
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"got a step to capture that lacks {len(live) - sum(live)} gradients, "
-                "as no step before it did, expected one that lacks the same as a step "
-                "before: take one with these gradients before the capture"
+                "got a step to capture in which other parameters have no gradient "
+                f"({len(live) - sum(live)} of {len(live)}) than in earlier steps, "
+                "expected the same ones: take such a step before the capture"
             )
         mask = torch.tensor(live).to(device, non_blocking=True)
         if len(self._live) < PATTERNS:  # what a graph has captured stays where it is

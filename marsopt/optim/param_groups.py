@@ -328,7 +328,7 @@ def warn_of_embeddings(
         f"{' and '.join(rules)} orthogonalizes the steps of what looks like embeddings "
         f"or an output head: {listed}{more}. AdamW is the usual rule for these: "
         f"marsopt.param_groups(model, {next(iter(rules))!r}, lr=...) makes such param "
-        "groups; a group that holds nothing else says that it is meant",
+        "groups. To keep this rule, put these parameters into a group of their own",
     )
 
 

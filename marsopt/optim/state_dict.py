@@ -249,7 +249,7 @@ def to_restore(
                 pairs.append((tensor, entry[key]))
     if restarts:
         log.warning(
-            "marsopt: the state was saved with another correction: moments go on, %s "
+            "marsopt: the state was saved with another correction: moments resume, %s "
             "starts anew",
             " and ".join(sorted(restarts)),
         )

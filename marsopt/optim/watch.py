@@ -155,9 +155,9 @@ class Standstill:
             say(
                 logging.WARNING,
                 f"the last {PATIENCE} steps changed nothing, since no parameter had a "
-                "gradient. If the model trains, its parameters are others: build MARS "
-                "after fully_shard, DistributedDataParallel or .to() has exchanged "
-                "them",
+                "gradient. If backward() was called, the model has other parameters "
+                "now: build MARS after fully_shard, DistributedDataParallel or .to(), "
+                "which may replace them",
             )
         is_free_to_read = skipped.device.type == "cpu" and not is_fake(skipped)
         if self._num_steps % PATIENCE != 1 or not is_free_to_read:

@@ -46,23 +46,27 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "apart: as autograd leaves them; joined: one buffer per shape "
         "(MARS.join_gradients)"
     )
-    warm = "reuse binaries on disk: sooner, but the first call's time means little"
-    log = "torch's structured compile log, for tlparse"
+    warm = "reuse compiled code on disk: faster, but the first call's time means little"
+    log = "write torch's structured compile log, for tlparse"
     own = "a function without arguments that returns a module or {name: shape}"
     of = f"{', '.join(MODELS)}, or MODULE:FUNCTION, {own}"
     add("--model", default="gpt2-small", help=f"{of} (default: %(default)s)")
     for name in ("--layers", "--width"):
-        add(name, type=int, help="instead of that of the GPT-2")
-    add("--vocab", type=int, help=f"rows of wte (default: {VOCAB_SIZE})")
+        add(name, type=int, help=f"{name[2:]} in place of the GPT-2's own")
+    add(
+        "--vocab",
+        type=int,
+        help=f"vocabulary size of the GPT-2 (default: {VOCAB_SIZE})",
+    )
     add("--rule", type=canonical, choices=list(REGISTRY), default="mars-adamw")
     add("--correction", choices=["approximate", "transport"], default="approximate")
-    add("--h-dtype", choices=dtypes, help="of the kept gradient")
+    add("--h-dtype", choices=dtypes, help="dtype of the previous gradient in the state")
     add("--gradients", choices=["apart", "joined"], default="apart", help=apart)
     add("--device", choices=["cpu", "cuda"], default="cpu")
-    add("--steps", type=int, default=10, help="that are timed")
+    add("--steps", type=int, default=10, help="calls to time (default: %(default)s)")
     add("--warm", action="store_true", help=warm)
-    add("--json", type=Path, metavar="FILE", help="everything")
-    add("--trace", type=Path, metavar="FILE", help="Chrome trace")
+    add("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    add("--trace", type=Path, metavar="FILE", help="write a Chrome trace")
     add("--compile-log", type=Path, metavar="DIR", help=log)
     args = parser.parse_args(argv)
     check(args)

@@ -57,7 +57,7 @@ def encoded(
             yield done, ids.result()
     except BrokenProcessPool as error:
         raise UserError(
-            f"got the death of one of {processes} tokenising processes, expected them "
+            f"got the death of one of {processes} tokenizing processes, expected them "
             "to live: if the memory was full, repeat the command with fewer --processes"
         ) from error
     finally:

@@ -137,7 +137,7 @@ def _check_shard_tokens(value: int) -> None:
 FILES = Option("files", "files and folders", Path, "*")
 HELD_OUT = Option(
     "held_out",
-    "held out whole, in place of a share of each file",
+    "files to hold out whole, in place of a share of each file",
     Path,
     nargs="+",
     metavar="FILE",
@@ -150,16 +150,16 @@ VAL_FRACTION = Option(
 )
 VAL_FILES = Option(
     "val_files",
-    "share of the files, held out whole by the hash of their content",
+    "share of files to hold out whole, chosen by the hash of their content",
     float,
     check=partial(_check_share, "--val-files"),
 )
 DATASET = Option(
     "dataset",
-    "in place of the source's own: a folder of parquet, arrow or JSON-lines files with "
-    "a column text, or OWNER/NAME on the Hugging Face hub",
+    "data set in place of the source's own: a folder of parquet, arrow or JSON-lines "
+    "files with a column text, or OWNER/NAME on the Hugging Face hub",
 )
-SUBSET = Option("subset", "of the data set on the hub")
+SUBSET = Option("subset", "subset of the data set on the hub")
 SHARD_TOKENS = Option(
     "shard_tokens",
     "tokens per shard; work is saved after each",

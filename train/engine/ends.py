@@ -166,10 +166,10 @@ def _goes_on(folder: Path) -> str:
     except OSError as error:  # its disk, or file system, has gone
         return f"the checkpoints cannot be read: expected {advice(error)}"
     if not folder.exists():
-        return "with the folder back the same command continues, else it starts anew"
+        return "with the folder back the same command resumes, else it starts anew"
     if done == 0:
-        return "there is no checkpoint yet, the same command starts anew"
-    return f"the same command continues after step {done}"
+        return "there is no checkpoint yet, so the same command starts anew"
+    return f"the same command resumes after step {done}"
 
 
 def _reason(error: BaseException, folder: Path) -> str:

@@ -71,14 +71,14 @@ def announce(config, world: int) -> None:
     if done == 0:
         said = f"starting a new run in {where}: {steps} steps"
     elif done < steps:
-        said = f"continuing the run in {where} after step {done} of {steps}"
+        said = f"resuming the run in {where} after step {done} of {steps}"
     else:
         said = (
             f"the run in {where} is complete at step {done}: nothing to train. Start "
             "another with --dump-folder NEW (make train RUN=NEW)"
         )
     if done < steps and (config.compile.enable or config.optimizer.compile):
-        said += "; the first of them compiles, half a minute or more"
+        said += "; the first step compiles, which takes half a minute or more"
     print(said, flush=True)
 
 
@@ -211,8 +211,8 @@ def title(config) -> str:
     return (
         f"{config.model_spec.flavor}: GPT-2 of {count / 1e6:.3g}M parameters, "
         f"{config.training.steps:,} steps\n{opt.mars_type}, "
-        f"{opt.correction + ' correction' if corrects else 'no correction'}, peak rate "
-        f"{opt.lr:g}"
+        f"{opt.correction + ' correction' if corrects else 'no correction'}, "
+        f"peak learning rate {opt.lr:g}"
     )
 
 

@@ -277,7 +277,7 @@ def _check_samples(config, world: int, held_out: int) -> None:
         validator.samples = max(most // whole, 1) * whole
         if validator.samples < validator.most_samples:
             log.warning(
-                "validating on %d samples where the recipe has %d: %s holds out %d",
+                "validating on %d samples, not the recipe's %d: %s holds out %d",
                 *(validator.samples, validator.most_samples, folder, held_out),
             )
     samples = validator.samples

@@ -58,8 +58,8 @@ class RunCheckpoints(MarsCheckpointManager):
         steps, begun = trainer.config.training.steps, self._find_load_step() > 0
         if not begun and trainer.step >= steps:
             raise UserError(
-                f"got an initial state after step {trainer.step} with training.steps="
-                f"{steps}, expected fewer: give --training.steps a larger number"
+                f"got a checkpoint of step {trainer.step} to start from with "
+                f"training.steps={steps}, expected more steps: raise --training.steps"
             )
         return loaded
 
@@ -106,4 +106,4 @@ def _add_checksums(saved: Future | None, path: Path) -> None:
             saved.result()
         checksums.write(path)
     except Exception as error:  # the run goes on: it is told where it waits for saving
-        log.warning("%s is without checksums: %s", path, error)
+        log.warning("no checksums were written for %s: %s", path, error)

@@ -43,14 +43,13 @@ def _loss(trained: Trained, args: argparse.Namespace) -> dict:
     if data is None:
         raise UserError(
             f"got --loss without --data, and {trained.folder} does not say where its "
-            "data lies, expected the folder of train.prepare whose held-out text is "
-            "meant: --data data/NAME"
+            "data lies, expected the folder that train.prepare wrote: --data data/NAME"
         )
     tokens, meta = open_tokens(data, "val", vocab_size=vocab_size)
     if args.data is None and meta.val.sha256 != trained.data:
         raise UserError(
-            f"got {data}, which holds out another text than when {trained.folder} was "
-            "trained, expected the same: name its place, or what is meant, by --data"
+            f"got {data}, whose held-out text has changed since {trained.folder} was "
+            "trained, expected the same text: name its folder by --data"
         )
     if trained.tokens not in (None, meta.tokenizer):
         raise UserError(
@@ -114,22 +113,22 @@ def _arguments() -> argparse.Namespace:
     add = parser.add_argument
     # fmt: off
     add("--tasks", type=_names, default=[],
-        help="names with commas between, e.g. hellaswag,arc_easy")
+        help="names separated by commas, e.g. hellaswag,arc_easy")
     add("--include-path", type=Path,
-        help="a folder of task YAMLs of one's own; files that they name count from it")
+        help="a folder of your own task YAMLs; paths in them are relative to it")
     add("--limit", type=int, help="examples per task (default: all)")
-    add("--num-fewshot", type=int, help="default: as the task says")
+    add("--num-fewshot", type=int, help="examples in the prompt (default: the task's)")
     add("--loss", action="store_true",
         help="the loss over all held-out text")
     add("--data", type=Path,
-        help="a folder of train.prepare (default: that of the run)")
+        help="the folder that train.prepare wrote (default: the run's)")
     add("--window", type=int,
-        help="tokens seen together, for --loss (default: as trained)")
+        help="context length for --loss (default: the model's)")
     add("--batch-size", type=int, default=8)
     add("--device", default=devices[-1])
     add("--out", type=Path,
-        help="default: evaluation.json in the model's folder; other results there "
-        "stay, where they are of the same step")
+        help="file of results (default: evaluation.json in the model's folder); other "
+        "results there stay, where they are of the same step")
     # fmt: on
     args = parser.parse_args()
     check_least(1, limit=args.limit, window=args.window, batch_size=args.batch_size)

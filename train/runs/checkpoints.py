@@ -126,7 +126,7 @@ def instead(folder: Path, shape: Shape) -> str:
     for step in reversed(older):
         with suppress(UserError):
             check(path.with_name(f"step-{step}"), shape, whole=True)
-            start = f"step {step} is whole; to continue after it"
+            start = f"step {step} is whole; to resume from it"
             break
     aside = shlex.join(["mv", str(path), f"{path}.damaged"])
     return f"Of this run {start}: {aside}, then the same command again"

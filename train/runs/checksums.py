@@ -61,8 +61,8 @@ def verify(path: Path, names: Iterable[str]) -> None:
 @cache
 def _say_unchecked(path: Path) -> None:
     log.warning(
-        "%s has no %s, so that damage in it would not be noticed: it is of an earlier "
-        "release, or its saving was cut off at the very end",
+        "%s has no %s, so that damage would go unnoticed: an earlier release saved it, "
+        "or its saving was cut off at the very end",
         path,
         SUMS,
     )

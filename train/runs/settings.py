@@ -114,7 +114,7 @@ def claim(config) -> None:
         if what := difference(mine, theirs):
             raise UserError(
                 f"got {what}, expected the settings and data of the run in {folder}: "
-                "give these to continue it, or another --dump-folder to start a new one"
+                "give these to resume it, or another --dump-folder to start a new one"
                 + _longer(config, theirs)
             )
     elif begun:
@@ -134,7 +134,8 @@ def _longer(config, theirs: dict) -> str:
         return ""
     return (
         f". To train it to step {steps} by its schedule of {total} steps, after which "
-        f"the rate stays: --training.steps {steps} --lr-scheduler.total-steps {total}"
+        f"the learning rate stays constant: --training.steps {steps} "
+        f"--lr-scheduler.total-steps {total}"
     )
 
 

@@ -14,7 +14,7 @@ from train.files import read_json
 from train.gpt2 import GPT2, huggingface
 from train.runs import checkpoints, settings
 
-STEP_HELP = "of the run's checkpoint (default: the newest)"
+STEP_HELP = "step of the checkpoint to load (default: the newest)"
 
 
 @dataclass(frozen=True)
