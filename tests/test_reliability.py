@@ -195,7 +195,7 @@ def test_an_old_checkpoint_is_believed_and_that_is_said_once(copied, caplog):
     for _ in range(3):
         checkpoints.check(newest(copied), SHAPE, whole=True)
     (said,) = [r.getMessage() for r in caplog.records if r.name == checksums.__name__]
-    assert said.startswith(f"{newest(copied)} has no SHA256SUMS, so that damage in it")
+    assert said.startswith(f"{newest(copied)} has no SHA256SUMS, so that damage would")
 
 
 def test_continuing_names_what_is_damaged_and_how_to_go_on(data, copied):
