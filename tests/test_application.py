@@ -307,7 +307,7 @@ def test_evaluate_finds_the_data_of_a_run(data, one, tmp_path, monkeypatch, caps
     settings = json.loads((folder / "settings.json").read_text())
     said = json.dumps(settings | {"data.val": "0" * 64})
     (folder / "settings.json").write_text(said)
-    with pytest.raises(UserError, match="holds out another text than when"):
+    with pytest.raises(UserError, match="held-out text has changed since"):
         loss(folder)
     settings.pop("held_out_folder")  # as earlier releases wrote them
     (folder / "settings.json").write_text(json.dumps(settings))

@@ -255,7 +255,7 @@ def test_killed_at_random_moments(tmp_path, source, kills, processes):
         stages.append(written())
         deadline = time.monotonic() + 20
         while any(map(is_running, young)):
-            assert time.monotonic() < deadline, "tokenising processes were left over"
+            assert time.monotonic() < deadline, "tokenizing processes were left over"
             time.sleep(0.01)
     assert sorted(set(stages)) == stages, "each went on from where the last one was"
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -264,7 +264,7 @@ def test_killed_at_random_moments(tmp_path, source, kills, processes):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus", "out", "whole"]
 
 
-def test_a_dead_tokenising_process_is_one_line():
+def test_a_dead_tokenizing_process_is_one_line():
     others = multiprocessing.active_children()  # of tests before
 
     def batches():
@@ -274,7 +274,7 @@ def test_a_dead_tokenising_process_is_one_line():
                 next(p for p in running if p not in others).kill()
             yield i, ["text"] * 1000
 
-    with pytest.raises(UserError, match="got the death of one of 2 tokenising"):
+    with pytest.raises(UserError, match="got the death of one of 2 tokenizing"):
         list(encoded(batches(), "bytes", processes=2))
 
 

@@ -65,7 +65,7 @@ def encoded(
 
 
 def _begin() -> None:
-    """Begin as a tokenising process."""
+    """Begin as a tokenizing process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 
