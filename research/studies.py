@@ -40,6 +40,8 @@ RATES = Axis("lr", 2e-3, 3.2e-2)  # of elementwise rules
 MATRIX_RATES = Axis("lr", 4e-3, 6.4e-2)
 BETA1 = Axis("beta1", 0.6, 0.98, decay=True)
 GAMMA = Axis("gamma", 0.0125, 0.4)
+# 1 - mu_y beside momentum inside: a search from GAMMA's draws stopped at beta1 0.37
+WIDE_GAMMA = Axis("gamma", 0.1, 0.8)
 SCALE = Axis("ema_nesterov", 0.1, 1.6)
 OUTER = Axis("snoo", 0.1, 0.8, decay=True)  # momentum
 BETA2 = Axis("beta2", 0.9, 0.999, decay=True)
@@ -79,7 +81,7 @@ def elementwise() -> dict[str, Method]:
             adamw | dict(gpa=0.0), (*axes, GAMMA), MORE_SEEDS, **ahead
         ),
         "GPA on AdamW, beta1 0.9 inside": Method(
-            adamw | dict(gpa=0.9), (*axes, GAMMA), MORE_SEEDS, **ahead
+            adamw | dict(gpa=0.9), (*axes, WIDE_GAMMA), MORE_SEEDS, **ahead
         ),
         "SNOO on transport": Method(
             mars | TRANSPORT, (*axes, GAMMA, OUTER), MORE_SEEDS, **ahead
@@ -109,7 +111,7 @@ def matrices() -> dict[str, Method]:
         "SNOO on Moonlight": Method(moonlight, (*axes, OUTER), MORE_SEEDS, **mine),
         "GPA on Moonlight, beta1 0.95 inside": Method(
             moonlight | dict(gpa=0.95),
-            (*axes, GAMMA),
+            (*axes, WIDE_GAMMA),
             MORE_SEEDS,
             control="Moonlight, transport",
         ),
