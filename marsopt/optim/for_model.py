@@ -104,7 +104,8 @@ def for_model(
     of_groups = signature(param_groups).parameters
     for_groups: dict[str, Any] = {k: v for k, v in options.items() if k in of_groups}
     whole: dict[str, Any] = {"correction": "transport", "max_norm": 1.0}
-    whole |= {k: v for k, v in options.items() if k not in of_groups}
+    of_groups_alone = of_groups.keys() - {"weight_decay"}  # which later groups take too
+    whole |= {k: v for k, v in options.items() if k not in of_groups_alone}
     if whole["correction"] == "transport":
         whole = {"gamma": GAMMA} | whole
     rate: Any = lr
@@ -114,9 +115,7 @@ def for_model(
     groups = param_groups(model, mars_type, lr=rate, **for_groups)
     if "collectives" not in whole:
         whole["collectives"] = _collectives_of(model)
-    # also of groups that are added later
-    defaults = {k: v for k, v in for_groups.items() if k == "weight_decay"}
-    optimizer = MARS(groups, lr=rate, mars_type=mars_type, **defaults, **whole)
+    optimizer = MARS(groups, lr=rate, mars_type=mars_type, **whole)
     optimizer.follow(model)
     log.info(
         "marsopt.for_model: %s", _chosen(optimizer, mars_type, whole, f"{rate}{source}")
