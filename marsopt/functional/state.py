@@ -40,7 +40,7 @@ from marsopt.functional.trees import (
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import Buffer, is_full
 from marsopt.rules.checks import Number, can_read
-from marsopt.rules.dtypes import working_dtype
+from marsopt.rules.dtypes import working, working_dtype
 
 
 class State(NamedTuple):
@@ -256,9 +256,8 @@ def iterates(leaves: Leaves, state: State) -> list[Tensor]:
     xs = []
     for i, y in enumerate(leaves.stacks(leaves.tensors)):
         behind = numbers.to(y.dtype).unbind()
-        xs.append(
-            preconditioner.behind(y, {s: m[i] for s, m in moments.items()}, behind)
-        )
+        buffers = {s: working(m[i]) for s, m in moments.items()}
+        xs.append(preconditioner.behind(y, buffers, behind))
     return leaves.unstacked(xs)
 
 

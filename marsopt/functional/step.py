@@ -482,9 +482,12 @@ def update(stack: Stack, scalars: StackScalars) -> tuple[Stack, Tensor | None]:
         symbols = correction.keeps.keys() & stack.buffers.keys()
         old = {symbol: working(stack.buffers[symbol]) for symbol in sorted(symbols)}
         new |= correction.kept(s.grad_clip * g, old)
+    new = {symbol: rounded(stack, symbol, v, s.key) for symbol, v in new.items()}
+    if s.behind is not None and s.key is not None:  # x follows from what is kept
+        kept = {symbol: working(new[symbol]) for symbol in algorithm.moments}
+        out = algorithm.preconditioner.moved(x, c, kept, s.rule)
     buffers = dict(stack.buffers)
     for symbol, value in new.items():
-        value = rounded(stack, symbol, value, s.key)
         buffers[symbol] = torch.where(s.ok, value, buffers[symbol])
     stack = stack._replace(buffers=buffers)
     if algorithm.matrix_only:

@@ -105,15 +105,22 @@ class AdamW(Preconditioner):
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        beta1, weight1, beta2, weight2, debias, eps, decay, rate_m, *rate_c = s
+        beta1, weight1, beta2, weight2 = s[:4]
         m = beta1 * buffers["m"] + weight1 * c
-        v = largest = beta2 * buffers["v"] + weight2 * (c * c)
+        v = beta2 * buffers["v"] + weight2 * (c * c)
         new = {"m": m, "v": v}
         if self.amsgrad:
-            new["v_max"] = largest = torch.maximum(buffers["v_max"], v)
+            new["v_max"] = torch.maximum(buffers["v_max"], v)
+        return self.moved(x, c, new, s), new
+
+    def moved(
+        self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
+    ) -> Tensor:
+        debias, eps, decay, rate_m, *rate_c = s[4:]
+        m = buffers["m"]
         step = rate_m * m + rate_c[0] * c if rate_c else rate_m * m
-        step = step / (torch.sqrt(largest) * debias + eps)
-        return self.decay_of(x, step, decay) * x - step, new
+        step = step / (self._root(buffers) * debias + eps)
+        return self.decay_of(x, step, decay) * x - step
 
     def look_ahead(
         self, s: tuple[Tensor, ...], k: Tensor, dtype: torch.dtype
@@ -154,5 +161,7 @@ class AdamW(Preconditioner):
     def _direction(self, buffers: Tensors, numbers: Sequence[Tensor]) -> Tensor:
         """Return u of the step that has left these."""
         _, _, debias, eps = numbers
-        largest = buffers["v_max" if self.amsgrad else "v"]
-        return buffers["m"] / (torch.sqrt(largest) * debias + eps)
+        return buffers["m"] / (self._root(buffers) * debias + eps)
+
+    def _root(self, buffers: Tensors) -> Tensor:
+        return torch.sqrt(buffers["v_max" if self.amsgrad else "v"])

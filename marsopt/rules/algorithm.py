@@ -131,16 +131,16 @@ class Algorithm:
 
     def over(self, params: Sequence[Tensor]) -> Algorithm:
         """Return this algorithm for these parameters: one that keeps x where it would
-        not follow exactly, from half precision or buffers of another dtype.
+        not follow exactly, from half precision or buffers of another dtype, unless
+        these are rounded stochastically: a step then moves x by what it keeps of them.
         """
         if not self.num_behind:
             return self
         dtypes = {p.dtype for p in params}
         wide = all(p.dtype == working_dtype(p) for p in params)
-        state_dtypes = {
-            self.state_dtype or default_state_dtype(dtype) for dtype in dtypes
-        }
-        return self if wide and len(dtypes | state_dtypes) == 1 else self._storing
+        if not (self.stochastic_rounding and self.state_dtype == NARROW):
+            dtypes |= {self.state_dtype or default_state_dtype(d) for d in dtypes}
+        return self if wide and len(dtypes) == 1 else self._storing
 
     @cached_property
     def _storing(self) -> Algorithm:  # one, which compiled graphs are known by

@@ -85,6 +85,14 @@ class Preconditioner(ABC):
         preconditioner returns in place of x what goes to the owners, None for m itself.
         """
 
+    def moved(
+        self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
+    ) -> Tensor:
+        """Return the new x, as ``update`` does, from the buffers after the step: what
+        their dtypes have made of them. Asked where ``num_behind`` is not 0.
+        """
+        raise NotImplementedError(f"{type(self).__name__} stores x")
+
     def decay_of(self, x: Tensor, step: Tensor, decay: Tensor) -> Tensor:
         """Return what x is multiplied by beside the subtraction of ``step``.
 

@@ -24,7 +24,8 @@ class Transport(Correction):
     no reference gradient. The lookahead that a step leaves has the gamma of that step.
 
     With AdamW x follows from y, the moments and four numbers of the last step, so that
-    the state is AdamW's own; other rules, and half precision, keep it in the state.
+    the state is AdamW's own; other rules, and parameters of half precision, keep it in
+    the state.
 
     Source: this project's; implicit gradient transport (arXiv 1906.03532), seen through
     MARS (arXiv 2411.10438).

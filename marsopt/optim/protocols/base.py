@@ -20,6 +20,7 @@ from torch import Tensor
 
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import LOOKAHEAD
+from marsopt.rules.dtypes import working
 
 Factor = Tensor | float | None  # what a gradient is multiplied by; None = nothing
 Answer = Callable[..., Any]  # (protocol, optimizer, arguments of the method)
@@ -114,7 +115,8 @@ class ParameterHandle:
     def _last_step(self) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
         """Return the moments and the numbers that the last step left."""
         keys = {s: b.key for s, b in self.algorithm.preconditioner.buffers.items()}
-        moments = {s: self.local(self.entry[keys[s]]) for s in self.algorithm.moments}
+        symbols = self.algorithm.moments
+        moments = {s: working(self.local(self.entry[keys[s]])) for s in symbols}
         return moments, self.entry[LOOKAHEAD].to(self.p.dtype).unbind()
 
 
