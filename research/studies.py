@@ -31,6 +31,9 @@ __all__ = [
     "small_long",
     "tiny",
     "to_zero",
+    "width_64",
+    "width_128",
+    "width_256",
 ]
 Recipe = dict[str, Any]
 
@@ -304,6 +307,40 @@ def middle() -> Study:
         trials=10,
         num_draws=4,
     )
+
+
+def _width(width: int) -> Study:
+    """Return a search of the learning rate alone, at the other numbers of small."""
+    every, methods = elementwise() | matrices(), {}
+    for title in ("transport", "Moonlight", "Moonlight, transport"):
+        method, (lr, *rest) = every[title], SMALL_BEST[title]
+        names = [axis.name for axis in method.axes[1:]]
+        methods[title] = Method(
+            dict(method.recipe) | dict(zip(names, rest, strict=True)),
+            (Axis("lr", lr / 2**0.5, lr * 2**0.5),),
+            num_seeds=1,
+        )
+    return Study(
+        title=f"width {width}, 0.5M tokens, learning rates",
+        setting=_setting(2, width, width // 16, batch=8, steps=480),
+        methods=methods,
+        trials=6,
+    )
+
+
+def width_64() -> Study:
+    """The learning rate of a model of width 64: is it that of a wider one?"""
+    return _width(64)
+
+
+def width_128() -> Study:
+    """The same, twice as wide."""
+    return _width(128)
+
+
+def width_256() -> Study:
+    """The same, four times as wide."""
+    return _width(256)
 
 
 def _digits(model: str) -> Study:
