@@ -408,6 +408,57 @@ def test_state_of_float32_is_loaded_rounded_to_nearest():
         assert torch.equal(own["exp_avg"], before["exp_avg"].to(BF16))
 
 
+def test_x_beside_state_that_is_loaded_rounded_is_what_it_was():
+    """The point ahead follows from it anew: not from the moments before rounding."""
+    own = [nn.Parameter(x) for x in tree(0).values()]
+    new = copy.deepcopy(own)
+    options = dict(lr=0.01, gamma=0.5, correction="transport", compile=False)
+    wide, narrow = MARS(own, **options), MARS(new, **options, **NARROW)
+    for t in range(9):
+        give(dict(zip(SHAPES, own, strict=True)), t)
+        wide.step()
+    wide.eval()
+    narrow.load_state_dict(wide.state_dict())
+    with torch.no_grad():
+        torch._foreach_copy_(new, own)
+    narrow.train()
+    ahead = copy.deepcopy(new)
+    narrow.eval()
+    for x, found, y in zip(own, new, ahead, strict=True):
+        assert (y - x).abs().max() > 5e-3
+        torch.testing.assert_close(found, x, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e25, 1e60])
+def test_a_step_whose_moments_bfloat16_cannot_hold_is_skipped(scale):
+    params = [nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))]
+    optimizer = MARS(
+        params, mars_type="adamw", lr=0.01, gamma=0.2, correction="transport",
+        compile=False, **NARROW,
+    )  # fmt: skip
+    params[0].grad = torch.full_like(params[0], scale)
+    optimizer.step()
+    assert optimizer.num_skipped == 1
+    params[0].grad.fill_(1.0)
+    optimizer.step()
+    assert params[0].isfinite().all() and (params[0] < 0).all()
+
+
+def test_without_eps_gradients_whose_squares_are_lost_move_little():
+    """v is 0 where m is not, from 1e-19 down."""
+    params = {n: nn.Parameter(torch.zeros(64)) for n in "abc"}
+    optimizer = MARS(
+        params.values(), mars_type="adamw", lr=0.01, eps=0.0, compile=False, **NARROW
+    )
+    for p, scale in zip(params.values(), (1e-20, 1e-19, 1e-18), strict=True):
+        p.grad = torch.full_like(p, scale)
+    optimizer.step()
+    assert all(p.abs().max() < 0.05 for p in params.values())
+    torch.testing.assert_close(
+        params["c"].detach(), torch.full((64,), -0.01), rtol=0.15, atol=0
+    )
+
+
 def test_float16_is_refused():
     params = [nn.Parameter(torch.zeros(3, 2))]
     for options in (dict(state_dtype=torch.float16), dict(h_dtype=torch.float16)):

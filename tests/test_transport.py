@@ -9,6 +9,7 @@ import logging
 import pickle
 import warnings
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -466,6 +467,45 @@ def test_a_step_that_halves_x_leaves_no_lookahead():
     run(optimizer, own, [3])
     assert not any(map(torch.equal, own[:3], held(optimizer)))
     assert all(p.isfinite().all() for p in own)
+    optimizer.param_groups[0].update(lr=2.0)  # nothing is left of x
+    run(optimizer, own, range(4, 6))
+    equal(own[:3], held(optimizer)[:3])
+    assert all(p.isfinite().all() for p in (*own, *held(optimizer)))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Clamped(marsopt.AdamW):
+    """AdamW whose steps are cut, so that its formulas of x hold no longer."""
+
+    def update(self, x, c, buffers, s):
+        out, new = super().update(x, c, buffers, s)
+        return x + (out - x).clamp(-1e-4, 1e-4), new
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_x_is_kept_for_an_update_of_ones_own(rounds):
+    narrow = dict(state_dtype=torch.bfloat16, stochastic_rounding=True)
+    algorithm = marsopt.Algorithm(
+        preconditioner=Clamped(),
+        correction=marsopt.Transport(gamma=0.05),
+        **(narrow if rounds else {}),
+    )
+    rule, x = marsopt.Rule(matrix=algorithm), {"w": torch.zeros(3)}
+    y, state = rule.step(x, {"w": torch.ones(3)}, rule.init(x), lr=0.01)
+    torch.testing.assert_close(rule.iterate(y, state)["w"], torch.full((3,), -1e-4))
+
+
+def test_x_that_restarts_for_another_dtype_in_its_group_is_said(caplog):
+    own = params()[:2]
+    optimizer = made(own, mars_type="adamw")
+    run(optimizer, own, range(2))
+    optimizer.add_param_group({"params": params(dtype=torch.bfloat16)[2:]})
+    run(optimizer, own, [2])
+    assert "restarts" not in caplog.text  # a group of its own
+    other = nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
+    optimizer.param_groups[0]["params"].append(other)
+    run(optimizer, own, [3])
+    assert caplog.text.count("x, which restarts from what parameters hold") == 1
 
 
 @pytest.mark.parametrize("change", [dict(amsgrad=True), dict(mars_type="lion")])
@@ -523,7 +563,8 @@ def test_a_state_dict_of_the_other_form_is_refused_and_changes_nothing(
         optimizer.eval()
     state, before = optimizer.state_dict(), copy.deepcopy(other.state_dict())
     y, x = copies(new), held(other)
-    said = r"parameter 0 of group 0, expected .* build MARS with those of the run"
+    keeps = saved.get("store_iterate", False)
+    said = f"parameter 0 of group 0, expected .* build MARS with store_iterate={keeps}"
     with pytest.raises(ValueError, match=said):
         other.load_state_dict(state)
     after = other.state_dict()

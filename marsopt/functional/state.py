@@ -201,7 +201,7 @@ def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
     if symbol not in state.buffers:
         raise ValueError(
             f"got a state without {symbol}, expected one of a rule with the same "
-            "options: clip, amsgrad and correction decide what it holds"
+            "options: clip, amsgrad, correction and store_iterate decide what it holds"
         )
     what, tree = f"state.{symbol}", state.buffers[symbol]
     check_matching(leaves.tree, tree, what)

@@ -306,7 +306,7 @@ def decide(
     weights = []
     for hyper, part in zip(hypers, parts, strict=True):
         group_weights, squares = _weights(hyper, part, a)
-        finite = finite & (squares <= min(map(_largest, hyper.dtypes))).all()
+        finite = finite & (squares <= _largest(hyper)).all()
         weights.append(group_weights)
     t, behind, oks, tables = [], [], [], []
     for hyper, part, group_weights in zip(hypers, parts, weights, strict=True):
@@ -319,10 +319,12 @@ def decide(
     return Decision(grad_norm, finite, t, behind, oks, tables)
 
 
-def _largest(working: torch.dtype) -> float:
-    """Return the largest number of a working dtype that its state may hold."""
-    narrow = torch.bfloat16 if working == torch.float32 else working
-    return torch.finfo(narrow).max
+def _largest(hyper: Hyperparameters) -> float:
+    """Return the largest number that the state may hold."""
+    narrow = {torch.bfloat16 if d == torch.float32 else d for d in hyper.dtypes}
+    if hyper.algorithm.stochastic_rounding:  # which goes through float32
+        narrow.add(torch.bfloat16)
+    return min(torch.finfo(dtype).max for dtype in narrow)
 
 
 def _weights(

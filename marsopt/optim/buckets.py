@@ -457,7 +457,7 @@ def _hold(
 # ---- their state ---------------------------------------------------------------------
 
 
-def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -> None:
+def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -> bool:
     """Give a bucket its stacks: those that are there already, or fresh ones with what
     ``state`` holds, which from now on holds their rows.
 
@@ -465,6 +465,9 @@ def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -
         bucket: the bucket.
         state: the optimizer's.
         known: stacks of buckets before these, by address: rows of them stay there.
+
+    Returns:
+        Whether x restarts from what parameters hold: ``state`` had it in another form.
     """
     pieces, buffers = bucket.pieces, bucket.algorithm.buffers
     bucket.place(known)
@@ -473,6 +476,10 @@ def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -
         unwanted -= {LOOKAHEAD, AHEAD}
     wanted = {b.key for b in buffers.values() if b.home == "shard"}
     debiased = {buffer.key for buffer in buffers.values() if buffer.is_debiased}
+    correction, restarts = bucket.algorithm.correction, False
+    if correction is not None and correction.is_ahead:
+        points = unwanted & {LOOKAHEAD, correction.keeps["x"].key}
+        restarts = any(points & set(state[p]) for p in bucket.params)
     for p in bucket.params:
         stale = unwanted & set(state[p])
         for key in stale:
@@ -505,6 +512,7 @@ def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -
                     row.copy_(bucket.collectives.local(p))
                 _hold(state[p], buffer.key, bucket.collectives.wrap(row, p))
         bucket.state[symbol] = stack
+    return restarts
 
 
 def _existing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import ChainMap
 from collections.abc import Hashable, Mapping, Sequence
 from functools import reduce
@@ -30,6 +31,8 @@ from marsopt.optim.protocols.base import ParameterHandle
 from marsopt.optim.state_dict import State, cut_keys, entry_of_mars
 from marsopt.rules import checks
 from marsopt.rules.dtypes import working
+
+log = logging.getLogger(__name__)
 
 WIDEST_LOAD = 16  # bytes: a GPU's, at multiples of as many
 PATTERNS = 64  # of missing gradients that are kept: a mixture of experts has no end
@@ -132,8 +135,11 @@ class Layout:
             # there from the start, to be loaded into
             if group.hyper.algorithm.has_stages:
                 group.groups[0].setdefault(STAGE_COUNT, 0)
-        for bucket in self.buckets:
-            buckets.attach(bucket, state, known)
+        if any([buckets.attach(bucket, state, known) for bucket in self.buckets]):
+            log.warning(
+                "marsopt: another rule or other dtypes in a param group have changed "
+                "whether transport keeps x, which restarts from what parameters hold"
+            )
         ways: dict[Hashable, list[ParameterBucket]] = {}
         for bucket in self.buckets:
             algorithm = bucket.algorithm

@@ -143,7 +143,7 @@ class AdamW(Preconditioner):
         k = torch.where((1 + k) * e <= 0.5, k, 0.0)
         decay = (1 - (1 + k) * e).to(dtype).to(k.dtype)
         e = torch.where(k > -0.5, (1 - decay) / (1 + k), e)
-        back = k / decay
+        back = k / torch.where(k == 0, 1.0, decay)  # which is 0 for lr weight_decay = 1
         numbers = back * e, back * rate, debias, eps
         return (*of_moments, debias, eps, decay, (1 + k) * rate), numbers
 

@@ -127,7 +127,7 @@ class Algorithm:
         correction = self.correction
         if correction is None or not correction.is_ahead or correction.store_iterate:
             return 0
-        return self.preconditioner.num_behind
+        return self.preconditioner.num_behind if self.preconditioner.may_follow else 0
 
     def over(self, params: Sequence[Tensor]) -> Algorithm:
         """Return this algorithm for these parameters: one that keeps x where it would

@@ -38,13 +38,26 @@ class Preconditioner(ABC):
     keeps: ClassVar[dict[str, Buffer]] = {}  # all that it may keep, by symbol
     matrix_only: ClassVar[bool] = False  # whether it is a ``MatrixPreconditioner``
 
+    # whether these four are of the class that has ``update``, or of one below it: an
+    # ``update`` of one's own moves x elsewhere
+    may_follow: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        names = "update", "moved", "look_ahead", "behind", "ahead"
+        first, *others = (
+            next(i for i, kind in enumerate(cls.__mro__) if name in vars(kind))
+            for name in names
+        )
+        cls.may_follow = max(others) <= first
+
     def __post_init__(self) -> None:
         check_fields(self)
 
     @property
     def num_behind(self) -> int:
         """How many numbers of a step x follows from, with the point ahead of it and the
-        buffers (``behind``); 0: it does not follow.
+        buffers (``moved``, ``look_ahead``, ``behind``, ``ahead``); 0: it does not.
         """
         return 0
 

@@ -90,6 +90,14 @@ class ParameterHandle:
         tensor: Tensor = self._state[self.p][self._keys[symbol]]
         return tensor
 
+    def is_cast(self, entry: Mapping[str, Any]) -> bool:
+        """Return whether moments have another dtype than in ``entry``, which was loaded
+        into them.
+        """
+        kept = self.algorithm.preconditioner.buffers.values()
+        have, was = self.entry, {b.key for b in kept} & entry.keys()
+        return any(have[key].dtype != entry[key].dtype for key in was)
+
     # ---- a point ahead of x ----------------------------------------------------------
 
     @property

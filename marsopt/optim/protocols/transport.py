@@ -318,7 +318,9 @@ class Lookahead(CorrectionProtocol):
             if handle.numbers is not None:
                 if loaded is None:
                     handle.numbers.zero_()
-                _keep_ahead(handle, None if loaded is None else _kept_ahead(entry))
+                # which does not follow from x by moments that were rounded
+                is_of_x = loaded is not None and not handle.is_cast(entry)
+                _keep_ahead(handle, _kept_ahead(entry) if is_of_x else None)
             if loaded is None or not handle.has_stepped:  # x is p
                 continue
             is_ours = loaded is handle.entry[handle.iterate_key]
