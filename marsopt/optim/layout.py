@@ -135,7 +135,8 @@ class Layout:
             # there from the start, to be loaded into
             if group.hyper.algorithm.has_stages:
                 group.groups[0].setdefault(STAGE_COUNT, 0)
-        if any([buckets.attach(bucket, state, known) for bucket in self.buckets]):
+        restarts = [buckets.attach(bucket, state, known) for bucket in self.buckets]
+        if any(restarts):
             log.warning(
                 "marsopt: another rule or other dtypes in a param group have changed "
                 "whether transport keeps x, which restarts from what parameters hold"
