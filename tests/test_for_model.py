@@ -102,6 +102,9 @@ def test_options_go_to_the_groups_and_to_the_class():
     assert "correction: approximate" in str(optimizer)
     plain = for_model(gpt2(), "mars-m", lr=0.1, correction="exact", compile=False)
     assert plain.param_groups[0]["gamma"] == 0.025  # the authors'
+    ahead = for_model(gpt2(), lr=0.1, gamma=0.1, gamma_1d=0.3, compile=False)
+    gammas = [(g["mars_type"], g["gamma"]) for g in ahead.param_groups]
+    assert gammas == [("moonlight", 0.1), ("adamw", 0.3), ("adamw", 0.3)]
     soap = for_model(gpt2(), "soap-muon", lr=0.1, sides="short", compile=False)
     assert soap.param_groups[0]["sides"] == "short"  # an option of that rule alone
 

@@ -427,7 +427,7 @@ BASELINES = [name for name, row in REGISTRY.items() if not row.is_mars]
 
 @pytest.mark.parametrize("mars_type", BASELINES)
 @pytest.mark.parametrize("correction", ["exact", "svrg"])
-def test_a_correction_that_no_rule_takes_is_refused(mars_type, correction):
+def test_a_correction_that_no_rule_takes_is_refused(mars_type, correction, caplog):
     """But beside a MARS rule a baseline stays plain, and where the default is named."""
     match = r"mars_type='.*', expected None or one of \['transport'\]: .*mars-m"
     with pytest.raises(ValueError, match=match):
@@ -438,7 +438,9 @@ def test_a_correction_that_no_rule_takes_is_refused(mars_type, correction):
     groups = [dict(params=parameters((2, 2)), mars_type=mars_type)]
     groups += [dict(params=parameters((2, 2)), mars_type="mars-m")]
     MARS(groups, correction=correction)
+    assert "has no effect" not in caplog.text
     MARS(parameters((2, 2)), mars_type=mars_type, correction="approximate")
+    assert "correction='approximate' has no effect" in caplog.text
 
 
 FLAGS = {

@@ -789,8 +789,27 @@ def test_a_learning_rate_that_is_not_finite_in_a_compiled_loop(value):
     moved, state = step(x, x, rule.init(x), lr=torch.tensor(value))
     assert int(state.skipped) == 1 and int(state.t.sum()) == 0
     equal(moved.values(), x.values())
-    by_rate = torch.vmap(lambda lr: rule.step(x, x, rule.init(x), lr=lr)[0]["w"])
-    assert by_rate(torch.tensor([0.0, value])).eq(1.0).all()
+    by_rate = torch.vmap(lambda lr: rule.step(x, x, rule.init(x), lr=lr))
+    moved, state = by_rate(torch.tensor([0.0, value]))
+    assert moved["w"].eq(1.0).all() and state.skipped.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "moonlight", "soap"])
+@pytest.mark.parametrize("shape", [(3, 2), (3,)], ids=["matrix", "vector"])
+def test_a_step_and_its_state_are_under_vmap(mars_type, shape):
+    """States hold no None, which is no leaf that vmap takes."""
+    rule = marsopt.mars(mars_type=mars_type, correction="transport", gamma=0.1)
+    x, g = {"w": torch.ones(shape)}, torch.randn(2, *shape)
+
+    def step(g, state):
+        return rule.step(x, {"w": g}, state, lr=0.1, count=0)
+
+    moved, state = torch.vmap(lambda g: step(g, rule.init(x)))(g)
+    again, _ = torch.vmap(step)(g, state)
+    for i in range(2):
+        alone, after = step(g[i], rule.init(x))
+        equal([moved["w"][i]], alone.values(), 1e-6)
+        equal([again["w"][i]], step(g[i], after)[0].values(), 1e-6)
 
 
 def test_a_group_lacks_what_it_needs():

@@ -301,7 +301,8 @@ class Run:
         if self.door == "function":
             trees = [self.x, *buffers(self.state).values()]
             found = [v for tree in trees for v in tree.values()]
-            found += [] if self.state.behind is None else [self.state.behind]
+            behind = self.state.behind
+            found += [behind] if isinstance(behind, torch.Tensor) else []
             return [v.clone() for v in (*found, self.state.t)]
         kept = [
             value

@@ -40,11 +40,11 @@ from marsopt.rules.dtypes import without_autocast
 
 class RoutedState(NamedTuple):
     """The states of two algorithms, over mappings from name (or position) to tensor;
-    None where one has no tensor.
+    () where one has no tensor.
     """
 
-    matrix: State | None
-    rest: State | None
+    matrix: State | tuple[()]
+    rest: State | tuple[()]
 
 
 class Side(NamedTuple):
@@ -331,7 +331,7 @@ class Rule:
     def _join(self, states: Mapping[str, State]) -> Any:
         if self.rest is None:
             return states["matrix"]
-        return RoutedState(states.get("matrix"), states.get("rest"))
+        return RoutedState(states.get("matrix", ()), states.get("rest", ()))
 
     def _split(
         self, state: State | RoutedState, sides: Mapping[str, Leaves]
@@ -348,7 +348,7 @@ class Rule:
                 "state by init of this rule"
             )
         states = {"matrix": state} if isinstance(state, State) else state._asdict()
-        states = {side: kept for side, kept in states.items() if kept is not None}
+        states = {side: s for side, s in states.items() if isinstance(s, State)}
         if states.keys() != sides.keys():
             raise ValueError(
                 f"got a state of {sorted(states)}, expected one of {sorted(sides)}, "

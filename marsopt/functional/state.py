@@ -46,13 +46,14 @@ from marsopt.rules.dtypes import working, working_dtype
 class State(NamedTuple):
     """What one algorithm remembers: steps taken and skipped (0-D); by symbol its
     buffers, each in the container of the parameters; and with transport, where x is no
-    such buffer, the numbers of the last step (num_behind,) from which it follows.
+    such buffer, the numbers of the last step (num_behind,) from which it follows. What
+    is not there is (), which has no leaf: a step can be under ``vmap``.
     """
 
     t: Tensor
     skipped: Tensor
     buffers: dict[str, Tree]
-    behind: Tensor | None = None
+    behind: Tensor | tuple[()] = ()
 
     @property
     def h(self) -> Tree | None:
@@ -168,7 +169,7 @@ def new_state(leaves: Leaves) -> State:
         for symbol, buffer in algorithm.kept.items()
     }
     zero = torch.zeros((), dtype=torch.float32, device=leaves.tensors[0].device)
-    behind = None
+    behind: Tensor | tuple[()] = ()
     if algorithm.num_behind:
         dtype = scalar_dtype(zero.device)
         behind = torch.zeros(algorithm.num_behind, dtype=dtype, device=zero.device)
@@ -233,7 +234,7 @@ def check_behind(algorithm: Algorithm, state: State) -> Tensor | None:
     """
     if not algorithm.num_behind:
         return None
-    if state.behind is None:
+    if not isinstance(state.behind, Tensor):
         raise ValueError(
             "got a state without the numbers of its last step, expected one of a rule "
             "with the same options: store_iterate=True takes a state that has x itself"
@@ -355,6 +356,6 @@ def unbind(
             tensors = leaves.unstacked([stack.buffers[symbol] for stack in stacks])
         buffers[symbol] = rebuild(leaves.tree, tensors)
     went = decision.finite.to(state.t.dtype)
-    last = None if behind is None else behind[0]  # all tensors have the same
+    last = () if behind is None else behind[0]  # all tensors have the same
     new = State(state.t + went, state.skipped + 1 - went, buffers, last)
     return leaves.unstacked([stack.x for stack in stacks]), new

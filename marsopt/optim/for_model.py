@@ -113,6 +113,10 @@ def for_model(
     if lr is None and isinstance(model, nn.Module):  # param_groups refuses another
         rate, source = _by_size(model, named(mars_type).name)
     groups = param_groups(model, mars_type, lr=rate, **for_groups)
+    gamma_1d = whole.get("gamma_1d")
+    for group in groups:  # which have their own numbers
+        if gamma_1d is not None and group["mars_type"] != named(mars_type).name:
+            group["gamma"] = gamma_1d
     if "collectives" not in whole:
         whole["collectives"] = _collectives_of(model)
     optimizer = MARS(groups, lr=rate, mars_type=mars_type, **whole)
@@ -179,8 +183,10 @@ def _chosen(
     moved = [f"{rule} {num}" for rule, num in trained.items() if num]
     moved += [f"frozen {frozen}"] if frozen else []
     gamma = f", gamma={whole['gamma']}" if "gamma" in whole else ""
+    kinds = {b.algorithm.correction for b in optimizer.describe().buckets} - {None}
+    correction = whole["correction"] if kinds else None
     return (
-        f"{mars_type}, correction={whole['correction']!r}{gamma}, lr={lr}, "
+        f"{mars_type}, correction={correction!r}{gamma}, lr={lr}, "
         f"max_norm={whole['max_norm']}, collectives={whole['collectives']!r}; "
         f"tensors by rule: {', '.join(moved)}"
     )

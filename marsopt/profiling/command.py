@@ -59,7 +59,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"vocabulary size of the GPT-2 (default: {VOCAB_SIZE})",
     )
     add("--rule", type=canonical, choices=list(REGISTRY), default="mars-adamw")
-    add("--correction", choices=["approximate", "transport"], default="approximate")
+    add("--correction", choices=["approximate", "transport"], help="(the rule's own)")
     add("--h-dtype", choices=dtypes, help="dtype of the previous gradient in the state")
     add("--gradients", choices=["apart", "joined"], default="apart", help=apart)
     add("--device", choices=["cpu", "cuda"], default="cpu")
@@ -205,7 +205,7 @@ def title(args: argparse.Namespace) -> str:
         f", width {args.width}": args.width is not None,
         f", vocabulary {args.vocab}": args.vocab is not None,
         f", h in {args.h_dtype}": args.h_dtype is not None,
-        f", {args.correction}": args.correction != "approximate",
+        f", {args.correction}": args.correction == "transport",
     }
     more = "".join(text for text, differs in changed.items() if differs)
     return f"{args.rule} with both clips on {args.model}{more}"

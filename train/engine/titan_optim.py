@@ -112,7 +112,10 @@ class MarsOptimizers(MarsOptimizersContainer):
                 "precondition_frequency gamma clip "
                 "optimize_1d lr_1d betas_1d weight_decay_1d gamma_1d correction"
             )
-            return {name: getattr(self, name) for name in names.split()}
+            options = {name: getattr(self, name) for name in names.split()}
+            if self.correction == "approximate":  # which baselines do not have
+                options["correction"] = None
+            return options
 
         def rule_options(self) -> dict:
             """Return them as arguments of ``marsopt.mars``."""

@@ -78,7 +78,8 @@ class Lookahead(CorrectionProtocol):
                 "got step() in eval mode, expected train mode: the gradient belongs to "
                 "the point ahead; call optimizer.train() before the forward pass (or "
                 "model.train(), where the optimizer follows the model), and evaluate "
-                "after step(), not between backward() and step()"
+                "after step(), not between backward() and step(); a model that trains "
+                "in eval mode is not to be followed (marsopt.MARS without follow)"
             )
         written = [h for h in _looking_ahead(handles) if self._is_written(h)]
         has_stepped = any(handle.p in self._versions for handle in written)
