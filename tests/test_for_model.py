@@ -105,6 +105,8 @@ def test_options_go_to_the_groups_and_to_the_class():
     ahead = for_model(gpt2(), lr=0.1, gamma=0.1, gamma_1d=0.3, compile=False)
     gammas = [(g["mars_type"], g["gamma"]) for g in ahead.param_groups]
     assert gammas == [("moonlight", 0.1), ("adamw", 0.3), ("adamw", 0.3)]
+    plain = for_model(gpt2(), "adamw", lr=0.1, gamma_1d=0.3, compile=False)
+    assert [g.get("gamma") for g in plain.param_groups] == [0.05, 0.05, 0.3]
     soap = for_model(gpt2(), "soap-muon", lr=0.1, sides="short", compile=False)
     assert soap.param_groups[0]["sides"] == "short"  # an option of that rule alone
 

@@ -438,6 +438,7 @@ def test_a_correction_that_no_rule_takes_is_refused(mars_type, correction, caplo
     groups = [dict(params=parameters((2, 2)), mars_type=mars_type)]
     groups += [dict(params=parameters((2, 2)), mars_type="mars-m")]
     MARS(groups, correction=correction)
+    MARS(groups, correction="approximate")
     assert "has no effect" not in caplog.text
     MARS(parameters((2, 2)), mars_type=mars_type, correction="approximate")
     assert "correction='approximate' has no effect" in caplog.text

@@ -473,20 +473,29 @@ def test_a_step_that_halves_x_leaves_no_lookahead():
     assert all(p.isfinite().all() for p in (*own, *held(optimizer)))
 
 
+def clamped(*args) -> torch.Tensor:
+    """AdamW's new x, but for steps that are cut."""
+    return args[1] + (marsopt.AdamW.x_after(*args) - args[1]).clamp(-1e-4, 1e-4)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Clamped(marsopt.AdamW):
-    """AdamW whose steps are cut, so that its formulas of x hold no longer."""
-
+class Update(marsopt.AdamW):
     def update(self, x, c, buffers, s):
-        out, new = super().update(x, c, buffers, s)
-        return x + (out - x).clamp(-1e-4, 1e-4), new
+        _, new = super().update(x, c, buffers, s)
+        return clamped(self, x, c, new, s), new
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class After(marsopt.AdamW):
+    x_after = clamped
+
+
+@pytest.mark.parametrize("kind", [Update, After])
 @pytest.mark.parametrize("rounds", [False, True])
-def test_x_is_kept_for_an_update_of_ones_own(rounds):
+def test_x_is_kept_for_formulas_of_ones_own(kind, rounds):
     narrow = dict(state_dtype=torch.bfloat16, stochastic_rounding=True)
     algorithm = marsopt.Algorithm(
-        preconditioner=Clamped(),
+        preconditioner=kind(),
         correction=marsopt.Transport(gamma=0.05),
         **(narrow if rounds else {}),
     )
@@ -495,17 +504,27 @@ def test_x_is_kept_for_an_update_of_ones_own(rounds):
     torch.testing.assert_close(rule.iterate(y, state)["w"], torch.full((3,), -1e-4))
 
 
-def test_x_that_restarts_for_another_dtype_in_its_group_is_said(caplog):
+def test_x_that_restarts_is_said(caplog):
     own = params()[:2]
     optimizer = made(own, mars_type="adamw")
+    optimizer.param_groups[0]["amsgrad"] = True  # before the first step
     run(optimizer, own, range(2))
+    new = [nn.Parameter(p) for p in copies(own)]  # of another rule until it is loaded
+    made(new, mars_type="lion").load_state_dict(optimizer.state_dict())
     optimizer.add_param_group({"params": params(dtype=torch.bfloat16)[2:]})
     run(optimizer, own, [2])
-    assert "restarts" not in caplog.text  # a group of its own
+    assert "restarts" not in caplog.text
     other = nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
     optimizer.param_groups[0]["params"].append(other)
     run(optimizer, own, [3])
-    assert caplog.text.count("x, which restarts from what parameters hold") == 1
+    assert caplog.text.count("x of transport restarts from what parameters hold") == 1
+    optimizer.param_groups[0]["params"].pop()
+    optimizer.param_groups[0]["amsgrad"] = False
+    run(optimizer, own, [4])
+    assert caplog.text.count("x of transport restarts from what parameters hold") == 2
+    optimizer.param_groups[0]["amsgrad"] = True
+    run(optimizer, own, [5])
+    assert caplog.text.count("x of transport restarts from what parameters hold") == 3
 
 
 @pytest.mark.parametrize("change", [dict(amsgrad=True), dict(mars_type="lion")])
@@ -563,8 +582,10 @@ def test_a_state_dict_of_the_other_form_is_refused_and_changes_nothing(
         optimizer.eval()
     state, before = optimizer.state_dict(), copy.deepcopy(other.state_dict())
     y, x = copies(new), held(other)
-    keeps = saved.get("store_iterate", False)
-    said = f"parameter 0 of group 0, expected .* build MARS with store_iterate={keeps}"
+    keeps = "store_iterate=True, or with " if "store_iterate" in saved else ""
+    said = (
+        f"parameter 0 of group 0, expected .* build MARS with {keeps}those of the run"
+    )
     with pytest.raises(ValueError, match=said):
         other.load_state_dict(state)
     after = other.state_dict()
@@ -572,6 +593,19 @@ def test_a_state_dict_of_the_other_form_is_refused_and_changes_nothing(
     torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
     equal([*new, *held(other)], [*y, *x])
     run(other, new, [2])
+
+
+def test_moments_of_python_numbers_are_loaded():
+    own = [nn.Parameter(torch.tensor(0.5))]
+    optimizer = made(own, mars_type="adamw")
+    run(optimizer, own, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for key in ("exp_avg", "exp_avg_sq"):
+        saved["state"][0][key] = saved["state"][0][key].item()
+    before = copies(own)
+    optimizer.load_state_dict(saved)
+    run(optimizer, own, [2])
+    assert not torch.equal(own[0], before[0])
 
 
 def test_the_point_ahead_takes_memory_in_eval_mode_alone():

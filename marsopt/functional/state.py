@@ -40,7 +40,7 @@ from marsopt.functional.trees import (
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import Buffer, is_full
 from marsopt.rules.checks import Number, can_read
-from marsopt.rules.dtypes import working, working_dtype
+from marsopt.rules.dtypes import working_dtype
 
 
 class State(NamedTuple):
@@ -257,7 +257,7 @@ def iterates(leaves: Leaves, state: State) -> list[Tensor]:
     xs = []
     for i, y in enumerate(leaves.stacks(leaves.tensors)):
         behind = numbers.to(y.dtype).unbind()
-        buffers = {s: working(m[i]) for s, m in moments.items()}
+        buffers = {s: m[i].to(y.dtype) for s, m in moments.items()}
         xs.append(preconditioner.behind(y, buffers, behind))
     return leaves.unstacked(xs)
 

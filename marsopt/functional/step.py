@@ -321,9 +321,10 @@ def decide(
 
 def _largest(hyper: Hyperparameters) -> float:
     """Return the largest number that the state may hold."""
+    algorithm = hyper.algorithm
+    h_dtype = None if algorithm.corrects is None else algorithm.corrects.h_dtype
     narrow = {torch.bfloat16 if d == torch.float32 else d for d in hyper.dtypes}
-    if hyper.algorithm.stochastic_rounding:  # which goes through float32
-        narrow.add(torch.bfloat16)
+    narrow |= {torch.bfloat16} & {algorithm.state_dtype, h_dtype}
     return min(torch.finfo(dtype).max for dtype in narrow)
 
 
@@ -485,9 +486,9 @@ def update(stack: Stack, scalars: StackScalars) -> tuple[Stack, Tensor | None]:
         old = {symbol: working(stack.buffers[symbol]) for symbol in sorted(symbols)}
         new |= correction.kept(s.grad_clip * g, old)
     new = {symbol: rounded(stack, symbol, v, s.key) for symbol, v in new.items()}
-    if s.behind is not None and s.key is not None:  # x follows from what is kept
-        kept = {symbol: working(new[symbol]) for symbol in algorithm.moments}
-        out = algorithm.preconditioner.moved(x, c, kept, s.rule)
+    if s.behind is not None and any(v.dtype != x.dtype for v in new.values()):
+        kept = {symbol: value.to(x.dtype) for symbol, value in new.items()}
+        out = algorithm.preconditioner.x_after(x, c, kept, s.rule)  # x follows from it
     buffers = dict(stack.buffers)
     for symbol, value in new.items():
         buffers[symbol] = torch.where(s.ok, value, buffers[symbol])

@@ -174,8 +174,12 @@ class LayoutOptimizer(Optimizer):
             torch.no_grad(),
             self._protocol.moving(before, layout.handles, self.state),
         ):
-            if not bound:
-                layout.bind()
+            if not bound and layout.bind():
+                log.warning(
+                    "marsopt: x of transport restarts from what parameters hold, since "
+                    "the rule, amsgrad, cautious_weight_decay or the dtypes of a param "
+                    "group have changed"
+                )
         self._max_norm: Tensor | None = None
         self.max_norm = self._options["max_norm"]
         if self._layout is not None and log.isEnabledFor(logging.DEBUG):

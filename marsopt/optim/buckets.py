@@ -467,7 +467,7 @@ def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -
         known: stacks of buckets before these, by address: rows of them stay there.
 
     Returns:
-        Whether x restarts from what parameters hold: ``state`` had it in another form.
+        Whether x of a parameter that has moved restarts from what the parameter holds.
     """
     pieces, buffers = bucket.pieces, bucket.algorithm.buffers
     bucket.place(known)
@@ -476,12 +476,14 @@ def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -
         unwanted -= {LOOKAHEAD, AHEAD}
     wanted = {b.key for b in buffers.values() if b.home == "shard"}
     debiased = {buffer.key for buffer in buffers.values() if buffer.is_debiased}
-    correction, restarts = bucket.algorithm.correction, False
+    correction, points, restarts = bucket.algorithm.correction, {LOOKAHEAD}, False
     if correction is not None and correction.is_ahead:
-        points = unwanted & {LOOKAHEAD, correction.keeps["x"].key}
-        restarts = any(points & set(state[p]) for p in bucket.params)
+        points.add(correction.keeps["x"].key)
     for p in bucket.params:
         stale = unwanted & set(state[p])
+        follows = LOOKAHEAD in state[p]
+        if points & stale or (follows and (stale or wanted - set(state[p]))):
+            restarts = restarts or bool(state[p].get("step", 0))
         for key in stale:
             del state[p][key]  # of another rule: stale when that one returns
         if bucket.algorithm.num_behind:

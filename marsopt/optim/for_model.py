@@ -104,7 +104,8 @@ def for_model(
     of_groups = signature(param_groups).parameters
     for_groups: dict[str, Any] = {k: v for k, v in options.items() if k in of_groups}
     whole: dict[str, Any] = {"correction": "transport", "max_norm": 1.0}
-    of_groups_alone = of_groups.keys() - {"weight_decay"}  # which later groups take too
+    # groups that are added later take weight_decay, too; MARS checks gamma_1d
+    of_groups_alone = of_groups.keys() - {"weight_decay", "gamma_1d"}
     whole |= {k: v for k, v in options.items() if k not in of_groups_alone}
     if whole["correction"] == "transport":
         whole = {"gamma": GAMMA} | whole
@@ -113,10 +114,6 @@ def for_model(
     if lr is None and isinstance(model, nn.Module):  # param_groups refuses another
         rate, source = _by_size(model, named(mars_type).name)
     groups = param_groups(model, mars_type, lr=rate, **for_groups)
-    gamma_1d = whole.get("gamma_1d")
-    for group in groups:  # which have their own numbers
-        if gamma_1d is not None and group["mars_type"] != named(mars_type).name:
-            group["gamma"] = gamma_1d
     if "collectives" not in whole:
         whole["collectives"] = _collectives_of(model)
     optimizer = MARS(groups, lr=rate, mars_type=mars_type, **whole)
@@ -183,8 +180,9 @@ def _chosen(
     moved = [f"{rule} {num}" for rule, num in trained.items() if num]
     moved += [f"frozen {frozen}"] if frozen else []
     gamma = f", gamma={whole['gamma']}" if "gamma" in whole else ""
-    kinds = {b.algorithm.correction for b in optimizer.describe().buckets} - {None}
-    correction = whole["correction"] if kinds else None
+    buckets = optimizer.describe().buckets
+    corrects = any(bucket.algorithm.correction is not None for bucket in buckets)
+    correction = whole["correction"] if corrects else None
     return (
         f"{mars_type}, correction={correction!r}{gamma}, lr={lr}, "
         f"max_norm={whole['max_norm']}, collectives={whole['collectives']!r}; "

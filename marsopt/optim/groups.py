@@ -30,7 +30,7 @@ from marsopt.functional.step_types import scalar_dtype
 from marsopt.optim.state_dict import TRAIN_MODE, State
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
-from marsopt.rules.correction import Correction
+from marsopt.rules.correction import Approximate, Correction
 from marsopt.rules.hyperparameters import (
     ELSEWHERE,
     HOW,
@@ -330,24 +330,31 @@ def unreached(
     groups: Sequence[Mapping[str, Any]],
     options: Mapping[str, Any],
     arguments: Mapping[str, Any],
+    correction: str | None,
 ) -> Iterator[str]:
-    """Yield what to say of hyperparameters that change nothing: those of the
+    """Yield what to say of arguments that change nothing: hyperparameters of the
     constructor that no group has, since all give their own, and those that no rule of
-    the groups which have them reads.
+    the groups which have them reads; MARS's correction where all rules are baselines.
 
     Args:
         groups: the optimizer's, complete.
         options: what the optimizer was built with.
         arguments: the constructor's that may differ from group to group.
+        correction: as the constructor got it.
     """
     lines = all_hyperparameters()
     filled = [(g, _reads(route({**options, **g}))) for g in groups if g["params"]]
     if not filled:  # yet
         return
+    rows = [named(group["mars_type"]) for group, _ in filled]
+    if correction == Approximate.name and not any(row.is_mars for row in rows):
+        yield (
+            f"correction={correction!r} has no effect: no param group has a MARS rule. "
+            "Leave it out, or choose one (mars-...)"
+        )
     usual = {(name, _key(line.default)) for name, line in lines.items()}
-    for mars_type in {group["mars_type"] for group, _ in filled}:
-        defaults = named(mars_type).hyperparameters
-        usual |= {(name, _key(value)) for name, value in defaults.items()}
+    for row in rows:
+        usual |= {(name, _key(value)) for name, value in row.hyperparameters.items()}
     # whether a group that has this value reads it
     is_read: dict[tuple[str, Any], bool] = {}
     for group, reads in filled:
@@ -385,7 +392,7 @@ def _reads(rule: Rule) -> set[str]:
         if correction is not None:
             off = {"clip", "clip_per"} if correction.clip is None else set()
             names |= table(type(correction)).keys() - off
-    return names
+    return names if rule.rest is not None else names - {"gamma_1d"}
 
 
 def _key(value: Any) -> Any:

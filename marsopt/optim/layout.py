@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import ChainMap
 from collections.abc import Hashable, Mapping, Sequence
 from functools import reduce
@@ -31,8 +30,6 @@ from marsopt.optim.protocols.base import ParameterHandle
 from marsopt.optim.state_dict import State, cut_keys, entry_of_mars
 from marsopt.rules import checks
 from marsopt.rules.dtypes import working
-
-log = logging.getLogger(__name__)
 
 WIDEST_LOAD = 16  # bytes: a GPU's, at multiples of as many
 PATTERNS = 64  # of missing gradients that are kept: a mixture of experts has no end
@@ -118,9 +115,9 @@ class Layout:
         self.unaligned: str | None = None  # a gradient that no wide load can read
 
     @torch.no_grad()
-    def bind(self) -> None:
+    def bind(self) -> bool:
         """Give every bucket its stacks: parameters and state that can move become rows
-        of these, state that is missing is made.
+        of these, state that is missing is made. Return whether x restarts somewhere.
         """
         state, before = self._state, self._before
         for p, recut in self._recut.items():
@@ -136,11 +133,6 @@ class Layout:
             if group.hyper.algorithm.has_stages:
                 group.groups[0].setdefault(STAGE_COUNT, 0)
         restarts = [buckets.attach(bucket, state, known) for bucket in self.buckets]
-        if any(restarts):
-            log.warning(
-                "marsopt: another rule or other dtypes in a param group have changed "
-                "whether transport keeps x, which restarts from what parameters hold"
-            )
         ways: dict[Hashable, list[ParameterBucket]] = {}
         for bucket in self.buckets:
             algorithm = bucket.algorithm
@@ -153,6 +145,7 @@ class Layout:
             buckets.attach_owned(together, state, moved=before is not None)
         _forget_unused(state, self._every)
         self._signature = self._sign(self._groups)
+        return any(restarts)
 
     def _bound(self, sides: Sequence[GroupSide]) -> Collectives:
         """Return what carries the parameters of all groups: matrices of moving ones

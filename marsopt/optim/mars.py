@@ -20,10 +20,8 @@ from marsopt.optim.compiled import named_range
 from marsopt.optim.groups import constructor_values, unreached
 from marsopt.optim.watch import one_at_a_time
 from marsopt.rules import checks
-from marsopt.rules.correction import Approximate
 from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.hyperparameters import check_names
-from marsopt.rules.registry import named
 
 
 class MARS(LayoutOptimizer):
@@ -203,13 +201,8 @@ class MARS(LayoutOptimizer):
         super().__init__(params, values.defaults, whole)
         types = [group["mars_type"] for group in self.param_groups]
         check_taken(types, correction)
-        if correction == Approximate.name and not any(named(t).is_mars for t in types):
-            self._say(
-                logging.WARNING,
-                f"correction={correction!r} has no effect: no param group has a MARS "
-                "rule. Leave it out, or choose one (mars-...)",
-            )
-        for what in unreached(self.param_groups, whole, values.explicit):
+        groups = self.param_groups
+        for what in unreached(groups, whole, values.explicit, correction):
             self._say(logging.WARNING, what)
 
     # ---- the step ------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from marsopt.functional.binding import check_unflattened
 from marsopt.rules import checks
 from marsopt.rules.matrices import Matrices
-from marsopt.rules.registry import FOLLOWED, named
+from marsopt.rules.registry import named
 
 Role = Literal[
     "matrix",
@@ -85,6 +85,7 @@ def param_groups(
     lr_1d: float | Tensor | None = None,
     betas_1d: tuple[float, float] | None = None,
     weight_decay_1d: float | None = None,
+    gamma_1d: float | None = None,
     experts: bool = True,
     convolutions: bool = False,
     adapters: Literal["matrix", "adamw"] = "matrix",
@@ -112,8 +113,7 @@ def param_groups(
 
     Every group names its rule, its lr and its decay, so that these arguments of MARS no
     longer reach it: give them here. It may be changed before it is passed on. With
-    transport, groups that AdamW moves look ahead by ``gamma``, which a group may have
-    of its own, not by ``gamma_1d``.
+    transport, groups that AdamW moves look ahead by ``gamma_1d``, if it is given here.
 
     Args:
         model: on any device, sharded, compiled, checkpointed, adapted (PEFT) or not.
@@ -125,6 +125,7 @@ def param_groups(
         lr_1d, betas_1d, weight_decay_1d: of what AdamW moves beside the rule,
             embeddings among it (with "adamw", "nadamw" and "lion": of vectors); None =
             as above.
+        gamma_1d: with transport, gamma of the same; None = ``MARS``'s.
         experts: give weights of experts, (num_experts, rows, cols), to the rule as
             batches of matrices; False: they are moved as vectors are. torchtitan's
             fused w13 always is: no two of its dims are a matrix.
@@ -170,10 +171,12 @@ def param_groups(
     decay = row.table["weight_decay"].default if weight_decay is None else weight_decay
     hidden = dict(mars_type=row.name, lr=lr, weight_decay=decay)
     of_1d = dict(lr_1d=lr_1d, betas_1d=betas_1d, weight_decay_1d=weight_decay_1d)
+    of_1d["gamma_1d"] = gamma_1d
     tables, vectors = hidden | {"weight_decay": 0.0}, row.fallback_group(hidden | of_1d)
     everything = row.fallback == "itself"
     if everything:
-        explicit = {FOLLOWED[name]: v for name, v in of_1d.items() if v is not None}
+        given = {name: value for name, value in of_1d.items() if value is not None}
+        explicit = {name.removesuffix("_1d"): value for name, value in given.items()}
         vectors = tables | explicit
     elif row.matrix_only:
         undecayed = row.fallback == "adamw_1d" and weight_decay_1d is None

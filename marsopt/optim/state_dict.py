@@ -189,8 +189,8 @@ def _check_form_of_x(saved: set[str], present: set[str], label: str) -> None:
             f"got a state dict with {sorted(saved)} of {label}, expected "
             f"{sorted(present)}: store_iterate, cautious_weight_decay and the dtypes "
             "of parameters and state decide whether transport keeps x; build MARS with "
-            + ("store_iterate=False" if LOOKAHEAD in saved else "store_iterate=True")
-            + ", or with the options of the run that saved it"
+            + ("those" if LOOKAHEAD in saved else "store_iterate=True, or with those")
+            + " of the run that saved it"
         )
 
 

@@ -59,7 +59,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"vocabulary size of the GPT-2 (default: {VOCAB_SIZE})",
     )
     add("--rule", type=canonical, choices=list(REGISTRY), default="mars-adamw")
-    add("--correction", choices=["approximate", "transport"], help="(the rule's own)")
+    of_rule = "(default: the rule's)"
+    add("--correction", choices=["approximate", "transport"], help=of_rule)
     add("--h-dtype", choices=dtypes, help="dtype of the previous gradient in the state")
     add("--gradients", choices=["apart", "joined"], default="apart", help=apart)
     add("--device", choices=["cpu", "cuda"], default="cpu")

@@ -14,9 +14,10 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
-from marsopt.rules.dtypes import nonzero
 from marsopt.rules.hyperparameters import number
 from marsopt.rules.preconditioner import Preconditioner, Tensors
+
+MOVES_X = "update", "x_after", "decay_of"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,6 +82,10 @@ class AdamW(Preconditioner):
 
     @property
     def num_behind(self) -> int:
+        # a subclass that moves x in another way has to say how x follows
+        own = (getattr(type(self), name) is getattr(AdamW, name) for name in MOVES_X)
+        if not all(own):
+            return 0
         # the former looks at c, that nobody keeps; the latter at the sign of x
         return 0 if self.nesterov or self.cautious_weight_decay else 4
 
@@ -93,8 +98,7 @@ class AdamW(Preconditioner):
     ) -> tuple[Number, ...]:
         beta1, beta2 = self.betas
         root = (1 - beta2**t).sqrt()
-        eps = nonzero(self.eps)
-        eps = eps / root if self.epsilon_hat else eps
+        eps = self.eps / root if self.epsilon_hat else self.eps
         rate, decay = lr / (1 - beta1**t), 1 - lr * self.weight_decay
         of_moments = beta1, 1 - beta1, beta2, 1 - beta2
         if not self.nesterov:
@@ -111,9 +115,9 @@ class AdamW(Preconditioner):
         new = {"m": m, "v": v}
         if self.amsgrad:
             new["v_max"] = torch.maximum(buffers["v_max"], v)
-        return self.moved(x, c, new, s), new
+        return self.x_after(x, c, new, s), new
 
-    def moved(
+    def x_after(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
     ) -> Tensor:
         debias, eps, decay, rate_m, *rate_c = s[4:]
@@ -143,7 +147,7 @@ class AdamW(Preconditioner):
         k = torch.where((1 + k) * e <= 0.5, k, 0.0)
         decay = (1 - (1 + k) * e).to(dtype).to(k.dtype)
         e = torch.where(k > -0.5, (1 - decay) / (1 + k), e)
-        back = k / torch.where(k == 0, 1.0, decay)  # which is 0 for lr weight_decay = 1
+        back = k / torch.where(k == 0, 1.0, decay)  # decay is 0 if lr weight_decay is 1
         numbers = back * e, back * rate, debias, eps
         return (*of_moments, debias, eps, decay, (1 + k) * rate), numbers
 
@@ -164,4 +168,8 @@ class AdamW(Preconditioner):
         return buffers["m"] / (self._root(buffers) * debias + eps)
 
     def _root(self, buffers: Tensors) -> Tensor:
-        return torch.sqrt(buffers["v_max" if self.amsgrad else "v"])
+        """Return sqrt(v). Squares below the least normal number may be lost where their
+        gradients are not: they count as that number, so that no step divides by 0.
+        """
+        v = buffers["v_max" if self.amsgrad else "v"]
+        return torch.sqrt(v.clamp(min=torch.finfo(v.dtype).tiny))

@@ -127,7 +127,7 @@ class Algorithm:
         correction = self.correction
         if correction is None or not correction.is_ahead or correction.store_iterate:
             return 0
-        return self.preconditioner.num_behind if self.preconditioner.may_follow else 0
+        return self.preconditioner.num_behind
 
     def over(self, params: Sequence[Tensor]) -> Algorithm:
         """Return this algorithm for these parameters: one that keeps x where it would
@@ -138,7 +138,8 @@ class Algorithm:
             return self
         dtypes = {p.dtype for p in params}
         wide = all(p.dtype == working_dtype(p) for p in params)
-        if not (self.stochastic_rounding and self.state_dtype == NARROW):
+        kind, is_rounded = type(self.preconditioner), self.state_dtype == NARROW
+        if not is_rounded or kind.x_after is Preconditioner.x_after:
             dtypes |= {self.state_dtype or default_state_dtype(d) for d in dtypes}
         return self if wide and len(dtypes) == 1 else self._storing
 

@@ -25,11 +25,10 @@ def working(tensor: Tensor) -> Tensor:
 
 
 def nonzero(eps: float | Tensor) -> float | Tensor:
-    """Return ``eps``, at least 1e-19: 0 / (sqrt(0) + eps) is then 0, and not NaN. The
-    squares of what is smaller are no normal numbers of float32 or bfloat16. Where v has
-    lost them, a step falls with m in place of growing without bound.
+    """Return ``eps``, and for 0 a number so small that it changes no sum with a root of
+    float32 but 0: then 0 / (sqrt(0) + eps) is 0, and not NaN.
     """
-    smallest = 1e-19
+    smallest = 1e-30
     return eps.clamp(min=smallest) if isinstance(eps, Tensor) else max(eps, smallest)
 
 

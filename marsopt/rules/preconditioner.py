@@ -38,26 +38,13 @@ class Preconditioner(ABC):
     keeps: ClassVar[dict[str, Buffer]] = {}  # all that it may keep, by symbol
     matrix_only: ClassVar[bool] = False  # whether it is a ``MatrixPreconditioner``
 
-    # whether these four are of the class that has ``update``, or of one below it: an
-    # ``update`` of one's own moves x elsewhere
-    may_follow: ClassVar[bool] = False
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        names = "update", "moved", "look_ahead", "behind", "ahead"
-        first, *others = (
-            next(i for i, kind in enumerate(cls.__mro__) if name in vars(kind))
-            for name in names
-        )
-        cls.may_follow = max(others) <= first
-
     def __post_init__(self) -> None:
         check_fields(self)
 
     @property
     def num_behind(self) -> int:
         """How many numbers of a step x follows from, with the point ahead of it and the
-        buffers (``moved``, ``look_ahead``, ``behind``, ``ahead``); 0: it does not.
+        buffers (``behind``); 0: it does not follow.
         """
         return 0
 
@@ -98,14 +85,6 @@ class Preconditioner(ABC):
         preconditioner returns in place of x what goes to the owners, None for m itself.
         """
 
-    def moved(
-        self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
-    ) -> Tensor:
-        """Return the new x, as ``update`` does, from the buffers after the step: what
-        their dtypes have made of them. Asked where ``num_behind`` is not 0.
-        """
-        raise NotImplementedError(f"{type(self).__name__} stores x")
-
     def decay_of(self, x: Tensor, step: Tensor, decay: Tensor) -> Tensor:
         """Return what x is multiplied by beside the subtraction of ``step``.
 
@@ -143,6 +122,16 @@ class Preconditioner(ABC):
             y: what ``update`` made with the scalars of ``look_ahead``.
             buffers: as the same step left them.
             numbers: of that step, as factors of y; all 0: y is x.
+        """
+        raise NotImplementedError(f"{type(self).__name__} stores x")
+
+    def x_after(
+        self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
+    ) -> Tensor:
+        """Return the new x as ``update`` makes it, from the buffers that it returned.
+
+        Where these are rounded and x has to follow from them, a step moves x by what
+        the rounding has left. Without this method the state keeps x there.
         """
         raise NotImplementedError(f"{type(self).__name__} stores x")
 

@@ -26,7 +26,7 @@ FULL = Size(Shape(2, 4, 48, SEQ_LEN, 257, False), 8, 32, 256, 9)
 QUICK = Size(Shape(1, 1, 8, SEQ_LEN, 257, False), 2, 4, 4, 3)
 PLAIN = Method("MARS-AdamW, gamma 0")
 METHODS = [
-    Method("AdamW", rule="adamw"),
+    Method("AdamW", rule="adamw", correction=None),
     PLAIN,
     Method("MARS-AdamW, approximate", gamma=GAMMA),
     Method("MARS-AdamW, transport", correction="transport", gamma=0.1),

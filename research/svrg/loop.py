@@ -34,7 +34,7 @@ class Method(NamedTuple):
 
     title: str
     rule: str = "mars-adamw"
-    correction: str = "approximate"
+    correction: str | None = "approximate"
     gamma: float = 0.0
     decays: bool = False
 

@@ -113,7 +113,7 @@ class MarsOptimizers(MarsOptimizersContainer):
                 "optimize_1d lr_1d betas_1d weight_decay_1d gamma_1d correction"
             )
             options = {name: getattr(self, name) for name in names.split()}
-            if self.correction == "approximate":  # which baselines do not have
+            if self.correction == "approximate":  # MARS's default; baselines have none
                 options["correction"] = None
             return options
 

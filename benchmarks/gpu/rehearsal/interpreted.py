@@ -87,6 +87,7 @@ _ALL = (
     Case("mars-m", "transport", "bfloat16"),
     Case("mars-adamw", "approximate", "float32", "bfloat16"),
     Case("mars-adamw", "approximate", "float32", "bfloat16", "bfloat16"),
+    Case("mars-adamw", "transport", "float32", "float32", "bfloat16"),
 )
 CASES = {case.name: case for case in _ALL}
 NAMES = DEFAULT = tuple(CASES)

@@ -16,11 +16,11 @@ from collections.abc import (
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import LOOKAHEAD
-from marsopt.rules.dtypes import working
 
 Factor = Tensor | float | None  # what a gradient is multiplied by; None = nothing
 Answer = Callable[..., Any]  # (protocol, optimizer, arguments of the method)
@@ -90,13 +90,15 @@ class ParameterHandle:
         tensor: Tensor = self._state[self.p][self._keys[symbol]]
         return tensor
 
-    def is_cast(self, entry: Mapping[str, Any]) -> bool:
-        """Return whether moments have another dtype than in ``entry``, which was loaded
-        into them.
-        """
-        kept = self.algorithm.preconditioner.buffers.values()
-        have, was = self.entry, {b.key for b in kept} & entry.keys()
-        return any(have[key].dtype != entry[key].dtype for key in was)
+    def has_rounded(self, loaded: Mapping[str, Any]) -> bool:
+        """Return whether moments are narrower than those that were loaded into them."""
+        keys = {b.key for b in self.algorithm.preconditioner.buffers.values()}
+        tensors = {k: v for k, v in loaded.items() if k in keys and torch.is_tensor(v)}
+        return any(
+            torch.promote_types(self.entry[key].dtype, value.dtype)
+            != self.entry[key].dtype
+            for key, value in tensors.items()
+        )
 
     # ---- a point ahead of x ----------------------------------------------------------
 
@@ -123,9 +125,9 @@ class ParameterHandle:
     def _last_step(self) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
         """Return the moments and the numbers that the last step left."""
         keys = {s: b.key for s, b in self.algorithm.preconditioner.buffers.items()}
-        symbols = self.algorithm.moments
-        moments = {s: working(self.local(self.entry[keys[s]])) for s in symbols}
-        return moments, self.entry[LOOKAHEAD].to(self.p.dtype).unbind()
+        symbols, dtype = self.algorithm.moments, self.p.dtype
+        moments = {s: self.local(self.entry[keys[s]]).to(dtype) for s in symbols}
+        return moments, self.entry[LOOKAHEAD].to(dtype).unbind()
 
 
 Handles = Sequence[ParameterHandle]

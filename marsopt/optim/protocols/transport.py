@@ -303,7 +303,8 @@ class Lookahead(CorrectionProtocol):
     def load(self, handles: Handles, entries: Entries) -> None:
         """Trust p and x, whoever of the two came first. In eval mode p is x, whatever
         it holds by the time of ``train``; in train mode x is what was loaded, so that
-        other weights are to be written between ``eval`` and ``train``.
+        other weights are to be written between ``eval`` and ``train``. (Where moments
+        are rounded on loading, x then follows from the rounded ones.)
 
         An entry without x lets x restart from p, as the next step finds it. Where x is
         the tensor in the state, unwritten since our last write, a partial load has
@@ -319,8 +320,8 @@ class Lookahead(CorrectionProtocol):
             if handle.numbers is not None:
                 if loaded is None:
                     handle.numbers.zero_()
-                # which does not follow from x by moments that were rounded
-                is_of_x = loaded is not None and not handle.is_cast(entry)
+                # the point ahead does not follow from x by moments that were rounded
+                is_of_x = loaded is not None and not handle.has_rounded(entry)
                 _keep_ahead(handle, _kept_ahead(entry) if is_of_x else None)
             if loaded is None or not handle.has_stepped:  # x is p
                 continue
