@@ -31,9 +31,9 @@ __all__ = [
     "small_long",
     "tiny",
     "to_zero",
+    "width_32",
     "width_64",
     "width_128",
-    "width_256",
 ]
 Recipe = dict[str, Any]
 
@@ -310,7 +310,7 @@ def middle() -> Study:
 
 
 def _width(width: int) -> Study:
-    """Return a search of the learning rate alone, at the other numbers of small."""
+    """Search the learning rate alone; other hyperparameters are those of SMALL_BEST."""
     every, methods = elementwise() | matrices(), {}
     for title in ("transport", "Moonlight", "Moonlight, transport"):
         method, (lr, *rest) = every[title], SMALL_BEST[title]
@@ -328,19 +328,19 @@ def _width(width: int) -> Study:
     )
 
 
+def width_32() -> Study:
+    """The learning rate of a model of width 32: is it that of a wider one?"""
+    return _width(32)
+
+
 def width_64() -> Study:
-    """The learning rate of a model of width 64: is it that of a wider one?"""
+    """The same, twice as wide."""
     return _width(64)
 
 
 def width_128() -> Study:
-    """The same, twice as wide."""
-    return _width(128)
-
-
-def width_256() -> Study:
     """The same, four times as wide."""
-    return _width(256)
+    return _width(128)
 
 
 def _digits(model: str) -> Study:
