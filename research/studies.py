@@ -270,7 +270,7 @@ def bpe() -> Study:
     return Study(
         title="0.1M parameters, 20 tokens each, BPE",
         setting=replace(SMALL, data="data/python_bpe", vocab_size=1024),
-        methods=_near(TWO, 1.0, SEEDS),
+        methods=_near(TWO, 1.0, 16),
         trials=10,
         num_draws=4,
     )

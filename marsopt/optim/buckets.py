@@ -483,7 +483,8 @@ def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -
         stale = unwanted & set(state[p])
         follows = LOOKAHEAD in state[p]
         if points & stale or (follows and (stale or wanted - set(state[p]))):
-            restarts = restarts or bool(state[p].get("step", 0))
+            step = state[p].get("step", 0)
+            restarts = restarts or (not is_fake(step) and bool(step))
         for key in stale:
             del state[p][key]  # of another rule: stale when that one returns
         if bucket.algorithm.num_behind:
