@@ -798,7 +798,8 @@ def test_a_learning_rate_that_is_not_finite_in_a_compiled_loop(value):
 @pytest.mark.parametrize("shape", [(3, 2), (3,)], ids=["matrix", "vector"])
 def test_a_step_and_its_state_are_under_vmap(mars_type, shape):
     """States hold no None, which is no leaf that vmap takes."""
-    rule = marsopt.mars(mars_type=mars_type, correction="transport", gamma=0.1)
+    own = dict(correction="transport", gamma=0.1, ns_dtype=torch.float32)
+    rule = marsopt.mars(mars_type=mars_type, **own)
     x, g = {"w": torch.ones(shape)}, torch.randn(2, *shape)
 
     def step(g, state):
