@@ -17,6 +17,7 @@ from research.compare.study import Method, Study
 
 __all__ = [
     "batch_four",
+    "batch_four_long",
     "batch_quarter",
     "bf16_state",
     "bpe",
@@ -252,6 +253,17 @@ def batch_quarter() -> Study:
 def batch_four() -> Study:
     """Small, with four times the batch."""
     return _batch("four times the batch", SMALL.batch * 4)
+
+
+def batch_four_long() -> Study:
+    """Small, with four times the batch at as many steps: four times the tokens."""
+    return Study(
+        title="0.1M parameters, 80 tokens each, four times the batch",
+        setting=replace(SMALL, batch=4 * SMALL.batch),
+        methods=_near(TWO, 1.0, SEEDS),
+        trials=6,
+        num_draws=4,
+    )
 
 
 def prose() -> Study:
