@@ -21,6 +21,7 @@ __all__ = [
     "batch_quarter",
     "bf16_state",
     "bpe",
+    "defaults",
     "digits_convnet",
     "digits_vit",
     "gpu",
@@ -184,6 +185,25 @@ def small() -> Study:
         methods=elementwise() | matrices(),
         trials=20,
         num_draws=8,
+    )
+
+
+def defaults() -> Study:
+    """What ``marsopt.for_model`` builds, beside the same without transport: the learning
+    rate alone is searched.
+    """
+    lr, _ = SMALL_BEST["Moonlight"]
+    axes, plain = (Axis("lr", lr / 2**0.5, lr * 2**0.5),), dict(rule="moonlight")
+    ahead = plain | TRANSPORT | dict(gamma=TRANSPORT_GAMMA)
+    control = "Moonlight"
+    return Study(
+        title="0.1M parameters, 20 tokens each, for_model's defaults",
+        setting=SMALL,
+        methods={
+            control: Method(plain, axes, MORE_SEEDS, control=control),
+            "for_model": Method(ahead, axes, MORE_SEEDS, control=control),
+        },
+        trials=5,
     )
 
 
