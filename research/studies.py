@@ -189,9 +189,7 @@ def small() -> Study:
 
 
 def defaults() -> Study:
-    """What ``marsopt.for_model`` builds, beside the same without transport: the learning
-    rate alone is searched.
-    """
+    """What ``marsopt.for_model`` builds, and that without transport: learning rates."""
     lr, _ = SMALL_BEST["Moonlight"]
     axes, plain = (Axis("lr", lr / 2**0.5, lr * 2**0.5),), dict(rule="moonlight")
     ahead = plain | TRANSPORT | dict(gamma=TRANSPORT_GAMMA)

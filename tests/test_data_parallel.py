@@ -201,6 +201,24 @@ def test_state_is_shared_out_and_parameters_come_in_one_piece(mars_type, form, w
         assert calls[1][1] <= 1.1 * numel / world
 
 
+def replaced(rank, world, mars_type):
+    """A weight is put elsewhere after each step; one of the ranks holds no piece."""
+    model, optimizer = held_as("ddp", mars_type, None)
+    weight, ends = inner(model).last.weight, []
+    for seed in range(3):
+        train(model, optimizer, [seed])
+        weight.data = weight.data / weight.data.norm()
+        ends.append(weight.detach().clone())
+    return ends
+
+
+@pytest.mark.parametrize("mars_type", ["muon", "soap"])
+def test_ranks_agree_after_a_parameter_has_moved(mars_type):
+    first, *others = spawn(replaced, 2, mars_type, seconds=60)
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
 # ---- state dicts ---------------------------------------------------------------------
 
 

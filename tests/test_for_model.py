@@ -131,6 +131,12 @@ def test_it_says_in_one_line_and_in_print_what_it_chose(caplog):
     assert "\n    follows: None\n" in str(copy.deepcopy(optimizer))
 
 
+def test_it_says_which_correction_a_rule_has_by_itself(caplog):
+    caplog.set_level(logging.INFO)
+    for_model(gpt2(), "mars-m", lr=0.1, correction=None, compile=False)
+    assert "mars-m, correction='approximate', lr" in caplog.text
+
+
 def test_what_it_does_not_take():
     with pytest.raises(TypeError, match="got generator, expected a torch.nn.Module"):
         for_model(gpt2().parameters())

@@ -19,6 +19,7 @@ from marsopt import MARS, REGISTRY
 from marsopt.functional.options import RoutedOptions
 from marsopt.optim.groups import DeviceHyperparameters
 from marsopt.optim.protocols.base import CorrectionProtocol
+from marsopt.optim.protocols.exact import NextGradients
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
@@ -518,7 +519,7 @@ class Zeroed(CorrectionProtocol):
         if self.progress == 1:
             raise RuntimeError("got a state dict after one step")
 
-    answers = {"update_anchor": update_anchor}
+    answers = frozenset({"update_anchor"})
 
 
 class Half(marsopt.Correction):
@@ -532,6 +533,11 @@ class Half(marsopt.Correction):
 
 class HalfExact(marsopt.Exact):
     name = "half-exact"
+
+
+class Silent(NextGradients):
+    def update_previous_grad(self, optimizer, grad_scale):
+        self.progress = True
 
 
 def test_a_correction_brings_its_protocol_or_has_that_of_its_class():
@@ -555,6 +561,9 @@ def test_a_correction_brings_its_protocol_or_has_that_of_its_class():
         assert not p.any()
         with pytest.raises(RuntimeError, match="the protocol of exact MARS"):
             MARS(params, correction="half-exact", compile=False).step()
+        marsopt.register(HalfExact, protocol=Silent, replace=True)  # overrides a method
+        silent = MARS(params, correction="half-exact", compile=False)
+        silent.update_previous_grad(), silent.step()
         for component, protocol in ((Half, Zeroed()), (REGISTRY["lion"], Zeroed)):
             with pytest.raises(TypeError, match="expected a class, for a correction"):
                 marsopt.register(component, protocol=protocol)
@@ -642,12 +651,18 @@ def test_a_correction_and_a_matrix_rule_are_asked_too():
         def apply(self, x, o, rows, s, shape):
             return super().apply(x, o, rows, s, shape).mT
 
+    class NoBases(marsopt.SOAP):
+        def at_owner(self, matrices, stage):
+            outputs = super().at_owner(matrices, stage)
+            return [output._replace(owned=None) for output in outputs]
+
     x = [torch.ones(3, 4)]
     for made, told in (
         (dict(correction=Sums()), "got Sums.kept that writes into h, expected new"),
         (dict(correction=Nothing()), r"got \{\} from Nothing.kept, expected \{'h'"),
         (dict(preconditioner=Scaled()), "Scaled.at_owner that writes into matrix"),
         (dict(preconditioner=Turned()), r"'x': \(\(1, 4, 3\).* from Turned.apply"),
+        (dict(preconditioner=NoBases()), r"got \{\} from NoBases.at_owner, expected"),
     ):
         algorithm = marsopt.Algorithm(**{"preconditioner": marsopt.Lion(), **made})
         rule = marsopt.Rule(matrix=algorithm)

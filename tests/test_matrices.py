@@ -161,7 +161,7 @@ def test_a_gradient_that_is_not_finite_is_blamed_on_its_parameter_once():
     for group in optimizer.param_groups:
         (p,) = group["params"]
         p.grad = torch.full_like(p, torch.nan if p.ndim > 1 else 0.0)
-    with pytest.raises(FloatingPointError, match=r"in 1 of 2 parameters \(experts\)"):
+    with pytest.raises(FloatingPointError, match=r"in 1 of 2 parameters .*experts"):
         optimizer.step()
 
 

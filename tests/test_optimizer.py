@@ -348,6 +348,9 @@ def test_nonfinite_may_raise():
     with pytest.raises(FloatingPointError, match="in 1 of 2 parameters .*bias"):
         optimizer.step()
     equal(params, before)
+    unnamed = eager([{"params": [p]} for p in params], nonfinite="raise")
+    with pytest.raises(FloatingPointError, match="parameter 0 of group 1"):
+        unnamed.step()
 
 
 def stands_still(caplog):
@@ -584,9 +587,19 @@ def test_exact_reference_gets_its_own_global_clip():
 
 
 def test_exact_protocol_out_of_order():
-    optimizer = eager(parameters((2, 2)), is_approx=False)
+    params = parameters((2, 2))
+    optimizer = eager(params, is_approx=False)
     with pytest.raises(RuntimeError, match="update_previous_grad"):
         optimizer.update_last_grad()
+    fill(params, 0)
+    optimizer.update_previous_grad()
+    optimizer.state_dict()
+    optimizer.step()
+    for save in (optimizer.state_dict, partial(copy.deepcopy, optimizer)):
+        with pytest.raises(RuntimeError, match="call optimizer.update_last_grad"):
+            save()
+    optimizer.update_last_grad()
+    optimizer.state_dict()
 
 
 # ---- state -------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, UserList, defaultdict, namedtuple
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -215,6 +216,22 @@ def test_gradients_flow_through_steps(row):
         assert torch.autograd.gradcheck(after, (x, g, lr))
     (found,) = torch.autograd.grad(after(x, g, lr).sum(), x, retain_graph=True)
     assert found.abs().mean() > 0.1  # of the identity
+
+
+@rows
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_gradients_flow_past_a_gradient_of_zero(row, max_norm):
+    """As that before a last layer that starts at zero: every root is at its end."""
+    rule, ends = replace(row.rule(), max_norm=max_norm), []
+    lr = torch.tensor(0.1, requires_grad=True)
+    for zero in (False, True):
+        x = {"w": torch.ones(2, 3), "head": torch.ones(2, 3, requires_grad=True)}
+        g = {"w": torch.eye(2, 3) * (not zero), "head": 0 * x["head"]}
+        after, _ = rule.step(x, g, rule.init(x), lr=lr, **row.given(g))
+        ends += torch.autograd.grad(
+            sum(map(torch.sum, after.values())), (lr, x["head"])
+        )
+    assert all(torch.isfinite(end).all() for end in ends)
 
 
 @rows
@@ -701,6 +718,12 @@ BAD = {
     ),
     "no reference": (
         lambda x: step(marsopt.mars_adamw(is_approx=False), x),
+        "got reference=None",
+    ),
+    "no reference of vectors": (
+        lambda x: step(
+            replace(marsopt.muon(), rest=marsopt.mars_adamw(is_approx=False).matrix), x
+        ),
         "got reference=None",
     ),
     "reference for one buffer": (

@@ -103,8 +103,8 @@ def _check_matrices(stack: Stack, x: Tensor, s: tuple[Tensor, ...]) -> None:
     wanted = {"matrix": matrix.to(result.matrix.dtype)}
     wanted |= {k: matrix[:, 0].to(v.dtype) for k, v in outputs.items() if k in symbols}
     _compare(f"{who}.at_owner", outputs, wanted, ("matrix", *symbols))
-    if owned and result.owned is not None:
-        after = dict(zip(owned, result.owned, strict=False))
+    if owned:
+        after = dict(zip(owned, result.owned or (), strict=False))
         stays = {k: v for k, v in owned.items() if after.get(k, v) is None}
         cast = {k: v.to(owned[k].dtype) for k, v in after.items() if v is not None}
         _compare(f"{who}.at_owner", cast | stays, owned, owned)

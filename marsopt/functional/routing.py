@@ -122,7 +122,7 @@ def check_suits(
             continue
         raise ValueError(
             f"got {name}={value!r} with mars_type={row.name!r}, expected None: it is "
-            f"of {', '.join(owners(name))}; leave it out, or choose one of these"
+            f"of {', '.join(rules_with(name))}; leave it out, or choose one of these"
         )
 
 
@@ -147,7 +147,7 @@ def check_taken(mars_types: Iterable[str], correction: str | None) -> None:
     )
 
 
-def owners(name: str) -> list[str]:
+def rules_with(name: str) -> list[str]:
     """Return the names of the rules and corrections that have a hyperparameter."""
     rules = [n for n, row in REGISTRY.items() if name in row.table]
     return rules + [n for n, kind in CORRECTIONS.items() if name in table(kind)]

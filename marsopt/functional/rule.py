@@ -160,13 +160,16 @@ class Rule:
             reference: None = approximate MARS (h is the previous gradient, kept in the
                 state). Given = exact MARS (h, the current batch's gradient at the
                 previous parameters). At the first step there is no previous gradient:
-                exact MARS starts with zeros, as the authors' script does.
+                exact MARS starts with zeros, as the authors' script does. ``max_norm``
+                clips ``grads`` alone: clip the reference by its own global norm before,
+                as ``MARS.update_previous_grad`` does.
             collectives: who sums over shards and brings whole matrices together;
                 ``LOCAL`` for whole tensors.
             count: how many steps were taken before, for a rule that does something
                 every so many (SOAP). None = what the state says, which it is asked: on
-                a GPU a wait, under torch.compile and vmap an error. Other rules do not
-                ask.
+                a GPU a wait, under torch.compile and vmap an error. The state does not
+                count skipped steps; ``MARS`` counts them, after its first step that
+                was not skipped. Other rules do not ask.
 
         Returns:
             The new parameters, in the container of ``params``, and the new state. With
@@ -222,15 +225,16 @@ class Rule:
 
         Args:
             params: as given to ``init``: the new snapshot.
-            grads: the full gradient there.
+            grads: the full gradient there, which ``max_norm`` does not clip.
             state: what ``init`` or the last step returned.
 
         Raises:
             ValueError: a rule without an anchor, names or shapes that differ.
         """
-        if self.matrix.correction is None:
+        if all(algorithm.correction is None for algorithm in self._algorithms):
+            what = " and ".join(map(str, self._algorithms))
             raise ValueError(
-                f"got a full gradient for {self.matrix}, expected a rule that has an "
+                f"got a full gradient for {what}, expected a rule that has an "
                 'anchor: choose correction="svrg"'
             )
         check_matching(params, grads, "grads")
@@ -284,6 +288,10 @@ class Rule:
         return rebuild(params, [by_name[name] for name in names(params)])
 
     # ---- sides -----------------------------------------------------------------------
+
+    @property
+    def _algorithms(self) -> list[Algorithm]:
+        return [a for a in (self.matrix, self.rest) if a is not None]
 
     def sides(
         self, params: Sequence[Tensor], shapes: Sequence[torch.Size] | None = None
@@ -357,23 +365,25 @@ class Rule:
         return states
 
     def _check_arguments(self, gamma: Number | None, reference: Tree | None) -> None:
-        algorithm, correction = self.matrix, self.matrix.correction
-        if gamma is not None and correction is None:
+        algorithms = self._algorithms
+        what = " and ".join(map(str, algorithms))
+        if gamma is not None and all(a.correction is None for a in algorithms):
             raise ValueError(
-                f"got gamma={gamma!r} for {algorithm}, which has none: leave gamma out"
+                f"got gamma={gamma!r} for {what}, which has none: leave gamma out"
             )
         if gamma is not None:
             checks.finite("gamma", gamma)
-        if reference is not None and algorithm.reference is None:
+        if reference is not None and all(a.reference is None for a in algorithms):
             raise ValueError(
-                f"got a reference for {algorithm}, expected a rule that corrects the "
+                f"got a reference for {what}, expected a rule that corrects the "
                 "gradient by one: leave reference out, or build a MARS rule with "
                 'correction="exact"'
             )
-        if reference is None and correction is not None and algorithm.given:
+        takers = [a.corrects for a in algorithms if a.corrects and a.given]
+        if reference is None and takers:
             raise ValueError(
                 "got reference=None for a rule with "
-                f"correction={correction.name!r}, expected a second gradient "
+                f"correction={takers[0].name!r}, expected a second gradient "
                 'of the current batch: with "exact" that at the previous parameters, '
                 'zeros at the first step; with "svrg" that at the snapshot; pass '
                 "reference="

@@ -293,15 +293,17 @@ def decide(
     theirs counts as zero, so that all ranks go on alike.
     """
     sums = sums.to(scalar_dtype(sums.device))
-    grad_norm = sums[:, 0].sum().sqrt()
+    square = sums[:, 0].sum()
+    grad_norm = square.sqrt()
     is_finite = torch.isfinite(sums)
     for hyper in hypers:
         if hyper.unread_lr is not None:
             is_finite = is_finite & torch.isfinite(hyper.unread_lr)
     finite = is_finite.all()
     a = torch.ones_like(grad_norm)
-    if max_norm is not None:
-        a = global_clip(grad_norm, max_norm)
+    if max_norm is not None:  # clamped before the root, whose derivative is infinite
+        tiny = torch.finfo(square.dtype).tiny
+        a = global_clip(square.clamp(min=tiny).sqrt(), max_norm)
     parts = sums.split([hyper.num_parts for hyper in hypers])
     weights = []
     for hyper, part in zip(hypers, parts, strict=True):
@@ -372,7 +374,7 @@ def _scalars(
 # ---- moving --------------------------------------------------------------------------
 
 
-class Host(NamedTuple):
+class StackContext(NamedTuple):
     """What is known of the tensors of a stack before their owners are asked."""
 
     num_steps: int  # that were taken before
@@ -407,13 +409,13 @@ def advance(
     stacks, scalars = stacks_of(groups), per_stack(groups, decision)
     owned: list[list[Tensors | None]] = [[] for _ in stacks]
     if any(stack.algorithm.matrix_only for stack in stacks):
-        hosts, first = [], 0
+        contexts, first = [], 0
         for group, group_ok in zip(groups, decision.ok, strict=True):
             for ok in group_ok.split([stack.num_tensors for stack in group.stacks]):
-                hosts.append(Host(group.num_steps, first, ok))
+                contexts.append(StackContext(group.num_steps, first, ok))
                 first += len(ok)
         for part in run.portions(stacks):
-            columns = members, scalars, hosts
+            columns = members, scalars, contexts
             stacks, part_owned = _advance(part, stacks, columns, collectives, run)
             for i, buffers in part_owned.items():
                 owned[i] = buffers
@@ -425,14 +427,14 @@ def advance(
 def _advance(
     part: Sequence[int],
     stacks: Sequence[Stack],
-    columns: tuple[Sequence[Members], Sequence[StackScalars], Sequence[Host]],
+    columns: tuple[Sequence[Members], Sequence[StackScalars], Sequence[StackContext]],
     collectives: Collectives,
     run: Run,
 ) -> tuple[list[Stack], dict[int, list[Tensors | None]]]:
     """Move the stacks of one portion; return all stacks, and what owners keep of those
     of matrices, by position.
     """
-    members, scalars, hosts = columns
+    members, scalars, contexts = columns
     positions, selected = range(len(stacks)), set(part)
     stacks, outputs = run.move(
         update, stacks, [scalars[i] if i in selected else None for i in positions]
@@ -441,7 +443,7 @@ def _advance(
     if not whole:
         return stacks, {}
     inputs = [
-        [column[i] for i in whole] for column in (stacks, outputs, members, hosts)
+        [column[i] for i in whole] for column in (stacks, outputs, members, contexts)
     ]
     results = run.meet("matrices", precondition_stacks, *inputs, collectives, run)
     by_position = dict(zip(whole, results, strict=True))
@@ -558,7 +560,7 @@ def precondition_stacks(
     stacks: Sequence[Stack],
     outputs: Sequence[Tensor | None],
     members: Sequence[Members],
-    hosts: Sequence[Host],
+    contexts: Sequence[StackContext],
     collectives: Collectives,
     run: Run,
 ) -> list[OfStack]:
@@ -574,7 +576,7 @@ def precondition_stacks(
     for positions in ways.values():
         requests = []
         for i in positions:
-            requests += _requests(stacks[i], outputs[i], members[i], hosts[i], run)
+            requests += _requests(stacks[i], outputs[i], members[i], contexts[i], run)
         back = iter(collectives.on_owners(requests))
         for i in positions:
             parts = [next(back) for _ in range(stacks[i].num_tensors)]
@@ -592,12 +594,12 @@ def _requests(
     stack: Stack,
     output: Tensor | None,
     members: Members,
-    host: Host,
+    context: StackContext,
     run: Run,
 ) -> list[Request]:
     """Return what each tensor of a stack has for the owners of its matrices."""
     algorithm = stack.algorithm
-    ok = host.ok.unbind() if members.owned else [host.ok] * stack.num_tensors
+    ok = context.ok.unbind() if members.owned else [context.ok] * stack.num_tensors
     matrices = (stack.buffers["m"] if output is None else output).unbind()
     rows = [
         working(stack.buffers[symbol]).unbind()
@@ -613,7 +615,7 @@ def _requests(
             leaf,
             algorithm.matrices,
             algorithm.matrix_preconditioner,
-            algorithm.matrix_preconditioner.stage(host.num_steps, host.first + n),
+            algorithm.matrix_preconditioner.stage(context.num_steps, context.first + n),
             partial(run.store, ok[n]),
         )
         for n, (matrix, leaf) in enumerate(zip(matrices, members.leaves, strict=True))

@@ -239,8 +239,9 @@ class LayoutOptimizer(Optimizer):
     @without_autocast
     def _ask(self, call: str, *arguments: Any) -> Any:
         """Let the correction's protocol answer a method; None where it does not."""
-        answer = self._protocol.answers.get(call)
-        return None if answer is None else answer(self._protocol, self, *arguments)
+        if call not in self._protocol.answers:
+            return None
+        return getattr(self._protocol, call)(self, *arguments)
 
     def parameter_handles(
         self, call: str, *, agree: bool = True

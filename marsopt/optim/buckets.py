@@ -147,7 +147,6 @@ class GroupSide(NamedTuple):
     values: Tensor  # of ``DeviceHyperparameters``
     group: dict[str, Any]
     params: list[Tensor]
-    labels: list[str]
 
 
 class JoinedHyperparameters:
@@ -213,7 +212,6 @@ def split(
 ) -> list[GroupSide]:
     """Return the parameters of a group that move, by who moves them."""
     params, routing = group["params"], hyper.routing
-    names = group.get("param_names", [f"{i}" for i in range(len(params))])
     moving = [i for i, p in enumerate(params) if moves(p, state)]
     group_sides = []
     for side in routing.sides([params[i] for i in moving]):
@@ -228,7 +226,6 @@ def split(
                 hyper.values,
                 group,
                 [params[i] for i in part],
-                [names[i] for i in part],
             )
         )
     return group_sides
@@ -263,6 +260,7 @@ def _may_join(side: GroupSide) -> bool:
 
 def build(
     sides: Sequence[GroupSide],
+    labels: Mapping[Tensor, str],
     state: State,
     collectives: Collectives,
     compile: bool,
@@ -272,18 +270,18 @@ def build(
 
     Args:
         sides: of ``alike``.
+        labels: what errors call parameters.
         state: the optimizer's.
         collectives: who holds the parameters.
         compile: whether the step is compiled.
     """
     joined = JoinedHyperparameters(sides) if len(sides) > 1 else None
     params = [p for side in sides for p in side.params]
-    labels = [name for side in sides for name in side.labels]
     buckets = [
         ParameterBucket(
             algorithm=sides[0].algorithm if joined is None else joined.algorithm,
             params=[params[i] for i in members],
-            labels=[labels[i] for i in members],
+            labels=[labels[params[i]] for i in members],
             collectives=collectives,
         )
         for members in group_by(_keys(params, state, collectives, compile))

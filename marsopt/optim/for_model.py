@@ -180,11 +180,10 @@ def _chosen(
     moved = [f"{rule} {num}" for rule, num in trained.items() if num]
     moved += [f"frozen {frozen}"] if frozen else []
     gamma = f", gamma={whole['gamma']}" if "gamma" in whole else ""
-    buckets = optimizer.describe().buckets
-    corrects = any(bucket.algorithm.correction is not None for bucket in buckets)
-    correction = whole["correction"] if corrects else None
+    corrections = [b.algorithm.correction for b in optimizer.describe().buckets]
+    name = next((c.name for c in corrections if c is not None), None)
     return (
-        f"{mars_type}, correction={correction!r}{gamma}, lr={lr}, "
+        f"{mars_type}, correction={name!r}{gamma}, lr={lr}, "
         f"max_norm={whole['max_norm']}, collectives={whole['collectives']!r}; "
         f"tensors by rule: {', '.join(moved)}"
     )

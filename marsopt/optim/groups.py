@@ -20,8 +20,8 @@ from marsopt.functional.routing import (
     all_hyperparameters,
     check_suits,
     hyperparameters_of,
-    owners,
     route,
+    rules_with,
     shared_hyperparameters,
 )
 from marsopt.functional.rule import Rule
@@ -374,8 +374,9 @@ def unreached(
                 "Leave it out, or change it in the groups"
             )
         elif not is_off and not is_read[pair]:
+            readers = ", ".join(rules_with(name))
             yield (
-                f"{name}={value!r} has no effect: only {', '.join(owners(name))} read "
+                f"{name}={value!r} has no effect: only {readers} read "
                 "it, and no param group does. Leave it out, or choose one of these"
             )
 

@@ -91,7 +91,7 @@ class Layout:
                     p, names[p], side.algorithm, coming, self.collectives
                 )
         self._together = [
-            (alike, *buckets.build(alike, coming, self.collectives, compile))
+            (alike, *buckets.build(alike, names, coming, self.collectives, compile))
             for alike in buckets.alike(sides)
         ]
         self.buckets = [b for *_, several in self._together for b in several]
@@ -268,7 +268,10 @@ class Layout:
             tensors += bucket.state_tensors(self._state)
         fake = bool(self.params) and is_fake(self.params[0])  # it has no address
         places = list(map(id, tensors)) if fake else []
+        whole: list[int] = []
         if self.collectives is not LOCAL:
+            # a rank whose piece is empty has to find out, too, that a parameter moved
+            whole = [] if fake else list(map(Tensor.data_ptr, self.params))
             tensors = list(map(self.collectives.local, tensors))
         pieces = tensors[: len(self.params)]
         return (
@@ -278,7 +281,7 @@ class Layout:
             [moves(p, self._state) for p in self._idle],
             # stacks keep their memory: what is somebody else's lies elsewhere, but for
             # a part of it
-            places or list(map(Tensor.data_ptr, tensors)),
+            places or list(map(Tensor.data_ptr, tensors)) + whole,
             list(map(Tensor.numel, tensors)),
             list(map(FORM, pieces)),
             list(map(Tensor.stride, pieces)),

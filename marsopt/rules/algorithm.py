@@ -178,7 +178,8 @@ class Algorithm:
     @property
     def given(self) -> tuple[str, ...]:
         """Those of the operands that the caller hands to every step."""
-        return () if self.corrects is None else self.corrects.given
+        reference = self.reference
+        return () if reference is None or reference in self.written else (reference,)
 
     @property
     def buffers(self) -> dict[str, Buffer]:

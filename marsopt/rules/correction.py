@@ -68,9 +68,8 @@ class Correction(ABC):
     name: ClassVar[str]
     # operands beside the gradient, by symbol: each is a buffer
     operands: ClassVar[tuple[str, ...]] = ()
-    # those of them that the caller hands to every step, by the correction's protocol
-    given: ClassVar[tuple[str, ...]] = ()
-    # the operand that ``Rule.step``'s ``reference`` stands for
+    # the operand that ``Rule.step``'s ``reference`` stands for: the caller hands it to
+    # every step, unless the step writes it
     reference: ClassVar[str | None] = None
     # all that it may keep, by symbol
     keeps: ClassVar[dict[str, Buffer]] = {}
@@ -159,7 +158,8 @@ class Correction(ABC):
             cc = cc + (1 if i == j else 2) * w[i] * w[j] * product
         if self.clip is None:
             return tuple(w), cc
-        s = self.clip / cc.clamp(min=0).sqrt().clamp(min=self.clip)
+        # clamped before the root, whose derivative at 0 is infinite
+        s = self.clip / cc.clamp(min=self.clip * self.clip).sqrt()
         return tuple(s * value for value in w), s * s * cc
 
 

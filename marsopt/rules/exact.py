@@ -35,7 +35,6 @@ class Exact(Correction):
 
     name = "exact"
     operands = ("h",)
-    given = ("h",)
     reference = "h"
     keeps = {"h": Buffer("last_grad", dtype="gradient")}
 

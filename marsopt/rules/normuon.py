@@ -67,17 +67,18 @@ class NorMuon(MatrixAverage):
     def at_owner(
         self, matrices: Sequence[MatrixInput], stage: Hashable
     ) -> list[MatrixOutput]:
-        scaled = []
+        scaled, tiny = [], torch.finfo(torch.float32).tiny
         for whole, factor in zip(
             matrices, super().at_owner(matrices, stage), strict=True
         ):
             o, (r,) = working(factor.matrix), whole.rows
             squares = torch.linalg.vector_norm(o, dim=-1).square()
             r = self.beta2 * r + (1 - self.beta2) * squares / max(1, o.shape[-1])
-            w = 1 / (r.sqrt() + nonzero(self.eps))
+            # clamped: of a zero matrix, and before roots, whose derivative is infinite
+            w = 1 / (r.clamp(min=tiny).sqrt() + nonzero(self.eps))
+            before = squares.sum(-1, keepdim=True)  # ||o||^2
             after = (squares * w * w).sum(-1, keepdim=True)  # ||o'||^2
-            tiny = torch.finfo(after.dtype).tiny  # of a zero matrix
-            rescale = (squares.sum(-1, keepdim=True) / after.clamp(min=tiny)).sqrt()
+            rescale = (before / after.clamp(min=tiny)).clamp(min=tiny).sqrt()
             scaled.append(MatrixOutput(factor.matrix, (r, w * rescale)))
         return scaled
 

@@ -155,8 +155,8 @@ class MatrixOutput(NamedTuple):
 
     matrix: Tensor  # in the shape of the input
     rows: tuple[Tensor, ...] = ()  # of ``row_outputs``, as the input's
-    # the owner's buffers after the step, None for one that stays as it is; None for
-    # all: they were written where they lie
+    # the owner's buffers after the step, None for one that stays as it is. (None for
+    # all is the step's own, of buffers that it has written where they lie.)
     owned: tuple[Tensor | None, ...] | None = ()
 
 

@@ -75,7 +75,8 @@ class SOAP(MatrixPreconditioner):
             o = Q_L (m / (sqrt(v) + eps)) Q_R^T
             x <- (1 - lr weight_decay) (x - lr sqrt(1 - beta2^t) / (1 - beta1^t) o)
             L <- b L + (1 - b) G G^T,  R <- b R + (1 - b) G^T G
-        and where t is a multiple of precondition_frequency, for L as for R:
+        and where t is a multiple of precondition_frequency (``MARS`` counts skipped
+        steps too, after the first that was not), for L as for R:
             order Q_L by diag(Q_L^T L Q_L), descending, and the rows of v with it
             Q_L <- the orthogonal factor of QR(L Q_L);  m follows into the new basis
 

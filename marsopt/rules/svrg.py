@@ -43,7 +43,6 @@ class SVRG(Correction):
 
     name = "svrg"
     operands = ("h", "mu")
-    given = ("h",)
     reference = "h"
     keeps = {
         "h": Buffer("snapshot_grad", dtype="gradient"),

@@ -23,7 +23,6 @@ from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import LOOKAHEAD
 
 Factor = Tensor | float | None  # what a gradient is multiplied by; None = nothing
-Answer = Callable[..., Any]  # (protocol, optimizer, arguments of the method)
 
 
 class ParameterHandle:
@@ -181,9 +180,9 @@ class CorrectionProtocol:
     it needs; every method gets the handles of all parameters that move.
     """
 
-    # by method of MARS what answers it, given the optimizer and the method's arguments;
-    # other methods do nothing
-    answers: ClassVar[Mapping[str, Answer]] = {}
+    # the methods of MARS that it answers, by methods of the same names, given the
+    # optimizer and what MARS was given; others do nothing
+    answers: ClassVar[frozenset[str]] = frozenset()
     # buffers of which it holds a second copy between two calls, by symbol
     copied: ClassVar[tuple[str, ...]] = ()
 

@@ -104,13 +104,18 @@ class NextGradients(CorrectionProtocol):
                     h.zero_() if copy is None else h.copy_(copy)
             self.progress, self._is_full, self._is_owed = True, False, False
 
+    def check_may_save(self) -> None:
+        if self._is_owed:
+            raise RuntimeError(
+                "got a state dict, copy or pickle between step() and "
+                "update_last_grad(), expected one that a run can go on from: call "
+                "optimizer.update_last_grad() first"
+            )
+
     def load(self, handles: Handles, entries: Entries) -> None:
         self._start(is_fresh=True)
 
-    answers = {
-        "update_previous_grad": update_previous_grad,
-        "update_last_grad": update_last_grad,
-    }
+    answers = frozenset({"update_previous_grad", "update_last_grad"})
 
 
 def put_scaled(target: Tensor, g: Tensor | None, factor: Factor) -> None:

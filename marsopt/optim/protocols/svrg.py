@@ -118,11 +118,7 @@ class Snapshot(CorrectionProtocol):
     def load(self, handles: Handles, entries: Entries) -> None:
         self.progress = False, any(handle.has_stepped for handle in handles)
 
-    answers = {
-        "update_previous_grad": update_previous_grad,
-        "update_anchor": update_anchor,
-        "at_snapshot": at_snapshot,
-    }
+    answers = frozenset({"update_previous_grad", "update_anchor", "at_snapshot"})
 
 
 register(SVRG, protocol=Snapshot)

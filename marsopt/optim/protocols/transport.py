@@ -329,14 +329,9 @@ class Lookahead(CorrectionProtocol):
             is_old = versions is not None and versions.x == _versions(handle).x
             self._versions[handle.p] = versions if is_ours and is_old else None
 
-    answers = {
-        "eval": eval,
-        "expose_for_saving": expose_for_saving,
-        "follow": follow,
-        "iterates": iterates,
-        "state_dict": state_dict,
-        "train": train,
-    }
+    answers = frozenset(
+        {"eval", "expose_for_saving", "follow", "iterates", "state_dict", "train"}
+    )
 
 
 def _in_train_mode(optimizer: Host) -> bool:
