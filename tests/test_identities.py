@@ -231,11 +231,12 @@ def test_every_correction_of_nothing_leaves_every_preconditioner(page, kind, cli
         matrix=Algorithm(preconditioner=PAGES[page], correction=correction)
     )
     plain = Rule(matrix=Algorithm(preconditioner=PAGES[page]))
+    takes = corrected.matrix.given
     x = y = tensors(MATRICES, 0, dtype=torch.float64)
     s, t = corrected.init(x), plain.init(y)
     for i in range(5):
         g = tensors(MATRICES, 1 + i, dtype=torch.float64)
-        h = tensors(MATRICES, 50 + i, dtype=torch.float64) if kind.given else None
+        h = tensors(MATRICES, 50 + i, dtype=torch.float64) if takes else None
         x, s = corrected.step(x, g, s, lr=LR, reference=h)
         y, t = plain.step(y, g, t, lr=LR)
         assert_same([x], [y])
