@@ -813,6 +813,85 @@ def test_a_step_and_its_state_are_under_vmap(mars_type, shape):
         equal([again["w"][i]], step(g[i], after)[0].values(), 1e-6)
 
 
+def test_a_state_dict_that_is_refused_changes_nothing():
+    """That of another rule, too, whose moments ours would have to start with."""
+    kw = dict(lr=0.1, correction="transport")
+    for kind in (dict(mars_type="lion"), dict(mars_type="adamw"), {"amsgrad": True}):
+        kind = {"mars_type": "adamw"} | kw | kind
+        params, others = parameters((2, 3)), parameters((2, 3))
+        optimizer, other = eager(params, **kind), eager(others, **kw, amsgrad=True)
+        run(optimizer, params, 2), run(other, others, 1)
+        before = copy.deepcopy(optimizer.state_dict())
+        saved = copy.deepcopy(other.state_dict())
+        del saved["state"][0]["max_exp_avg_sq"]
+        with pytest.raises(ValueError, match="max_exp_avg_sq"):
+            optimizer.load_state_dict(saved)
+        after = optimizer.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        equal(after["state"][0].values(), before["state"][0].values())
+
+
+def test_a_copy_notices_what_is_written_into_its_parameters():
+    model = nn.Linear(4, 4, bias=False)
+    kw = dict(lr=0.01, mars_type="moonlight", correction="transport")
+    optimizer = eager(model.parameters(), **kw)
+    run(optimizer, [*model.parameters()], 2)
+    for again in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
+        twin, its = again((model, optimizer))
+        with torch.no_grad():
+            twin.weight.zero_()
+        run(its, [*twin.parameters()], 1)
+        assert twin.weight.abs().max() < 0.02
+
+
+def test_loading_ones_own_state_moves_nothing():
+    """Whatever may move into a stack by then."""
+    params = [nn.Parameter(torch.randn(3, 3)) for _ in range(16)]
+    held = [p.detach() for p in params]
+    kw = dict(lr=0.1, mars_type="moonlight", correction="transport", gamma=0.1)
+    optimizer = eager(params, **kw)
+    run(optimizer, params, 1)
+    before = [x.clone() for _, x in optimizer.iterates()]
+    del held
+    optimizer.load_state_dict(optimizer.state_dict())
+    equal([x for _, x in optimizer.iterates()], before)
+
+
+def test_transport_in_groups_of_two_dtypes_is_that_of_each():
+    dtypes = torch.float32, torch.float64
+    alone = [parameters((3,), dtype=dtype)[0] for dtype in dtypes]
+    together = copy.deepcopy(alone)
+    kw = dict(lr=0.1, mars_type="adamw", correction="transport")
+    optimizers = [eager([p], **kw) for p in alone]
+    both = eager([{"params": [p]} for p in together], **kw)
+    for _ in range(2):
+        for params in (alone, together):
+            for p in params:
+                fill([p], 0)
+        for optimizer in (*optimizers, both):
+            optimizer.step()
+    equal(together, alone)
+
+
+def test_a_threshold_in_a_tensor_changes_where_it_is():
+    bound = torch.tensor(1.0)
+    params = parameters((2, 2))
+    optimizer = eager(params, lr=0.1, mars_type="lion", max_norm=bound)
+    run(optimizer, params, 1)
+    bound.fill_(0.5)
+    run(optimizer, params, 1)
+    assert float(optimizer.describe().scalars[-1]) == 0.5
+
+
+@pytest.mark.parametrize("mars_type", ["moonlight", "mars-lion", "normuon"])
+def test_a_key_of_another_optimizer_is_not_read(mars_type, caplog):
+    params = parameters((2, 2))
+    foreign = dict(momentum=0.5, beta2=0.5)
+    optimizer = eager([dict(params=params, **foreign)], lr=0.1, mars_type=mars_type)
+    run(optimizer, params, 2)
+    assert "'momentum', which MARS does not read" in caplog.text
+
+
 def test_a_group_lacks_what_it_needs():
     with pytest.raises(
         ValueError, match=r"got a param group of \['lr'\], expected 'pa"

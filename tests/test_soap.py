@@ -349,6 +349,38 @@ def sent(rule, shape, ranks, **options):
     return recorder.collectives[1:]
 
 
+@pytest.mark.parametrize("before", [dict(mars_type="moonlight"), dict(sides="both")])
+def test_what_changes_its_bases_starts_anew(before):
+    """As a fresh optimizer would; its state is that of one, too."""
+    torch.manual_seed(0)
+    (p,) = params = [torch.nn.Parameter(torch.randn(6, 4))]
+    kw = dict(lr=0.05, compile=False, betas=(0.5, 0.9), weight_decay=0.1)
+    soap = kw | dict(mars_type="soap", sides="short")
+    optimizer = marsopt.MARS(params, **kw, **{"mars_type": "soap"} | before)
+    grads = torch.randn(8, 6, 4).unbind()
+    for g in grads[:3]:
+        p.grad = g
+        optimizer.step()
+    optimizer.param_groups[0].update(mars_type="soap", sides="short", stage_count=0)
+    q = torch.nn.Parameter(p.detach().clone())
+    fresh = marsopt.MARS([q], **soap)
+    for g in grads[3:]:
+        p.grad = q.grad = g
+        optimizer.step(), fresh.step()
+    torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+    fresh.load_state_dict(optimizer.state_dict())
+
+
+def test_state_may_be_wider_than_a_parameter():
+    params = [torch.nn.Parameter(torch.randn(4, 3))]
+    kw = dict(mars_type="soap", state_dtype=torch.float64, compile=False)
+    optimizer = marsopt.MARS(params, lr=0.1, **kw)
+    for _ in range(3):
+        params[0].grad = torch.randn(4, 3)
+        optimizer.step()
+    assert params[0].isfinite().all()
+
+
 def test_what_owners_exchange_is_what_newton_schulz_does():
     for shape in ((64, 64), (32, 128)):
         want = sent("muon", shape, 4, strategy="owner")

@@ -250,7 +250,7 @@ class Rule:
             for symbol in anchors[0]:
                 before = held(leaves, symbol, states[side])
                 tensors = [
-                    anchor[symbol].detach().to(old.dtype, copy=True)
+                    anchor[symbol].to(old.dtype, copy=True)
                     for anchor, old in zip(anchors, before, strict=True)
                 ]
                 buffers[symbol] = rebuild(leaves.tree, tensors)

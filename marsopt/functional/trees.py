@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -94,14 +95,19 @@ class FlatGroup(Mapping[str, Tensor]):
         for name, x in zip(called, leaves, strict=True):
             _check(x, name, leaves[0].device)
         members = group_by([(x.shape, x.dtype) for x in leaves])
-        stacks = empty_stacks(
-            [(len(m), *leaves[m[0]].shape) for m in members],
-            [leaves[m[0]].dtype for m in members],
-            leaves[0].device,
-        )
-        with torch.no_grad():
-            for stack, m in zip(stacks, members, strict=True):
-                torch._foreach_copy_(list(stack.unbind()), [leaves[i] for i in m])
+        if any(
+            map(is_functorch_wrapped_tensor, leaves)
+        ):  # grad, vmap and jvp go through
+            stacks = [torch.stack([leaves[i] for i in m]) for m in members]
+        else:
+            stacks = empty_stacks(
+                [(len(m), *leaves[m[0]].shape) for m in members],
+                [leaves[m[0]].dtype for m in members],
+                leaves[0].device,
+            )
+            with torch.no_grad():
+                for stack, m in zip(stacks, members, strict=True):
+                    torch._foreach_copy_(list(stack.unbind()), [leaves[i] for i in m])
         packing = Packing(
             tuple(called), isinstance(params, Mapping), tuple(map(tuple, members))
         )

@@ -48,6 +48,7 @@ from marsopt.optim.state_dict import (
 )
 from marsopt.optim.watch import Standstill, Writes, one_at_a_time
 from marsopt.rules import checks
+from marsopt.rules.buffers import LOOKAHEAD
 from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.registry import correction_named
 
@@ -408,6 +409,12 @@ class LayoutOptimizer(Optimizer):
         """
         check_ids(labels(self.param_groups), state_dict)
         before = self.param_groups, self.state
+        counts = [
+            (entry[key], entry[key].clone())
+            for entry in before[1].values()
+            for key in ("step", LOOKAHEAD)
+            if isinstance(entry.get(key), Tensor)
+        ]
         self._loading, torn = state_dict, self._writes.are_torn
 
         def remember(_: Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
@@ -420,6 +427,9 @@ class LayoutOptimizer(Optimizer):
             super().load_state_dict(state_dict)  # comes by __setstate__
         except BaseException:
             self.param_groups, self.state = before
+            with torch.no_grad():
+                for present, value in counts:
+                    present.copy_(value)
             raise
         finally:
             handle.remove()
@@ -460,7 +470,9 @@ class LayoutOptimizer(Optimizer):
                 self._say(logging.WARNING, what)
         self.state = under_loaded(self.state, cast["state"])
         layout = self._new_layout()
-        layout.bind()
+        handles = self._present.handles
+        with self._protocol.moving(handles, layout.handles, self.state):
+            layout.bind()
         labelled = labels(self.param_groups)
         if self._writes.are_torn:
             check_is_apart(self.state, saved)

@@ -241,11 +241,17 @@ def alike(sides: Sequence[GroupSide]) -> list[list[GroupSide]]:
         [sides[i] for i in members]
         for members in group_by(
             [
-                formula(side.algorithm) if _may_join(side) else i
+                (formula(side.algorithm), _ahead_in(side)) if _may_join(side) else i
                 for i, side in enumerate(sides)
             ]
         )
     ]
+
+
+def _ahead_in(side: GroupSide) -> frozenset[torch.dtype]:
+    """Return the dtype of the numbers from which x follows, where it does."""
+    ahead = side.params if side.algorithm.num_behind else []
+    return frozenset(map(working_dtype, ahead))
 
 
 def _may_join(side: GroupSide) -> bool:
@@ -490,8 +496,11 @@ def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -
         if debiased - set(state[p]):
             # all of them start with the count of steps: one that is new beside an old
             # momentum would be far too small
-            for key in ({"step"} | debiased) & set(state[p]):
-                state[p][key].zero_()
+            # (new tensors, so that a state dict that is refused has changed none)
+            for key in debiased & set(state[p]):
+                state[p][key] = torch.zeros_like(state[p][key])
+            if "step" in state[p]:
+                state[p]["step"].zero_()
         if LOOKAHEAD in state[p] and (stale or wanted - set(state[p])):
             state[p][LOOKAHEAD].zero_()  # x does not follow from what starts anew
     for symbol, buffer in buffers.items():
@@ -531,6 +540,22 @@ def _existing(
     return known_stack(rows, known)
 
 
+def _is_of_others(
+    algorithm: Algorithm, p: Tensor, owns: Owned, entry: Mapping[str, Any]
+) -> bool:
+    """Return whether owners keep buffers of matrices of other shapes than the algorithm
+    has: its ``sides`` or ``matrices`` have changed, so that they start anew.
+    """
+    for symbol in algorithm.owned:
+        buffer = algorithm.buffers[symbol]
+        value = entry.get(buffer.key)
+        if value is not None and owns.of(buffer).part is None:
+            size = algorithm.matrices.shape_in(p.shape)
+            if value.shape[1:] != buffer.shape(size, algorithm.matrices):
+                return True
+    return False
+
+
 def attach_owned(
     buckets: Sequence[ParameterBucket], state: State, *, moved: bool
 ) -> None:
@@ -551,6 +576,10 @@ def attach_owned(
         algorithm = bucket.algorithm
         for p in bucket.params:
             ownership, buffers = next(owns), []
+            if _is_of_others(algorithm, p, ownership, state[p]):
+                for symbol in algorithm.owned:
+                    state[p].pop(algorithm.buffers[symbol].key, None)
+                state[p]["step"].zero_()
             for symbol in algorithm.owned:
                 buffer = algorithm.buffers[symbol]
                 value = state[p].get(buffer.key)

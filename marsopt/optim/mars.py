@@ -262,6 +262,9 @@ class MARS(LayoutOptimizer):
                 "no multiple of 16 bytes: the GPU reads it in narrow loads. Where the "
                 "buffer is yours, begin every view at such a multiple",
             )
+        if isinstance(bound := self._options["max_norm"], Tensor):
+            assert self._max_norm is not None
+            self._max_norm.copy_(bound)
         collectives = layout.collectives
         digest: str | None = None
         if collectives is not LOCAL:

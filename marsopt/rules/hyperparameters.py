@@ -155,7 +155,7 @@ def arguments(component: type, values: Mapping[str, Any]) -> dict[str, Any]:
                 by_field[f.name] = replace(f.default, **nested)
             continue
         line = known[_name(f)]
-        if line.beta is not None and line.name not in values and "betas" in values:
+        if line.beta is not None and "betas" in values:
             by_field[f.name] = values["betas"][line.beta]
         elif line.name in values:
             value = values[line.name]

@@ -137,8 +137,8 @@ class SOAP(MatrixPreconditioner):
     ns: NewtonSchulz = NewtonSchulz()
 
     keeps = {
-        "m": Buffer("exp_avg_in_basis", home="owner"),
-        "v": Buffer("exp_avg_sq_in_basis", home="owner"),
+        "m": Buffer("exp_avg_in_basis", home="owner", is_debiased=True),
+        "v": Buffer("exp_avg_sq_in_basis", home="owner", is_debiased=True),
         "n": Buffer("num_grads", home="owner", dtype=torch.float32),
         "L": Buffer("row_factor", home="owner", dtype="working"),
         "QL": Buffer("row_basis", home="owner", dtype="working", start="identity"),
@@ -269,7 +269,7 @@ class SOAP(MatrixPreconditioner):
         kept.
         """
         (beta1, beta2), b = self.betas, self.shampoo_beta
-        m, v, n = working(kept.m), working(kept.v), kept.n
+        m, v, n = kept.m.to(g.dtype), kept.v.to(g.dtype), kept.n
         bases = kept.row_basis, kept.col_basis
         new: dict[str, Tensor] = {}
         is_first = n.eq(0).to(g.dtype)[..., None, None]
@@ -279,7 +279,9 @@ class SOAP(MatrixPreconditioner):
             m = _mixed(m, turned, (1 - beta1) * (1 - is_first))
             v = _mixed(v, turned * turned, (1 - beta2) * (1 - is_first))
             # beside a first gradient m and v are zero
-            o = _back(m / (v.sqrt() + (nonzero(self.eps) + is_first)), *bases)
+            # (clamped: the derivative of the root at 0 is infinite)
+            root = v.clamp(min=torch.finfo(v.dtype).tiny).sqrt()
+            o = _back(m / (root + (nonzero(self.eps) + is_first)), *bases)
             new |= dict(m=m, v=v)
         factors = [
             _mixed(factor, gram, 1 - (beta2 if b is None else b))
