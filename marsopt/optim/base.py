@@ -532,4 +532,5 @@ class LayoutOptimizer(Optimizer):
             self._start_watching()
             self._build()
             self._protocol.load(self._present.handles, self.state)
+            self._protocol.start_as_copy(self._present.handles)
             self._protocol.progress = progress

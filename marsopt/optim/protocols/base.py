@@ -226,6 +226,9 @@ class CorrectionProtocol:
         self.sync_from_params(before)
         yield
 
+    def start_as_copy(self, handles: Handles) -> None:
+        """Go on in a copy or unpickled, after ``load``: parameters came with it."""
+
     def load(self, handles: Handles, entries: Entries) -> None:
         """Go on from state that was loaded, or copied.
 

@@ -312,7 +312,6 @@ class Lookahead(CorrectionProtocol):
         """
         self.progress = False  # parameters are what the groups' mode says
         for handle in _looking_ahead(handles):
-            is_new = handle.p not in self._versions  # as all are in a copy
             entry, versions = (
                 entries.get(handle.p, {}),
                 self._versions.pop(handle.p, None),
@@ -329,8 +328,11 @@ class Lookahead(CorrectionProtocol):
             is_ours = loaded is handle.entry[handle.iterate_key]
             is_old = versions is not None and versions.x == _versions(handle).x
             self._versions[handle.p] = versions if is_ours and is_old else None
-            if is_ours and is_new:  # copied with p: later writes are to be noticed
-                self._versions[handle.p] = _versions(handle)
+
+    def start_as_copy(self, handles: Handles) -> None:
+        """Notice what is written from now on: p and x were copied together."""
+        ahead = [h for h in _looking_ahead(handles) if h.has_stepped]
+        self._versions = {h.p: _versions(h) for h in ahead}
 
     answers = frozenset(
         {"eval", "expose_for_saving", "follow", "iterates", "state_dict", "train"}
