@@ -471,7 +471,8 @@ class LayoutOptimizer(Optimizer):
         self.state = under_loaded(self.state, cast["state"])
         layout = self._new_layout()
         handles = self._present.handles
-        with self._protocol.moving(handles, layout.handles, self.state):
+        moving = self._protocol.moving
+        with moving(handles, layout.handles, self.state, loading=True):
             layout.bind()
         labelled = labels(self.param_groups)
         if self._writes.are_torn:

@@ -215,15 +215,22 @@ class CorrectionProtocol:
 
     @contextmanager
     def moving(
-        self, before: Handles, after: Handles, state: Container[Tensor]
+        self,
+        before: Handles,
+        after: Handles,
+        state: Container[Tensor],
+        *,
+        loading: bool = False,
     ) -> Iterator[None]:
         """Let parameters move inside this context, by our own doing.
 
         Args:
             before, after: all parameters that moved so far, and from now on.
             state: what the protocol knows of other parameters is of no use.
+            loading: whether what others have written is about to be replaced.
         """
-        self.sync_from_params(before)
+        if not loading:
+            self.sync_from_params(before)
         yield
 
     def start_as_copy(self, handles: Handles) -> None:

@@ -289,12 +289,27 @@ class Lookahead(CorrectionProtocol):
 
     @contextmanager
     def moving(
-        self, before: Handles, after: Handles, state: Container[Tensor]
+        self,
+        before: Handles,
+        after: Handles,
+        state: Container[Tensor],
+        *,
+        loading: bool = False,
     ) -> Iterator[None]:
-        self.sync_from_params(before)
-        known = {p for p, versions in self._versions.items() if versions is not None}
+        if not loading:
+            self.sync_from_params(before)
+        kept = {p: v for p, v in self._versions.items() if v is not None}
+        # what others have written stays so: ``load`` says whether it is trusted
+        written = {
+            h.p
+            for h in _looking_ahead(before)
+            if h.p in kept and kept[h.p][:3] != _versions(h)[:3]
+        }
+        known = kept.keys() - written
         # trusted, in case that moving is broken off
-        self._versions = {p: None for p in self._versions if p in state}
+        self._versions = {
+            p: kept[p] if p in written else None for p in self._versions if p in state
+        }
         try:
             yield
         finally:
