@@ -22,6 +22,7 @@ __all__ = [
     "bf16_state",
     "bpe",
     "defaults",
+    "defaults_480",
     "digits_convnet",
     "digits_vit",
     "gpu",
@@ -203,6 +204,11 @@ def defaults() -> Study:
         },
         trials=5,
     )
+
+
+def defaults_480() -> Study:
+    """The same in 480 steps."""
+    return replace(defaults(), setting=replace(SMALL, steps=480))
 
 
 def small_all() -> Study:

@@ -168,9 +168,11 @@ class LayoutOptimizer(Optimizer):
                 against the state before anything is taken over; None makes it.
         """
         bound = layout is not None
-        if layout is None:
-            layout = self._new_layout()
         before = [] if self._layout is None else self._layout.handles
+        if layout is None:
+            with torch.no_grad():  # before state is cut anew, which x is a part of
+                self._protocol.sync_from_params(before)
+            layout = self._new_layout()
         with (
             torch.no_grad(),
             self._protocol.moving(before, layout.handles, self.state),

@@ -375,8 +375,8 @@ def _kept_ahead(entry: Mapping[str, Any]) -> Tensor | None:
     it: a tensor without elements then stands for it, since torch's loader of flattened
     state dicts takes only keys that are there.
     """
-    point = entry.get(AHEAD)
-    return None if point is None or point.numel() == 0 else point
+    point = entry.get(AHEAD)  # (0, cols) is the piece of a rank that has no rows
+    return None if point is None or point.shape == (0,) else point
 
 
 def _keep_ahead(handle: ParameterHandle, point: Tensor | None) -> None:
