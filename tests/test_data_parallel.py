@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import marsopt
 from marsopt import MARS, REGISTRY
+from marsopt.functional.collectives import LOCAL
 from marsopt.parallel import DataParallel, MeshCollectives
 from marsopt.profiling.gpt2 import param_groups, shapes
 from marsopt.rules import newton_schulz
@@ -217,6 +218,57 @@ def test_ranks_agree_after_a_parameter_has_moved(mars_type):
     first, *others = spawn(replaced, 2, mars_type, seconds=60)
     for other in others:
         assert all(map(torch.equal, first, other))
+
+
+def written_then_joined(rank, world, collectives):
+    """Weights are zeroed, and then a parameter comes that changes who owns what."""
+    draws = torch.Generator().manual_seed(0)
+    drawn = partial(torch.randn, generator=draws, dtype=torch.float64)
+    *first, last = (nn.Parameter(drawn(n, n)) for n in (8, 6, 16))
+    optimizer = MARS(
+        first, lr=0.01, mars_type="moonlight", correction="transport",
+        ns_dtype=torch.float64, compile=False, collectives=collectives(),
+    )  # fmt: skip
+    for params in (first, [*first, last]):
+        for p in params:
+            p.grad = drawn(*p.shape)
+        if len(params) > len(first):
+            with torch.no_grad():
+                for p in first:
+                    p.zero_()
+            optimizer.add_param_group(dict(params=[last]))
+        optimizer.step()
+    optimizer.eval()
+    return [p.detach() for p in first]
+
+
+def test_what_is_written_before_owners_change_stays():
+    want = written_then_joined(0, 1, lambda: LOCAL)
+    for got in spawn(written_then_joined, 2, DataParallel):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
+
+
+def loaded_and_saved(rank, world):
+    """Of a matrix whose one row another rank has, before any step."""
+    states = []
+    for _ in range(2):
+        rows = nn.Parameter(torch.ones(1, 8))
+        kw = dict(mars_type="adamw", correction="transport", compile=False)
+        optimizer = MARS([rows], lr=0.1, collectives=DataParallel(), **kw)
+        if states:
+            optimizer.load_state_dict(states[0])
+        else:
+            rows.grad = torch.ones(1, 8)
+            optimizer.step()
+            optimizer.eval()
+        states.append(optimizer.state_dict())
+    return [dict(state["state"][0]) for state in states]
+
+
+def test_what_was_loaded_is_saved_before_a_step():
+    for before, after in spawn(loaded_and_saved, 2, seconds=60):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 # ---- state dicts ---------------------------------------------------------------------
