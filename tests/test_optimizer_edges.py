@@ -16,6 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import marsopt
 from marsopt import MARS
+from marsopt.optim.groups import described
 from tests.test_optimizer import LR, SHAPES, eager, equal, fill, parameters, run, twins
 
 pytestmark = pytest.mark.usefixtures("both_layouts")
@@ -890,6 +891,15 @@ def test_a_key_of_another_optimizer_is_not_read(mars_type, caplog):
     optimizer = eager([dict(params=params, **foreign)], lr=0.1, mars_type=mars_type)
     run(optimizer, params, 2)
     assert "'momentum', which MARS does not read" in caplog.text
+
+
+def test_ranks_do_not_compare_tensors_by_their_text():
+    """Which on a GPU has the number of the rank's device."""
+    texts = set()
+    for decay in (torch.tensor(0.1), torch.tensor(0.1, dtype=torch.float64), 0.1):
+        optimizer = eager(parameters((2, 2)), lr=0.1, weight_decay=decay)
+        texts.add(described(optimizer.param_groups, dict(inherited={"lr": decay})))
+    assert len(texts) == 2 and all("dtype" not in text for text in texts)
 
 
 def test_a_group_lacks_what_it_needs():

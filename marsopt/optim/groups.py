@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from marsopt.functional.binding import check_parameter
 from marsopt.functional.routing import (
@@ -98,16 +99,16 @@ def device_of(groups: Sequence[Mapping[str, Any]], state: State) -> torch.device
 
 
 def described(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-    """Return what has to be the same on all ranks: not the parameters, lr, mode."""
-    group_texts = [
-        {
-            k: checks.shown(v)
-            for k, v in group.items()
-            if k not in ("params", "lr", TRAIN_MODE)
-        }
-        for group in groups
-    ]
-    return repr((group_texts, {k: v for k, v in options.items() if k != "collectives"}))
+    """Return what has to be the same on all ranks: not the parameters, lr, mode, nor
+    tensors, whose text has the number of a rank's GPU.
+    """
+    apart = ("params", "lr", TRAIN_MODE, "collectives")
+    every = [{k: v for k, v in x.items() if k not in apart} for x in (*groups, options)]
+
+    def text(value: object) -> str:
+        return "tensor" if isinstance(value, Tensor) else checks.shown(value)
+
+    return repr(pytree.tree_map(text, every))
 
 
 def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
