@@ -232,9 +232,8 @@ class Rule:
             ValueError: a rule without an anchor, names or shapes that differ.
         """
         if all(algorithm.correction is None for algorithm in self._algorithms):
-            what = " and ".join(map(str, self._algorithms))
             raise ValueError(
-                f"got a full gradient for {what}, expected a rule that has an "
+                f"got a full gradient for {self._called}, expected a rule that has an "
                 'anchor: choose correction="svrg"'
             )
         check_matching(params, grads, "grads")
@@ -292,6 +291,10 @@ class Rule:
     @property
     def _algorithms(self) -> list[Algorithm]:
         return [a for a in (self.matrix, self.rest) if a is not None]
+
+    @property
+    def _called(self) -> str:
+        return " and ".join(map(str, self._algorithms))
 
     def sides(
         self, params: Sequence[Tensor], shapes: Sequence[torch.Size] | None = None
@@ -366,17 +369,17 @@ class Rule:
 
     def _check_arguments(self, gamma: Number | None, reference: Tree | None) -> None:
         algorithms = self._algorithms
-        what = " and ".join(map(str, algorithms))
         if gamma is not None and all(a.correction is None for a in algorithms):
             raise ValueError(
-                f"got gamma={gamma!r} for {what}, which has none: leave gamma out"
+                f"got gamma={gamma!r} for {self._called}, which has none: leave "
+                "gamma out"
             )
         if gamma is not None:
             checks.finite("gamma", gamma)
         if reference is not None and all(a.reference is None for a in algorithms):
             raise ValueError(
-                f"got a reference for {what}, expected a rule that corrects the "
-                "gradient by one: leave reference out, or build a MARS rule with "
+                f"got a reference for {self._called}, expected a rule that corrects "
+                "the gradient by one: leave reference out, or build a MARS rule with "
                 'correction="exact"'
             )
         takers = [a.corrects for a in algorithms if a.corrects and a.given]

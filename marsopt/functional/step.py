@@ -32,7 +32,7 @@ from marsopt.functional.step_types import (
 from marsopt.rules import rounding
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import pairs
-from marsopt.rules.dtypes import working, working_dtype
+from marsopt.rules.dtypes import root, working, working_dtype
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput
 
 if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the shapes
@@ -301,9 +301,8 @@ def decide(
             is_finite = is_finite & torch.isfinite(hyper.unread_lr)
     finite = is_finite.all()
     a = torch.ones_like(grad_norm)
-    if max_norm is not None:  # clamped before the root, whose derivative is infinite
-        tiny = torch.finfo(square.dtype).tiny
-        a = global_clip(square.clamp(min=tiny).sqrt(), max_norm)
+    if max_norm is not None:
+        a = global_clip(root(square), max_norm)
     parts = sums.split([hyper.num_parts for hyper in hypers])
     weights = []
     for hyper, part in zip(hypers, parts, strict=True):

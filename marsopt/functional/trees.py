@@ -95,9 +95,7 @@ class FlatGroup(Mapping[str, Tensor]):
         for name, x in zip(called, leaves, strict=True):
             _check(x, name, leaves[0].device)
         members = group_by([(x.shape, x.dtype) for x in leaves])
-        if any(
-            map(is_functorch_wrapped_tensor, leaves)
-        ):  # grad, vmap and jvp go through
+        if any(map(is_functorch_wrapped_tensor, leaves)):  # in grad, vmap or jvp
             stacks = [torch.stack([leaves[i] for i in m]) for m in members]
         else:
             stacks = empty_stacks(

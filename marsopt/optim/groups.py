@@ -103,12 +103,15 @@ def described(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -
     tensors, whose text has the number of a rank's GPU.
     """
     apart = ("params", "lr", TRAIN_MODE, "collectives")
-    every = [{k: v for k, v in x.items() if k not in apart} for x in (*groups, options)]
+    compared = [
+        {k: v for k, v in values.items() if k not in apart}
+        for values in (*groups, options)
+    ]
 
     def text(value: object) -> str:
         return "tensor" if isinstance(value, Tensor) else checks.shown(value)
 
-    return repr(pytree.tree_map(text, every))
+    return repr(pytree.tree_map(text, compared))
 
 
 def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
+from marsopt.rules.dtypes import root
 from marsopt.rules.hyperparameters import number
 from marsopt.rules.preconditioner import Preconditioner, Tensors
 
@@ -168,8 +169,6 @@ class AdamW(Preconditioner):
         return buffers["m"] / (self._root(buffers) * debias + eps)
 
     def _root(self, buffers: Tensors) -> Tensor:
-        """Return sqrt(v). Squares below the least normal number may be lost where their
-        gradients are not: they count as that number, so that no step divides by 0.
-        """
+        """Return sqrt(v). Where a gradient's square is lost, a step divides by this."""
         v = buffers["v_max" if self.amsgrad else "v"]
-        return torch.sqrt(v.clamp(min=torch.finfo(v.dtype).tiny))
+        return root(v)

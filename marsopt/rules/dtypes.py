@@ -32,6 +32,13 @@ def nonzero(eps: float | Tensor) -> float | Tensor:
     return eps.clamp(min=smallest) if isinstance(eps, Tensor) else max(eps, smallest)
 
 
+def root(squares: Tensor) -> Tensor:
+    """Return the square root; what is below the least normal number counts as that. So
+    the derivative is finite at 0, and a step may divide by the root.
+    """
+    return squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt()
+
+
 def default_state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of state for parameters of ``dtype``, where nobody chooses one:
     float32 for float16, in which squares of small gradients are zero and those of large

@@ -13,7 +13,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer, one_per_row
 from marsopt.rules.checks import Number
-from marsopt.rules.dtypes import nonzero, working
+from marsopt.rules.dtypes import nonzero, root, working
 from marsopt.rules.hyperparameters import number, structure
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, MatrixAverage
 from marsopt.rules.preconditioner import Average, MatrixInput, MatrixOutput, Tensors
@@ -67,18 +67,18 @@ class NorMuon(MatrixAverage):
     def at_owner(
         self, matrices: Sequence[MatrixInput], stage: Hashable
     ) -> list[MatrixOutput]:
-        scaled, tiny = [], torch.finfo(torch.float32).tiny
+        scaled = []
         for whole, factor in zip(
             matrices, super().at_owner(matrices, stage), strict=True
         ):
             o, (r,) = working(factor.matrix), whole.rows
             squares = torch.linalg.vector_norm(o, dim=-1).square()
             r = self.beta2 * r + (1 - self.beta2) * squares / max(1, o.shape[-1])
-            # clamped: of a zero matrix, and before roots, whose derivative is infinite
-            w = 1 / (r.clamp(min=tiny).sqrt() + nonzero(self.eps))
+            w = 1 / (root(r) + nonzero(self.eps))
             before = squares.sum(-1, keepdim=True)  # ||o||^2
             after = (squares * w * w).sum(-1, keepdim=True)  # ||o'||^2
-            rescale = (before / after.clamp(min=tiny)).clamp(min=tiny).sqrt()
+            tiny = torch.finfo(after.dtype).tiny  # of a zero matrix
+            rescale = root(before / after.clamp(min=tiny))
             scaled.append(MatrixOutput(factor.matrix, (r, w * rescale)))
         return scaled
 

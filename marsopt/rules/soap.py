@@ -16,7 +16,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
-from marsopt.rules.dtypes import nonzero, working
+from marsopt.rules.dtypes import nonzero, root, working
 from marsopt.rules.hyperparameters import number, structure
 from marsopt.rules.matrices import LARGE, Matrices
 from marsopt.rules.newton_schulz import (
@@ -279,9 +279,7 @@ class SOAP(MatrixPreconditioner):
             m = _mixed(m, turned, (1 - beta1) * (1 - is_first))
             v = _mixed(v, turned * turned, (1 - beta2) * (1 - is_first))
             # beside a first gradient m and v are zero
-            # (clamped: the derivative of the root at 0 is infinite)
-            root = v.clamp(min=torch.finfo(v.dtype).tiny).sqrt()
-            o = _back(m / (root + (nonzero(self.eps) + is_first)), *bases)
+            o = _back(m / (root(v) + (nonzero(self.eps) + is_first)), *bases)
             new |= dict(m=m, v=v)
         factors = [
             _mixed(factor, gram, 1 - (beta2 if b is None else b))

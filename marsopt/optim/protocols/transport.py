@@ -255,8 +255,7 @@ class Lookahead(CorrectionProtocol):
     def _is_written(self, handle: ParameterHandle) -> bool:
         if handle.p not in self._versions:
             return True  # before the first step
-        versions = self._versions[handle.p]
-        is_written = versions is not None and versions[:3] != _versions(handle)[:3]
+        is_written = self._differs(handle)
         if is_written:
             self._say(
                 logging.WARNING,
@@ -264,6 +263,11 @@ class Lookahead(CorrectionProtocol):
                 "average or by hand: its lookahead restarts from what is there",
             )
         return is_written
+
+    def _differs(self, handle: ParameterHandle) -> bool:
+        """Return whether a parameter is not what we wrote; of a trusted one, no."""
+        versions = self._versions.get(handle.p)
+        return versions is not None and versions[:3] != _versions(handle)[:3]
 
     def _restart(self, handle: ParameterHandle) -> None:
         """Let x be what is in the parameter."""
@@ -298,17 +302,14 @@ class Lookahead(CorrectionProtocol):
     ) -> Iterator[None]:
         if not loading:
             self.sync_from_params(before)
-        kept = {p: v for p, v in self._versions.items() if v is not None}
         # what others have written stays so: ``load`` says whether it is trusted
-        written = {
-            h.p
-            for h in _looking_ahead(before)
-            if h.p in kept and kept[h.p][:3] != _versions(h)[:3]
-        }
-        known = kept.keys() - written
+        written = {h.p for h in _looking_ahead(before) if self._differs(h)}
+        known = {p for p, v in self._versions.items() if v is not None} - written
         # trusted, in case that moving is broken off
         self._versions = {
-            p: kept[p] if p in written else None for p in self._versions if p in state
+            p: v if p in written else None
+            for p, v in self._versions.items()
+            if p in state
         }
         try:
             yield
