@@ -2,7 +2,7 @@
 a new process with the cache that the first left; and of the next optimizer of the same
 shapes in that process, which takes the graphs that are there.
 
-    python -m benchmarks.first_call [--layers 12] [--width 768]
+    python -m benchmarks.first_call [--layers 12] [--width 768] [--device cuda]
 
 GPT-2's tensors without gradients of a model; what torch imports when it compiles is
 part of it. Beside MARS, torch.compile of torch's own AdamW.
@@ -15,15 +15,16 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from benchmarks import checks
 from marsopt import MARS
 from marsopt.profiling.gpt2 import param_groups, shapes
-from marsopt.profiling.machine import describe, one_line
+from marsopt.profiling.machine import describe, one_line, seconds
+from train.errors import command
 
 RULES = {  # contender: its rule and correction
     "MARS-AdamW": ("mars-adamw", "approximate"),
@@ -33,11 +34,11 @@ RULES = {  # contender: its rule and correction
 TORCH = "torch.compile(AdamW.step)"
 
 
-def first_step(name: str, num_layers: int, width: int) -> float:
+def first_step(name: str, num_layers: int, width: int, device: str) -> float:
     """Return the seconds of the contender's first step, made for it."""
     torch.manual_seed(0)
     params = {
-        key: nn.Parameter(0.02 * torch.randn(shape))
+        key: nn.Parameter(0.02 * torch.randn(shape, device=device))
         for key, shape in shapes(num_layers, width).items()
     }
     for p in params.values():
@@ -49,36 +50,35 @@ def first_step(name: str, num_layers: int, width: int) -> float:
         rule, correction = RULES[name]
         groups, options = param_groups(params, rule), dict(correction=correction)
         step = MARS(groups, mars_type=rule, max_norm=1.0, compile=True, **options).step
-    began = time.perf_counter()
-    step()
-    return time.perf_counter() - began
+    return seconds(step, device)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--only", choices=[*RULES, TORCH], help=argparse.SUPPRESS)
     args = parser.parse_args()
+    checks.device(args.device)
+    own = args.layers, args.width, args.device
     if args.only:
-        print(*(first_step(args.only, args.layers, args.width) for _ in range(2)))
+        print(*(first_step(args.only, *own) for _ in range(2)))
         return
-    print(f"seconds of the first step; {one_line(describe('cpu'))}", flush=True)
+    print(f"seconds of the first step; {one_line(describe(args.device))}", flush=True)
     print(f"{'':28}   empty cache   kept cache   next optimizer")
-    sizes = ["--layers", str(args.layers), "--width", str(args.width)]
+    flags = "--layers", "--width", "--device"
+    options = [word for pair in zip(flags, map(str, own), strict=True) for word in pair]
     for name in [*RULES, TORCH]:
-        command = [sys.executable, "-m", "benchmarks.first_call", "--only", name]
+        call = [sys.executable, "-m", "benchmarks.first_call", "--only", name, *options]
         with tempfile.TemporaryDirectory() as folder:
             there = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder}
             (cold, _), (warm, after) = (
-                map(
-                    float,
-                    subprocess.check_output([*command, *sizes], env=there).split(),
-                )
+                map(float, subprocess.check_output(call, env=there).split())
                 for _ in range(2)
             )
         print(f"{name:28} {cold:13.1f} {warm:12.1f} {after:16.1f}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -32,6 +32,7 @@ __all__ = [
     "small",
     "small_all",
     "small_long",
+    "ten_million",
     "tiny",
     "to_zero",
     "width_32",
@@ -345,22 +346,48 @@ def middle() -> Study:
     )
 
 
-def _width(width: int) -> Study:
-    """Search the learning rate alone; other hyperparameters are those of SMALL_BEST."""
+def _rates(
+    titles: Iterable[str], low: float, high: float, num_seeds: int
+) -> dict[str, Method]:
+    """Return methods whose learning rate alone is searched, from ``low`` to ``high``
+    times the best of small; their other hyperparameters are those of SMALL_BEST.
+    """
     every, methods = elementwise() | matrices(), {}
-    for title in ("transport", "Moonlight", "Moonlight, transport"):
+    for title in titles:
         method, (lr, *rest) = every[title], SMALL_BEST[title]
         names = [axis.name for axis in method.axes[1:]]
         methods[title] = Method(
             dict(method.recipe) | dict(zip(names, rest, strict=True)),
-            (Axis("lr", lr / 2**0.5, lr * 2**0.5),),
-            num_seeds=1,
+            (Axis("lr", low * lr, high * lr),),
+            num_seeds=num_seeds,
         )
+    return methods
+
+
+def _width(width: int) -> Study:
+    """Search the learning rate."""
     return Study(
         title=f"width {width}, 0.5M tokens, learning rates",
         setting=_setting(2, width, width // 16, batch=8, steps=480),
-        methods=methods,
+        methods=_rates(FOUR[1:], 0.5**0.5, 2**0.5, num_seeds=1),
         trials=6,
+    )
+
+
+def ten_million() -> Study:
+    """10.6M parameters on one GPU, 13M tokens."""
+    return Study(
+        title="10.6M parameters, 13M tokens",
+        setting=replace(
+            _setting(6, 384, 6, batch=64, steps=800),
+            seq_len=256,
+            device="cuda",
+            dtype="bfloat16",
+            compile=True,
+        ),
+        methods=_rates(FOUR, 1 / 8, 1 / 2, num_seeds=3),
+        trials=5,
+        num_draws=3,
     )
 
 

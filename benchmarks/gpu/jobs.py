@@ -89,7 +89,7 @@ def profile(model: str, rule: str, device: str, miniature: bool) -> Job:
 
 def speed(device: str, miniature: bool) -> list[Job]:
     """Return steps beside torch's and the peers', Newton-Schulz by shape, profiles:
-    first what the budgets ask for, on one model.
+    first what the budgets ask for, on one model; then steps of the others.
     """
     own = (device, miniature)
     transport, *rules = sorted(RULES, key=lambda rule: "transport" not in rule)
@@ -102,14 +102,13 @@ def speed(device: str, miniature: bool) -> list[Job]:
     ]
     if miniature:
         return jobs
+    kinds = "elementwise", "matrix"
+    jobs += [step(model, kind, "float32", *own) for model in OTHERS for kind in kinds]
     jobs += [profile(FIRST, rule, *own) for rule in rules]
-    jobs.append(step(FIRST, "elementwise", "bfloat16", *own))
-    for model in OTHERS:
-        jobs += [
-            step(model, kind, "float32", *own) for kind in ("elementwise", "matrix")
-        ]
-        jobs.append(orthogonal(model, *own))
+    for model in MODELS:
         jobs.append(step(model, "elementwise", "bfloat16", *own))
+    for model in OTHERS:
+        jobs.append(orthogonal(model, *own))
         jobs += [profile(model, rule, *own) for rule in RULES]
     # other people's code on a GPU that it may not know: last
     return [*jobs, step(FIRST, "peers", "float32", *own)]
