@@ -379,14 +379,14 @@ def ten_million() -> Study:
     return Study(
         title="10.6M parameters, 13M tokens",
         setting=replace(
-            _setting(6, 384, 6, batch=64, steps=800),
+            _setting(6, 384, 6, batch=32, steps=1600),
             seq_len=256,
             device="cuda",
             dtype="bfloat16",
             compile=True,
         ),
-        methods=_rates(FOUR, 1 / 8, 1 / 2, num_seeds=3),
-        trials=5,
+        methods=_rates(FOUR, 1 / 8, 1 / 2, SEEDS),
+        trials=6,
         num_draws=3,
     )
 
