@@ -216,7 +216,7 @@ def _products(stack: Stack) -> Tensor:
         return sums.flatten(2).sum(2) if sums.ndim > 2 else sums
     if sums.ndim > 1 + first:
         sums = sums.flatten(1 + first).sum(-1)
-    matrix_sums: Tensor = rows.sum(sums.flatten(0, 1)).unflatten(0, sums.shape[:2])
+    matrix_sums: Tensor = rows.sum(sums.flatten(0, 1)).view(*sums.shape[:2], -1)
     return matrix_sums.mT.flatten(0, 1)
 
 
