@@ -23,6 +23,7 @@ __all__ = [
     "bpe",
     "defaults",
     "defaults_480",
+    "defaults_wide",
     "digits_convnet",
     "digits_vit",
     "gpu",
@@ -210,6 +211,21 @@ def defaults() -> Study:
 def defaults_480() -> Study:
     """The same in 480 steps."""
     return replace(defaults(), setting=replace(SMALL, steps=480))
+
+
+def defaults_wide() -> Study:
+    """The same at four times the weights and as many steps, beside small's best."""
+    study = defaults()
+    title = "Moonlight, transport"
+    best = replace(_rates([title], 0.5**0.5, 2**0.5, SEEDS)[title], control="Moonlight")
+    methods = {t: replace(m, num_seeds=SEEDS) for t, m in study.methods.items()}
+    return replace(
+        study,
+        title="0.4M parameters, 5 tokens each, for_model's defaults",
+        setting=_setting(2, 128, 8, batch=8, steps=1920),
+        methods=methods | {f"{title}, small's best": best},
+        trials=3,
+    )
 
 
 def small_all() -> Study:
