@@ -102,6 +102,12 @@ class ParameterHandle:
     # ---- a point ahead of x ----------------------------------------------------------
 
     @property
+    def looks_ahead(self) -> bool:
+        """Return whether the state has what x follows from, or x."""
+        entry = self.entry
+        return LOOKAHEAD in entry or self._keys.get("x") in entry
+
+    @property
     def numbers(self) -> Tensor | None:
         """Return the numbers of the last step, from which x follows; None where the
         state keeps x, or the parameter is x.

@@ -107,7 +107,8 @@ class Lookahead(CorrectionProtocol):
         """Note what parameters and x are after our own writes; say once where nobody
         asks for x.
         """
-        self._versions |= {h.p: _versions(h) for h in _looking_ahead(handles)}
+        for handle in _looking_ahead(handles):
+            self._versions[handle.p] = _versions(handle)
         self._num_steps += 1
         if self._num_steps == REMIND_AFTER and not self._is_asked_for_x:
             self._say(
@@ -361,13 +362,13 @@ def _in_train_mode(optimizer: Host) -> bool:
 
 def _looking_ahead(handles: Handles) -> list[ParameterHandle]:
     """Return those that look ahead; of others, somebody may have taken x away."""
-    return [h for h in handles if "x" in h or h.numbers is not None]
+    return [h for h in handles if h.looks_ahead]
 
 
 def _versions(handle: ParameterHandle) -> Versions:
-    p, piece = handle.p, handle.piece
+    p, piece, kept = handle.p, handle.piece, handle.numbers
     storage = piece.untyped_storage()._cdata
-    kept = handle["x"] if handle.numbers is None else handle.numbers
+    kept = handle["x"] if kept is None else kept
     return Versions(p._version, piece._version, storage, kept._version)
 
 
