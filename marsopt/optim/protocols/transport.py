@@ -271,12 +271,13 @@ class Lookahead(CorrectionProtocol):
         return versions is not None and versions[:3] != _versions(handle)[:3]
 
     def _restart(self, handle: ParameterHandle) -> None:
-        """Let x be what is in the parameter."""
+        """Let x be what is in the parameter, and the point ahead where one is kept."""
         if handle.numbers is None:
             handle["x"].copy_(handle.piece)
         else:
             handle.numbers.zero_()
-            _keep_ahead(handle, None)
+            if _kept_ahead(handle.entry) is not None:  # its size is in the checkpoint
+                _keep_ahead(handle, handle.wrapped(handle.piece.detach()))
         self._note_ours([handle])  # once, also where a step fails and is tried again
 
     def _note_ours(self, handles: Handles) -> None:
