@@ -195,9 +195,7 @@ class MeshCollectives(AsTheyLie):
         keeps them after a forward pass without a backward one, as in validation.
         """
         # nothing public leads from a parameter to the module that gathered it
-        for module in list(_composable_state._module_state_mapping):
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        _reshard(list(_composable_state._module_state_mapping))
 
     # ---- sum -----------------------------------------------------------------------
 
@@ -474,8 +472,19 @@ class MeshCollectives(AsTheyLie):
 def collectives_of(model: nn.Module) -> Collectives:
     """Return the collectives for a step of ``model``: over its mesh (FSDP2, HSDP, TP),
     or LOCAL where it has none. Under DDP every rank then takes the whole step.
+
+    After a forward pass without a backward one FSDP's root has its parameters whole:
+    afterwards they are the shards again, which an optimizer is made for.
     """
+    _reshard(model.modules())
     return over_meshes(model.parameters())
+
+
+def _reshard(modules: Iterable[nn.Module]) -> None:
+    """Let those of FSDP let go of the whole parameters that they have gathered."""
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def over_meshes(params: Iterable[Tensor]) -> Collectives:

@@ -277,6 +277,8 @@ def wrapped(rank, world, kind):
             part.set_gradient_divide_factor(world)  # gloo cannot average
             part.set_force_sum_reduction_for_comms(True)
         called = model
+        with torch.no_grad():  # after which the root's parameters are whole
+            called(TOKENS)
     optimizer = for_model(called, lr=0.02, ns_dtype=torch.float64, compile=False)
     for step in range(3):
         rows = TOKENS.roll(step, 1)[rank % 2 :: 2]  # each row on half of the ranks
