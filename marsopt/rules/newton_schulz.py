@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from marsopt.rules import checks
+from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.hyperparameters import check_fields, structure
 from marsopt.rules.matrices import LARGE
 
@@ -451,7 +452,8 @@ class NewtonSchulz:
         sum_up: Callable[[Sequence[Tensor]], list[Tensor]],
     ) -> list[Tensor]:
         """The shards' parts of the factors of matrices that are cut along their long
-        side, ``dim``: from the sums of Gram matrices, in one call of ``sum_up``.
+        side, ``dim``: from the sums of Gram matrices, in one call of ``sum_up``. Of
+        half precision they are in float32.
         """
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         with full_float32():
@@ -462,7 +464,7 @@ class NewtonSchulz:
                 x @ self.from_gram(gram) for x, gram in zip(tall, grams, strict=True)
             ]
         return [
-            (o if dim == 0 else o.mT).to(x.dtype)
+            (o if dim == 0 else o.mT).to(working_dtype(x))
             for o, x in zip(factors, shards, strict=True)
         ]
 
