@@ -139,7 +139,7 @@ Model: opt. ms, the optimizer's step; train s, forward and backward (of exact MA
 at {machine.flops / 1e12:g} TFLOP/s in
   Newton-Schulz and {hardware.utilization:.0%} of that in training, moves \
 {hardware.memory / 1e9:g} GB/s in its memory; FSDP's
-  traffic hides behind computing, or the other way round. No GPU was measured."""
+  traffic hides behind computing, or the other way round. No network was measured."""
 
 
 def title(what: str, job: Job, replicas: int = 1) -> str:
