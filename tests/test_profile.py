@@ -288,8 +288,9 @@ def test_a_step_allocates_no_full_size_temporary(shallow):
 
 def test_matrix_rules_allocate_what_is_documented(by_matrix):
     """The factors, and what Newton-Schulz holds beside them of one shape after the
-    other; muon also the matrices to orthogonalize, which are not its momentum
-    (test_a_compiled_step_holds_what_is_predicted of tests/test_forecast.py).
+    other. (The matrices that muon orthogonalizes, which are not its momentum, take the
+    place of packed gradients: test_a_compiled_step_holds_what_is_predicted of
+    tests/test_forecast.py.)
     """
     matrices = 4 * sum(torch.Size(s).numel() for s in FEW.values() if len(s) == 2)
     assert all(graph.peak_bytes < MATRIX for graph in by_matrix.graphs)

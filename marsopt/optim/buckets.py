@@ -67,7 +67,8 @@ class ParameterBucket:
     owned: list[tuple[Tensor, ...]] = field(default_factory=list)
     owns: list[Owned] = field(default_factory=list)
     x: Tensor | None = None  # (L, *shape) of pieces; None: a step copies them into one
-    form: Hashable = None  # what graphs know of its stack, from the first step
+    # what graphs know of its stack, by whether its gradients are ``spare``
+    forms: dict[bool, Hashable] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pieces = [self.collectives.local(p) for p in self.params]  # on this rank

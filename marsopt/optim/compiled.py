@@ -388,7 +388,7 @@ def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
         for old, *entries in zip(stacks, *columns, strict=True):
             new, extra = function(old, *entries)
             _commit(old, new)
-            more.append(extra)
+            more.append(old.g.copy_(extra) if old.can_hold(extra) else extra)
         return more
 
     moved_.__name__ = f"{function.__name__}_"

@@ -361,18 +361,22 @@ class Layout:
             x, rows = self._scratch_stack(number, "x", pieces, copies)
             self._away[0].extend(pieces)
             self._away[1].extend(rows)
+        g = self._gradients(number, bucket, pieces, copies, live)
+        scratch, _ = self.scratch.get((number, "g"), (None, ()))
+        spare = bucket.algorithm.matrix_only and g is scratch
         stack = Stack(
             bucket.algorithm,
             x,
-            self._gradients(number, bucket, pieces, copies, live),
+            g,
             bucket.state,
             bucket.shape,
             bucket.rows,
             bucket.cuts,
-            form=bucket.form,
+            spare=spare,
+            form=bucket.forms.get(spare),
         )
-        if bucket.form is None:
-            bucket.form = flatten(stack, [])
+        if stack.form is None:
+            bucket.forms[spare] = flatten(stack, [])
         return stack
 
     def _gradients(

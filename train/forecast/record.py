@@ -158,7 +158,8 @@ class Compiled:
         made: list[Tensor | None] = []
         for stack, *own in zip(stacks, *columns, strict=True):
             with self._recorder.paused():
-                made.append(None if own[0] is None else function(stack, *own)[1])
+                extra = None if own[0] is None else function(stack, *own)[1]
+            made.append(stack.g if stack.can_hold(extra) else extra)
             self._recorder.take(made[-1])
         return list(stacks), made
 
@@ -346,6 +347,7 @@ def _groups(every: Sequence[Parameters], rank: Rank) -> list[RuleGroup]:
                 shape=shape,
                 rows=matrix_rows(algorithm, one.leaves[0], shape, rank.collectives),
                 cuts={dim: here.to("meta") for dim, here in cuts.items()},
+                spare=num > 0,
             )
             stacks.append(stack)
             parts.append((stack.num_tensors, stack.num_clipped))
