@@ -472,6 +472,26 @@ def test_gradients_in_one_buffer_are_taken_without_a_copy():
     assert all(p.grad is None for p in params)
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_step_writes_copies_of_gradients_alone(joined):
+    """Nesterov's matrix takes the place of a copy, not of a gradient."""
+    _, (optimizer, params) = pair(mars_type="moonlight")
+    walk(optimizer, params, [0])
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.zero_grad(set_to_none=False)
+        if joined:
+            optimizer.join_gradients()
+        for p, g in zip(params, tensors(SHAPES, 1).values(), strict=True):
+            p.grad += g
+        before = [p.grad.clone() for p in params]
+        optimizer.step()
+    torch.testing.assert_close([p.grad for p in params], before, rtol=0, atol=0)
+    matrices = [b for b in optimizer.describe().buckets if b.algorithm.matrix_only]
+    stacks = [b for b in matrices if len(b.params) > 1]
+    assert all(True in b.forms for b in stacks)  # copies in the first step
+    assert all((False in b.forms) == joined for b in stacks) and stacks
+
+
 def test_h_in_half_precision():
     """A quarter of the state's growth by MARS; rounding h is all that it changes."""
     one, _ = pair()
