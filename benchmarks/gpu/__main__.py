@@ -6,8 +6,8 @@
 Each part writes PART.json below --out after every command, and prints it at its end as
 one line of JSON; called again, it goes on with what is missing (a test or a training
 that was cut begins anew). --limit holds for each part: a command that would not end in
-time is left for the next call. Needed are torch, numpy, safetensors, matplotlib and
-pytest. --miniature runs the same commands on tiny models. `python -m
+time is left for the next call. Needed are torch, numpy, safetensors, matplotlib,
+pytest and pytest-xdist. --miniature runs the same commands on tiny models. `python -m
 benchmarks.gpu.tables` prints the tables of the documentation from --out.
 """
 

@@ -160,9 +160,9 @@ def announce() -> None:
     step looks as if it hung.
     """
     log.warning(
-        "marsopt: compiling the optimizer's step, once: some 10 s on a CPU, and less "
-        "where torch's cache on disk has it; compile=False starts at once, but every "
-        "step then takes longer, often several times as long"
+        "marsopt: compiling the optimizer's step, once: some 10 s, on a GPU up to 30, "
+        "and less where torch's cache on disk has it; compile=False starts at once, "
+        "but every step then takes longer, often several times as long"
     )
 
 
