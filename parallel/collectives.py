@@ -29,6 +29,7 @@ from marsopt.functional.collectives import (
     precondition_leaves,
     row_numbers,
 )
+from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
@@ -400,9 +401,10 @@ class MeshCollectives(AsTheyLie):
             )
         results = []
         for request, whole in zip(requests, precondition_leaves(gathered), strict=True):
-            leaf, dtype = cast(DTensor, request.tensor), request.input.matrix.dtype
+            leaf = cast(DTensor, request.tensor)
             mesh, ndim = leaf.device_mesh, leaf.ndim
-            matrix = _piece(whole.matrix, mesh, leaf.placements).to(dtype)
+            matrix = _piece(whole.matrix, mesh, leaf.placements)
+            matrix = matrix.to(working_dtype(request.input.matrix))
             rows = tuple(
                 _piece(r, mesh, [onto_first(p, ndim, r.ndim) for p in leaf.placements])
                 for r in whole.rows
@@ -473,8 +475,8 @@ def collectives_of(model: nn.Module) -> Collectives:
     """Return the collectives for a step of ``model``: over its mesh (FSDP2, HSDP, TP),
     or LOCAL where it has none. Under DDP every rank then takes the whole step.
 
-    After a forward pass without a backward one FSDP's root has its parameters whole:
-    afterwards they are the shards again, which an optimizer is made for.
+    After a forward pass without a backward one FSDP's root holds its parameters whole.
+    This makes them shards again, for which an optimizer is made.
     """
     _reshard(model.modules())
     return over_meshes(model.parameters())

@@ -485,6 +485,13 @@ def test_a_step_writes_copies_of_gradients_alone(joined):
             p.grad += g
         before = [p.grad.clone() for p in params]
         optimizer.step()
+        scratch = optimizer.describe().scratch
+        written = [
+            not torch.equal(scratch[n, "g"][0], torch.stack([p.grad for p in b.params]))
+            for n, b in enumerate(optimizer.describe().buckets)
+            if b.algorithm.matrix_only and len(b.params) > 1
+        ]
+        assert written and (joined or all(written))
     torch.testing.assert_close([p.grad for p in params], before, rtol=0, atol=0)
     matrices = [b for b in optimizer.describe().buckets if b.algorithm.matrix_only]
     stacks = [b for b in matrices if len(b.params) > 1]

@@ -113,8 +113,8 @@ def for_model(
     source = ""
     if lr is None and isinstance(model, nn.Module):  # param_groups refuses another
         rate, source = _by_size(model, named(mars_type).name)
-    if "collectives" not in whole and isinstance(model, nn.Module):
-        whole["collectives"] = _collectives_of(model)
+    if isinstance(model, nn.Module):  # also where they are given: FSDP shards again
+        whole = {"collectives": _collectives_of(model)} | whole
     groups = param_groups(model, mars_type, lr=rate, **for_groups)
     optimizer = MARS(groups, lr=rate, mars_type=mars_type, **whole)
     optimizer.follow(model)

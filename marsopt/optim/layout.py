@@ -363,7 +363,7 @@ class Layout:
             self._away[1].extend(rows)
         g = self._gradients(number, bucket, pieces, copies, live)
         scratch, _ = self.scratch.get((number, "g"), (None, ()))
-        spare = bucket.algorithm.matrix_only and g is scratch
+        spare = bucket.algorithm.makes_matrix and g is scratch
         stack = Stack(
             bucket.algorithm,
             x,

@@ -304,7 +304,9 @@ class MARS(LayoutOptimizer):
 
         Where ``zero_grad(set_to_none=False)`` keeps them, backward passes add to them
         there and ``step`` takes them without a copy. Call it before a CUDA graph
-        captures the backward pass. Eager steps have no stacks: nothing moves.
+        captures the backward pass, and before the steps that warm up for that: a rule
+        with Nesterov's momentum compiles again. Eager steps have no stacks: nothing
+        moves.
         """
         if self._compile:
             self._present.join_gradients()
