@@ -28,6 +28,7 @@ __all__ = [
     "digits_vit",
     "gpu",
     "gpu_swept",
+    "lr_1d",
     "middle",
     "prose",
     "small",
@@ -225,6 +226,21 @@ def defaults_wide() -> Study:
         setting=_setting(2, 128, 8, batch=8, steps=1920),
         methods=methods | {f"{title}, small's best": best},
         trials=3,
+    )
+
+
+def lr_1d() -> Study:
+    """What for_model builds at the best learning rate of ``defaults``: that of AdamW's
+    parameters tied to it, or searched.
+    """
+    recipe = dict(defaults().methods["for_model"].recipe, lr=0.02363)
+    axes = (Axis("lr_1d_ratio", 0.5, 2.0),)
+    methods = {"tied": Method(recipe, (), SEEDS), "lr_1d": Method(recipe, axes, SEEDS)}
+    return Study(
+        title="0.1M parameters, 20 tokens each, for_model's lr_1d",
+        setting=SMALL,
+        methods=methods,
+        trials=6,
     )
 
 
