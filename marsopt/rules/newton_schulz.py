@@ -62,9 +62,10 @@ SCALINGS = FROBENIUS, AOL = "frobenius", "aol"
 
 # On a CPU. Rows of a block, at least, and how many blocks at most: smaller products
 # take longer than they save (two cores of an AMD EPYC, bf16: 0.98 of the time of whole
-# products at 512 x 512, 0.90 at 768, 0.83 at 1280). On a GPU products are whole: blocks
-# of 1280 x 1280 took 5.8 ms on an H200 where whole products need 3.6 at their rate, and
-# nineteen launches an iteration in place of three.
+# products at 512 x 512, 0.90 at 768, 0.83 at 1280). On a GPU products are whole, three
+# an iteration in place of eleven at 1280 x 1280, where so many keep the host busy; 36
+# of these took 5.8 ms by blocks on an H200, and whole products alone need 3.6 at their
+# rate.
 MIN_ROWS, MAX_BLOCKS, GRAIN = 256, 6, 64
 
 
