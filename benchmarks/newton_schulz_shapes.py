@@ -4,9 +4,9 @@
         [--layers N] [--rounds 5] [--json FILE]
 
 All matrices of one shape are iterated together, as a step does it, in bfloat16. The
-rate counts the operations of the iterations: on a GPU whole products, on a CPU what is
-done of symmetric ones. It stands beside that of whole products alone (same shapes,
-batched) and that of one large square product.
+rate counts the operations of the iterations, of symmetric products those that are done;
+it stands beside that of whole products alone (same shapes, batched) and that of one
+large square product.
 """
 
 from __future__ import annotations
@@ -48,14 +48,10 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def product_flops(shape: tuple[int, int]) -> int:
-    """Return those of X X^T, G G and P X, an iteration's products, as whole ones."""
-    short, long = sorted(shape)
-    return 4 * long * short**2 + 2 * short**3
-
-
 def products_rate(shape: tuple[int, int], count: int, device: str) -> float:
-    """Return the FLOP/s of these products over a batch of X."""
+    """Return the FLOP/s of X X^T, G G and P X, the products of an iteration, over a
+    batch of X.
+    """
     short, long = sorted(shape)
     options: dict[str, Any] = dict(device=device, dtype=torch.bfloat16)
     x = torch.randn(count, short, long, **options)
@@ -67,7 +63,8 @@ def products_rate(shape: tuple[int, int], count: int, device: str) -> float:
         torch.bmm(gram, gram, out=square)
         torch.bmm(gram, x, out=wide)
 
-    return count * product_flops(shape) / typical(products)
+    flops = count * (4 * long * short**2 + 2 * short**3)
+    return flops / typical(products)
 
 
 def row(
@@ -80,9 +77,7 @@ def row(
     call = partial(ns.many, batch)
     call()  # warms up
     times = spread([timed(call, device).seconds for _ in range(num_rounds)])
-    on_gpu = device == "cuda"
-    each = ns.steps * product_flops(shape) if on_gpu else ns.num_flops(*shape)
-    flops = count * each
+    flops = count * ns.on(device).num_flops(*shape)
     return dict(
         count=count,
         rows=shape[0],

@@ -150,7 +150,7 @@ def test_blocks_are_whole_products(shape, dtype, error):
     """Bit for bit in bf16, whose sums are rounded to a bit that they agree in; but for
     several blocks on CPUs with tiles (AMX), which sum a block in another order.
     """
-    several = len(blocks(min(shape))) > 1
+    several = len(blocks(min(shape), 256)) > 1
     has_tiles = torch.cpu.get_capabilities().get("amx_bf16")
     if dtype == torch.bfloat16 and several and has_tiles:
         error = 1e-2
@@ -165,13 +165,25 @@ def test_blocks_are_whole_products(shape, dtype, error):
 
 def test_blocks_end_at_the_diagonal_and_cover_the_triangle():
     for size in (0, 1, 511, 512, 768, 1280, 5000):
-        cut = blocks(size)
+        cut = blocks(size, 256)
         assert [start for start, _ in cut[1:]] == [stop for _, stop in cut[:-1]]
         assert sum(stop - start for start, stop in cut) == size
-    assert len(blocks(511)) == 1
-    assert len(blocks(768)) == 3
+    assert len(blocks(511, 256)) == 1
+    assert len(blocks(768, 256)) == 3
     # (blocks + 1)/(2 blocks) of the whole
-    assert symmetric_flops(768, 3072) == 2 * 768**2 * 3072 * 4 // 6
+    assert symmetric_flops(768, 3072, 256) == 2 * 768**2 * 3072 * 4 // 6
+    assert len(blocks(4095, 2048)) == 1
+
+
+def test_a_gpu_makes_whole_products_of_what_a_cpu_makes_in_blocks():
+    ns, shape = NewtonSchulz(dtype=torch.float64), (1280, 768)
+    cpu, gpu = ns.on("cpu"), ns.on("cuda")
+    assert gpu.num_flops(*shape) == 5 * (4 * 1280 * 768**2 + 2 * 768**3)
+    assert cpu.num_flops(*shape) == ns.num_flops(*shape) < gpu.num_flops(*shape)
+    m = torch.randn(shape, dtype=torch.float64)
+    torch.testing.assert_close(gpu(m), cpu(m), rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="got ns_block_rows=0"):
+        NewtonSchulz(block_rows=0)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")  # of jvp, whatever its class
@@ -179,12 +191,12 @@ def test_blocks_end_at_the_diagonal_and_cover_the_triangle():
 @pytest.mark.parametrize("scaling", ["frobenius", "aol"])
 def test_transforms_have_plain_products(gram, scaling, monkeypatch):
     """Gradients, vmap, forward derivatives and one graph, where buffers cannot be."""
-    for name in ("MIN_ROWS", "GRAIN"):
-        monkeypatch.setattr(file, name, 2)
-    ns = NewtonSchulz(dtype=torch.float64, gram=gram, scaling=scaling)
+    monkeypatch.setattr(file, "GRAIN", 2)
+    kw = dict(dtype=torch.float64, scaling=scaling, block_rows=2)
+    ns = NewtonSchulz(gram=gram, **kw)
     m = torch.randn(3, 12, 5, dtype=torch.float64)
     want = ns(m)
-    assert len(blocks(5)) > 1
+    assert len(blocks(5, 2)) > 1
     assert torch.autograd.gradcheck(ns, m[0].clone().requires_grad_())
     equal = torch.testing.assert_close
     equal(torch.func.vmap(ns)(m), want)
@@ -237,7 +249,8 @@ def test_float32_stays_float32_in_the_gram_form():
 
 def test_what_is_not_said_is_chosen_by_the_device(monkeypatch, caplog):
     ns, large = NewtonSchulz(), (3000, 64)
-    assert ns.on("cuda") == NewtonSchulz(dtype=torch.bfloat16, gram=False)
+    on_gpu = NewtonSchulz(dtype=torch.bfloat16, gram=False, block_rows=2048)
+    assert ns.on("cuda") == on_gpu
     for has in (True, False):
         found = dict(avx512_bf16=False, amx_bf16=has)
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
@@ -246,7 +259,7 @@ def test_what_is_not_said_is_chosen_by_the_device(monkeypatch, caplog):
         caplog.clear()
         with caplog.at_level("INFO"):
             dtype = torch.bfloat16 if has else torch.float32
-            assert ns.on("cpu") == NewtonSchulz(dtype=dtype, gram=True)
+            assert ns.on("cpu") == NewtonSchulz(dtype=dtype, gram=True, block_rows=256)
             ns.on("cpu")
             assert [r.getMessage() for r in caplog.records] == [
                 f"marsopt: Newton-Schulz on this CPU in {dtype}, which has "

@@ -153,6 +153,11 @@ class MatrixOptions(TypedDict, total=False):
         "of its Gram matrix's absolute row sums, after which four steps do what five "
         'did ("Turbo-Muon", arXiv 2512.04632).',
     ]
+    ns_block_rows: Annotated[
+        int | None,
+        "rows, at least, of the blocks in which symmetric products are computed; None "
+        "= 256 on a CPU, 2048 on a GPU.",
+    ]
 
 
 class FactorOptions(TypedDict, total=False):

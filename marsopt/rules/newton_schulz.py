@@ -60,43 +60,53 @@ SCALINGS = FROBENIUS, AOL = "frobenius", "aol"
 
 # ---- symmetric products --------------------------------------------------------------
 
-# On a CPU. Rows of a block, at least, and how many blocks at most: smaller products
-# take longer than they save (two cores of an AMD EPYC, bf16: 0.98 of the time of whole
-# products at 512 x 512, 0.90 at 768, 0.83 at 1280). On a GPU products are whole, three
-# an iteration in place of eleven at 1280 x 1280, where so many keep the host busy; 36
-# of these took 5.8 ms by blocks on an H200, and whole products alone need 3.6 at their
-# rate.
-MIN_ROWS, MAX_BLOCKS, GRAIN = 256, 6, 64
+# How many blocks at most, whose rows are a multiple of GRAIN.
+MAX_BLOCKS, GRAIN = 6, 64
 
 
-def blocks(size: int) -> list[tuple[int, int]]:
-    """Return the blocks of rows, where they start and stop, in which a symmetric matrix
-    of this size is computed: each to its own end of the diagonal.
+def block_rows_on(device_type: str) -> int:
+    """Return how many rows a block has at least: smaller products take longer than they
+    save.
+
+    On a CPU blocks pay from 512 on (two cores of an AMD EPYC, bf16: 0.98 of the time of
+    whole products at 512 x 512, 0.90 at 768, 0.83 at 1280). On a GPU so many products
+    keep the host busy, eleven an iteration at 1280 x 1280 in place of three; 36 of
+    these took 5.8 ms by blocks of 256 on an H200, and whole products alone need 3.6 at
+    their rate. The number for GPUs is a guess from that.
     """
-    num = max(1, min(size // MIN_ROWS, MAX_BLOCKS))
+    return 256 if device_type == "cpu" else 2048
+
+
+def blocks(size: int, least: int) -> list[tuple[int, int]]:
+    """Return the blocks of rows, ``least`` at least, where they start and stop, in
+    which a symmetric matrix of this size is computed: each to its own end of the
+    diagonal.
+    """
+    num = max(1, min(size // least, MAX_BLOCKS))
     rows = max(1, -(-size // (num * GRAIN))) * GRAIN
     return [(start, min(start + rows, size)) for start in range(0, size, rows)]
 
 
-def symmetric_flops(size: int, inner: int) -> int:
-    """Return those of a symmetric (size, inner) by (inner, size) product by blocks:
+def symmetric_flops(size: int, inner: int, least: int) -> int:
+    """Return those of a symmetric (size, inner) by (inner, size) product by ``blocks``:
     (blocks + 1)/(2 blocks) of the whole one's where blocks are equal.
     """
-    return 2 * inner * sum((stop - start) * stop for start, stop in blocks(size))
+    return 2 * inner * sum((stop - start) * stop for start, stop in blocks(size, least))
 
 
 class Triangle:
-    """Memory for symmetric products (k, k), or a batch of them: on a CPU rows of the
-    lower triangle are computed in blocks, and mirrored.
+    """Memory for symmetric products (k, k), or a batch of them: rows of the lower
+    triangle are computed in blocks, and mirrored.
 
     Args:
         like: (..., rows, cols), whose dtype, device and batch they have.
         size: k.
+        least: rows of a block; None = as the device does it best.
     """
 
-    def __init__(self, like: Tensor, size: int) -> None:
+    def __init__(self, like: Tensor, size: int, least: int | None = None) -> None:
         self.whole = whole = like.new_empty(*like.shape[:-2], size, size)
-        cut = blocks(size) if like.device.type == "cpu" else [(0, size)]
+        cut = blocks(size, least or block_rows_on(like.device.type))
         # views are made once: a product of a small block is soon done
         self.rows = [
             (start, stop - start, stop, _part(whole, (start, stop), (0, stop)))
@@ -267,6 +277,9 @@ class NewtonSchulz:
             the factor is that of the scaled matrix (Boissin, Massena, Mamalet,
             Serrurier, "Turbo-Muon", arXiv 2512.04632; Prach, Lampert, arXiv
             2208.03160).
+        block_rows: symmetric products are computed by blocks of at least so many rows
+            of one triangle, up to six, and mirrored: fewer operations in more products.
+            None = 256 on a CPU, 2048 on a GPU.
 
     Raises:
         ValueError: fewer than one step, an unknown set of coefficients or scaling, a
@@ -294,6 +307,9 @@ class NewtonSchulz:
     scaling: str = structure(
         FROBENIUS, checks.one_of(tuple(sorted(SCALINGS))), name="ns_scaling", whole=True
     )
+    block_rows: int | None = structure(
+        None, checks.none_or(checks.count), name="ns_block_rows", whole=True
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -305,7 +321,8 @@ class NewtonSchulz:
         together have to agree on it.
         """
         dtype, gram = self._chosen(device_type)
-        return replace(self, dtype=dtype, gram=gram)
+        rows = self.block_rows or block_rows_on(device_type)
+        return replace(self, dtype=dtype, gram=gram, block_rows=rows)
 
     def _chosen(self, device_type: str) -> tuple[torch.dtype, bool]:
         """Return dtype and gram on such a device."""
@@ -383,7 +400,8 @@ class NewtonSchulz:
         _, add_product = _products(x)
         first = second = after = None
         if writes:
-            first, second = (Triangle(x, min(rows, cols)) for _ in range(2))
+            size = min(rows, cols)
+            first, second = (Triangle(x, size, self.block_rows) for _ in range(2))
         for i, (a, b, c) in enumerate(self._polynomials()):
             gram = symmetric(*((x.mT, x) if tall else (x, x.mT)), first)
             if i == 0 and self.scaling == AOL:
@@ -435,7 +453,8 @@ class NewtonSchulz:
             gram = gram.reshape(shape[:-2].numel(), *shape[-2:])
         triangles: list[Triangle | None] = [None] * 5
         if _may_write(gram):
-            triangles = [Triangle(gram, shape[-1]) for _ in range(5)]
+            size = shape[-1]
+            triangles = [Triangle(gram, size, self.block_rows) for _ in range(5)]
         for_p, for_half, for_gram, *for_q = triangles
         q = gram
         polynomials = self._polynomials()
@@ -524,9 +543,7 @@ class NewtonSchulz:
         return self.dtype is not None and self.dtype.itemsize >= 4
 
     def num_flops(self, rows: int, cols: int) -> int:
-        """Of the iteration on one matrix; for the device that ``on`` was told, but that
-        symmetric products are counted by blocks, as a CPU does them.
-        """
+        """Of the iteration on one matrix; for the device that ``on`` was told."""
         gram = self._takes_gram(
             rows, cols, self.dtype or torch.bfloat16, bool(self.gram)
         )
@@ -537,8 +554,11 @@ class NewtonSchulz:
         iteration.
         """
         short, long = sorted((rows, cols))
-        squares = symmetric_flops(short, long) + symmetric_flops(short, short)
+        squares = self._symmetric(short, long) + self._symmetric(short, short)
         return self.steps * (squares + 2 * long * short**2)
+
+    def _symmetric(self, size: int, inner: int) -> int:
+        return symmetric_flops(size, inner, self.block_rows or block_rows_on("cpu"))
 
     def _gram_flops(self, rows: int, cols: int) -> int:
         return self.num_shard_flops(rows, cols, 1)
@@ -558,8 +578,8 @@ class NewtonSchulz:
         matrix and one product; all else is short x short.
         """
         short, long = sorted((rows, cols))
-        shared = symmetric_flops(short, long) + 2 * long * short**2
-        small = (4 * self.steps - 3) * symmetric_flops(short, short)
+        shared = self._symmetric(short, long) + 2 * long * short**2
+        small = (4 * self.steps - 3) * self._symmetric(short, short)
         return shared // num_ranks + small
 
 

@@ -21,6 +21,7 @@ from marsopt.rules.hyperparameters import number, structure
 from marsopt.rules.matrices import LARGE, Matrices
 from marsopt.rules.newton_schulz import (
     NewtonSchulz,
+    block_rows_on,
     full_float32,
     gram_matrix,
     symmetric_flops,
@@ -421,9 +422,11 @@ class SOAPCost:
     precondition_frequency: int
     max_dim: int
     ns: NewtonSchulz | None
+    block_rows: int = block_rows_on("cpu")  # of symmetric products
 
     def on(self, device_type: str) -> SOAPCost:
-        return self if self.ns is None else replace(self, ns=self.ns.on(device_type))
+        ns = None if self.ns is None else self.ns.on(device_type)
+        return replace(self, ns=ns, block_rows=block_rows_on(device_type))
 
     @property
     def is_float32(self) -> bool:
@@ -478,7 +481,7 @@ class SOAPCost:
         shared, replicated = 0.0, 0.0
         for size, other in self._factors(rows, cols):
             turn = 2 * rows * cols * size
-            shared += symmetric_flops(size, other) + 2 * turn
+            shared += symmetric_flops(size, other, self.block_rows) + 2 * turn
             # m out and in; a product, and a QR with its orthogonal factor
             shared += 2 * turn / self.precondition_frequency
             replicated += (2 + 8 / 3) * size**3 / self.precondition_frequency
