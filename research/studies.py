@@ -235,7 +235,10 @@ def lr_1d() -> Study:
     """
     recipe = dict(defaults().methods["for_model"].recipe, lr=0.02363)
     axes = (Axis("lr_1d_ratio", 0.5, 2.0),)
-    methods = {"tied": Method(recipe, (), SEEDS), "lr_1d": Method(recipe, axes, SEEDS)}
+    methods = {
+        "tied": Method(recipe, (), MORE_SEEDS),
+        "lr_1d": Method(recipe, axes, MORE_SEEDS),
+    }
     return Study(
         title="0.1M parameters, 20 tokens each, for_model's lr_1d",
         setting=SMALL,
