@@ -61,14 +61,14 @@ def main() -> None:
     parser.add_argument("--only", choices=[*RULES, TORCH], help=argparse.SUPPRESS)
     args = parser.parse_args()
     checks.device(args.device)
-    own = args.layers, args.width, args.device
     if args.only:
-        print(*(first_step(args.only, *own) for _ in range(2)))
+        model = args.layers, args.width, args.device
+        print(*(first_step(args.only, *model) for _ in range(2)))
         return
     print(f"seconds of the first step; {one_line(describe(args.device))}", flush=True)
     print(f"{'':28}   empty cache   kept cache   next optimizer")
-    flags = "--layers", "--width", "--device"
-    options = [word for pair in zip(flags, map(str, own), strict=True) for word in pair]
+    options = ["--layers", str(args.layers), "--width", str(args.width)]
+    options += ["--device", args.device]
     for name in [*RULES, TORCH]:
         call = [sys.executable, "-m", "benchmarks.first_call", "--only", name, *options]
         with tempfile.TemporaryDirectory() as folder:

@@ -58,24 +58,25 @@ def spans(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
     """Return where storages lie, from and to which address, as disjoint spans in order:
     a row that has a storage of its own may lie in that of a stack.
     """
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     storages = (tensor.untyped_storage() for tensor in tensors)
     ends = {(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages}
     for start, end in sorted(ends):
-        if found and start < found[-1][1]:
-            start, end = found[-1][0], max(found.pop()[1], end)
-        found.append((start, end))
-    return found
+        if merged and start < merged[-1][1]:
+            start, end = merged[-1][0], max(merged.pop()[1], end)
+        merged.append((start, end))
+    return merged
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages of tensors, each once."""
+    return sum(end - start for start, end in spans(tensors))
 
 
 def state_bytes(optimizers: Iterable[Optimizer], params: Iterable[nn.Parameter]) -> int:
     """Return the bytes that optimizers hold in ``state`` and elsewhere, each once;
     those of parameters and of gradients that are still in place not.
     """
-    own = [x.detach() for p in params for x in (p, p.grad) if x is not None]
+    not_state = [x.detach() for p in params for x in (p, p.grad) if x is not None]
     held = [tensor for optimizer in optimizers for tensor in held_by(optimizer)]
-    both, mine = (
-        sum(end - start for start, end in spans(tensors))
-        for tensors in (held + own, own)
-    )
-    return both - mine
+    return num_bytes(held + not_state) - num_bytes(not_state)

@@ -29,7 +29,6 @@ from marsopt.functional.collectives import (
     precondition_leaves,
     row_numbers,
 )
-from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
@@ -404,7 +403,7 @@ class MeshCollectives(AsTheyLie):
             leaf = cast(DTensor, request.tensor)
             mesh, ndim = leaf.device_mesh, leaf.ndim
             matrix = _piece(whole.matrix, mesh, leaf.placements)
-            matrix = matrix.to(working_dtype(request.input.matrix))
+            matrix = matrix.to(request.factor_dtype)
             rows = tuple(
                 _piece(r, mesh, [onto_first(p, ndim, r.ndim) for p in leaf.placements])
                 for r in whole.rows

@@ -13,7 +13,6 @@ from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
 from marsopt.functional.collectives import Part, Request, precondition_matrices
-from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
 from .exchange import Exchange, TensorSpec, all_gather, from_words, to_words, unflatten
@@ -155,7 +154,7 @@ class ShardGroup:
                 rest = iter(tensors)
                 for i in part:
                     num_rows = len(requests[i].preconditioner.row_outputs)
-                    shard = next(rest).to(working_dtype(requests[i].input.matrix))
+                    shard = next(rest).to(requests[i].factor_dtype)
                     rows = tuple(next(rest) for _ in range(num_rows))
                     shards[i] = MatrixOutput(shard, rows, kept.get(i, ()))
         return shards
@@ -254,7 +253,7 @@ class ShardGroup:
         ):
             rest = iter(from_words(row, part))
             for i in share:
-                shard = next(rest).to(working_dtype(requests[i].input.matrix))
+                shard = next(rest).to(requests[i].factor_dtype)
                 num_rows = len(requests[i].preconditioner.row_outputs)
                 rows = tuple(next(rest) for _ in range(num_rows))
                 owned = results[i].owned if i in results else ()
@@ -291,4 +290,4 @@ def _widest(requests: Sequence[Request]) -> torch.dtype:
 
 def _row_dtype(request: Request, words: torch.dtype) -> torch.dtype:
     """Return the dtype of numbers of rows on their way, in which they are exact."""
-    return torch.promote_types(working_dtype(request.input.matrix), words)
+    return torch.promote_types(request.factor_dtype, words)

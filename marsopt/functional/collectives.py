@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from marsopt.rules.buffers import Buffer, like_x
-from marsopt.rules.dtypes import working
+from marsopt.rules.dtypes import working, working_dtype
 from marsopt.rules.matrices import LARGE, Matrices
 from marsopt.rules.preconditioner import (
     MatrixInput,
@@ -74,12 +74,18 @@ class Request(NamedTuple):
         return Leaf(self.tensor, self.matrices, self.preconditioner)
 
     @property
+    def factor_dtype(self) -> torch.dtype:
+        """Return the dtype in which a factor comes back: that of the step."""
+        return working_dtype(self.input.matrix)
+
+    @property
     def rowless(self) -> MatrixOutput:
         """What becomes of a piece in which no matrix has a row."""
         like, outputs = self.input.matrix, self.preconditioner.row_outputs
         row_shape = self.matrices.row_shape(like.shape)
         rows = tuple(working(like.new_empty(row_shape)) for _ in outputs)
-        return MatrixOutput(torch.empty_like(like), rows, self.input.owned)
+        factor = torch.empty_like(like, dtype=self.factor_dtype)
+        return MatrixOutput(factor, rows, self.input.owned)
 
     def kept(self, result: MatrixOutput) -> MatrixOutput:
         """Return what was made of this, with owners' buffers after the step."""
