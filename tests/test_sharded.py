@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from marsopt import LOCAL, MARS, REGISTRY, mars
+from marsopt import LOCAL, MARS, REGISTRY, LogTime, mars
 from marsopt.parallel import MeshCollectives
 from tests.factors import registered
 from tests.processes import spawn
@@ -37,6 +37,7 @@ def options(mars_type: str, correction: str) -> dict:
     return dict(mars_type=mars_type, correction=correction, **own)
 
 
+LOG_TIME = dict(betas=(LogTime(3), LogTime(3)), nesterov_1d=0.2)
 RULES = {
     f"{mars_type} {correction}": options(mars_type, correction)
     for mars_type, rule in REGISTRY.items()
@@ -50,6 +51,8 @@ RULES = {
     "mars-normuon clip": dict(mars_type="mars-normuon", clip_per="tensor", clip=None),
     "soap-muon stagger": dict(mars_type="mars-soap-muon", stagger=True, **SHORT),
     "both sides": dict(mars_type="mars-soap", precondition_frequency=2),
+    "normuon log time": LOG_TIME | dict(mars_type="normuon", nesterov=0.2),
+    "mars-soap log time": LOG_TIME | options("mars-soap", "approximate"),
     "factors": dict(mars_type="factors"),
     "factors transport": options("factors", "transport"),
 }
@@ -59,7 +62,7 @@ SOME = (
     "mars-adamw exact", "mars-adamw transport", "mars-lion approximate",
     "mars-m approximate", "mars-shampoo exact", "mars-normuon transport",
     "mars-normuon clip", "mars-soap approximate", "soap-muon stagger", "both sides",
-    "factors",
+    "normuon log time", "factors",
 )  # fmt: skip
 HALF = (
     "mars-adamw transport", "mars-m approximate", "mars-normuon transport",
