@@ -61,6 +61,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rule", type=canonical, choices=list(REGISTRY), default="mars-adamw")
     of_rule = "(default: the rule's)"
     add("--correction", choices=["approximate", "transport"], help=of_rule)
+    log_time = "take LogTime(DELTA) for every decay"
+    add("--log-time", type=float, metavar="DELTA", help=log_time)
     add("--h-dtype", choices=dtypes, help="dtype of the previous gradient in the state")
     add("--gradients", choices=["apart", "joined"], default="apart", help=apart)
     add("--device", choices=["cpu", "cuda"], default="cpu")
@@ -207,6 +209,7 @@ def title(args: argparse.Namespace) -> str:
         f", vocabulary {args.vocab}": args.vocab is not None,
         f", h in {args.h_dtype}": args.h_dtype is not None,
         f", {args.correction}": args.correction == "transport",
+        f", LogTime({args.log_time})": args.log_time is not None,
     }
     more = "".join(text for text, differs in changed.items() if differs)
     return f"{args.rule} with both clips on {args.model}{more}"
@@ -235,6 +238,7 @@ def run(args: argparse.Namespace) -> None:
         h_dtype=args.h_dtype and getattr(torch, args.h_dtype),
         joined=args.gradients == "joined",
         correction=args.correction,
+        log_time=args.log_time,
     )
     report = profile_optimizer(
         subject,

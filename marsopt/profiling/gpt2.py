@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from marsopt.optim.mars import MARS
+from marsopt.rules.decay import Decay, LogTime
 from marsopt.rules.registry import REGISTRY
 
 # Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2
@@ -72,8 +73,8 @@ class Subject:
     its next step.
 
     Gradients lie apart, as autograd leaves them; ``joined``: in one buffer per shape
-    (``MARS.join_gradients``). ``num_steps`` is the length of the schedule, ``options``
-    are more of MARS.
+    (``MARS.join_gradients``). ``num_steps`` is the length of the schedule. With
+    ``log_time`` all decays are ``LogTime`` of this delta. ``options`` are more of MARS.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Subject:
         num_steps: int,
         device: str = "cpu",
         joined: bool = False,
+        log_time: float | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -96,6 +98,12 @@ class Subject:
             p.grad = 1e-3 * torch.randn_like(p)
         groups = param_groups(named, rule, tables)
         options |= dict(mars_type=rule, lr=1e-4, max_norm=1.0, compile=True)
+        self._delta = log_time
+        if log_time is not None:
+            for group in groups:
+                beside = REGISTRY[group.get("mars_type", rule)].fallback != "itself"
+                group |= self._decays(0.0) if beside else {}
+                group |= dict(betas=self._decays(0.0)["betas"])
         self.optimizer = MARS(groups, **options)
         if joined:
             self.optimizer.join_gradients()
@@ -108,11 +116,10 @@ class Subject:
         factor = min(10 * progress, 0.55 * (1 + math.cos(math.pi * progress)))
         moved = dict(
             gamma=0.025 * factor,
-            betas=(0.9 + 0.05 * factor, 0.98 + 0.01 * factor),
-            betas_1d=(0.85 + 0.05 * factor, 0.95 + 0.01 * factor),
             weight_decay=0.1 * factor,
             weight_decay_1d=0.1 * factor,
             clip=1.0 + factor,
+            **self._decays(factor),
         )
         for group in self.optimizer.param_groups:
             # what is None follows another: a number would change the formulas
@@ -121,3 +128,12 @@ class Subject:
         self.optimizer.max_norm = 1.0 + factor
         self.optimizer.step()
         self.step += 1
+
+    def _decays(self, factor: float) -> dict[str, tuple[Decay, Decay]]:
+        if self._delta is not None:
+            both = (LogTime(self._delta * (1 + factor)),) * 2
+            return dict(betas=both, betas_1d=both)
+        return dict(
+            betas=(0.9 + 0.05 * factor, 0.98 + 0.01 * factor),
+            betas_1d=(0.85 + 0.05 * factor, 0.95 + 0.01 * factor),
+        )
