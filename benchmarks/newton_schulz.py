@@ -6,7 +6,7 @@ Rounding: relative, in the Frobenius norm, against float64 with the same polynom
 worst of three matrices of GPT-2's fc shape (4 width x width; no wider than 256, for the
 sake of float64), Gaussian and with singular values spread over logarithms down to 1e-4
 and 1e-8. Polar: the same of the distance from the exact polar factor, which is what
-polynomials and scalings differ in. Time: a list of matrices of the whole width, medians
+polynomials differ in. Time: a list of matrices of the whole width, medians
 of interleaved rounds; the rate counts the operations that the form does. float16 is not
 timed on a CPU.
 """
@@ -31,11 +31,7 @@ VARIANTS = {
     "float16": NewtonSchulz(dtype=torch.float16),
     "float32": NewtonSchulz(**FP32),
     "float32, Gram": NewtonSchulz(**FP32, gram=True),
-    "bf16, aol, 4 steps": NewtonSchulz(**BF16, scaling="aol", steps=4),
     "bf16, Polar Express": NewtonSchulz(**BF16, coefficients="polar_express"),
-    "  with aol, 4 steps": NewtonSchulz(
-        **BF16, coefficients="polar_express", scaling="aol", steps=4
-    ),
 }
 SPECTRA = {"gaussian": None, "to 1e-4": 1e-4, "to 1e-8": 1e-8}
 

@@ -4,9 +4,8 @@
         [--layers N] [--rounds 5] [--json FILE]
 
 All matrices of one shape are iterated together, as a step does it, in bfloat16. The
-rate counts the operations of the iterations, of symmetric products those that are done;
-it stands beside that of whole products alone (same shapes, batched) and that of one
-large square product.
+rate counts the operations of the iterations; it stands beside that of their products
+alone (same shapes, batched) and that of one large square product.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from marsopt.functional.collectives import (
     Collectives,
     Leaf,
     Owned,
-    Part,
     Request,
     precondition_leaves,
     row_numbers,
@@ -64,10 +63,8 @@ class MeshCollectives(AsTheyLie):
     """``marsopt.Collectives`` for DTensors: FSDP2, HSDP, and both with TP.
 
     A step sums norms over the axes that shard, never over replicas: one all-reduce an
-    axis. Matrices go to their owners and back by all-to-all. Where that is faster,
-    shards orthogonalize their matrix together, from the sum of their Gram matrices
-    (``planner.plan``). Parameters on several meshes, replicated parameters and plain
-    tensors may mix.
+    axis. Matrices go to their owners and back by all-to-all. Parameters on several
+    meshes, replicated parameters and plain tensors may mix.
 
     A matrix that two axes cut (FSDP x TP) travels along one axis, then along the other.
     Every rank gathers a tensor of several such matrices whole, and one whose owners
@@ -76,7 +73,9 @@ class MeshCollectives(AsTheyLie):
     Args:
         mesh: the mesh that shards the parameters. Norms of parameters on another mesh
             are summed over that mesh.
-        strategy: "auto", or "owner", "gram" or "replicate" where a matrix allows it.
+        strategy: "owner": every matrix goes to an owner. "replicate": every rank
+            gathers every matrix. "auto": as "owner"; but replicas (HSDP) share the
+            owners' work only where the model of time says that this is faster.
         max_buckets: how many exchanges are in flight, so that communication overlaps
             computation.
         machine: the speeds of links and arithmetic that "auto" assumes.
@@ -106,7 +105,7 @@ class MeshCollectives(AsTheyLie):
         self,
         mesh: DeviceMesh,
         *,
-        strategy: Strategy | Literal["auto"] = "auto",
+        strategy: Strategy = "auto",
         max_buckets: int = 2,
         machine: Machine = Machine(),
     ) -> None:
@@ -346,8 +345,7 @@ class MeshCollectives(AsTheyLie):
                 positions = range(first, first + len(cut.matrices))
                 pairs = zip(_numbers(leaves[i], batches), positions, strict=True)
                 numbers = tuple(number for number, at in pairs if at in owned)
-                # matrices of one leaf that shards may own are alike
-                out[i] = Owned(numbers, group.part(first) if numbers else None)
+                out[i] = Owned(numbers)
                 first += len(cut.matrices)
         return [out[i] for i in range(len(leaves))]
 
@@ -360,18 +358,14 @@ class MeshCollectives(AsTheyLie):
             return owned
         mesh, device = leaf.device_mesh, owned.device
         index = torch.tensor(owns.numbers, dtype=torch.int64, device=device)
-        shape, ones = list(owned.shape[1:]), [1] * (owned.ndim - 1)
-        if owns.part is not None:
-            shape[owns.part.dim] = ones[owns.part.dim] = owns.part.size
         # of several owners, as replicas are, the first one tells
+        ones = [1] * (owned.ndim - 1)
         first = torch.full((num, *ones), dist.get_world_size(), device=device)
-        whole = owned.new_zeros(num, *shape)
-        ranks, place = _here(first, owns.part), _here(whole, owns.part)
-        ranks[index] = dist.get_rank()
-        this_rank = ranks[index].clone()
+        whole = owned.new_zeros(num, *owned.shape[1:])
+        first[index] = dist.get_rank()
         for axis in range(mesh.ndim):
             dist.all_reduce(first, dist.ReduceOp.MIN, group=mesh.get_group(axis))
-        place[index] = torch.where(ranks[index] == this_rank, owned, 0)
+        whole[index] = torch.where(first[index] == dist.get_rank(), owned, 0)
         for axis in range(mesh.ndim):
             dist.all_reduce(whole, group=mesh.get_group(axis))
         places: list[AxisPlacement] = [Replicate()] * mesh.ndim
@@ -384,7 +378,7 @@ class MeshCollectives(AsTheyLie):
         """Return the part of ``publish``'s result that has its owner here."""
         if isinstance(published, DTensor):
             published = published.full_tensor()
-        return _here(published, owns.part)[list(owns.numbers)]
+        return published[list(owns.numbers)]
 
     def _by_gathering(self, requests: Sequence[Request]) -> list[MatrixOutput]:
         """Do the owners' work on every rank: reference and fallback."""
@@ -542,13 +536,6 @@ def _numbers(leaf: Leaf, cuts: Mapping[int, Tensor]) -> tuple[int, ...]:
         return tuple(range(matrices.num_in(shape)))
     num_rows = matrices.shape_in(shape)[0]
     return tuple((rows[::num_rows] // num_rows).tolist())
-
-
-def _here(whole: Tensor, part: Part | None) -> Tensor:
-    """Return a part of every matrix of a buffer (num, *shape), a view."""
-    return (
-        whole if part is None else whole.narrow(1 + part.dim, part.start, part.length)
-    )
 
 
 def _distinct(ways: Sequence[Hashable]) -> Sequence[Hashable]:

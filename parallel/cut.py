@@ -21,12 +21,11 @@ class Way(NamedTuple):
     """How a leaf is made of matrices, and what its preconditioner does with them."""
 
     matrices: Matrices
-    sums: bool  # whether it may do with sums over shards
     keeps: bool  # whether it keeps something where their owners are
 
     @classmethod
     def of(cls, matrices: Matrices, preconditioner: MatrixPreconditioner) -> Way:
-        return cls(matrices, preconditioner.sums, bool(preconditioner.owned))
+        return cls(matrices, bool(preconditioner.owned))
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def cut_of(
     rank. "strided": several axes cut a matrix, or one cuts it into pieces that are not
     consecutive.
     """
-    matrices, sums, keeps = way
+    matrices, keeps = way
     row_dim = matrices.column_dim(leaf.ndim) - 1
     inner = [i for i, dim in enumerate(place.dims) if dim >= row_dim]
     if not inner or leaf.numel() == 0:
@@ -100,17 +99,15 @@ def cut_of(
         if keeps and dim > row_dim + 1:
             return "strided"
         lengths = tuple(size * (cols // leaf.shape[dim]) for size in sizes)
-        blocks = [Matrix(rows, cols, 1, lengths, sums)] * num_blocks
+        blocks = [Matrix(rows, cols, 1, lengths)] * num_blocks
     elif num_blocks == 1:
-        blocks = [Matrix(rows, cols, 0, None, sums)]
+        blocks = [Matrix(rows, cols, 0)]
     elif all(size % rows == 0 for size in sizes):
         return "local"
     else:
         starts = range(0, num_rows, rows)
         overlaps = [_overlaps(start, rows, sizes) for start in starts]
-        # pieces of unlike lengths: what is kept of them could not be one tensor
-        sums = sums and not keeps
-        blocks = [Matrix(rows, cols, 0, lengths, sums) for lengths in overlaps]
+        blocks = [Matrix(rows, cols, 0, lengths) for lengths in overlaps]
     return Cut(
         mesh=place.mesh,
         axis=axis,

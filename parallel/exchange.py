@@ -92,8 +92,3 @@ class Exchange:
         self._work = self._leaving = None  # gloo's work would keep it
         parts = self._arriving.split(self._sizes)
         return [from_words(p, s) for p, s in zip(parts, self._specs, strict=True)]
-
-
-def unflatten(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-    """Return tensors of these shapes from ``flat``, which may be longer."""
-    return from_words(flat, [TensorSpec(shape, flat.dtype) for shape in shapes])

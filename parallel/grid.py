@@ -17,7 +17,7 @@ from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
 from .cut import Cut, Way
 from .placement import Placement, shard_sizes
-from .planner import Matrix, Plan, Strategy, assign_buckets
+from .planner import Matrix, Plan, assign_buckets
 from .shard_group import ShardGroup
 
 InOut = TypeVar("InOut", MatrixInput, MatrixOutput)
@@ -94,8 +94,8 @@ def grid_of(leaf: Tensor, place: Placement, way: Way) -> Grid | None:
     return Grid(
         mesh=mesh,
         axes=(first, second),
-        whole=Matrix(rows, cols, dim, tuple(lengths), sums=False),
-        strip=Matrix(strip[0], strip[1], other, pieces, sums=False),
+        whole=Matrix(rows, cols, dim, tuple(lengths)),
+        strip=Matrix(strip[0], strip[1], other, pieces),
         strided=strided,
     )
 
@@ -110,7 +110,7 @@ def group_over(
     num, parts = mesh.size(first), mesh.size(second)
     flops = [cost.num_flops(grid.whole.rows, grid.whole.cols) for grid in grids]
     owners, buckets = assign_buckets(flops, num * parts, max_buckets)
-    across = _planned(parts, [owner % parts for owner in owners], buckets)
+    across = Plan(parts, 1, tuple(o % parts for o in owners), tuple(buckets))
     inner = []
     for owned in across.exchanges(0):
         numbers = owned[mesh.get_local_rank(second)]
@@ -124,7 +124,7 @@ def group_over(
             first,
             [grid.whole for grid in strips],
             cost,
-            planned=_planned(num, ranks, [0] * len(strips)),
+            planned=Plan(num, 1, tuple(ranks), (0,) * len(ranks)),
             work=partial(_precondition_strips, wholes),
         )
         inner.append(group)
@@ -147,9 +147,3 @@ def _precondition_strips(
     ]
     results = zip(precondition_matrices(ordered), grids, strict=True)
     return [grid.in_order(result, back=True) for result, grid in results]
-
-
-def _planned(num_ranks: int, owners: Sequence[int], buckets: Sequence[int]) -> Plan:
-    """Return a plan in which every matrix has an owner."""
-    strategies: list[Strategy] = ["owner" for _ in owners]
-    return Plan(num_ranks, 1, tuple(strategies), tuple(owners), tuple(buckets))

@@ -11,8 +11,8 @@ from marsopt.rules.preconditioner import MatrixCost
 
 from .placement import shard_size, shard_sizes
 
-Strategy = Literal["owner", "gram", "replicate"]
-STRATEGIES: tuple[Strategy, ...] = ("owner", "gram", "replicate")
+Strategy = Literal["auto", "owner", "replicate"]
+STRATEGIES: tuple[Strategy, ...] = ("auto", "owner", "replicate")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Machine:
     Args:
         link: bytes a second that one rank sends.
         flops: of products in half precision, a second.
-        flops_fp32: of those in float32, as of the Gram form and of SOAP.
+        flops_fp32: of products in float32, as in SOAP.
     """
 
     link: float = 50e9
@@ -39,15 +39,12 @@ class Matrix:
         dim: 0 where rows are cut, 1 where columns are.
         lengths: of the pieces along ``dim``, rank by rank; None = as Shard cuts. One of
             several matrices in a parameter may begin and end anywhere on the ranks.
-        sums: whether the layout allows that shards exchange sums alone;
-            ``MatrixCost.may_sum`` says whether the preconditioner does.
     """
 
     rows: int
     cols: int
     dim: int
     lengths: tuple[int, ...] | None = None
-    sums: bool = True
 
     def shard_numel(self, rank: int, num_ranks: int) -> int:
         """Return the number of elements of one rank's shard."""
@@ -68,7 +65,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Plan:
-    """The strategy, owner (or -1) and bucket of each matrix.
+    """The owner and bucket of each matrix; owner -1: every rank gathers the matrix.
 
     With ``replicas`` above 1, HSDP replicas share the owners' work. Owners are then
     numbered through the ranks of the first replica, then of the second, and so on.
@@ -76,24 +73,24 @@ class Plan:
 
     num_ranks: int
     replicas: int
-    strategies: tuple[Strategy, ...]
     owners: tuple[int, ...]
     buckets: tuple[int, ...]
 
-    def members(self, strategy: Strategy) -> list[int]:
-        """Return the indices of the matrices of one strategy."""
-        return [i for i, s in enumerate(self.strategies) if s == strategy]
+    @property
+    def owned(self) -> list[int]:
+        """Return the indices of the matrices that have an owner."""
+        return [i for i, owner in enumerate(self.owners) if owner >= 0]
 
     @property
     def num_buckets(self) -> int:
         """Return the number of exchanges with owners."""
-        return max((self.buckets[i] + 1 for i in self.members("owner")), default=0)
+        return max((self.buckets[i] + 1 for i in self.owned), default=0)
 
     def exchanges(self, replica: int) -> list[list[list[int]]]:
         """Return the matrices that each rank of a replica owns, bucket by bucket."""
         ranks, buckets = range(self.num_ranks), range(self.num_buckets)
         exchanges: list[list[list[int]]] = [[[] for _ in ranks] for _ in buckets]
-        for i in self.members("owner"):
+        for i in self.owned:
             its_replica, rank = divmod(self.owners[i], self.num_ranks)
             if its_replica == replica:
                 exchanges[self.buckets[i]][rank].append(i)
@@ -154,83 +151,40 @@ def plan(
     num_ranks: int,
     work: MatrixCost,
     *,
-    strategy: Strategy | Literal["auto"] = "auto",
+    strategy: Strategy = "auto",
     max_buckets: int = 2,
     replicas: int = 1,
     machine: Machine = Machine(),
 ) -> Plan:
-    """Choose for each matrix by the model of time, or as ``strategy`` says.
+    """Give every matrix an owner, balanced by FLOPs over all shapes together; with
+    "replicate", and for one rank, give no matrix an owner.
 
-    "auto" gives every matrix an owner, balanced by FLOPs over all shapes together. Then
-    it moves matrices to the Gram form, largest first, while that makes the step faster:
-    on few ranks, or for a tall embedding that would keep one owner busy alone. With
-    HSDP ``replicas`` it also compares two ways: every replica does all of the owners'
-    work, or replicas share the work and send each other the results.
+    With HSDP ``replicas`` "auto" compares two ways by the model of time: every replica
+    does all of the owners' work, or replicas share the work and send each other the
+    results. "owner" shares.
 
     Raises:
         ValueError: an unknown strategy, or ``max_buckets`` below 1.
     """
-    if strategy not in ("auto", *STRATEGIES):
+    if strategy not in STRATEGIES:
         raise ValueError(
-            f"got strategy={strategy!r}, expected 'auto' or one of {STRATEGIES}: "
-            "choose one of these names"
+            f"got strategy={strategy!r}, expected one of {STRATEGIES}: choose one of "
+            "these names"
         )
     if max_buckets < 1:
         raise ValueError(
             f"got max_buckets={max_buckets}, expected 1 or more: 2 overlaps"
         )
 
-    def may_gram(m: Matrix) -> bool:
-        return m.sums and work.may_sum(m.rows, m.cols, m.dim)
-
-    def seconds(plan: Plan) -> float:
-        return cost(matrices, plan, work, machine).seconds
-
-    def draft(strategies: Sequence[Strategy]) -> Plan:
-        shared = sorted({1, replicas} if strategy == "auto" else {replicas})
-        drafts = [
-            _plan(matrices, num_ranks, work, strategies, max_buckets, split)
-            for split in shared
-        ]
-        return min(drafts, key=seconds)
-
     if strategy == "replicate" or num_ranks * replicas == 1:
-        return _plan(matrices, num_ranks, work, ["replicate"] * len(matrices), 1, 1)
-    if strategy == "gram":
-        return draft(["gram" if may_gram(m) else "owner" for m in matrices])
-    best = draft(["owner"] * len(matrices))
-    if strategy == "owner":
-        return best
-    # equal ones are moved together
-    shapes = sorted(
-        {m for m in matrices if may_gram(m)},
-        key=lambda m: (-work.num_flops(m.rows, m.cols), m.dim, m.rows),
-    )
-    for shape in shapes:
-        trial: list[Strategy] = [
-            "gram" if m == shape else s
-            for m, s in zip(matrices, best.strategies, strict=True)
-        ]
-        best = min(best, draft(trial), key=seconds)
-    return best
-
-
-def _plan(
-    matrices: Sequence[Matrix],
-    num_ranks: int,
-    work: MatrixCost,
-    strategies: Sequence[Strategy],
-    max_buckets: int,
-    replicas: int,
-) -> Plan:
-    """Return a plan with these strategies."""
-    owners, buckets = [-1] * len(matrices), [0] * len(matrices)
-    members = [i for i, s in enumerate(strategies) if s == "owner"]
-    flops = [work.num_flops(matrices[i].rows, matrices[i].cols) for i in members]
-    assigned = assign_buckets(flops, num_ranks * replicas, max_buckets)
-    for i, owner, bucket in zip(members, *assigned, strict=True):
-        owners[i], buckets[i] = owner, bucket
-    return Plan(num_ranks, replicas, tuple(strategies), tuple(owners), tuple(buckets))
+        num = len(matrices)
+        return Plan(num_ranks, 1, (-1,) * num, (0,) * num)
+    flops = [work.num_flops(m.rows, m.cols) for m in matrices]
+    plans = []
+    for split in sorted({1, replicas}) if strategy == "auto" else [replicas]:
+        owners, buckets = assign_buckets(flops, num_ranks * split, max_buckets)
+        plans.append(Plan(num_ranks, split, tuple(owners), tuple(buckets)))
+    return min(plans, key=lambda plan: cost(matrices, plan, work, machine).seconds)
 
 
 def cost(
@@ -247,8 +201,6 @@ def cost(
     - with an owner, 2 mn s / p a rank, less what stays at home: mn s / p from every
       other rank, and mn s (p - 1)/p back from the owner. R replicas that share the work
       send that over R, and mn s (R - 1)/(p R) of results;
-    - by sums, 8 (p - 1)/p for each number (k^2 of a Gram matrix), as a ring all-reduce
-      in float32 sends it;
     - gathered, mn s (p - 1)/p.
     """
     p, away = plan.num_ranks, (plan.num_ranks - 1) / plan.num_ranks
@@ -260,16 +212,13 @@ def cost(
         for m, owner in zip(matrices, plan.owners, strict=True)
     ]
     sent, extra = exchanged(plan, sizes, payload, back)
-    for m, strategy, owner in zip(matrices, plan.strategies, plan.owners, strict=True):
-        numel = m.rows * m.cols
-        if strategy == "owner":
-            loads[owner] += work.num_flops(m.rows, m.cols)
-        elif strategy == "gram":
-            sent += 8 * work.num_summed(m.rows, m.cols) * away
-            seconds += work.num_shard_flops(m.rows, m.cols, p) / machine.flops_fp32
+    for m, owner in zip(matrices, plan.owners, strict=True):
+        flops = work.num_flops(m.rows, m.cols)
+        if owner >= 0:
+            loads[owner] += flops
         else:
-            sent += payload * numel * away
-            seconds += work.num_flops(m.rows, m.cols) / rate
+            sent += payload * m.rows * m.cols * away
+            seconds += flops / rate
     bytes_max = sent + max(extra)
     seconds += bytes_max / machine.link + max(loads) / rate
     return Cost(sent + sum(extra) / len(extra), bytes_max, seconds, loads)
@@ -288,7 +237,7 @@ def exchanged(
     """
     p, split = plan.num_ranks, plan.replicas
     sent, extra = 0.0, [0.0] * (p * split)
-    for i in plan.members("owner"):
+    for i in plan.owned:
         numel, local_numel = sizes[i]
         sent += (payload / split + back * (split - 1) / split) * numel / p
         extra[plan.owners[i]] += back * (numel - local_numel) - payload * local_numel

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
-from marsopt.functional.collectives import Part, Request, precondition_matrices
+from marsopt.functional.collectives import Request, precondition_matrices
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
-from .exchange import Exchange, TensorSpec, all_gather, from_words, to_words, unflatten
+from .exchange import Exchange, TensorSpec, all_gather, from_words, to_words
 from .planner import Matrix, Plan, plan
 
 
@@ -68,23 +67,8 @@ class ShardGroup:
             self.plan.exchanges(replica) for replica in range(self.plan.replicas)
         ]
         this_owner = self._replica * self.plan.num_ranks + self._rank
-        # which matrices have their owner here: without sharing, one in every replica;
-        # those that do with sums have one in every rank
-        together = set(self.plan.members("gram"))
-        self.owns = [
-            i
-            for i, owner in enumerate(self.plan.owners)
-            if owner == this_owner or i in together
-        ]
-
-    def part(self, i: int) -> Part | None:
-        """Return which part of a matrix lies here, where all its shards own it."""
-        if self.plan.strategies[i] != "gram":
-            return None
-        dim, shapes = self.matrices[i].dim, self._shapes[i]
-        sizes = [shape[dim] for shape in shapes]
-        start = sum(sizes[: self._rank])
-        return Part(dim, start, sizes[self._rank], sum(sizes))
+        # which matrices have their owner here: without sharing, one in every replica
+        self.owns = [i for i, o in enumerate(self.plan.owners) if o == this_owner]
 
     def on_owners(self, requests: Sequence[Request]) -> dict[int, MatrixOutput]:
         """Return the results of all matrices as this rank's shards, by number, from its
@@ -93,7 +77,7 @@ class ShardGroup:
         results = self._by_owners(requests)
         if self._replicas is not None:
             results = self._shared(results, requests)
-        return results | self._by_sums(requests)
+        return results
 
     def _by_owners(self, requests: Sequence[Request]) -> dict[int, MatrixOutput]:
         """Send shards to owners and results back: two all-to-all a bucket.
@@ -215,7 +199,7 @@ class ShardGroup:
         num_rows = len(request.preconditioner.row_outputs)
         return [TensorSpec(shape, words), *[TensorSpec(shape[:1], wide)] * num_rows]
 
-    # ---- replicas, and shards without an owner ---------------------------------------
+    # ---- replicas --------------------------------------------------------------------
 
     def _shared(
         self, results: dict[int, MatrixOutput], requests: Sequence[Request]
@@ -258,28 +242,6 @@ class ShardGroup:
                 owned = results[i].owned if i in results else ()
                 shards[i] = MatrixOutput(shard, rows, owned)
         return shards
-
-    def _by_sums(self, requests: Sequence[Request]) -> dict[int, MatrixOutput]:
-        """Precondition shards where they lie, from sums over all shards of a matrix."""
-        calls: dict[tuple[int, int, Hashable], list[int]] = {}
-        for i in self.plan.members("gram"):
-            request = requests[i]
-            key = id(request.preconditioner), self.matrices[i].dim, request.stage
-            calls.setdefault(key, []).append(i)
-        results: dict[int, MatrixOutput] = {}
-        for (_, dim, stage), members in calls.items():
-            preconditioner = requests[members[0]].preconditioner
-            shards = [requests[i].input for i in members]
-            updated = preconditioner.at_shards(shards, dim, stage, self._sum)
-            for i, whole in zip(members, updated, strict=True):
-                results[i] = requests[i].kept(whole)
-        return results
-
-    def _sum(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums of tensors over shards: one all-reduce of all."""
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        dist.all_reduce(flat, group=self._group)
-        return unflatten(flat, [part.shape for part in parts])
 
 
 def _widest(requests: Sequence[Request]) -> torch.dtype:

@@ -33,7 +33,7 @@ def one_number(shape, matrices):
 
 @dataclass(frozen=True)
 class Exact:
-    """Matrices travel as float64, there and back; nobody does with sums."""
+    """Matrices travel as float64, there and back."""
 
     is_float32: bool = True
 

@@ -419,7 +419,7 @@ def owned_matrices(rank, world, shape, places):
             in_order = cut(whole, mesh, batches).to_local()[:, 0, 0].tolist()
             leaf = cut(whole.double(), mesh, placements)
             experts = Leaf(leaf, Matrices(kind="batched"), Orthogonal())
-            ((numbers, _),) = collectives.owns([experts])
+            ((numbers,),) = collectives.owns([experts])
             assert [n for n in in_order if n in numbers] == [*numbers]
             assert batches != placements or [*numbers] == in_order
             owned.append((num, set(numbers)))

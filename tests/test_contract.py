@@ -750,8 +750,6 @@ OPTIONS = {
     "ns_coefficients": ("polar_express", "quintic"),
     "ns_dtype": (torch.float32, torch.bfloat16),
     "ns_gram": (True, False),
-    "ns_scaling": ("aol", "frobenius"),
-    "ns_block_rows": (64, None),
     "state_dtype": (torch.float64, torch.float32),
     "h_dtype": (torch.bfloat16, None),
     "stochastic_rounding": (True, False),

@@ -8,7 +8,7 @@ import torch
 
 from marsopt import NewtonSchulz, newton_schulz, polar_factor
 from marsopt.rules import newton_schulz as file
-from marsopt.rules.newton_schulz import COEFFICIENTS, blocks, symmetric_flops
+from marsopt.rules.newton_schulz import COEFFICIENTS
 
 
 def matrix(rows, cols, seed=0, dtype=torch.float64, smallest=0.1):
@@ -146,14 +146,8 @@ def by_hand(m, dtype, steps=5):
     ("dtype", "error"),
     [(torch.bfloat16, 0.0), (torch.float32, 2e-6), (torch.float64, 1e-14)],
 )
-def test_blocks_are_whole_products(shape, dtype, error):
-    """Bit for bit in bf16, whose sums are rounded to a bit that they agree in; but for
-    several blocks on CPUs with tiles (AMX), which sum a block in another order.
-    """
-    several = len(blocks(min(shape), 256)) > 1
-    has_tiles = torch.cpu.get_capabilities().get("amx_bf16")
-    if dtype == torch.bfloat16 and several and has_tiles:
-        error = 1e-2
+def test_iterates_are_those_of_plain_products(shape, dtype, error):
+    """Bit for bit in bf16, whose sums are rounded to a bit that they agree in."""
     m = torch.randn(shape)
     given = m.clone()
     got, want = newton_schulz(m, dtype=dtype), by_hand(m, dtype)
@@ -163,40 +157,25 @@ def test_blocks_are_whole_products(shape, dtype, error):
     assert float((both[1] - want).norm()) <= max(error, 1e-2) * float(want.norm())
 
 
-def test_blocks_end_at_the_diagonal_and_cover_the_triangle():
-    for size in (0, 1, 511, 512, 768, 1280, 5000):
-        cut = blocks(size, 256)
-        assert [start for start, _ in cut[1:]] == [stop for _, stop in cut[:-1]]
-        assert sum(stop - start for start, stop in cut) == size
-    assert len(blocks(511, 256)) == 1
-    assert len(blocks(768, 256)) == 3
-    # (blocks + 1)/(2 blocks) of the whole
-    assert symmetric_flops(768, 3072, 256) == 2 * 768**2 * 3072 * 4 // 6
-    assert len(blocks(4095, 2048)) == 1
-
-
-def test_a_gpu_makes_whole_products_of_what_a_cpu_makes_in_blocks():
-    ns, shape = NewtonSchulz(dtype=torch.float64), (1280, 768)
-    cpu, gpu = ns.on("cpu"), ns.on("cuda")
-    assert gpu.num_flops(*shape) == 5 * (4 * 1280 * 768**2 + 2 * 768**3)
-    assert cpu.num_flops(*shape) == ns.num_flops(*shape) < gpu.num_flops(*shape)
-    m = torch.randn(shape, dtype=torch.float64)
-    torch.testing.assert_close(gpu(m), cpu(m), rtol=0, atol=1e-12)
-    with pytest.raises(ValueError, match="got ns_block_rows=0"):
-        NewtonSchulz(block_rows=0)
+def test_operations_are_those_of_whole_products():
+    ns, (rows, cols) = NewtonSchulz(dtype=torch.float32), (1280, 768)
+    want = 5 * (4 * rows * cols**2 + 2 * cols**3)
+    for device in ("cpu", "cuda"):
+        assert ns.on(device).num_flops(rows, cols) == want
+        assert ns.on(device).num_flops(cols, rows) == want
+    by_gram = NewtonSchulz(dtype=torch.float32, gram=True)
+    long = 4 * 12 * cols**3 + 34 * cols**3
+    assert by_gram.num_flops(12 * cols, cols) == long
+    assert by_gram.num_flops(rows, cols) == 4 * rows * cols**2 + 34 * cols**3
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")  # of jvp, whatever its class
 @pytest.mark.parametrize("gram", [False, True])
-@pytest.mark.parametrize("scaling", ["frobenius", "aol"])
-def test_transforms_have_plain_products(gram, scaling, monkeypatch):
+def test_transforms_have_plain_products(gram):
     """Gradients, vmap, forward derivatives and one graph, where buffers cannot be."""
-    monkeypatch.setattr(file, "GRAIN", 2)
-    kw = dict(dtype=torch.float64, scaling=scaling, block_rows=2)
-    ns = NewtonSchulz(gram=gram, **kw)
+    ns = NewtonSchulz(gram=gram, dtype=torch.float64)
     m = torch.randn(3, 12, 5, dtype=torch.float64)
     want = ns(m)
-    assert len(blocks(5, 2)) > 1
     assert torch.autograd.gradcheck(ns, m[0].clone().requires_grad_())
     equal = torch.testing.assert_close
     equal(torch.func.vmap(ns)(m), want)
@@ -211,13 +190,12 @@ def test_transforms_have_plain_products(gram, scaling, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(2100, 520), (520, 1200), (40, 8), (3, 30, 9)])
-@pytest.mark.parametrize("scaling", ["frobenius", "aol"])
-def test_the_gram_form_is_the_iteration(shape, scaling):
+def test_the_gram_form_is_the_iteration(shape):
     m = torch.randn(shape, dtype=torch.float64)
-    want = NewtonSchulz(dtype=torch.float64, scaling=scaling)(m)
-    ns = NewtonSchulz(dtype=torch.float64, gram=True, scaling=scaling)
+    want = NewtonSchulz(dtype=torch.float64)(m)
+    ns = NewtonSchulz(dtype=torch.float64, gram=True)
     torch.testing.assert_close(ns(m), want, rtol=0, atol=1e-11)
-    got = NewtonSchulz(dtype=torch.float32, gram=True, scaling=scaling)(m.float())
+    got = NewtonSchulz(dtype=torch.float32, gram=True)(m.float())
     assert float((got - want).norm() / want.norm()) < 1e-5
     assert not ns(torch.zeros(shape)).any()
 
@@ -249,7 +227,7 @@ def test_float32_stays_float32_in_the_gram_form():
 
 def test_what_is_not_said_is_chosen_by_the_device(monkeypatch, caplog):
     ns, large = NewtonSchulz(), (3000, 64)
-    on_gpu = NewtonSchulz(dtype=torch.bfloat16, gram=False, block_rows=2048)
+    on_gpu = NewtonSchulz(dtype=torch.bfloat16, gram=False)
     assert ns.on("cuda") == on_gpu
     for has in (True, False):
         found = dict(avx512_bf16=False, amx_bf16=has)
@@ -259,7 +237,7 @@ def test_what_is_not_said_is_chosen_by_the_device(monkeypatch, caplog):
         caplog.clear()
         with caplog.at_level("INFO"):
             dtype = torch.bfloat16 if has else torch.float32
-            assert ns.on("cpu") == NewtonSchulz(dtype=dtype, gram=True, block_rows=256)
+            assert ns.on("cpu") == NewtonSchulz(dtype=dtype, gram=True)
             ns.on("cpu")
             assert [r.getMessage() for r in caplog.records] == [
                 f"marsopt: Newton-Schulz on this CPU in {dtype}, which has "
@@ -274,27 +252,9 @@ def test_what_is_not_said_is_chosen_by_the_device(monkeypatch, caplog):
         assert own.on("cpu").gram == own.on("cuda").gram == told.get("gram", False)
 
 
-def test_aol_is_scaling_by_gram_row_sums():
-    """As in arXiv 2512.04632: singular values at most 1, all nearer to one another."""
-    m = torch.randn(40, 12, dtype=torch.float64) * torch.logspace(0, 1, 12)
-    m[:, 3] = 0
-    s = (m.mT @ m).abs().sum(-1).rsqrt()
-    s[3] = 0
-    scaled = m * s
-    values = torch.linalg.svdvals(scaled)
-    assert float(values.max()) <= 1 + 1e-12
-    ns = NewtonSchulz(
-        dtype=torch.float64, scaling="aol", coefficients="taylor", steps=30
-    )
-    torch.testing.assert_close(ns(m), polar_factor(scaled), rtol=0, atol=1e-10)
-    quintic = NewtonSchulz(dtype=torch.float64, scaling="aol", steps=4)
-    found = torch.linalg.svdvals(quintic(m))[:-1]
-    assert 0.66 < float(found.min()) < float(found.max()) < 1.22
-
-
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="got ns_scaling='rows', expected one of"):
-        NewtonSchulz(scaling="rows")
+    with pytest.raises(ValueError, match="got ns_coefficients='cubic', expected one"):
+        NewtonSchulz(coefficients="cubic")
     with pytest.raises(ValueError, match="expected .*rows, cols"):
         newton_schulz(torch.zeros(3))
     with pytest.raises(ValueError, match="got ns_steps=0"):

@@ -11,7 +11,7 @@ import torch
 
 from marsopt import NewtonSchulz
 from marsopt.parallel.placement import shard_sizes
-from marsopt.parallel.planner import Machine, Matrix, assign, cost, plan
+from marsopt.parallel.planner import Matrix, assign, cost, plan
 from tests.forks import forked
 from train import errors
 from train.forecast import Hardware, Job, forecast, models, tables
@@ -42,37 +42,15 @@ def test_bytes_and_flops_of_gpt2_large(ranks, gathered, owner, flops):
     assert max(by_owner.owner_flops) == pytest.approx(flops, rel=0.02)
 
 
-def test_a_tall_embedding_is_taken_from_its_owner():
-    """One owner would be alone with it: at 64 ranks the Gram form is faster."""
-    matrices = [*LARGE, Matrix(50304, 1280, 0)]
-    few, many = plan(matrices, 8, NS), plan(matrices, 64, NS)
-    assert few.strategies[-1] == "owner"
-    assert many.strategies[-1] == "gram"
-    assert set(many.strategies[:-1]) == {"owner"}
-
-
-def test_the_choice_follows_the_machine():
-    matrices = [Matrix(4096, 512, 0)]
-    slow_link = Machine(link=1e6, flops=1e15, flops_fp32=1e15)
-    slow_fp32 = Machine(link=1e12, flops=1e12, flops_fp32=1e6)
-    assert plan(matrices, 2, NS, machine=slow_link).strategies == ("gram",)
-    assert plan(matrices, 2, NS, machine=slow_fp32).strategies == ("owner",)
-
-
-def test_a_gram_matrix_needs_its_short_side_whole():
-    assert NS.may_sum(5120, 1280, 0)
-    assert not NS.may_sum(1280, 5120, 0)
-    assert NS.may_sum(1280, 5120, 1)
-    assert plan([Matrix(8, 32, 0)], 2, NS, strategy="gram").strategies == ("owner",)
-
-
 def test_plans_are_deterministic_and_complete():
     first, second = plan(LARGE, 7, NS), plan(LARGE, 7, NS)
     assert first == second
     assert set(first.owners) == set(range(7))
     assert first.num_buckets == 2
     assert set(first.buckets) == {0, 1}
-    assert first.members("owner") == list(range(len(LARGE)))
+    assert first.owned == list(range(len(LARGE)))
+    assert plan(LARGE, 7, NS, strategy="replicate").owned == []
+    assert plan(LARGE, 1, NS).owned == []
 
 
 def test_replicas_share_the_work():

@@ -138,12 +138,12 @@ def experts_twice(name, ndim):
 # every rule once; every cut and strategy under what a mesh may treat differently
 CELLS = {  # mesh, cut, strategies, rules
     "1 rank": ((1,), rows, ("auto",), HALF),
-    "2 ranks": ((2,), rows, ("gram", "replicate", "auto"), HALF),
+    "2 ranks": ((2,), rows, ("replicate", "auto"), HALF),
     "3 ranks": ((3,), rows, ("owner",), RULES),
     "4 ranks": ((4,), rows, ("owner",), HALF),
     "8 ranks": ((8,), rows, ("owner",), FEW),
-    "inner rows": ((2,), inner_rows, ("gram",), SOME),
-    "columns": ((3,), columns, ("gram",), HALF),
+    "inner rows": ((2,), inner_rows, ("owner",), SOME),
+    "columns": ((3,), columns, ("owner",), HALF),
     "mixed": ((2,), mixed, ("owner", "auto"), HALF),
     "HSDP": ((2, 2), hybrid, ("owner",), HALF),
     "HSDP of one": ((2, 1), hybrid, ("owner", "auto"), FEW),
@@ -277,13 +277,11 @@ def pure(rank, world):
 
     for rule in PURE:
         want = pure_steps(rule, dict, LOCAL)
-        for strategy in ("owner", "gram"):
-            collectives = MeshCollectives(mesh, strategy=strategy)
-            found[rule, strategy] = largest(pure_steps(rule, put, collectives), want)
+        found[rule] = largest(pure_steps(rule, put, MeshCollectives(mesh)), want)
     return found
 
 
 def test_a_rule_takes_tensors_cut_by_any_dim():
     for found in spawn(pure, 3):
-        for (rule, strategy), error in found.items():
-            assert error < bound(rule), (rule, strategy)
+        for rule, error in found.items():
+            assert error < bound(rule), rule

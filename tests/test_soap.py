@@ -389,20 +389,6 @@ def test_what_owners_exchange_is_what_newton_schulz_does():
             assert sent(rule, shape, 4, strategy="owner") == want
 
 
-def test_shards_with_the_short_side_in_columns_sum_and_exchange_nothing():
-    """One all-reduce of k x k; a second one where the step is orthogonalized."""
-    k, ranks = 16, 4
-    once = "all-reduce", 2 * (ranks - 1) / ranks * 4 * k**2
-    for shape in ((64, k), (k, k)):
-        assert sent("soap", shape, ranks, strategy="gram") == [once]
-        assert sent("soap-muon", shape, ranks, strategy="gram") == [once] * 2
-        assert sent("muon", shape, ranks, strategy="gram") == [once]
-    # and the planner finds it
-    assert sent("soap", (4096, k), ranks) == [once]
-    kinds = [kind for kind, _ in sent("soap", (k, 64), ranks, strategy="gram")]
-    assert kinds == ["all-to-all"] * 2
-
-
 # ---- saved and resumed ---------------------------------------------------------------
 
 

@@ -77,10 +77,8 @@ def start_at_owner(
     """Return the start of an owner's buffer of those matrices of a parameter that have
     their owner here.
     """
-    num, part = len(owns.numbers), owns.of(buffer).part
+    num = len(owns.numbers)
     shape = buffer.shape(algorithm.matrices.shape_in(p.shape), algorithm.matrices)
-    if part is not None:
-        shape = torch.Size((*shape[: part.dim], part.length, *shape[part.dim + 1 :]))
     kwargs: dict[str, Any] = dict(dtype=algorithm.dtype_of(buffer, p), device=p.device)
     if buffer.start == "identity":
         identity = torch.eye(shape[-1], **kwargs)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from marsopt.rules.buffers import Buffer, like_x
 from marsopt.rules.dtypes import working, working_dtype
 from marsopt.rules.matrices import LARGE, Matrices
 from marsopt.rules.preconditioner import (
@@ -29,27 +28,10 @@ class Leaf(NamedTuple):
     preconditioner: MatrixPreconditioner
 
 
-class Part(NamedTuple):
-    """A piece of a matrix."""
-
-    dim: int  # that is cut: 0 for rows, 1 for columns
-    start: int
-    length: int
-    size: int  # of the whole along this dim
-
-
 class Owned(NamedTuple):
     """Which matrices of a leaf have their owner here, by number."""
 
     numbers: tuple[int, ...]
-    # where all shards of a matrix own it together: which one lies here
-    part: Part | None = None
-
-    def of(self, buffer: Buffer) -> Owned:
-        """Return which part of a buffer lies here: a part of those alone that have the
-        shape of the matrix.
-        """
-        return self if buffer.shape is like_x else self._replace(part=None)
 
 
 Tensors = tuple[Tensor, ...]

@@ -150,17 +150,6 @@ class MatrixOptions(TypedDict, total=False):
         "iterate on the Gram matrix of the short side where that is faster; it is "
         "less precise. None = on a CPU, where ``ns_dtype`` is None too.",
     ]
-    ns_scaling: Annotated[
-        str,
-        '"frobenius": the input is divided by its norm. "aol": then also by the roots '
-        "of its Gram matrix's absolute row sums, after which four steps do what five "
-        'did ("Turbo-Muon", arXiv 2512.04632).',
-    ]
-    ns_block_rows: Annotated[
-        int | None,
-        "rows, at least, of the blocks in which symmetric products are computed; None "
-        "= 256 on a CPU, 2048 on a GPU.",
-    ]
 
 
 class FactorOptions(TypedDict, total=False):

@@ -541,16 +541,14 @@ def _existing(
     return known_stack(rows, known)
 
 
-def _is_of_others(
-    algorithm: Algorithm, p: Tensor, owns: Owned, entry: Mapping[str, Any]
-) -> bool:
+def _is_of_others(algorithm: Algorithm, p: Tensor, entry: Mapping[str, Any]) -> bool:
     """Return whether owners keep buffers of matrices of other shapes than the algorithm
     has: its ``sides`` or ``matrices`` have changed, so that they start anew.
     """
     for symbol in algorithm.owned:
         buffer = algorithm.buffers[symbol]
         value = entry.get(buffer.key)
-        if value is not None and owns.of(buffer).part is None:
+        if value is not None:
             size = algorithm.matrices.shape_in(p.shape)
             if value.shape[1:] != buffer.shape(size, algorithm.matrices):
                 return True
@@ -577,7 +575,7 @@ def attach_owned(
         algorithm = bucket.algorithm
         for p in bucket.params:
             ownership, buffers = next(owns), []
-            if _is_of_others(algorithm, p, ownership, state[p]):
+            if _is_of_others(algorithm, p, state[p]):
                 for symbol in algorithm.owned:
                     state[p].pop(algorithm.buffers[symbol].key, None)
                 state[p]["step"].zero_()
@@ -587,7 +585,7 @@ def attach_owned(
                 if value is None:
                     value = start_at_owner(algorithm, buffer, p, ownership)
                 elif moved:
-                    value = collectives.claim(value, ownership.of(buffer))
+                    value = collectives.claim(value, ownership)
                 state[p][buffer.key] = value
                 buffers.append(value)
             bucket.owned.append(tuple(buffers))

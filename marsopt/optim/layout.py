@@ -209,7 +209,7 @@ class Layout:
         how many it has) of all buffers whose home is with owners.
         """
         return [
-            (p, buffer.key, owns.of(buffer), num)
+            (p, buffer.key, owns, num)
             for bucket in self.buckets
             for num in [bucket.algorithm.matrices.num_in(bucket.shape)]
             for p, owns in zip(bucket.params, bucket.owns, strict=False)

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from marsopt.rules import checks
-from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.hyperparameters import check_fields, structure
 from marsopt.rules.matrices import LARGE
 
@@ -55,117 +54,14 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     "taylor": (_TAYLOR,),
 }
 
-
-SCALINGS = FROBENIUS, AOL = "frobenius", "aol"
-
-# ---- symmetric products --------------------------------------------------------------
-
-# How many blocks at most, whose rows are a multiple of GRAIN.
-MAX_BLOCKS, GRAIN = 6, 64
-
-
-def block_rows_on(device_type: str) -> int:
-    """Return how many rows a block has at least: smaller products take longer than they
-    save.
-
-    On a CPU blocks pay from 512 on (two cores of an AMD EPYC, bf16: 0.98 of the time of
-    whole products at 512 x 512, 0.90 at 768, 0.83 at 1280). On a GPU so many products
-    keep the host busy, eleven an iteration at 1280 x 1280 in place of three; 36 of
-    these took 5.8 ms by blocks of 256 on an H200, and whole products alone need 3.6 at
-    their rate. The number for GPUs is a guess from that.
-    """
-    return 256 if device_type == "cpu" else 2048
-
-
-def blocks(size: int, least: int) -> list[tuple[int, int]]:
-    """Return the blocks of rows, ``least`` at least, where they start and stop, in
-    which a symmetric matrix of this size is computed: each to its own end of the
-    diagonal.
-    """
-    num = max(1, min(size // least, MAX_BLOCKS))
-    rows = max(1, -(-size // (num * GRAIN))) * GRAIN
-    return [(start, min(start + rows, size)) for start in range(0, size, rows)]
-
-
-def symmetric_flops(size: int, inner: int, least: int) -> int:
-    """Return those of a symmetric (size, inner) by (inner, size) product by ``blocks``:
-    (blocks + 1)/(2 blocks) of the whole one's where blocks are equal.
-    """
-    return 2 * inner * sum((stop - start) * stop for start, stop in blocks(size, least))
-
-
-class Triangle:
-    """Memory for symmetric products (k, k), or a batch of them: rows of the lower
-    triangle are computed in blocks, and mirrored.
-
-    Args:
-        like: (..., rows, cols), whose dtype, device and batch they have.
-        size: k.
-        least: rows of a block; None = as the device does it best.
-    """
-
-    def __init__(self, like: Tensor, size: int, least: int | None = None) -> None:
-        self.whole = whole = like.new_empty(*like.shape[:-2], size, size)
-        cut = blocks(size, least or block_rows_on(like.device.type))
-        # views are made once: a product of a small block is soon done
-        self.rows = [
-            (start, stop - start, stop, _part(whole, (start, stop), (0, stop)))
-            for start, stop in cut
-        ]
-        self.mirrored = [
-            (
-                _part(whole, (start, stop), (stop, size)),
-                _part(whole, (stop, size), (start, stop)).mT,
-            )
-            for start, stop in cut[:-1]
-        ]
-
-
-def _part(x: Tensor, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
-    (top, bottom), (left, right) = rows, cols
-    return x.narrow(-2, top, bottom - top).narrow(-1, left, right - left)
-
-
-def symmetric(
-    a: Float[Tensor, "*batch k n"],
-    b: Float[Tensor, "*batch n k"],
-    into: Triangle | None,
-    *,
-    add: Float[Tensor, "*batch k k"] | None = None,
-    beta: float = 1.0,
-    alpha: float = 1.0,
-) -> Float[Tensor, "*batch k k"]:
-    """Return a b, or alpha a b + beta add, which the caller knows to be symmetric.
-
-    Args:
-        a: (k, n), or a batch (num, k, n).
-        b: (n, k), or a batch.
-        into: memory that has none of the others; None = one plain product, in a new
-            tensor, which autograd, vmap and inductor know.
-        add: (k, k), symmetric, or a batch.
-    """
-    product, add_product = _products(a)
-    if into is None:
-        if add is None:
-            return a @ b
-        return add_product(add, a, b, beta=beta, alpha=alpha)
-    for start, num, stop, out in into.rows:
-        factors = a.narrow(-2, start, num), b.narrow(-1, 0, stop)
-        if add is None:
-            product(*factors, out=out)
-        else:
-            addend = _part(add, (start, stop), (0, stop))
-            add_product(addend, *factors, beta=beta, alpha=alpha, out=out)
-    for above, below in into.mirrored:
-        above.copy_(below)
-    return into.whole
+# ---- products ------------------------------------------------------------------------
 
 
 def gram_matrix(
     x: Float[Tensor, "*batch rows cols"],
 ) -> Float[Tensor, "*batch cols cols"]:
     """Return X^T X of (rows, cols), or of a batch of them."""
-    return symmetric(x.mT, x, Triangle(x, x.shape[-1]) if _may_write(x) else None)
+    return x.mT @ x
 
 
 def _products(x: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
@@ -266,24 +162,15 @@ class NewtonSchulz:
             stays zero. The authors add 1e-8 to the norm of m/(1 - beta1); for m itself
             that is 5e-10 at beta1 = 0.95.
         gram: iterate on the Gram matrix of the short side (``from_gram``) where that is
-            faster: in ``dtype`` where it takes fewer operations, 0.49 of them for a 4:1
+            faster: in ``dtype`` where it takes fewer operations, 0.56 of them for a 4:1
             matrix; for half precision in float32, a quarter as fast, where it takes
             less than a quarter of them, as for an embedding. What is lost of a Gram
             matrix is lost for good (``python -m benchmarks.newton_schulz``). None =
             on a CPU, where ``dtype`` is None too.
-        scaling: "frobenius": the input is divided by its norm. "aol": then, along the
-            short side, by the roots of its Gram matrix's absolute row sums, which costs
-            no product: nearer to orthogonal, so that four steps do what five did, but
-            the factor is that of the scaled matrix (Boissin, Massena, Mamalet,
-            Serrurier, "Turbo-Muon", arXiv 2512.04632; Prach, Lampert, arXiv
-            2208.03160).
-        block_rows: symmetric products are computed by blocks of at least so many rows
-            of one triangle, up to six, and mirrored: fewer operations in more products.
-            None = 256 on a CPU, 2048 on a GPU.
 
     Raises:
-        ValueError: fewer than one step, an unknown set of coefficients or scaling, a
-            ``dtype`` that is not floating point.
+        ValueError: fewer than one step, an unknown set of coefficients, a ``dtype``
+            that is not floating point.
 
     Example:
         >>> ns = marsopt.NewtonSchulz(steps=10, dtype=torch.float64)
@@ -304,12 +191,6 @@ class NewtonSchulz:
     )
     eps: float = structure(5e-10, checks.at_least_zero, name="ns_eps", whole=True)
     gram: bool | None = structure(None, name="ns_gram", whole=True)
-    scaling: str = structure(
-        FROBENIUS, checks.one_of(tuple(sorted(SCALINGS))), name="ns_scaling", whole=True
-    )
-    block_rows: int | None = structure(
-        None, checks.none_or(checks.count), name="ns_block_rows", whole=True
-    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -321,8 +202,7 @@ class NewtonSchulz:
         together have to agree on it.
         """
         dtype, gram = self._chosen(device_type)
-        rows = self.block_rows or block_rows_on(device_type)
-        return replace(self, dtype=dtype, gram=gram, block_rows=rows)
+        return replace(self, dtype=dtype, gram=gram)
 
     def _chosen(self, device_type: str) -> tuple[torch.dtype, bool]:
         """Return dtype and gram on such a device."""
@@ -397,18 +277,14 @@ class NewtonSchulz:
         """
         rows, cols = x.shape[-2:]
         tall, writes = rows > cols, _may_write(x)
-        _, add_product = _products(x)
+        product, add_product = _products(x)
         first = second = after = None
         if writes:
             size = min(rows, cols)
-            first, second = (Triangle(x, size, self.block_rows) for _ in range(2))
-        for i, (a, b, c) in enumerate(self._polynomials()):
-            gram = symmetric(*((x.mT, x) if tall else (x, x.mT)), first)
-            if i == 0 and self.scaling == AOL:
-                s = _aol(gram).to(x.dtype)
-                x = x * (s[..., None, :] if tall else s[..., None])
-                gram = gram * s[..., None] * s[..., None, :]
-            p = symmetric(gram, gram, second, add=gram, beta=b, alpha=c)
+            first, second = x.new_empty(2, *x.shape[:-2], size, size).unbind()
+        for a, b, c in self._polynomials():
+            gram = product(*((x.mT, x) if tall else (x, x.mT)), out=first)
+            p = add_product(gram, gram, gram, beta=b, alpha=c, out=second)
             factors = (x, p) if tall else (p, x)
             iterate = add_product(x, *factors, beta=a, out=after)
             x, after = iterate, x if writes else None
@@ -435,60 +311,26 @@ class NewtonSchulz:
     ) -> Float[Tensor, "*batch k k"]:
         """Q (..., k, k) with X Q the factor of X, from X^T X (..., k, k) alone.
 
-        Every iterate is X times a polynomial in X^T X, so that a matrix cut into rows
-        needs its Gram matrix summed once, and no other exchange. All these polynomials
-        commute, so that their products are symmetric. Q is computed in the dtype of
+        Every iterate is X times a polynomial in X^T X. Q is computed in the dtype of
         ``gram``, which has to be float32 or wider: a Gram matrix has the square of the
         condition number. The norm of X has to be below the root of the largest number.
         """
         shape = gram.shape
         norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp(min=0).sqrt() + self.eps
-        norm = norm[..., None]
-        scale = 1 / norm.expand(shape[:-1])
-        gram = gram / norm[..., None] / norm[..., None]
-        if self.scaling == AOL:
-            s = _aol(gram)
-            scale, gram = scale * s, gram * s[..., None] * s[..., None, :]
+        norm = norm[..., None, None]
+        gram = gram / norm / norm
         if gram.ndim > 3:
             gram = gram.reshape(shape[:-2].numel(), *shape[-2:])
-        triangles: list[Triangle | None] = [None] * 5
-        if _may_write(gram):
-            size = shape[-1]
-            triangles = [Triangle(gram, size, self.block_rows) for _ in range(5)]
-        for_p, for_half, for_gram, *for_q = triangles
+        _, add_product = _products(gram)
         q = gram
         polynomials = self._polynomials()
         for i, (a, b, c) in enumerate(polynomials):
-            p = symmetric(gram, gram, for_p, add=gram, beta=b, alpha=c)
+            p = add_product(gram, gram, gram, beta=b, alpha=c)
             p.diagonal(dim1=-2, dim2=-1).add_(a)
-            q = symmetric(q, p, for_q[i % 2]) if i else p.clone()
+            q = q @ p if i else p
             if i < len(polynomials) - 1:
-                half = symmetric(p, gram, for_half)
-                gram = symmetric(half, p, for_gram)
-        return scale[..., None] * q.reshape(shape)
-
-    def of_shards(
-        self,
-        shards: Sequence[Tensor],
-        dim: int,
-        sum_up: Callable[[Sequence[Tensor]], list[Tensor]],
-    ) -> list[Tensor]:
-        """The shards' parts of the factors of matrices that are cut along their long
-        side, ``dim``: from the sums of Gram matrices, in one call of ``sum_up``. Of
-        half precision they are in float32.
-        """
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        with full_float32():
-            tall = [x if dim == 0 else x.mT for x in shards]
-            tall = [x.to(torch.promote_types(x.dtype, wide)) for x in tall]
-            grams = sum_up([gram_matrix(x) for x in tall])
-            factors = [
-                x @ self.from_gram(gram) for x, gram in zip(tall, grams, strict=True)
-            ]
-        return [
-            (o if dim == 0 else o.mT).to(working_dtype(x))
-            for o, x in zip(factors, shards, strict=True)
-        ]
+                gram = p @ gram @ p
+        return q.reshape(shape) / norm
 
     def _polynomials(self) -> list[tuple[float, float, float]]:
         table = COEFFICIENTS[self.coefficients]
@@ -554,40 +396,14 @@ class NewtonSchulz:
         iteration.
         """
         short, long = sorted((rows, cols))
-        squares = self._symmetric(short, long) + self._symmetric(short, short)
-        return self.steps * (squares + 2 * long * short**2)
-
-    def _symmetric(self, size: int, inner: int) -> int:
-        return symmetric_flops(size, inner, self.block_rows or block_rows_on("cpu"))
+        return self.steps * (4 * long * short**2 + 2 * short**3)
 
     def _gram_flops(self, rows: int, cols: int) -> int:
-        return self.num_shard_flops(rows, cols, 1)
-
-    def may_sum(self, rows: int, cols: int, dim: int) -> bool:
-        """Whether the sum over shards along ``dim`` of the Gram matrix of the other
-        side, which has to be the short one, is all that they need.
-        """
-        return cols <= rows if dim == 0 else rows <= cols
-
-    def num_summed(self, rows: int, cols: int) -> int:
-        """The elements of that Gram matrix."""
-        return min(rows, cols) ** 2
-
-    def num_shard_flops(self, rows: int, cols: int, num_ranks: int) -> int:
-        """Of the Gram form on one of ``num_ranks``: its share of rows, for the Gram
-        matrix and one product; all else is short x short.
+        """A Gram matrix and a product with the matrix, once; all else is short x
+        short.
         """
         short, long = sorted((rows, cols))
-        shared = self._symmetric(short, long) + 2 * long * short**2
-        small = (4 * self.steps - 3) * self._symmetric(short, short)
-        return shared // num_ranks + small
-
-
-def _aol(gram: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch k"]:
-    """Return one over the roots of a Gram matrix's absolute row sums, (..., k)."""
-    wide = torch.promote_types(gram.dtype, torch.float32)
-    sums: Tensor = torch.linalg.vector_norm(gram, 1, dim=-1, dtype=wide)
-    return sums.clamp(min=torch.finfo(gram.dtype).tiny).rsqrt()
+        return 4 * long * short**2 + (8 * self.steps - 6) * short**3
 
 
 def _each(x: Tensor) -> tuple[Tensor, ...]:

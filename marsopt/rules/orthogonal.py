@@ -21,7 +21,6 @@ from marsopt.rules.preconditioner import (
     MatrixInput,
     MatrixOutput,
     MatrixPreconditioner,
-    SumUp,
     Tensors,
 )
 
@@ -134,11 +133,3 @@ class Orthogonal(MatrixAverage):
         >>> bool(((steps > 0.065) & (steps < 0.125)).all())     # lr times 0.7 to 1.2
         True
     """
-
-    sums = True
-
-    def at_shards(
-        self, shards: Sequence[MatrixInput], dim: int, stage: Hashable, sum_up: SumUp
-    ) -> list[MatrixOutput]:
-        pieces = [s.matrix for s in shards]
-        return [MatrixOutput(o) for o in self.ns.of_shards(pieces, dim, sum_up)]

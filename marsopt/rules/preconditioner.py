@@ -5,7 +5,7 @@ needs whole matrices, what their owners do.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -19,7 +19,6 @@ from marsopt.rules.decay import Decay, StepValue, at, complement
 from marsopt.rules.hyperparameters import check_fields, number
 
 Tensors = Mapping[str, Tensor]  # by symbol
-SumUp = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -185,17 +184,6 @@ class MatrixCost(Protocol):
     def num_flops(self, rows: int, cols: int) -> int:
         """Return those of one matrix in one step, on average."""
 
-    def may_sum(self, rows: int, cols: int, dim: int) -> bool:
-        """Return whether shards of a matrix, cut along ``dim``, need sums of numbers
-        alone, and nobody the whole of it: see ``MatrixPreconditioner.at_shards``.
-        """
-
-    def num_summed(self, rows: int, cols: int) -> int:
-        """Return how many numbers those are."""
-
-    def num_shard_flops(self, rows: int, cols: int, num_ranks: int) -> int:
-        """Return the FLOPs of one of so many equal shards that sum."""
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MatrixPreconditioner(Preconditioner):
@@ -207,8 +195,6 @@ class MatrixPreconditioner(Preconditioner):
     # back: those among them that are buffers replace these, in the same order
     row_inputs: ClassVar[tuple[str, ...]] = ()
     row_outputs: ClassVar[tuple[str, ...]] = ()
-    # whether there is ``at_shards``, for matrices that ``cost`` says may do with sums
-    sums: ClassVar[bool] = False
 
     matrix_only = True
 
@@ -258,22 +244,6 @@ class MatrixPreconditioner(Preconditioner):
             matrices: in what they traveled in or wider.
             stage: of these matrices in this step.
         """
-
-    def at_shards(
-        self, shards: Sequence[MatrixInput], dim: int, stage: Hashable, sum_up: SumUp
-    ) -> list[MatrixOutput]:
-        """Return what becomes of this rank's shards of matrices, where these need sums
-        alone. Owners' buffers of a matrix's own shape are those of the shards; of all
-        others every rank has the whole.
-
-        Args:
-            shards: along ``dim`` of the matrices.
-            dim: 0 where rows are cut, 1 where columns are.
-            stage: as in ``at_owner``.
-            sum_up: returns, for a list of tensors, their sums over all shards: one
-                all-reduce a call.
-        """
-        raise NotImplementedError(f"{type(self).__name__} needs whole matrices")
 
     @abstractmethod
     def apply(

@@ -29,17 +29,14 @@ from marsopt.rules.hyperparameters import number, structure
 from marsopt.rules.matrices import LARGE, Matrices
 from marsopt.rules.newton_schulz import (
     NewtonSchulz,
-    block_rows_on,
     full_float32,
     gram_matrix,
-    symmetric_flops,
 )
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, lr_scale
 from marsopt.rules.preconditioner import (
     MatrixInput,
     MatrixOutput,
     MatrixPreconditioner,
-    SumUp,
     Tensors,
 )
 from marsopt.rules.registry import BUILT_IN, NamedRule, register
@@ -169,7 +166,6 @@ class SOAP(MatrixPreconditioner):
         "R": Buffer("col_factor", home="owner", dtype="working"),
         "QR": Buffer("col_basis", home="owner", dtype="working", start="identity"),
     }
-    sums = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -232,7 +228,7 @@ class SOAP(MatrixPreconditioner):
         step = rate * o
         return self.decay_of(x, step, decay) * (x - step)
 
-    # ---- whole matrices, and shards --------------------------------------------------
+    # ---- whole matrices --------------------------------------------------------------
 
     @property
     def every(self) -> int:
@@ -248,41 +244,18 @@ class SOAP(MatrixPreconditioner):
     def at_owner(
         self, matrices: Sequence[MatrixInput], stage: Hashable
     ) -> list[MatrixOutput]:
-        return self._step(matrices, stage, None, 0)
-
-    def at_shards(
-        self, shards: Sequence[MatrixInput], dim: int, stage: Hashable, sum_up: SumUp
-    ) -> list[MatrixOutput]:
-        return self._step(shards, stage, sum_up, dim)
-
-    def _step(
-        self,
-        matrices: Sequence[MatrixInput],
-        stage: Hashable,
-        sum_up: SumUp | None,
-        dim: int,
-    ) -> list[MatrixOutput]:
-        """Return what becomes of whole matrices, or of shards along ``dim`` whose
-        products ``sum_up`` completes.
-        """
         batches = _together(matrices)
         g = [working(batch.matrix) for batch, _ in batches]
         kept = [Kept(*batch.owned) for batch, _ in batches]
         with full_float32():
-            grams = [_grams(*pair) for pair in zip(g, kept, strict=True)]
-            if sum_up is not None:
-                grams = _summed(grams, sum_up)
             o, new = [], []
-            for columns in zip(g, kept, grams, strict=True):
-                direction, changes = self._adam(*columns, stage)
+            for pair in zip(g, kept, strict=True):
+                direction, changes = self._adam(*pair, stage)
                 o.append(direction)
                 # None is what this step leaves as it is
                 new.append([changes.get(field) for field in Kept._fields])
             if self.orthogonalize:
-                if sum_up is None:
-                    o = self.ns.many(o)
-                else:
-                    o = self.ns.of_shards(o, dim, sum_up)
+                o = self.ns.many(o)
         results = [MatrixOutput(matrices[0].matrix)] * len(matrices)
         for (_, members), direction, after in zip(batches, o, new, strict=True):
             if len(members) == 1:
@@ -294,7 +267,7 @@ class SOAP(MatrixPreconditioner):
         return results
 
     def _adam(
-        self, g: Tensor, kept: Kept, grams: tuple[Tensor, Tensor], stage: Hashable
+        self, g: Tensor, kept: Kept, stage: Hashable
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return o, before it is orthogonalized, and by field what changes of what is
         kept.
@@ -317,7 +290,7 @@ class SOAP(MatrixPreconditioner):
         factors = [
             _mixed(factor, gram, complement(beta2 if b is None else b, t + 1))
             for factor, gram in zip(
-                (kept.row_factor, kept.col_factor), grams, strict=True
+                (kept.row_factor, kept.col_factor), _grams(g, kept), strict=True
             )
         ]
         new |= dict(n=n + 1, row_factor=factors[0], col_factor=factors[1])
@@ -384,14 +357,6 @@ def _grams(g: Tensor, kept: Kept) -> tuple[Tensor, Tensor]:
         gram_matrix(g.mT) if _exists(kept.row_factor) else kept.row_factor,
         gram_matrix(g) if _exists(kept.col_factor) else kept.col_factor,
     )
-
-
-def _summed(
-    grams: Sequence[tuple[Tensor, Tensor]], sum_up: SumUp
-) -> list[tuple[Tensor, Tensor]]:
-    """Return them complete over shards."""
-    total = iter(sum_up([gram for pair in grams for gram in pair]))
-    return [(next(total), next(total)) for _ in grams]
 
 
 def _exists(factor: Tensor) -> bool:
@@ -462,11 +427,10 @@ class SOAPCost:
     precondition_frequency: int
     max_dim: int
     ns: NewtonSchulz | None
-    block_rows: int = block_rows_on("cpu")  # of symmetric products
 
     def on(self, device_type: str) -> SOAPCost:
         ns = None if self.ns is None else self.ns.on(device_type)
-        return replace(self, ns=ns, block_rows=block_rows_on(device_type))
+        return replace(self, ns=ns)
 
     @property
     def is_float32(self) -> bool:
@@ -486,46 +450,19 @@ class SOAPCost:
             cols <= self.max_dim and (two_sided or cols <= rows),
         )
 
-    def _factors(self, rows: int, cols: int) -> list[tuple[int, int]]:
-        """Return the sizes of factors, and of the other side."""
-        sizes = (rows, cols), (cols, rows)
-        has = self.has_factor(rows, cols)
-        return [pair for pair, exists in zip(sizes, has, strict=True) if exists]
-
     def num_flops(self, rows: int, cols: int) -> int:
         """Return those of a step on average: the refresh divided by its frequency."""
-        flops = 0 if self.ns is None else self.ns.num_flops(rows, cols)
-        return flops + self._num_flops(rows, cols, 1)
-
-    def may_sum(self, rows: int, cols: int, dim: int) -> bool:
-        """Return whether no factor is of the cut side; where the step is
-        orthogonalized, that has to be the long one, too.
-        """
-        alone = not self.has_factor(rows, cols)[dim]
-        return alone and (self.ns is None or self.ns.may_sum(rows, cols, dim))
-
-    def num_summed(self, rows: int, cols: int) -> int:
-        num = 0 if self.ns is None else self.ns.num_summed(rows, cols)
-        return num + sum(size**2 for size, _ in self._factors(rows, cols))
-
-    def num_shard_flops(self, rows: int, cols: int, num_ranks: int) -> int:
-        flops = 0
-        if self.ns is not None:
-            flops = self.ns.num_shard_flops(rows, cols, num_ranks)
-        return flops + self._num_flops(rows, cols, num_ranks)
-
-    def _num_flops(self, rows: int, cols: int, num_ranks: int) -> int:
-        """Return those of factors, on one of so many ranks that share what is as long
-        as the matrix; bases are refreshed by each of them.
-        """
-        shared, replicated = 0.0, 0.0
-        for size, other in self._factors(rows, cols):
+        flops = 0.0 if self.ns is None else self.ns.num_flops(rows, cols)
+        has = self.has_factor(rows, cols)
+        for size, exists in zip((rows, cols), has, strict=True):
+            if not exists:
+                continue
             turn = 2 * rows * cols * size
-            shared += symmetric_flops(size, other, self.block_rows) + 2 * turn
-            # m out and in; a product, and a QR with its orthogonal factor
-            shared += 2 * turn / self.precondition_frequency
-            replicated += (2 + 8 / 3) * size**3 / self.precondition_frequency
-        return round(shared / num_ranks + replicated)
+            # the Gram matrix of g; g in and o out; where refreshed, m out and in, a
+            # product, and a QR with its orthogonal factor
+            refresh = 2 * turn + (2 + 8 / 3) * size**3
+            flops += 3 * turn + refresh / self.precondition_frequency
+        return round(flops)
 
 
 RULES = (

@@ -124,9 +124,8 @@ class Job:
                     "made of several matrices, expected tensors that are one each: "
                     'plan with matrices="2d" and without block_rows'
                 )
-            sums = stack.algorithm.matrix_preconditioner.sums
             rows, cols = stack.shape
-            matrix = Matrix(rows, cols, 0, sums=sums)
+            matrix = Matrix(rows, cols, 0)
             found.update(dict.fromkeys(stack.names, matrix))
         return found
 

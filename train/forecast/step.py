@@ -86,11 +86,7 @@ def forecast(
     ranks = sorted({0, *_fullest(matrices, chosen)})
     found = [record(job, sizes, rank, machine) for rank in ranks]
     calls = [Counter(kind for kind, _ in one.collectives) for one in found]
-    # of all norms: what Gram matrices send is in the plan's cost
-    reduced = sum(num for kind, num in found[0].collectives if kind == "all-reduce")
-    grams = [matrices[i] for i in chosen.members("gram")]
-    summed = sum(job.cost.num_summed(m.rows, m.cols) for m in grams)
-    norms = reduced - 2 * FULL * summed * (p - 1) / p
+    norms = sum(num for kind, num in found[0].collectives if kind == "all-reduce")
     mean, most = (norms + rows for rows in _row_bytes(job, matrices, chosen))
     moved = sum(moved_bytes(alike, p) for alike in job.alike)
     return Forecast(
@@ -111,7 +107,7 @@ def _fullest(matrices: Sequence[Matrix], plan: Plan) -> list[int]:
     elements: equal shares take equal memory.
     """
     shares: dict[int, list[tuple[int, Matrix]]] = {}
-    for i in plan.members("owner"):
+    for i in plan.owned:
         shares.setdefault(plan.owners[i], []).append((plan.buckets[i], matrices[i]))
     alike: dict[frozenset[tuple[tuple[int, Matrix], int]], int] = {}
     for rank in sorted(shares):

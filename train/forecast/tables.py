@@ -14,16 +14,14 @@ MEGA, GIGA, MILLI = 1e6, 2**30, 1e-3
 
 
 def table(job: Job, found: Forecast, every: bool) -> str:
-    """Return each matrix's strategy and owner, and the totals."""
+    """Return each matrix's owner, and the totals."""
     kinds: Counter[str] = Counter()
     lines: dict[str, str] = {}
     matrices = job.matrices()
-    for (name, m), s, owner in zip(
-        matrices.items(), found.plan.strategies, found.plan.owners, strict=True
-    ):
-        what = f"{m.rows:6} x {m.cols:<6} {s}"
+    for (name, m), owner in zip(matrices.items(), found.plan.owners, strict=True):
+        what = f"{m.rows:6} x {m.cols:<6} {'replicate' if owner < 0 else 'owner'}"
         kinds[what] += 1
-        who = f"rank {owner}" if s == "owner" else "every rank"
+        who = "every rank" if owner < 0 else f"rank {owner}"
         lines[name] = f"{name:32} {what:26} {who}"
     if every:
         shown = [lines[name] for name in job.shapes if name in lines]
@@ -85,13 +83,12 @@ def _gib(batch: MicroBatch, more: int = 0) -> str:
 def sweep_table(rows: Sequence[tuple[int, Forecast]]) -> str:
     """Return one line per number of ranks."""
     lines = [
-        " ranks  owner  gram   MB sent    most  max TFLOP  imbalance  state GiB"
+        " ranks  owner   MB sent    most  max TFLOP  imbalance  state GiB"
         "  optimizer ms  training s  share"
     ]
     for n, f in rows:
-        kinds = Counter(f.plan.strategies)
         lines.append(
-            f"{n:6} {kinds['owner']:6} {kinds['gram']:5} {f.sent_bytes / MEGA:9.1f}"
+            f"{n:6} {len(f.plan.owned):6} {f.sent_bytes / MEGA:9.1f}"
             f" {f.most_sent_bytes / MEGA:7.1f}"
             f" {max(f.cost.owner_flops) / 1e12:10.3f} {f.cost.imbalance:10.3f}"
             f" {f.memory.state / GIGA:10.2f} {f.optimizer_seconds / MILLI:13.2f}"
