@@ -46,7 +46,7 @@ from marsopt.optim.state_dict import (
     to_restore,
     under_loaded,
 )
-from marsopt.optim.watch import Standstill, Writes, one_at_a_time
+from marsopt.optim.watch import Writes
 from marsopt.rules import checks
 from marsopt.rules.buffers import LOOKAHEAD
 from marsopt.rules.dtypes import without_autocast
@@ -105,12 +105,11 @@ class LayoutOptimizer(Optimizer):
 
     def _start_watching(self) -> None:
         self._protocol = protocol_of(correction_named(self._options["correction"]))()
-        self._say, self._writes, self._standstill = once(), Writes(), Standstill()
+        self._say, self._writes = once(), Writes()
         self._followed: list[str] = []  # classes of models whose modes decide
 
     # ---- construction --------------------------------------------------------------
 
-    @one_at_a_time("add_param_group()")
     @torch.inference_mode(False)
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its state is made at once.
@@ -345,7 +344,6 @@ class LayoutOptimizer(Optimizer):
 
     # ---- state ---------------------------------------------------------------------
 
-    @one_at_a_time("state_dict()")
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's: hyperparameters of the groups, and state by parameter. That
         of eval mode where the optimizer follows a model, as the model's own then is.
@@ -391,7 +389,6 @@ class LayoutOptimizer(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         return {p: i for i, p in enumerate(params)}
 
-    @one_at_a_time("load_state_dict()")
     @torch.inference_mode(False)  # under which later steps could not write what is made
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -510,7 +507,6 @@ class LayoutOptimizer(Optimizer):
             entries[ids[p]] = entry
         return {**saved, "state": entries}
 
-    @one_at_a_time("a copy or pickle")
     def __getstate__(self) -> dict[str, Any]:
         self._writes.check("a copy or pickle")
         self._protocol.check_may_save()

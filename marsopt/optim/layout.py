@@ -111,7 +111,6 @@ class Layout:
         self._moved: list[Tensor] = []
         self._digest: str | None = None  # the groups' hyperparameters
         self._live: dict[tuple[bool, ...], Tensor] = {}
-        self.has_gradients = False  # whether the last step had one
         self.unaligned: str | None = None  # a gradient that no wide load can read
 
     @torch.no_grad()
@@ -339,7 +338,6 @@ class Layout:
             rule_groups.append(RuleGroup(hyper, stacks, first.get(STAGE_COUNT, 0)))
         if copies[0]:
             torch._foreach_copy_(*copies)
-        self.has_gradients = any(live)
         return rule_groups, self._live_on(self.params[0].device, live)
 
     def digest(self) -> str:
