@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -54,8 +53,6 @@ from marsopt.rules.registry import correction_named
 
 log = logging.getLogger(__name__)
 NEW_LAYOUT = "marsopt: a new layout, which compiles graphs that were not there: %s"
-
-KEPT = 64  # groups that are taken out and come back
 
 advise = once()  # what a sweep over many optimizers is told once, not of each
 
@@ -148,7 +145,7 @@ class LayoutOptimizer(Optimizer):
 
     def _forget_layouts(self) -> None:
         self._layout: Layout | None = None
-        self._hyper: dict[int, DeviceHyperparameters] = {}  # of layouts so far
+        self._hyper: dict[int, DeviceHyperparameters] = {}  # by the id of a group
 
     def _place(self) -> None:
         """Choose the device and whether to compile. An optimizer that moves nothing
@@ -203,9 +200,8 @@ class LayoutOptimizer(Optimizer):
         return self._layout
 
     def _new_layout(self) -> Layout:
-        if len(self._hyper) > len(self.param_groups) + KEPT:
-            present = {id(group) for group in self.param_groups}
-            self._hyper = {i: h for i, h in self._hyper.items() if i in present}
+        present = {id(group) for group in self.param_groups}
+        self._hyper = {i: h for i, h in self._hyper.items() if i in present}
         device = device_of(self.param_groups, self.state)
         stays = device in (None, self._skipped.device)
         if self._layout is not None and not (self._layout.params and stays):
@@ -355,7 +351,7 @@ class LayoutOptimizer(Optimizer):
         self._protocol.check_may_save()
         self._ask("state_dict")
         self.synced_handles()
-        saved = self._listed_state_dict()
+        saved = super().state_dict()
         known = all_hyperparameters()
         for group in saved["param_groups"]:
             group |= {n: known[n].plain(v) for n, v in group.items() if n in known}
@@ -371,18 +367,6 @@ class LayoutOptimizer(Optimizer):
             entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
             entry[key] = collectives.publish(self.state[p][key], p, num, owns)
         return saved
-
-    def _listed_state_dict(self) -> dict[str, Any]:
-        """Return torch.optim's, which has no name for a parameter in no group."""
-        state, ids = self.state, self._ids()
-        listed = [k for k in state if not isinstance(k, Tensor) or k in ids]
-        if len(listed) == len(state):
-            return super().state_dict()
-        self.state = defaultdict(dict, {key: state[key] for key in listed})
-        try:
-            return super().state_dict()
-        finally:
-            self.state = state
 
     def _ids(self) -> dict[Tensor, int]:
         """Return under which number a state dict knows each parameter."""
