@@ -15,7 +15,6 @@ from torch import Tensor
 
 from marsopt.functional.binding import buffer_shape
 from marsopt.functional.collectives import Collectives, Request, Tensors, numbers
-from marsopt.functional.declared import check_declared
 from marsopt.functional.stacks import repeated, stacked, where_or_unread
 from marsopt.functional.step_types import (
     Decision,
@@ -152,11 +151,7 @@ def assess(
 
     Returns:
         Complete sums, and what they decide: see ``statistics`` and ``decide``.
-
-    Raises:
-        ValueError: a component that does not do what it declares (``check_declared``).
     """
-    check_declared(groups)
     stacks, hypers = stacks_of(groups), [group.hyper for group in groups]
     if run.is_fused:
         return run.call(assess_alone, hypers, stacks, live, max_norm)
