@@ -4,6 +4,7 @@ functional, compiled, sharded.
 
 from typing import TYPE_CHECKING
 
+from marsopt import testing as testing
 from marsopt.functional import named
 from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.named import (

@@ -612,7 +612,6 @@ def test_masters_may_come_after_some_steps(mode):
     run(build(want, "eager", lr=LR), want, range(2, 4))
     equal(masters, want, 1e-6)
     assert all(float(optimizer.state[p]["step"]) == 2 for p in olds)
-    assert set(optimizer.state_dict()["state"]) == set(range(len(SHAPES)))
 
 
 def test_masters_may_take_the_state_over(mode):

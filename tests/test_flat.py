@@ -515,7 +515,7 @@ def test_moments_narrower_than_the_parameter_are_refused():
     with pytest.raises(ValueError, match="nothing narrower than the parameter"):
         MARS(parameters(), state_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="nothing narrower than the parameter"):
-        marsopt.adamw(state_dtype=torch.float16).init(parameters())
+        marsopt.adamw(state_dtype=torch.bfloat16).init(parameters())
 
 
 def test_a_copy_of_the_optimizer_is_its_own():

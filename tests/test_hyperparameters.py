@@ -27,6 +27,8 @@ from marsopt.rules.correction import Correction
 from marsopt.rules.hyperparameters import number, structure
 from marsopt.rules.preconditioner import Average
 from marsopt.rules.registry import CORRECTIONS, NamedRule
+from marsopt.testing import check_component
+from tests.factors import Factors
 
 LR = 0.1
 
@@ -608,31 +610,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-@pytest.mark.parametrize("door", ["function", "class"])
-def test_what_a_rule_does_not_declare_is_refused(what, door, monkeypatch):
-    """At its first step, before anything is written; by both doors."""
+def test_what_a_rule_does_not_declare_is_refused(what):
     change, told = WRONG[what]
-    mine = returning(change)
-    p = nn.Parameter(torch.ones(3, 4))
-    if door == "function":
-        rule = marsopt.Rule(matrix=marsopt.Algorithm(preconditioner=mine()))
-        state = rule.init([p.detach()])
-        with pytest.raises(ValueError, match=told):
-            rule.step([p.detach()], [torch.ones(3, 4)], state, lr=LR)
-        assert not state.m[0].any()
-    else:
-        row = NamedRule("mine", mine, False, "itself")
-        monkeypatch.setitem(REGISTRY, row.name, row)
-        optimizer = MARS([p], mars_type="mine", compile=False)
-        p.grad = torch.ones(3, 4)
-        with pytest.raises(ValueError, match=told):
-            optimizer.step()
-        assert not optimizer.describe().is_torn
-        assert not any(v.any() for v in optimizer.state[p].values())
-    assert (p == 1).all()
+    with pytest.raises(ValueError, match=told):
+        check_component(returning(change)())
 
 
-def test_a_correction_and_a_matrix_rule_are_asked_too():
+def test_a_correction_and_a_matrix_rule_are_checked_too():
     class Sums(Damped):
         def kept(self, g, old):
             return {"h": old["h"].add_(g)}
@@ -656,32 +640,33 @@ def test_a_correction_and_a_matrix_rule_are_asked_too():
             outputs = super().at_owner(matrices, stage)
             return [output._replace(owned=None) for output in outputs]
 
-    x = [torch.ones(3, 4)]
-    for made, told in (
-        (dict(correction=Sums()), "got Sums.kept that writes into h, expected new"),
-        (dict(correction=Nothing()), r"got \{\} from Nothing.kept, expected \{'h'"),
-        (dict(preconditioner=Scaled()), "Scaled.at_owner that writes into matrix"),
-        (dict(preconditioner=Turned()), r"'x': \(\(1, 4, 3\).* from Turned.apply"),
-        (dict(preconditioner=NoBases()), r"got \{\} from NoBases.at_owner, expected"),
+    for component, told in (
+        (Sums(), "got Sums.kept that writes into h, expected new"),
+        (Nothing(), r"got \{\} from Nothing.kept, expected \{'h'"),
+        (Scaled(), "Scaled.at_owner that writes into matrix"),
+        (Turned(), r"'x': \(\(1, 4, 3\).* from Turned.apply"),
+        (NoBases(), r"got \{\} from NoBases.at_owner, expected"),
     ):
-        algorithm = marsopt.Algorithm(**{"preconditioner": marsopt.Lion(), **made})
-        rule = marsopt.Rule(matrix=algorithm)
         with pytest.raises(ValueError, match=told):
-            rule.step(x, x, rule.init(x), lr=LR)
+            check_component(component, (3, 4))
 
 
-def test_a_rule_of_ones_own_is_asked_once_and_in_no_graph():
-    calls = []
-    mine = returning(lambda before, x, new: (calls.append(x.shape), (x, new))[1])
-    rule = marsopt.Rule(matrix=marsopt.Algorithm(preconditioner=mine()))
-    x = [torch.ones(3, 4), torch.ones(2)]
-    state = rule.init(x)
-    fast = torch.compile(rule.step, backend="eager", fullgraph=True)
-    fast(x, x, state, lr=LR)
-    assert len(calls) == 2  # traced
-    for num in (5, 7):  # the smallest tensor is asked about
-        rule.step(x, x, state, lr=LR)
-        assert len(calls) == num
+@pytest.mark.parametrize("row", REGISTRY.values(), ids=lambda row: row.name)
+def test_every_rule_does_what_it_declares(row):
+    check_component(row.preconditioner())
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS.values(), ids=lambda kind: kind.name)
+def test_every_correction_does_what_it_declares(kind):
+    check_component(kind())
+
+
+def test_a_class_is_no_component():
+    with pytest.raises(TypeError, match=r"got <class .*>, expected a preconditioner"):
+        check_component(marsopt.AdamW)
+    with pytest.raises(ValueError, match="expected a matrix"):
+        check_component(marsopt.Orthogonal(), (3,))
+    check_component(Factors(), (5, 3))
 
 
 def test_a_name_that_is_taken_is_kept_unless_told():

@@ -13,12 +13,13 @@ import torch
 
 import marsopt
 import marsopt.parallel
+import marsopt.testing
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 NAMES = sorted(
     f"{module.__name__}.{name}"
-    for module in (marsopt, marsopt.parallel)
+    for module in (marsopt, marsopt.parallel, marsopt.testing)
     for name in module.__all__
 )
 # values, which have no docstring of their own: their examples are in the pages

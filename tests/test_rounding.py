@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -471,13 +472,17 @@ def test_without_eps_gradients_whose_squares_are_lost_move_little(options):
     assert moved[1e-15] == pytest.approx(0.01, rel=0.02)
 
 
-def test_float16_is_refused():
+def test_state_of_float16_is_refused():
     params = [nn.Parameter(torch.zeros(3, 2))]
-    for options in (dict(state_dtype=torch.float16), dict(h_dtype=torch.float16)):
-        with pytest.raises(ValueError, match="expected no torch.float16"):
-            MARS(params, stochastic_rounding=True, **options)
-        with pytest.raises(ValueError, match="expected no torch.float16"):
-            marsopt.mars_adamw(stochastic_rounding=True, **options)
+    for name in ("state_dtype", "h_dtype"):
+        said = f"got {name}=torch.float16, expected a dtype with the range of float32"
+        for build in (partial(MARS, params), marsopt.mars, marsopt.mars_adamw):
+            with pytest.raises(ValueError, match=said):
+                build(**{name: torch.float16})
+    with pytest.raises(ValueError, match="got state_dtype=torch.float16"):
+        marsopt.Algorithm(preconditioner=marsopt.AdamW(), state_dtype=torch.float16)
+    with pytest.raises(ValueError, match="got h_dtype=torch.float16"):
+        marsopt.Approximate(h_dtype=torch.float16)
     half = [torch.zeros(3, 2, dtype=torch.float16)]
     state = marsopt.adamw(stochastic_rounding=True).init(half)
     assert state.m[0].dtype == torch.float32  # as that of float32 parameters

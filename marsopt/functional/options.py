@@ -94,8 +94,9 @@ class ReferenceOptions(TypedDict, total=False):
     ]
     h_dtype: Annotated[
         torch.dtype | None,
-        "dtype of a kept gradient; None = that of the other buffers. Half precision "
-        "saves memory and traffic, and rounds the gradient by up to 2^-9 (bf16).",
+        "dtype of a kept gradient; None = the dtype of the other buffers. "
+        "torch.bfloat16 saves memory and traffic, and rounds the gradient by up to "
+        "2^-9.",
     ]
     store_iterate: Annotated[
         bool,

@@ -58,7 +58,7 @@ class Choice:
     correction: str | None = structure(None, whole=True)
     max_norm: Number | None = structure(None, checks.positive_or_none, whole=True)
     state_dtype: torch.dtype | None = structure(
-        None, checks.floating_or_none, whole=True
+        None, checks.state_dtype_or_none, whole=True
     )
     stochastic_rounding: bool = structure(False, whole=True)
 

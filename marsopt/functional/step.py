@@ -5,7 +5,6 @@ two; the class hands in a ``Run`` that compiles their parts and writes in place.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from marsopt.functional.binding import buffer_shape
 from marsopt.functional.collectives import Collectives, Request, Tensors, numbers
-from marsopt.functional.declared import check_declared
 from marsopt.functional.stacks import repeated, stacked, where_or_unread
 from marsopt.functional.step_types import (
     Decision,
@@ -154,14 +152,9 @@ def assess(
 
     Returns:
         Complete sums, and what they decide: see ``statistics`` and ``decide``.
-
-    Raises:
-        ValueError: a component that does not do what it declares (``check_declared``).
     """
-    check_declared(groups)
-    may_overflow = any(group.hyper.algorithm.may_overflow for group in groups)
     stacks, hypers = stacks_of(groups), [group.hyper for group in groups]
-    if run.is_fused and not may_overflow:
+    if run.is_fused:
         return run.call(assess_alone, hypers, stacks, live, max_norm)
     leaves: list[Tensor] = []
     inner_products = run.each(products, stacks)
@@ -169,13 +162,7 @@ def assess(
         leaves += repeated(stack_members.leaves, len(part) // len(stack_members.leaves))
     partial = statistics(inner_products, live)
     sums = run.meet("exchange", collectives.sum, partial, leaves, digest)
-    decision = run.call(decide, hypers, sums, max_norm)
-    if may_overflow:
-        partial = run.call(overflows, stacks, per_stack(groups, decision))
-        bad = run.meet("exchange", collectives.sum, partial, leaves)
-        sums = torch.cat([sums[:, :-1], sums[:, -1:] + bad], 1)
-        decision = run.call(decide, hypers, sums, max_norm)
-    return sums, decision
+    return sums, run.call(decide, hypers, sums, max_norm)
 
 
 def assess_alone(
@@ -249,28 +236,6 @@ def statistics(
         sums = F.pad(torch.cat(alike), (0, 1), value=1.0)
     # not a product: 0 times infinity is no zero
     return sums if live is None else torch.where(live[:, None], sums, 0.0)
-
-
-def overflows(stacks: Sequence[Stack], scalars: Sequence[StackScalars]) -> Tensor:
-    """Return (N, 1): infinity for parts of tensors whose buffers in shards would not
-    hold what a step writes, else 0. Nothing is written.
-
-    Only a step itself knows what float16 does not hold: its range ends so early that a
-    bound, as the norm of c is one, would skip steps that are fine.
-    """
-    flags = []
-    for stack, stack_scalars in zip(stacks, scalars, strict=True):
-        num, (after, _) = stack.num_tensors, update(stack, stack_scalars)
-        fits = torch.ones(num, dtype=torch.bool, device=stack.x.device)
-        for symbol, buffer in stack.algorithm.buffers.items():
-            if symbol in stack.buffers and buffer.dtype != "parameter":
-                value = after.buffers[symbol]
-                finite = torch.isfinite(value).reshape(num, value[0].numel())
-                fits = fits & finite.all(1)
-        flags.append(
-            torch.where(fits, 0.0, math.inf).repeat_interleave(stack.num_clipped)
-        )
-    return torch.cat(flags)[:, None]
 
 
 def global_clip(grad_norm: Float[Tensor, ""], max_norm: Number) -> Float[Tensor, ""]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -46,7 +45,7 @@ from marsopt.optim.state_dict import (
     to_restore,
     under_loaded,
 )
-from marsopt.optim.watch import Standstill, Writes, one_at_a_time
+from marsopt.optim.watch import Writes
 from marsopt.rules import checks
 from marsopt.rules.buffers import LOOKAHEAD
 from marsopt.rules.dtypes import without_autocast
@@ -54,8 +53,6 @@ from marsopt.rules.registry import correction_named
 
 log = logging.getLogger(__name__)
 NEW_LAYOUT = "marsopt: a new layout, which compiles graphs that were not there: %s"
-
-KEPT = 64  # groups that are taken out and come back
 
 advise = once()  # what a sweep over many optimizers is told once, not of each
 
@@ -105,12 +102,11 @@ class LayoutOptimizer(Optimizer):
 
     def _start_watching(self) -> None:
         self._protocol = protocol_of(correction_named(self._options["correction"]))()
-        self._say, self._writes, self._standstill = once(), Writes(), Standstill()
+        self._say, self._writes = once(), Writes()
         self._followed: list[str] = []  # classes of models whose modes decide
 
     # ---- construction --------------------------------------------------------------
 
-    @one_at_a_time("add_param_group()")
     @torch.inference_mode(False)
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its state is made at once.
@@ -149,7 +145,7 @@ class LayoutOptimizer(Optimizer):
 
     def _forget_layouts(self) -> None:
         self._layout: Layout | None = None
-        self._hyper: dict[int, DeviceHyperparameters] = {}  # of layouts so far
+        self._hyper: dict[int, DeviceHyperparameters] = {}  # by the id of a group
 
     def _place(self) -> None:
         """Choose the device and whether to compile. An optimizer that moves nothing
@@ -204,9 +200,8 @@ class LayoutOptimizer(Optimizer):
         return self._layout
 
     def _new_layout(self) -> Layout:
-        if len(self._hyper) > len(self.param_groups) + KEPT:
-            present = {id(group) for group in self.param_groups}
-            self._hyper = {i: h for i, h in self._hyper.items() if i in present}
+        present = {id(group) for group in self.param_groups}
+        self._hyper = {i: h for i, h in self._hyper.items() if i in present}
         device = device_of(self.param_groups, self.state)
         stays = device in (None, self._skipped.device)
         if self._layout is not None and not (self._layout.params and stays):
@@ -345,7 +340,6 @@ class LayoutOptimizer(Optimizer):
 
     # ---- state ---------------------------------------------------------------------
 
-    @one_at_a_time("state_dict()")
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's: hyperparameters of the groups, and state by parameter. That
         of eval mode where the optimizer follows a model, as the model's own then is.
@@ -357,7 +351,7 @@ class LayoutOptimizer(Optimizer):
         self._protocol.check_may_save()
         self._ask("state_dict")
         self.synced_handles()
-        saved = self._listed_state_dict()
+        saved = super().state_dict()
         known = all_hyperparameters()
         for group in saved["param_groups"]:
             group |= {n: known[n].plain(v) for n, v in group.items() if n in known}
@@ -374,24 +368,11 @@ class LayoutOptimizer(Optimizer):
             entry[key] = collectives.publish(self.state[p][key], p, num, owns)
         return saved
 
-    def _listed_state_dict(self) -> dict[str, Any]:
-        """Return torch.optim's, which has no name for a parameter in no group."""
-        state, ids = self.state, self._ids()
-        listed = [k for k in state if not isinstance(k, Tensor) or k in ids]
-        if len(listed) == len(state):
-            return super().state_dict()
-        self.state = defaultdict(dict, {key: state[key] for key in listed})
-        try:
-            return super().state_dict()
-        finally:
-            self.state = state
-
     def _ids(self) -> dict[Tensor, int]:
         """Return under which number a state dict knows each parameter."""
         params = [p for group in self.param_groups for p in group["params"]]
         return {p: i for i, p in enumerate(params)}
 
-    @one_at_a_time("load_state_dict()")
     @torch.inference_mode(False)  # under which later steps could not write what is made
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -510,7 +491,6 @@ class LayoutOptimizer(Optimizer):
             entries[ids[p]] = entry
         return {**saved, "state": entries}
 
-    @one_at_a_time("a copy or pickle")
     def __getstate__(self) -> dict[str, Any]:
         self._writes.check("a copy or pickle")
         self._protocol.check_may_save()

@@ -362,7 +362,6 @@ RANGES = {
     step.assess_alone: "marsopt: norms",
     step.products: "marsopt: norms",
     step.decide: "marsopt: norms",
-    step.overflows: "marsopt: norms",
     step.update: "marsopt: update",
     step.apply: "marsopt: update",
 }

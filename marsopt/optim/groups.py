@@ -721,19 +721,12 @@ def warn_of_half_precision(
     options: Mapping[str, Any],
     say: Callable[[int, str], None],
 ) -> None:
-    """Say in which dtype state is kept for parameters of half precision, where nobody
-    has chosen one.
+    """Say that state of bfloat16 parameters is bfloat16, where ``state_dtype`` and
+    stochastic rounding are left out.
     """
     if options["state_dtype"] is not None:
         return
     dtypes = {p.dtype for g in groups for p in g["params"] if p.requires_grad}
-    if torch.float16 in dtypes:
-        say(
-            logging.WARNING,
-            "the state of float16 parameters is kept in float32, since float16 holds "
-            "no squares of small gradients: twice the memory. state_dtype= chooses "
-            "another dtype",
-        )
     if torch.bfloat16 in dtypes and not options.get("stochastic_rounding", False):
         say(
             logging.WARNING,

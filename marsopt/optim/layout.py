@@ -27,7 +27,7 @@ from marsopt.optim.groups import (
     structure,
 )
 from marsopt.optim.protocols.base import ParameterHandle
-from marsopt.optim.state_dict import State, cut_keys, entry_of_mars
+from marsopt.optim.state_dict import State, cut_keys
 from marsopt.rules import checks
 from marsopt.rules.dtypes import working
 
@@ -111,7 +111,6 @@ class Layout:
         self._moved: list[Tensor] = []
         self._digest: str | None = None  # the groups' hyperparameters
         self._live: dict[tuple[bool, ...], Tensor] = {}
-        self.has_gradients = False  # whether the last step had one
         self.unaligned: str | None = None  # a gradient that no wide load can read
 
     @torch.no_grad()
@@ -143,7 +142,7 @@ class Layout:
             before.publish_owned(state)
         for together in ways.values():
             buckets.attach_owned(together, state, moved=before is not None)
-        _forget_unused(state, self._every)
+        _drop_unstepped(state, self._every)
         self._signature = self._sign(self._groups)
         return any(restarts)
 
@@ -339,7 +338,6 @@ class Layout:
             rule_groups.append(RuleGroup(hyper, stacks, first.get(STAGE_COUNT, 0)))
         if copies[0]:
             torch._foreach_copy_(*copies)
-        self.has_gradients = any(live)
         return rule_groups, self._live_on(self.params[0].device, live)
 
     def digest(self) -> str:
@@ -553,15 +551,11 @@ class Layout:
 STAGE_COUNT = "stage_count"
 
 
-def _forget_unused(state: State, present: Sequence[Tensor]) -> None:
-    """Drop our state of parameters that are in no group any more and have not taken a
-    step: somebody exchanged them (for float32 masters, say). All other state belongs to
-    its parameter, which may come back.
+def _drop_unstepped(state: State, present: Sequence[Tensor]) -> None:
+    """Drop state of parameters that left their groups before a step (float32 masters
+    took their place): torch.optim has none of these, since it makes state in a step.
     """
-    known = set(present)
-    for p in [p for p in state if isinstance(p, Tensor) and p not in known]:
+    left = [p for p in state.keys() - set(present) if isinstance(p, Tensor)]
+    for p in left:
         if not float(state[p].get("step", 1.0)):
-            for key in entry_of_mars(state[p]):
-                del state[p][key]
-            if not state[p]:
-                del state[p]
+            del state[p]

@@ -18,7 +18,6 @@ from marsopt.functional.step import advance, assess
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.compiled import named_range
 from marsopt.optim.groups import constructor_values, unreached
-from marsopt.optim.watch import one_at_a_time
 from marsopt.rules import checks
 from marsopt.rules.decay import Decay, Weight
 from marsopt.rules.dtypes import without_autocast
@@ -106,9 +105,8 @@ class MARS(LayoutOptimizer):
             fewer, if 16 or more have one shape), unless others look into their storage:
             capture CUDA graphs of the model after that.
         nonfinite: "skip" = a step whose gradient holds a NaN or infinity changes
-            nothing and is counted in ``num_skipped``, without a host sync; a warning
-            is logged once where a run on a CPU stands still. "raise" = it also raises
-            FloatingPointError (one sync a step).
+            nothing and is counted in ``num_skipped``, without a host sync. "raise" = it
+            also raises FloatingPointError (one sync a step).
         options: any other argument of ``marsopt.mars``, whose help lists them:
             ``adjust_lr_fn``, ``block_rows``, ``ns_dtype`` and so on.
 
@@ -217,7 +215,6 @@ class MARS(LayoutOptimizer):
     # an outer torch.compile leaves it alone: it has graphs of its own. As torch.optim
     # does it; torch.compiler.disable would import dynamo with this module
     @torch._disable_dynamo
-    @one_at_a_time("step()")
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, *, bs: int | None = None
@@ -238,11 +235,11 @@ class MARS(LayoutOptimizer):
             ValueError: a sparse gradient, or a hyperparameter that was changed to
                 something out of its range.
             RuntimeError: exact MARS without its protocol (``update_previous_grad``);
-                transport in eval mode; another thread is in a call of this optimizer;
-                an exception has broken off a step before (see ``load_state_dict``);
-                hyperparameters that are numbers (those that are tensors are not
-                compared) differ between the ranks that shard parameters, which then
-                raise all, on GPUs some steps later: nothing has changed.
+                transport in eval mode; an exception has broken off a step before (see
+                ``load_state_dict``); hyperparameters that are numbers (those that are
+                tensors are not compared) differ between the ranks that shard
+                parameters, which then raise all, on GPUs some steps later: nothing has
+                changed.
             FloatingPointError: a gradient that is not finite, with
                 ``nonfinite="raise"``; nothing has changed.
         """
@@ -296,7 +293,6 @@ class MARS(LayoutOptimizer):
             with named_range("marsopt: scatter"):
                 layout.scatter()
                 layout.count(decision, self._skipped)
-            self._standstill.look(self._skipped, layout.has_gradients, self._say)
             self._protocol.after_step(self, layout.handles)
         self._grad_norm = decision.grad_norm
         if self._options["nonfinite"] == "raise" and not decision.finite:
@@ -304,7 +300,6 @@ class MARS(LayoutOptimizer):
                 collectives.check_ranks_agree(digest)
             raise FloatingPointError(layout.blame(sums))
 
-    @one_at_a_time("join_gradients()")
     @torch.no_grad()
     def join_gradients(self) -> None:
         """Move the gradients that are there into one buffer per shape.
@@ -332,7 +327,6 @@ class MARS(LayoutOptimizer):
 
     # ---- transport -----------------------------------------------------------------
 
-    @one_at_a_time("eval()")
     def eval(self) -> None:
         """Transport: put the trained parameters x into the model, to evaluate or save
         it, and the points ahead into the state. Contents are exchanged, bit for bit.
@@ -340,7 +334,6 @@ class MARS(LayoutOptimizer):
         """
         self._ask("eval")
 
-    @one_at_a_time("train()")
     def train(self) -> None:
         """Transport: undo ``eval()`` before the next forward pass of training; what was
         written into parameters meanwhile (not by ``p.data``) becomes x and y. Other
@@ -402,7 +395,6 @@ class MARS(LayoutOptimizer):
                     (x,) = self._present.collectives.whole([x], [p])
                 yield p, p.detach() if x is None else x
 
-    @one_at_a_time("expose_for_saving()")
     def expose_for_saving(self) -> None:
         """Transport: as ``eval()``, for a state dict, until the next forward pass of a
         model that is followed, or the next ``step()``. Other corrections: nothing.
@@ -411,7 +403,6 @@ class MARS(LayoutOptimizer):
 
     # ---- exact MARS: the authors' protocol -----------------------------------------
 
-    @one_at_a_time("update_previous_grad()")
     def update_previous_grad(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Exact MARS, before ``step``: keep the *next* batch's gradient, in ``p.grad``.
 
@@ -431,7 +422,6 @@ class MARS(LayoutOptimizer):
         """
         self._ask("update_previous_grad", grad_scale)
 
-    @one_at_a_time("update_last_grad()")
     def update_last_grad(self) -> None:
         """Exact MARS, after ``step``: what was kept becomes the next step's h.
 
@@ -442,7 +432,6 @@ class MARS(LayoutOptimizer):
 
     # ---- an anchor -----------------------------------------------------------------
 
-    @one_at_a_time("update_anchor()")
     def update_anchor(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Corrections with an anchor (SVRG): let the snapshot be the parameters, and
         its full gradient what is in ``p.grad``. With ``max_norm`` it gets a global clip
@@ -458,12 +447,8 @@ class MARS(LayoutOptimizer):
         """Corrections with an anchor (SVRG): let parameters hold the snapshot in this
         context, for the batch's gradient there. Other corrections: nothing.
         """
-        self._exchange_snapshot()
+        self._ask("at_snapshot")
         try:
             yield
         finally:
-            self._exchange_snapshot()
-
-    @one_at_a_time("at_snapshot()")
-    def _exchange_snapshot(self) -> None:
-        self._ask("at_snapshot")
+            self._ask("at_snapshot")

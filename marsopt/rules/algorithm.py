@@ -43,8 +43,7 @@ class Algorithm:
         name: what messages call it.
 
     Raises:
-        ValueError: a ``state_dtype`` that is not floating point; float16 with
-            ``stochastic_rounding``.
+        ValueError: a ``state_dtype`` that is not floating point, or float16.
 
     Example:
         >>> algorithm = marsopt.Algorithm(
@@ -64,15 +63,8 @@ class Algorithm:
     name: str = ""
 
     def __post_init__(self) -> None:
-        checks.floating_or_none("state_dtype", self.state_dtype)
+        checks.state_dtype_or_none("state_dtype", self.state_dtype)
         checks.true_or_false("stochastic_rounding", self.stochastic_rounding)
-        h_dtype = None if self.correction is None else self.correction.h_dtype
-        if self.stochastic_rounding and torch.float16 in (self.state_dtype, h_dtype):
-            raise ValueError(
-                f"got state_dtype={self.state_dtype} and h_dtype={h_dtype} with "
-                "stochastic_rounding, expected no torch.float16, in which squares "
-                "of small gradients are zero: choose torch.bfloat16"
-            )
 
     def __str__(self) -> str:
         return self.name or type(self.preconditioner).__name__
@@ -150,17 +142,6 @@ class Algorithm:
         return replace(self, correction=correction)
 
     @property
-    def may_overflow(self) -> bool:
-        """Whether buffers in shards may be of float16, which has so small a range that
-        a step has to look at what it would write.
-        """
-        kept, correction = [*self.preconditioner.keeps.values()], self.correction
-        h_dtype = None if correction is None else correction.h_dtype
-        kept += [] if correction is None else correction.keeps.values()
-        declared = [buffer.dtype for buffer in kept if buffer.home == "shard"]
-        return torch.float16 in (self.state_dtype, h_dtype, *declared)
-
-    @property
     def corrects(self) -> Correction | None:
         """The correction, where a step makes c by it."""
         return None if self.is_quasi_hyperbolic else self.correction
@@ -222,8 +203,8 @@ class Algorithm:
     def dtype_of(self, buffer: Buffer, x: Tensor) -> torch.dtype:
         """Return the dtype of a buffer for ``x``."""
         state_dtype = self.state_dtype or default_state_dtype(x.dtype)
-        if buffer.home == "owner":  # not rounded stochastically; float16 has no range
-            state_dtype = default_state_dtype(torch.promote_types(state_dtype, x.dtype))
+        if buffer.home == "owner":  # not rounded stochastically
+            state_dtype = torch.promote_types(state_dtype, x.dtype)
         narrow = None if self.corrects is None else self.corrects.h_dtype
         if isinstance(buffer.dtype, torch.dtype):
             return buffer.dtype

@@ -40,7 +40,7 @@ class Buffer(NamedTuple):
         home: "shard": beside each piece of the parameter. "owner": where whole matrices
             are brought together, (number of matrices owned here, *shape).
         dtype: "state": the ``state_dtype`` of the algorithm, or the parameter's own,
-            float32 for float16 (with home "owner" the wider of both, never float16);
+            float32 for float16 (with home "owner" the wider of both);
             "gradient": the same, unless the correction's ``h_dtype`` says otherwise;
             "parameter": the parameter's own; "working": that or float32, whichever is
             wider; or a dtype.

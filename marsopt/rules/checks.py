@@ -191,6 +191,17 @@ def floating_or_none(name: str, value: torch.dtype | None) -> None:
         )
 
 
+def state_dtype_or_none(name: str, value: torch.dtype | None) -> None:
+    """None or a floating point dtype that holds squares of gradients."""
+    floating_or_none(name, value)
+    if value == torch.float16:
+        raise ValueError(
+            f"got {name}=torch.float16, expected a dtype with the range of float32, "
+            "since squares of gradients leave that of float16: pass torch.float32, or "
+            "leave it out"
+        )
+
+
 def true_or_false(name: str, value: bool) -> None:
     """True or False."""
     if not isinstance(plain(value), bool):

@@ -40,8 +40,8 @@ class Correction(ABC):
         clip: threshold of the norm of c; None = off.
         clip_per: what has a norm of its own: "matrix", where a tensor is made of
             several (``Matrices``), or "tensor".
-        h_dtype: dtype of a kept gradient; None = that of the other buffers. Half
-            precision saves memory and traffic, and rounds it by up to 2^-9 (bf16).
+        h_dtype: dtype of a kept gradient; None = the dtype of the other buffers.
+            torch.bfloat16 saves memory and traffic, and rounds it by up to 2^-9.
 
     Raises:
         ValueError: a field out of its range.
@@ -63,7 +63,9 @@ class Correction(ABC):
     gamma: Number = number(0.025, checks.finite)
     clip: Number | None = number(1.0, checks.positive_or_none)
     clip_per: Per = structure("matrix", checks.one_of(get_args(Per)))
-    h_dtype: torch.dtype | None = structure(None, checks.floating_or_none, whole=True)
+    h_dtype: torch.dtype | None = structure(
+        None, checks.state_dtype_or_none, whole=True
+    )
 
     name: ClassVar[str]
     # operands beside the gradient, by symbol: each is a buffer

@@ -96,8 +96,8 @@ class MarsOptimizers(MarsOptimizersContainer):
         """Working precision of Newton-Schulz."""
         ns_gram: bool = False
         """Newton-Schulz on Gram matrices where that is less work (ns_dtype float32)."""
-        h_dtype: Literal["bfloat16", "float16"] | None = None
-        """dtype of the kept gradient: half precision halves its memory; None = fp32."""
+        h_dtype: Literal["bfloat16"] | None = None
+        """dtype of the kept gradient: bfloat16 halves its memory; None = fp32."""
         store_iterate: bool = False
         """With transport, keep the parameters behind the lookahead in the state with
         AdamW too, which otherwise computes them: 4 bytes a parameter.

@@ -1,66 +1,97 @@
-"""Whether a component does what it declares. One of somebody else's is asked once,
-before its first step, with tensors that nobody else holds: what it returns otherwise
-would move parameters wrongly, or spoil them where a step is skipped.
-"""
+"""Checks for tests of a component of your own."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from marsopt.functional.step_types import RuleGroup, Stack, factor
+from marsopt.functional.collectives import LOCAL
+from marsopt.functional.state import Leaves, bind, new_state
+from marsopt.functional.step_types import Stack, factor
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.dtypes import working_dtype
-from marsopt.rules.preconditioner import MatrixInput
-from marsopt.rules.registry import BUILT_IN
+from marsopt.rules.correction import Correction
+from marsopt.rules.lion import Lion
+from marsopt.rules.preconditioner import MatrixInput, Preconditioner
 
-CHECKED: WeakSet[Algorithm] = WeakSet()
+__all__ = ["check_component"]
 
 
-def check_declared(groups: Sequence[RuleGroup]) -> None:
-    """Check the algorithms that take their first step. No graph has it.
+def check_component(
+    component: Preconditioner | Correction, shape: Sequence[int] = (4, 3)
+) -> None:
+    """Check that a component computes what it declares: call it in a test of your own
+    preconditioner or correction.
+
+    A component has to return every buffer that it declares, in the shape and dtype in
+    which it got the buffer, and must not write into its arguments: a skipped step keeps
+    the old values.
+
+    Args:
+        component: an instance, with the hyperparameters to check.
+        shape: of the parameter that takes the step, which is zero on the CPU.
 
     Raises:
-        ValueError: a component returns other buffers, shapes or dtypes than it
-            declares, or writes into what it was given.
+        TypeError: ``component`` is no preconditioner and no correction.
+        ValueError: ``component`` returns other buffers, shapes or dtypes than it
+            declares, writes into an argument, or takes matrices alone and ``shape`` is
+            no matrix.
+
+    Example:
+        >>> class Forgetful(marsopt.Lion):
+        ...     def update(self, x, c, buffers, s):
+        ...         x, _ = super().update(x, c, buffers, s)
+        ...         return x, {}
+        >>> marsopt.testing.check_component(marsopt.Lion())
+        >>> marsopt.testing.check_component(Forgetful())  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        ValueError: got {} from Forgetful.update, expected {'m': ((1, 4, 3), ...
     """
-    if torch.compiler.is_compiling():
-        return
-    for group in groups:
-        algorithm = group.hyper.algorithm
-        if algorithm in CHECKED:
-            continue
-        components = {type(algorithm.preconditioner), type(algorithm.correction)}
-        if group.stacks and not components <= BUILT_IN:
-            with torch.inference_mode(False), torch.no_grad():
-                _check(min(group.stacks, key=lambda s: s.x.shape[1:].numel()))
-        CHECKED.add(algorithm)
-
-
-def _check(stack: Stack) -> None:
-    algorithm, preconditioner = stack.algorithm, stack.algorithm.preconditioner
-    who, shape = type(preconditioner).__name__, (1, *stack.x.shape[1:])
-    x = torch.zeros(shape, dtype=working_dtype(stack.x), device=stack.x.device)
-    kept = {
-        symbol: torch.zeros(
-            (1, *buffer.shape[1:]), dtype=working_dtype(buffer), device=buffer.device
+    if isinstance(component, Correction):
+        stack = _stack(Algorithm(preconditioner=Lion(), correction=component), shape)
+        return _check_kept(component, stack)
+    if not isinstance(component, Preconditioner):
+        raise TypeError(
+            f"got {component!r}, expected a preconditioner or a correction: pass an "
+            "instance of the class"
         )
-        for symbol, buffer in stack.buffers.items()
-    }
-    unit = torch.ones(1, dtype=x.dtype, device=x.device)
+    _check_update(_stack(Algorithm(preconditioner=component), shape))
+
+
+def _stack(algorithm: Algorithm, shape: Sequence[int]) -> Stack:
+    """Return a parameter of zeros with the state before its first step."""
+    params = [torch.zeros(*shape)]
+    leaves = Leaves(algorithm, params, None, LOCAL)
+    group, _ = bind(leaves, params, None, new_state(leaves), 1e-3, None, 0)
+    (stack,) = group.stacks
+    return stack
+
+
+def _check_kept(correction: Correction, stack: Stack) -> None:
+    what = f"{type(correction).__name__}.kept"
+    old = {k: stack.buffers[k] for k in correction.keeps if k in stack.buffers}
+    with _unwritten(what, old):
+        new = correction.kept(torch.zeros_like(stack.x), old)
+    _compare(what, new, old, [symbol for symbol in correction.written if symbol in old])
+
+
+def _check_update(stack: Stack) -> None:
+    """Check what a preconditioner makes of a parameter."""
+    algorithm, x = stack.algorithm, stack.x
+    who = type(algorithm.preconditioner).__name__
+    unit = torch.ones(1, dtype=x.dtype)
     scalars = algorithm.scalars(unit, 1e-3, 0.0)
     s = tuple(factor((value * unit).to(x.dtype), x) for value in scalars)
-    moments = {symbol: kept[symbol] for symbol in algorithm.moments}
+    moments = {symbol: stack.buffers[symbol] for symbol in algorithm.moments}
     by_owners: Collection[str] = ()
     if algorithm.matrix_only:
         by_owners = algorithm.matrix_preconditioner.row_outputs
     with _unwritten(f"{who}.update", {"x": x, **moments}):
-        pair = preconditioner.update(x, torch.zeros_like(x), moments, s)
+        pair = algorithm.preconditioner.update(x, torch.zeros_like(x), moments, s)
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise ValueError(
             f"got {type(pair).__name__} from {who}.update, expected a pair: return x "
@@ -72,18 +103,12 @@ def _check(stack: Stack) -> None:
     if out is not None or not algorithm.matrix_only:  # None of a matrix rule is m
         _compare(f"{who}.update", {"x": out}, {"x": x}, {"x"})
     if algorithm.matrix_only:
-        _check_matrices(stack, x, s)
-    if (correction := algorithm.corrects) is not None:
-        what = f"{type(correction).__name__}.kept"
-        old = {k: kept[k] for k in correction.keeps if k in kept}
-        with _unwritten(what, old):
-            new = correction.kept(torch.zeros_like(x), old)
-        _compare(what, new, old, [k for k in correction.written if k in old])
+        _check_matrices(stack, s)
 
 
-def _check_matrices(stack: Stack, x: Tensor, s: tuple[Tensor, ...]) -> None:
-    """Check what owners make of a matrix, and x of that."""
-    algorithm, shape = stack.algorithm, stack.matrix_shape
+def _check_matrices(stack: Stack, s: tuple[Tensor, ...]) -> None:
+    """Check what owners make of a matrix, and the parameter's step along it."""
+    algorithm, x, shape = stack.algorithm, stack.x, stack.matrix_shape
     preconditioner = algorithm.matrix_preconditioner
     who, buffers = type(preconditioner).__name__, preconditioner.buffers
     matrix = x.new_zeros(shape)
@@ -91,10 +116,10 @@ def _check_matrices(stack: Stack, x: Tensor, s: tuple[Tensor, ...]) -> None:
     owned = {}
     for symbol in preconditioner.owned:
         size = buffers[symbol].shape(shape, algorithm.matrices)
-        dtype = algorithm.dtype_of(buffers[symbol], stack.x)
+        dtype = algorithm.dtype_of(buffers[symbol], x)
         owned[symbol] = x.new_zeros(size, dtype=dtype)
         if buffers[symbol].start == "identity":
-            owned[symbol] = torch.eye(size[-1], dtype=dtype, device=x.device)
+            owned[symbol] = torch.eye(size[-1], dtype=dtype)
     whole = MatrixInput(matrix, tuple(rows.values()), tuple(owned.values()))
     with _unwritten(f"{who}.at_owner", {"matrix": matrix, **rows, **owned}):
         (result,) = preconditioner.at_owner([whole], preconditioner.stage(0, 0))
@@ -108,7 +133,7 @@ def _check_matrices(stack: Stack, x: Tensor, s: tuple[Tensor, ...]) -> None:
         stays = {k: v for k, v in owned.items() if after.get(k, v) is None}
         cast = {k: v.to(owned[k].dtype) for k, v in after.items() if v is not None}
         _compare(f"{who}.at_owner", cast | stays, owned, owned)
-    numbers = x.new_ones(1, *stack.x.shape[1 : stack.num_row_dims])
+    numbers = x.new_ones(1, *x.shape[1 : stack.num_row_dims])
     factors = {symbol: factor(numbers, x) for symbol in symbols}
     with _unwritten(f"{who}.apply", {"x": x}):
         new = preconditioner.apply(x, torch.zeros_like(x), factors, s, shape)
