@@ -1,11 +1,11 @@
 # make train   train the small default model and show it. RUN=name (a folder below runs/),
 #              CONFIG=recipe, RANKS=processes, OPTIONS='--section.option value ...'
 # make test    lint and the whole test suite. WORKERS=processes
-# make lint    ruff, mypy, and the schemas of two YAML files
+# make lint    ruff, mypy, who imports whom, and the schemas of two YAML files
 # make docs    the documentation site: open build/site/index.html
-# make gpu     correctness, speed and a training on one GPU, nine minutes of each; with
-#              REHEARSAL=1 what can be verified without a GPU, half an hour on two cores.
-#              A second call does what is missing. Numbers in runs/gpu
+# make gpu     correctness, speed and a training on one GPU, nine minutes of each; a second
+#              call does what is missing. With REHEARSAL=1, without a GPU: every graph lowered
+#              and compiled for an H100, its bytes counted. Numbers in runs/gpu
 #
 # The first call of each installs what it needs into .venv (VENV=folder): gigabytes.
 
@@ -36,6 +36,7 @@ test: lint $(VENV)/test $(VENV)-triton/ready $(VENV)-ports/ready
 lint: $(VENV)/lint
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/check-jsonschema --builtin-schema github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --builtin-schema citation-file-format CITATION.cff
 	$(BIN)/python -m mypy
@@ -48,10 +49,8 @@ docs: $(VENV)/docs
 ifdef REHEARSAL
 gpu: $(VENV)/gpu $(VENV)-triton/ready
 	@mkdir -p runs/gpu
-	for part in lowered interpreted host ranks; do \
-		PYTHONPATH=$(VENV)-triton $(BIN)/python -m benchmarks.gpu.rehearsal $$part \
-			--workers $(WORKERS) --out runs/gpu/rehearsal \
-			--json runs/gpu/rehearsal-$$part.json || exit 1; done
+	PYTHONPATH=$(VENV)-triton $(BIN)/python -m benchmarks.gpu.rehearsal \
+		--workers $(WORKERS) --json runs/gpu/rehearsal.json
 else
 gpu: $(VENV)/gpu data/packages/meta.json
 	$(BIN)/python -m benchmarks.gpu

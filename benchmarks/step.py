@@ -2,7 +2,7 @@
 torch's, and the peers'.
 
     python -m benchmarks.step --model gpt2-small [--layers N] [--only mars-adamw torch]
-                              [--authors CHECKOUT] [--json FILE] [--png FILE]
+                              [--authors CHECKOUT] [--json FILE]
 
 One process, GPT-2's own tensors, the same gradients for all. Contenders take turns
 step by step, and ratios are between steps of one round. Peers are optional: the
@@ -26,7 +26,7 @@ from benchmarks import checks, memory, peers, table
 from benchmarks.contenders import OURS, REFERENCE, TORCH, Contender
 from benchmarks.measure import plan, run
 from marsopt.profiling.gpt2 import MODELS, VOCAB_SIZE, shapes
-from marsopt.profiling.machine import describe, one_line
+from marsopt.profiling.machine import describe
 from marsopt.rules.registry import canonical
 from train.errors import UserError, command
 
@@ -60,7 +60,6 @@ def arguments() -> argparse.Namespace:
     add("--memory", type=float, help="GiB to plan groups with (60%% of the machine's)")
     add("--eager", action="store_true", help="do not compile our rules")
     add("--json", type=Path, help="write everything measured here")
-    add("--png", type=Path, help="draw the ratios here")
     args = parser.parse_args()
     for name, least in (("layers", 0), ("vocab", 1), ("rounds", 2), ("memory", 0.01)):
         value = getattr(args, name)
@@ -68,7 +67,7 @@ def arguments() -> argparse.Namespace:
             raise UserError(
                 f"got --{name} {value}, expected at least {least}: give a larger number"
             )
-    checks.outputs(args.json, args.png)
+    checks.outputs(args.json)
     checks.device(args.device)
     return args
 
@@ -152,10 +151,6 @@ def main() -> None:
     print(table.table(found))
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
-    if args.png is not None:
-        from benchmarks.plot import draw
-
-        draw(found, one_line(found["machine"]), args.png)
 
 
 if __name__ == "__main__":

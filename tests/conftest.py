@@ -22,7 +22,7 @@ from marsopt.optim.compiled import graph_of
 from tests.stacking import as_on_a_gpu
 
 # what starts processes
-STARTS = {"forked", "played", "spawn", "subprocess"}
+STARTS = {"forked", "spawn", "subprocess"}
 
 
 def pytest_collection_modifyitems(items):

@@ -9,7 +9,6 @@ import sys
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 
-import matplotlib.image
 import pytest
 import torch
 
@@ -98,7 +97,7 @@ def ran(tmp_path_factory, checkout):
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(told):
         narrow(patch)
         call(patch, *SMALL, "--eager", "--only", *CHOSEN, "--authors", checkout,
-             "--json", folder / "a.json", "--png", folder / "a.png")  # fmt: skip
+             "--json", folder / "a.json")  # fmt: skip
     return json.loads((folder / "a.json").read_text()), told.getvalue(), folder
 
 
@@ -147,12 +146,6 @@ def test_all_saw_the_same_gradients(ran):
     assert rows["clip-adamw-foreach"]["distance"] < 1e-5
     assert rows["mars-adamw"]["distance"] is None
     assert rows["authors-mars-adamw"]["distance"] > 0.1  # gradient descent
-
-
-def test_the_picture_shows_something(ran):
-    pixels = matplotlib.image.imread(ran[2] / "a.png")
-    assert pixels.shape[0] > 300
-    assert (pixels[..., 0] < 0.1).mean() > 0.01  # the black bars are ours
 
 
 def test_compiled(monkeypatch, tmp_path):

@@ -5,14 +5,12 @@ correction, on a loss that is not quadratic and whose batches differ in their cu
 from __future__ import annotations
 
 import math
-import re
 
 import numpy as np
 import pytest
 import torch
 
 import marsopt
-from research import convergence
 from research.convergence import (
     AVERAGES,
     CURVES,
@@ -27,7 +25,6 @@ from research.convergence import (
     measured,
     moments,
 )
-from tests.test_layout import ROOT
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -117,22 +114,3 @@ def test_exponents_follow_from_the_best_average(form, gamma, slope, in_steps):
         plain = [law(best(Case("plain", 0.5, 0.0, s, 1.0))) for s in lengths]
         ratio = np.divide(errors, plain)
         assert ratio == pytest.approx(0.8 ** (1 / 3), abs=0.01)
-
-
-def test_the_page_has_the_figures_of_the_command():
-    number = r"-?\d[\d.]*(?:e-\d+)?"
-
-    def figures(lines):
-        """(title, figures) of the rows that have nothing else."""
-        rows = [line.split("|")[1:-1] for line in lines if line.startswith("|")]
-        return [
-            (row[0], [float(cell) for cell in row[1:] if cell.strip()])
-            for row in rows
-            if all(re.fullmatch(rf"\s*({number})?\s*", cell) for cell in row[1:])
-        ]
-
-    page = (ROOT / "docs/convergence.md").read_text().splitlines()
-    want, written = figures(convergence.lines()), figures(page)
-    assert [title for title, _ in written] == [title for title, _ in want]
-    for (title, have), (_, cells) in zip(written, want, strict=True):
-        assert have == pytest.approx(cells, rel=0.1, abs=1e-14), title

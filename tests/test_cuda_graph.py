@@ -1,5 +1,4 @@
-"""The training step of examples.cuda_graph, as far as it can be told without a GPU:
-what a capture would refuse, by fake CUDA tensors; what replays would compute, by a tape
+"""The training step of examples.cuda_graph without a GPU: replays are played by a tape
 that runs the recorded operations again.
 """
 
@@ -10,64 +9,8 @@ import pytest
 import torch
 
 from examples import cuda_graph as example
-from tests.rehearsal import rehearsed
 from tests.stacking import copies
 from tests.tape import Tape
-
-# ---- what a capture needs ------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
-        pytest.skip("a torch for CUDA asks the driver in a backward pass, on fakes too")
-    folder = tmp_path_factory.mktemp("graph")
-    return rehearsed("tests.rehearsal_cuda_graph", folder=folder)
-
-
-@pytest.mark.parametrize("layout", ["as_it_is", "stacked"])
-def test_a_step_may_be_captured(found, layout):
-    """Nothing crosses between host and device; every address stays; and no more than a
-    number is left of what it has allocated.
-    """
-    step = dict(found[layout])
-    assert step.pop("num_operations") > 500
-    assert step.pop("largest_left") <= 8
-    clean = dict(crossings=[], frozen=[], exchange=[])
-    assert step == clean | dict(moved=False, moved_by_exchange=False)
-
-
-@pytest.mark.parametrize(
-    "defect, what",
-    [
-        ("by_numbers", lambda step: step["frozen"] == ["lr"] and not step["crossings"]),
-        ("by_new_tensors", lambda step: step["frozen"] == ["lr"]),
-        ("keeps_gradients", lambda step: step["largest_left"] == 64 * 64 * 4),
-        ("prints_loss", lambda step: step["crossings"]),
-        ("moves_state", lambda step: step["moved"]),
-    ],
-)
-def test_a_defect_is_found(found, defect, what):
-    assert what(found[defect])
-
-
-@pytest.mark.parametrize(
-    "what, said",
-    [
-        ("first", "a step to capture whose parameters are new to it"),
-        ("missing", "a step to capture in which other parameters"),
-        (
-            "rate_of_the_host",
-            "a hyperparameter as a tensor on cpu in a step that a CUDA",
-        ),
-    ],
-)
-def test_a_capture_refuses_what_a_replay_could_not_read(found, what, said):
-    assert found["refused"]["warm"] is None
-    assert found["refused"][what].startswith(f"got {said}")
-
-
-# ---- what replays compute ------------------------------------------------------------
 
 
 def draw(step):

@@ -573,27 +573,6 @@ def test_exact_mars_takes_two_gradients():
     assert baseline.training_seconds == plain.training_seconds
 
 
-def rows_of_the_page() -> list[list[str]]:
-    """Model and rule, GPUs, GiB of state and at the peak, MB, ms of docs/scaling.md."""
-    page = (ROOT / "docs" / "scaling.md").read_text()
-    table = page.partition("## Forecasts")[2].partition("![")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
-    return [row for row in rows if row[0].startswith(("gpt2", "llama"))]
-
-
-@pytest.mark.parametrize("row", rows_of_the_page(), ids=" ".join)
-def test_the_forecasts_of_the_page(row):
-    title, ranks, state, peak, sent, milliseconds = row
-    model, rule, *replicated = title.split(", ")
-    (job,) = models.jobs(model, [rule])
-    found = forecast(job, int(ranks), replicas=8 if replicated else 1)
-    assert f"{found.memory.state / 2**30:.2f}" == state
-    assert f"{found.memory.peak / 2**30:.2f}" == peak
-    megabytes = float(sent.replace(",", ""))
-    assert found.sent_bytes / 1e6 == pytest.approx(megabytes, rel=1e-3, abs=1e-2)
-    assert f"{found.optimizer_seconds * 1e3:.2f}" == milliseconds
-
-
 def test_what_the_page_shows_of_a_model_of_ones_own_runs():
     page = (ROOT / "docs" / "scaling.md").read_text()
     after = page.split("A model of your own is its shapes", 1)[1].splitlines()[1:]

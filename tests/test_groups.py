@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 
 import pytest
@@ -155,37 +154,6 @@ def test_groups_of_another_type_have_its_own_defaults():
     groups = [{"params": [a]}, {"params": [b], "mars_type": "adamw"}]
     _, given = mars(groups, mars_type="mars-m", weight_decay=0.3).param_groups
     assert given["weight_decay"] == 0.3  # the constructor has said it
-
-
-@pytest.mark.parametrize("name", REGISTRY)
-def test_signatures_have_the_defaults_of_what_they_build(name):
-    """Left out or given as the signature says, an argument is the same rule."""
-    door = getattr(marsopt, name.replace("-", "_"))
-    found = {n: p.default for n, p in inspect.signature(door).parameters.items()}
-    assert {"max_norm", "state_dtype", "matrices", "block_rows"} <= found.keys()
-    correction = {"gamma", "clip", "clip_per", "h_dtype", "correction", "is_approx"}
-    assert correction & found.keys() == (
-        correction if REGISTRY[name].is_mars else set()
-    )
-    left_out, said = door().matrix, door(**found).matrix
-    for part in ("preconditioner", "correction", "matrices", "state_dtype"):
-        one, other = getattr(left_out, part), getattr(said, part)
-        assert type(one) is type(other)
-        assert getattr(one, "__dict__", one) == getattr(other, "__dict__", other)
-    own = vars(REGISTRY[name].preconditioner(**REGISTRY[name].defaults))
-    assert vars(left_out.preconditioner) == own
-
-
-DOORS = [getattr(marsopt, n.replace("-", "_")) for n in REGISTRY]
-
-
-@pytest.mark.parametrize(
-    "door", [*DOORS, marsopt.mars, MARS], ids=lambda door: door.__name__
-)
-def test_docstrings_name_every_argument(door):
-    arguments = inspect.getdoc(door).partition("Args:")[2]
-    for name in inspect.signature(door).parameters:
-        assert name in arguments, name
 
 
 @pytest.mark.parametrize("written", ["mars_m", "MARS-M", "Mars_M"])

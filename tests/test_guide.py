@@ -1,6 +1,6 @@
 """What README, docs/guide.md and docs/api/components.md show runs as it stands there,
-and does what the text says; and no page shows another start. Beside this file it needs
-these pages and an installed marsopt alone (tests/test_package.py, tests/archives.sh).
+and does what the text says. Beside this file it needs these pages and an installed
+marsopt alone (tests/test_package.py, tests/archives.sh).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import marsopt
-from marsopt import MARS, REGISTRY
-from marsopt.optim.for_model import GAMMA, LEARNING_RATES
+from marsopt import MARS
 from marsopt.rules.registry import CORRECTIONS
 
 ROOT = Path(__file__).parent.parent
@@ -50,6 +49,13 @@ def snippets(page: Path) -> dict[str, list[str]]:
     return found
 
 
+FILES = [ROOT / "README.md", ROOT / "docs/guide.md", ROOT / "docs/api/components.md"]
+PAGES = {file.name: snippets(file) for file in FILES}
+README, SNIPPETS = PAGES["README.md"], PAGES["guide.md"]
+# what is shown, and neither runs nor is a command
+FORMULAS = {("guide.md", "x, computed or kept")}
+
+
 def inline(page: Path) -> dict[str, list[str]]:
     """The code within the prose and the tables of each heading, as of ``snippets``."""
     prose, where = {}, ""
@@ -59,13 +65,6 @@ def inline(page: Path) -> dict[str, list[str]]:
         if not line.startswith("    "):
             prose.setdefault(where, []).append(line)
     return {h: re.findall("`([^`]+)`", " ".join(rows)) for h, rows in prose.items()}
-
-
-FILES = [ROOT / "README.md", ROOT / "docs/guide.md", ROOT / "docs/api/components.md"]
-PAGES = {file.name: snippets(file) for file in FILES}
-README, SNIPPETS = PAGES["README.md"], PAGES["guide.md"]
-# what is shown, and neither runs nor is a command
-FORMULAS = {("guide.md", "x, computed or kept")}
 
 
 def is_python(code: str) -> bool:
@@ -428,91 +427,3 @@ def test_the_readmes_pieces_and_rule(names):
     (code,) = README["Pure functions"]
     exec(compile(code, "README.md", "exec"), names)
     assert not torch.equal(names["params"]["0.bias"], params["0.bias"])
-
-
-def test_the_table_of_rules_is_the_registry():
-    page = (ROOT / "docs/fidelity.md").read_text()
-    table = page.partition("| `mars_type` |")[2].partition("\n\n")[0]
-    vectors = {"itself": "itself", "`lr`": "adamw", "3e-3": "adamw_1d"}
-    names = set()
-    for line in table.splitlines()[2:]:
-        cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        betas, decay = ast.literal_eval(cells[1])
-        for name in cells[0].split(", "):
-            rule = REGISTRY[name]
-            values = rule.hyperparameters
-            shown = values["betas"] if isinstance(betas, tuple) else values["betas"][0]
-            assert (shown, values["weight_decay"]) == (betas, decay), name
-            assert rule.fallback == vectors[cells[2]], name
-            assert 4 * rule.num_buffers() == int(cells[3].split()[0]), name
-            names.add(name)
-    assert names == REGISTRY.keys()
-
-
-# ---- one start -----------------------------------------------------------------------
-
-START = dict(mars_type="moonlight", correction="transport", gamma=GAMMA)
-# what each door has to say of it, since its default is another
-DOORS = dict(for_model=[], default_mars=[], param_groups=["mars_type"])
-DOORS |= dict.fromkeys(("MARS", "mars"), [*START])
-# sections that show another one
-OTHERS = {
-    ("guide.md", "Reproduce the paper"): "the authors'",
-    ("guide.md", "SOAP"): "the next to try",
-    ("guide.md", "Fine-tuning"): "a smaller learning rate",
-    ("choose.md", "What to try next"): "the next to try",
-}
-
-
-def other_than_start(call: ast.Call) -> list[str]:
-    """What in a call of a door differs from the one start."""
-    door = ast.unparse(call.func).rpartition(".")[2]
-    if door.replace("_", "-") in REGISTRY:  # one rule, for one kind of tensor
-        return [door]
-    if door not in DOORS or any(ast.unparse(arg) == "..." for arg in call.args):
-        return []
-    values = {keyword.arg: keyword.value for keyword in call.keywords}
-    if len(call.args) > 1 and door in ("for_model", "param_groups"):
-        values["mars_type"] = call.args[1]
-    if call.args and ast.unparse(call.args[0]) == "groups":  # of param_groups
-        values["mars_type"] = ast.Constant(START["mars_type"])
-    stated = {k: v.value for k, v in values.items() if isinstance(v, ast.Constant)}
-    differs = [f"{door} without {name}" for name in DOORS[door] if name not in values]
-    differs += [
-        f"{k}={stated[k]}" for k in START if stated.get(k, START[k]) != START[k]
-    ]
-    if "lr" in stated and stated["lr"] not in dict(LEARNING_RATES).values():
-        differs.append(f"lr={stated['lr']}")
-    return differs
-
-
-def test_no_page_shows_another_start():
-    """Moonlight with transport at the gamma and the learning rates of ``for_model``, in
-    every snippet and table. Where MARS is built from its pieces, it says all of that.
-    """
-    others = {}
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for heading, parts in [*snippets(page).items(), *inline(page).items()]:
-            trees = [ast.parse(code) for code in parts if is_python(code)]
-            for node in (node for tree in trees for node in ast.walk(tree)):
-                if isinstance(node, ast.Call) and (differs := other_than_start(node)):
-                    others.setdefault((page.name, heading), []).extend(differs)
-    assert others.keys() == OTHERS.keys(), others
-
-
-@pytest.mark.parametrize(
-    "shown, differs",
-    [
-        ('marsopt.for_model(model, "moonlight", lr=6e-3)', []),
-        ("for_model(model, lr=1e-3)", ["lr=0.001"]),
-        ('for_model(model, "mars-m")', ["mars_type=mars-m"]),
-        ("for_model(model, gamma=0.1)", ["gamma=0.1"]),
-        ("MARS(groups)", ["MARS without correction", "MARS without gamma"]),
-        ('MARS(groups, correction="transport", gamma=0.05)', []),
-        ('param_groups(model, "muon", lr=2e-2)', ["mars_type=muon", "lr=0.02"]),
-        ("marsopt.mars_adamw(max_norm=1.0)", ["mars_adamw"]),
-    ],
-)
-def test_another_start_is_seen(shown, differs):
-    call = ast.parse(shown, mode="eval").body
-    assert other_than_start(call) == differs

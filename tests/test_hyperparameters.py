@@ -5,9 +5,7 @@ every door, with nothing but its line in the registry.
 from __future__ import annotations
 
 import copy
-import inspect
 from dataclasses import dataclass
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from torch._dynamo.utils import counters
 
 import marsopt
 from marsopt import MARS, REGISTRY
-from marsopt.functional.options import RoutedOptions
 from marsopt.optim.groups import DeviceHyperparameters
 from marsopt.optim.protocols.base import CorrectionProtocol
 from marsopt.optim.protocols.exact import NextGradients
@@ -268,19 +265,6 @@ def test_the_functional_doors_know_a_new_correction():
         marsopt.mars_lion(rho=0.25)
 
 
-@pytest.mark.parametrize("name", ["power", "mars_lion", "mars_adamw", "normuon"])
-def test_help_shows_every_argument_with_its_default_and_its_text(name):
-    door = getattr(marsopt, name)
-    assert door.__name__ == name
-    arguments = inspect.getdoc(door).partition("Args:")[2]
-    for argument, parameter in inspect.signature(door).parameters.items():
-        assert parameter.default is not inspect.Parameter.empty
-        (text,) = [t for t in arguments.split("\n") if t.startswith(f"    {argument}:")]
-        assert len(text.split()) > 2
-    if name == "power":
-        assert "exponent of the average" in arguments
-
-
 def test_the_scale_of_the_rate_may_be_given_and_changed():
     """Muon with Moonlight's scale is Moonlight, from the step on that says so."""
     (p,), (q,) = parameters((12, 4)), parameters((12, 4))
@@ -297,24 +281,6 @@ def test_the_scale_of_the_rate_may_be_given_and_changed():
     for base_lr in (0.5, 3e-3):  # the latter is the default of ``mars``, too
         (group,) = MARS(parameters((2, 2)), LR, base_lr=base_lr).param_groups
         assert group["base_lr"] == base_lr
-
-
-def test_saved_groups_have_the_keys_that_they_had():
-    """DCP refuses a checkpoint that lacks a key."""
-    keys = (
-        "params lr betas eps weight_decay amsgrad gamma mars_type optimize_1d lr_1d "
-        "betas_1d weight_decay_1d clip epsilon_hat base_lr"
-    )
-    for name in set(REGISTRY) - {"power", "mars-power"}:
-        (group,) = MARS(parameters((2, 2)), mars_type=name).param_groups
-        own = {"shampoo_beta", "stage_count"} if "soap" in name else set()
-        assert set(group) == {*keys.split(), *own}, name
-    (group,) = MARS(parameters((2, 2)), correction="transport").param_groups
-    assert set(group) == {*keys.split(), "gamma_1d", "train_mode"}
-    given = dict(block_rows=2, clip_per="tensor", matrices="batched", nesterov=True)
-    given |= dict(cautious_weight_decay=True)
-    (group,) = MARS(parameters((2, 2)), **given).param_groups
-    assert set(group) == {*keys.split(), *given}
 
 
 def test_what_ranks_compare_names_every_number_and_structure():
@@ -362,34 +328,6 @@ def test_a_correction_may_build_on_what_it_keeps():
     torch.testing.assert_close(state.buffers["mean"][0], mean, rtol=0, atol=1e-14)
     with pytest.raises(ValueError, match="got a reference for"):  # its mean is its own
         rule.step(x, [g], state, lr=0.1, reference=[g])
-
-
-NAMED = [row.name.replace("-", "_") for row in REGISTRY.values()]
-
-
-@pytest.mark.parametrize("name", [*NAMED, "mars"])
-def test_type_checkers_see_the_options_that_a_function_takes(name):
-    """The ``TypedDict`` that they read has the types of the fields that are set; None
-    is the rule's own where a field is no number, and no number of two doors.
-    """
-    door = getattr(marsopt, name)
-    (options,) = get_args(get_type_hints(door)["options"])
-    hints, taken = get_type_hints(options), inspect.signature(door).parameters
-    assert hints.keys() == taken.keys()
-    for option, hint in hints.items():
-        field = taken[option]
-        assert hint in (field.annotation, field.annotation | None), option
-        if hint != field.annotation:
-            assert vars(door(**{option: None}).matrix.preconditioner) == vars(
-                door().matrix.preconditioner
-            )
-
-
-def test_type_checkers_see_the_options_that_the_class_takes():
-    (options,) = get_args(get_type_hints(MARS.__init__)["options"])
-    beside = get_type_hints(RoutedOptions).items() - get_type_hints(options).items()
-    assert {name for name, _ in beside} <= set(inspect.signature(MARS).parameters)
-    assert not set(get_type_hints(options)) & set(inspect.signature(MARS).parameters)
 
 
 @pytest.mark.parametrize(

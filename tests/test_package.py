@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-import marsopt
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -60,17 +58,6 @@ def run_with(site, cwd, *args):
         text=True,
         timeout=240,
     ).stdout
-
-
-def test_every_place_says_this_version():
-    places = {
-        "README.md": r"\*\*Status\.\*\* Version (\S+)\.",
-        "CHANGELOG.md": r"\A# Changelog\n\n## (\S+) ",
-        "CITATION.cff": r"^version: (\S+)$",
-    }
-    for name, pattern in places.items():
-        (found,) = re.findall(pattern, (ROOT / name).read_text(), re.M)
-        assert found == marsopt.__version__, name
 
 
 def test_an_index_takes_them(released):

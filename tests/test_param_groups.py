@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from marsopt import MARS, REGISTRY, param_groups
 from marsopt.optim.param_groups import by_name, roles
 from train.gpt2 import GPT2, Shape
 
-GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"
 SHAPE = Shape(num_layers=2, num_heads=2, width=8, block_size=6, vocab_size=32)
 
 # ---- models --------------------------------------------------------------------------
@@ -763,18 +761,3 @@ def test_the_applications_groups_are_meant(rule, caplog):
     config = MarsOptimizers.Config(mars_type=rule, compile=False)
     config.build(model_parts=[GPT2(SHAPE)])
     assert not told(caplog)
-
-
-# ---- the guide -----------------------------------------------------------------------
-
-
-def test_the_guides_snippet_runs(capsys):
-    _, section = GUIDE.read_text().split("## Which parameters take which rule\n", 1)
-    code = re.search(r"(?:^    .*\n|^\n)+", section, re.MULTILINE)[0]
-    model = GPT2(SHAPE)
-    exec(  # as a reader would
-        "\n".join(line.removeprefix("    ") for line in code.splitlines()),
-        {"MARS": MARS, "marsopt": marsopt, "model": model},
-    )
-    printed = capsys.readouterr().out
-    assert "moonlight 0.006" in printed and "'wte.weight'" in printed

@@ -21,8 +21,7 @@ import torch
 import marsopt
 from marsopt.profiling import command, machine
 from marsopt.profiling.gpt2 import Subject, shapes
-from marsopt.profiling.optimizer import OptimizerReport, floor_of, profile_optimizer
-from train.forecast import Job, forecast
+from marsopt.profiling.optimizer import OptimizerReport, profile_optimizer
 
 ROOT = Path(__file__).parent.parent
 WIDTH, VOCAB = 64, 512
@@ -162,50 +161,6 @@ def test_bytes_a_parameter_of_transport(least, options):
     assert report.num_stack_kernels <= 2 * len(report.stack_bytes)
     assert report.peak_bytes < MATRIX
     assert report.recompiles == []
-
-
-def rows_of_the_page() -> list[tuple[str, str | None, list[int]]]:
-    """Rule, correction and bytes of docs/performance.md: norms, update, apply; the sums
-    on a CPU, on a GPU and under FSDP2; and state.
-    """
-    page = (ROOT / "docs/performance.md").read_text()
-    table = page.partition("## Bytes a parameter")[2].partition("##")[0]
-    rows = []
-    for line in re.findall(r"^\| (?!torch)(\w.*\d) \|$", table, re.MULTILINE):
-        title, *cells = (cell.strip() for cell in line.split("|"))
-        ahead = title.endswith(", transport")
-        rows += [
-            (rule.lower(), "transport" if ahead else None, [int(c or 0) for c in cells])
-            for rule in title.removesuffix(", transport").split(", ")
-        ]
-    return rows
-
-
-@pytest.mark.parametrize(("rule", "correction", "cells"), rows_of_the_page())
-def test_the_bytes_of_the_page_are_the_floor(rule, correction, cells):
-    params = [torch.nn.Parameter(torch.randn(32, 16)) for _ in range(2)]
-    optimizer = marsopt.MARS(
-        params, mars_type=rule, correction=correction, max_norm=1.0, compile=False,
-        ns_dtype=torch.bfloat16,
-    )  # fmt: skip
-    for p in params:
-        p.grad = torch.randn_like(p)
-    optimizer.step()
-    floor, n = floor_of(optimizer.describe().buckets), sum(p.numel() for p in params)
-    norms, update, apply, total, on_gpu, sharded, kept = cells
-    assert (floor.norms, floor.update) == (norms * n, (update + apply) * n)
-    assert norms + update + apply == total
-    job = Job(
-        shapes={str(i): p.shape for i, p in enumerate(params)}, mars_type=rule,
-        tokens=1, flops_per_token=1,
-        options=dict(correction=correction, ns_dtype=torch.bfloat16),
-    )  # fmt: skip
-    assert [forecast(job, p).moved_bytes * p for p in (1, 2)] == [
-        on_gpu * n,
-        sharded * n,
-    ]
-    state = [x for entry in optimizer.state.values() for x in entry.values()]
-    assert sum(x.nbytes for x in state if x.shape == params[0].shape) == kept * n
 
 
 def test_a_mask_by_position_moves_bytes():

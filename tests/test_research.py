@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import re
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from marsopt.rules import newton_schulz
 from marsopt.rules.preconditioner import Average
 from research import correlations, studies, track3
 from research.compare import __main__ as compare
-from research.compare import images, table
+from research.compare import images
 from research.compare.neighbours import (
     GPA,
     MONA,
@@ -34,19 +33,16 @@ from research.compare.neighbours import (
 )
 from research.compare.optimizers import build
 from research.compare.plain import Setting, train
-from research.compare.results import Row, entries, rows
+from research.compare.results import entries, rows
 from research.compare.search import Axis, search
 from research.compare.store import Store, final
 from research.compare.study import Method, Run, Study, changed
 from research.svrg import __main__ as svrg
-from tests.test_layout import ROOT
 from train import prepare
 from train.engine.launch import parse
 from train.engine.titan_optim import MarsOptimizers
 from train.errors import UserError
 from train.gpt2 import GPT2, Shape
-
-STORES = sorted(path.parent for path in ROOT.glob("research/study/*/runs.jsonl"))
 
 
 @pytest.fixture(scope="module")
@@ -169,60 +165,6 @@ def test_a_search_by_two_seeds_goes_by_their_mean(setting):
 
 
 # ---- what pages say ------------------------------------------------------------------
-
-
-def results(name: str) -> dict[str, Row]:
-    """The rows of a store, by title."""
-    study, store = getattr(studies, name)(), Store(ROOT / "research/study" / name)
-    return {row.entry.title: row for row in rows(entries(study, store))}
-
-
-@pytest.mark.parametrize("folder", STORES, ids=lambda folder: folder.name)
-def test_a_table_is_that_of_its_store(folder):
-    study, store = getattr(studies, folder.name)(), Store(folder)
-    found = entries(study, store)
-    text = table.markdown(study, store, found, rows(found))
-    assert (folder / "table.md").read_text() == text
-    shared = {k: v for k, v in store.setting.items() if k not in ("train", "val")}
-    assert shared == {key: getattr(study.setting, key) for key in shared}
-
-
-def test_rows_of_the_study_s_page_are_those_of_its_tables():
-    lines = "".join((folder / "table.md").read_text() for folder in STORES).splitlines()
-    cells = [tuple(c.strip() for c in line.split("|")[1:]) for line in lines]
-    kept = {(c[0], c[1], c[3], c[4], c[5]) for c in cells if len(c) > 6}
-    page = (ROOT / "research/study.md").read_text()
-    pattern = r"^\| (.+?) \((lr .+?)\) \| (.+?) \| (.+?) \| (.+?) \|"
-    written = re.findall(pattern, page, re.MULTILINE)
-    assert len(written) > 20 and set(written) <= kept
-
-
-def test_figures_of_readme_and_choose_are_those_of_the_stores():
-    small = results("small")
-    text = (ROOT / "README.md").read_text().partition("| | loss, nats per byte")[2]
-    lines = text.partition("\n\n")[0].splitlines()[2:]
-    titles = ["AdamW", "NAdamW", "transport", "Moonlight", "Moonlight, transport"]
-    titles += ["SOAP-Muon", "SOAP-Muon, transport"]
-    for title, line in zip(titles, lines, strict=True):
-        _, _, loss, difference, _ = line.split("|")
-        row = small[title]
-        assert loss.strip(" *") == f"{row.entry.mean:.3f}"
-        want = "" if row.difference is None else f"{row.difference:+.3f}"
-        if title == "SOAP-Muon":  # the control of its own pair
-            want = ""
-        elif row.verdict.endswith("not shown"):
-            want += ", not shown"
-        assert difference.strip() == want
-    text = (ROOT / "docs/choose.md").read_text()
-    written = re.findall(r"^\| (\S+) \| (\w+) \| (.+) \| (.+) \|$", text, re.MULTILINE)
-    assert len(written) == 11
-    for rule, study, difference, values in written:
-        title = "transport" if rule == "MARS-AdamW" else f"{rule}, transport"
-        row = results(study)[title]
-        assert difference.strip("*") == f"{row.difference:+.3f} {row.verdict}"
-        own = row.entry.values
-        want = f"{own['lr']:.2g}, {own['beta1']:.3f}, {own['gamma']:.2f}"
-        assert values == want, (rule, study)
 
 
 # ---- what is compared ----------------------------------------------------------------

@@ -1,97 +1,67 @@
-"""The GPU path, rehearsed without a GPU, in four parts.
+"""What can be verified of the GPU path without a GPU: graphs and bytes.
 
-    python -m benchmarks.gpu.rehearsal PART [CASE ...] [--workers N]
-        [--out runs/gpu/rehearsal] [--json FILE]
+    python -m benchmarks.gpu.rehearsal [CASE ...] [--workers N] [--json FILE]
 
-lowered      steps over fake CUDA tensors, lowered to Triton: launches, bytes and
-             recompiles; their kernels compiled for an H100: registers, spills, width
-             of loads and stores
-interpreted  the same kernels, interpreted on the CPU, beside eager steps
-host         what crosses between host and device in a step (needs no Triton)
-ranks        collectives of one rank among many, beside the forecast (no Triton)
+Steps over fake CUDA tensors of an H100 are lowered to Triton, and counted: graphs,
+their calls, launches, the bytes that the loads and stores of the source move beside the
+floor. Kernels over stacks are compiled for sm_90: registers, spills, width of loads and
+stores. A fault ends in exit status 1.
 
 A CASE is a pattern of names, as 'mars-adamw/*/gpt2-small/*'; --names lists them.
-Without one: every case, but for those of the test suite alone. Triton is needed beside
-torch: `make gpu REHEARSAL=1` installs it apart. What --out has is not done again while
-no source has changed. A fault ends in exit status 1.
+Triton is needed beside torch: `make gpu REHEARSAL=1` installs it apart.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import importlib.util
+import logging
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from fnmatch import filter as matching
-from functools import partial
-from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from benchmarks.gpu.rehearsal.rehearse import Row, has_triton, part_of, rehearse
+from benchmarks.gpu.rehearsal.steps import CASES, columns, play
 from benchmarks.gpu.tables import markdown
 from train.errors import UserError, check_least, command
 from train.files import write_json
 
-PARTS = ("lowered", "interpreted", "host", "ranks")
-WITHOUT_TRITON = ("host", "ranks")
 
-
-def chosen(part: str, patterns: Sequence[str]) -> list[str]:
-    """Return the names of a part's cases that ``patterns`` ask for.
+def chosen(patterns: Sequence[str]) -> list[str]:
+    """Return the names of the cases that ``patterns`` ask for.
 
     Raises:
         UserError: a pattern of no case.
     """
-    names = part_of(part).NAMES
     for pattern in patterns:
-        if not matching(names, pattern):
+        if not matching(CASES, pattern):
             raise UserError(
                 f"got the case {pattern!r}, expected a pattern of names like "
-                f"{names[0]!r}: --names lists those of {part}"
+                f"{next(iter(CASES))!r}: --names lists them"
             )
     if not patterns:
-        return [*part_of(part).DEFAULT]
-    return [name for pattern in patterns for name in matching(names, pattern)]
+        return [name for name, case in CASES.items() if case.compiles]
+    return [name for pattern in patterns for name in matching(CASES, pattern)]
 
 
-def table(part: str, rows: Sequence[Row]) -> str:
-    """Return the rows as a table, and below it how many faults they have."""
-    lines = [dict(case=row["name"]) | part_of(part).columns(row) for row in rows]
-    shown = markdown([*lines[0]], [[*line.values()] for line in lines])
-    num_faults = sum(len(row["faults"]) for row in rows)
-    triton = f", triton {version('triton')}" if has_triton() else ""
-    return (
-        f"{shown}\n\n{len(rows)} cases, {num_faults} faults; "
-        f"torch {torch.__version__}{triton}"
-    )
+def quiet(name: str) -> dict[str, Any]:
+    """Play a case without the warnings and the log of a first step."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    return play(name)
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the command line, checked."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.rehearsal",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("part", choices=PARTS, metavar="PART")
-    add("cases", nargs="*", metavar="CASE", help="patterns of names")
-    add("--names", action="store_true", help="list the cases' names, and end")
-    add("--workers", type=int, default=1, help="processes (%(default)s)")
-    add("--out", type=Path, metavar="FOLDER", help="keep every row there")
-    add("--json", type=Path, metavar="FILE", help="everything")
-    args = parser.parse_args(argv)
-    check_least(1, workers=args.workers)
-    if args.part not in WITHOUT_TRITON and not has_triton():
-        raise UserError(
-            "got no Triton, expected it on Python's path: run make gpu REHEARSAL=1, "
-            "which installs it apart"
-        )
-    return args
+def played(names: Sequence[str], workers: int) -> Iterator[dict[str, Any]]:
+    """Yield the row of every case."""
+    if workers == 1:
+        yield from map(quiet, names)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        yield from pool.map(quiet, names)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -100,25 +70,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: with status 1, for a fault.
     """
-    args = arguments(argv)
-    names = chosen(args.part, args.cases)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.rehearsal",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("cases", nargs="*", metavar="CASE", help="patterns of names")
+    add("--names", action="store_true", help="list the cases' names, and end")
+    add("--workers", type=int, default=1, help="processes (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="everything")
+    args = parser.parse_args(argv)
+    check_least(1, workers=args.workers)
+    names = chosen(args.cases)
     if args.names:
         print("\n".join(names))
         return
-    play, rows = partial(rehearse, part=args.part, out=args.out), []
-    with contextlib.ExitStack() as stack:
-        played = map(play, names)
-        if args.workers > 1:
-            pool = ProcessPoolExecutor(args.workers, get_context("spawn"))
-            played = stack.enter_context(pool).map(play, names)
-        for number, row in enumerate(played, 1):
-            rows.append(row)
-            faults = "; ".join(row["faults"]) or "as it should be"
-            told = f"[{number} of {len(names)}] {row['name']}: {faults}"
-            print(told, file=sys.stderr, flush=True)
+    if importlib.util.find_spec("triton") is None:
+        raise UserError(
+            "got no Triton, expected it on Python's path: run make gpu REHEARSAL=1, "
+            "which installs it apart"
+        )
+    rows = []
+    for row in played(names, args.workers):
+        rows.append(row)
+        told = "; ".join(row["faults"]) or "no fault"
+        print(f"[{len(rows)} of {len(names)}] {row['name']}: {told}", file=sys.stderr)
     if args.json is not None:
         write_json(args.json, rows)
-    print(table(args.part, rows))
+    lines = [columns(row) for row in rows]
+    print(markdown([*lines[0]], [[*line.values()] for line in lines]))
     if any(row["faults"] for row in rows):
         raise SystemExit(1)
 

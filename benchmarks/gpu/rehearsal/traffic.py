@@ -1,11 +1,11 @@
-"""What the launches of a graph load and store, read from the Triton source of their
-kernels: not inductor's count, but the loads and stores that a GPU executes.
+"""Bytes that the launches of a graph load and store, read from the Triton source of
+their kernels: not inductor's count, but the loads and stores that a GPU executes.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -17,79 +17,59 @@ class Access:
     """A load or store of one launch.
 
     Args:
-        is_store: else it is a load.
-        num_bytes: of the tensor, which every element is touched of once.
+        kind: "stored"; "loaded"; or "flagged": loaded where a flag says so, which the
+            kernel has loaded before.
+        num_elements: how many elements of the tensor are touched, each once.
         size: of an element, in bytes.
-        flagged: whether its mask depends on what the kernel has loaded: where the flag
-            says no, nothing is touched.
-        divides: whether it is full and its index has a modulo or a quotient.
-        full: whether it goes over as many elements as the launch does.
-        of_stack: whether it is full and the tensor is given to the graph, or one of its
-            results: gradients, parameters, state.
+        full: whether it goes over as many elements as the launch does, and the tensor
+            is an input of the graph or lies in its memory: gradient, parameter, state.
     """
 
-    is_store: bool
-    num_bytes: int
+    kind: str
+    num_elements: int
     size: int
-    flagged: bool
-    divides: bool
     full: bool
-    of_stack: bool
-
-    @property
-    def way(self) -> str:
-        """Return "stored", "loaded", or "flagged": loaded where a flag says so."""
-        if self.is_store:
-            return "stored"
-        return "flagged" if self.flagged else "loaded"
-
-    @property
-    def num_elements(self) -> int:
-        """Return how many are touched."""
-        return self.num_bytes // self.size
 
 
-def jitted(source: str) -> ast.FunctionDef:
-    """Return the kernel in a source that inductor wrote."""
+def accesses(source: str, launch: Launch) -> Iterator[Access]:
+    """Yield every load and store that a launch of this kernel executes."""
     nodes = ast.walk(ast.parse(source))
-    (found,) = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    return found
-
-
-def accesses(source: str, launch: Launch) -> list[Access]:
-    """Return every load and store that a launch of this kernel executes."""
-    kernel = jitted(source)
+    (kernel,) = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     names = [a.arg for a in kernel.args.args]
     args = dict(zip(names, launch.args, strict=False))
     made = _assignments(kernel)
     work = prod(launch.sizes)
-    found = []
-    for call in _calls(kernel):
+    for call in ast.walk(kernel):
+        if not _is_call_of(call, "load", "store"):
+            continue
         pointer, index = _pointer(call.args[0])
-        masks = call.args[1:2] if call.func.attr == "load" else call.args[2:3]
-        tensor = args[pointer]
+        is_store, tensor = call.func.attr == "store", args[pointer]
+        masks = call.args[2:3] if is_store else call.args[1:2]
+        flagged = any(_depends(mask, made, _is_load) for mask in masks)
         by_element = _depends(index, made, _is_position)
-        num = min(tensor.numel(), work) if by_element else 1
-        full = by_element and tensor.numel() >= 0.9 * work  # a padding is more
-        found.append(
-            Access(
-                is_store=call.func.attr == "store",
-                num_bytes=num * tensor.element_size(),
-                size=tensor.element_size(),
-                flagged=any(_depends(mask, made, _is_load) for mask in masks),
-                divides=full and _depends(index, made, _is_division),
-                full=full,
-                of_stack=full and launch.is_outside(tensor),
-            )
+        large = by_element and tensor.numel() >= 0.9 * work  # a padding is more
+        yield Access(
+            kind="stored" if is_store else "flagged" if flagged else "loaded",
+            num_elements=min(tensor.numel(), work) if by_element else 1,
+            size=tensor.element_size(),
+            full=large and launch.is_input(tensor),
         )
-    return found
 
 
-def _calls(kernel: ast.FunctionDef) -> Iterator[ast.Call]:
-    for node in ast.walk(kernel):
-        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        if called and node.func.attr in ("load", "store"):
-            yield node
+def _is_call_of(node: ast.AST, *methods: str) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in methods
+    )
+
+
+def _is_load(node: ast.AST) -> bool:
+    return _is_call_of(node, "load")
+
+
+def _is_position(node: ast.AST) -> bool:
+    return _is_call_of(node, "arange")
 
 
 def _pointer(where: ast.expr) -> tuple[str, ast.expr]:
@@ -100,18 +80,20 @@ def _pointer(where: ast.expr) -> tuple[str, ast.expr]:
 
 
 def _assignments(kernel: ast.FunctionDef) -> dict[str, list[ast.expr]]:
-    """Return what each name is made of; one in a loop has several."""
+    """Return the expressions assigned to each name; in a loop there are several."""
     made: dict[str, list[ast.expr]] = {}
     for node in ast.walk(kernel):
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                if isinstance(target, ast.Name):
-                    made.setdefault(target.id, []).append(node.value)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            made.setdefault(node.targets[0].id, []).append(node.value)
     return made
 
 
-def _depends(value: ast.expr, made: dict[str, list[ast.expr]], is_it) -> bool:
-    """Return whether some expression that ``value`` is made of ``is_it``."""
+def _depends(
+    value: ast.expr,
+    made: dict[str, list[ast.expr]],
+    is_it: Callable[[ast.AST], bool],
+) -> bool:
+    """Return whether ``value`` is computed from an expression that ``is_it``."""
     seen: set[str] = set()
     todo: list[ast.expr] = [value]
     while todo:
@@ -122,15 +104,3 @@ def _depends(value: ast.expr, made: dict[str, list[ast.expr]], is_it) -> bool:
                 seen.add(node.id)
                 todo += made.get(node.id, [])
     return False
-
-
-def _is_load(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == "load"
-
-
-def _is_position(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == "arange"
-
-
-def _is_division(node: ast.AST) -> bool:
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod | ast.FloorDiv)
