@@ -239,7 +239,7 @@ def test_a_scheduler_that_cycles_momentum_is_refused():
 
 
 def test_one_warning_where_one_of_two_grows(caplog):
-    decay._warn_of_one.cache_clear()
+    decay.warn_of_one.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             optimizer_of(parameters(), "adamw", betas=(LogTime(3), 0.99))

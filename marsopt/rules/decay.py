@@ -160,11 +160,11 @@ def at(value: Any, t: Tensor) -> Any:
 def check_both_grow(betas: Sequence[Any]) -> None:
     """Log one warning where one decay of two moments grows and the other does not."""
     if len({isinstance(beta, StepValue) for beta in betas}) > 1:
-        _warn_of_one()
+        warn_of_one()
 
 
 @cache
-def _warn_of_one() -> None:
+def warn_of_one() -> None:
     logger.warning(
         "marsopt: one of two betas is a LogTime, the other a number: such runs lost or "
         "diverged where two LogTime(10) did well; give two, or none"
