@@ -25,6 +25,8 @@ GROWING: Recipe = dict(beta1=LOG, beta2=LOG)  # AdamW's two
 BESIDE: Recipe = dict(betas_1d=[LOG, LOG], nesterov_1d=WEIGHT)  # of a matrix rule
 
 ADAMW = ELEMENTWISE | dict(rule="adamw")
+# of hidden matrices, as ADANA's; any weight_decay but 0 says that they have one
+FALLING_DECAY: Recipe = dict(rule="adamw", weight_decay=0.1, decay_omega=OMEGA)
 MOONLIGHT = MATRICES | dict(rule="moonlight")
 SOAP = MATRICES | SHORT | dict(rule="soap-muon")
 FOR_MODEL: Recipe = dict(rule="moonlight", gamma=TRANSPORT_GAMMA) | TRANSPORT
@@ -101,10 +103,10 @@ AHEAD: dict[str, Contender] = {
 CONTROLS: dict[str, Contender] = {
     "AdamW": Contender(ADAMW | dict(beta1=0.8778), ELEMENT_LR),
     "AdamW, falling decay": Contender(
-        dict(rule="adamw", beta1=0.8778, beta2=0.99, decay_omega=OMEGA), ELEMENT_LR
+        FALLING_DECAY | dict(beta1=0.8778, beta2=0.99), ELEMENT_LR
     ),
     "AdamW, log time, falling decay": Contender(
-        GROWING | dict(rule="adamw", nesterov=WEIGHT, decay_omega=OMEGA), ELEMENT_LR
+        FALLING_DECAY | GROWING | dict(nesterov=WEIGHT), ELEMENT_LR
     ),
     "NAdamW, log time": Contender(
         ELEMENTWISE | GROWING | dict(rule="nadamw"), ELEMENT_LR

@@ -42,7 +42,7 @@ SPELLED = {
     "falling_weight": ("FallingWeight", "kappa"),
 }
 # of what is no option of an optimizer
-GROUPED = ("weight_decay", "weight_decay_1d", "convolutions")
+GROUPED = ("weight_decay", "weight_decay_1d", "convolutions", "betas_1d", "nesterov_1d")
 BUILD = ("rule", "lr", "lr_1d_ratio", "beta1", "beta2", "one_rate", "beside", *GROUPED)
 LOOP = ("gamma_follows_rate",)
 EVERY = 20  # inner steps of one of SNOO's
@@ -90,7 +90,8 @@ def build(
             its paper) or "adana-code" (by its authors' code); "lr"; "beta1" and
             "beta2", both or none; "weight_decay"; "weight_decay_1d" and "lr_1d_ratio",
             decay and share of the rate of what AdamW moves beside a rule;
-            "convolutions", whether that rule takes kernels; "one_rate",
+            "betas_1d" and "nesterov_1d" of the same; "convolutions", whether that rule
+            takes kernels; "one_rate",
             whether all tensors are moved alike instead of by ``marsopt.param_groups``;
             "beside", the rule of what those give to AdamW; "ema_nesterov", the scale of
             that wrapper, or "snoo", the outer momentum of that one, whose outer rate is
