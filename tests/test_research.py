@@ -39,7 +39,7 @@ from research.compare.plain import Setting, train
 from research.compare.results import Row, entries, rows
 from research.compare.search import Axis, search
 from research.compare.store import Store, final
-from research.compare.study import Method, Run, Study, changed
+from research.compare.study import Method, Run, Study, changed, named
 from research.svrg import __main__ as svrg
 from tests.test_layout import ROOT
 from train import prepare
@@ -191,7 +191,10 @@ def test_values_that_know_their_step_are_spelled_by_json(setting, tmp_path):
     assert value_of(0.95) == 0.95 and value_of(True) is True
     with pytest.raises(ValueError, match="expected one of log_time, falling_weight"):
         value_of({"log": 10})
-    recipe = dict(rule="adamw", beta1={"log_time": 10, "cap": 0.98}, lr=0.01)
+    capped = {"log_time": 10, "cap": 0.98}
+    assert value_of([capped, 0.95]) == (marsopt.LogTime(10, cap=0.98), 0.95)
+    assert value_of({"falling_weight": 0.85}) == marsopt.FallingWeight(kappa=0.85)
+    recipe = dict(rule="adamw", beta1=capped, lr=0.01)
     store, run = Store(tmp_path), Run(recipe, 1)
     store.agree(setting.identity())
     store.add(run, dict(curve=[[8, 2.0]]))
@@ -332,6 +335,13 @@ def test_methods_of_a_study_can_be_built(make, setting):
     replace(study.setting, **own).check({t: study.first(t) for t in study.methods})
 
 
+@pytest.mark.parametrize("name", log_time.__all__)
+def test_contenders_can_be_built(name, setting):
+    study = named(name, "research.log_time")
+    replace(setting, steps=2).check({t: study.first(t) for t in study.methods})
+    assert study.num_draws == 1 and study.trials == 5
+
+
 @pytest.mark.parametrize("name", ["mars_adamw", "moonlight", "mars_m_transport"])
 def test_a_published_method_has_the_numbers_of_its_recipe(name, monkeypatch):
     # as the recipe says, also on a CPU without instructions for bf16
@@ -384,13 +394,13 @@ def test_the_loop_trains_all_methods_from_one_start(setting):
     assert found["mars-adamw-exact"]["flops"] == 2 * found["adamw"]["flops"]
 
 
-def test_the_loop_trains_controls_with_a_head_of_its_own(setting):
+def test_the_loop_trains_contenders_with_a_head_of_its_own(setting):
     untied = replace(setting, tied=False, steps=16)
     assert untied.identity() != setting.identity()
+    variants = contenders.variants(*contenders.CHOICES)
     for recipe in (
-        dict(rule="adana", lr=2e-3),
-        dict(rule="adana-code", lr=2e-3),
-        dict(rule="adamw", lr=6e-3, decay_omega=4.0),
+        *(c.recipe | dict(lr=c.lr) for c in variants.values()),
+        dict(rule="adamw", lr=6e-3, weight_decay=0.1, decay_omega=4.0),
     ):
         untied.check({"it": recipe})
         assert final(train(untied, recipe, 0)) < math.log(64)
