@@ -33,6 +33,7 @@ from marsopt.optim.protocols.svrg import Snapshot as _Snapshot  # noqa: F401  re
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.correction import Approximate, Correction
+from marsopt.rules.decay import LogTime
 from marsopt.rules.exact import Exact
 from marsopt.rules.lion import Lion, SignAverage
 from marsopt.rules.matrices import Matrices
@@ -62,6 +63,7 @@ __all__ = [
     "Exact",
     "FlatGroup",
     "Lion",
+    "LogTime",
     "Matrices",
     "NamedRule",
     "NewtonSchulz",

@@ -396,7 +396,7 @@ class MeshCollectives(AsTheyLie):
             matrix = self._gathered(piece.to(travels), leaf)
             rows = tuple(self._gathered(r, leaf) for r in request.input.rows)
             gathered.append(
-                request._replace(input=MatrixInput(matrix, rows, request.input.owned))
+                request._replace(input=request.input._replace(matrix=matrix, rows=rows))
             )
         results = []
         for request, whole in zip(requests, precondition_leaves(gathered), strict=True):
@@ -511,6 +511,7 @@ def _of_matrices(
                 shard,
                 next(rows, ()),
                 next(owned) if piece.owned and len(by_matrix) in owns else (),
+                piece.t,
             )
             by_matrix.append(requests[i]._replace(input=whole))
     return by_matrix

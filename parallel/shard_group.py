@@ -190,9 +190,8 @@ class ShardGroup:
                 rows = tuple(
                     torch.cat([next(tensors) for tensors in from_ranks]) for _ in rows
                 )
-            wholes.append(
-                requests[i]._replace(input=MatrixInput(matrix, rows, shard.owned))
-            )
+            whole = MatrixInput(matrix, rows, shard.owned, shard.t)
+            wholes.append(requests[i]._replace(input=whole))
         return wholes
 
     def _cuts(

@@ -30,6 +30,7 @@ from marsopt import MARS
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.optim.for_model import GAMMA
 from marsopt.optim.param_groups import NAMES
+from marsopt.rules.decay import from_text
 from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.registry import named
 
@@ -55,11 +56,13 @@ def build_mars(groups: Iterable[dict[str, Any]], **options: Any) -> MARS:
     Args:
         groups: what torchtitan makes of ``ParamGroupConfig``. Options of the whole
             optimizer may stand in them, where all that name one agree.
-        options: arguments of ``MARS``; dtypes by name, too.
+        options: arguments of ``MARS``; dtypes by name, too, and decays as text
+            ("LogTime(10)").
 
     Raises:
         ValueError: two groups, or a group and ``options``, disagree about an option of
-            the whole optimizer; a dtype that torch does not have.
+            the whole optimizer; a dtype that torch does not have, a text that spells no
+            decay.
     """
     return MARS(**_arguments(groups, options))
 
@@ -68,10 +71,10 @@ def _arguments(
     groups: Iterable[dict[str, Any]], options: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of MARS for ``build_mars``."""
-    param_groups, options = [], _with_dtypes(options)
+    param_groups, options = [], _from_text(options)
     for group in groups:
         kept = {k: v for k, v in group.items() if k not in ("fused", "foreach")}
-        param_groups.append(_with_dtypes(kept))
+        param_groups.append(_from_text(kept))
     for name in _whole():
         values = [options[name]] if name in options else []
         values += [group.pop(name) for group in param_groups if name in group]
@@ -92,11 +95,13 @@ def _whole() -> list[str]:
     return [line.name for line in known if line.is_whole] + ["nonfinite", "compile"]
 
 
-def _with_dtypes(options: dict[str, Any]) -> dict[str, Any]:
-    """Return ``options`` with dtypes in place of their names."""
+def _from_text(options: dict[str, Any]) -> dict[str, Any]:
+    """Return ``options`` with dtypes and decays in place of their names."""
     resolved = dict(options)
     for line in all_hyperparameters().values():
         name = options.get(line.name)
+        if line.is_number and line.name in options:
+            resolved[line.name] = from_text(name)
         if line.is_dtype and isinstance(name, str):
             resolved[line.name] = getattr(torch, name, None)
             if not isinstance(resolved[line.name], torch.dtype):
@@ -323,7 +328,8 @@ def _numbers(
     per_group = {k: v for k, v in options.items() if k not in whole}
     layers = dict(mars_type=mars_type, lr=lr, matrices="batched") | per_group
     beside = named(mars_type).fallback_group(options)
-    del beside["nesterov"]  # no group inherits one; DCP misses keys that were not saved
+    if options.get("nesterov_1d") is None:
+        del beside["nesterov"]  # DCP misses keys that were not saved
     beside |= {k: v for k, v in options.items() if k == "eps"}
     return beside, layers, {k: v for k, v in options.items() if k in whole} | {"lr": lr}
 

@@ -55,7 +55,8 @@ class Row:
     @property
     def computes_iterate(self) -> bool:
         """Whether x follows from the point ahead of it, with transport."""
-        return self.oracle["kind"] == "mars-adamw" and "cautious" not in self.oracle
+        stored = self.oracle.keys() & {"cautious", "delta"}
+        return self.oracle["kind"] == "mars-adamw" and not stored
 
     @property
     def exact(self) -> bool:
@@ -79,6 +80,15 @@ class Row:
             return {}
         often = self.kwargs["precondition_frequency"]
         return dict(count=0 if t == 0 else often if t % often == 0 else 1)
+
+    @property
+    def of_class(self) -> dict:
+        """Its options as ``MARS`` has them: ``betas`` in the place of momentums."""
+        options = dict(self.kwargs)
+        momentum = options.pop("momentum", None)
+        if momentum is not None:
+            options["betas"] = (momentum, options.pop("beta2", momentum))
+        return options
 
     def rule(self, **more) -> marsopt.Rule:
         return self.make(**{**self.kwargs, **more})
@@ -239,6 +249,29 @@ ROWS = {
         True,
         dict(sides="short", precondition_frequency=3, ns_dtype=torch.float64),
     ),
+}
+GROWING = marsopt.LogTime(3)
+BOTH, ONE = dict(betas=(GROWING, GROWING)), dict(momentum=GROWING)
+ROWS |= {
+    f"{name}-log_time": Row(
+        ROWS[name].make,
+        ROWS[name].oracle | dict(delta=3) | more,
+        ROWS[name].buffers,
+        ROWS[name].matrix_only,
+        ROWS[name].kwargs | decays | ({"nesterov": more["w"]} if more else {}),
+    )
+    for name, decays, more in (
+        ("adamw", BOTH, dict(w=0.2)),
+        ("nadamw", BOTH, {}),
+        ("lion", BOTH, {}),
+        ("mars_adamw", BOTH, {}),
+        ("mars_lion-noclip", ONE, {}),
+        ("mars_m", ONE, {}),
+        ("moonlight", ONE, dict(w=0.2)),
+        ("normuon", ONE | dict(beta2=GROWING), dict(w=0.2)),
+        ("soap", BOTH, dict(w=0.2)),
+        ("soap_muon", BOTH, {}),
+    )
 }
 TRANSPORT, STORED = dict(correction="transport", gamma=0.1), dict(store_iterate=True)
 ROWS |= {

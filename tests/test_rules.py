@@ -315,7 +315,7 @@ class Run:
         self.params = [torch.nn.Parameter(v) for v in x.values()]
         mars_type = row.make.__name__.replace("_", "-")
         self.optimizer = marsopt.MARS(
-            self.params, mars_type=mars_type, compile=False, **{**row.kwargs, **more}
+            self.params, mars_type=mars_type, compile=False, **{**row.of_class, **more}
         )
         if row.anchors:
             self._fill(anchor)

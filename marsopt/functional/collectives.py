@@ -101,7 +101,8 @@ def precondition_leaves(requests: Sequence[Request]) -> list[MatrixOutput]:
         rows = tuple(matrices.unbound_rows(r, ndim) for r in whole.rows)
         single = matrix.ndim == 2
         owned = tuple(o[0] if single else o for o in whole.owned)
-        unbound.append(request._replace(input=MatrixInput(matrix, rows, owned)))
+        whole = MatrixInput(matrix, rows, owned, whole.t)
+        unbound.append(request._replace(input=whole))
     wholes = []
     for request, result in zip(requests, precondition_matrices(unbound), strict=True):
         like = request.input.matrix

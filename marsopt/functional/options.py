@@ -9,10 +9,11 @@ import torch
 
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import Per
+from marsopt.rules.decay import Decay, Weight
 from marsopt.rules.matrices import Kind
 from marsopt.rules.soap import Sides
 
-Pair = tuple[Number, Number]
+Pair = tuple[Decay, Decay]
 Eps = Annotated[Number, "added to the root of the second moment."]
 Amsgrad = Annotated[
     bool, "AdamW: divide by the root of the largest second moment so far."
@@ -23,7 +24,9 @@ EpsilonHat = Annotated[
     "scripts do.",
 ]
 Nesterov = Annotated[
-    bool | None, "Nesterov's form of the momentum; None = the rule's own."
+    Weight | None,
+    "True = Nesterov's form of the rule's momentum; a number in [0, 1] = the weight of "
+    "the gradient beside its debiased average; None = the rule's own.",
 ]
 
 # ---- what families share -------------------------------------------------------------
@@ -164,7 +167,7 @@ class FactorOptions(TypedDict, total=False):
     """Options of SOAP's factors and bases. None = SOAP's own default."""
 
     shampoo_beta: Annotated[
-        Number | None, "decay rate of SOAP's factors; None = betas[1]."
+        Decay | None, "decay rate of SOAP's factors; None = betas[1]."
     ]
     sides: Annotated[
         Sides | None,
@@ -210,7 +213,7 @@ class LionOptions(RuleOptions, total=False):
 class AverageOptions(RuleOptions, total=False):
     """Options of rules with one momentum: MARS-Lion, and the matrix rules but SOAP."""
 
-    momentum: Annotated[Number, "decay rate of the momentum, the authors' betas[0]."]
+    momentum: Annotated[Decay, "decay rate of the momentum, the authors' betas[0]."]
 
 
 class OrthogonalOptions(AverageOptions, MatrixOptions, total=False):
@@ -222,7 +225,7 @@ class OrthogonalOptions(AverageOptions, MatrixOptions, total=False):
 class NorMuonOptions(OrthogonalOptions, total=False):
     """Options of NorMuon."""
 
-    beta2: Annotated[Number, "decay rate of the second moment, one number a row."]
+    beta2: Annotated[Decay, "decay rate of the second moment, one number a row."]
     eps: Eps
 
 
@@ -231,6 +234,7 @@ class SOAPOptions(RuleOptions, MatrixOptions, FactorOptions, total=False):
 
     betas: Annotated[Pair, "decay rates of the moments in the eigenbasis."]
     eps: Eps
+    nesterov: Nesterov
 
 
 # ---- the same on MARS's corrected gradient -------------------------------------------
@@ -294,6 +298,11 @@ class ModelOptions(ClassOptions, StepOptions, CorrectionOptions, total=False):
         Number | None,
         "weight decay of tensors that are not matrices. None = the rule's own: "
         "weight_decay itself, or the authors' 0.1.",
+    ]
+    nesterov_1d: Annotated[
+        Weight | None,
+        "``nesterov`` of tensors that are not matrices. None = off in AdamW beside a "
+        "matrix rule, else nesterov itself.",
     ]
     gamma_1d: Annotated[
         Number | None,

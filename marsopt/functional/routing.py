@@ -14,6 +14,7 @@ from marsopt.rules import checks
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import Approximate, Correction
+from marsopt.rules.decay import Decay, Weight
 from marsopt.rules.hyperparameters import (
     Hyperparameter,
     Table,
@@ -27,9 +28,9 @@ from marsopt.rules.hyperparameters import (
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.preconditioner import Preconditioner
 from marsopt.rules.registry import (
+    BESIDE,
     CORRECTIONS,
     FALLBACK_TABLE,
-    FOLLOWED,
     REGISTRY,
     NamedRule,
     correction_named,
@@ -49,8 +50,9 @@ class Choice:
     base_lr: Number = number(3e-3, checks.at_least_zero)
     optimize_1d: bool = False
     lr_1d: Number | None = number(None, checks.none_or(checks.at_least_zero))
-    betas_1d: tuple[Number, Number] | None = number(None, checks.none_or(checks.betas))
+    betas_1d: tuple[Decay, Decay] | None = number(None, checks.none_or(checks.betas))
     weight_decay_1d: Number | None = number(None, checks.none_or(checks.at_least_zero))
+    nesterov_1d: Weight | None = number(None, checks.none_or(checks.gradient_weight))
     gamma_1d: Number | None = number(None, checks.none_or(checks.finite))
     is_approx: bool = structure(True, whole=True)
     correction: str | None = structure(None, whole=True)
@@ -204,10 +206,10 @@ def route(values: Mapping[str, Any]) -> Rule:
         everywhere = dict(**common, matrices=matrices)
         is_needed = row.matrix_only
         return rule(algorithm(adamw, of_adamw, **everywhere) if is_needed else None)
-    apart = [name for name in FOLLOWED if values.get(name) is not None]
+    apart = [name for name in BESIDE if values.get(name) is not None]
     if row.fallback == "itself" and not apart:
         return rule(None)
-    numbers = {FOLLOWED[name]: values[name] for name in apart}
+    numbers = {BESIDE[name]: values[name] for name in apart}
     # beside a rule, only a correction that suits baselines applies, and never a clip
     beside = common | dict(correction=unclipped)
     if row.fallback == "itself":

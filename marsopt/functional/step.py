@@ -32,6 +32,7 @@ from marsopt.functional.step_types import (
 from marsopt.rules import rounding
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import pairs
+from marsopt.rules.decay import at
 from marsopt.rules.dtypes import root, working, working_dtype
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput
 
@@ -338,7 +339,9 @@ def _weights(
     correction = hyper.algorithm.corrects
     if correction is None:
         return (a * torch.ones_like(sums[:, 0]),), sums[:, 0]
-    beta1 = hyper.algorithm.preconditioner.beta1
+    beta1 = at(hyper.algorithm.preconditioner.beta1, hyper.t.to(sums.dtype) + 1)
+    if isinstance(beta1, Tensor) and beta1.ndim:
+        beta1 = hyper.per_part(beta1)
     return correction.weights(beta1, hyper.gamma, a, sums[:, :-1])
 
 
@@ -351,8 +354,8 @@ def _scalars(
 ) -> tuple[StepScalars, Tensor | None]:
     """Return the scalars of a step, and what the next one gets as ``behind``."""
     algorithm, gamma = hyper.algorithm, hyper.gamma
-    beta1, correction = algorithm.preconditioner.beta1, algorithm.corrects
-    t = hyper.t.to(sums.dtype) + 1
+    correction, t = algorithm.corrects, hyper.t.to(sums.dtype) + 1
+    beta1 = at(algorithm.preconditioner.beta1, t)
     unit, live = torch.ones_like(a), hyper.per_tensor(sums[:, -1] > 0)
     k = None if correction is None else correction.extrapolation(beta1, gamma)
     ok, k = live & finite, None if k is None else k * unit
@@ -379,6 +382,7 @@ class StackContext(NamedTuple):
     num_steps: int  # that were taken before
     first: int  # number of the first of them, among all tensors
     ok: Tensor  # (L,) bool: which of them move
+    t: Tensor  # (L,) their steps, this one too
 
 
 class OfStack(NamedTuple):
@@ -409,9 +413,10 @@ def advance(
     owned: list[list[Tensors | None]] = [[] for _ in stacks]
     if any(stack.algorithm.matrix_only for stack in stacks):
         contexts, first = [], 0
-        for group, group_ok in zip(groups, decision.ok, strict=True):
-            for ok in group_ok.split([stack.num_tensors for stack in group.stacks]):
-                contexts.append(StackContext(group.num_steps, first, ok))
+        for group, *of_tensors in zip(groups, decision.ok, decision.t, strict=True):
+            sizes = [stack.num_tensors for stack in group.stacks]
+            for ok, t in zip(*(v.split(sizes) for v in of_tensors), strict=True):
+                contexts.append(StackContext(group.num_steps, first, ok, t))
                 first += len(ok)
         for part in run.portions(stacks):
             columns = members, scalars, contexts
@@ -600,6 +605,9 @@ def _requests(
     algorithm = stack.algorithm
     ok = context.ok.unbind() if members.owned else [context.ok] * stack.num_tensors
     matrices = (stack.buffers["m"] if output is None else output).unbind()
+    steps: Sequence[Tensor | None] = [None] * stack.num_tensors
+    if algorithm.matrix_preconditioner.counts_at_owner:
+        steps = context.t.unbind()
     rows = [
         working(stack.buffers[symbol]).unbind()
         for symbol in algorithm.matrix_preconditioner.row_inputs
@@ -610,6 +618,7 @@ def _requests(
                 matrix,
                 tuple(r[n] for r in rows),
                 members.owned[n] if members.owned else (),
+                steps[n],
             ),
             leaf,
             algorithm.matrices,

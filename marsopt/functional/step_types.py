@@ -15,7 +15,7 @@ from torch import Tensor
 
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
-from marsopt.rules.hyperparameters import with_numbers
+from marsopt.rules.hyperparameters import static, with_numbers
 from marsopt.rules.matrices import MatrixRows
 from marsopt.rules.registry import BUILT_IN
 from marsopt.rules.rounding import HALF
@@ -117,12 +117,12 @@ def formula(algorithm: Algorithm) -> Formula:
 
 
 def _structure(component: Any) -> Hashable:
-    """Return a component's type, its structure, and which of its values are None."""
+    """Return a component's type and its structure."""
     if component is None:
         return None
     values = [(f, getattr(component, f.name)) for f in fields(component)]
     return type(component), *(
-        value is None if f.metadata.get("number") else value for f, value in values
+        static(value) if f.metadata.get("number") else value for f, value in values
     )
 
 

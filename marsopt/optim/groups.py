@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from difflib import get_close_matches
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +32,16 @@ from marsopt.optim.state_dict import TRAIN_MODE, State
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import Approximate, Correction
+from marsopt.rules.decay import StepValue
 from marsopt.rules.hyperparameters import (
     ELSEWHERE,
     HOW,
     INSTEAD,
     Table,
     check_values,
+    dynamic,
+    rejoined,
+    static,
     table,
 )
 from marsopt.rules.matrices import Matrices
@@ -57,10 +61,10 @@ CARRIED = frozenset(
     | HOW - {"differentiable"}
 )
 # Every group has the authors' structure as keys, at its defaults too. Other structure
-# is a key only where it differs from its default; these two numbers are keys only where
+# is a key only where it differs from its default; these numbers are keys only where
 # somebody passes them.
 AUTHORS_STRUCTURE = frozenset({"mars_type", "optimize_1d", "amsgrad", "epsilon_hat"})
-RARE_NUMBERS = frozenset({"base_lr", "gamma_1d"})
+RARE_NUMBERS = frozenset({"base_lr", "gamma_1d", "nesterov_1d"})
 SCALARS = frozenset({float, int, type(None)})  # one that is the same object is equal
 # Those of torch.optim's that change nothing with these values.
 IDLE = dict(maximize=False, differentiable=False, decoupled_weight_decay=True)
@@ -278,7 +282,7 @@ def structure(group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
     hyperparameter that is no number, and which numbers there are.
     """
     return {
-        name: group.get(name) is None if line.is_number else group.get(name)
+        name: static(group.get(name)) if line.is_number else group.get(name)
         for name, line in group_table(group, options).items()
         if not line.is_whole
     }
@@ -568,18 +572,11 @@ class DeviceHyperparameters:
         }
         present = {n: v for n, v in self._plain(group).items() if v is not None}
         check_values(self._numbers, {n: present.get(n) for n in self._numbers})
-        names = dict.fromkeys([*present, "lr_1d", "gamma_1d"])
-        sizes = [
-            len(value) if isinstance(value := present.get(name), tuple) else 0
-            for name in names
-        ]
-        num = sum(max(1, size) for size in sizes)
+        values = dict.fromkeys(("lr_1d", "gamma_1d"), 0.0) | present
+        num = len(dynamic([*values.values()]))
         self.values = torch.zeros(num, dtype=scalar_dtype(device), device=device)
         rest = iter(self.values.unbind())
-        cells = {
-            name: tuple(islice(rest, size)) if size else next(rest)
-            for name, size in zip(names, sizes, strict=True)
-        }
+        cells = {name: rejoined(value, rest) for name, value in values.items()}
         self._cells = {name: cells[name] for name in present}
         for name, value in present.items():
             _set(self._cells[name], value)  # before they are checked
@@ -594,9 +591,19 @@ class DeviceHyperparameters:
         self.refresh(group)
 
     def fits(self, group: dict[str, Any], device: torch.device | None) -> bool:
-        """Return whether these are still the hyperparameters of a group."""
-        same = structure(group, self._options) == self._structure
-        return same and device in (None, self._device)
+        """Return whether these are still the hyperparameters of a group.
+
+        Raises:
+            ValueError: a scheduler has put a number in the place of a ``LogTime``.
+        """
+        present, before = structure(group, self._options), self._structure
+        if "max_momentum" in group and _grows(before) and not _grows(present):
+            raise ValueError(
+                f"got betas={group['betas']} from a scheduler that cycles momentum, "
+                "expected the LogTime that the group had: pass cycle_momentum=False to "
+                "the scheduler, or a number as beta1"
+            )
+        return present == before and device in (None, self._device)
 
     def refresh(self, group: Mapping[str, Any]) -> bool:
         """Take over what has changed in a group, which they fit, since the last call;
@@ -668,6 +675,12 @@ class DeviceHyperparameters:
         return 0.0 * lr
 
 
+def _grows(structure: Mapping[str, Any]) -> bool:
+    """Return whether a group of this structure has a beta1 that knows its step."""
+    betas = structure["betas"]
+    return isinstance(betas, tuple) and issubclass(betas[0], StepValue)
+
+
 def _as_floats(value: Any) -> Any:
     """Return equal numbers as one type, for their text to be equal."""
     if isinstance(value, tuple):
@@ -681,11 +694,13 @@ def _holds_tensor(value: Any) -> bool:
     return any(isinstance(v, Tensor) for v in values)
 
 
-def _set(cell: Tensor | tuple[Tensor, ...], value: Any) -> None:
-    if isinstance(cell, tuple):
-        for c, v in zip(cell, value, strict=True):
-            _set(c, v)
-    elif isinstance(value, Tensor):
+def _set(cells: Any, values: Any) -> None:
+    for cell, value in zip(dynamic(cells), dynamic(values), strict=True):
+        _fill(cell, value)
+
+
+def _fill(cell: Tensor, value: Number) -> None:
+    if isinstance(value, Tensor):
         capturing = cell.is_cuda and torch.cuda.is_current_stream_capturing()
         if capturing and not value.is_cuda:
             raise RuntimeError(

@@ -20,6 +20,7 @@ from marsopt.optim.compiled import named_range
 from marsopt.optim.groups import constructor_values, unreached
 from marsopt.optim.watch import one_at_a_time
 from marsopt.rules import checks
+from marsopt.rules.decay import Decay, Weight
 from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.hyperparameters import check_names
 
@@ -49,8 +50,9 @@ class MARS(LayoutOptimizer):
         params: tensors, (name, tensor) pairs or param groups. Real floating point,
             dense.
         lr: learning rate, a number or 0-D tensor.
-        betas: decay rates of the moments; rules with one momentum use betas[0], NorMuon
-            betas[1] for that of rows. None = the rule's own.
+        betas: decay rates of the moments, numbers or ``marsopt.LogTime``; rules with
+            one momentum use betas[0], NorMuon betas[1] for that of rows. None = the
+            rule's own.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay of what takes ``mars_type``. None = the
             rule's own.
@@ -81,8 +83,11 @@ class MARS(LayoutOptimizer):
             (without clip) and the AdamW beside them too.
         gamma_1d: with transport, gamma of the AdamW for tensors that are not matrices;
             None = gamma.
-        nesterov: Nesterov's form of the rule's momentum; None = the rule's own, on for
-            "muon", "moonlight" and "nadamw".
+        nesterov: True: Nesterov's form of the rule's momentum; a number w in [0, 1]:
+            (1 - w) times the debiased average plus w times the gradient; None = the
+            rule's own, on for "muon", "moonlight" and "nadamw".
+        nesterov_1d: the same of AdamW for tensors that are not matrices; None = off
+            beside a matrix rule, else ``nesterov``.
         epsilon_hat: AdamW adds eps before debiasing, as the MARS-M and Moonlight
             scripts do for embeddings. For tensors that are not matrices, these two and
             both kinds of NorMuon always do.
@@ -130,7 +135,7 @@ class MARS(LayoutOptimizer):
         self,
         params: ParamsT,
         lr: float | Tensor = 3e-3,
-        betas: tuple[float, float] | None = None,
+        betas: tuple[Decay, Decay] | None = None,
         eps: float = 1e-8,
         weight_decay: float | None = None,
         amsgrad: bool = False,
@@ -139,14 +144,15 @@ class MARS(LayoutOptimizer):
         mars_type: str = "mars-adamw",
         optimize_1d: bool = False,
         lr_1d: float | None = None,
-        betas_1d: tuple[float, float] | None = None,
+        betas_1d: tuple[Decay, Decay] | None = None,
         weight_decay_1d: float | None = None,
         *,
         clip: float | None = 1.0,
         max_norm: float | None = None,
         correction: str | None = None,
         gamma_1d: float | None = None,
-        nesterov: bool | None = None,
+        nesterov: Weight | None = None,
+        nesterov_1d: Weight | None = None,
         epsilon_hat: bool = False,
         matrices: str = "2d",
         state_dtype: torch.dtype | None = None,
@@ -185,6 +191,7 @@ class MARS(LayoutOptimizer):
             correction=correction,
             gamma_1d=gamma_1d,
             nesterov=nesterov,
+            nesterov_1d=nesterov_1d,
             epsilon_hat=epsilon_hat,
             matrices=matrices,
             state_dtype=state_dtype,

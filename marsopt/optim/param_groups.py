@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from marsopt.functional.binding import check_unflattened
 from marsopt.rules import checks
+from marsopt.rules.decay import Decay, Weight
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import named
 
@@ -83,8 +84,9 @@ def param_groups(
     lr: float | Tensor,
     weight_decay: float | None = None,
     lr_1d: float | Tensor | None = None,
-    betas_1d: tuple[float, float] | None = None,
+    betas_1d: tuple[Decay, Decay] | None = None,
     weight_decay_1d: float | None = None,
+    nesterov_1d: Weight | None = None,
     gamma_1d: float | None = None,
     experts: bool = True,
     convolutions: bool = False,
@@ -125,6 +127,8 @@ def param_groups(
         lr_1d, betas_1d, weight_decay_1d: of what AdamW moves beside the rule,
             embeddings among it (with "adamw", "nadamw" and "lion": of vectors); None =
             as above.
+        nesterov_1d: Nesterov's momentum of the same, as ``MARS``'s ``nesterov``; None =
+            off.
         gamma_1d: with transport, gamma of the same; None = ``MARS``'s.
         experts: give weights of experts, (num_experts, rows, cols), to the rule as
             batches of matrices; False: they are moved as vectors are. torchtitan's
@@ -170,8 +174,13 @@ def param_groups(
         )
     decay = row.table["weight_decay"].default if weight_decay is None else weight_decay
     hidden = dict(mars_type=row.name, lr=lr, weight_decay=decay)
-    of_1d = dict(lr_1d=lr_1d, betas_1d=betas_1d, weight_decay_1d=weight_decay_1d)
-    of_1d["gamma_1d"] = gamma_1d
+    of_1d: dict[str, Any] = dict(
+        lr_1d=lr_1d,
+        betas_1d=betas_1d,
+        weight_decay_1d=weight_decay_1d,
+        nesterov_1d=nesterov_1d,
+        gamma_1d=gamma_1d,
+    )
     tables, vectors = hidden | {"weight_decay": 0.0}, row.fallback_group(hidden | of_1d)
     everything = row.fallback == "itself"
     if everything:

@@ -14,6 +14,15 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
+from marsopt.rules.decay import (
+    Decay,
+    StepValue,
+    Weight,
+    at,
+    check_both_grow,
+    complement,
+    product,
+)
 from marsopt.rules.dtypes import root
 from marsopt.rules.hyperparameters import number
 from marsopt.rules.preconditioner import Preconditioner, Tensors
@@ -37,20 +46,27 @@ class AdamW(Preconditioner):
 
     which is Dozat's Algorithm 2 with a constant beta1 (optax.nadamw; torch.optim.NAdam
     with decoupled_weight_decay and a momentum_decay so large, 1e6, that its schedule
-    stays at beta1; 0 would halve beta1).
+    stays at beta1; 0 would halve beta1). A number w in the place of ``nesterov`` is the
+    weight of c itself (quasi-hyperbolic momentum, arXiv 1810.06801):
+
+        (1 - w) m/(1 - beta1^t) + w c
+
+    With ``LogTime`` in the place of beta1 or beta2, the product of the decays so far
+    stands for its power.
 
     Source: Loshchilov and Hutter, arXiv 1711.05101; with MARS's c: MARS-AdamW, arXiv
     2411.10438, Algorithm 2; with ``nesterov``: Dozat, Incorporating Nesterov Momentum
     into Adam, ICLR workshop 2016.
 
     Args:
-        betas: decay rates of m and v.
+        betas: decay rates of m and v, numbers or ``LogTime``.
         eps: added to the root of the debiased v; with 0, too, 0 / 0 is 0.
         amsgrad: divide by the root of the largest v so far (debiased after the maximum,
             as torch.optim.AdamW does).
         epsilon_hat: add eps to the root of v *before* debiasing, as the MARS-M and
             Moonlight scripts do (Kingma and Ba, arXiv 1412.6980, end of section 2).
-        nesterov: let the first moment look ahead by one step (NAdamW).
+        nesterov: True lets the first moment look ahead by one step (NAdamW); a number
+            in [0, 1] is w.
         weight_decay: decoupled: x <- (1 - lr weight_decay) x - ...
 
     Raises:
@@ -64,12 +80,12 @@ class AdamW(Preconditioner):
         tensor([0.8516, 0.8516, 0.8516])
     """
 
-    betas: tuple[Number, Number] = number((0.9, 0.999), checks.betas)
+    betas: tuple[Decay, Decay] = number((0.9, 0.999), checks.betas)
     eps: Number = number(1e-8, checks.at_least_zero)
     weight_decay: Number = number(0.01, checks.at_least_zero)
     amsgrad: bool = False
     epsilon_hat: bool = False
-    nesterov: bool = False
+    nesterov: Weight = number(False, checks.gradient_weight)
 
     keeps = {
         "m": Buffer("exp_avg", is_debiased=True),
@@ -77,8 +93,12 @@ class AdamW(Preconditioner):
         "v_max": Buffer("max_exp_avg_sq"),
     }
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_both_grow(self.betas)
+
     @property
-    def beta1(self) -> Number:
+    def beta1(self) -> Decay:
         return self.betas[0]
 
     @property
@@ -87,8 +107,10 @@ class AdamW(Preconditioner):
         own = (getattr(type(self), name) is getattr(AdamW, name) for name in MOVES_X)
         if not all(own):
             return 0
-        # the former looks at c, that nobody keeps; the latter at the sign of x
-        return 0 if self.nesterov or self.cautious_weight_decay else 4
+        # c, which nobody keeps; a point so far ahead that the way back loses digits;
+        # the sign of x
+        is_plain = self.nesterov is False and not isinstance(self.beta1, StepValue)
+        return 4 if is_plain and not self.cautious_weight_decay else 0
 
     @property
     def buffers(self) -> dict[str, Buffer]:
@@ -98,14 +120,19 @@ class AdamW(Preconditioner):
         self, t: Tensor, lr: Number, w: Number | None = None
     ) -> tuple[Number, ...]:
         beta1, beta2 = self.betas
-        root = (1 - beta2**t).sqrt()
+        root = (1 - product(beta2, t)).sqrt()
         eps = self.eps / root if self.epsilon_hat else self.eps
-        rate, decay = lr / (1 - beta1**t), 1 - lr * self.weight_decay
-        of_moments = beta1, 1 - beta1, beta2, 1 - beta2
-        if not self.nesterov:
-            return *of_moments, 1 / root, eps, decay, rate
-        rate_m = lr * beta1 / (1 - beta1 ** (t + 1))
-        return *of_moments, 1 / root, eps, decay, rate_m, (1 - beta1) * rate
+        rate, decay = lr / (1 - product(beta1, t)), 1 - lr * self.weight_decay
+        weight1 = complement(beta1, t)
+        of_moments = at(beta1, t), weight1, at(beta2, t), complement(beta2, t)
+        common = *of_moments, 1 / root, eps, decay
+        if self.nesterov is False:
+            return *common, rate
+        if self.nesterov is True:
+            rate_m = lr * at(beta1, t + 1) / (1 - product(beta1, t + 1))
+            return *common, rate_m, weight1 * rate
+        w = at(self.nesterov, t)
+        return *common, (1 - w) * rate, w * lr
 
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]

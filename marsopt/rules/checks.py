@@ -14,6 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from marsopt.rules.decay import LogTime, StepValue
+
 Number = float | Tensor
 
 PLAIN = (float, int, bool, str, type(None))
@@ -139,19 +141,36 @@ def finite(name: str, value: Number) -> None:
     _check(name, value, "a finite number", math.isfinite, f"pass a finite {name}")
 
 
-def decay_rate(name: str, value: Number) -> None:
-    """A number in [0, 1)."""
+def decay_rate(name: str, value: Number | LogTime) -> None:
+    """A number in [0, 1), or a decay that knows its step."""
+    if isinstance(value, LogTime):  # checked where it was made
+        return
     _check(
         name,
         value,
-        "a number in [0, 1)",
+        "a number in [0, 1) or a LogTime",
         lambda v: 0 <= v < 1,
-        "common values are 0.9 to 0.99",
+        "common values are 0.9 to 0.99, and LogTime(10)",
     )
 
 
-def betas(name: str, value: tuple[Number, Number]) -> None:
-    """A pair of numbers in [0, 1): any sequence, or an array or tensor of one dim."""
+def gradient_weight(name: str, value: bool | Number | StepValue) -> None:
+    """True, False, a number in [0, 1], or a value that knows its step."""
+    if isinstance(value, StepValue) or isinstance(plain(value), bool):
+        return
+    _check(
+        name,
+        value,
+        "True, False or a number in [0, 1]",
+        lambda v: 0 <= v <= 1,
+        "a number is the weight of the gradient beside its average, such as 0.2",
+    )
+
+
+def betas(name: str, value: tuple[Number | LogTime, Number | LogTime]) -> None:
+    """A pair of decays, as ``decay_rate`` has them: any sequence, or an array or tensor
+    of one dim.
+    """
     pair = plain(value, is_pair=True)
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(

@@ -97,8 +97,8 @@ class Correction(ABC):
         """Return those of g and of each operand, before the clip.
 
         Args:
-            beta1: decay rate of the preconditioner's first moment, whatever its
-                paper calls it: Lion's betas[1].
+            beta1: decay rate of the preconditioner's first moment in this step,
+                whatever its paper calls it: Lion's betas[1].
             gamma: scale of the variance reduction in this step.
         """
 
@@ -133,7 +133,7 @@ class Correction(ABC):
         and the squared norms of c.
 
         Args:
-            beta1: decay rate of the first moment.
+            beta1: decay rate of the first moment in this step, a number or (N,).
             gamma: scale of the variance reduction in this step.
             a: factor of the global clip on g, 0-D.
             products: (N, pairs) inner products of g and the operands with each other,

@@ -15,12 +15,15 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 import torch
 
 from marsopt.rules import checks
+from marsopt.rules.decay import StepValue
 
 Check = Callable[[str, Any], None]  # of a name and a value; raises ValueError
 
 
 def number(default: Any, check: Check, *, beta: int | None = None) -> Any:
-    """Return a dataclass field that may change from step to step: a number or a pair.
+    """Return a dataclass field that may change from step to step: a number, a pair, or
+    a value that a step computes (``StepValue``). True, False and None in its place are
+    structure.
 
     Args:
         default: its value; None is one too.
@@ -72,6 +75,14 @@ class Hyperparameter(NamedTuple):
     def may_be_none(self) -> bool:
         """Whether None is a value; else it is the rule's own."""
         return type(None) in get_args(self.hint)
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether None stands for the rule's own: of structure, and of a number that
+        is on or off by default.
+        """
+        is_structure = not self.is_number or isinstance(self.default, bool)
+        return is_structure and not self.may_be_none
 
     @property
     def is_dtype(self) -> bool:
@@ -159,7 +170,7 @@ def arguments(component: type, values: Mapping[str, Any]) -> dict[str, Any]:
             by_field[f.name] = values["betas"][line.beta]
         elif line.name in values:
             value = values[line.name]
-            if value is not None or line.may_be_none or line.is_number:
+            if value is not None or not line.is_optional:
                 by_field[f.name] = value
     return by_field
 
@@ -182,17 +193,61 @@ def check_fields(component: Any) -> None:
 
 
 def numbers_of(component: Any) -> list[Any]:
-    """Return the values of all fields made by ``number``, and of those of components
-    that are its fields; pairs as two, without those that are None.
+    """Return the numbers in all fields made by ``number``, and in those of components
+    that are its fields, as ``dynamic`` finds them.
     """
     numbers: list[Any] = []
     for f in fields(component):
         value = getattr(component, f.name)
-        if is_dataclass(value):
+        if f.metadata.get("number"):
+            numbers += dynamic(value)
+        elif is_dataclass(value):
             numbers += numbers_of(value)
-        elif f.metadata.get("number") and value is not None:
-            numbers += value if isinstance(value, tuple) else [value]
     return numbers
+
+
+# ---- a hyperparameter's numbers, and the rest of it ----------------------------------
+
+
+def dynamic(value: Any) -> list[Any]:
+    """Return the numbers that a hyperparameter holds: of a pair two, of a ``StepValue``
+    its fields, of True, False and None none.
+    """
+    if value is None or isinstance(value, bool):
+        return []
+    if isinstance(value, tuple | list):
+        return [number for part in value for number in dynamic(part)]
+    if isinstance(value, StepValue):
+        return [getattr(value, f.name) for f in fields(value)]
+    return [value]
+
+
+def static(value: Any) -> Any:
+    """Return all of a hyperparameter but its numbers, hashable: what changes formulas
+    if it changes.
+    """
+    kind = type(value)
+    if value is None or kind is bool:
+        return value
+    if kind is float or isinstance(value, StepValue):
+        return kind
+    if kind is not tuple and kind is not list:
+        value = checks.plain(value, is_pair=True)
+    return tuple(map(static, value)) if isinstance(value, tuple | list) else float
+
+
+def rejoined(value: Any, numbers: Iterator[Any]) -> Any:
+    """Return a hyperparameter with the next of these in place of its numbers."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple([rejoined(part, numbers) for part in value])
+    if not isinstance(value, StepValue):
+        return next(numbers)
+    copied = object.__new__(type(value))
+    for f in fields(value):
+        object.__setattr__(copied, f.name, next(numbers))
+    return copied
 
 
 def with_numbers(component: Any, numbers: Iterator[Any]) -> Any:
@@ -202,11 +257,10 @@ def with_numbers(component: Any, numbers: Iterator[Any]) -> Any:
     copied = object.__new__(type(component))
     for f in fields(component):
         value = getattr(component, f.name)
-        if is_dataclass(value):
+        if f.metadata.get("number"):
+            value = rejoined(value, numbers)
+        elif is_dataclass(value):
             value = with_numbers(value, numbers)
-        elif f.metadata.get("number") and value is not None:
-            is_pair = isinstance(value, tuple)
-            value = (next(numbers), next(numbers)) if is_pair else next(numbers)
         object.__setattr__(copied, f.name, value)
     return copied
 
@@ -220,8 +274,7 @@ def check_values(known: Table, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if (line := known.get(name)) is None:
             continue
-        is_unset = value is None and not line.is_number  # the rule's own
-        if line.check is not None and (line.may_be_none or not is_unset):
+        if line.check is not None and not (value is None and line.is_optional):
             line.check(name, value)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer, one_per_row
 from marsopt.rules.checks import Number
+from marsopt.rules.decay import Decay, StepValue, at, complement
 from marsopt.rules.dtypes import nonzero, root, working
 from marsopt.rules.hyperparameters import number, structure
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, MatrixAverage
@@ -40,7 +41,7 @@ class NorMuon(MatrixAverage):
     Source: Li et al., arXiv 2510.05491, Algorithm 1.
 
     Args:
-        beta2: decay rate of r.
+        beta2: decay rate of r, a number or ``LogTime``.
         eps: added to the root of r; with 0, too, 0 / 0 is 0.
 
     Raises:
@@ -57,12 +58,17 @@ class NorMuon(MatrixAverage):
     """
 
     adjust_lr_fn: str = structure(MATCH_RMS_ADAMW, checks.one_of(SCALES))
-    beta2: Number = number(0.95, checks.decay_rate, beta=1)
+    beta2: Decay = number(0.95, checks.decay_rate, beta=1)
     eps: Number = number(1e-8, checks.at_least_zero)
 
     keeps = {**Average.keeps, "r": Buffer("row_exp_avg_sq", shape=one_per_row)}
+    decays = {**Average.decays, "r": "beta2"}
     row_inputs = ("r",)
     row_outputs = ("r", "weight")
+
+    @property
+    def counts_at_owner(self) -> bool:
+        return isinstance(self.beta2, StepValue)
 
     def at_owner(
         self, matrices: Sequence[MatrixInput], stage: Hashable
@@ -73,7 +79,8 @@ class NorMuon(MatrixAverage):
         ):
             o, (r,) = working(factor.matrix), whole.rows
             squares = torch.linalg.vector_norm(o, dim=-1).square()
-            r = self.beta2 * r + (1 - self.beta2) * squares / max(1, o.shape[-1])
+            beta2, weight = self._decay(whole.t, r)
+            r = beta2 * r + weight * squares / max(1, o.shape[-1])
             w = 1 / (root(r) + nonzero(self.eps))
             before = squares.sum(-1, keepdim=True)  # ||o||^2
             after = (squares * w * w).sum(-1, keepdim=True)  # ||o'||^2
@@ -81,6 +88,14 @@ class NorMuon(MatrixAverage):
             rescale = root(before / after.clamp(min=tiny))
             scaled.append(MatrixOutput(factor.matrix, (r, w * rescale)))
         return scaled
+
+    def _decay(self, t: Tensor | None, r: Tensor) -> tuple[Number, Number]:
+        """Return beta2 and 1 - beta2 in step ``t``, as factors of ``r``."""
+        if not isinstance(self.beta2, StepValue):
+            return self.beta2, 1 - self.beta2
+        assert t is not None  # counts_at_owner
+        t = t.to(r.dtype)
+        return at(self.beta2, t), complement(self.beta2, t)
 
     def apply(
         self,

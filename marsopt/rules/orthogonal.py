@@ -13,7 +13,8 @@ from torch import Tensor
 
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
-from marsopt.rules.hyperparameters import structure
+from marsopt.rules.decay import Weight, at, complement, product
+from marsopt.rules.hyperparameters import number, structure
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import (
     Average,
@@ -42,7 +43,8 @@ class MatrixAverage(Average, MatrixPreconditioner):
         x <- (1 - lr weight_decay) x - lr scale(rows, cols) o
 
     Args:
-        nesterov: w = 1 - mu.
+        nesterov: True: w = 1 - mu. A number in [0, 1]: w itself, beside the debiased
+            average m/(1 - mu^t), or the product of a ``LogTime``'s decays for mu^t.
         adjust_lr_fn: scale by shape, in torch.optim.Muon's words. "original":
             sqrt(max(1, rows/cols)) (K. Jordan, Muon, 2024); "match_rms_adamw": 0.2
             sqrt(max(rows, cols)), an orthogonal step of AdamW's root mean square
@@ -50,17 +52,17 @@ class MatrixAverage(Average, MatrixPreconditioner):
         ns: how matrices are orthogonalized.
     """
 
-    nesterov: bool = False
+    nesterov: Weight = number(False, checks.gradient_weight)
     adjust_lr_fn: str = structure(ORIGINAL, checks.one_of(SCALES))
     ns: NewtonSchulz = NewtonSchulz()
 
     @property
     def averages(self) -> bool:
-        return not self.nesterov  # which looks at c itself, too
+        return self.nesterov is False  # it looks at c itself, too
 
     @property
     def makes_matrix(self) -> bool:
-        return self.nesterov
+        return self.nesterov is not False
 
     @property
     def cost(self) -> NewtonSchulz:
@@ -69,7 +71,13 @@ class MatrixAverage(Average, MatrixPreconditioner):
     def scalars(
         self, t: Tensor, lr: Number, w: Number | None = None
     ) -> tuple[Number, ...]:
-        return super().scalars(t, lr, 1 - self.momentum if self.nesterov else w)
+        if self.nesterov is False:
+            return super().scalars(t, lr, w)
+        if self.nesterov is True:
+            return super().scalars(t, lr, complement(self.momentum, t))
+        w = at(self.nesterov, t)
+        of_m = (1 - w) / (1 - product(self.momentum, t))
+        return *super().scalars(t, lr), w, of_m
 
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
@@ -105,10 +113,11 @@ class Orthogonal(MatrixAverage):
         o = NS(w c + (1 - w) m)            w = 1 - mu with nesterov, else 0
         x <- (1 - lr weight_decay) x - lr scale(rows, cols) o
 
-    Newton-Schulz normalizes its input: averages and the sums that others write (b <- mu
-    b + g, and NS(g + mu b)) have the same factor. Muon is nesterov with the scale
-    "original", Moonlight with "match_rms_adamw"; MARS-Shampoo and MARS-M are those
-    without nesterov. MARS-M without clip is the authors' MARS-M-efficient.
+    A number for ``nesterov`` is w itself, and m/(1 - mu^t) stands for m. Newton-Schulz
+    normalizes its input: averages and the sums that others write (b <- mu b + g, and
+    NS(g + mu b)) have the same factor. Muon is nesterov with the scale "original",
+    Moonlight with "match_rms_adamw"; MARS-Shampoo and MARS-M are those without
+    nesterov. MARS-M without clip is the authors' MARS-M-efficient.
 
     Source: K. Jordan, Muon, 2024; Moonlight, arXiv 2502.16982; MARS-Shampoo, arXiv
     2411.10438, Algorithm 4; MARS-M, arXiv 2510.21800.

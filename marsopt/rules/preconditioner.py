@@ -15,6 +15,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
+from marsopt.rules.decay import Decay, StepValue, at, complement
 from marsopt.rules.hyperparameters import check_fields, number
 
 Tensors = Mapping[str, Tensor]  # by symbol
@@ -50,8 +51,8 @@ class Preconditioner(ABC):
 
     @property
     @abstractmethod
-    def beta1(self) -> Number:
-        """Decay rate of the first moment, which scales MARS's correction."""
+    def beta1(self) -> Decay:
+        """Decay of the first moment, which scales MARS's correction."""
 
     @property
     def averages(self) -> bool:
@@ -148,6 +149,7 @@ class MatrixInput(NamedTuple):
     matrix: Tensor  # (rows, cols), or a batch (num, rows, cols)
     rows: tuple[Tensor, ...] = ()  # numbers of rows: (rows,) or (num, rows) each
     owned: tuple[Tensor, ...] = ()  # the owner's buffers: (*shape) or (num, *shape)
+    t: Tensor | None = None  # 0-D, the tensor's step; None where no decay asks for it
 
 
 class MatrixOutput(NamedTuple):
@@ -226,6 +228,11 @@ class MatrixPreconditioner(Preconditioner):
         return True
 
     @property
+    def counts_at_owner(self) -> bool:
+        """Whether ``at_owner`` reads t."""
+        return False
+
+    @property
     def every(self) -> int | None:
         """In how many steps each ``stage`` comes round; None = all steps are alike."""
         return None
@@ -300,16 +307,29 @@ class Average(Preconditioner):
     of g (quasi-hyperbolic momentum), so that neither h nor c has to be kept.
 
     Args:
-        momentum: mu, decay rate of m; default 0.95, the authors' betas[0].
+        momentum: mu, decay rate of m, a number or ``LogTime``; default 0.95, the
+            authors' betas[0].
     """
 
-    momentum: Number = number(0.95, checks.decay_rate, beta=0)
+    momentum: Decay = number(0.95, checks.decay_rate, beta=0)
 
     keeps = {"m": Buffer("exp_avg")}
+    decays: ClassVar[dict[str, str]] = {"m": "momentum"}  # of its averages, by symbol
 
     @property
-    def beta1(self) -> Number:
+    def beta1(self) -> Decay:
         return self.momentum
+
+    @property
+    def buffers(self) -> dict[str, Buffer]:
+        """What the state keeps, by symbol. An average whose decay knows its step starts
+        with the count of steps.
+        """
+        kept = dict(self.keeps)
+        for symbol, name in self.decays.items():
+            if isinstance(getattr(self, name), StepValue):
+                kept[symbol] = kept[symbol]._replace(is_debiased=True)
+        return kept
 
     @property
     def averages(self) -> bool:
@@ -320,7 +340,8 @@ class Average(Preconditioner):
     ) -> tuple[Number, ...]:
         mu = self.momentum
         weights = () if w is None else (w, 1 - w)
-        return lr, 1 - lr * self.weight_decay, mu, 1 - mu, *weights
+        decay = 1 - lr * self.weight_decay
+        return lr, decay, at(mu, t), complement(mu, t), *weights
 
     def average(
         self, m: Tensor, c: Tensor, weights: Sequence[Tensor]

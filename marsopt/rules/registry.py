@@ -37,8 +37,11 @@ FALLBACKS: dict[Fallback, dict[str, Any]] = {
 }
 # What the fallback takes of the rule where a number of its own is None.
 FOLLOWED = {name: name.removesuffix("_1d") for name in FALLBACKS["itself"]}
+# The hyperparameters of the AdamW beside a rule that have a name of their own.
+BESIDE = {**FOLLOWED, "nesterov_1d": "nesterov"}
 # What groups give to the AdamW beside a rule; their ``nesterov`` is the rule's.
 FALLBACK_TABLE = {n: line for n, line in table(AdamW).items() if n != "nesterov"}
+OF_SOME_GROUPS = {*FALLBACK_TABLE, "nesterov"}
 # Those of ``betas`` that a rule does not read: the authors'.
 UNUSED_BETAS = (0.95, 0.99)
 
@@ -95,7 +98,7 @@ class NamedRule:
         numbers = {
             name: line.default
             for name, line in lines.items()
-            if line.is_number and line.beta is None and name not in FALLBACK_TABLE
+            if line.is_number and line.beta is None and name not in OF_SOME_GROUPS
         }
         return dict(
             betas=lines["betas"].default if "betas" in lines else tuple(betas),
@@ -112,8 +115,8 @@ class NamedRule:
 
         Args:
             given: of the rule's own group: lr, betas, weight_decay and gamma, and what
-                stands in their place where it is not None, lr_1d and so on; and
-                cautious_weight_decay.
+                stands in their place where it is not None, lr_1d and so on;
+                nesterov_1d and cautious_weight_decay.
         """
         beside = self.hyperparameters
         numbers: dict[str, Any] = {}
@@ -127,7 +130,7 @@ class NamedRule:
         return numbers | dict(
             mars_type="adamw",
             epsilon_hat=self.fallback == "adamw",
-            nesterov=False,
+            nesterov=beside.get("nesterov_1d", False),
             optimize_1d=False,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,14 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
+from marsopt.rules.decay import (
+    Decay,
+    Weight,
+    at,
+    check_both_grow,
+    complement,
+    product,
+)
 from marsopt.rules.dtypes import nonzero, root, working
 from marsopt.rules.hyperparameters import number, structure
 from marsopt.rules.matrices import LARGE, Matrices
@@ -44,6 +52,18 @@ if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the sh
     Right = Float[Tensor, "*batch right right"]
 
 Sides = Literal["both", "short"]
+
+
+def _false_or_weight(name: str, value: Any) -> None:
+    """False, a number in [0, 1], or a value that knows its step."""
+    if value is True:
+        raise ValueError(
+            f"got {name}=True for SOAP, expected False or a number in [0, 1]: SOAP has "
+            "no Nesterov form; pass a weight of the gradient, such as 0.2"
+        )
+    checks.gradient_weight(name, value)
+
+
 FIRST, REFRESH = "first", "refresh"  # stages
 
 
@@ -93,9 +113,11 @@ class SOAP(MatrixPreconditioner):
     Source: Vyas et al., arXiv 2409.11321, Algorithm 3, as its authors' code has it.
 
     Args:
-        betas: decay rates of m and v.
+        betas: decay rates of m and v, numbers or ``LogTime``.
         eps: added to the root of v; with 0, too, 0 / 0 is 0.
         shampoo_beta: b, decay rate of the factors; None = betas[1].
+        nesterov: a number w in [0, 1]: (1 - w) m/(1 - beta1^t) + w G' stands for the
+            debiased m.
         sides: which have a factor: "both", or the "short" one alone (of a square, the
             columns): less state and fewer products, 10.7 bytes a parameter and 0.3 of
             Newton-Schulz's FLOPs for GPT-2 small.
@@ -125,10 +147,11 @@ class SOAP(MatrixPreconditioner):
         QR (1, 2, 2)
     """
 
-    betas: tuple[Number, Number] = number((0.95, 0.95), checks.betas)
+    betas: tuple[Decay, Decay] = number((0.95, 0.95), checks.betas)
     eps: Number = number(1e-8, checks.at_least_zero)
     weight_decay: Number = number(0.01, checks.at_least_zero)
-    shampoo_beta: Number | None = number(None, checks.none_or(checks.decay_rate))
+    shampoo_beta: Decay | None = number(None, checks.none_or(checks.decay_rate))
+    nesterov: Weight = number(False, _false_or_weight)
     sides: Sides = structure("both", checks.one_of(get_args(Sides)))
     precondition_frequency: int = structure(10, checks.count)
     max_dim: int = structure(10_000, checks.count)
@@ -148,8 +171,12 @@ class SOAP(MatrixPreconditioner):
     }
     sums = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_both_grow(self.betas)
+
     @property
-    def beta1(self) -> Number:
+    def beta1(self) -> Decay:
         return self.betas[0]
 
     @property
@@ -180,7 +207,10 @@ class SOAP(MatrixPreconditioner):
         if self.orthogonalize:
             return moves * lr, decay
         t = (t - 1).clamp(min=1)
-        return moves * lr * (1 - beta2**t).sqrt() / (1 - beta1**t), decay
+        rate = moves * lr * (1 - product(beta2, t)).sqrt()
+        if self.nesterov is not False:  # ``_adam`` debiases m
+            return rate, decay
+        return rate / (1 - product(beta1, t)), decay
 
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
@@ -271,19 +301,21 @@ class SOAP(MatrixPreconditioner):
         """
         (beta1, beta2), b = self.betas, self.shampoo_beta
         m, v, n = kept.m.to(g.dtype), kept.v.to(g.dtype), kept.n
+        t = n.to(g.dtype)[..., None, None]  # of m and v; the factors have one step more
         bases = kept.row_basis, kept.col_basis
         new: dict[str, Tensor] = {}
         is_first = n.eq(0).to(g.dtype)[..., None, None]
         o = torch.zeros_like(g)
         if stage != FIRST:
             turned = _into(g, *bases)
-            m = _mixed(m, turned, (1 - beta1) * (1 - is_first))
-            v = _mixed(v, turned * turned, (1 - beta2) * (1 - is_first))
+            m = _mixed(m, turned, complement(beta1, t) * (1 - is_first))
+            v = _mixed(v, turned * turned, complement(beta2, t) * (1 - is_first))
             # beside a first gradient m and v are zero
-            o = _back(m / (root(v) + (nonzero(self.eps) + is_first)), *bases)
+            u = self._direction(m, turned, t)
+            o = _back(u / (root(v) + (nonzero(self.eps) + is_first)), *bases)
             new |= dict(m=m, v=v)
         factors = [
-            _mixed(factor, gram, 1 - (beta2 if b is None else b))
+            _mixed(factor, gram, complement(beta2 if b is None else b, t + 1))
             for factor, gram in zip(
                 (kept.row_factor, kept.col_factor), grams, strict=True
             )
@@ -305,6 +337,14 @@ class SOAP(MatrixPreconditioner):
         if stage is not None:
             new |= dict(row_basis=bases[0], col_basis=bases[1])
         return o, new
+
+    def _direction(self, m: Tensor, g: Tensor, t: Tensor) -> Tensor:
+        """Return m, or with a number w for ``nesterov`` its sum with the gradient."""
+        if self.nesterov is False:
+            return m
+        w, t = at(self.nesterov, t), t.clamp(min=1)
+        u: Tensor = (1 - w) / (1 - product(self.betas[0], t)) * m + w * g
+        return u
 
 
 def _one_number(shape: torch.Size, matrices: Matrices) -> torch.Size:

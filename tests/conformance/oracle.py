@@ -44,6 +44,8 @@ class Oracle:
         frequency=10,
         max_dim=10_000,
         cautious=False,
+        delta=None,
+        w=None,
     ):
         self.x = np.array(x, dtype=np.float64)
         self.kind, self.beta1, self.beta2, self.eps, self.wd = (
@@ -62,7 +64,7 @@ class Oracle:
         self.transport = transport
         self.svrg, self.mu = svrg, 0.0
         self.sides, self.frequency, self.max_dim = sides, frequency, max_dim
-        self.cautious = cautious
+        self.cautious, self.delta, self.w = cautious, delta, w
         self.t = 0
         self.m = np.zeros_like(self.x)
         self.v = np.zeros_like(self.x)
@@ -71,6 +73,21 @@ class Oracle:
 
     def anchor(self, mu):
         self.mu = np.array(mu, dtype=np.float64)
+
+    def decays(self, t):
+        """Log time (ADANA, arXiv 2602.05298): both decays are t/(t + delta)."""
+        if self.delta is not None:
+            self.beta1 = self.beta2 = t / (t + self.delta)
+
+    def power(self, beta, t):
+        """The product of the decays so far."""
+        if self.delta is None:
+            return beta**t
+        return np.prod([i / (i + self.delta) for i in range(1, t + 1)])
+
+    def weighted(self, m_hat, c):
+        """Quasi-hyperbolic momentum (arXiv 1810.06801)."""
+        return m_hat if self.w is None else (1 - self.w) * m_hat + self.w * c
 
     @property
     def k(self):
@@ -82,6 +99,7 @@ class Oracle:
 
     def corrected(self, g, h=None):
         self.t += 1
+        self.decays(self.t)
         self.g = np.array(g, dtype=np.float64)
         h = self.last if h is None else np.array(h, dtype=np.float64)
         self.last = self.g
@@ -110,14 +128,19 @@ class Oracle:
 
     def adamw(self, c, lr):
         self.m = self.beta1 * self.m + (1 - self.beta1) * c
-        self.adam_step(self.m / (1 - self.beta1**self.t), c, lr)
+        m_hat = self.m / (1 - self.power(self.beta1, self.t))
+        self.adam_step(self.weighted(m_hat, c), c, lr)
 
     def nadamw(self, c, lr):
-        """Dozat 2016, Algorithm 2, every mu_t the same beta1."""
+        """Dozat 2016, Algorithm 2, mu_t = beta1."""
         self.m = self.beta1 * self.m + (1 - self.beta1) * c
-        products = [self.beta1**self.t, self.beta1 ** (self.t + 1)]
+        products = [self.power(self.beta1, t) for t in (self.t, self.t + 1)]
         c_hat, m_hat = c / (1 - products[0]), self.m / (1 - products[1])
-        self.adam_step((1 - self.beta1) * c_hat + self.beta1 * m_hat, c, lr)
+        weight = 1 - self.beta1
+        self.decays(self.t + 1)
+        direction = weight * c_hat + self.beta1 * m_hat
+        self.decays(self.t)
+        self.adam_step(direction, c, lr)
 
     def adam_step(self, m_hat, c, lr):
         self.v = self.beta2 * self.v + (1 - self.beta2) * c**2
@@ -126,7 +149,7 @@ class Oracle:
         self.move(lr * m_hat / self.denominator(v), lr)
 
     def denominator(self, v):
-        root = np.sqrt(1 - self.beta2**self.t)
+        root = np.sqrt(1 - self.power(self.beta2, self.t))
         if self.hat:
             return (np.sqrt(v) + self.eps) / root
         return np.sqrt(v) / root + self.eps
@@ -153,15 +176,22 @@ class Oracle:
         self.move(lr * 0.2 * np.sqrt(max(c.shape)) * ns5(self.m), lr)
 
     def muon(self, c, lr):
-        self.m = self.beta1 * self.m + c
         rows, cols = c.shape
-        o = ns5(c + self.beta1 * self.m)
+        o = ns5(self.nesterov(c))
         self.move(lr * np.sqrt(max(1, rows / cols)) * o, lr)
+
+    def nesterov(self, c):
+        if self.w is None:
+            self.m = self.beta1 * self.m + c
+            return c + self.beta1 * self.m
+        self.m = self.beta1 * self.m + (1 - self.beta1) * c
+        return self.weighted(self.m / (1 - self.power(self.beta1, self.t)), c)
 
     def normuon(self, c, lr, beta2=0.95, eps=1e-8):
         """arXiv 2510.05491, Algorithm 1, with the norm of the factor kept."""
+        beta2 = beta2 if self.delta is None else self.beta2
         self.m = self.beta1 * self.m + (1 - self.beta1) * c
-        o = ns5(self.m)
+        o = ns5(self.weighted(self.m / (1 - self.power(self.beta1, self.t)), c))
         rows = np.array([np.mean(row**2) for row in o])
         self.r = beta2 * getattr(self, "r", np.zeros(len(o))) + (1 - beta2) * rows
         scaled = np.array(
@@ -179,7 +209,7 @@ class Oracle:
         t = self.t - 1
         if t > 0:
             o = self.adam_in_basis(c)
-            rate = lr * np.sqrt(1 - self.beta2**t) / (1 - self.beta1**t)
+            rate = lr * np.sqrt(1 - self.power(self.beta2, t))
             agrees = o * self.x >= 0 if self.cautious else np.ones_like(self.x)
             self.x = self.x - rate * o
             self.x = self.x + self.x * (-lr * self.wd) * agrees
@@ -197,10 +227,14 @@ class Oracle:
     mars_soap_muon = soap_muon
 
     def adam_in_basis(self, c):
-        turned = self.turn(c)
+        turned, t = self.turn(c), self.t - 1
+        self.decays(t)
         self.m = self.beta1 * self.m + (1 - self.beta1) * turned
         self.v = self.beta2 * self.v + (1 - self.beta2) * turned**2
-        return self.turn_back(self.m / (np.sqrt(self.v) + self.eps))
+        m_hat = self.m / (1 - self.power(self.beta1, t))
+        u = self.turn_back(self.weighted(m_hat, turned) / (np.sqrt(self.v) + self.eps))
+        self.decays(self.t)
+        return u
 
     def turn(self, a):
         for axis, q in self.q.items():
@@ -238,6 +272,5 @@ class Oracle:
         self.m = self.turn(self.m)
 
     def moonlight(self, c, lr):
-        self.m = self.beta1 * self.m + c
-        o = ns5(c + self.beta1 * self.m)
+        o = ns5(self.nesterov(c))
         self.move(lr * 0.2 * np.sqrt(max(c.shape)) * o, lr)

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from marsopt import MARS, REGISTRY
+from marsopt.rules.decay import from_text
 from marsopt.rules.registry import named
 from train.engine.schedule import cosine, linear, wsd
 from train.engine.titan import (
@@ -36,9 +37,9 @@ class MarsOptimizers(MarsOptimizersContainer):
         """A name in marsopt.REGISTRY: the rule of the matrices."""
         lr: float = 3e-3
         """Peak learning rate of matrices."""
-        betas: tuple[float, float] | None = None
-        """Decay rates of the moments; rules with one momentum use the first. None = the
-        rule's own.
+        betas: tuple[float | str, float | str] | None = None
+        """Decay rates of the moments, numbers or "LogTime(10)"; rules with one momentum
+        use the first. None = the rule's own.
         """
         eps: float = 1e-8
         """Added to the root of the second moment."""
@@ -52,9 +53,9 @@ class MarsOptimizers(MarsOptimizersContainer):
         """
         amsgrad: bool = False
         """Divide by the root of the largest second moment so far."""
-        nesterov: bool | None = None
-        """Nesterov's form of the rule's momentum; None = the rule's own: on with
-        nadamw, muon and moonlight.
+        nesterov: bool | float | None = None
+        """Nesterov's form of the rule's momentum, or the weight of the gradient beside
+        its average; None = the rule's own: on with nadamw, muon and moonlight.
         """
         sides: Literal["both", "short"] | None = None
         """Of SOAP: which sides of a matrix have a factor; None = both."""
@@ -81,10 +82,12 @@ class MarsOptimizers(MarsOptimizersContainer):
         """Peak learning rate of LayerNorm weights; None = the rule's own: lr with
         adamw, nadamw, lion, mars-m, moonlight and soap, else 3e-3.
         """
-        betas_1d: tuple[float, float] | None = None
+        betas_1d: tuple[float | str, float | str] | None = None
         """Decay rates of what moves LayerNorm weights; None = the rule's own: betas
         with adamw, nadamw and lion, else (0.9, 0.95).
         """
+        nesterov_1d: bool | float | None = None
+        """As nesterov, of what moves LayerNorm weights, and embeddings by AdamW."""
         weight_decay_1d: float = 0.1
         """Weight decay of LayerNorm weights."""
         clip: float | None = 1.0
@@ -110,9 +113,12 @@ class MarsOptimizers(MarsOptimizersContainer):
             names = (
                 "mars_type lr betas eps weight_decay amsgrad nesterov sides "
                 "precondition_frequency gamma clip "
-                "optimize_1d lr_1d betas_1d weight_decay_1d gamma_1d correction"
+                "optimize_1d lr_1d betas_1d weight_decay_1d nesterov_1d gamma_1d "
+                "correction"
             )
             options = {name: getattr(self, name) for name in names.split()}
+            for name in ("betas", "betas_1d"):
+                options[name] = from_text(options[name])
             if self.correction == "approximate":  # MARS's default; baselines have none
                 options["correction"] = None
             return options
