@@ -30,6 +30,7 @@ from research.compare.neighbours import (
     MONA,
     SNOO,
     EMANesterov,
+    FallingWeight,
     LogTimeDecay,
     QHAdamW,
     lookahead,
@@ -193,7 +194,7 @@ def test_values_that_know_their_step_are_spelled_by_json(setting, tmp_path):
         value_of({"log": 10})
     capped = {"log_time": 10, "cap": 0.98}
     assert value_of([capped, 0.95]) == (marsopt.LogTime(10, cap=0.98), 0.95)
-    assert value_of({"falling_weight": 0.85}) == marsopt.FallingWeight(kappa=0.85)
+    assert value_of({"falling_weight": 0.85}) == FallingWeight(kappa=0.85)
     recipe = dict(rule="adamw", beta1=capped, lr=0.01)
     store, run = Store(tmp_path), Run(recipe, 1)
     store.agree(setting.identity())

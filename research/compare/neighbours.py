@@ -6,10 +6,26 @@ or of an average whose memory grows and the gradient (ADANA).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from marsopt.rules.decay import StepValue
+
+
+@dataclass(frozen=True)
+class FallingWeight(StepValue):
+    """ADANA's weight of the gradient beside the average, g + (1 + t)^(1 - kappa) m as a
+    mean: w_t = 1 / (1 + (1 + t)^(1 - kappa)).
+    """
+
+    kappa: float = 0.85
+
+    def at(self, t: Tensor) -> Tensor:
+        """Return the weight in steps ``t``."""
+        return 1 / (1 + (1 + t) ** (1 - self.kappa))
 
 
 class Wrapper:

@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
-import marsopt
-from marsopt import MARS, REGISTRY, param_groups
+from marsopt import MARS, REGISTRY, LogTime, param_groups
 from marsopt.rules.correction import scale as mars_scale
 from marsopt.rules.registry import canonical
 from research.compare.neighbours import (
@@ -22,6 +21,7 @@ from research.compare.neighbours import (
     MONA,
     SNOO,
     EMANesterov,
+    FallingWeight,
     LogTimeDecay,
     NearestState,
     QHAdamW,
@@ -36,10 +36,10 @@ ADANAS = {  # extra momentum, and the share of the run's steps after which decay
     "adana-code": (1.0, 0.1),
 }
 # JSON's spelling of a value that knows its step, by the name of its first argument:
-# {"log_time": 10, "cap": 0.98} is marsopt.LogTime(delta=10, cap=0.98)
+# {"log_time": 10, "cap": 0.98} is LogTime(delta=10, cap=0.98)
 SPELLED = {
-    "log_time": ("LogTime", "delta"),
-    "falling_weight": ("FallingWeight", "kappa"),
+    "log_time": (LogTime, "delta"),
+    "falling_weight": (FallingWeight, "kappa"),
 }
 # of what is no option of an optimizer
 GROUPED = ("weight_decay", "weight_decay_1d", "convolutions", "betas_1d", "nesterov_1d")
@@ -66,7 +66,7 @@ def value_of(spelled: Any) -> Any:
         )
     made, first = SPELLED[names[0]]
     options = {first if k == names[0] else k: v for k, v in spelled.items()}
-    return getattr(marsopt, made)(**options)
+    return made(**options)
 
 
 class Clipped(Wrapper):
