@@ -52,6 +52,11 @@ def _memories(base: Recipe, lr: float) -> dict[str, Contender]:
             beta1=LOG | {"cap": 0.98}, nesterov=WEIGHT
         ),
     }
+    if base["rule"] == SOAP["rule"]:  # second moments grow along, factors do not
+        memories = {
+            name: memory | dict(beta2=memory["beta1"], shampoo_beta=0.95)
+            for name, memory in memories.items()
+        }
     return {
         name: Contender(base | BESIDE | memory, lr) for name, memory in memories.items()
     }
