@@ -141,7 +141,7 @@ def matrices() -> dict[str, Method]:
     }
 
 
-def _setting(layers: int, width: int, heads: int, batch: int, steps: int) -> Setting:
+def sized(layers: int, width: int, heads: int, batch: int, steps: int) -> Setting:
     return Setting(
         layers=layers,
         width=width,
@@ -157,7 +157,7 @@ def _setting(layers: int, width: int, heads: int, batch: int, steps: int) -> Set
     )
 
 
-SMALL = _setting(2, 64, 4, batch=8, steps=1920)  # 98,304 weights beside embeddings
+SMALL = sized(2, 64, 4, batch=8, steps=1920)  # 98,304 weights beside embeddings
 
 
 # GPT-2 small, 131,072 tokens a step
@@ -223,7 +223,7 @@ def defaults_wide() -> Study:
     return replace(
         study,
         title="0.4M parameters, 5 tokens each, for_model's defaults",
-        setting=_setting(2, 128, 8, batch=8, steps=1920),
+        setting=sized(2, 128, 8, batch=8, steps=1920),
         methods=methods | {f"{title}, small's best": best},
         trials=3,
     )
@@ -374,7 +374,7 @@ def middle() -> Study:
     """0.3M parameters, 20 tokens each."""
     return Study(
         title="0.3M parameters, 20 tokens each",
-        setting=_setting(3, 96, 3, batch=16, steps=3240),
+        setting=sized(3, 96, 3, batch=16, steps=3240),
         methods=_near(FOUR, 1.0, SEEDS),
         trials=10,
         num_draws=4,
@@ -403,7 +403,7 @@ def _width(width: int) -> Study:
     """Search the learning rate."""
     return Study(
         title=f"width {width}, 0.5M tokens, learning rates",
-        setting=_setting(2, width, width // 16, batch=8, steps=480),
+        setting=sized(2, width, width // 16, batch=8, steps=480),
         methods=_rates(FOUR[1:], 0.5**0.5, 2**0.5, num_seeds=1),
         trials=6,
     )
@@ -414,7 +414,7 @@ def ten_million() -> Study:
     return Study(
         title="10.6M parameters, 13M tokens",
         setting=replace(
-            _setting(6, 384, 6, batch=32, steps=1600),
+            sized(6, 384, 6, batch=32, steps=1600),
             seq_len=256,
             device="cuda",
             dtype="bfloat16",

@@ -20,23 +20,26 @@ import configs
 import marsopt
 from marsopt.rules import newton_schulz
 from marsopt.rules.preconditioner import Average
-from research import correlations, studies, track3
+from research import contenders, correlations, decide, log_time, studies, track3
 from research.compare import __main__ as compare
 from research.compare import images
 from research.compare.neighbours import (
+    ADANA,
     GPA,
     MONA,
     SNOO,
     EMANesterov,
+    FallingWeight,
+    LogTimeDecay,
     QHAdamW,
     lookahead,
 )
-from research.compare.optimizers import build
+from research.compare.optimizers import build, value_of
 from research.compare.plain import Setting, train
 from research.compare.results import entries, rows
 from research.compare.search import Axis, search
 from research.compare.store import Store, final
-from research.compare.study import Method, Run, Study, changed
+from research.compare.study import Method, Run, Study, changed, named
 from research.svrg import __main__ as svrg
 from train import prepare
 from train.engine.launch import parse
@@ -164,6 +167,102 @@ def test_a_search_by_two_seeds_goes_by_their_mean(setting):
     ]
 
 
+def test_a_search_around_a_start_ends_where_both_neighbours_are_worse():
+    """Three points, and one more for each step to an edge."""
+    axis = Axis("lr", 0.01, 0.0225, factor=1.5, start=0.015)
+
+    def tried(best):
+        losses: dict = {}
+        own = dict(trials=5, num_draws=1, halve=False)
+        while wanted := (found := search((axis,), losses.get, **own)).wanted:
+            losses |= {p: abs(math.log(p[0] / best)) for p in wanted}
+        return [point for (point,) in found.losses]
+
+    assert tried(0.015) == [0.015, 0.01, 0.0225]
+    assert tried(0.0225) == [0.015, 0.01, 0.0225, 0.03375]
+    assert len(tried(1.0)) == 5
+
+
+def test_values_that_know_their_step_are_spelled_by_json(setting, tmp_path):
+    """In studies and stores; a store knows its runs again."""
+    assert value_of(0.95) == 0.95 and value_of(True) is True
+    with pytest.raises(ValueError, match="expected one of log_time, falling_weight"):
+        value_of({"log": 10})
+    capped = {"log_time": 10, "cap": 0.98}
+    assert value_of([capped, 0.95]) == (marsopt.LogTime(10, cap=0.98), 0.95)
+    assert value_of({"falling_weight": 0.85}) == FallingWeight(kappa=0.85)
+    recipe = dict(rule="adamw", beta1=capped, lr=0.01)
+    store, run = Store(tmp_path), Run(recipe, 1)
+    store.agree(setting.identity())
+    store.add(run, dict(curve=[[8, 2.0]]))
+    assert [*Store(tmp_path).losses] == [run.key]
+
+
+def test_a_variant_is_chosen_by_both_studies(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_time, "STORES", tmp_path)
+    assert log_time.chosen("ADANA") is None and not log_time.held()
+    better = {False: "as printed", True: "as their code"}
+    for long, name in (False, "log_time_choice"), (True, "log_time_choice_long"):
+        study, folder = log_time.choice(long), tmp_path / name
+        folder.mkdir()
+        store = Store(folder)
+        store.agree(dict(steps=1))
+        for variant in contenders.CHOICES["ADANA"]:
+            gain = (2.0 if long else 1.0) * (variant == better[long])
+            title = f"ADANA: {variant}"
+            while wanted := study.wanted(title, store.losses):
+                for run in wanted:
+                    store.add(run, dict(curve=[[1, 9.0 - gain]]))
+    assert log_time.chosen("ADANA") == "as their code"
+    assert [*log_time.held()] == ["ADANA"]
+
+
+# ---- the rule ------------------------------------------------------------------------
+
+
+def place(**levels):
+    """Losses of four seeds, whose paired differences scatter by 0.001."""
+    shift = (0.0, 0.001, -0.001, 0.0)
+    return {
+        title: {seed: level + i * shift[seed] for seed in range(4)}
+        for i, (title, level) in enumerate(levels.items())
+    }
+
+
+def test_the_rule_of_the_default():
+    question = decide.Question(("today", "bare"), dict(plain=False, moded=True), "none")
+    tie = place(today=2.0, bare=2.0, plain=2.0, moded=2.0)
+    lead = place(today=2.0, bare=2.1, plain=1.9, moded=1.9)
+    half = place(today=2.0, bare=1.9, plain=1.9, moded=2.0)  # of one of the two
+    lost = place(today=2.0, bare=2.1, plain=2.1, moded=1.9)
+    ahead = place(today=2.0, bare=2.1, plain=1.95, moded=1.9)
+    assert decide.winner([tie], question) is None
+    assert decide.winner([lead, lead, tie], question) == "plain"
+    assert decide.winner([lead, tie, tie], question) is None  # of a third
+    assert decide.winner([half, half, half], question) is None
+    assert decide.winner([lead, lead, lead, lost], question) == "moded"
+    assert decide.winner([lead, lead, ahead], question) == "plain"
+    assert decide.winner([lead, ahead], question) == "moded"
+    standing = decide.standing([lead, lost], "plain", question.references)
+    assert standing == decide.Standing(ahead=1, behind=1, settings=2)
+
+
+def test_a_difference_of_few_seeds_has_the_pooled_error():
+    two = dict(a={1: 2.0, 2: 2.0}, b={1: 1.9, 2: 1.9}, c={1: 1.0, 2: 3.0})
+    found = decide.differences(two, "a")
+    assert found["b"].error == pytest.approx(1 / math.sqrt(2)) == found["c"].error
+    assert found["b"].side == "open"
+    two["c"][2] = math.inf
+    assert decide.differences(two, "a")["c"].side == "behind"
+
+
+def test_steps_saved_lie_between_the_control_s_horizons():
+    control = {480: {1: 2.5, 2: 2.5}, 1920: {1: 1.9, 2: 1.9}}
+    share, error = decide.steps_saved({1: 2.2, 2: 2.2}, 480, control)
+    assert share == pytest.approx(0.5) and error == 0.0
+    assert decide.steps_saved({1: 1.8}, 1920, control) is None
+
+
 # ---- what pages say ------------------------------------------------------------------
 
 
@@ -176,6 +275,13 @@ def test_methods_of_a_study_can_be_built(make, setting):
     own = dict(data=setting.data, device="cpu", seq_len=16, held_out=4, micro_batch=4)
     own |= dict(batch=4)
     replace(study.setting, **own).check({t: study.first(t) for t in study.methods})
+
+
+@pytest.mark.parametrize("name", log_time.__all__)
+def test_contenders_can_be_built(name, setting):
+    study = named(name, "research.log_time")
+    replace(setting, steps=2).check({t: study.first(t) for t in study.methods})
+    assert study.num_draws == 1 and study.trials == 5
 
 
 @pytest.mark.parametrize("name", ["mars_adamw", "moonlight", "mars_m_transport"])
@@ -230,6 +336,18 @@ def test_the_loop_trains_all_methods_from_one_start(setting):
     assert found["mars-adamw-exact"]["flops"] == 2 * found["adamw"]["flops"]
 
 
+def test_the_loop_trains_contenders_with_a_head_of_its_own(setting):
+    untied = replace(setting, tied=False, steps=16)
+    assert untied.identity() != setting.identity()
+    variants = contenders.variants(*contenders.CHOICES)
+    for recipe in (
+        *(c.recipe | dict(lr=c.lr) for c in variants.values()),
+        dict(rule="adamw", lr=6e-3, weight_decay=0.1, decay_omega=4.0),
+    ):
+        untied.check({"it": recipe})
+        assert final(train(untied, recipe, 0)) < math.log(64)
+
+
 @pytest.mark.parametrize("make", [studies.digits_convnet, studies.digits_vit])
 def test_images_are_trained_by_every_method(make):
     pytest.importorskip("sklearn")
@@ -279,6 +397,43 @@ def test_neighbours_are_their_formulas():
     torch.testing.assert_close(snoo, want, rtol=1e-10, atol=1e-12)
     still = trajectory(lambda x: EMANesterov(sgd(x), scale=0.0, steps=40), start())
     torch.testing.assert_close(still, trajectory(sgd, start()))
+
+
+@pytest.mark.parametrize(("extra", "begin"), [(0.0, 0.0), (1.0, 2.0)])
+def test_adana_is_its_formula(extra, begin):
+    """Three steps, transcribed; the second group has no decay."""
+    grads = [[0.5, -1.0], [0.3, 0.2], [-0.7, 0.1]]
+    lrs = [0.05, 0.1, 0.04]
+    x = [nn.Parameter(torch.tensor([1.0], dtype=torch.float64)) for _ in range(2)]
+    groups = [dict(params=[x[0]]), dict(params=[x[1]], weight_decay=0.0)]
+    own = dict(extra_momentum=extra, decay_start=begin, eps=1e-8)
+    optimizer = ADANA(groups, lr=0.1, **own)
+    want, m, v = [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]
+    for t, (g, lr) in enumerate(zip(grads, lrs, strict=True), start=1):
+        for i in range(2):
+            optimizer.param_groups[i]["lr"] = lr
+            x[i].grad = torch.tensor([g[i]], dtype=torch.float64)
+            beta = 1 - 8 / (8 + t)
+            m[i] = beta * m[i] + (1 - beta) * g[i]
+            v[i] = beta * v[i] + (1 - beta) * g[i] ** 2
+            u = g[i] + ((1 + t) ** 0.15 + extra) * m[i]
+            decay = 0.0 if i else 4 / (begin + t)
+            step = 0.1 * u / (math.sqrt(v[i]) + 1e-8) + decay * want[i]
+            want[i] -= lr / 0.1 * step
+        optimizer.step()
+    assert [p.item() for p in x] == pytest.approx(want, rel=1e-12)
+
+
+def test_the_falling_decay_is_independent_of_the_peak():
+    x = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    inner = torch.optim.SGD([x], lr=0.5, weight_decay=0.1)
+    optimizer, want = LogTimeDecay(inner, omega=0.3, decay_start=2.0), 1.0
+    for t, share in enumerate((0.5, 1.0, 0.2), start=1):
+        inner.param_groups[0]["lr"] = 0.5 * share
+        x.grad = torch.zeros_like(x)
+        optimizer.step()
+        want *= 1 - share * 0.3 / (t + 2)
+    assert x.item() == pytest.approx(want, rel=1e-12)
 
 
 class Momentum(Average):

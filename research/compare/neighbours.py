@@ -1,14 +1,31 @@
 """What others do with a trajectory, beside transport: wrappers of any optimizer, and
-AdamW whose momentum is a mixture: of an average and the gradient, or of two averages.
+AdamW whose momentum is a mixture: of an average and the gradient, or of two averages,
+or of an average whose memory grows and the gradient (ADANA).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from marsopt.rules.decay import StepValue
+
+
+@dataclass(frozen=True)
+class FallingWeight(StepValue):
+    """ADANA's weight of the gradient beside the average, g + (1 + t)^(1 - kappa) m as a
+    mean: w_t = 1 / (1 + (1 + t)^(1 - kappa)).
+    """
+
+    kappa: float = 0.85
+
+    def at(self, t: Tensor) -> Tensor:
+        """Return the weight in steps ``t``."""
+        return 1 / (1 + (1 + t) ** (1 - self.kappa))
 
 
 class Wrapper:
@@ -272,6 +289,91 @@ class QHAdamW(Optimizer):
         torch._foreach_div_(m, _roots(self._v, beta2, self._t, group["eps"]))
         torch._foreach_mul_(self._params, 1 - lr * group["weight_decay"])
         torch._foreach_add_(self._params, m, alpha=-lr)
+
+
+class ADANA(Optimizer):
+    """ADANA (arXiv 2602.05298). With a = delta / (delta + t), t = 1, 2, ..., and s the
+    learning rate's share of its peak:
+
+        m <- (1 - a) m + a g,   v <- (1 - a) v + a g^2,
+        x <- x - lr (g + (n + (1 + t)^(1 - kappa)) m) / (sqrt(v) + eps)
+               - s omega / (t + t_0) x
+
+    Nothing is debiased. The paper's formula has n = 0 and t_0 = 0. The authors' code
+    (mlexpos/adana at 3eef26f) has n = 1 and a tenth of the run's steps for t_0.
+
+    Args:
+        params: param groups; a group whose ``weight_decay`` is 0 has no decay.
+        lr: peak of the learning rate.
+        kappa, delta, omega: as above.
+        extra_momentum: n.
+        decay_start: t_0.
+        eps: added to the root.
+        weight_decay: not 0; omega says how much.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict],
+        *,
+        lr: float,
+        kappa: float = 0.85,
+        delta: float = 8.0,
+        omega: float = 4.0,
+        extra_momentum: float = 0.0,
+        decay_start: float = 0.0,
+        eps: float = 1e-8,
+        weight_decay: float = 1.0,
+    ) -> None:
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
+        self._kappa, self._delta, self._omega, self._eps = kappa, delta, omega, eps
+        self._extra, self._start = extra_momentum, decay_start
+        self._peaks = [group["lr"] for group in self.param_groups]
+        self._t = 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Take a step."""
+        self._t += 1
+        a = self._delta / (self._delta + self._t)
+        growth = self._extra + (1 + self._t) ** (1 - self._kappa)
+        decay = self._omega / (self._t + self._start)
+        for group, peak in zip(self.param_groups, self._peaks, strict=True):
+            share = group["lr"] / peak
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state |= dict(m=torch.zeros_like(p), v=torch.zeros_like(p))
+                m = state["m"].lerp_(p.grad, a)
+                v = state["v"].lerp_(p.grad.square(), a)
+                u = (p.grad + growth * m) / (v.sqrt() + self._eps)
+                p.mul_(1 - share * decay if group["weight_decay"] else 1.0)
+                p.sub_(u, alpha=group["lr"])
+
+
+class LogTimeDecay(Wrapper):
+    """An optimizer whose weight decay is ADANA's: independent of the peak learning
+    rate, omega / (t + t_0) times its share of the peak, in groups that have a decay.
+
+    Args:
+        inner: makes the step, with a decay of lr times ``weight_decay``.
+        omega: as above.
+        decay_start: t_0.
+    """
+
+    def __init__(self, inner: Optimizer, *, omega: float, decay_start: float) -> None:
+        super().__init__(inner)
+        self._omega, self._start = omega, decay_start
+        self._peaks = [group["lr"] for group in inner.param_groups]
+
+    def step(self) -> None:
+        """Take a step."""
+        self.count += 1
+        for group, peak in zip(self.param_groups, self._peaks, strict=True):
+            if group["weight_decay"]:
+                decay = self._omega / (peak * (self.count + self._start))
+                group["weight_decay"] = decay
+        self.inner.step()
 
 
 class TwoAverages(Ahead, Optimizer):

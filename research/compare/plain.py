@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from marsopt.profiling.machine import matmul_rate
 from research.compare.optimizers import build
@@ -56,6 +56,7 @@ class Setting:
         data: folder of train.bin and val.bin (uint16), as train.prepare or nanoGPT
             makes them, or of llm.c's shards.
         layers, heads, width, vocab_size, inverse_layer_scale: of the model.
+        tied: whether the output head is the token embedding.
         seq_len: tokens of a sequence.
         batch: sequences of a step, whose gradient is their mean.
         micro_batch: sequences of one forward and backward pass; None = ``batch``.
@@ -81,6 +82,7 @@ class Setting:
     held_out: int
     micro_batch: int | None = None
     inverse_layer_scale: bool = False
+    tied: bool = True
     warmup: float = 0.1
     schedule: str = "cosine"
     floor: float = 0.1
@@ -222,6 +224,21 @@ def compiled() -> Callable[..., Tensor]:
     return torch.compile(mean_loss, fullgraph=True, dynamic=False)
 
 
+class Untied(GPT2):
+    """A GPT-2 whose output head is a matrix of its own."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.head = nn.Linear(shape.width, shape.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return (batch, time, vocab_size) logits of (batch, time) tokens."""
+        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+        for block in self.layers.values():
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 class Task:
     """The model, its loss, and its batches, the same for every method of a seed."""
 
@@ -229,7 +246,7 @@ class Task:
         self, setting: Setting, seed: int, train: Tokens, held_out: Tokens
     ) -> None:
         self._setting = setting
-        self.model = GPT2(setting.shape)
+        self.model = (GPT2 if setting.tied else Untied)(setting.shape)
         self.model.init_weights(seed)
         self.model.to(setting.device)
         own = dict(rank=0, world=1, seq_len=setting.seq_len)
@@ -394,6 +411,8 @@ def train(setting: Setting, recipe: Mapping[str, Any], seed: int) -> dict[str, A
     steps = training.clock.steps()
     counted = steps[WARM_UP:] or steps
     num_params = sum(p.numel() for p in training.task.model.parameters())
+    if not setting.tied:  # the embedding is looked up alone
+        num_params -= training.task.model.wte.weight.numel()
     flops = setting.shape.num_flops_per_token(num_params, setting.seq_len)
     flops *= (
         setting.batch

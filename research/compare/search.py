@@ -29,6 +29,7 @@ class Axis:
             search goes beyond them.
         decay: whether it is a decay such as beta1, which is searched by 1 - beta.
         factor: between neighbours before steps are halved.
+        start: value of the first draw; None = drawn as the others.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Axis:
     high: float
     decay: bool = False
     factor: float = 2.0
+    start: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.low < self.high < (1 if self.decay else math.inf):
@@ -63,6 +65,8 @@ class Axis:
 
     def drawn(self, number: int) -> float:
         """Return the value of a draw: by name and number, so that methods share it."""
+        if number == 0 and self.start is not None:
+            return self.start
         digest = hashlib.sha256(f"{self.name}/{number}".encode()).digest()
         share = int.from_bytes(digest[:8], "big") / 2**64
         low, high = self.place(self.low), self.place(self.high)
@@ -135,9 +139,16 @@ class Found:
         return farthest
 
 
-def search(axes: Sequence[Axis], loss: Loss, *, trials: int, num_draws: int) -> Found:
+def search(
+    axes: Sequence[Axis],
+    loss: Loss,
+    *,
+    trials: int,
+    num_draws: int,
+    halve: bool = True,
+) -> Found:
     """Return how far a search is that takes ``trials`` points, ``num_draws`` of them
-    drawn.
+    drawn; without ``halve`` it ends earlier, where all neighbours of a point are worse.
 
     It goes in rounds: the draws; then the neighbours of the best point so far, a step
     away along each axis; where none of them is better, the step is halved. So it takes
@@ -155,6 +166,8 @@ def search(axes: Sequence[Axis], loss: Loss, *, trials: int, num_draws: int) -> 
             return Found(tried, missing)
         best = min(tried, key=lambda point: tried[point])
         if best == around:  # all its neighbours are worse
+            if not halve:
+                return Found(tried, [])
             step /= 2
         around = best
         points = [

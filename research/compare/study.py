@@ -26,7 +26,8 @@ class Method:
     Args:
         recipe: its options, as the study's setting takes them.
         axes: of the search, whose values are options too; none = the recipe as it is.
-        num_seeds: of the runs at the best point, 1 and on, without the search's.
+        num_seeds: of the runs at the best point, 1 and on, without the search's; 0 = a
+            search alone.
         control: title of the method that it is compared with; None = the study's first.
     """
 
@@ -87,6 +88,7 @@ class Study:
         trials: points that the search of every method with axes tries.
         num_draws: of them that are drawn.
         search_seeds: by whose mean loss a search goes; two choose better than one.
+        halve: whether a search goes on with half its steps where none is better.
     """
 
     title: str
@@ -95,6 +97,7 @@ class Study:
     trials: int = 1
     num_draws: int = 1
     search_seeds: tuple[int, ...] = (0,)
+    halve: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_draws <= self.trials:
@@ -105,10 +108,10 @@ class Study:
         if not self.methods:
             raise ValueError("got a study without methods, expected some: add them")
         for title, method in self.methods.items():
-            if method.num_seeds < 1:
+            if method.num_seeds < 0:
                 raise ValueError(
-                    f"got {title} with num_seeds={method.num_seeds}, expected at least "
-                    "one: change it"
+                    f"got {title} with num_seeds={method.num_seeds}, expected none or "
+                    "more: change it"
                 )
             if method.control not in (None, *self.methods):
                 raise ValueError(
@@ -139,7 +142,7 @@ class Study:
 
         if not method.axes:
             return Found({(): math.nan}, [])
-        own = dict(trials=self.trials, num_draws=self.num_draws)
+        own = dict(trials=self.trials, num_draws=self.num_draws, halve=self.halve)
         return search(method.axes, loss, **own)
 
     def _trial(self, title: str, point: Point) -> list[Run]:

@@ -1,0 +1,218 @@
+"""Studies of memory that grows with the run: one table of contenders, one of settings.
+
+    python -m research.compare log_time_1920 --module research.log_time \
+        --out research/study/log_time_1920 --only runs
+
+research/study.md ("Memory that grows: predictions") has the questions and the rule by
+which ``python -m research.decide`` judges. Every contender has one setting of
+everything but the learning rate, which is searched by three points a factor of 1.5
+apart, and by more where the best stands at an edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from research.compare.plain import Setting
+from research.compare.search import Axis
+from research.compare.store import Store
+from research.compare.study import Method, Study
+from research.contenders import (
+    AHEAD,
+    CHOICES,
+    RATIOS,
+    SMALL_ROWS,
+    TODAY,
+    Contender,
+    variants,
+)
+from research.studies import SMALL, sized
+
+__all__ = [
+    "log_time_480",
+    "log_time_1920",
+    "log_time_7680",
+    "log_time_batch_four",
+    "log_time_batch_quarter",
+    "log_time_bpe",
+    "log_time_choice",
+    "log_time_choice_long",
+    "log_time_large",
+    "log_time_middle",
+    "log_time_prose",
+    "log_time_three_million",
+    "log_time_to_zero",
+    "log_time_untied",
+]
+STORES = Path(__file__).parent / "study"
+FACTOR, TRIALS = 1.5, 5  # between learning rates; most of them
+CHOICE_SEEDS = (9, 10)  # of no judgement
+
+
+@dataclass(frozen=True)
+class Place:
+    """A setting of the comparison.
+
+    Args:
+        title: in words.
+        setting: how runs go.
+        scale: of small's learning rates.
+        num_seeds: of the judgement.
+        more: contenders of this place alone.
+        only: titles that run here; None = all of TODAY, AHEAD and the held ones.
+        stored: study whose store has the searched controls of this setting.
+    """
+
+    title: str
+    setting: Setting
+    scale: float = 1.0
+    num_seeds: int = 4
+    more: Mapping[str, Contender] = field(default_factory=dict)
+    only: Sequence[str] | None = None
+    stored: str | None = None
+
+
+def _small(said: str, **changes: object) -> tuple[str, Setting]:
+    return f"0.1M parameters, {said}", replace(SMALL, **changes)
+
+
+# In the order in which they decide
+PLACES: dict[str, Place] = {
+    "1920": Place(
+        *_small("1,920 steps"),
+        num_seeds=8,
+        more=SMALL_ROWS | {k: v for k, v in RATIOS.items() if "0.25" in k},
+        stored="small",
+    ),
+    "480": Place(
+        *_small("480 steps", steps=480),
+        num_seeds=8,
+        more=SMALL_ROWS,
+        stored="defaults_480",
+    ),
+    "7680": Place(
+        *_small("7,680 steps", steps=7680), 0.7, more=SMALL_ROWS, stored="small_long"
+    ),
+    "batch_quarter": Place(
+        *_small("a quarter of the batch", batch=2, steps=7680),
+        0.5,
+        stored="batch_quarter",
+    ),
+    "batch_four": Place(
+        *_small("four times the batch", batch=32, steps=480), 0.7, stored="batch_four"
+    ),
+    "to_zero": Place(
+        *_small("rate linear to zero", schedule="linear", floor=0.0), stored="to_zero"
+    ),
+    "prose": Place(*_small("prose", data="data/prose"), stored="prose"),
+    "bpe": Place(
+        *_small("BPE", data="data/python_bpe", vocab_size=1024), 0.8, stored="bpe"
+    ),
+    "untied": Place(*_small("untied head", tied=False), more=RATIOS),
+    "middle": Place(
+        "0.3M parameters",
+        sized(3, 96, 3, batch=16, steps=3240),
+        0.7,
+        stored="middle",
+    ),
+    "large": Place(
+        "0.8M parameters", sized(4, 128, 4, batch=32, steps=3840), 0.6, num_seeds=3
+    ),
+    "three_million": Place(
+        "3M parameters, 5 tokens each",
+        sized(5, 224, 7, batch=64, steps=1920),
+        0.45,
+        num_seeds=2,
+        only=("for_model", "Moonlight", "AdamW, log time", "Moonlight, log time"),
+    ),
+}
+
+
+def study(name: str) -> Study:
+    """Return the study of a place: today's defaults, and the contenders; those whose
+    variant is not chosen yet are left out.
+    """
+    place = PLACES[name]
+    contenders = {**TODAY, **AHEAD, **held(), **place.more}
+    if place.only is not None:
+        contenders = {t: c for t, c in contenders.items() if t in place.only}
+    methods = {
+        title: _method(contender, place.scale, place.num_seeds)
+        for title, contender in contenders.items()
+    }
+    return _searched(place.title, place.setting, methods)
+
+
+def choice(long: bool = False) -> Study:
+    """Return the study that chooses variants: small at 1,920 or 7,680 steps, by seeds
+    that judge nothing.
+    """
+    place = PLACES["7680" if long else "1920"]
+    methods = {
+        title: _method(contender, place.scale, num_seeds=0)
+        for title, contender in variants(*CHOICES).items()
+    }
+    seeds = CHOICE_SEEDS[:1] if long else CHOICE_SEEDS
+    made = _searched(f"{place.title}, variants", place.setting, methods)
+    return replace(made, search_seeds=seeds)
+
+
+def _method(contender: Contender, scale: float, num_seeds: int) -> Method:
+    start = float(f"{contender.lr * scale:.3g}")
+    ends = start / FACTOR, start * FACTOR
+    axis = Axis("lr", *ends, factor=FACTOR, start=start)
+    return Method(contender.recipe, (axis,), num_seeds)
+
+
+def _searched(title: str, setting: Setting, methods: dict[str, Method]) -> Study:
+    return Study(
+        title=title, setting=setting, methods=methods, trials=TRIALS, halve=False
+    )
+
+
+def chosen(contender: str) -> str | None:
+    """Return the variant whose losses have the lowest mean over the two studies of the
+    choice, each at its best learning rate; None before both have ended.
+    """
+    means: dict[str, float] = {}
+    for variant in CHOICES[contender]:
+        title = f"{contender}: {variant}"
+        losses = [_choice_loss(title, long) for long in (False, True)]
+        known = [loss for loss in losses if loss is not None]
+        if len(known) < len(losses):
+            return None
+        means[variant] = sum(known) / len(known)
+    return min(means, key=means.__getitem__)
+
+
+def held() -> dict[str, Contender]:
+    """Return the contenders whose variant has been chosen."""
+    every = {contender: chosen(contender) for contender in CHOICES}
+    return {c: CHOICES[c][name] for c, name in every.items() if name is not None}
+
+
+def _choice_loss(title: str, long: bool) -> float | None:
+    folder = STORES / ("log_time_choice_long" if long else "log_time_choice")
+    if not folder.is_dir():
+        return None
+    found = choice(long).search(title, Store(folder).losses)
+    return None if found.wanted else found.losses[found.best]
+
+
+log_time_choice = choice
+log_time_choice_long = partial(choice, long=True)
+log_time_480 = partial(study, "480")
+log_time_1920 = partial(study, "1920")
+log_time_7680 = partial(study, "7680")
+log_time_batch_quarter = partial(study, "batch_quarter")
+log_time_batch_four = partial(study, "batch_four")
+log_time_to_zero = partial(study, "to_zero")
+log_time_prose = partial(study, "prose")
+log_time_bpe = partial(study, "bpe")
+log_time_untied = partial(study, "untied")
+log_time_middle = partial(study, "middle")
+log_time_large = partial(study, "large")
+log_time_three_million = partial(study, "three_million")
