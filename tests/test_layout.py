@@ -248,7 +248,7 @@ SATELLITES = {
     "marsopt.optim.param_groups": {
         *("marsopt", "marsopt.optim.for_model", "marsopt.parallel.torchtitan"),
         "marsopt.profiling.command",
-        "marsopt.optim.base",  # to warn of embeddings in a matrix rule's group
+        "marsopt.optim.advice",  # embeddings in a matrix rule's group, told by name
     },
     "marsopt.parallel.torchtitan": set(),
 }

@@ -5,10 +5,8 @@ recompiles.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from difflib import get_close_matches
-from itertools import chain, islice
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +15,10 @@ from torch.utils import _pytree as pytree
 
 from marsopt.functional.binding import check_parameter
 from marsopt.functional.routing import (
-    Choice,
     all_hyperparameters,
     check_suits,
     hyperparameters_of,
     route,
-    rules_with,
     shared_hyperparameters,
 )
 from marsopt.functional.rule import Rule
@@ -31,39 +27,16 @@ from marsopt.functional.step_types import scalar_dtype
 from marsopt.optim.state_dict import TRAIN_MODE, State
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
-from marsopt.rules.correction import Approximate, Correction
-from marsopt.rules.hyperparameters import (
-    ELSEWHERE,
-    HOW,
-    INSTEAD,
-    Table,
-    check_values,
-    table,
-)
-from marsopt.rules.matrices import Matrices
-from marsopt.rules.registry import (
-    FOLLOWED,
-    canonical,
-    correction_named,
-    named,
-    resolve,
-)
+from marsopt.rules.correction import Correction
+from marsopt.rules.hyperparameters import Table, check_values
+from marsopt.rules.registry import FOLLOWED, correction_named, named, resolve
 
-# What torch itself keeps in param groups, its schedulers and averages, and a group's
-# name: nobody takes them for hyperparameters.
-CARRIED = frozenset(
-    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
-    | {"params", "param_names", "name"}
-    | HOW - {"differentiable"}
-)
 # Every group has the authors' structure as keys, at its defaults too. Other structure
 # is a key only where it differs from its default; these two numbers are keys only where
 # somebody passes them.
 AUTHORS_STRUCTURE = frozenset({"mars_type", "optimize_1d", "amsgrad", "epsilon_hat"})
 RARE_NUMBERS = frozenset({"base_lr", "gamma_1d"})
 SCALARS = frozenset({float, int, type(None)})  # one that is the same object is equal
-# Those of torch.optim's that change nothing with these values.
-IDLE = dict(maximize=False, differentiable=False, decoupled_weight_decay=True)
 
 
 def label(groups: Sequence[Mapping[str, Any]], number: int, index: int) -> str:
@@ -98,9 +71,11 @@ def device_of(groups: Sequence[Mapping[str, Any]], state: State) -> torch.device
     return next((p.device for p in params if moves(p, state)), None)
 
 
-def described(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-    """Return what has to be the same on all ranks: not the parameters, lr, mode, nor
-    tensors, whose text has the number of a rank's GPU.
+def config_fingerprint(
+    groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> str:
+    """Return a text of the configuration that all ranks share: without parameters, lr,
+    mode, and tensors, whose text has the number of a rank's GPU.
     """
     apart = ("params", "lr", TRAIN_MODE, "collectives")
     compared = [
@@ -236,13 +211,12 @@ def _present(
     return shared.keys() - absent
 
 
-def complete(
+def fill_defaults(
     group: dict[str, Any], options: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> set[str]:
-    """Give a new param group what it lacks of the rule's hyperparameters: the
-    constructor's value, else the rule's own default. What the group itself gives as lr,
-    betas or weight_decay holds for everything in it, unless it gives the value that
-    ends in ``_1d`` too.
+    """Fill in the hyperparameters that a new param group lacks: the constructor's
+    value, else the rule's default. The group's lr, betas or weight_decay holds for
+    everything in it, unless it gives the value that ends in ``_1d`` too.
 
     Args:
         group: as its user wrote it.
@@ -274,7 +248,7 @@ def complete(
 
 
 def structure(group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what, when it changes, changes formulas and not only their numbers: every
+    """Return the static configuration of a group, on which formulas depend: every
     hyperparameter that is no number, and which numbers there are.
     """
     return {
@@ -302,111 +276,11 @@ def check_direction(group: Mapping[str, Any]) -> None:
     """
     if group.get("maximize"):
         raise ValueError(
-            f"got maximize=True in a param group, expected False: {INSTEAD['maximize']}"
+            "got maximize=True in a param group, expected False: negate the loss"
         )
 
 
-def unread(
-    group: Mapping[str, Any], bookkeeping: Set[str], carried: Set[str] = frozenset()
-) -> Iterator[str]:
-    """Yield what to say of keys that nothing reads.
-
-    Args:
-        group: complete, or loaded.
-        bookkeeping: what MARS keeps in groups beside hyperparameters.
-        carried: what somebody else was known to keep there.
-    """
-    known = {*bookkeeping, *all_hyperparameters()}
-    for key, value in group.items():
-        if not isinstance(key, str) or key in known | CARRIED | carried:
-            continue
-        if key in IDLE and value == IDLE[key]:
-            continue
-        near = [ELSEWHERE.get(key), *get_close_matches(key, known, n=1, cutoff=0.75)]
-        if meant := next((name for name in near if name in known), None):
-            do = f"if {meant!r} was meant, spell it so"
-        else:
-            do = INSTEAD.get(key, "leave it out, unless another tool reads it")
-        yield f"a param group has the key {key!r}, which MARS does not read: {do}"
-
-
-def unreached(
-    groups: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-    arguments: Mapping[str, Any],
-    correction: str | None,
-) -> Iterator[str]:
-    """Yield what to say of arguments that change nothing: hyperparameters of the
-    constructor that no group has, since all give their own, and those that no rule of
-    the groups which have them reads; MARS's correction where all rules are baselines.
-
-    Args:
-        groups: the optimizer's, complete.
-        options: what the optimizer was built with.
-        arguments: the constructor's that may differ from group to group.
-        correction: as the constructor got it.
-    """
-    lines = all_hyperparameters()
-    filled = [(g, _reads(route({**options, **g}))) for g in groups if g["params"]]
-    if not filled:  # yet
-        return
-    rows = [named(group["mars_type"]) for group, _ in filled]
-    if correction == Approximate.name and not any(row.is_mars for row in rows):
-        yield (
-            f"correction={correction!r} has no effect: no param group has a MARS rule. "
-            "Leave it out, or choose one (mars-...)"
-        )
-    usual = {(name, _key(line.default)) for name, line in lines.items()}
-    for row in rows:
-        usual |= {(name, _key(value)) for name, value in row.hyperparameters.items()}
-    # whether a group that has this value reads it
-    is_read: dict[tuple[str, Any], bool] = {}
-    for group, reads in filled:
-        for name, value in group.items():
-            if name in lines:
-                pair = name, _key(value)
-                is_read[pair] = is_read.get(pair, False) or name in reads
-    several = chain(arguments.items(), *(group.items() for group, _ in filled))
-    for name, value in several:
-        if name not in lines or (pair := (name, _key(value))) in usual:
-            continue
-        usual.add(pair)  # once
-        is_off = not isinstance(value, Tensor) and value in (None, 0)
-        if pair not in is_read:
-            yield (
-                f"{name}={value!r} has no effect: every param group sets its own. "
-                "Leave it out, or change it in the groups"
-            )
-        elif not is_off and not is_read[pair]:
-            readers = ", ".join(rules_with(name))
-            yield (
-                f"{name}={value!r} has no effect: only {readers} read "
-                "it, and no param group does. Leave it out, or choose one of these"
-            )
-
-
-def _reads(rule: Rule) -> set[str]:
-    """Return the names of the hyperparameters that a group's algorithms read."""
-    names = {*table(Choice), *table(Matrices)}
-    for algorithm in (rule.matrix, rule.rest):
-        if algorithm is None:
-            continue
-        lines = table(type(algorithm.preconditioner)).values()
-        names |= {"betas" if line.beta is not None else line.name for line in lines}
-        correction = algorithm.correction
-        if correction is not None:
-            off = {"clip", "clip_per"} if correction.clip is None else set()
-            names |= table(type(correction)).keys() - off
-    return names if rule.rest is not None else names - {"gamma_1d"}
-
-
-def _key(value: Any) -> Any:
-    """Return what equal hyperparameters have in common; a tensor equals itself."""
-    value = tuple(value) if isinstance(value, list) else value
-    return id(value) if _holds_tensor(value) else value
-
-
-def admit(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+def validate_group(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     """Check the hyperparameters of a new group and note its ``base_lr``.
 
     Args:
@@ -447,19 +321,6 @@ def has_two_rates(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
 
 def _has_rest(group: Mapping[str, Any], rule: Rule) -> bool:
     return any(side.is_rest for side in rule.sides(group["params"]))
-
-
-def replaced_rules(
-    before: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]
-) -> Iterator[str]:
-    """Yield what to say of a rule that a checkpoint puts in another's place."""
-    for old, new in zip(before, loaded, strict=True):
-        if (was := canonical(old["mars_type"])) != (now := canonical(new["mars_type"])):
-            yield (
-                f"the state dict's mars_type {now!r} replaces {was!r}: hyperparameters "
-                "come from the state dict, as in torch.optim. For another rule set "
-                "them in the param groups after loading"
-            )
 
 
 def check_parameters(
@@ -696,26 +557,3 @@ def _set(cell: Tensor | tuple[Tensor, ...], value: Any) -> None:
         cell.copy_(value.detach(), non_blocking=True)
     else:
         cell.fill_(value)
-
-
-# ---- what is said about dtypes -------------------------------------------------------
-
-
-def warn_of_half_precision(
-    groups: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-    say: Callable[[int, str], None],
-) -> None:
-    """Say that state of bfloat16 parameters is bfloat16, where ``state_dtype`` and
-    stochastic rounding are left out.
-    """
-    if options["state_dtype"] is not None:
-        return
-    dtypes = {p.dtype for g in groups for p in g["params"] if p.requires_grad}
-    if torch.bfloat16 in dtypes and not options.get("stochastic_rounding", False):
-        say(
-            logging.WARNING,
-            "the state of bfloat16 parameters is kept in bfloat16, which loses small "
-            "changes of the moments. state_dtype=torch.float32 keeps them, "
-            "stochastic_rounding=True keeps them on average",
-        )
