@@ -18,8 +18,8 @@ from marsopt.functional.step_types import scalar_dtype
 from marsopt.optim.advice import advise_on_groups, advise_on_loaded, warn_of_two_rates
 from marsopt.optim.buckets import BucketGroup, ParameterBucket
 from marsopt.optim.compiled import InPlace, calls, once, resolve_compile
+from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.groups import (
-    DeviceHyperparameters,
     check_group,
     check_no_module,
     check_once,
