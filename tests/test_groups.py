@@ -10,7 +10,7 @@ from torch import nn
 
 import marsopt
 from marsopt import MARS, REGISTRY
-from marsopt.optim.base import advise
+from marsopt.optim.advice import once_per_process
 
 MATRIX, VECTOR = (6, 4), (5,)
 ELEMENTWISE = [n for n, rule in REGISTRY.items() if rule.fallback == "itself"]
@@ -175,7 +175,7 @@ def test_a_mistyped_name_is_answered_with_the_nearest(written, meant):
 @pytest.fixture(autouse=True)
 def first_optimizer():
     """Of this process, as far as advice goes."""
-    advise.cache_clear()
+    once_per_process.cache_clear()
 
 
 def notices(caplog):

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import marsopt
 from marsopt import MARS, REGISTRY
-from marsopt.optim.groups import DeviceHyperparameters
+from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.protocols.base import CorrectionProtocol
 from marsopt.optim.protocols.exact import NextGradients
 from marsopt.rules import checks

@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import marsopt
 from marsopt import MARS
-from marsopt.optim.groups import described
+from marsopt.optim.groups import config_fingerprint
 from tests.test_optimizer import LR, SHAPES, eager, equal, fill, parameters, run, twins
 
 pytestmark = pytest.mark.usefixtures("both_layouts")
@@ -898,7 +898,9 @@ def test_ranks_do_not_compare_tensors_by_their_text():
     texts = set()
     for decay in (torch.tensor(0.1), torch.tensor(0.1, dtype=torch.float64), 0.1):
         optimizer = eager(parameters((2, 2)), lr=0.1, weight_decay=decay)
-        texts.add(described(optimizer.param_groups, dict(inherited={"lr": decay})))
+        texts.add(
+            config_fingerprint(optimizer.param_groups, dict(inherited={"lr": decay}))
+        )
     assert len(texts) == 2 and all("dtype" not in text for text in texts)
 
 

@@ -41,7 +41,8 @@ from marsopt.functional.step_types import (
     scalar_dtype,
 )
 from marsopt.optim.compiled import should_stack
-from marsopt.optim.groups import DeviceHyperparameters, moves
+from marsopt.optim.device_values import DeviceHyperparameters
+from marsopt.optim.groups import moves
 from marsopt.optim.state_dict import State
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import AHEAD, LOOKAHEAD, Buffer, is_full

@@ -19,8 +19,8 @@ from marsopt.functional.step_types import Decision, RuleGroup, Stack
 from marsopt.optim import buckets
 from marsopt.optim.buckets import BucketGroup, GroupSide, ParameterBucket
 from marsopt.optim.compiled import flatten
+from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.groups import (
-    DeviceHyperparameters,
     check_parameters,
     labels,
     moves,

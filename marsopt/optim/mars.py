@@ -15,9 +15,10 @@ from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.options import ClassOptions
 from marsopt.functional.routing import all_hyperparameters, check_taken
 from marsopt.functional.step import advance, assess
+from marsopt.optim.advice import unused_arguments
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.compiled import named_range
-from marsopt.optim.groups import constructor_values, unreached
+from marsopt.optim.groups import constructor_values
 from marsopt.rules import checks
 from marsopt.rules.decay import Decay, Weight
 from marsopt.rules.dtypes import without_autocast
@@ -207,8 +208,8 @@ class MARS(LayoutOptimizer):
         types = [group["mars_type"] for group in self.param_groups]
         check_taken(types, correction)
         groups = self.param_groups
-        for what in unreached(groups, whole, values.explicit, correction):
-            self._say(logging.WARNING, what)
+        for message in unused_arguments(groups, whole, values.explicit, correction):
+            self._say(logging.WARNING, message)
 
     # ---- the step ------------------------------------------------------------------
 
