@@ -53,7 +53,7 @@ def rows(tmp_path_factory):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = {row["name"]: row for row in json.loads(path.read_text())}
-    assert all(f"| {name} |" in done.stdout for name in found)
+    assert all(f"{name}: " in done.stdout for name in found)
     return found
 
 
@@ -125,8 +125,6 @@ def meta(num):
     return torch.empty(num, device="meta")
 
 
-def test_an_unknown_case_is_named_and_names_are_listed(capsys):
+def test_an_unknown_case_is_named():
     with pytest.raises(UserError, match="got the case 'lione', expected a pattern"):
         rehearsal.main(["lione"])
-    rehearsal.main(["lion/*/gpt2-small/*", "--names"])
-    assert "lion/none/gpt2-small/float32\n" in capsys.readouterr().out
