@@ -19,14 +19,14 @@ from marsopt.rules import checks
 from marsopt.rules.hyperparameters import check_fields, structure
 from marsopt.rules.matrices import LARGE
 
-if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the shapes
+if TYPE_CHECKING:  # nothing needs it to run; tests/library/test_shapes.py checks the shapes
     from jaxtyping import Float
 
 log = logging.getLogger(__name__)
 
 # Amsel, Persson, Musco, Gower, "The Polar Express" (arXiv 2505.16932), Algorithm 1:
 # minimax quintics for singular values in [1e-3, 1], cushion 0.02407327424182761;
-# recomputed in tests/test_newton_schulz.py.
+# recomputed in tests/library/test_newton_schulz.py.
 _POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
