@@ -34,7 +34,7 @@ from marsopt.rules.decay import at
 from marsopt.rules.dtypes import root, working, working_dtype
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput
 
-if TYPE_CHECKING:  # nothing needs it to run; tests/library/test_shapes.py checks the shapes
+if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
     from jaxtyping import Bool, Float
 
 ROW = 256  # elements; of shorter rows, as of a convolution, several are one

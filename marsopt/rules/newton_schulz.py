@@ -19,7 +19,7 @@ from marsopt.rules import checks
 from marsopt.rules.hyperparameters import check_fields, structure
 from marsopt.rules.matrices import LARGE
 
-if TYPE_CHECKING:  # nothing needs it to run; tests/library/test_shapes.py checks the shapes
+if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
     from jaxtyping import Float
 
 log = logging.getLogger(__name__)
