@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu.rehearsal.crossings import Watch
 from benchmarks.gpu.rehearsal.device import h100
-from benchmarks.gpu.rehearsal.fakes import addresses
 from examples import cuda_graph as example
 from marsopt import MARS, AdamW
 from tests.stacking import as_on_a_gpu
@@ -113,9 +112,9 @@ def inspected(step, schedule):
     return found
 
 
-def stacked():
-    """As it is, where tensors of one shape have moved into stacks."""
-    with pytest.MonkeyPatch.context() as patch, addresses():
+def batched():
+    """As it is, with matrices in batches, which the devices of fakes have, too."""
+    with pytest.MonkeyPatch.context() as patch:
         as_on_a_gpu(patch)
         return inspected(example.training_step, example.schedule)
 
@@ -193,7 +192,7 @@ if __name__ == "__main__":
         step, schedule = example.training_step, example.schedule
         found = dict(
             as_it_is=inspected(step, schedule),
-            stacked=stacked(),
+            batched=batched(),
             by_numbers=inspected(step, by_numbers),
             by_new_tensors=inspected(step, by_new_tensors),
             keeps_gradients=inspected(keeps_gradients, schedule),

@@ -25,7 +25,7 @@ def found(tmp_path_factory):
     return rehearsed("tests.rehearsal_cuda_graph", folder=folder)
 
 
-@pytest.mark.parametrize("layout", ["as_it_is", "stacked"])
+@pytest.mark.parametrize("layout", ["as_it_is", "batched"])
 def test_a_step_may_be_captured(found, layout):
     """Nothing crosses between host and device; every address stays; and no more than a
     number is left of what it has allocated.

@@ -71,9 +71,7 @@ class Subject:
     """MARS of type ``rule`` with both clips over fresh ``tensors`` with gradients, and
     its next step.
 
-    Gradients lie apart, as autograd leaves them; ``joined``: in one buffer per shape
-    (``MARS.join_gradients``). ``num_steps`` is the length of the schedule, ``options``
-    are more of MARS.
+    ``num_steps`` is the length of the schedule, ``options`` are more of MARS.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class Subject:
         tables: Collection[str] = EMBEDDINGS,
         num_steps: int,
         device: str = "cpu",
-        joined: bool = False,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -97,8 +94,6 @@ class Subject:
         groups = param_groups(named, rule, tables)
         options |= dict(mars_type=rule, lr=1e-4, max_norm=1.0, compile=True)
         self.optimizer = MARS(groups, **options)
-        if joined:
-            self.optimizer.join_gradients()
         self.params = list(named.values())
         self.step, self.num_steps = 0, num_steps
 

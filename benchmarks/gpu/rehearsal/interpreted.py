@@ -33,7 +33,8 @@ from benchmarks.gpu.rehearsal.device import h100
 from benchmarks.gpu.rehearsal.lowered import DTYPES, NONE, corrections
 from benchmarks.gpu.rehearsal.lowering import Graph, load, lowering
 from marsopt import MARS
-from marsopt.optim import base, buckets
+from marsopt.optim import base, compiled
+from marsopt.profiling import optimizer as profiled
 from marsopt.profiling.optimizer import floor_of
 from marsopt.rules.registry import REGISTRY
 
@@ -146,7 +147,9 @@ def interpreting() -> Iterator[Callable[[], tuple[int, int]]]:
             mock.patch.object(compile_fx, "compile_fx", compile_fake),
             # answers for CUDA tensors
             mock.patch.object(base, "resolve_compile", lambda wanted, device: wanted),
-            mock.patch.object(buckets, "should_stack", lambda p, compile, num: compile),
+            mock.patch.object(base, "takes_batches", lambda device: True),
+            mock.patch.object(compiled, "takes_batches", lambda device: True),
+            mock.patch.object(profiled, "takes_batches", lambda device: True),
         ):
             yield lambda: (len(graphs), traffic.num_bytes)
 
