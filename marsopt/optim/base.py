@@ -17,7 +17,7 @@ from marsopt.functional.step import global_clip
 from marsopt.functional.step_types import scalar_dtype
 from marsopt.optim.advice import advise_on_groups, advise_on_loaded, warn_of_two_rates
 from marsopt.optim.buckets import BucketGroup, ParameterBucket
-from marsopt.optim.compiled import InPlace, calls, once, resolve_compile
+from marsopt.optim.compiled import InPlace, once, resolve_compile
 from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.groups import (
     check_group,
@@ -31,6 +31,7 @@ from marsopt.optim.groups import (
     validate_group,
 )
 from marsopt.optim.layout import STAGE_COUNT, Layout
+from marsopt.optim.portions import portions, takes_batches
 from marsopt.optim.protocols.base import Factor, ParameterHandle
 from marsopt.optim.protocols.table import protocol_of
 from marsopt.optim.state_dict import (
@@ -57,8 +58,9 @@ class Description(NamedTuple):
     buckets: list[ParameterBucket]  # parameters that move as one stack
     groups: list[BucketGroup]  # of them, by algorithm, with its present rates
     calls: Sequence[Sequence[int]]  # of graphs: which stacks each of them moves
-    # stacks that gradients ("g") and parameters ("x") were copied into, by the number
-    # of their bucket; on a CPU they stay for the next step
+    # stacks that a step copies small tensors into, with their rows, by the number of
+    # their bucket and "parameter", "gradient" or the symbol of a buffer; on a CPU they
+    # stay for the next step
     scratch: Mapping[tuple[int, str], tuple[Tensor, tuple[Tensor, ...]]]
     # 0-D, on the device, which steps read and write where they are: how many steps were
     # skipped and, if there is one, the threshold of the global norm
@@ -159,7 +161,7 @@ class LayoutOptimizer(Optimizer):
             layout = self._new_layout()
         with (
             torch.no_grad(),
-            self._protocol.moving(before, layout.handles, self.state),
+            self._protocol.rebinding(before, layout.handles, self.state),
         ):
             if not bound and layout.bind():
                 log.warning(
@@ -171,10 +173,14 @@ class LayoutOptimizer(Optimizer):
         self.max_norm = self._options["max_norm"]
         if self._layout is not None and log.isEnabledFor(logging.DEBUG):
             log.debug(NEW_LAYOUT, self._layout.changes(self.param_groups))
+        device, alone = self._skipped.device, self._options["collectives"] is LOCAL
+        makes_batches = alone and takes_batches(device.type)
+        batches = [b.batch if makes_batches else None for b in layout.buckets]
+        kinds = [bucket.kind() for bucket in layout.buckets]
         self._run = InPlace(
-            calls([bucket.kind() for bucket in layout.buckets], self._compile),
-            device=self._skipped.device,
-            alone=self._options["collectives"] is LOCAL,
+            portions(kinds, batches, self._compile, alone),
+            device=device,
+            alone=alone,
             compile=self._compile,
             required=self._options["compile"] is True,
             say=self._say,
@@ -198,7 +204,6 @@ class LayoutOptimizer(Optimizer):
             self.param_groups,
             self.state,
             self._options,
-            self._compile,
             self._hyper,
             self._layout,
         )
@@ -438,8 +443,8 @@ class LayoutOptimizer(Optimizer):
         self.state = under_loaded(self.state, cast["state"])
         layout = self._new_layout()
         handles = self._present.handles
-        moving = self._protocol.moving
-        with moving(handles, layout.handles, self.state, loading=True):
+        rebinding = self._protocol.rebinding
+        with rebinding(handles, layout.handles, self.state, loading=True):
             layout.bind()
         labelled = labels(self.param_groups)
         if self._writes.are_torn:

@@ -236,16 +236,14 @@ def test_matrix_rules_take_one_more_graph(by_matrix):
 
 
 def test_a_step_allocates_no_full_size_temporary(shallow):
-    """Seen by the allocator. Packed gradients stay between steps on a CPU."""
+    """Seen by the allocator."""
     assert shallow[0].peak_bytes < MATRIX
     assert all(g.peak_bytes < MATRIX for g in shallow[0].graphs)
 
 
 def test_matrix_rules_allocate_what_is_documented(by_matrix):
     """The factors, and what Newton-Schulz holds beside them of one shape after the
-    other. (The matrices that muon orthogonalizes, which are not its momentum, take the
-    place of packed gradients: test_a_compiled_step_holds_what_is_predicted of
-    test_forecast.py.)
+    other.
     """
     matrices = 4 * sum(torch.Size(s).numel() for s in FEW.values() if len(s) == 2)
     assert all(graph.peak_bytes < MATRIX for graph in by_matrix.graphs)
@@ -253,11 +251,11 @@ def test_matrix_rules_allocate_what_is_documented(by_matrix):
     assert by_matrix.peak_bytes < matrices + 2 * largest
 
 
-def test_packing_is_counted_apart(shallow):
-    """Read and written once, but for the one tensor that is alone in its shape."""
-    alone = 4 * VOCAB * WIDTH
+def test_copies_of_small_tensors_are_counted_apart(shallow):
+    """Of vectors: g goes in; x, h, m and v go in and out."""
     report, _ = shallow
-    assert report.floor.packed == 2 * (4 * report.num_params - alone - 4 * 1024 * WIDTH)
+    vectors = sum(torch.Size(s).numel() for s in FEW.values() if len(s) == 1)
+    assert report.floor.copied == 4 * vectors * 2 * (1 + 4 * 2)
 
 
 # ---- a function of the user's ------------------------------------------------------
