@@ -134,9 +134,8 @@ def test_a_value_for_vectors_may_come_and_go_between_steps():
 def test_a_rule_has_one_set_of_defaults_by_both_doors(mars_type):
     """MARS(mars_type=...) steps as the rule of that name, nothing given to either."""
     (p,) = parameters(MATRIX)
-    make = getattr(marsopt, mars_type.replace("-", "_"))
     options = dict(ns_dtype=torch.float32) if REGISTRY[mars_type].matrix_only else {}
-    rule, x = make(**options), [p.detach().clone()]
+    rule, x = marsopt.rule(mars_type, **options), [p.detach().clone()]
     state, optimizer = rule.init(x), mars([p], lr=0.1, mars_type=mars_type)
     for seed in range(4):
         p.grad = torch.randn(MATRIX, generator=torch.Generator().manual_seed(seed))
