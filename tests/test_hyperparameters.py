@@ -428,6 +428,13 @@ def test_what_is_no_bool_is_refused(name, value):
             door(**options)
 
 
+@pytest.mark.parametrize("value", ["no", -0.1, 1.5])
+def test_what_is_no_weight_of_the_gradient_is_refused(value):
+    for door in (partial(marsopt.rule, "adamw"), partial(MARS, parameters((2, 2)))):
+        with pytest.raises(ValueError, match=f"got nesterov={value!r}, expected True"):
+            door(nesterov=value)
+
+
 class Tripled(marsopt.Correction):
     """c = 3 g, with a coefficient for an operand that it has not."""
 
