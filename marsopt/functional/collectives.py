@@ -180,7 +180,7 @@ class Collectives(Protocol):
         ...     def sum(self, partial, leaves, digest=None):
         ...         print("one sum over shards, of", len(leaves), "tensors")
         ...         return super().sum(partial, leaves, digest)
-        >>> rule = marsopt.mars_adamw()
+        >>> rule = marsopt.rule("mars-adamw")
         >>> params = {"w": torch.ones(2, 3), "b": torch.ones(3)}
         >>> state = rule.init(params)
         >>> _ = rule.step(params, params, state, lr=0.1, collectives=Watched())

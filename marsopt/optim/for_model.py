@@ -10,13 +10,12 @@ from bisect import bisect
 from collections import Counter
 from importlib import import_module
 from inspect import signature
-from typing import Any, Literal, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from marsopt.functional.collectives import LOCAL, Collectives
-from marsopt.functional.options import ModelOptions
 from marsopt.optim.mars import MARS
 from marsopt.optim.param_groups import param_groups
 from marsopt.rules.registry import named
@@ -39,23 +38,12 @@ RULES = ("moonlight", "mars-m")
 NUM_DIGITS = 2  # of a learning rate between two sizes
 
 
-class ForModelOptions(ModelOptions, total=False):
-    """Options of ``for_model``: those of ``param_groups`` and of ``MARS``."""
-
-    experts: bool
-    convolutions: bool
-    adapters: Literal["matrix", "adamw"]
-    collectives: Collectives
-    compile: bool | None
-    nonfinite: str
-
-
 def for_model(
     model: nn.Module,
     mars_type: str = "moonlight",
     *,
     lr: float | Tensor | None = None,
-    **options: Unpack[ForModelOptions],
+    **options: Any,
 ) -> MARS:
     """Return ``MARS`` for a model, ready to train.
 

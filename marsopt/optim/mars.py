@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from marsopt.functional.collectives import LOCAL, Collectives
-from marsopt.functional.options import ClassOptions
 from marsopt.functional.routing import all_hyperparameters, check_taken
 from marsopt.functional.step import advance, assess
 from marsopt.optim.advice import unused_arguments
@@ -107,7 +106,7 @@ class MARS(LayoutOptimizer):
         nonfinite: "skip" = a step whose gradient holds a NaN or infinity changes
             nothing and is counted in ``num_skipped``, without a host sync. "raise" = it
             also raises FloatingPointError (one sync a step).
-        options: any other argument of ``marsopt.mars``, whose help lists them:
+        options: any other argument of ``marsopt.mars``, whose docstring lists them:
             ``adjust_lr_fn``, ``block_rows``, ``ns_dtype`` and so on.
 
     Raises:
@@ -157,7 +156,7 @@ class MARS(LayoutOptimizer):
         collectives: Collectives = LOCAL,
         compile: bool | None = None,
         nonfinite: str = "skip",
-        **options: Unpack[ClassOptions],
+        **options: Any,
     ) -> None:
         if nonfinite not in ("skip", "raise"):
             raise ValueError(

@@ -154,7 +154,7 @@ class NewtonSchulz:
 
     Args:
         steps: number of iterations.
-        coefficients: a name in ``COEFFICIENTS``.
+        coefficients: "quintic" (Muon's and the authors'), "polar_express" or "taylor".
         dtype: working precision of the iteration. The input is normalized before it is
             cast. None = what the device does best: bfloat16; on a CPU without
             instructions for that, float32.

@@ -134,7 +134,7 @@ def test_the_routing_sees_leaves_in_stacks(mars_type):
 
 
 def test_exact_mode_takes_a_flat_reference():
-    rule = marsopt.mars_adamw(is_approx=False)
+    rule = marsopt.rule("mars-adamw", is_approx=False)
     x, g, h = (tensors(SHAPES, i) for i in range(3))
     one, _ = rule.step(x, g, rule.init(x), lr=LR, reference=h)
     flat = FlatGroup.pack(x)
@@ -424,7 +424,7 @@ def test_gradients_of_two_precisions_in_one_stack():
 
 
 def test_grads_packed_in_another_order_are_refused():
-    rule = marsopt.lion()
+    rule = marsopt.rule("lion")
     flat = FlatGroup.pack(tensors({"a": (3,), "b": (3,), "c": (3,)}, 0))
     other = FlatGroup.pack(tensors({"a": (3,), "c": (3,), "b": (3,)}, 0))
     with pytest.raises(ValueError, match="packed otherwise"):
@@ -508,7 +508,7 @@ def test_moments_narrower_than_the_parameter_are_refused():
     with pytest.raises(ValueError, match="nothing narrower than the parameter"):
         MARS(parameters(), state_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="nothing narrower than the parameter"):
-        marsopt.adamw(state_dtype=torch.bfloat16).init(parameters())
+        marsopt.rule("adamw", state_dtype=torch.bfloat16).init(parameters())
 
 
 def test_a_copy_of_the_optimizer_is_its_own():

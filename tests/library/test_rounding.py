@@ -142,8 +142,8 @@ def test_the_number_of_an_element_may_be_int32_or_int64():
 
 def test_averages_are_unbiased_where_rounding_to_nearest_stands_still():
     """v of AdamW with beta2 = 0.999, whose steps are below half a unit of bfloat16."""
-    rule, steps = marsopt.adamw(betas=(0.9, 0.999), **NARROW), 400
-    exact = marsopt.adamw(betas=(0.9, 0.999))
+    rule, steps = marsopt.rule("adamw", betas=(0.9, 0.999), **NARROW), 400
+    exact = marsopt.rule("adamw", betas=(0.9, 0.999))
     params, g = [torch.zeros(128, 512)], generator(0)
     state, wanted, nearest = rule.init(params), exact.init(params), None
     for t in range(steps):
@@ -250,7 +250,7 @@ def test_every_rule_keeps_bfloat16_near_float32(mars_type, correction):
 
 
 def test_functions_flat_groups_and_the_class_agree():
-    start, rule = tree(0), marsopt.mars_adamw(max_norm=3.0, **NARROW)
+    start, rule = tree(0), marsopt.rule("mars-adamw", max_norm=3.0, **NARROW)
     flat, twins = FlatGroup.pack(start), {**start, "wide2": start["wide"].clone()}
     params, state = walk("mars-adamw", None, start, dict(optimize_1d=True))
     loose, packed = (start, rule.init(start)), (flat, rule.init(flat))
@@ -335,7 +335,7 @@ def test_x_moves_by_what_the_state_keeps_and_follows_from_it(options):
 
 
 def test_a_skipped_step_keeps_every_bit():
-    rule, params = marsopt.mars_adamw(**NARROW), tree(0)
+    rule, params = marsopt.rule("mars-adamw", **NARROW), tree(0)
     state = rule.init(params)
     params, state = rule.step(params, tree(1), state, lr=0.01)
     grads = tree(2)
@@ -348,8 +348,8 @@ def test_a_skipped_step_keeps_every_bit():
 
 def test_parameters_of_bfloat16_round_their_state_and_not_themselves():
     start = {n: x.to(BF16) for n, x in tree(0).items()}
-    plain = marsopt.adamw()
-    rule, g = marsopt.adamw(stochastic_rounding=True), tree(1)
+    plain = marsopt.rule("adamw")
+    rule, g = marsopt.rule("adamw", stochastic_rounding=True), tree(1)
     grads = {n: x.to(BF16) for n, x in g.items()}
     new, state = rule.step(start, grads, rule.init(start), lr=0.01)
     same, nearest = plain.step(start, grads, plain.init(start), lr=0.01)
@@ -360,7 +360,7 @@ def test_parameters_of_bfloat16_round_their_state_and_not_themselves():
 
 
 def test_rounding_lets_gradients_through():
-    rule, params = marsopt.adamw(**NARROW), [torch.ones(6, 4)]
+    rule, params = marsopt.rule("adamw", **NARROW), [torch.ones(6, 4)]
     lr = torch.tensor(0.1, requires_grad=True)
     state, grads = rule.init(params), [torch.full((6, 4), 0.3)]
     x, state = rule.step(params, grads, state, lr=lr)
@@ -476,7 +476,8 @@ def test_state_of_float16_is_refused():
     params = [nn.Parameter(torch.zeros(3, 2))]
     for name in ("state_dtype", "h_dtype"):
         said = f"got {name}=torch.float16, expected a dtype with the range of float32"
-        for build in (partial(MARS, params), marsopt.mars, marsopt.mars_adamw):
+        one = partial(marsopt.rule, "mars-adamw")
+        for build in (partial(MARS, params), marsopt.mars, one):
             with pytest.raises(ValueError, match=said):
                 build(**{name: torch.float16})
     with pytest.raises(ValueError, match="got state_dtype=torch.float16"):
@@ -484,12 +485,12 @@ def test_state_of_float16_is_refused():
     with pytest.raises(ValueError, match="got h_dtype=torch.float16"):
         marsopt.Approximate(h_dtype=torch.float16)
     half = [torch.zeros(3, 2, dtype=torch.float16)]
-    state = marsopt.adamw(stochastic_rounding=True).init(half)
+    state = marsopt.rule("adamw", stochastic_rounding=True).init(half)
     assert state.m[0].dtype == torch.float32  # as that of float32 parameters
-    state = marsopt.adamw(**NARROW).init(half)
+    state = marsopt.rule("adamw", **NARROW).init(half)
     assert state.m[0].dtype == BF16
     with pytest.raises(ValueError, match="stochastic_rounding"):
-        marsopt.adamw(stochastic_rounding="yes")
+        marsopt.rule("adamw", stochastic_rounding="yes")
     with pytest.raises(ValueError, match="stochastic_rounding"):
         MARS(params, stochastic_rounding="yes")
 

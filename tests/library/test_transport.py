@@ -276,7 +276,7 @@ def test_contradictions_are_errors():
     with pytest.raises(ValueError, match="got gamma_1d=nan"):
         marsopt.mars(correction="transport", gamma_1d=float("nan"))
     with pytest.raises(ValueError, match="got a reference"):
-        rule, x = marsopt.mars_adamw(correction="transport"), [torch.ones(2)]
+        rule, x = marsopt.rule("mars-adamw", correction="transport"), [torch.ones(2)]
         rule.step(x, x, rule.init(x), lr=LR, reference=x)
 
 
@@ -644,8 +644,8 @@ def test_a_point_ahead_that_was_not_saved_is_computed():
 
 def test_a_rule_that_computes_x_refuses_a_state_that_has_it():
     x = [torch.ones(3)]
-    stored = marsopt.mars_adamw(correction="transport", store_iterate=True)
-    computed = marsopt.mars_adamw(correction="transport")
+    stored = marsopt.rule("mars-adamw", correction="transport", store_iterate=True)
+    computed = marsopt.rule("mars-adamw", correction="transport")
     state = stored.init(x)
     with pytest.raises(ValueError, match="store_iterate=True takes a state"):
         computed.step(x, x, state, lr=LR)
@@ -654,7 +654,7 @@ def test_a_rule_that_computes_x_refuses_a_state_that_has_it():
     with pytest.raises(ValueError, match="got a state without x"):
         stored.step(x, x, computed.init(x), lr=LR)
     with pytest.raises(ValueError, match="got store_iterate=1, expected True or False"):
-        marsopt.mars_adamw(correction="transport", store_iterate=1)
+        marsopt.rule("mars-adamw", correction="transport", store_iterate=1)
 
 
 # ---- what others write ---------------------------------------------------------------

@@ -249,8 +249,8 @@ def functional(rank, world):
 
     error = 0.0
     for rule in (
-        marsopt.mars_adamw(max_norm=1.0),
-        marsopt.mars_m(max_norm=1.0, ns_dtype=torch.float64),
+        marsopt.rule("mars-adamw", max_norm=1.0),
+        marsopt.rule("mars-m", max_norm=1.0, ns_dtype=torch.float64),
     ):
         want, _ = rule.step(x, grads, rule.init(x), lr=0.1)
         sharded = spread(x)

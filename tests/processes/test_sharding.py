@@ -458,7 +458,7 @@ def functional_steps(rank, world):
 
     mesh = init_device_mesh("cpu", (world,))
     collectives = MeshCollectives(mesh)
-    rule = marsopt.mars_m(max_norm=1.0)
+    rule = marsopt.rule("mars-m", max_norm=1.0)
     x = {"w": distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)])}
     state, calls, real = rule.init(x), [], dist.all_reduce
 
