@@ -44,7 +44,7 @@ from marsopt.optim.compiled import should_stack
 from marsopt.optim.groups import DeviceHyperparameters, moves
 from marsopt.optim.state_dict import State
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.buffers import AHEAD, LOOKAHEAD, Buffer, is_full
+from marsopt.rules.buffers import LOOKAHEAD, Buffer, is_full
 from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.hyperparameters import numbers_of, with_numbers
 from marsopt.rules.matrices import MatrixRows
@@ -393,7 +393,7 @@ def _may_move(p: Tensor, state: State, placement: Hashable) -> bool:
     return placement is not None or all(
         value.numel() == 0 or is_fake(value) or can_relocate(value, value)
         for key, value in state.get(p, {}).items()
-        if key in STATE_KEYS - {LOOKAHEAD, AHEAD}
+        if key in STATE_KEYS - {LOOKAHEAD}
     )
 
 
@@ -462,7 +462,7 @@ def _hold(
 # ---- their state ---------------------------------------------------------------------
 
 
-def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -> bool:
+def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -> None:
     """Give a bucket its stacks: those that are there already, or fresh ones with what
     ``state`` holds, which from now on holds their rows.
 
@@ -470,30 +470,18 @@ def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -
         bucket: the bucket.
         state: the optimizer's.
         known: stacks of buckets before these, by address: rows of them stay there.
-
-    Returns:
-        Whether x of a parameter that has moved restarts from what the parameter holds.
     """
     pieces, buffers = bucket.pieces, bucket.algorithm.buffers
     bucket.place(known)
     unwanted = STATE_KEYS - {buffer.key for buffer in buffers.values()}
     if bucket.algorithm.num_behind:
-        unwanted -= {LOOKAHEAD, AHEAD}
+        unwanted -= {LOOKAHEAD}
     wanted = {b.key for b in buffers.values() if b.home == "shard"}
     debiased = {buffer.key for buffer in buffers.values() if buffer.is_debiased}
-    correction, points, restarts = bucket.algorithm.correction, {LOOKAHEAD}, False
-    if correction is not None and correction.is_ahead:
-        points.add(correction.keeps["x"].key)
     for p in bucket.params:
         stale = unwanted & set(state[p])
-        follows = LOOKAHEAD in state[p]
-        if points & stale or (follows and (stale or wanted - set(state[p]))):
-            step = state[p].get("step", 0)
-            restarts = restarts or (not is_fake(step) and bool(step))
         for key in stale:
             del state[p][key]  # of another rule: stale when that one returns
-        if bucket.algorithm.num_behind:
-            state[p].setdefault(AHEAD, bucket.pieces[0].new_empty(0))
         if debiased - set(state[p]):
             # all of them start with the count of steps: one that is new beside an old
             # momentum would be far too small
@@ -523,7 +511,6 @@ def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -
                     row.copy_(bucket.collectives.local(p))
                 _hold(state[p], buffer.key, bucket.collectives.wrap(row, p))
         bucket.state[symbol] = stack
-    return restarts
 
 
 def _existing(

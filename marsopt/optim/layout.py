@@ -114,9 +114,9 @@ class Layout:
         self.unaligned: str | None = None  # a gradient that no wide load can read
 
     @torch.no_grad()
-    def bind(self) -> bool:
+    def bind(self) -> None:
         """Give every bucket its stacks: parameters and state that can move become rows
-        of these, state that is missing is made. Return whether x restarts somewhere.
+        of these, state that is missing is made.
         """
         state, before = self._state, self._before
         for p, recut in self._recut.items():
@@ -131,7 +131,8 @@ class Layout:
             # there from the start, to be loaded into
             if group.hyper.algorithm.has_stages:
                 group.groups[0].setdefault(STAGE_COUNT, 0)
-        restarts = [buckets.attach(bucket, state, known) for bucket in self.buckets]
+        for bucket in self.buckets:
+            buckets.attach(bucket, state, known)
         ways: dict[Hashable, list[ParameterBucket]] = {}
         for bucket in self.buckets:
             algorithm = bucket.algorithm
@@ -144,7 +145,6 @@ class Layout:
             buckets.attach_owned(together, state, moved=before is not None)
         _drop_unstepped(state, self._every)
         self._signature = self._sign(self._groups)
-        return any(restarts)
 
     def _bound(self, sides: Sequence[GroupSide]) -> Collectives:
         """Return what carries the parameters of all groups: matrices of moving ones
@@ -183,7 +183,7 @@ class Layout:
         it is updated in pieces.
         """
         return [
-            (p, cut_keys(state.get(p, {}), group))
+            (p, cut_keys(state.get(p, {})))
             for group in self._groups
             for p in group["params"]
         ]
