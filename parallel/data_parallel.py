@@ -43,9 +43,8 @@ class DataParallel(LocalCollectives):
     that of one process. It lies on the CPU where the parameters do not.
 
     Every rank has to call ``step``, ``state_dict`` and ``iterates``; with transport
-    also ``eval``, ``train`` and the ``state_dict`` of a model that is followed. Ranks
-    send each other pieces there. ``Rule.step`` has no parameters of its own: with it
-    every rank repeats the whole step.
+    also ``eval`` and ``train``. Ranks send each other pieces there. ``Rule.step`` has
+    no parameters of its own: with it every rank repeats the whole step.
 
     Args:
         process_group: the ranks, as ``DistributedDataParallel.process_group``; None =

@@ -98,7 +98,6 @@ class LayoutOptimizer(Optimizer):
     def _start_watching(self) -> None:
         self._protocol = protocol_of(correction_named(self._options["correction"]))()
         self._say, self._writes = once(), Writes()
-        self._followed: list[str] = []  # classes of models whose modes decide
 
     # ---- construction --------------------------------------------------------------
 
@@ -153,22 +152,9 @@ class LayoutOptimizer(Optimizer):
             layout: one that is bound, as loading binds it, to check what it loads
                 against the state before anything is taken over; None makes it.
         """
-        bound = layout is not None
-        before = [] if self._layout is None else self._layout.handles
         if layout is None:
-            with torch.no_grad():  # before state is cut anew, which x is a part of
-                self._protocol.sync_from_params(before)
             layout = self._new_layout()
-        with (
-            torch.no_grad(),
-            self._protocol.rebinding(before, layout.handles, self.state),
-        ):
-            if not bound and layout.bind():
-                log.warning(
-                    "marsopt: x of transport restarts from what parameters hold, since "
-                    "the rule, amsgrad, cautious_weight_decay or the dtypes of a param "
-                    "group have changed"
-                )
+            layout.bind()
         self._max_norm: Tensor | None = None
         self.max_norm = self._options["max_norm"]
         if self._layout is not None and log.isEnabledFor(logging.DEBUG):
@@ -237,19 +223,8 @@ class LayoutOptimizer(Optimizer):
     def parameter_handles(
         self, call: str, *, agree: bool = True
     ) -> list[ParameterHandle]:
-        """Return all parameters that move, for a protocol that is going to write."""
+        """Return all parameters that move, for a protocol's ``call``."""
         return self._fitting(call, agree=agree).handles
-
-    @torch.no_grad()
-    @without_autocast
-    def synced_handles(self) -> list[ParameterHandle]:
-        """Return all parameters that move, for a protocol that is going to read: also
-        of groups that others have replaced.
-        """
-        if not self._present.covers(self.param_groups):
-            self._build()
-        self._protocol.sync_from_params(self._present.handles)
-        return self._present.handles
 
     @property
     def writing(self) -> AbstractContextManager[None]:
@@ -326,7 +301,6 @@ class LayoutOptimizer(Optimizer):
                 f"    correction: {correction}",
                 f"    max_norm: {self.max_norm}",
                 f"    collectives: {self._options['collectives']!r}",
-                f"    follows: {', '.join(self._followed) or None}",
                 groups,
             ]
         )
@@ -334,16 +308,15 @@ class LayoutOptimizer(Optimizer):
     # ---- state ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's: hyperparameters of the groups, and state by parameter. That
-        of eval mode where the optimizer follows a model, as the model's own then is.
+        """As torch.optim's: hyperparameters of the groups, and state by parameter.
 
         Raises:
             RuntimeError: an exception has broken off a step.
         """
         self._writes.check("state_dict()")
-        self._protocol.check_may_save()
-        self._ask("state_dict")
-        self.synced_handles()
+        self._protocol.check_may_save(self)
+        if not self._present.covers(self.param_groups):
+            self._build()
         saved = super().state_dict()
         known = all_hyperparameters()
         for group in saved["param_groups"]:
@@ -442,10 +415,7 @@ class LayoutOptimizer(Optimizer):
         advise_on_loaded(before, self.param_groups, self._ours, self._say)
         self.state = under_loaded(self.state, cast["state"])
         layout = self._new_layout()
-        handles = self._present.handles
-        rebinding = self._protocol.rebinding
-        with rebinding(handles, layout.handles, self.state, loading=True):
-            layout.bind()
+        layout.bind()
         labelled = labels(self.param_groups)
         if self._writes.are_torn:
             check_is_apart(self.state, saved)
@@ -482,9 +452,7 @@ class LayoutOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._writes.check("a copy or pickle")
-        self._protocol.check_may_save()
-        with torch.no_grad():
-            self._protocol.sync_from_params(self._present.handles)
+        self._protocol.check_may_save(self)
         names = ("_options", "_compile", "_skipped")
         kept = {key: getattr(self, key) for key in names}
         return {**super().__getstate__(), **kept, "_progress": self._protocol.progress}
@@ -504,5 +472,4 @@ class LayoutOptimizer(Optimizer):
             self._start_watching()
             self._build()
             self._protocol.load(self._present.handles, self.state)
-            self._protocol.start_as_copy(self._present.handles)
             self._protocol.progress = progress

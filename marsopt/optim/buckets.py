@@ -37,7 +37,7 @@ from marsopt.optim.groups import moves
 from marsopt.optim.portions import batch_of, should_stack
 from marsopt.optim.state_dict import State
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.buffers import AHEAD, LOOKAHEAD, Buffer, is_full
+from marsopt.rules.buffers import LOOKAHEAD, Buffer, is_full
 from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.hyperparameters import numbers_of, with_numbers
 from marsopt.rules.matrices import MatrixRows
@@ -380,31 +380,18 @@ def _held(
 # ---- their state ---------------------------------------------------------------------
 
 
-def attach(bucket: ParameterBucket, state: State) -> bool:
-    """Give a bucket the tensors that ``state`` holds, and make those that are missing.
-
-    Returns:
-        Whether x of a parameter that has moved restarts from what the parameter holds.
-    """
+def attach(bucket: ParameterBucket, state: State) -> None:
+    """Give a bucket the tensors that ``state`` holds, and make those that are missing."""
     buffers = bucket.algorithm.buffers
     unwanted = STATE_KEYS - {buffer.key for buffer in buffers.values()}
     if bucket.algorithm.num_behind:
-        unwanted -= {LOOKAHEAD, AHEAD}
+        unwanted -= {LOOKAHEAD}
     wanted = {b.key for b in buffers.values() if b.home == "shard"}
     debiased = {buffer.key for buffer in buffers.values() if buffer.is_debiased}
-    correction, points, restarts = bucket.algorithm.correction, {LOOKAHEAD}, False
-    if correction is not None and correction.is_ahead:
-        points.add(correction.keeps["x"].key)
     for p in bucket.params:
         stale = unwanted & set(state[p])
-        follows = LOOKAHEAD in state[p]
-        if points & stale or (follows and (stale or wanted - set(state[p]))):
-            step = state[p].get("step", 0)
-            restarts = restarts or (not is_fake(step) and bool(step))
         for key in stale:
             del state[p][key]  # of another rule: stale when that one returns
-        if bucket.algorithm.num_behind:
-            state[p].setdefault(AHEAD, bucket.pieces[0].new_empty(0))
         if debiased - set(state[p]):
             # all of them start with the count of steps: one that is new beside an old
             # momentum would be far too small
@@ -426,7 +413,6 @@ def attach(bucket: ParameterBucket, state: State) -> bool:
         pieces = {"parameter": bucket.pieces, **bucket.state}
         # detached: a view refers to its base, which then cannot swap
         bucket.views = {k: x.detach().unsqueeze(0) for k, (x,) in pieces.items()}
-    return restarts
 
 
 def _attached(

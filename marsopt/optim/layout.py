@@ -127,10 +127,8 @@ class Layout:
         self._live: dict[tuple[bool, ...], Tensor] = {}
 
     @torch.no_grad()
-    def bind(self) -> bool:
-        """Give every bucket its state, and make what is missing of it. Return whether x
-        restarts somewhere.
-        """
+    def bind(self) -> None:
+        """Give every bucket its state, and make what is missing of it."""
         state, before = self._state, self._before
         for p, recut in self._recut.items():
             state[p].update(recut)
@@ -143,7 +141,8 @@ class Layout:
             # there from the start, to be loaded into
             if group.hyper.algorithm.has_stages:
                 group.groups[0].setdefault(STAGE_COUNT, 0)
-        restarts = [buckets.attach(bucket, state) for bucket in self.buckets]
+        for bucket in self.buckets:
+            buckets.attach(bucket, state)
         ways: dict[Hashable, list[ParameterBucket]] = {}
         for bucket in self.buckets:
             algorithm = bucket.algorithm
@@ -156,7 +155,6 @@ class Layout:
             buckets.attach_owned(together, state, moved=before is not None)
         _drop_unstepped(state, self._every)
         self._signature = self._sign(self._groups)
-        return any(restarts)
 
     def _bound(self, sides: Sequence[GroupSide]) -> Collectives:
         """Return what carries the parameters of all groups: matrices of moving ones
@@ -195,7 +193,7 @@ class Layout:
         it is updated in pieces.
         """
         return [
-            (p, cut_keys(state.get(p, {}), group))
+            (p, cut_keys(state.get(p, {})))
             for group in self._groups
             for p in group["params"]
         ]

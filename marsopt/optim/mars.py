@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from marsopt.functional.collectives import LOCAL, Collectives
@@ -308,63 +308,24 @@ class MARS(LayoutOptimizer):
 
     def eval(self) -> None:
         """Transport: put the trained parameters x into the model, to evaluate or save
-        it, and the points ahead into the state. Contents are exchanged, bit for bit.
-        Other corrections: nothing.
+        it. Other corrections: nothing.
+
+        Parameters that are written in eval mode (loaded, averaged, clamped) are the new
+        x. A step in eval mode is an error.
         """
         self._ask("eval")
 
     def train(self) -> None:
-        """Transport: undo ``eval()`` before the next forward pass of training; what was
-        written into parameters meanwhile (not by ``p.data``) becomes x and y. Other
-        corrections: nothing.
+        """Transport: put the points ahead back into the model, before the next forward
+        pass of training. Other corrections: nothing.
         """
         self._ask("train")
-
-    def follow(self, model: nn.Module) -> None:
-        """Transport: let ``model.eval()``, ``model.train()`` and ``model.state_dict()``
-        do what ``eval()`` and ``train()`` do. Other corrections: nothing.
-
-        From the next call of ``model`` on, its mode decides: called in eval mode, it
-        holds the trained parameters x, in train mode the points ahead. State dicts, of
-        ``model``, of its modules, and of this optimizer, are those of eval mode in
-        either mode: the tensors are the parameters themselves, as always, until the
-        next forward pass in train mode, or ``step()``, takes the points ahead back, bit
-        for bit. (Not between a forward pass and its backward pass, which autograd
-        refuses.) Weights that ``model`` loads are the new x.
-
-        Follow the module that the loop calls, after FSDP2 has wrapped it; of
-        ``torch.compile(model, fullgraph=True)`` the compiled one. A CUDA graph replays
-        no hooks: call ``eval()`` and ``train()`` before it, and wherever parameters are
-        read without a call of ``model`` (by a part of it, or ``torch.save(model)``). A
-        model that is trained in eval mode cannot be followed. Copies and pickles of it
-        follow nobody. Of several models, a call of one moves all parameters.
-
-        Raises:
-            TypeError: ``model`` is no module.
-            ValueError: ``model`` holds none of the parameters.
-        """
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"got {type(model).__name__}, expected the model: pass the module "
-                "whose parameters this optimizer has"
-            )
-        params = {p for group in self.param_groups for p in group["params"]}
-        if params.isdisjoint(model.parameters()):
-            raise ValueError(
-                f"got a {type(model).__name__} with none of this optimizer's "
-                "parameters, expected the model that it trains: pass that, after FSDP2 "
-                "has exchanged its parameters"
-            )
-        if "follow" in self._protocol.answers:
-            self._followed.append(type(model).__name__)
-        self._ask("follow", model)
 
     def iterates(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter with what is trained, for averages and logs: with
         transport its x, of the same shape and dtype (a DTensor of a DTensor), wherever
         it lies now; else itself. Nothing is exchanged or copied: the tensors change
-        with the next step (or ``eval``, ``train``, state dict), and are only to be
-        read.
+        with the next step (or ``eval``, ``train``), and are only to be read.
         """
         find_iterate = self._ask("iterates")
         for group in self.param_groups:
@@ -373,12 +334,6 @@ class MARS(LayoutOptimizer):
                 if x is not None:
                     (x,) = self._present.collectives.whole([x], [p])
                 yield p, p.detach() if x is None else x
-
-    def expose_for_saving(self) -> None:
-        """Transport: as ``eval()``, for a state dict, until the next forward pass of a
-        model that is followed, or the next ``step()``. Other corrections: nothing.
-        """
-        self._ask("expose_for_saving")
 
     # ---- exact MARS: the authors' protocol -----------------------------------------
 

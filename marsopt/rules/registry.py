@@ -15,7 +15,7 @@ import torch
 from marsopt.rules import checks
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import GRADIENTS, MOMENTUM, Algorithm
-from marsopt.rules.buffers import AHEAD, LOOKAHEAD, like_x
+from marsopt.rules.buffers import LOOKAHEAD, like_x
 from marsopt.rules.correction import Approximate, Correction
 from marsopt.rules.exact import Exact
 from marsopt.rules.hyperparameters import Table, table
@@ -284,7 +284,7 @@ REGISTRY: dict[str, NamedRule] = {}
 
 # The names of all that a component may keep in ``optimizer.state[p]``; all else there
 # is somebody else's.
-STATE_KEYS = {MOMENTUM, GRADIENTS, LOOKAHEAD, AHEAD}
+STATE_KEYS = {MOMENTUM, GRADIENTS, LOOKAHEAD}
 
 
 def canonical(name: str) -> str:

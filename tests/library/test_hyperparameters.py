@@ -479,7 +479,7 @@ class Zeroed(CorrectionProtocol):
     def after_step(self, optimizer, handles):
         self.progress += 1
 
-    def check_may_save(self):
+    def check_may_save(self, optimizer):
         if self.progress == 1:
             raise RuntimeError("got a state dict after one step")
 

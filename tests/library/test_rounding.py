@@ -232,7 +232,7 @@ def test_every_rule_keeps_bfloat16_near_float32(mars_type, correction):
         if "lion" not in mars_type:  # where rounding turns a sign, a whole step differs
             assert (p - wanted[name]).abs().max() < 5e-3
         for key, value in state[name].items():
-            if key in ("lookahead", "ahead"):
+            if key == "lookahead":
                 assert "iterate" not in state[name]
                 continue
             whole = exact[name][key]
@@ -331,7 +331,8 @@ def test_x_moves_by_what_the_state_keeps_and_follows_from_it(options):
     for p, found in x.items():
         torch.testing.assert_close(p.detach().double(), found, rtol=0, atol=3e-6)
     optimizer.train()
-    assert all(torch.equal(p, y[p]) for p in x)
+    for p, ahead in y.items():
+        torch.testing.assert_close(p.detach(), ahead, rtol=0, atol=3e-6)
 
 
 def test_a_skipped_step_keeps_every_bit():
@@ -415,7 +416,7 @@ def test_state_of_float32_is_loaded_rounded_to_nearest():
 
 
 def test_x_beside_state_that_is_loaded_rounded_is_what_it_was():
-    """The point ahead follows from it anew: not from the moments before rounding."""
+    """The point ahead follows from it by the rounded moments."""
     own = [nn.Parameter(x) for x in tree(0).values()]
     new = copy.deepcopy(own)
     options = dict(lr=0.01, gamma=0.5, correction="transport", compile=False)
@@ -520,7 +521,7 @@ RULES = [
     *[("mars-adamw", None), ("mars-adamw", "transport")],
     *[("mars-m", None), ("mars-normuon", "transport")],
 ]
-NOT_ROUNDED = "step", "iterate", "lookahead", "ahead"
+NOT_ROUNDED = "step", "iterate", "lookahead"
 
 
 def sharded(rank, world, name, strategy):

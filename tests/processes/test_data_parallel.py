@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import marsopt
 from marsopt import MARS, REGISTRY
-from marsopt.functional.collectives import LOCAL
 from marsopt.parallel import DataParallel, MeshCollectives
 from marsopt.profiling.gpt2 import param_groups, shapes
 from marsopt.rules import newton_schulz
@@ -218,34 +217,6 @@ def test_ranks_agree_after_a_parameter_has_moved(mars_type):
     first, *others = spawn(replaced, 2, mars_type, seconds=60)
     for other in others:
         assert all(map(torch.equal, first, other))
-
-
-def written_then_joined(rank, world, collectives):
-    """Weights are zeroed, and then a parameter comes that changes who owns what."""
-    draws = torch.Generator().manual_seed(0)
-    drawn = partial(torch.randn, generator=draws, dtype=torch.float64)
-    *first, last = (nn.Parameter(drawn(n, n)) for n in (8, 6, 16))
-    optimizer = MARS(
-        first, lr=0.01, mars_type="moonlight", correction="transport",
-        ns_dtype=torch.float64, compile=False, collectives=collectives(),
-    )  # fmt: skip
-    for params in (first, [*first, last]):
-        for p in params:
-            p.grad = drawn(*p.shape)
-        if len(params) > len(first):
-            with torch.no_grad():
-                for p in first:
-                    p.zero_()
-            optimizer.add_param_group(dict(params=[last]))
-        optimizer.step()
-    optimizer.eval()
-    return [p.detach() for p in first]
-
-
-def test_what_is_written_before_owners_change_stays():
-    want = written_then_joined(0, 1, lambda: LOCAL)
-    for got in spawn(written_then_joined, 2, DataParallel):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
 
 
 def loaded_and_saved(rank, world):
@@ -446,28 +417,6 @@ def pieces_move(rank, world, form):
 def test_pieces_move_with_their_state(form):
     for found in spawn(pieces_move, 3, form):
         assert max(found.values()) < 1e-11, found
-
-
-def followed(rank, world, way):
-    """What a model in eval mode answers, its state dict, and parameters later on."""
-    model, optimizer = held_as(way, "mars-adamw", TRANSPORT)
-    optimizer.follow(model)
-    train(model, optimizer, range(2))
-    model.eval()
-    answer = model(torch.ones(1, 6, dtype=torch.float64)).detach()
-    model.train()
-    train(model, optimizer, [2])
-    saved = {n: x.clone() for n, x in inner(model).state_dict().items()}
-    train(model, optimizer, [3])
-    return {"answer": answer} | saved, whole(model)
-
-
-def test_a_model_that_is_followed_holds_what_is_trained_on_all_ranks():
-    want = followed(0, 1, "one")
-    for got in spawn(followed, 3, "ddp"):
-        for ours, theirs in zip(got, want, strict=True):
-            for n, x in theirs.items():
-                torch.testing.assert_close(ours[n], x, rtol=0, atol=1e-11, msg=n)
 
 
 # ---- skips, graphs, errors -----------------------------------------------------------
