@@ -316,7 +316,9 @@ def test_state_has_storages_of_its_own(kind):
     walk(optimizer, params, [0])
     held = [x for p in params for x in (p, *optimizer.state[p].values())]
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in held)
-    assert len({x.untyped_storage().data_ptr() for x in held}) == len(held)
+    assert len({x.data_ptr() for x in held if x.numel()}) == sum(
+        x.numel() > 0 for x in held
+    )
 
 
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "moonlight"])

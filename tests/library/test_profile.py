@@ -20,7 +20,7 @@ import torch
 
 import marsopt
 from marsopt.profiling import command, machine
-from marsopt.profiling.gpt2 import Subject, shapes
+from marsopt.profiling.gpt2 import EMBEDDINGS, Subject, shapes
 from marsopt.profiling.optimizer import OptimizerReport, profile_optimizer
 
 ROOT = Path(__file__).parents[2]
@@ -252,10 +252,14 @@ def test_matrix_rules_allocate_what_is_documented(by_matrix):
 
 
 def test_copies_of_small_tensors_are_counted_apart(shallow):
-    """Of vectors: g goes in; x, h, m and v go in and out."""
+    """g goes in; x, m and v, and h of matrices go in and out."""
     report, _ = shallow
-    vectors = sum(torch.Size(s).numel() for s in FEW.values() if len(s) == 1)
-    assert report.floor.copied == 4 * vectors * 2 * (1 + 4 * 2)
+    several = {n: s for n, s in shapes(2, WIDTH, VOCAB).items() if n not in EMBEDDINGS}
+    sizes = [(len(s), torch.Size(s).numel()) for s in several.values()]
+    vectors = sum(size for ndim, size in sizes if ndim == 1)
+    matrices = sum(size for ndim, size in sizes if ndim == 2)
+    copied = (1 + 2 * 3) * vectors + (1 + 2 * 4) * matrices
+    assert report.floor.copied == 2 * 4 * copied
 
 
 # ---- a function of the user's ------------------------------------------------------
