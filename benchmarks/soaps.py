@@ -3,9 +3,9 @@ a square matrix whose first gradient has full rank.
 
     python -m benchmarks.soaps
 
-The authors' algorithm is ours in float64, which tests/test_soap.py holds against an
-oracle. All take the authors' defaults, but a refresh every three steps, in float32.
-Packages: the group peers of pyproject.toml.
+The authors' algorithm is ours in float64, which tests/library/test_soap.py holds
+against an oracle. All take the authors' defaults, but a refresh every three steps, in
+float32. Packages: the group peers of pyproject.toml.
 """
 
 from __future__ import annotations

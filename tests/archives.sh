@@ -24,9 +24,11 @@ cd build/installed
 for archive in dist/*.tar.gz dist/*.whl; do
     pip install --force-reinstall --no-deps "$archive"
     pip check
-    python -m pytest tests/test_guide.py
+    python -m pytest tests/library/test_guide.py
 done
 python -m marsopt.profile --model gpt2-small --rule mars-adamw
-python -m pytest tests/test_{rules,identities,golden,newton_schulz,against_torch,flat}.py \
-    tests/test_{optimizer,optimizer_edges,saving,contract,torch_suite}.py \
-    tests/test_{collectives,sharding,checkpoint}.py
+python -m pytest \
+    tests/library/test_{rules,identities,golden,newton_schulz,against_torch,flat}.py \
+    tests/library/test_{optimizer,changes_from_outside,saving}.py \
+    tests/library/test_{torch_optim_contract,torch_suite}.py \
+    tests/processes/test_{collectives,sharding,checkpoint}.py

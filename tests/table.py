@@ -211,7 +211,7 @@ ROWS = {
         dict(ns_dtype=torch.float64),
     ),
     # short sides alone: of a long one the first gradient says too little, so that its
-    # eigenvectors are any (tests/test_soap.py has both)
+    # eigenvectors are any (test_soap.py has both)
     "soap": Row(
         marsopt.soap,
         dict(kind="soap", beta2=0.95, wd=0.1, sides="short", frequency=3),

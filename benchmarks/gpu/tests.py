@@ -1,4 +1,4 @@
-"""tests/test_cuda.py, and what came out as JSON.
+"""tests/library/test_cuda.py, and what came out as JSON.
 
 python -m benchmarks.gpu.tests [--device cuda] [--json FILE] [-- PYTEST'S OPTIONS]
 """
@@ -16,7 +16,7 @@ import pytest
 from marsopt.profiling.machine import describe
 from train.files import write_json
 
-TESTS = "tests/test_cuda.py"
+TESTS = "tests/library/test_cuda.py"
 
 
 class Outcomes:

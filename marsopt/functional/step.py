@@ -34,7 +34,7 @@ from marsopt.rules.decay import at
 from marsopt.rules.dtypes import root, working, working_dtype
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput
 
-if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the shapes
+if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
     from jaxtyping import Bool, Float
 
 ROW = 256  # elements; of shorter rows, as of a convolution, several are one
@@ -79,6 +79,14 @@ class Run(Protocol):
         before the next.
         """
 
+    def matrix_outputs(
+        self, stacks: Sequence[Stack], part: Sequence[int]
+    ) -> list[Tensor | None]:
+        """Return, for every stack, where ``update`` writes the matrices that go to
+        their owners, for those of one portion: rows of one batch; None: in a tensor of
+        its own.
+        """
+
     def store(
         self, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor | None, ...]
     ) -> tuple[Tensor, ...] | None:
@@ -113,6 +121,11 @@ class Pure:
 
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
         return [range(len(stacks))]
+
+    def matrix_outputs(
+        self, stacks: Sequence[Stack], part: Sequence[int]
+    ) -> list[Tensor | None]:
+        return [None] * len(stacks)
 
     def store(
         self, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor | None, ...]
@@ -404,16 +417,27 @@ def _advance(
     """
     members, scalars, contexts = columns
     positions, selected = range(len(stacks)), set(part)
+    rows_of_batch = run.matrix_outputs(stacks, part)
     stacks, outputs = run.move(
-        update, stacks, [scalars[i] if i in selected else None for i in positions]
+        update,
+        stacks,
+        [scalars[i] if i in selected else None for i in positions],
+        rows_of_batch,
     )
+    outputs = [
+        out if row is None else row
+        for out, row in zip(outputs, rows_of_batch, strict=True)
+    ]
+    del rows_of_batch
     whole = [i for i in part if stacks[i].algorithm.matrix_only]
     if not whole:
         return stacks, {}
     inputs = [
         [column[i] for i in whole] for column in (stacks, outputs, members, contexts)
     ]
+    del outputs
     results = run.meet("matrices", precondition_stacks, *inputs, collectives, run)
+    del inputs
     by_position = dict(zip(whole, results, strict=True))
     matrices = [by_position[i].matrix if i in by_position else None for i in positions]
     rows = [by_position[i].rows if i in by_position else () for i in positions]
@@ -433,12 +457,14 @@ def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[StackScal
     return scalars
 
 
-def update(stack: Stack, scalars: StackScalars) -> tuple[Stack, Tensor | None]:
+def update(
+    stack: Stack, scalars: StackScalars, matrix: Tensor | None = None
+) -> tuple[Stack, Tensor | None]:
     """Move buffers and, for an elementwise algorithm, x one step on.
 
     For a matrix algorithm x stays, and the second result is the stack of matrices that
     go to their owners; None stands for m, so that no second full-size tensor is made,
-    and for an elementwise algorithm.
+    and for an elementwise algorithm. Where ``matrix`` is given, they are written there.
     """
     algorithm, s = stack.algorithm, StepScalars.of(scalars, stack, stack.x)
     g = working(stack.g)
@@ -463,6 +489,9 @@ def update(stack: Stack, scalars: StackScalars) -> tuple[Stack, Tensor | None]:
     for symbol, value in new.items():
         buffers[symbol] = torch.where(s.ok, value, buffers[symbol])
     stack = stack._replace(buffers=buffers)
+    if algorithm.matrix_only and matrix is not None:
+        matrix.copy_(stack.buffers["m"] if out is None else out)
+        return stack, None
     if algorithm.matrix_only:
         return stack, out
     assert out is not None

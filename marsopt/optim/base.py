@@ -15,26 +15,23 @@ from marsopt.functional.collectives import LOCAL
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.functional.step import global_clip
 from marsopt.functional.step_types import scalar_dtype
+from marsopt.optim.advice import advise_on_groups, advise_on_loaded, warn_of_two_rates
 from marsopt.optim.buckets import BucketGroup, ParameterBucket
-from marsopt.optim.compiled import InPlace, calls, once, resolve_compile
+from marsopt.optim.compiled import InPlace, once, resolve_compile
+from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.groups import (
-    DeviceHyperparameters,
-    admit,
     check_group,
     check_no_module,
     check_once,
     check_parameters,
-    complete,
-    described,
+    config_fingerprint,
     device_of,
-    has_two_rates,
+    fill_defaults,
     labels,
-    replaced_rules,
-    unread,
-    warn_of_half_precision,
+    validate_group,
 )
 from marsopt.optim.layout import STAGE_COUNT, Layout
-from marsopt.optim.param_groups import warn_of_embeddings
+from marsopt.optim.portions import portions, takes_batches
 from marsopt.optim.protocols.base import Factor, ParameterHandle
 from marsopt.optim.protocols.table import protocol_of
 from marsopt.optim.state_dict import (
@@ -54,8 +51,6 @@ from marsopt.rules.registry import correction_named
 log = logging.getLogger(__name__)
 NEW_LAYOUT = "marsopt: a new layout, which compiles graphs that were not there: %s"
 
-advise = once()  # what a sweep over many optimizers is told once, not of each
-
 
 class Description(NamedTuple):
     """How an optimizer lies in memory, and how its step is compiled."""
@@ -63,8 +58,9 @@ class Description(NamedTuple):
     buckets: list[ParameterBucket]  # parameters that move as one stack
     groups: list[BucketGroup]  # of them, by algorithm, with its present rates
     calls: Sequence[Sequence[int]]  # of graphs: which stacks each of them moves
-    # stacks that gradients ("g") and parameters ("x") were copied into, by the number
-    # of their bucket; on a CPU they stay for the next step
+    # stacks that a step copies small tensors into, with their rows, by the number of
+    # their bucket and "parameter", "gradient" or the symbol of a buffer; on a CPU they
+    # stay for the next step
     scratch: Mapping[tuple[int, str], tuple[Tensor, tuple[Tensor, ...]]]
     # 0-D, on the device, which steps read and write where they are: how many steps were
     # skipped and, if there is one, the threshold of the global norm
@@ -95,8 +91,7 @@ class LayoutOptimizer(Optimizer):
         self._agreed = False  # whether all ranks were found to hold the same options
         check_no_module(params)
         super().__init__(params, defaults)
-        warn_of_embeddings(self.param_groups, self._say)
-        warn_of_half_precision(self.param_groups, self._options, self._say)
+        self._advise_on(self.param_groups)
         self._place()
         self._build()
 
@@ -117,31 +112,26 @@ class LayoutOptimizer(Optimizer):
         check_once(self.param_groups, param_group)
         defaulted = set()
         if isinstance(param_group, dict):  # torch.optim refuses all else
-            defaulted = complete(param_group, self._options, self.defaults)
+            defaulted = fill_defaults(param_group, self._options, self.defaults)
         super().add_param_group(param_group)
         try:
-            admit(self.param_groups[-1], self._options)
+            validate_group(self.param_groups[-1], self._options)
             if self._layout is not None:  # the constructor checks all of them at once
                 check_parameters(self.param_groups, self._options, self.state)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        if "lr_1d" in defaulted and has_two_rates(param_group, self._options):
-            advise(
-                logging.WARNING,
-                "tensors that are not matrices take AdamW at lr_1d="
-                f"{param_group['lr_1d']}, a default of {param_group['mars_type']!r}; "
-                f"lr={param_group['base_lr']} is the learning rate of matrices alone. "
-                "Pass lr_1d to choose the others' learning rate",
-            )
-        for what in unread(param_group, self._ours):
-            self._say(logging.WARNING, what)
+        if "lr_1d" in defaulted:
+            warn_of_two_rates(param_group, self._options)
         if TRAIN_MODE in self.defaults:
             self.param_groups[-1][TRAIN_MODE] = self.param_groups[0][TRAIN_MODE]
         if self._layout is not None:  # else the constructor is still adding groups
-            warn_of_embeddings(self.param_groups, self._say)
-            warn_of_half_precision(self.param_groups, self._options, self._say)
+            self._advise_on([param_group])
             self._build()
+
+    def _advise_on(self, new: Sequence[Mapping[str, Any]]) -> None:
+        groups, options = self.param_groups, self._options
+        advise_on_groups(new, groups, options, self._ours, self._say)
 
     def _forget_layouts(self) -> None:
         self._layout: Layout | None = None
@@ -171,7 +161,7 @@ class LayoutOptimizer(Optimizer):
             layout = self._new_layout()
         with (
             torch.no_grad(),
-            self._protocol.moving(before, layout.handles, self.state),
+            self._protocol.rebinding(before, layout.handles, self.state),
         ):
             if not bound and layout.bind():
                 log.warning(
@@ -183,10 +173,14 @@ class LayoutOptimizer(Optimizer):
         self.max_norm = self._options["max_norm"]
         if self._layout is not None and log.isEnabledFor(logging.DEBUG):
             log.debug(NEW_LAYOUT, self._layout.changes(self.param_groups))
+        device, alone = self._skipped.device, self._options["collectives"] is LOCAL
+        makes_batches = alone and takes_batches(device.type)
+        batches = [b.batch if makes_batches else None for b in layout.buckets]
+        kinds = [bucket.kind() for bucket in layout.buckets]
         self._run = InPlace(
-            calls([bucket.kind() for bucket in layout.buckets], self._compile),
-            device=self._skipped.device,
-            alone=self._options["collectives"] is LOCAL,
+            portions(kinds, batches, self._compile, alone),
+            device=device,
+            alone=alone,
             compile=self._compile,
             required=self._options["compile"] is True,
             say=self._say,
@@ -210,7 +204,6 @@ class LayoutOptimizer(Optimizer):
             self.param_groups,
             self.state,
             self._options,
-            self._compile,
             self._hyper,
             self._layout,
         )
@@ -223,8 +216,8 @@ class LayoutOptimizer(Optimizer):
         self._writes.check(what)
         self._writes.check_may_write(what)
         if agree and not self._agreed:  # once: later changes need not come everywhere
-            description = described(self.param_groups, self._options)
-            self._present.collectives.agree(description)
+            fingerprint = config_fingerprint(self.param_groups, self._options)
+            self._present.collectives.agree(fingerprint)
             self._agreed = True
         if not self._present.fits(self.param_groups, self.state):
             self._build()
@@ -446,16 +439,12 @@ class LayoutOptimizer(Optimizer):
                     "expected one of MARS, or of torch.optim's AdamW: load the model "
                     "alone"
                 ) from error
-        for what in replaced_rules(before, self.param_groups):
-            self._say(logging.WARNING, what)
-        for old, new in zip(before, self.param_groups, strict=True):
-            for what in unread(new, self._ours, old.keys()):
-                self._say(logging.WARNING, what)
+        advise_on_loaded(before, self.param_groups, self._ours, self._say)
         self.state = under_loaded(self.state, cast["state"])
         layout = self._new_layout()
         handles = self._present.handles
-        moving = self._protocol.moving
-        with moving(handles, layout.handles, self.state, loading=True):
+        rebinding = self._protocol.rebinding
+        with rebinding(handles, layout.handles, self.state, loading=True):
             layout.bind()
         labelled = labels(self.param_groups)
         if self._writes.are_torn:

@@ -1,14 +1,8 @@
-"""What the class takes as a param group, and its hyperparameters on the device: numbers
-that may change as tensors that do not, so that compiled code reads them and never
-recompiles.
-"""
+"""Param groups: the values of the constructor, defaults, validation."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from difflib import get_close_matches
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,57 +11,25 @@ from torch.utils import _pytree as pytree
 
 from marsopt.functional.binding import check_parameter
 from marsopt.functional.routing import (
-    Choice,
     all_hyperparameters,
     check_suits,
     hyperparameters_of,
     route,
-    rules_with,
     shared_hyperparameters,
 )
 from marsopt.functional.rule import Rule
 from marsopt.functional.stacks import check_overlap
-from marsopt.functional.step_types import scalar_dtype
 from marsopt.optim.state_dict import TRAIN_MODE, State
 from marsopt.rules import checks
-from marsopt.rules.checks import Number
-from marsopt.rules.correction import Approximate, Correction
-from marsopt.rules.decay import StepValue
-from marsopt.rules.hyperparameters import (
-    ELSEWHERE,
-    HOW,
-    INSTEAD,
-    Table,
-    check_values,
-    dynamic,
-    rejoined,
-    static,
-    table,
-)
-from marsopt.rules.matrices import Matrices
-from marsopt.rules.registry import (
-    FOLLOWED,
-    canonical,
-    correction_named,
-    named,
-    resolve,
-)
+from marsopt.rules.correction import Correction
+from marsopt.rules.hyperparameters import Table, static
+from marsopt.rules.registry import FOLLOWED, correction_named, named, resolve
 
-# What torch itself keeps in param groups, its schedulers and averages, and a group's
-# name: nobody takes them for hyperparameters.
-CARRIED = frozenset(
-    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
-    | {"params", "param_names", "name"}
-    | HOW - {"differentiable"}
-)
 # Every group has the authors' structure as keys, at its defaults too. Other structure
 # is a key only where it differs from its default; these numbers are keys only where
 # somebody passes them.
 AUTHORS_STRUCTURE = frozenset({"mars_type", "optimize_1d", "amsgrad", "epsilon_hat"})
 RARE_NUMBERS = frozenset({"base_lr", "gamma_1d", "nesterov_1d"})
-SCALARS = frozenset({float, int, type(None)})  # one that is the same object is equal
-# Those of torch.optim's that change nothing with these values.
-IDLE = dict(maximize=False, differentiable=False, decoupled_weight_decay=True)
 
 
 def label(groups: Sequence[Mapping[str, Any]], number: int, index: int) -> str:
@@ -102,9 +64,11 @@ def device_of(groups: Sequence[Mapping[str, Any]], state: State) -> torch.device
     return next((p.device for p in params if moves(p, state)), None)
 
 
-def described(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-    """Return what has to be the same on all ranks: not the parameters, lr, mode, nor
-    tensors, whose text has the number of a rank's GPU.
+def config_fingerprint(
+    groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> str:
+    """Return a text of the configuration that all ranks share: without parameters, lr,
+    mode, and tensors, whose text has the number of a rank's GPU.
     """
     apart = ("params", "lr", TRAIN_MODE, "collectives")
     compared = [
@@ -240,13 +204,12 @@ def _present(
     return shared.keys() - absent
 
 
-def complete(
+def fill_defaults(
     group: dict[str, Any], options: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> set[str]:
-    """Give a new param group what it lacks of the rule's hyperparameters: the
-    constructor's value, else the rule's own default. What the group itself gives as lr,
-    betas or weight_decay holds for everything in it, unless it gives the value that
-    ends in ``_1d`` too.
+    """Fill in the hyperparameters that a new param group lacks: the constructor's
+    value, else the rule's default. The group's lr, betas or weight_decay holds for
+    everything in it, unless it gives the value that ends in ``_1d`` too.
 
     Args:
         group: as its user wrote it.
@@ -278,7 +241,7 @@ def complete(
 
 
 def structure(group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what, when it changes, changes formulas and not only their numbers: every
+    """Return the static configuration of a group, on which formulas depend: every
     hyperparameter that is no number, and which numbers there are.
     """
     return {
@@ -306,111 +269,11 @@ def check_direction(group: Mapping[str, Any]) -> None:
     """
     if group.get("maximize"):
         raise ValueError(
-            f"got maximize=True in a param group, expected False: {INSTEAD['maximize']}"
+            "got maximize=True in a param group, expected False: negate the loss"
         )
 
 
-def unread(
-    group: Mapping[str, Any], bookkeeping: Set[str], carried: Set[str] = frozenset()
-) -> Iterator[str]:
-    """Yield what to say of keys that nothing reads.
-
-    Args:
-        group: complete, or loaded.
-        bookkeeping: what MARS keeps in groups beside hyperparameters.
-        carried: what somebody else was known to keep there.
-    """
-    known = {*bookkeeping, *all_hyperparameters()}
-    for key, value in group.items():
-        if not isinstance(key, str) or key in known | CARRIED | carried:
-            continue
-        if key in IDLE and value == IDLE[key]:
-            continue
-        near = [ELSEWHERE.get(key), *get_close_matches(key, known, n=1, cutoff=0.75)]
-        if meant := next((name for name in near if name in known), None):
-            do = f"if {meant!r} was meant, spell it so"
-        else:
-            do = INSTEAD.get(key, "leave it out, unless another tool reads it")
-        yield f"a param group has the key {key!r}, which MARS does not read: {do}"
-
-
-def unreached(
-    groups: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-    arguments: Mapping[str, Any],
-    correction: str | None,
-) -> Iterator[str]:
-    """Yield what to say of arguments that change nothing: hyperparameters of the
-    constructor that no group has, since all give their own, and those that no rule of
-    the groups which have them reads; MARS's correction where all rules are baselines.
-
-    Args:
-        groups: the optimizer's, complete.
-        options: what the optimizer was built with.
-        arguments: the constructor's that may differ from group to group.
-        correction: as the constructor got it.
-    """
-    lines = all_hyperparameters()
-    filled = [(g, _reads(route({**options, **g}))) for g in groups if g["params"]]
-    if not filled:  # yet
-        return
-    rows = [named(group["mars_type"]) for group, _ in filled]
-    if correction == Approximate.name and not any(row.is_mars for row in rows):
-        yield (
-            f"correction={correction!r} has no effect: no param group has a MARS rule. "
-            "Leave it out, or choose one (mars-...)"
-        )
-    usual = {(name, _key(line.default)) for name, line in lines.items()}
-    for row in rows:
-        usual |= {(name, _key(value)) for name, value in row.hyperparameters.items()}
-    # whether a group that has this value reads it
-    is_read: dict[tuple[str, Any], bool] = {}
-    for group, reads in filled:
-        for name, value in group.items():
-            if name in lines:
-                pair = name, _key(value)
-                is_read[pair] = is_read.get(pair, False) or name in reads
-    several = chain(arguments.items(), *(group.items() for group, _ in filled))
-    for name, value in several:
-        if name not in lines or (pair := (name, _key(value))) in usual:
-            continue
-        usual.add(pair)  # once
-        is_off = not isinstance(value, Tensor) and value in (None, 0)
-        if pair not in is_read:
-            yield (
-                f"{name}={value!r} has no effect: every param group sets its own. "
-                "Leave it out, or change it in the groups"
-            )
-        elif not is_off and not is_read[pair]:
-            readers = ", ".join(rules_with(name))
-            yield (
-                f"{name}={value!r} has no effect: only {readers} read "
-                "it, and no param group does. Leave it out, or choose one of these"
-            )
-
-
-def _reads(rule: Rule) -> set[str]:
-    """Return the names of the hyperparameters that a group's algorithms read."""
-    names = {*table(Choice), *table(Matrices)}
-    for algorithm in (rule.matrix, rule.rest):
-        if algorithm is None:
-            continue
-        lines = table(type(algorithm.preconditioner)).values()
-        names |= {"betas" if line.beta is not None else line.name for line in lines}
-        correction = algorithm.correction
-        if correction is not None:
-            off = {"clip", "clip_per"} if correction.clip is None else set()
-            names |= table(type(correction)).keys() - off
-    return names if rule.rest is not None else names - {"gamma_1d"}
-
-
-def _key(value: Any) -> Any:
-    """Return what equal hyperparameters have in common; a tensor equals itself."""
-    value = tuple(value) if isinstance(value, list) else value
-    return id(value) if _holds_tensor(value) else value
-
-
-def admit(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+def validate_group(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     """Check the hyperparameters of a new group and note its ``base_lr``.
 
     Args:
@@ -445,25 +308,12 @@ def has_two_rates(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     return (
         rule.rest_ratio is not None
         and group["base_lr"] != group["lr_1d"]
-        and _has_rest(group, rule)
+        and has_rest(group, rule)
     )
 
 
-def _has_rest(group: Mapping[str, Any], rule: Rule) -> bool:
+def has_rest(group: Mapping[str, Any], rule: Rule) -> bool:
     return any(side.is_rest for side in rule.sides(group["params"]))
-
-
-def replaced_rules(
-    before: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]
-) -> Iterator[str]:
-    """Yield what to say of a rule that a checkpoint puts in another's place."""
-    for old, new in zip(before, loaded, strict=True):
-        if (was := canonical(old["mars_type"])) != (now := canonical(new["mars_type"])):
-            yield (
-                f"the state dict's mars_type {now!r} replaces {was!r}: hyperparameters "
-                "come from the state dict, as in torch.optim. For another rule set "
-                "them in the param groups after loading"
-            )
 
 
 def check_parameters(
@@ -538,199 +388,3 @@ def _movable(
             "is: use one MARS per device"
         )
     return piece
-
-
-class DeviceHyperparameters:
-    """One group's, and the algorithms that read them.
-
-    ``lr``, ``lr_1d`` (already in proportion to lr), ``gamma`` and ``gamma_1d`` are 0-D
-    tensors; ``routing`` reads the others. They are views of ``values`` (K,), each at
-    its storage offset.
-
-    Args:
-        group: a param group.
-        options: what the optimizer was built with.
-        device: of the parameters that take part in steps; None = the CPU.
-    """
-
-    def __init__(
-        self,
-        group: dict[str, Any],
-        options: Mapping[str, Any],
-        device: torch.device | None = None,
-    ) -> None:
-        self._options = options
-        self._structure = structure(group, options)
-        device = torch.device("cpu") if device is None else device
-        self._device = device
-        self._seen: dict[str, Any] = {}
-
-        self._numbers = {
-            name: line
-            for name, line in group_table(group, options).items()
-            if line.is_number and not line.is_whole
-        }
-        present = {n: v for n, v in self._plain(group).items() if v is not None}
-        check_values(self._numbers, {n: present.get(n) for n in self._numbers})
-        values = dict.fromkeys(("lr_1d", "gamma_1d"), 0.0) | present
-        num = len(dynamic([*values.values()]))
-        self.values = torch.zeros(num, dtype=scalar_dtype(device), device=device)
-        rest = iter(self.values.unbind())
-        cells = {name: rejoined(value, rest) for name, value in values.items()}
-        self._cells = {name: cells[name] for name in present}
-        for name, value in present.items():
-            _set(self._cells[name], value)  # before they are checked
-        self.routing = route({**options, **group, **self._cells})
-        del self._cells["base_lr"]  # no algorithm reads it
-        self._cells = {n: cells[n] for n in ("lr_1d", "gamma_1d")} | self._cells
-        single = {
-            n: cell for n, cell in self._cells.items() if isinstance(cell, Tensor)
-        }
-        self.lr, self.lr_1d = single["lr"], single["lr_1d"]
-        self.gamma, self.gamma_1d = single["gamma"], single["gamma_1d"]
-        self.refresh(group)
-
-    def fits(self, group: dict[str, Any], device: torch.device | None) -> bool:
-        """Return whether these are still the hyperparameters of a group.
-
-        Raises:
-            ValueError: a scheduler has put a number in the place of a ``LogTime``.
-        """
-        present, before = structure(group, self._options), self._structure
-        if "max_momentum" in group and _grows(before) and not _grows(present):
-            raise ValueError(
-                f"got betas={group['betas']} from a scheduler that cycles momentum, "
-                "expected the LogTime that the group had: pass cycle_momentum=False to "
-                "the scheduler, or a number as beta1"
-            )
-        return present == before and device in (None, self._device)
-
-    def refresh(self, group: Mapping[str, Any]) -> bool:
-        """Take over what has changed in a group, which they fit, since the last call;
-        return whether anything may have: of a tensor that is nobody knows.
-
-        Raises:
-            ValueError: a value out of its range.
-        """
-        check_direction(group)
-        latest, previous = self._plain(group), self._seen
-        changed = [
-            name
-            for name, value in latest.items()
-            if not (type(value) in SCALARS and value is previous.get(name, ...))
-            and (
-                _holds_tensor(value)  # no device is asked
-                or _holds_tensor(before := previous.get(name, ...))
-                or before != value
-            )
-        ]
-        if not changed:
-            return False
-        new = {
-            n: latest[n]
-            for n in changed
-            if self._seen.get(n, ...) is not latest[n] or checks.can_read(latest[n])
-        }
-        check_values(self._numbers, new)
-        has_gamma_1d = self.routing.rest_gamma is not None
-        gamma_1d = latest["gamma_1d" if has_gamma_1d else "gamma"]
-        values = latest | {"lr_1d": self._rate_1d(group, latest), "gamma_1d": gamma_1d}
-        for name in {*changed, "lr_1d", "gamma_1d"} & self._cells.keys():
-            _set(self._cells[name], values[name])
-        self._seen = latest
-        return True
-
-    def digest_text(self, group: Mapping[str, Any]) -> str:
-        """Return what ranks have to have alike, but for tensors."""
-        numbers = {k: v for k, v in self._seen.items() if not _holds_tensor(v)}
-        values = {**structure(group, self._options), **numbers}
-        return repr({name: _as_floats(value) for name, value in values.items()})
-
-    def _plain(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a group's numbers as Python and torch write them; lists, which may be
-        changed in place, as tuples.
-        """
-        numbers = {name: group.get(name) for name in self._numbers}
-        for name, value in numbers.items():
-            if type(value) is not float and value is not self._seen.get(name):
-                value = self._numbers[name].plain(value)
-                numbers[name] = tuple(value) if isinstance(value, list) else value
-        return numbers
-
-    def _rate_1d(self, group: Mapping[str, Any], numbers: Mapping[str, Any]) -> Number:
-        lr: Number = numbers["lr"]
-        base = numbers["base_lr"]
-        if self.routing.rest_ratio is None:
-            return lr
-        if base > 0:
-            ratio: Number = numbers["lr_1d"] / base
-            return lr * ratio
-        used = _has_rest(group, self.routing)
-        if used and not isinstance(lr, Tensor) and lr != 0:
-            raise ValueError(
-                f"got lr={lr} for a group that was added with lr=0, expected a base "
-                "learning rate: lr_1d is measured against it; "
-                "add the group with its peak lr, or set group['base_lr'] to it"
-            )
-        return 0.0 * lr
-
-
-def _grows(structure: Mapping[str, Any]) -> bool:
-    """Return whether a group of this structure has a beta1 that knows its step."""
-    betas = structure["betas"]
-    return isinstance(betas, tuple) and issubclass(betas[0], StepValue)
-
-
-def _as_floats(value: Any) -> Any:
-    """Return equal numbers as one type, for their text to be equal."""
-    if isinstance(value, tuple):
-        return tuple(map(_as_floats, value))
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number else value
-
-
-def _holds_tensor(value: Any) -> bool:
-    values = value if isinstance(value, tuple) else (value,)
-    return any(isinstance(v, Tensor) for v in values)
-
-
-def _set(cells: Any, values: Any) -> None:
-    for cell, value in zip(dynamic(cells), dynamic(values), strict=True):
-        _fill(cell, value)
-
-
-def _fill(cell: Tensor, value: Number) -> None:
-    if isinstance(value, Tensor):
-        capturing = cell.is_cuda and torch.cuda.is_current_stream_capturing()
-        if capturing and not value.is_cuda:
-            raise RuntimeError(
-                f"got a hyperparameter as a tensor on {value.device} in a step that a "
-                f"CUDA graph captures, expected one on {cell.device}: a replay could "
-                "not read it; move it there, and change it in place"
-            )
-        cell.copy_(value.detach(), non_blocking=True)
-    else:
-        cell.fill_(value)
-
-
-# ---- what is said about dtypes -------------------------------------------------------
-
-
-def warn_of_half_precision(
-    groups: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-    say: Callable[[int, str], None],
-) -> None:
-    """Say that state of bfloat16 parameters is bfloat16, where ``state_dtype`` and
-    stochastic rounding are left out.
-    """
-    if options["state_dtype"] is not None:
-        return
-    dtypes = {p.dtype for g in groups for p in g["params"] if p.requires_grad}
-    if torch.bfloat16 in dtypes and not options.get("stochastic_rounding", False):
-        say(
-            logging.WARNING,
-            "the state of bfloat16 parameters is kept in bfloat16, which loses small "
-            "changes of the moments. state_dtype=torch.float32 keeps them, "
-            "stochastic_rounding=True keeps them on average",
-        )

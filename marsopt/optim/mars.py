@@ -15,9 +15,10 @@ from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.options import ClassOptions
 from marsopt.functional.routing import all_hyperparameters, check_taken
 from marsopt.functional.step import advance, assess
+from marsopt.optim.advice import unused_arguments
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.compiled import named_range
-from marsopt.optim.groups import constructor_values, unreached
+from marsopt.optim.groups import constructor_values
 from marsopt.rules import checks
 from marsopt.rules.decay import Decay, Weight
 from marsopt.rules.dtypes import without_autocast
@@ -100,10 +101,9 @@ class MARS(LayoutOptimizer):
             ``marsopt.parallel.DataParallel(process_group)`` under DDP, where ranks
             share the work and the state.
         compile: None = compile where this machine can (logged once), True = required,
-            False = eager. Compiled, parameters of one shape move into one buffer at
-            construction (on a CPU small ones only; eagerly those of 4096 elements or
-            fewer, if 16 or more have one shape), unless others look into their storage:
-            capture CUDA graphs of the model after that.
+            False = eager. Parameters, gradients and state stay where they are. Those of
+            fewer than 65,536 elements are copied into one stack per shape in every
+            step, and out again.
         nonfinite: "skip" = a step whose gradient holds a NaN or infinity changes
             nothing and is counted in ``num_skipped``, without a host sync. "raise" = it
             also raises FloatingPointError (one sync a step).
@@ -207,8 +207,8 @@ class MARS(LayoutOptimizer):
         types = [group["mars_type"] for group in self.param_groups]
         check_taken(types, correction)
         groups = self.param_groups
-        for what in unreached(groups, whole, values.explicit, correction):
-            self._say(logging.WARNING, what)
+        for message in unused_arguments(groups, whole, values.explicit, correction):
+            self._say(logging.WARNING, message)
 
     # ---- the step ------------------------------------------------------------------
 
@@ -259,13 +259,6 @@ class MARS(LayoutOptimizer):
         self._protocol.before_step(self, layout.handles)
         with named_range("marsopt: gather"):
             groups, live = layout.gather()
-        if layout.unaligned is not None and self._compile:
-            self._say(
-                logging.WARNING,
-                f"the gradient of {layout.unaligned} begins inside a larger buffer, at "
-                "no multiple of 16 bytes: the GPU reads it in narrow loads. Where the "
-                "buffer is yours, begin every view at such a multiple",
-            )
         if isinstance(bound := self._options["max_norm"], Tensor):
             assert self._max_norm is not None
             self._max_norm.copy_(bound)
@@ -299,19 +292,6 @@ class MARS(LayoutOptimizer):
             if digest is not None:
                 collectives.check_ranks_agree(digest)
             raise FloatingPointError(layout.blame(sums))
-
-    @torch.no_grad()
-    def join_gradients(self) -> None:
-        """Move the gradients that are there into one buffer per shape.
-
-        Where ``zero_grad(set_to_none=False)`` keeps them, backward passes add to them
-        there and ``step`` takes them without a copy. Call it before a CUDA graph
-        captures the backward pass, and before the steps that warm up for that: a rule
-        with Nesterov's momentum compiles again. Eager steps have no stacks: nothing
-        moves.
-        """
-        if self._compile:
-            self._present.join_gradients()
 
     @property
     def grad_norm(self) -> Tensor | None:

@@ -4,21 +4,17 @@ by which numbers.
 
 from __future__ import annotations
 
-import logging
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from marsopt.functional.binding import check_unflattened
 from marsopt.rules import checks
 from marsopt.rules.decay import Decay, Weight
-from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import named
 
 Role = Literal[
@@ -66,13 +62,6 @@ WRAPPERS = re.compile(
 # LoRA's two factors, as PEFT, torchtune, torchtitan, loralib and diffusers name them
 ADAPTERS = re.compile(r"(^|\.)lora_(A|B|a|b|down|up)(\.|$)")
 
-# A tensor without a name looks like an embedding or a head if it has so many rows, so
-# many times its columns, and if at most so many have its shape (a table and a head).
-# Vocabularies have 32000 rows and more, of some 1000 to 8000 columns. Hidden matrices
-# are as tall, too, in models with wide MLPs (Gemma, T5), with projections from a low
-# rank (MLA) and with LoRA, but those are there once for each block.
-ROWS, ASPECT, TWINS = 8192, 8, 2
-NUM_TOLD = 4  # of the parameters that a message names
 # What has the group of the embeddings.
 TABLES: tuple[Role, ...] = ("embedding", "head", "router")
 
@@ -309,60 +298,3 @@ def _last_linear_over_a_vocabulary(model: nn.Module) -> str | None:
     linears = [(n, m.out_features) for n, m in modules if isinstance(m, nn.Linear)]
     last, num_outputs = linears[-1] if linears else ("", 0)
     return _plain(f"{last}.weight") if num_outputs in sizes else None
-
-
-def warn_of_embeddings(
-    groups: Sequence[Mapping[str, Any]], say: Callable[[int, str], None]
-) -> None:
-    """Say it where a matrix rule is given embeddings or output heads together with
-    hidden matrices.
-
-    They are told by name in groups with names, else by shape. A group whose matrices
-    are embeddings and heads alone is meant so, as in the authors' recipes of Muon.
-
-    Args:
-        groups: an optimizer's, complete.
-        say: takes a level of ``logging`` and a message.
-    """
-    twins = Counter(p.shape for group in groups for p in group["params"])
-    suspects = {
-        what: group["mars_type"]
-        for number, group in enumerate(groups)
-        if named(group["mars_type"]).matrix_only
-        for what in _tables_among_matrices(group, number, twins)
-    }
-    if not suspects:
-        return
-    listed, rules = ", ".join([*suspects][:NUM_TOLD]), dict.fromkeys(suspects.values())
-    more = f" and {len(suspects) - NUM_TOLD} more" if len(suspects) > NUM_TOLD else ""
-    say(
-        logging.WARNING,
-        f"{' and '.join(rules)} orthogonalizes the steps of what looks like embeddings "
-        f"or an output head: {listed}{more}. AdamW is the usual rule for these: "
-        f"marsopt.param_groups(model, {next(iter(rules))!r}, lr=...) makes such param "
-        "groups. To keep this rule, put these parameters into a group of their own",
-    )
-
-
-def _tables_among_matrices(
-    group: Mapping[str, Any], number: int, twins: Mapping[torch.Size, int]
-) -> list[str]:
-    """Return what a message calls those of a group; ``twins`` says how many tensors of
-    the optimizer have a shape.
-    """
-    kind, names = Matrices(kind=group.get("matrices", "2d")), group.get("param_names")
-    tables, num_matrices = [], 0
-    for i, p in enumerate(group["params"]):
-        frozen = not p.requires_grad and p.grad is None
-        if frozen or not kind.takes(p.shape):
-            continue
-        num_matrices += 1
-        if names and by_name(names[i]) in ("embedding", "head"):
-            tables.append(repr(names[i]))
-        elif not names and _is_tall(p) and twins[p.shape] <= TWINS:
-            tables.append(f"parameter {i} of group {number}, of shape {tuple(p.shape)}")
-    return tables if len(tables) < num_matrices else []
-
-
-def _is_tall(p: Tensor) -> bool:
-    return p.ndim == 2 and p.shape[0] >= max(ROWS, ASPECT * p.shape[1])

@@ -18,7 +18,7 @@ from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
 from marsopt.rules.hyperparameters import check_fields, number, structure
 
-if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the shapes
+if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
     from jaxtyping import Float
 
 Per = Literal["matrix", "tensor"]

@@ -19,14 +19,14 @@ from marsopt.rules import checks
 from marsopt.rules.hyperparameters import check_fields, structure
 from marsopt.rules.matrices import LARGE
 
-if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the shapes
+if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
     from jaxtyping import Float
 
 log = logging.getLogger(__name__)
 
 # Amsel, Persson, Musco, Gower, "The Polar Express" (arXiv 2505.16932), Algorithm 1:
 # minimax quintics for singular values in [1e-3, 1], cushion 0.02407327424182761;
-# recomputed in tests/test_newton_schulz.py.
+# recomputed in tests/library/test_newton_schulz.py.
 _POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -360,7 +360,7 @@ class NewtonSchulz:
                 for i in members:
                     out[i] = self._factors(matrices[i])
             else:
-                batch = torch.stack([matrices[i] for i in members])
+                batch = batched([matrices[i] for i in members])
                 for i, o in zip(members, self._factors(batch).unbind(), strict=True):
                     out[i] = o
         return out
@@ -404,6 +404,22 @@ class NewtonSchulz:
         """
         short, long = sorted((rows, cols))
         return 4 * long * short**2 + (8 * self.steps - 6) * short**3
+
+
+def batched(matrices: Sequence[Tensor]) -> Tensor:
+    """Return matrices of one shape as a batch (num, rows, cols): where they are the
+    rows of a batch, one after the other, a view of it; else a copy.
+    """
+    first = matrices[0]
+    if not _may_write(first) or not all(x.is_contiguous() for x in matrices):
+        return torch.stack(list(matrices))
+    storage, start = first.untyped_storage()._cdata, first.storage_offset()
+    places = [(x.untyped_storage()._cdata, x.storage_offset()) for x in matrices]
+    size = first.numel()
+    if places != [(storage, start + i * size) for i in range(len(matrices))]:
+        return torch.stack(list(matrices))
+    shape = len(matrices), *first.shape
+    return first.as_strided(shape, (size, *first.stride()), start)
 
 
 def _each(x: Tensor) -> tuple[Tensor, ...]:

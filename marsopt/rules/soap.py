@@ -41,7 +41,7 @@ from marsopt.rules.preconditioner import (
 )
 from marsopt.rules.registry import BUILT_IN, NamedRule, register
 
-if TYPE_CHECKING:  # nothing needs it to run; tests/test_shapes.py checks the shapes
+if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
     from jaxtyping import Float, Int
 
     Matrix = Float[Tensor, "*batch rows cols"]

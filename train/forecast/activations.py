@@ -1,5 +1,5 @@
 """What forward and backward keep of a micro-batch: a closed formula, held to what torch
-allocates for tensors without memory (tests/test_forecast.py).
+allocates for tensors without memory (tests/application/test_forecast.py).
 """
 
 from __future__ import annotations

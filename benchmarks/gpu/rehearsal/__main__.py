@@ -7,8 +7,9 @@ their calls, launches, the bytes that the loads and stores of the source move be
 floor. Kernels over stacks are compiled for sm_90: registers, spills, width of loads and
 stores. A fault ends in exit status 1.
 
-A CASE is a pattern of names, as 'mars-adamw/*/gpt2-small/*'; --names lists them.
-Triton is needed beside torch: `make gpu REHEARSAL=1` installs it apart.
+A CASE is a pattern of RULE/CORRECTION/MODEL/DTYPE, as 'mars-adamw/*/gpt2-small/*';
+with /lowered behind it nothing is compiled. Triton is needed beside torch: `make gpu
+REHEARSAL=1` installs it apart.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -25,8 +25,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.rehearsal.steps import CASES, columns, play
-from benchmarks.gpu.tables import markdown
+from benchmarks.gpu.rehearsal.steps import CASES, line, play
 from train.errors import UserError, check_least, command
 from train.files import write_json
 
@@ -41,7 +40,7 @@ def chosen(patterns: Sequence[str]) -> list[str]:
         if not matching(CASES, pattern):
             raise UserError(
                 f"got the case {pattern!r}, expected a pattern of names like "
-                f"{next(iter(CASES))!r}: --names lists them"
+                f"{next(iter(CASES))!r}: give a rule, a correction, a model, a dtype"
             )
     if not patterns:
         return [name for name, case in CASES.items() if case.compiles]
@@ -77,15 +76,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("cases", nargs="*", metavar="CASE", help="patterns of names")
-    add("--names", action="store_true", help="list the cases' names, and end")
     add("--workers", type=int, default=1, help="processes (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="everything")
     args = parser.parse_args(argv)
     check_least(1, workers=args.workers)
     names = chosen(args.cases)
-    if args.names:
-        print("\n".join(names))
-        return
     if importlib.util.find_spec("triton") is None:
         raise UserError(
             "got no Triton, expected it on Python's path: run make gpu REHEARSAL=1, "
@@ -94,12 +89,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for row in played(names, args.workers):
         rows.append(row)
-        told = "; ".join(row["faults"]) or "no fault"
-        print(f"[{len(rows)} of {len(names)}] {row['name']}: {told}", file=sys.stderr)
+        print(line(row), flush=True)
     if args.json is not None:
         write_json(args.json, rows)
-    lines = [columns(row) for row in rows]
-    print(markdown([*lines[0]], [[*line.values()] for line in lines]))
     if any(row["faults"] for row in rows):
         raise SystemExit(1)
 

@@ -86,22 +86,10 @@ def _on_host(method):
 
 
 def _driver() -> types.SimpleNamespace:
-    """Return what inductor asks of Triton's driver."""
+    """Return a stand-in for Triton's driver, which inductor asks for the target."""
     from triton.backends.compiler import GPUTarget
 
-    found = dict(
-        max_shared_mem=H100.shared_memory_per_block_optin,
-        multiprocessor_count=H100.multi_processor_count,
-        warpSize=WARP,
-    )
-    return types.SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, WARP),
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device=None: 0,
-        get_device_capability=lambda *args: CAPABILITY,
-        utils=types.SimpleNamespace(get_device_properties=lambda device: found),
-        is_active=lambda: True,
-    )
+    return types.SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, WARP))
 
 
 def _answers() -> dict[str, object]:
@@ -109,11 +97,9 @@ def _answers() -> dict[str, object]:
     return dict(
         is_available=lambda: True,
         is_initialized=lambda: True,
-        _lazy_init=lambda: None,
         device_count=lambda: 1,
         current_device=lambda: 0,
         set_device=lambda *args: None,
-        synchronize=lambda *args: None,
         get_device_properties=lambda *args: H100,
         get_device_capability=lambda *args: CAPABILITY,
         get_device_name=lambda *args: H100.name,
@@ -159,7 +145,6 @@ def h100() -> Iterator[None]:
         ),
         (ConstantFolder, "run", _on_host(ConstantFolder.run)),
         (driver, "_active", _driver()),
-        (driver, "_default", _driver()),
         (triton_helpers, "set_driver_to_gpu", lambda: None),
     ]
     with contextlib.ExitStack() as stack:

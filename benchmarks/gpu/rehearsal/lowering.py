@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,12 +24,10 @@ class Graph:
     """Inductor's result for one graph.
 
     Args:
-        function: the Python function that torch.compile traced.
         source: the wrapper's Python source, with every Triton kernel in it.
         num_calls: how often the graph has run.
     """
 
-    function: str
     source: str
     num_calls: int = 0
 
@@ -84,7 +81,7 @@ def lowering() -> Iterator[list[Graph]]:
         kept = copy.deepcopy(gm)
         with mock.patch.object(graph.GraphLowering, "compile_to_module", to_module):
             inner(gm, example_inputs, **kwargs)
-        found = Graph(_function(kept), sources.pop())
+        found = Graph(sources.pop())
         graphs.append(found)
 
         def call(args: list) -> Any:
@@ -115,13 +112,6 @@ def lowering() -> Iterator[list[Graph]]:
             yield graphs
         finally:
             compiled.graph_of.cache_clear()  # no later step runs what was lowered
-
-
-def _function(gm: fx.GraphModule) -> str:
-    """Return the name of the function that was compiled: the outermost frame."""
-    traces = (node.meta.get("stack_trace") for node in gm.graph.nodes)
-    trace = next(filter(None, traces), "")
-    return next(iter(re.findall(r", in (\w+)", trace)), "graph")
 
 
 # ---- launches ------------------------------------------------------------------------

@@ -157,7 +157,6 @@ def kernels_of(graph: Graph, compiles: bool) -> Iterator[dict[str, Any]]:
         over_stack = any(a.full and a.num_elements >= STACK for a in runs[0])
         yield dict(
             name=name,
-            graph=graph.function,
             launches=graph.num_calls * len(runs),
             over_stack=over_stack,
             binaries=[*binaries(name, source, runs[0])]
@@ -179,7 +178,7 @@ def faults(row: dict[str, Any]) -> Iterator[str]:
         yield f"{row['recompiled']} recompiles while numbers moved"
     for kernel in row["kernels"]:
         for binary in kernel["binaries"]:
-            where = f"{kernel['graph']}: {kernel['name']} with {binary['config']}"
+            where = f"{kernel['name']} with {binary['config']}"
             if binary["spills"]:
                 yield f"{where} spills {binary['spills']} bytes"
             if binary["registers"] > MOST_REGISTERS:
@@ -188,20 +187,14 @@ def faults(row: dict[str, Any]) -> Iterator[str]:
                 yield f"{where} lacks {binary['narrow']} wide loads or stores"
 
 
-def columns(row: dict[str, Any]) -> dict[str, str]:
-    """Return a case's figures for the table; bytes are those of a parameter."""
+def line(row: dict[str, Any]) -> str:
+    """Return a case's figures; bytes are those of a parameter."""
     tried = [b for kernel in row["kernels"] for b in kernel["binaries"]]
-    num_full = sum(b["full_size"] for b in tried)
-    num_wide = num_full - sum(b["narrow"] for b in tried)
-    return {
-        "case": row["name"],
-        "graphs": f"{row['graphs']}",
-        "calls": f"{row['calls']}",
-        "launches": f"{row['launches']}",
-        "over stacks": f"{row['stack_launches']}",
-        "bytes": f"{row['loaded'] + row['stored']:.2f}",
-        "floor": f"{row['floor']:.2f}",
-        "behind a flag": f"{row['flagged']:.2f}",
-        "registers, at most": f"{max((b['registers'] for b in tried), default=0)}",
-        "wide loads and stores": f"{num_wide} of {num_full}",
-    }
+    registers = max((b["registers"] for b in tried), default=0)
+    return (
+        f"{row['name']}: {row['graphs']} graphs, {row['calls']} calls, "
+        f"{row['launches']} launches, {row['stack_launches']} of them over stacks, "
+        f"{row['loaded'] + row['stored']:.2f} bytes, floor {row['floor']:.2f}, "
+        f"{row['flagged']:.2f} behind a flag, {len(tried)} binaries, at most "
+        f"{registers} registers: {'; '.join(row['faults']) or 'no fault'}"
+    )

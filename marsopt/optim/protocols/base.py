@@ -1,6 +1,6 @@
 """The protocol of a correction: what it asks of the optimizer beside its step. It
 answers methods of ``MARS``, and is asked before and after a step, before parameters are
-saved or moved, and after a load.
+saved, while state is bound to them again, and after a load.
 """
 
 from __future__ import annotations
@@ -216,11 +216,11 @@ class CorrectionProtocol:
 
     def sync_from_params(self, handles: Handles) -> None:
         """Take over what others have written into parameters, before state is handed
-        out or parameters move.
+        out or bound again.
         """
 
     @contextmanager
-    def moving(
+    def rebinding(
         self,
         before: Handles,
         after: Handles,
@@ -228,10 +228,10 @@ class CorrectionProtocol:
         *,
         loading: bool = False,
     ) -> Iterator[None]:
-        """Let parameters move inside this context, by our own doing.
+        """Let state be exchanged inside this context, by our own doing.
 
         Args:
-            before, after: all parameters that moved so far, and from now on.
+            before, after: all parameters that steps update so far, and from now on.
             state: what the protocol knows of other parameters is of no use.
             loading: whether what others have written is about to be replaced.
         """

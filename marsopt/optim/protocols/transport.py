@@ -294,7 +294,7 @@ class Lookahead(CorrectionProtocol):
                 self._restart(handle)
 
     @contextmanager
-    def moving(
+    def rebinding(
         self,
         before: Handles,
         after: Handles,
@@ -307,7 +307,7 @@ class Lookahead(CorrectionProtocol):
         # what others have written stays so: ``load`` says whether it is trusted
         written = {h.p for h in _looking_ahead(before) if self._differs(h)}
         known = {p for p, v in self._versions.items() if v is not None} - written
-        # trusted, in case that moving is broken off
+        # trusted, in case that this is broken off
         self._versions = {
             p: v if p in written else None
             for p, v in self._versions.items()

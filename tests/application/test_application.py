@@ -1,0 +1,748 @@
+"""python -m train, from the outside: processes, resumes, exact mode, errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import configs
+from marsopt import MARS
+from tests.forks import forked
+from train import prepare
+from train.data.batches import Batches
+from train.data.tokens import open_tokens
+from train.engine import launch, recipes
+from train.engine.launch import parse, title
+from train.engine.resolve import (
+    FOLLOW,
+    LARGEST,
+    NOT_NEGATIVE,
+    POSITIVE,
+    UNUSED,
+    resolve,
+)
+from train.engine.schedule import cosine
+from train.errors import UserError
+from train.errors import command as in_one_line
+from train.evaluate import __main__ as evaluate
+from train.gpt2 import GPT2
+from train.runs import summary
+from train.runs.checkpoints import load_model
+from train.runs.settings import claim, describe, difference, settings
+from train.runs.summary import read_scalars
+
+pytestmark = pytest.mark.application
+
+ROOT = Path(__file__).parents[2]
+STEPS, SEQ, BATCH = 8, 32, 8
+TINY = [
+    "--training.seq-len", str(SEQ),
+    "--training.global-batch-size", str(BATCH),
+    "--training.local-batch-size", "4",
+    "--lr-scheduler.warmup-steps", "2",
+    "--lr-scheduler.total-steps", str(STEPS),
+    "--metrics.log-freq", "1",
+    "--validator.samples", "16",
+    "--validator.freq", "4",
+    "--checkpoint.interval", "4",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    out = tmp_path_factory.mktemp("text") / "data"
+    prepare.prepare(
+        "text",
+        "bytes",
+        out,
+        files=[Path(json.__file__), Path(re.__file__)],
+        val_fraction=0.2,
+    )
+    return out
+
+
+def command(*args, ranks=1):
+    """Run python -m train ... on ``ranks`` processes; (exit code, stdout, stderr)."""
+    head = [sys.executable, "-m"]
+    if ranks > 1:
+        head += ["torch.distributed.run", "--nproc-per-node", str(ranks), "-m"]
+    done = subprocess.run(
+        [*head, *map(str, args)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def run(data, folder, *options, steps=STEPS, ranks=1, by=forked):
+    """Train; {step: printed loss}, {step: printed validation loss}, stdout."""
+    code, out, err = by(
+        "train", "--config", "tiny_mars_adamw", *TINY, "--training.steps", steps,
+        "--dataloader.dataset-path", data, "--dump-folder", folder, *options,
+        ranks=ranks,
+    )  # fmt: skip
+    assert code == 0, out + err
+    found = re.findall(r"step (\d+)/\d+  (loss|validation loss) (\d+\.\d{5})", out)
+    losses = {int(s): v for s, what, v in found if what == "loss"}
+    held_out = {int(s): v for s, what, v in found if what == "validation loss"}
+    return losses, held_out, out
+
+
+@pytest.fixture(scope="session")
+def one(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    return folder, *run(data, folder, by=command)
+
+
+@pytest.fixture(scope="session")
+def exact(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "exact"
+    return folder, *run(data, folder, "--optimizer.correction=exact")
+
+
+@pytest.fixture(scope="session")
+def transport(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "transport"
+    return folder, *run(data, folder, *CORRECTIONS["transport"])
+
+
+# gamma falls with the rate, so that continuing has to find it again
+CORRECTIONS = {
+    "one": [],
+    "exact": ["--optimizer.correction=exact"],
+    "transport": [
+        *("--optimizer.correction=transport", "--optimizer.gamma=0.1"),
+        *("--optimizer.gamma-1d=0.2", "--optimizer.gamma-decay=with_lr"),
+    ],
+}
+every_correction = pytest.mark.parametrize("name", CORRECTIONS)
+
+
+def plain_loop(data, name):
+    """{step: (loss, gradient norm)} of the same training in plain PyTorch: one process,
+    the whole batch at once, torch's own clip.
+    """
+    is_exact, gammas = name == "exact", dict(gamma=0.025, gamma_1d=None)
+    if name == "transport":
+        gammas = dict(gamma=0.1, gamma_1d=0.2)
+    config = configs.tiny_mars_adamw()
+    opt, shape = config.optimizer, config.model_spec.model.shape
+    model = GPT2(shape)
+    model.init_weights(seed=0)
+    named = dict(model.named_parameters())
+    embeddings = {n for n in named if n.startswith(("wte", "wpe"))}
+    optimizer = MARS(
+        [
+            {"params": [p for n, p in named.items() if n not in embeddings]},
+            {"params": [named[n] for n in embeddings], "weight_decay": 0.0},
+        ],
+        lr=opt.lr,
+        weight_decay=opt.weight_decay,
+        lr_1d=opt.lr_1d,
+        correction="approximate" if name == "one" else name,
+        compile=False,
+        **gammas,
+    )
+    tokens, _ = open_tokens(data, "train", vocab_size=257)
+    kw = dict(rank=0, world=1, local_batch=BATCH, seq_len=SEQ, vocab_size=257)
+    stream = Batches(tokens, **kw)
+    batches = [stream.next() for _ in range(STEPS + 1)]
+
+    def gradient(batch):
+        optimizer.zero_grad()
+        inputs, labels = batch
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return loss.item(), norm.item()
+
+    floor = config.lr_scheduler.min_lr_factor
+    found = {}
+    for t in range(STEPS):
+        for group in optimizer.param_groups:
+            factor = cosine(t, warmup=2, total=STEPS, floor=floor)
+            group["lr"] = opt.lr * factor
+            if name == "transport":
+                group.update({key: factor * value for key, value in gammas.items()})
+        if is_exact:
+            gradient(batches[t + 1])
+            optimizer.update_previous_grad()
+        found[t + 1] = gradient(batches[t])
+        optimizer.step()
+        if is_exact:
+            optimizer.update_last_grad()
+    return found
+
+
+def test_a_run_shows_everything(one):
+    folder, losses, held_out, out = one
+    assert list(losses) == list(range(1, STEPS + 1))
+    assert list(held_out) == [1, 4, 8]
+    assert float(losses[STEPS]) < float(losses[1]) - 0.5
+    assert f"starting a new run in {folder} (1 process): {STEPS} steps" in out
+    assert re.search(r"step 4/8 .* tokens/s  ETA 0:00:0\d", out)
+    assert "nats per byte of held-out text" in out
+    assert "nats/byte" not in out  # a token is a byte
+    assert (folder / "loss.png").stat().st_size > 10_000
+    assert (folder / "sample.txt").read_text() in out
+    assert list((folder / "tb").rglob("events.out.tfevents.*"))
+    assert (folder / "checkpoint" / f"step-{STEPS}" / ".metadata").exists()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["validation_loss"] == pytest.approx(float(held_out[8]), abs=1e-5)
+
+
+def test_tensorboard_has_one_run_with_names(one):
+    folder, *_ = one
+    assert len(list((folder / "tb").glob("events.out.tfevents.*"))) == 1
+    scalars = read_scalars(folder / "tb")
+    rates = {tag: row[2] for tag, row in scalars.items() if tag.startswith("lr/")}
+    half = dict(embeddings=3e-3, layer_norms=1.5e-3, matrices=3e-3)  # of the warm-up
+    assert rates == {f"lr/{n}": pytest.approx(lr) for n, lr in half.items()}
+    assert "mfu(%)" not in scalars
+
+
+@every_correction
+def test_the_engine_is_a_plain_loop(data, request, name):
+    folder, losses, *_ = request.getfixturevalue(name)
+    norms = read_scalars(folder / "tb")["grad_norm"]
+    for step, (loss, norm) in plain_loop(data, name).items():
+        assert float(losses[step]) == pytest.approx(loss, abs=2e-5), f"step {step}"
+        assert norms[step] == pytest.approx(norm, rel=1e-4), f"step {step}"
+
+
+def test_exact_is_not_approximate(one, exact):
+    assert one[1][1] == exact[1][1]
+    assert one[1][STEPS] != exact[1][STEPS]
+
+
+def test_tokens_are_counted_once(one, exact):
+    """The second pass of exact MARS sees the next batch, which is counted later."""
+    for folder, *_ in (one, exact):
+        seen = read_scalars(folder / "tb")["n_tokens_seen"]
+        assert seen == {t: t * BATCH * SEQ for t in range(1, STEPS + 1)}
+
+
+def test_two_processes_print_the_same_losses(data, one, tmp_path):
+    _, losses, held_out, _ = one
+    found = run(data, tmp_path / "two", ranks=2)
+    assert found[:2] == (losses, held_out)
+
+
+def test_what_transport_validates_and_saves_is_x(transport, data):
+    """The loss of the model in the checkpoint is the one that validation printed."""
+    folder, _, held_out, _ = transport
+    model = load_model(folder, configs.tiny_mars_adamw().model_spec.model.shape)
+    tokens, _ = open_tokens(data, "val", vocab_size=257)
+    kw = dict(rank=0, world=1, local_batch=BATCH, seq_len=SEQ, vocab_size=257)
+    samples = int(TINY[TINY.index("--validator.samples") + 1])
+    stream = Batches(tokens, **kw, spread=samples)
+    with torch.no_grad():
+        losses = [
+            F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item()
+            for x, y in (stream.next() for _ in range(samples // BATCH))
+        ]
+    mean = sum(losses) / len(losses)
+    assert float(held_out[STEPS]) == pytest.approx(mean, abs=2e-5)
+
+
+@every_correction
+def test_stopped_and_resumed_on_another_number_of_processes(
+    data, request, tmp_path, name
+):
+    _, losses, held_out, _ = request.getfixturevalue(name)
+    options = CORRECTIONS[name]
+    first, val_first, _ = run(data, tmp_path / "r", *options, steps=4, ranks=2)
+    rest, val_rest, out = run(data, tmp_path / "r", *options)
+    assert f"resuming the run in {tmp_path / 'r'} (1 process) after step 4 of 8" in out
+    one_run = EventAccumulator(str(tmp_path / "r" / "tb")).Reload()
+    logged = [event.step for event in one_run.Scalars(summary.TRAIN)]
+    assert logged == list(range(1, STEPS + 1))
+    assert {**first, **rest} == losses
+    assert {**val_first, **val_rest} == held_out
+    assert list(rest) == [5, 6, 7, 8]
+
+
+def test_a_run_is_trained_longer_as_its_message_says(data, one, tmp_path):
+    _, losses, _, _ = one
+    folder = shutil.copytree(one[0], tmp_path / "longer")
+    rest, _, _ = run(data, folder, steps=STEPS + 2)
+    assert list(rest) == [STEPS + 1, STEPS + 2]
+    rates = read_scalars(folder / "tb")["lr/matrices"]
+    assert rates[STEPS + 2] == pytest.approx(rates[STEPS + 1])
+
+
+def test_other_data_are_told_by_their_checksums():
+    mine, theirs = {"data.val": "a" * 64}, {"data.val": "b" * 64}
+    said = difference(mine, theirs)
+    assert said == f"data.val=checksum {'a' * 20} where it has checksum {'b' * 20}"
+
+
+def test_evaluate_finds_the_data_of_a_run(data, one, tmp_path, monkeypatch, capsys):
+    def loss(folder):
+        monkeypatch.setattr(sys, "argv", ["", "--run", str(folder), "--loss"])
+        evaluate.main()
+        return json.loads((folder / "evaluation.json").read_text())["loss"]
+
+    folder = shutil.copytree(one[0], tmp_path / "run")
+    written = {"model": str(folder), "step": STEPS, "tasks": {"results": {"a": {}}}}
+    (folder / "evaluation.json").write_text(json.dumps(written))
+    assert loss(folder)["data"] == str(data)
+    kept = json.loads((folder / "evaluation.json").read_text())
+    assert {key: kept[key] for key in written} == written  # of the same step
+    settings = json.loads((folder / "settings.json").read_text())
+    said = json.dumps(settings | {"data.val": "0" * 64})
+    (folder / "settings.json").write_text(said)
+    with pytest.raises(UserError, match="held-out text has changed since"):
+        loss(folder)
+    settings.pop("held_out_folder")  # as earlier releases wrote them
+    (folder / "settings.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="does not say where its data lies"):
+        loss(folder)
+
+
+def test_a_second_call_says_that_the_run_is_complete(data, one):
+    folder, *_ = one
+    stamp = (folder / "checkpoint" / "step-8" / ".metadata").stat().st_mtime_ns
+    logged = sorted((folder / "tb").rglob("*"))
+    losses, _, out = run(data, folder)
+    assert losses == {}
+    assert sorted((folder / "tb").rglob("*")) == logged
+    assert "is complete at step 8: nothing to train" in out
+    assert (folder / "checkpoint/step-8/.metadata").stat().st_mtime_ns == stamp
+
+
+def test_a_run_that_was_cut_off_before_its_last_validation_says_so(
+    one, tmp_path, monkeypatch, capsys
+):
+    """Nor does a model that cannot speak end a training in an error."""
+    folder = shutil.copytree(one[0], tmp_path / "run")
+
+    def cut_off(path):
+        scalars = read_scalars(path)
+        for tag in scalars:
+            scalars[tag].pop(STEPS, None)
+        return scalars
+
+    def mute(*args, **kwargs):
+        raise UserError("got logits that are not finite")
+
+    monkeypatch.setattr(summary, "read_scalars", cut_off)
+    monkeypatch.setattr(summary, "generate", mute)
+    summary.summarize(folder, "cut off")
+    said = capsys.readouterr().out
+    assert f"no validation after step {STEPS}: python -m train.evaluate" in said
+    assert "no sample: got logits that are not finite" in said
+    assert "sample.txt" not in said
+    assert json.loads((folder / "summary.json").read_text()) == {"step": STEPS}
+
+
+def test_the_picture_shows_what_comes_after_the_start():
+    steps = range(1, 201)
+    noisy = {t: 2 + 3.5 * math.exp(-t / 5) + 0.1 * (-1) ** t for t in steps}
+    mean = summary.smoothed(list(noisy.values()))
+    assert mean[0] == pytest.approx(noisy[1])
+    assert mean[-1] == pytest.approx(noisy[200])
+    assert abs(mean[100] - 2) < 0.02
+    low, high = summary.heights([dict(zip(steps, mean, strict=True)), {1: 5.5, 200: 2}])
+    assert low < 2 < high < 2.5
+    assert summary.heights([{1: 3.0, 200: math.nan}])[1] > 1  # of a run that diverged
+
+
+def test_the_title_says_what_was_trained():
+    found = title(configs.tiny_moonlight_transport())
+    assert found == (
+        "tiny_moonlight_transport: GPT-2 of 0.837M parameters, 1,400 steps\n"
+        "moonlight, transport correction, peak learning rate 0.012"
+    )
+    assert "no correction" in title(configs.tiny_adamw())
+
+
+def test_sample_command(one):
+    folder, *_ = one
+    args = ["train.sample", "--run", folder, "--tokens", 20, "--prompt", "import "]
+    code, out, err = command(*args)
+    assert (code, err) == (0, "")
+    assert out.startswith("import ")
+    assert forked(*args) == (0, out, "")
+
+
+# ---- errors: one line, exit code 2 ---------------------------------------------------
+
+COMMANDS = {
+    "unknown config": (
+        ["train", "--config", "tiny"],
+        "got --config tiny, expected one",
+    ),
+    "negative lr": (
+        ["train", "--config", "tiny_mars_adamw", "--optimizer.lr", "-1"],
+        "got lr=-1.0, expected a finite number > 0",
+    ),
+    "no data": (
+        ["train", "--config", "small_mars_adamw", "--dataloader.dataset-path", "/none"],
+        "got no /none/meta.json",
+    ),
+    "prepare": (
+        ["train.prepare", "--source", "text", "--out", "/none/x", "/none/y"],
+        "got /none/y",
+    ),
+    "sample": (["train.sample", "--run", "/none"], "got no /none/settings.json"),
+}
+REAL = {"prepare"}  # by a process of its own
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_fail_in_one_line(name):
+    args, message = COMMANDS[name]
+    code, _, err = (command if name in REAL else forked)(*args)
+    told = [line for line in err.splitlines() if line.startswith("error: ")]
+    told = [line for line in told if "got no data/python" not in line]  # nor need it
+    assert code == 2, err
+    assert len(told) == 1, err
+    assert message in told[0]
+    assert "Traceback" not in err
+
+
+def test_help_names_the_recipes():
+    code, out, _ = forked("train", "--help")
+    assert code == 0
+    listed = re.findall(r"^  (\w+)  +\S", out, re.MULTILINE)
+    assert listed == configs.__all__
+
+
+def test_help_of_a_recipe_shows_what_the_application_takes(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(["--config", "tiny_mars_adamw", "--help"])
+    out = capsys.readouterr().out
+    assert not ended.value.code
+    shown = set(re.findall(r"^  --([a-z0-9.-]+) ", out, re.MULTILINE))
+    for path in {*UNUSED, *FOLLOW}:
+        assert path.replace("_", "-") not in shown
+    for path in ("optimizer.lr", "training.steps", "dump-folder", "validator.samples"):
+        assert path in shown
+    assert "\n  --optimizer.lr 0.006 " in out
+    assert max(map(len, out.splitlines())) <= 88
+    assert out.count("\n") < 225
+
+
+MISTYPED = {
+    "--optimizer.learning-rate": "--optimizer.lr",
+    "--training.step=5": "--training.steps",
+    "--lr": "--optimizer.lr",
+    "--warmup-step": "--lr-scheduler.warmup-steps",
+    "--optimizer_lr": "--optimizer.lr",
+    "--seed": "--debug.seed",
+}
+
+
+@pytest.mark.parametrize("typed", MISTYPED)
+def test_an_option_that_there_is_not_gets_the_nearest(typed):
+    with pytest.raises(UserError, match=rf"did you mean .*{MISTYPED[typed]}\b") as told:
+        parse(["--config", "tiny_adamw", typed, "3"])
+    assert str(told.value).startswith(f"got {typed.partition('=')[0]}, which is no")
+
+
+def test_all_options_that_there_are_not_are_told_at_once():
+    with pytest.raises(UserError) as told:
+        parse(["--config", "tiny_adamw", "--optimizer.q", "--q", "3", "--help-me"])
+    assert len(told.value.args) == 3
+
+
+def test_a_recipe_that_there_is_not_gets_the_nearest():
+    with pytest.raises(UserError, match="such as tiny_adamw") as told:
+        parse(["--config", "tiny_admw"])
+    assert "xl_" not in str(told.value)
+
+
+def test_options_of_activation_checkpointing_are_known():
+    after = ["activation-checkpoint:full", "--activation-checkpoint.preserve-rng-state"]
+    config = parse(["--config", "tiny_adamw", "--training.steps", "200", *after])
+    assert config.activation_checkpoint.preserve_rng_state
+    assert config.training.steps == 200
+
+
+def test_activation_checkpointing_is_chosen_at_the_end():
+    words = ["activation-checkpoint:full", "--training.steps", "200"]
+    with pytest.raises(UserError, match="got --training.steps after activation-.* end"):
+        parse(["--config", "tiny_adamw", *words])
+
+
+def test_help_without_docstrings(monkeypatch, capsys):
+    """python -OO leaves them out."""
+    monkeypatch.setattr(recipes, "recipe", lambda name, module: lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        launch.parse(["--help"])
+    assert ended.value.code == 0
+    assert "tiny_mars_adamw" in capsys.readouterr().out
+
+
+def test_under_torchrun_one_rank_says_it(data):
+    args = ["train", "--config", "tiny_mars_adamw", "--optimizer.lr", "-1"]
+    code, _, err = forked(*args, ranks=2)
+    assert code != 0
+    assert err.count("error: got lr=-1.0") == 1
+
+
+def tiny(data, **changes):
+    """A checked configuration with ``section__option=value`` changed."""
+    config = configs.tiny_mars_adamw()
+    config.dataloader.dataset_path = str(data)
+    config.training.seq_len, config.validator.samples = SEQ, 16
+    for path, value in changes.items():
+        section, option = path.split("__")
+        setattr(getattr(config, section), option, value)
+    return config
+
+
+SETTINGS = {
+    "sequence too long": (dict(training__seq_len=129), "got training.seq_len=129"),
+    "empty sequence": (dict(training__seq_len=0), "got training.seq_len=0"),
+    "no steps": (dict(training__steps=0), "got training.steps=0"),
+    "ascent": (dict(training__max_norm=-1.0), "got training.max_norm=-1.0"),
+    "negative warm-up": (
+        dict(lr_scheduler__warmup_steps=-5),
+        "got lr_scheduler.warmup_steps=-5",
+    ),
+    "never validating": (dict(validator__freq=0), "got validator.freq=0"),
+    "never logging": (dict(metrics__log_freq=0), "got metrics.log_freq=0"),
+    "negative seed": (dict(debug__seed=-1), "got debug.seed=-1"),
+    "an option of no effect": (
+        dict(lr_scheduler__decay_type="sqrt"),
+        "got lr_scheduler.decay_type=sqrt",
+    ),
+    "another implementation": (
+        dict(optimizer__implementation="foreach"),
+        "got optimizer.implementation=foreach",
+    ),
+    "no checkpoints": (dict(checkpoint__enable=False), "got checkpoint.enable=False"),
+    "an old checkpoint": (dict(checkpoint__load_step=2), "got checkpoint.load_step=2"),
+    "tensor parallelism": (
+        dict(parallelism__tensor_parallel_degree=2),
+        "got parallelism.tensor_parallel_degree=2",
+    ),
+    "batch that does not divide": (
+        dict(training__global_batch_size=12),
+        "got training.global_batch_size=12 with 2 ranks of local_batch_size=8, .* "
+        "set --training.local-batch-size to one of 1, 2, 3, 6",
+    ),
+    "a sum of nothing": (dict(loss__num_summed=0), "got loss.num_summed=0"),
+    "a decay that no schedule has": (
+        dict(lr_scheduler__decay_ratio=0.2),
+        "got lr_scheduler.decay_ratio=0.2 with lr_scheduler.kind=cosine",
+    ),
+    "a decay longer than the run": (
+        dict(lr_scheduler__kind="wsd", lr_scheduler__decay_ratio=0.95),
+        "got lr_scheduler.decay_ratio=0.95, expected .* at most 0.9286",
+    ),
+    "no decay": (
+        dict(lr_scheduler__kind="wsd", lr_scheduler__decay_ratio=0.0),
+        "got lr_scheduler.decay_ratio=0.0",
+    ),
+    "a decay that is no number": (
+        dict(lr_scheduler__kind="wsd", lr_scheduler__decay_ratio=math.nan),
+        "got lr_scheduler.decay_ratio=nan",
+    ),
+    "warm-up beyond the end": (
+        dict(lr_scheduler__warmup_steps=1400),
+        "got lr_scheduler.warmup_steps=1400",
+    ),
+    "unknown mars_type": (dict(optimizer__mars_type="mars"), "got mars_type='mars'"),
+    "betas": (dict(optimizer__betas=(0.9, 1.0)), r"got betas\[1\]=1.0"),
+    "a last rate above the peak": (
+        dict(lr_scheduler__min_lr_factor=1.5),
+        "got lr_scheduler.min_lr_factor=1.5",
+    ),
+    "a last rate that is no number": (
+        dict(lr_scheduler__min_lr_factor=math.nan),
+        "got lr_scheduler.min_lr_factor=nan",
+    ),
+    "embedding decay": (
+        dict(optimizer__embedding_weight_decay=-1.0),
+        "got weight_decay=-1.0",
+    ),
+    "exact baseline": (
+        dict(optimizer__mars_type="muon", optimizer__correction="exact"),
+        "got optimizer.correction=exact with muon",
+    ),
+    "validation samples": (
+        dict(validator__samples=17),
+        "got validator.samples=17 with 2 ranks",
+    ),
+    "more than held out": (dict(validator__samples=16 * 10**6), "windows of 32 tokens"),
+    "other folder": (
+        dict(checkpoint__folder="elsewhere"),
+        "got checkpoint.folder=elsewhere",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_are_checked_before_processes_meet(name, data):
+    changes, message = SETTINGS[name]
+    with pytest.raises(UserError, match=message):
+        resolve(tiny(data, **changes), world=2)
+
+
+@pytest.mark.parametrize("path", [*POSITIVE, *NOT_NEGATIVE])
+def test_counts_have_limits(path, data):
+    """Libraries below count with 31 bits; more was once a traceback of theirs."""
+    config = tiny(data)
+    section, name = path.split(".")
+    for count in (-1, LARGEST, 10**20):
+        setattr(getattr(config, section), name, count)
+        with pytest.raises(UserError, match=f"got {path}={count}, expected a number"):
+            resolve(config, 1)
+
+
+def test_a_memory_snapshot_needs_a_gpu(data, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="got profiler.enable_memory_snapshot=True wit"):
+        resolve(tiny(data, profiler__enable_memory_snapshot=True), 1)
+
+
+def test_all_mistakes_are_told_at_once(data, capsys, monkeypatch):
+    wrong = dict(
+        lr_scheduler__warmup_steps=1400,
+        validator__samples=10**6,
+        optimizer__mars_type="mars",
+        checkpoint__load_step=2,
+        metrics__log_freq=0,
+    )
+    with pytest.raises(UserError) as told:
+        resolve(tiny(data, **wrong), world=2)
+    assert [message.split("=")[0] for message in told.value.args] == [
+        "got metrics.log_freq",
+        "got checkpoint.load_step",
+        "got lr_scheduler.warmup_steps",
+        "got mars_type",
+        "got validator.samples",
+    ]
+
+    def main():
+        raise told.value
+
+    with pytest.raises(SystemExit) as ended:
+        in_one_line(main)
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"error: {message}" for message in told.value.args]
+
+
+def test_a_validation_has_as_many_samples_as_there_are(data, caplog):
+    """Up to the recipe's number, the same for any number of ranks."""
+    tokens, _ = open_tokens(data, "val", vocab_size=257)
+    windows = (len(tokens) - 1) // SEQ
+    for world in (1, 2):
+        config = tiny(data, validator__samples=None)
+        resolve(config, world)
+        assert config.validator.samples == windows // 16 * 16 < 1024
+    assert f"holds out {windows}" in caplog.text
+    config = tiny(data, validator__samples=None, validator__most_samples=32)
+    resolve(config, world=2)
+    assert config.validator.samples == 32
+
+
+def test_text_shorter_than_a_sample(tmp_path):
+    file = tmp_path / "short.txt"
+    file.write_text("x" * 100)
+    prepare.prepare("text", "bytes", tmp_path / "data", files=[file], val_fraction=0.1)
+    with pytest.raises(UserError, match="got 11 tokens, expected at least one sample"):
+        resolve(tiny(tmp_path / "data"), world=1)
+
+
+def test_a_folder_belongs_to_one_run(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    folder = tmp_path / "run"
+
+    def claimed(where=data, **changes):
+        config = tiny(where, **changes)
+        config.dump_folder = str(folder)
+        resolve(config, world=1)
+        claim(config)
+
+    claimed(optimizer__lr=0.1)
+    claimed()  # nothing was trained yet: the folder is free
+    (folder / "checkpoint" / "step-4").mkdir(parents=True)
+    (folder / "checkpoint" / "step-4" / ".metadata").touch()
+    claimed()
+    # how it is executed may change, and how long it is shown
+    claimed(training__local_batch_size=4, metrics__log_freq=1, validator__freq=7)
+    shutil.copytree(data, tmp_path / "moved")
+    claimed(tmp_path / "moved")  # the same data elsewhere
+    with pytest.raises(UserError, match=r"got optimizer.lr=0.1 where it has 0.006"):
+        claimed(optimizer__lr=0.1)
+    longer = "--training.steps 1500 --lr-scheduler.total-steps 1400"
+    with pytest.raises(UserError, match=rf"steps=1500 where it has 1400.*{longer}$"):
+        claimed(training__steps=1500)
+    claimed(training__steps=1500, lr_scheduler__total_steps=1400)
+    other = tmp_path / "other"
+    prepare.prepare(
+        "text", "bytes", other, files=[Path(shutil.__file__)], val_fraction=0.2
+    )
+    with pytest.raises(UserError, match=r"got data\.train="):
+        claimed(other)
+    elsewhere = replace(tiny(data).validator.dataloader, dataset_path=str(other))
+    with pytest.raises(UserError, match=r"got data\.val="):
+        claimed(validator__dataloader=elsewhere)
+    (folder / "settings.json").write_text("{")
+    with pytest.raises(UserError, match=r"settings\.json that does not read"):
+        claimed()
+    with pytest.raises(UserError, match=r"settings\.json that does not read"):
+        describe(folder)
+    (folder / "settings.json").unlink()
+    with pytest.raises(UserError, match=r"checkpoints but no settings\.json"):
+        claimed()
+    folder = tmp_path / "file"
+    folder.touch()
+    with pytest.raises(UserError, match="which is a file"):
+        claimed()
+
+
+def test_a_run_of_a_release_with_min_lr_goes_on(data, tmp_path, monkeypatch):
+    """It named the last learning rate, where this one names its share of the peak."""
+    monkeypatch.setenv("RANK", "0")
+    folder = tmp_path / "run"
+
+    def claimed(**changes):
+        config = tiny(data, **changes)
+        config.dump_folder = str(folder)
+        resolve(config, world=1)
+        claim(config)
+
+    claimed()
+    (folder / "checkpoint" / "step-4").mkdir(parents=True)
+    (folder / "checkpoint" / "step-4" / ".metadata").touch()
+    old = json.loads((folder / "settings.json").read_text())
+    old |= {"lr_scheduler.min_lr": 6e-4, "lr_scheduler.min_lr_factor": 0.0}
+    (folder / "settings.json").write_text(json.dumps(old))
+    claimed()
+    with pytest.raises(UserError, match=r"min_lr_factor=0.2 where it has 0.1,"):
+        claimed(lr_scheduler__min_lr_factor=0.2)
+    damaged = json.dumps(old | {"optimizer.lr": "fast"})
+    (folder / "settings.json").write_text(damaged)
+    with pytest.raises(UserError, match="where it has"):
+        claimed()
+
+
+def test_every_setting_of_a_run_is_recognised(data):
+    """Only what is listed as execution may differ; new fields of torchtitan count."""
+    config = tiny(data)
+    resolve(config, world=1)
+    found = settings(config)
+    for name in ("optimizer.gamma", "training.global_batch_size", "debug.seed"):
+        assert name in found
+    assert "dataloader.dataset_path" not in found

@@ -1,0 +1,344 @@
+"""Whole-split loss, and lm-evaluation-harness without a network."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.application.test_application import ROOT, command
+from train.data import tokenizer_files
+from train.data.batches import Batches
+from train.data.token_files import Split
+from train.data.tokenizers import Bytes
+from train.data.tokens import SPLITS, Meta
+from train.errors import UserError
+from train.evaluate import __main__ as evaluate
+from train.evaluate import harness
+from train.gpt2 import GPT2, Shape, huggingface
+from train.gpt2.inference import whole_loss
+from train.runs.trained import of_folder
+
+pytestmark = pytest.mark.application
+
+TASK = ROOT / "examples" / "local_task"
+
+
+def model_of(width=24, **changes):
+    shape = dict(num_layers=2, num_heads=2, width=width, block_size=128, vocab_size=257)
+    return GPT2(Shape(**shape | changes)).eval()
+
+
+def scattered(**changes):
+    """Weights large enough that every token matters."""
+    model = model_of(**changes)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, mean=float(p.ndim == 1), std=0.2)
+    return model
+
+
+def exported(model, folder):
+    folder.mkdir()
+    huggingface.save(model, folder, Bytes.end_of_text)
+    tokenizer_files.save(Bytes(), folder, model.shape.block_size)
+    return folder
+
+
+# ---- the loss ------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def one_by_one(model, tokens, window):
+    """-log p of each token but the first, given those before it in its window."""
+    model = model.double()
+    nats = []
+    for at in range(1, len(tokens)):
+        start = (at - 1) // window * window
+        context = torch.tensor([tokens[start:at].tolist()])
+        nats.append(-model(context)[0, -1].log_softmax(-1)[tokens[at]].item())
+    return nats
+
+
+@pytest.mark.parametrize("count", [2, 7, 15, 50, 57])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_whole_loss_is_every_token_once(count, batch):
+    tokens = np.random.default_rng(count).integers(0, 257, count).astype(np.uint16)
+    model = scattered()
+    found = whole_loss(model, tokens, window=7, batch=batch)
+    want = one_by_one(model, tokens, 7)
+    assert found.tokens == len(want) == count - 1
+    assert found.nats_per_token == pytest.approx(sum(want) / len(want), rel=1e-5)
+
+
+@torch.no_grad()
+def test_a_run_that_validates_on_every_window_has_the_loss_of_evaluation():
+    model, length, windows = scattered(), 8, 24
+    count = windows * length + 1
+    tokens = np.random.default_rng(0).integers(0, 257, count).astype(np.uint16)
+    whole = whole_loss(model, tokens, window=length, batch=5)
+    sizes = dict(local_batch=windows // 4, seq_len=length, vocab_size=257)
+    losses = []
+    for rank in range(2):
+        loader = Batches(tokens, rank=rank, world=2, **sizes, spread=windows)
+        for x, y in (loader.next(), loader.next()):
+            losses.append(F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item())
+    assert sum(losses) / 4 == pytest.approx(whole.nats_per_token, rel=1e-5)
+
+
+def test_whole_loss_refuses():
+    model = model_of(vocab_size=300)
+    with pytest.raises(UserError, match="got a split of 1 tokens"):
+        whole_loss(model, np.zeros(1, np.uint16), window=8, batch=1)
+    tokens = np.array([1, 2, 300], np.uint16)
+    with pytest.raises(UserError, match="got token id 300 in the data"):
+        whole_loss(model, tokens, window=8, batch=1)
+
+
+# ---- the harness ---------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path, monkeypatch):
+    """No hub, and a cache of our own."""
+    import datasets
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+
+def called(monkeypatch, *args):
+    """The command in this process; what it wrote."""
+    monkeypatch.setattr(sys, "argv", ["evaluate", "--device", "cpu", *map(str, args)])
+    evaluate.main()
+
+
+def letters(probabilities):
+    """A model that gives every token its probability, whatever stands before it.
+
+    With e = (1, -1, 1, ...), wte[t] = c_t e, wpe = K e and blocks of zeros, the last
+    LayerNorm makes e of every place (K + c_t > 0), so that the logit of t is
+    width c_t.
+    """
+    model = model_of(width=8)
+    rest = (1 - sum(probabilities.values())) / (257 - len(probabilities))
+    p = torch.full((257,), rest)
+    for letter, value in probabilities.items():
+        p[ord(letter)] = value
+    e = torch.tensor([1.0, -1.0] * 4)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.fill_(float(name == "norm.weight"))
+        model.wte.weight.copy_((p.log() / 8)[:, None] * e)
+        model.wpe.weight.copy_(100 * e.expand(128, 8))
+    return model
+
+
+def test_accuracy_is_the_one_by_hand(tmp_path, monkeypatch, capsys):
+    """p(a) = 1/2, p(b) = 1/4, p(space) = 1/16, in powers of two.
+
+    Documents 1, 2 and 4: the endings b, aaa, bb, abb have -2, -3, -4, -5 bits, so the
+    likeliest is b, and -2, -1, -2, -5/3 a letter, so by length it is aaa. Their labels
+    are b, aaa and abb: acc is right in the first alone, acc_norm in the second.
+    Document 3 has the same endings turned, label aaa: acc_norm right.
+    Document 5: aaaaaa -6 bits, bbbb -8, ab -3, "ba b" -2-1-4-2 = -9; a letter -1, -2,
+    -3/2, -9/4; label ab: acc right, acc_norm (aaaaaa) wrong.
+    Together acc 2/5, acc_norm 2/5; without the last, 1/4 and 2/4.
+    """
+    model = letters({"a": 1 / 2, "b": 1 / 4, " ": 1 / 16})
+    with torch.no_grad():
+        found = model(torch.tensor([[*b"xab", 256]]))[0].softmax(-1)
+    assert found[:, ord("a")].tolist() == pytest.approx([1 / 2] * 4, rel=1e-4)
+    assert found[:, ord("b")].tolist() == pytest.approx([1 / 4] * 4, rel=1e-4)
+    folder = exported(model, tmp_path / "letters")
+    common = ["--model", folder, "--tasks", "letters", "--include-path", TASK]
+    called(monkeypatch, *common)
+    said = capsys.readouterr().out
+    told = json.loads((folder / "evaluation.json").read_text())
+    row = told["tasks"]["results"]["letters"]
+    assert (row["acc,none"], row["acc_norm,none"]) == (2 / 5, 2 / 5)
+    assert told["tasks"]["n-samples"]["letters"] == {"original": 5, "effective": 5}
+    assert "letters                  acc          0.4000 ± 0.2449" in said
+    called(monkeypatch, *common, "--limit", 4, "--out", tmp_path / "four.json")
+    told = json.loads((tmp_path / "four.json").read_text())
+    row = told["tasks"]["results"]["letters"]
+    assert (row["acc,none"], row["acc_norm,none"]) == (1 / 4, 2 / 4)
+
+
+def hellaswag_like(folder, num_docs):
+    """A task folder with documents of random words."""
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    words = ["one", "two", "three", "four", "five", "seven", "eleven", "seventeen"]
+
+    def text(least, most):
+        return " ".join(rng.choice(words, rng.integers(least, most)))
+
+    docs = [
+        {
+            "activity_label": text(1, 2),
+            "ctx_a": text(2, 4),
+            "ctx_b": text(1, 3),
+            "endings": [text(1, 6) for _ in range(4)],
+            "label": str(rng.integers(4)),
+        }
+        for _ in range(num_docs)
+    ]
+    lines = [json.dumps(doc) + "\n" for doc in docs]
+    (folder / "words.jsonl").write_text("".join(lines))
+    yaml = (TASK / "letters.yaml").read_text()
+    (folder / "words.yaml").write_text(yaml.replace("letters", "words"))
+    return docs
+
+
+@torch.no_grad()
+def by_token(model, query, ending):
+    """log p(" " + ending | query), summed over bytes, one forward pass each."""
+    ids = list(f"{query} {ending}".encode())
+    first = len(query.encode())
+    total = 0.0
+    for at in range(first, len(ids)):
+        total += model(torch.tensor([ids[:at]]))[0, -1].log_softmax(-1)[ids[at]].item()
+    return total
+
+
+def test_accuracy_is_that_of_summed_log_probabilities(tmp_path, monkeypatch):
+    model = scattered(inverse_layer_scale=True)
+    docs = hellaswag_like(tmp_path / "task", 12)
+    right = {"acc": 0, "acc_norm": 0}
+    for doc in docs:
+        query = f"{doc['activity_label']}: {doc['ctx_a']} {doc['ctx_b'].capitalize()}"
+        logs = [by_token(model, query, ending) for ending in doc["endings"]]
+        a_letter = [x / len(e) for x, e in zip(logs, doc["endings"], strict=True)]
+        for metric, values in (("acc", logs), ("acc_norm", a_letter)):
+            right[metric] += values.index(max(values)) == int(doc["label"])
+    assert right["acc"] != right["acc_norm"]
+    folder = exported(model, tmp_path / "model")
+    options = ["--tasks", "words", "--include-path", tmp_path / "task"]
+    called(monkeypatch, "--model", folder, *options)
+    told = json.loads((folder / "evaluation.json").read_text())
+    row = told["tasks"]["results"]["words"]
+    assert row["acc,none"] == right["acc"] / len(docs)
+    assert row["acc_norm,none"] == right["acc_norm"] / len(docs)
+
+
+@pytest.fixture
+def held_out(tmp_path):
+    """Data whose held-out text is two short documents."""
+    data = tmp_path / "data"
+    data.mkdir()
+    splits = {}
+    for split in SPLITS:
+        ids = np.array([*"Größe: 3\n".encode(), 256, *b"import re\n", 256], "<u2")
+        ids.tofile(data / f"{split}.bin")
+        splits[split] = Split(len(ids), len(ids) - 2, _sha256(data / f"{split}.bin"))
+    Meta("bytes", 257, {"source": "test"}, **splits).save(data)
+    return data
+
+
+def _sha256(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_loss_of_the_whole_split(tmp_path, monkeypatch, held_out, capsys):
+    model = scattered()
+    folder = exported(model, tmp_path / "model")
+    common = ["--model", folder, "--loss", "--data", held_out]
+    called(monkeypatch, *common, "--window", 8)
+    told = json.loads((folder / "evaluation.json").read_text())["loss"]
+    tokens = np.fromfile(held_out / "val.bin", "<u2")
+    want = one_by_one(model, tokens, 8)
+    assert told["tokens"] == len(want) == 22
+    mean = sum(want) / len(want)
+    assert told["nats_per_token"] == pytest.approx(mean, rel=1e-5)
+    # 21 bytes stand behind 23 tokens
+    assert told["nats_per_byte"] == pytest.approx(mean * 23 / 21, rel=1e-5)
+    bits = mean * 23 / 21 / math.log(2)
+    assert told["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    assert told["sha256"] == _sha256(held_out / "val.bin")
+    assert f"{bits:.4f}"[:5] in capsys.readouterr().out
+    with pytest.raises(UserError, match="got --window 129, expected at most the"):
+        called(monkeypatch, *common, "--window", 129)
+    with pytest.raises(UserError, match="expected a file that can be written"):
+        called(monkeypatch, *common, "--out", tmp_path)
+    of_others = replace(of_folder(folder), tokens="gpt2")
+    monkeypatch.setattr(evaluate, "from_arguments", lambda args: of_others)
+    with pytest.raises(UserError, match="got tokens by bytes in .* expected gpt2"):
+        called(monkeypatch, *common)
+
+
+# ---- one line each -------------------------------------------------------------------
+
+
+def test_tasks_are_checked(tmp_path, monkeypatch):
+    from lm_eval import tasks
+
+    # of all tasks it takes 5 s
+    folder = Path(tasks.__file__).parent / "hellaswag"
+    index = tasks.TaskManager(include_path=str(folder), include_defaults=False)
+    monkeypatch.setattr(tasks, "TaskManager", lambda **_: index)
+    for name, message in {
+        "hellaswag": "got --tasks hellaswag, whose data cannot be loaded here",
+        "helaswag": "got --tasks helaswag, .* like hellaswag",
+    }.items():
+        with pytest.raises(UserError, match=message) as caught:
+            harness.load_tasks([name], None)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="got --include-path .*, expected a folder"):
+        harness.load_tasks(["letters"], tmp_path / "none")
+
+
+def test_a_folder_without_tokenizer(tmp_path, monkeypatch):
+    huggingface.save(scattered(), tmp_path, Bytes.end_of_text)
+    with pytest.raises(UserError, match="without a tokenizer, expected tokenizer.json"):
+        called(monkeypatch, "--model", tmp_path, "--tasks", "letters",
+               "--include-path", TASK)  # fmt: skip
+
+
+@pytest.mark.parametrize("package", ["lm_eval", "accelerate"])
+def test_a_missing_package(monkeypatch, package):
+    for name in list(sys.modules):
+        if name.startswith("lm_eval"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        UserError, match=f"got no package {package}.*pip install --group evaluate"
+    ):
+        harness.load_tasks(["letters"], TASK)
+
+
+ARGUMENTS = {
+    "nothing to do": ([], "got neither --tasks nor --loss"),
+    "no tasks": (["--tasks", " , "], "got neither --tasks nor --loss"),
+    "no data": (["--loss"], "got --loss without --data"),
+    "no examples": (["--tasks", "letters", "--limit", 0], "got --limit 0"),
+    "no window": (["--loss", "--window", 0], "got --window 0"),
+    "no batch": (["--loss", "--batch-size", 0], "got --batch-size 0"),
+    "shots": (["--tasks", "letters", "--num-fewshot", -1], "got --num-fewshot -1"),
+    "no folder": (["--tasks", "letters"], r"got no .*config\.json"),
+    "device": (["--tasks", "letters", "--device", "tpu"], "got --device tpu"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_are_checked(name, tmp_path, monkeypatch):
+    args, message = ARGUMENTS[name]
+    with pytest.raises(UserError, match=message):
+        called(monkeypatch, "--model", tmp_path, *args)
+
+
+def test_the_command_fails_in_one_line(tmp_path):
+    code, _, err = command("train.evaluate", "--run", tmp_path, "--tasks", "letters")
+    assert code == 2
+    assert err.startswith(f"error: got no {tmp_path}/settings.json")
+    assert err.count("\n") == 1

@@ -1,0 +1,244 @@
+"""The planner: balance, choice, and what it says of GPT-2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from marsopt import NewtonSchulz
+from marsopt.parallel.placement import shard_sizes
+from marsopt.parallel.planner import Matrix, assign, cost, plan
+from tests.forks import forked
+from train import errors
+from train.forecast import Hardware, Job, forecast, models, tables
+from train.plan import duration, job_of, main
+
+NS = NewtonSchulz().on("cuda")
+LOADING = "loading torch and the forecast\n"  # before that takes seconds
+BLOCK = [(3840, 1280), (1280, 1280), (5120, 1280), (1280, 5120)]
+LARGE = [Matrix(r, c, 0) for r, c in BLOCK * 36]
+
+
+@pytest.mark.parametrize(("ranks", "bound"), [(8, 1.05), (64, 1.16)])
+def test_owners_of_gpt2_large_are_balanced(ranks, bound):
+    found = cost(LARGE, plan(LARGE, ranks, NS, strategy="owner"), NS)
+    assert 1.0 <= found.imbalance <= bound
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gathered", "owner", "flops"),
+    [(8, 1239e6, 310e6, 2.66e12), (64, 1393e6, 43.5e6, 0.378e12)],
+)
+def test_bytes_and_flops_of_gpt2_large(ranks, gathered, owner, flops):
+    """The arithmetic of docs/scaling.md, by hand: 2mn s/p against mn s (p-1)/p."""
+    by_owner = cost(LARGE, plan(LARGE, ranks, NS, strategy="owner"), NS)
+    by_all = cost(LARGE, plan(LARGE, ranks, NS, strategy="replicate"), NS)
+    assert by_owner.bytes_sent == pytest.approx(owner, rel=0.005)
+    assert by_all.bytes_sent == pytest.approx(gathered, rel=0.005)
+    assert max(by_owner.owner_flops) == pytest.approx(flops, rel=0.02)
+
+
+def test_plans_are_deterministic_and_complete():
+    first, second = plan(LARGE, 7, NS), plan(LARGE, 7, NS)
+    assert first == second
+    assert set(first.owners) == set(range(7))
+    assert first.num_buckets == 2
+    assert set(first.buckets) == {0, 1}
+    assert first.owned == list(range(len(LARGE)))
+    assert plan(LARGE, 7, NS, strategy="replicate").owned == []
+    assert plan(LARGE, 1, NS).owned == []
+
+
+def test_replicas_share_the_work():
+    """Under HSDP each replica has a part of the owners' work, and gives its factors.
+
+    2mn s (p-1)/p^2 bytes become that over R, and mn s (R-1)/(p R) for the factors.
+    """
+    shared = plan(LARGE, 4, NS, replicas=4)
+    assert shared.replicas == 4
+    assert set(shared.owners) == set(range(16))
+    alone, split = (
+        cost(LARGE, plan(LARGE, 4, NS, strategy="owner", replicas=r), NS)
+        for r in (1, 4)
+    )
+    assert max(split.owner_flops) < 0.3 * max(alone.owner_flops)
+    assert split.bytes_sent / alone.bytes_sent == pytest.approx(1 / 4 + 0.75 / 1.5)
+
+
+def test_an_owner_sends_more_than_the_mean():
+    """It returns mn s (p - 1)/p of what it owns; a rank without matrices, nothing."""
+    one = [Matrix(512, 256, 0)]
+    found = cost(one, plan(one, 4, NS, strategy="owner"), NS)
+    shard = 512 * 256 / 4 * 2
+    assert found.bytes_max == 3 * shard
+    assert found.bytes_sent == pytest.approx((3 * shard + 3 * shard) / 4)
+
+
+def test_longest_processing_time_first():
+    owners, loads = assign([3, 3, 2, 2, 2], 2)
+    assert loads == [7, 5]
+    assert owners == [0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 5, 8, 257])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_shard_sizes_are_those_of_torch(size, ranks):
+    pieces = [len(c) for c in torch.arange(size).chunk(ranks)] if size else []
+    want = pieces + [0] * (ranks - len(pieces))
+    assert shard_sizes(size, ranks) == want
+
+
+def test_state_is_what_the_optimizer_keeps():
+    """The forecast's bytes per GPU on one rank are those of MARS's own state."""
+    from marsopt import MARS
+
+    shapes = {"a": (12, 8), "b": (8, 12), "c": (8,)}
+    for mars_type in ("mars-adamw", "mars-shampoo", "mars-m", "muon", "adamw"):
+        job = Job(shapes, mars_type, tokens=1, flops_per_token=1)
+        params = [torch.nn.Parameter(torch.zeros(s)) for s in shapes.values()]
+        kw = {} if mars_type == "adamw" else {"optimize_1d": False}
+        optimizer = MARS(params, mars_type=mars_type, compile=False, **kw)
+        kept = sum(
+            v.numel() * v.element_size()
+            for s in optimizer.state.values()
+            for k, v in s.items()
+            if k != "step"
+        )
+        assert forecast(job, 1).memory.state == kept, mars_type
+
+
+def test_matrices_beside_the_rule_have_adamws_state():
+    """12 x 8 and 8: AdamW's two buffers; 8 x 12: one momentum."""
+    shapes = {"wte.weight": (12, 8), "b": (8, 12), "c": (8,)}
+    job = Job(shapes, "moonlight", 1, 1, elementwise={"wte.weight"})
+    assert list(job.matrices()) == ["b"]
+    assert forecast(job, 1).memory.state == 4 * (2 * 96 + 96 + 2 * 8)
+
+
+def test_tensors_of_several_matrices_are_not_planned():
+    """Experts in one tensor: AdamW's, unless they are asked to be matrices."""
+    shapes = {"experts": (4, 12, 8), "b": (8, 12)}
+    assert list(Job(shapes, "muon", 1, 1).matrices()) == ["b"]
+    job = Job(shapes, "muon", 1, 1, options={"matrices": "batched"})
+    with pytest.raises(ValueError, match="got experts of shape .4, 12, 8., which is"):
+        job.matrices()
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="got strategy='fast'"):
+        plan(LARGE, 2, NS, strategy="fast")
+    with pytest.raises(ValueError, match="got max_buckets=0"):
+        plan(LARGE, 2, NS, max_buckets=0)
+    with pytest.raises(ValueError, match="got 8 ranks and 3 replicas"):
+        forecast(Job({}, "muon", 1, 1), 8, replicas=3)
+
+
+def test_the_jobs_of_recipes():
+    job = job_of("large_mars_shampoo")
+    assert job.num_params == 773_582_080
+    assert len(job.matrices()) == 36 * 4 + 2
+    assert job_of("small_mars_adamw").matrices() == {}
+    # MARS-M and Moonlight give embeddings to AdamW
+    for name in ("large_mars_m", "large_moonlight"):
+        job = job_of(name)
+        assert len(job.matrices()) == 36 * 4
+        assert not {"wte.weight", "wpe.weight"} & job.matrices().keys()
+
+
+def command(*args):
+    done = subprocess.run(
+        [sys.executable, "-m", "train.plan", *args],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command(tmp_path):
+    picture = tmp_path / "sweep.png"
+    code, out, err = command(
+        "--config", "tiny_mars_shampoo", "--sweep", "--picture", str(picture)
+    )
+    assert (code, err) == (0, LOADING)
+    assert [int(line.split()[0]) for line in out.splitlines()[2:-1]] == [
+        2**i for i in range(13)
+    ]
+    assert picture.stat().st_size > 10_000
+    every = ("--config", "small_mars_shampoo", "--ranks", "4", "--all")
+    code, out, _ = forked("train.plan", *every)
+    assert out.count("rank ") >= 48
+    assert " GiB with activation-checkpoint:full (15 x 1,024 tokens in bf16" in out
+    code, _, err = forked("train.plan", "--config", "none")
+    assert code == 2
+    assert err.startswith(f"{LOADING}error: got --config none")
+    zero = ("--config", "small_mars_shampoo", "--ranks", "0")
+    assert forked("train.plan", *zero)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(4.9e-3, "4.9 ms"), (2e-5, "20 us"), (30.115, "30.1 s"), (1123.7, "0:18:44")],
+)
+def test_times_are_readable(seconds, said):
+    assert duration(seconds) == said
+
+
+def test_replicas_are_said_where_they_change_what_is_counted():
+    job, hardware = models.jobs("gpt2-small", ["muon"])[0], Hardware()
+    for ranks, every in (([16], True), ([8, 16], False)):
+        said = tables.report(
+            "gpt2-small", [job], ranks, every=every, replicas=8, hardware=hardware
+        )
+        assert "8 replicas of HSDP" in said
+
+
+def test_the_command_compares_rules_on_a_model():
+    rules = ("adamw", "mars-adamw-exact", "mars-m")
+    sizes = ("--rules", *rules, "--ranks", "1", "--ranks", "64")
+    code, out, err = forked("train.plan", "--model", "llama-7b", *sizes)
+    assert (code, err) == (0, LOADING)
+    assert out.startswith("llama-7b: 6,738,415,616 parameters, 4,194,304 tokens a step")
+    alone = [line.split() for line in out.splitlines() if " 1  25.10 " in line]
+    assert [line[0] for line in alone] == [*rules]
+    assert [line[8] for line in alone] == ["1,123.69", "2,247.38", "1,123.69"]
+    for told in (
+        "Counted:",
+        "1 x 4,096 tokens in bf16",
+        "Model:",
+        "float32",
+        "bf16",
+        "No network was measured",
+    ):
+        assert told in out
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("--model", "llama"), "got model llama, expected one of gpt2-small"),
+        (("--model", ""), "got model , expected one of gpt2-small"),
+        (("--model", "gpt2-xl", "--rules", "sgd"), "got rule sgd, expected one of"),
+        (("--model", "gpt2-xl", "--sweep"), "got 7 rules, expected one"),
+        (("--model", "gpt2-xl", "--all"), "got 7 rules, expected one"),
+        (("--model", "gpt2-xl", "--tokens", "0"), "got --tokens 0, expected at least"),
+        (("--model", "gpt2-xl", "--ranks", "8", "0"), "got --ranks 0, expected at"),
+        (("--config", "tiny_muon", "--rules", "muon"), "got --rules or --tokens with"),
+        (("--config", "tiny_muon", "--replicas", "3"), "got 8 ranks and 3 replicas"),
+        (("--config", "tiny_muon", "--sweep", "--all"), "got --ranks or --all with"),
+        (("--config", "tiny_muon", "--sweep", "--replicas", "5000"), "got 5000 repl"),
+        (("--model", "gpt2-xl", "--replicas", "0"), "got --replicas 0, expected at"),
+    ],
+)
+def test_what_cannot_be_planned(args, told, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plan", *args])
+    with pytest.raises(SystemExit) as ended:
+        errors.command(main)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {told}")

@@ -1,0 +1,586 @@
+"""train.prepare on data sets in the hub's formats: files, kills, errors."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from functools import partial
+from inspect import signature
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+
+from tests.corpora import MARK, documents, llmc_files, nanogpt_files, write_corpus
+from train import errors
+from train.data import hub, web_text
+from train.data.encoding import encode, encoded
+from train.data.hub import Corpus, Place
+from train.data.source import VAL_FRACTION, Option, Source
+from train.data.token_files import Stream, read_content
+from train.data.tokenizers import TOKENIZERS, tokenizer
+from train.data.tokens import Meta, open_tokens
+from train.data.web_text import gather, split_order
+from train.errors import UserError
+from train.files import MADE, unfinished, workspace
+from train.prepare import SOURCES, main, prepare
+
+ROOT = Path(__file__).parents[2]
+STREAMED = {"openwebtext": dict(val_fraction=0.1), "fineweb-edu": {}}
+TEXTS = documents(200)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("hub") / "corpus", TEXTS)
+
+
+def make(source, dataset, out, **options):
+    options = {**STREAMED[source], "shard_tokens": 4000, **options}
+    return prepare(source, "bytes", out, dataset=str(dataset), **options)
+
+
+def contents(folder):
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+
+
+# ---- the files -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_openwebtext_is_nanogpts_byte_for_byte(tmp_path, monkeypatch, form):
+    monkeypatch.setattr(web_text, "SLAB", 23)
+    corpus = write_corpus(tmp_path / "corpus", TEXTS, form)
+    meta = make("openwebtext", corpus, tmp_path / "out")
+    want = nanogpt_files(TEXTS, 0.1)
+    got = contents(tmp_path / "out")
+    assert sorted(got) == ["meta.json", "train.bin", "val.bin"]
+    assert {f"{s}.bin": b for s, b in want.items()}.items() <= got.items()
+    assert meta.val.tokens * 2 == len(want["val"])
+    assert meta.source["documents"] == 200
+    total = sum(len(text.encode()) for text in TEXTS)
+    assert meta.train.text_bytes + meta.val.text_bytes == total
+    for split in ("train", "val"):
+        tokens, _ = open_tokens(tmp_path / "out", split, vocab_size=257)
+        assert tokens[:].tobytes() == want[split]
+
+
+def test_fineweb_is_llmcs_byte_for_byte(tmp_path, corpus):
+    meta = make("fineweb-edu", corpus, tmp_path / "out")
+    want, got = llmc_files(TEXTS, 4000), contents(tmp_path / "out")
+    assert len(want) > 5
+    assert got.keys() - want.keys() == {"meta.json"}
+    assert want.items() <= got.items()
+    tokens, _ = open_tokens(tmp_path / "out", "train", vocab_size=257)
+    whole = b"".join(want[name][1024:] for name in sorted(want)[:-1])
+    assert tokens[0 : len(tokens)].tobytes() == whole
+    assert list(meta.train.shards) == sorted(want)[:-1]
+    assert (tokens[:] == MARK).sum() + meta.train.text_bytes == meta.train.tokens
+
+
+@pytest.mark.parametrize("num", [7, 100, 2001])
+def test_the_split_is_that_of_datasets(num):
+    whole = datasets.Dataset.from_dict({"i": range(num)})
+    want = whole.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    got = split_order(num, 0.0005)
+    assert got["train"].tolist() == want["train"]["i"]
+    assert got["val"].tolist() == want["test"]["i"]
+
+
+def test_the_split_of_openwebtext_itself():
+    """nanoGPT says 8,009,762 and 4,007 documents; numpy's stream must not change."""
+    order = split_order(web_text.NUM_DOCUMENTS, web_text.VAL_FRACTION)
+    assert [len(order[s]) for s in ("train", "val")] == [8_009_762, 4_007]
+    assert order["val"][:3].tolist() == [4327249, 4286500, 2184614]
+    assert order["train"][:3].tolist() == [4269689, 2140761, 3324742]
+
+
+@pytest.mark.parametrize("source", STREAMED)
+def test_the_number_of_processes_does_not_matter(tmp_path, corpus, source, monkeypatch):
+    monkeypatch.setattr(hub, "BATCH_DOCUMENTS", 5)  # more batches than are in flight
+    make(source, corpus, tmp_path / "one")
+    make(source, corpus, tmp_path / "two", processes=2)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_every_position_is_one_to_go_on_from(tmp_path, monkeypatch, form):
+    monkeypatch.setattr(hub, "BATCH_DOCUMENTS", 13)
+    place = Place(str(write_corpus(tmp_path / "corpus", TEXTS, form)))
+    read = list(Corpus(place, None).batches(None))
+    assert [t for _, texts in read for t in texts] == TEXTS
+    for i, (position, _) in enumerate(read):
+        rest = Corpus(place, None).batches(json.loads(json.dumps(position)))
+        want = [t for _, texts in read[i:] for t in texts]
+        assert [t for _, texts in rest for t in texts] == want
+
+
+def test_gpt2_tokens_are_tiktokens(tmp_path):
+    tiktoken = pytest.importorskip("tiktoken")
+    try:
+        coder = tokenizer("gpt2")
+    except UserError:
+        pytest.skip("GPT-2's vocabulary is not on this machine (TIKTOKEN_CACHE_DIR)")
+    corpus = write_corpus(tmp_path / "corpus", TEXTS[:30])
+    prepare(
+        "fineweb-edu", "gpt2", tmp_path / "out", dataset=str(corpus), shard_tokens=500
+    )
+    reference = tiktoken.get_encoding("gpt2")
+    want = [i for t in TEXTS[:30] for i in (50256, *reference.encode_ordinary(t))]
+    tokens, meta = open_tokens(tmp_path / "out", "train", vocab_size=50257)
+    assert tokens[:].tolist() == want[500:]
+    lengths = coder.byte_lengths()
+    assert lengths[want].sum() == sum(len(text.encode()) for text in TEXTS[:30])
+
+
+# ---- kills ---------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Nothing catches it, like a kill."""
+
+
+@pytest.mark.parametrize("source", STREAMED)
+def test_cut_off_before_every_write_that_counts(tmp_path, corpus, source, monkeypatch):
+    """All moments at which a file is synced or renamed, one after the other."""
+    monkeypatch.setattr(web_text, "SLAB", 70)
+    make(source, corpus, tmp_path / "whole", shard_tokens=12000)
+    want = contents(tmp_path / "whole")
+    countdown = 0
+
+    def counted(function):
+        def call(*args):
+            nonlocal countdown
+            countdown -= 1
+            if countdown == 0:
+                raise Killed
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(Path, "rename", counted(Path.rename))
+    monkeypatch.setattr(os, "fsync", counted(os.fsync))
+    kills = 0
+    while True:
+        countdown = kills + 1
+        try:
+            make(source, corpus, tmp_path / "out", shard_tokens=12000)
+        except Killed:
+            kills += 1
+        else:
+            break
+        countdown = 0
+        make(source, corpus, tmp_path / "out", shard_tokens=12000)
+        assert contents(tmp_path / "out") == want, f"cut off at write {kills}"
+        assert not unfinished(tmp_path / "out").exists()
+        shutil.rmtree(tmp_path / "out")
+    assert kills > 4 * len(want)
+
+
+def test_putting_in_order_goes_on_from_any_length(tmp_path, monkeypatch):
+    monkeypatch.setattr(web_text, "SLAB", 7)
+    lengths = np.random.default_rng(0).integers(1, 9, size=50)
+    stream = Stream(np.split(np.arange(lengths.sum(), dtype=np.uint16), [40, 100]))
+    order, path = split_order(50, 0.1)["train"], tmp_path / "train.bin"
+    documents = np.split(stream[0 : len(stream)], np.cumsum(lengths)[:-1])
+    want = np.concatenate([documents[i] for i in order]).tobytes()
+    for size in range(0, len(want) + 1, 5):
+        path.write_bytes(want[:size])
+        gather(stream, np.cumsum(lengths), order, path)
+        assert path.read_bytes() == want
+
+
+def children(pid):
+    try:
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+
+
+def is_running(pid):
+    try:
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        )
+    except OSError:
+        return False
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "source, kills, processes", [("openwebtext", 2, "2"), ("fineweb-edu", 1, "1")]
+)
+def test_killed_at_random_moments(tmp_path, source, kills, processes):
+    """SIGKILL, several times, wherever it hits; no process is left over either."""
+    corpus = write_corpus(tmp_path / "corpus", documents(4000, seed=1))
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    meta = make(source, corpus, whole, shard_tokens=2000)
+    num_shards = (meta.train.tokens + meta.val.tokens) // 2000
+    command = [
+        *(sys.executable, "-m", "train.prepare", "--source", source, "--out", out),
+        *("--dataset", corpus, "--tokenizer", "bytes", "--processes", processes),
+        *("--shard-tokens", "2000"),
+        *(("--val-fraction", "0.1") if source == "openwebtext" else ()),
+    ]
+    env = {**os.environ, "USE_TORCH": "0"}  # or datasets imports it: a second each time
+    ledger = unfinished(out) / "ledger.json"
+
+    def written():
+        return len(json.loads(ledger.read_text())["shards"]) if ledger.exists() else 0
+
+    draw, stages = random.Random(5), []
+    # by what is done, not by the clock: the machine may be busy
+    for target in sorted(draw.sample(range(1, num_shards * 2 // 3), kills)):
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        while process.poll() is None and written() < target:
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.01))
+        young = children(process.pid)
+        assert process.poll() is None, "ended before it was killed"
+        process.kill()
+        process.wait()
+        stages.append(written())
+        deadline = time.monotonic() + 20
+        while any(map(is_running, young)):
+            assert time.monotonic() < deadline, "tokenizing processes were left over"
+            time.sleep(0.01)
+    assert sorted(set(stages)) == stages, "each went on from where the last one was"
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert contents(out) == contents(whole)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus", "out", "whole"]
+
+
+def test_a_dead_tokenizing_process_is_one_line():
+    others = multiprocessing.active_children()  # of tests before
+
+    def batches():
+        for i in range(100):
+            if i == 10:
+                running = multiprocessing.active_children()
+                next(p for p in running if p not in others).kill()
+            yield i, ["text"] * 1000
+
+    with pytest.raises(UserError, match="got the death of one of 2 tokenizing"):
+        list(encoded(batches(), "bytes", processes=2))
+
+
+def test_unfinished_work_of_another_command_is_not_mixed_in(tmp_path, corpus):
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match="expected more than one shard"):
+        make("fineweb-edu", corpus, out, shard_tokens=10**6)
+    with pytest.raises(UserError, match="holds unfinished work on other data"):
+        make("fineweb-edu", corpus, out)
+    shutil.rmtree(unfinished(out))
+    make("fineweb-edu", corpus, out)
+
+
+def test_two_at_once_are_refused(tmp_path, corpus):
+    out = tmp_path / "out"
+    with (
+        pytest.raises(Killed),
+        workspace(out, {}) as work,
+    ):
+        (work / "begun").touch()
+        with pytest.raises(UserError, match="another process is at work"):
+            make("openwebtext", corpus, out)
+        assert (work / "begun").exists()  # what is refused touches nothing
+        raise Killed
+    make("openwebtext", corpus, out)
+
+
+def test_prepared_data_is_recognised(tmp_path, corpus, capsys):
+    out = tmp_path / "out"
+    make("openwebtext", corpus, out)
+    moved = shutil.move(shutil.copytree(corpus, tmp_path / "copy"), tmp_path / "moved")
+    make("openwebtext", moved, out, shard_tokens=10)  # the result is the same
+    assert "prepared already" in capsys.readouterr().out
+    with pytest.raises(UserError, match="made from something else"):
+        make("openwebtext", moved, out, val_fraction=0.2)
+    (moved / "train-00000-of-00003.parquet").unlink()
+    with pytest.raises(UserError, match="made from something else"):
+        make("openwebtext", moved, out)
+
+
+# ---- bad input -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", STREAMED)
+@pytest.mark.parametrize("offline", ["1", ""])
+def test_no_way_to_the_hub_is_one_quick_line(tmp_path, source, offline):
+    """An endpoint that nobody serves, in place of a network that is down."""
+    began = time.monotonic()
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "train.prepare", "--source", source),
+            *("--out", tmp_path / "out", "--tokenizer", "bytes"),
+        ],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": offline,
+            "HF_ENDPOINT": "http://127.0.0.1:9",
+            "HF_HOME": str(tmp_path / "home"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: got ")
+    assert done.stderr.count("\n") == 1
+    assert "cannot be downloaded here" in done.stderr
+    assert "--dataset FOLDER" in done.stderr
+    assert time.monotonic() - began < 10
+    assert not [p for p in tmp_path.iterdir() if p.name != "home"]
+
+
+def test_bad_options(tmp_path, corpus):
+    def refused(message, source="fineweb-edu", dataset=corpus, **options):
+        with pytest.raises(UserError, match=message):
+            make(source, dataset, tmp_path / "out", **options)
+
+    refused("got --dataset ./none, where no folder is", dataset="./none")
+    refused("got --dataset openwebtext, where no folder", dataset="openwebtext")
+    refused("got --subset sample-10BT with the folder", subset="sample-10BT")
+    refused("got --shard-tokens 0, expected at least 1", shard_tokens=0)
+    refused("got --processes 0, expected at least 1", processes=0)
+    refused("got --val-fraction 0.1 with --source fineweb-edu", val_fraction=0.1)
+    refused("got --val-fraction 1.0, expected a number between", val_fraction=1.0)
+    refused("holds out 200, expected some to train", "openwebtext", val_fraction=0.9999)
+    with pytest.raises(UserError, match="got --dataset .*with --source python"):
+        prepare("python", "bytes", tmp_path / "out", dataset=str(corpus))
+
+
+class Poem(Source):
+    """All that a source has to be."""
+
+    name = "poem"
+    tokenizer = "bytes"
+    summary = "one line, again and again"
+    options = (VAL_FRACTION, Option("lines", "how many", int))
+
+    def __init__(self, val_fraction: float = 0.5, lines: int = 2) -> None:
+        self._num_val = round(val_fraction * lines)
+        self._lines = lines
+        self.request = self.plan = {"source": self.name, "lines": lines}
+
+    def make(self, work, coder, processes):
+        numbers = {"train": self._lines - self._num_val, "val": self._num_val}
+        splits = {}
+        for split, num in numbers.items():
+            path = work / MADE / f"{split}.bin"
+            ids = encode(coder.name, ["Nur wer im Wohlstand lebt\n"] * num, False)
+            path.write_bytes(ids.tobytes())
+            splits[split] = read_content(path, coder.byte_lengths())
+        return Meta(coder.name, coder.vocab_size, self.request, **splits)
+
+
+def test_a_source_is_a_class_and_its_place_in_the_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(SOURCES, Poem.name, Poem)
+
+    def called(*words):
+        monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words)])
+        main()
+        return capsys.readouterr().out
+
+    given = ("--source", "poem", "--out", tmp_path / "out", "--lines", 4)
+    assert "81 training and 27 held-out bytes in " in called(
+        *given, "--val-fraction", 0.25
+    )
+    assert "is prepared already" in called(*given)
+    with pytest.raises(UserError, match="made from something else"):
+        called(*given[:-1], 5)
+    with pytest.raises(UserError, match="got --lines 3 with .*it is for poem"):
+        called("--lines", 3, "--out", tmp_path / "other")
+    with pytest.raises(SystemExit):
+        called("--help")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "poem: one line, again and again" in said
+    assert "--lines LINES how many (poem 2)" in said
+    assert "openwebtext 0.0005, text, python 0.05, poem 0.5)" in said
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_source_says_what_it_is(name):
+    source = SOURCES[name]
+    assert source.name == name
+    assert source.tokenizer in TOKENIZERS
+    assert source.summary
+    assert signature(source).parameters.keys() == {o.name for o in source.options}
+
+
+def test_unreadable_data_sets(tmp_path):
+    def refused(name, message):
+        with pytest.raises(UserError, match=message):
+            make("fineweb-edu", tmp_path / name, tmp_path / "out")
+        assert not unfinished(tmp_path / "out").exists()
+
+    (tmp_path / "empty").mkdir()
+    refused("empty", "while reading .*empty")
+    write_corpus(tmp_path / "other", [])
+    (tmp_path / "other/train-00000-of-00003.parquet").write_bytes(b"no parquet")
+    refused("other", "while reading .*other")
+    for name, row in {"column": {"content": "a"}, "null": {"text": None}}.items():
+        (tmp_path / name).mkdir()
+        rows = "".join(json.dumps(r) + "\n" for r in (row, row))
+        (tmp_path / name / "train.jsonl").write_text(rows)
+    refused("column", 'expected a data set with a split "train" and a column "text"')
+    refused("null", "got a document without text")
+
+
+ELSEWHERE = [
+    "/etc/passwd", "../other/*.jsonl", "a/../../other/a.jsonl", "~/a.jsonl",
+    "http://127.0.0.1:9/a.jsonl", "zip://a.jsonl::http://127.0.0.1:9/a.zip",
+    "hf://datasets/some/thing/a.jsonl",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_a_folder_names_files_within_it_alone(tmp_path, place):
+    """Its README.md may name others, which datasets would read."""
+    write_corpus(tmp_path / "mine", documents(20))
+    write_corpus(tmp_path / "other", documents(20))
+    for files in (
+        place,
+        [place],
+        [{"split": "train", "path": ["*.parquet", place]}],
+        {"train": place},
+    ):
+        config = {"configs": [{"config_name": "default", "data_files": files}]}
+        (tmp_path / "mine/README.md").write_text(f"---\n{json.dumps(config)}\n---\n")
+        with pytest.raises(UserError, match="README.md with .*, expected files in its"):
+            make("fineweb-edu", tmp_path / "mine", tmp_path / "out")
+    (tmp_path / "mine/README.md").write_text("---\nconfigs: [a, {\n---\n")
+    with pytest.raises(UserError, match="README.md that does not read"):
+        make("fineweb-edu", tmp_path / "mine", tmp_path / "out")
+    (tmp_path / "mine/README.md").unlink()
+    os.mkfifo(tmp_path / "mine/README.md")
+    with pytest.raises(UserError, match="README.md, which is a folder, a FIFO"):
+        make("fineweb-edu", tmp_path / "mine", tmp_path / "out")
+
+
+def test_a_readme_that_names_files_of_the_folder_is_read(tmp_path):
+    write_corpus(tmp_path / "mine", documents(20))
+    (tmp_path / "mine/README.md").write_text(
+        "---\nlicense: mit\nhomepage: https://example.org\nconfigs:\n"
+        "- config_name: default\n  data_files: '*.parquet'\n---\nSee https://a.b\n"
+    )
+    make("fineweb-edu", tmp_path / "mine", tmp_path / "out")
+
+
+def test_an_interrupt_is_one_line(tmp_path, corpus, monkeypatch, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Corpus, "batches", interrupted)
+    command = ["prepare", "--source", "fineweb-edu", "--tokenizer", "bytes"]
+    command += ["--dataset", str(corpus), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match="130"):
+        errors.command(main)
+    said = "stopped before its end: run the same command again\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_full_disk_is_one_line(tmp_path, corpus, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="No space left on device.*run the same comm"):
+        make("fineweb-edu", corpus, tmp_path / "out")
+
+
+def test_values_are_those_of_numpy_uint16():
+    (_, ids), *_ = encoded([(0, ["aä"])], "bytes")
+    assert ids.dtype == np.uint16
+    assert ids.tolist() == [97, 195, 164, 256]
+
+
+def test_packages_are_held_out_whole(tmp_path, capsys):
+    """Folders stand for their text; a package's METADATA is text, its tests are not."""
+    site = tmp_path / "site"
+    texts = {
+        "a/__init__.py": "import b\n",
+        "a/deep/page.md": "# A page\n",
+        "a/tests/test_a.py": "assert False\n",
+        "a/data.bin": "no text",
+        "a-1.0.dist-info/METADATA": "Name: a\n",
+        "b/__init__.py": "held = 'out'\n",
+    }
+    for name, text in texts.items():
+        path = site / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    given = partial(prepare, "text", "bytes", tmp_path / "out", files=[site])
+    meta = given(held_out=[site / "b"])
+    train, _ = open_tokens(tmp_path / "out", "train", vocab_size=257)
+    val, _ = open_tokens(tmp_path / "out", "val", vocab_size=257)
+    bytes_only = tokenizer("bytes")
+    kept = ("a/__init__.py", "a/deep/page.md", "a-1.0.dist-info/METADATA")
+    assert bytes_only.decode(train[:]) == "".join(texts[name] for name in kept)
+    assert bytes_only.decode(val[:]) == texts["b/__init__.py"]
+    assert meta.source["files"] == 4 and meta.source["held_out"] == 1
+    given(held_out=[site / "b"])
+    assert "is prepared already" in capsys.readouterr().out
+    with pytest.raises(UserError, match="made from something else"):
+        given()
+    with pytest.raises(UserError, match="got --held-out with --source python"):
+        prepare("python", "bytes", tmp_path / "other", held_out=[site / "b"])
+
+
+def test_a_share_of_the_files_is_held_out_whole(tmp_path):
+    """By their content: where they lie and what they are called does not matter."""
+    texts = [f"text {i}\n" * 5 for i in range(40)]
+    kept = {}
+    for folder, names in {"a": "m{}.txt", "b": "other{}.rst"}.items():
+        (tmp_path / folder).mkdir()
+        for i, text in enumerate(texts):
+            (tmp_path / folder / names.format(i)).write_text(text)
+        out = tmp_path / f"{folder}-out"
+        given = partial(prepare, "text", "bytes", out, files=[tmp_path / folder])
+        given(val_files=0.3)
+        splits = [open_tokens(out, s, vocab_size=257)[0] for s in ("train", "val")]
+        whole = [tokenizer("bytes").decode(t[:][t != MARK]) for t in splits]
+        kept[folder] = [{t for t in texts if t in text} for text in whole]
+        with pytest.raises(UserError, match="made from something else"):
+            given(val_fraction=0.3)
+    train, val = kept["a"]
+    assert kept["a"] == kept["b"]
+    assert train | val == set(texts) and not train & val
+    assert 4 <= len(val) <= 20
+    with pytest.raises(UserError, match="got --val-files and --val-fraction with"):
+        given(val_files=0.3, val_fraction=0.3)
+    with pytest.raises(UserError, match="got --val-files 1.5, expected a number"):
+        given(val_files=1.5)
+
+
+def test_a_held_out_file_is_in_no_other_split(tmp_path, monkeypatch):
+    """However its path is written; and a file that is named twice counts once."""
+    (tmp_path / "texts").mkdir()
+    for name in "ab":
+        (tmp_path / "texts" / f"{name}.txt").write_text(f"text {name}\n")
+    monkeypatch.chdir(tmp_path)
+    held_out = [tmp_path / "texts" / ".." / "texts" / "b.txt"]
+    files = [Path("texts"), Path("texts/a.txt")]
+    meta = prepare("text", "bytes", tmp_path / "out", files=files, held_out=held_out)
+    sizes = meta.train.text_bytes, meta.val.text_bytes
+    assert sizes == (len("text a\n"), len("text b\n"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="with no file of text .it is empty."):
+        empty = [tmp_path / "empty"]
+        prepare("text", "bytes", tmp_path / "other", files=files, held_out=empty)

@@ -1,0 +1,477 @@
+"""MARS in torchtitan's own configurations, on its own models."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from tests import titan_main
+from tests import titan_models as titan  # it prepares torchtitan for a CPU
+
+# isort: split
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+
+from marsopt.optim.for_model import GAMMA
+from marsopt.parallel.torchtitan import (
+    BESIDE,
+    MarsCheckpointManager,
+    MarsOptimizersContainer,
+    build_mars,
+    default_mars,
+)
+from tests.library.test_guide import snippets
+from tests.processes import spawn
+
+EAGER = dict(compile=False, ns_dtype="float32")
+KEPT = dict(correction="approximate", **EAGER)
+RULES = {
+    "mars-adamw": default_mars(mars_type="mars-adamw", lr=3e-3, **KEPT),
+    "mars-m": default_mars(mars_type="mars-m", lr=3e-3, **KEPT),
+    "transport": default_mars(mars_type="mars-m", lr=3e-3, **EAGER),
+}
+# each model and each rule: transport, of a matrix rule, where experts are stacks
+JOBS = [("llama3", "mars-adamw"), ("qwen3", "mars-m"), ("deepseek_v3", "transport")]
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Every job, on one rank and on two."""
+    jobs = [(model, RULES[rule]) for model, rule in JOBS]
+    found = [spawn(titan.train, world, jobs, seconds=900)[0] for world in (1, 2)]
+    return dict(zip(JOBS, zip(*found, strict=True), strict=True))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("model, rule", JOBS)
+def test_torchtitans_models_train_alike_on_one_rank_and_two(runs, model, rule):
+    one, two = runs[model, rule]
+    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+    assert one.losses[-1] < 0.95 * one.losses[0]
+    for name, moved in one.moved.items():
+        # experts compute in bfloat16 whatever the configuration says, and few tokens
+        # reach each: what their gradients lack in rank Newton-Schulz makes of rounding
+        bound = 1e-3
+        if model == "deepseek_v3":
+            bound = 0.15 if ".moe." in name else 1e-2
+        assert (two.moved[name] - moved).norm() < bound * moved.norm(), name
+
+
+# whose runs are stopped, and go on: with all kinds of state
+STOPPED = default_mars(
+    mars_type="mars-soap", lr=3e-3, correction="transport", gamma=0.05,
+    sides="short", precondition_frequency=2, **EAGER,
+)  # fmt: skip
+
+
+def stopped(rank, world, folder):
+    """Losses of a run, and of one that went on from its last but one checkpoint; how
+    far the model in the last checkpoint is from the trained parameters.
+    """
+
+    def configuration():
+        config = titan.configuration("llama3", STOPPED)
+        config.dump_folder = folder
+        config.checkpoint = MarsCheckpointManager.Config(
+            enable=True, interval=3, last_save_model_only=False, keep_latest_k=0
+        )
+        return config
+
+    def look(trainer):
+        with trainer.optimizers.evaluating():
+            kept = trainer.checkpointer.states["model"].state_dict()
+            there = {name: torch.empty_like(x) for name, x in kept.items()}
+            dcp.load(there, checkpoint_id=f"{folder}/checkpoint/step-5")
+            return max(
+                float((there[n] - x).norm().full_tensor()) for n, x in kept.items()
+            )
+
+    whole = titan.trained(configuration(), look)
+    if rank == 0:
+        (Path(folder) / "checkpoint" / "step-5").rename(f"{folder}/away")
+    dist.barrier()
+    again = titan.trained(configuration())
+    return whole, again
+
+
+@pytest.mark.processes
+def test_a_run_goes_on_from_a_checkpoint_of_the_model_that_is_trained(tmp_path):
+    """With transport, and with llama3's fused projection, which torchtitan splits in
+    checkpoints and joins after the optimizer was loaded.
+    """
+    ((whole, again), _) = spawn(stopped, 2, str(tmp_path), seconds=300)
+    assert whole.seen == 0.0
+    assert again.losses == whole.losses[3:]
+    for name, moved in whole.moved.items():
+        assert torch.equal(again.moved[name], moved), name
+
+
+# ---- the container -------------------------------------------------------------------
+
+
+class Part(nn.Module):
+    """A language model, or a part of one, under torchtitan's names."""
+
+    def __init__(self, embeds=True, heads=True):
+        super().__init__()
+        if embeds:
+            self.tok_embeddings = nn.Embedding(8, 4)
+        self.layers = nn.ModuleDict({"0": nn.Linear(4, 4, bias=False)})
+        self.experts = nn.Parameter(torch.randn(2, 4, 6))
+        self.router = nn.ModuleDict({"gate": nn.Linear(4, 2, bias=False)})
+        self.norm = nn.RMSNorm(4)
+        if heads:
+            self.lm_head = nn.Linear(4, 8, bias=False)
+
+    def forward(self, x):
+        return self.norm(self.layers["0"](x))
+
+
+def routes(optimizers) -> dict[str, str]:
+    """{parameter: what moves it}"""
+    return {
+        name: group.get("mars_type", type(optimizer).__name__)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
+
+
+def config(*groups, **factory) -> MarsOptimizersContainer.Config:
+    return MarsOptimizersContainer.Config(
+        param_groups=[
+            ParamGroupConfig(pattern=p, optimizer_name=name, optimizer_kwargs=options)
+            for p, name, options in groups
+        ],
+        optimizer_factory_kwargs_by_name={"MARS": dict(compile=False) | factory},
+    )
+
+
+def test_default_mars_gives_layers_and_experts_to_the_rule_and_the_rest_to_adamw():
+    container = default_mars(mars_type="mars-m", lr=0.01, **EAGER).build(
+        model_parts=[Part()]
+    )
+    rule = {n for n, kind in routes(container).items() if kind == "mars-m"}
+    assert rule == {"layers.0.weight", "experts", "norm.weight"}  # a vector: its AdamW
+    (mars,) = container.every_mars
+    (layers,) = (g for g in mars.param_groups if g["mars_type"] == "mars-m")
+    assert (layers["lr_1d"], layers["weight_decay_1d"]) == (0.01, 0.0)  # one rate
+    assert (layers["matrices"], layers["lr"]) == ("batched", 0.01)
+    state = dict(zip(layers["param_names"], layers["params"], strict=True))
+    assert "exp_avg_sq" not in mars.state[state["experts"]]
+    assert "exp_avg_sq" in mars.state[state["norm.weight"]]
+
+
+def test_default_mars_is_for_models_start():
+    for options, gamma in [({}, GAMMA), (dict(gamma=0.2), 0.2)]:
+        (mars,) = (
+            default_mars(**options, **EAGER).build(model_parts=[Part()]).every_mars
+        )
+        assert {g["mars_type"] for g in mars.param_groups} == {"moonlight", "adamw"}
+        assert "correction: transport" in repr(mars)
+        assert {g["gamma"] for g in mars.param_groups} == {gamma}
+    (mars,) = RULES["mars-m"].build(model_parts=[Part()]).every_mars
+    assert "correction: approximate" in repr(mars)
+
+
+def test_what_the_page_shows_splits_the_fused_projection_into_heads():
+    part = Part()
+    part.wqkv = nn.Linear(4, 6 * 128, bias=False)
+    names = dict(config=titan.configuration("llama3", None), default_mars=default_mars)
+    (code,) = snippets(Path(__file__).parents[2] / "docs/setups.md")["torchtitan"]
+    exec(code, names | dict(dataclasses=dataclasses))
+    (mars,) = names["config"].optimizer.build(model_parts=[part]).every_mars
+    blocks = {
+        n: g.get("block_rows") for g in mars.param_groups for n in g["param_names"]
+    }
+    assert blocks.pop("wqkv.weight") == 128 and set(blocks.values()) == {None}
+
+
+def test_mars_stands_beside_torchs_optimizers_and_the_first_match_wins():
+    container = config(
+        (r"norm", "AdamW", dict(lr=0.1, fused=False)),
+        (r"layers\.", "MARS", dict(mars_type="muon", lr=0.1)),
+        (r".*", "MARS", dict(mars_type="mars-adamw", lr=0.2)),
+    ).build(model_parts=[Part()])
+    found = routes(container)
+    assert found["norm.weight"] == "AdamW" and found["layers.0.weight"] == "muon"
+    assert found["experts"] == found["lm_head.weight"] == "mars-adamw"
+    assert len(container.optimizers) == 2
+    part = container.model_parts[0]
+    for p in part.parameters():
+        p.grad = torch.randn_like(p)
+    before = {n: p.detach().clone() for n, p in part.named_parameters()}
+    container.step()
+    assert all(not torch.equal(before[n], p) for n, p in part.named_parameters())
+    saved = container.state_dict()
+    assert saved["param_groups.layers.0.weight.mars_type"] == "muon"
+    container.load_state_dict(saved)
+
+
+def test_parts_of_a_model_need_not_have_every_group():
+    """As pipeline stages have it; each part has an optimizer of its own."""
+    parts = [Part(heads=False), Part(embeds=False)]
+    container = default_mars(**EAGER).build(model_parts=parts)
+    assert len(container.every_mars) == 2
+    groups = [
+        (r"tok_embeddings", "MARS", dict(lr=0.1)),
+        (r"lm_head", "MARS", dict(lr=0.1)),
+        (r".*", "MARS", dict(lr=0.1)),
+    ]
+    container = config(*groups).build(model_parts=parts)
+    assert [len(mars.param_groups) for mars in container.every_mars] == [2, 2]
+
+
+def test_a_pattern_without_parameters_is_an_error():
+    with pytest.raises(ValueError, match="got the pattern 'lm_haed', for which no"):
+        config(("lm_haed", "MARS", {}), (".*", "MARS", {})).build(model_parts=[Part()])
+
+
+@pytest.mark.parametrize(
+    "trained", ["layers", "lm_head", "norm", "tok_embeddings", "experts"]
+)
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "moonlight"])
+def test_default_mars_builds_whatever_is_trained(trained, mars_type):
+    """Both of its patterns are its own: one may have nothing."""
+    part = Part()
+    for name, p in part.named_parameters():
+        p.requires_grad_(trained in name)
+    container = default_mars(0.1, mars_type, **EAGER).build(model_parts=[part])
+    assert {name.split(".")[0] for name in routes(container)} == {trained}
+    lone = nn.Sequential(nn.Linear(3, 2, bias=False))  # no model has the other kind
+    default_mars(0.1, mars_type, **EAGER).build(model_parts=[lone])
+    for p in (*part.parameters(), *lone.parameters()):
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    container.step()
+
+
+def test_a_pattern_of_frozen_parameters_is_no_misspelling():
+    part = Part()
+    part.tok_embeddings.requires_grad_(False)
+    groups = [("tok_embeddings", "AdamW", {}), (r"l|e|n|r", "MARS", {})]
+    container = config(*groups).build(model_parts=[part])
+    assert len(container.optimizers) == 1
+    part.requires_grad_(False)
+    with pytest.raises(ValueError, match="got no parameter that requires a gradient"):
+        config(*groups).build(model_parts=[part])
+
+
+def test_options_of_the_whole_optimizer_may_stand_in_groups_that_agree():
+    own = dict(mars_type="mars-m", ns_dtype="float32", state_dtype="float32")
+    container = config(("layers", "MARS", own), (".*", "MARS", {})).build(
+        model_parts=[Part()]
+    )
+    assert "ns_dtype" not in container.every_mars[0].param_groups[0]
+    with pytest.raises(ValueError, match="expected one value"):
+        build_mars([dict(params=[], ns_dtype=d) for d in ("float32", "bfloat16")])
+    with pytest.raises(ValueError, match="expected one value"):
+        build_mars([dict(params=[], correction="transport")], correction="exact")
+    build_mars([dict(params=[], ns_dtype="float32")], ns_dtype=torch.float32)
+    with pytest.raises(ValueError, match="expected the name of a dtype"):
+        build_mars([dict(params=[], ns_dtype="float31")])
+    with pytest.raises(NotImplementedError, match="NoSuch"):
+        config((".*", "NoSuch", {})).build(model_parts=[Part()])
+
+
+def test_with_transport_a_model_in_eval_mode_holds_what_is_trained():
+    part = Part()
+    container = config(
+        (".*", "MARS", dict(lr=0.1, gamma=0.5, optimize_1d=True)),
+        correction="transport",
+    ).build(model_parts=[part])
+    (mars,) = container.every_mars
+    for _ in range(2):
+        for p in part.parameters():
+            p.grad = torch.randn_like(p)
+        container.step()
+    weight, x = part.layers["0"].weight, torch.randn(3, 4)
+    y, iterate = weight.detach().clone(), dict(mars.iterates())[weight].clone()
+    assert not torch.equal(y, iterate)
+    part.eval()
+    part(x)
+    assert torch.equal(weight, iterate)
+    part.train()
+    part(x)
+    assert torch.equal(weight, y)
+    with container.evaluating():
+        assert torch.equal(weight, iterate)
+    assert torch.equal(weight, y)
+    copy.deepcopy(part).eval()(x)  # an average, say: nobody's
+    assert torch.equal(weight, y)
+    part.eval()
+    part(x)
+    container.zero_grad()  # before a forward pass that a CUDA graph replays
+    assert torch.equal(weight, y)
+
+
+def test_what_default_mars_says_of_transport_holds_for_embeddings_too():
+    options = dict(correction="transport", gamma=0.2, gamma_1d=0.1, eps=1e-6)
+    options |= dict(cautious_weight_decay=True)
+    beside, layers = default_mars(**options).param_groups
+    for group in (beside, layers):
+        assert group.optimizer_kwargs["cautious_weight_decay"]
+    assert beside.optimizer_kwargs["gamma"] == 0.1
+    assert layers.optimizer_kwargs["gamma"] == 0.2
+    assert beside.optimizer_kwargs["eps"] == layers.optimizer_kwargs["eps"] == 1e-6
+    with pytest.raises(TypeError, match=r"got \['nonsense'\]"):
+        default_mars(nonsense=1)
+
+
+@pytest.mark.parametrize(
+    "name, is_beside",
+    [
+        ("tok_embeddings.weight", True),
+        ("model.embed_tokens.weight", True),
+        ("lm_head.weight", True),
+        ("layers.1._checkpoint_wrapped_module.moe.router.gate.weight", True),
+        ("model.layers.0.mlp.gate.weight", True),
+        ("layers.0.moe.experts.inner_experts.mlp1_bias_EG", True),
+        ("layers.0.feed_forward.w13", True),
+        ("layers.0.moe.experts.inner_experts.w13_EF2D", True),
+        ("model.layers.0.mlp.gate_proj.weight", False),
+        ("layers.0.attention.wo.weight", False),
+        ("layers.0.moe.experts.inner_experts.w1_EFD", False),
+    ],
+)
+def test_what_stands_beside_the_rule(name, is_beside):
+    assert bool(re.search(BESIDE, name)) is is_beside
+
+
+def test_torchtitans_own_container_is_left_alone():
+    with pytest.raises(NotImplementedError, match="MARS"):
+        OptimizersContainer._resolve_optimizer_factory("MARS")
+    own = MarsOptimizersContainer._resolve_optimizer_factory("AdamW")
+    assert own is torch.optim.AdamW
+
+
+def test_a_recipe_may_name_its_own_groups():
+    """Of MARS alone, which clips the norm of all gradients; others are refused."""
+    from train.engine.titan_optim import MarsOptimizers
+    from train.errors import UserError
+
+    own = [
+        ParamGroupConfig(
+            pattern="experts",
+            optimizer_name="MARS",
+            optimizer_kwargs=dict(matrices="batched"),
+        ),
+        ParamGroupConfig(
+            pattern=".*",
+            optimizer_name="MARS",
+            optimizer_kwargs=dict(mars_type="adamw", lr=0.5),
+        ),
+    ]
+    options = dict(mars_type="mars-m", lr=0.25, compile=False, param_groups=own)
+    mars = MarsOptimizers.Config(**options).build(model_parts=[Part()]).mars
+    first, second = mars.param_groups
+    assert (first["mars_type"], first["lr"]) == ("mars-m", 0.25)
+    assert (second["mars_type"], second["lr"]) == ("adamw", 0.5)
+    own[1] = ParamGroupConfig(
+        pattern=".*",
+        optimizer_name="AdamW",
+        optimizer_kwargs=dict(lr=0.5, fused=False),
+    )
+    with pytest.raises(UserError, match="expected one MARS"):
+        MarsOptimizers.Config(**options).build(model_parts=[Part()])
+    own[1].pattern = "no such"
+    with pytest.raises(UserError, match="got the pattern 'no such'"):
+        MarsOptimizers.Config(**options).build(model_parts=[Part()])
+
+
+# ---- torchtitan's main ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def main():
+    """The adapter as it is where main is installed."""
+    return titan_main.adapter()
+
+
+def moved(container, parts, num_steps=3):
+    """What parameters are after some steps, of seeded gradients."""
+    torch.manual_seed(1)
+    for _ in range(num_steps):
+        container.zero_grad()
+        for part in parts:
+            for p in part.parameters():
+                p.grad = torch.randn_like(p)
+        container.step()
+    return [p.detach().clone() for part in parts for p in part.parameters()]
+
+
+def twins(num=2):
+    """Equal models."""
+    part = Part()
+    return [copy.deepcopy(part) for _ in range(num)]
+
+
+@pytest.mark.parametrize("options", [{}, dict(correction="transport", gamma=0.2)])
+def test_main_trains_as_0_3_0_does(main, options):
+    one, two = twins()
+    options = dict(lr=0.02, mars_type="mars-m", **EAGER, **options)
+    old = default_mars(**options).build(model_parts=[one])
+    new = main.default_mars(**options).build(model_parts=[two])
+    assert routes(new) == routes(old)
+    assert [type(optimizer).__name__ for optimizer in new] == ["MarsOptimizer"]
+    ours, theirs = moved(new, [two]), moved(old, [one])
+    assert all(map(torch.equal, ours, theirs))
+    saved = new.state_dict()  # lends what is trained, as in 0.3.0
+    assert saved.keys() == old.state_dict().keys()
+    (again,) = twins(1)
+    again.load_state_dict(two.state_dict())
+    other = main.default_mars(**options).build(model_parts=[again])
+    other.load_state_dict(saved)
+    assert all(map(torch.equal, moved(new, [two]), moved(other, [again])))
+
+
+def test_main_needs_no_group_in_every_part(main):
+    """As pipeline stages have it; and MARS stands beside torchtitan's optimizers."""
+    parts = [Part(heads=False), Part(embeds=False)]
+    container = main.default_mars(**EAGER).build(model_parts=parts)
+    assert len(container.every_mars) == 2
+    moved(container, parts, 1)
+    layers = main.MarsOptimizer.Config(
+        pattern=".*", lr=0.1, mars_type="moonlight", options=EAGER
+    )
+    norms = titan_main.AdamW.Config(pattern="norm", lr=0.5)
+    config = main.MarsOptimizersContainer.Config(optimizers=[norms, layers])
+    container = config.build(model_parts=[Part()])
+    assert routes(container)["norm.weight"] == "AdamW"
+    assert routes(container)["layers.0.weight"] == "moonlight"
+    assert routes(container)["lm_head.weight"] == "adamw"
+    with pytest.raises(ValueError, match="CUDA graph"):
+        config.build(model_parts=[Part()], enable_cuda_graph=True)
+    with pytest.raises(TypeError, match=r"got \['nonsense'\]"):
+        main.default_mars(nonsense=1)
+
+
+@pytest.mark.parametrize("correction", ["transport", "approximate"])
+def test_torchtitans_average_is_of_what_is_trained(main, correction):
+    part, other = Part(), Part()
+    options = dict(lr=0.1, gamma=0.5, correction=correction, **EAGER)
+    container = main.default_mars(**options).build(model_parts=[part])
+    average = titan_main.EMA.Config(decays=[0.0]).build(model_parts=[part])
+    elsewhere = titan_main.EMA.Config(decays=[0.0]).build(model_parts=[other])
+    (mars,) = container.every_mars
+    for step in range(3):
+        for p in part.parameters():
+            p.grad = torch.randn_like(p)
+        container.step()
+        y = [p.detach().clone() for p in part.parameters()]
+        x = {p: kept.clone() for p, kept in mars.iterates()}
+        elsewhere.step(step)  # another model's
+        assert all(map(torch.equal, y, part.parameters()))
+        average.step(step)
+        for p, (kept,) in average.averages.items():  # the last x
+            torch.testing.assert_close(kept, x[p])
+        container.zero_grad()
+        assert all(map(torch.equal, y, part.parameters()))
+    ahead = any(not torch.equal(p, x[p]) for p in part.parameters())
+    assert ahead is (correction == "transport")

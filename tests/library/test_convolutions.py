@@ -1,0 +1,183 @@
+"""Convolution kernels as matrices: what test_matrices.py, where a kernel moves as
+the two-dimensional tensor of its values does, leaves open.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+import marsopt
+from marsopt import MARS, FlatGroup, Matrices
+from marsopt.parallel import MeshCollectives
+from tests.processes import spawn
+from tests.slices import FLATTENED
+from tests.stacking import MODES, build, equal, forced, run
+
+KERNELS = [(6, 4, 3, 3), (6, 4, 3, 3), (4, 6, 3, 3)]
+EXACT = dict(lr=0.1, ns_dtype=torch.float64)
+
+
+def kernels(form=torch.contiguous_format) -> list[nn.Parameter]:
+    g = torch.Generator().manual_seed(0)
+    wholes = [torch.randn(s, generator=g, dtype=torch.float64) for s in KERNELS]
+    return [nn.Parameter(x.to(memory_format=form)) for x in wholes]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mars_type", ["mars-m", "mars-normuon"])
+@pytest.mark.parametrize("correction", ["approximate", "transport"])
+def test_channels_last_changes_nothing(correction, mars_type, mode, monkeypatch):
+    """Columns are those of the values, in whatever order these lie in memory."""
+    forced(monkeypatch, mode)
+    own = dict(EXACT, mars_type=mars_type, correction=correction, **FLATTENED)
+    want, got = kernels(), kernels(torch.channels_last)
+    for params in (want, got):
+        run(build(params, mode, **own), params, seeds=range(3))
+    equal(got, want, 1e-12)
+    assert all(p.is_contiguous(memory_format=torch.channels_last) for p in got)
+
+
+def test_a_step_over_channels_last_compiles_into_one_graph():
+    rule = marsopt.mars_normuon(ns_dtype=torch.float64, ns_steps=1, **FLATTENED)
+    lr, found = torch.tensor(0.1, dtype=torch.float64), []
+    for form in (torch.contiguous_format, torch.channels_last):
+        params = [p.detach() for p in kernels(form)[:1]]
+        step, state = rule.step, rule.init(params)
+        if form is torch.channels_last:
+            step = torch.compile(step, fullgraph=True)
+        params, state = step(params, [p.cos() for p in params], state, lr=lr)
+        found.append([*params, *state.buffers["r"]])
+    equal(*found, 1e-12)
+
+
+def test_a_stack_of_kernels_is_moved_by_one_loop_without_intermediates(monkeypatch):
+    """g, h and m are read, h and m written: 20 bytes a parameter; then x,
+    o in bfloat16, and x: 10.
+    """
+    forced(monkeypatch, "stacks")
+    params = [nn.Parameter(torch.randn(16, 8, 3, 3)) for _ in range(4)]
+    own = dict(mars_type="mars-m", ns_dtype=torch.bfloat16)  # whatever the CPU has
+    optimizer = build(params, "stacks", **own, **FLATTENED)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    report = marsopt.profile(optimizer.step, steps=1, cold=False)
+    num = sum(p.numel() for p in params)
+    for name, least in (("update_", 20 * num), ("apply_", 10 * num)):
+        (graph,) = (graph for graph in report.graphs if graph.name == name)
+        assert len(graph.kernels) == 1 and graph.peak_bytes == 0
+        assert least <= graph.num_bytes < 1.02 * least
+
+
+def test_kernels_take_adamw_unless_the_group_says_otherwise():
+    apart, as_one = kernels()[:2]
+    groups = [{"params": [apart]}, {"params": [as_one], **FLATTENED}]
+    optimizer = MARS(groups, mars_type="muon", compile=False)
+    assert "exp_avg_sq" in optimizer.state[apart]
+    assert set(optimizer.state[as_one]) == {"step", "momentum_buffer"}
+    assert optimizer.state[as_one]["momentum_buffer"].shape == as_one.shape
+
+
+def test_the_step_has_the_scale_of_the_flattened_shape():
+    """Not of its last two dims: 0.2 sqrt(max(6, 4 * 9)) times an orthogonal factor."""
+    p = kernels()[0]
+    p.grad, before = p.detach().cos(), p.detach().clone()
+    own = dict(EXACT, mars_type="moonlight", weight_decay=0.0, **FLATTENED)
+    MARS([p], compile=False, **own).step()
+    o = marsopt.newton_schulz(p.grad.flatten(1), dtype=torch.float64)
+    want = before - 0.1 * 0.2 * 36**0.5 * o.view_as(p)
+    torch.testing.assert_close(p.detach(), want)
+
+
+def test_moments_of_rows_start_anew_where_rows_are_others():
+    (p, *_) = params = kernels()[:1]
+    optimizer = build(params, "eager", mars_type="normuon", **EXACT, **FLATTENED)
+    run(optimizer, params, seeds=[0])
+    entry = optimizer.state[p]
+    kept = entry["momentum_buffer"]
+    assert entry["row_exp_avg_sq"].shape == (6,)
+    optimizer.param_groups[0]["matrices"] = "batched"
+    run(optimizer, params, seeds=[1])
+    entry = optimizer.state[p]
+    assert entry["momentum_buffer"] is kept
+    assert entry["row_exp_avg_sq"].shape == (6, 4, 3)
+
+
+def test_a_flat_group_takes_every_kernel_apart():
+    rule = marsopt.muon(ns_dtype=torch.float64, **FLATTENED)
+    params = {f"{i}": p.detach() for i, p in enumerate(kernels())}
+    grads = {n: p.cos() for n, p in params.items()}
+    want, _ = rule.step(params, grads, rule.init(params), lr=0.1)
+    flat = FlatGroup.pack(params)
+    got, _ = rule.step(flat, FlatGroup.pack(grads), rule.init(flat), lr=0.1)
+    equal(got.unpack().values(), want.values(), 1e-12)
+
+
+def test_shapes_of_kernels():
+    as_one = Matrices(kind="flattened", block_rows=4)
+    assert as_one.num_in(torch.Size([8, 3, 5, 5])) == 2
+    assert as_one.shape_in(torch.Size([8, 3, 5, 5])) == (4, 75)
+    assert as_one.num_in(torch.Size([7])) == 1  # no matrix: one part
+    kernel = torch.randn(8, 3, 5, 5)
+    assert as_one.unbound(kernel).data_ptr() == kernel.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "shape, more, message",
+    [
+        ((3,), {}, r"got params\['w'\] of shape \(3,\), expected a matrix .ndim 2 or"),
+        ((6, 4, 3, 3), dict(block_rows=4), "expected a divisor of its 6 rows"),
+    ],
+)
+def test_what_is_no_such_matrix_is_refused(shape, more, message):
+    rule = marsopt.muon(**FLATTENED, **more)
+    with pytest.raises(ValueError, match=message):
+        rule.init({"w": torch.zeros(shape)})
+
+
+# ---- sharded -------------------------------------------------------------------------
+
+
+def network() -> nn.Module:
+    """Of five channels and of one: uneven shards, and empty ones."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 5, 3), nn.Tanh(), nn.Conv2d(5, 1, 2), nn.Flatten(), nn.Linear(9, 3)
+    )
+
+
+def trained(model: nn.Module, **options) -> dict[str, torch.Tensor]:
+    """Parameters after three steps on one batch."""
+    own = dict(mars_type="mars-normuon", ns_dtype=torch.float32, **FLATTENED)
+    optimizer = MARS(model.parameters(), lr=0.1, compile=False, **own, **options)
+    inputs = torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        model(inputs).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        n: p.full_tensor() if isinstance(p, DTensor) else p.detach()
+        for n, p in model.named_parameters()
+    }
+
+
+def under_fsdp(rank, world):
+    """The largest difference to the unsharded run."""
+    want, model = trained(network()), network()
+    mesh = init_device_mesh("cpu", (world,))
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # gloo sums, and cannot average
+            module.set_gradient_divide_factor(world)
+            module.set_force_sum_reduction_for_comms(True)
+    got = trained(model, collectives=MeshCollectives(mesh))
+    return max(float((got[n] - want[n]).abs().max()) for n in want)
+
+
+@pytest.mark.processes
+def test_fsdp_of_a_convolutional_network_is_the_unsharded_run():
+    assert max(spawn(under_fsdp, 3)) < 1e-5

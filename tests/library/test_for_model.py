@@ -1,0 +1,332 @@
+"""marsopt.for_model: what one line chooses for a model, however it is wrapped."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers "fake")
+
+import configs
+import marsopt
+from configs.published import LR
+from marsopt import LOCAL, MARS, for_model
+from marsopt.optim.for_model import LEARNING_RATES, RULES, learning_rate
+from marsopt.parallel import MeshCollectives
+from tests.library.test_param_groups import SHAPE, adapted
+from tests.processes import spawn
+from train.gpt2 import GPT2
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def gpt2(seed=0) -> GPT2:
+    torch.manual_seed(seed)
+    model = GPT2(SHAPE)
+    model.init_weights()
+    return model
+
+
+def loss_of(model, tokens=TOKENS):
+    logits = model(tokens).flatten(0, 1)
+    return nn.functional.cross_entropy(logits, tokens.roll(-1, 1).flatten())
+
+
+def train(model, optimizer, num_steps=3, whole=None):
+    """Steps; ``whole`` is what the loop calls, if that is not ``model``."""
+    for _ in range(num_steps):
+        loss_of(model if whole is None else whole).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_hand(model, **options) -> MARS:
+    """What the docstring says that it is."""
+    groups = marsopt.param_groups(model, "moonlight", lr=0.02)
+    own = dict(correction="transport", gamma=0.05, max_norm=1.0) | options
+    optimizer = MARS(groups, compile=False, **own)
+    optimizer.follow(model)
+    return optimizer
+
+
+def assert_same(model, other):
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+# ---- one line ------------------------------------------------------------------------
+
+
+def test_it_is_what_its_docstring_says():
+    one, two = gpt2(), gpt2()
+    optimizer, other = for_model(one, lr=0.02, compile=False), by_hand(two)
+    train(one, optimizer)
+    train(two, other)
+    assert_same(one, two)
+    one.eval(), two.eval()
+    assert torch.equal(one(TOKENS), two(TOKENS))
+    assert_same(one, two)  # x
+    saved = optimizer.state_dict()["param_groups"]
+    assert saved == other.state_dict()["param_groups"]
+
+
+def test_options_go_to_the_groups_and_to_the_class():
+    model = gpt2()
+    optimizer = for_model(
+        model,
+        "mars-adamw",
+        lr=0.02,
+        correction="approximate",
+        lr_1d=0.5,
+        weight_decay=0.25,
+        gamma=0.125,
+        max_norm=None,
+        nonfinite="raise",
+        compile=False,
+    )
+    matrices, tables, vectors = optimizer.param_groups
+    assert (matrices["weight_decay"], vectors["lr"]) == (0.25, 0.5)
+    optimizer.add_param_group(dict(params=[("more", nn.Parameter(torch.ones(2, 2)))]))
+    later = optimizer.param_groups[-1]
+    assert (later["lr"], later["weight_decay"]) == (0.02, 0.25)
+    assert {group["gamma"] for group in optimizer.param_groups} == {0.125}
+    assert optimizer.max_norm is None
+    assert "correction: approximate" in str(optimizer)
+    plain = for_model(gpt2(), "mars-m", lr=0.1, correction="exact", compile=False)
+    assert plain.param_groups[0]["gamma"] == 0.025  # the authors'
+    ahead = for_model(gpt2(), lr=0.1, gamma=0.1, gamma_1d=0.3, compile=False)
+    gammas = [(g["mars_type"], g["gamma"]) for g in ahead.param_groups]
+    assert gammas == [("moonlight", 0.1), ("adamw", 0.3), ("adamw", 0.3)]
+    plain = for_model(gpt2(), "adamw", lr=0.1, gamma_1d=0.3, compile=False)
+    assert [g.get("gamma") for g in plain.param_groups] == [0.05, 0.05, 0.3]
+    soap = for_model(gpt2(), "soap-muon", lr=0.1, sides="short", compile=False)
+    assert soap.param_groups[0]["sides"] == "short"  # an option of that rule alone
+
+
+def test_it_says_in_one_line_and_in_print_what_it_chose(caplog):
+    caplog.set_level(logging.INFO)
+    model = gpt2()
+    model.wpe.requires_grad_(False)
+    optimizer = for_model(model, compile=False)
+    (line,) = [r for r in caplog.records if "for_model" in r.getMessage()]
+    num = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert line.levelno == logging.INFO
+    assert line.getMessage() == (
+        "marsopt.for_model: moonlight, correction='transport', gamma=0.05, "
+        f"lr=0.017 (by size: {num} parameters), max_norm=1.0, collectives=LOCAL; "
+        "tensors by rule: moonlight 8, adamw 6, frozen 1"
+    )
+    text = str(optimizer)
+    for what in ("correction: transport", "max_norm: 1.0", "collectives: LOCAL"):
+        assert f"\n    {what}\n" in text
+    assert "\n    follows: GPT2\n" in text and "\n    lr: 0.017\n" in text
+    assert "\n    follows: None\n" in str(copy.deepcopy(optimizer))
+
+
+def test_it_says_which_correction_a_rule_has_by_itself(caplog):
+    caplog.set_level(logging.INFO)
+    for_model(gpt2(), "mars-m", lr=0.1, correction=None, compile=False)
+    assert "mars-m, correction='approximate', lr" in caplog.text
+
+
+def test_what_it_does_not_take():
+    with pytest.raises(TypeError, match="got generator, expected a torch.nn.Module"):
+        for_model(gpt2().parameters())
+    with pytest.raises(TypeError, match="did you mean 'max_norm'"):
+        for_model(gpt2(), lr=0.1, max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="got mars_type='moon'"):
+        for_model(gpt2(), "moon")
+    with pytest.raises(ValueError, match="got no lr for 'lion', expected one"):
+        for_model(gpt2(), "lion")
+
+
+# ---- learning rates ------------------------------------------------------------------
+
+
+def test_learning_rates_are_the_recipes():
+    rates = dict(LEARNING_RATES)
+    recipes = ["tiny_moonlight_transport", "small_moonlight", "medium_moonlight"]
+    recipes += ["large_moonlight", "xl_moonlight_fw"]
+    for name in recipes:
+        config = getattr(configs, name)()
+        with torch.device("meta"):
+            model = GPT2(config.model_spec.model.shape)
+        num_params = sum(p.numel() for p in model.parameters())
+        assert rates[num_params] == config.optimizer.lr, name
+    assert len(rates) == len(recipes) + 1  # the study's
+    for rule in RULES:
+        assert LR[rule.replace("-", "_")] == LR["moonlight"]
+
+
+@pytest.mark.parametrize(
+    "num_params, lr",
+    [
+        (10, 1.7e-2),
+        (123_264, 1.7e-2),
+        (320_000, 1.4e-2),  # about halfway between two sizes
+        (124_000_000, 6e-3),
+        (500_000_000, 5e-3),
+        (70_000_000_000, 3e-3),
+    ],
+)
+def test_between_two_sizes_a_learning_rate_lies_on_a_line(num_params, lr):
+    assert learning_rate(num_params) == lr
+
+
+def test_what_is_fine_tuned_asks_for_a_learning_rate():
+    model = adapted().requires_grad_(False)
+    for name, p in model.named_parameters():
+        p.requires_grad_("lora_A" in name or "lora_B" in name)
+    with pytest.raises(ValueError, match="got no lr for a model of which 168 of"):
+        for_model(model)
+    optimizer = for_model(model, lr=1e-3, compile=False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    optimizer.step()
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]) is not p.requires_grad, name
+    beside = for_model(model, lr=1e-3, adapters="adamw", compile=False)
+    trained = [
+        group["mars_type"]
+        for group in beside.param_groups
+        if any(p.requires_grad for p in group["params"])
+    ]
+    assert trained == ["adamw"]
+
+
+# ---- averages ------------------------------------------------------------------------
+
+
+def test_torchs_average_is_of_what_is_trained():
+    """In eval mode of the optimizer, as the guide has it: in train mode parameters are
+    the points ahead.
+    """
+    model = gpt2()
+    optimizer = for_model(model, lr=0.02, gamma=0.2, compile=False)
+    averaged, ahead = AveragedModel(model), AveragedModel(model)
+    sums = {p: torch.zeros_like(p) for p in model.parameters()}
+    for _ in range(4):
+        train(model, optimizer, 1)
+        for p, x in optimizer.iterates():
+            sums[p] += x / 4
+        ahead.update_parameters(model)
+        optimizer.eval()
+        averaged.update_parameters(model)
+        optimizer.train()
+    for p, mean in zip(model.parameters(), averaged.parameters(), strict=True):
+        torch.testing.assert_close(mean.detach(), sums[p], rtol=1e-5, atol=1e-7)
+    pairs = zip(averaged.parameters(), ahead.parameters(), strict=True)
+    assert max((mean - y).norm().item() for mean, y in pairs) > 1e-3
+
+
+# ---- models as they are wrapped ------------------------------------------------------
+
+
+def test_a_tied_head_is_moved_once_by_adamw():
+    model = nn.Module()
+    model.embed = nn.Embedding(12, 8)
+    model.head = nn.Linear(8, 12, bias=False)
+    model.head.weight = model.embed.weight
+    model.inner = nn.Linear(8, 8, bias=False)
+    optimizer = for_model(model, compile=False)
+    rules = {
+        name: group["mars_type"]
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
+    assert rules == {"inner.weight": "moonlight", "embed.weight": "adamw"}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_is_followed(in_place):
+    model, plain = gpt2(), gpt2()
+    compiled = torch.compile(model, backend="eager", fullgraph=not in_place)
+    if in_place:
+        model.compile(backend="eager")
+        compiled = model
+    optimizer = for_model(compiled, lr=0.02, compile=False)
+    other = for_model(plain, lr=0.02, compile=False)
+    train(compiled, optimizer)
+    train(plain, other)
+    assert_same(compiled, plain)
+    compiled.eval(), plain.eval()
+    torch.testing.assert_close(compiled(TOKENS), plain(TOKENS))
+    assert_same(compiled, plain)
+
+
+def wrapped(rank, world, kind):
+    """Losses, and the trained model, of one line on several ranks."""
+    model = gpt2().double()
+    if kind == "ddp":
+        called = DistributedDataParallel(model)
+    else:
+        shape = (world,) if kind == "fsdp2" else (2, world // 2)
+        names = ("replicas", "shards")[-len(shape) :]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for part in (*model.layers.values(), model):
+            fully_shard(part, mesh=mesh)
+            part.set_gradient_divide_factor(world)  # gloo cannot average
+            part.set_force_sum_reduction_for_comms(True)
+        called = model
+        with torch.no_grad():  # after which the root's parameters are whole
+            called(TOKENS)
+    optimizer = for_model(called, lr=0.02, ns_dtype=torch.float64, compile=False)
+    for step in range(3):
+        rows = TOKENS.roll(step, 1)[rank % 2 :: 2]  # each row on half of the ranks
+        loss_of(called, rows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    shown = str(optimizer)
+    called.eval()
+    called(TOKENS)
+    saved = called.state_dict()
+    if kind == "ddp":
+        return {name.removeprefix("module."): x for name, x in saved.items()}, shown
+    return {name: x.full_tensor() for name, x in saved.items()}, shown
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind, world", [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+def test_a_model_on_several_ranks_trains_as_on_one(kind, world):
+    results = spawn(wrapped, world, kind)
+    model = gpt2().double()
+    optimizer = for_model(model, lr=0.02, ns_dtype=torch.float64, compile=False)
+    for step in range(3):
+        loss_of(model, TOKENS.roll(step, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    model(TOKENS)
+    for whole, shown in results:
+        for name, x in model.state_dict().items():
+            torch.testing.assert_close(whole[name], x, rtol=1e-9, atol=1e-11)
+        collectives = {"ddp": "LOCAL", "fsdp2": "MeshCollectives(DeviceMesh((shards=2)"}
+        assert f"collectives: {collectives.get(kind, 'MeshCollectives(')}" in shown
+
+
+def test_a_sharded_model_brings_its_largest_mesh():
+    dist.init_process_group("fake", rank=0, world_size=4)
+    try:
+        two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[0], mesh=two["shards"])
+        fully_shard(model[1], mesh=two)
+        optimizer = for_model(model, lr=0.1, compile=False)
+        assert f"collectives: MeshCollectives({two})" in str(optimizer)
+        given = MeshCollectives(two["shards"])
+        assert f"{two['shards']}" in str(
+            for_model(model, lr=0.1, collectives=given, compile=False)
+        )
+        plain = for_model(nn.Linear(4, 4), lr=0.1, compile=False)
+        assert f"collectives: {LOCAL}" in str(plain)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,307 @@
+"""Param groups mean what they say, and a rule has one set of defaults by both doors."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import marsopt
+from marsopt import MARS, REGISTRY
+from marsopt.optim.advice import once_per_process
+
+MATRIX, VECTOR = (6, 4), (5,)
+ELEMENTWISE = [n for n, rule in REGISTRY.items() if rule.fallback == "itself"]
+ROUTED = [n for n in REGISTRY if n not in ELEMENTWISE]
+
+
+def parameters(*shapes, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(s, generator=g)) for s in shapes]
+
+
+def walk(optimizer, params, steps=3, scheduler=None):
+    g = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=g)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def mars(groups, **options):
+    return MARS(groups, compile=False, ns_dtype=torch.float32, **options)
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+@pytest.mark.parametrize("mars_type", REGISTRY)
+def test_what_a_group_gives_holds_for_vectors(mars_type):
+    """The decay and no-decay groups of nanoGPT's and Hugging Face's scripts, and a rate
+    per group, which a scheduler scales.
+    """
+    (matrix, vector), (twin,) = parameters(MATRIX, VECTOR), parameters(VECTOR)
+    twin.data.copy_(vector.data)
+    own = {"weight_decay": 0.3, "lr": 1e-3, "betas": (0.8, 0.9)}
+    optimizer = mars(
+        [{"params": [matrix]}, {"params": [vector], **own}],
+        lr=0.02,
+        mars_type=mars_type,
+    )
+    if mars_type in ELEMENTWISE:
+        alone = mars([twin], mars_type=mars_type, **own)
+    else:
+        hat = dict(
+            mars_type="adamw", epsilon_hat=REGISTRY[mars_type].fallback == "adamw"
+        )
+        alone = mars([twin], **hat, **own)
+    walk(optimizer, [vector], scheduler=halving(optimizer))
+    walk(alone, [twin], scheduler=halving(alone))
+    torch.testing.assert_close(vector, twin, rtol=0, atol=1e-7)
+
+
+def test_the_decay_groups_of_a_nanogpt_script_are_those_of_adamw():
+    """Vectors without decay at a rate of their own move as torch.optim.AdamW moves
+    them (in eps alone they would differ: it is 1e-8 in both).
+    """
+    (a,), (b,) = parameters(VECTOR), parameters(VECTOR)
+    own = {"weight_decay": 0.0, "lr": 1e-4}
+    optimizer = mars([{"params": [a], **own}], lr=6e-3)
+    walk(optimizer, [a], 10)
+    walk(torch.optim.AdamW([b], betas=(0.9, 0.95), **own), [b], 10)
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
+
+
+def test_values_for_vectors_win_over_those_for_everything():
+    (vector,) = parameters(VECTOR)
+    group = {"params": [vector], "lr": 0.1, "lr_1d": 0.02, "weight_decay": 0.5}
+    optimizer = mars([group | {"weight_decay_1d": 0.25}], lr=0.3)
+    found = optimizer.param_groups[0]
+    assert (found["lr_1d"], found["weight_decay_1d"]) == (0.02, 0.25)
+    assert found["betas_1d"] == (0.9, 0.95)  # the group has not said betas
+    before = vector.detach().clone()
+    walk(optimizer, [vector], 1)
+    moved = (vector.detach() - (1 - 0.02 * 0.25) * before).abs()
+    torch.testing.assert_close(moved, torch.full(VECTOR, 0.02), rtol=1e-5, atol=0)
+
+
+def test_the_constructors_values_stay_for_groups_that_say_nothing():
+    """The authors' defaults among them."""
+    (a, b) = parameters(VECTOR, VECTOR)
+    groups = [{"params": [a]}, {"params": [b], "lr": 1e-4}]
+    silent, said = mars(groups, lr=6e-3, lr_1d=1e-3).param_groups
+    assert (silent["lr_1d"], silent["weight_decay_1d"]) == (1e-3, 0.1)
+    assert (said["lr_1d"], said["weight_decay_1d"]) == (None, 0.1)
+
+
+@pytest.mark.parametrize("mars_type", REGISTRY)
+def test_the_rate_betas_and_decay_of_vectors_are_never_ignored(mars_type):
+    (vector,) = parameters(VECTOR)
+    before = vector.detach().clone()
+    optimizer = mars(
+        [vector], lr=0.5, mars_type=mars_type, lr_1d=0.01, weight_decay_1d=0.2
+    )
+    # the first step of Adam and of a sign is the rate; Nesterov's is ahead of it
+    first = 1 + 0.9 / 1.9 if mars_type == "nadamw" else 1.0
+    walk(optimizer, [vector], 1)
+    moved = (vector.detach() - (1 - 0.01 * 0.2) * before).abs()
+    want = torch.full(VECTOR, 0.01 * first)
+    torch.testing.assert_close(moved, want, rtol=1e-4, atol=0)
+
+    (one,), (two,) = parameters(VECTOR), parameters(VECTOR)
+    walk(mars([one], mars_type=mars_type, betas_1d=(0.5, 0.6)), [one])
+    walk(mars([two], mars_type=mars_type), [two])
+    assert not torch.equal(one, two)
+
+
+def test_a_value_for_vectors_may_come_and_go_between_steps():
+    """None is the group's own, in force at the next step."""
+    (a,), (b,) = parameters(VECTOR), parameters(VECTOR)
+    one, two = (mars([p], mars_type="moonlight", lr=0.1) for p in (a, b))
+    walk(one, [a], 1), walk(two, [b], 1)
+    one.param_groups[0].update(lr_1d=0.01, weight_decay_1d=0.0)
+    two.param_groups[0].update(lr=0.01, weight_decay=0.0)
+    walk(one, [a], 1), walk(two, [b], 1)
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("mars_type", REGISTRY)
+def test_a_rule_has_one_set_of_defaults_by_both_doors(mars_type):
+    """MARS(mars_type=...) steps as the rule of that name, nothing given to either."""
+    (p,) = parameters(MATRIX)
+    make = getattr(marsopt, mars_type.replace("-", "_"))
+    options = dict(ns_dtype=torch.float32) if REGISTRY[mars_type].matrix_only else {}
+    rule, x = make(**options), [p.detach().clone()]
+    state, optimizer = rule.init(x), mars([p], lr=0.1, mars_type=mars_type)
+    for seed in range(4):
+        p.grad = torch.randn(MATRIX, generator=torch.Generator().manual_seed(seed))
+        optimizer.step()
+        x, state = rule.step(x, [p.grad], state, lr=0.1)
+    torch.testing.assert_close(p.detach(), x[0], rtol=0, atol=1e-6)
+
+
+def test_groups_of_another_type_have_its_own_defaults():
+    a, b = parameters(MATRIX, MATRIX)
+    groups = [{"params": [a]}, {"params": [b], "mars_type": "adamw"}]
+    first, second = mars(groups, mars_type="mars-m").param_groups
+    assert (first["betas"], first["weight_decay"]) == ((0.95, 0.99), 0.0)
+    assert (second["betas"], second["weight_decay"]) == ((0.9, 0.999), 0.01)
+    groups = [{"params": [a]}, {"params": [b], "mars_type": "adamw"}]
+    _, given = mars(groups, mars_type="mars-m", weight_decay=0.3).param_groups
+    assert given["weight_decay"] == 0.3  # the constructor has said it
+
+
+@pytest.mark.parametrize("written", ["mars_m", "MARS-M", "Mars_M"])
+def test_names_are_understood_as_they_are_written_elsewhere(written):
+    (p,) = parameters(MATRIX)
+    assert mars([p], mars_type=written).param_groups[0]["mars_type"] == "mars-m"
+    assert str(marsopt.mars(mars_type=written).matrix) == "mars-m"
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("adam", "adamw"), ("moonlite", "moonlight"), ("mars-shampo", "mars-shampoo")],
+)
+def test_a_mistyped_name_is_answered_with_the_nearest(written, meant):
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'"):
+        MARS(parameters(MATRIX), mars_type=written)
+
+
+@pytest.fixture(autouse=True)
+def first_optimizer():
+    """Of this process, as far as advice goes."""
+    once_per_process.cache_clear()
+
+
+def notices(caplog):
+    return [r.message for r in caplog.records if r.levelno == logging.WARNING]
+
+
+def test_two_rates_are_said_once_where_one_was_given(caplog):
+    """Who has said lr alone hears at which rate the vectors go."""
+    optimizer = mars(parameters(MATRIX, VECTOR), lr=6e-3)
+    optimizer.add_param_group({"params": parameters(VECTOR)})
+    for _ in range(2):  # a sweep
+        mars(parameters(MATRIX, VECTOR), lr=6e-3)
+    (said,) = notices(caplog)
+    assert "lr_1d=0.003" in said and "lr=0.006" in said
+    mars(parameters(MATRIX, VECTOR), lr=7e-3)
+    assert len(notices(caplog)) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "shapes"),
+    [
+        (dict(lr=6e-3, lr_1d=3e-3), (MATRIX, VECTOR)),
+        (dict(lr=6e-3, mars_type="moonlight"), (MATRIX, VECTOR)),
+        (dict(lr=6e-3, optimize_1d=True), (MATRIX, VECTOR)),
+        (dict(lr=6e-3), (MATRIX,)),
+        ({}, (MATRIX, VECTOR)),
+    ],
+    ids=["given", "one rate", "optimize_1d", "no vectors", "authors' defaults"],
+)
+def test_one_rate_is_no_news(caplog, options, shapes):
+    mars(parameters(*shapes), **options)
+    assert not notices(caplog)
+
+
+def test_nesterov_is_an_option_of_rules_that_have_one():
+    (a,), (b,) = parameters(MATRIX), parameters(MATRIX)
+    one = mars([a], mars_type="adamw", nesterov=True, lr=0.1)
+    two = mars([b], mars_type="nadamw", lr=0.1)
+    walk(one, [a]), walk(two, [b])
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+    plain = mars([a], mars_type="moonlight", nesterov=False)
+    assert not plain.describe().buckets[0].algorithm.preconditioner.nesterov
+    with pytest.raises(ValueError, match="got nesterov=True with mars_type='lion'"):
+        mars([a], mars_type="lion", nesterov=True)
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "muon", "normuon", "lion"])
+def test_a_cautious_optimizer_is_so_beside_the_rule_unless_a_group_says_no(mars_type):
+    def cautious(optimizer):
+        buckets = optimizer.describe().buckets
+        return [b.algorithm.preconditioner.cautious_weight_decay for b in buckets]
+
+    options = dict(lr_1d=1e-3, mars_type=mars_type)
+    whole = mars(parameters(MATRIX, VECTOR), cautious_weight_decay=True, **options)
+    assert cautious(whole) == [True, True]  # the matrix, and the vector beside it
+    assert cautious(mars(parameters(MATRIX, VECTOR), **options)) == [False, False]
+    (a,), (b,) = parameters(MATRIX), parameters(VECTOR)
+    no = dict(params=[b], mars_type="adamw", cautious_weight_decay=False)
+    groups = [dict(params=[a]), no]
+    own = mars(groups, cautious_weight_decay=True, mars_type=mars_type)
+    assert cautious(own) == [True, False]
+
+
+@pytest.mark.parametrize(
+    "options", [dict(), dict(correction="transport", store_iterate=True)], ids=str
+)
+def test_a_cautious_optimizer_goes_on_from_a_state_that_lacks_the_option(options):
+    params = parameters(MATRIX, VECTOR)
+    plain = mars(params, **options)
+    walk(plain, params)
+    saved = plain.state_dict()
+    assert "cautious_weight_decay" not in saved["param_groups"][0]
+    again = mars(params, **options, cautious_weight_decay=True)
+    again.load_state_dict(saved)
+    walk(again, params)
+    assert again.param_groups[0]["cautious_weight_decay"]
+
+
+def test_a_cautious_optimizer_refuses_transports_numbers():
+    """From which x follows only where the decay does not ask for its sign."""
+    params = parameters(MATRIX, VECTOR)
+    plain = mars(params, correction="transport")
+    walk(plain, params)
+    again = mars(params, correction="transport", cautious_weight_decay=True)
+    with pytest.raises(ValueError, match="of the run that saved it"):
+        again.load_state_dict(plain.state_dict())
+
+
+def test_compiled_cautious_decay_equals_eager():
+    """Of a matrix rule and of AdamW, which takes what is no matrix."""
+    found = []
+    options = dict(lr=0.02, weight_decay=0.5, cautious_weight_decay=True)
+    for compiled in (True, False):
+        params = parameters(MATRIX, VECTOR)
+        walk(
+            MARS(
+                params,
+                mars_type="normuon",
+                compile=compiled,
+                ns_dtype=torch.float32,
+                **options,
+            ),
+            params,
+        )
+        found.append(params)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_the_version_is_that_of_the_package():
+    assert marsopt.__version__.count(".") == 2
+
+
+def test_a_rate_of_zero_in_a_tensor_is_no_base_rate():
+    """It cannot be seen without a sync that it has changed."""
+    zero = torch.tensor(0.0)
+    with pytest.raises(
+        ValueError, match="got lr=0 as a tensor .* a base learning rate"
+    ):
+        mars(parameters(VECTOR), lr=zero)
+    mars(parameters(MATRIX), lr=zero)
+    mars(parameters(VECTOR), lr=zero, mars_type="moonlight")
+    mars([{"params": parameters(VECTOR), "base_lr": 0.1}], lr=zero)
+
+
+def test_containers_and_keys_that_torch_takes():
+    optimizer = mars(nn.ParameterList(parameters(VECTOR)))
+    optimizer.add_param_group({"params": parameters(VECTOR), 7: "somebody's"})
+    assert len(optimizer.param_groups) == 2

@@ -1,0 +1,429 @@
+"""What README, docs/guide.md and docs/api/components.md show runs as it stands there,
+and does what the text says. Beside this file it needs these pages and an installed
+marsopt alone (test_package.py, tests/archives.sh).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import importlib.util
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import marsopt
+from marsopt import MARS
+from marsopt.rules.registry import CORRECTIONS
+
+ROOT = Path(__file__).parents[2]
+
+
+HEADING = re.compile(r"#+ (.*)|\*\*(.*?)\.?\*\*")
+
+
+def snippets(page: Path) -> dict[str, list[str]]:
+    """The code of each heading, or of each bold beginning of a paragraph."""
+    found, where, code = {}, "", []
+    for line in [*page.read_text().splitlines(), "end"]:
+        if line.startswith("    ") or (code and not line):
+            code.append(line.removeprefix("    "))
+            continue
+        if code:
+            found.setdefault(where, []).append("\n".join(code).strip() + "\n")
+            code = []
+        named = HEADING.match(line)
+        where = (named[1] or named[2]) if named else where
+    return found
+
+
+FILES = [ROOT / "README.md", ROOT / "docs/guide.md", ROOT / "docs/api/components.md"]
+PAGES = {file.name: snippets(file) for file in FILES}
+README, SNIPPETS = PAGES["README.md"], PAGES["guide.md"]
+# what is shown, and neither runs nor is a command
+FORMULAS = {("guide.md", "x, computed or kept")}
+
+
+def inline(page: Path) -> dict[str, list[str]]:
+    """The code within the prose and the tables of each heading, as of ``snippets``."""
+    prose, where = {}, ""
+    for line in page.read_text().splitlines():
+        if named := HEADING.match(line):
+            where = named[1] or named[2]
+        if not line.startswith("    "):
+            prose.setdefault(where, []).append(line)
+    return {h: re.findall("`([^`]+)`", " ".join(rows)) for h, rows in prose.items()}
+
+
+def is_python(code: str) -> bool:
+    with contextlib.suppress(SyntaxError):
+        return bool(ast.parse(code))
+    return False
+
+
+# {(page, heading): its Python}, and all lines of shell, in blocks and in the prose
+CODE = {}
+COMMANDS = [
+    code
+    for file in FILES
+    for parts in inline(file).values()
+    for code in parts
+    if re.match(r"(python|torchrun) |make \w", code)
+]
+for page, headings in PAGES.items():
+    for heading, parts in headings.items():
+        if code := [part for part in parts if is_python(part)]:
+            CODE[page, heading] = code
+        if (page, heading) not in FORMULAS:
+            others = [part for part in parts if not is_python(part)]
+            COMMANDS += [line for part in others for line in part.splitlines()]
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """What the snippets take for granted. To compile would take a minute."""
+    monkeypatch.setitem(MARS.__init__.__kwdefaults__, "compile", False)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    loader = list(zip(torch.randn(8, 5, 4), torch.randn(8, 5, 2), strict=True))
+    options = dict(lr=1e-2, correction="transport", gamma=0.1)
+    optimizer = MARS(model.parameters(), **options)
+    optimizer.follow(model)
+    return dict(
+        MARS=MARS,
+        copy=copy,
+        loader=loader,
+        loss_fn=nn.functional.mse_loss,
+        marsopt=marsopt,
+        model=model,
+        optimizer=optimizer,
+        torch=torch,
+    )
+
+
+def run(name, names, part=None):
+    """Run the code under ``name``: all of it, or one part."""
+    parts = SNIPPETS[name] if part is None else [SNIPPETS[name][part]]
+    for code in parts:
+        exec(compile(code, f"guide.md: {name}", "exec"), names)
+    return SimpleNamespace(**names)
+
+
+def loss(names):
+    model, pairs = names["model"], names["loader"]
+    model.eval()
+    with torch.no_grad():
+        found = sum(float(nn.functional.mse_loss(model(x), y)) for x, y in pairs)
+    model.train()
+    return found
+
+
+@contextlib.contextmanager
+def one_rank():
+    """A mesh of one rank."""
+    dist.init_process_group("fake", rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def rows(num: int, *shape: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(shape)) for _ in range(num)]
+
+
+@contextlib.contextmanager
+def own_names():
+    """What is registered inside has no name after it."""
+    tables = [(one, dict(one)) for one in (marsopt.REGISTRY, CORRECTIONS)]
+    try:
+        yield
+    finally:
+        for one, before in tables:
+            one.clear()
+            one.update(before)
+
+
+@contextlib.contextmanager
+def setting(heading, names, folder):
+    """Give ``names`` what the code under a heading takes for granted, and look at what
+    it has made.
+    """
+    model, loader = names["model"], names["loader"]
+    inputs, labels = loader[0]
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    names |= dict(batches=loader[:3], params=params, grads=params, lr=1e-2)
+    names["groups"] = marsopt.param_groups(model, "mars-m", lr=6e-3)
+    names["config"] = SimpleNamespace(optimizer=None)
+    start = [p.detach().clone() for p in model.parameters()]
+
+    def loss(pair):
+        return nn.functional.mse_loss(model(pair[0]), pair[1])
+
+    match heading:
+        case "Guide":
+            names["loss"] = loss(loader[0])
+            yield
+        case "Param groups":
+            matrices = [p for p in model.parameters() if p.ndim == 2]
+            vectors = [p for p in model.parameters() if p.ndim == 1]
+            names |= dict(matrices=matrices, norms_and_biases=vectors)
+            yield
+        case "Corrections":
+            names |= dict(step=0, period=10, batch=loader[0], loss=loss)
+            names["full_loss"] = lambda: sum(map(loss, loader)) / len(loader)
+            options = dict(correction="svrg", gamma=0.5)
+            names["optimizer"] = MARS(model.parameters(), **options)
+            yield
+            assert not torch.equal(next(model.parameters()), start[0])
+        case "Without an optimizer object":
+            names |= dict(x=inputs, folder=folder, loss=lambda y: (y - labels).norm())
+            names["functional_call"] = torch.func.functional_call
+            with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+                yield
+            assert not torch.equal(names["flat"].unpack()["0.bias"], params["0.bias"])
+        case "A rule of your own":
+            with own_names():
+                yield
+                ones = {n: torch.ones_like(p) for n, p in params.items()}
+                state = names["rule"].init(params)
+                moved, state = names["rule"].step(params, ones, state, lr=1e-3)
+                for p in model.parameters():
+                    p.grad = torch.ones_like(p)
+                names["optimizer"].step()
+            # c = (1 + gamma) g, clipped; v = (1 - alpha) c^2
+            for p, x, q in zip(model.parameters(), start, moved.values(), strict=True):
+                torch.testing.assert_close(x - p, torch.full_like(p, 1e-3 / 0.1**0.5))
+                torch.testing.assert_close(x - q, torch.full_like(p, 1e-3 / 0.1))
+        case "Many runs at once, and gradients of a run":
+            tasks = [SimpleNamespace(support=loader[0], query=loader[1])]
+            names |= dict(held_out=loader[3], models=[model, copy.deepcopy(model)])
+            names["tasks"] = tasks
+            yield
+        case "Experts (MoE), heads, fused projections":
+            names |= dict(experts=rows(1, 3, 4, 6), head_width=2, width=6)
+            names |= dict(q_proj=rows(1, 6, 6), qkv=rows(1, 18, 6))
+            names |= dict(kernels=rows(1, 4, 3, 2, 2), others=rows(2, 5))
+            yield
+        case "FSDP2":
+            with one_rank() as mesh:
+                names |= dict(mesh=mesh, fully_shard=fully_shard)
+                yield
+                for p in model.parameters():
+                    p.grad = torch.ones_like(p)
+                names["optimizer"].step()
+                assert not torch.equal(next(model.parameters()).to_local(), start[0])
+        case "torchtitan":
+            pytest.importorskip("torchtitan")
+            yield
+            built = names["config"].optimizer.build(model_parts=[model])
+            assert any(type(optimizer) is MARS for optimizer in built)
+        case "Other trainers":
+            base = ModuleType("axolotl.integrations.base")
+            base.BasePlugin = object  # axolotl is not installed
+            parents = ("axolotl", "axolotl.integrations")
+            own = {name: ModuleType(name) for name in parents} | {base.__name__: base}
+            with mock.patch.dict(sys.modules, own):
+                yield
+            trainer = SimpleNamespace(model=model)
+            cfg = SimpleNamespace(learning_rate=0.5)
+            made = names["Mars"]().create_optimizer(cfg, trainer)
+            assert made.param_groups[0]["lr"] == 0.5
+        case "Fine-tuning":
+            torch.save(model.state_dict(), "pretrained.pt")
+            yield
+        case "CUDA graphs":
+            names["device"] = "cpu"
+            yield
+        case _:
+            yield
+
+
+@pytest.mark.parametrize(("page", "heading"), CODE, ids=map(": ".join, CODE))
+def test_what_is_shown_runs(page, heading, names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with setting(heading, names, tmp_path):
+        for code in CODE[page, heading]:
+            exec(compile(code, f"{page}: {heading}", "exec"), names)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_that_are_shown_exist(line, monkeypatch):
+    """Those of the library take the options that are shown; those of the checkout are
+    there, where there is one.
+    """
+    words = shlex.split(line, comments=True)
+    module = words[words.index("-m") + 1] if "-m" in words else None
+    if module and module.startswith("marsopt."):
+        options = words[words.index("-m") + 2 :]
+        monkeypatch.setattr("sys.argv", [module, *options, "--help"])
+        with pytest.raises(SystemExit, match="^0$"):
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
+    assert words[0] in ("make", "python", "torchrun")
+    if not (ROOT / "Makefile").exists():
+        pytest.skip("a command of the checkout")
+    if module:
+        assert importlib.util.find_spec(module)
+    else:
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
+
+
+def test_fine_tuning(names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    start = copy.deepcopy(names["model"].state_dict())
+    torch.save(start, "pretrained.pt")
+    before = loss(names)
+    nn.init.zeros_(names["model"][0].weight)
+    found = run("Fine-tuning", names)
+    assert loss(names) < before
+    tuned = torch.load("tuned.pt")
+    trained = dict(found.optimizer.iterates())
+    for name, p in names["model"].named_parameters():
+        assert torch.equal(tuned[name], trained[p])
+        assert 0 < (tuned[name] - start[name]).abs().max() < 8 * 1.1e-3
+
+
+def test_exponential_moving_average(names):
+    seen, step = [], names["optimizer"].step
+
+    def watched():
+        step()
+        seen.append([x.clone() for _, x in names["optimizer"].iterates()])
+
+    names["optimizer"].step = watched
+    start = [p.detach().clone() for p in names["model"].parameters()]
+    found = run("Exponential moving average", names)
+    for xs in seen:
+        start = [s.lerp(x, 1e-3) for s, x in zip(start, xs, strict=True)]
+    for want, got in zip(start, found.averaged.parameters(), strict=True):
+        torch.testing.assert_close(got.detach(), want, rtol=0, atol=1e-7)
+
+
+def test_stochastic_weight_averaging(names):
+    seen, switch = [], names["optimizer"].eval
+
+    def watched():
+        switch()
+        seen.append([p.detach().clone() for p in names["model"].parameters()])
+
+    names["optimizer"].eval = watched
+    found = run("Stochastic weight averaging", names)
+    assert len(seen) == 3
+    for i, got in enumerate(found.averaged.module.parameters()):
+        want = torch.stack([xs[i] for xs in seen]).mean(0)
+        torch.testing.assert_close(got.detach(), want, rtol=0, atol=1e-6)
+
+
+def test_gradient_accumulation(names):
+    twin = copy.deepcopy(names["model"])
+    other = MARS(twin.parameters(), lr=1e-2, correction="transport", gamma=0.1,
+                 compile=False)  # fmt: skip
+    run("Gradient accumulation", names)
+    for half in (names["loader"][:4], names["loader"][4:]):
+        inputs, labels = (torch.cat(part) for part in zip(*half, strict=True))
+        nn.functional.mse_loss(twin(inputs), labels).backward()
+        other.step()
+        other.zero_grad()
+    for p, q in zip(names["model"].parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+
+
+def test_grad_scaler(names):
+    before = loss(names)
+    run("GradScaler", names)
+    assert loss(names) < before
+
+
+def test_one_cycle_without_momentum(names):
+    found = run("OneCycleLR", names)
+    rates, betas = [], [group["betas"] for group in found.optimizer.param_groups]
+    for _ in range(100):
+        for p in found.model.parameters():
+            p.grad = torch.zeros_like(p)
+        found.optimizer.step()
+        rates.append(found.optimizer.param_groups[0]["lr"])
+        found.scheduler.step() if len(rates) < 100 else None
+    assert [group["betas"] for group in found.optimizer.param_groups] == betas
+    assert max(rates) == pytest.approx(6e-3)
+
+
+def test_many_runs_at_once_and_gradients_of_a_run(names):
+    """The rate's derivative beside finite differences, in float64."""
+    model = names["model"].double()
+    batches = [(x.double(), y.double()) for x, y in names["loader"]]
+    models = [copy.deepcopy(model), nn.Sequential(*map(copy.deepcopy, model))]
+    with torch.no_grad():
+        models[1][0].weight.add_(0.1)
+    tasks = [SimpleNamespace(support=batches[i], query=batches[i + 1]) for i in (0, 2)]
+    names.update(batches=batches[:3], held_out=batches[3], models=models, tasks=tasks)
+    found = run("Many runs at once, and gradients of a run", names)
+    alone = [found.train(found.params, rate) for rate in found.rates]
+    torch.testing.assert_close(found.by_rate, torch.stack(alone))
+    first = found.train(found.params, torch.tensor(1e-2))
+    torch.testing.assert_close(found.by_seed[0], first)
+    assert found.by_seed[1] != first
+    around = [
+        found.train(found.params, torch.tensor(1e-2 + d, dtype=torch.float64))
+        for d in (1e-6, -1e-6)
+    ]
+    slope = float(around[0] - around[1]) / 2e-6
+    assert float(found.by_lr) == pytest.approx(slope, rel=1e-4)
+
+    def outer(bias):
+        params = {**found.params, "2.bias": bias}
+        return sum(found.adapted(params, task) for task in tasks)
+
+    at = found.params["2.bias"]
+    for i, d in enumerate(1e-6 * torch.eye(2, dtype=torch.float64)):
+        slope = float(outer(at + d) - outer(at - d)) / 2e-6
+        assert float(found.meta["2.bias"][i]) == pytest.approx(slope, rel=1e-4)
+
+
+def test_the_readmes_start_trains_a_model_with_embeddings(names, caplog):
+    """And says nothing but what it compiles: rates and embeddings are chosen."""
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.inner = nn.Embedding(12, 8), nn.Linear(8, 8)
+            self.head = nn.Linear(8, 12)
+
+        def forward(self, x):
+            return self.head(self.inner(self.embed(x)).relu())
+
+    torch.manual_seed(0)
+    model, x = Words(), torch.arange(12)
+    (code,) = README["Start here"]
+    caplog.clear()
+    names |= dict(model=model, batches=[(x, x.roll(1))] * 200)
+    names["loss_fn"] = nn.functional.cross_entropy
+    exec(compile(code, "README.md", "exec"), names)
+    model.eval()
+    with torch.no_grad():
+        assert nn.functional.cross_entropy(model(x), x.roll(1)) < 1.0
+    assert not [r.message for r in caplog.records if r.levelname == "WARNING"]
+
+
+def test_the_readmes_pieces_and_rule(names):
+    model = names["model"]
+    (code,) = README["Pieces"]
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["optimizer"].defaults["mars_type"] == "mars-adamw"
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    names |= dict(params=params, grads=params)
+    (code,) = README["Pure functions"]
+    exec(compile(code, "README.md", "exec"), names)
+    assert not torch.equal(names["params"]["0.bias"], params["0.bias"])

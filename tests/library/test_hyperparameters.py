@@ -1,0 +1,656 @@
+"""The table of hyperparameters: what a rule or a correction says of its own is known to
+every door, with nothing but its line in the registry.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import marsopt
+from marsopt import MARS, REGISTRY
+from marsopt.optim.device_values import DeviceHyperparameters
+from marsopt.optim.protocols.base import CorrectionProtocol
+from marsopt.optim.protocols.exact import NextGradients
+from marsopt.rules import checks
+from marsopt.rules.buffers import Buffer
+from marsopt.rules.checks import Number
+from marsopt.rules.correction import Correction
+from marsopt.rules.hyperparameters import number, structure
+from marsopt.rules.preconditioner import Average
+from marsopt.rules.registry import CORRECTIONS, NamedRule
+from marsopt.testing import check_component
+from tests.factors import Factors
+
+LR = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Power(Average):
+    """With c the gradient: x <- (1 - lr weight_decay) x - lr sign(m) |m|^alpha.
+
+    Args:
+        alpha: exponent of the average.
+        is_cubic: three times that.
+    """
+
+    alpha: Number = number(0.5, checks.at_least_zero)
+    is_cubic: bool = False
+
+    def update(self, x, c, buffers, s):
+        rate, decay, *w = s
+        m, u = self.average(buffers["m"], c, w)
+        size = u.abs() ** (3 * self.alpha if self.is_cubic else self.alpha)
+        return decay * x - rate * torch.sign(u) * size, {"m": m}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Damped(Correction):
+    """c = g + rho (g - h).
+
+    Args:
+        rho: scale of the difference, whatever beta1 is.
+    """
+
+    rho: Number = number(0.5, checks.finite)
+    is_signed: bool = structure(False, whole=True)
+
+    name = "damped"
+    operands = ("h",)
+    keeps = {"h": Buffer("last_grad")}
+    written = ("h",)
+
+    def coefficients(self, beta1, gamma):
+        rho = -self.rho if self.is_signed else self.rho
+        return 1 + rho, -rho
+
+    def kept(self, g, old):
+        return {"h": g}
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """Their lines in the registry."""
+    rules = [NamedRule("power", Power, False, "itself", source="of these tests")]
+    rules.append(NamedRule("mars-power", Power, True, "adamw_1d", dict(alpha=1.0)))
+    for rule in rules:
+        monkeypatch.setitem(REGISTRY, rule.name, rule)
+    monkeypatch.setitem(CORRECTIONS, Damped.name, Damped)
+
+
+def parameters(*shapes):
+    g = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(shape, generator=g)) for shape in shapes]
+
+
+def gradient(p, seed):
+    return torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+
+
+def by_hand(p, alphas, *, mu=0.95, decay=0.0):
+    """The trajectory of Power, in float64."""
+    x, m = p.detach().double().clone(), torch.zeros_like(p, dtype=torch.float64)
+    for t, alpha in enumerate(alphas):
+        m = mu * m + (1 - mu) * gradient(p, t).double()
+        x = (1 - LR * decay) * x - LR * torch.sign(m) * m.abs() ** alpha
+    return x.float()
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_number_of_a_rule_may_be_given_and_changed(compile):
+    """In the constructor, in a group, between steps: and nothing is compiled anew."""
+    p, q = parameters((4, 6), (5,))
+    alphas = [[0.5, 0.25, 2.0], [1.0, 1.0, 0.5]]
+    want = [by_hand(p, alphas[0]), by_hand(q, alphas[1])]
+    groups = [{"params": [p]}, {"params": [q], "alpha": 1.0}]
+    optimizer = MARS(groups, LR, mars_type="power", alpha=0.5, compile=compile)
+    for t in range(3):
+        for group, own in zip(optimizer.param_groups, alphas, strict=True):
+            assert t or group["alpha"] == own[0]
+            group["alpha"] = own[t]
+        for x in (p, q):
+            x.grad = gradient(x, t)
+        before = counters["stats"]["unique_graphs"]
+        optimizer.step()
+        assert t < 1 or counters["stats"]["unique_graphs"] == before
+    torch.testing.assert_close(p.detach(), want[0])
+    torch.testing.assert_close(q.detach(), want[1])
+    optimizer.param_groups[0]["alpha"] = -1.0
+    with pytest.raises(ValueError, match="got alpha=-1"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(
+    "door",
+    [
+        lambda **own: marsopt.power(**own),
+        lambda **own: marsopt.mars(mars_type="power", **own),
+    ],
+    ids=["power", "mars"],
+)
+def test_the_functional_doors_know_a_new_rule(door, compile):
+    (p,) = parameters((4, 6))
+    for own, alphas in (({}, [0.5] * 3), ({"alpha": 0.25}, [0.25] * 3)):
+        rule, x = door(**own), [p.detach()]
+        step = rule.step
+        if compile:
+            step = torch.compile(step, backend="eager", fullgraph=True)
+        state = rule.init(x)
+        for t in range(3):
+            x, state = step(x, [gradient(p, t)], state, lr=LR)
+        torch.testing.assert_close(x[0], by_hand(p, alphas))
+
+
+def test_structure_of_a_rule_changes_its_formula():
+    (p,) = parameters((4, 6))
+    want = by_hand(p, [0.5, 1.5])
+    optimizer = MARS([p], LR, mars_type="power", is_cubic=False, compile=False)
+    for t in range(2):
+        optimizer.param_groups[0]["is_cubic"] = t == 1
+        p.grad = gradient(p, t)
+        optimizer.step()
+    torch.testing.assert_close(p.detach(), want)
+
+
+def test_groups_have_what_their_rule_has():
+    shapes = [(4, 6)] * 4
+    groups = [{"params": [p]} for p in parameters(*shapes)]
+    groups[1] |= {"mars_type": "adamw"}
+    groups[2] |= {"mars_type": "mars-power"}
+    groups[3] |= {"mars_type": "lion"}
+    optimizer = MARS(groups, mars_type="power", alpha=0.75, nesterov=None)
+    found = [group.get("alpha") for group in optimizer.param_groups]
+    assert found == [0.75, None, 0.75, None]  # what the constructor has said
+    by_itself = MARS(parameters((2, 2)), mars_type="mars-power")
+    assert by_itself.param_groups[0]["alpha"] == 1.0
+    groups = [{"params": parameters((2, 2)), "mars_type": "muon"}]
+    groups.append({"params": parameters((2, 2)), "mars_type": "lion"})
+    groups[0]["nesterov"] = False
+    assert "nesterov" not in MARS(groups).param_groups[1]
+
+
+def test_the_number_is_saved_and_loaded():
+    (p,), (q,) = parameters((4, 6)), parameters((4, 6))
+    saved = MARS([p], mars_type="power", alpha=0.75).state_dict()
+    assert saved["param_groups"][0]["alpha"] == 0.75
+    other = MARS([q], mars_type="power")
+    del saved["param_groups"][0]["betas"]
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["alpha"] == 0.75
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        lambda **own: MARS(parameters((2, 2)), **own),
+        lambda **own: MARS([{"params": parameters((2, 2)), **own}]),
+        marsopt.mars,
+    ],
+    ids=["class", "group", "mars"],
+)
+@pytest.mark.parametrize(
+    "own",
+    [
+        dict(alpha=0.5),
+        dict(mars_type="lion", alpha=0.5),
+        dict(mars_type="lion", nesterov=True),
+        dict(mars_type="adamw", adjust_lr_fn="original"),
+        dict(rho=0.5),
+    ],
+    ids=str,
+)
+def test_a_number_of_another_rule_is_refused(door, own):
+    name = [*own][-1]
+    with pytest.raises(ValueError, match=f"got {name}=.*leave it out"):
+        door(**own)
+
+
+@pytest.mark.parametrize(
+    "door",
+    [lambda **own: MARS(parameters((2, 2)), **own), marsopt.mars, marsopt.mars_m],
+    ids=["class", "mars", "mars_m"],
+)
+def test_a_misspelt_argument_is_answered_with_the_nearest(door):
+    with pytest.raises(TypeError, match="got .'ns_step'.*did you mean 'ns_steps' for"):
+        door(ns_step=3)
+    with pytest.raises(TypeError, match="got .'whatever'.*expected arguments of"):
+        door(whatever=3)
+    with pytest.raises(AttributeError, match="no attribute 'powers'"):
+        marsopt.powers  # noqa: B018
+    with pytest.raises(AttributeError, match="did you mean 'mars_adamw'"):
+        marsopt.mars_adam  # noqa: B018
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_correction_needs_its_line_alone(compile):
+    """The class, changed between steps without compiling anew, is the rule by hand."""
+    (p,) = parameters((4, 6))
+    rhos = [0.5, 2.0, -1.0]
+    x, m, h = p.detach().double(), 0.0, 0.0
+    for t, rho in enumerate(rhos):
+        g = gradient(p, t).double()
+        m = 0.95 * m + 0.05 * (g + rho * (g - h))
+        x, h = x - LR * torch.sign(m), g
+    own = dict(mars_type="mars-lion", correction="damped", clip=None)
+    optimizer = MARS([p], LR, **own, compile=compile)
+    assert optimizer.param_groups[0]["rho"] == 0.5
+    for t, rho in enumerate(rhos):
+        optimizer.param_groups[0]["rho"] = rho
+        p.grad = gradient(p, t)
+        before = counters["stats"]["unique_graphs"]
+        optimizer.step()
+        assert t < 1 or counters["stats"]["unique_graphs"] == before
+    torch.testing.assert_close(p.detach(), x.float())
+    with pytest.raises(ValueError, match="is_signed.* in a param group"):
+        MARS([{"params": [p], "is_signed": True}], **own)
+
+
+def test_the_functional_doors_know_a_new_correction():
+    (p,) = parameters((4, 6))
+    for make in (
+        lambda: marsopt.mars_lion(correction="damped", rho=0.25, is_signed=True),
+        lambda: marsopt.mars(
+            mars_type="mars-lion", correction="damped", rho=0.25, is_signed=True
+        ),
+    ):
+        found = make().matrix.correction
+        assert (type(found), found.rho, found.is_signed) == (Damped, 0.25, True)
+    with pytest.raises(ValueError, match="got rho=0.25"):
+        marsopt.mars_lion(rho=0.25)
+
+
+def test_the_scale_of_the_rate_may_be_given_and_changed():
+    """Muon with Moonlight's scale is Moonlight, from the step on that says so."""
+    (p,), (q,) = parameters((12, 4)), parameters((12, 4))
+    common = dict(lr=LR, weight_decay=0.1, compile=False, ns_dtype=torch.float32)
+    muon = MARS([p], mars_type="muon", adjust_lr_fn="match_rms_adamw", **common)
+    assert muon.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+    moonlight = MARS([q], mars_type="moonlight", **common)
+    for t, scale in enumerate(["match_rms_adamw", "original"]):
+        for optimizer, x in ((muon, p), (moonlight, q)):
+            optimizer.param_groups[0]["adjust_lr_fn"] = scale
+            x.grad = gradient(x, t)
+            optimizer.step()
+        torch.testing.assert_close(p, q, rtol=0, atol=0)
+    for base_lr in (0.5, 3e-3):  # the latter is the default of ``mars``, too
+        (group,) = MARS(parameters((2, 2)), LR, base_lr=base_lr).param_groups
+        assert group["base_lr"] == base_lr
+
+
+def test_what_ranks_compare_names_every_number_and_structure():
+    optimizer = MARS(parameters((2, 2)), mars_type="power", compile=False)
+    (group,) = optimizer.param_groups
+    options = dict(correction="approximate")
+    texts = set()
+    for change in ({}, {"alpha": 0.25}, {"is_cubic": True}, {"lr": 0.5}):
+        changed = {**group, **change}
+        texts.add(DeviceHyperparameters(changed, options).digest_text(changed))
+    assert len(texts) == 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FromMean(Correction):
+    """c = g + gamma (g - mean), mean <- 0.9 mean + 0.1 g."""
+
+    name = "from-mean"
+    operands = written = ("mean",)
+    keeps = {"mean": Buffer("grad_mean")}
+
+    def coefficients(self, beta1, gamma):
+        return 1 + gamma, -gamma
+
+    def kept(self, g, old):
+        return {"mean": 0.9 * old["mean"] + 0.1 * g}
+
+
+def test_a_correction_may_build_on_what_it_keeps():
+    algorithm = marsopt.Algorithm(
+        preconditioner=marsopt.AdamW(weight_decay=0.0),
+        correction=FromMean(gamma=0.5, clip=None),
+    )
+    rule = marsopt.Rule(matrix=algorithm)
+    plain = marsopt.adamw(weight_decay=0.0)
+    x = y = [torch.ones(3, dtype=torch.float64)]
+    state, twin, mean = rule.init(x), plain.init(y), torch.zeros(3, dtype=torch.float64)
+    for seed in range(3):
+        made = torch.Generator().manual_seed(seed)
+        g = torch.randn(3, generator=made, dtype=torch.float64)
+        x, state = rule.step(x, [g], state, lr=0.1)
+        y, twin = plain.step(y, [g + 0.5 * (g - mean)], twin, lr=0.1)
+        mean = 0.9 * mean + 0.1 * g
+        torch.testing.assert_close(x[0], y[0], rtol=0, atol=1e-14)
+    torch.testing.assert_close(state.buffers["mean"][0], mean, rtol=0, atol=1e-14)
+    with pytest.raises(ValueError, match="got a reference for"):  # its mean is its own
+        rule.step(x, [g], state, lr=0.1, reference=[g])
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        ("fused", "leave out what it is not; how a step is run is no option"),
+        ("momentum", "did you mean 'betas' for 'momentum'"),
+        ("max_grad_norm", "did you mean 'max_norm' for"),
+        ("clip_grad", "did you mean 'max_norm' for"),
+        ("learning_rate", "did you mean 'lr' for"),
+        ("maximize", "leave out what it is not; negate the loss$"),
+        ("decoupled_weight_decay", "what it is not; weight decay always is decoupled$"),
+    ],
+)
+def test_words_of_other_optimizers_are_answered(given, told):
+    with pytest.raises(TypeError, match=told):
+        MARS([nn.Parameter(torch.ones(2, 2))], **{given: True})
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        (dict(lr=0.1), "Rule.step is given the lr"),
+        (
+            dict(correction="transport"),
+            r"marsopt.mars\(mars_type=..., correction=...\)",
+        ),
+        (dict(nonfinite="raise"), "state.matrix.skipped counts them"),
+    ],
+)
+def test_what_is_no_argument_of_a_rule_is_said_where_it_belongs(given, told):
+    with pytest.raises(TypeError, match=told):
+        marsopt.moonlight(**given)
+
+
+BASELINES = [name for name, row in REGISTRY.items() if not row.is_mars]
+
+
+@pytest.mark.parametrize("mars_type", BASELINES)
+@pytest.mark.parametrize("correction", ["exact", "svrg"])
+def test_a_correction_that_no_rule_takes_is_refused(mars_type, correction, caplog):
+    """But beside a MARS rule a baseline stays plain, and where the default is named."""
+    match = r"mars_type='.*', expected None or one of \['transport'\]: .*mars-m"
+    with pytest.raises(ValueError, match=match):
+        marsopt.mars(mars_type=mars_type, correction=correction)
+    for make in (MARS, lambda p, **k: MARS([dict(params=p)], **k)):
+        with pytest.raises(ValueError, match=match):
+            make(parameters((2, 2)), mars_type=mars_type, correction=correction)
+    groups = [dict(params=parameters((2, 2)), mars_type=mars_type)]
+    groups += [dict(params=parameters((2, 2)), mars_type="mars-m")]
+    MARS(groups, correction=correction)
+    MARS(groups, correction="approximate")
+    assert "has no effect" not in caplog.text
+    MARS(parameters((2, 2)), mars_type=mars_type, correction="approximate")
+    assert "correction='approximate' has no effect" in caplog.text
+
+
+FLAGS = {
+    "nesterov": marsopt.nadamw,
+    "amsgrad": marsopt.adamw,
+    "epsilon_hat": marsopt.adamw,
+    "cautious_weight_decay": marsopt.lion,
+    "stochastic_rounding": marsopt.lion,
+    "stagger": marsopt.soap,
+    "ns_gram": marsopt.muon,
+    "is_approx": marsopt.mars,
+    "optimize_1d": marsopt.mars,
+    "store_iterate": marsopt.mars_adamw,
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("value", ["no", 1, 0.0])
+def test_what_is_no_bool_is_refused(name, value):
+    options = {name: value}
+    options |= dict(correction="transport") if name == "store_iterate" else {}
+    with pytest.raises(ValueError, match=f"got {name}={value!r}, expected True or F"):
+        FLAGS[name](**options)
+    if FLAGS[name] is marsopt.mars:
+        with pytest.raises(ValueError, match=f"got {name}={value!r}, expected True"):
+            MARS(parameters((2, 2)), **options)
+
+
+class Tripled(marsopt.Correction):
+    """c = 3 g, with a coefficient for an operand that it has not."""
+
+    name = "tripled"
+
+    def coefficients(self, beta1, gamma):
+        return 3.0, gamma
+
+
+@pytest.mark.parametrize("given", [marsopt.Correction, marsopt.AdamW, Tripled()])
+def test_what_cannot_be_registered_is_refused(given):
+    before = dict(CORRECTIONS), dict(REGISTRY)
+    with pytest.raises(TypeError, match="expected a NamedRule, or a subclass of Corr"):
+        marsopt.register(given)
+    assert before == (CORRECTIONS, REGISTRY)
+
+
+def test_a_correction_that_is_no_name_and_one_with_too_many_coefficients():
+    for given in (Tripled, Tripled()):
+        with pytest.raises(ValueError, match="register its class, and give the name"):
+            marsopt.mars_adamw(correction=given)
+    rule = marsopt.Rule(
+        matrix=marsopt.Algorithm(preconditioner=marsopt.Lion(), correction=Tripled())
+    )
+    params = [torch.ones(2, 2)]
+    with pytest.raises(ValueError, match=r"got 2 coefficients of Tripled, expected 1"):
+        rule.step(params, params, rule.init(params), lr=0.1)
+
+
+class Zeroed(CorrectionProtocol):
+    """``update_anchor`` writes zeros; the number of steps is its progress."""
+
+    def __init__(self):
+        self.progress = 0
+
+    def update_anchor(self, optimizer, grad_scale):
+        handles = optimizer.parameter_handles("update_anchor()")
+        with optimizer.writing:
+            for handle in handles:
+                handle.piece.zero_()
+
+    def after_step(self, optimizer, handles):
+        self.progress += 1
+
+    def check_may_save(self):
+        if self.progress == 1:
+            raise RuntimeError("got a state dict after one step")
+
+    answers = frozenset({"update_anchor"})
+
+
+class Half(marsopt.Correction):
+    """c = g / 2."""
+
+    name = "half"
+
+    def coefficients(self, beta1, gamma):
+        return (0.5,)
+
+
+class HalfExact(marsopt.Exact):
+    name = "half-exact"
+
+
+class Silent(NextGradients):
+    def update_previous_grad(self, optimizer, grad_scale):
+        self.progress = True
+
+
+def test_a_correction_brings_its_protocol_or_has_that_of_its_class():
+    kinds, rows = dict(CORRECTIONS), dict(REGISTRY)
+    try:
+        marsopt.register(Half, protocol=Zeroed)
+        marsopt.register(HalfExact)
+        (p,) = params = [nn.Parameter(torch.ones(2, 2))]
+        optimizer = MARS(params, correction="half", compile=False)
+        optimizer.state_dict()
+        for num_steps in (1, 2):
+            p.grad = torch.ones(2, 2)
+            optimizer.step()
+            if num_steps == 1:
+                with pytest.raises(RuntimeError, match="after one step"):
+                    copy.deepcopy(optimizer)
+        copy.deepcopy(optimizer).state_dict()
+        optimizer.update_last_grad(), optimizer.eval()  # which it does not answer
+        assert p.any()
+        optimizer.update_anchor()
+        assert not p.any()
+        with pytest.raises(RuntimeError, match="the protocol of exact MARS"):
+            MARS(params, correction="half-exact", compile=False).step()
+        marsopt.register(HalfExact, protocol=Silent, replace=True)  # overrides a method
+        silent = MARS(params, correction="half-exact", compile=False)
+        silent.update_previous_grad(), silent.step()
+        for component, protocol in ((Half, Zeroed()), (REGISTRY["lion"], Zeroed)):
+            with pytest.raises(TypeError, match="expected a class, for a correction"):
+                marsopt.register(component, protocol=protocol)
+    finally:
+        for table, before in ((REGISTRY, rows), (CORRECTIONS, kinds)):
+            table.clear()
+            table.update(before)
+
+
+# ---- rules of one's own that do not do what they declare ---------------------------
+
+
+def returning(change):
+    """AdamW of one's own whose ``update`` goes through ``change(x, new)``."""
+
+    @dataclass(frozen=True, kw_only=True, eq=False)
+    class Mine(marsopt.AdamW):
+        def update(self, x, c, buffers, s):
+            before = {**buffers, "x": x}
+            return change(before, *super().update(x, c, buffers, s))
+
+    return Mine
+
+
+def in_place(before, x, new):
+    before["m"].copy_(new["m"])
+    return x, {**new, "m": before["m"]}
+
+
+WRONG = {
+    "no buffer": (lambda _, x, new: (x, {}), r"got \{\} from Mine.update, expected"),
+    "one buffer": (lambda _, x, new: (x, {"v": new["v"]}), r"got \{'v': .*'m': "),
+    "another key": (lambda _, x, new: (x, {**new, "w": x}), "'w': .*: return every"),
+    "a number": (lambda _, x, new: (x, {**new, "m": new["m"].sum()}), r"'m': \(\(\),"),
+    "double": (lambda _, x, new: (x, {**new, "v": new["v"].double()}), "float64"),
+    "in place": (in_place, "got Mine.update that writes into m, expected new"),
+    "x in place": (lambda b, x, new: (b["x"].copy_(x), new), "writes into x, expected"),
+    "no x": (lambda _, x, new: (None, new), "got {'x': 'NoneType'}"),
+    "x of a row": (lambda _, x, new: (x[..., 0], new), "'x': "),
+    "x alone": (lambda _, x, new: x, "got Tensor from Mine.update, expected a pair"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_a_rule_does_not_declare_is_refused(what):
+    change, told = WRONG[what]
+    with pytest.raises(ValueError, match=told):
+        check_component(returning(change)())
+
+
+def test_a_correction_and_a_matrix_rule_are_checked_too():
+    class Sums(Damped):
+        def kept(self, g, old):
+            return {"h": old["h"].add_(g)}
+
+    class Nothing(Damped):
+        def kept(self, g, old):
+            return {}
+
+    class Scaled(marsopt.Orthogonal):
+        def at_owner(self, matrices, stage):
+            for one in matrices:
+                one.matrix.mul_(2)
+            return super().at_owner(matrices, stage)
+
+    class Turned(marsopt.Orthogonal):
+        def apply(self, x, o, rows, s, shape):
+            return super().apply(x, o, rows, s, shape).mT
+
+    class NoBases(marsopt.SOAP):
+        def at_owner(self, matrices, stage):
+            outputs = super().at_owner(matrices, stage)
+            return [output._replace(owned=None) for output in outputs]
+
+    for component, told in (
+        (Sums(), "got Sums.kept that writes into h, expected new"),
+        (Nothing(), r"got \{\} from Nothing.kept, expected \{'h'"),
+        (Scaled(), "Scaled.at_owner that writes into matrix"),
+        (Turned(), r"'x': \(\(1, 4, 3\).* from Turned.apply"),
+        (NoBases(), r"got \{\} from NoBases.at_owner, expected"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            check_component(component, (3, 4))
+
+
+@pytest.mark.parametrize("row", REGISTRY.values(), ids=lambda row: row.name)
+def test_every_rule_does_what_it_declares(row):
+    check_component(row.preconditioner())
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS.values(), ids=lambda kind: kind.name)
+def test_every_correction_does_what_it_declares(kind):
+    check_component(kind())
+
+
+def test_a_class_is_no_component():
+    with pytest.raises(TypeError, match=r"got <class .*>, expected a preconditioner"):
+        check_component(marsopt.AdamW)
+    with pytest.raises(ValueError, match="expected a matrix"):
+        check_component(marsopt.Orthogonal(), (3,))
+    check_component(Factors(), (5, 3))
+
+
+def test_a_name_that_is_taken_is_kept_unless_told():
+    rules, corrections = dict(REGISTRY), dict(CORRECTIONS)
+
+    class Approximate(Damped):
+        name = "approximate"
+
+    row = NamedRule("Mars_M", Power, True, "itself")
+    for component, name in ((row, "mars-m"), (Approximate, "approximate")):
+        with pytest.raises(ValueError, match=f"got the name '{name}', which is taken"):
+            marsopt.register(component)
+        assert rules == REGISTRY
+        assert corrections == CORRECTIONS
+    try:
+        marsopt.register(row, replace=True)
+        assert REGISTRY["mars-m"].preconditioner is Power
+        marsopt.register(Approximate, replace=True)
+        assert CORRECTIONS["approximate"] is Approximate
+        marsopt.register(NamedRule("Half_Power", Power, False, "itself"))
+        optimizer = MARS([torch.ones(2)], mars_type="Half_Power", compile=False)
+        assert optimizer.param_groups[0]["mars_type"] == "half-power"
+        assert marsopt.half_power(alpha=0.25).matrix.preconditioner.alpha == 0.25
+    finally:
+        for table, before in ((REGISTRY, rules), (CORRECTIONS, corrections)):
+            table.clear()
+            table.update(before)
+
+
+def test_a_class_that_lacks_a_method_is_refused_when_it_is_registered():
+    class NoScalars(marsopt.rules.preconditioner.Preconditioner):
+        beta1 = 0.9
+
+        def update(self, x, c, buffers, s):
+            return x, {}
+
+    class NoCoefficients(Correction):
+        name = "none"
+
+    row = NamedRule("no_scalars", NoScalars, False, "itself")
+    for component, told in (
+        (row, "got NoScalars without scalars, expected a class .*: define scalars"),
+        (NoCoefficients, "got NoCoefficients without coefficients"),
+        (NamedRule("mine", Correction, False, "itself"), "expected a NamedRule"),
+    ):
+        before = dict(REGISTRY), dict(CORRECTIONS)
+        with pytest.raises(TypeError, match=told):
+            marsopt.register(component)
+        assert before == (REGISTRY, CORRECTIONS)

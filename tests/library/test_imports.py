@@ -1,0 +1,57 @@
+"""What an import of the library does, and does not do; and what make does alone.
+Contracts about who may import whom are in pyproject.toml, for lint-imports.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str) -> subprocess.CompletedProcess:
+    """Run ``code`` in the checkout."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_library_imports_no_compiler_and_no_mesh_where_there_are_no_ranks():
+    """Dynamo alone takes seconds."""
+    done = python(
+        "import sys, torch, marsopt; "
+        "print('torch._dynamo' in sys.modules); "
+        "marsopt.for_model(torch.nn.Linear(2, 2), lr=0.1, compile=False); "
+        "print('marsopt.parallel' in sys.modules)"
+    )
+    assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+def test_parallel_has_one_name():
+    """Two would be two classes of every name."""
+    found = python("from parallel import MeshCollectives")
+    assert found.returncode == 1
+    assert "got an import of parallel, expected one of marsopt.parallel" in found.stderr
+
+
+def test_another_projects_package_of_this_name_is_told(tmp_path):
+    """The index has one; who installed it over ours learns what to do."""
+    (tmp_path / "marsopt").mkdir()
+    (tmp_path / "marsopt/__init__.py").write_text("")
+    (tmp_path / "marsopt/parallel").symlink_to(ROOT / "parallel")
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; import marsopt.parallel"
+    said = python(code).stderr
+    assert "expected that of torch-marsopt: pip uninstall marsopt" in said
+
+
+def test_make_alone_installs_nothing_and_an_installation_shows_its_progress(tmp_path):
+    def make(*args):
+        options = dict(capture_output=True, text=True, check=True)
+        return subprocess.run(["make", "-C", str(ROOT), *args], **options).stdout
+
+    assert "make train " in make(f"VENV={tmp_path}/venv")
+    assert not list(tmp_path.iterdir())
+    installs = make("--dry-run", f"VENV={tmp_path}/venv", "train")
+    assert "pip install" in installs
+    assert "--quiet" not in installs

@@ -1,0 +1,623 @@
+"""What a step costs: the counts that docs/performance.md states, and the profiler that
+counts them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import marsopt
+from marsopt.profiling import command, machine
+from marsopt.profiling.gpt2 import Subject, shapes
+from marsopt.profiling.optimizer import OptimizerReport, profile_optimizer
+
+ROOT = Path(__file__).parents[2]
+WIDTH, VOCAB = 64, 512
+MATRIX = 4 * WIDTH * WIDTH  # bytes of the smallest one
+# few shapes, where no more is needed: two stacks of matrices and one of vectors
+FEW = {
+    **{f"{i}.in": (4 * WIDTH, WIDTH) for i in range(3)},
+    **{f"{i}.out": (WIDTH, WIDTH) for i in range(3)},
+    **{f"{i}.norm": (WIDTH,) for i in range(3)},
+}
+
+
+class Clocked(Subject):
+    """Notes the CPU seconds of every step, which neighbours do not stretch."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.seconds: list[float] = []
+
+    def __call__(self) -> None:
+        start = time.process_time()
+        super().__call__()
+        self.seconds.append(time.process_time() - start)
+
+
+def watched(
+    rule: str, tensors, *, steps: int = 3, log=None, cautious: bool = False, **options
+):
+    """Return the report, and the CPU seconds of the first step."""
+    clocked = Clocked(tensors, rule, num_steps=steps + 2, **options)
+    for group in clocked.optimizer.param_groups if cautious else ():
+        group["cautious_weight_decay"] = True
+    report = profile_optimizer(
+        clocked, title=rule, steps=steps, cold=False, compile_log=log
+    )
+    return report, clocked.seconds[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def several_threads():
+    """Generated loops are parallel ones, as on any machine, whose rates are measured
+    once.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("copy_bandwidth", "matmul_rate"):
+            measured = functools.cache(getattr(machine, name))
+            patch.setattr(machine, name, measured)
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return tmp_path_factory.mktemp("log")
+
+
+@pytest.fixture(scope="module")
+def deep():
+    return watched("mars-adamw", shapes(48, WIDTH, VOCAB))
+
+
+@pytest.fixture(scope="module")
+def shallow(deep, log):
+    """After ``deep``, which pays for what a process compiles but once."""
+    return watched("mars-adamw", shapes(2, WIDTH, VOCAB), steps=49, log=log)
+
+
+@pytest.fixture(scope="module")
+def by_matrix():
+    return watched("mars-m", FEW, correction="transport")[0]
+
+
+def graph(report: OptimizerReport, name: str):
+    """The one graph of this name."""
+    (found,) = (g for g in report.graphs if g.name == name)
+    return found
+
+
+def num_passes(code: str, num_elements: int) -> int:
+    """Loop nests of generated C++ that visit ``num_elements`` or more. Inductor may
+    give one kernel several of different shape, which its scheduler counts once.
+    """
+    loop = r"(\s*)for\(int64_t x\d+=.*?x\d+<static_cast<int64_t>\((\d+)L\)"
+    nest: list[tuple[str, int]] = []  # indentation and product of the bounds
+    found = 0
+    for line in code.splitlines():
+        if match := re.match(loop, line):
+            outer = nest[-1][1] if nest else 1
+            nest.append((match[1], outer * int(match[2])))
+            found += outer < num_elements <= nest[-1][1]
+        elif nest and line == nest[-1][0] + "}":
+            nest.pop()
+    return found
+
+
+def test_bytes_a_parameter(shallow):
+    """44 with both clips and h copied: 8 for the norms, 36 for the update."""
+    report, _ = shallow
+    assert report.floor.num_bytes <= 44 * report.num_params
+    assert report.bytes_per_param <= 44.05  # and scalars, of a model this small
+    assert report.num_bytes <= 1.001 * report.floor.num_bytes
+    assert graph(report, "assess_alone").num_bytes < 1.01 * report.floor.norms
+
+
+def test_h_in_half_precision_and_cautious_decay():
+    """38, of which cautious decay adds none; and no kernel."""
+    report, _ = watched("mars-adamw", FEW, cautious=True, h_dtype=torch.bfloat16)
+    assert report.bytes_per_param <= 38.05
+    assert report.num_bytes <= 1.002 * report.floor.num_bytes
+    assert report.num_stack_kernels == 2 * len(report.stack_bytes)
+    assert report.recompiles == []
+
+
+NARROW = dict(state_dtype=torch.bfloat16, stochastic_rounding=True)
+
+
+@pytest.mark.parametrize(
+    ("least", "options"),
+    [(32, {}), (36, dict(store_iterate=True)), (24, NARROW)],
+    ids=["computed", "stored", "computed from bfloat16"],
+)
+def test_bytes_a_parameter_of_transport(least, options):
+    """32 with both clips: no h, and x follows from what is there. Where it is in the
+    state 36: y is written without being read, behind a mask that inductor's count takes
+    for a read.
+    """
+    stores = "store_iterate" in options
+    report, _ = watched("mars-adamw", FEW, correction="transport", **options)
+    assert report.floor.num_bytes == least * report.num_params
+    scalars = 3_800  # bytes, of all tensors: nothing in a model of use
+    assert report.num_bytes <= least * report.num_params + scalars
+    assert report.flagged_bytes == 4 * stores * report.num_params
+    assert ("4.00 a parameter read behind a mask" in str(report)) is stores
+    assert [g.name for g in report.graphs] == ["assess_alone", "update_"]
+    assert report.num_stack_kernels <= 2 * len(report.stack_bytes)
+    assert report.peak_bytes < MATRIX
+    assert report.recompiles == []
+
+
+def test_a_mask_by_position_moves_bytes():
+    """Of a padding, whose loads are real ones."""
+    x = torch.randn(512, 512)
+
+    def padded(x):
+        return torch.nn.functional.pad(x, (1, 1)) * 2
+
+    report = marsopt.profile(padded, x, cold=False, steps=2)
+    assert report.flagged_bytes == 0
+    assert report.num_bytes >= 2 * x.nbytes
+
+
+def test_three_kernels_a_stack(shallow, by_matrix):
+    assert shallow[0].num_stack_kernels == 2 * len(shallow[0].stack_bytes)
+    assert by_matrix.kernels_per_stack <= 3
+
+
+def test_at_most_sixty_small_kernels_on_a_cpu():
+    """Of GPT-2's 12 layers, whose matrices are stacks by themselves there."""
+    report, _ = watched("mars-adamw", shapes(12, 264, 64))
+    assert report.num_stacks == 51
+    assert report.num_kernels == report.num_stack_kernels + report.num_small_kernels
+    assert report.num_small_kernels <= 60
+
+
+def test_generated_code_passes_over_a_stack_twice(shallow, log):
+    """For the norms and for the update: inductor counts kernels, not loops."""
+    report = shallow[0]
+    (written,) = log.iterdir()
+    matrices = [size for size in report.stack_bytes if size >= MATRIX]
+    assert len(matrices) == len(report.stack_bytes) - 1  # vectors are one stack
+    assert num_passes(written.read_text(), MATRIX // 4) == 2 * len(matrices)
+
+
+def test_two_graphs_without_a_break(shallow):
+    report = shallow[0]
+    assert [g.name for g in report.graphs] == ["assess_alone", "update_"]
+    assert [g.num_runs for g in report.graphs] == [1, 1]
+    assert report.breaks == []
+
+
+def test_no_recompiles_while_every_hyperparameter_moves(shallow):
+    """lr, gamma, betas, weight decay and both clips, over 51 steps."""
+    report = shallow[0]
+    assert report.num_calls == 51
+    assert report.recompiles == []
+
+
+def test_graphs_do_not_grow_with_depth(shallow, deep):
+    """2 and 48 layers: as many graphs, passes over stacks and characters of generated
+    code. The time is the CPU's in the first step, which neighbours do not stretch:
+    tracing and code generation; the C++ compiler's follows the code's size.
+    """
+    (two, seconds_two), (many, seconds_many) = shallow, deep
+    assert many.num_tensors > 19 * two.num_tensors
+    assert many.num_stack_kernels == two.num_stack_kernels
+    for name in ("assess_alone", "update_"):
+        a, b = graph(two, name), graph(many, name)
+        # of the small kernels inductor fuses some at 48 numbers that it does not at 2
+        assert len(b.kernels) <= len(a.kernels)
+        assert b.code_size <= 1.1 * a.code_size
+    assert seconds_many <= 1.3 * seconds_two
+
+
+def test_matrix_rules_take_one_more_graph(by_matrix):
+    report = by_matrix
+    assert [g.name for g in report.graphs] == ["assess_alone", "update_", "apply_"]
+    assert report.breaks == []
+    assert report.recompiles == []
+    assert report.num_bytes <= 1.002 * by_matrix.floor.num_bytes
+
+
+def test_a_step_allocates_no_full_size_temporary(shallow):
+    """Seen by the allocator."""
+    assert shallow[0].peak_bytes < MATRIX
+    assert all(g.peak_bytes < MATRIX for g in shallow[0].graphs)
+
+
+def test_matrix_rules_allocate_what_is_documented(by_matrix):
+    """The factors, and what Newton-Schulz holds beside them of one shape after the
+    other.
+    """
+    matrices = 4 * sum(torch.Size(s).numel() for s in FEW.values() if len(s) == 2)
+    assert all(graph.peak_bytes < MATRIX for graph in by_matrix.graphs)
+    largest = 4 * 3 * 4 * WIDTH * WIDTH  # the stack of "in"
+    assert by_matrix.peak_bytes < matrices + 2 * largest
+
+
+def test_copies_of_small_tensors_are_counted_apart(shallow):
+    """Of vectors: g goes in; x, h, m and v go in and out."""
+    report, _ = shallow
+    vectors = sum(torch.Size(s).numel() for s in FEW.values() if len(s) == 1)
+    assert report.floor.copied == 4 * vectors * 2 * (1 + 4 * 2)
+
+
+# ---- a function of the user's ------------------------------------------------------
+
+
+def breaks(x):
+    y = x.sin()
+    print(end="")
+    return y.cos()
+
+
+def test_a_break_is_told_with_its_place_and_reason():
+    report = marsopt.profile(torch.compile(breaks), torch.ones(8), steps=2, cold=False)
+    (found,) = report.breaks
+    line = breaks.__code__.co_firstlineno + 2
+    assert found.where == f"{__file__}:{line}"
+    assert "print" in found.reason
+    assert len(report.graphs) == 2
+    assert f"test_profile.py:{line}: " in str(report)
+
+
+def test_bytes_and_kernels_of_a_plain_function(tmp_path):
+    """Compiled here, since nothing in it is: one kernel reads x and writes y."""
+    x = torch.ones(1024, 1024)
+    report = marsopt.profile(
+        lambda x: (x + 1).sqrt(),
+        x,
+        steps=2,
+        cold=False,
+        trace=tmp_path / "trace.json",
+        compile_log=tmp_path / "log",
+    )
+    (found,) = report.graphs
+    assert report.num_bytes == 2 * x.nbytes
+    assert report.num_kernels == 1
+    assert found.peak_bytes == report.peak_bytes == x.nbytes
+    assert report.allowed_seconds == 2 * x.nbytes / report.copy_bandwidth
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    (log,) = (tmp_path / "log").iterdir()
+    assert "inductor_output_code" in log.read_text()
+
+
+def test_recompiles_are_told_with_their_reason():
+    sizes = iter(range(2, 20))
+    multiply = torch.compile(lambda x, n: x * n)
+    report = marsopt.profile(
+        lambda: multiply(torch.ones(4), next(sizes)), steps=2, cold=False
+    )
+    assert report.recompiles
+    assert "n == 2" in report.recompiles[0].reason
+    assert f"{len(report.recompiles)} in 4 calls" in str(report)
+
+
+def switching(values):
+    """A step of MARS at which the group's ``clip`` is the next of ``values``."""
+    params = [torch.nn.Parameter(torch.randn(4, 4)) for _ in range(2)]
+    optimizer, clips = marsopt.MARS(params, lr=1e-3, compile=True), iter(values)
+
+    def step():
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer.param_groups[0]["clip"] = next(clips)
+        optimizer.step()
+
+    return step
+
+
+def test_graphs_of_a_new_layout_are_recompiles_with_their_cause():
+    """To torch they are new functions, which it compiles for the first time. A formula
+    that was there before has its graphs still.
+    """
+    step = switching([0.5, 0.7, None, None, 2.0])
+    report = marsopt.profile(step, steps=3, cold=False, progress=False)
+    told = [(r.name, r.call, r.reason) for r in report.recompiles]
+    why = "compiled anew: a new layout of MARS (clip={} in group 0)"
+    assert sorted(told) == [
+        ("assess_alone", 3, why.format("None")),
+        ("update_", 3, why.format("None")),
+    ]
+    assert len(report.graphs) == 4
+    table = str(report)
+    assert "recompiles    2 in 5 calls" in table
+    assert f"assess_alone: {why.format('None')} (call 3)" in table
+    assert report.to_dict()["recompiles"][0]["call"] == 3
+
+
+def test_graphs_that_no_layout_explains_are_told_apart():
+    """A function that is first called late, and one that is made at each call."""
+    count = iter(range(9))
+
+    def made_anew(x):
+        return x.cos() * 3
+
+    late = torch.compile(lambda x: x.sin() + 1)
+
+    def step():
+        calls = next(count)
+        x = torch.ones(8)
+        if calls >= 2:
+            late(x)
+        code = made_anew.__code__.replace(co_name="made_anew")
+        torch.compile(types.FunctionType(code, globals()))(x)
+
+    report = marsopt.profile(step, steps=2, cold=False, progress=False)
+    told = [(r.name, r.call, r.reason) for r in report.recompiles]
+    anew = "compiled anew: another function of the same code"
+    assert told == [
+        ("made_anew", 2, anew),
+        ("<lambda>", 3, "not called before"),
+        ("made_anew", 3, anew),
+        ("made_anew", 4, anew),
+    ]
+    assert f"made_anew: {anew} (call 2, 3 times from there)" in str(report)
+
+
+def test_a_backward_pass_counts_into_its_graph():
+    x = torch.ones(512, 512, requires_grad=True)
+    loss = torch.compile(lambda x: (x.sin() * x).sum())
+
+    def step():
+        x.grad = None
+        loss(x).backward()
+
+    (found,) = marsopt.profile(step, steps=2, cold=False).graphs
+    assert len(found.kernels) >= 2
+    assert found.num_bytes >= 3 * x.nbytes  # x twice, its gradient
+
+
+def test_what_runs_eagerly_is_not_counted():
+    """Not as nothing either."""
+    report = marsopt.profile(
+        lambda x: (x + 1).neg_(), torch.ones(1000), steps=2, compile=False, cold=False
+    )
+    assert report.graphs == []
+    assert report.num_bytes is report.num_kernels is report.allowed_seconds is None
+    assert report.num_eager_ops == 2
+    assert 4000 <= report.peak_bytes < 4100
+    rows = dict(report.rows())
+    for name in ("kernels", "bytes"):
+        assert rows[name] == "not counted: nothing is compiled"
+    assert rows["eager"].startswith("2 operators a call")
+    assert "with compiling" not in rows["first call"]
+    assert json.loads(json.dumps(report.to_dict()))["num_bytes"] is None
+
+
+@pytest.mark.parametrize("mode", ["fused", "foreach"])
+def test_an_eager_optimizer_of_torch_is_not_counted(mode):
+    p = torch.nn.Parameter(torch.ones(64, 64))
+    p.grad = torch.ones_like(p)
+    step = torch.optim.AdamW([p], **{mode: True}).step
+    report = marsopt.profile(step, steps=2, compile=False, cold=False)
+    assert str(report).count("not counted: nothing is compiled") == 2
+    assert report.num_eager_ops >= 2
+
+
+def test_operators_beside_the_graphs_are_told_apart():
+    sine = torch.compile(torch.sin)
+
+    def step(x):
+        return sine(x).mul(2).add_(1)
+
+    report = marsopt.profile(step, torch.ones(8), steps=2, cold=False)
+    assert report.num_kernels == 1
+    assert report.num_eager_ops == 2
+    assert "2 operators a call beside these graphs" in str(report)
+
+
+def test_progress_is_told_on_standard_error(capsys):
+    marsopt.profile(breaks, torch.ones(3), steps=2, cold=False)
+    told = capsys.readouterr()
+    assert told.out == ""
+    for what in ("first call", "nothing was compiled", "breaks", "2 calls", "copy"):
+        assert what in told.err
+    marsopt.profile(torch.sin, torch.ones(3), steps=2, cold=False, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_without_torch_compile_there_is_nothing_to_profile(monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    with pytest.raises(ValueError, match="got TORCH_COMPILE_DISABLE=1, expected"):
+        command.arguments([])
+
+
+def test_nothing_stays_switched_on():
+    """Neither logs nor counts nor caches."""
+    import logging
+
+    from torch._inductor import config, metrics
+    from torch._inductor.compile_fx import inductor_metrics_log
+
+    def state():
+        return (
+            list(logging.getLogger("torch.__trace").handlers),
+            list(inductor_metrics_log.filters),
+            inductor_metrics_log.level,
+            len(metrics.nodes_num_elem),
+            config.fx_graph_cache,
+        )
+
+    before = state()
+
+    def fails(x):
+        raise RuntimeError("of its own")
+
+    with pytest.raises(RuntimeError, match="of its own"):
+        marsopt.profile(fails, torch.ones(3))
+    assert state() == before
+
+
+@pytest.mark.parametrize(
+    "step_fn, options, message",
+    [
+        (torch.ones(3), {}, "got a Tensor, expected a function"),
+        (breaks, {"steps": 0}, "got steps=0, expected at least 1"),
+        (breaks, {"device": "tpu"}, "got device='tpu', expected 'cpu' or 'cuda'"),
+    ],
+)
+def test_bad_arguments(step_fn, options, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        marsopt.profile(step_fn, **options)
+
+
+# ---- the command -------------------------------------------------------------------
+
+
+def test_the_command_prints_and_writes(tmp_path):
+    """As a user calls it, from the folder of a model; no warning of runpy's."""
+    out, trace = tmp_path / "new/folder/report.json", tmp_path / "other/trace.json"
+    shapes = {"embed.weight": (256, 64), "mlp.weight": (64, 64), "gain": [64]}
+    (tmp_path / "mine.py").write_text(f"def model():\n    return {shapes}\n")
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-m", "marsopt.profile"]
+        + ["--model=mine:model", "--rule=adamw", "--steps=2", "--warm"]
+        + ["--json", out, "--trace", trace],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    first = (
+        "adamw with both clips on mine:model: 3 tensors in 3 stacks, 20,544 parameters"
+    )
+    assert done.stdout.startswith(first)
+    assert "compiling the optimizer's step" in done.stderr
+    assert "update_, compiled in" in done.stderr
+    assert "Memory block of unknown size" not in done.stderr
+    found = json.loads(out.read_text())
+    keys = {e["name"] for e in json.loads(trace.read_text())["traceEvents"]}
+    for graph in found["graphs"]:
+        key = graph["compile_id"]
+        assert f"Torch-Compiled Region: {key}" in keys
+        assert re.search(rf"^  {key} +{graph['name']}: ", done.stdout, re.MULTILINE)
+    assert [g["name"] for g in found["graphs"]] == ["assess_alone", "update_"]
+    assert found["recompiles"] == []
+    assert found["bytes_per_param"] == pytest.approx(32, rel=0.02)
+    assert found["num_small_kernels"] > 0
+    for word in ("small kernels", "floor", "first call", "peak memory", str(out)):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--layers", "0"], "got --layers 0, expected at least 1"),
+        (["--json", f"{__file__}/report.json"], "expected a file in a folder"),
+        (["--trace", "/dev/null/trace.json"], "expected a file in a folder"),
+        (["--json", "."], "expected a file in a folder"),
+        (["--layers", "100000"], "GB, expected at most the"),
+    ],
+)
+def test_the_command_refuses(argv, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        command.arguments(argv)
+
+
+def build():
+    """What --model names below."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Embedding(64, 32), torch.nn.Linear(32, 16))
+    return model.requires_grad_()
+
+
+def sizes():
+    return {"embed.weight": (64, 32), "mlp.weight": torch.empty(16, 32), "gain": [16]}
+
+
+def number():
+    return 7
+
+
+def nested():
+    return {"mlp": {"weight": (16, 32)}}
+
+
+def model_of(name, *options):
+    return command.arguments([f"--model={__name__}:{name}", *options])
+
+
+def test_a_model_of_the_users_has_its_shapes():
+    args = model_of("build")
+    assert args.tensors == {"0.weight": (64, 32), "1.weight": (16, 32), "1.bias": (16,)}
+    assert args.tables == {"0.weight"}
+    named = model_of("sizes")
+    assert list(named.tensors.values()) == list(args.tensors.values())
+    assert named.tables == {"embed.weight"}
+    changed = command.arguments(["--layers=1", "--h-dtype=bfloat16", "--rule=lion"])
+    said = command.title(changed)
+    assert said == "lion with both clips on gpt2-small, 1 layers, h in bfloat16"
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("gpt3", "got --model gpt3, expected one of gpt2-small"),
+        ("mine:", "got --model mine:, expected one of gpt2-small"),
+        ("no_such:model", "(No module named 'no_such'), expected MODULE:FUNCTION that"),
+        (f"{__name__}:other", "has no attribute 'other'), expected MODULE:FUNCTION"),
+        (f"{__name__}:number", "got int of --model"),
+        (f"{__name__}:nested", "got 'mlp': {'weight': (16, 32)} of --model, expected"),
+    ],
+)
+def test_a_model_that_cannot_be_profiled(name, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        command.arguments(["--model", name])
+    with pytest.raises(ValueError, match="got --width with --model .*change the funct"):
+        model_of("sizes", "--width=8")
+
+
+def test_gpt2_small_has_its_tensors():
+    """Without biases, as the MARS authors train it, and with their padding."""
+    found = shapes(*command.MODELS["gpt2-small"], command.VOCAB_SIZE)
+    assert len(found) == 2 + 12 * 6 + 1
+    assert sum(torch.Size(s).numel() for s in found.values()) == 124_373_760
+
+
+def test_the_function_is_in_no_modules_place():
+    """The command's module has its name, and is refused as an import."""
+    with pytest.raises(ImportError, match="expected one of marsopt.profiling"):
+        importlib.import_module("marsopt.profile")
+    assert callable(marsopt.profile)
+
+
+def test_the_profiler_is_loaded_once_somebody_asks():
+    """A training that imports marsopt has none of it in memory."""
+    code = (
+        "import sys, marsopt, marsopt.parallel;"
+        "print([n for n in sys.modules if n.startswith('marsopt.profil')]);"
+        "from marsopt import *;"
+        "print(profile is marsopt.profile, profile.__module__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["[]", "True marsopt.profiling.profiler"]
+    with pytest.raises(AttributeError, match="no attribute 'profiles'"):
+        marsopt.profiles  # noqa: B018
+
+
+def test_one_is_not_several():
+    """In the line on the machine that heads every table."""
+    found = dict(cpu="CPU", num_cores=2, num_threads=1, load=None, torch="2.13")
+    said = machine.one_line({**found, "date": "today"})
+    assert said == "CPU, 2 cores, torch on 1 thread, torch 2.13, today"

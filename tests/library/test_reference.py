@@ -1,0 +1,59 @@
+"""Every public name has an example in the API reference, which runs and prints what it
+says.
+"""
+
+from __future__ import annotations
+
+import doctest
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import marsopt
+import marsopt.parallel
+import marsopt.testing
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
+NAMES = sorted(
+    f"{module.__name__}.{name}"
+    for module in (marsopt, marsopt.parallel, marsopt.testing)
+    for name in module.__all__
+)
+# values, which have no docstring of their own: their examples are in the pages
+VALUES = {"marsopt.LOCAL", "marsopt.REGISTRY", "marsopt.__version__"}
+
+
+def object_of(name: str) -> object:
+    module, _, own = name.rpartition(".")
+    return getattr(import_module(module), own)
+
+
+def run(text: str, name: str) -> int:
+    """Run the examples of a text in names of their own; return how many there are."""
+    names = {"marsopt": marsopt, "torch": torch}
+    test = doctest.DocTestParser().get_doctest(text, names, name, name, 0)
+    said: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(test, out=said.append, clear_globs=False)
+    assert not said, "".join(said)
+    return len(test.examples)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in VALUES])
+def test_the_example_of_a_public_name_runs(name):
+    assert run(object_of(name).__doc__, name) > 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_examples_of_a_page_run(page):
+    text = page.read_text()
+    assert run(text, page.name) == text.count("\n   >>> ")
+
+
+def test_values_have_an_example_in_a_page():
+    text = "".join(page.read_text() for page in PAGES)
+    for name in VALUES:
+        _, _, about = text.partition(f".. data:: {name.rpartition('.')[2]}\n")
+        assert ">>> " in about.partition("\n.. ")[0], name

@@ -1,0 +1,575 @@
+"""State of bfloat16, rounded stochastically: right on average, pure, and the same for
+every layout of memory, door and sharding.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import marsopt
+from marsopt import MARS, REGISTRY, FlatGroup
+from marsopt.parallel import MeshCollectives
+from marsopt.rules import rounding
+from tests.processes import spawn
+from tests.processes.test_collectives import cut
+
+BF16 = torch.bfloat16
+NARROW = dict(state_dtype=BF16, stochastic_rounding=True)
+ALL_NOISE = torch.arange(2**16, dtype=torch.int32)
+SHAPES = {"wide": (24, 40), "tall": (40, 24), "odd": (5, 7), "one": (1, 6), "b": (30,)}
+STEPS = 4
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def tree(seed, scale=1.0):
+    g = generator(seed)
+    return {n: scale * torch.randn(s, generator=g) for n, s in SHAPES.items()}
+
+
+def next_up(x):
+    """The neighbour of bfloat16 numbers that is farther from zero."""
+    return (x.view(torch.int16) + 1).view(BF16)
+
+
+# ---- one number ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exponent", [-140, -130, -126, -40, 0, 40, 126])
+def test_the_mean_over_all_noise_is_the_value_itself(exponent):
+    g = generator(exponent + 200)
+    values = torch.randn(16, generator=g) * 2.0**exponent
+    for value in values.clamp(-rounding.LARGEST, rounding.LARGEST):
+        found = rounding.stochastic(value.expand(2**16), ALL_NOISE)
+        assert found.double().mean() == value.double()
+        low = (value.view(torch.int32) & ~0xFFFF).view(torch.float32).to(BF16)
+        assert ((found == low) | (found == next_up(low))).all()
+
+
+def test_what_bfloat16_holds_stays():
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(BF16)
+    for noise in (0, 1, 2**15, 2**16 - 1):
+        found = rounding.stochastic(every.float(), torch.tensor(noise).int())
+        assert torch.equal(found.nan_to_num(7), every.nan_to_num(7))
+        assert torch.equal(found.isnan(), every.isnan())
+
+
+def test_what_is_finite_stays_finite():
+    largest = torch.finfo(torch.float32).max
+    values = torch.tensor([largest, -largest, rounding.LARGEST, 3.3896e38])
+    for noise in (0, 2**16 - 1):
+        found = rounding.stochastic(values, torch.tensor(noise).int())
+        assert found.isfinite().all()
+        assert torch.equal(found.float().abs(), torch.full((4,), rounding.LARGEST))
+
+
+def test_wider_numbers_and_derivatives():
+    value = torch.tensor([1.001, -3.3], dtype=torch.float64, requires_grad=True)
+    found = rounding.stochastic(value, torch.tensor([0, 2**16 - 1]).int())
+    assert found.tolist() == [1.0, -3.3125]
+    found.float().sum().backward()
+    assert value.grad.tolist() == [1.0, 1.0]
+
+
+# ---- noise ---------------------------------------------------------------------------
+
+SIGMAS = 5  # of some 2000 statistics, each of many numbers
+
+
+def unit(noise):
+    """As numbers of mean 0 and variance 1."""
+    return ((noise.double() + 0.5) / 2**16 - 0.5) * 12**0.5
+
+
+def of(t, number, start=0, num=2**17):
+    index = torch.arange(start, start + num)
+    key = rounding.step_key(torch.tensor([float(t)]))
+    return unit(rounding.noise(index, key, number))
+
+
+@pytest.mark.parametrize("start", [0, 12345, 2**24 + 77, 2**31 - 2**16])
+def test_noise_is_uniform_and_without_correlation(start):
+    num = 2**17
+    for t in (1, 2, 3, 1000, 2**20):
+        m, v, h = (of(t, number, start, num) for number in range(3))
+        statistics = {"m, v": m * v, "m, h": m * h, "v, h": v * h}
+        for name, u in dict(m=m, v=v, h=h).items():
+            later = of(t + 1, "mvh".index(name), start, num)
+            statistics |= {name: u, f"{name}, steps": u * later}
+            statistics[f"{name}, variance"] = (u * u - 1) / 0.8**0.5
+            for lag in (1, 2, 3, 4, 8, 16, 64, 256, 768, 3072, 2**16):
+                statistics[f"{name}, {lag} apart"] = u[lag:] * u[:-lag]
+                statistics[f"{name}, {lag} apart, steps"] = u[lag:] * later[:-lag]
+        for name, found in statistics.items():
+            assert abs(found.mean()) * len(found) ** 0.5 < SIGMAS, (t, name)
+
+
+def test_every_bit_of_noise_is_fair():
+    index, key = torch.arange(2**17), rounding.step_key(torch.tensor([5.0]))
+    for number in range(3):
+        noise = rounding.noise(index, key, number)
+        assert (noise >= 0).all()
+        assert (noise < 2**16).all()
+        for bit in range(16):
+            ones = (noise >> bit & 1).double()
+            flips = ((noise[1:] ^ noise[:-1]) >> bit & 1).double()
+            for found in (ones, flips):
+                assert abs(found.mean() - 0.5) * 2 * len(found) ** 0.5 < SIGMAS
+
+
+def test_the_number_of_an_element_may_be_int32_or_int64():
+    index = torch.tensor([0, 1, 65535, 65536, 2**31 - 1])
+    key = rounding.step_key(torch.tensor([3.0]))
+    for number in range(3):
+        wide = rounding.noise(index, key, number)
+        assert torch.equal(rounding.noise(index.int(), key, number), wide)
+        assert torch.equal(rounding.noise(index + 2**32, key, number), wide)
+
+
+# ---- averages ------------------------------------------------------------------------
+
+
+def test_averages_are_unbiased_where_rounding_to_nearest_stands_still():
+    """v of AdamW with beta2 = 0.999, whose steps are below half a unit of bfloat16."""
+    rule, steps = marsopt.adamw(betas=(0.9, 0.999), **NARROW), 400
+    exact = marsopt.adamw(betas=(0.9, 0.999))
+    params, g = [torch.zeros(128, 512)], generator(0)
+    state, wanted, nearest = rule.init(params), exact.init(params), None
+    for t in range(steps):
+        scale = 1.0 if t < 50 else 0.1
+        grads = [scale * torch.randn(params[0].shape, generator=g)]
+        _, state = rule.step(params, grads, state, lr=0.0)
+        _, wanted = exact.step(params, grads, wanted, lr=0.0)
+        before = torch.zeros(128, 512) if nearest is None else nearest.float()
+        nearest = (0.999 * before + 0.001 * grads[0] ** 2).to(BF16)
+    for name in ("m", "v"):
+        got, want = getattr(state, name)[0].double(), getattr(wanted, name)[0].double()
+        assert getattr(state, name)[0].dtype == BF16
+        error = got - want
+        assert error.std() < 0.05 * want.square().mean().sqrt()
+        assert abs(error.mean()) < 4 * error.std() / error.numel() ** 0.5, name
+    lost = nearest.double() - wanted.v[0].double()
+    assert abs(lost.mean()) > 50 * lost.std() / lost.numel() ** 0.5
+
+
+# ---- the same by every door ----------------------------------------------------------
+
+
+def walk(
+    mars_type, correction, start, options, compile=False, params=None, steps=STEPS,
+    **more,
+):  # fmt: skip
+    """Steps of the class; parameters and state by name."""
+    if params is None:
+        params = {n: nn.Parameter(x) for n, x in start.items()}
+    optimizer = MARS(
+        params.items(),
+        lr=0.01,
+        lr_1d=0.01,
+        mars_type=mars_type,
+        correction=correction,
+        max_norm=3.0,
+        ns_dtype=torch.float32,
+        compile=compile,
+        **{**NARROW, **options, **more},
+    )
+    for t in range(steps):
+        if correction == "exact":
+            give(params, 100 + t)
+            optimizer.update_previous_grad()
+        give(params, t)
+        optimizer.step()
+        if correction == "exact":
+            optimizer.update_last_grad()
+    return params, {n: optimizer.state[p] for n, p in params.items()}
+
+
+def give(params, seed):
+    gradients = tree(1000 + seed, 0.1)
+    for n, p in params.items():
+        g = gradients[n]
+        if isinstance(p, DTensor):
+            g = cut(g, p.device_mesh, p.placements)
+        p.grad = g
+
+
+def almost_equal(got, want, share=0.002):
+    """All but a share of elements to the bit, and those one unit apart at most."""
+    assert got.dtype == want.dtype == BF16
+    far = (got.view(torch.int16).int() - want.view(torch.int16).int()).abs()
+    assert far.max() <= 1
+    assert (far > 0).double().sum() <= max(1, share * far.numel())
+
+
+KINDS = [
+    (name, kind)
+    for name, rule in REGISTRY.items()
+    for kind in (("approximate", "exact", "transport") if rule.is_mars else (None,))
+]
+
+
+# with the owners of whole matrices, where nothing is rounded stochastically
+WHOLE = {b.key for b in marsopt.SOAP.keeps.values() if b.home == "owner"}
+
+
+@pytest.mark.parametrize(("mars_type", "correction"), KINDS)
+def test_every_rule_keeps_bfloat16_near_float32(mars_type, correction):
+    params, state = walk(mars_type, correction, tree(0), {})
+    wide = dict(state_dtype=None, stochastic_rounding=False, store_iterate=True)
+    wanted, exact = walk(mars_type, correction, tree(0), wide)
+    for name, p in params.items():
+        if "lion" not in mars_type:  # where rounding turns a sign, a whole step differs
+            assert (p - wanted[name]).abs().max() < 5e-3
+        for key, value in state[name].items():
+            if key in ("lookahead", "ahead"):
+                assert "iterate" not in state[name]
+                continue
+            whole = exact[name][key]
+            if key in ("step", "iterate", *WHOLE):
+                assert value.dtype == torch.float32, key
+                continue
+            assert value.dtype == BF16, key
+            assert value.shape == whole.shape
+            error = (value.float() - whole).abs()
+            # 2^-8 is a unit; averages have the errors of all steps
+            assert (error <= STEPS * 2**-7 * whole.abs().max() + 1e-12).all(), key
+    kept = [v for s in state.values() for k, v in s.items() if k == "exp_avg"]
+    for value in kept:  # in no narrower a format, and not nearest alone
+        assert value.unique().numel() > 1
+
+
+def test_functions_flat_groups_and_the_class_agree():
+    start, rule = tree(0), marsopt.mars_adamw(max_norm=3.0, **NARROW)
+    flat, twins = FlatGroup.pack(start), {**start, "wide2": start["wide"].clone()}
+    params, state = walk("mars-adamw", None, start, dict(optimize_1d=True))
+    loose, packed = (start, rule.init(start)), (flat, rule.init(flat))
+    for t in range(STEPS):
+        grads = tree(1000 + t, 0.1)
+        kept = [x.clone() for x in loose[1].m.values()]
+        before = loose
+        loose = rule.step(loose[0], grads, loose[1], lr=0.01)
+        assert all(map(torch.equal, kept, before[1].m.values()))  # pure
+        again = rule.step(before[0], grads, before[1], lr=0.01)
+        for symbol, own in again[1].buffers.items():
+            assert all(
+                map(torch.equal, own.values(), loose[1].buffers[symbol].values())
+            )
+        packed = rule.step(packed[0], FlatGroup.pack(grads), packed[1], lr=0.01)
+    for name in start:
+        for symbol, key in dict(m="exp_avg", v="exp_avg_sq", h="last_grad").items():
+            of_stack = packed[1].buffers[symbol].unpack()[name]
+            assert torch.equal(loose[1].buffers[symbol][name], of_stack)
+            almost_equal(state[name][key], of_stack)
+    # of a stack of several, each has the noise that it has alone
+    packed = FlatGroup.pack(twins)
+    grads = {**tree(7), "wide2": tree(7)["wide"]}
+    _, two = rule.step(packed, FlatGroup.pack(grads), rule.init(packed), lr=0.01)
+    m = two.m.unpack()
+    assert torch.equal(m["wide"], m["wide2"])
+
+
+def test_strides_do_not_matter():
+    start = tree(0)
+    turned = {n: nn.Parameter(x.t().contiguous().t()) for n, x in start.items()}
+    assert not turned["wide"].is_contiguous()
+    _, state = walk("mars-adamw", None, start, {})
+    _, other = walk("mars-adamw", None, start, {}, params=turned)
+    for name in start:
+        for key in ("exp_avg", "exp_avg_sq"):
+            almost_equal(other[name][key].contiguous(), state[name][key])
+
+
+def test_compiled_equals_eager():
+    """The gradient before, AdamW's averages, of vectors, and moments of rows."""
+    start = {n: x for n, x in tree(0).items() if n in ("tall", "b")}
+    _, state = walk("mars-normuon", None, start, {})
+    _, other = walk("mars-normuon", None, start, {}, compile=True)
+    for name, own in state.items():
+        for key in own.keys() - {"step"}:
+            almost_equal(other[name][key], own[key], share=0.01)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(amsgrad=True), dict(compile=True)], ids=str
+)
+def test_x_moves_by_what_the_state_keeps_and_follows_from_it(options):
+    """With transport and AdamW, so that moments of 2 bytes are all that there is."""
+    lr, decay, beta1, beta2 = 0.01, 0.1, 0.95, 0.99
+    params = {n: nn.Parameter(x) for n, x in tree(0).items() if n in ("tall", "wide")}
+    options = dict(correction="transport", gamma=0.2, weight_decay=decay) | options
+    options |= dict(lr=lr, betas=(beta1, beta2), compile=options.get("compile", False))
+    optimizer = MARS(params.values(), **options, **NARROW)
+    root = "max_exp_avg_sq" if "amsgrad" in options else "exp_avg_sq"
+    x = {p: p.detach().double() for p in params.values()}
+    for t in range(1, 41):
+        give(params, t)
+        optimizer.step()
+        for p, entry in optimizer.state.items():
+            assert "iterate" not in entry
+            m, v = entry["exp_avg"].double(), entry[root].double()
+            debiased = m / (1 - beta1**t), v / (1 - beta2**t)
+            step = debiased[0] / (debiased[1].sqrt() + 1e-8)
+            x[p] = (1 - lr * decay) * x[p] - lr * step
+    for p, found in optimizer.iterates():
+        assert (p - found).abs().max() > lr
+        # forty roundings to float32 of what is below 4: half a unit each
+        half_unit = torch.finfo(torch.float32).eps
+        torch.testing.assert_close(found.double(), x[p], rtol=0, atol=40 * half_unit)
+    y = {p: p.detach().clone() for p in x}
+    optimizer.eval()
+    for p, found in x.items():
+        torch.testing.assert_close(p.detach().double(), found, rtol=0, atol=3e-6)
+    optimizer.train()
+    assert all(torch.equal(p, y[p]) for p in x)
+
+
+def test_a_skipped_step_keeps_every_bit():
+    rule, params = marsopt.mars_adamw(**NARROW), tree(0)
+    state = rule.init(params)
+    params, state = rule.step(params, tree(1), state, lr=0.01)
+    grads = tree(2)
+    grads["b"][3] = torch.inf
+    _, after = rule.step(params, grads, state, lr=0.01)
+    assert after.skipped == 1
+    for symbol, own in state.buffers.items():
+        assert all(map(torch.equal, own.values(), after.buffers[symbol].values()))
+
+
+def test_parameters_of_bfloat16_round_their_state_and_not_themselves():
+    start = {n: x.to(BF16) for n, x in tree(0).items()}
+    plain = marsopt.adamw()
+    rule, g = marsopt.adamw(stochastic_rounding=True), tree(1)
+    grads = {n: x.to(BF16) for n, x in g.items()}
+    new, state = rule.step(start, grads, rule.init(start), lr=0.01)
+    same, nearest = plain.step(start, grads, plain.init(start), lr=0.01)
+    assert all(map(torch.equal, new.values(), same.values()))
+    assert not all(map(torch.equal, state.m.values(), nearest.m.values()))
+    for m, near in zip(state.m.values(), nearest.m.values(), strict=True):
+        assert (m.view(torch.int16).int() - near.view(torch.int16)).abs().max() <= 1
+
+
+def test_rounding_lets_gradients_through():
+    rule, params = marsopt.adamw(**NARROW), [torch.ones(6, 4)]
+    lr = torch.tensor(0.1, requires_grad=True)
+    state, grads = rule.init(params), [torch.full((6, 4), 0.3)]
+    x, state = rule.step(params, grads, state, lr=lr)
+    grads = [0.3 * x[0]]
+    x, state = rule.step(x, grads, state, lr=0.1)
+    x, state = rule.step(x, grads, state, lr=0.1)
+    (found,) = torch.autograd.grad(x[0].sum(), lr)
+    assert found.isfinite()
+    assert found < 0
+
+
+# ---- saved, loaded, refused ----------------------------------------------------------
+
+
+def test_a_saved_state_goes_on_to_the_bit():
+    params = {n: nn.Parameter(x) for n, x in tree(0).items()}
+
+    def build(params):
+        return MARS(params.values(), lr=0.01, compile=False, **NARROW)
+
+    optimizer = build(params)
+    give(params, 0)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    others = copy.deepcopy(params)
+    other = build(others)
+    other.load_state_dict(torch.load(file))
+    for each, own in ((optimizer, params), (other, others)):
+        give(own, 1)
+        each.step()
+    for name, p in params.items():
+        assert torch.equal(p, others[name])
+        mine, theirs = optimizer.state[p], other.state[others[name]]
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[k], theirs[k]) for k in mine)
+        assert theirs["exp_avg"].dtype == BF16
+
+
+def test_state_of_float32_is_loaded_rounded_to_nearest():
+    params = {n: nn.Parameter(x) for n, x in tree(0).items()}
+    wide = MARS(params.values(), lr=0.01, compile=False)
+    give(params, 0)
+    wide.step()
+    narrow = MARS(copy.deepcopy(params).values(), lr=0.01, compile=False, **NARROW)
+    narrow.load_state_dict(wide.state_dict())
+    found = narrow.state_dict()["state"].values()
+    for own, before in zip(found, wide.state_dict()["state"].values(), strict=True):
+        assert own["exp_avg"].dtype == BF16
+        assert torch.equal(own["exp_avg"], before["exp_avg"].to(BF16))
+
+
+def test_x_beside_state_that_is_loaded_rounded_is_what_it_was():
+    """The point ahead follows from it anew: not from the moments before rounding."""
+    own = [nn.Parameter(x) for x in tree(0).values()]
+    new = copy.deepcopy(own)
+    options = dict(lr=0.01, gamma=0.5, correction="transport", compile=False)
+    wide, narrow = MARS(own, **options), MARS(new, **options, **NARROW)
+    for t in range(9):
+        give(dict(zip(SHAPES, own, strict=True)), t)
+        wide.step()
+    wide.eval()
+    narrow.load_state_dict(wide.state_dict())
+    with torch.no_grad():
+        torch._foreach_copy_(new, own)
+    narrow.train()
+    ahead = copy.deepcopy(new)
+    narrow.eval()
+    for x, found, y in zip(own, new, ahead, strict=True):
+        assert (y - x).abs().max() > 5e-3
+        torch.testing.assert_close(found, x, rtol=0, atol=1e-6)
+    wide.load_state_dict(narrow.state_dict())  # where nothing is rounded
+    with torch.no_grad():
+        torch._foreach_copy_(own, new)
+    for optimizer in (wide, narrow):
+        optimizer.train()
+    assert all(map(torch.equal, own, new))
+
+
+@pytest.mark.parametrize("scale", [1e25, 1e60])
+@pytest.mark.parametrize("options", [NARROW, dict(stochastic_rounding=True)], ids=len)
+def test_a_step_whose_moments_bfloat16_cannot_hold_is_skipped(scale, options):
+    params = [nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))]
+    optimizer = MARS(
+        params, mars_type="adamw", lr=0.01, gamma=0.2, correction="transport",
+        compile=False, **options,
+    )  # fmt: skip
+    params[0].grad = torch.full_like(params[0], scale)
+    optimizer.step()
+    assert optimizer.num_skipped == (options is NARROW)  # float64 state holds it
+    params[0].grad.fill_(1.0)
+    optimizer.step()
+    assert params[0].isfinite().all() and (params[0] < 0).all()
+
+
+@pytest.mark.parametrize("options", [{}, NARROW], ids=["float32", "bfloat16"])
+def test_without_eps_gradients_whose_squares_are_lost_move_little(options):
+    """v is 0 where m is not."""
+    params = {scale: nn.Parameter(torch.zeros(64)) for scale in (1e-25, 1e-20, 1e-15)}
+    optimizer = MARS(
+        params.values(), mars_type="adamw", lr=0.01, eps=0.0, compile=False, **options
+    )
+    for scale, p in params.items():
+        p.grad = torch.full_like(p, scale)
+    optimizer.step()
+    moved = {scale: -p.detach().mean() for scale, p in params.items()}
+    assert 0 < moved[1e-25] < moved[1e-20] < 0.01
+    assert moved[1e-15] == pytest.approx(0.01, rel=0.02)
+
+
+def test_state_of_float16_is_refused():
+    params = [nn.Parameter(torch.zeros(3, 2))]
+    for name in ("state_dtype", "h_dtype"):
+        said = f"got {name}=torch.float16, expected a dtype with the range of float32"
+        for build in (partial(MARS, params), marsopt.mars, marsopt.mars_adamw):
+            with pytest.raises(ValueError, match=said):
+                build(**{name: torch.float16})
+    with pytest.raises(ValueError, match="got state_dtype=torch.float16"):
+        marsopt.Algorithm(preconditioner=marsopt.AdamW(), state_dtype=torch.float16)
+    with pytest.raises(ValueError, match="got h_dtype=torch.float16"):
+        marsopt.Approximate(h_dtype=torch.float16)
+    half = [torch.zeros(3, 2, dtype=torch.float16)]
+    state = marsopt.adamw(stochastic_rounding=True).init(half)
+    assert state.m[0].dtype == torch.float32  # as that of float32 parameters
+    state = marsopt.adamw(**NARROW).init(half)
+    assert state.m[0].dtype == BF16
+    with pytest.raises(ValueError, match="stochastic_rounding"):
+        marsopt.adamw(stochastic_rounding="yes")
+    with pytest.raises(ValueError, match="stochastic_rounding"):
+        MARS(params, stochastic_rounding="yes")
+
+
+# ---- sharded -------------------------------------------------------------------------
+
+
+def columns(shape):
+    return [Shard(1 if len(shape) > 1 else 0)]
+
+
+def grid(shape):
+    return [Shard(0), Shard(1) if len(shape) > 1 else Replicate()]
+
+
+PLACES = {
+    "1 rank": ((1,), lambda shape: [Shard(0)]),
+    "2 ranks": ((2,), lambda shape: [Shard(0)]),
+    "3 ranks": ((3,), lambda shape: [Shard(0)]),
+    "4 ranks": ((4,), lambda shape: [Shard(0)]),
+    "columns": ((2,), columns),
+    "HSDP": ((2, 2), lambda shape: [Replicate(), Shard(0)]),
+    "two axes, one dim": ((2, 2), lambda shape: [Shard(0), Shard(0)]),
+    "two axes": ((2, 2), grid),
+}
+RULES = [
+    *[("mars-adamw", None), ("mars-adamw", "transport")],
+    *[("mars-m", None), ("mars-normuon", "transport")],
+]
+NOT_ROUNDED = "step", "iterate", "lookahead", "ahead"
+
+
+def sharded(rank, world, name, strategy):
+    mesh_shape, place = PLACES[name]
+    mesh = init_device_mesh("cpu", mesh_shape)
+    collectives = MeshCollectives(mesh, strategy=strategy)
+    found = []
+    for mars_type, correction in RULES:
+        y = {}
+        for steps in (1, STEPS):
+            params = {
+                n: nn.Parameter(cut(x, mesh, place(x.shape)))
+                for n, x in tree(0).items()
+            }
+            options = dict(params=params, collectives=collectives)
+            _, state = walk(mars_type, correction, None, {}, steps=steps, **options)
+            y[steps] = {n: whole(p.detach()) for n, p in params.items()}
+        found.append(
+            {
+                n: {k: whole(v) for k, v in own.items() if k not in NOT_ROUNDED}
+                for n, own in state.items()
+            }
+            | {"y": y}
+        )
+    dist.barrier()
+    return found
+
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "name, strategy", [*((name, "auto") for name in PLACES), ("2 ranks", "replicate")]
+)
+def test_every_sharding_rounds_alike(name, strategy):
+    world = torch.Size(PLACES[name][0]).numel()
+    every = spawn(sharded, world, name, strategy)
+    for i, (mars_type, correction) in enumerate(RULES):
+        first, _ = walk(mars_type, correction, tree(0), {}, steps=1)
+        params, state = walk(mars_type, correction, tree(0), {})
+        for found in every:
+            # nothing but state is rounded: the step itself is one of float32
+            y = found[i].pop("y")
+            for n, p in first.items():
+                torch.testing.assert_close(y[1][n], p.detach(), rtol=0, atol=5e-6)
+            for n, p in params.items():  # m in another neighbour: 1e-3
+                torch.testing.assert_close(y[STEPS][n], p.detach(), rtol=0, atol=2e-3)
+            for n, own in found[i].items():
+                assert own
+                for key, value in own.items():
+                    almost_equal(value, state[n][key], share=0.01)

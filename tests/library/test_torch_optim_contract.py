@@ -1,0 +1,1031 @@
+"""What torch.optim promises to those that wrap, hook, load and exchange."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from collections import defaultdict
+from functools import partial
+from inspect import signature
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import marsopt
+from marsopt import MARS
+from tests.processes import spawn
+from tests.stacking import build, copies, equal, fill, forced, run, traced
+
+ROOT = Path(__file__).parents[2]
+SHAPES = ((6, 4), (4,), (6, 4), (4,), (5, 3))
+LR = 0.01
+
+
+def parameters(*shapes, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(s, generator=g)) for s in shapes or SHAPES]
+
+
+@pytest.fixture(params=["eager", "stacks"])
+def mode(request, monkeypatch):
+    return forced(monkeypatch, request.param)
+
+
+@pytest.fixture
+def made(mode):
+    """(optimizer, params) that have not moved."""
+    params = parameters()
+    return build(params, mode, lr=LR), params
+
+
+# ---- state of others ---------------------------------------------------------------
+
+
+def test_state_of_others_stays_the_same_object(made):
+    optimizer, params = made
+    mine = {p: (torch.full_like(p, 7.0), {"n": 3}) for p in params}
+    for p, (tensor, note) in mine.items():
+        optimizer.state[p]["slow_buffer"] = tensor
+        optimizer.state[p]["z"] = note
+    run(optimizer, params, range(3))
+    for p, (tensor, note) in mine.items():
+        assert optimizer.state[p]["slow_buffer"] is tensor
+        assert optimizer.state[p]["z"] is note
+        assert (tensor == 7.0).all()
+
+
+def test_state_of_others_that_is_set_after_steps_stays(made):
+    """... replaced and removed at will, and the numbers do not mind."""
+    optimizer, params = made
+    twin = parameters()
+    alone = build(twin, "eager", lr=LR)
+    run(alone, twin, range(4))
+    run(optimizer, params, [0])
+    for t in range(1, 4):
+        for p in params:
+            optimizer.state[p]["z"] = p.detach().clone()
+        run(optimizer, params, [t])
+        assert all("z" in optimizer.state[p] for p in params)
+    for p in params:
+        del optimizer.state[p]["z"]
+    equal(params, twin, 1e-6)
+    assert all(float(optimizer.state[p]["step"]) == 4 for p in params)
+
+
+def test_state_of_others_stays_where_a_rule_changes_and_a_group_comes(made):
+    """What goes is the state of the rule that was left."""
+    optimizer, params = made
+    z = optimizer.state[params[0]]["z"] = torch.ones(3)
+    run(optimizer, params, [0])
+    optimizer.param_groups[0]["mars_type"] = "lion"
+    optimizer.add_param_group({"params": parameters((2, 2))})
+    run(optimizer, params, [1])
+    assert optimizer.state[params[0]]["z"] is z
+    assert set(optimizer.state[params[0]]) == {"step", "exp_avg", "z"}
+
+
+def test_state_of_others_is_saved_and_loaded_as_torch_does(mode):
+    """In the parameter's dtype, with what is no tensor as it is."""
+    found = []
+    for make in (partial(build, mode=mode), torch.optim.AdamW):
+        params, others = parameters(), parameters()
+        optimizer, other = make(params, lr=LR), make(others, lr=LR)
+        run(optimizer, params, range(2))
+        for p in params:
+            optimizer.state[p]["slow_buffer"] = torch.full_like(
+                p, 1 / 3, dtype=torch.float64
+            )
+            optimizer.state[p]["z"] = {"n": 3, "of": torch.ones(2)}
+        saved = optimizer.state_dict()
+        assert saved["state"][1]["z"]["n"] == 3
+        other.load_state_dict(saved)
+        run(other, others, [2])
+        found.append(
+            [(other.state[q]["slow_buffer"], other.state[q]["z"]) for q in others]
+        )
+    for (slow, z), (want, z_want) in zip(*found, strict=True):
+        assert slow.dtype == want.dtype and torch.equal(slow, want)
+        assert z["n"] == z_want["n"] and torch.equal(z["of"], z_want["of"])
+
+
+def test_state_of_no_parameter_is_kept_saved_and_loaded(mode):
+    params, others = parameters(), parameters()
+    optimizer, other = (build(each, mode, lr=LR) for each in (params, others))
+    optimizer.state["seen"] = {"tokens": 5}
+    run(optimizer, params, range(2))
+    assert optimizer.state["seen"] == {"tokens": 5}
+    other.load_state_dict(optimizer.state_dict())
+    run(other, others, [2])
+    assert other.state["seen"] == {"tokens": 5}
+
+
+def test_state_of_others_is_copied_with_the_optimizer(made):
+    optimizer, params = made
+    optimizer.state[params[0]]["z"] = torch.full((2,), 5.0)
+    run(optimizer, params, [0])
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        (first, *_) = theirs = twin.param_groups[0]["params"]
+        run(twin, theirs, [1])
+        assert torch.equal(twin.state[first]["z"], torch.full((2,), 5.0))
+
+
+def count_with(counter, monkeypatch):
+    """Compile with ``counter``, which takes no options of inductor."""
+
+    def backend(graph, inputs, **options):
+        return counter(graph, inputs)
+
+    real = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **own: real(f, **{**own, "backend": backend})
+    )
+
+
+def test_state_of_others_compiles_nothing_anew(monkeypatch):
+    forced(monkeypatch, "stacks")
+    counter = CompileCounter()
+    count_with(counter, monkeypatch)
+    params = parameters()
+    optimizer = MARS(params, lr=LR, compile=True)
+    for seed in range(5):
+        fill(params, seed)
+        optimizer.step()
+        if seed == 0:
+            compiled = counter.frame_count
+            assert compiled
+        for p in params:
+            optimizer.state[p]["z"] = p.detach().clone()
+    assert counter.frame_count == compiled
+
+
+def test_state_of_others_leaves_the_own_tensors_where_they_are(made):
+    optimizer, params = made
+    run(optimizer, params, [0])
+    own = [(t, t.data_ptr()) for p in params for t in optimizer.state[p].values()]
+    for p in params:
+        optimizer.state[p]["z"] = torch.zeros(1)
+    run(optimizer, params, [1])
+    for p in params:
+        del optimizer.state[p]["z"]
+    now = [t for p in params for t in optimizer.state[p].values()]
+    assert all(a is b for (a, _), b in zip(own, now, strict=True))
+    assert all(t.data_ptr() == address for t, address in own)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As timm writes it: slow weights lie in the base optimizer's state."""
+
+    def __init__(self, base, alpha=0.5, k=2):
+        defaults = dict(lookahead_alpha=alpha, lookahead_k=k, lookahead_step=0)
+        self._base = base
+        self.param_groups, self.defaults = base.param_groups, base.defaults
+        self.defaults.update(defaults)
+        self.state = defaultdict(dict)
+        for group in self.param_groups:
+            for name, value in defaults.items():
+                group.setdefault(name, value)
+
+    @torch.no_grad()
+    def update_slow(self, group):
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            state = self._base.state[p]
+            if "lookahead_slow_buff" not in state:
+                state["lookahead_slow_buff"] = torch.empty_like(p)
+                state["lookahead_slow_buff"].copy_(p)
+            slow = state["lookahead_slow_buff"]
+            slow.add_(p - slow, alpha=group["lookahead_alpha"])
+            p.copy_(slow)
+
+    def sync(self):
+        for group in self._base.param_groups:
+            self.update_slow(group)
+
+    def step(self, closure=None):
+        loss = self._base.step(closure)
+        for group in self._base.param_groups:
+            group["lookahead_step"] += 1
+            if group["lookahead_step"] % group["lookahead_k"] == 0:
+                self.update_slow(group)
+        return loss
+
+    def state_dict(self):
+        return self._base.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self._base.load_state_dict(state_dict)
+        self.param_groups = self._base.param_groups
+
+
+def by_hand(params, steps, alpha=0.5, k=2):
+    """Lookahead with slow weights of its own, from the parameters as they start."""
+    optimizer = build(params, "eager", lr=LR)
+    slow = copies(params)
+    for t in range(steps):
+        run(optimizer, params, [t])
+        if (t + 1) % k == 0:
+            for p, s in zip(params, slow, strict=True):
+                s.add_(p.detach() - s, alpha=alpha)
+                p.data.copy_(s)
+    return params
+
+
+def test_lookahead_is_lookahead(made):
+    optimizer, params = made
+    wrapped = Lookahead(optimizer)
+    fill(params, 0)
+    wrapped.sync()
+    run(wrapped, params, range(6))
+    want = by_hand(parameters(), 6)
+    equal(params, want, 1e-6)
+    without = parameters()
+    run(build(without, "eager", lr=LR), without, range(6))
+    assert not torch.allclose(params[0], without[0])
+
+
+def test_lookahead_resumes(made, mode):
+    optimizer, params = made
+    wrapped = Lookahead(optimizer)
+    fill(params, 0)
+    wrapped.sync()
+    run(wrapped, params, range(3))
+    others = [nn.Parameter(x) for x in copies(params)]
+    resumed = Lookahead(build(others, mode, lr=LR))
+    resumed.load_state_dict(copy.deepcopy(wrapped.state_dict()))
+    run(resumed, others, range(3, 6))
+    equal(others, by_hand(parameters(), 6), 1e-6)
+
+
+class ScheduleFree:
+    """As facebookresearch/schedule_free wraps: z lies in the optimizer's state, or, for
+    the reference, in ``elsewhere``; p is y.
+    """
+
+    def __init__(self, base, beta=0.9, elsewhere=None):
+        self.base, self.beta, self.num_steps = base, beta, 0
+        self.state = base.state if elsewhere is None else elsewhere
+
+    @torch.no_grad()
+    def step(self):
+        params = [p for group in self.base.param_groups for p in group["params"]]
+        self.num_steps += 1
+        for p in params:
+            state = self.state[p]
+            z = state.setdefault("z", p.detach().clone())
+            p.lerp_(z, 1 - 1 / self.beta)  # y becomes x
+            kept = p.clone()
+            p.copy_(z)
+            z.copy_(kept)
+        self.base.step()
+        for p in params:
+            z = self.state[p]["z"]
+            kept = z.clone()
+            z.copy_(p)
+            p.copy_(kept)
+            p.lerp_(z, 1 / self.num_steps)
+            p.lerp_(z, 1 - self.beta)
+
+
+def test_schedule_free_is_schedule_free(made):
+    optimizer, params = made
+    twin = parameters()
+    base = build(twin, "eager", lr=LR)
+    run(ScheduleFree(optimizer), params, range(5))
+    run(ScheduleFree(base, elsewhere=defaultdict(dict)), twin, range(5))
+    equal(params, twin, 1e-6)
+    without = parameters()
+    run(build(without, "eager", lr=LR), without, range(5))
+    assert not torch.allclose(params[0], without[0])
+
+
+# ---- loading -----------------------------------------------------------------------
+
+
+def test_loading_leaves_groups_their_keys(made):
+    optimizer, params = made
+    before = [set(group) for group in optimizer.param_groups]
+    saved = [set(group) for group in optimizer.state_dict()["param_groups"]]
+    optimizer.load_state_dict(optimizer.state_dict())
+    run(optimizer, params, [0])
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert [set(group) for group in optimizer.param_groups] == before
+    assert [set(g) for g in optimizer.state_dict()["param_groups"]] == saved
+
+
+@pytest.mark.parametrize("how", ["load", "deepcopy", "pickle"])
+def test_a_group_that_comes_later_has_the_keys_of_the_first(how, made):
+    optimizer, _ = made
+    if how == "load":
+        optimizer.load_state_dict(optimizer.state_dict())
+    elif how == "deepcopy":
+        optimizer = copy.deepcopy(optimizer)
+    else:
+        optimizer = pickle.loads(pickle.dumps(optimizer))
+    optimizer.add_param_group({"params": parameters((2, 2))})
+    first, second = optimizer.param_groups
+    assert set(first) == set(second)
+
+
+def test_keys_of_others_in_groups_are_saved_and_loaded(made, mode):
+    optimizer, params = made
+    optimizer.param_groups[0]["rho"] = 0.05
+    run(optimizer, params, [0])
+    others = parameters()
+    other = build(others, mode, lr=LR)
+    other.load_state_dict(optimizer.state_dict())
+    run(other, others, [1])
+    assert other.param_groups[0]["rho"] == 0.05
+
+
+def test_hooks_after_loading_see_what_was_loaded(made, mode):
+    optimizer, params = made
+    run(optimizer, params, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    others = parameters()
+    other, seen = build(others, mode, lr=0.5), []
+
+    def look(loaded):
+        assert loaded is other
+        entry = loaded.state[others[0]]
+        seen.append((loaded.param_groups[0]["lr"], copy.deepcopy(entry)))
+
+    other.register_load_state_dict_post_hook(look)
+    other.load_state_dict(saved)
+    ((lr, entry),) = seen
+    assert lr == LR
+    torch.testing.assert_close(entry, saved["state"][0], rtol=0, atol=0)
+
+
+def test_what_a_hook_after_loading_writes_is_kept(made, mode):
+    """New keys, tensors in place of those that were loaded, and groups."""
+    optimizer, params = made
+    run(optimizer, params, range(2))
+    others = [nn.Parameter(x) for x in copies(params)]
+    other = build(others, mode, lr=LR)
+    written = torch.full_like(others[0], 0.25)
+
+    def write(loaded):
+        loaded.state[others[0]]["z"] = "mine"
+        loaded.state[others[0]]["exp_avg"] = written.clone()
+        loaded.state[others[2]]["exp_avg"].zero_()
+        loaded.param_groups[0]["lr"] = 0.2
+
+    other.register_load_state_dict_post_hook(write)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert other.state[others[0]]["z"] == "mine"
+    assert torch.equal(other.state[others[0]]["exp_avg"], written)
+    assert not other.state[others[2]]["exp_avg"].any()
+    assert other.param_groups[0]["lr"] == 0.2
+    optimizer.state[params[0]]["exp_avg"] = written.clone()
+    optimizer.state[params[2]]["exp_avg"].zero_()
+    optimizer.param_groups[0]["lr"] = 0.2
+    run(optimizer, params, [2])
+    run(other, others, [2])
+    assert other.state[others[0]]["z"] == "mine"
+    equal(params, others, 1e-6)
+
+
+# ---- where nothing can compile -----------------------------------------------------
+
+
+class Watch(TorchDispatchMode):
+    """Counts what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.num_calls += 1
+        return function(*args, **kwargs or {})
+
+
+MODES = {
+    "flops": partial(FlopCounterMode, display=False),
+    "communication": CommDebugMode,
+    "any": Watch,
+}
+
+
+@pytest.mark.parametrize("watcher", MODES)
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-shampoo"])
+def test_a_compiled_step_under_a_dispatch_mode_is_the_step(
+    watcher, mars_type, monkeypatch, caplog
+):
+    """It runs eagerly there, says so once, and the numbers are the same."""
+    forced(monkeypatch, "stacks")
+    kw = dict(lr=LR, mars_type=mars_type, ns_dtype=torch.float32, max_norm=1.0)
+    a, b = parameters(), parameters()
+    plain, watched = MARS(a, compile=False, **kw), MARS(b, compile=True, **kw)
+    run(plain, a, range(3))
+    caplog.clear()
+    for seed in range(3):
+        fill(b, seed)
+        with MODES[watcher]() as seen:
+            watched.step()
+        assert watcher != "any" or seen.num_calls
+    equal(a, b, 1e-6)
+    said = [r for r in caplog.records if r.name.startswith("marsopt")]
+    assert len(said) == 1
+    assert "eager" in said[0].getMessage()
+
+
+def test_flops_of_a_compiled_step_are_counted(monkeypatch):
+    forced(monkeypatch, "stacks")
+    counted = []
+    for compiled in (False, True):
+        params = parameters((8, 8), (8, 8))
+        optimizer = MARS(params, mars_type="muon", compile=compiled)
+        fill(params, 0)
+        with FlopCounterMode(display=False) as counter:
+            optimizer.step()
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1] > 0
+
+
+def test_a_step_after_a_dispatch_mode_is_compiled_again(monkeypatch):
+    forced(monkeypatch, "stacks")
+    counter = CompileCounter()
+    count_with(counter, monkeypatch)
+    a, b = parameters(), parameters()
+    plain, optimizer = (MARS(p, lr=LR, compile=c) for p, c in ((a, False), (b, True)))
+    fill(b, 0)
+    with Watch():
+        optimizer.step()
+    assert counter.frame_count == 0
+    fill(b, 1)
+    optimizer.step()
+    assert counter.frame_count > 0
+    run(plain, a, range(2))
+    equal(a, b, 1e-6)
+
+
+SCRIPT = """
+import json, logging, sys, warnings
+import torch
+from marsopt import MARS
+
+records = []
+handler = logging.Handler()
+handler.emit = records.append
+logging.getLogger("marsopt").addHandler(handler)
+logging.getLogger("marsopt").setLevel(logging.INFO)
+
+def values(compile):
+    g = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(s, generator=g)) for s in ((6, 4), (4,))]
+    optimizer = MARS(params, lr=0.01, lr_1d=3e-3, max_norm=1.0, compile=compile)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=g)
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in params]).tolist()
+
+eager = values(False)
+for compile in None, True:
+    told = {"compile": compile, "eager": eager}
+    records.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            told["found"] = values(compile)
+        except Exception as error:
+            told["error"] = f"{type(error).__name__}: {error}"
+    told["logged"] = [[r.levelname, r.getMessage()] for r in records]
+    told["warned"] = [str(w.message) for w in caught if "marsopt" in str(w.message)]
+    print("told:" + json.dumps(told))
+"""
+
+
+def in_a_process(**environment):
+    """{compile: what SCRIPT tells} with these variables."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [x for x in done.stdout.splitlines() if x.startswith("told:")]
+    every = [json.loads(line.removeprefix("told:")) for line in lines]
+    assert len(every) == 2
+    return {told["compile"]: told for told in every}
+
+
+def test_where_torch_compile_is_off_the_step_is_eager():
+    for told in in_a_process(TORCH_COMPILE_DISABLE="1").values():
+        assert told.get("error") is None
+        assert told["found"] == pytest.approx(told["eager"], abs=1e-6)
+        assert sum("eager" in message for _, message in told["logged"]) == 1
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """What is told where there is a compiler that fails."""
+    folder = tmp_path_factory.mktemp("broken")
+    compiler = folder / "c++"
+    compiler.write_text("#!/bin/sh\necho broken >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    return in_a_process(
+        CXX=str(compiler),
+        TORCHINDUCTOR_CACHE_DIR=str(folder / "cache"),
+        TORCHINDUCTOR_FX_GRAPH_CACHE="0",
+    )
+
+
+def test_a_compiler_that_fails_is_no_obstacle(broken):
+    """compile=None goes on eagerly, and warns once."""
+    told = broken[None]
+    assert told.get("error") is None
+    assert told["found"] == pytest.approx(told["eager"], abs=1e-6)
+    warned = [m for level, m in told["logged"] if level == "WARNING"] + told["warned"]
+    assert len(warned) == 2
+    assert "compiling" in warned[0]
+    assert "eager" in warned[1]
+
+
+def test_a_compiler_that_fails_is_an_error_where_it_is_required(broken):
+    told = broken[True]
+    assert "found" not in told
+    assert told["error"]
+
+
+# ---- parameters that are exchanged -------------------------------------------------
+
+
+def exchange(optimizer):
+    """As mixed precision tools do: float32 masters in the groups. Returns both."""
+    before, masters = [], []
+    for group in optimizer.param_groups:
+        for i, p in enumerate(group["params"]):
+            master = p.detach().clone().float().requires_grad_()
+            before.append(p)
+            masters.append(master)
+            group["params"][i] = master
+    return before, masters
+
+
+def halves():
+    return [nn.Parameter(p.detach().bfloat16()) for p in parameters()]
+
+
+def test_masters_may_take_the_place_of_parameters(mode):
+    optimizer = build(halves(), mode, lr=LR)
+    olds, masters = exchange(optimizer)
+    saved = optimizer.state_dict()
+    assert set(saved["state"]) <= set(range(len(SHAPES)))
+    old_values = copies(olds)
+    want = [nn.Parameter(x) for x in copies(masters)]
+    run(optimizer, masters, range(3))
+    run(build(want, "eager", lr=LR), want, range(3))
+    equal(masters, want, 1e-6)
+    equal(olds, old_values)
+    assert {id(p) for p in optimizer.state} == {id(p) for p in masters}
+    assert optimizer.state[masters[0]]["exp_avg"].dtype == torch.float32
+
+
+def test_masters_may_come_after_some_steps(mode):
+    params = halves()
+    optimizer = build(params, mode, lr=LR)
+    run(optimizer, params, range(2))
+    olds, masters = exchange(optimizer)
+    want = [nn.Parameter(x) for x in copies(masters)]
+    run(optimizer, masters, range(2, 4))
+    run(build(want, "eager", lr=LR), want, range(2, 4))
+    equal(masters, want, 1e-6)
+    assert all(float(optimizer.state[p]["step"]) == 2 for p in olds)
+
+
+def test_masters_may_take_the_state_over(mode):
+    """apex moves the entries, and casts them by loading what it has saved."""
+    params = halves()
+    optimizer = build(params, mode, lr=LR)
+    run(optimizer, params, range(2))
+    olds, masters = exchange(optimizer)
+    for old, master in zip(olds, masters, strict=True):
+        optimizer.state[master] = optimizer.state.pop(old)
+    optimizer.load_state_dict(optimizer.state_dict())
+    run(optimizer, masters, [2])
+    for master in masters:
+        assert optimizer.state[master]["exp_avg"].dtype == torch.float32
+        assert float(optimizer.state[master]["step"]) == 3
+
+
+def test_parameters_that_were_exchanged_are_freed(mode):
+    params = parameters()
+    optimizer = build(params, mode, lr=LR)
+    run(optimizer, params, range(2))
+    seen = [weakref.ref(p) for p in params]
+    seen += [weakref.ref(optimizer.state[p]["exp_avg"]) for p in params]
+    olds, masters = exchange(optimizer)
+    run(optimizer, masters, [2])
+    for p in olds:  # theirs until it is deleted
+        del optimizer.state[p]
+    run(optimizer, masters, [3])
+    del olds, p
+    params.clear()
+    gc.collect()
+    assert not [ref for ref in seen if ref() is not None]
+
+
+def test_one_parameter_may_be_exchanged(made):
+    """The others go on where they were."""
+    optimizer, params = made
+    run(optimizer, params, range(2))
+    new = parameters(SHAPES[2], seed=5)[0]
+    old, params[2] = params[2], new
+    optimizer.param_groups[0]["params"][2] = new
+    run(optimizer, params, [2])
+    assert float(optimizer.state[old]["step"]) == 2
+    assert [float(optimizer.state[p]["step"]) for p in params] == [3, 3, 1, 3, 3]
+
+
+# ---- no parameters -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, dict(max_norm=1.0), dict(is_approx=False), dict(nonfinite="raise")],
+    ids=str,
+)
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_an_optimizer_without_parameters_does_nothing(num_groups, kwargs):
+    """ZeRO makes them on ranks that got none."""
+    optimizer = MARS([{"params": []} for _ in range(num_groups)], lr=LR, **kwargs)
+    optimizer.update_previous_grad()
+    assert optimizer.step() is None
+    assert optimizer.step(lambda: torch.tensor(3.0)) == 3.0
+    optimizer.update_last_grad()
+    optimizer.zero_grad()
+    saved = optimizer.state_dict()
+    assert saved["state"] == {}
+    assert [g["params"] for g in saved["param_groups"]] == [[]] * num_groups
+    optimizer.load_state_dict(saved)
+    assert optimizer.step() is None
+    assert optimizer.grad_norm is None
+    assert optimizer.num_skipped == 0
+    optimizer.max_norm = 0.5
+    assert optimizer.max_norm == 0.5
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))
+    assert twin.step() is None
+
+
+def test_a_group_makes_an_empty_optimizer_real(mode):
+    optimizer = build([{"params": []}], mode, lr=LR, max_norm=0.7)
+    optimizer.step()
+    params, twin = parameters(), parameters()
+    optimizer.add_param_group({"params": params})
+    run(optimizer, params, range(3))
+    run(build(twin, "eager", lr=LR, max_norm=0.7), twin, range(3))
+    equal(params, twin, 1e-6)
+    assert optimizer.grad_norm is not None
+    with pytest.raises(ValueError, match="got lr=-1"):
+        MARS([{"params": [], "lr": -1.0}])
+
+
+def test_an_empty_list_is_an_error():
+    with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
+        MARS([])
+
+
+def zero(rank, world, correction):
+    """One matrix and one vector; rank 1 gets nothing, or the vector. ZeRO puts its
+    arguments into the groups, which then say them: lr_1d has to be said, too.
+    """
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch.jit
+
+    found = []
+    for shapes in (((6, 4),), ((6, 4), (4,))):
+        params = parameters(*shapes)
+        optimizer = ZeroRedundancyOptimizer(
+            params, optimizer_class=MARS, correction=correction, compile=False,
+            lr=LR, lr_1d=LR,
+        )  # fmt: skip
+        for seed in range(4):
+            fill(params, seed)
+            optimizer.step()
+        found.append(copies(params))
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("correction", ["approximate", "transport"])
+def test_zero_redundancy_is_the_whole_optimizer(correction):
+    for found in spawn(zero, 2, correction):
+        for got in found:
+            want = parameters(*(p.shape for p in got))
+            run(
+                build(want, "eager", lr=LR, lr_1d=LR, correction=correction),
+                want,
+                range(4),
+            )
+            equal(got, want, 1e-6)
+
+
+# ---- options of the whole optimizer in groups --------------------------------------
+
+OPTIONS = {
+    "is_approx": (False, True),
+    "ns_steps": (3, 4),
+    "ns_coefficients": ("polar_express", "quintic"),
+    "ns_dtype": (torch.float32, torch.bfloat16),
+    "ns_gram": (True, False),
+    "state_dtype": (torch.float64, torch.float32),
+    "h_dtype": (torch.bfloat16, None),
+    "stochastic_rounding": (True, False),
+    "compile": (False, True),
+    "nonfinite": ("raise", "skip"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_group_may_repeat_an_option_and_not_change_it(name):
+    same, other = OPTIONS[name]
+    kwargs = {"compile": False, "ns_dtype": torch.float32, name: same}
+    params = parameters()
+    MARS([{"params": params, name: same}], **kwargs)
+    optimizer = MARS(parameters((2, 2)), **kwargs)
+    optimizer.add_param_group({"params": params, name: same})
+    for add in (
+        lambda: MARS([{"params": params, name: other}], **kwargs),
+        lambda: MARS(parameters((2, 2)), **kwargs).add_param_group(
+            {"params": params, name: other}
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"{name}.* in a param group"):
+            add()
+
+
+def test_a_global_norm_of_a_group_is_refused():
+    """Under ZeRO, whose groups repeat options, each part would have its own norm."""
+    with pytest.raises(ValueError, match="max_norm.* in a param group"):
+        MARS([{"params": parameters(), "max_norm": 0.5}], max_norm=0.5, compile=False)
+
+
+def test_defaults_repeated_in_a_group_are_accepted():
+    listed = {**signature(marsopt.mars).parameters, **signature(MARS).parameters}
+    group = {name: listed[name].default for name in OPTIONS}
+    MARS([{"params": parameters(), **group}])
+
+
+class SAM(torch.optim.Optimizer):
+    """As davda54/sam: its groups, with every keyword, become the base optimizer's."""
+
+    def __init__(self, params, base, rho=0.05, **kwargs):
+        super().__init__(params, dict(rho=rho, **kwargs))
+        self.base = base(self.param_groups, **kwargs)
+        self.param_groups = self.base.param_groups
+        self.defaults.update(self.base.defaults)
+
+    @torch.no_grad()
+    def climb(self):
+        grads = [p.grad for g in self.param_groups for p in g["params"]]
+        norm = torch.nn.utils.get_total_norm(grads)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["old"] = p.detach().clone()
+                p.add_(p.grad, alpha=group["rho"] / float(norm + 1e-12))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(self.state[p]["old"])
+        self.base.step()
+
+
+def test_sam_passes_options_twice():
+    """In its groups too, which then say them: lr_1d has to be said for vectors."""
+    kwargs = dict(
+        lr=LR, lr_1d=3e-3, weight_decay_1d=0.1, is_approx=True, ns_dtype=torch.float32
+    )
+    kwargs |= dict(compile=False, state_dtype=None, weight_decay=0.1, clip=None)
+    params, twin = parameters(), parameters()
+    optimizer, plain = SAM(params, MARS, **kwargs), MARS(twin, **kwargs)
+    for seed in range(3):
+        fill(params, 10 + seed)
+        optimizer.climb()
+        fill(params, seed)
+        optimizer.step()
+    run(plain, twin, range(3))
+    equal(params, twin)
+    assert optimizer.param_groups[0]["rho"] == 0.05
+
+
+def test_groups_of_one_optimizer_make_another():
+    kwargs = dict(lr=LR, is_approx=True, compile=False)
+    params, twin = parameters(), parameters()
+    plain = MARS(twin, **kwargs)
+    first = MARS(params, **kwargs)
+    optimizer = MARS([dict(g) for g in first.param_groups], **kwargs)
+    for each, mine in ((optimizer, params), (plain, twin)):
+        run(each, mine, range(2))
+    equal(params, twin)
+
+
+# ---- one parameter twice -----------------------------------------------------------
+
+TWICE = "got parameter .*twice, expected once: "
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with dup")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p, q: [p, q, p],
+        lambda p, q: [{"params": [p, q]}, {"params": [p]}],
+        lambda p, q: [{"params": [p, p]}, {"params": [q]}],
+        lambda p, q: [("one", p), ("two", q), ("three", p)],
+    ],
+    ids=["list", "groups", "one group", "named"],
+)
+def test_a_parameter_twice_is_named(make, request):
+    with pytest.raises(ValueError, match=TWICE) as caught:
+        MARS(make(*parameters((3, 3), (3, 3))), compile=False)
+    assert "same memory" not in str(caught.value)
+    named = "one" in str(caught.value) or "three" in str(caught.value)
+    assert named == (request.node.callspec.id == "named")
+
+
+def test_a_group_with_a_parameter_that_is_there_is_not_added(made):
+    optimizer, params = made
+    with pytest.raises(ValueError, match=TWICE):
+        optimizer.add_param_group({"params": [params[1]]})
+    assert len(optimizer.param_groups) == 1
+    run(optimizer, params, range(2))
+
+
+def test_tied_weights_come_once():
+    """parameters() leaves the second name out, as for any optimizer."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    assert len(MARS(model.parameters(), compile=False).param_groups[0]["params"]) == 3
+
+
+# ---- the authors' loop -------------------------------------------------------------
+
+
+def test_the_batch_size_of_the_authors_loop_is_taken_and_ignored(made):
+    optimizer, params = made
+    twin = parameters()
+    plain = build(twin, "eager", lr=LR)
+    with traced():
+        for seed in range(3):
+            fill(params, seed)
+            assert optimizer.step(bs=32 * (seed + 1)) is None
+    run(plain, twin, range(3))
+    equal(params, twin, 1e-6)
+
+
+def test_the_batch_size_comes_with_a_closure(made):
+    optimizer, params = made
+
+    def closure():
+        fill(params, 0)
+        return 5.0
+
+    with traced():
+        assert optimizer.step(closure, bs=32) == 5.0
+        assert optimizer.step(closure=closure, bs=32) == 5.0
+    assert float(optimizer.state[params[0]]["step"]) == 2
+
+
+def test_the_batch_size_passes_through_a_scaler(made):
+    optimizer, params = made
+    scaler = torch.amp.GradScaler("cpu")
+    fill(params, 0)
+    scaler.scale(torch.ones(()))
+    with traced():
+        scaler.step(optimizer, bs=32)
+    assert float(optimizer.state[params[0]]["step"]) == 1
+
+
+# ---- beside torch's own tools ------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["mean", "ema"])
+def test_an_averaged_model_averages(how, mode):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = build(model.parameters(), mode, lr=LR)
+    average = {} if how == "mean" else {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}
+    averaged = AveragedModel(model, **average)
+    params, seen = list(model.parameters()), []
+    for seed in range(3):
+        run(optimizer, params, [seed])
+        averaged.update_parameters(model)
+        seen.append(copies(params))
+    for mine, *values in zip(averaged.module.parameters(), *seen, strict=True):
+        a, b, c = values
+        want = (a + b + c) / 3 if how == "mean" else a / 4 + b / 4 + c / 2
+        torch.testing.assert_close(mine.detach(), want, rtol=0, atol=1e-6)
+
+
+def test_a_grad_scaler_changes_nothing_but_the_scale(mode):
+    a, b = parameters(), parameters()
+    scaled, plain = (build(p, mode, lr=LR, max_norm=0.5) for p in (a, b))
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    for seed in range(4):
+        fill(b, seed)
+        for p, q in zip(a, b, strict=True):
+            p.grad = None
+            scaler.scale((p * q.grad).sum()).backward()
+        with traced():
+            scaler.step(scaled)
+            scaler.update()
+            plain.step()
+    equal(a, b, 1e-6)
+    assert scaler.get_scale() == 1024.0
+
+
+def test_a_grad_scaler_leaves_a_step_with_infinities_out(made):
+    optimizer, params = made
+    run(optimizer, params, [0])
+    before = copies(params)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    fill(params, 1)
+    params[1].grad[0] = float("inf")
+    with traced():
+        scaler.step(optimizer)
+    scaler.update()
+    equal(params, before)
+    assert scaler.get_scale() == 4.0
+    assert optimizer.num_skipped == 0
+    assert float(optimizer.state[params[0]]["step"]) == 1
+
+
+SCHEDULES = {
+    "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "one cycle, with betas": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 8),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.1, 2, cycle_momentum=False),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "in sequence": lambda o: lr_scheduler.SequentialLR(
+        o,
+        [lr_scheduler.LinearLR(o, 0.1, 1, 3), lr_scheduler.ExponentialLR(o, 0.8)],
+        [3],
+    ),
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, 2), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_move_it_as_they_move_adamw(schedule, mode):
+    kw = dict(lr=LR, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    a, b = parameters(), parameters()
+    ours, theirs = build(a, mode, mars_type="adamw", **kw), torch.optim.AdamW(b, **kw)
+    both = [SCHEDULES[schedule](o) for o in (ours, theirs)]
+    for seed in range(6):
+        for optimizer, params in ((ours, a), (theirs, b)):
+            run(optimizer, params, [seed])
+        for scheduler in both:
+            scheduler.step()
+        assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+    equal(a, b, 1e-6)
+
+
+def test_a_plateau_lowers_the_rate(made):
+    optimizer, params = made
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    for seed in range(3):
+        run(optimizer, params, [seed])
+        scheduler.step(1.0)
+    assert optimizer.param_groups[0]["lr"] == LR / 4
+
+
+def test_a_schedule_resumes_with_the_optimizer(mode):
+    a, b = parameters(), parameters()
+    one, two = build(a, mode, lr=LR), build(b, mode, lr=0.5)
+    first = lr_scheduler.OneCycleLR(one, 0.1, 6)
+    for seed in range(3):
+        run(one, a, [seed])
+        first.step()
+    second = lr_scheduler.OneCycleLR(two, 0.1, 6)
+    for p, q in zip(a, b, strict=True):
+        q.data.copy_(p.data)
+    two.load_state_dict(copy.deepcopy(one.state_dict()))
+    second.load_state_dict(first.state_dict())
+    for optimizer, scheduler, params in ((one, first, a), (two, second, b)):
+        for seed in range(3, 5):
+            run(optimizer, params, [seed])
+            scheduler.step()
+    equal(a, b)

@@ -1,0 +1,738 @@
+"""What torch's own suite asks of every optimizer (its test/test_optim.py, over
+torch/testing/_internal/common_optimizers.py), asked of every ``mars_type``.
+
+Left out: what MARS has no option for (foreach, fused, maximize, capturable,
+differentiable, and with it second order), what needs several devices, and peak memory,
+which is measured on a GPU. Compiled steps run eagerly over their stacks, but where the
+name says otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from marsopt import MARS, REGISTRY, SOAP
+from tests.stacking import MODES, build, copies, equal, fill, forced, run, traced
+
+LR = 0.01
+SHAPES = ((6, 4), (4,), (6, 4), (4,))
+
+# every rule in stacks; where tensors move is nothing that rules differ in, so that one
+# of elements, one of matrices and one with factors stand for all in the other modes
+CELLS = [(mars_type, "stacks") for mars_type in REGISTRY] + [
+    (mars_type, mode)
+    for mars_type in ("mars-adamw", "mars-m", "mars-soap")
+    for mode in MODES
+    if mode != "stacks"
+]
+every_type = pytest.mark.parametrize(("mars_type", "mode"), CELLS, indirect=["mode"])
+
+
+@pytest.fixture(params=MODES)
+def mode(request, monkeypatch):
+    return forced(monkeypatch, request.param)
+
+
+def parameters(*shapes, seed=0, dtype=torch.float32):
+    g = torch.Generator().manual_seed(seed)
+    shapes = shapes or SHAPES
+    return [nn.Parameter(torch.randn(s, generator=g).to(dtype)) for s in shapes]
+
+
+def same(a, b):
+    """State dicts, bit for bit."""
+    torch.testing.assert_close(a["state"], b["state"], rtol=0, atol=0)
+    assert a["param_groups"] == b["param_groups"]
+
+
+# what lives with the owners of whole matrices (test_soap.py)
+FACTORS = {buffer.key for buffer in SOAP.keeps.values()}
+
+
+@pytest.fixture
+def made(mode):
+    """(optimizer, params) after two steps."""
+    params = parameters()
+    optimizer = build(params, mode, lr=LR)
+    run(optimizer, params, range(2))
+    return optimizer, params
+
+
+def twin_of(optimizer, params, mode, **kwargs):
+    """The same values and state in another optimizer."""
+    others = [nn.Parameter(x) for x in copies(params)]
+    other = build(others, mode, **dict(lr=LR) | kwargs)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return other, others
+
+
+# ---- the right direction -----------------------------------------------------------
+
+
+class LeastSquares:
+    """torch's: a weight, a bias, and one input."""
+
+    def __init__(self, contiguous=True):
+        g = torch.Generator().manual_seed(0)
+        weight = torch.randn(10, 5, 2, generator=g)[..., 0]
+        bias = torch.randn(10, 2, generator=g)[..., 0]
+        if contiguous:
+            weight, bias = weight.contiguous(), bias.contiguous()
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+        assert self.weight.is_contiguous() == contiguous
+        self.x = torch.randn(5, generator=g)
+
+    def closure(self, optimizer):
+        def evaluate():
+            optimizer.zero_grad()
+            loss = (self.weight.mv(self.x) + self.bias).square().sum()
+            loss.backward()
+            return loss
+
+        return evaluate
+
+
+def descend(problem, optimizer, schedulers=(), num_steps=20):
+    """First and last loss."""
+    closure = problem.closure(optimizer)
+    first = float(closure().detach())
+    for _ in range(num_steps):
+        loss = optimizer.step(closure)
+        for scheduler in schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(float(loss.detach()))
+            else:
+                scheduler.step()
+    return first, float(closure().detach())
+
+
+@every_type
+@pytest.mark.parametrize(
+    ("contiguous", "scheduled"),
+    [(True, True), (False, False)],
+    ids=["scheduled", "noncontiguous"],
+)
+def test_it_goes_in_the_right_direction(mars_type, contiguous, scheduled, mode):
+    problem = LeastSquares(contiguous)
+    optimizer = build([problem.weight, problem.bias], mode, lr=LR, mars_type=mars_type)
+    schedulers = [StepLR(optimizer, 10, 0.9), ReduceLROnPlateau(optimizer)]
+    with traced():
+        first, last = descend(problem, optimizer, schedulers if scheduled else ())
+    assert last < first
+
+
+@every_type
+def test_groups_go_in_the_right_direction(mars_type, mode):
+    problem = LeastSquares()
+    groups = [{"params": [problem.weight]}, {"params": [problem.bias], "lr": 0.02}]
+    optimizer = build(groups, mode, lr=LR, mars_type=mars_type)
+    schedulers = [StepLR(optimizer, 10, 0.9), ReduceLROnPlateau(optimizer)]
+    with traced():
+        first, last = descend(problem, optimizer, schedulers)
+    assert last < first
+
+
+def test_really_compiled_it_goes_where_it_goes_eagerly(monkeypatch):
+    """With groups, a tensor lr and a schedule; all compiles in the first step. In the
+    other layout: test_compiled_is_eager of test_optimizer.py.
+    """
+    forced(monkeypatch, "leaves")
+    found = []
+    for mode in ("eager", "leaves"):
+        params = parameters((6, 4), (6, 4), (4,))
+        lr = torch.tensor(LR)
+        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.02}]
+        optimizer = build(groups, mode, lr=lr, mars_type="mars-adamw", max_norm=1.0)
+        scheduler = ExponentialLR(optimizer, 0.8)
+        for t in range(4):
+            fill(params, t)
+            with torch.compiler.set_stance("fail_on_recompile" if t else "default"):
+                optimizer.step()
+            scheduler.step()
+        found.append(params)
+    equal(*found, 1e-6)
+
+
+# ---- no gradient, and zeros --------------------------------------------------------
+
+
+@every_type
+def test_a_step_without_gradients_is_no_step(mars_type, mode):
+    params = parameters()
+    kw = dict(mars_type=mars_type, weight_decay=0.1)
+    optimizer = build(params, mode, lr=LR, **kw)
+    run(optimizer, params, range(2))
+    optimizer.zero_grad()
+    before, state = copies(params), copy.deepcopy(optimizer.state_dict())
+    with traced():
+        optimizer.step()
+    equal(params, before)
+    found = optimizer.state_dict()
+    # of a rank that has no gradient others may have one: all count the call
+    for group in (*found["param_groups"], *state["param_groups"]):
+        group.pop("stage_count", None)
+    same(found, state)
+
+
+@every_type
+def test_zeros_move_nothing_without_decay(mars_type, mode):
+    params = parameters()
+    kw = dict(mars_type=mars_type, weight_decay=0.0, weight_decay_1d=0.0)
+    optimizer = build(params, mode, lr=LR, **kw)
+    before = copies(params)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    with traced():
+        optimizer.step()
+    equal(params, before)
+    assert all(float(optimizer.state[p]["step"]) == 1 for p in params)
+
+
+@every_type
+def test_zeros_leave_decay_alone_at_work(mars_type, mode):
+    """... in the group that decays, at its own rate."""
+    kept, decayed = parameters((6, 4), (6, 4), seed=1), parameters((6, 4), (6, 4))
+    groups = [
+        {"params": kept, "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": 0.5, "lr": 0.1},
+    ]
+    optimizer = build(groups, mode, lr=LR, mars_type=mars_type)
+    before = copies(kept), copies(decayed)
+    for p in (*kept, *decayed):
+        p.grad = torch.zeros_like(p)
+    with traced():
+        for _ in range(1 + ("soap" in mars_type)):  # whose first step is none
+            optimizer.step()
+    equal(kept, before[0])
+    equal(decayed, [0.95 * p for p in before[1]], 1e-6)
+
+
+# ---- groups and rates --------------------------------------------------------------
+
+
+@every_type
+def test_groups_are_optimizers_of_their_own(mars_type, mode):
+    rates = (0.01, 0.05, 0.002, 0.03)
+    kw = dict(mars_type=mars_type, ns_dtype=torch.float32, weight_decay=0.1)
+    params, others = parameters(), parameters()
+    groups = [{"params": [p], "lr": lr} for p, lr in zip(params, rates, strict=True)]
+    together = build(groups, mode, **kw)
+    apart = [
+        build([{"params": [p], "lr": lr}], "eager", **kw)
+        for p, lr in zip(others, rates, strict=True)
+    ]
+    with traced():
+        for seed in range(3):
+            fill(params, seed)
+            fill(others, seed)
+            for optimizer in (together, *apart):
+                optimizer.step()
+    equal(params, others, 1e-6)
+
+
+@every_type
+def test_a_tensor_as_lr_is_a_number(mars_type, mode):
+    a, b = parameters(), parameters()
+    kw = dict(mars_type=mars_type, ns_dtype=torch.float32, weight_decay=0.1)
+    one, two = build(a, mode, lr=torch.tensor(LR), **kw), build(b, mode, lr=LR, **kw)
+    run(one, a, range(3))
+    run(two, b, range(3))
+    equal(a, b, 1e-6)
+
+
+def test_a_group_with_a_zero_tensor_as_lr_stays(mode):
+    still, moving = parameters(seed=1), parameters()
+    groups = [{"params": still, "lr": torch.tensor(0.0)}, {"params": moving}]
+    optimizer = build(groups, mode, lr=LR, weight_decay=0.1)
+    before = copies(still), copies(moving)
+    run(optimizer, still + moving, range(3))
+    equal(still, before[0])
+    assert not any(map(torch.equal, moving, before[1]))
+
+
+def test_a_schedule_fills_a_tensor_lr_in_place(mode):
+    a, b = parameters(), parameters()
+    lr = torch.tensor(LR)
+    one, two = build(a, mode, lr=lr), build(b, "eager", lr=LR)
+    schedules = [ExponentialLR(optimizer, 0.5) for optimizer in (one, two)]
+    held = one.param_groups[0]["lr"]
+    for seed in range(3):
+        run(one, a, [seed])
+        run(two, b, [seed])
+        for schedule in schedules:
+            schedule.step()
+    assert one.param_groups[0]["lr"] is held
+    assert float(held) == pytest.approx(LR / 8)
+    equal(a, b, 1e-6)
+
+
+def test_groups_in_another_order_go_on_as_before(mode):
+    a, b = parameters(), parameters()
+    optimizers = []
+    for params in (a, b):
+        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.05}]
+        optimizers.append(build(groups, mode, lr=LR))
+        run(optimizers[-1], params, range(2))
+    optimizers[1].param_groups.reverse()
+    for optimizer, params in zip(optimizers, (a, b), strict=True):
+        run(optimizer, params, range(2, 4))
+    equal(a, b)
+
+
+def test_a_group_comes_as_a_tensor_or_an_iterator(made):
+    optimizer, params = made
+    late = parameters((3, 3), (2,), (2,))
+    optimizer.add_param_group({"params": late[0], "lr": 0.5})
+    optimizer.add_param_group({"params": iter(late[1:])})
+    before = copies(late)
+    run(optimizer, params + late, [2])
+    assert not any(map(torch.equal, late, before))
+    steps = [float(optimizer.state[p]["step"]) for p in params + late]
+    assert steps == [3] * 4 + [1] * 3
+    assert [group["lr"] for group in optimizer.param_groups] == [LR, 0.5, LR]
+
+
+def test_defaults_are_those_of_the_constructor_and_fill_new_groups(made):
+    optimizer, _ = made
+    assert optimizer.defaults["lr"] == LR
+    assert optimizer.defaults["betas"] == (0.95, 0.99)
+    assert optimizer.defaults["mars_type"] == "mars-adamw"
+    (group,) = optimizer.param_groups
+    assert set(optimizer.defaults) <= set(group)
+    optimizer.defaults["weight_decay"] = 0.25
+    optimizer.add_param_group({"params": parameters((2, 2))})
+    assert optimizer.param_groups[1]["weight_decay"] == 0.25
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_clears_gradients(set_to_none, made):
+    optimizer, params = made
+    held = [p.grad for p in params]
+    optimizer.zero_grad(set_to_none=set_to_none)
+    for p, g in zip(params, held, strict=True):
+        assert (p.grad is None) == set_to_none
+        assert set_to_none or (p.grad is g and not g.any())
+
+
+@every_type
+def test_scalars_and_single_elements_move(mars_type, mode):
+    params = parameters((), (1,), (1, 1), ())
+    optimizer = build(params, mode, lr=LR, mars_type=mars_type)
+    before = copies(params)
+    run(optimizer, params, range(1 + ("soap" in mars_type)))
+    assert not any(map(torch.equal, params, before))
+    assert all(torch.isfinite(p).all() for p in params)
+
+
+@every_type
+def test_dtypes_may_be_mixed(mars_type, mode):
+    """State has the dtype of its parameter, float32 for float16, and the steps are
+    those of each alone.
+    """
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+    kw = dict(lr=LR, mars_type=mars_type, ns_dtype=torch.float32)
+    params, others = (
+        [
+            p
+            for i, d in enumerate(dtypes)
+            for p in parameters((4, 3), (3,), seed=i, dtype=d)
+        ]
+        for _ in range(2)
+    )
+    optimizer, apart = (
+        build(params, mode, **kw),
+        [build([p], "eager", **kw) for p in others],
+    )
+    with traced():
+        for seed in range(2):
+            fill(params, seed)
+            fill(others, seed)
+            for each in (optimizer, *apart):
+                each.step()
+    for p, q in zip(params, others, strict=True):
+        own = torch.float32 if p.dtype == torch.float16 else p.dtype
+        for key, value in optimizer.state[p].items():
+            if key not in FACTORS:
+                assert value.dtype == (torch.float32 if key == "step" else own)
+        torch.testing.assert_close(p, q)
+
+
+# ---- the step's hooks and closure --------------------------------------------------
+
+
+def test_hooks_before_the_step_may_change_its_arguments(made):
+    optimizer, params = made
+    calls = []
+
+    def pre(mine, args, kwargs):
+        assert mine is optimizer
+        calls.append("pre")
+        return (*args, lambda: 7.0), kwargs
+
+    handle = optimizer.register_step_pre_hook(pre)
+    fill(params, 2)
+    with traced():
+        assert optimizer.step() == 7.0
+        handle.remove()
+        assert optimizer.step() is None
+    assert calls == ["pre"]
+
+
+def test_hooks_after_the_step_see_it_done(made):
+    optimizer, params = made
+    seen = []
+    optimizer.register_step_post_hook(
+        lambda mine, args, kwargs: seen.append(float(mine.state[params[0]]["step"]))
+    )
+    run(optimizer, params, range(2, 4))
+    assert seen == [3.0, 4.0]
+
+
+def test_hooks_run_in_torchs_order(made):
+    optimizer, params = made
+    order = []
+
+    def note(what):
+        return lambda mine, args, kwargs: order.append((what, mine is optimizer))
+
+    handles = [
+        register_optimizer_step_pre_hook(note("all, before")),
+        optimizer.register_step_pre_hook(note("before")),
+        optimizer.register_step_post_hook(note("after")),
+        register_optimizer_step_post_hook(note("all, after")),
+    ]
+    try:
+        run(optimizer, params, [2])
+    finally:
+        for handle in handles:
+            handle.remove()
+    run(optimizer, params, [3])
+    want = ("all, before", "before", "after", "all, after")
+    assert order == [(what, True) for what in want]
+
+
+def test_a_closure_has_gradients_and_its_loss_is_returned(mode):
+    problem = LeastSquares()
+    optimizer = build([problem.weight, problem.bias], mode, lr=LR)
+    evaluate, seen = problem.closure(optimizer), []
+
+    def closure():
+        seen.append(torch.is_grad_enabled())
+        return evaluate()
+
+    with torch.no_grad(), traced():
+        loss = optimizer.step(closure)
+    assert seen == [True]
+    assert loss.requires_grad
+
+
+# torch 2.11, of every profile without acc_events
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+def test_a_profiler_names_the_step(made):
+    optimizer, params = made
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as trace:
+        run(optimizer, params, [2])
+        optimizer.zero_grad()
+    names = {event.key for event in trace.key_averages()}
+    assert {"Optimizer.step#MARS.step", "Optimizer.zero_grad#MARS.zero_grad"} <= names
+
+
+# ---- state -------------------------------------------------------------------------
+
+
+@every_type
+def test_state_is_there_and_keyed_by_parameters(mars_type, mode):
+    params = parameters()
+    optimizer = build(params, mode, lr=LR, mars_type=mars_type)
+    run(optimizer, params, range(2))
+    assert isinstance(optimizer.state, defaultdict)
+    assert set(optimizer.state) == set(params)
+    for p, entry in optimizer.state.items():
+        assert len(entry) > 1
+        for key, value in entry.items():
+            assert isinstance(value, torch.Tensor) and not value.requires_grad
+            if key in FACTORS:  # of one matrix, or of none
+                assert value.shape[:1] == (1,)
+                continue
+            shapes = {"step": (), "row_exp_avg_sq": p.shape[:1]}
+            assert value.shape == shapes.get(key, p.shape)
+        assert float(entry["step"]) == 2
+
+
+@every_type
+def test_a_state_dict_is_deterministic(mars_type, mode):
+    """Loaded and stepped beside the first, the other has equal values and state."""
+    params = parameters()
+    optimizer = build(params, mode, lr=LR, mars_type=mars_type)
+    run(optimizer, params, range(3))
+    other, others = twin_of(optimizer, params, mode, mars_type=mars_type)
+    same(optimizer.state_dict(), other.state_dict())
+    for each, mine in ((optimizer, params), (other, others)):
+        run(each, mine, range(3, 5))
+    equal(params, others)
+    same(optimizer.state_dict(), other.state_dict())
+
+
+def test_groups_that_are_repeated_look_alike_in_a_state_dict(made):
+    optimizer, _ = made
+    one = optimizer.state_dict()["param_groups"]
+    optimizer.param_groups.extend(optimizer.param_groups)
+    assert optimizer.state_dict()["param_groups"] == 2 * one
+
+
+def test_a_state_dict_is_loaded_and_left_as_it_is(made, mode):
+    optimizer, params = made
+    saved = optimizer.state_dict()
+    given, before = copy.deepcopy(saved), copy.deepcopy(saved)
+    others = [nn.Parameter(x) for x in copies(params)]
+    other = build(others, mode, lr=LR)
+    other.load_state_dict(given)
+    run(other, others, range(2, 4))
+    same(given, before)
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        ("epsilon_hat",),
+        ("optimize_1d", "clip"),
+        ("base_lr",),
+        ("weight_decay_1d", "betas_1d", "amsgrad"),
+    ],
+    ids=", ".join,
+)
+def test_an_older_state_dict_is_loaded(missing, made, mode):
+    """One of before these options existed: they have their defaults."""
+    optimizer, params = made
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        for key in missing:
+            del group[key]
+    others = [nn.Parameter(x) for x in copies(params)]
+    other = build(others, mode, lr=LR)
+    other.load_state_dict(saved)
+    assert set(other.param_groups[0]) == set(optimizer.param_groups[0])
+    for each, mine in ((optimizer, params), (other, others)):
+        run(each, mine, [2])
+    equal(params, others)
+
+
+@every_type
+def test_a_step_that_is_no_tensor_is_loaded(mars_type, mode):
+    params = parameters()
+    optimizer = build(params, mode, lr=LR, mars_type=mars_type)
+    run(optimizer, params, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entry in saved["state"].values():
+        entry["step"] = int(entry["step"])
+    others = [nn.Parameter(x) for x in copies(params)]
+    other = build(others, mode, lr=LR, mars_type=mars_type)
+    other.load_state_dict(saved)
+    for each, mine in ((optimizer, params), (other, others)):
+        run(each, mine, [2])
+    equal(params, others)
+    assert isinstance(other.state[others[0]]["step"], torch.Tensor)
+
+
+@every_type
+def test_a_state_dict_passes_through_a_file_of_weights_only(mars_type, mode):
+    params = parameters()
+    optimizer = build(params, mode, lr=torch.tensor(LR), mars_type=mars_type)
+    run(optimizer, params, range(2))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    same(torch.load(file, weights_only=True), optimizer.state_dict())
+
+
+def test_names_come_with_the_state_dict(mode):
+    named = list(zip("abcd", parameters(), strict=True))
+    first = build(named, mode, lr=LR)
+    plain = build(parameters(), mode, lr=LR)
+    without = copy.deepcopy(plain.state_dict())
+    plain.load_state_dict(first.state_dict())
+    assert plain.param_groups[0]["param_names"] == list("abcd")
+    first.load_state_dict(without)
+    assert first.param_groups[0]["param_names"] == list("abcd")
+
+
+def test_hooks_before_a_state_dict_are_seen_in_it(made):
+    optimizer, params = made
+
+    def pre(mine):
+        assert mine is optimizer
+        mine.param_groups[0]["lr"] = 0.25
+        mine.state[params[0]]["exp_avg"].zero_()
+
+    handle = optimizer.register_state_dict_pre_hook(pre)
+    saved = optimizer.state_dict()
+    handle.remove()
+    assert saved["param_groups"][0]["lr"] == 0.25
+    assert not saved["state"][0]["exp_avg"].any()
+
+
+def test_hooks_after_a_state_dict_may_change_and_replace_it(made):
+    optimizer, _ = made
+    order = []
+
+    def add(mine, saved):
+        order.append("add")
+        saved["version"] = 2
+
+    def replace(mine, saved):
+        order.append("replace")
+        return {**saved, "version": saved.get("version", 0) + 1}
+
+    optimizer.register_state_dict_post_hook(replace)
+    optimizer.register_state_dict_post_hook(add, prepend=True)
+    assert optimizer.state_dict()["version"] == 3
+    assert order == ["add", "replace"]
+
+
+def test_hooks_before_loading_may_replace_what_is_loaded(made, mode):
+    """... in their order; one that is prepended comes first."""
+    optimizer, params = made
+    others = parameters()
+    other, order = build(others, mode, lr=0.5), []
+
+    def rate(lr):
+        def hook(mine, saved):
+            order.append(lr)
+            groups = [{**group, "lr": lr} for group in saved["param_groups"]]
+            return {**saved, "param_groups": groups}
+
+        return hook
+
+    other.register_load_state_dict_pre_hook(rate(0.1))
+    other.register_load_state_dict_pre_hook(rate(0.2), prepend=True)
+    saved = optimizer.state_dict()
+    other.load_state_dict(saved)
+    assert order == [0.2, 0.1]
+    assert other.param_groups[0]["lr"] == 0.1
+    assert saved["param_groups"][0]["lr"] == LR
+    torch.testing.assert_close(other.state_dict()["state"], saved["state"])
+
+
+def test_hooks_after_loading_run_in_their_order(made):
+    optimizer, _ = made
+    order = []
+    optimizer.register_load_state_dict_post_hook(lambda mine: order.append("second"))
+    optimizer.register_load_state_dict_post_hook(
+        lambda mine: order.append("first"), prepend=True
+    )
+    handle = optimizer.register_load_state_dict_post_hook(lambda mine: order.append(3))
+    handle.remove()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert order == ["first", "second"]
+
+
+def test_a_deepcopy_has_all_public_attributes(made):
+    optimizer, params = made
+
+    def public(mine):
+        return {name for name in mine.__dict__ if not name.startswith("_")}
+
+    twin = copy.deepcopy(optimizer)
+    assert {"defaults", "state", "param_groups"} <= public(twin)
+    assert public(optimizer) == public(twin)
+    same(optimizer.state_dict(), twin.state_dict())
+    before = copies(params)
+    run(twin, twin.param_groups[0]["params"], [2])
+    equal(params, before)
+
+
+def test_its_text_names_it_and_its_options(made):
+    text = repr(made[0])
+    assert text.startswith("MARS (")
+    assert "mars_type: mars-adamw" in text
+
+
+# ---- bad input ---------------------------------------------------------------------
+
+
+def errors():
+    """What torch lists for all optimizers, and for Adam and Muon."""
+    p, q = parameters((2, 2), (2, 2))
+    complex_ = nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
+    return {
+        "a tensor": (p, {}, TypeError, "iterable of Tensors or dicts"),
+        "a set in a group": (
+            [{"params": {p, q}}], {}, TypeError, "ordered collections",
+        ),
+        "no tensors": ([1.0], {}, TypeError, "can only optimize Tensors"),
+        "nothing": ([], {}, ValueError, "empty parameter list"),
+        "no leaf": ([p * 2], {}, ValueError, "non-leaf"),
+        "complex": ([complex_], {}, ValueError, "view_as_real"),
+        "a group without params": ([{"lr": 0.1}], {}, ValueError, "params"),
+        "some names": ([("weight", p), q], {}, ValueError, "param names are missing"),
+        "names in one group": (
+            [{"params": [p]}, {"params": [("weight", q)]}],
+            {}, ValueError, "with/without names",
+        ),
+        "lr of two": ([p], dict(lr=torch.tensor([0.1, 0.1])), ValueError, "got lr"),
+        "lr < 0": ([p], dict(lr=-0.1), ValueError, "got lr=-0.1"),
+        "lr is nan": ([p], dict(lr=float("nan")), ValueError, "got lr=nan"),
+        "beta1": ([p], dict(betas=(1.0, 0.0)), ValueError, r"betas\[0\]=1.0"),
+        "beta2": ([p], dict(betas=(0.9, -0.1)), ValueError, r"betas\[1\]=-0.1"),
+        "weight_decay": ([p], dict(weight_decay=-1), ValueError, "weight_decay=-1"),
+        "eps": ([p], dict(eps=-1e-8), ValueError, "got eps=-1e-08"),
+        "in a group": (
+            [{"params": [p], "lr": -0.5}], {}, ValueError, "got lr=-0.5",
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", errors())
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "muon"])
+def test_bad_input_is_an_error(name, mars_type):
+    params, kwargs, kind, message = errors()[name]
+    with pytest.raises(kind, match=message):
+        MARS(params, **dict(mars_type=mars_type, compile=False) | kwargs)
+
+
+def test_a_bad_group_is_not_added(made):
+    optimizer, params = made
+    with pytest.raises(TypeError, match="ordered collections"):
+        optimizer.add_param_group({"params": set(parameters())})
+    for name in ("no tensors", "no leaf", "complex"):
+        bad, _, kind, message = errors()[name]
+        with pytest.raises(kind, match=message):
+            optimizer.add_param_group({"params": bad})
+    with pytest.raises(TypeError, match="must be a dict"):
+        optimizer.add_param_group(params)
+    assert len(optimizer.param_groups) == 1
+    run(optimizer, params, [2])
+    assert float(optimizer.state[params[0]]["step"]) == 3
+
+
+def test_sparse_gradients_are_refused_and_nothing_changes(made):
+    optimizer, params = made
+    before, state = copies(params), copy.deepcopy(optimizer.state_dict())
+    fill(params, 2)
+    params[0].grad = params[0].grad.to_sparse()
+    with pytest.raises(ValueError, match="make it dense"), traced():
+        optimizer.step()
+    equal(params, before)
+    same(optimizer.state_dict(), state)
+
+
+def test_another_number_of_groups_or_parameters_is_refused(made, mode):
+    optimizer, params = made
+    saved = optimizer.state_dict()
+    halves = [{"params": params[:2]}, {"params": params[2:]}]
+    for other in (build(halves, mode), build(parameters((6, 4)), mode)):
+        with pytest.raises(ValueError, match="group|parameters"):
+            other.load_state_dict(saved)

@@ -1,0 +1,5 @@
+"""Tests of several gloo processes."""
+
+from tests.ranks import spawn
+
+__all__ = ["spawn"]

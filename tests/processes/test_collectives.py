@@ -1,0 +1,487 @@
+"""Two processes move sharded parameters exactly as one moves whole ones."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import marsopt
+from marsopt import MARS, Matrices, NewtonSchulz, Orthogonal
+from marsopt.functional.collectives import Leaf, Request, numbers, row_numbers
+from marsopt.parallel import MeshCollectives
+from marsopt.parallel.planner import cost
+from marsopt.rules.orthogonal import MatrixAverage
+from marsopt.rules.preconditioner import MatrixInput, MatrixOutput
+from tests.processes import spawn
+from tests.table import steady
+
+pytestmark = pytest.mark.processes
+
+STEPS = 4
+# the others, and other cuts and meshes: test_sharded.py
+CASES = [
+    ("mars-adamw", True),
+    ("mars-adamw", False),
+    ("mars-shampoo", False),
+    ("mars-soap", True),
+    ("normuon", True),
+]
+
+
+class Model(nn.Module):
+    """Uneven shards (5 and 3 rows on two ranks) and an empty one (1 row)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.norm = nn.LayerNorm(5)
+        self.second = nn.Linear(5, 3, bias=False)
+        self.last = nn.Linear(3, 1, bias=False)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.second(self.norm(self.first(x)))))
+
+
+def train(model, optimizer, exact):
+    """STEPS steps on seeded batches; returns the gradient norms."""
+
+    def gradient(seed):
+        g = torch.Generator().manual_seed(seed)
+        dtype = model.first.weight.dtype
+        x, y = (torch.randn(8, n, generator=g).to(dtype) for n in (6, 1))
+        optimizer.zero_grad()
+        (30 * nn.functional.mse_loss(model(x), y)).backward()
+
+    norms = []
+    for t in range(STEPS):
+        if exact:
+            gradient(t + 1)
+            optimizer.update_previous_grad()
+        gradient(t)
+        optimizer.step()
+        norms.append(float(optimizer.grad_norm))
+        if exact:
+            optimizer.update_last_grad()
+    return norms
+
+
+def on_mesh():
+    return MeshCollectives(init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def make(mars_type, is_approx, collectives=None, compiled=False, dtype=torch.float64):
+    torch.manual_seed(1)
+    model = Model().to(dtype)
+    kw = dict(
+        lr=0.02,
+        mars_type=mars_type,
+        is_approx=is_approx,
+        weight_decay=0.1,
+        max_norm=2.0,
+        ns_dtype=dtype,
+        compile=compiled,
+        **steady(mars_type),
+    )
+    if collectives is None:
+        return model, MARS(model.named_parameters(), **kw)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model.first, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(dist.get_world_size())
+            module.set_force_sum_reduction_for_comms(True)
+    return model, MARS(model.named_parameters(), collectives=collectives, **kw)
+
+
+def whole(model):
+    return {
+        n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for n, p in model.named_parameters()
+    }
+
+
+def train_sharded(rank, world):
+    out = []
+    for mars_type, is_approx in CASES:
+        model, optimizer = make(mars_type, is_approx, on_mesh())
+        norms = train(model, optimizer, not is_approx)
+        out.append((whole(model), norms))
+    return out
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_fully_sharded_is_whole(world):
+    per_rank = spawn(train_sharded, world)
+    for i, (mars_type, is_approx) in enumerate(CASES):
+        model, optimizer = make(mars_type, is_approx)
+        norms = train(model, optimizer, not is_approx)
+        for results in per_rank:
+            params, their_norms = results[i]
+            assert their_norms == pytest.approx(norms, rel=1e-11)
+            for n, p in whole(model).items():
+                torch.testing.assert_close(
+                    params[n],
+                    p,
+                    rtol=0,
+                    atol=1e-11,
+                    msg=lambda m, n=n, t=mars_type, a=is_approx: f"{t} {a} {n}: {m}",
+                )
+
+
+def turn(optimizer, t):
+    """What a schedule may change, without a graph more."""
+    optimizer.param_groups[0].update(lr=0.02 / (t + 1), gamma=0.01 * t)
+
+
+@mock.patch.object(torch, "compile", partial(torch.compile, backend="eager"))
+def compiled(rank, world):
+    """Whole parameters of compiled steps, by the graphs that dynamo makes (inductor
+    makes of them what it does in one process), whose graphs for vectors are those of
+    MARS-AdamW; collectives and bytes of each step after the first, as torch sees them
+    called; matrices and plan.
+    """
+    collectives = on_mesh()
+    model, optimizer = make("mars-shampoo", True, collectives, True, torch.float32)
+    train(model, optimizer, False)
+    calls, real = [], (dist.all_reduce, dist.all_to_all_single)
+
+    def all_reduce(tensor, *args, **kw):
+        calls[-1].append(("all_reduce", tensor.numel() * tensor.element_size()))
+        return real[0](tensor, *args, **kw)
+
+    def all_to_all_single(out, flat, of, to, *args, **kw):
+        kept = to[dist.get_rank()]
+        calls[-1].append(("all_to_all", (flat.numel() - kept) * flat.element_size()))
+        return real[1](out, flat, of, to, *args, **kw)
+
+    dist.all_reduce, dist.all_to_all_single = all_reduce, all_to_all_single
+    try:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for t in range(3):
+                turn(optimizer, t)
+                calls.append([])
+                optimizer.step()
+    finally:
+        dist.all_reduce, dist.all_to_all_single = real
+    (group,) = collectives.groups
+    return whole(model), calls, group.matrices, group.plan
+
+
+def test_compiled_and_sharded():
+    """Equal to whole ones; one all-reduce for all norms, two all-to-all per bucket,
+    2mn/p numbers a matrix; to the byte, over uneven shards too.
+    """
+    world = 2
+    results = spawn(compiled, world)
+    model, optimizer = make("mars-shampoo", True, dtype=torch.float32)
+    train(model, optimizer, False)
+    for t in range(3):
+        turn(optimizer, t)
+        optimizer.step()
+    for params, *_ in results:
+        for n, p in whole(model).items():
+            torch.testing.assert_close(params[n], p, rtol=0, atol=1e-5)
+    _, _, matrices, plan = results[0]
+    assert plan.num_buckets <= 2
+    want = cost(matrices, plan, NewtonSchulz(dtype=torch.float32)).bytes_sent
+    numel = sum(m.rows * m.cols for m in matrices)
+    for step in range(3):
+        total = 0
+        for _, calls, _, _ in results:
+            reduced = [size for what, size in calls[step] if what == "all_reduce"]
+            # leaves, and rows by which ranks compare hyperparameters, x numbers x
+            # float32
+            assert reduced == [(len([*model.parameters()]) + 3) * 4 * 4]
+            sent = [size for what, size in calls[step] if what == "all_to_all"]
+            assert len(sent) == 2 * plan.num_buckets
+            total += sum(sent)
+        assert total / world == want
+        assert total / world <= 1.05 * 2 * numel * 4 / world
+
+
+def count_and_skip(rank, world):
+    """One all-reduce a step; a NaN in one rank's shard is skipped by all."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    model, optimizer = make("mars-adamw", True, on_mesh())
+    train(model, optimizer, False)
+    with CommDebugMode() as comm:
+        optimizer.step()
+    reductions = sum(comm.get_comm_counts().values())
+    before = whole(model)
+    if rank == 1:
+        model.first.weight.grad.to_local()[0, 0] = float("nan")
+    optimizer.step()
+    same = all(torch.equal(before[n], p) for n, p in whole(model).items())
+    return reductions, same, optimizer.num_skipped
+
+
+def test_one_all_reduce_and_common_skips():
+    assert spawn(count_and_skip, 2) == [(1, True, 1)] * 2
+
+
+def functional(rank, world):
+    """Rule.step over DTensors, with a replicated and a plain tensor beside them."""
+    mesh = init_device_mesh("cpu", (world,))
+    collectives = MeshCollectives(mesh)
+    g = torch.Generator().manual_seed(0)
+    x = {n: torch.randn(5, 3, generator=g) for n in ("rows", "cols", "copy", "plain")}
+    grads = {n: 3 * torch.randn(5, 3, generator=g) for n in x}
+    places = {"rows": Shard(0), "cols": Shard(1), "copy": Replicate()}
+
+    def spread(tree):
+        return {
+            n: distribute_tensor(v, mesh, [places[n]]) if n in places else v
+            for n, v in tree.items()
+        }
+
+    error = 0.0
+    for rule in (
+        marsopt.mars_adamw(max_norm=1.0),
+        marsopt.mars_m(max_norm=1.0, ns_dtype=torch.float64),
+    ):
+        want, _ = rule.step(x, grads, rule.init(x), lr=0.1)
+        sharded = spread(x)
+        got, _ = rule.step(
+            sharded, spread(grads), rule.init(sharded), lr=0.1, collectives=collectives
+        )
+        for n in x:
+            full = got[n].full_tensor() if n in places else got[n]
+            error = max(error, float((full - want[n]).abs().max()))
+    return error
+
+
+def test_rules_over_dtensors():
+    assert max(spawn(functional, 2)) < 1e-6
+
+
+def refuse(rank, world):
+    model, _ = make("adamw", True, on_mesh())
+    try:
+        MARS(model.parameters(), compile=False)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_sharded_parameters_without_collectives_are_refused():
+    for told in spawn(refuse, 2):
+        assert "pass collectives=MeshCollectives(mesh)" in told
+
+
+def save_and_load(rank, world):
+    """A state dict of DTensors, through a file per rank, continues bit for bit."""
+    model, optimizer = make("mars-adamw", True, on_mesh())
+    train(model, optimizer, False)
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=False)
+    other, resumed = make("mars-adamw", True, on_mesh())
+    other.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    kinds = {type(v).__name__ for s in state["state"].values() for v in s.values()}
+    for m, o in ((model, optimizer), (other, resumed)):
+        train(m, o, False)
+    a, b = whole(model), whole(other)
+    return kinds, all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_state_is_dtensors_and_resumes_bitwise():
+    assert spawn(save_and_load, 2) == [({"DTensor", "Tensor"}, True)] * 2
+
+
+# ---- sums along one dim, and buffers of one dim --------------------------------------
+
+LINE = {"rows": [Shard(0)], "cols": [Shard(1)], "copy": [Replicate()]}
+HYBRID = {"rows": [Replicate(), Shard(0)], "cols": [Replicate(), Shard(1)]}
+GRID = {
+    "both": [Shard(0), Shard(1)],
+    "crossed": [Shard(1), Shard(0)],
+    "twice": [Shard(0), Shard(0)],
+    "striped": [_StridedShard(0, split_factor=2), Shard(0)],
+    "first": [Shard(0), Replicate()],
+    "second": [Replicate(), Shard(1)],
+}
+# mesh and placements
+MESHES = {
+    "2 ranks": ((2,), LINE),
+    "4 ranks": ((4,), LINE),
+    "HSDP 2x2": ((2, 2), HYBRID),
+    "FSDP x TP 2x2": ((2, 2), GRID),
+    "rows alone 2x2": ((2, 2), {"first": [Shard(0), Replicate()]}),
+}
+
+
+def cut(whole, mesh, placements):
+    """A whole that every rank has; torch cannot send uneven stripes."""
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def cut_like(whole, leaf):
+    """``whole`` as ``leaf`` is cut."""
+    if not isinstance(leaf, DTensor):
+        return whole
+    return cut(whole, leaf.device_mesh, leaf.placements)
+
+
+def matrices(mesh, places):
+    """Whole matrices, even and uneven and with empty shards, and their leaves."""
+    g = torch.Generator().manual_seed(3)
+    wholes, leaves = [], []
+    for size in ((4, 8), (5, 3), (1, 3), (3, 1)):
+        for placements in places.values():
+            wholes.append(torch.randn(size, generator=g, dtype=torch.float64))
+            leaves.append(cut(wholes[-1], mesh, placements))
+    plain = torch.ones(2, 3, dtype=torch.float64)
+    return [*wholes, plain], [*leaves, plain]
+
+
+def indices(leaf, dim):
+    """Which rows (dim 0) or columns (1) of a leaf this rank holds."""
+    line = torch.arange(leaf.shape[dim])
+    if not isinstance(leaf, DTensor):
+        return line
+    shape = [8, 8]  # the other dim, which decides nothing, is empty nowhere
+    shape[dim] = len(line)
+    sheet = line.unsqueeze(1 - dim).expand(shape).contiguous()
+    mine = cut(sheet, leaf.device_mesh, leaf.placements).to_local()
+    return mine.select(1 - dim, 0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowSums(MatrixAverage):
+    """At the owner: the matrix in the order of its rows' numbers, and its row sums."""
+
+    row_inputs = ("number",)
+    row_outputs = ("number", "sum")
+
+    def at_owner(self, matrices, stage):
+        for one in matrices:  # all rows are there, in order
+            assert one.rows[0].tolist() == [*range(one.matrix.shape[0])]
+        return [MatrixOutput(2 * x, (r, x.sum(-1))) for x, (r,), _ in matrices]
+
+
+def rows_at_owners(rank, world, shape, places, strategy):
+    """Numbers of rows go to owners and come back; nothing that is given changes."""
+    mesh = init_device_mesh("cpu", shape)
+    collectives = MeshCollectives(mesh, strategy=strategy)
+    wholes, leaves = matrices(mesh, places)
+    same = RowSums(ns=NewtonSchulz(dtype=torch.float64))
+    requests = []
+    for leaf in leaves:
+        numbers = (indices(leaf, 0).double(),)
+        given = MatrixInput(collectives.local(leaf), numbers)
+        requests.append(Request(given, leaf, Matrices(), same))
+    before = [one.input.matrix.clone() for one in requests]
+    for _ in range(2):
+        found = collectives.on_owners(requests)
+        for one, whole, leaf, got in zip(requests, wholes, leaves, found, strict=True):
+            assert torch.equal(got.matrix, 2 * one.input.matrix)
+            assert torch.equal(got.rows[0], one.input.rows[0])
+            assert torch.equal(got.rows[1], whole.sum(1)[indices(leaf, 0)])
+    return all(map(torch.equal, before, [one.input.matrix for one in requests]))
+
+
+@pytest.mark.parametrize("strategy", ["owner", "replicate"])
+@pytest.mark.parametrize("name", MESHES)
+def test_numbers_of_rows_travel_with_their_matrices(name, strategy):
+    shape, places = MESHES[name]
+    world = torch.Size(shape).numel()
+    assert all(spawn(rows_at_owners, world, shape, places, strategy))
+
+
+def owned_matrices(rank, world, shape, places):
+    """Numbers of the experts that this rank owns, for each leaf: some of those in its
+    batches, in the order of its piece; all of them where no axis divides a matrix.
+    """
+    mesh = init_device_mesh("cpu", shape)
+    collectives, owned = MeshCollectives(mesh), []
+    for num in (4, 5, 1, 8):
+        whole = torch.arange(num).view(-1, 1, 1).expand(num, 3, 2).contiguous()
+        for placements in places.values():
+            batches = [
+                p if not p.is_replicate() and p.dim == 0 else Replicate()
+                for p in placements
+            ]
+            in_order = cut(whole, mesh, batches).to_local()[:, 0, 0].tolist()
+            leaf = cut(whole.double(), mesh, placements)
+            experts = Leaf(leaf, Matrices(kind="batched"), Orthogonal())
+            ((numbers,),) = collectives.owns([experts])
+            assert [n for n in in_order if n in numbers] == [*numbers]
+            assert batches != placements or [*numbers] == in_order
+            owned.append((num, set(numbers)))
+    return owned
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_experts_are_owned_where_they_lie(name):
+    shape, places = MESHES[name]
+    by_rank = spawn(owned_matrices, torch.Size(shape).numel(), shape, places)
+    for leaves in zip(*by_rank, strict=True):
+        assert set().union(*(numbers for _, numbers in leaves)) == {
+            *range(leaves[0][0])
+        }
+
+
+def own_different(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    leaf = cut(torch.ones(4 + rank, 4), mesh, [Shard(0)])
+    request = Request(MatrixInput(leaf.to_local()), leaf, Matrices(), Orthogonal())
+    try:
+        MeshCollectives(mesh).on_owners([request])
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_different_matrices_are_an_error_not_a_hang():
+    for told in spawn(own_different, 2, seconds=60):
+        assert "expected the same everywhere" in told
+
+
+def wrap_lines(rank, world, shape, places):
+    """Every rank's rows of a vector make the whole one again, and it knows which they
+    are, and the number of every element.
+    """
+    mesh = init_device_mesh("cpu", shape)
+    collectives = MeshCollectives(mesh)
+    _, leaves = matrices(mesh, places)
+    for leaf in leaves:
+        vector = torch.arange(leaf.shape[0], dtype=torch.float64)
+        mine = vector[indices(leaf, 0)]
+        cuts = collectives.cuts(leaf)
+        every = torch.arange(leaf.numel()).view(leaf.shape)
+        assert torch.equal(
+            numbers(leaf.shape, cuts, leaf.device),
+            collectives.local(cut_like(every, leaf)),
+        )
+        rows = row_numbers(leaf.shape, cuts, Matrices(), leaf.device)
+        assert torch.equal(vector if rows is None else vector[rows], mine)
+        buffer = collectives.wrap(mine, leaf)
+        assert collectives.local(buffer).data_ptr() == mine.data_ptr()
+        if isinstance(leaf, DTensor):
+            assert buffer.shape == vector.shape
+            assert torch.equal(buffer.full_tensor(), vector), leaf.placements
+        else:
+            assert buffer is mine
+    return True
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_wrapped_rows_make_the_whole(name):
+    shape, places = MESHES[name]
+    world = torch.Size(shape).numel()
+    assert all(spawn(wrap_lines, world, shape, places))
