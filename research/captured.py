@@ -327,27 +327,27 @@ def _wait(setting: Setting) -> None:
 class Pace:
     """How long a run will take, by the runs of this process."""
 
-    FIRST, AGAIN = 60.0, 10.0  # seconds beside training: with what compiles, without
+    SETUP, COMPILE = 10.0, 30.0  # seconds, of an optimizer or of a model's batch
     TOKENS = 1.5e6  # a second, before any run has shown it
 
     def __init__(self) -> None:
         self._rates: dict[int, float] = {}  # by sequences of a step
-        self._known: set[tuple[str, int]] = set()
+        self._compiled: set[str] = set()  # contenders
 
     def seconds(self, planned: Planned) -> float:
         """Return an estimate, rather too long than too short."""
         setting = planned.setting
         slowest = min(self._rates.values(), default=self.TOKENS)
         rate = self._rates.get(setting.batch, slowest)
-        known = (planned.title, setting.batch) in self._known
+        new = planned.title not in self._compiled, setting.batch not in self._rates
         tokens = setting.steps * setting.batch * setting.seq_len
-        return (self.AGAIN if known else self.FIRST) + tokens / rate
+        return self.SETUP + sum(new) * self.COMPILE + tokens / rate
 
     def add(self, planned: Planned, found: Mapping[str, Any]) -> None:
         """Take note of a run."""
         batch, rate = planned.setting.batch, found["tokens_per_second"]
         self._rates[batch] = min(rate, self._rates.get(batch, rate))
-        self._known.add((planned.title, batch))
+        self._compiled.add(planned.title)
 
 
 def run_all(runs: Sequence[Planned], out: Path, minutes: float) -> list[dict]:
