@@ -274,11 +274,10 @@ def decide(
     sums = sums.to(scalar_dtype(sums.device))
     square = sums[:, 0].sum()
     grad_norm = square.sqrt()
-    is_finite = torch.isfinite(sums)
+    finite = torch.isfinite(sums).all()
     for hyper in hypers:
-        if hyper.unread_lr is not None:
-            is_finite = is_finite & torch.isfinite(hyper.unread_lr)
-    finite = is_finite.all()
+        if hyper.unread_lr is not None:  # of the whole group, or of each tensor
+            finite = finite & torch.isfinite(hyper.unread_lr).all()
     a = torch.ones_like(grad_norm)
     if max_norm is not None:
         a = global_clip(root(square), max_norm)
