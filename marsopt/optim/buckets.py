@@ -381,7 +381,7 @@ def _held(
 
 
 def attach(bucket: ParameterBucket, state: State) -> None:
-    """Give a bucket the tensors that ``state`` holds, and make those that are missing."""
+    """Give a bucket the tensors that ``state`` holds, and make the missing ones."""
     buffers = bucket.algorithm.buffers
     unwanted = STATE_KEYS - {buffer.key for buffer in buffers.values()}
     if bucket.algorithm.num_behind:
