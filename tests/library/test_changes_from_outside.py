@@ -843,19 +843,6 @@ def test_a_state_dict_that_is_refused_changes_nothing():
         equal(after["state"][0].values(), before["state"][0].values())
 
 
-def test_a_copy_notices_what_is_written_into_its_parameters():
-    model = nn.Linear(4, 4, bias=False)
-    kw = dict(lr=0.01, mars_type="moonlight", correction="transport")
-    optimizer = eager(model.parameters(), **kw)
-    run(optimizer, [*model.parameters()], 2)
-    for again in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
-        twin, its = again((model, optimizer))
-        with torch.no_grad():
-            twin.weight.zero_()
-        run(its, [*twin.parameters()], 1)
-        assert twin.weight.abs().max() < 0.02
-
-
 def test_loading_ones_own_state_moves_nothing():
     """Whatever may move into a stack by then."""
     params = [nn.Parameter(torch.randn(3, 3)) for _ in range(16)]
