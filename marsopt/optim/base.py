@@ -164,7 +164,7 @@ class LayoutOptimizer(Optimizer):
         batches = [b.batch if makes_batches else None for b in layout.buckets]
         kinds = [bucket.kind() for bucket in layout.buckets]
         self._run = InPlace(
-            portions(kinds, batches, self._compile, alone),
+            portions(kinds, batches, self._compile, alone, device.type),
             device=device,
             alone=alone,
             compile=self._compile,
