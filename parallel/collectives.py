@@ -33,6 +33,7 @@ from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
 from .agreement import Agreement
 from .cut import Cut, Way, cut_of
+from .differences import by_rank, message
 from .grid import Grid, grid_of, group_over
 from .layout_cache import LayoutCache
 from .placement import AxisPlacement, Placement, dim_of, onto_first
@@ -62,9 +63,10 @@ class Partition(NamedTuple):
 class MeshCollectives(AsTheyLie):
     """``marsopt.Collectives`` for DTensors: FSDP2, HSDP, and both with TP.
 
-    A step sums norms over the axes that shard, never over replicas: one all-reduce an
-    axis. Matrices go to their owners and back by all-to-all. Parameters on several
-    meshes, replicated parameters and plain tensors may mix.
+    A step sums norms over all ranks of the mesh: one all-reduce, or one for each axis
+    where the mesh has several and leaves out ranks. Matrices go to their owners and
+    back by all-to-all. Parameters on several meshes, replicated parameters and plain
+    tensors may mix.
 
     A matrix that two axes cut (FSDP x TP) travels along one axis, then along the other.
     Every rank gathers a tensor of several such matrices whole, and one whose owners
@@ -203,12 +205,12 @@ class MeshCollectives(AsTheyLie):
     ) -> Tensor:
         """Sum ``sums`` (len(leaves), K) over the shards of each leaf.
 
-        A replicated leaf counts once: the first rank of an axis contributes it, so that
-        all ranks go on with the same numbers. Replicas (HSDP) are assumed to hold equal
-        gradients, as FSDP2 leaves them.
+        The all-reduce spans replicas, too. The first replica contributes the numbers,
+        so that all ranks go on with the same ones; each other replica contributes NaN
+        where its number is not finite, and else zero. Replicas are assumed to hold
+        equal gradients, as FSDP2 leaves them.
 
-        Where ranks that sum together differ in ``digest``, the sums are NaN, and the
-        step is void. Replicas do not sum together: each set of shards compares its own.
+        Where ranks differ in ``digest``, the sums are NaN, and the step is void.
 
         Raises:
             RuntimeError: ranks hold different leaves, which the first call with a list
@@ -238,7 +240,8 @@ class MeshCollectives(AsTheyLie):
                 sums = sums.index_copy(0, reduction.rows, part)
         if digests is None or digest is None:
             return sums
-        return self._agreement.judged(sums, digests, num_ranks, digest)
+        groups = (reduction.group for reduction in reductions)
+        return self._agreement.judged(sums, digests, num_ranks, digest, groups)
 
     @property
     def groups(self) -> list[ShardGroup]:
@@ -255,23 +258,18 @@ class MeshCollectives(AsTheyLie):
     def _find_reductions(self, leaves: Sequence[Tensor]) -> list[Reduction]:
         """Return the all-reduces of ``sum`` for one list of leaves."""
         places = self._places("sum", leaves)
+        spread = [p.mesh for p in places if p.mesh is not None and p.mesh.size() > 1]
+        sharding = [p.mesh for p in places if p.mesh is not None and p.axes]
+        spans: dict[dist.ProcessGroup, dict[DeviceMesh, tuple[int, ...]]] = {}
+        for mesh in dict.fromkeys(sharding or spread[:1]):
+            for group, axes in _groups_of(mesh):
+                spans.setdefault(group, {})[mesh] = axes
+        first = next(iter(spans), None)
         device = self.mesh.device_type
-        meshes = [(p.mesh, p.axes) for p in places if p.mesh is not None]
-        spread = dict.fromkeys((mesh, axis) for mesh, axes in meshes for axis in axes)
-        reductions = []
-        for number, (mesh, axis) in enumerate(spread):
-            sharded = [p.mesh == mesh and axis in p.axes for p in places]
-            # the first axis also takes what lies whole on every rank
-            rows = [
-                i for i, p in enumerate(places) if sharded[i] or not (number or p.axes)
-            ]
-            index = contributes = None
-            if mesh.get_local_rank(axis) > 0 and not all(sharded[i] for i in rows):
-                contributes = torch.tensor([sharded[i] for i in rows], device=device)
-            if len(rows) < len(leaves):
-                index = torch.tensor(rows, device=device)
-            reductions.append(Reduction(mesh.get_group(axis), index, contributes))
-        return reductions
+        return [
+            _reduction(group, axes, places, group is first, device)
+            for group, axes in spans.items()
+        ]
 
     # ---- agreement -----------------------------------------------------------------
 
@@ -279,10 +277,14 @@ class MeshCollectives(AsTheyLie):
         """Return where leaves lie, after a check that all ranks hold the same."""
         places = [Placement.of(leaf) for leaf in leaves]
         pairs = zip(leaves, places, strict=True)
-        self.agree(repr((verb, [(*x.shape, x.dtype, p.common) for x, p in pairs])))
+        laid_out = [
+            f"tensor {i}={(*x.shape, x.dtype, p.common)}"
+            for i, (x, p) in enumerate(pairs)
+        ]
+        self.agree(", ".join([f"verb={verb}", *laid_out]))
         return places
 
-    def agree(self, what: str) -> None:
+    def agree(self, what: str, params: Sequence[tuple[Tensor, str]] = ()) -> None:
         """Raise unless ``what`` and the options of planning are equal on all ranks of
         the mesh. Collectives over different lists would hang, or add what does not
         belong together.
@@ -290,17 +292,20 @@ class MeshCollectives(AsTheyLie):
         Raises:
             RuntimeError: on every rank, where they differ.
         """
-        text = repr((what, self._options, tuple(self.mesh.shape)))
+        text = f"{what}, {self._options}, mesh={tuple(self.mesh.shape)}"
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
         ends = torch.tensor([digest, -digest], device=self.mesh.device_type)
-        for axis in range(self.mesh.ndim):  # all axes, so that nobody waits for ever
-            dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
+        groups = self.mesh.get_all_groups()  # so that nobody waits for ever
+        for group in groups:
+            dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
         if ends[0] != -ends[1]:
-            short = what if len(what) < 200 else f"{what[:200]}..."
             raise RuntimeError(
-                "got models, param groups or options that differ between the ranks of "
-                f"one mesh, expected the same everywhere (rank {dist.get_rank()} has "
-                f"{short}): build them, and MeshCollectives, alike on every rank"
+                message(
+                    "got models, param groups or options that differ between the ranks "
+                    "({}), expected the same everywhere: build them, and the "
+                    "collectives, alike on every rank",
+                    by_rank(text, groups),
+                )
             )
 
     # ---- whole matrices ------------------------------------------------------------
@@ -317,8 +322,11 @@ class MeshCollectives(AsTheyLie):
             for i, cut in cuts.items():
                 matrices = [next(rest) for _ in cut.matrices]
                 out[i] = _joined(matrices, cut, requests[i])
-        local = [requests[i] for i in partition.local]
-        out |= zip(partition.local, precondition_leaves(local), strict=True)
+        local = [i for i in partition.local if requests[i].tensor.numel()]
+        wholes = precondition_leaves([requests[i] for i in local])
+        out |= zip(local, wholes, strict=True)
+        for i in partition.local:  # what is empty has a piece of another shape
+            out.setdefault(i, requests[i].rowless)
         gathered = [requests[i] for i in partition.gathered]
         out |= zip(partition.gathered, self._by_gathering(gathered), strict=True)
         return [out[i] for i in range(len(requests))]
@@ -462,6 +470,49 @@ class MeshCollectives(AsTheyLie):
             group = group_over([*alike.values()], cost, max_buckets=most)
             groups.append((group, {i: grid.cut for i, grid in alike.items()}))
         return Partition(groups, local, gathered)
+
+
+def _groups_of(
+    mesh: DeviceMesh,
+) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
+    """Return process groups that together span a mesh, each with the axes that it
+    spans: the default group for all axes, where it has the same ranks.
+    """
+    axes = tuple(axis for axis in range(mesh.ndim) if mesh.size(axis) > 1)
+    if len(axes) > 1 and mesh.size() == dist.get_world_size():
+        world, first = dist.group.WORLD, mesh.get_group(axes[0])
+        assert world is not None  # a mesh has initialized it
+        # another backend need not carry the tensors of the mesh
+        if dist.get_backend_config(world) == dist.get_backend_config(first):
+            return [(world, axes)]
+    return [(mesh.get_group(axis), (axis,)) for axis in axes]
+
+
+def _reduction(
+    group: dist.ProcessGroup,
+    spans: Mapping[DeviceMesh, tuple[int, ...]],
+    places: Sequence[Placement],
+    is_first: bool,
+    device: str,
+) -> Reduction:
+    """Return the all-reduce over a group, which spans these axes of meshes. The first
+    one also takes what lies whole on every rank.
+    """
+    rows, contributes = [], []
+    for i, place in enumerate(places):
+        mesh = place.mesh
+        if place.axes and mesh is not None and mesh in spans:
+            copies = [axis for axis in spans[mesh] if axis not in place.axes]
+            rows.append(i)
+            contributes.append(not any(map(mesh.get_local_rank, copies)))
+        elif is_first and not place.axes:
+            rows.append(i)
+            contributes.append(dist.get_rank(group) == 0)
+    return Reduction(
+        group,
+        torch.tensor(rows, device=device) if len(rows) < len(places) else None,
+        None if all(contributes) else torch.tensor(contributes, device=device),
+    )
 
 
 def collectives_of(model: nn.Module) -> Collectives:

@@ -145,6 +145,12 @@ class Bucket(NamedTuple):
         return cls(width, list(rows[rank]), incoming, sizes, incoming_parts)
 
 
+def _sum_of_bits(x: Tensor) -> Tensor:
+    """Return a sum that is equal for equal values whatever the order of additions."""
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.detach().view(words[x.itemsize]).sum(dtype=torch.int64)
+
+
 class _Pieces(MeshCollectives):
     """``DataParallel`` of known parameters. A rank's piece of a parameter is the
     consecutive rows that it updates.
@@ -169,6 +175,36 @@ class _Pieces(MeshCollectives):
         other = copy.copy(self)
         other._lengths, other._buckets = dict(lengths), ([], [])
         return other
+
+    # ---- agreement -------------------------------------------------------------------
+
+    def agree(self, what: str, params: Sequence[tuple[Tensor, str]] = ()) -> None:
+        """As ``MeshCollectives``; and check that all ranks hold equal values of each of
+        ``params``: those of one shape may come in another order on a rank, which would
+        write one parameter's rows into another.
+
+        Raises:
+            RuntimeError: on every rank, where ranks differ.
+        """
+        layouts = [
+            f"parameter {i}={(*p.shape, p.dtype)}" for i, (p, _) in enumerate(params)
+        ]
+        super().agree(", ".join([what, *layouts]))
+        if not params:
+            return
+        with torch.no_grad():
+            sums = torch.stack([_sum_of_bits(p) for p, _ in params])
+        sums = sums.to(self.mesh.device_type)
+        ends = torch.stack([sums, ~sums])  # the largest ~x is that of the smallest x
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._group)
+        differ = (ends[0] != ~ends[1]).nonzero().flatten().tolist()
+        if differ:
+            raise RuntimeError(
+                f"got other values of {params[differ[0]][1]} on one rank than on "
+                "another, expected the same parameters in the same order: pass lists "
+                "(a set has an order of its own on every rank), and start all ranks "
+                "from equal values"
+            )
 
     # ---- where pieces lie ------------------------------------------------------------
 

@@ -62,10 +62,10 @@ class Request(NamedTuple):
 
     @property
     def rowless(self) -> MatrixOutput:
-        """What becomes of a piece in which no matrix has a row."""
+        """What becomes of a piece that has no element."""
         like, outputs = self.input.matrix, self.preconditioner.row_outputs
         row_shape = self.matrices.row_shape(like.shape)
-        rows = tuple(working(like.new_empty(row_shape)) for _ in outputs)
+        rows = tuple(working(like.new_zeros(row_shape)) for _ in outputs)
         factor = torch.empty_like(like, dtype=self.factor_dtype)
         return MatrixOutput(factor, rows, self.input.owned)
 
@@ -213,8 +213,11 @@ class Collectives(Protocol):
         is kept for the next forward pass, must not be used any more.
         """
 
-    def agree(self, what: str) -> None:
-        """Raise on every rank unless all were given the same ``what``."""
+    def agree(self, what: str, params: Sequence[tuple[Tensor, str]] = ()) -> None:
+        """Raise on every rank unless all were given the same ``what``, and, where every
+        rank holds all parameters, equal values of these ``params`` in one order; each
+        with what an error calls it.
+        """
 
     def sum(
         self, partial: Tensor, leaves: Sequence[Tensor], digest: str | None = None
@@ -330,7 +333,7 @@ class LocalCollectives(AsTheyLie):
     def written(self) -> None:
         pass
 
-    def agree(self, what: str) -> None:
+    def agree(self, what: str, params: Sequence[tuple[Tensor, str]] = ()) -> None:
         pass
 
     def sum(

@@ -126,6 +126,7 @@ class LayoutOptimizer(Optimizer):
         if self._layout is not None:  # else the constructor is still adding groups
             self._advise_on([param_group])
             self._build()
+            self._agreed = False
 
     def _advise_on(self, new: Sequence[Mapping[str, Any]]) -> None:
         groups, options = self.param_groups, self._options
@@ -212,7 +213,8 @@ class LayoutOptimizer(Optimizer):
         self._writes.check_may_write(what)
         if agree and not self._agreed:  # once: later changes need not come everywhere
             fingerprint = config_fingerprint(self.param_groups, self._options)
-            self._present.collectives.agree(fingerprint)
+            params = labels(self.param_groups)
+            self._present.collectives.agree(fingerprint, params)
             self._agreed = True
         if not self._present.fits(self.param_groups, self.state):
             self._build()

@@ -526,6 +526,40 @@ def errors(rank, world):
     return told
 
 
+def in_another_order(rank, world, late):
+    """Two parameters of one shape, from the start or in a later group."""
+    drawn = [
+        torch.randn(6, 4, generator=torch.Generator().manual_seed(i)) for i in (1, 2)
+    ]
+    params = [nn.Parameter(x) for x in drawn]
+    order = params[::-1] if rank else params
+    first = [nn.Parameter(torch.ones(3))] if late else order
+    options = dict(mars_type="moonlight", compile=False, collectives=DataParallel())
+    optimizer = MARS(first, **options)
+
+    def step():
+        for p in (*first, *params):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    if late:
+        step()
+        optimizer.add_param_group({"params": order})
+    try:
+        step()
+    except RuntimeError as error:
+        same = all(map(torch.equal, params, drawn))
+        return str(error), same
+    return "taken", False
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_another_order_on_a_rank_is_refused(late):
+    for told, same in spawn(in_another_order, 2, late):
+        assert f"other values of parameter 0 of group {int(late)}" in told
+        assert same
+
+
 def test_errors_say_what_to_do():
     for told in spawn(errors, 2, seconds=60):
         assert len(told) == 3, told
