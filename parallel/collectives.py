@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from marsopt.functional.collectives import (
     LOCAL,
@@ -24,6 +24,7 @@ from marsopt.functional.collectives import (
     Collectives,
     Leaf,
     Owned,
+    OwnerBuffer,
     Request,
     precondition_leaves,
     row_numbers,
@@ -36,20 +37,13 @@ from .cut import Cut, Way, cut_of
 from .differences import by_rank, message
 from .grid import Grid, grid_of, group_over
 from .layout_cache import LayoutCache
-from .placement import AxisPlacement, Placement, dim_of, onto_first
+from .placement import Placement, dim_of, onto_first, piece_of
 from .planner import Machine, Strategy, plan
+from .published import whole_buffers
+from .reductions import Reduction, reductions_of
 from .shard_group import ShardGroup
 
 log = logging.getLogger(__name__)
-
-
-class Reduction(NamedTuple):
-    """One all-reduce of ``sum``."""
-
-    group: dist.ProcessGroup
-    rows: Tensor | None  # which leaves take part; None: all
-    # (rows,) bool: False where another rank contributes the number; None: all True
-    contributes: Tensor | None
 
 
 class Partition(NamedTuple):
@@ -78,8 +72,9 @@ class MeshCollectives(AsTheyLie):
         strategy: "owner": every matrix goes to an owner. "replicate": every rank
             gathers every matrix. "auto": as "owner"; but replicas (HSDP) share the
             owners' work only where the model of time says that this is faster.
-        max_buckets: how many exchanges are in flight, so that communication overlaps
-            computation.
+        max_buckets: how many exchanges are in flight at most, so that communication
+            overlaps computation; None: two, or more where a rank sends above 64 MB and
+            its matrices are many.
         machine: the speeds of links and arithmetic that "auto" assumes.
 
     Raises:
@@ -108,7 +103,7 @@ class MeshCollectives(AsTheyLie):
         mesh: DeviceMesh,
         *,
         strategy: Strategy = "auto",
-        max_buckets: int = 2,
+        max_buckets: int | None = None,
         machine: Machine = Machine(),
     ) -> None:
         self._options: dict[str, Any] = dict(
@@ -182,7 +177,7 @@ class MeshCollectives(AsTheyLie):
                 p if not p.is_replicate() and dim_of(p) % ndim == dim else Replicate()
                 for p in tensor.placements
             ]
-            indices[dim] = _piece(positions, mesh, places).flatten()
+            indices[dim] = piece_of(positions, mesh, places).flatten()
         return indices
 
     def placement(self, tensor: Tensor) -> Hashable:
@@ -258,18 +253,7 @@ class MeshCollectives(AsTheyLie):
     def _find_reductions(self, leaves: Sequence[Tensor]) -> list[Reduction]:
         """Return the all-reduces of ``sum`` for one list of leaves."""
         places = self._places("sum", leaves)
-        spread = [p.mesh for p in places if p.mesh is not None and p.mesh.size() > 1]
-        sharding = [p.mesh for p in places if p.mesh is not None and p.axes]
-        spans: dict[dist.ProcessGroup, dict[DeviceMesh, tuple[int, ...]]] = {}
-        for mesh in dict.fromkeys(sharding or spread[:1]):
-            for group, axes in _groups_of(mesh):
-                spans.setdefault(group, {})[mesh] = axes
-        first = next(iter(spans), None)
-        device = self.mesh.device_type
-        return [
-            _reduction(group, axes, places, group is first, device)
-            for group, axes in spans.items()
-        ]
+        return reductions_of(places, self.mesh.device_type)
 
     # ---- agreement -----------------------------------------------------------------
 
@@ -357,30 +341,16 @@ class MeshCollectives(AsTheyLie):
                 first += len(cut.matrices)
         return [out[i] for i in range(len(leaves))]
 
-    def publish(self, owned: Tensor, leaf: Tensor, num: int, owns: Owned) -> Tensor:
-        """Return an owner's buffer of a leaf's ``num`` matrices, (number here, *shape),
-        as a DTensor (num, *shape) that is cut along the rows of its matrices. A
-        collective of the leaf's mesh.
+    def publish_all(self, buffers: Sequence[OwnerBuffer]) -> Iterator[Tensor]:
+        """Yield owners' buffers as DTensors (num, *shape) that are cut along the rows
+        of their matrices. A collective of the leaves' meshes: an all-reduce of numbers,
+        and one for each 32 MB of buffers.
         """
-        if not isinstance(leaf, DTensor):
-            return owned
-        mesh, device = leaf.device_mesh, owned.device
-        index = torch.tensor(owns.numbers, dtype=torch.int64, device=device)
-        # of several owners, as replicas are, the first one tells
-        ones = [1] * (owned.ndim - 1)
-        first = torch.full((num, *ones), dist.get_world_size(), device=device)
-        whole = owned.new_zeros(num, *owned.shape[1:])
-        first[index] = dist.get_rank()
-        for axis in range(mesh.ndim):
-            dist.all_reduce(first, dist.ReduceOp.MIN, group=mesh.get_group(axis))
-        whole[index] = torch.where(first[index] == dist.get_rank(), owned, 0)
-        for axis in range(mesh.ndim):
-            dist.all_reduce(whole, group=mesh.get_group(axis))
-        places: list[AxisPlacement] = [Replicate()] * mesh.ndim
-        cutting = Placement.of(leaf).axes
-        if cutting and whole.ndim > 1:
-            places[cutting[0]] = Shard(1)
-        return distribute_tensor(whole, mesh, places, src_data_rank=None)
+        on_meshes = [b for b in buffers if isinstance(b.leaf, DTensor)]
+        published = whole_buffers(on_meshes, self.mesh.device_type)
+        for buffer in buffers:
+            on_mesh = isinstance(buffer.leaf, DTensor)
+            yield next(published) if on_mesh else buffer.owned
 
     def claim(self, published: Tensor, owns: Owned) -> Tensor:
         """Return the part of ``publish``'s result that has its owner here."""
@@ -404,10 +374,12 @@ class MeshCollectives(AsTheyLie):
         for request, whole in zip(requests, precondition_leaves(gathered), strict=True):
             leaf = cast(DTensor, request.tensor)
             mesh, ndim = leaf.device_mesh, leaf.ndim
-            matrix = _piece(whole.matrix, mesh, leaf.placements)
+            matrix = piece_of(whole.matrix, mesh, leaf.placements)
             matrix = matrix.to(request.factor_dtype)
             rows = tuple(
-                _piece(r, mesh, [onto_first(p, ndim, r.ndim) for p in leaf.placements])
+                piece_of(
+                    r, mesh, [onto_first(p, ndim, r.ndim) for p in leaf.placements]
+                )
                 for r in whole.rows
             )
             results.append(MatrixOutput(matrix, rows, whole.owned))
@@ -470,49 +442,6 @@ class MeshCollectives(AsTheyLie):
             group = group_over([*alike.values()], cost, max_buckets=most)
             groups.append((group, {i: grid.cut for i, grid in alike.items()}))
         return Partition(groups, local, gathered)
-
-
-def _groups_of(
-    mesh: DeviceMesh,
-) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
-    """Return process groups that together span a mesh, each with the axes that it
-    spans: the default group for all axes, where it has the same ranks.
-    """
-    axes = tuple(axis for axis in range(mesh.ndim) if mesh.size(axis) > 1)
-    if len(axes) > 1 and mesh.size() == dist.get_world_size():
-        world, first = dist.group.WORLD, mesh.get_group(axes[0])
-        assert world is not None  # a mesh has initialized it
-        # another backend need not carry the tensors of the mesh
-        if dist.get_backend_config(world) == dist.get_backend_config(first):
-            return [(world, axes)]
-    return [(mesh.get_group(axis), (axis,)) for axis in axes]
-
-
-def _reduction(
-    group: dist.ProcessGroup,
-    spans: Mapping[DeviceMesh, tuple[int, ...]],
-    places: Sequence[Placement],
-    is_first: bool,
-    device: str,
-) -> Reduction:
-    """Return the all-reduce over a group, which spans these axes of meshes. The first
-    one also takes what lies whole on every rank.
-    """
-    rows, contributes = [], []
-    for i, place in enumerate(places):
-        mesh = place.mesh
-        if place.axes and mesh is not None and mesh in spans:
-            copies = [axis for axis in spans[mesh] if axis not in place.axes]
-            rows.append(i)
-            contributes.append(not any(map(mesh.get_local_rank, copies)))
-        elif is_first and not place.axes:
-            rows.append(i)
-            contributes.append(dist.get_rank(group) == 0)
-    return Reduction(
-        group,
-        torch.tensor(rows, device=device) if len(rows) < len(places) else None,
-        None if all(contributes) else torch.tensor(contributes, device=device),
-    )
 
 
 def collectives_of(model: nn.Module) -> Collectives:
@@ -593,11 +522,3 @@ def _distinct(ways: Sequence[Hashable]) -> Sequence[Hashable]:
     """Return a key that stands for all ways: one of them, where all are equal."""
     alike = all(way is ways[0] or way == ways[0] for way in ways)
     return ways[:1] if alike else ways
-
-
-def _piece(
-    whole: Tensor, mesh: DeviceMesh, placements: Sequence[AxisPlacement]
-) -> Tensor:
-    """Return this rank's piece of a tensor that every rank has whole."""
-    # src_data_rank=None: nothing is sent
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()

@@ -17,17 +17,18 @@ from marsopt.functional.collectives import (
     Collectives,
     Leaf,
     LocalCollectives,
-    Owned,
+    OwnerBuffer,
     Request,
     precondition_leaves,
 )
 from marsopt.rules.preconditioner import MatrixOutput
 
-from .collectives import MeshCollectives, Reduction
+from .collectives import MeshCollectives
 from .exchange import all_gather
 from .packs import Chunk, Packs
 from .placement import shard_sizes
 from .planner import assign
+from .reductions import Reduction
 
 CHUNK = 2**25  # bytes that a rank receives in one all-gather, at most
 IN_FLIGHT = 2  # all-gathers: one travels while what another has brought is copied
@@ -264,11 +265,13 @@ class _Pieces(MeshCollectives):
             results[i] = result
         return results
 
-    def publish(self, owned: Tensor, leaf: Tensor, num: int, owns: Owned) -> Tensor:
-        if not self._is_cut(leaf):
-            return owned
-        lengths = [length * num // len(leaf) for length in self._lengths[leaf]]
-        return self._joined(owned, lengths).cpu()
+    def publish_all(self, buffers: Sequence[OwnerBuffer]) -> Iterator[Tensor]:
+        for owned, leaf, num, _ in buffers:
+            if not self._is_cut(leaf):
+                yield owned
+                continue
+            lengths = [length * num // len(leaf) for length in self._lengths[leaf]]
+            yield self._joined(owned, lengths).cpu()
 
     # ---- pieces of other ranks -------------------------------------------------------
 
@@ -305,11 +308,11 @@ class _Pieces(MeshCollectives):
                 flat = shared.copies[-1].view(-1)
             pack = packs.setdefault(p.dtype, [[] for _ in range(self._num_ranks)])
             lengths = self._lengths.get(p) or [1]  # the first rank has numbers
-            row = p.numel() // sum(lengths)
-            sizes = [length * row for length in lengths]
-            for views, x in zip(pack, flat.split(sizes), strict=False):
-                if x.numel():
-                    views.append(x)
+            row, first = p.numel() // sum(lengths), 0
+            for views, length in zip(pack, lengths, strict=False):
+                if length:
+                    views.append(flat[first : first + length * row])
+                    first += length * row
         for pack in packs.values():
             shared.chunks.extend(Packs(pack, self._rank).chunks(CHUNK))
         return shared

@@ -34,6 +34,15 @@ class Owned(NamedTuple):
     numbers: tuple[int, ...]
 
 
+class OwnerBuffer(NamedTuple):
+    """An owner's buffer of the matrices of a leaf."""
+
+    owned: Tensor  # (number here, *shape)
+    leaf: Tensor
+    num: int  # matrices of the leaf
+    owns: Owned
+
+
 Tensors = tuple[Tensor, ...]
 
 
@@ -242,9 +251,11 @@ class Collectives(Protocol):
         """
 
     def publish(self, owned: Tensor, leaf: Tensor, num: int, owns: Owned) -> Tensor:
-        """Return an owner's buffer of a leaf's ``num`` matrices, of which those of
-        ``owns`` lie here, (number here, *shape), as a tensor (num, *shape) that belongs
-        beside the leaf in a checkpoint of all ranks.
+        """Return ``publish_all`` of one buffer."""
+
+    def publish_all(self, buffers: Sequence[OwnerBuffer]) -> Iterator[Tensor]:
+        """Yield each buffer as a tensor (num, *shape) that belongs beside the leaf in a
+        checkpoint of all ranks.
         """
 
     def claim(self, published: Tensor, owns: Owned) -> Tensor:
@@ -275,6 +286,10 @@ class Collectives(Protocol):
 
 class AsTheyLie:
     """Every rank updates what it holds of a parameter: no rank has another's piece."""
+
+    def publish(self, owned: Tensor, leaf: Tensor, num: int, owns: Owned) -> Tensor:
+        buffers = [OwnerBuffer(owned, leaf, num, owns)]
+        return next(iter(cast(Collectives, self).publish_all(buffers)))
 
     def bound(self, leaves: Sequence[Leaf], others: Sequence[Tensor]) -> Collectives:
         return cast(Collectives, self)  # as its subclasses are
@@ -351,8 +366,8 @@ class LocalCollectives(AsTheyLie):
         nums = [leaf.matrices.num_in(leaf.tensor.shape) for leaf in leaves]
         return [Owned(tuple(range(num))) for num in nums]
 
-    def publish(self, owned: Tensor, leaf: Tensor, num: int, owns: Owned) -> Tensor:
-        return owned
+    def publish_all(self, buffers: Sequence[OwnerBuffer]) -> Iterator[Tensor]:
+        return (buffer.owned for buffer in buffers)
 
     def claim(self, published: Tensor, owns: Owned) -> Tensor:
         return published

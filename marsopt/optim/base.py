@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from marsopt.functional.collectives import LOCAL
+from marsopt.functional.collectives import LOCAL, OwnerBuffer
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.functional.step import global_clip
 from marsopt.functional.step_types import scalar_dtype
@@ -353,9 +353,14 @@ class LayoutOptimizer(Optimizer):
                 if whole is not piece:
                     entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
                     entry[key] = whole.cpu()  # a device need not have room for all
-        for p, key, owns, num in self._present.owned_entries():
+        owned = self._present.owned_entries()
+        buffers = [
+            OwnerBuffer(self.state[p][key], p, num, owns) for p, key, owns, num in owned
+        ]
+        published = collectives.publish_all(buffers)
+        for (p, key, _, _), whole in zip(owned, published, strict=True):
             entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
-            entry[key] = collectives.publish(self.state[p][key], p, num, owns)
+            entry[key] = whole
         return saved
 
     def _ids(self) -> dict[Tensor, int]:

@@ -344,6 +344,54 @@ def test_rules_take_matrices_without_an_element():
         assert set(found.values()) == {0}
 
 
+def saved_factors(rank, world):
+    """All-reduces of SOAP's state dict, of eight matrices, and the largest difference
+    of a buffer to the state dict of one process.
+    """
+    mesh = init_device_mesh("cpu", (2, 2))
+    g = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(s, generator=g) for s in ((6, 4), (4, 7)) * 4]
+    places = [[Replicate(), Shard(0)], [Shard(0), Replicate()]] * 4
+
+    def saved(put, **options):
+        params = [nn.Parameter(put(x, p)) for x, p in zip(drawn, places, strict=True)]
+        optimizer = MARS(
+            params, mars_type="soap", compile=False, **steady("soap"), **options
+        )
+        for _ in range(3):
+            for p, x, place in zip(params, drawn, places, strict=True):
+                p.grad = put(x.cos(), place)
+            optimizer.step()
+        return optimizer.state_dict()["state"]
+
+    want = saved(lambda x, place: x.clone())
+    calls, real = [], dist.all_reduce
+    with mock.patch.object(
+        dist, "all_reduce", lambda *a, **own: (calls.append(a), real(*a, **own))
+    ):
+        got = saved(
+            lambda x, place: distribute_tensor(x, mesh, place),
+            collectives=MeshCollectives(mesh, strategy="owner"),
+        )
+    num = sum(x.dtype in (torch.uint8, torch.int64) for x, *_ in calls[-4:])
+    worst = 0.0
+    for i, entry in want.items():
+        assert got[i].keys() == entry.keys()
+        for key, x in entry.items():
+            mine = got[i][key]
+            mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+            assert mine.dtype == x.dtype and mine.shape == x.shape, key
+            worst = max(worst, float((mine.float() - x.float()).abs().sum()))
+    return num, worst
+
+
+def test_a_state_dict_takes_two_all_reduces():
+    """One of the owners' numbers, one of all buffers that they keep."""
+    for num, worst in spawn(saved_factors, 4):
+        assert num == 2
+        assert worst < 1e-3  # of all elements together
+
+
 # ---- faults --------------------------------------------------------------------------
 
 
