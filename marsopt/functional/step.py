@@ -235,8 +235,9 @@ def row_dims(shape: Sequence[int], first: int) -> tuple[int, ...]:
 def statistics(
     products: Sequence[Float[Tensor, "_ _"]], live: Bool[Tensor, " n"] | None
 ) -> Float[Tensor, "n width"]:
-    """Return (N, pairs + 1): the inner products of the parts that have a gradient here,
-    else zeros, and in the last column how many ranks have one.
+    """Return (N, pairs + 1): the inner products, and in the last column how many ranks
+    have a gradient. A part without a gradient here has zeros in the place of g, but its
+    other operands count: another rank may have a gradient of the same tensor.
     """
     width = max(p.shape[1] for p in products)
     alike = [
@@ -247,8 +248,9 @@ def statistics(
         sums = torch.cat([F.pad(p, (0, 1), value=1.0) for p in alike])
     else:
         sums = F.pad(torch.cat(alike), (0, 1), value=1.0)
-    # not a product: 0 times infinity is no zero
-    return sums if live is None else torch.where(live[:, None], sums, 0.0)
+    if live is not None:
+        sums[:, -1] = live
+    return sums
 
 
 def global_clip(grad_norm: Float[Tensor, ""], max_norm: Number) -> Float[Tensor, ""]:
@@ -271,6 +273,8 @@ def decide(
     A tensor that has a gradient on no rank stays as it is; where some ranks have none,
     theirs counts as zero, so that all ranks go on alike.
     """
+    # not a product: 0 times infinity is no zero
+    sums = torch.where(sums[:, -1:] == 0, 0.0, sums)
     sums = sums.to(scalar_dtype(sums.device))
     square = sums[:, 0].sum()
     grad_norm = square.sqrt()

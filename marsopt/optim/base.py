@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from marsopt.functional.collectives import LOCAL
+from marsopt.functional.collectives import LOCAL, OwnerBuffer
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.functional.step import global_clip
 from marsopt.functional.step_types import scalar_dtype
@@ -127,6 +127,7 @@ class LayoutOptimizer(Optimizer):
         if self._layout is not None:  # else the constructor is still adding groups
             self._advise_on([param_group])
             self._build()
+            self._agreed = False
 
     def _advise_on(self, new: Sequence[Mapping[str, Any]]) -> None:
         groups, options = self.param_groups, self._options
@@ -203,7 +204,8 @@ class LayoutOptimizer(Optimizer):
         self._writes.check_may_write(what)
         if agree and not self._agreed:  # once: later changes need not come everywhere
             fingerprint = config_fingerprint(self.param_groups, self._options)
-            self._present.collectives.agree(fingerprint)
+            params = labels(self.param_groups)
+            self._present.collectives.agree(fingerprint, params)
             self._agreed = True
         if not self._present.fits(self.param_groups, self.state):
             self._build()
@@ -329,9 +331,14 @@ class LayoutOptimizer(Optimizer):
                 if whole is not piece:
                     entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
                     entry[key] = whole.cpu()  # a device need not have room for all
-        for p, key, owns, num in self._present.owned_entries():
+        owned = self._present.owned_entries()
+        buffers = [
+            OwnerBuffer(self.state[p][key], p, num, owns) for p, key, owns, num in owned
+        ]
+        published = collectives.publish_all(buffers)
+        for (p, key, _, _), whole in zip(owned, published, strict=True):
             entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
-            entry[key] = collectives.publish(self.state[p][key], p, num, owns)
+            entry[key] = whole
         return saved
 
     def _ids(self) -> dict[Tensor, int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.functional.binding import owned_leaves
-from marsopt.functional.collectives import LOCAL, Collectives, Leaf, Owned
+from marsopt.functional.collectives import LOCAL, Collectives, Leaf, Owned, OwnerBuffer
 from marsopt.functional.stacks import repeated
 from marsopt.functional.step_types import Decision, RuleGroup, Stack
 from marsopt.optim import buckets
@@ -215,10 +215,13 @@ class Layout:
         """Replace all buffers at owners in ``state`` by those of all ranks: before
         others become owners. A collective.
         """
-        for p, key, owns, num in self.owned_entries():
-            if key in state.get(p, ()):
-                owned = state[p][key]
-                state[p][key] = self.collectives.publish(owned, p, num, owns)
+        present = [e for e in self.owned_entries() if e[1] in state.get(e[0], ())]
+        buffers = [
+            OwnerBuffer(state[p][key], p, num, owns) for p, key, owns, num in present
+        ]
+        published = self.collectives.publish_all(buffers)
+        for (p, key, *_), whole in zip(present, [*published], strict=True):
+            state[p][key] = whole
 
     # ---- whether it still holds ------------------------------------------------------
 

@@ -371,7 +371,7 @@ class RowSums(MatrixAverage):
     def at_owner(self, matrices, stage):
         for one in matrices:  # all rows are there, in order
             assert one.rows[0].tolist() == [*range(one.matrix.shape[0])]
-        return [MatrixOutput(2 * x, (r, x.sum(-1))) for x, (r,), _ in matrices]
+        return [MatrixOutput(2 * x, (r, x.sum(-1))) for x, (r,), *_ in matrices]
 
 
 def rows_at_owners(rank, world, shape, places, strategy):

@@ -475,6 +475,90 @@ def errors(rank, world):
     return told
 
 
+def in_another_order(rank, world, late):
+    """Two parameters of one shape, from the start or in a later group."""
+    drawn = [
+        torch.randn(6, 4, generator=torch.Generator().manual_seed(i)) for i in (1, 2)
+    ]
+    params = [nn.Parameter(x) for x in drawn]
+    order = params[::-1] if rank else params
+    first = [nn.Parameter(torch.ones(3))] if late else order
+    options = dict(mars_type="moonlight", compile=False, collectives=DataParallel())
+    optimizer = MARS(first, **options)
+
+    def step():
+        for p in (*first, *params):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    if late:
+        step()
+        optimizer.add_param_group({"params": order})
+    try:
+        step()
+    except RuntimeError as error:
+        same = all(map(torch.equal, params, drawn))
+        return str(error), same
+    return "taken", False
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_another_order_on_a_rank_is_refused(late):
+    for told, same in spawn(in_another_order, 2, late):
+        assert f"other values of parameter 0 of group {int(late)}" in told
+        assert same
+
+
+def other_gradients(rank, world):
+    """Numbers, rows, kernels in other memory formats; ranks with other gradients."""
+    g = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(s, generator=g) for s in ((), (5,), (7, 3), (4, 3, 2, 2))]
+    drawn += [drawn[2].mT.contiguous().mT]
+    drawn[3] = drawn[3].to(memory_format=torch.channels_last)
+    params = list(map(nn.Parameter, drawn))
+    optimizer = MARS(
+        params, lr=0.1, correction="transport", compile=False,
+        collectives=DataParallel(),
+    )  # fmt: skip
+    out = []
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.full_like(p, 1.0 + rank)
+        optimizer.step()
+        out.append([p.detach().clone() for p in params])
+        optimizer.eval()
+        out.append([p.detach().clone() for p in params])
+        optimizer.train()
+    return out
+
+
+def test_ranks_hold_equal_parameters_whatever_their_gradients():
+    """Every piece is its owner's: numbers are the first rank's."""
+    first, second = spawn(other_gradients, 2)
+    for mine, others in zip(first, second, strict=True):
+        assert all(map(torch.equal, mine, others))
+
+
+def in_small_chunks(rank, world):
+    """A step where one rank owns nearly all, in chunks of four elements a rank."""
+    found = []
+    for chunk in (2**25, 4 * 8 * world):
+        with mock.patch("marsopt.parallel.data_parallel.CHUNK", chunk):
+            params, optimizer = build(DataParallel(), mars_type="moonlight")
+            large = nn.Parameter(torch.ones(30, 20, dtype=torch.float64))
+            params["large"] = large
+            optimizer.add_param_group({"params": [("large", large)]})
+            step(params, optimizer, range(2))
+        found.append([p.detach().clone() for p in params.values()])
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_size_of_chunks_changes_nothing(world):
+    for whole, chunks in spawn(in_small_chunks, world):
+        assert all(map(torch.equal, whole, chunks))
+
+
 def test_errors_say_what_to_do():
     for told in spawn(errors, 2, seconds=60):
         assert len(told) == 3, told
