@@ -137,7 +137,8 @@ def param_groups(
     Raises:
         TypeError: ``model`` is no module.
         ValueError: it has no parameter that requires a gradient, or some that FSDP1 has
-            flattened; an unknown ``mars_type`` or other ``adapters``.
+            flattened; an unknown ``mars_type``, ``experts``, ``convolutions`` or
+            ``adapters``.
 
     Example:
         >>> words = torch.nn.Embedding(12, 4)
@@ -156,11 +157,9 @@ def param_groups(
         )
     row = named(mars_type)
     checks.at_least_zero("lr", lr)
-    if adapters not in ("matrix", "adamw"):
-        raise ValueError(
-            f"got adapters={adapters!r}, expected 'matrix' or 'adamw': choose one of "
-            "the two"
-        )
+    checks.true_or_false("experts", experts)
+    checks.true_or_false("convolutions", convolutions)
+    checks.one_of(("matrix", "adamw"))("adapters", adapters)
     decay = row.table["weight_decay"].default if weight_decay is None else weight_decay
     hidden = dict(mars_type=row.name, lr=lr, weight_decay=decay)
     of_1d: dict[str, Any] = dict(
