@@ -29,7 +29,7 @@ from torchtitan.components.checkpointer import OPTIMIZER, CheckpointManager
 from marsopt import MARS
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.optim.for_model import GAMMA
-from marsopt.optim.param_groups import NAMES
+from marsopt.optim.roles import NAMES
 from marsopt.rules.decay import from_text
 from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.registry import named
