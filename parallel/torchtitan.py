@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
 from torchtitan.components.checkpointer import OPTIMIZER, CheckpointManager
@@ -27,7 +27,7 @@ from torchtitan.components.checkpointer import OPTIMIZER, CheckpointManager
 from marsopt import MARS
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.optim.for_model import GAMMA
-from marsopt.optim.param_groups import NAMES
+from marsopt.optim.roles import NAMES
 from marsopt.rules.decay import from_text
 from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.registry import named
@@ -58,6 +58,7 @@ def build_mars(groups: Iterable[dict[str, Any]], **options: Any) -> MARS:
             ("LogTime(10)").
 
     Raises:
+        TypeError: a group is no dict with "params".
         ValueError: two groups, or a group and ``options``, disagree about an option of
             the whole optimizer; a dtype that torch does not have, a text that spells no
             decay.
@@ -71,7 +72,17 @@ def _arguments(
     """Return the arguments of MARS for ``build_mars``."""
     param_groups, options = [], _from_text(options)
     for group in groups:
+        if not isinstance(group, dict) or "params" not in group:
+            is_dict = isinstance(group, dict)
+            got = sorted(map(str, group)) if is_dict else type(group).__name__
+            raise TypeError(
+                f"got a param group of {got}, expected a dict with 'params': put the "
+                "group's tensors there"
+            )
         kept = {k: v for k, v in group.items() if k not in ("fused", "foreach")}
+        params = kept["params"]
+        # a generator would be used up before MARS reads it
+        kept["params"] = [params] if isinstance(params, Tensor) else list(params)
         param_groups.append(_from_text(kept))
     for name in _whole():
         values = [options[name]] if name in options else []
@@ -83,7 +94,8 @@ def _arguments(
                 f'optimizer_factory_kwargs_by_name={{"{NAME}": ...}}'
             )
         options |= {name: values[0]} if values else {}
-    params = (p for group in param_groups for p in group["params"])
+    entries = (p for group in param_groups for p in group["params"])
+    params = (p[1] if isinstance(p, tuple) else p for p in entries)
     return dict(params=param_groups, collectives=over_meshes(params), **options)
 
 
@@ -330,9 +342,20 @@ def _check_patterns(
     some rank; of ``default_mars``, whose patterns no user wrote, that one does.
 
     Raises:
-        ValueError: one gets none, on every rank; or nothing is trained.
+        ValueError: one gets none, on every rank; or nothing is trained; or a pattern is
+            no regular expression.
     """
-    device = next(p.device for part in model_parts for p in part.parameters())
+    for config in configs:
+        try:
+            re.compile(config.pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"got the pattern {config.pattern!r} ({error}), expected a regular "
+                "expression: correct it"
+            ) from error
+    devices = (p.device for part in model_parts for p in part.parameters())
+    accelerator = torch.accelerator.current_accelerator()
+    device = next(devices, accelerator or torch.device("cpu"))
     with unset_fake_temporarily():  # real numbers for a model without memory, too
         counts = torch.tensor(
             [

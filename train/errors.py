@@ -101,15 +101,24 @@ def advice(error: OSError) -> str:
     return ADVICE.get(error.errno or 0, "none: mend what it names")
 
 
+def system_errno(error: BaseException, folder: Path) -> int | None:
+    """Return the number of the system's error behind an error of any library that was
+    writing to a folder, if there is such a number.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    said = str(error)
+    if told := re.search(r"os error ([0-9]{1,4})\b", said):  # as Rust says it
+        return int(told[1])
+    with suppress(OSError):
+        if "No space left" in said or shutil.disk_usage(folder).free < SPACE:
+            return errno.ENOSPC
+    return None
+
+
 def is_full(error: BaseException, folder: Path) -> bool:
     """Return whether an error, of any library, is that the disk of a folder is full."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno == errno.ENOSPC
-    said = str(error)
-    with suppress(OSError):
-        little = shutil.disk_usage(folder).free < SPACE
-        return little or f"os error {errno.ENOSPC}" in said or "No space left" in said
-    return False
+    return system_errno(error, folder) == errno.ENOSPC
 
 
 def shown(text: str) -> str:

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from train.errors import UserError, is_full
+from train.errors import UserError, system_errno
 
 T = TypeVar("T")
 
@@ -312,9 +312,9 @@ def workspace(out: Path, plan: dict | None = None) -> Iterator[Path]:
                 out.rmdir()
             (work / MADE).rename(out)
         except Exception as error:  # libraries have errors of their own
-            if is_full(error, work) and not isinstance(error, OSError | UserError):
-                full = errno.ENOSPC
-                raise OSError(full, os.strerror(full), str(out)) from error
+            number = system_errno(error, work)
+            if number and not isinstance(error, OSError | UserError):
+                raise OSError(number, os.strerror(number), str(out)) from error
             raise
         finally:
             if not _is_begun(work):

@@ -5,7 +5,7 @@ live whole in one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -173,6 +173,7 @@ def row_numbers(
     return numbers(row_shape, cuts, device).flatten()
 
 
+@runtime_checkable
 class Collectives(Protocol):
     """Communication and sharding operations that a step needs, over lists of
     parameters (``leaves``), which may be DTensors.

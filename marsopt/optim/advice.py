@@ -18,7 +18,7 @@ from marsopt.functional.routing import Choice, all_hyperparameters, route, rules
 from marsopt.functional.rule import Rule
 from marsopt.optim.compiled import once
 from marsopt.optim.groups import has_two_rates
-from marsopt.optim.param_groups import by_name
+from marsopt.optim.roles import by_name
 from marsopt.rules.correction import Approximate
 from marsopt.rules.hyperparameters import ELSEWHERE, HOW, INSTEAD, table
 from marsopt.rules.matrices import Matrices

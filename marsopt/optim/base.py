@@ -15,7 +15,12 @@ from marsopt.functional.collectives import LOCAL, OwnerBuffer
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.functional.step import global_clip
 from marsopt.functional.step_types import scalar_dtype
-from marsopt.optim.advice import advise_on_groups, advise_on_loaded, warn_of_two_rates
+from marsopt.optim.advice import (
+    advise_on_groups,
+    advise_on_loaded,
+    unknown_keys,
+    warn_of_two_rates,
+)
 from marsopt.optim.buckets import BucketGroup, ParameterBucket
 from marsopt.optim.compiled import InPlace, once, resolve_compile
 from marsopt.optim.device_values import DeviceHyperparameters
@@ -98,6 +103,7 @@ class LayoutOptimizer(Optimizer):
     def _start_watching(self) -> None:
         self._protocol = protocol_of(correction_named(self._options["correction"]))()
         self._say, self._writes = once(), Writes()
+        self._num_keys: list[int] = []  # of each group, when its keys were looked at
 
     # ---- construction --------------------------------------------------------------
 
@@ -132,6 +138,16 @@ class LayoutOptimizer(Optimizer):
     def _advise_on(self, new: Sequence[Mapping[str, Any]]) -> None:
         groups, options = self.param_groups, self._options
         advise_on_groups(new, groups, options, self._ours, self._say)
+
+    def _advise_on_written_keys(self) -> None:
+        """Log advice on keys that were written into groups between steps."""
+        num_keys = [*map(len, self.param_groups)]
+        if num_keys == self._num_keys:  # a warm step looks no further
+            return
+        self._num_keys = num_keys
+        for group in self.param_groups:
+            for message in unknown_keys(group, self._ours):
+                self._say(logging.WARNING, message)
 
     def _forget_layouts(self) -> None:
         self._layout: Layout | None = None
@@ -207,6 +223,7 @@ class LayoutOptimizer(Optimizer):
             params = labels(self.param_groups)
             self._present.collectives.agree(fingerprint, params)
             self._agreed = True
+        self._advise_on_written_keys()
         if not self._present.fits(self.param_groups, self.state):
             self._build()
         return self._present

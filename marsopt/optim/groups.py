@@ -22,7 +22,7 @@ from marsopt.functional.stacks import check_overlap
 from marsopt.optim.state_dict import TRAIN_MODE, State
 from marsopt.rules import checks
 from marsopt.rules.correction import Correction
-from marsopt.rules.hyperparameters import Table, static
+from marsopt.rules.hyperparameters import Table, check_values, static
 from marsopt.rules.registry import FOLLOWED, correction_named, named, resolve
 
 # Every group has the authors' structure as keys, at its defaults too. Other structure
@@ -175,6 +175,7 @@ def constructor_values(arguments: Mapping[str, Any]) -> ConstructorValues:
     correction = correction_named(name)
     explicit = {n: value for n, value in arguments.items() if value is not None}
     check_suits(row, correction, explicit)
+    check_values(hyperparameters_of(row.preconditioner, correction), explicit)
     whole = {n: value for n, value in arguments.items() if known[n].is_whole}
     explicit = {n: value for n, value in explicit.items() if n not in whole}
     of_rule, shared = row.hyperparameters, shared_hyperparameters(correction)

@@ -158,15 +158,12 @@ class MARS(LayoutOptimizer):
         nonfinite: str = "skip",
         **options: Any,
     ) -> None:
-        if nonfinite not in ("skip", "raise"):
+        checks.one_of(("skip", "raise"))("nonfinite", nonfinite)
+        checks.none_or(checks.true_or_false)("compile", compile)
+        if not isinstance(collectives, Collectives):
             raise ValueError(
-                f"got nonfinite={nonfinite!r}, expected 'skip' or 'raise': choose one "
-                "of the two"
-            )
-        if collectives is None:
-            raise ValueError(
-                "got collectives=None, expected an object with the verbs of "
-                "marsopt.Collectives: leave it out for whole tensors"
+                f"got collectives={collectives!r:.60}, expected an object with the "
+                "verbs of marsopt.Collectives: leave it out for whole tensors"
             )
         checks.positive_or_none("max_norm", max_norm)
         check_names(options, all_hyperparameters(), "marsopt.MARS")

@@ -1,69 +1,19 @@
-"""Param groups of a whole model: what each parameter is to it, which rule moves it, and
-by which numbers.
-"""
+"""Param groups of a whole model: which rule moves each parameter, by which numbers."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import logging
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from marsopt.functional.binding import check_unflattened
+from marsopt.optim.roles import TABLES, roles
 from marsopt.rules import checks
 from marsopt.rules.decay import Decay, Weight
 from marsopt.rules.registry import named
 
-Role = Literal[
-    "matrix",
-    "experts",
-    "convolution",
-    "adapter",
-    "embedding",
-    "head",
-    "router",
-    "vector",
-    "other",
-]
-
-# Roles that a name tells, whatever the module is, in this order: as torchtitan,
-# transformers, timm and nanoGPT name them. They are searched in names without the parts
-# of WRAPPERS, and stand for any of them, so that torchtitan's groups can use them too.
-NAMES: dict[Role, str] = {
-    # biases of experts have two dims, one table has one a head; A of a state space
-    # model is a vector for each channel
-    "vector": r"bias(_[A-Z]+|_table)?$|(^|\.)A_log$",
-    # torchtitan's fused w13, whose rows of gate and up lie between each other, so that
-    # no two of its dims are a matrix
-    "other": r"(^|\.)w13(\.|_|$)",
-    # the second kind of names is also used inside of blocks, for something else
-    "head": (
-        r"(^|\.)(lm_head|embed_out|unembed|shared_head\.head)\.weight$"
-        r"|^(?!(.*\.)?\d+\.)(.*\.)?(output|head|classifier|score|fc)\.weight$"
-    ),
-    # tables, and what projects patches: patch_embed.proj; then, as parameters of the
-    # model's own, positions, class tokens, latents
-    "embedding": (
-        r"(^|\.)(trainable_tokens_[^.]*|lora_embedding_[^.]*)(\.|$)"  # PEFT's
-        r"|(^|\.)([^.]*embed[^.]*|([^.]*_)?emb|wte|wpe)(\.(?!lora_)[^.]+)?(\.weight)?$"
-        r"|(^|\.)(([^.]*_)?pos(ition(al)?)?(s|_[hw])?|[^.]*_tokens?|latents)(\.\d+)?$"
-    ),
-    "router": r"(^|\.)router\.((?!lora_)[^.]+\.)*weight$|(^|\.)gate\.weight$",
-}
-# What torch puts into the names of a module that it compiles, checkpoints or shards;
-# and PEFT into those of one that it adapts (a copy also has the adapter's name).
-WRAPPERS = re.compile(
-    r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|base_layer"
-    r"|original_module|modules_to_save\.[^.]+)(?=\.|$)"
-)
-# LoRA's two factors, as PEFT, torchtune, torchtitan, loralib and diffusers name them
-ADAPTERS = re.compile(r"(^|\.)lora_(A|B|a|b|down|up)(\.|$)")
-
-# What has the group of the embeddings.
-TABLES: tuple[Role, ...] = ("embedding", "head", "router")
+log = logging.getLogger(__name__)
 
 
 def param_groups(
@@ -88,8 +38,11 @@ def param_groups(
         optimizer = MARS(groups, correction="transport", gamma=0.05)
 
     Everything else is told by modules and by names: embeddings (tied output heads among
-    them), output heads, routers of experts; and vectors: norms, biases, whatever else
-    is no matrix. Who moves it, by which numbers:
+    them), routers of experts, output heads; and vectors: norms, biases, whatever else
+    is no matrix. Heads are what the model declares (transformers'
+    ``get_output_embeddings()``, timm's ``get_classifier()``) and what has a name of a
+    head (the table in marsopt/optim/heads.py). ``logging`` at DEBUG lists the names of
+    each group. Who moves it, by which numbers:
 
     - "moonlight", "mars-m", "normuon", "mars-normuon": AdamW, at ``lr`` and
       ``weight_decay``, betas (0.9, 0.95), eps before debiasing (MARS_M/train_mars_m.py,
@@ -137,7 +90,8 @@ def param_groups(
     Raises:
         TypeError: ``model`` is no module.
         ValueError: it has no parameter that requires a gradient, or some that FSDP1 has
-            flattened; an unknown ``mars_type`` or other ``adapters``.
+            flattened; an unknown ``mars_type``, ``experts``, ``convolutions`` or
+            ``adapters``.
 
     Example:
         >>> words = torch.nn.Embedding(12, 4)
@@ -156,11 +110,9 @@ def param_groups(
         )
     row = named(mars_type)
     checks.at_least_zero("lr", lr)
-    if adapters not in ("matrix", "adamw"):
-        raise ValueError(
-            f"got adapters={adapters!r}, expected 'matrix' or 'adamw': choose one of "
-            "the two"
-        )
+    checks.true_or_false("experts", experts)
+    checks.true_or_false("convolutions", convolutions)
+    checks.one_of(("matrix", "adamw"))("adapters", adapters)
     decay = row.table["weight_decay"].default if weight_decay is None else weight_decay
     hidden = dict(mars_type=row.name, lr=lr, weight_decay=decay)
     of_1d: dict[str, Any] = dict(
@@ -200,101 +152,9 @@ def param_groups(
             "got a model without a parameter that requires a gradient, expected one at "
             "least: set requires_grad_() before the groups are made"
         )
-    return [group for group in groups.values() if group["params"]]
-
-
-@dataclass
-class _Uses:
-    """Where a tensor is in a model: tied ones are in several places."""
-
-    tensor: Tensor
-    names: list[str] = field(default_factory=list)
-    owners: list[nn.Module] = field(default_factory=list)
-
-
-def roles(model: nn.Module) -> Iterator[tuple[str, Tensor, Role]]:
-    """Yield (name, tensor, role) of all parameters: each once, under the name that
-    ``model.named_parameters()`` gives it.
-
-    The roles are those of ``marsopt.param_groups``. A tensor that is an embedding in
-    one place is one in all of them (a tied head).
-    """
-    uses_by_id: dict[int, _Uses] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        pairs = module.named_parameters(prefix, recurse=False, remove_duplicate=False)
-        for name, p in pairs:
-            uses = uses_by_id.setdefault(id(p), _Uses(p))
-            uses.names.append(name)
-            uses.owners.append(module)
-    plain_names = {_plain(name) for uses in uses_by_id.values() for name in uses.names}
-    head = _last_linear_over_a_vocabulary(model)
-    for uses in uses_by_id.values():
-        yield uses.names[0], uses.tensor, _role(uses, plain_names, head)
-
-
-def _role(uses: _Uses, plain_names: set[str], head: str | None) -> Role:
-    p, owners = uses.tensor, uses.owners
-    names = list(map(_name_in, owners, uses.names))
-    if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner in owners):
-        return "embedding"
-    in_list = any(isinstance(owner, nn.ParameterList) for owner in owners)
-    if in_list and any(by_name(name) == "embedding" for name in names):  # rows of it
-        return "embedding"
-    if p.ndim < 2:
-        return "vector"
-    hints: list[Role] = [role for name in names if (role := by_name(name)) is not None]
-    hints = [
-        r for r in hints if r != "router" or any(_routes(n, plain_names) for n in names)
-    ]
-    if hints:
-        return hints[0]
-    if p.numel() == max(p.shape):  # (num, 1) and (1, num)
-        return "vector"
-    if head in names:
-        return "head"
-    if any(isinstance(owner, _ConvNd) for owner in owners):
-        return "convolution"
-    if p.ndim == 2 and all(ADAPTERS.search(name) for name in names):
-        return "adapter"
-    if p.ndim == 2:
-        return "matrix"
-    return "experts" if any("expert" in name for name in names) else "other"
-
-
-def by_name(name: str) -> Role | None:
-    """Return the role that a parameter's name tells, if it does."""
-    plain = _plain(name)
-    return next((r for r, pattern in NAMES.items() if re.search(pattern, plain)), None)
-
-
-def _plain(name: str) -> str:
-    """Return a name as the model itself has it, without wrappers."""
-    return WRAPPERS.sub("", name).removeprefix(".")
-
-
-def _name_in(owner: nn.Module, name: str) -> str:
-    """Return a plain name: that of a list for what lies in one."""
-    plain = _plain(name)
-    return plain.rpartition(".")[0] if isinstance(owner, nn.ParameterList) else plain
-
-
-def _routes(name: str, plain_names: set[str]) -> bool:
-    """Whether what is named like a router stands beside experts: ``gate`` is also what
-    some call the first matrix of a gated MLP.
-    """
-    block = name.removesuffix("gate.weight")
-    beside = (n.removeprefix(block) for n in plain_names if n.startswith(block))
-    return "router" in name or any("expert" in other for other in beside)
-
-
-def _last_linear_over_a_vocabulary(model: nn.Module) -> str | None:
-    """Return what the weight of the model's last Linear is called, without wrappers, if
-    it has as many outputs as an embedding has rows, and these are more than its
-    columns: positions and tables of types have fewer.
-    """
-    modules = [(n, m) for n, m in model.named_modules() if not ADAPTERS.search(n)]
-    tables = [m for _, m in modules if isinstance(m, nn.Embedding)]
-    sizes = {t.num_embeddings for t in tables if t.num_embeddings > t.embedding_dim}
-    linears = [(n, m.out_features) for n, m in modules if isinstance(m, nn.Linear)]
-    last, num_outputs = linears[-1] if linears else ("", 0)
-    return _plain(f"{last}.weight") if num_outputs in sizes else None
+    found = {part: group for part, group in groups.items() if group["params"]}
+    if log.isEnabledFor(logging.DEBUG):
+        for part, group in found.items():
+            listed = ", ".join(name for name, _ in group["params"])
+            log.debug("marsopt: %s to %s: %s", part, group["mars_type"], listed)
+    return [*found.values()]

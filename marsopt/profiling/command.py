@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from marsopt import interrupts
 from marsopt.optim.compiled import declined, missing_for
-from marsopt.optim.param_groups import TABLES, by_name, roles
+from marsopt.optim.roles import TABLES, by_name, roles
 from marsopt.profiling.gpt2 import EMBEDDINGS, MODELS, VOCAB_SIZE, Subject, shapes
 from marsopt.profiling.machine import free_memory
 from marsopt.profiling.optimizer import profile_optimizer
@@ -212,13 +213,14 @@ def title(args: argparse.Namespace) -> str:
 
 def main() -> None:
     """Profile what the command line names; exit with 2 where that cannot be done."""
+    interrupts.raise_again()
     try:
         run(arguments())
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("stopped before its end: run the same command again", file=sys.stderr)
+        print(interrupts.STOPPED, file=sys.stderr)
         sys.exit(130)
 
 

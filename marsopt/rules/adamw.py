@@ -81,7 +81,7 @@ class AdamW(Preconditioner):
     """
 
     betas: tuple[Decay, Decay] = number((0.9, 0.999), checks.betas)
-    eps: Number = number(1e-8, checks.at_least_zero)
+    eps: Number = number(1e-8, checks.epsilon)
     weight_decay: Number = number(0.01, checks.at_least_zero)
     amsgrad: bool = False
     epsilon_hat: bool = False

@@ -19,6 +19,9 @@ from marsopt.rules.decay import LogTime, StepValue
 Number = float | Tensor
 
 PLAIN = (float, int, bool, str, type(None))
+LARGEST = 1e30  # of a hyperparameter: float32 ends at 3.4e38
+LARGEST_EPS = 1e15  # float32 holds its square, and the square of one over it
+MOST_ITERATIONS = 100  # in one graph, each written out
 
 
 @runtime_checkable
@@ -77,20 +80,12 @@ def _check(
         if not can_read(value):
             return
         value = value.item()
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not holds(_as_float(value))
-    ):
-        raise ValueError(f"got {name}={shown(value)}, expected {expected}: {do}")
-
-
-def _as_float(value: float) -> float:
-    """Return the nearest float, which is infinite for a whole number beyond all."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.copysign(math.inf, 1 if value > 0 else -1)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if LARGEST < abs(value) < math.inf:
+            expected += f", at most {LARGEST:g} in size"
+        elif holds(float(value)):
+            return
+    raise ValueError(f"got {name}={shown(value)}, expected {expected}: {do}")
 
 
 def shown(value: object) -> str:
@@ -110,6 +105,17 @@ def at_least_zero(name: str, value: Number) -> None:
         "a finite number >= 0",
         lambda v: 0 <= v < math.inf,
         f"pass {name}=0 or more",
+    )
+
+
+def epsilon(name: str, value: Number) -> None:
+    """A number from 0 to ``LARGEST_EPS``."""
+    _check(
+        name,
+        value,
+        f"a number from 0 to {LARGEST_EPS:g}",
+        lambda v: 0 <= v <= LARGEST_EPS,
+        "common values are 1e-8 and 1e-10",
     )
 
 
@@ -217,7 +223,7 @@ def count_or_none(name: str, value: int | None) -> None:
         isinstance(value, bool) or not isinstance(value, int) or value < 1
     ):
         raise ValueError(
-            f"got {name}={value!r}, expected None or a whole number >= 1: None "
+            f"got {name}={shown(value)}, expected None or a whole number >= 1: None "
             "switches it off"
         )
 
@@ -227,7 +233,17 @@ def count(name: str, value: int) -> None:
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(
-            f"got {name}={value!r}, expected a whole number >= 1: pass one"
+            f"got {name}={shown(value)}, expected a whole number >= 1: pass one"
+        )
+
+
+def iterations(name: str, value: int) -> None:
+    """A whole number from 1 to ``MOST_ITERATIONS``."""
+    count(name, value)
+    if plain(value) > MOST_ITERATIONS:
+        raise ValueError(
+            f"got {name}={shown(value)}, expected a whole number from 1 to "
+            f"{MOST_ITERATIONS}: pass one"
         )
 
 
@@ -236,11 +252,11 @@ def none_or(check: Callable[[str, Any], None]) -> Callable[..., None]:
     return lambda name, value: None if value is None else check(name, value)
 
 
-def one_of(values: tuple[object, ...]) -> Callable[[str, object], None]:
-    """Return a check for one of these values."""
+def one_of(values: tuple[str, ...]) -> Callable[[str, object], None]:
+    """Return a check for one of these words."""
 
     def check(name: str, value: object) -> None:
-        if value not in values:
+        if not isinstance(value, str) or value not in values:
             raise ValueError(
                 f"got {name}={value!r}, expected one of {values}: choose one"
             )

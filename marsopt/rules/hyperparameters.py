@@ -95,6 +95,8 @@ class Hyperparameter(NamedTuple):
 
 Table = Mapping[str, Hyperparameter]
 
+MOST_NAMES = 4  # that an error about unknown arguments shows
+
 # of fields that bring no check of their own, by type
 CHECKS: dict[Any, Check] = {
     bool: checks.true_or_false,
@@ -308,12 +310,16 @@ def check_names(names: Mapping[str, Any], known: Collection[str], what: str) -> 
         if name not in INSTEAD
     }
     meant = [f"{near!r} for {name!r}" for name, near in close.items() if near in known]
-    do = f"did you mean {', '.join(meant)}?" if meant else "leave out what it is not"
+    do = f"did you mean {', '.join(meant[:MOST_NAMES])}?" if meant else "leave it out"
+    if len(unknown) > 1 and not meant:
+        do = "leave them out"
     advice = dict.fromkeys(INSTEAD[name] for name in unknown if name in INSTEAD)
     do = "; ".join([do, *advice])
+    shown = sorted(unknown)[:MOST_NAMES]
+    more = f" and {len(unknown) - len(shown)} more" if len(unknown) > len(shown) else ""
     raise TypeError(
-        f"got {sorted(unknown)}, expected arguments of {what} "
-        f"({', '.join(sorted(known))}): {do}"
+        f"got {shown}{more}, expected arguments of {what}: {do} (help({what}) lists "
+        "all of them)"
     )
 
 

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from marsopt.rules import checks
+from marsopt.rules.dtypes import nonzero
 from marsopt.rules.hyperparameters import check_fields, structure
 from marsopt.rules.matrices import LARGE
 
@@ -159,8 +160,8 @@ class NewtonSchulz:
             cast. None = what the device does best: bfloat16; on a CPU without
             instructions for that, float32.
         eps: added to the Frobenius norm that divides the input, so that a zero matrix
-            stays zero. The authors add 1e-8 to the norm of m/(1 - beta1); for m itself
-            that is 5e-10 at beta1 = 0.95.
+            stays zero, also with eps=0. The authors add 1e-8 to the norm of
+            m/(1 - beta1); for m itself that is 5e-10 at beta1 = 0.95.
         gram: iterate on the Gram matrix of the short side (``from_gram``) where that is
             faster: in ``dtype`` where it takes fewer operations, 0.56 of them for a 4:1
             matrix; for half precision in float32, a quarter as fast, where it takes
@@ -169,8 +170,8 @@ class NewtonSchulz:
             on a CPU, where ``dtype`` is None too.
 
     Raises:
-        ValueError: fewer than one step, an unknown set of coefficients, a ``dtype``
-            that is not floating point.
+        ValueError: fewer than one step or more than 100, an unknown set of
+            coefficients, a ``dtype`` that is not floating point.
 
     Example:
         >>> ns = marsopt.NewtonSchulz(steps=10, dtype=torch.float64)
@@ -179,7 +180,7 @@ class NewtonSchulz:
         True
     """
 
-    steps: int = structure(5, checks.count, name="ns_steps", whole=True)
+    steps: int = structure(5, checks.iterations, name="ns_steps", whole=True)
     coefficients: str = structure(
         "quintic",
         checks.one_of(tuple(sorted(COEFFICIENTS))),
@@ -189,7 +190,7 @@ class NewtonSchulz:
     dtype: torch.dtype | None = structure(
         None, checks.floating_or_none, name="ns_dtype", whole=True
     )
-    eps: float = structure(5e-10, checks.at_least_zero, name="ns_eps", whole=True)
+    eps: float = structure(5e-10, checks.epsilon, name="ns_eps", whole=True)
     gram: bool | None = structure(None, name="ns_gram", whole=True)
 
     def __post_init__(self) -> None:
@@ -251,7 +252,7 @@ class NewtonSchulz:
     ) -> Float[Tensor, "*batch rows cols"]:
         """The first iterate, a new tensor."""
         norm: Tensor = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
-        norm = norm + self.eps
+        norm = norm + nonzero(self.eps)
         if dtype == matrices.dtype or not _may_write(matrices):
             return (matrices / norm).to(dtype)
         out = torch.empty_like(
@@ -316,7 +317,8 @@ class NewtonSchulz:
         condition number. The norm of X has to be below the root of the largest number.
         """
         shape = gram.shape
-        norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp(min=0).sqrt() + self.eps
+        norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp(min=0).sqrt()
+        norm = norm + nonzero(self.eps)
         norm = norm[..., None, None]
         gram = gram / norm / norm
         if gram.ndim > 3:

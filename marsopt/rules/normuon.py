@@ -59,7 +59,7 @@ class NorMuon(MatrixAverage):
 
     adjust_lr_fn: str = structure(MATCH_RMS_ADAMW, checks.one_of(SCALES))
     beta2: Decay = number(0.95, checks.decay_rate, beta=1)
-    eps: Number = number(1e-8, checks.at_least_zero)
+    eps: Number = number(1e-8, checks.epsilon)
 
     keeps = {**Average.keeps, "r": Buffer("row_exp_avg_sq", shape=one_per_row)}
     decays = {**Average.decays, "r": "beta2"}

@@ -397,7 +397,7 @@ def correction_named(name: str) -> type[Correction]:
     Raises:
         ValueError: there is none.
     """
-    if name not in CORRECTIONS:
+    if not isinstance(name, str) or name not in CORRECTIONS:
         do = "choose one; None leaves a baseline as it is, without a correction"
         if isinstance(name, Correction | type):
             do = "marsopt.register its class, and give the name"
@@ -414,6 +414,7 @@ def resolve(is_approx: bool, correction: str | None) -> str:
     Raises:
         ValueError: they contradict each other, or there is none of this name.
     """
+    checks.true_or_false("is_approx", is_approx)
     if correction is None:
         return Approximate.name if is_approx else Exact.name
     name = correction_named(correction).name

@@ -145,7 +145,7 @@ class SOAP(MatrixPreconditioner):
     """
 
     betas: tuple[Decay, Decay] = number((0.95, 0.95), checks.betas)
-    eps: Number = number(1e-8, checks.at_least_zero)
+    eps: Number = number(1e-8, checks.epsilon)
     weight_decay: Number = number(0.01, checks.at_least_zero)
     shampoo_beta: Decay | None = number(None, checks.none_or(checks.decay_rate))
     nesterov: Weight = number(False, _false_or_weight)

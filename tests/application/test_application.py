@@ -539,6 +539,10 @@ SETTINGS = {
         "got training.global_batch_size=12 with 2 ranks of local_batch_size=8, .* "
         "set --training.local-batch-size to one of 1, 2, 3, 6",
     ),
+    "a step without an end": (
+        dict(training__global_batch_size=16 * 10**14),
+        "got training.global_batch_size=16.*, expected at most 65,536 micro-steps of",
+    ),
     "a sum of nothing": (dict(loss__num_summed=0), "got loss.num_summed=0"),
     "a decay that no schedule has": (
         dict(lr_scheduler__decay_ratio=0.2),

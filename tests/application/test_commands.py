@@ -42,7 +42,7 @@ ARGUMENTS = {
     "train": ["--config", "tiny_adamw"],
 }
 COMMANDS = ("evaluate", "export", "import_hf", "plan", "prepare", "sample")
-EVERY = ["train", *(f"train.{name}" for name in COMMANDS)]
+EVERY = ["train", *(f"train.{name}" for name in COMMANDS), "marsopt.profile"]
 
 
 @pytest.mark.parametrize("module", EVERY)

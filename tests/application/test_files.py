@@ -4,6 +4,7 @@ that it did not make, or reads what is no file or has no end.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -239,3 +240,15 @@ def test_copies_are_of_files(users, folder):
     with pytest.raises(UserError, match="link, which is a link, expected a file"):
         copy(folder / "link", folder / "to")
     assert not any((folder / "to").iterdir())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO])
+def test_a_library_that_cannot_write_is_an_error_of_the_system(number, tmp_path):
+    """As safetensors says it, which is written in Rust."""
+    said = f"I/O error: {os.strerror(number)} (os error {number})"
+    with pytest.raises(OSError) as caught, workspace(tmp_path / "out"):
+        raise RuntimeError(said)
+    assert caught.value.errno == number
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(RuntimeError), workspace(tmp_path / "out"):
+        raise RuntimeError("another error")

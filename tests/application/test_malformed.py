@@ -684,11 +684,18 @@ def test_a_tokenizer_that_makes_texts_long_is_refused(place, in_time):
     assert called(*with_tokenizer(place, normalizer=replaced("a" * 3)))[0] == 0
 
 
+@pytest.mark.parametrize("length", [4, 10**8, 2**31])
+def test_a_tokenizer_pads_and_cuts_no_text(place, in_time, length):
+    padding = dict(strategy={"Fixed": length}, direction="Left", pad_id=0)
+    padding |= dict(pad_to_multiple_of=None, pad_type_id=0, pad_token="a")
+    cut = dict(max_length=1, strategy="LongestFirst", direction="Right", stride=0)
+    code, out, _ = called(*with_tokenizer(place, padding=padding, truncation=cut))
+    assert code == 0 and out.startswith("aaaa")
+
+
 def test_a_tokenizer_that_panics_is_one_line(place, capfd):
     """The library prints where in its own code it was."""
-    truncation = dict(max_length=2, strategy="LongestFirst", direction="Right")
-    act = with_tokenizer(place, truncation=truncation | {"stride": 5})
-    refused(*act)
+    refused(*with_tokenizer(place, pre_tokenizer=dict(type="FixedLength", length=0)))
     assert capfd.readouterr().err == ""
 
 

@@ -253,6 +253,28 @@ def test_default_mars_builds_whatever_is_trained(trained, mars_type):
     container.step()
 
 
+def test_what_builds_no_optimizer_is_refused_in_a_sentence():
+    with pytest.raises(ValueError, match=r"got the pattern '\(' .*expected a regular"):
+        config(("(", "MARS", {})).build(model_parts=[Part()])
+    with pytest.raises(ValueError, match="got no parameter that requires a gradient"):
+        default_mars(0.1, **EAGER).build(model_parts=[nn.Identity()])
+    default_mars(0.1, **EAGER).build(model_parts=[nn.Identity(), Part()])
+    for group, told in ((dict(lr=0.1), r"\['lr'\]"), (torch.ones(2), "Tensor")):
+        with pytest.raises(TypeError, match=f"got a param group of {told}, expected a"):
+            build_mars([group], compile=False)
+
+
+def test_generators_of_parameters_are_read_once():
+    linear = nn.Linear(3, 3)
+    for params, num in (
+        (linear.parameters(), 2),
+        (linear.named_parameters(), 2),
+        (linear.weight, 1),
+    ):
+        mars = build_mars(iter([dict(params=params)]), lr=0.1, compile=False)
+        assert [len(group["params"]) for group in mars.param_groups] == [num]
+
+
 def test_a_pattern_of_frozen_parameters_is_no_misspelling():
     part = Part()
     part.tok_embeddings.requires_grad_(False)

@@ -228,6 +228,10 @@ def test_a_misspelt_argument_is_answered_with_the_nearest(door):
         door(ns_step=3)
     with pytest.raises(TypeError, match="got .'whatever'.*expected arguments of"):
         door(whatever=3)
+    many = {f"whatever_{i}": 3 for i in range(20)}
+    with pytest.raises(TypeError, match="and 16 more, .*: leave them out") as caught:
+        door(**many)
+    assert len(str(caught.value)) < 250
 
 
 def test_a_misspelt_rule_is_answered_with_the_nearest():
@@ -350,13 +354,16 @@ def test_a_correction_may_build_on_what_it_keeps():
 @pytest.mark.parametrize(
     "given, told",
     [
-        ("fused", "leave out what it is not; how a step is run is no option"),
+        ("fused", r"MARS: leave it out; how a step is run is no option: .* \(help"),
         ("momentum", "did you mean 'betas' for 'momentum'"),
         ("max_grad_norm", "did you mean 'max_norm' for"),
         ("clip_grad", "did you mean 'max_norm' for"),
         ("learning_rate", "did you mean 'lr' for"),
-        ("maximize", "leave out what it is not; negate the loss$"),
-        ("decoupled_weight_decay", "what it is not; weight decay always is decoupled$"),
+        ("maximize", r"leave it out; negate the loss \(help"),
+        (
+            "decoupled_weight_decay",
+            r"leave it out; weight decay always is decoupled \(",
+        ),
     ],
 )
 def test_words_of_other_optimizers_are_answered(given, told):
@@ -378,6 +385,52 @@ def test_words_of_other_optimizers_are_answered(given, told):
 def test_what_is_no_argument_of_a_rule_is_said_where_it_belongs(given, told):
     with pytest.raises(TypeError, match=told):
         marsopt.rule("moonlight", **given)
+
+
+OF_NO_KIND = {  # values that no hyperparameter has
+    "a text": "yes",
+    "a number of no kind": 1e300,
+    "a whole number beyond 64 bits": 10**31,
+    "a list": [],
+    "a tensor of two": torch.ones(2),
+    "an object": object(),
+}
+
+
+@pytest.mark.parametrize("value", OF_NO_KIND.values(), ids=OF_NO_KIND.keys())
+@pytest.mark.parametrize("name", sorted(all_hyperparameters()))
+def test_values_of_the_wrong_kind_are_refused(name, value):
+    unbounded = ("block_rows", "precondition_frequency", "max_dim")
+    if name in unbounded and isinstance(value, int):
+        return
+    with pytest.raises((ValueError, TypeError), match="expected"):
+        MARS(parameters((2, 2)), **{name: value}, compile=False)
+
+
+def test_newton_schulz_has_an_end():
+    MARS(parameters((2, 2)), mars_type="muon", ns_steps=100, compile=False)
+    with pytest.raises(ValueError, match="got ns_steps=101, expected .* from 1 to 100"):
+        MARS(parameters((2, 2)), mars_type="muon", ns_steps=101, compile=False)
+
+
+@pytest.mark.parametrize("name", ["collectives", "compile", "nonfinite"])
+@pytest.mark.parametrize("value", [5, "yes", [], torch.ones(2)], ids=str)
+def test_arguments_of_the_class_have_their_kinds(name, value):
+    with pytest.raises(ValueError, match=f"got {name}=.*, expected"):
+        MARS(parameters((2, 2)), **{name: value})
+
+
+@pytest.mark.parametrize("mars_type", [*REGISTRY])
+def test_the_largest_eps_leaves_a_step_finite(mars_type):
+    if "eps" not in REGISTRY[mars_type].table:
+        return
+    params = parameters((4, 6), (3,))
+    optimizer = MARS(params, mars_type=mars_type, eps=1e15, compile=False)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    assert all(p.isfinite().all() for p in params)
 
 
 BASELINES = [name for name, row in REGISTRY.items() if not row.is_mars]

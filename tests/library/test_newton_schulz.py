@@ -200,6 +200,13 @@ def test_the_gram_form_is_the_iteration(shape):
     assert not ns(torch.zeros(shape)).any()
 
 
+@pytest.mark.parametrize("gram", [False, True])
+@pytest.mark.parametrize("eps", [0.0, 1e-300])
+def test_a_zero_matrix_stays_zero_without_eps(gram, eps):
+    ns = NewtonSchulz(eps=eps, gram=gram, dtype=torch.float32)
+    assert not ns(torch.zeros(8, 2)).any()
+
+
 def test_an_embedding_takes_the_gram_form_beside_half_precision():
     """In float32, where that is a quarter of the operations, and no less exact."""
     ns, long = NewtonSchulz(dtype=torch.bfloat16, gram=True), (3000, 64)

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 import marsopt
 from configs.published import LR, ONE_RATE, RULES, SIZES
 from marsopt import MARS, REGISTRY, param_groups
-from marsopt.optim.param_groups import by_name, roles
+from marsopt.optim.roles import by_name, roles
 from train.gpt2 import GPT2, Shape
 
 SHAPE = Shape(num_layers=2, num_heads=2, width=8, block_size=6, vocab_size=32)
@@ -329,6 +329,19 @@ def test_every_parameter_is_in_one_group_under_its_name(name):
         ("encoder.output.weight", "head"),
         ("heads.head.weight", "head"),
         ("model.layers.61.shared_head.head.weight", "head"),
+        ("mlp_head.1.weight", "head"),
+        ("heads.0.weight", "head"),
+        ("classifier.out_proj.weight", "head"),
+        ("qa_outputs.weight", "head"),
+        ("final_layer.linear.weight", "head"),
+        ("decoder.output_projection.weight", "head"),
+        ("distillation_classifier.weight", "head"),
+        ("classifier_distill.linear.weight", "head"),
+        ("final_layer.adaLN_modulation.1.weight", None),
+        ("sa.heads.0.key.weight", None),
+        ("multi_head.out_proj.weight", None),
+        ("blocks.0.mlp_head.1.weight", None),
+        ("encoder.attention.output.dense.weight", None),
         ("layers.3.feed_forward.router.weight", "router"),
         ("embedder.encoder.layers.0.wq.weight", None),  # a model inside
         ("layers.0.attention.output.weight", None),
@@ -341,6 +354,96 @@ def test_every_parameter_is_in_one_group_under_its_name(name):
 )
 def test_what_names_tell(name, role):
     assert by_name(name) == role
+
+
+def hidden_and(**heads):
+    blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+    return nn.ModuleDict({"words": nn.Embedding(9, 6), "layers": blocks, **heads})
+
+
+def linears(*widths):
+    pairs = zip(widths, widths[1:], strict=False)
+    layers = [(nn.Linear(*pair), nn.LayerNorm(pair[1]), nn.ReLU()) for pair in pairs]
+    return nn.Sequential(nn.Dropout(), *sum(layers, ()))
+
+
+@pytest.mark.parametrize(
+    "heads, found",
+    [
+        (dict(classifier=linears(6, 3)), {"classifier.1"}),
+        (dict(classifier=linears(6, 6, 6, 3)), {"classifier.7"}),
+        (dict(mlp_head=nn.ModuleDict(dict(dense=nn.Linear(6, 3)))), {"mlp_head.dense"}),
+        (
+            dict(
+                classifier=nn.ModuleDict(
+                    dict(dense=nn.Linear(6, 6), out_proj=nn.Linear(6, 3))
+                )
+            ),
+            {"classifier.out_proj"},
+        ),
+        (
+            dict(heads=nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 2)])),
+            {"heads.0", "heads.1"},
+        ),
+    ],
+    ids=["linear", "layers", "dense alone", "dense and out_proj", "several heads"],
+)
+def test_a_head_of_several_layers_begins_with_hidden_matrices(heads, found):
+    model = hidden_and(**heads)
+    told = {n.removesuffix(".weight") for n, _, role in roles(model) if role == "head"}
+    assert told == found
+
+
+class Declares(nn.Module):
+    """Heads as transformers and timm declare them, under names that say nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 9), nn.Linear(6, 3)
+
+
+class LikeTransformers(Declares):
+    def get_output_embeddings(self):
+        return self.a
+
+
+class LikeTimm(Declares):
+    def get_classifier(self):
+        return self.a, self.b
+
+
+class Undeclared(Declares):
+    def get_output_embeddings(self):
+        raise NotImplementedError
+
+    def get_classifier(self):
+        return None
+
+
+@pytest.mark.parametrize(
+    "model, found",
+    [
+        (LikeTransformers(), {"a"}),
+        (LikeTimm(), {"a", "b"}),
+        (Undeclared(), set()),
+        (nn.Sequential(LikeTransformers()), {"0.a"}),
+    ],
+    ids=["transformers", "timm", "undeclared", "a part of a model"],
+)
+def test_heads_that_a_model_declares(model, found):
+    told = {n.removesuffix(".weight") for n, _, role in roles(model) if role == "head"}
+    assert told == found
+    assert param_groups(torch.compile(model), lr=0.1)
+
+
+def test_debug_lists_the_names_of_each_group(caplog):
+    with caplog.at_level("DEBUG", "marsopt.optim.param_groups"):
+        param_groups(LikeTimm(), "moonlight", lr=0.1)
+    assert [record.getMessage() for record in caplog.records] == [
+        "marsopt: matrix to moonlight: body.weight",
+        "marsopt: tables to adamw: a.weight, b.weight",
+        "marsopt: vectors to adamw: body.bias, a.bias, b.bias",
+    ]
 
 
 def test_wrappers_change_names_alone():
@@ -544,7 +647,7 @@ def test_the_factors_of_adapters_may_be_adamws():
         for p in model.parameters():
             p.grad = torch.ones_like(p) if p.requires_grad else None
         optimizer.step()
-    with pytest.raises(ValueError, match="got adapters='lion', expected 'matrix' or"):
+    with pytest.raises(ValueError, match="got adapters='lion', expected one of"):
         param_groups(model, lr=0.1, adapters="lion")
 
 

@@ -135,6 +135,9 @@ class FromFolder:
             check_growth(raw)
             with _panics():
                 self._coder = tokenizers.Tokenizer.from_str(raw.decode())
+            # of batches: a text is encoded as it is, not to a length that a file names
+            self._coder.no_padding()
+            self._coder.no_truncation()
         except (ValueError, RecursionError) as error:
             raise UserError(
                 f"got a {path} that does not read ({error}), expected {AGAIN}"

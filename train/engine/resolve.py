@@ -25,6 +25,7 @@ POSITIVE = (
 MOST_SAMPLES = 4096  # of a local batch that an error proposes
 NOT_NEGATIVE = ("lr_scheduler.warmup_steps", "debug.seed", "comm.trace_buf_size")
 LARGEST = 2**31 - 1  # of whole numbers: what the libraries below count with
+MOST_PASSES = 65_536  # of a step on each rank: the published recipes have at most 60
 # options that torchtitan has and this application does not use, with their one value
 UNUSED = {
     "dataloader.dataset": "", "dataloader.split": "train", "dataloader.infinite": True,
@@ -145,6 +146,12 @@ def _check_batches(config, world: int) -> None:
             f"local_batch_size={t.local_batch_size}, expected a multiple of "
             f"{per_pass} (ranks x local batch x micro-steps): "
             + _what_divides(t.global_batch_size, world)
+        )
+    if t.global_batch_size > MOST_PASSES * per_pass:
+        raise UserError(
+            f"got training.global_batch_size={t.global_batch_size}, expected at most "
+            f"{MOST_PASSES:,} micro-steps of {counted(per_pass, 'sample')}, so that a "
+            "step has an end: lower it, or raise --training.local-batch-size"
         )
 
 

@@ -1,0 +1,176 @@
+"""What each parameter of a model is to it: a hidden matrix, an embedding, a head."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from marsopt.optim import heads
+
+Role = Literal[
+    "matrix",
+    "experts",
+    "convolution",
+    "adapter",
+    "embedding",
+    "head",
+    "router",
+    "vector",
+    "other",
+]
+
+# Roles that a name tells, whatever the module is, in this order: as torchtitan,
+# transformers, timm and nanoGPT name them. They are searched in names without the parts
+# of WRAPPERS, and stand for any of them, so that torchtitan's groups can use them too.
+NAMES: dict[Role, str] = {
+    # biases of experts have two dims, one table has one a head; A of a state space
+    # model is a vector for each channel
+    "vector": r"bias(_[A-Z]+|_table)?$|(^|\.)A_log$",
+    # torchtitan's fused w13, whose rows of gate and up lie between each other, so that
+    # no two of its dims are a matrix
+    "other": r"(^|\.)w13(\.|_|$)",
+    "head": heads.PATTERN,
+    # tables, and what projects patches: patch_embed.proj; then, as parameters of the
+    # model's own, positions, class tokens, latents
+    "embedding": (
+        r"(^|\.)(trainable_tokens_[^.]*|lora_embedding_[^.]*)(\.|$)"  # PEFT's
+        r"|(^|\.)([^.]*embed[^.]*|([^.]*_)?emb|wte|wpe)(\.(?!lora_)[^.]+)?(\.weight)?$"
+        r"|(^|\.)(([^.]*_)?pos(ition(al)?)?(s|_[hw])?|[^.]*_tokens?|latents)(\.\d+)?$"
+    ),
+    "router": r"(^|\.)router\.((?!lora_)[^.]+\.)*weight$|(^|\.)gate\.weight$",
+}
+# What torch puts into the names of a module that it compiles, checkpoints or shards;
+# and PEFT into those of one that it adapts (a copy also has the adapter's name).
+WRAPPERS = re.compile(
+    r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|base_layer"
+    r"|original_module|modules_to_save\.[^.]+)(?=\.|$)"
+)
+# LoRA's two factors, as PEFT, torchtune, torchtitan, loralib and diffusers name them
+ADAPTERS = re.compile(r"(^|\.)lora_(A|B|a|b|down|up)(\.|$)")
+
+# What has the group of the embeddings.
+TABLES: tuple[Role, ...] = ("embedding", "head", "router")
+
+
+@dataclass
+class _Uses:
+    """Where a tensor is in a model: tied ones are in several places."""
+
+    tensor: Tensor
+    names: list[str] = field(default_factory=list)
+    owners: list[nn.Module] = field(default_factory=list)
+
+
+def roles(model: nn.Module) -> Iterator[tuple[str, Tensor, Role]]:
+    """Yield (name, tensor, role) of all parameters: each once, under the name that
+    ``model.named_parameters()`` gives it.
+
+    The roles are those of ``marsopt.param_groups``. A tensor that is an embedding in
+    one place is one in all of them (a tied head).
+    """
+    uses_by_id: dict[int, _Uses] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        pairs = module.named_parameters(prefix, recurse=False, remove_duplicate=False)
+        for name, p in pairs:
+            uses = uses_by_id.setdefault(id(p), _Uses(p))
+            uses.names.append(name)
+            uses.owners.append(module)
+    known = _Known(model, uses_by_id)
+    for uses in uses_by_id.values():
+        yield uses.names[0], uses.tensor, _role(uses, known)
+
+
+class _Known:
+    """What is known of a model before its parameters have roles."""
+
+    def __init__(self, model: nn.Module, uses_by_id: dict[int, _Uses]) -> None:
+        every = uses_by_id.values()
+        self.names = {_plain(n) for uses in every for n in uses.names}
+        self.matrices = {
+            _plain(n) for uses in every if uses.tensor.ndim > 1 for n in uses.names
+        }
+        self.declared_heads = heads.declared_heads(model)
+        self.last_linear = _last_linear_over_a_vocabulary(model)
+
+
+def _role(uses: _Uses, known: _Known) -> Role:
+    p, owners = uses.tensor, uses.owners
+    names = list(map(_name_in, owners, uses.names))
+    if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner in owners):
+        return "embedding"
+    in_list = any(isinstance(owner, nn.ParameterList) for owner in owners)
+    if in_list and any(by_name(name) == "embedding" for name in names):  # rows of it
+        return "embedding"
+    if p.ndim < 2:
+        return "vector"
+    is_adapter = p.ndim == 2 and all(ADAPTERS.search(name) for name in names)
+    if id(p) in known.declared_heads and not is_adapter:
+        return "head"
+    hints = [role for name in names if (role := _by_name_in(name, names, known))]
+    if hints:
+        return hints[0]
+    if p.numel() == max(p.shape):  # (num, 1) and (1, num)
+        return "vector"
+    if known.last_linear in names:
+        return "head"
+    if any(isinstance(owner, _ConvNd) for owner in owners):
+        return "convolution"
+    if is_adapter:
+        return "adapter"
+    if p.ndim == 2:
+        return "matrix"
+    return "experts" if any("expert" in name for name in names) else "other"
+
+
+def by_name(name: str) -> Role | None:
+    """Return the role that a parameter's name tells, if it does."""
+    plain = _plain(name)
+    return next((r for r, pattern in NAMES.items() if re.search(pattern, plain)), None)
+
+
+def _by_name_in(name: str, names: list[str], known: _Known) -> Role | None:
+    """Return the role that a name tells beside the other names of the model."""
+    role = by_name(name)
+    if role == "router" and not any(_routes(n, known.names) for n in names):
+        return None
+    if role == "head" and not heads.ends_head(name, known.matrices):
+        return None
+    return role
+
+
+def _plain(name: str) -> str:
+    """Return a name as the model itself has it, without wrappers."""
+    return WRAPPERS.sub("", name).removeprefix(".")
+
+
+def _name_in(owner: nn.Module, name: str) -> str:
+    """Return a plain name: that of a list for what lies in one."""
+    plain = _plain(name)
+    return plain.rpartition(".")[0] if isinstance(owner, nn.ParameterList) else plain
+
+
+def _routes(name: str, plain_names: set[str]) -> bool:
+    """Whether what is named like a router stands beside experts: ``gate`` is also what
+    some call the first matrix of a gated MLP.
+    """
+    block = name.removesuffix("gate.weight")
+    beside = (n.removeprefix(block) for n in plain_names if n.startswith(block))
+    return "router" in name or any("expert" in other for other in beside)
+
+
+def _last_linear_over_a_vocabulary(model: nn.Module) -> str | None:
+    """Return what the weight of the model's last Linear is called, without wrappers, if
+    it has as many outputs as an embedding has rows, and these are more than its
+    columns: positions and tables of types have fewer.
+    """
+    modules = [(n, m) for n, m in model.named_modules() if not ADAPTERS.search(n)]
+    tables = [m for _, m in modules if isinstance(m, nn.Embedding)]
+    sizes = {t.num_embeddings for t in tables if t.num_embeddings > t.embedding_dim}
+    linears = [(n, m.out_features) for n, m in modules if isinstance(m, nn.Linear)]
+    last, num_outputs = linears[-1] if linears else ("", 0)
+    return _plain(f"{last}.weight") if num_outputs in sizes else None
