@@ -153,7 +153,7 @@ def test_bytes_a_parameter_of_transport(least, options):
     stores = "store_iterate" in options
     report, _ = watched("mars-adamw", FEW, correction="transport", **options)
     assert report.floor.num_bytes == least * report.num_params
-    scalars = 3_800  # bytes, of all tensors: nothing in a model of use
+    scalars = 4_200  # bytes, of all tensors: nothing in a model of use
     assert report.num_bytes <= least * report.num_params + scalars
     assert report.flagged_bytes == 4 * stores * report.num_params
     assert ("4.00 a parameter read behind a mask" in str(report)) is stores
