@@ -2,8 +2,8 @@
 
     python -m examples.accelerate_loop [FOLDER]
 
-Line 1 is the optimizer, which prepare() wraps. Checkpoints hold the trained weights.
-The run goes on from the newest checkpoint in FOLDER.
+Line 1 is the optimizer, which prepare() wraps. The run goes on from the newest
+checkpoint in FOLDER.
 """
 
 import sys

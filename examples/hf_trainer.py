@@ -3,8 +3,7 @@
     python -m examples.hf_trainer [FOLDER] [--object]
 
 Line 1 is the optimizer: a factory, which the Trainer calls with its model, or an object
-with --object. Evaluations and checkpoints see the trained weights. The run goes on from
-the newest checkpoint in FOLDER.
+with --object. The run goes on from the newest checkpoint in FOLDER.
 """
 
 import sys

@@ -2,9 +2,8 @@
 
     python -m examples.lightning_loop [FOLDER]
 
-Line 1 is the optimizer, for the module that training_step calls: validation and
-checkpoints see the trained weights. The run goes on from the newest checkpoint in
-FOLDER.
+Line 1 is the optimizer, for the module that training_step calls. The run goes on from
+the newest checkpoint in FOLDER.
 """
 
 import sys

@@ -29,11 +29,12 @@ def llama3_mars(compile: bool | None = None):
     from marsopt.parallel.torchtitan import MarsCheckpointManager, default_mars
 
     config = llama3_debugmodel()
-    # Moonlight with transport. 1e-2 suits this model alone: 6 layers of width 256
+    # Moonlight. 1e-2 suits this model alone: 6 layers of width 256
     config.optimizer = default_mars(lr=1e-2, weight_decay_1d=0.1, compile=compile)
-    # Checkpoints hold the trained weights, not the points where gradients are taken.
-    # This replaces the model's settings of checkpoints: repeat those that you keep. By
-    # torchtitan's default the last one holds the model alone, and resumes nothing.
+    # With transport, checkpoints hold the trained weights, not the points where
+    # gradients are taken. This replaces the model's settings of checkpoints: repeat
+    # those that you keep. By torchtitan's default the last one holds the model alone,
+    # and resumes nothing.
     config.checkpoint = MarsCheckpointManager.Config(
         interval=10, last_save_model_only=False
     )

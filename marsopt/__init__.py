@@ -6,26 +6,8 @@ from typing import TYPE_CHECKING
 
 from marsopt import interrupts as _interrupts  # noqa: F401  before torch
 from marsopt import testing as testing
-from marsopt.functional import named
 from marsopt.functional.collectives import LOCAL, Collectives
-from marsopt.functional.named import (
-    adamw,
-    lion,
-    mars,
-    mars_adamw,
-    mars_lion,
-    mars_m,
-    mars_normuon,
-    mars_shampoo,
-    mars_soap,
-    mars_soap_muon,
-    moonlight,
-    muon,
-    nadamw,
-    normuon,
-    soap,
-    soap_muon,
-)
+from marsopt.functional.named import mars, rule
 from marsopt.functional.rule import Rule
 from marsopt.functional.trees import FlatGroup
 from marsopt.optim.for_model import for_model
@@ -75,39 +57,23 @@ __all__ = [
     "SignAverage",
     "Transport",
     "__version__",
-    "adamw",
     "for_model",
-    "lion",
     "mars",
-    "mars_adamw",
-    "mars_lion",
-    "mars_m",
-    "mars_normuon",
-    "mars_shampoo",
-    "mars_soap",
-    "mars_soap_muon",
-    "moonlight",
-    "muon",
-    "nadamw",
     "newton_schulz",
-    "normuon",
     "param_groups",
     "polar_factor",
-    "register",
     "profile",
-    "soap",
-    "soap_muon",
+    "register",
+    "rule",
 ]
 
 
 if not TYPE_CHECKING:  # to a type checker no name is any name
 
     def __getattr__(name: str) -> object:
-        """Load the profiler once somebody asks for it: no training needs it. Return the
-        function of a rule that is registered, and has no name above.
-        """
-        if name == "profile":
-            from marsopt.profiling.profiler import profile
+        """Load the profiler once somebody asks for it: no training needs it."""
+        if name != "profile":
+            raise AttributeError(f"module 'marsopt' has no attribute {name!r}")
+        from marsopt.profiling.profiler import profile
 
-            return profile
-        return getattr(named, name)
+        return profile

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from .differences import by_rank, message
 
 NUM_BITS = 48  # of the digest: ranks that differ by chance pass for equal once in 2^48
 
@@ -26,6 +29,7 @@ class Agreement:
         self._same: Tensor | None = None  # 0-D bool on a GPU: all that was found
         self._copy: Tensor | None = None  # of it, on the host, after ``_copied``
         self._copied: torch.cuda.Event | None = None
+        self._copied_text = self._agreed_text = ""  # of the copy, of the last that held
 
     def digest_rows(self, what: str, num_ranks: int, like: Tensor) -> Tensor | None:
         """Return rows of the width of ``like``, to be summed beside it. None while a
@@ -41,8 +45,16 @@ class Agreement:
             self._known[key] = rows.to(like.device, non_blocking=True)
         return self._known[key]
 
-    def judged(self, sums: Tensor, rows: Tensor, num_ranks: int, what: str) -> Tensor:
-        """Return ``sums``, or NaN where the complete ``rows`` show that ranks differ.
+    def judged(
+        self,
+        sums: Tensor,
+        rows: Tensor,
+        num_ranks: int,
+        what: str,
+        groups: Iterable[dist.ProcessGroup],
+    ) -> Tensor:
+        """Return ``sums``, or NaN where the complete ``rows`` show that ranks of the
+        ``groups`` differ.
 
         Raises:
             RuntimeError: ranks differ, on a CPU. The host does not wait for a GPU:
@@ -52,12 +64,12 @@ class Agreement:
         same = (num_ranks * squares == totals.square()).all()
         if not sums.is_cuda:
             if not same:
-                raise _differ(what)
+                raise _differ(by_rank(what, groups))
             return sums
-        self._note(same)
+        self._note(same, what)
         return torch.where(same, sums, torch.nan)
 
-    def _note(self, same: Tensor) -> None:
+    def _note(self, same: Tensor, what: str) -> None:
         if self._same is None:
             self._same = torch.ones_like(same)
         self._same.logical_and_(same)
@@ -66,12 +78,14 @@ class Agreement:
             self._copy.copy_(self._same, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
+            self._copied_text = what
 
     def check(self, what: str) -> None:
         """Check what earlier steps found on a GPU, as far as the host knows it.
 
         Raises:
-            RuntimeError: ranks differed.
+            RuntimeError: ranks differed. Ranks know it at different steps, and so do
+                not meet: each says what has changed here since all agreed.
         """
         if self._copied is None or torch.cuda.is_current_stream_capturing():
             return
@@ -79,7 +93,9 @@ class Agreement:
             self._copied = None
             if not self._copy:
                 self._same = None
-                raise _differ(what)
+                present = {self._agreed_text: "all ranks before", what: "this rank"}
+                raise _differ({label: text for text, label in present.items()})
+            self._agreed_text = self._copied_text
 
 
 def _rows(what: str, num_ranks: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -93,9 +109,12 @@ def _rows(what: str, num_ranks: int, width: int, dtype: torch.dtype) -> Tensor:
     return torch.tensor(flat, dtype=dtype).view(-1, width)
 
 
-def _differ(what: str) -> RuntimeError:
+def _differ(texts: Mapping[str, str]) -> RuntimeError:
     return RuntimeError(
-        "got hyperparameters that differ between the ranks of one mesh, expected the "
-        f"same everywhere (this rank has {what}): the step has changed nothing; set "
-        "them alike on every rank, schedules and max_norm too"
+        message(
+            "got hyperparameters that differ between the ranks ({}), expected the same "
+            "everywhere: the step has changed nothing; set them alike on every rank, "
+            "schedules and max_norm too",
+            texts,
+        )
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from marsopt.functional.collectives import (
     LOCAL,
@@ -24,6 +24,7 @@ from marsopt.functional.collectives import (
     Collectives,
     Leaf,
     Owned,
+    OwnerBuffer,
     Request,
     precondition_leaves,
     row_numbers,
@@ -33,22 +34,16 @@ from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
 from .agreement import Agreement
 from .cut import Cut, Way, cut_of
+from .differences import by_rank, message
 from .grid import Grid, grid_of, group_over
 from .layout_cache import LayoutCache
-from .placement import AxisPlacement, Placement, dim_of, onto_first
+from .placement import Placement, dim_of, onto_first, piece_of
 from .planner import Machine, Strategy, plan
+from .published import whole_buffers
+from .reductions import Reduction, reductions_of
 from .shard_group import ShardGroup
 
 log = logging.getLogger(__name__)
-
-
-class Reduction(NamedTuple):
-    """One all-reduce of ``sum``."""
-
-    group: dist.ProcessGroup
-    rows: Tensor | None  # which leaves take part; None: all
-    # (rows,) bool: False where another rank contributes the number; None: all True
-    contributes: Tensor | None
 
 
 class Partition(NamedTuple):
@@ -62,9 +57,10 @@ class Partition(NamedTuple):
 class MeshCollectives(AsTheyLie):
     """``marsopt.Collectives`` for DTensors: FSDP2, HSDP, and both with TP.
 
-    A step sums norms over the axes that shard, never over replicas: one all-reduce an
-    axis. Matrices go to their owners and back by all-to-all. Parameters on several
-    meshes, replicated parameters and plain tensors may mix.
+    A step sums norms over all ranks of the mesh: one all-reduce, or one for each axis
+    where the mesh has several and leaves out ranks. Matrices go to their owners and
+    back by all-to-all. Parameters on several meshes, replicated parameters and plain
+    tensors may mix.
 
     A matrix that two axes cut (FSDP x TP) travels along one axis, then along the other.
     Every rank gathers a tensor of several such matrices whole, and one whose owners
@@ -76,8 +72,9 @@ class MeshCollectives(AsTheyLie):
         strategy: "owner": every matrix goes to an owner. "replicate": every rank
             gathers every matrix. "auto": as "owner"; but replicas (HSDP) share the
             owners' work only where the model of time says that this is faster.
-        max_buckets: how many exchanges are in flight, so that communication overlaps
-            computation.
+        max_buckets: how many exchanges are in flight at most, so that communication
+            overlaps computation; None: two, or more where a rank sends above 64 MB and
+            its matrices are many.
         machine: the speeds of links and arithmetic that "auto" assumes.
 
     Raises:
@@ -106,7 +103,7 @@ class MeshCollectives(AsTheyLie):
         mesh: DeviceMesh,
         *,
         strategy: Strategy = "auto",
-        max_buckets: int = 2,
+        max_buckets: int | None = None,
         machine: Machine = Machine(),
     ) -> None:
         self._options: dict[str, Any] = dict(
@@ -180,7 +177,7 @@ class MeshCollectives(AsTheyLie):
                 p if not p.is_replicate() and dim_of(p) % ndim == dim else Replicate()
                 for p in tensor.placements
             ]
-            indices[dim] = _piece(positions, mesh, places).flatten()
+            indices[dim] = piece_of(positions, mesh, places).flatten()
         return indices
 
     def placement(self, tensor: Tensor) -> Hashable:
@@ -203,12 +200,12 @@ class MeshCollectives(AsTheyLie):
     ) -> Tensor:
         """Sum ``sums`` (len(leaves), K) over the shards of each leaf.
 
-        A replicated leaf counts once: the first rank of an axis contributes it, so that
-        all ranks go on with the same numbers. Replicas (HSDP) are assumed to hold equal
-        gradients, as FSDP2 leaves them.
+        The all-reduce spans replicas, too. The first replica contributes the numbers,
+        so that all ranks go on with the same ones; each other replica contributes NaN
+        where its number is not finite, and else zero. Replicas are assumed to hold
+        equal gradients, as FSDP2 leaves them.
 
-        Where ranks that sum together differ in ``digest``, the sums are NaN, and the
-        step is void. Replicas do not sum together: each set of shards compares its own.
+        Where ranks differ in ``digest``, the sums are NaN, and the step is void.
 
         Raises:
             RuntimeError: ranks hold different leaves, which the first call with a list
@@ -238,7 +235,8 @@ class MeshCollectives(AsTheyLie):
                 sums = sums.index_copy(0, reduction.rows, part)
         if digests is None or digest is None:
             return sums
-        return self._agreement.judged(sums, digests, num_ranks, digest)
+        groups = (reduction.group for reduction in reductions)
+        return self._agreement.judged(sums, digests, num_ranks, digest, groups)
 
     @property
     def groups(self) -> list[ShardGroup]:
@@ -255,23 +253,7 @@ class MeshCollectives(AsTheyLie):
     def _find_reductions(self, leaves: Sequence[Tensor]) -> list[Reduction]:
         """Return the all-reduces of ``sum`` for one list of leaves."""
         places = self._places("sum", leaves)
-        device = self.mesh.device_type
-        meshes = [(p.mesh, p.axes) for p in places if p.mesh is not None]
-        spread = dict.fromkeys((mesh, axis) for mesh, axes in meshes for axis in axes)
-        reductions = []
-        for number, (mesh, axis) in enumerate(spread):
-            sharded = [p.mesh == mesh and axis in p.axes for p in places]
-            # the first axis also takes what lies whole on every rank
-            rows = [
-                i for i, p in enumerate(places) if sharded[i] or not (number or p.axes)
-            ]
-            index = contributes = None
-            if mesh.get_local_rank(axis) > 0 and not all(sharded[i] for i in rows):
-                contributes = torch.tensor([sharded[i] for i in rows], device=device)
-            if len(rows) < len(leaves):
-                index = torch.tensor(rows, device=device)
-            reductions.append(Reduction(mesh.get_group(axis), index, contributes))
-        return reductions
+        return reductions_of(places, self.mesh.device_type)
 
     # ---- agreement -----------------------------------------------------------------
 
@@ -279,10 +261,14 @@ class MeshCollectives(AsTheyLie):
         """Return where leaves lie, after a check that all ranks hold the same."""
         places = [Placement.of(leaf) for leaf in leaves]
         pairs = zip(leaves, places, strict=True)
-        self.agree(repr((verb, [(*x.shape, x.dtype, p.common) for x, p in pairs])))
+        laid_out = [
+            f"tensor {i}={(*x.shape, x.dtype, p.common)}"
+            for i, (x, p) in enumerate(pairs)
+        ]
+        self.agree(", ".join([f"verb={verb}", *laid_out]))
         return places
 
-    def agree(self, what: str) -> None:
+    def agree(self, what: str, params: Sequence[tuple[Tensor, str]] = ()) -> None:
         """Raise unless ``what`` and the options of planning are equal on all ranks of
         the mesh. Collectives over different lists would hang, or add what does not
         belong together.
@@ -290,17 +276,20 @@ class MeshCollectives(AsTheyLie):
         Raises:
             RuntimeError: on every rank, where they differ.
         """
-        text = repr((what, self._options, tuple(self.mesh.shape)))
+        text = f"{what}, {self._options}, mesh={tuple(self.mesh.shape)}"
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
         ends = torch.tensor([digest, -digest], device=self.mesh.device_type)
-        for axis in range(self.mesh.ndim):  # all axes, so that nobody waits for ever
-            dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
+        groups = self.mesh.get_all_groups()  # so that nobody waits for ever
+        for group in groups:
+            dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
         if ends[0] != -ends[1]:
-            short = what if len(what) < 200 else f"{what[:200]}..."
             raise RuntimeError(
-                "got models, param groups or options that differ between the ranks of "
-                f"one mesh, expected the same everywhere (rank {dist.get_rank()} has "
-                f"{short}): build them, and MeshCollectives, alike on every rank"
+                message(
+                    "got models, param groups or options that differ between the ranks "
+                    "({}), expected the same everywhere: build them, and the "
+                    "collectives, alike on every rank",
+                    by_rank(text, groups),
+                )
             )
 
     # ---- whole matrices ------------------------------------------------------------
@@ -317,8 +306,11 @@ class MeshCollectives(AsTheyLie):
             for i, cut in cuts.items():
                 matrices = [next(rest) for _ in cut.matrices]
                 out[i] = _joined(matrices, cut, requests[i])
-        local = [requests[i] for i in partition.local]
-        out |= zip(partition.local, precondition_leaves(local), strict=True)
+        local = [i for i in partition.local if requests[i].tensor.numel()]
+        wholes = precondition_leaves([requests[i] for i in local])
+        out |= zip(local, wholes, strict=True)
+        for i in partition.local:  # what is empty has a piece of another shape
+            out.setdefault(i, requests[i].rowless)
         gathered = [requests[i] for i in partition.gathered]
         out |= zip(partition.gathered, self._by_gathering(gathered), strict=True)
         return [out[i] for i in range(len(requests))]
@@ -349,33 +341,19 @@ class MeshCollectives(AsTheyLie):
                 first += len(cut.matrices)
         return [out[i] for i in range(len(leaves))]
 
-    def publish(self, owned: Tensor, leaf: Tensor, num: int, owns: Owned) -> Tensor:
-        """Return an owner's buffer of a leaf's ``num`` matrices, (number here, *shape),
-        as a DTensor (num, *shape) that is cut along the rows of its matrices. A
-        collective of the leaf's mesh.
+    def publish_all(self, buffers: Sequence[OwnerBuffer]) -> Iterator[Tensor]:
+        """Yield owners' buffers as DTensors (num, *shape) that are cut along the rows
+        of their matrices. A collective of the leaves' meshes: an all-reduce of numbers,
+        and one for each 32 MB of buffers.
         """
-        if not isinstance(leaf, DTensor):
-            return owned
-        mesh, device = leaf.device_mesh, owned.device
-        index = torch.tensor(owns.numbers, dtype=torch.int64, device=device)
-        # of several owners, as replicas are, the first one tells
-        ones = [1] * (owned.ndim - 1)
-        first = torch.full((num, *ones), dist.get_world_size(), device=device)
-        whole = owned.new_zeros(num, *owned.shape[1:])
-        first[index] = dist.get_rank()
-        for axis in range(mesh.ndim):
-            dist.all_reduce(first, dist.ReduceOp.MIN, group=mesh.get_group(axis))
-        whole[index] = torch.where(first[index] == dist.get_rank(), owned, 0)
-        for axis in range(mesh.ndim):
-            dist.all_reduce(whole, group=mesh.get_group(axis))
-        places: list[AxisPlacement] = [Replicate()] * mesh.ndim
-        cutting = Placement.of(leaf).axes
-        if cutting and whole.ndim > 1:
-            places[cutting[0]] = Shard(1)
-        return distribute_tensor(whole, mesh, places, src_data_rank=None)
+        on_meshes = [b for b in buffers if isinstance(b.leaf, DTensor)]
+        published = whole_buffers(on_meshes, self.mesh.device_type)
+        for buffer in buffers:
+            on_mesh = isinstance(buffer.leaf, DTensor)
+            yield next(published) if on_mesh else buffer.owned
 
     def claim(self, published: Tensor, owns: Owned) -> Tensor:
-        """Return the part of ``publish``'s result that has its owner here."""
+        """Return the part of a published buffer that has its owner here."""
         if isinstance(published, DTensor):
             published = published.full_tensor()
         return published[list(owns.numbers)]
@@ -396,10 +374,12 @@ class MeshCollectives(AsTheyLie):
         for request, whole in zip(requests, precondition_leaves(gathered), strict=True):
             leaf = cast(DTensor, request.tensor)
             mesh, ndim = leaf.device_mesh, leaf.ndim
-            matrix = _piece(whole.matrix, mesh, leaf.placements)
+            matrix = piece_of(whole.matrix, mesh, leaf.placements)
             matrix = matrix.to(request.factor_dtype)
             rows = tuple(
-                _piece(r, mesh, [onto_first(p, ndim, r.ndim) for p in leaf.placements])
+                piece_of(
+                    r, mesh, [onto_first(p, ndim, r.ndim) for p in leaf.placements]
+                )
                 for r in whole.rows
             )
             results.append(MatrixOutput(matrix, rows, whole.owned))
@@ -542,11 +522,3 @@ def _distinct(ways: Sequence[Hashable]) -> Sequence[Hashable]:
     """Return a key that stands for all ways: one of them, where all are equal."""
     alike = all(way is ways[0] or way == ways[0] for way in ways)
     return ways[:1] if alike else ways
-
-
-def _piece(
-    whole: Tensor, mesh: DeviceMesh, placements: Sequence[AxisPlacement]
-) -> Tensor:
-    """Return this rank's piece of a tensor that every rank has whole."""
-    # src_data_rank=None: nothing is sent
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()

@@ -17,18 +17,20 @@ from marsopt.functional.collectives import (
     Collectives,
     Leaf,
     LocalCollectives,
-    Owned,
+    OwnerBuffer,
     Request,
     precondition_leaves,
 )
 from marsopt.rules.preconditioner import MatrixOutput
 
-from .collectives import MeshCollectives, Reduction
+from .collectives import MeshCollectives
 from .exchange import all_gather
+from .packs import Chunk, Packs
 from .placement import shard_sizes
 from .planner import assign
+from .reductions import Reduction
 
-BUCKET = 2**24  # bytes that a rank sends in one all-gather, about
+CHUNK = 2**25  # bytes that a rank receives in one all-gather, at most
 IN_FLIGHT = 2  # all-gathers: one travels while what another has brought is copied
 
 
@@ -43,9 +45,8 @@ class DataParallel(LocalCollectives):
     that of one process. It lies on the CPU where the parameters do not.
 
     Every rank has to call ``step``, ``state_dict`` and ``iterates``; with transport
-    also ``eval``, ``train`` and the ``state_dict`` of a model that is followed. Ranks
-    send each other pieces there. ``Rule.step`` has no parameters of its own: with it
-    every rank repeats the whole step.
+    also ``eval`` and ``train``. Ranks send each other pieces there. ``Rule.step`` has
+    no parameters of its own: with it every rank repeats the whole step.
 
     Args:
         process_group: the ranks, as ``DistributedDataParallel.process_group``; None =
@@ -118,31 +119,31 @@ class DataParallel(LocalCollectives):
         return self._latest
 
 
-class Bucket(NamedTuple):
-    """One all-gather of rows of parameters of one dtype."""
+class Shared(NamedTuple):
+    """How the rows of some parameters come to all ranks."""
 
-    width: int  # elements that each rank sends, padding included
-    outgoing: list[Tensor]  # rows that this rank sends, views of parameters
-    incoming: list[Tensor]  # rows of all other ranks
-    sizes: list[int]  # elements of each part of what arrives, padding and own rows too
-    incoming_parts: list[int]  # which parts are those of ``incoming``
+    ids: list[int]  # of the parameters
+    chunks: list[Chunk]
+    # parameters whose rows are no consecutive memory, and copies that travel for them
+    apart: list[Tensor]
+    copies: list[Tensor]
 
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[Tensor]], rank: int) -> Bucket:
-        """Return the bucket of one rank, from the rows that each rank sends."""
-        width = max(sum(x.numel() for x in part) for part in rows)
-        incoming: list[Tensor] = []
-        sizes: list[int] = []
-        incoming_parts: list[int] = []
-        for number, part in enumerate(rows):
-            if number == rank:
-                sizes.append(width)
-                continue
-            incoming += part
-            incoming_parts += range(len(sizes), len(sizes) + len(part))
-            sizes += [x.numel() for x in part]
-            sizes.append(width - sum(x.numel() for x in part))
-        return cls(width, list(rows[rank]), incoming, sizes, incoming_parts)
+
+def _sum_of_bits(x: Tensor) -> Tensor:
+    """Return a sum that is equal for equal values whatever the order of additions."""
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.detach().view(words[x.itemsize]).sum(dtype=torch.int64)
+
+
+def _flat(x: Tensor) -> Tensor | None:
+    """Return the elements of ``x`` as they lie in memory, row after row; None where
+    rows are no consecutive memory.
+    """
+    if x.is_contiguous():
+        return x.view(-1)
+    order = sorted(range(x.ndim), key=lambda dim: -x.stride()[dim])
+    lying = x.permute(order)
+    return lying.view(-1) if order[0] == 0 and lying.is_contiguous() else None
 
 
 class _Pieces(MeshCollectives):
@@ -158,7 +159,7 @@ class _Pieces(MeshCollectives):
         self._rank, self._num_ranks = mesh.get_local_rank(), mesh.size()
         self._group = mesh.get_group()
         self._lengths: dict[Tensor, tuple[int, ...]] = {}
-        self._buckets: tuple[list[int], list[Bucket]] = ([], [])
+        self._shared = Shared([], [], [], [])
 
     def of(self, lengths: Mapping[Tensor, tuple[int, ...]]) -> _Pieces:
         """Return these collectives for other parameters.
@@ -167,8 +168,39 @@ class _Pieces(MeshCollectives):
             lengths: how many rows of each parameter every rank updates.
         """
         other = copy.copy(self)
-        other._lengths, other._buckets = dict(lengths), ([], [])
+        other._lengths, other._shared = dict(lengths), Shared([], [], [], [])
         return other
+
+    # ---- agreement -------------------------------------------------------------------
+
+    def agree(self, what: str, params: Sequence[tuple[Tensor, str]] = ()) -> None:
+        """As ``MeshCollectives``; and check that all ranks hold equal values of each of
+        ``params``: those of one shape may come in another order on a rank, which would
+        write one parameter's rows into another.
+
+        Raises:
+            RuntimeError: on every rank, where ranks differ.
+        """
+        layouts = [
+            f"parameter {i}={(*p.shape, p.dtype, p.stride())}"
+            for i, (p, _) in enumerate(params)
+        ]
+        super().agree(", ".join([what, *layouts]))
+        if not params:
+            return
+        with torch.no_grad():
+            sums = torch.stack([_sum_of_bits(p) for p, _ in params])
+        sums = sums.to(self.mesh.device_type)
+        ends = torch.stack([sums, ~sums])  # the largest ~x is that of the smallest x
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._group)
+        differ = (ends[0] != ~ends[1]).nonzero().flatten().tolist()
+        if differ:
+            raise RuntimeError(
+                f"got other values of {params[differ[0]][1]} on one rank than on "
+                "another, expected the same parameters in the same order: pass lists "
+                "(a set has an order of its own on every rank), and start all ranks "
+                "from equal values"
+            )
 
     # ---- where pieces lie ------------------------------------------------------------
 
@@ -232,66 +264,78 @@ class _Pieces(MeshCollectives):
             results[i] = result
         return results
 
-    def publish(self, owned: Tensor, leaf: Tensor, num: int, owns: Owned) -> Tensor:
-        if not self._is_cut(leaf):
-            return owned
-        lengths = [length * num // len(leaf) for length in self._lengths[leaf]]
-        return self._joined(owned, lengths).cpu()
+    def publish_all(self, buffers: Sequence[OwnerBuffer]) -> Iterator[Tensor]:
+        for owned, leaf, num, _ in buffers:
+            if not self._is_cut(leaf):
+                yield owned
+                continue
+            lengths = [length * num // len(leaf) for length in self._lengths[leaf]]
+            yield self._joined(owned, lengths).cpu()
 
     # ---- pieces of other ranks -------------------------------------------------------
 
     def share(self, params: Sequence[Tensor]) -> None:
-        """Gather the rows that other ranks have updated: one all-gather a bucket, each
-        of one dtype.
+        """Gather the rows that other ranks have updated, chunk by chunk, each of one
+        dtype; of numbers, those of the first rank.
         """
         ids = list(map(id, params))
-        if self._buckets[0] != ids:
-            cut = [p for p in params if self._is_cut(p)]
-            dtypes = dict.fromkeys(p.dtype for p in cut)
-            several = [self._deal([p for p in cut if p.dtype == d]) for d in dtypes]
-            self._buckets = ids, [bucket for part in several for bucket in part]
+        if self._shared.ids != ids:
+            self._shared = self._plan(ids, params)
+        shared = self._shared
+        if shared.apart:
+            torch._foreach_copy_(shared.copies, shared.apart)
         arriving: list[Callable[[], None]] = []
-        for bucket in self._buckets[1]:
-            arriving.append(self._gather(bucket))
+        for chunk in shared.chunks:
+            arriving.append(self._gather(chunk))
             if len(arriving) == IN_FLIGHT:
                 arriving.pop(0)()
         for rest in arriving:
             rest()
+        if shared.apart:
+            torch._foreach_copy_(shared.apart, shared.copies)
 
-    def _deal(self, params: Sequence[Tensor]) -> list[Bucket]:
-        """Deal parameters of one dtype into buckets that are as even over ranks as can
-        be: of each rank the largest rows go first.
-        """
-        ranks = range(self._num_ranks)
-        rows = [[self._rows(p, p, rank) for p in params] for rank in ranks]
-        sizes = [[x.nbytes for x in part] for part in rows]
-        widest, largest = max(map(sum, sizes)), max(map(max, sizes))
-        num = max(1, widest // max(BUCKET, largest))
-        dealt: list[list[list[Tensor]]] = [[[] for _ in ranks] for _ in range(num)]
-        for rank in ranks:
-            places, _ = assign(sizes[rank], num)
-            for place, x in zip(places, rows[rank], strict=True):
-                if x.numel():
-                    dealt[place][rank].append(x)
-        return [Bucket.of(part, self._rank) for part in dealt if any(part)]
+    def _plan(self, ids: list[int], params: Sequence[Tensor]) -> Shared:
+        shared = Shared(ids, [], [], [])
+        packs: dict[torch.dtype, list[list[Tensor]]] = {}
+        for p in params:
+            if not (self._is_cut(p) or p.ndim == 0 and self._num_ranks > 1):
+                continue
+            flat = _flat(p.detach())
+            if flat is None:
+                shared.apart.append(p.detach())
+                shared.copies.append(torch.empty(p.shape, dtype=p.dtype).to(p.device))
+                flat = shared.copies[-1].view(-1)
+            pack = packs.setdefault(p.dtype, [[] for _ in range(self._num_ranks)])
+            lengths = self._lengths.get(p) or [1]  # the first rank has numbers
+            row, first = p.numel() // sum(lengths), 0
+            for views, length in zip(pack, lengths, strict=False):
+                if length:
+                    views.append(flat[first : first + length * row])
+                    first += length * row
+        for pack in packs.values():
+            shared.chunks.extend(Packs(pack, self._rank).chunks(CHUNK))
+        return shared
 
-    def _gather(self, bucket: Bucket) -> Callable[[], None]:
-        """Start an all-gather; return what waits for it and copies its rows."""
-        like = (bucket.outgoing or bucket.incoming)[0]
-        flat = like.new_empty(bucket.width)
-        if bucket.outgoing:
-            words = torch.cat([x.reshape(-1) for x in bucket.outgoing])
-            flat[: len(words)] = words
-        gathered = flat.new_empty(self._num_ranks * bucket.width)
+    def _gather(self, chunk: Chunk) -> Callable[[], None]:
+        """Start an all-gather; return what waits for it and copies what arrives."""
+        parts, new = chunk.own, chunk.like.new_empty
+        if chunk.is_moved:
+            leaving = torch.cat(chunk.leaving) if chunk.leaving else new(0)
+            moved = new(sum(chunk.arriving_sizes))
+            sizes = chunk.arriving_sizes, chunk.leaving_sizes
+            dist.all_to_all_single(moved, leaving, *sizes, group=self._group)
+            parts = [*parts, moved]
+        padding = new(chunk.width - sum(x.numel() for x in parts))
+        flat = torch.cat([*parts, padding])
+        gathered = new(self._num_ranks * chunk.width)
         work = all_gather(gathered, flat, group=self._group, async_op=True)
 
         def arrive() -> None:
             work.wait()
-            parts = gathered.split(bucket.sizes)
-            pairs = zip(bucket.incoming_parts, bucket.incoming, strict=True)
-            values = [parts[i].view(rows.shape) for i, rows in pairs]
-            if values:
-                torch._foreach_copy_(bucket.incoming, values)
+            values = gathered.split(chunk.sizes)
+            if chunk.incoming:
+                values = [values[i] for i in chunk.incoming_parts]
+                torch._foreach_copy_(chunk.incoming, values)
 
         return arrive
 

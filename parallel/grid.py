@@ -101,7 +101,7 @@ def grid_of(leaf: Tensor, place: Placement, way: Way) -> Grid | None:
 
 
 def group_over(
-    grids: Sequence[Grid], cost: MatrixCost, *, max_buckets: int
+    grids: Sequence[Grid], cost: MatrixCost, *, max_buckets: int | None
 ) -> ShardGroup:
     """Return matrices that two axes cut as a group of the second axis. Its owners work
     by exchanging their strips along the first: at most four all-to-all a bucket.
@@ -109,7 +109,9 @@ def group_over(
     mesh, (first, second) = grids[0].mesh, grids[0].axes
     num, parts = mesh.size(first), mesh.size(second)
     flops = [cost.num_flops(grid.whole.rows, grid.whole.cols) for grid in grids]
-    owners, buckets = assign_buckets(flops, num * parts, max_buckets)
+    numel = sum(grid.whole.rows * grid.whole.cols for grid in grids)
+    sent = cost.payload().itemsize * numel / (num * parts)
+    owners, buckets = assign_buckets(flops, num * parts, max_buckets, sent)
     across = Plan(parts, 1, tuple(o % parts for o in owners), tuple(buckets))
     inner = []
     for owned in across.exchanges(0):

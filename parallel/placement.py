@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement as AxisPlacement
 
 
@@ -71,3 +71,11 @@ def shard_sizes(size: int, num_ranks: int) -> list[int]:
     num_full, rest = divmod(size, chunk)
     sizes = [chunk] * num_full + [rest] * (num_full < num_ranks)
     return sizes + [0] * (num_ranks - len(sizes))
+
+
+def piece_of(
+    whole: Tensor, mesh: DeviceMesh, placements: Sequence[AxisPlacement]
+) -> Tensor:
+    """Return this rank's piece of a tensor that every rank has whole."""
+    # src_data_rank=None: nothing is sent
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()

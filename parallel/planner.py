@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
+from math import ceil
 from typing import Literal
 
 from marsopt.rules.preconditioner import MatrixCost
@@ -13,6 +15,7 @@ from .placement import shard_size, shard_sizes
 
 Strategy = Literal["auto", "owner", "replicate"]
 STRATEGIES: tuple[Strategy, ...] = ("auto", "owner", "replicate")
+BUCKET = 2**25  # bytes that a rank sends to owners in one exchange, about
 
 
 @dataclass(frozen=True)
@@ -131,12 +134,19 @@ def assign(flops: Sequence[int], num_ranks: int) -> tuple[list[int], list[float]
 
 
 def assign_buckets(
-    flops: Sequence[int], num_owners: int, max_buckets: int
+    flops: Sequence[int], num_owners: int, max_buckets: int | None, sent: float
 ) -> tuple[list[int], list[int]]:
     """Return the owner of each matrix, and its bucket among those of its owner, both
     balanced by FLOPs.
+
+    Without ``max_buckets`` there are two buckets or more, of about ``BUCKET`` of the
+    ``sent`` bytes, and of two matrices at least: an owner with three has its largest in
+    the first, and the others would wait for it.
     """
     owners, _ = assign(flops, num_owners)
+    if max_buckets is None:
+        most = max(Counter(owners).values(), default=0)
+        max_buckets = max(2, min(ceil(sent / BUCKET), most // 2))
     buckets = [0] * len(flops)
     for owner in set(owners):
         members = [i for i, its_owner in enumerate(owners) if its_owner == owner]
@@ -152,7 +162,7 @@ def plan(
     work: MatrixCost,
     *,
     strategy: Strategy = "auto",
-    max_buckets: int = 2,
+    max_buckets: int | None = None,
     replicas: int = 1,
     machine: Machine = Machine(),
 ) -> Plan:
@@ -171,18 +181,22 @@ def plan(
             f"got strategy={strategy!r}, expected one of {STRATEGIES}: choose one of "
             "these names"
         )
-    if max_buckets < 1:
+    if max_buckets is not None and max_buckets < 1:
         raise ValueError(
-            f"got max_buckets={max_buckets}, expected 1 or more: 2 overlaps"
+            f"got max_buckets={max_buckets}, expected 1 or more: 2 overlap, and None "
+            "takes as many as the traffic asks for"
         )
 
     if strategy == "replicate" or num_ranks * replicas == 1:
         num = len(matrices)
         return Plan(num_ranks, 1, (-1,) * num, (0,) * num)
     flops = [work.num_flops(m.rows, m.cols) for m in matrices]
+    nbytes = work.payload().itemsize * sum(m.rows * m.cols for m in matrices)
     plans = []
     for split in sorted({1, replicas}) if strategy == "auto" else [replicas]:
-        owners, buckets = assign_buckets(flops, num_ranks * split, max_buckets)
+        num_owners = num_ranks * split
+        sent = nbytes / num_owners
+        owners, buckets = assign_buckets(flops, num_owners, max_buckets, sent)
         plans.append(Plan(num_ranks, split, tuple(owners), tuple(buckets)))
     return min(plans, key=lambda plan: cost(matrices, plan, work, machine).seconds)
 

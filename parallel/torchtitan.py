@@ -11,7 +11,6 @@ No other file of the library imports torchtitan.
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchtitan.components.checkpointer import OPTIMIZER, CheckpointManager
 
 from marsopt import MARS
@@ -37,11 +35,11 @@ from marsopt.rules.registry import named
 from .collectives import over_meshes
 
 try:  # main, read at 1697d399: an optimizer has its pattern and its configuration
-    from torchtitan.components.optim import EMA, BaseOptimizer, OptimizersContainer
+    from torchtitan.components.optim import BaseOptimizer, OptimizersContainer
 except ImportError:  # 0.3.0: param groups name an optimizer
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
-    EMA = BaseOptimizer = None
+    BaseOptimizer = None
 
 NAME = "MARS"
 # What AdamW moves beside the rule in default_mars, as marsopt.param_groups tells it by
@@ -135,9 +133,9 @@ class MarsOptimizersContainer(OptimizersContainer):
 
     on main as ``MarsOptimizer.Config(pattern=...)``.
 
-    With transport, forward passes of a module in eval mode see the trained parameters,
-    as torchtitan's validator runs them (``MARS.follow``); ``MarsCheckpointManager``
-    saves those, and torchtitan's EMA (main) averages those.
+    With transport, ``MarsCheckpointManager`` saves the trained parameters. torchtitan's
+    validator sees them inside of ``with trainer.optimizers.evaluating():``. The EMA of
+    its main averages the points ahead.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -154,14 +152,6 @@ class MarsOptimizersContainer(OptimizersContainer):
         if BaseOptimizer is None:
             _check_patterns(config.param_groups, model_parts)
         super().__init__(config, model_parts=model_parts, **kwargs)
-        for mars in self.every_mars:
-            params = {p for group in mars.param_groups for p in group["params"]}
-            for part in model_parts:
-                if not params.isdisjoint(part.parameters()):
-                    mars.follow(part)
-        if EMA is not None:
-            handle = register_optimizer_step_pre_hook(_exposing(weakref.ref(self)))
-            weakref.finalize(self, handle.remove)
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
@@ -187,8 +177,8 @@ class MarsOptimizersContainer(OptimizersContainer):
         return [o for o in self.optimizers if isinstance(o, MARS)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torchtitan calls it before every step's forward passes: of training, also
-        where they are replayed as a CUDA graph, which runs no hook.
+        """As torchtitan calls it before the forward passes of a step, in train mode: a
+        loaded checkpoint is in eval mode.
         """
         for mars in self.every_mars:
             mars.train()
@@ -204,25 +194,6 @@ class MarsOptimizersContainer(OptimizersContainer):
         finally:
             for mars in self.every_mars:
                 mars.train()
-
-
-def _exposing(
-    container: weakref.ref[MarsOptimizersContainer],
-) -> Callable[..., None]:
-    """Return a hook before the steps of all optimizers: where torchtitan's EMA is about
-    to read the parameters of this container's model, they are what is trained, until
-    ``zero_grad`` or the next forward pass of training.
-    """
-
-    def expose(optimizer: Optimizer, *_: Any) -> None:
-        optimizers = container()
-        if optimizers is None or not isinstance(optimizer, EMA):
-            return
-        if any(part in optimizer.model_parts for part in optimizers.model_parts):
-            for mars in optimizers.every_mars:
-                mars.expose_for_saving()
-
-    return expose
 
 
 if BaseOptimizer is not None:
@@ -295,7 +266,7 @@ def default_mars(
         lr: learning rate of everything; of what AdamW moves, ``lr_1d`` if given.
         mars_type: a name in ``marsopt.REGISTRY``.
         options: other arguments of ``MARS``, dtypes by name, too. As in ``for_model``,
-            ``correction`` is "transport" unless given, and ``gamma`` then 0.05.
+            ``gamma`` is 0.05 with ``correction="transport"`` unless given.
 
     Raises:
         TypeError: an option that ``MARS`` does not have.
@@ -331,8 +302,7 @@ def _numbers(
     """
     known = {**all_hyperparameters(), **signature(MARS).parameters}
     check_names(options, known, "marsopt.MARS")
-    options = {"correction": "transport"} | options
-    if options["correction"] == "transport":
+    if options.get("correction") == "transport":
         options = {"gamma": GAMMA} | options
     defaults = dict(lr_1d=lr, betas_1d=(0.9, 0.95), weight_decay_1d=0.0)
     options = {k: v for k, v in options.items() if k not in defaults or v is not None}

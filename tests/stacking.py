@@ -1,5 +1,5 @@
-"""Where parameters move: as leaves, or as stacks as on a GPU. The one place that knows
-how to force it on a CPU.
+"""How parameters are moved: by themselves, or in stacks into which they are copied. The
+one place that knows how to force it.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from marsopt import MARS
-from marsopt.optim import base, buckets, compiled
+from marsopt.optim import base, compiled, portions
+from marsopt.profiling import optimizer as profiled
 
-# eager; compiled, every tensor by itself, as large ones on a CPU; compiled, tensors of
-# one shape as one stack, as on a GPU
+# eager; compiled, every tensor by itself, as large ones; compiled, tensors of one shape
+# as one stack, as small ones
 MODES = ("eager", "leaves", "stacks")
 
 
@@ -19,7 +20,7 @@ def forced(patch: pytest.MonkeyPatch, mode: str) -> str:
     """From now on, what is compiled moves as ``mode`` says."""
     if mode != "eager":
         small = {"leaves": 0, "stacks": 2**62}[mode]
-        patch.setattr(compiled, "SMALL", small)
+        patch.setattr(portions, "SMALL", small)
     return mode
 
 
@@ -36,11 +37,11 @@ def traced():
 
 
 def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
-    """All tensors of one shape in one stack, parameters moved into buffers, one call of
-    each function; eager steps too, so that a test need not compile to meet it.
+    """Matrices of one shape are written into one batch; eager steps too, so that a test
+    need not compile to meet it.
     """
-    patch.setattr(buckets, "should_stack", lambda *_: True)
-    patch.setattr(base, "calls", lambda kinds, compile: [list(range(len(kinds)))])
+    for module in (base, compiled, profiled):
+        patch.setattr(module, "takes_batches", lambda device_type: True)
 
 
 def fill(params, seed: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +26,7 @@ def steady(mars_type: str) -> dict:
 class Row:
     """A rule, the oracle's arguments for it, and what its state may hold."""
 
-    make: Callable[..., marsopt.Rule]
+    mars_type: str
     oracle: dict
     buffers: int  # of the parameter's size
     matrix_only: bool = False
@@ -91,120 +90,116 @@ class Row:
         return options
 
     def rule(self, **more) -> marsopt.Rule:
-        return self.make(**{**self.kwargs, **more})
+        return marsopt.rule(self.mars_type, **{**self.kwargs, **more})
 
 
 CAUTIOUS = dict(weight_decay=0.5, cautious_weight_decay=True)
 ROWS = {
     "mars_adamw": Row(
-        marsopt.mars_adamw,
+        "mars-adamw",
         dict(kind="mars-adamw", wd=0.1),
         3,
         kwargs=dict(weight_decay=0.1),
     ),
     "mars_adamw-noclip": Row(
-        marsopt.mars_adamw,
+        "mars-adamw",
         dict(kind="mars-adamw", clip=None),
         3,
         kwargs=dict(clip=None),
     ),
     "mars_adamw-amsgrad": Row(
-        marsopt.mars_adamw,
+        "mars-adamw",
         dict(kind="mars-adamw", amsgrad=True),
         4,
         kwargs=dict(amsgrad=True),
     ),
     "mars_adamw-cautious": Row(
-        marsopt.mars_adamw,
+        "mars-adamw",
         dict(kind="mars-adamw", wd=0.5, cautious=True),
         3,
         kwargs=CAUTIOUS,
     ),
-    "mars_lion": Row(marsopt.mars_lion, dict(kind="mars-lion"), 2),
+    "mars_lion": Row("mars-lion", dict(kind="mars-lion"), 2),
     "mars_lion-noclip": Row(
-        marsopt.mars_lion, dict(kind="mars-lion", clip=None), 1, kwargs=dict(clip=None)
+        "mars-lion", dict(kind="mars-lion", clip=None), 1, kwargs=dict(clip=None)
     ),
     "mars_shampoo": Row(
-        marsopt.mars_shampoo,
+        "mars-shampoo",
         dict(kind="mars-shampoo", wd=0.1),
         2,
         True,
         dict(ns_dtype=torch.float64, weight_decay=0.1),
     ),
     "mars_shampoo-noclip": Row(
-        marsopt.mars_shampoo,
+        "mars-shampoo",
         dict(kind="mars-shampoo", clip=None),
         1,
         True,
         dict(ns_dtype=torch.float64, clip=None),
     ),
-    "mars_m": Row(
-        marsopt.mars_m, dict(kind="mars-m"), 2, True, dict(ns_dtype=torch.float64)
-    ),
+    "mars_m": Row("mars-m", dict(kind="mars-m"), 2, True, dict(ns_dtype=torch.float64)),
     "mars_m-noclip": Row(
-        marsopt.mars_m,
+        "mars-m",
         dict(kind="mars-m", clip=None),
         1,
         True,
         dict(ns_dtype=torch.float64, clip=None),
     ),
-    "adamw": Row(marsopt.adamw, dict(kind="adamw", beta1=0.9, beta2=0.999, wd=0.01), 2),
+    "adamw": Row("adamw", dict(kind="adamw", beta1=0.9, beta2=0.999, wd=0.01), 2),
     "adamw-cautious": Row(
-        marsopt.adamw,
+        "adamw",
         dict(kind="adamw", beta1=0.9, beta2=0.999, wd=0.5, cautious=True),
         2,
         kwargs=CAUTIOUS,
     ),
     "adamw-nesterov": Row(  # with epsilon beside the raw v, and the largest v
-        marsopt.adamw,
+        "adamw",
         dict(kind="nadamw", beta1=0.9, beta2=0.999, wd=0.01, amsgrad=True)
         | dict(epsilon_hat=True),
         3,
         kwargs=dict(nesterov=True, amsgrad=True, epsilon_hat=True),
     ),
-    "nadamw": Row(
-        marsopt.nadamw, dict(kind="nadamw", beta1=0.9, beta2=0.999, wd=0.01), 2
-    ),
-    "lion": Row(marsopt.lion, dict(kind="lion", beta1=0.9, beta2=0.99), 1),
+    "nadamw": Row("nadamw", dict(kind="nadamw", beta1=0.9, beta2=0.999, wd=0.01), 2),
+    "lion": Row("lion", dict(kind="lion", beta1=0.9, beta2=0.99), 1),
     "lion-cautious": Row(
-        marsopt.lion,
+        "lion",
         dict(kind="lion", beta1=0.9, beta2=0.99, wd=0.5, cautious=True),
         1,
         kwargs=CAUTIOUS,
     ),
     "muon-cautious": Row(
-        marsopt.muon,
+        "muon",
         dict(kind="muon", wd=0.5, cautious=True),
         1,
         True,
         CAUTIOUS | dict(ns_dtype=torch.float64),
     ),
     "muon": Row(
-        marsopt.muon, dict(kind="muon", wd=0.1), 1, True, dict(ns_dtype=torch.float64)
+        "muon", dict(kind="muon", wd=0.1), 1, True, dict(ns_dtype=torch.float64)
     ),
     "normuon": Row(
-        marsopt.normuon,
+        "normuon",
         dict(kind="normuon", wd=0.1),
         1,
         True,
         dict(ns_dtype=torch.float64),
     ),
     "normuon-cautious": Row(
-        marsopt.normuon,
+        "normuon",
         dict(kind="normuon", wd=0.5, cautious=True),
         1,
         True,
         CAUTIOUS | dict(ns_dtype=torch.float64),
     ),
     "mars_normuon": Row(
-        marsopt.mars_normuon,
+        "mars-normuon",
         dict(kind="mars-normuon"),
         2,
         True,
         dict(ns_dtype=torch.float64),
     ),
     "moonlight": Row(
-        marsopt.moonlight,
+        "moonlight",
         dict(kind="moonlight", wd=0.1),
         1,
         True,
@@ -213,14 +208,14 @@ ROWS = {
     # short sides alone: of a long one the first gradient says too little, so that its
     # eigenvectors are any (test_soap.py has both)
     "soap": Row(
-        marsopt.soap,
+        "soap",
         dict(kind="soap", beta2=0.95, wd=0.1, sides="short", frequency=3),
         2,
         True,
         dict(weight_decay=0.1, sides="short", precondition_frequency=3),
     ),
     "soap-cautious": Row(
-        marsopt.soap,
+        "soap",
         dict(
             kind="soap", beta2=0.95, wd=0.5, sides="short", frequency=3, cautious=True
         ),
@@ -229,21 +224,21 @@ ROWS = {
         CAUTIOUS | dict(sides="short", precondition_frequency=3),
     ),
     "mars_soap": Row(
-        marsopt.mars_soap,
+        "mars-soap",
         dict(kind="mars-soap", beta2=0.95, wd=0.01, sides="short", frequency=2),
         3,
         True,
         dict(sides="short", precondition_frequency=2),
     ),
     "soap_muon": Row(
-        marsopt.soap_muon,
+        "soap-muon",
         dict(kind="soap-muon", beta2=0.95, wd=0.01, sides="short", frequency=1),
         2,
         True,
         dict(sides="short", precondition_frequency=1, ns_dtype=torch.float64),
     ),
     "mars_soap_muon": Row(
-        marsopt.mars_soap_muon,
+        "mars-soap-muon",
         dict(kind="mars-soap-muon", beta2=0.95, wd=0.01, sides="short", frequency=3),
         3,
         True,
@@ -254,7 +249,7 @@ GROWING = marsopt.LogTime(3)
 BOTH, ONE = dict(betas=(GROWING, GROWING)), dict(momentum=GROWING)
 ROWS |= {
     f"{name}-log_time": Row(
-        ROWS[name].make,
+        ROWS[name].mars_type,
         ROWS[name].oracle | dict(delta=3) | more,
         ROWS[name].buffers,
         ROWS[name].matrix_only,
@@ -276,7 +271,7 @@ ROWS |= {
 TRANSPORT, STORED = dict(correction="transport", gamma=0.1), dict(store_iterate=True)
 ROWS |= {
     f"{name}-transport": Row(
-        row.make,
+        row.mars_type,
         row.oracle | dict(transport=True, gamma=0.1),
         # x in place of h; AdamW computes it, unless its decay looks at the sign of x
         row.buffers - row.computes_iterate,
@@ -287,7 +282,7 @@ ROWS |= {
     if row.exact and "noclip" not in name
 } | {
     f"{name}-svrg": Row(
-        row.make,
+        row.mars_type,
         row.oracle | dict(svrg=True, gamma=0.5),
         # snapshot and mu; h is given, where it was kept: not beside a single average
         row.buffers + (2 if row.buffers == 1 else 1),
@@ -299,7 +294,7 @@ ROWS |= {
 }
 ROWS |= {
     f"{name}-stored": Row(
-        row.make, row.oracle, row.buffers + 1, kwargs=row.kwargs | STORED
+        row.mars_type, row.oracle, row.buffers + 1, kwargs=row.kwargs | STORED
     )
     for name, row in ROWS.items()
     if row.transports and row.computes_iterate

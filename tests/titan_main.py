@@ -120,31 +120,6 @@ class OptimizersContainer(Optimizer, Configurable):
             load_flat_optim_state_dict(optimizer, state_dict)
 
 
-class EMA(OptimizersContainer):
-    """Averages of ``model.parameters()``, taken by ``step`` after each step."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        decays: list[float] = field(default_factory=list)
-
-    def __init__(self, config, *, model_parts):
-        self.decays, self.model_parts = config.decays, model_parts
-        params = [p for part in model_parts for p in part.parameters()]
-        self.averages = {p: [p.detach().clone() for _ in self.decays] for p in params}
-        self.optimizers = []
-        self._post_init(params)
-
-    def zero_grad(self, *args, **kwargs):
-        pass
-
-    @torch.no_grad()
-    def step(self, current_step):
-        for part in self.model_parts:
-            for p in part.parameters():
-                for average, decay in zip(self.averages[p], self.decays, strict=True):
-                    average.lerp_(p, 1 - decay)
-
-
 def adapter() -> ModuleType:
     """``marsopt.parallel.torchtitan`` as it is where main is installed."""
     spec = importlib.util.spec_from_file_location("marsopt.parallel.titan_main", PATH)

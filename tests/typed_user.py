@@ -1,6 +1,8 @@
 """A user's program, which nobody runs: `make lint` checks that types are as said here.
 
 Calls that are wrong stand under an ignore, which is an error where it is not needed.
+Options of rules (``**options``) have no types here: ``marsopt.rule``, ``mars`` and
+``MARS`` check their names and values when they are called.
 """
 
 from typing import Any, assert_type
@@ -22,7 +24,7 @@ def train(model: nn.Module, x: Tensor) -> None:
     marsopt.MARS(model.parameters(), lr=3e-3)
     marsopt.MARS(model.named_parameters(), betas=(0.95, 0.99))
 
-    rule = marsopt.mars_adamw(gamma=0.025)
+    rule = marsopt.rule("mars-adamw", gamma=0.025)
     assert_type(rule, marsopt.Rule)
     state = rule.init([x])
     moved, state = rule.step([x], [x], state, lr=3e-3)
@@ -37,7 +39,7 @@ def train(model: nn.Module, x: Tensor) -> None:
 def shard_and_measure(model: nn.Module, mesh: DeviceMesh) -> None:
     collectives = MeshCollectives(mesh)
     marsopt.MARS(model.parameters(), lr=3e-3, collectives=collectives)
-    rule = marsopt.mars_soap_muon(sides="short", precondition_frequency=5)
+    rule = marsopt.rule("mars-soap-muon", sides="short", precondition_frequency=5)
     rule.init(dict(model.named_parameters()), collectives=collectives)
     optimizer = marsopt.MARS(model.parameters())
     report = marsopt.profile(optimizer.step, steps=3)
@@ -48,18 +50,14 @@ def wrong(model: nn.Module, x: Tensor) -> None:
     marsopt.param_groups(model)  # type: ignore[call-arg]  # no lr
     marsopt.param_groups(model, lr="fast")  # type: ignore[arg-type]  # a word
     marsopt.for_model(model, lr="fast")  # type: ignore[arg-type]  # a word
-    marsopt.for_model(model, maxnorm=1.0)  # type: ignore[call-arg]  # misspelt
     marsopt.MARS([1, 2])  # type: ignore[arg-type]  # numbers for tensors
     marsopt.MARS([x], betas=0.9)  # type: ignore[arg-type]  # one for two
-    marsopt.MARS([x], ns_step=3)  # type: ignore[call-arg]  # misspelt
-    marsopt.MARS([x], ns_steps="few")  # type: ignore[arg-type]  # a word
-    marsopt.mars(sides="left")  # type: ignore[arg-type]  # neither of the two
-    marsopt.mars_m(lrr=1)  # type: ignore[call-arg]  # it has none
     marsopt.newton_schulz([x])  # type: ignore[arg-type]  # a list for a tensor
-    marsopt.mars_adamw(gama=0.1)  # type: ignore[call-arg]  # misspelt
-    marsopt.mars_adamw(gamma="much")  # type: ignore[arg-type]  # a word
-    marsopt.mars_adamw(matrices="3d")  # type: ignore[arg-type]  # none of the three
-    marsopt.adamw(gamma=0.1)  # type: ignore[call-arg]  # it has none
-    marsopt.mars_adam()  # type: ignore[attr-defined]  # none of the rules
-    marsopt.mars_adamw().init(x)  # type: ignore[arg-type]  # no container
+    marsopt.rule()  # type: ignore[call-arg]  # no name
+    marsopt.rule(marsopt.AdamW)  # type: ignore[arg-type]  # a class for its name
+    marsopt.rule("adamw", 0.1)  # type: ignore[call-arg]  # options have names
+    marsopt.AdamW(eps="small")  # type: ignore[arg-type]  # a word
+    marsopt.AdamW(gamma=0.1)  # type: ignore[call-arg]  # it has none
+    marsopt.mars_adamw()  # type: ignore[attr-defined]  # rules are no functions
+    marsopt.rule("adamw").init(x)  # type: ignore[arg-type]  # no container
     MeshCollectives("cuda")  # type: ignore[arg-type]  # a word for a mesh

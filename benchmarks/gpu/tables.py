@@ -82,11 +82,11 @@ def steps(found: dict[str, Any]) -> str:
 
 
 def copy_share(result: dict[str, Any]) -> float:
-    """Return the least seconds that the bytes of a step's floor, packing included, and
+    """Return the least seconds that the bytes of a step's floor, copies included, and
     its products take at this machine's rates, as a share of what it took.
     """
     floor = result["floor"]
-    num_bytes = floor["norms"] + floor["update"] + floor["packed"]
+    num_bytes = floor["norms"] + floor["update"] + floor["copied"]
     seconds = num_bytes / result["copy_bandwidth"]
     seconds += result["num_flops"] / result["matmul_rate"]
     return seconds / result["seconds"]

@@ -37,7 +37,6 @@ CHAPTERS: dict[str, dict[str, str]] = {
     "Reference": {
         "api/optimizer": "The optimizer",
         "api/functions": "Rules as functions",
-        "api/matrix_functions": "Matrix rules as functions",
         "api/components": "Components",
         "api/mesh": "Meshes and torchtitan",
         "api/profiling": "Profiling",

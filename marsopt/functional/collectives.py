@@ -34,6 +34,15 @@ class Owned(NamedTuple):
     numbers: tuple[int, ...]
 
 
+class OwnerBuffer(NamedTuple):
+    """An owner's buffer of the matrices of a leaf."""
+
+    owned: Tensor  # (number here, *shape)
+    leaf: Tensor
+    num: int  # matrices of the leaf
+    owns: Owned
+
+
 Tensors = tuple[Tensor, ...]
 
 
@@ -62,10 +71,10 @@ class Request(NamedTuple):
 
     @property
     def rowless(self) -> MatrixOutput:
-        """What becomes of a piece in which no matrix has a row."""
+        """What becomes of a piece that has no element."""
         like, outputs = self.input.matrix, self.preconditioner.row_outputs
         row_shape = self.matrices.row_shape(like.shape)
-        rows = tuple(working(like.new_empty(row_shape)) for _ in outputs)
+        rows = tuple(working(like.new_zeros(row_shape)) for _ in outputs)
         factor = torch.empty_like(like, dtype=self.factor_dtype)
         return MatrixOutput(factor, rows, self.input.owned)
 
@@ -181,7 +190,7 @@ class Collectives(Protocol):
         ...     def sum(self, partial, leaves, digest=None):
         ...         print("one sum over shards, of", len(leaves), "tensors")
         ...         return super().sum(partial, leaves, digest)
-        >>> rule = marsopt.mars_adamw()
+        >>> rule = marsopt.rule("mars-adamw")
         >>> params = {"w": torch.ones(2, 3), "b": torch.ones(3)}
         >>> state = rule.init(params)
         >>> _ = rule.step(params, params, state, lr=0.1, collectives=Watched())
@@ -214,8 +223,11 @@ class Collectives(Protocol):
         is kept for the next forward pass, must not be used any more.
         """
 
-    def agree(self, what: str) -> None:
-        """Raise on every rank unless all were given the same ``what``."""
+    def agree(self, what: str, params: Sequence[tuple[Tensor, str]] = ()) -> None:
+        """Raise on every rank unless all were given the same ``what``, and, where every
+        rank holds all parameters, equal values of these ``params`` in one order; each
+        with what an error calls it.
+        """
 
     def sum(
         self, partial: Tensor, leaves: Sequence[Tensor], digest: str | None = None
@@ -239,14 +251,13 @@ class Collectives(Protocol):
         preconditioners have one cost: those of one ``on_owners``.
         """
 
-    def publish(self, owned: Tensor, leaf: Tensor, num: int, owns: Owned) -> Tensor:
-        """Return an owner's buffer of a leaf's ``num`` matrices, of which those of
-        ``owns`` lie here, (number here, *shape), as a tensor (num, *shape) that belongs
-        beside the leaf in a checkpoint of all ranks.
+    def publish_all(self, buffers: Sequence[OwnerBuffer]) -> Iterator[Tensor]:
+        """Yield each buffer as a tensor (num, *shape) that belongs beside the leaf in a
+        checkpoint of all ranks.
         """
 
     def claim(self, published: Tensor, owns: Owned) -> Tensor:
-        """Return the part of ``publish``'s result that has its owner here."""
+        """Return the part of a published buffer that has its owner here."""
 
     def bound(self, leaves: Sequence[Leaf], others: Sequence[Tensor]) -> Collectives:
         """Return the collectives that move these parameters: ``leaves``, whose matrices
@@ -331,7 +342,7 @@ class LocalCollectives(AsTheyLie):
     def written(self) -> None:
         pass
 
-    def agree(self, what: str) -> None:
+    def agree(self, what: str, params: Sequence[tuple[Tensor, str]] = ()) -> None:
         pass
 
     def sum(
@@ -349,8 +360,8 @@ class LocalCollectives(AsTheyLie):
         nums = [leaf.matrices.num_in(leaf.tensor.shape) for leaf in leaves]
         return [Owned(tuple(range(num))) for num in nums]
 
-    def publish(self, owned: Tensor, leaf: Tensor, num: int, owns: Owned) -> Tensor:
-        return owned
+    def publish_all(self, buffers: Sequence[OwnerBuffer]) -> Iterator[Tensor]:
+        return (buffer.owned for buffer in buffers)
 
     def claim(self, published: Tensor, owns: Owned) -> Tensor:
         return published

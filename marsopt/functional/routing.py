@@ -41,8 +41,35 @@ from marsopt.rules.registry import (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Choice:
-    """Which rules move a model, and the hyperparameters that are of no rule alone:
-    ``RoutedOptions`` says what each of them is. ``lr`` is the learning rate.
+    """Which rules move a model, and the options that no single rule has.
+
+    Args:
+        mars_type: a name in ``marsopt.REGISTRY``: the rule of matrices. The elementwise
+            baselines "adamw", "nadamw" and "lion" move every tensor.
+        lr: learning rate of matrices; ``marsopt.mars`` has none, as each step is given
+            its own.
+        base_lr: the peak learning rate that ``lr_1d`` is measured against.
+        optimize_1d: give tensors that are not matrices to the MARS rule too (with
+            matrix rules: to MARS-AdamW), with its hyperparameters.
+        lr_1d: learning rate of tensors that are not matrices, times the step's lr /
+            base_lr, so that it follows the schedule. None = the rule's own: lr itself,
+            or the authors' 3e-3.
+        betas_1d: betas of tensors that are not matrices. None = the rule's own: betas
+            themselves, or the authors' (0.9, 0.95).
+        weight_decay_1d: weight decay of tensors that are not matrices. None = the
+            rule's own: weight_decay itself, or the authors' 0.1.
+        nesterov_1d: ``nesterov`` of tensors that are not matrices. None = off in AdamW
+            beside a matrix rule, else nesterov itself.
+        gamma_1d: with transport, gamma of the AdamW for tensors that are not matrices;
+            None = gamma.
+        is_approx: False = exact MARS; True = what ``correction`` says.
+        correction: "approximate", "exact", "transport" or "svrg", in place of
+            ``is_approx``. None = what ``is_approx`` says. Transport applies to
+            baselines too, without clip, and to the AdamW beside a rule; baselines take
+            no other correction.
+        max_norm: threshold of the global gradient norm, as in ``Rule``.
+        state_dtype: dtype of the state, as in ``Algorithm``.
+        stochastic_rounding: round state of bfloat16 at random, as in ``Algorithm``.
     """
 
     mars_type: str = "mars-adamw"

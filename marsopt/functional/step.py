@@ -79,6 +79,14 @@ class Run(Protocol):
         before the next.
         """
 
+    def matrix_outputs(
+        self, stacks: Sequence[Stack], part: Sequence[int]
+    ) -> list[Tensor | None]:
+        """Return, for every stack, where ``update`` writes the matrices that go to
+        their owners, for those of one portion: rows of one batch; None: in a tensor of
+        its own.
+        """
+
     def store(
         self, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor | None, ...]
     ) -> tuple[Tensor, ...] | None:
@@ -113,6 +121,11 @@ class Pure:
 
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
         return [range(len(stacks))]
+
+    def matrix_outputs(
+        self, stacks: Sequence[Stack], part: Sequence[int]
+    ) -> list[Tensor | None]:
+        return [None] * len(stacks)
 
     def store(
         self, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor | None, ...]
@@ -222,8 +235,9 @@ def row_dims(shape: Sequence[int], first: int) -> tuple[int, ...]:
 def statistics(
     products: Sequence[Float[Tensor, "_ _"]], live: Bool[Tensor, " n"] | None
 ) -> Float[Tensor, "n width"]:
-    """Return (N, pairs + 1): the inner products of the parts that have a gradient here,
-    else zeros, and in the last column how many ranks have one.
+    """Return (N, pairs + 1): the inner products, and in the last column how many ranks
+    have a gradient. A part without a gradient here has zeros in the place of g, but its
+    other operands count: another rank may have a gradient of the same tensor.
     """
     width = max(p.shape[1] for p in products)
     alike = [
@@ -234,8 +248,9 @@ def statistics(
         sums = torch.cat([F.pad(p, (0, 1), value=1.0) for p in alike])
     else:
         sums = F.pad(torch.cat(alike), (0, 1), value=1.0)
-    # not a product: 0 times infinity is no zero
-    return sums if live is None else torch.where(live[:, None], sums, 0.0)
+    if live is not None:
+        sums[:, -1] = live
+    return sums
 
 
 def global_clip(grad_norm: Float[Tensor, ""], max_norm: Number) -> Float[Tensor, ""]:
@@ -258,14 +273,15 @@ def decide(
     A tensor that has a gradient on no rank stays as it is; where some ranks have none,
     theirs counts as zero, so that all ranks go on alike.
     """
+    # not a product: 0 times infinity is no zero
+    sums = torch.where(sums[:, -1:] == 0, 0.0, sums)
     sums = sums.to(scalar_dtype(sums.device))
     square = sums[:, 0].sum()
     grad_norm = square.sqrt()
-    is_finite = torch.isfinite(sums)
+    finite = torch.isfinite(sums).all()
     for hyper in hypers:
-        if hyper.unread_lr is not None:
-            is_finite = is_finite & torch.isfinite(hyper.unread_lr)
-    finite = is_finite.all()
+        if hyper.unread_lr is not None:  # of the whole group, or of each tensor
+            finite = finite & torch.isfinite(hyper.unread_lr).all()
     a = torch.ones_like(grad_norm)
     if max_norm is not None:
         a = global_clip(root(square), max_norm)
@@ -405,16 +421,27 @@ def _advance(
     """
     members, scalars, contexts = columns
     positions, selected = range(len(stacks)), set(part)
+    rows_of_batch = run.matrix_outputs(stacks, part)
     stacks, outputs = run.move(
-        update, stacks, [scalars[i] if i in selected else None for i in positions]
+        update,
+        stacks,
+        [scalars[i] if i in selected else None for i in positions],
+        rows_of_batch,
     )
+    outputs = [
+        out if row is None else row
+        for out, row in zip(outputs, rows_of_batch, strict=True)
+    ]
+    del rows_of_batch
     whole = [i for i in part if stacks[i].algorithm.matrix_only]
     if not whole:
         return stacks, {}
     inputs = [
         [column[i] for i in whole] for column in (stacks, outputs, members, contexts)
     ]
+    del outputs
     results = run.meet("matrices", precondition_stacks, *inputs, collectives, run)
+    del inputs
     by_position = dict(zip(whole, results, strict=True))
     matrices = [by_position[i].matrix if i in by_position else None for i in positions]
     rows = [by_position[i].rows if i in by_position else () for i in positions]
@@ -434,12 +461,14 @@ def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[StackScal
     return scalars
 
 
-def update(stack: Stack, scalars: StackScalars) -> tuple[Stack, Tensor | None]:
+def update(
+    stack: Stack, scalars: StackScalars, matrix: Tensor | None = None
+) -> tuple[Stack, Tensor | None]:
     """Move buffers and, for an elementwise algorithm, x one step on.
 
     For a matrix algorithm x stays, and the second result is the stack of matrices that
     go to their owners; None stands for m, so that no second full-size tensor is made,
-    and for an elementwise algorithm.
+    and for an elementwise algorithm. Where ``matrix`` is given, they are written there.
     """
     algorithm, s = stack.algorithm, StepScalars.of(scalars, stack, stack.x)
     g = working(stack.g)
@@ -464,6 +493,9 @@ def update(stack: Stack, scalars: StackScalars) -> tuple[Stack, Tensor | None]:
     for symbol, value in new.items():
         buffers[symbol] = torch.where(s.ok, value, buffers[symbol])
     stack = stack._replace(buffers=buffers)
+    if algorithm.matrix_only and matrix is not None:
+        matrix.copy_(stack.buffers["m"] if out is None else out)
+        return stack, None
     if algorithm.matrix_only:
         return stack, out
     assert out is not None

@@ -39,7 +39,6 @@ class Stack(NamedTuple):
     # where noise is needed: what lies here, as ``Collectives.cuts`` says
     cuts: Mapping[int, Tensor] = {}
     given: Mapping[str, Tensor] = {}  # operands in place of buffers of the same symbol
-    spare: bool = False  # whether g is a copy, which a step in place may write
     # what a graph knows of it (``optim.compiled``), from a step before
     form: Hashable = None
 
@@ -56,10 +55,6 @@ class Stack(NamedTuple):
         """Return what c is made of beside the gradient."""
         tensors = {**self.buffers, **self.given}
         return [tensors[symbol] for symbol in self.algorithm.operands]
-
-    def can_hold(self, matrix: Tensor | None) -> bool:
-        """Return whether g may hold what ``update`` has made of it, for owners."""
-        return self.spare and matrix is not None and matrix.dtype == self.g.dtype
 
     @property
     def num_tensors(self) -> int:

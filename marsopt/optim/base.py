@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from marsopt.functional.collectives import LOCAL
+from marsopt.functional.collectives import LOCAL, OwnerBuffer
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.functional.step import global_clip
 from marsopt.functional.step_types import scalar_dtype
@@ -22,7 +22,7 @@ from marsopt.optim.advice import (
     warn_of_two_rates,
 )
 from marsopt.optim.buckets import BucketGroup, ParameterBucket
-from marsopt.optim.compiled import InPlace, calls, once, resolve_compile
+from marsopt.optim.compiled import InPlace, once, resolve_compile
 from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.groups import (
     check_group,
@@ -36,6 +36,7 @@ from marsopt.optim.groups import (
     validate_group,
 )
 from marsopt.optim.layout import STAGE_COUNT, Layout
+from marsopt.optim.portions import portions, takes_batches
 from marsopt.optim.protocols.base import Factor, ParameterHandle
 from marsopt.optim.protocols.table import protocol_of
 from marsopt.optim.state_dict import (
@@ -62,8 +63,9 @@ class Description(NamedTuple):
     buckets: list[ParameterBucket]  # parameters that move as one stack
     groups: list[BucketGroup]  # of them, by algorithm, with its present rates
     calls: Sequence[Sequence[int]]  # of graphs: which stacks each of them moves
-    # stacks that gradients ("g") and parameters ("x") were copied into, by the number
-    # of their bucket; on a CPU they stay for the next step
+    # stacks that a step copies small tensors into, with their rows, by the number of
+    # their bucket and "parameter", "gradient" or the symbol of a buffer; on a CPU they
+    # stay for the next step
     scratch: Mapping[tuple[int, str], tuple[Tensor, tuple[Tensor, ...]]]
     # 0-D, on the device, which steps read and write where they are: how many steps were
     # skipped and, if there is one, the threshold of the global norm
@@ -101,7 +103,6 @@ class LayoutOptimizer(Optimizer):
     def _start_watching(self) -> None:
         self._protocol = protocol_of(correction_named(self._options["correction"]))()
         self._say, self._writes = once(), Writes()
-        self._followed: list[str] = []  # classes of models whose modes decide
         self._num_keys: list[int] = []  # of each group, when its keys were looked at
 
     # ---- construction --------------------------------------------------------------
@@ -132,6 +133,7 @@ class LayoutOptimizer(Optimizer):
         if self._layout is not None:  # else the constructor is still adding groups
             self._advise_on([param_group])
             self._build()
+            self._agreed = False
 
     def _advise_on(self, new: Sequence[Mapping[str, Any]]) -> None:
         groups, options = self.param_groups, self._options
@@ -167,30 +169,21 @@ class LayoutOptimizer(Optimizer):
             layout: one that is bound, as loading binds it, to check what it loads
                 against the state before anything is taken over; None makes it.
         """
-        bound = layout is not None
-        before = [] if self._layout is None else self._layout.handles
         if layout is None:
-            with torch.no_grad():  # before state is cut anew, which x is a part of
-                self._protocol.sync_from_params(before)
             layout = self._new_layout()
-        with (
-            torch.no_grad(),
-            self._protocol.moving(before, layout.handles, self.state),
-        ):
-            if not bound and layout.bind():
-                log.warning(
-                    "marsopt: x of transport restarts from what parameters hold, since "
-                    "the rule, amsgrad, cautious_weight_decay or the dtypes of a param "
-                    "group have changed"
-                )
+            layout.bind()
         self._max_norm: Tensor | None = None
         self.max_norm = self._options["max_norm"]
         if self._layout is not None and log.isEnabledFor(logging.DEBUG):
             log.debug(NEW_LAYOUT, self._layout.changes(self.param_groups))
+        device, alone = self._skipped.device, self._options["collectives"] is LOCAL
+        makes_batches = alone and takes_batches(device.type)
+        batches = [b.batch if makes_batches else None for b in layout.buckets]
+        kinds = [bucket.kind() for bucket in layout.buckets]
         self._run = InPlace(
-            calls([bucket.kind() for bucket in layout.buckets], self._compile),
-            device=self._skipped.device,
-            alone=self._options["collectives"] is LOCAL,
+            portions(kinds, batches, self._compile, alone, device.type),
+            device=device,
+            alone=alone,
             compile=self._compile,
             required=self._options["compile"] is True,
             say=self._say,
@@ -214,7 +207,6 @@ class LayoutOptimizer(Optimizer):
             self.param_groups,
             self.state,
             self._options,
-            self._compile,
             self._hyper,
             self._layout,
         )
@@ -228,7 +220,8 @@ class LayoutOptimizer(Optimizer):
         self._writes.check_may_write(what)
         if agree and not self._agreed:  # once: later changes need not come everywhere
             fingerprint = config_fingerprint(self.param_groups, self._options)
-            self._present.collectives.agree(fingerprint)
+            params = labels(self.param_groups)
+            self._present.collectives.agree(fingerprint, params)
             self._agreed = True
         self._advise_on_written_keys()
         if not self._present.fits(self.param_groups, self.state):
@@ -249,19 +242,8 @@ class LayoutOptimizer(Optimizer):
     def parameter_handles(
         self, call: str, *, agree: bool = True
     ) -> list[ParameterHandle]:
-        """Return all parameters that move, for a protocol that is going to write."""
+        """Return all parameters that move, for a protocol's ``call``."""
         return self._fitting(call, agree=agree).handles
-
-    @torch.no_grad()
-    @without_autocast
-    def synced_handles(self) -> list[ParameterHandle]:
-        """Return all parameters that move, for a protocol that is going to read: also
-        of groups that others have replaced.
-        """
-        if not self._present.covers(self.param_groups):
-            self._build()
-        self._protocol.sync_from_params(self._present.handles)
-        return self._present.handles
 
     @property
     def writing(self) -> AbstractContextManager[None]:
@@ -338,7 +320,6 @@ class LayoutOptimizer(Optimizer):
                 f"    correction: {correction}",
                 f"    max_norm: {self.max_norm}",
                 f"    collectives: {self._options['collectives']!r}",
-                f"    follows: {', '.join(self._followed) or None}",
                 groups,
             ]
         )
@@ -346,16 +327,15 @@ class LayoutOptimizer(Optimizer):
     # ---- state ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's: hyperparameters of the groups, and state by parameter. That
-        of eval mode where the optimizer follows a model, as the model's own then is.
+        """As torch.optim's: hyperparameters of the groups, and state by parameter.
 
         Raises:
             RuntimeError: an exception has broken off a step.
         """
         self._writes.check("state_dict()")
-        self._protocol.check_may_save()
-        self._ask("state_dict")
-        self.synced_handles()
+        self._protocol.check_may_save(self)
+        if not self._present.covers(self.param_groups):
+            self._build()
         saved = super().state_dict()
         known = all_hyperparameters()
         for group in saved["param_groups"]:
@@ -368,9 +348,14 @@ class LayoutOptimizer(Optimizer):
                 if whole is not piece:
                     entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
                     entry[key] = whole.cpu()  # a device need not have room for all
-        for p, key, owns, num in self._present.owned_entries():
+        owned = self._present.owned_entries()
+        buffers = [
+            OwnerBuffer(self.state[p][key], p, num, owns) for p, key, owns, num in owned
+        ]
+        published = collectives.publish_all(buffers)
+        for (p, key, _, _), whole in zip(owned, published, strict=True):
             entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
-            entry[key] = collectives.publish(self.state[p][key], p, num, owns)
+            entry[key] = whole
         return saved
 
     def _ids(self) -> dict[Tensor, int]:
@@ -454,10 +439,7 @@ class LayoutOptimizer(Optimizer):
         advise_on_loaded(before, self.param_groups, self._ours, self._say)
         self.state = under_loaded(self.state, cast["state"])
         layout = self._new_layout()
-        handles = self._present.handles
-        moving = self._protocol.moving
-        with moving(handles, layout.handles, self.state, loading=True):
-            layout.bind()
+        layout.bind()
         labelled = labels(self.param_groups)
         if self._writes.are_torn:
             check_is_apart(self.state, saved)
@@ -494,9 +476,7 @@ class LayoutOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._writes.check("a copy or pickle")
-        self._protocol.check_may_save()
-        with torch.no_grad():
-            self._protocol.sync_from_params(self._present.handles)
+        self._protocol.check_may_save(self)
         names = ("_options", "_compile", "_skipped")
         kept = {key: getattr(self, key) for key in names}
         return {**super().__getstate__(), **kept, "_progress": self._protocol.progress}
@@ -516,5 +496,4 @@ class LayoutOptimizer(Optimizer):
             self._start_watching()
             self._build()
             self._protocol.load(self._present.handles, self.state)
-            self._protocol.start_as_copy(self._present.handles)
             self._protocol.progress = progress

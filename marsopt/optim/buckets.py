@@ -1,10 +1,9 @@
-"""Parameter buckets: the parameters of one group that take one algorithm and have one
-shape, with their state as stacks, ready for the one step.
+"""Parameter buckets: the parameters of one group that take one algorithm and share a
+stack, with their state. Parameters and state stay where they were made.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,22 +15,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.functional.binding import (
-    allocate,
     buffer_shape,
+    full_start,
     matrix_rows,
     owned_leaves,
     rounding_cuts,
     start_at_owner,
 )
 from marsopt.functional.collectives import Collectives, Owned
-from marsopt.functional.stacks import (
-    adjacent,
-    can_relocate,
-    flatten_into_stack,
-    group_by,
-    known_stack,
-    separate_tensors,
-)
+from marsopt.functional.stacks import group_by
 from marsopt.functional.step_types import (
     Cells,
     Hyperparameters,
@@ -40,12 +32,12 @@ from marsopt.functional.step_types import (
     norms_per_tensor,
     scalar_dtype,
 )
-from marsopt.optim.compiled import should_stack
 from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.groups import moves
+from marsopt.optim.portions import batch_of, should_stack
 from marsopt.optim.state_dict import State
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.buffers import AHEAD, LOOKAHEAD, Buffer, is_full
+from marsopt.rules.buffers import LOOKAHEAD, Buffer, is_full
 from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.hyperparameters import numbers_of, with_numbers
 from marsopt.rules.matrices import MatrixRows
@@ -54,25 +46,28 @@ from marsopt.rules.registry import STATE_KEYS
 
 @dataclass
 class ParameterBucket:
-    """L parameters as their owner holds them, and their state as stacks of pieces. Its
-    tensors are those that it was bound to, as long as the layout fits.
+    """L parameters as their owner holds them, and the tensors of their state. One
+    parameter is a stack by itself: views of its tensors. Several are small, and a step
+    copies them into a stack and out again.
     """
 
     algorithm: Algorithm
     params: list[Tensor]
     labels: list[str]
     collectives: Collectives
-    state: dict[str, Tensor] = field(default_factory=dict)  # stacks by symbol
+    # by symbol, this rank's piece of a buffer for each parameter
+    state: dict[str, list[Tensor]] = field(default_factory=dict)
     # of each parameter, the buffers whose home is with the owners of matrices, and the
     # numbers of those matrices that have their owner here
     owned: list[tuple[Tensor, ...]] = field(default_factory=list)
     owns: list[Owned] = field(default_factory=list)
-    x: Tensor | None = None  # (L, *shape) of pieces; None: a step copies them into one
-    # what graphs know of its stack, by whether its gradients are ``spare``
-    forms: dict[bool, Hashable] = field(default_factory=dict)
+    # by symbol, and "parameter" for itself, views of a parameter that is by itself
+    views: dict[str, Tensor] = field(default_factory=dict)
+    form: Hashable = None  # what graphs know of its stack
 
     def __post_init__(self) -> None:
-        self.pieces = [self.collectives.local(p) for p in self.params]  # on this rank
+        # on this rank; detached tensors count writes together with their parameters
+        self.pieces = [self.collectives.local(p).detach() for p in self.params]
         self.rows: MatrixRows | None = matrix_rows(
             self.algorithm, self.params[0], self.shape, self.collectives
         )
@@ -94,11 +89,9 @@ class ParameterBucket:
         return Members(self.params, self.owned)
 
     @property
-    def flat(self) -> Tensor | None:
-        """Return the stack whose rows several parameters are; None where they are not,
-        or there is one.
-        """
-        return self.x if len(self.params) > 1 else None
+    def is_copied(self) -> bool:
+        """Return whether a step copies several parameters into one stack."""
+        return len(self.params) > 1
 
     def state_tensors(self, state: State) -> list[Tensor]:
         """Return the tensors that ``state`` holds of the parameters for its algorithm.
@@ -108,22 +101,12 @@ class ParameterBucket:
         """
         return [tensor for p in self.params for tensor in self._kept(state[p])]
 
-    def place(self, known: Mapping[int, Tensor]) -> None:
-        """Make the parameters rows of a stack, where they are that or can move.
-
-        Args:
-            known: stacks of the layout before, by address: what is in them stays there.
+    @property
+    def batch(self) -> Hashable:
+        """Return what buckets share whose matrices are rows of one batch; None where
+        they are not made of matrices.
         """
-        if len(self.pieces) == 1:
-            self.x = self.pieces[0].detach().unsqueeze(0)
-            return
-        self.x = known_stack(self.pieces, known)
-        if self.x is None:
-            self.x = adjacent(self.pieces)  # laid out so by their owner
-        if self.x is None and all(map(can_relocate, self.pieces, self.params)):
-            self.x = flatten_into_stack(self.params)
-        if self.x is not None:
-            self.x = self.x.detach()
+        return batch_of(self.algorithm, self.shape, self.params[0])
 
     def kind(self) -> Hashable:
         """Return what a compiled graph knows of it; equal ones are equal on every rank
@@ -200,9 +183,9 @@ class BucketGroup:
     hyper: Hyperparameters
     buckets: list[ParameterBucket]
     groups: list[dict[str, Any]]  # the param groups of its parameters
-    # what ``hyper`` has that a step brings from and to ``optimizer.state``, whose
-    # tensors are in somebody's memory: (rows, entries)
-    apart: tuple[list[Tensor], list[Tensor]]
+    # rows of what ``hyper`` has of each parameter, and the tensors of
+    # ``optimizer.state`` from and to which a step copies them
+    numbers: list[tuple[list[Tensor], list[Tensor]]]
     refresh: Callable[[], None]  # takes over the groups' present ones
 
 
@@ -269,9 +252,7 @@ def _may_join(side: GroupSide) -> bool:
 def build(
     sides: Sequence[GroupSide],
     labels: Mapping[Tensor, str],
-    state: State,
     collectives: Collectives,
-    compile: bool,
 ) -> tuple[JoinedHyperparameters | None, list[ParameterBucket]]:
     """Return the buckets of sides that are moved together, and where these are several,
     their hyperparameters. Nothing is written.
@@ -279,9 +260,7 @@ def build(
     Args:
         sides: of ``alike``.
         labels: what errors call parameters.
-        state: the optimizer's.
         collectives: who holds the parameters.
-        compile: whether the step is compiled.
     """
     joined = JoinedHyperparameters(sides) if len(sides) > 1 else None
     params = [p for side in sides for p in side.params]
@@ -292,7 +271,7 @@ def build(
             labels=[labels[params[i]] for i in members],
             collectives=collectives,
         )
-        for members in group_by(_keys(params, state, collectives, compile))
+        for members in group_by(_keys(params, collectives))
     ]
     return joined, buckets
 
@@ -332,169 +311,87 @@ def join(
     joined: JoinedHyperparameters | None,
     buckets: list[ParameterBucket],
     state: State,
-    known: Mapping[int, Tensor],
 ) -> BucketGroup:
-    """Return buckets with their hyperparameters; ``state`` gets the rows of
-    every parameter.
+    """Return buckets with their hyperparameters; ``state`` gets the numbers of every
+    parameter.
     """
     params = [p for bucket in buckets for p in bucket.params]
-    apart: tuple[list[Tensor], list[Tensor]] = ([], [])
     present = sides[0] if joined is None else joined
-    algorithm = present.algorithm
+    algorithm, device = present.algorithm, params[0].device
+    t = torch.zeros(len(params), dtype=torch.float32, device=device)
+    numbers, behind = [(list(t.unbind()), _held(state, params, "step", t[0]))], None
+    if algorithm.num_behind:
+        shape, dtype = (len(params), algorithm.num_behind), scalar_dtype(device)
+        behind = torch.zeros(shape, dtype=dtype, device=device)
+        entries = _held(state, params, LOOKAHEAD, behind[0])
+        numbers.append((list(behind.unbind()), entries))
     hyper = Hyperparameters(
         algorithm=algorithm,
         lr=present.lr,
         gamma=present.gamma,
-        t=_steps(params, state, apart),
+        t=t,
         dtypes=tuple(dict.fromkeys(working_dtype(b.params[0]) for b in buckets)),
-        behind=_behind(algorithm.num_behind, params, state, known, apart),
+        behind=behind,
         parts=norms_per_tensor([(len(b.params), b.num_clipped) for b in buckets]),
         cells=cells_of(present),
     )
     groups = [side.group for side in sides]
     if joined is None:
-        return BucketGroup(hyper, buckets, groups, apart, refresh=lambda: None)
+        return BucketGroup(hyper, buckets, groups, numbers, refresh=lambda: None)
     number = {p: i for i, side in enumerate(sides) for p in side.params}
     index = torch.tensor([number[p] for p in params], device=params[0].device)
     joined.refresh(index)
-    return BucketGroup(hyper, buckets, groups, apart, partial(joined.refresh, index))
+    return BucketGroup(hyper, buckets, groups, numbers, partial(joined.refresh, index))
 
 
-def _keys(
-    params: Sequence[Tensor],
-    state: State,
-    collectives: Collectives,
-    compile: bool,
-) -> list[Any]:
+def _keys(params: Sequence[Tensor], collectives: Collectives) -> list[Any]:
     """Return what parameters of one bucket share. Nothing here may differ from rank to
     rank: all ranks have to list their parameters in one order.
     """
-    alike = [
-        (p.shape, p.stride(), p.dtype, collectives.placement(p))
-        if p.is_contiguous()
-        else None
-        for p in params
-    ]
-    num = Counter(alike)
     return [
-        key
-        if key is not None
-        and should_stack(p, compile, num[key])
-        and _may_move(p, state, key[-1])
+        (p.shape, p.dtype, collectives.placement(p))
+        if should_stack(p.shape) and p.is_contiguous()
         else i
-        for i, (p, key) in enumerate(zip(params, alike, strict=True))
+        for i, p in enumerate(params)
     ]
 
 
-def _may_move(p: Tensor, state: State, placement: Hashable) -> bool:
-    """Return whether the state of a parameter may become rows of stacks: not where it
-    lies in memory that others look into, as after ``share_memory_()``. Steps then write
-    it where it is.
+def _held(
+    state: State, params: Sequence[Tensor], key: str, like: Tensor
+) -> list[Tensor]:
+    """Return the tensors that ``state`` holds under ``key`` of each parameter. Where
+    there is none in the form of ``like``, the state gets one.
     """
-    return placement is not None or all(
-        value.numel() == 0 or is_fake(value) or can_relocate(value, value)
-        for key, value in state.get(p, {}).items()
-        if key in STATE_KEYS - {LOOKAHEAD, AHEAD}
-    )
-
-
-def _steps(
-    params: Sequence[Tensor], state: State, apart: tuple[list[Tensor], list[Tensor]]
-) -> Tensor:
-    """Return the steps taken (N,); ``state`` holds its rows."""
-    before = [float(state.get(p, {}).get("step", 0.0)) for p in params]
-    t = torch.tensor(before, dtype=torch.float32, device=params[0].device)
-    for p, step in zip(params, separate_tensors(t), strict=True):
-        _hold(state[p], "step", step, apart)
-    return t
-
-
-def _behind(
-    num: int,
-    params: Sequence[Tensor],
-    state: State,
-    known: Mapping[int, Tensor],
-    apart: tuple[list[Tensor], list[Tensor]],
-) -> Tensor | None:
-    """Return the coefficients of the last step (N, num), by which x follows; ``state``
-    holds its rows. None where there are none.
-    """
-    if not num:
-        return None
-    if all(LOOKAHEAD in state[p] for p in params):
-        known_rows = known_stack([state[p][LOOKAHEAD] for p in params], known)
-        if known_rows is not None:
-            return known_rows
-    device = params[0].device
-    stack = torch.zeros(len(params), num, dtype=scalar_dtype(device), device=device)
-    for p, row in zip(params, separate_tensors(stack), strict=True):
-        if LOOKAHEAD in state[p]:
-            row.copy_(state[p][LOOKAHEAD])
-        _hold(state[p], LOOKAHEAD, row, apart)
-    return stack
-
-
-def _hold(
-    entry: dict[str, Any],
-    key: str,
-    row: Tensor,
-    apart: tuple[list[Tensor], list[Tensor]] | None = None,
-) -> None:
-    """Let ``entry[key]`` be a tensor in the memory of ``row``, which has its values:
-    the tensor that is there, where it can move, so that whoever holds it sees later
-    steps. Where it cannot, ``apart`` gets both.
-    """
-    before, form = entry.get(key), (row.shape, row.dtype, row.device)
-    if (
-        type(before) is not Tensor
-        or (before.shape, before.dtype, before.device) != form
-        or is_fake(row)
-    ):
-        entry[key] = row
-    elif can_relocate(before, before):
-        before.data = row
-    elif apart is None:
-        entry[key] = row
-    else:
-        apart[0].append(row)
-        apart[1].append(before)
+    for p in params:
+        before = state[p].get(key)
+        if (
+            type(before) is not Tensor
+            or before.shape != like.shape
+            or (before.dtype, before.device) != (like.dtype, like.device)
+            or is_fake(before) != is_fake(like)
+        ):
+            number = torch.zeros_like(like)
+            if before is not None:
+                number.copy_(torch.as_tensor(before).reshape(like.shape))
+            state[p][key] = number
+    return [state[p][key] for p in params]
 
 
 # ---- their state ---------------------------------------------------------------------
 
 
-def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -> bool:
-    """Give a bucket its stacks: those that are there already, or fresh ones with what
-    ``state`` holds, which from now on holds their rows.
-
-    Args:
-        bucket: the bucket.
-        state: the optimizer's.
-        known: stacks of buckets before these, by address: rows of them stay there.
-
-    Returns:
-        Whether x of a parameter that has moved restarts from what the parameter holds.
-    """
-    pieces, buffers = bucket.pieces, bucket.algorithm.buffers
-    bucket.place(known)
+def attach(bucket: ParameterBucket, state: State) -> None:
+    """Give a bucket the tensors that ``state`` holds, and make the missing ones."""
+    buffers = bucket.algorithm.buffers
     unwanted = STATE_KEYS - {buffer.key for buffer in buffers.values()}
     if bucket.algorithm.num_behind:
-        unwanted -= {LOOKAHEAD, AHEAD}
+        unwanted -= {LOOKAHEAD}
     wanted = {b.key for b in buffers.values() if b.home == "shard"}
     debiased = {buffer.key for buffer in buffers.values() if buffer.is_debiased}
-    correction, points, restarts = bucket.algorithm.correction, {LOOKAHEAD}, False
-    if correction is not None and correction.is_ahead:
-        points.add(correction.keeps["x"].key)
     for p in bucket.params:
         stale = unwanted & set(state[p])
-        follows = LOOKAHEAD in state[p]
-        if points & stale or (follows and (stale or wanted - set(state[p]))):
-            step = state[p].get("step", 0)
-            restarts = restarts or (not is_fake(step) and bool(step))
         for key in stale:
             del state[p][key]  # of another rule: stale when that one returns
-        if bucket.algorithm.num_behind:
-            state[p].setdefault(AHEAD, bucket.pieces[0].new_empty(0))
         if debiased - set(state[p]):
             # all of them start with the count of steps: one that is new beside an old
             # momentum would be far too small
@@ -508,38 +405,42 @@ def attach(bucket: ParameterBucket, state: State, known: Mapping[int, Tensor]) -
     for symbol, buffer in buffers.items():
         if buffer.home == "owner":
             continue
-        shape = buffer_shape(bucket.algorithm, buffer, bucket.shape)
-        for p in bucket.params:
-            if buffer.key in state[p] and state[p][buffer.key].ndim != len(shape):
-                del state[p][buffer.key]  # of the rows of other matrices
-        stack = _existing(bucket, buffer, state, known)
-        if stack is None:
-            like = pieces[0].detach().expand(len(pieces), *pieces[0].shape)
-            zeros = buffer._replace(start="zeros")
-            stack = allocate(bucket.algorithm, zeros, like)
-            for p, row in zip(bucket.params, separate_tensors(stack), strict=True):
-                if buffer.key in state[p]:
-                    row.copy_(bucket.collectives.local(state[p][buffer.key]))
-                elif buffer.start == "parameter":
-                    row.copy_(bucket.collectives.local(p))
-                _hold(state[p], buffer.key, bucket.collectives.wrap(row, p))
-        bucket.state[symbol] = stack
-    return restarts
+        bucket.state[symbol] = [
+            bucket.collectives.local(_attached(bucket, buffer, p, piece, state[p]))
+            for p, piece in zip(bucket.params, bucket.pieces, strict=True)
+        ]
+    if not bucket.is_copied:
+        pieces = {"parameter": bucket.pieces, **bucket.state}
+        # detached: a view refers to its base, which then cannot swap
+        bucket.views = {k: x.detach().unsqueeze(0) for k, (x,) in pieces.items()}
 
 
-def _existing(
-    bucket: ParameterBucket, buffer: Buffer, state: State, known: Mapping[int, Tensor]
-) -> Tensor | None:
-    if not all(buffer.key in state[p] for p in bucket.params):
-        return None
-    local = bucket.collectives.local
-    rows = [local(state[p][buffer.key]) for p in bucket.params]
-    dtype = bucket.algorithm.dtype_of(buffer, local(bucket.params[0]))
-    if any(row.dtype != dtype for row in rows):
-        return None  # of a parameter in another dtype, whose state was handed over
-    if len(rows) == 1:  # detached: a view refers to its base, which then cannot swap
-        return rows[0].detach().unsqueeze(0)
-    return known_stack(rows, known)
+def _attached(
+    bucket: ParameterBucket,
+    buffer: Buffer,
+    p: Tensor,
+    piece: Tensor,
+    entry: dict[str, Any],
+) -> Tensor:
+    """Return a buffer of a parameter as its ``entry`` of the state holds it: the tensor
+    that is there, else a new tensor, with its values where they are of these matrices.
+    """
+    algorithm, local = bucket.algorithm, bucket.collectives.local
+    shape = buffer_shape(algorithm, buffer, piece.shape)
+    before = entry.get(buffer.key)
+    if before is not None and before.ndim != len(shape):
+        before = None  # of the rows of other matrices
+    dtype = algorithm.dtype_of(buffer, piece)
+    if isinstance(before, Tensor) and local(before).dtype == dtype:
+        return before
+    if is_full(buffer):
+        fresh = full_start(algorithm, buffer, piece)
+    else:
+        fresh = piece.new_zeros(shape, dtype=dtype)
+    if before is not None:
+        fresh.copy_(local(before))
+    held = entry[buffer.key] = bucket.collectives.wrap(fresh, p)
+    return held
 
 
 def _is_of_others(algorithm: Algorithm, p: Tensor, entry: Mapping[str, Any]) -> bool:

@@ -1,6 +1,5 @@
-"""The parts of a step, compiled: whether this machine can, which stacks each call of a
-graph moves, and one commit at the rim: results go into the tensors that hold them,
-inside the compiled region.
+"""The parts of a step, compiled: whether this machine can, and one commit at the rim:
+results go into the tensors that hold them, inside the compiled region.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from marsopt.functional import step
-from marsopt.functional.stacks import group_by
 from marsopt.functional.step import Each, Move, Result
 from marsopt.functional.step_types import (
     Cells,
@@ -45,64 +43,11 @@ from marsopt.functional.step_types import (
     StackScalars,
     formula,
 )
+from marsopt.optim.portions import batch_dtype, takes_batches
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.matrices import MatrixRows
 
 log = logging.getLogger(__name__)
-
-# ---- which stacks a call moves -------------------------------------------------------
-
-# elements; below it a copy costs less than a call
-SMALL = 2**16
-# stacks of one graph that is called for many layers: they share what a call costs the
-# host, and compiling takes as long for any number of layers
-TOGETHER = 4
-# eagerly, how many parameters of one shape are moved as one, and up to which size
-MANY, TINY = 16, 2**12
-
-
-def should_stack(p: Tensor, compile: bool, num_alike: int) -> bool:
-    """Return whether parameters of one shape share a stack.
-
-    On a GPU every launch counts, so they do. On a CPU a launch is nothing and the copy
-    of a gradient into its stack is a fifth of the step, so that large ones stay by
-    themselves, and ``calls`` keeps the graphs as small. Eager steps make temporaries as
-    large as what they work on: one parameter each, but for tiny ones that are many,
-    where all time would go into calls.
-
-    Args:
-        p: one of them.
-        compile: whether the step is compiled.
-        num_alike: how many of the group may share the stack.
-    """
-    if not compile:
-        return num_alike >= MANY and p.numel() <= TINY
-    return p.device.type != "cpu" or p.numel() <= SMALL
-
-
-def calls(kinds: Sequence[Hashable], compile: bool) -> list[list[int]]:
-    """Assign stacks, by position, to calls of compiled graphs.
-
-    Stacks that occur equally often are compiled into one graph: that of one layer,
-    which is called for every layer, or of several layers where these have few stacks;
-    stacks that occur once share one call.
-
-    Args:
-        kinds: of every stack, what a compiled graph knows of it; the same on all ranks.
-        compile: whether the step is compiled.
-    """
-    if not compile:
-        return [list(range(len(kinds)))]
-    alike, assigned = group_by(kinds), []
-    for together in group_by([len(kind) for kind in alike]):
-        layers = list(zip(*(alike[i] for i in together), strict=True))
-        most = max(1, TOGETHER // len(together))
-        num = max(n for n in range(1, most + 1) if len(layers) % n == 0)
-        for start in range(0, len(layers), num):
-            part = layers[start : start + num]
-            assigned.append([i for layer in part for i in layer])
-    return assigned
-
 
 # ---- whether and how to compile ------------------------------------------------------
 
@@ -387,7 +332,7 @@ def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
         for old, *entries in zip(stacks, *columns, strict=True):
             new, extra = function(old, *entries)
             _commit(old, new)
-            more.append(old.g.copy_(extra) if old.can_hold(extra) else extra)
+            more.append(extra)
         return more
 
     moved_.__name__ = f"{function.__name__}_"
@@ -401,6 +346,27 @@ def _commit(old: Stack, new: Stack) -> None:
     for symbol, buffer in old.buffers.items():
         if new.buffers[symbol] is not buffer:
             buffer.copy_(new.buffers[symbol])
+
+
+def matrix_outputs(stacks: Sequence[Stack], part: Sequence[int]) -> list[Tensor | None]:
+    """Return rows of a new batch for the matrices of a portion, by position, shaped as
+    their stacks; None for other stacks.
+
+    Args:
+        stacks: all of them.
+        part: those of one portion, whose matrices have one shape; or none.
+    """
+    rows: list[Tensor | None] = [None] * len(stacks)
+    part = [i for i in part if stacks[i].algorithm.matrix_only]
+    if not part:
+        return rows
+    sizes = [stacks[i].x.numel() for i in part]
+    first = stacks[part[0]]
+    dtype = batch_dtype(first.algorithm, first.x, first.x.device.type)
+    batch = first.x.new_empty(sum(sizes), dtype=dtype)
+    for i, row in zip(part, batch.split(sizes), strict=True):
+        rows[i] = row.view(stacks[i].x.shape)
+    return rows
 
 
 class InPlace:
@@ -420,7 +386,8 @@ class InPlace:
     is another one.
 
     Args:
-        calls: which stacks each call of a graph moves.
+        portions: which stacks go through a step together, and of these, which stacks
+            each call of a graph moves.
         device: of the parameters.
         alone: whether no other rank has a say.
         compile: False = eager.
@@ -430,7 +397,7 @@ class InPlace:
 
     def __init__(
         self,
-        calls: Sequence[Sequence[int]],
+        portions: Sequence[Sequence[Sequence[int]]],
         *,
         device: torch.device,
         alone: bool,
@@ -438,9 +405,11 @@ class InPlace:
         required: bool,
         say: Callable[[int, str], None],
     ) -> None:
-        self.calls, self._device = calls, device
-        self.is_fused = alone and len(calls) == 1
-        self._alone = alone
+        self.calls = [call for portion in portions for call in portion]
+        self._portions = [[i for call in portion for i in call] for portion in portions]
+        self._device = device
+        self.is_fused = alone and len(self.calls) == 1
+        self._makes_batches = alone and takes_batches(device.type)
         self._compile, self._required = compile, required
         # those that this layout calls stay, however many other optimizers have
         self._graphs: dict[Hashable, Callable[[list[Tensor]], Any]] = {}
@@ -510,8 +479,12 @@ class InPlace:
             return list(stacks), self._by_calls(function, stacks, *columns)
 
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
-        # ranks exchange all that they have at once, in buckets
-        return self.calls if self._alone else [range(len(stacks))]
+        return self._portions
+
+    def matrix_outputs(
+        self, stacks: Sequence[Stack], part: Sequence[int]
+    ) -> list[Tensor | None]:
+        return matrix_outputs(stacks, part if self._makes_batches else [])
 
     def store(
         self, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor | None, ...]

@@ -1,6 +1,4 @@
-"""One line for a whole model: param groups, transport, clip, collectives, and hooks for
-evaluation.
-"""
+"""One line for a whole model: param groups, clip, collectives."""
 
 from __future__ import annotations
 
@@ -10,13 +8,12 @@ from bisect import bisect
 from collections import Counter
 from importlib import import_module
 from inspect import signature
-from typing import Any, Literal, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from marsopt.functional.collectives import LOCAL, Collectives
-from marsopt.functional.options import ModelOptions
 from marsopt.optim.mars import MARS
 from marsopt.optim.param_groups import param_groups
 from marsopt.rules.registry import named
@@ -39,23 +36,12 @@ RULES = ("moonlight", "mars-m")
 NUM_DIGITS = 2  # of a learning rate between two sizes
 
 
-class ForModelOptions(ModelOptions, total=False):
-    """Options of ``for_model``: those of ``param_groups`` and of ``MARS``."""
-
-    experts: bool
-    convolutions: bool
-    adapters: Literal["matrix", "adamw"]
-    collectives: Collectives
-    compile: bool | None
-    nonfinite: str
-
-
 def for_model(
     model: nn.Module,
     mars_type: str = "moonlight",
     *,
     lr: float | Tensor | None = None,
-    **options: Unpack[ForModelOptions],
+    **options: Any,
 ) -> MARS:
     """Return ``MARS`` for a model, ready to train.
 
@@ -64,15 +50,13 @@ def for_model(
     It is this, with ``collectives`` for the ranks that the model is spread over:
 
         groups = marsopt.param_groups(model, "moonlight", lr=6e-3)
-        optimizer = MARS(groups, correction="transport", gamma=0.05, max_norm=1.0)
-        optimizer.follow(model)
+        optimizer = MARS(groups, max_norm=1.0)
 
     One line of ``logging`` (INFO) and ``print(optimizer)`` say what was chosen.
 
     Call it last, with the module that the loop calls: after ``fully_shard``,
     ``DistributedDataParallel``, ``torch.compile`` or PEFT have wrapped the model, and
-    after parameters are frozen. Then ``model.eval()``, ``model.train()`` and
-    ``model.state_dict()`` see the trained parameters, as ``MARS.follow`` describes.
+    after parameters are frozen.
 
     Args:
         model: on one device, or sharded by FSDP2.
@@ -82,9 +66,11 @@ def for_model(
             0.12M, 1.2e-2 at 0.84M, 6e-3 at GPT-2 small, 5e-3 at medium and large, 3e-3
             at XL and above, and between two sizes on a line in the logarithms of both.
             Those of GPT-2 are the authors', the other two were searched here.
-        options: arguments of ``param_groups`` and of ``MARS``. ``correction`` is
-            "transport" unless given, ``gamma`` then 0.05, ``max_norm`` 1.0 (None turns
-            it off), ``collectives`` the model's own.
+        options: arguments of ``param_groups`` and of ``MARS``. ``max_norm`` is 1.0
+            unless given (None turns it off), ``collectives`` the model's own. With
+            ``correction="transport"``, ``gamma`` is 0.05 unless given: call
+            ``optimizer.eval()`` before evaluation and saving, and ``optimizer.train()``
+            after.
 
     Raises:
         TypeError: ``model`` is no module, or an option that neither has.
@@ -103,11 +89,11 @@ def for_model(
     """
     of_groups = signature(param_groups).parameters
     for_groups: dict[str, Any] = {k: v for k, v in options.items() if k in of_groups}
-    whole: dict[str, Any] = {"correction": "transport", "max_norm": 1.0}
+    whole: dict[str, Any] = {"max_norm": 1.0}
     # groups that are added later take weight_decay, too; MARS checks gamma_1d
     of_groups_alone = of_groups.keys() - {"weight_decay", "gamma_1d"}
     whole |= {k: v for k, v in options.items() if k not in of_groups_alone}
-    if whole["correction"] == "transport":
+    if whole.get("correction") == "transport":
         whole = {"gamma": GAMMA} | whole
     rate: Any = lr
     source = ""
@@ -117,7 +103,6 @@ def for_model(
         whole = {"collectives": _collectives_of(model)} | whole
     groups = param_groups(model, mars_type, lr=rate, **for_groups)
     optimizer = MARS(groups, lr=rate, mars_type=mars_type, **whole)
-    optimizer.follow(model)
     log.info(
         "marsopt.for_model: %s", _chosen(optimizer, mars_type, whole, f"{rate}{source}")
     )
@@ -181,9 +166,16 @@ def _chosen(
     moved += [f"frozen {frozen}"] if frozen else []
     gamma = f", gamma={whole['gamma']}" if "gamma" in whole else ""
     corrections = [b.algorithm.correction for b in optimizer.describe().buckets]
-    name = next((c.name for c in corrections if c is not None), None)
+    used = next((c for c in corrections if c is not None), None)
+    name = None if used is None else used.name
+    modes = ""
+    if used is not None and used.is_ahead:
+        modes = (
+            "; call optimizer.eval() before evaluation and saving, and "
+            "optimizer.train() after"
+        )
     return (
         f"{mars_type}, correction={name!r}{gamma}, lr={lr}, "
         f"max_norm={whole['max_norm']}, collectives={whole['collectives']!r}; "
-        f"tensors by rule: {', '.join(moved)}"
+        f"tensors by rule: {', '.join(moved)}{modes}"
     )

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.functional.binding import owned_leaves
-from marsopt.functional.collectives import LOCAL, Collectives, Leaf, Owned
-from marsopt.functional.stacks import adjacent, repeated
+from marsopt.functional.collectives import LOCAL, Collectives, Leaf, Owned, OwnerBuffer
+from marsopt.functional.stacks import repeated
 from marsopt.functional.step_types import Decision, RuleGroup, Stack
 from marsopt.optim import buckets
 from marsopt.optim.buckets import BucketGroup, GroupSide, ParameterBucket
@@ -31,25 +31,41 @@ from marsopt.optim.state_dict import State, cut_keys
 from marsopt.rules import checks
 from marsopt.rules.dtypes import working
 
-WIDEST_LOAD = 16  # bytes: a GPU's, at multiples of as many
 PATTERNS = 64  # of missing gradients that are kept: a mixture of experts has no end
 
-Copies = tuple[list[Tensor], list[Tensor]]  # of what is to be copied: to, from
 FORM = attrgetter("shape", "dtype")
 
 
+class Copies:
+    """Small tensors that a step copies: one call for all of two dtypes."""
+
+    def __init__(self) -> None:
+        self._by_dtypes: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def add(self, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+        """Note down tensors of one dtype, and what each gets, of one dtype too."""
+        key = to[0].dtype, source[0].dtype
+        lists = self._by_dtypes.setdefault(key, ([], []))
+        lists[0].extend(to)
+        lists[1].extend(source)
+
+    def run(self) -> None:
+        """Copy all that was noted down."""
+        for lists in self._by_dtypes.values():
+            torch._foreach_copy_(*lists)
+
+
 class Layout:
-    """Made from groups and state, and made anew when ``fits`` says so. It writes
+    """Made from groups and state, and made again when ``fits`` says so. It writes
     nothing before ``bind``.
 
     Args:
         groups: the optimizer's param groups.
         state: the optimizer's state.
         options: what the optimizer was built with.
-        compile: whether the step is compiled.
         hyper: by the id of a group, its hyperparameters on the device, as layouts
             before this one have made them; what is missing is added.
-        before: the layout that this one replaces; what lies in its stacks stays there.
+        before: the layout that this one replaces.
 
     Raises:
         ValueError: parameters that cannot be moved, or state that is not theirs.
@@ -60,7 +76,6 @@ class Layout:
         groups: Sequence[dict[str, Any]],
         state: State,
         options: Mapping[str, Any],
-        compile: bool,
         hyper: dict[int, DeviceHyperparameters],
         before: Layout | None = None,
     ) -> None:
@@ -91,7 +106,7 @@ class Layout:
                     p, names[p], side.algorithm, coming, self.collectives
                 )
         self._together = [
-            (alike, *buckets.build(alike, names, coming, self.collectives, compile))
+            (alike, *buckets.build(alike, names, self.collectives))
             for alike in buckets.alike(sides)
         ]
         self.buckets = [b for *_, several in self._together for b in several]
@@ -107,31 +122,27 @@ class Layout:
         ]
         self.groups: list[BucketGroup] = []
         self.scratch: dict[tuple[int, str], tuple[Tensor, tuple[Tensor, ...]]] = {}
-        self._away: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._moved: list[Tensor] = []
+        self._results = Copies()  # of this step, out of stacks
         self._digest: str | None = None  # the groups' hyperparameters
         self._live: dict[tuple[bool, ...], Tensor] = {}
-        self.unaligned: str | None = None  # a gradient that no wide load can read
 
     @torch.no_grad()
-    def bind(self) -> bool:
-        """Give every bucket its stacks: parameters and state that can move become rows
-        of these, state that is missing is made. Return whether x restarts somewhere.
-        """
+    def bind(self) -> None:
+        """Give every bucket its state, and make what is missing of it."""
         state, before = self._state, self._before
         for p, recut in self._recut.items():
             state[p].update(recut)
-        known = {} if before is None else before.stacks
         self._before = None
         self.groups = [
-            buckets.join(sides, joined, several, state, known)
+            buckets.join(sides, joined, several, state)
             for sides, joined, several in self._together
         ]
         for group in self.groups:
             # there from the start, to be loaded into
             if group.hyper.algorithm.has_stages:
                 group.groups[0].setdefault(STAGE_COUNT, 0)
-        restarts = [buckets.attach(bucket, state, known) for bucket in self.buckets]
+        for bucket in self.buckets:
+            buckets.attach(bucket, state)
         ways: dict[Hashable, list[ParameterBucket]] = {}
         for bucket in self.buckets:
             algorithm = bucket.algorithm
@@ -144,7 +155,6 @@ class Layout:
             buckets.attach_owned(together, state, moved=before is not None)
         _drop_unstepped(state, self._every)
         self._signature = self._sign(self._groups)
-        return any(restarts)
 
     def _bound(self, sides: Sequence[GroupSide]) -> Collectives:
         """Return what carries the parameters of all groups: matrices of moving ones
@@ -183,25 +193,10 @@ class Layout:
         it is updated in pieces.
         """
         return [
-            (p, cut_keys(state.get(p, {}), group))
+            (p, cut_keys(state.get(p, {})))
             for group in self._groups
             for p in group["params"]
         ]
-
-    @property
-    def stacks(self) -> dict[int, Tensor]:
-        """Return all stacks of several parameters, and the coefficients by which x
-        follows, by address.
-        """
-        stacks = [group.hyper.behind for group in self.groups]
-        stacks += [
-            stack
-            for bucket in self.buckets
-            if len(bucket.params) > 1
-            for stack in (bucket.flat, *bucket.state.values())
-        ]
-        real = [s for s in stacks if s is not None and not is_fake(s)]
-        return {stack.data_ptr(): stack for stack in real}
 
     def owned_entries(self) -> list[tuple[Tensor, str, Owned, int]]:
         """Return (parameter, key in its state, what of its matrices has its owner here,
@@ -220,10 +215,13 @@ class Layout:
         """Replace all buffers at owners in ``state`` by those of all ranks: before
         others become owners. A collective.
         """
-        for p, key, owns, num in self.owned_entries():
-            if key in state.get(p, ()):
-                owned = state[p][key]
-                state[p][key] = self.collectives.publish(owned, p, num, owns)
+        present = [e for e in self.owned_entries() if e[1] in state.get(e[0], ())]
+        buffers = [
+            OwnerBuffer(state[p][key], p, num, owns) for p, key, owns, num in present
+        ]
+        published = self.collectives.publish_all(buffers)
+        for (p, key, *_), whole in zip(present, [*published], strict=True):
+            state[p][key] = whole
 
     # ---- whether it still holds ------------------------------------------------------
 
@@ -259,31 +257,26 @@ class Layout:
 
     def _sign(self, groups: Sequence[dict[str, Any]]) -> tuple[list[Any], ...]:
         """Return all that a layout depends on: which groups hold which parameters, by
-        which formulas they move, and where they and their state lie in which form.
+        which formulas they move, which tensors the state holds of them, and where all
+        of these lie.
         """
         params = [p for group in groups for p in group["params"]]
-        tensors = list(self.params)
-        for bucket in self.buckets:
-            tensors += bucket.state_tensors(self._state)
+        held = [x for b in self.buckets for x in b.state_tensors(self._state)]
+        tensors, whole = [*self.params, *held], list[int]()
         fake = bool(self.params) and is_fake(self.params[0])  # it has no address
-        places = list(map(id, tensors)) if fake else []
-        whole: list[int] = []
         if self.collectives is not LOCAL:
             # a rank whose piece is empty has to find out, too, that a parameter moved
             whole = [] if fake else list(map(Tensor.data_ptr, self.params))
             tensors = list(map(self.collectives.local, tensors))
-        pieces = tensors[: len(self.params)]
         return (
             [*map(id, groups), *map(id, params)],
             [len(group["params"]) for group in groups],
             [structure(group, self._options) for group in groups],
             [moves(p, self._state) for p in self._idle],
-            # stacks keep their memory: what is somebody else's lies elsewhere, but for
-            # a part of it
-            places or list(map(Tensor.data_ptr, tensors)) + whole,
-            list(map(Tensor.numel, tensors)),
-            list(map(FORM, pieces)),
-            list(map(Tensor.stride, pieces)),
+            list(map(id, held)),
+            # tensor.data = ... moves it
+            whole + list(map(id if fake else Tensor.data_ptr, tensors)),
+            list(map(FORM, tensors[: len(self.params)])),
         )
 
     def _check_gradients(self) -> None:
@@ -303,10 +296,8 @@ class Layout:
         """Return the arguments of the one step, with the groups' present
         hyperparameters; and which of its N parts have a gradient (N,), bool.
 
-        Copied are gradients of buckets of several parameters (autograd and FSDP leave
-        them apart), unless they lie in one buffer (``MARS.join_gradients``), and
-        parameters that could not move: FSDP's shards. A parameter without a gradient
-        gets zeros, so that the graph stays the same.
+        Small tensors that share a stack are copied into it. A parameter without a
+        gradient gets zeros, so that the graph stays the same.
 
         Raises:
             ValueError: a hyperparameter out of its range.
@@ -316,14 +307,12 @@ class Layout:
         changed = [hyper.refresh(group) for group, hyper in self._hyper]  # all
         if any(changed):
             self._digest = None
-        copies: Copies = ([], [])
-        self._away, self._moved = ([], []), []
+        copies, self._results = Copies(), Copies()
         number, rule_groups = 0, []
         live: list[bool] = []
         for group in self.groups:
-            rows, entries = group.apart
-            copies[0].extend(rows)
-            copies[1].extend(entries)
+            for rows, entries in group.numbers:
+                copies.add(rows, entries)
             stacks = []
             for bucket in group.buckets:
                 stacks.append(self._stack(number, bucket, copies, live))
@@ -336,8 +325,7 @@ class Layout:
                 assert isinstance(hyper.lr, Tensor)  # as the class has it
                 hyper = hyper._replace(unread_lr=hyper.lr)
             rule_groups.append(RuleGroup(hyper, stacks, first.get(STAGE_COUNT, 0)))
-        if copies[0]:
-            torch._foreach_copy_(*copies)
+        copies.run()
         return rule_groups, self._live_on(self.params[0].device, live)
 
     def digest(self) -> str:
@@ -352,50 +340,35 @@ class Layout:
     def _stack(
         self, number: int, bucket: ParameterBucket, copies: Copies, live: list[bool]
     ) -> Stack:
-        pieces, x = bucket.pieces, bucket.x
-        if bucket.flat is not None:
-            self._moved.extend(bucket.params)
-        if x is None:
-            x, rows = self._scratch_stack(number, "x", pieces, copies)
-            self._away[0].extend(pieces)
-            self._away[1].extend(rows)
-        g = self._gradients(number, bucket, pieces, copies, live)
-        scratch, _ = self.scratch.get((number, "g"), (None, ()))
-        spare = bucket.algorithm.makes_matrix and g is scratch
+        views = bucket.views
+        if bucket.is_copied:
+            views = {}
+            for symbol, tensors in {"parameter": bucket.pieces, **bucket.state}.items():
+                views[symbol] = self._copied(number, symbol, tensors, copies)
+                self._results.add(tensors, self.scratch[number, symbol][1])
         stack = Stack(
             bucket.algorithm,
-            x,
-            g,
-            bucket.state,
+            views["parameter"],
+            self._gradients(number, bucket, copies, live),
+            {symbol: views[symbol] for symbol in bucket.state},
             bucket.shape,
             bucket.rows,
             bucket.cuts,
-            spare=spare,
-            form=bucket.forms.get(spare),
+            form=bucket.form,
         )
-        if stack.form is None:
-            bucket.forms[spare] = flatten(stack, [])
+        if bucket.form is None:
+            bucket.form = flatten(stack, [])
         return stack
 
     def _gradients(
-        self,
-        number: int,
-        bucket: ParameterBucket,
-        pieces: list[Tensor],
-        copies: Copies,
-        live: list[bool],
+        self, number: int, bucket: ParameterBucket, copies: Copies, live: list[bool]
     ) -> Tensor:
-        local = bucket.collectives.local
+        local, pieces = bucket.collectives.local, bucket.pieces
         has = [p.grad is not None for p in bucket.params]
         live += repeated(has, bucket.num_clipped)
         grads = [local(p.grad, p) for p in bucket.params if p.grad is not None]
-        strides = pieces[0].stride()
-        if all(has) and all(g.stride() == strides for g in grads):
-            g = adjacent(grads)
-            if g is not None:
-                if g.is_cuda and g.storage_offset() * g.itemsize % WIDEST_LOAD:
-                    self.unaligned = bucket.labels[0]
-                return g
+        if grads and not bucket.is_copied:
+            return grads[0].unsqueeze(0)
         rest = iter(grads)
         dtype = reduce(torch.promote_types, (g.dtype for g in grads or pieces))
         zero = torch.zeros((), dtype=dtype, device=pieces[0].device)
@@ -403,33 +376,26 @@ class Layout:
             next(rest) if real else zero.expand_as(x)
             for x, real in zip(pieces, has, strict=True)
         ]
-        return self._scratch_stack(number, "g", like, copies, strides, dtype)[0]
+        return self._copied(number, "gradient", like, copies, dtype)
 
-    def _scratch_stack(
+    def _copied(
         self,
         number: int,
-        role: str,
-        leaves: Sequence[Tensor],
+        symbol: str,
+        tensors: Sequence[Tensor],
         copies: Copies,
-        strides: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return a scratch stack and its rows; the leaves are noted down to be copied
-        into them.
-        """
-        first, dtype = leaves[0], dtype or leaves[0].dtype
-        scratch, rows = self.scratch.get((number, role), (None, ()))
-        if scratch is None or scratch.dtype != dtype:
-            kwargs: dict[str, Any] = dict(dtype=dtype, device=first.device)
-            if strides is not None and len(leaves) == 1:
-                scratch = torch.empty_strided(first.shape, strides, **kwargs)[None]
-            else:
-                scratch = torch.empty(len(leaves), *first.shape, **kwargs)
-            rows = scratch.unbind()
-            self.scratch[number, role] = scratch, rows
-        copies[0].extend(rows)
-        copies[1].extend(leaves)
-        return scratch, rows
+    ) -> Tensor:
+        """Return a stack, into which tensors are noted down to be copied."""
+        first, dtype = tensors[0], dtype or tensors[0].dtype
+        stack, rows = self.scratch.get((number, symbol), (None, ()))
+        if stack is None or stack.dtype != dtype:
+            shape = len(tensors), *first.shape
+            stack = torch.empty(shape, dtype=dtype, device=first.device)
+            rows = stack.unbind()
+            self.scratch[number, symbol] = stack, rows
+        copies.add(rows, tensors)
+        return stack
 
     def _live_on(self, device: torch.device, live: list[bool]) -> Tensor:
         """Return ``live`` as a bool tensor (N,) on ``device``. A pattern is sent there
@@ -456,20 +422,15 @@ class Layout:
         return mask
 
     def scatter(self) -> None:
-        """Copy parameters that were copied in back to where they live, and let ranks
-        that hold the same parameters give each other what they have made of theirs.
+        """Copy small parameters and their state out of stacks, and let ranks that hold
+        the same parameters give each other what they have made of theirs.
 
-        The version of parameters that moved with their stack is counted up, so that
-        autograd finds out about a graph from before the step.
-
-        Scratch on a GPU goes back to the caching allocator, where the next forward pass
-        finds it; on a CPU fresh pages cost more than the copies.
+        Stacks on a GPU go back to the caching allocator: what a CUDA graph has captured
+        is then of its own pool.
         """
-        if self._away[0]:
-            torch._foreach_copy_(*self._away)
+        self._results.run()
         self.collectives.share(self.params)
-        torch.autograd.graph.increment_version(self._moved)
-        self._away, self._moved = ([], []), []
+        self._results = Copies()
         for key in [k for k, (s, _) in self.scratch.items() if s.device.type != "cpu"]:
             del self.scratch[key]
 
@@ -483,8 +444,8 @@ class Layout:
                 kept.append(group.hyper.behind)
                 new.append(behind)
         torch._foreach_copy_(kept, new)
-        for rows, entries in (group.apart for group in self.groups):
-            if rows:
+        for group in self.groups:
+            for rows, entries in group.numbers:
                 torch._foreach_copy_(entries, rows)
         skipped += decision.finite.logical_not()
         for group in self.groups:
@@ -511,18 +472,6 @@ class Layout:
         ]
         partial = torch.stack(squares)[:, None]
         return self.collectives.sum(partial, self.params).sum().sqrt()
-
-    def join_gradients(self) -> None:
-        """Move gradients of one shape into one buffer, where all are plain."""
-        for bucket in self.buckets:
-            grads = [p.grad for p in bucket.params if p.grad is not None]
-            whole = all(map(is_, bucket.pieces, bucket.params))
-            complete = len(grads) == len(bucket.params)
-            alike = len({g.dtype for g in grads}) == 1
-            if whole and complete and alike and adjacent(grads) is None:
-                rows = torch.stack(grads).unbind()
-                for p, row in zip(bucket.params, rows, strict=True):
-                    p.grad = row
 
     def blame(self, sums: Tensor) -> str:
         """Say whose gradient is not finite, from the complete sums of the step."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Unpack
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from marsopt.functional.collectives import LOCAL, Collectives
-from marsopt.functional.options import ClassOptions
 from marsopt.functional.routing import all_hyperparameters, check_taken
 from marsopt.functional.step import advance, assess
 from marsopt.optim.advice import unused_arguments
@@ -101,14 +100,13 @@ class MARS(LayoutOptimizer):
             ``marsopt.parallel.DataParallel(process_group)`` under DDP, where ranks
             share the work and the state.
         compile: None = compile where this machine can (logged once), True = required,
-            False = eager. Compiled, parameters of one shape move into one buffer at
-            construction (on a CPU small ones only; eagerly those of 4096 elements or
-            fewer, if 16 or more have one shape), unless others look into their storage:
-            capture CUDA graphs of the model after that.
+            False = eager. Parameters, gradients and state stay where they are. Those of
+            fewer than 65,536 elements are copied into one stack per shape in every
+            step, and out again.
         nonfinite: "skip" = a step whose gradient holds a NaN or infinity changes
             nothing and is counted in ``num_skipped``, without a host sync. "raise" = it
             also raises FloatingPointError (one sync a step).
-        options: any other argument of ``marsopt.mars``, whose help lists them:
+        options: any other argument of ``marsopt.mars``, whose docstring lists them:
             ``adjust_lr_fn``, ``block_rows``, ``ns_dtype`` and so on.
 
     Raises:
@@ -158,7 +156,7 @@ class MARS(LayoutOptimizer):
         collectives: Collectives = LOCAL,
         compile: bool | None = None,
         nonfinite: str = "skip",
-        **options: Unpack[ClassOptions],
+        **options: Any,
     ) -> None:
         checks.one_of(("skip", "raise"))("nonfinite", nonfinite)
         checks.none_or(checks.true_or_false)("compile", compile)
@@ -257,13 +255,6 @@ class MARS(LayoutOptimizer):
         self._protocol.before_step(self, layout.handles)
         with named_range("marsopt: gather"):
             groups, live = layout.gather()
-        if layout.unaligned is not None and self._compile:
-            self._say(
-                logging.WARNING,
-                f"the gradient of {layout.unaligned} begins inside a larger buffer, at "
-                "no multiple of 16 bytes: the GPU reads it in narrow loads. Where the "
-                "buffer is yours, begin every view at such a multiple",
-            )
         if isinstance(bound := self._options["max_norm"], Tensor):
             assert self._max_norm is not None
             self._max_norm.copy_(bound)
@@ -298,19 +289,6 @@ class MARS(LayoutOptimizer):
                 collectives.check_ranks_agree(digest)
             raise FloatingPointError(layout.blame(sums))
 
-    @torch.no_grad()
-    def join_gradients(self) -> None:
-        """Move the gradients that are there into one buffer per shape.
-
-        Where ``zero_grad(set_to_none=False)`` keeps them, backward passes add to them
-        there and ``step`` takes them without a copy. Call it before a CUDA graph
-        captures the backward pass, and before the steps that warm up for that: a rule
-        with Nesterov's momentum compiles again. Eager steps have no stacks: nothing
-        moves.
-        """
-        if self._compile:
-            self._present.join_gradients()
-
     @property
     def grad_norm(self) -> Tensor | None:
         """Global gradient norm of the last step before any clip, 0-D, float64 (float32
@@ -327,63 +305,24 @@ class MARS(LayoutOptimizer):
 
     def eval(self) -> None:
         """Transport: put the trained parameters x into the model, to evaluate or save
-        it, and the points ahead into the state. Contents are exchanged, bit for bit.
-        Other corrections: nothing.
+        it. Other corrections: nothing.
+
+        Parameters that are written in eval mode (loaded, averaged, clamped) are the new
+        x. A step in eval mode is an error.
         """
         self._ask("eval")
 
     def train(self) -> None:
-        """Transport: undo ``eval()`` before the next forward pass of training; what was
-        written into parameters meanwhile (not by ``p.data``) becomes x and y. Other
-        corrections: nothing.
+        """Transport: put the points ahead back into the model, before the next forward
+        pass of training. Other corrections: nothing.
         """
         self._ask("train")
-
-    def follow(self, model: nn.Module) -> None:
-        """Transport: let ``model.eval()``, ``model.train()`` and ``model.state_dict()``
-        do what ``eval()`` and ``train()`` do. Other corrections: nothing.
-
-        From the next call of ``model`` on, its mode decides: called in eval mode, it
-        holds the trained parameters x, in train mode the points ahead. State dicts, of
-        ``model``, of its modules, and of this optimizer, are those of eval mode in
-        either mode: the tensors are the parameters themselves, as always, until the
-        next forward pass in train mode, or ``step()``, takes the points ahead back, bit
-        for bit. (Not between a forward pass and its backward pass, which autograd
-        refuses.) Weights that ``model`` loads are the new x.
-
-        Follow the module that the loop calls, after FSDP2 has wrapped it; of
-        ``torch.compile(model, fullgraph=True)`` the compiled one. A CUDA graph replays
-        no hooks: call ``eval()`` and ``train()`` before it, and wherever parameters are
-        read without a call of ``model`` (by a part of it, or ``torch.save(model)``). A
-        model that is trained in eval mode cannot be followed. Copies and pickles of it
-        follow nobody. Of several models, a call of one moves all parameters.
-
-        Raises:
-            TypeError: ``model`` is no module.
-            ValueError: ``model`` holds none of the parameters.
-        """
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"got {type(model).__name__}, expected the model: pass the module "
-                "whose parameters this optimizer has"
-            )
-        params = {p for group in self.param_groups for p in group["params"]}
-        if params.isdisjoint(model.parameters()):
-            raise ValueError(
-                f"got a {type(model).__name__} with none of this optimizer's "
-                "parameters, expected the model that it trains: pass that, after FSDP2 "
-                "has exchanged its parameters"
-            )
-        if "follow" in self._protocol.answers:
-            self._followed.append(type(model).__name__)
-        self._ask("follow", model)
 
     def iterates(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter with what is trained, for averages and logs: with
         transport its x, of the same shape and dtype (a DTensor of a DTensor), wherever
         it lies now; else itself. Nothing is exchanged or copied: the tensors change
-        with the next step (or ``eval``, ``train``, state dict), and are only to be
-        read.
+        with the next step (or ``eval``, ``train``), and are only to be read.
         """
         find_iterate = self._ask("iterates")
         for group in self.param_groups:
@@ -392,12 +331,6 @@ class MARS(LayoutOptimizer):
                 if x is not None:
                     (x,) = self._present.collectives.whole([x], [p])
                 yield p, p.detach() if x is None else x
-
-    def expose_for_saving(self) -> None:
-        """Transport: as ``eval()``, for a state dict, until the next forward pass of a
-        model that is followed, or the next ``step()``. Other corrections: nothing.
-        """
-        self._ask("expose_for_saving")
 
     # ---- exact MARS: the authors' protocol -----------------------------------------
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import GRADIENTS, MOMENTUM
-from marsopt.rules.buffers import AHEAD, LOOKAHEAD
+from marsopt.rules.buffers import LOOKAHEAD
 from marsopt.rules.registry import CORRECTIONS, REGISTRY, STATE_KEYS
 
 log = logging.getLogger(__name__)
@@ -47,18 +47,13 @@ def entry_of_mars(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in entry.items() if _is_of_mars(key)}
 
 
-def cut_keys(entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> list[str]:
+def cut_keys(entry: Mapping[str, Tensor]) -> list[str]:
     """Return the keys of what ``optimizer.state[p]`` holds for MARS in pieces, where p
     is updated in pieces: not numbers of a step, nor what owners of whole matrices keep.
-
-    Args:
-        entry: what it holds.
-        group: of p: in train mode p itself is the point ahead.
     """
     preconditioners = {row.preconditioner for row in REGISTRY.values()}
     kept = [b for kind in preconditioners for b in kind.keeps.values()]
-    whole = {"step", LOOKAHEAD, *([AHEAD] if group.get(TRAIN_MODE, True) else [])}
-    whole |= {b.key for b in kept if b.home == "owner"}
+    whole = {"step", LOOKAHEAD, *(b.key for b in kept if b.home == "owner")}
     return sorted(entry_of_mars(entry).keys() - whole)
 
 
@@ -220,7 +215,6 @@ def to_restore(
             without.append(label)
             continue  # ``under_loaded`` has let it start anew
         entry = _under_present_names(present, entry)
-        present.pop(AHEAD, None)  # which the protocol of the correction takes over
         _check_form_of_x(points & set(entry), points & set(present), label)
         absent = set(present) - set(entry)
         is_of_another = (correction_keys & set(entry)) - set(present)  # correction
@@ -235,7 +229,8 @@ def to_restore(
                 "form of x (store_iterate); load it into one like that"
             )
         restarts |= anew
-        pairs += [(present[key], 0.0) for key in sorted(anew - restarting)]
+        zeroed = anew - (restarting - {LOOKAHEAD})
+        pairs += [(present[key], 0.0) for key in sorted(zeroed)]
         for key, tensor in present.items():
             if key in anew:
                 continue

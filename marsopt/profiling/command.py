@@ -43,10 +43,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     dtypes = ["float32", "bfloat16"]
-    apart = (
-        "apart: as autograd leaves them; joined: one buffer per shape "
-        "(MARS.join_gradients)"
-    )
     warm = "reuse compiled code on disk: faster, but the first call's time means little"
     log = "write torch's structured compile log, for tlparse"
     own = "a function without arguments that returns a module or {name: shape}"
@@ -65,7 +61,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     log_time = "take LogTime(DELTA) for every decay"
     add("--log-time", type=float, metavar="DELTA", help=log_time)
     add("--h-dtype", choices=dtypes, help="dtype of the previous gradient in the state")
-    add("--gradients", choices=["apart", "joined"], default="apart", help=apart)
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--steps", type=int, default=10, help="calls to time (default: %(default)s)")
     add("--warm", action="store_true", help=warm)
@@ -175,7 +170,7 @@ def check(args: argparse.Namespace) -> None:
             f"got {missing}, expected torch.compile to work: install it or unset that, "
             "since the profiler counts compiled graphs"
         )
-    # x, g, h, m, v, packed gradients, and what Newton-Schulz or a copy takes beside
+    # x, g, h, m, v, and what Newton-Schulz or a copy takes beside
     args.tensors, args.tables = tensors_of(args)
     needed = 28 * sum(map(math.prod, args.tensors.values()))
     free = free_memory(args.device)
@@ -238,7 +233,6 @@ def run(args: argparse.Namespace) -> None:
         num_steps=args.steps + 2,
         device=args.device,
         h_dtype=args.h_dtype and getattr(torch, args.h_dtype),
-        joined=args.gradients == "joined",
         correction=args.correction,
         log_time=args.log_time,
     )

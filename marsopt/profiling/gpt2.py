@@ -72,9 +72,8 @@ class Subject:
     """MARS of type ``rule`` with both clips over fresh ``tensors`` with gradients, and
     its next step.
 
-    Gradients lie apart, as autograd leaves them; ``joined``: in one buffer per shape
-    (``MARS.join_gradients``). ``num_steps`` is the length of the schedule. With
-    ``log_time`` all decays are ``LogTime`` of this delta. ``options`` are more of MARS.
+    ``num_steps`` is the length of the schedule. With ``log_time`` all decays are
+    ``LogTime`` of this delta. ``options`` are more of MARS.
     """
 
     def __init__(
@@ -85,7 +84,6 @@ class Subject:
         tables: Collection[str] = EMBEDDINGS,
         num_steps: int,
         device: str = "cpu",
-        joined: bool = False,
         log_time: float | None = None,
         **options: Any,
     ) -> None:
@@ -105,8 +103,6 @@ class Subject:
                 group |= self._decays(0.0) if beside else {}
                 group |= dict(betas=self._decays(0.0)["betas"])
         self.optimizer = MARS(groups, **options)
-        if joined:
-            self.optimizer.join_gradients()
         self.params = list(named.values())
         self.step, self.num_steps = 0, num_steps
 

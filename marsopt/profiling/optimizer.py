@@ -1,6 +1,6 @@
 """The report on a step of MARS: beside what any function gets, kernels per stack, bytes
-a parameter beside what no step can go below, packed gradients, and the products of
-whole matrices.
+a parameter beside what no step can go below, copies of small tensors, and the products
+of whole matrices.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from marsopt.functional.stacks import adjacent
+from marsopt.functional.collectives import LOCAL
 from marsopt.optim.buckets import ParameterBucket
+from marsopt.optim.portions import batch_dtype, takes_batches
 from marsopt.profiling import machine
 from marsopt.profiling.gpt2 import Subject
 from marsopt.profiling.profiler import profile
@@ -29,11 +30,11 @@ class Floor:
 
     norms: int  # g, and h where the gradient is corrected, read for their norms
     update: int  # everything, read once and written once
-    packed: int  # gradients copied into stacks before: read and written
+    copied: int  # small tensors copied into stacks and out again: read and written
 
     @property
     def num_bytes(self) -> int:
-        """Return those of the compiled graphs, which do not pack."""
+        """Return those of the compiled graphs, which do not copy."""
         return self.norms + self.update
 
 
@@ -49,33 +50,55 @@ def passes(
     algorithm: Algorithm, *, g: int, x: int, h: int, made: int, o: int, buffers: int
 ) -> tuple[int, int]:
     """Return the least bytes of the norms and of the update, from the bytes of what
-    they pass over; ``h`` is one operand of the correction, ``made`` what a matrix rule
-    makes for owners where that is no buffer, ``o`` what those made.
+    they pass over; ``h`` is one operand of the correction, ``made`` what ``update``
+    writes for owners of matrices, ``o`` what those made.
     """
     operands = len(algorithm.operands) * h
-    update = g + operands + 2 * buffers + len(algorithm.written) * h
+    update = g + operands + 2 * buffers + len(algorithm.written) * h + made
     # of a matrix rule the update leaves x; applying reads x and the factors, writes x
     update += 2 * x + (o if algorithm.matrix_only else 0)
     if algorithm.is_ahead and not algorithm.num_behind:
         update += x  # which is in the state; y is written
-    update += made if algorithm.makes_matrix else 0
     return g + operands, update
 
 
 def _floor(bucket: ParameterBucket) -> tuple[int, int, int]:
     """Return the bytes of one bucket, with the gradients that are there."""
-    algorithm, grads = bucket.algorithm, [p.grad for p in bucket.params]
-    g = sum(grad.nbytes for grad in grads)
+    algorithm, params, state = bucket.algorithm, bucket.params, bucket.state
+    g, x = (sum(t.nbytes for t in ts) for ts in ([p.grad for p in params], params))
+    sizes = {
+        symbol: sum(t.nbytes for t in tensors) for symbol, tensors in state.items()
+    }
     norms, update = passes(
         algorithm,
         g=g,
-        x=sum(p.nbytes for p in bucket.params),
-        h=max((bucket.state[s].nbytes for s in algorithm.operands), default=0),
-        made=sum(p.numel() * working_dtype(p).itemsize for p in bucket.params),
-        o=_factor_bytes(algorithm, bucket.params),
-        buffers=sum(bucket.state[s].nbytes for s in full_buffers(algorithm)),
+        x=x,
+        h=max((sizes[s] for s in algorithm.operands), default=0),
+        made=_matrix_bytes(bucket),
+        o=_factor_bytes(algorithm, params),
+        buffers=sum(sizes[s] for s in full_buffers(algorithm)),
     )
-    return norms, update, 0 if adjacent(grads) is not None else 2 * g
+    copied = copied_bytes(g, x + sum(sizes.values())) if bucket.is_copied else 0
+    return norms, update, copied
+
+
+def copied_bytes(g: int, written: int) -> int:
+    """Return the bytes of copies into stacks and out again, from those of gradients and
+    of what a step writes.
+    """
+    return 2 * g + 4 * written
+
+
+def _matrix_bytes(bucket: ParameterBucket) -> int:
+    """Return those of what ``update`` writes for Newton-Schulz: rows of a batch, or a
+    tensor of its own.
+    """
+    algorithm, first = bucket.algorithm, bucket.params[0]
+    num = sum(p.numel() for p in bucket.params)
+    device = first.device.type
+    if algorithm.matrix_only and bucket.collectives is LOCAL and takes_batches(device):
+        return num * batch_dtype(algorithm, first, device).itemsize
+    return num * working_dtype(first).itemsize if algorithm.makes_matrix else 0
 
 
 def _factor_bytes(algorithm: Algorithm, params: Sequence[Tensor]) -> int:
@@ -157,10 +180,10 @@ class OptimizerReport(Report):
 
     @property
     def allowed_seconds(self) -> float:
-        """Return what bytes (packing included) and products take at this machine's
+        """Return what bytes (copies included) and products take at this machine's
         rates.
         """
-        seconds = (self.num_bytes + self.floor.packed) / self.copy_bandwidth
+        seconds = (self.num_bytes + self.floor.copied) / self.copy_bandwidth
         return seconds + self.num_flops / self.matmul_rate
 
     def __str__(self) -> str:
@@ -182,7 +205,8 @@ class OptimizerReport(Report):
             f"{self.bytes_per_param:.2f} a parameter, floor "
             f"{least.num_bytes / n:.2f}: norms {least.norms / n:.2f}, update "
             f"{least.update / n:.2f} ({size(self.num_bytes)} moved a step)",
-            f"and {least.packed / n:.2f} a parameter to pack gradients into stacks",
+            f"and {least.copied / n:.2f} a parameter to copy small tensors into stacks "
+            "and out",
         ]
         if self.flagged_bytes:
             more = f"{self.flagged_bytes / n:.2f} a parameter read behind a mask"

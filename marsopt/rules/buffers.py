@@ -10,8 +10,8 @@ import torch
 from marsopt.rules.matrices import Matrices
 
 # Where x follows from the point ahead of it, the state has the numbers of the last step
-# in place of x; and that point, for as long as parameters are x.
-LOOKAHEAD, AHEAD = "lookahead", "ahead"
+# in place of x.
+LOOKAHEAD = "lookahead"
 
 Shape = Callable[[torch.Size, Matrices], torch.Size]
 

@@ -57,7 +57,7 @@ class LogTime(StepValue):
         (LogTime(10.0), True)
         >>> decay.at(torch.tensor([1.0, 10.0, 990.0]))
         tensor([0.0909, 0.5000, 0.9900])
-        >>> rule = marsopt.adamw(betas=(decay, decay), nesterov=0.2)
+        >>> rule = marsopt.rule("adamw", betas=(decay, decay), nesterov=0.2)
     """
 
     delta: float = 10.0

@@ -25,7 +25,7 @@ class Exact(Correction):
         ValueError: a field out of its range.
 
     Example:
-        >>> rule = marsopt.mars_adamw(correction="exact", clip=None)
+        >>> rule = marsopt.rule("mars-adamw", correction="exact", clip=None)
         >>> x = {"w": torch.ones(2)}
         >>> g, h = {"w": torch.full((2,), 3.0)}, {"w": torch.ones(2)}
         >>> _, state = rule.step(x, g, rule.init(x), lr=0.1, reference=h)

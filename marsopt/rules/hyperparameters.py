@@ -1,5 +1,5 @@
-"""The table of hyperparameters: the fields of the dataclasses that rules are made of.
-marsopt/functional/options.py has the types that editors read, and a sentence of each.
+"""The table of hyperparameters: the fields of the dataclasses that rules are made of,
+and what their docstrings say of each.
 
 A field made by ``number`` may change from step to step: compiled code reads it from a
 tensor. Any other field is structure, a Python value that formulas depend on.
@@ -7,7 +7,9 @@ tensor. Any other field is structure, a Python value that formulas depend on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -66,6 +68,7 @@ class Hyperparameter(NamedTuple):
     is_whole: bool
     beta: int | None
     is_pair: bool
+    text: str  # what the docstring of the dataclass says of it
 
     def plain(self, value: Any) -> Any:
         """Return a value of it as Python and torch write it (``checks.plain``)."""
@@ -135,7 +138,7 @@ def table(component: type) -> Table:
     """Return the hyperparameters of a dataclass, and of those that are its fields, by
     the name that users write.
     """
-    hints = get_type_hints(component)
+    hints, texts = get_type_hints(component), _texts(component)
     lines: dict[str, Hyperparameter] = {}
     for f in fields(component):
         if is_dataclass(f.default) and not isinstance(f.default, type):
@@ -151,8 +154,20 @@ def table(component: type) -> Table:
             f.metadata.get("whole", False),
             f.metadata.get("beta"),
             tuple in [get_origin(h) for h in (hint, *get_args(hint))],
+            texts.get(f.name, ""),
         )
     return lines
+
+
+def _texts(component: type) -> dict[str, str]:
+    """Return the entries under Args in the docstrings of a dataclass and its bases."""
+    texts: dict[str, str] = {}
+    for base in reversed(component.__mro__):
+        _, _, args = inspect.cleandoc(base.__doc__ or "").partition("\nArgs:\n")
+        for entry in re.split(r"^ {4}(?=\w)", args.partition("\n\n")[0], flags=re.M):
+            name, _, text = entry.partition(":")
+            texts[name] = " ".join(text.split())
+    return texts
 
 
 def arguments(component: type, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,7 +295,7 @@ def check_values(known: Table, values: Mapping[str, Any]) -> None:
             line.check(name, value)
 
 
-def check_names(names: Mapping[str, Any], known: Mapping[str, Any], what: str) -> None:
+def check_names(names: Mapping[str, Any], known: Collection[str], what: str) -> None:
     """Check that all ``names`` that are given to ``what`` are known.
 
     Raises:

@@ -155,7 +155,7 @@ class NewtonSchulz:
 
     Args:
         steps: number of iterations.
-        coefficients: a name in ``COEFFICIENTS``.
+        coefficients: "quintic" (Muon's and the authors'), "polar_express" or "taylor".
         dtype: working precision of the iteration. The input is normalized before it is
             cast. None = what the device does best: bfloat16; on a CPU without
             instructions for that, float32.
@@ -362,7 +362,7 @@ class NewtonSchulz:
                 for i in members:
                     out[i] = self._factors(matrices[i])
             else:
-                batch = torch.stack([matrices[i] for i in members])
+                batch = batched([matrices[i] for i in members])
                 for i, o in zip(members, self._factors(batch).unbind(), strict=True):
                     out[i] = o
         return out
@@ -406,6 +406,22 @@ class NewtonSchulz:
         """
         short, long = sorted((rows, cols))
         return 4 * long * short**2 + (8 * self.steps - 6) * short**3
+
+
+def batched(matrices: Sequence[Tensor]) -> Tensor:
+    """Return matrices of one shape as a batch (num, rows, cols): where they are the
+    rows of a batch, one after the other, a view of it; else a copy.
+    """
+    first = matrices[0]
+    if not _may_write(first) or not all(x.is_contiguous() for x in matrices):
+        return torch.stack(list(matrices))
+    storage, start = first.untyped_storage()._cdata, first.storage_offset()
+    places = [(x.untyped_storage()._cdata, x.storage_offset()) for x in matrices]
+    size = first.numel()
+    if places != [(storage, start + i * size) for i in range(len(matrices))]:
+        return torch.stack(list(matrices))
+    shape = len(matrices), *first.shape
+    return first.as_strided(shape, (size, *first.stride()), start)
 
 
 def _each(x: Tensor) -> tuple[Tensor, ...]:

@@ -277,8 +277,7 @@ class Average(Preconditioner):
     of g (quasi-hyperbolic momentum), so that neither h nor c has to be kept.
 
     Args:
-        momentum: mu, decay rate of m, a number or ``LogTime``; default 0.95, the
-            authors' betas[0].
+        momentum: mu, decay rate of m, a number or ``LogTime``: the authors' betas[0].
     """
 
     momentum: Decay = number(0.95, checks.decay_rate, beta=0)

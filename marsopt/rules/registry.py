@@ -4,6 +4,7 @@ are known by ``register`` alone, as components of somebody else's are.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from dataclasses import replace as with_fields
@@ -14,7 +15,7 @@ import torch
 from marsopt.rules import checks
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import GRADIENTS, MOMENTUM, Algorithm
-from marsopt.rules.buffers import AHEAD, LOOKAHEAD, like_x
+from marsopt.rules.buffers import LOOKAHEAD, like_x
 from marsopt.rules.correction import Approximate, Correction
 from marsopt.rules.exact import Exact
 from marsopt.rules.hyperparameters import Table, table
@@ -64,6 +65,9 @@ class NamedRule:
         'MARS-M, arXiv 2510.21800'
         >>> row.matrix_only, row.num_buffers("approximate")
         (True, 2)
+        >>> print(row)      # doctest: +ELLIPSIS
+        mars-m (MARS-M, arXiv 2510.21800), options of Orthogonal and of corrections:
+            weight_decay = 0.0: decoupled: x <- (1 - lr weight_decay) x - ...
     """
 
     name: str
@@ -85,6 +89,24 @@ class NamedRule:
             name: line._replace(default=self.defaults.get(name, line.default))
             for name, line in table(self.preconditioner).items()
         }
+
+    @property
+    def options(self) -> Table:
+        """What ``marsopt.rule`` takes for it: the fields of its parts."""
+        lines = {**self.table, **table(Matrices)}
+        for kind in CORRECTIONS.values() if self.is_mars else ():
+            lines |= {n: line for n, line in table(kind).items() if n not in lines}
+        return lines
+
+    def __str__(self) -> str:
+        """Return its options, with their defaults and what they do."""
+        parts = self.preconditioner.__name__
+        parts += " and of corrections" if self.is_mars else ""
+        lines = [f"{self.name} ({self.source}), options of {parts}:"]
+        for name, option in self.options.items():
+            line = f"    {name} = {option.default!r}: {option.text}"
+            lines.append(textwrap.fill(line, 88, subsequent_indent=8 * " "))
+        return "\n".join(lines)
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
@@ -262,7 +284,7 @@ REGISTRY: dict[str, NamedRule] = {}
 
 # The names of all that a component may keep in ``optimizer.state[p]``; all else there
 # is somebody else's.
-STATE_KEYS = {MOMENTUM, GRADIENTS, LOOKAHEAD, AHEAD}
+STATE_KEYS = {MOMENTUM, GRADIENTS, LOOKAHEAD}
 
 
 def canonical(name: str) -> str:
@@ -301,7 +323,7 @@ def register(
         ...     defaults=dict(momentum=0.99),
         ... )
         >>> marsopt.register(row)
-        >>> rule = marsopt.mars_lion_long()
+        >>> rule = marsopt.rule("mars-lion-long")
         >>> rule.matrix.preconditioner.momentum
         0.99
         >>> _ = marsopt.REGISTRY.pop("mars-lion-long")
@@ -352,8 +374,9 @@ for _component in (*RULES, Approximate, Exact, Transport):
 BUILT_IN = {type(None), *CORRECTIONS.values(), *(r.preconditioner for r in RULES)}
 
 
-def named(mars_type: str) -> NamedRule:
+def named(mars_type: str, argument: str = "mars_type") -> NamedRule:
     """Return the rule that ``mars_type`` names, in any spelling of ``canonical``.
+    Messages call it by the name of the caller's ``argument``.
 
     Raises:
         ValueError: there is none.
@@ -363,7 +386,7 @@ def named(mars_type: str) -> NamedRule:
         close = checks.closest(name, REGISTRY)
         meant = f"did you mean {close!r}?" if close else "choose one of these names"
         raise ValueError(
-            f"got mars_type={mars_type!r}, expected one of {tuple(REGISTRY)}: {meant}"
+            f"got {argument}={mars_type!r}, expected one of {tuple(REGISTRY)}: {meant}"
         )
     return REGISTRY[name]
 

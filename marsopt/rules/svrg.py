@@ -32,7 +32,7 @@ class SVRG(Correction):
         ValueError: a field out of its range.
 
     Example:
-        >>> rule = marsopt.mars_adamw(correction="svrg", gamma=1.0, clip=None)
+        >>> rule = marsopt.rule("mars-adamw", correction="svrg", gamma=1.0, clip=None)
         >>> x = {"w": torch.ones(2)}
         >>> mu, h = {"w": torch.full((2,), 2.0)}, {"w": torch.full((2,), 3.0)}
         >>> state = rule.anchor(x, mu, rule.init(x))

@@ -38,7 +38,7 @@ class Transport(Correction):
         ValueError: a field out of its range.
 
     Example:
-        >>> rule = marsopt.mars_adamw(correction="transport", gamma=0.1)
+        >>> rule = marsopt.rule("mars-adamw", correction="transport", gamma=0.1)
         >>> params = {"w": torch.ones(2)}
         >>> params, state = rule.step(params, params, rule.init(params), lr=0.1)
         >>> params["w"]                         # y = x + 1.9 (x - x_prev)

@@ -33,7 +33,7 @@ def test_what_is_measured_is_the_first_moment_of_the_library(form):
     case, num = Case(form, 0.1, 0.3), 8
     correction = "approximate" if form == "plain" else form
     options = dict(correction=correction, gamma=0.0 if form == "plain" else 0.3)
-    rule = marsopt.mars_adamw(betas=(0.9, 0.99), clip=None, **options)
+    rule = marsopt.rule("mars-adamw", betas=(0.9, 0.99), clip=None, **options)
     path = [np.linspace(-2, 3, num) + 0.1 * t * t for t in range(12)]
     gradients = [g for g, _ in zip(batches(0.5, num), path[1:], strict=False)]
     want = moments(case, path, gradients)

@@ -126,7 +126,6 @@ class OfHuggingFace:
 
     def load(self, saved):
         self.model = type(self.model).from_pretrained(saved)
-        return torch.load(saved / "optimizer.pt")
 
 
 class OfLightning:
@@ -148,9 +147,7 @@ class OfLightning:
         return LambdaLR(optimizer, lambda step: 1.0)
 
     def load(self, saved):
-        found = torch.load(saved)
-        self.whole.load_state_dict(found["state_dict"])
-        return found["optimizer_states"][0]
+        self.whole.load_state_dict(torch.load(saved)["state_dict"])
 
 
 class OfAccelerate(OfLightning):
@@ -165,7 +162,6 @@ class OfAccelerate(OfLightning):
     def load(self, saved):
         load_file = pytest.importorskip("safetensors.torch").load_file
         self.model.load_state_dict(load_file(saved / "model.safetensors"))
-        return torch.load(saved / "optimizer.bin")
 
 
 TRAINERS = {
@@ -195,7 +191,7 @@ def trained_plainly(kind, example) -> float:
 @pytest.mark.parametrize("command", [*TRAINERS, "hf_trainer --object"])
 def test_foreign_trainers_do_what_the_plain_loop_does(command, tmp_path, played):
     """And save and resume it: the last checkpoint holds the model that was evaluated,
-    which is x, and a run that goes on from the checkpoint before repeats the rest.
+    and a run that goes on from the checkpoint before repeats the rest.
     """
     name, *options = command.split()
     kind = TRAINERS[name]
@@ -207,11 +203,10 @@ def test_foreign_trainers_do_what_the_plain_loop_does(command, tmp_path, played)
     assert trained_plainly(kind, example) == pytest.approx(held_out, abs=1e-5)
 
     checkpoint = kind(example)
-    state = checkpoint.load(saved)
+    checkpoint.load(saved)
     with torch.no_grad():
         loss = checkpoint.loss(checkpoint.held_out)
     assert float(loss) == pytest.approx(held_out, abs=1e-6)
-    assert not any(group["train_mode"] for group in state["param_groups"])
 
     shutil.rmtree(saved) if saved.is_dir() else saved.unlink()
     rest, again = read(played(name, tmp_path, *options))

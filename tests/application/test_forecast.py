@@ -194,10 +194,11 @@ def test_equal_shares_are_recorded_once_and_the_fullest_is_among_them():
 
 @pytest.mark.parametrize("rule", ["muon", "mars-adamw-exact"])
 def test_a_compiled_step_holds_what_is_predicted(rule, monkeypatch):
-    """The allocator's count, over stacks as on a GPU. In float32: bf16 products of a
+    """The allocator's count, with batches as on a GPU. In float32: bf16 products of a
     CPU pack operands, for each thread, which no GPU does.
     """
-    forced(monkeypatch, "stacks")
+    forced(monkeypatch, "leaves")
+    as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(newton_schulz, "LARGE", sys.maxsize)  # batches, as on a GPU
     params = {n: nn.Parameter(x) for n, x in drawn(0).items()}
     optimizer = build(params, rule, compile=True, ns_dtype=torch.float32)
@@ -205,12 +206,12 @@ def test_a_compiled_step_holds_what_is_predicted(rule, monkeypatch):
         for p, g in zip(params.values(), drawn(1 + n).values(), strict=True):
             p.grad = g
         if n == 2:
-            optimizer.describe().scratch.clear()  # as after a step on a GPU
             found = traced(lambda: step(optimizer), "cpu").peak_bytes
         else:
             step(optimizer)
     job = job_of(rule, ns_dtype=torch.float32)
-    assert found == CLOSE(forecast(job, 1).memory.step, rel=REL)
+    small = 2**14  # numbers of each tensor
+    assert found == CLOSE(forecast(job, 1).memory.step, rel=REL, abs=small)
 
 
 # ---- two ranks -----------------------------------------------------------------------
@@ -251,7 +252,7 @@ def two_ranks(rank, world, rules):
 
     for rule in rules:
         with pytest.MonkeyPatch.context() as patch:
-            as_on_a_gpu(patch)
+            forced(patch, "leaves")
             params = {n: nn.Parameter(cut(x)) for n, x in drawn(0).items()}
             collectives = MeshCollectives(mesh)
             options = dict(compile=False, ns_dtype=torch.float32)
@@ -282,7 +283,8 @@ def two_ranks(rank, world, rules):
 
 
 @pytest.mark.processes
-def test_two_ranks_keep_send_and_hold_what_is_predicted():
+def test_two_ranks_keep_send_and_hold_what_is_predicted(monkeypatch):
+    forced(monkeypatch, "leaves")
     rules = ["adamw", "muon", "mars-adamw-exact", "mars-m-transport", "mars-normuon"]
     ranks = spawn(two_ranks, 2, rules)
     for i, rule in enumerate(rules):
@@ -296,17 +298,15 @@ def test_two_ranks_keep_send_and_hold_what_is_predicted():
                 assert kinds.count(kind) == num, (rule, kind)
         sent = [sum(size for _, size in mine) for mine in calls]
         assert sum(sent) / 2 == CLOSE(expected.sent_bytes, rel=1e-9), rule
-        # what is copied into stacks is there before, and what is made for the owners,
-        # which takes the place of a copy where there is one
+        # what is made for the owners is there before
         before = sum(
-            4 * len(a.names) * a.local(0, 2).numel()
-            * (a.num_packed(2) or a.algorithm.makes_matrix)
+            4 * len(a.names) * a.local(0, 2).numel() * a.algorithm.makes_matrix
             for a in job.alike
-        )  # fmt: skip
+        )
         if any(peaks):
             assert max(peaks) == CLOSE(expected.memory.step - before, rel=REL), rule
         else:
-            assert expected.memory.step == CLOSE(before, rel=REL), rule
+            assert expected.memory.step == CLOSE(before, rel=REL, abs=2**12), rule
 
 
 # ---- passes and products -------------------------------------------------------------
@@ -316,7 +316,7 @@ def test_two_ranks_keep_send_and_hold_what_is_predicted():
 @pytest.mark.parametrize("rule", [r for r in RULES if not r.endswith("exact")])
 def test_bytes_moved_are_those_of_the_profiler(rule, options, monkeypatch):
     """Its floor is inductor's count to 0.2% (test_profile.py)."""
-    forced(monkeypatch, "stacks")
+    as_on_a_gpu(monkeypatch)
     params = {n: nn.Parameter(x) for n, x in drawn(0).items()}
     # what a GPU iterates in, whatever this CPU would
     optimizer = build(params, rule, compile=True, ns_dtype=torch.bfloat16, **options)
@@ -324,7 +324,7 @@ def test_bytes_moved_are_those_of_the_profiler(rule, options, monkeypatch):
         p.grad = torch.zeros_like(p)
     floor = floor_of(optimizer.describe().buckets)
     found = forecast(job_of(rule, **options), 1)
-    assert found.moved_bytes == floor.num_bytes + floor.packed
+    assert found.moved_bytes == floor.num_bytes + floor.copied
 
 
 @pytest.mark.parametrize("model", ["gpt2-small", "gpt2-xl", "llama-3b", "llama-13b"])

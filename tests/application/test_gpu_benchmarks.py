@@ -80,7 +80,7 @@ def test_tables_take_what_commands_wrote(tmp_path):
     shape = dict(count=36, rows=1280, cols=1280, seconds=spread, rate=6e14,
                  products_rate=7e14)  # fmt: skip
     ns = dict(model="gpt2-large", matmul_rate=8e14, rows=[shape])
-    profile = dict(floor=dict(norms=1e12, update=24e12, packed=2e12), seconds=10.0,
+    profile = dict(floor=dict(norms=1e12, update=24e12, copied=2e12), seconds=10.0,
                    copy_bandwidth=3e12, num_flops=0, matmul_rate=8e14, peak_bytes=0,
                    num_stack_kernels=14, num_launches=20, recompiles=[],
                    bytes_per_param=36.0, host_seconds=1.0)  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,11 +47,29 @@ def test_plans_are_deterministic_and_complete():
     first, second = plan(LARGE, 7, NS), plan(LARGE, 7, NS)
     assert first == second
     assert set(first.owners) == set(range(7))
-    assert first.num_buckets == 2
-    assert set(first.buckets) == {0, 1}
+    assert set(first.buckets) == set(range(first.num_buckets))
     assert first.owned == list(range(len(LARGE)))
     assert plan(LARGE, 7, NS, strategy="replicate").owned == []
     assert plan(LARGE, 1, NS).owned == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "most", "buckets"),
+    [(7, None, 7), (8, None, 6), (36, None, 2), (64, None, 2), (8, 2, 2), (8, 1, 1)],
+)
+def test_a_bucket_is_of_32_mb_and_of_two_matrices_of_each_owner(ranks, most, buckets):
+    """Of GPT-2 large a rank sends 1.4 GB over the number of ranks."""
+    assert plan(LARGE, ranks, NS, max_buckets=most).num_buckets == buckets
+    few = LARGE[:8]
+    assert plan(few, 2, NS).num_buckets == 2  # below 64 MB, too, so that they overlap
+
+
+def test_a_thousand_shapes_on_a_thousand_ranks_are_planned_in_a_second():
+    shapes = [Matrix(128 + i, 8192 - 7 * i, 0) for i in range(1000)]
+    start = time.process_time()
+    plan(shapes, 1024, NS)
+    plan(shapes, 128, NS, replicas=8)
+    assert time.process_time() - start < 1
 
 
 def test_replicas_share_the_work():

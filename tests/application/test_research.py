@@ -10,6 +10,7 @@ import math
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,15 @@ import configs
 import marsopt
 from marsopt.rules import newton_schulz
 from marsopt.rules.preconditioner import Average
-from research import contenders, correlations, decide, log_time, studies, track3
+from research import (
+    captured,
+    contenders,
+    correlations,
+    decide,
+    log_time,
+    studies,
+    track3,
+)
 from research.compare import __main__ as compare
 from research.compare import images
 from research.compare.neighbours import (
@@ -35,12 +44,13 @@ from research.compare.neighbours import (
     lookahead,
 )
 from research.compare.optimizers import build, value_of
-from research.compare.plain import Setting, train
+from research.compare.plain import Setting, Training, train
 from research.compare.results import entries, rows
 from research.compare.search import Axis, search
 from research.compare.store import Store, final
 from research.compare.study import Method, Run, Study, changed, named
 from research.svrg import __main__ as svrg
+from tests.tape import Tape
 from train import prepare
 from train.engine.launch import parse
 from train.engine.titan_optim import MarsOptimizers
@@ -569,3 +579,115 @@ def test_correlations_need_a_study_of_the_plain_loop(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["correlations", "small", "Adam"])
     with pytest.raises(UserError, match="and one of its methods .NAdamW; transport"):
         correlations.main()
+
+
+# ---- a step as one graph -------------------------------------------------------------
+
+
+@pytest.fixture
+def graphed(setting):
+    """Runs of the test's setting, by contender and seed."""
+    texts = captured.texts(setting)
+
+    def made(title, seed=0):
+        recipe = captured.CONTENDERS[title].recipe | {"lr": 0.01}
+        return captured.Captured(setting, recipe, seed, texts)
+
+    return made
+
+
+@pytest.mark.parametrize("title", ["Moonlight, log time", "NAdamW"])
+def test_steps_are_those_of_the_plain_loop(title, setting, graphed, monkeypatch):
+    recipe = captured.CONTENDERS[title].recipe | {"lr": 0.01}
+    plain, text = Training(setting, recipe, 0, setting.texts()), captured.texts(setting)
+    places = len(text[0]) - setting.seq_len
+    begins = iter(captured.starts(0, setting.steps, setting.batch, places))
+    plain.task.batches = SimpleNamespace(
+        next=lambda: captured.windows(text[0], next(begins), setting.seq_len)
+    )
+    monkeypatch.setattr(plain, "_ahead", plain.task.batches.next())
+    run, losses = graphed(title), []
+    for _ in range(setting.steps - 1):
+        losses.append(plain.gradient())
+        plain.update()
+        run.advance()
+    torch.testing.assert_close(run.losses[:-1], torch.stack(losses))
+    for ours, other in zip(
+        run.model.parameters(), plain.task.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours, other)
+
+
+@pytest.mark.parametrize("title", captured.CONTENDERS)
+def test_a_replay_is_the_next_step(title, graphed, setting):
+    """Also after a validation, which transport takes at other weights."""
+    eager, replayed = graphed(title), graphed(title)
+    for run in eager, replayed:
+        for _ in range(3):
+            run.advance()
+    with Tape() as tape:
+        replayed.step()
+    eager.advance()
+    for step in range(4, setting.steps):
+        assert eager.validate() == replayed.validate()
+        eager.advance()
+        tape.replay()
+        assert eager.losses[step] == replayed.losses[step] != 0
+    assert eager.validate() == replayed.validate()
+
+
+def test_contenders_of_a_seed_see_the_same_windows(graphed):
+    first = [graphed(title) for title in captured.CONTENDERS] + [graphed("NAdamW", 1)]
+    for run in first:
+        run.advance()
+    *losses, other = (run.losses[0].item() for run in first)
+    assert len(set(losses)) == 1 and other != losses[0]
+
+
+def test_a_later_call_runs_what_is_left(data, tmp_path, monkeypatch, capsys):
+    chosen = {title: captured.CONTENDERS[title] for title in ("Moonlight", "NAdamW")}
+    monkeypatch.setattr(captured, "CONTENDERS", chosen)
+    words = ["--data", str(data), "--out", str(tmp_path), "--miniature", "--only", "B"]
+
+    def call(*more):
+        captured.main([*words, *more])
+        return capsys.readouterr().out
+
+    assert "no time for" in call("--minutes", "0")
+    assert not (tmp_path / "runs.jsonl").exists()
+    assert call().count("tokens/s") == 4 + 1  # runs, and the head of the table
+    store = (tmp_path / "runs.jsonl").read_bytes()
+    lines = store.splitlines(keepends=True)
+    runs = [json.loads(line)["run"] for line in lines]
+    assert [(r["contender"], r["seed"]) for r in runs] == [
+        ("Moonlight", 0), ("NAdamW", 0), ("Moonlight", 1), ("NAdamW", 1)
+    ]  # fmt: skip
+    assert call().count("tokens/s") == 1
+    (tmp_path / "runs.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:20])
+    assert call().count("tokens/s") == 2
+    again = captured.stored(tmp_path)
+    assert [line["run"] for line in again] == runs
+    assert again[3]["curve"] == json.loads(lines[3])["curve"]
+
+
+def test_without_a_gpu_the_full_size_is_refused(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="got no GPU"):
+        captured.main(["--data", str(data), "--out", str(tmp_path)])
+
+
+def test_the_full_size_is_that_of_the_10_6m_study():
+    """But for the vocabulary, and what fits one pass."""
+    full = {p.horizon: p.setting for p in captured.plan("nowhere")}
+    study = studies.ten_million().setting
+    own = ("data", "vocab_size", "micro_batch", "held_out", "points")
+    assert {
+        k for k, v in asdict(full["A"]).items() if asdict(study)[k] != v
+    } == {*own}  # fmt: skip
+    tokens = {h: s.steps * s.batch * s.seq_len for h, s in full.items()}
+    assert tokens["B"] == tokens["C"] == 16 * tokens["A"] == 209_715_200
+    for setting in full.values():
+        assert setting.per_pass * setting.seq_len <= captured.PASS_TOKENS
+        assert setting.batch % setting.per_pass == 0
+    first = [p.title for p in captured.plan("nowhere")][:5]
+    assert first == list(captured.CONTENDERS)

@@ -65,12 +65,12 @@ def test_muon_and_moonlight(shape, scale):
     In Frobenius norm; bf16 alone is 1e-2 off the polynomial at this size, and more
     for smaller matrices.
     """
-    make = {"original": marsopt.muon, "match_rms_adamw": marsopt.moonlight}[scale]
+    name = {"original": "muon", "match_rms_adamw": "moonlight"}[scale]
     x, lr = 0.02 * torch.randn(shape), 0.01
     p = nn.Parameter(x.clone())
     theirs = torch.optim.Muon([p], lr=lr, weight_decay=0.0, adjust_lr_fn=scale)
     ours = {
-        dtype: make(weight_decay=0.0, ns_dtype=dtype)
+        dtype: marsopt.rule(name, weight_decay=0.0, ns_dtype=dtype)
         for dtype in (torch.bfloat16, torch.float32)
     }
     moving = {dtype: ([x], rule.init([x])) for dtype, rule in ours.items()}

@@ -43,7 +43,7 @@ def test_channels_last_changes_nothing(correction, mars_type, mode, monkeypatch)
 
 
 def test_a_step_over_channels_last_compiles_into_one_graph():
-    rule = marsopt.mars_normuon(ns_dtype=torch.float64, ns_steps=1, **FLATTENED)
+    rule = marsopt.rule("mars-normuon", ns_dtype=torch.float64, ns_steps=1, **FLATTENED)
     lr, found = torch.tensor(0.1, dtype=torch.float64), []
     for form in (torch.contiguous_format, torch.channels_last):
         params = [p.detach() for p in kernels(form)[:1]]
@@ -108,7 +108,7 @@ def test_moments_of_rows_start_anew_where_rows_are_others():
 
 
 def test_a_flat_group_takes_every_kernel_apart():
-    rule = marsopt.muon(ns_dtype=torch.float64, **FLATTENED)
+    rule = marsopt.rule("muon", ns_dtype=torch.float64, **FLATTENED)
     params = {f"{i}": p.detach() for i, p in enumerate(kernels())}
     grads = {n: p.cos() for n, p in params.items()}
     want, _ = rule.step(params, grads, rule.init(params), lr=0.1)
@@ -134,7 +134,7 @@ def test_shapes_of_kernels():
     ],
 )
 def test_what_is_no_such_matrix_is_refused(shape, more, message):
-    rule = marsopt.muon(**FLATTENED, **more)
+    rule = marsopt.rule("muon", **FLATTENED, **more)
     with pytest.raises(ValueError, match=message):
         rule.init({"w": torch.zeros(shape)})
 

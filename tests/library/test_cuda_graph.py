@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from examples import cuda_graph as example
+from marsopt import MARS
 from tests.stacking import copies
 from tests.tape import Tape
 
@@ -135,6 +136,31 @@ def test_schedulers_of_torch_write_into_a_tensor():
             optimizer.scheduler.step()
 
     assert same(schedule=by_torch)
+
+
+def test_groups_of_one_rule_have_rates_of_their_own():
+    """The step looks whether each tensor's rate is finite."""
+
+    def train(start):
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(16, 8, bias=False), torch.nn.Linear(8, 4)
+        model, batch = torch.nn.Sequential(*layers), draw(0)
+        pairs = [([p], torch.tensor(1e-2)) for p in model.parameters()]
+        groups = [dict(params=params, lr=lr) for params, lr in pairs]
+        optimizer = MARS(groups, mars_type="adamw", compile=False)
+        graph = None
+        for step in range(6):
+            for i, (_, lr) in enumerate(pairs):
+                lr.fill_(1e-2 * (i + 1) / (step + 1))
+            if step == 3:
+                graph = start(model, optimizer, batch)
+                if start is taped:
+                    continue
+            graph.replay() if graph else example.training_step(model, optimizer, batch)
+        assert not optimizer.num_skipped
+        return copies(model.parameters())
+
+    assert all(map(torch.equal, train(eager), train(taped)))
 
 
 def by_numbers(optimizer, step):

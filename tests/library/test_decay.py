@@ -92,8 +92,8 @@ def test_debiasing_is_right_to_ten_million_steps(dtype, bound):
 @pytest.mark.parametrize("w", [False, 0.2])
 def test_a_constant_gradient_is_its_own_debiased_average(w):
     """So that AdamW's step is lr at every t."""
-    rule = marsopt.adamw(
-        betas=(LogTime(10), LogTime(10)), nesterov=w, weight_decay=0.0, eps=0.0
+    rule = marsopt.rule(
+        "adamw", betas=(LogTime(10), LogTime(10)), nesterov=w, weight_decay=0.0, eps=0.0
     )
     params = {"w": torch.zeros(3, dtype=torch.float64)}
     grads, state = {"w": torch.tensor([1e-3, 1.0, -7.0]).double()}, rule.init(params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch.func import functional_call, grad
 
 import marsopt
 from marsopt import MARS, REGISTRY, FlatGroup
-from marsopt.functional.stacks import adjacent, stacked
+from marsopt.optim import portions
+from tests.stacking import as_on_a_gpu
 from tests.table import ROWS
 
 SHAPES = {
@@ -85,21 +87,6 @@ def test_pack_refuses_what_no_stack_can_hold():
         FlatGroup.pack([torch.zeros(2, dtype=torch.int64)])
 
 
-def test_adjacent_sees_rows_and_only_rows():
-    base = torch.arange(24.0).view(4, 2, 3)
-    assert torch.equal(adjacent(base.unbind()), base)
-    assert adjacent(base.unbind()).data_ptr() == base.data_ptr()
-    assert torch.equal(adjacent(base[1:3].unbind()), base[1:3])
-    for rows in (
-        [base[0], base[2]],
-        [base[1], base[0]],
-        [base[0], torch.zeros(2, 3)],
-        list(base.mT.unbind()),
-    ):
-        assert adjacent(rows) is None
-        assert torch.equal(stacked(rows), torch.stack(rows))
-
-
 # ---- rules on stacks --------------------------------------------------------------
 
 
@@ -147,7 +134,7 @@ def test_the_routing_sees_leaves_in_stacks(mars_type):
 
 
 def test_exact_mode_takes_a_flat_reference():
-    rule = marsopt.mars_adamw(is_approx=False)
+    rule = marsopt.rule("mars-adamw", is_approx=False)
     x, g, h = (tensors(SHAPES, i) for i in range(3))
     one, _ = rule.step(x, g, rule.init(x), lr=LR, reference=h)
     flat = FlatGroup.pack(x)
@@ -205,7 +192,9 @@ def pair(**kw):
     """The same optimizer over leaves and over stacks; run both with ``walk``."""
     kw = dict(lr=LR, max_norm=0.7, ns_dtype=torch.float32) | kw
     a, b = parameters(), parameters()
-    return (MARS(a, compile=False, **kw), a), (MARS(b, compile=True, **kw), b)
+    with mock.patch.object(portions, "SMALL", 0):
+        leaves = MARS(a, compile=False, **kw)
+    return (leaves, a), (MARS(b, compile=True, **kw), b)
 
 
 def walk(optimizer, params, seeds, missing=()):
@@ -238,7 +227,7 @@ def test_stacks_are_leaves_to_the_class(mars_type, missing):
 @pytest.mark.parametrize("missing", [(), (2,)], ids=str)
 def test_calls_are_leaves_to_the_class(mars_type, missing, monkeypatch):
     """Large leaves on a CPU: those of a kind make calls of up to four."""
-    monkeypatch.setattr(marsopt.optim.compiled, "SMALL", 0)
+    monkeypatch.setattr(portions, "SMALL", 0)
     one, two = pair(mars_type=mars_type)
     for each in (one, two):
         walk(*each, range(2))
@@ -247,11 +236,11 @@ def test_calls_are_leaves_to_the_class(mars_type, missing, monkeypatch):
     sizes = [len(call) for call in two[0].describe().calls]
     # a, b, c: three of a kind; scale, bias: two; tall
     assert sorted(sizes) == [1, 2, 3]
-    assert all(bucket.flat is None for bucket in two[0].describe().buckets)
+    assert not any(bucket.is_copied for bucket in two[0].describe().buckets)
 
 
 def test_calls_take_kinds_that_are_as_frequent_together(monkeypatch):
-    monkeypatch.setattr(marsopt.optim.compiled, "SMALL", 4)
+    monkeypatch.setattr(portions, "SMALL", 5)
     shapes = {
         f"{kind}{i}": s for i in range(3) for kind, s in (("a", (3, 2)), ("b", (2, 4)))
     }
@@ -288,25 +277,88 @@ def test_compiled_stacks_are_the_eager_leaves():
     equal(one, two)
 
 
-# ---- where parameters live --------------------------------------------------------
+# ---- where tensors live -----------------------------------------------------------
 
 
-def bucket_of(optimizer, p):
-    buckets = optimizer.describe().buckets
-    return next(b for b in buckets if any(q is p for q in b.params))
+def addresses(optimizer, params):
+    """Where parameters, gradients and state lie."""
+    held = [
+        x
+        for p in params
+        for x in (p, p.grad, *optimizer.state[p].values())
+        if x is not None
+    ]
+    return [(x.data_ptr(), x.untyped_storage().data_ptr()) for x in held]
 
 
-def test_parameters_of_one_shape_move_into_a_stack():
-    _, (optimizer, params) = pair()
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "moonlight", "soap"])
+@pytest.mark.parametrize("small", [0, 2**16], ids=["leaves", "stacks"])
+def test_nothing_moves(mars_type, small, monkeypatch):
+    """Over construction, steps, a group that is added, and a load."""
+    monkeypatch.setattr(portions, "SMALL", small)
+    params = parameters()
+    before = [(p.data_ptr(), p.untyped_storage().data_ptr()) for p in params]
+    optimizer = MARS(params, lr=LR, mars_type=mars_type, compile=True)
+    assert before == [(p.data_ptr(), p.untyped_storage().data_ptr()) for p in params]
     walk(optimizer, params, [0])
-    flat = bucket_of(optimizer, params[0]).flat
-    assert torch.equal(flat, torch.stack([params[0], params[2], params[4]]).detach())
-    assert params[2].data_ptr() == flat[1].data_ptr()
+    before = addresses(optimizer, params)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.step()
+    assert addresses(optimizer, params) == before
+
+
+@pytest.mark.parametrize("kind", ["approximate", "transport"])
+def test_state_has_storages_of_its_own(kind):
+    optimizer, params = pair(correction=kind)[1]
+    walk(optimizer, params, [0])
+    held = [x for p in params for x in (p, *optimizer.state[p].values())]
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in held)
+    assert len({x.data_ptr() for x in held if x.numel()}) == sum(
+        x.numel() > 0 for x in held
+    )
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "moonlight"])
+def test_small_tensors_are_moved_as_large_ones(mars_type, monkeypatch):
+    """Bit for bit, compiled."""
+    found = []
+    for small in (0, 2**16):
+        monkeypatch.setattr(portions, "SMALL", small)
+        params = parameters()
+        optimizer = MARS(params, lr=LR, mars_type=mars_type, compile=True)
+        for seed in range(3):
+            fill(params, seed)
+            optimizer.step()
+        found.append((params, optimizer.state_dict()["state"]))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "mars_type", ["muon", "moonlight", "mars-normuon", "soap-muon"]
+)
+@pytest.mark.parametrize("small", [0, 2**16], ids=["leaves", "stacks"])
+def test_matrices_are_rows_of_one_batch(mars_type, small, monkeypatch):
+    """As on a GPU: the numbers are those without batches."""
+    monkeypatch.setattr(portions, "SMALL", small)
+    found = []
+    for is_gpu in (False, True):
+        with monkeypatch.context() as patch:
+            if is_gpu:
+                as_on_a_gpu(patch)
+            params = parameters()
+            optimizer = MARS(
+                params, lr=LR, mars_type=mars_type, compile=True, ns_dtype=torch.float32
+            )
+            walk(optimizer, params, range(3))
+        found.append((params, optimizer.state_dict()["state"]))
+    torch.testing.assert_close(*found, **CLOSE)
 
 
 @pytest.mark.parametrize("how", ["view", "shared", "slice"])
-def test_parameters_that_others_look_into_stay(how):
-    """... and are stepped all the same; whoever looks sees the steps."""
+def test_whoever_looks_into_a_parameter_sees_steps(how):
     one, params = pair()[0], parameters()
     if how == "view":
         other = params[2].data
@@ -319,7 +371,6 @@ def test_parameters_that_others_look_into_stay(how):
     for each in (one, (optimizer, params)):
         walk(*each, range(3))
     equal(one, (optimizer, params))
-    assert bucket_of(optimizer, params[0]).flat is None
     assert torch.equal(other[:6], params[2].detach())
 
 
@@ -333,7 +384,6 @@ def test_a_parameter_that_is_given_other_storage_is_followed():
 
 
 def test_a_graph_of_before_the_step_notices_it():
-    """In-place moves of a stack count as moves of its parameters."""
     _, (optimizer, params) = pair()
     walk(optimizer, params, [0])
     loss = (params[0] * params[2]).sum()
@@ -348,19 +398,6 @@ def test_parameters_in_the_same_memory_are_refused():
         with pytest.raises(ValueError, match="in the same memory"):
             MARS([nn.Parameter(a), nn.Parameter(b)])
     MARS([nn.Parameter(base[:4]), nn.Parameter(base[4:])])
-
-
-def test_parameters_lie_in_their_buffer_after_construction_and_stay():
-    """... so that a graph may be captured; add_param_group does not move them."""
-    _, (optimizer, params) = pair()
-    address = params[2].data_ptr()
-    walk(optimizer, params, [0])
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    optimizer.load_state_dict(optimizer.state_dict())
-    walk(optimizer, params, [1])
-    assert params[2].data_ptr() == address
-    assert bucket_of(optimizer, params[2]).flat is not None
-    assert (0, "x") not in optimizer.describe().scratch
 
 
 def test_a_leaf_that_is_cast_leaves_its_stack():
@@ -389,7 +426,7 @@ def test_gradients_of_two_precisions_in_one_stack():
 
 
 def test_grads_packed_in_another_order_are_refused():
-    rule = marsopt.lion()
+    rule = marsopt.rule("lion")
     flat = FlatGroup.pack(tensors({"a": (3,), "b": (3,), "c": (3,)}, 0))
     other = FlatGroup.pack(tensors({"a": (3,), "c": (3,), "b": (3,)}, 0))
     with pytest.raises(ValueError, match="packed otherwise"):
@@ -447,56 +484,14 @@ def test_gradients_of_any_strides():
     equal(one, two)
 
 
-def test_gradients_in_one_buffer_are_taken_without_a_copy():
-    one, (optimizer, params) = pair()
-    walk(optimizer, params, [0])
-    walk(*one, [0])
-    with torch.compiler.set_stance("force_eager"):
-        optimizer.zero_grad(set_to_none=False)
-        optimizer.join_gradients()
-        assert adjacent([params[i].grad for i in (0, 2, 4)]) is not None
-        assert all((p.grad == 0).all() for p in params)
-        before = {
-            k: stack.clone() for k, (stack, _) in optimizer.describe().scratch.items()
-        }
-        assert before
-        for p, g in zip(params, tensors(SHAPES, 1).values(), strict=True):
-            p.grad += g
-        optimizer.step()
-        after = optimizer.describe().scratch
-        assert all(torch.equal(after[k][0], stack) for k, stack in before.items())
-        assert after.keys() == before.keys()
-    walk(*one, [1])
-    equal(one, (optimizer, params))
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in params)
-
-
-@pytest.mark.parametrize("joined", [False, True])
-def test_a_step_writes_copies_of_gradients_alone(joined):
-    """Nesterov's matrix takes the place of a copy, not of a gradient."""
-    _, (optimizer, params) = pair(mars_type="moonlight")
-    walk(optimizer, params, [0])
-    with torch.compiler.set_stance("force_eager"):
-        optimizer.zero_grad(set_to_none=False)
-        if joined:
-            optimizer.join_gradients()
-        for p, g in zip(params, tensors(SHAPES, 1).values(), strict=True):
-            p.grad += g
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "moonlight"])
+def test_a_step_writes_no_gradient(mars_type):
+    for optimizer, params in pair(mars_type=mars_type):
+        walk(optimizer, params, [0])
         before = [p.grad.clone() for p in params]
-        optimizer.step()
-        scratch = optimizer.describe().scratch
-        written = [
-            not torch.equal(scratch[n, "g"][0], torch.stack([p.grad for p in b.params]))
-            for n, b in enumerate(optimizer.describe().buckets)
-            if b.algorithm.matrix_only and len(b.params) > 1
-        ]
-        assert written and (joined or all(written))
-    torch.testing.assert_close([p.grad for p in params], before, rtol=0, atol=0)
-    matrices = [b for b in optimizer.describe().buckets if b.algorithm.matrix_only]
-    stacks = [b for b in matrices if len(b.params) > 1]
-    assert all(True in b.forms for b in stacks)  # copies in the first step
-    assert all((False in b.forms) == joined for b in stacks) and stacks
+        with torch.compiler.set_stance("force_eager"):
+            optimizer.step()
+        torch.testing.assert_close([p.grad for p in params], before, rtol=0, atol=0)
 
 
 def test_h_in_half_precision():
@@ -515,7 +510,7 @@ def test_moments_narrower_than_the_parameter_are_refused():
     with pytest.raises(ValueError, match="nothing narrower than the parameter"):
         MARS(parameters(), state_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="nothing narrower than the parameter"):
-        marsopt.adamw(state_dtype=torch.bfloat16).init(parameters())
+        marsopt.rule("adamw", state_dtype=torch.bfloat16).init(parameters())
 
 
 def test_a_copy_of_the_optimizer_is_its_own():
@@ -565,11 +560,11 @@ def count_graphs(mars_type, num_layers, monkeypatch):
     [
         ("mars-adamw", 2**16, 2),
         # norms, update and what follows owners, for each of two calls
-        ("mars-shampoo", 4, 6),
+        ("mars-shampoo", 5, 6),
     ],
 )
 def test_graphs_do_not_grow_with_depth(mars_type, small, num_graphs, monkeypatch):
-    monkeypatch.setattr(marsopt.optim.compiled, "SMALL", small)
+    monkeypatch.setattr(portions, "SMALL", small)
     shallow = count_graphs(mars_type, 2, monkeypatch)
     assert shallow[0] == num_graphs
     assert count_graphs(mars_type, 12, monkeypatch) == shallow

@@ -33,13 +33,12 @@ def test_through_the_rules(golden):
             kw["base_lr"] = kw.pop("lr")
         sides = [(marsopt.mars(**kw), tuple(SHAPES))]
     else:
-        matrix = {
-            "mars-m": lambda **k: marsopt.mars_m(**k),
-            "mars-m-efficient": lambda **k: marsopt.mars_m(clip=None, **k),
-            "moonlight": lambda **k: marsopt.moonlight(**k),
-        }[golden["kind"]](weight_decay=kw["wd"], ns_dtype=ns_dtype)
-        adamw = marsopt.adamw(
-            betas=(0.9, 0.95), weight_decay=kw["wd"], epsilon_hat=True
+        name, own = golden["kind"], dict(weight_decay=kw["wd"], ns_dtype=ns_dtype)
+        if name == "mars-m-efficient":
+            name, own = "mars-m", own | dict(clip=None)
+        matrix = marsopt.rule(name, **own)
+        adamw = marsopt.rule(
+            "adamw", betas=(0.9, 0.95), weight_decay=kw["wd"], epsilon_hat=True
         )
         sides = [(matrix, golden["matrix"]), (adamw, golden["adamw"])]
     params = golden["init"]

@@ -100,7 +100,6 @@ def names(monkeypatch):
     loader = list(zip(torch.randn(8, 5, 4), torch.randn(8, 5, 2), strict=True))
     options = dict(lr=1e-2, correction="transport", gamma=0.1)
     optimizer = MARS(model.parameters(), **options)
-    optimizer.follow(model)
     return dict(
         MARS=MARS,
         copy=copy,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -56,6 +57,7 @@ class Damped(Correction):
 
     Args:
         rho: scale of the difference, whatever beta1 is.
+        is_signed: subtract the difference.
     """
 
     rho: Number = number(0.5, checks.finite)
@@ -130,7 +132,7 @@ def test_a_number_of_a_rule_may_be_given_and_changed(compile):
 @pytest.mark.parametrize(
     "door",
     [
-        lambda **own: marsopt.power(**own),
+        partial(marsopt.rule, "power"),
         lambda **own: marsopt.mars(mars_type="power", **own),
     ],
     ids=["power", "mars"],
@@ -214,7 +216,11 @@ def test_a_number_of_another_rule_is_refused(door, own):
 
 @pytest.mark.parametrize(
     "door",
-    [lambda **own: MARS(parameters((2, 2)), **own), marsopt.mars, marsopt.mars_m],
+    [
+        lambda **own: MARS(parameters((2, 2)), **own),
+        marsopt.mars,
+        partial(marsopt.rule, "mars-m"),
+    ],
     ids=["class", "mars", "mars_m"],
 )
 def test_a_misspelt_argument_is_answered_with_the_nearest(door):
@@ -226,10 +232,21 @@ def test_a_misspelt_argument_is_answered_with_the_nearest(door):
     with pytest.raises(TypeError, match="and 16 more, .*: leave them out") as caught:
         door(**many)
     assert len(str(caught.value)) < 250
-    with pytest.raises(AttributeError, match="no attribute 'powers'"):
-        marsopt.powers  # noqa: B018
-    with pytest.raises(AttributeError, match="did you mean 'mars_adamw'"):
-        marsopt.mars_adam  # noqa: B018
+
+
+def test_a_misspelt_rule_is_answered_with_the_nearest():
+    with pytest.raises(ValueError, match="got name='mars_adam'.* mean 'mars-adamw'"):
+        marsopt.rule("mars_adam")
+    with pytest.raises(AttributeError, match="no attribute 'mars_adamw'"):
+        marsopt.mars_adamw  # noqa: B018
+
+
+def test_a_rule_prints_every_option_with_its_default_and_its_sentence():
+    for row in REGISTRY.values():
+        for name, option in row.options.items():
+            assert option.text, f"{name} of {row.name} is in no docstring under Args"
+            assert f"\n    {name} = {option.default!r}: " in str(row)
+    assert all(option.text for option in all_hyperparameters().values())
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -258,16 +275,15 @@ def test_a_correction_needs_its_line_alone(compile):
 
 def test_the_functional_doors_know_a_new_correction():
     (p,) = parameters((4, 6))
-    for make in (
-        lambda: marsopt.mars_lion(correction="damped", rho=0.25, is_signed=True),
-        lambda: marsopt.mars(
-            mars_type="mars-lion", correction="damped", rho=0.25, is_signed=True
-        ),
+    own = dict(correction="damped", rho=0.25, is_signed=True)
+    for rule in (
+        marsopt.rule("mars-lion", **own),
+        marsopt.mars(mars_type="mars-lion", **own),
     ):
-        found = make().matrix.correction
+        found = rule.matrix.correction
         assert (type(found), found.rho, found.is_signed) == (Damped, 0.25, True)
     with pytest.raises(ValueError, match="got rho=0.25"):
-        marsopt.mars_lion(rho=0.25)
+        marsopt.rule("mars-lion", rho=0.25)
 
 
 def test_the_scale_of_the_rate_may_be_given_and_changed():
@@ -320,7 +336,7 @@ def test_a_correction_may_build_on_what_it_keeps():
         correction=FromMean(gamma=0.5, clip=None),
     )
     rule = marsopt.Rule(matrix=algorithm)
-    plain = marsopt.adamw(weight_decay=0.0)
+    plain = marsopt.rule("adamw", weight_decay=0.0)
     x = y = [torch.ones(3, dtype=torch.float64)]
     state, twin, mean = rule.init(x), plain.init(y), torch.zeros(3, dtype=torch.float64)
     for seed in range(3):
@@ -368,7 +384,7 @@ def test_words_of_other_optimizers_are_answered(given, told):
 )
 def test_what_is_no_argument_of_a_rule_is_said_where_it_belongs(given, told):
     with pytest.raises(TypeError, match=told):
-        marsopt.moonlight(**given)
+        marsopt.rule("moonlight", **given)
 
 
 OF_NO_KIND = {  # values that no hyperparameter has
@@ -440,16 +456,15 @@ def test_a_correction_that_no_rule_takes_is_refused(mars_type, correction, caplo
 
 
 FLAGS = {
-    "nesterov": marsopt.nadamw,
-    "amsgrad": marsopt.adamw,
-    "epsilon_hat": marsopt.adamw,
-    "cautious_weight_decay": marsopt.lion,
-    "stochastic_rounding": marsopt.lion,
-    "stagger": marsopt.soap,
-    "ns_gram": marsopt.muon,
-    "is_approx": marsopt.mars,
-    "optimize_1d": marsopt.mars,
-    "store_iterate": marsopt.mars_adamw,
+    "amsgrad": "adamw",
+    "epsilon_hat": "adamw",
+    "cautious_weight_decay": "lion",
+    "stochastic_rounding": "lion",
+    "stagger": "soap",
+    "ns_gram": "muon",
+    "is_approx": None,  # of whole models
+    "optimize_1d": None,
+    "store_iterate": "mars-adamw",
 }
 
 
@@ -458,11 +473,19 @@ FLAGS = {
 def test_what_is_no_bool_is_refused(name, value):
     options = {name: value}
     options |= dict(correction="transport") if name == "store_iterate" else {}
-    with pytest.raises(ValueError, match=f"got {name}={value!r}, expected True or F"):
-        FLAGS[name](**options)
-    if FLAGS[name] is marsopt.mars:
-        with pytest.raises(ValueError, match=f"got {name}={value!r}, expected True"):
-            MARS(parameters((2, 2)), **options)
+    whole_models = [marsopt.mars, partial(MARS, parameters((2, 2)))]
+    of_rule = FLAGS[name]
+    doors = [partial(marsopt.rule, of_rule)] if of_rule else whole_models
+    for door in doors:
+        with pytest.raises(ValueError, match=f"got {name}={value!r}, expected True or"):
+            door(**options)
+
+
+@pytest.mark.parametrize("value", ["no", -0.1, 1.5])
+def test_what_is_no_weight_of_the_gradient_is_refused(value):
+    for door in (partial(marsopt.rule, "adamw"), partial(MARS, parameters((2, 2)))):
+        with pytest.raises(ValueError, match=f"got nesterov={value!r}, expected True"):
+            door(nesterov=value)
 
 
 class Tripled(marsopt.Correction):
@@ -485,7 +508,7 @@ def test_what_cannot_be_registered_is_refused(given):
 def test_a_correction_that_is_no_name_and_one_with_too_many_coefficients():
     for given in (Tripled, Tripled()):
         with pytest.raises(ValueError, match="register its class, and give the name"):
-            marsopt.mars_adamw(correction=given)
+            marsopt.rule("mars-adamw", correction=given)
     rule = marsopt.Rule(
         matrix=marsopt.Algorithm(preconditioner=marsopt.Lion(), correction=Tripled())
     )
@@ -509,7 +532,7 @@ class Zeroed(CorrectionProtocol):
     def after_step(self, optimizer, handles):
         self.progress += 1
 
-    def check_may_save(self):
+    def check_may_save(self, optimizer):
         if self.progress == 1:
             raise RuntimeError("got a state dict after one step")
 
@@ -681,7 +704,8 @@ def test_a_name_that_is_taken_is_kept_unless_told():
         marsopt.register(NamedRule("Half_Power", Power, False, "itself"))
         optimizer = MARS([torch.ones(2)], mars_type="Half_Power", compile=False)
         assert optimizer.param_groups[0]["mars_type"] == "half-power"
-        assert marsopt.half_power(alpha=0.25).matrix.preconditioner.alpha == 0.25
+        algorithm = marsopt.rule("half_power", alpha=0.25).matrix
+        assert algorithm.preconditioner.alpha == 0.25
     finally:
         for table, before in ((REGISTRY, rules), (CORRECTIONS, corrections)):
             table.clear()

@@ -51,17 +51,17 @@ def assert_same(a, b, atol=1e-12):
 
 def test_gamma_zero_without_clip_is_adamw():
     betas = dict(betas=(0.9, 0.99), weight_decay=0.1)
-    mars, _ = trajectory(marsopt.mars_adamw(gamma=0.0, clip=None, **betas))
-    adamw, _ = trajectory(marsopt.adamw(**betas))
+    mars, _ = trajectory(marsopt.rule("mars-adamw", gamma=0.0, clip=None, **betas))
+    adamw, _ = trajectory(marsopt.rule("adamw", **betas))
     assert_same(mars, adamw)
 
 
 def test_moonlight_is_mars_m_with_gamma_one_minus_mu():
     mars, _ = trajectory(
-        marsopt.mars_m(gamma=0.05, clip=None, ns_dtype=torch.float64), MATRICES
+        marsopt.rule("mars-m", gamma=0.05, clip=None, ns_dtype=torch.float64), MATRICES
     )
     moonlight, _ = trajectory(
-        marsopt.moonlight(weight_decay=0.0, ns_dtype=torch.float64), MATRICES
+        marsopt.rule("moonlight", weight_decay=0.0, ns_dtype=torch.float64), MATRICES
     )
     assert_same(mars, moonlight, 1e-9)
 
@@ -69,10 +69,9 @@ def test_moonlight_is_mars_m_with_gamma_one_minus_mu():
 def test_lion_is_mars_lion_in_its_own_betas():
     """gamma = (beta2 - beta1) / beta2, momentum = beta2."""
     beta1, beta2 = 0.9, 0.99
-    mars, _ = trajectory(
-        marsopt.mars_lion(momentum=beta2, gamma=(beta2 - beta1) / beta2, clip=None)
-    )
-    lion, _ = trajectory(marsopt.lion(betas=(beta1, beta2)))
+    own = dict(momentum=beta2, gamma=(beta2 - beta1) / beta2, clip=None)
+    mars, _ = trajectory(marsopt.rule("mars-lion", **own))
+    lion, _ = trajectory(marsopt.rule("lion", betas=(beta1, beta2)))
     assert_same(mars, lion)
 
 
@@ -91,10 +90,10 @@ def test_beta1_of_transport_is_the_decay_rate_of_the_average(gamma):
     torch.testing.assert_close(y["w"], after + k * (after - x["w"]))
 
 
-@pytest.mark.parametrize("make", [marsopt.adamw, marsopt.normuon, marsopt.soap])
-def test_an_eps_of_zero_leaves_what_has_no_gradient(make):
+@pytest.mark.parametrize("name", ["adamw", "normuon", "soap"])
+def test_an_eps_of_zero_leaves_what_has_no_gradient(name):
     """In a tensor without any, and in a row of one with some."""
-    rule, x = make(eps=0.0, weight_decay=0.0), torch.ones(2, 3, 3)
+    rule, x = marsopt.rule(name, eps=0.0, weight_decay=0.0), torch.ones(2, 3, 3)
     x, g = {"none": x[0], "some": x[1]}, torch.zeros(2, 3, 3)
     g[1, 0] = torch.tensor([1.0, -2.0, 3.0])
     state = rule.init(x)
@@ -106,18 +105,18 @@ def test_an_eps_of_zero_leaves_what_has_no_gradient(make):
 
 
 @pytest.mark.parametrize(
-    ("make", "names", "atol"),
+    ("name", "names", "own", "atol"),
     [
-        (marsopt.mars_lion, SHAPES, 1e-12),
-        (lambda **k: marsopt.mars_shampoo(ns_dtype=torch.float64, **k), MATRICES, 1e-9),
-        (lambda **k: marsopt.mars_m(ns_dtype=torch.float64, **k), MATRICES, 1e-9),
+        ("mars-lion", SHAPES, {}, 1e-12),
+        ("mars-shampoo", MATRICES, dict(ns_dtype=torch.float64), 1e-9),
+        ("mars-m", MATRICES, dict(ns_dtype=torch.float64), 1e-9),
     ],
     ids=["mars_lion", "mars_shampoo", "mars_m"],
 )
-def test_one_buffer_is_two_buffers(make, names, atol):
+def test_one_buffer_is_two_buffers(name, names, own, atol):
     """Unclipped momentum is quasi-hyperbolic: h need not be kept."""
-    one, small = trajectory(make(clip=None), names)
-    two, large = trajectory(make(clip=1e9), names)
+    one, small = trajectory(marsopt.rule(name, clip=None, **own), names)
+    two, large = trajectory(marsopt.rule(name, clip=1e9, **own), names)
     assert small.h is None
     assert large.h is not None
     assert_same(one, two, atol)
@@ -125,7 +124,7 @@ def test_one_buffer_is_two_buffers(make, names, atol):
 
 def test_momentum_is_quasi_hyperbolic():
     """m_t = gamma g_t + (1 - gamma) EMA(g)_t."""
-    rule, gamma, e = marsopt.mars_lion(clip=1e9, gamma=0.1), 0.1, 0.0
+    rule, gamma, e = marsopt.rule("mars-lion", clip=1e9, gamma=0.1), 0.1, 0.0
     x = tensors(SHAPES, 0, dtype=torch.float64)
     state = rule.init(x)
     for t in range(STEPS):
@@ -137,14 +136,14 @@ def test_momentum_is_quasi_hyperbolic():
 
 
 def test_a_norm_below_one_leaves_the_clip_idle():
-    idle, _ = trajectory(marsopt.mars_adamw(clip=1.0), scale=1e-3)
-    off, _ = trajectory(marsopt.mars_adamw(clip=None), scale=1e-3)
+    idle, _ = trajectory(marsopt.rule("mars-adamw", clip=1.0), scale=1e-3)
+    off, _ = trajectory(marsopt.rule("mars-adamw", clip=None), scale=1e-3)
     assert_same(idle, off, 0.0)
 
 
 def test_the_clip_bounds_the_corrected_gradient():
     """The first moment after one step is (1 - beta1) c with ||c|| = clip."""
-    rule = marsopt.mars_lion(clip=0.25)
+    rule = marsopt.rule("mars-lion", clip=0.25)
     x = tensors(SHAPES, 0)
     _, state = rule.step(x, tensors(SHAPES, 1, 50.0), rule.init(x), lr=LR)
     for m in state.m.values():
@@ -152,7 +151,8 @@ def test_the_clip_bounds_the_corrected_gradient():
 
 
 def test_approximate_is_exact_on_the_previous_gradient():
-    approximate, exact = marsopt.mars_adamw(), marsopt.mars_adamw(is_approx=False)
+    approximate = marsopt.rule("mars-adamw")
+    exact = marsopt.rule("mars-adamw", is_approx=False)
     x = y = tensors(SHAPES, 0)
     s, e = approximate.init(x), exact.init(y)
     h = {n: torch.zeros_like(v) for n, v in x.items()}
@@ -165,7 +165,8 @@ def test_approximate_is_exact_on_the_previous_gradient():
 
 
 def test_the_global_clip_inside_is_clip_grad_norm_before():
-    inside, outside = marsopt.mars_adamw(max_norm=0.5), marsopt.mars_adamw()
+    inside = marsopt.rule("mars-adamw", max_norm=0.5)
+    outside = marsopt.rule("mars-adamw")
     x = y = tensors(SHAPES, 0)
     s, o = inside.init(x), outside.init(y)
     for t in range(5):
@@ -185,7 +186,7 @@ def test_the_global_clip_inside_is_clip_grad_norm_before():
 @pytest.mark.parametrize("max_norm", [None, 0.7])
 def test_the_clip_norm_from_three_inner_products(max_norm):
     """||c||^2 = (1+k)^2 a^2 gg - 2k(1+k) a gh + k^2 hh, to 1.5e-7 in float32."""
-    rule = marsopt.mars_adamw(clip=1e-3, gamma=0.025)
+    rule = marsopt.rule("mars-adamw", clip=1e-3, gamma=0.025)
     g, h = torch.randn(64, 96), torch.randn(64, 96)
     algorithm = rule.matrix
     stack = Stack(algorithm, g[None], g[None], {"h": h[None]}, g.shape)
@@ -204,7 +205,7 @@ def test_the_clip_norm_from_three_inner_products(max_norm):
 
 def test_first_step_is_scaled_by_one_plus_k():
     """h = 0 at t = 1, so that c_1 = 1.475 g_1 at the defaults (the authors' code)."""
-    rule = marsopt.mars_lion(clip=1e9)
+    rule = marsopt.rule("mars-lion", clip=1e9)
     x = tensors(SHAPES, 0, dtype=torch.float64)
     g = tensors(SHAPES, 1, dtype=torch.float64)
     _, state = rule.step(x, g, rule.init(x), lr=LR)
@@ -345,8 +346,9 @@ def test_every_preconditioner_sees_the_corrected_gradient(page):
 def test_normuon_with_beta2_zero_normalizes_rows():
     """o' = o / row norms, rescaled to the norm of o; no row remembers the last one."""
     x = tensors(MATRICES, 0, dtype=torch.float64)
-    rule = marsopt.normuon(beta2=0.0, ns_dtype=torch.float64, weight_decay=0.0)
-    plain = marsopt.moonlight(ns_dtype=torch.float64, weight_decay=0.0, nesterov=False)
+    own = dict(ns_dtype=torch.float64, weight_decay=0.0)
+    rule = marsopt.rule("normuon", beta2=0.0, **own)
+    plain = marsopt.rule("moonlight", nesterov=False, **own)
     state, state_plain = rule.init(x), plain.init(x)
     for t in range(3):
         g = tensors(MATRICES, 1 + t, dtype=torch.float64)
@@ -367,12 +369,11 @@ def test_normuon_with_beta2_zero_normalizes_rows():
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "normuon", "mars_m"])
 def test_cautious_decay_acts_where_step_and_parameter_agree(name):
     """After one step x is that of plain decay there, that of no decay elsewhere."""
-    make = getattr(marsopt, name)
     own = dict(ns_dtype=torch.float64) if name not in ("adamw", "lion") else {}
     x, g = (tensors(MATRICES, i, dtype=torch.float64) for i in (0, 1))
 
     def moved(**options):
-        rule = make(**own, **options)
+        rule = marsopt.rule(name, **own, **options)
         return rule.step(x, g, rule.init(x), lr=LR)[0]
 
     free, plain = moved(weight_decay=0.0), moved(weight_decay=0.5)

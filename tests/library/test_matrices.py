@@ -102,7 +102,7 @@ def test_a_named_rule_takes_blocks():
     heads = {"heads": TENSORS["heads"]}
     options = {n: OPTIONS[n] for n in ("lr", "ns_dtype")}
     want = in_loop(heads, 1, mars_type="muon", weight_decay=0.1, **options)
-    rule = marsopt.muon(block_rows=4, ns_dtype=torch.float64)
+    rule = marsopt.rule("muon", block_rows=4, ns_dtype=torch.float64)
     params = values(0, heads)
     params, _ = rule.step(params, values(1, heads), rule.init(params), lr=0.1)
     assert largest(params, want) < 1e-12
@@ -214,12 +214,12 @@ def test_blocks_are_checked_when_they_change_too():
 def test_a_rule_for_matrices_says_which_it_takes():
     convolution = {"w": torch.zeros(2, 3, 4)}
     with pytest.raises(ValueError, match=r"expected a matrix \(ndim 2\)"):
-        marsopt.muon().init(convolution)
-    marsopt.muon(matrices="batched").init(convolution)
+        marsopt.rule("muon").init(convolution)
+    marsopt.rule("muon", matrices="batched").init(convolution)
     with pytest.raises(ValueError, match="expected matrices .ndim 2 or more."):
-        marsopt.muon(matrices="batched").init({"b": torch.zeros(3)})
+        marsopt.rule("muon", matrices="batched").init({"b": torch.zeros(3)})
     with pytest.raises(ValueError, match="expected a divisor of its 3 rows"):
-        marsopt.muon(matrices="batched", block_rows=2).init(convolution)
+        marsopt.rule("muon", matrices="batched", block_rows=2).init(convolution)
 
 
 def test_shapes():

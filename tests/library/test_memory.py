@@ -341,7 +341,7 @@ def test_state_goes_to_the_parameter_of_its_name(caplog):
 
 @pytest.mark.parametrize("kwargs", [{}, dict(store_iterate=True)], ids=str)
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
-def test_transport_resumes_bit_for_bit_from_torchs_state_dict(flat, kwargs):
+def test_transport_resumes_from_torchs_state_dict(flat, kwargs):
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     ends = []
     for resumes in (False, True):
@@ -349,27 +349,27 @@ def test_transport_resumes_bit_for_bit_from_torchs_state_dict(flat, kwargs):
         model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6))
 
         def make(model):
-            optimizer = MARS(
+            return MARS(
                 model.parameters(), correction="transport", compile=False, **kwargs
             )
-            optimizer.follow(model)
-            return optimizer
 
         optimizer = make(model)
         for seed in range(6):
             if resumes and seed == 3:
+                optimizer.eval()
                 saved = get_optimizer_state_dict(model, optimizer, options=options)
                 saved, weights = copy.deepcopy(saved), copy.deepcopy(model.state_dict())
                 model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6))
                 model.load_state_dict(weights)
                 optimizer = make(model)
                 set_optimizer_state_dict(model, optimizer, saved, options=options)
+                optimizer.train()
             torch.manual_seed(seed)
             model(torch.randn(5, 4)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         ends.append(copies(model.parameters()))
-    equal(*ends)
+    equal(*ends, 1e-6)
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])

@@ -18,7 +18,6 @@ from torch._dynamo.utils import counters
 import marsopt
 from marsopt import MARS, REGISTRY
 from marsopt.optim import compiled
-from marsopt.optim.protocols.transport import REMIND_AFTER
 
 pytestmark = pytest.mark.usefixtures("both_layouts")
 
@@ -854,41 +853,6 @@ def test_printed_it_shows_what_holds_for_all_groups(options, correction):
     text = repr(eager(parameters((2, 2)), max_norm=0.5, **options))
     assert f"\n    correction: {correction}\n" in text
     assert "\n    max_norm: 0.5\n" in text and "\nParameter Group 0\n" in text
-
-
-# ---- transport that nobody looks at --------------------------------------------------
-
-
-def steps_ahead(optimizer, params, number=REMIND_AFTER):
-    fill(params, 0)
-    for _ in range(number):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("mars_type", ["mars-adamw", "adamw"])
-def test_transport_that_is_never_evaluated_says_so_once(mars_type, caplog):
-    params = parameters((2, 2))
-    optimizer = eager(params, lr=LR, correction="transport", mars_type=mars_type)
-    steps_ahead(optimizer, params, REMIND_AFTER - 1)
-    assert not caplog.records
-    steps_ahead(optimizer, params)
-    (record,) = caplog.records
-    assert "optimizer.follow(model)" in record.message
-
-
-@pytest.mark.parametrize("look", ["follow", "eval", "iterates", "approximate"])
-def test_where_somebody_looks_at_what_is_trained_nothing_is_said(look, caplog):
-    model = nn.Linear(2, 2)
-    kind = "approximate" if look == "approximate" else "transport"
-    optimizer = eager(model.parameters(), lr_1d=LR, lr=LR, correction=kind)
-    if look == "follow":
-        optimizer.follow(model)
-    elif look == "eval":
-        optimizer.eval(), optimizer.train()
-    elif look == "iterates":
-        list(optimizer.iterates())
-    steps_ahead(optimizer, [*model.parameters()])
-    assert not caplog.records
 
 
 def test_a_state_dict_of_a_model_is_refused_and_one_of_another_rule_told(caplog):

@@ -521,7 +521,7 @@ def test_what_fsdp1_has_flattened_is_refused(originals):
         model = FullyShardedDataParallel(
             model, use_orig_params=originals, device_id=torch.device("cpu")
         )
-        rule, refused = marsopt.moonlight(), "FSDP1 .*fully_shard"
+        rule, refused = marsopt.rule("moonlight"), "FSDP1 .*fully_shard"
         with pytest.raises(ValueError, match=refused):
             param_groups(model, "moonlight", lr=0.1)
         with pytest.raises(ValueError, match=refused):

@@ -20,7 +20,7 @@ import torch
 
 import marsopt
 from marsopt.profiling import command, machine
-from marsopt.profiling.gpt2 import Subject, shapes
+from marsopt.profiling.gpt2 import EMBEDDINGS, Subject, shapes
 from marsopt.profiling.optimizer import OptimizerReport, profile_optimizer
 
 ROOT = Path(__file__).parents[2]
@@ -236,16 +236,14 @@ def test_matrix_rules_take_one_more_graph(by_matrix):
 
 
 def test_a_step_allocates_no_full_size_temporary(shallow):
-    """Seen by the allocator. Packed gradients stay between steps on a CPU."""
+    """Seen by the allocator."""
     assert shallow[0].peak_bytes < MATRIX
     assert all(g.peak_bytes < MATRIX for g in shallow[0].graphs)
 
 
 def test_matrix_rules_allocate_what_is_documented(by_matrix):
     """The factors, and what Newton-Schulz holds beside them of one shape after the
-    other. (The matrices that muon orthogonalizes, which are not its momentum, take the
-    place of packed gradients: test_a_compiled_step_holds_what_is_predicted of
-    test_forecast.py.)
+    other.
     """
     matrices = 4 * sum(torch.Size(s).numel() for s in FEW.values() if len(s) == 2)
     assert all(graph.peak_bytes < MATRIX for graph in by_matrix.graphs)
@@ -253,11 +251,15 @@ def test_matrix_rules_allocate_what_is_documented(by_matrix):
     assert by_matrix.peak_bytes < matrices + 2 * largest
 
 
-def test_packing_is_counted_apart(shallow):
-    """Read and written once, but for the one tensor that is alone in its shape."""
-    alone = 4 * VOCAB * WIDTH
+def test_copies_of_small_tensors_are_counted_apart(shallow):
+    """g goes in; x, m and v, and h of matrices go in and out."""
     report, _ = shallow
-    assert report.floor.packed == 2 * (4 * report.num_params - alone - 4 * 1024 * WIDTH)
+    several = {n: s for n, s in shapes(2, WIDTH, VOCAB).items() if n not in EMBEDDINGS}
+    sizes = [(len(s), torch.Size(s).numel()) for s in several.values()]
+    vectors = sum(size for ndim, size in sizes if ndim == 1)
+    matrices = sum(size for ndim, size in sizes if ndim == 2)
+    copied = (1 + 2 * 3) * vectors + (1 + 2 * 4) * matrices
+    assert report.floor.copied == 2 * 4 * copied
 
 
 # ---- a function of the user's ------------------------------------------------------

@@ -142,8 +142,8 @@ def test_the_number_of_an_element_may_be_int32_or_int64():
 
 def test_averages_are_unbiased_where_rounding_to_nearest_stands_still():
     """v of AdamW with beta2 = 0.999, whose steps are below half a unit of bfloat16."""
-    rule, steps = marsopt.adamw(betas=(0.9, 0.999), **NARROW), 400
-    exact = marsopt.adamw(betas=(0.9, 0.999))
+    rule, steps = marsopt.rule("adamw", betas=(0.9, 0.999), **NARROW), 400
+    exact = marsopt.rule("adamw", betas=(0.9, 0.999))
     params, g = [torch.zeros(128, 512)], generator(0)
     state, wanted, nearest = rule.init(params), exact.init(params), None
     for t in range(steps):
@@ -232,7 +232,7 @@ def test_every_rule_keeps_bfloat16_near_float32(mars_type, correction):
         if "lion" not in mars_type:  # where rounding turns a sign, a whole step differs
             assert (p - wanted[name]).abs().max() < 5e-3
         for key, value in state[name].items():
-            if key in ("lookahead", "ahead"):
+            if key == "lookahead":
                 assert "iterate" not in state[name]
                 continue
             whole = exact[name][key]
@@ -250,7 +250,7 @@ def test_every_rule_keeps_bfloat16_near_float32(mars_type, correction):
 
 
 def test_functions_flat_groups_and_the_class_agree():
-    start, rule = tree(0), marsopt.mars_adamw(max_norm=3.0, **NARROW)
+    start, rule = tree(0), marsopt.rule("mars-adamw", max_norm=3.0, **NARROW)
     flat, twins = FlatGroup.pack(start), {**start, "wide2": start["wide"].clone()}
     params, state = walk("mars-adamw", None, start, dict(optimize_1d=True))
     loose, packed = (start, rule.init(start)), (flat, rule.init(flat))
@@ -331,11 +331,12 @@ def test_x_moves_by_what_the_state_keeps_and_follows_from_it(options):
     for p, found in x.items():
         torch.testing.assert_close(p.detach().double(), found, rtol=0, atol=3e-6)
     optimizer.train()
-    assert all(torch.equal(p, y[p]) for p in x)
+    for p, ahead in y.items():
+        torch.testing.assert_close(p.detach(), ahead, rtol=0, atol=3e-6)
 
 
 def test_a_skipped_step_keeps_every_bit():
-    rule, params = marsopt.mars_adamw(**NARROW), tree(0)
+    rule, params = marsopt.rule("mars-adamw", **NARROW), tree(0)
     state = rule.init(params)
     params, state = rule.step(params, tree(1), state, lr=0.01)
     grads = tree(2)
@@ -348,8 +349,8 @@ def test_a_skipped_step_keeps_every_bit():
 
 def test_parameters_of_bfloat16_round_their_state_and_not_themselves():
     start = {n: x.to(BF16) for n, x in tree(0).items()}
-    plain = marsopt.adamw()
-    rule, g = marsopt.adamw(stochastic_rounding=True), tree(1)
+    plain = marsopt.rule("adamw")
+    rule, g = marsopt.rule("adamw", stochastic_rounding=True), tree(1)
     grads = {n: x.to(BF16) for n, x in g.items()}
     new, state = rule.step(start, grads, rule.init(start), lr=0.01)
     same, nearest = plain.step(start, grads, plain.init(start), lr=0.01)
@@ -360,7 +361,7 @@ def test_parameters_of_bfloat16_round_their_state_and_not_themselves():
 
 
 def test_rounding_lets_gradients_through():
-    rule, params = marsopt.adamw(**NARROW), [torch.ones(6, 4)]
+    rule, params = marsopt.rule("adamw", **NARROW), [torch.ones(6, 4)]
     lr = torch.tensor(0.1, requires_grad=True)
     state, grads = rule.init(params), [torch.full((6, 4), 0.3)]
     x, state = rule.step(params, grads, state, lr=lr)
@@ -415,7 +416,7 @@ def test_state_of_float32_is_loaded_rounded_to_nearest():
 
 
 def test_x_beside_state_that_is_loaded_rounded_is_what_it_was():
-    """The point ahead follows from it anew: not from the moments before rounding."""
+    """The point ahead follows from it by the rounded moments."""
     own = [nn.Parameter(x) for x in tree(0).values()]
     new = copy.deepcopy(own)
     options = dict(lr=0.01, gamma=0.5, correction="transport", compile=False)
@@ -476,7 +477,8 @@ def test_state_of_float16_is_refused():
     params = [nn.Parameter(torch.zeros(3, 2))]
     for name in ("state_dtype", "h_dtype"):
         said = f"got {name}=torch.float16, expected a dtype with the range of float32"
-        for build in (partial(MARS, params), marsopt.mars, marsopt.mars_adamw):
+        one = partial(marsopt.rule, "mars-adamw")
+        for build in (partial(MARS, params), marsopt.mars, one):
             with pytest.raises(ValueError, match=said):
                 build(**{name: torch.float16})
     with pytest.raises(ValueError, match="got state_dtype=torch.float16"):
@@ -484,12 +486,12 @@ def test_state_of_float16_is_refused():
     with pytest.raises(ValueError, match="got h_dtype=torch.float16"):
         marsopt.Approximate(h_dtype=torch.float16)
     half = [torch.zeros(3, 2, dtype=torch.float16)]
-    state = marsopt.adamw(stochastic_rounding=True).init(half)
+    state = marsopt.rule("adamw", stochastic_rounding=True).init(half)
     assert state.m[0].dtype == torch.float32  # as that of float32 parameters
-    state = marsopt.adamw(**NARROW).init(half)
+    state = marsopt.rule("adamw", **NARROW).init(half)
     assert state.m[0].dtype == BF16
     with pytest.raises(ValueError, match="stochastic_rounding"):
-        marsopt.adamw(stochastic_rounding="yes")
+        marsopt.rule("adamw", stochastic_rounding="yes")
     with pytest.raises(ValueError, match="stochastic_rounding"):
         MARS(params, stochastic_rounding="yes")
 
@@ -519,7 +521,7 @@ RULES = [
     *[("mars-adamw", None), ("mars-adamw", "transport")],
     *[("mars-m", None), ("mars-normuon", "transport")],
 ]
-NOT_ROUNDED = "step", "iterate", "lookahead", "ahead"
+NOT_ROUNDED = "step", "iterate", "lookahead"
 
 
 def sharded(rank, world, name, strategy):

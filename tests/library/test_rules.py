@@ -150,9 +150,12 @@ P = namedtuple("P", SHAPES)  # noqa: PYI024  (of tensors by any name)
 
 
 @pytest.mark.parametrize("like", ["OrderedDict", "defaultdict", "namedtuple"])
-@pytest.mark.parametrize("make", [marsopt.mars, marsopt.mars_adamw], ids=["two", "one"])
+@pytest.mark.parametrize(
+    "make", [marsopt.mars, partial(marsopt.rule, "mars-adamw")], ids=["two", "one"]
+)
 def test_containers_come_back_as_themselves(make, like):
     rule = make(correction="transport")
+    is_one = make is not marsopt.mars
     x, g = tensors(SHAPES, 0), tensors(SHAPES, 1)
     want, _ = rule.step(x, g, rule.init(x), lr=LR)
     kind = {
@@ -162,7 +165,7 @@ def test_containers_come_back_as_themselves(make, like):
     }[like]
     xs, gs = kind(x), kind(g)
     steps = [rule.step]
-    if make is marsopt.mars_adamw:
+    if is_one:
         steps.append(torch.compile(rule.step, backend="eager", fullgraph=True))
     for step in steps:
         state = rule.init(xs)
@@ -175,13 +178,13 @@ def test_containers_come_back_as_themselves(make, like):
             assert new.default_factory is torch.Tensor
         assert list(new) == list(want)
         assert all(torch.equal(new[n], want[n]) for n in want)
-    if make is marsopt.mars_adamw:
+    if is_one:
         assert type(state.m) is type(xs)
 
 
 @pytest.mark.parametrize("wrap", [UserDict, UserList, MappingProxyType])
 def test_other_containers_are_refused(wrap):
-    rule, x = marsopt.mars_adamw(), tensors(SHAPES, 0)
+    rule, x = marsopt.rule("mars-adamw"), tensors(SHAPES, 0)
     given = wrap(list(x.values()) if wrap is UserList else x)
     with pytest.raises(TypeError, match=f"got params of type .*{wrap.__name__}"):
         rule.init(given)
@@ -239,7 +242,7 @@ def test_gradients_flow_past_a_gradient_of_zero(row, max_norm):
 
 
 def test_gradients_flow_through_an_anchor_and_a_packing():
-    rule = marsopt.mars_adamw(correction="svrg", gamma=1.0, clip=None)
+    rule = marsopt.rule("mars-adamw", correction="svrg", gamma=1.0, clip=None)
 
     def moment(a):
         x = {"w": a * torch.ones(2, dtype=torch.float64)}
@@ -313,9 +316,11 @@ class Run:
                 self.state = self.rule.anchor(x, anchor, self.state)
             return
         self.params = [torch.nn.Parameter(v) for v in x.values()]
-        mars_type = row.make.__name__.replace("_", "-")
         self.optimizer = marsopt.MARS(
-            self.params, mars_type=mars_type, compile=False, **{**row.of_class, **more}
+            self.params,
+            mars_type=row.mars_type,
+            compile=False,
+            **{**row.of_class, **more},
         )
         if row.anchors:
             self._fill(anchor)
@@ -384,7 +389,7 @@ def test_under_autocast_bit_for_bit(row, door):
 
 def test_a_compiled_step_under_autocast_is_one_graph():
     """... in a region of the trace that autocast has, and around all of it."""
-    rule = marsopt.mars_m(ns_dtype=torch.float32, max_norm=1.0)
+    rule = marsopt.rule("mars-m", ns_dtype=torch.float32, max_norm=1.0)
     x, g = tensors(("wide", "tall"), 0), tensors(("wide", "tall"), 1)
 
     def inside(x, g, state):
@@ -490,7 +495,7 @@ def test_float16_parameters_move_as_far_as_float32(door, size):
                 x.grad = g
                 optimizer.step()
         else:
-            rule = marsopt.nadamw()
+            rule = marsopt.rule("nadamw")
             state = rule.init([x])
             for _ in range(50):
                 (x,), state = rule.step([x], [g], state, lr=2e-3)
@@ -517,7 +522,7 @@ def test_state_that_was_saved_in_float16_goes_on_in_float32():
         found = wide.state[twin]
         assert {v.dtype for v in found.values()} == {torch.float32}
     x = [torch.randn(4, 3).half()]
-    rule = marsopt.adamw()
+    rule = marsopt.rule("adamw")
     _, state = rule.step(x, x, rule.init(x), lr=LR)
     halves = {symbol: [v.half() for v in vs] for symbol, vs in state.buffers.items()}
     _, state = rule.step(x, x, state._replace(buffers=halves), lr=LR)
@@ -639,8 +644,8 @@ def test_routing_by_ndim():
     )
     x, g = tensors(SHAPES, 0), tensors(SHAPES, 1)
     new, state = rule.step(x, g, rule.init(x), lr=0.005)
-    lion = marsopt.mars_lion(weight_decay=0.1)
-    adamw = marsopt.adamw(betas=(0.9, 0.95), weight_decay=0.1)
+    lion = marsopt.rule("mars-lion", weight_decay=0.1)
+    adamw = marsopt.rule("adamw", betas=(0.9, 0.95), weight_decay=0.1)
     for n in SHAPES:
         one, lr = (adamw, 0.001) if n == "bias" else (lion, 0.005)
         want, _ = one.step([x[n]], [g[n]], one.init([x[n]]), lr=lr)
@@ -663,62 +668,69 @@ def test_the_global_clip_spans_both_sides_of_the_routing():
 
 
 BAD = {
-    "negative lr": (lambda x: step(marsopt.mars_adamw(), x, lr=-1.0), "got lr=-1.0"),
+    "negative lr": (lambda x: step(marsopt.rule("adamw"), x, lr=-1.0), "got lr=-1.0"),
     "beta of 1": (
-        lambda x: marsopt.mars_adamw(betas=(1.0, 0.99)),
+        lambda x: marsopt.rule("mars-adamw", betas=(1.0, 0.99)),
         r"got betas\[0\]=1.0",
     ),
-    "one beta": (lambda x: marsopt.mars_adamw(betas=(0.9,)), "expected a pair"),
+    "one beta": (lambda x: marsopt.rule("mars-adamw", betas=(0.9,)), "expected a pair"),
     "negative decay": (
-        lambda x: marsopt.lion(weight_decay=-0.1),
+        lambda x: marsopt.rule("lion", weight_decay=-0.1),
         "got weight_decay=-0.1",
     ),
-    "clip of 0": (lambda x: marsopt.mars_m(clip=0.0), "got clip=0.0"),
-    "gamma of nan": (lambda x: marsopt.mars_lion(gamma=float("nan")), "got gamma=nan"),
+    "clip of 0": (lambda x: marsopt.rule("mars-m", clip=0.0), "got clip=0.0"),
+    "gamma of nan": (
+        lambda x: marsopt.rule("mars-lion", gamma=float("nan")),
+        "got gamma=nan",
+    ),
     "unknown type": (lambda x: marsopt.mars(mars_type="mars"), "got mars_type='mars'"),
     "1-D to a matrix rule": (
-        lambda x: marsopt.muon().init(x),
+        lambda x: marsopt.rule("muon").init(x),
         r"got params\['bias'\] of shape \(7,\), expected a matrix",
     ),
     "gradient of another shape": (
-        lambda x: step(marsopt.adamw(), x, bias=torch.zeros(8)),
+        lambda x: step(marsopt.rule("adamw"), x, bias=torch.zeros(8)),
         r"got grads\['bias'\] of shape \(8,\)",
     ),
     "gradient of another dtype": (
-        lambda x: step(marsopt.adamw(), x, bias=torch.zeros(7, dtype=torch.float64)),
+        lambda x: step(marsopt.rule("adamw"), x, bias=torch.zeros(7).double()),
         "dtype torch.float64",
     ),
     "missing gradient": (
-        lambda x: marsopt.adamw().step(
-            x, {"bias": x["bias"]}, marsopt.adamw().init(x), lr=1.0
+        lambda x: marsopt.rule("adamw").step(
+            x, {"bias": x["bias"]}, marsopt.rule("adamw").init(x), lr=1.0
         ),
         "got grads for",
     ),
     "sparse gradient": (
-        lambda x: step(marsopt.adamw(), x, bias=torch.zeros(7).to_sparse()),
+        lambda x: step(marsopt.rule("adamw"), x, bias=torch.zeros(7).to_sparse()),
         "make it dense",
     ),
     "complex": (
-        lambda x: marsopt.adamw().init([torch.zeros(2, dtype=torch.complex64)]),
+        lambda x: marsopt.rule("adamw").init([torch.zeros(2, dtype=torch.complex64)]),
         "view_as_real",
     ),
-    "no parameters": (lambda x: marsopt.adamw().init([]), "got no parameters"),
+    "no parameters": (lambda x: marsopt.rule("adamw").init([]), "got no parameters"),
     "gamma for a baseline": (
-        lambda x: step(marsopt.adamw(), x, gamma=0.1),
+        lambda x: step(marsopt.rule("adamw"), x, gamma=0.1),
         "which has none",
     ),
     "no reference": (
-        lambda x: step(marsopt.mars_adamw(is_approx=False), x),
+        lambda x: step(marsopt.rule("mars-adamw", is_approx=False), x),
         "got reference=None",
     ),
     "no reference of vectors": (
         lambda x: step(
-            replace(marsopt.muon(), rest=marsopt.mars_adamw(is_approx=False).matrix), x
+            replace(
+                marsopt.rule("muon"),
+                rest=marsopt.rule("mars-adamw", is_approx=False).matrix,
+            ),
+            x,
         ),
         "got reference=None",
     ),
     "reference for one buffer": (
-        lambda x: step(marsopt.mars_lion(clip=None), x, reference=x),
+        lambda x: step(marsopt.rule("mars-lion", clip=None), x, reference=x),
         "got a reference",
     ),
     "unknown coefficients": (
@@ -751,4 +763,4 @@ def test_bad_input_says_got_expected_do(name):
 
 def test_a_single_tensor_is_no_tree():
     with pytest.raises(TypeError, match=r"pass \[params\]"):
-        marsopt.adamw().init(torch.zeros(3))
+        marsopt.rule("adamw").init(torch.zeros(3))

@@ -529,7 +529,9 @@ def same(a, b):
 
 
 functional_rules = pytest.mark.parametrize(
-    "make", [marsopt.mars, marsopt.mars_adamw], ids=["routed", "one"]
+    "make",
+    [marsopt.mars, partial(marsopt.rule, "mars-adamw")],
+    ids=["routed", "one"],
 )
 
 

@@ -41,9 +41,7 @@ def drawn(shape, seed, dtype=torch.float64):
 @pytest.mark.parametrize("kind", ["soap", "mars-soap", "soap-muon"])
 def test_forty_steps_are_the_authors(kind, frequency):
     own = dict(ns_dtype=torch.float64) if kind == "soap-muon" else {}
-    rule = getattr(marsopt, kind.replace("-", "_"))(
-        precondition_frequency=frequency, weight_decay=0.1, **own
-    )
+    rule = marsopt.rule(kind, precondition_frequency=frequency, weight_decay=0.1, **own)
     x = [drawn(SQUARE, 0)]
     oracle = Oracle(x[0].numpy(), kind, beta2=0.95, wd=0.1, frequency=frequency)
     state = rule.init(x)
@@ -61,7 +59,7 @@ def test_a_long_side_starts_in_any_eigenvectors_and_goes_on_as_the_authors(shape
     """Of 10 dims the first gradient says 6: the rest is left to the library that finds
     eigenvectors, so that the oracle takes over ours once they are found to be some.
     """
-    rule = marsopt.soap(precondition_frequency=4)
+    rule = marsopt.rule("soap", precondition_frequency=4)
     x = [drawn(shape, 0)]
     oracle = Oracle(x[0].numpy(), "soap", beta2=0.95, wd=0.01, frequency=4)
     state = rule.init(x)
@@ -84,7 +82,7 @@ def test_a_long_side_starts_in_any_eigenvectors_and_goes_on_as_the_authors(shape
 
 def test_a_side_above_max_dim_has_no_factor():
     x, g = [drawn(WIDE, 0)], [drawn(WIDE, 1)]
-    rule = marsopt.soap(max_dim=8, precondition_frequency=2)
+    rule = marsopt.rule("soap", max_dim=8, precondition_frequency=2)
     oracle = Oracle(x[0].numpy(), "soap", beta2=0.95, wd=0.01, frequency=2, max_dim=8)
     state = rule.init(x)
     assert state.buffers["R"][0].shape == state.buffers["QR"][0].shape == (1, 0, 0)
@@ -93,14 +91,14 @@ def test_a_side_above_max_dim_has_no_factor():
         x, state = rule.step(x, g, state, lr=0.01)
         want = oracle.step(g[0].numpy(), 0.01)
     assert np.abs(x[0].numpy() - want).max() < 1e-6
-    both = marsopt.soap(max_dim=5)  # Adam, a step behind
+    both = marsopt.rule("soap", max_dim=5)  # Adam, a step behind
     assert all(not both.init(x).buffers[s][0].numel() for s in ("L", "QL", "R", "QR"))
 
 
 def test_shampoo_beta_is_that_of_the_factors():
     x, g = [drawn(SQUARE, 0)], [drawn(SQUARE, 1)]
     for own, b in (({}, 0.9), (dict(shampoo_beta=0.5), 0.5)):
-        rule = marsopt.soap(betas=(0.95, 0.9), **own)
+        rule = marsopt.rule("soap", betas=(0.95, 0.9), **own)
         _, state = rule.step(x, g, rule.init(x), lr=0.01)
         want = (1 - b) * g[0] @ g[0].mT
         torch.testing.assert_close(state.buffers["L"][0][0], want)
@@ -117,7 +115,7 @@ def test_shampoo_beta_is_that_of_the_factors():
 )
 def test_what_it_does_not_take(given, said):
     with pytest.raises(ValueError, match=said):
-        marsopt.soap(**given)
+        marsopt.rule("soap", **given)
 
 
 # ---- the class, and tensors of several matrices --------------------------------------
@@ -144,10 +142,10 @@ def test_the_class_is_the_function(mars_type):
         torch.testing.assert_close(p.detach(), x[n], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("make", [marsopt.mars_soap, marsopt.soap_muon])
-def test_many_runs_at_once_are_each_of_them(make):
+@pytest.mark.parametrize("name", ["mars_soap", "soap_muon"])
+def test_many_runs_at_once_are_each_of_them(name):
     """By vmap, which has torch's QR and its eigenvectors."""
-    rule = make(precondition_frequency=2, ns_dtype=torch.float64)
+    rule = marsopt.rule(name, precondition_frequency=2, ns_dtype=torch.float64)
     starts = drawn((3, *SQUARE), 0)
     grads = [drawn((3, *SQUARE), 1 + t) for t in range(5)]
 
@@ -249,7 +247,8 @@ def test_products_are_float32_whatever_others_ask_for():
     """bfloat16 in their place, which "medium" allows, would be another step."""
     found = []
     for precision in ("highest", "medium"):
-        rule, x = marsopt.soap(precondition_frequency=2), [drawn(SQUARE, 0).float()]
+        rule = marsopt.rule("soap", precondition_frequency=2)
+        x = [drawn(SQUARE, 0).float()]
         state, before = rule.init(x), torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(precision)
         try:
@@ -264,7 +263,7 @@ def test_products_are_float32_whatever_others_ask_for():
 
 def test_factors_of_half_precision_are_float32():
     x = [drawn(SQUARE, 0, torch.bfloat16)]
-    state = marsopt.soap().init(x)
+    state = marsopt.rule("soap").init(x)
     assert state.buffers["m"][0].dtype == torch.bfloat16
     kinds = {state.buffers[s][0].dtype for s in ("L", "QL", "R", "QR")}
     assert kinds == {torch.float32}

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import logging
 import pickle
 import warnings
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -30,7 +27,6 @@ from tests.stacking import (
     equal,
     fill,
     forced,
-    in_one_buffer,
     run,
     traced,
 )
@@ -62,13 +58,18 @@ def made(own, mode: str = "eager", **more) -> MARS:
     return build(own, mode, **{**kwargs, **FORM, **more})
 
 
+# y that is computed from x, and not kept
+ROUNDING = {"stored": 0.0, "computed": 1e-6}
+
+
+def rounding() -> float:
+    return ROUNDING["stored" if FORM["store_iterate"] else "computed"]
+
+
 def held(optimizer) -> list[torch.Tensor]:
-    """What parameters are not: x in train mode, in eval mode the points ahead."""
-    if optimizer.param_groups[0].get("train_mode", True):
-        found = dict(optimizer.iterates())
-        return [found[p].clone() for p in optimizer.state]
-    entries = optimizer.state.values()
-    return [entry.get("ahead", entry.get("iterate")).clone() for entry in entries]
+    """x, in either mode."""
+    found = dict(optimizer.iterates())
+    return [found[p].clone() for p in optimizer.state]
 
 
 @torch.no_grad()
@@ -156,7 +157,8 @@ def test_a_recorded_trajectory():
 @pytest.mark.usefixtures("both_forms")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", MODES)
-def test_eval_and_train_exchange_bit_for_bit(mode, dtype, monkeypatch):
+def test_eval_and_train_exchange_x_and_y(mode, dtype, monkeypatch):
+    """Bit for bit where x is kept, else to rounding."""
     forced(monkeypatch, mode)
     own = params(dtype=dtype)
     optimizer = made(own, mode)
@@ -166,11 +168,11 @@ def test_eval_and_train_exchange_bit_for_bit(mode, dtype, monkeypatch):
     for _ in range(2):  # called twice as well, as trainers do
         optimizer.eval()
     equal(own, x)
-    equal(held(optimizer), y)
+    equal(held(optimizer), x)
     for _ in range(2):
         optimizer.train()
-    equal(own, y)
-    equal(held(optimizer), x)
+    equal(own, y, rounding())
+    equal(held(optimizer), x, rounding())
 
 
 @pytest.mark.usefixtures("both_forms")
@@ -276,7 +278,7 @@ def test_contradictions_are_errors():
     with pytest.raises(ValueError, match="got gamma_1d=nan"):
         marsopt.mars(correction="transport", gamma_1d=float("nan"))
     with pytest.raises(ValueError, match="got a reference"):
-        rule, x = marsopt.mars_adamw(correction="transport"), [torch.ones(2)]
+        rule, x = marsopt.rule("mars-adamw", correction="transport"), [torch.ones(2)]
         rule.step(x, x, rule.init(x), lr=LR, reference=x)
 
 
@@ -318,25 +320,32 @@ def test_a_resumed_run_is_the_run(mode, in_eval, model_first, monkeypatch):
     assert other.param_groups[0]["train_mode"] is not in_eval
     other.train()
     run(other, new, range(3, 6))
-    equal(new, own)
-    equal(held(other), held(optimizer))
+    equal(new, own, 2 * rounding())
+    equal(held(other), held(optimizer), 2 * rounding())
+
+
+SAVED_BY = {
+    "state_dict": lambda optimizer: optimizer.state_dict(),
+    "pickle": pickle.dumps,
+}
 
 
 @pytest.mark.usefixtures("both_forms")
-def test_saving_in_train_mode_says_so_once(caplog):
+@pytest.mark.parametrize("save", SAVED_BY.values(), ids=SAVED_BY)
+def test_saving_in_train_mode_says_so_once(save, caplog):
     own = params()
     optimizer = made(own, lr_1d=LR)
     with caplog.at_level(logging.WARNING):
-        optimizer.state_dict()  # before the first step y is x
+        save(optimizer)  # before the first step y is x
         run(optimizer, own, range(2))
         optimizer.eval()
-        optimizer.state_dict()
+        save(optimizer)
         assert not caplog.records
         optimizer.train()
-        optimizer.state_dict()
-        optimizer.state_dict()
+        save(optimizer)
+        save(optimizer)
     (record,) = caplog.records
-    assert "state_dict() in train mode" in record.getMessage()
+    assert "saved in train mode" in record.getMessage()
     assert "optimizer.eval()" in record.getMessage()
 
 
@@ -504,29 +513,6 @@ def test_x_is_kept_for_formulas_of_ones_own(kind, rounds):
     torch.testing.assert_close(rule.iterate(y, state)["w"], torch.full((3,), -1e-4))
 
 
-def test_x_that_restarts_is_said(caplog):
-    own = params()[:2]
-    optimizer = made(own, mars_type="adamw")
-    optimizer.param_groups[0]["amsgrad"] = True  # before the first step
-    run(optimizer, own, range(2))
-    new = [nn.Parameter(p) for p in copies(own)]  # of another rule until it is loaded
-    made(new, mars_type="lion").load_state_dict(optimizer.state_dict())
-    optimizer.add_param_group({"params": params(dtype=torch.bfloat16)[2:]})
-    run(optimizer, own, [2])
-    assert "restarts" not in caplog.text
-    other = nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
-    optimizer.param_groups[0]["params"].append(other)
-    run(optimizer, own, [3])
-    assert caplog.text.count("x of transport restarts from what parameters hold") == 1
-    optimizer.param_groups[0]["params"].pop()
-    optimizer.param_groups[0]["amsgrad"] = False
-    run(optimizer, own, [4])
-    assert caplog.text.count("x of transport restarts from what parameters hold") == 2
-    optimizer.param_groups[0]["amsgrad"] = True
-    run(optimizer, own, [5])
-    assert caplog.text.count("x of transport restarts from what parameters hold") == 3
-
-
 @pytest.mark.parametrize("change", [dict(amsgrad=True), dict(mars_type="lion")])
 def test_x_restarts_where_its_moments_do(change):
     """It followed from them; parameters are the truth then."""
@@ -542,23 +528,6 @@ def test_x_restarts_where_its_moments_do(change):
         equal(own, y)
         equal(held(optimizer), y)
         group.update(lr=LR)
-
-
-@pytest.mark.usefixtures("both_forms")
-def test_our_writes_into_pieces_of_one_buffer_are_ours(caplog):
-    own, apart = in_one_buffer(params()), params()
-    optimizer, expected = made(own), made(apart)
-    for each, mine in ((optimizer, own), (expected, apart)):
-        run(each, mine, range(3))
-    y = copies(own)
-    optimizer.eval()
-    optimizer.state_dict()
-    optimizer.train()
-    equal(own, y)
-    for each, mine in ((optimizer, own), (expected, apart)):
-        run(each, mine, [3])
-    equal(own, apart)
-    assert "was written between" not in caplog.text
 
 
 @pytest.mark.parametrize("in_eval", [False, True])
@@ -608,44 +577,10 @@ def test_moments_of_python_numbers_are_loaded():
     assert not torch.equal(own[0], before[0])
 
 
-def test_the_point_ahead_takes_memory_in_eval_mode_alone():
-    own = params()
-    optimizer = made(own, optimize_1d=True)
-
-    def num_bytes():
-        every = [v for entry in optimizer.state.values() for v in entry.values()]
-        return sum(v.nbytes for v in every if v.numel() > 4)
-
-    size = sum(p.nbytes for p in own)
-    run(optimizer, own, range(2))
-    assert num_bytes() == 2 * size
-    optimizer.eval()
-    assert num_bytes() == 3 * size
-    optimizer.train()
-    assert num_bytes() == 2 * size
-
-
-def test_a_point_ahead_that_was_not_saved_is_computed():
-    """As DCP loads into an optimizer in train mode what was saved in eval mode."""
-    own, new = params(), params(1)
-    optimizer = made(own)
-    run(optimizer, own, range(3))
-    y = copies(own)
-    optimizer.eval()
-    state = copy.deepcopy(optimizer.state_dict())
-    for entry in state["state"].values():
-        del entry["ahead"]
-    other = made(new)
-    write(new, own)
-    other.load_state_dict(state)
-    other.train()
-    equal(new, y, 1e-6)
-
-
 def test_a_rule_that_computes_x_refuses_a_state_that_has_it():
     x = [torch.ones(3)]
-    stored = marsopt.mars_adamw(correction="transport", store_iterate=True)
-    computed = marsopt.mars_adamw(correction="transport")
+    stored = marsopt.rule("mars-adamw", correction="transport", store_iterate=True)
+    computed = marsopt.rule("mars-adamw", correction="transport")
     state = stored.init(x)
     with pytest.raises(ValueError, match="store_iterate=True takes a state"):
         computed.step(x, x, state, lr=LR)
@@ -654,7 +589,7 @@ def test_a_rule_that_computes_x_refuses_a_state_that_has_it():
     with pytest.raises(ValueError, match="got a state without x"):
         stored.step(x, x, computed.init(x), lr=LR)
     with pytest.raises(ValueError, match="got store_iterate=1, expected True or False"):
-        marsopt.mars_adamw(correction="transport", store_iterate=1)
+        marsopt.rule("mars-adamw", correction="transport", store_iterate=1)
 
 
 # ---- what others write ---------------------------------------------------------------
@@ -662,31 +597,86 @@ def test_a_rule_that_computes_x_refuses_a_state_that_has_it():
 
 @pytest.mark.usefixtures("both_forms")
 @pytest.mark.usefixtures("both_layouts")
-@pytest.mark.parametrize("in_eval", [False, True])
-@pytest.mark.parametrize("by_data", [False, True])
-def test_what_is_written_between_steps_is_not_lost(in_eval, by_data, caplog):
-    """Loaded, averaged or clamped weights are the new x, said once."""
+def test_weights_written_in_eval_mode_are_x():
+    """Loaded, averaged or clamped; the next gradient is taken ahead of them."""
     own = params()
     optimizer = made(own)
     run(optimizer, own, range(3))
+    optimizer.eval()
     written = [p.detach() + 1 for p in own]
+    write(own, written)
+    optimizer.train()
+    assert not any(map(torch.equal, own, written))
+    optimizer.param_groups[0].update(lr=0.0, base_lr=1.0)
+    run(optimizer, own, [3])
+    optimizer.eval()
+    equal(own, written, rounding())
+
+
+@pytest.mark.usefixtures("both_forms")
+@pytest.mark.parametrize("in_eval", [False, True])
+def test_a_layout_that_changes_keeps_x(in_eval):
+    own, reference = params(), params()
+    late = own.pop(1), reference.pop(1)
+    optimizer, other = made(own, lr_1d=LR), made(reference, lr_1d=LR)
+    for each, mine in ((optimizer, own), (other, reference)):
+        run(each, mine, range(3))
     if in_eval:
         optimizer.eval()
-    with torch.no_grad(), caplog.at_level(logging.WARNING):
-        for p, value in zip(own, written, strict=True):
-            if by_data:
-                p.data = value.clone()
-            else:
-                p.copy_(value)
-        optimizer.train()
-        if in_eval:
-            equal(own, written)  # y starts there too
-        optimizer.param_groups[0].update(lr=0.0, base_lr=1.0)
-        run(optimizer, own, [3])
-    optimizer.eval()
-    equal(own, written)
-    told = [r for r in caplog.records if "lookahead restarts" in r.getMessage()]
-    assert len(told) == 1
+    optimizer.add_param_group({"params": [late[0]]})
+    other.add_param_group({"params": [late[1]]})
+    optimizer.train()
+    for each, mine in ((optimizer, own), (other, reference)):
+        run(each, [*mine, *each.param_groups[1]["params"]], [3])
+    equal(own, reference, rounding())
+    equal(held(optimizer), held(other), rounding())
+
+
+@pytest.mark.usefixtures("both_forms")
+@pytest.mark.parametrize("in_eval", [False, True])
+def test_a_state_of_another_correction_leaves_x_to_the_parameter(in_eval):
+    """In either mode, and also where weights are loaded afterwards."""
+    own, new = params(), params(1)
+    optimizer, other = made(own, correction="approximate"), made(new)
+    run(optimizer, own, range(3))
+    run(other, new, range(2))
+    if in_eval:
+        other.eval()
+    other.load_state_dict(optimizer.state_dict())
+    write(new, own)
+    other.train()
+    equal(new, own)
+    equal(held(other), own)
+    other.param_groups[0].update(lr=0.0, base_lr=LR)
+    run(other, new, [3])
+    equal(held(other), own)
+
+
+@pytest.mark.usefixtures("both_forms")
+def test_autocast_keeps_no_casts_of_y():
+    model = nn.Linear(4, 2)
+    optimizer, inputs = made(model.parameters(), lr=0.1), torch.ones(3, 4)
+    run(optimizer, [*model.parameters()], range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        ahead = model(inputs)
+        optimizer.eval()
+        assert not torch.equal(model(inputs), ahead)
+
+
+@pytest.mark.usefixtures("both_forms")
+def test_modes_are_refused_in_a_transform():
+    model = nn.Linear(4, 2)
+    optimizer = made(model.parameters())
+    run(optimizer, [*model.parameters()], range(2))
+    y = copies(model.parameters())
+
+    def evaluated(x):
+        optimizer.eval()
+        return model(x).sum()
+
+    with pytest.raises(RuntimeError, match="nothing has changed; call it before"):
+        torch.func.grad(evaluated)(torch.ones(4))
+    equal(model.parameters(), y)
 
 
 def accelerated(optimizer):
@@ -717,55 +707,6 @@ def test_weights_loaded_around_a_copy_of_a_fresh_optimizer_are_kept(handed, befo
         assert float((p.detach() - value).abs().max()) < 0.5
 
 
-@pytest.mark.usefixtures("both_forms")
-@pytest.mark.parametrize("saved_by", ["state_dict", "deepcopy"])
-def test_what_is_written_before_saving_is_saved(saved_by):
-    own, new = params(), params(1)
-    optimizer = made(own)
-    run(optimizer, own, range(3))
-    with torch.no_grad():
-        for p in own:
-            p.add_(5)
-    if saved_by == "deepcopy":
-        other = copy.deepcopy(optimizer)
-        new = other.param_groups[0]["params"]
-    else:
-        other = made(new)
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        write(new, own)
-    run(optimizer, own, [3])
-    run(other, new, [3])
-    equal(new, own)
-    equal(held(other), held(optimizer))
-
-
-@pytest.mark.usefixtures("both_forms")
-@pytest.mark.usefixtures("both_layouts")
-@pytest.mark.parametrize("how", ["thawed", "added"])
-def test_a_layout_made_anew_is_no_write(how, caplog):
-    own, reference = params(), params()
-    late = [own.pop(1), reference.pop(1)]
-    optimizers = []
-    for each, last in ((own, late[0]), (reference, late[1])):
-        last.requires_grad_(how == "added")
-        group = each + ([last] if how == "thawed" else [])
-        optimizers.append(made(group, lr_1d=LR))
-        run(optimizers[-1], each, range(3))
-    optimizer, other = optimizers
-    x = [x.clone() for p, x in optimizer.iterates() if p is not late[0]]
-    if how == "thawed":
-        late[0].requires_grad_(True)
-        fill([late[0]], 9)
-    else:
-        optimizer.add_param_group({"params": [late[0]]})
-    optimizer.eval()
-    equal(own, x)
-    optimizer.train()
-    equal(own, reference)
-    assert not caplog.records
-    assert other is not optimizer
-
-
 @pytest.mark.parametrize("mars_type", ["moonlight", "muon", "normuon", "mars-m"])
 def test_averages_go_on_under_another_name(mars_type):
     """A baseline's momentum_buffer, and approximate MARS's average without clip."""
@@ -793,29 +734,6 @@ def test_a_mode_in_a_group_means_nothing_to_other_corrections():
 
 
 @pytest.mark.usefixtures("both_forms")
-def test_writing_before_every_step_is_an_error():
-    """As SAM does: the step would be taken from y, which is another algorithm."""
-    own = params()
-    optimizer = made(own)
-    run(optimizer, own, range(2))
-    for seed in (2, 3):
-        with torch.no_grad():
-            own[0].mul_(1.0)
-        run(optimizer, own, [seed])
-    run(optimizer, own, [4])  # not this time
-    for seed in (5, 6):
-        with torch.no_grad():
-            own[0].mul_(1.0)
-        run(optimizer, own, [seed])
-    before = copies(own)
-    with torch.no_grad():
-        own[0].mul_(1.0)
-    with pytest.raises(RuntimeError, match=r"before each of 3 steps.*optimizer\.eval"):
-        run(optimizer, own, [7])
-    equal(own, before)
-
-
-@pytest.mark.usefixtures("both_forms")
 @pytest.mark.usefixtures("both_layouts")
 def test_weights_loaded_before_the_first_step_are_where_it_starts(caplog):
     own, reference = params(), params(1)
@@ -830,32 +748,17 @@ def test_weights_loaded_before_the_first_step_are_where_it_starts(caplog):
 
 
 @pytest.mark.usefixtures("both_forms")
-def test_a_partial_load_that_passes_x_by_takes_the_loaded_weights():
-    """DCP with allow_partial_load, from a checkpoint of another correction: the state
-    dict that is loaded is the one that was handed out, x as it was.
-    """
-    own = params()
-    optimizer = made(own)
-    run(optimizer, own, range(3))
-    template = optimizer.state_dict()
-    weights = [p.detach() + 1 for p in own]
-    write(own, weights)
-    optimizer.load_state_dict(template)
-    optimizer.eval()
-    equal(own, weights)
-
-
-@pytest.mark.usefixtures("both_forms")
 def test_loading_its_own_state_dict_changes_nothing():
     own = params()
     optimizer = made(own)
     run(optimizer, own, range(3))
     y, x = copies(own), held(optimizer)
     optimizer.load_state_dict(optimizer.state_dict())
+    equal(own, y)
     optimizer.eval()
     equal(own, x)
     optimizer.train()
-    equal(own, y)
+    equal(own, y, rounding())
 
 
 @pytest.mark.usefixtures("both_forms")
@@ -870,341 +773,6 @@ def test_a_group_added_in_eval_mode_joins_it():
     equal(more, weights)
     run(optimizer, own + more, range(2))
     assert {group["train_mode"] for group in optimizer.param_groups} == {True}
-
-
-# ---- models that are followed --------------------------------------------------------
-
-
-def pair(follow=True, seed=0):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-    optimizer = made(model.parameters())
-    if follow:
-        optimizer.follow(model)
-    return model, optimizer
-
-
-def batch(seed):
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
-
-
-def trained(model, optimizer, steps, between=lambda: None):
-    """Losses of ordinary steps, with something done after each, or before one."""
-    losses = []
-    for t in steps:
-        loss = model(batch(t)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        between()
-        losses.append(loss.detach())
-    return losses
-
-
-@pytest.mark.usefixtures("both_forms")
-@pytest.mark.usefixtures("both_layouts")
-@pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode])
-def test_a_model_in_eval_mode_holds_what_is_trained(inference):
-    """Also where its parts are in another mode, and validation comes before training
-    and twice.
-    """
-    model, optimizer = pair()
-    plain, other = pair(follow=False)
-    held_out = [[], []]
-
-    def validate():
-        model.eval()
-        model[0].train()
-        with inference():
-            held_out[0] += [model(batch(99)).square().mean() for _ in range(2)]
-        model.train()
-        model[2].eval()
-
-    def validate_by_hand():
-        other.eval()
-        with torch.no_grad():
-            held_out[1] += [plain(batch(99)).square().mean() for _ in range(2)]
-        other.train()
-
-    validate()
-    validate_by_hand()
-    found = trained(model, optimizer, range(4), validate)
-    equal(found, trained(plain, other, range(4), validate_by_hand))
-    equal(*held_out)
-    model(batch(4))
-    equal(model.parameters(), plain.parameters())
-
-
-@pytest.mark.usefixtures("both_forms")
-@pytest.mark.usefixtures("both_layouts")
-@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
-def test_state_dicts_are_of_what_is_trained_and_training_resumes_from_them(order):
-    model, optimizer = pair()
-    plain, other = pair(follow=False)
-    saved = {}
-
-    def save():
-        sources = dict(model=model, optimizer=optimizer)
-        saved.update({name: sources[name].state_dict() for name in order})
-        saved.update(copy.deepcopy(saved))
-
-    trained(model, optimizer, range(2), save)
-    model(batch(2)).square().mean().backward()  # on top, without a step
-    optimizer.zero_grad()
-    loss = model(batch(2)).square().mean()
-    loss.backward()
-    save()  # between a backward pass and its step
-    optimizer.step()
-    first = trained(model, optimizer, range(3, 6))
-
-    trained(plain, other, range(2))
-    other.eval()
-    equal(saved["model"].values(), plain.parameters())
-    other.train()
-    want = trained(plain, other, range(2, 6))
-    equal([loss, *first], want)
-    equal(model.parameters(), plain.parameters())
-
-    again, resumed = pair(seed=1)
-    targets = dict(model=again, optimizer=resumed)
-    for name in order:
-        targets[name].load_state_dict(saved[name])
-    equal(trained(again, resumed, range(2, 6)), want)
-    equal(again.parameters(), model.parameters())
-
-
-@pytest.mark.usefixtures("both_forms")
-def test_state_dicts_of_parts_and_with_variables_are_of_what_is_trained():
-    model, optimizer = pair()
-    trained(model, optimizer, range(3))
-    want = [x.clone() for _, x in optimizer.iterates()]
-    y = copies(model.parameters())
-    assert not any(map(torch.equal, y, want))
-    equal(model[0].state_dict().values(), want[:2])
-    assert model.state_dict(keep_vars=True)["2.bias"] is model[2].bias
-    model(batch(0))
-    equal(model.parameters(), y)
-    with pytest.raises(RuntimeError, match="in eval mode"):
-        model.state_dict()
-        optimizer.eval()  # to stay there
-        optimizer.step()
-
-
-@pytest.mark.usefixtures("both_forms")
-def test_weights_that_a_followed_model_loads_are_where_it_goes_on():
-    model, optimizer = pair()
-    trained(model, optimizer, range(2))
-    best = copy.deepcopy(model.state_dict())
-    trained(model, optimizer, range(2, 4))
-    model.load_state_dict(best)
-    equal([x for _, x in optimizer.iterates()], best.values())
-    for group in optimizer.param_groups:
-        group.update(lr=0.0, base_lr=1.0)
-    trained(model, optimizer, [4])
-    equal(model.state_dict().values(), best.values())
-
-
-@pytest.mark.usefixtures("both_forms")
-@pytest.mark.parametrize("how", ["written", "in eval mode", "before", "after"])
-@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
-def test_other_weights_beside_a_loaded_state_are_where_it_goes_on(order, how):
-    """An average, or a head that starts anew, in place of what was saved: whoever came
-    first, and also where one half of a tensor alone is other.
-    """
-    model, optimizer = pair()
-    trained(model, optimizer, range(3))
-    saved = copy.deepcopy(
-        dict(model=model.state_dict(), optimizer=optimizer.state_dict())
-    )
-    others = copy.deepcopy(saved["model"])
-    for tensor in others.values():
-        tensor[: len(tensor) // 2] += 5
-    again, resumed = pair(seed=1)
-    if how == "before":
-        saved["model"] = others
-    for name in order:
-        dict(model=again, optimizer=resumed)[name].load_state_dict(saved[name])
-    if how == "after":
-        again.load_state_dict(others)
-    elif how != "before":
-        if how == "in eval mode":
-            again.eval()
-            again(batch(0))
-        for p, value in zip(again.parameters(), others.values(), strict=True):
-            write([p], [value])
-    again.train()
-    equal([x for _, x in resumed.iterates()], others.values())
-    for group in resumed.param_groups:
-        group.update(lr=0.0, base_lr=1.0)
-    trained(again, resumed, [3])
-    equal(again.state_dict().values(), others.values(), atol=1e-6)
-
-
-def forwards(kind, model):
-    """Call the model where parameters must not be written, or are recorded."""
-    params = {name: p.detach() for name, p in model.named_parameters()}
-    if kind == "grad":
-        torch.func.grad(
-            lambda params: torch.func.functional_call(model, params, batch(0)).sum()
-        )(params)
-    elif kind == "jacrev":
-        torch.func.jacrev(lambda x: model(x))(batch(0))
-    elif kind == "trace":
-        torch.jit.trace(model, batch(0))
-    else:
-        with FakeTensorMode():
-            model(batch(0))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
-@pytest.mark.usefixtures("both_forms")
-@pytest.mark.parametrize("kind", ["grad", "jacrev", "trace", "fake"])
-def test_modes_are_not_switched_where_writes_are_forbidden_or_recorded(kind):
-    """... and the optimizer is as it was."""
-    model, optimizer = pair()
-    trained(model, optimizer, range(3))
-    y = copies(model.parameters())
-    model.eval()
-    with pytest.raises(RuntimeError, match="nothing has changed; call it before"):
-        forwards(kind, model)
-    equal(model.parameters(), y)
-    model.eval()
-    model(batch(0))  # x from here on
-    x = copies(model.parameters())
-    if kind != "fake":
-        forwards(kind, model)
-    equal(model.parameters(), x)
-    model.train()
-    trained(model, optimizer, range(3, 5))
-
-
-@pytest.mark.usefixtures("both_forms")
-def test_autocast_keeps_no_casts_of_what_parameters_were():
-    model, optimizer = pair()
-    trained(model, optimizer, range(3))
-    model.train()
-    with torch.autocast("cpu", torch.bfloat16):
-        y_loss = model(batch(0)).sum()
-        model.eval()
-        x_loss = model(batch(0)).sum()
-        model.train()
-        assert model(batch(0)).sum() == y_loss != x_loss
-    model.eval()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert model(batch(0)).sum() == x_loss
-
-
-@pytest.mark.parametrize(
-    "how", ["followed, wrapped", "wrapped, followed", "wrapped, full graph", "in place"]
-)
-def test_a_compiled_model_is_followed(how):
-    model, optimizer = pair(follow=False)
-    plain, other = pair()
-    options = dict(backend="eager", fullgraph="full" in how)
-    if how == "followed, wrapped":
-        optimizer.follow(model)
-    if how == "in place":
-        model.compile(**options)
-    else:
-        model = torch.compile(model, **options)
-    if how != "followed, wrapped":
-        optimizer.follow(model)
-    seen = [[], []]
-    for losses, each, mars in zip(
-        seen, (model, plain), (optimizer, other), strict=True
-    ):
-        for t in range(3):
-            losses += trained(each, mars, [t])
-            each.eval()
-            with torch.no_grad():
-                losses.append(each(batch(99)).square().mean())
-            each.train()
-    equal(*seen)
-    trained(model, optimizer, [3])
-    weights = model.state_dict()
-    trained(plain, other, [3])
-    equal(weights.values(), plain.state_dict().values())
-
-
-@pytest.mark.usefixtures("both_forms")
-def test_copies_and_pickles_of_a_followed_model_are_nobodys():
-    model, optimizer = pair()
-    trained(model, optimizer, range(3))
-    y = copies(model.parameters())
-    again = pickle.loads(pickle.dumps(model))
-    for twin in (copy.deepcopy(model), again):
-        twin.eval()(batch(0))
-        twin.state_dict()
-        equal(model.parameters(), y)
-        assert len(pickle.dumps(twin)) < 10_000
-    with pytest.raises(ValueError, match="none of this optimizer's parameters"):
-        optimizer.follow(again)
-    with pytest.raises(TypeError, match="got list, expected the model"):
-        optimizer.follow(list(model.parameters()))
-
-
-@pytest.mark.usefixtures("both_forms")
-def test_a_followed_optimizer_lives_while_parameters_are_ahead():
-    model, optimizer = pair()
-    trained(model, optimizer, range(3))
-    x = [x.clone() for _, x in optimizer.iterates()]
-    seen = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    model.eval()(batch(0))
-    equal(model.parameters(), x)
-    gc.collect()
-    assert seen() is None
-    model.train()(batch(0))
-    equal(model.parameters(), x)
-
-
-@pytest.mark.usefixtures("both_forms")
-def test_the_next_optimizer_of_a_model_starts_from_what_was_trained():
-    model, first = pair()
-    trained(model, first, range(3))
-    x = [x.clone() for _, x in first.iterates()]
-    second = MARS(model.parameters(), correction="transport", compile=False)
-    second.follow(model)
-    equal(model.parameters(), x)
-    trained(model, second, [3])
-    y = copies(model.parameters())
-    expected = [x.clone() for _, x in second.iterates()]
-    model.eval()(batch(0))
-    equal(model.parameters(), expected)
-    model.train()(batch(0))
-    equal(model.parameters(), y)
-
-
-def test_following_twice_several_models_and_more_than_is_optimized():
-    model, optimizer = pair()
-    frozen, second = nn.Linear(2, 2), nn.Linear(2, 1)
-    optimizer.add_param_group({"params": second.parameters()})
-    whole = nn.Sequential(model, frozen)
-    for each in (whole, whole, second):
-        optimizer.follow(each)
-    trained(nn.Sequential(whole, second), optimizer, range(3))
-    x = {p: x.clone() for p, x in optimizer.iterates()}
-    y = {p: p.detach().clone() for p in x}
-    second.eval()(torch.ones(1, 2))
-    equal(x, x.values())
-    whole(batch(0))
-    equal(y, y.values())
-    equal(second.state_dict().values(), [x[p] for p in second.parameters()])
-    equal(whole.state_dict().values(), whole.parameters())
-    equal(x, x.values())
-
-
-@pytest.mark.parametrize("correction", ["approximate", "exact"])
-def test_following_is_nothing_to_other_corrections(correction):
-    model = nn.Linear(4, 2)
-    optimizer = made(model.parameters(), correction=correction)
-    optimizer.follow(model)
-    assert not model._forward_pre_hooks and not model._state_dict_pre_hooks
-    pairs = list(optimizer.iterates())
-    assert all(p.data_ptr() == x.data_ptr() for p, x in pairs)
-    assert [p for p, _ in pairs] == list(model.parameters())
-    assert not any(x.requires_grad for _, x in pairs)
 
 
 @pytest.mark.usefixtures("both_forms")
@@ -1227,10 +795,7 @@ def test_iterates_are_what_is_trained_in_any_mode():
     equal(own, before.values())
     equal(own, [x for _, x in optimizer.iterates()])
     optimizer.train()
-    equal(own, y)
-    with torch.no_grad():
-        own[0].zero_()
-    assert not dict(optimizer.iterates())[own[0]].any()
+    equal(own, y, rounding())
 
 
 # ---- sharded -------------------------------------------------------------------------
@@ -1251,7 +816,7 @@ def sharded_and_whole(world):
     return model, mesh, whole
 
 
-def validated(rank, world, follows):
+def validated(rank, world):
     """Validation leaves a root's parameters gathered: training must gather y anew."""
     model, mesh, whole = sharded_and_whole(world)
     losses = []
@@ -1260,9 +825,6 @@ def validated(rank, world, follows):
         (whole, {}),
     ):
         optimizer = made(net.parameters(), compile=False, **options)
-        if follows:
-            optimizer.follow(net)
-        modes = net if follows else optimizer
         inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
         mine = []
         for _ in range(4):
@@ -1270,25 +832,22 @@ def validated(rank, world, follows):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            modes.eval()
+            optimizer.eval()
             with torch.no_grad():
                 held_out = net(inputs).square().mean()
-            modes.train()
+            saved = net.state_dict()["1.weight"]
+            if options:
+                saved = saved.full_tensor()
+            mine += saved.flatten().tolist()
+            optimizer.train()
             mine += [float(loss), float(held_out)]
-            if follows:
-                net(inputs)  # y again
-                saved = net.state_dict()["1.weight"]
-                if options:
-                    saved = saved.full_tensor()
-                mine += saved.flatten().tolist()
         losses.append(mine)
     return losses
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("follows", [False, True])
-def test_validation_between_steps_under_fsdp2(follows):
-    sharded, whole = spawn(validated, 2, follows)[0]
+def test_validation_between_steps_under_fsdp2():
+    sharded, whole = spawn(validated, 2)[0]
     assert sharded == pytest.approx(whole, rel=1e-5)
 
 
@@ -1309,7 +868,7 @@ def test_torch_compiles_nothing_of_the_modes():
             eager.step()
             compiled.eval()
             compiled.train()
-    equal(own, slow)
+    equal(own, slow, 1e-6)
 
 
 def test_schedule_free_loops_find_their_methods():
@@ -1321,37 +880,13 @@ def test_schedule_free_loops_find_their_methods():
         optimizer.train()
 
 
-@pytest.mark.usefixtures("both_layouts")
-def test_closures_of_a_followed_model_train_as_a_loop_does():
-    """After a validation, whose mode only the closure's forward pass ends, and where
-    the closure itself takes a state dict after its backward pass.
-    """
-    (model, optimizer), (plain, other) = pair(), pair(follow=False)
-    for t in range(5):
-
-        def closure(t=t):
-            optimizer.zero_grad()
-            loss = model(batch(t)).square().mean()
-            loss.backward()
-            model.state_dict()
-            return loss
-
-        optimizer.step(closure)
-        with torch.no_grad():
-            model.eval()
-            model(batch(9))
-            model.train()
-    trained(plain, other, range(5))
-    optimizer.eval(), other.eval()
-    equal(model.parameters(), plain.parameters())
-
-
 def test_a_closure_that_ends_in_eval_mode_is_refused():
-    model, optimizer = pair(follow=False)
+    model = nn.Linear(4, 2)
+    optimizer = made(model.parameters())
     before = copies(model.parameters())
 
     def closure():
-        model(batch(0)).square().mean().backward()
+        model(torch.ones(3, 4)).square().mean().backward()
         optimizer.eval()
 
     with pytest.raises(RuntimeError, match="got step\\(\\) in eval mode"):

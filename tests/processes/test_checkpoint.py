@@ -51,11 +51,10 @@ def gradient(model, optimizer, seed):
 
 
 def legs(rank, world, mars_type, correction, hybrid, folder, first, last):
-    """Train legs first..last-1, loading before and saving after; whole parameters.
-    Transport follows the model.
+    """Train legs first..last-1, loading before and saving after, in eval mode; whole
+    parameters.
     """
     model, optimizer = build(world, mars_type, correction, hybrid)
-    optimizer.follow(model)
     if first:
         weights, state = get_state_dict(model, optimizer)
         both = {"model": weights, "optimizer": state}
@@ -66,12 +65,15 @@ def legs(rank, world, mars_type, correction, hybrid, folder, first, last):
             model_state_dict=both["model"],
             optim_state_dict=both["optimizer"],
         )
-    for t in range(first * LEG, last * LEG):
-        gradient(model, optimizer, t + 1)
-        optimizer.update_previous_grad()
-        gradient(model, optimizer, t)
-        optimizer.step()
-        optimizer.update_last_grad()
+    for leg in range(first, last):
+        optimizer.train()
+        for t in range(leg * LEG, (leg + 1) * LEG):
+            gradient(model, optimizer, t + 1)
+            optimizer.update_previous_grad()
+            gradient(model, optimizer, t)
+            optimizer.step()
+            optimizer.update_last_grad()
+        optimizer.eval()
     weights, state = get_state_dict(model, optimizer)
     both = {"model": weights, "optimizer": state}
     dcp.save(both, checkpoint_id=f"{folder}/{last}")
@@ -91,7 +93,7 @@ def test_resumes_on_other_numbers_of_ranks(name, tmp_path):
     """2 -> 1 -> 4 (HSDP) -> 2 is the uninterrupted run, h or y included."""
     form = FORMS[name]
     want, names = spawn(legs, 2, *form, False, str(tmp_path / "whole"), 0, 4)[0]
-    assert ("ahead" if "transport" in form else "last_grad") in names
+    assert ("lookahead" if "transport" in form else "last_grad") in names
     folder = str(tmp_path / "parts")
     for i, (world, hybrid) in enumerate(
         ((2, False), (1, False), (4, True), (2, False))

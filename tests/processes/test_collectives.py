@@ -249,8 +249,8 @@ def functional(rank, world):
 
     error = 0.0
     for rule in (
-        marsopt.mars_adamw(max_norm=1.0),
-        marsopt.mars_m(max_norm=1.0, ns_dtype=torch.float64),
+        marsopt.rule("mars-adamw", max_norm=1.0),
+        marsopt.rule("mars-m", max_norm=1.0, ns_dtype=torch.float64),
     ):
         want, _ = rule.step(x, grads, rule.init(x), lr=0.1)
         sharded = spread(x)
@@ -371,7 +371,7 @@ class RowSums(MatrixAverage):
     def at_owner(self, matrices, stage):
         for one in matrices:  # all rows are there, in order
             assert one.rows[0].tolist() == [*range(one.matrix.shape[0])]
-        return [MatrixOutput(2 * x, (r, x.sum(-1))) for x, (r,), _ in matrices]
+        return [MatrixOutput(2 * x, (r, x.sum(-1))) for x, (r,), *_ in matrices]
 
 
 def rows_at_owners(rank, world, shape, places, strategy):

@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import marsopt
 from marsopt import MARS, REGISTRY
-from marsopt.functional.collectives import LOCAL
 from marsopt.parallel import DataParallel, MeshCollectives
 from marsopt.profiling.gpt2 import param_groups, shapes
 from marsopt.rules import newton_schulz
@@ -218,34 +217,6 @@ def test_ranks_agree_after_a_parameter_has_moved(mars_type):
     first, *others = spawn(replaced, 2, mars_type, seconds=60)
     for other in others:
         assert all(map(torch.equal, first, other))
-
-
-def written_then_joined(rank, world, collectives):
-    """Weights are zeroed, and then a parameter comes that changes who owns what."""
-    draws = torch.Generator().manual_seed(0)
-    drawn = partial(torch.randn, generator=draws, dtype=torch.float64)
-    *first, last = (nn.Parameter(drawn(n, n)) for n in (8, 6, 16))
-    optimizer = MARS(
-        first, lr=0.01, mars_type="moonlight", correction="transport",
-        ns_dtype=torch.float64, compile=False, collectives=collectives(),
-    )  # fmt: skip
-    for params in (first, [*first, last]):
-        for p in params:
-            p.grad = drawn(*p.shape)
-        if len(params) > len(first):
-            with torch.no_grad():
-                for p in first:
-                    p.zero_()
-            optimizer.add_param_group(dict(params=[last]))
-        optimizer.step()
-    optimizer.eval()
-    return [p.detach() for p in first]
-
-
-def test_what_is_written_before_owners_change_stays():
-    want = written_then_joined(0, 1, lambda: LOCAL)
-    for got in spawn(written_then_joined, 2, DataParallel):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
 
 
 def loaded_and_saved(rank, world):
@@ -448,28 +419,6 @@ def test_pieces_move_with_their_state(form):
         assert max(found.values()) < 1e-11, found
 
 
-def followed(rank, world, way):
-    """What a model in eval mode answers, its state dict, and parameters later on."""
-    model, optimizer = held_as(way, "mars-adamw", TRANSPORT)
-    optimizer.follow(model)
-    train(model, optimizer, range(2))
-    model.eval()
-    answer = model(torch.ones(1, 6, dtype=torch.float64)).detach()
-    model.train()
-    train(model, optimizer, [2])
-    saved = {n: x.clone() for n, x in inner(model).state_dict().items()}
-    train(model, optimizer, [3])
-    return {"answer": answer} | saved, whole(model)
-
-
-def test_a_model_that_is_followed_holds_what_is_trained_on_all_ranks():
-    want = followed(0, 1, "one")
-    for got in spawn(followed, 3, "ddp"):
-        for ours, theirs in zip(got, want, strict=True):
-            for n, x in theirs.items():
-                torch.testing.assert_close(ours[n], x, rtol=0, atol=1e-11, msg=n)
-
-
 # ---- skips, graphs, errors -----------------------------------------------------------
 
 
@@ -524,6 +473,90 @@ def errors(rank, world):
     different.grad = torch.ones_like(different)
     tell(optimizer.step)
     return told
+
+
+def in_another_order(rank, world, late):
+    """Two parameters of one shape, from the start or in a later group."""
+    drawn = [
+        torch.randn(6, 4, generator=torch.Generator().manual_seed(i)) for i in (1, 2)
+    ]
+    params = [nn.Parameter(x) for x in drawn]
+    order = params[::-1] if rank else params
+    first = [nn.Parameter(torch.ones(3))] if late else order
+    options = dict(mars_type="moonlight", compile=False, collectives=DataParallel())
+    optimizer = MARS(first, **options)
+
+    def step():
+        for p in (*first, *params):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    if late:
+        step()
+        optimizer.add_param_group({"params": order})
+    try:
+        step()
+    except RuntimeError as error:
+        same = all(map(torch.equal, params, drawn))
+        return str(error), same
+    return "taken", False
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_another_order_on_a_rank_is_refused(late):
+    for told, same in spawn(in_another_order, 2, late):
+        assert f"other values of parameter 0 of group {int(late)}" in told
+        assert same
+
+
+def other_gradients(rank, world):
+    """Numbers, rows, kernels in other memory formats; ranks with other gradients."""
+    g = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(s, generator=g) for s in ((), (5,), (7, 3), (4, 3, 2, 2))]
+    drawn += [drawn[2].mT.contiguous().mT]
+    drawn[3] = drawn[3].to(memory_format=torch.channels_last)
+    params = list(map(nn.Parameter, drawn))
+    optimizer = MARS(
+        params, lr=0.1, correction="transport", compile=False,
+        collectives=DataParallel(),
+    )  # fmt: skip
+    out = []
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.full_like(p, 1.0 + rank)
+        optimizer.step()
+        out.append([p.detach().clone() for p in params])
+        optimizer.eval()
+        out.append([p.detach().clone() for p in params])
+        optimizer.train()
+    return out
+
+
+def test_ranks_hold_equal_parameters_whatever_their_gradients():
+    """Every piece is its owner's: numbers are the first rank's."""
+    first, second = spawn(other_gradients, 2)
+    for mine, others in zip(first, second, strict=True):
+        assert all(map(torch.equal, mine, others))
+
+
+def in_small_chunks(rank, world):
+    """A step where one rank owns nearly all, in chunks of four elements a rank."""
+    found = []
+    for chunk in (2**25, 4 * 8 * world):
+        with mock.patch("marsopt.parallel.data_parallel.CHUNK", chunk):
+            params, optimizer = build(DataParallel(), mars_type="moonlight")
+            large = nn.Parameter(torch.ones(30, 20, dtype=torch.float64))
+            params["large"] = large
+            optimizer.add_param_group({"params": [("large", large)]})
+            step(params, optimizer, range(2))
+        found.append([p.detach().clone() for p in params.values()])
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_size_of_chunks_changes_nothing(world):
+    for whole, chunks in spawn(in_small_chunks, world):
+        assert all(map(torch.equal, whole, chunks))
 
 
 def test_errors_say_what_to_do():

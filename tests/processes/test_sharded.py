@@ -151,21 +151,31 @@ CELLS = {  # mesh, cut, strategies, rules
     "experts and rows": ((2, 2), experts_and_rows, ("owner",), HALF),
     "experts twice": ((2, 2), experts_twice, ("owner", "replicate"), FEW),
     "an axis of one": ((2, 1), experts_and_rows, ("owner", "replicate"), FEW),
+    # in one step: as experts that get no token
+    "a rank without gradients": ((2,), rows, ("owner",), (*SOME, "mars-adamw svrg")),
 }
+WITHOUT = {"a rank without gradients": 2}  # how many ranks: the last one has none
+STEP_WITHOUT = 1
 
 
-def walk(rule: str, put, **collectives) -> dict[str, Tensor]:
+def walk(
+    rule: str, put, without: int = 0, rank: int = 0, **collectives
+) -> dict[str, Tensor]:
     """Whole parameters after STEPS steps, with transport those behind them too, and the
-    norm of the last gradient.
+    norm of the last gradient. In one step the gradients hold zeros in the rows of the
+    last of ``without`` ranks, which has None.
     """
     tensors, own = tensors_of(rule), RULES[rule]
     params = {n: nn.Parameter(put(n, x)) for n, x in values(0, tensors).items()}
     groups = [{"params": [(n, p)], **tensors[n].options} for n, p in params.items()]
     optimizer = MARS(groups, **OPTIONS, **own, **collectives)
 
-    def give(seed):
+    def give(seed, without=0):
         for name, x in values(seed, tensors).items():
-            params[name].grad = put(name, x)
+            if without and len(chunks := x.chunk(without)) == without:
+                chunks[-1].zero_()
+            grad = put(name, x)
+            params[name].grad = None if rank == without - 1 > 0 else grad
 
     correction = own.get("correction")
     for t in range(STEPS):
@@ -179,7 +189,7 @@ def walk(rule: str, put, **collectives) -> dict[str, Tensor]:
         if correction == "exact":
             give(100 + t)
             optimizer.update_previous_grad()
-        give(1 + t)
+        give(1 + t, without if t == STEP_WITHOUT else 0)
         optimizer.step()
         if correction == "exact":
             optimizer.update_last_grad()
@@ -212,14 +222,16 @@ def sharded(rank, world, cell):
         )
         for strategy in strategies if matters else strategies[:1]:
             collectives = MeshCollectives(mesh, strategy=strategy)
-            found[rule, strategy] = walk(rule, put, collectives=collectives)
+            found[rule, strategy] = walk(
+                rule, put, WITHOUT.get(cell, 0), rank, collectives=collectives
+            )
     return found
 
 
 @cache
 @registered()
-def alone(rule: str) -> dict[str, Tensor]:
-    return walk(rule, lambda name, x: x)
+def alone(rule: str, without: int = 0) -> dict[str, Tensor]:
+    return walk(rule, lambda name, x: x, without)
 
 
 def largest(got, want) -> float:
@@ -231,7 +243,8 @@ def test_sharded_equals_unsharded(cell):
     world = torch.Size(CELLS[cell][0]).numel()
     for found in spawn(sharded, world, cell, seconds=240):
         for (rule, strategy), got in found.items():
-            assert largest(got, alone(rule)) < bound(rule), (rule, strategy)
+            want = alone(rule, WITHOUT.get(cell, 0))
+            assert largest(got, want) < bound(rule), (rule, strategy)
 
 
 # ---- the functional step -------------------------------------------------------------

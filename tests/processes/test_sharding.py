@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -316,6 +317,81 @@ def test_matrices_that_lie_whole_on_a_rank_do_not_travel():
         assert found == here | dict.fromkeys(cut, 2)
 
 
+def empty_matrices(rank, world):
+    """Steps of rules on a matrix and on two that have no element."""
+    mesh, out = init_device_mesh("cpu", (world,)), {}
+    for rule in ("soap", "mars-soap-muon", "normuon"):
+        for dim in (0, 1):
+            params = [
+                nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(dim)]))
+                for shape in ((6, 4), (0, 4), (4, 0))
+            ]
+            optimizer = MARS(
+                params, lr=0.1, mars_type=rule, compile=False, **steady(rule),
+                collectives=MeshCollectives(mesh),
+            )  # fmt: skip
+            for _ in range(3):
+                for p in params:
+                    p.grad = torch.ones_like(p)
+                optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+            out[rule, dim] = optimizer.num_skipped
+    return out
+
+
+def test_rules_take_matrices_without_an_element():
+    for found in spawn(empty_matrices, 2):
+        assert set(found.values()) == {0}
+
+
+def saved_factors(rank, world):
+    """All-reduces of SOAP's state dict, of eight matrices, and the largest difference
+    of a buffer to the state dict of one process.
+    """
+    mesh = init_device_mesh("cpu", (2, 2))
+    g = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(s, generator=g) for s in ((6, 4), (4, 7)) * 4]
+    places = [[Replicate(), Shard(0)], [Shard(0), Replicate()]] * 4
+
+    def saved(put, **options):
+        params = [nn.Parameter(put(x, p)) for x, p in zip(drawn, places, strict=True)]
+        optimizer = MARS(
+            params, mars_type="soap", compile=False, **steady("soap"), **options
+        )
+        for _ in range(3):
+            for p, x, place in zip(params, drawn, places, strict=True):
+                p.grad = put(x.cos(), place)
+            optimizer.step()
+        return optimizer.state_dict()["state"]
+
+    want = saved(lambda x, place: x.clone())
+    calls, real = [], dist.all_reduce
+    with mock.patch.object(
+        dist, "all_reduce", lambda *a, **own: (calls.append(a), real(*a, **own))
+    ):
+        got = saved(
+            lambda x, place: distribute_tensor(x, mesh, place),
+            collectives=MeshCollectives(mesh, strategy="owner"),
+        )
+    num = sum(x.dtype in (torch.uint8, torch.int64) for x, *_ in calls[-4:])
+    worst = 0.0
+    for i, entry in want.items():
+        assert got[i].keys() == entry.keys()
+        for key, x in entry.items():
+            mine = got[i][key]
+            mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+            assert mine.dtype == x.dtype and mine.shape == x.shape, key
+            worst = max(worst, float((mine.float() - x.float()).abs().sum()))
+    return num, worst
+
+
+def test_a_state_dict_takes_two_all_reduces():
+    """One of the owners' numbers, one of all buffers that they keep."""
+    for num, worst in spawn(saved_factors, 4):
+        assert num == 2
+        assert worst < 1e-3  # of all elements together
+
+
 # ---- faults --------------------------------------------------------------------------
 
 
@@ -428,6 +504,39 @@ def test_all_ranks_skip_together():
     assert spawn(lone_nan, 2) == [[(1, True), (2, True), (3, True)]] * 2
 
 
+def nan_in_one_replica(rank, world):
+    """What is skipped, whether weights are finite, and how many all-reduces a step
+    takes, where one rank of the second replica has a NaN.
+    """
+    mesh = init_device_mesh("cpu", (2, 2))
+    places = [[Replicate(), Shard(0)]] * 3 + [[Replicate(), Replicate()]]
+    whole = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    params = [nn.Parameter(distribute_tensor(whole, mesh, p)) for p in places]
+    optimizer = MARS(
+        params, mars_type="moonlight", max_norm=1.0, compile=False,
+        collectives=MeshCollectives(mesh, strategy="owner"),
+    )  # fmt: skip
+    out, calls, real = [], [], dist.all_reduce
+    for broken in (None, 0, 3, None):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        if broken is not None and rank == 3:
+            params[broken].grad.to_local()[0, 0] = float("nan")
+        calls.clear()
+        with mock.patch.object(
+            dist, "all_reduce", lambda *a, **own: (calls.append(1), real(*a, **own))
+        ):
+            optimizer.step()
+        finite = all(bool(p.to_local().isfinite().all()) for p in params)
+        out.append((optimizer.num_skipped, finite, len(calls)))
+    return out[1:]
+
+
+def test_a_nan_in_one_replica_voids_the_step_in_all():
+    want = [(1, True, 1), (2, True, 1), (2, True, 1)]
+    assert spawn(nan_in_one_replica, 4) == [want] * 4
+
+
 def lone_infinity(rank, world):
     """In SOAP's first gradient, on one rank."""
     mesh, out = init_device_mesh("cpu", (world,)), []
@@ -458,7 +567,7 @@ def functional_steps(rank, world):
 
     mesh = init_device_mesh("cpu", (world,))
     collectives = MeshCollectives(mesh)
-    rule = marsopt.mars_m(max_norm=1.0)
+    rule = marsopt.rule("mars-m", max_norm=1.0)
     x = {"w": distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)])}
     state, calls, real = rule.init(x), [], dist.all_reduce
 

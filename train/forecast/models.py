@@ -15,6 +15,7 @@ import torch
 import marsopt
 from marsopt import REGISTRY
 from marsopt.functional.routing import route
+from marsopt.optim.portions import should_stack
 from marsopt.parallel.placement import shard_size
 from marsopt.parallel.planner import Matrix
 from marsopt.profiling import gpt2
@@ -44,14 +45,15 @@ class Alike:
         first, *rest = self.shape
         return torch.Size([shard_size(first, rank, num_ranks), *rest])
 
-    def num_packed(self, num_ranks: int) -> int:
-        """Return how many tensors of each parameter a step copies into stacks of its
-        own: its gradient, which autograd leaves apart, and its shard, which FSDP holds.
-        A parameter that nobody shards has moved into its stack once and for all.
-        """
-        if len(self.names) == 1:
-            return 0
-        return 1 if num_ranks == 1 else 2
+    @property
+    def is_copied(self) -> bool:
+        """Return whether a step copies them into one stack, since they are small."""
+        return len(self.names) > 1 and should_stack(self.shape)
+
+    @property
+    def stacks(self) -> list[tuple[str, ...]]:
+        """Return the names of each stack: large tensors are stacks by themselves."""
+        return [self.names] if self.is_copied else [(name,) for name in self.names]
 
 
 @dataclass(frozen=True)

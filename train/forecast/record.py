@@ -31,6 +31,7 @@ from marsopt.functional.binding import (
     rounding_cuts,
 )
 from marsopt.functional.collectives import LOCAL, Collectives
+from marsopt.functional.stacks import group_by
 from marsopt.functional.step import Each, Move
 from marsopt.functional.step_types import (
     Hyperparameters,
@@ -39,6 +40,8 @@ from marsopt.functional.step_types import (
     Stack,
     norms_per_tensor,
 )
+from marsopt.optim.compiled import matrix_outputs
+from marsopt.optim.portions import batch_of
 from marsopt.optim.protocols.table import protocol_of
 from marsopt.parallel.collectives import MeshCollectives
 from marsopt.parallel.planner import Machine
@@ -134,12 +137,13 @@ class Recorder(TorchDispatchMode):
 class Compiled:
     """A ``step.Run`` over stacks that have no memory. As compiled graphs do, each part
     holds no more than its results, and writes those into the tensors that hold them.
+    Matrices of one process are rows of batches, as on a GPU.
     """
 
     is_fused = False
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, alone: bool) -> None:
+        self._recorder, self._alone = recorder, alone
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         with self._recorder.paused():  # numbers that ranks have summed up are real
@@ -159,12 +163,19 @@ class Compiled:
         for stack, *own in zip(stacks, *columns, strict=True):
             with self._recorder.paused():
                 extra = None if own[0] is None else function(stack, *own)[1]
-            made.append(stack.g if stack.can_hold(extra) else extra)
+            made.append(extra)
             self._recorder.take(made[-1])
         return list(stacks), made
 
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
-        return [range(len(stacks))]
+        if not self._alone:
+            return [range(len(stacks))]
+        return group_by([batch_of(s.algorithm, s.shape, s.x) for s in stacks])
+
+    def matrix_outputs(
+        self, stacks: Sequence[Stack], part: Sequence[int]
+    ) -> list[Tensor | None]:
+        return matrix_outputs(stacks, part if self._alone else [])
 
     def store(
         self, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor | None, ...]
@@ -283,7 +294,8 @@ def _record(job: Job, rank: Rank) -> Record:
     for is_warm in (False, True):  # ranks agree, once, on what they hold
         with Recorder([*stacks, *kept]) as recorder:
             groups = _groups(every, rank)
-            shared = dict(collectives=rank.collectives, run=Compiled(recorder))
+            run = Compiled(recorder, rank.collectives is LOCAL)
+            shared = dict(collectives=rank.collectives, run=run)
             _, decision = step.assess(
                 groups, members, max_norm=1.0, digest="", **shared
             )
@@ -302,8 +314,8 @@ def _parameters(
 ) -> list[Parameters]:
     """Return all that one algorithm moves, with its state as it starts."""
     found = []
-    for one in alike:
-        shape = len(one.names), *one.local(rank.number, rank.num_ranks)
+    for one, names in [(a, names) for a in alike for names in a.stacks]:
+        shape = len(names), *one.local(rank.number, rank.num_ranks)
         stack = torch.empty(shape, device="meta")
         buffers = {
             symbol: allocate(algorithm, buffer, stack)
@@ -337,17 +349,19 @@ def _groups(every: Sequence[Parameters], rank: Rank) -> list[RuleGroup]:
     for algorithm, own in groupby(every, lambda one: one.of.algorithm):
         stacks, parts = [], []
         for one in own:
-            num, shape = one.of.num_packed(rank.num_ranks), one.of.shape
+            shape, x, g, buffers = one.of.shape, one.stack, one.stack, one.buffers
+            if one.of.is_copied:
+                x, g = torch.empty_like(x), torch.empty_like(g)
+                buffers = {s: torch.empty_like(b) for s, b in buffers.items()}
             cuts = rounding_cuts(algorithm, one.leaves[0], rank.collectives)
             stack = Stack(
                 algorithm=algorithm,
-                x=torch.empty_like(one.stack) if num > 1 else one.stack,
-                g=torch.empty_like(one.stack) if num > 0 else one.stack,
-                buffers=one.buffers,
+                x=x,
+                g=g,
+                buffers=buffers,
                 shape=shape,
                 rows=matrix_rows(algorithm, one.leaves[0], shape, rank.collectives),
                 cuts={dim: here.to("meta") for dim, here in cuts.items()},
-                spare=num > 0,
             )
             stacks.append(stack)
             parts.append((stack.num_tensors, stack.num_clipped))

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from marsopt.functional.binding import buffer_shape
+from marsopt.optim.portions import batch_dtype
 from marsopt.parallel.placement import shard_size
 from marsopt.parallel.planner import Cost, Machine, Matrix, Plan, cost, exchanged, plan
-from marsopt.profiling.optimizer import full_buffers, passes
+from marsopt.profiling.optimizer import copied_bytes, full_buffers, passes
 from train.forecast.models import FULL, Alike, Job
 from train.forecast.record import Memory, record
 
@@ -140,30 +142,39 @@ def _row_bytes(job: Job, matrices: Sequence[Matrix], plan: Plan) -> tuple[float,
 
 def moved_bytes(alike: Alike, num_ranks: int) -> int:
     """Return the bytes that elementwise passes over a stack read and write: norms,
-    update, application, and the way into stacks and back; Newton-Schulz not.
+    update, application, and copies of small tensors; Newton-Schulz not.
     """
     algorithm = alike.algorithm
     num, x = len(alike.names) * alike.local(0, num_ranks).numel(), torch.empty(())
     one, sizes = FULL * num, {}
     for symbol, buffer in algorithm.buffers.items():
         sizes[symbol] = num * algorithm.dtype_of(buffer, x).itemsize
-    o = one  # what comes back from owners is as what they were sent
-    if algorithm.matrix_only and num_ranks == 1:
+    # what comes back from owners is as what they were sent
+    made, o = one * algorithm.makes_matrix, one
+    if algorithm.matrix_only and num_ranks == 1:  # a batch, and its factors
+        made = num * batch_dtype(algorithm, x, "meta").itemsize
         o = num * algorithm.matrix_preconditioner.cost.on("meta").returned().itemsize
     norms, update = passes(
         algorithm,
         g=one,
         x=one,
         h=max((sizes[symbol] for symbol in algorithm.operands), default=0),
-        made=one,
+        made=made,
         o=o,
         buffers=sum(sizes[symbol] for symbol in full_buffers(algorithm)),
     )
-    # gradients are packed; shards of parameters go there and back
-    packed = (0, 2, 6)[alike.num_packed(num_ranks)] * one
+    copied = 0
+    if alike.is_copied:
+        shape, written = alike.local(0, num_ranks), one
+        for buffer in algorithm.buffers.values():
+            if buffer.home == "shard":
+                size = buffer_shape(algorithm, buffer, shape).numel()
+                dtype = algorithm.dtype_of(buffer, x)
+                written += len(alike.names) * size * dtype.itemsize
+        copied = copied_bytes(one, written)
     # beside a step of exact MARS: the norm of the next gradient, its copy, and the copy
     # of that into h
-    return norms + update + packed + 5 * one * len(algorithm.given)
+    return norms + update + copied + 5 * one * len(algorithm.given)
 
 
 def _training_seconds(

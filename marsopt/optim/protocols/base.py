@@ -1,22 +1,14 @@
 """The protocol of a correction: what it asks of the optimizer beside its step. It
 answers methods of ``MARS``, and is asked before and after a step, before parameters are
-saved or moved, and after a load.
+saved, and after a load.
 """
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Container,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
-import torch
 from torch import Tensor
 
 from marsopt.rules.algorithm import Algorithm
@@ -89,23 +81,7 @@ class ParameterHandle:
         tensor: Tensor = self._state[self.p][self._keys[symbol]]
         return tensor
 
-    def has_rounded(self, loaded: Mapping[str, Any]) -> bool:
-        """Return whether moments are narrower than those that were loaded into them."""
-        keys = {b.key for b in self.algorithm.preconditioner.buffers.values()}
-        tensors = {k: v for k, v in loaded.items() if k in keys and torch.is_tensor(v)}
-        return any(
-            torch.promote_types(self.entry[key].dtype, value.dtype)
-            != self.entry[key].dtype
-            for key, value in tensors.items()
-        )
-
     # ---- a point ahead of x ----------------------------------------------------------
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Return whether the state has what x follows from, or x."""
-        entry = self.entry
-        return LOOKAHEAD in entry or self._keys.get("x") in entry
 
     @property
     def numbers(self) -> Tensor | None:
@@ -160,9 +136,6 @@ class Host(Protocol):
             RuntimeError: an exception has broken off a call before.
         """
 
-    def synced_handles(self) -> list[ParameterHandle]:
-        """Return all parameters that move, to be read."""
-
     def gradient_factor(self, grad_scale: float | Tensor | None) -> Factor:
         """Return what to multiply the present gradients by: one over ``grad_scale``,
         and a global clip of their own.
@@ -172,12 +145,6 @@ class Host(Protocol):
         """Let all ranks have what this one has written into its pieces of parameters,
         and drop what was gathered from parameters, which have other values now.
         """
-
-    def train(self) -> None: ...
-
-    def eval(self) -> None: ...
-
-    def expose_for_saving(self) -> None: ...
 
 
 class CorrectionProtocol:
@@ -207,40 +174,12 @@ class CorrectionProtocol:
     def after_step(self, optimizer: Host, handles: Handles) -> None:
         """Note that a step was taken."""
 
-    def check_may_save(self) -> None:
+    def check_may_save(self, optimizer: Host) -> None:
         """Check that parameters and state are what a checkpoint or a copy is to hold.
 
         Raises:
             RuntimeError: parameters hold something else for the time being.
         """
-
-    def sync_from_params(self, handles: Handles) -> None:
-        """Take over what others have written into parameters, before state is handed
-        out or parameters move.
-        """
-
-    @contextmanager
-    def moving(
-        self,
-        before: Handles,
-        after: Handles,
-        state: Container[Tensor],
-        *,
-        loading: bool = False,
-    ) -> Iterator[None]:
-        """Let parameters move inside this context, by our own doing.
-
-        Args:
-            before, after: all parameters that moved so far, and from now on.
-            state: what the protocol knows of other parameters is of no use.
-            loading: whether what others have written is about to be replaced.
-        """
-        if not loading:
-            self.sync_from_params(before)
-        yield
-
-    def start_as_copy(self, handles: Handles) -> None:
-        """Go on in a copy or unpickled, after ``load``: parameters came with it."""
 
     def load(self, handles: Handles, entries: Entries) -> None:
         """Go on from state that was loaded, or copied.

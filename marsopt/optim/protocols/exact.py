@@ -104,7 +104,7 @@ class NextGradients(CorrectionProtocol):
                     h.zero_() if copy is None else h.copy_(copy)
             self.progress, self._is_full, self._is_owed = True, False, False
 
-    def check_may_save(self) -> None:
+    def check_may_save(self, optimizer: Host) -> None:
         if self._is_owed:
             raise RuntimeError(
                 "got a state dict, copy or pickle between step() and "

@@ -108,7 +108,7 @@ class Snapshot(CorrectionProtocol):
             self._is_away = not self._is_away
             optimizer.notify_written()
 
-    def check_may_save(self) -> None:
+    def check_may_save(self, optimizer: Host) -> None:
         if self._is_away:
             raise RuntimeError(
                 "got a state dict, copy or pickle inside of at_snapshot(), expected "

@@ -1,0 +1,107 @@
+"""For a checkpoint: the buffers that owners keep of matrices, as DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from marsopt.functional.collectives import OwnerBuffer
+
+from .exchange import TensorSpec, from_words, to_words
+from .placement import AxisPlacement, Placement, piece_of
+from .reductions import groups_of
+
+MOST = 2**25  # bytes of buffers that ranks exchange at once, about
+
+
+def whole_buffers(buffers: Sequence[OwnerBuffer], device: str) -> Iterator[Tensor]:
+    """Yield buffers of leaves that are DTensors, (num, *shape), cut along the rows of
+    their matrices. A collective: an all-reduce of numbers, and one for ``MOST`` bytes.
+    """
+    if not buffers:
+        return
+    tellers = _tellers(buffers, device)
+    for part in _portions(buffers):
+        told = [(buffer, next(tellers)) for buffer in part]
+        for buffer, whole in zip(part, _summed_bits(told), strict=True):
+            yield _cut_by_rows(whole, cast(DTensor, buffer.leaf))
+
+
+def _tellers(buffers: Sequence[OwnerBuffer], device: str) -> Iterator[Tensor]:
+    """Return the rank that tells of each matrix of each buffer: of several owners, as
+    replicas are, the first.
+    """
+    nums = [buffer.num for buffer in buffers]
+    owners = torch.full((sum(nums),), dist.get_world_size())
+    for buffer, part in zip(buffers, owners.split(nums), strict=True):
+        part[list(buffer.owns.numbers)] = dist.get_rank()
+    owners = owners.to(device)
+    meshes = dict.fromkeys(cast(DTensor, b.leaf).device_mesh for b in buffers)
+    for group in dict.fromkeys(g for mesh in meshes for g, _ in groups_of(mesh)):
+        dist.all_reduce(owners, dist.ReduceOp.MIN, group=group)
+    return iter(owners.split(nums))
+
+
+def _portions(buffers: Sequence[OwnerBuffer]) -> Iterator[list[OwnerBuffer]]:
+    """Yield the buffers of one mesh that follow each other, about ``MOST`` bytes
+    of all ranks at once.
+    """
+    part: list[OwnerBuffer] = []
+    size = 0
+    for buffer in buffers:
+        nbytes = _spec(buffer).num_words(torch.uint8)
+        mesh = cast(DTensor, buffer.leaf).device_mesh
+        same = part and cast(DTensor, part[0].leaf).device_mesh == mesh
+        if part and (not same or size + nbytes > MOST):
+            yield part
+            part, size = [], 0
+        part.append(buffer)
+        size += nbytes
+    if part:
+        yield part
+
+
+def _spec(buffer: OwnerBuffer) -> TensorSpec:
+    shape = (buffer.num, *buffer.owned.shape[1:])
+    return TensorSpec(shape, buffer.owned.dtype)
+
+
+def _summed_bits(told: Sequence[tuple[OwnerBuffer, Tensor]]) -> list[Tensor]:
+    """Return the whole buffers of one mesh, of each of whose matrices one rank tells:
+    the others send zeros, so that bits may be added.
+    """
+    parts, rank = [], dist.get_rank()
+    for buffer, tellers in told:
+        owned = buffer.owned
+        whole = owned.new_zeros(buffer.num, *owned.shape[1:])
+        index = torch.tensor(buffer.owns.numbers, dtype=torch.int64)
+        index = index.to(owned.device)
+        is_told = (tellers[index] == rank).view(-1, *[1] * (owned.ndim - 1))
+        whole[index] = torch.where(is_told, owned, 0)
+        parts.append(to_words(whole, torch.uint8))
+    flat = torch.cat(parts)
+    del parts
+    for group, _ in groups_of(cast(DTensor, told[0][0].leaf).device_mesh):
+        dist.all_reduce(flat, group=group)
+    return from_words(flat, [_spec(buffer) for buffer, _ in told])
+
+
+def _cut_by_rows(whole: Tensor, leaf: DTensor) -> Tensor:
+    mesh, cutting = leaf.device_mesh, Placement.of(leaf).axes
+    places: list[AxisPlacement] = [Replicate()] * mesh.ndim
+    if cutting and whole.ndim > 1:
+        places[cutting[0]] = Shard(1)
+    # a copy, so that the whole is let go of
+    return DTensor.from_local(
+        piece_of(whole, mesh, places).clone(),
+        mesh,
+        places,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
