@@ -2,6 +2,7 @@
 
 import errno
 import io
+import logging
 import os
 import re
 import select
@@ -17,6 +18,8 @@ from unicodedata import category
 
 if TYPE_CHECKING:  # importing torch takes a second, which a usage message need not wait
     from torch.distributed import Store
+
+log = logging.getLogger(__name__)
 
 SPACE = 1 << 20  # bytes; with less a disk counts as full
 LONGEST = 1200, 800  # characters of a line, at both ends
@@ -223,6 +226,15 @@ def _run(main: Callable[[], None]) -> int | str | None:
         lines = (f"got no memory ({error}), expected {ADVICE[errno.ENOMEM]}",)
     say(*(f"error: {line}" for line in lines))
     return 2
+
+
+def tell(*lines: str) -> None:
+    """Print lines on standard output, and write them into the run's log."""
+    for line in lines:
+        print(line)
+        for part in filter(None, line.splitlines()):
+            log.info(part)
+    sys.stdout.flush()
 
 
 def say(*lines: str) -> None:

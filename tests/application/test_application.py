@@ -197,7 +197,9 @@ def test_a_run_shows_everything(one):
     assert f"starting a new run in {folder} (1 process): {STEPS} steps" in out
     assert re.search(r"step 4/8 .* tokens/s  ETA 0:00:0\d", out)
     assert "nats per byte of held-out text" in out
-    assert "nats/byte" not in out  # a token is a byte
+    assert "per token" not in out  # a token is a byte
+    log = (folder / "rank0.log").read_text()
+    assert all(line in log for line in out.splitlines() if line)
     assert (folder / "loss.png").stat().st_size > 10_000
     assert (folder / "sample.txt").read_text() in out
     assert list((folder / "tb").rglob("events.out.tfevents.*"))

@@ -262,7 +262,8 @@ def ended(tmp_path, monkeypatch, capsys):
     """What trains in a folder until something fails; (exit code, stderr)."""
     folder = tmp_path / "run"
     (folder / "checkpoint/step-1").mkdir(parents=True)
-    (folder / "checkpoint/step-1/.metadata").touch()
+    for name in (".metadata", "__0_0.distcp"):
+        (folder / "checkpoint/step-1" / name).touch()
     (folder / "rank0.log").touch()
 
     class Config:

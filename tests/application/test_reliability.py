@@ -29,7 +29,9 @@ from tests.application.test_application import ROOT, STEPS, TINY, data, one, tin
 from tests.forks import forked
 from tests.processes import spawn
 from train import export, prepare, sample
+from train.engine import ends
 from train.engine.launch import parse
+from train.engine.progress import Progress
 from train.engine.ranks import SharedError, compare, together
 from train.engine.resolve import UNUSED, resolve
 from train.engine.titan_checkpoint import RunCheckpoints
@@ -376,9 +378,74 @@ def test_what_was_found_is_printed_before_it_is_written(data, one, capsys):
         )  # fmt: skip
     said = capsys.readouterr()
     assert ended.value.code == 2
-    assert re.search(r"loss \d\.\d+ nats per token", said.out)
+    assert re.search(r"loss \d\.\d+ nats per byte, over", said.out)
     assert said.err.count("\n") == 1
     assert "expected space on the disk" in said.err
+
+
+def test_a_loss_that_is_not_finite_names_a_checkpoint_and_the_rate(data, tmp_path):
+    folder = tmp_path / "run"
+    code, _, err = forked(
+        "train", "--config", "tiny_mars_adamw", *TINY, "--training.steps", 8,
+        "--optimizer.lr=1e25", "--training.max-norm=1e20", "--checkpoint.interval", 1,
+        "--metrics.log-freq", 1, "--dataloader.dataset-path", data,
+        "--dump-folder", folder,
+    )  # fmt: skip
+    *_, line = err.splitlines()
+    assert code == ends.FAILED
+    told = re.match(r"error: got a loss .* not finite after step (\d), at .*", line)
+    assert told and " rate of 1e+25 (its peak is 1e+25)" in line
+    good = folder / "checkpoint" / f"step-{int(told[1]) - 1}"
+    assert f"of a finite loss is {good}: " in line and good.exists()
+    assert line.endswith(f"(--checkpoint.initial-load-path {good})")
+    log = (folder / "rank0.log").read_text()
+    assert line in log and "Traceback" in log
+
+
+def test_a_gpu_has_memory_and_flops_on_the_console():
+    monitor = types.SimpleNamespace(
+        device_name="NVIDIA H100",
+        get_peak_stats=lambda: types.SimpleNamespace(max_reserved_gib=41.26),
+    )
+    metrics = types.SimpleNamespace(
+        device_memory_monitor=monitor,
+        has_quantization=False,
+        ntokens_since_last_log=1000,
+        num_flops_per_token=2e9,
+        gpu_peak_flops=4e12,
+        parallel_dims=types.SimpleNamespace(non_data_parallel_size=1),
+    )
+    assert Progress.of_device(metrics, 2.0) == "  41.3 GiB  MFU 25.0%"
+    metrics.has_quantization = True
+    assert Progress.of_device(metrics, 2.0) == "  41.3 GiB"
+    monitor.device_name = "cpu"
+    assert Progress.of_device(metrics, 2.0) == ""
+
+
+def test_a_checkpoint_that_lost_its_file_is_not_resumed_from(copied, data):
+    """As a run that ends says it."""
+    file = newest(copied) / "__0_0.distcp"
+    file.unlink()
+    file.mkdir()
+    again = [
+        "train", "--config", "tiny_mars_adamw", *TINY, "--training.steps", STEPS,
+        "--dataloader.dataset-path", data, "--dump-folder", copied,
+    ]  # fmt: skip
+    code, _, err = forked(*again)
+    assert code == ends.UNUSABLE and "Of this run step 4 is whole" in err
+    assert ends.goes_on(copied).startswith(f"the checkpoint of step {STEPS} has lost")
+    newest(copied).rename(copied / "damaged")
+    assert ends.goes_on(copied) == "the same command resumes after step 4"
+    blocked = newest(copied) / "__0_0.distcp"
+    blocked.mkdir(parents=True)
+    code, _, err = forked(*again)
+    assert code == ends.FAILED and "Is a directory" in err
+    assert "once that is mended, the same command resumes after step 4" in err
+
+
+def test_without_a_checkpoint_of_a_finite_loss_a_new_run_is_advised(one):
+    assert "step-4: " in ends.restart(one[0], 7)
+    assert "There is no checkpoint of a finite loss" in ends.restart(one[0], 4)
 
 
 @pytest.fixture

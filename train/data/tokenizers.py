@@ -46,6 +46,16 @@ class Bytes:
         return np.array([1] * 256 + [0], dtype=np.uint16)
 
 
+NATS_PER_BYTE = "nats per byte"
+
+
+def loss_unit(tokenizer: str) -> str:
+    """Return the unit of a loss on text by the tokenizer of this name. A token of
+    ``Bytes`` is a byte, but for the ends of texts.
+    """
+    return NATS_PER_BYTE if tokenizer == Bytes.name else "nats per token"
+
+
 class BytePairs:
     """Byte pairs by tiktoken, and the last id as end of text."""
 

@@ -5,6 +5,7 @@ schedulers know.
 
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -28,7 +29,7 @@ from train.errors import (
     shared_store,
 )
 from train.files import remove
-from train.runs.checkpoints import instead, last_step
+from train.runs.checkpoints import instead, last_step, steps
 from train.runs.safe_dcp import UnreadableCheckpoint
 
 FAILED, UNUSABLE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
@@ -38,6 +39,16 @@ ORPHAN_PATIENCE = 600.0  # seconds in which a rank without a launcher may still 
 BY_OTHERS = ("onnection", "peer", "imed out", "imeout", "gloo", "NCCL")
 
 log = logging.getLogger(__name__)
+
+
+class LossNotFinite(UserError):
+    """A loss is NaN or infinite; ``last_finite`` is the last step whose loss was seen
+    to be finite.
+    """
+
+    def __init__(self, message: str, last_finite: int) -> None:
+        super().__init__(message)
+        self.last_finite = last_finite
 
 
 class Signals:
@@ -121,17 +132,18 @@ def end(
     folder, by_key = Path(config.dump_folder), told == signal.SIGINT
     if error is None or by_key or isinstance(error, KeyboardInterrupt):
         code, name = (INTERRUPTED, "Ctrl-C") if by_key else (TERMINATED, "SIGTERM")
-        line = f"stopped by {name} at step {step}: {_goes_on(folder)}"
+        line = f"stopped by {name} at step {step}: {goes_on(folder)}"
     elif is_unread(error):
         code = UNREAD
         line = (
             f"stopped at step {step}, as nobody reads its standard output any more: "
-            f"{_goes_on(folder)}"
+            f"{goes_on(folder)}"
         )
     else:
         log.info("the run has failed", exc_info=error)
         code = FAILED if began or not isinstance(error, UserError) else UNUSABLE
         line = _failure(error, config, folder, step, began)
+    log.info(line)
     say(line)
     if told_launcher := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchtitan's, of which torchrun would print all 60 lines
@@ -151,31 +163,54 @@ def _failure(error: BaseException, config, folder: Path, step: int, began: bool)
     line = f"error: {_ask_others(_reason(error, folder), _by_others(error), rank)}"
     if isinstance(error, UnreadableCheckpoint) and last_step(folder):
         return f"{line}. {instead(folder, config.model_spec.model.shape)}"
+    if isinstance(error, LossNotFinite):
+        return f"{line}. {restart(folder, error.last_finite)}"
     if isinstance(error, UserError):
         return line
-    # before its first step a process ends as it did: the same again would, too
-    mended = "" if began or _by_others(error) else "once that is mended, "
-    line += f", at step {step} of {config.training.steps}: {mended}{_goes_on(folder)}"
+    # before its first step a process ends as it did: the same again would, too; and
+    # what the system refuses once, it refuses again
+    again = not began or isinstance(_cause(error), OSError)
+    mended = "once that is mended, " if again and not _by_others(error) else ""
+    line += f", at step {step} of {config.training.steps}: {mended}{goes_on(folder)}"
     path = folder / f"rank{rank}.log"
     return f"{line}. The traceback is in {path}" if path.exists() else line
 
 
-def _goes_on(folder: Path) -> str:
+def restart(folder: Path, last_finite: int) -> str:
+    """Say how to go on after a loss that is not finite: from which checkpoint."""
+    # the loss of a step is that of the weights before it
+    good = max((step for step in steps(folder) if step < last_finite), default=0)
+    do = "start a new run (--dump-folder) with a lower --optimizer.lr"
+    if not good:
+        return f"There is no checkpoint of a finite loss: {do}"
+    path = (folder / "checkpoint" / f"step-{good}").resolve()
+    return (
+        f"The last checkpoint of a finite loss is {path}: {do} and these weights "
+        f"(--checkpoint.initial-load-path {shlex.quote(str(path))})"
+    )
+
+
+def goes_on(folder: Path) -> str:
     try:
         done = last_step(folder)
     except OSError as error:  # its disk, or file system, has gone
         return f"the checkpoints cannot be read: expected {advice(error)}"
     if not folder.exists():
         return "with the folder back the same command resumes, else it starts anew"
+    files = [*(folder / "checkpoint" / f"step-{done}").glob("*.distcp")]
+    if done and not (files and all(path.is_file() for path in files)):
+        return (
+            f"the checkpoint of step {done} has lost files: move step-{done} away, and "
+            "the same command resumes from the checkpoint before it"
+        )
     if done == 0:
         return "there is no checkpoint yet, so the same command starts anew"
     return f"the same command resumes after step {done}"
 
 
 def _reason(error: BaseException, folder: Path) -> str:
-    """Say what went wrong in one line; DCP wraps what it was on each rank."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
+    """Say what went wrong in one line."""
+    error = _cause(error)
     if not folder.exists():
         return f"{folder} is gone, deleted or renamed while the run was in it"
     if is_full(error, folder):
@@ -186,6 +221,13 @@ def _reason(error: BaseException, folder: Path) -> str:
         return f"got {error}, expected {advice(error)}"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return the error behind DCP's, which wraps what it was on each rank."""
+    if isinstance(error, CheckpointException):
+        return next(iter(error.failures.values()))[0]
+    return error
 
 
 def _by_others(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from train.engine import recipes
-from train.errors import UserError, environment_count, shared_store, shown
+from train.errors import UserError, environment_count, shared_store, shown, tell
 from train.files import check_folder, check_links, growing, hold
 
 # torchtitan says these on every machine without a GPU, or for every run of ours
@@ -79,7 +79,7 @@ def announce(config, world: int) -> None:
         )
     if done < steps and (config.compile.enable or config.optimizer.compile):
         said += "; the first step compiles, which takes half a minute or more"
-    print(said, flush=True)
+    tell(said)
 
 
 def standalone() -> tuple[int, int]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from train.data.tokenizers import Bytes
+from train.data.tokenizers import NATS_PER_BYTE, loss_unit
 from train.data.tokens import Meta
 from train.engine.titan import (
     BaseLogger,
@@ -22,6 +22,8 @@ from train.engine.titan import (
 )
 from train.runs.checkpoints import last_step
 from train.runs.summary import PER_BYTE
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -75,7 +77,7 @@ class Progress(MetricsProcessor):
         # torchtitan takes a device that it does not know for an A100
         self.has_quantization |= self.device_memory_monitor.device_name == "cpu"
         self._per_byte = meta.nats_per_byte("val")
-        self._is_bytes = meta.tokenizer == Bytes.name
+        self._unit = loss_unit(meta.tokenizer)
         self._started: tuple[int, float] | None = None
         self._bar: tqdm | None = None
         self._speaks = dist.get_rank() == 0
@@ -89,6 +91,7 @@ class Progress(MetricsProcessor):
         speed = tokens / (now - self.time_last_log)
         skipped = self.optimizers.mars.num_skipped
         metrics = {**(extra_metrics or {}), "optim/num_skipped": skipped}
+        device = self.of_device(now - self.time_last_log)
         with _silent():
             super().log(step, global_avg_loss, global_max_loss, grad_norm, metrics)
         if self._started is None:
@@ -97,6 +100,7 @@ class Progress(MetricsProcessor):
             return
         line = f"loss {global_avg_loss:.5f}  grad norm {grad_norm:.3f}"
         line += f"  {speed:,.0f} tokens/s"
+        line += device
         if skipped:
             line += f"  {skipped} skipped"
         if sys.stderr.isatty():
@@ -105,6 +109,7 @@ class Progress(MetricsProcessor):
                 self._bar = tqdm(total=total, initial=step, **options)
             self._bar.set_postfix_str(line, refresh=False)
             self._bar.update(step - self._bar.n)
+            log.info("step %d/%d  %s", step, total, line)
             return
         first, began = self._started
         if step > first:
@@ -112,13 +117,29 @@ class Progress(MetricsProcessor):
             line += f"  ETA {timedelta(seconds=round(left))}"
         self._say(f"step {step}/{total}  {line}")
 
+    def of_device(self, seconds: float) -> str:
+        """Return the peak memory, and the share of the peak FLOPs, of a GPU."""
+        if self.device_memory_monitor.device_name == "cpu":
+            return ""
+        memory = self.device_memory_monitor.get_peak_stats().max_reserved_gib
+        shown = f"  {memory:.1f} GiB"
+        if not self.has_quantization:
+            speed = self.ntokens_since_last_log / seconds
+            speed /= self.parallel_dims.non_data_parallel_size
+            used = self.num_flops_per_token * speed / self.gpu_peak_flops
+            shown += f"  MFU {used:.1%}"
+        return shown
+
     def log_validation(self, loss, step, extra_metrics=None) -> None:
-        metrics, line = dict(extra_metrics or {}), f"validation loss {loss:.5f}"
+        metrics, line = (
+            dict(extra_metrics or {}),
+            f"validation loss {loss:.5f} {self._unit}",
+        )
         if self._per_byte is not None:
             per_byte = loss * self._per_byte
             metrics[PER_BYTE] = per_byte
-            if not self._is_bytes:  # else all but the same number
-                line += f"  ({per_byte:.4f} nats/byte)"
+            if self._unit != NATS_PER_BYTE:  # else all but the same number
+                line += f"  ({per_byte:.4f} {NATS_PER_BYTE})"
         with _silent():
             super().log_validation(loss, step, metrics)
         self._flush()
@@ -135,6 +156,7 @@ class Progress(MetricsProcessor):
     def _say(self, line: str) -> None:
         tqdm.write(line, file=sys.stdout)
         sys.stdout.flush()
+        log.info(line)
 
     def close(self) -> None:
         if getattr(self, "_bar", None) is not None:

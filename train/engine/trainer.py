@@ -6,12 +6,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from train.data.tokens import read_meta
-from train.engine.ends import Vote
+from train.engine.ends import LossNotFinite, Vote
 from train.engine.titan import Trainer, clipping_by
 from train.engine.titan_data import HeldOut, TitanTokenizer, TokenLoader
 from train.engine.titan_model import SummedLoss
 from train.engine.titan_optim import MarsOptimizers, RateSchedule
 from train.runs.settings import held_out_folder
+
+NOT_FINITE = "Loss is not finite"  # as torchtitan begins to say it
 
 
 class MarsTrainer(Trainer):
@@ -39,6 +41,7 @@ class MarsTrainer(Trainer):
         last, and has a checkpoint.
         """
         self._vote, self.began = Vote(), False
+        self._last_finite = 0  # the last step whose loss was seen to be finite
         self._exact = config.optimizer.correction == "exact"
         if self._exact:
             self._ahead = replace(self.dataloader.batches)
@@ -50,13 +53,30 @@ class MarsTrainer(Trainer):
         self._schedule_gamma()
         if self._exact:
             self._read_ahead()
+        rate = self.optimizers.mars.param_groups[0]["lr"]
         # the norm that is logged is found in the step, after torchtitan asks for it
         with clipping_by(lambda *_, **__: self.optimizers.grad_norm):
-            super().train_step(data_iterator)
+            try:
+                super().train_step(data_iterator)
+            except RuntimeError as error:
+                if NOT_FINITE in str(error):
+                    raise self._loss_not_finite(rate) from error
+                raise
+        if self.metrics_processor.should_log(self.step):
+            self._last_finite = self.step
         if self._exact:
             self.optimizers.mars.update_last_grad()
         self.began = True
         self.checkpointer.ending = self._vote.take(self.told())
+
+    def _loss_not_finite(self, rate: float) -> LossNotFinite:
+        since = f"after step {self._last_finite}, " if self._last_finite else ""
+        return LossNotFinite(
+            f"got a loss that is not finite {since}at or before step {self.step}, at a "
+            f"learning rate of {rate:.3g} (its peak is {self.config.optimizer.lr:g}), "
+            "expected a finite loss",
+            self._last_finite,
+        )
 
     def _schedule_gamma(self) -> None:
         """Set gamma for this step."""

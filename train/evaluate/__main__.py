@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from train.data.tokenizers import NATS_PER_BYTE, loss_unit
 from train.data.tokens import open_tokens
 from train.errors import UserError, check_least, command, shown
 from train.evaluate import harness
@@ -60,12 +61,14 @@ def _loss(trained: Trained, args: argparse.Namespace) -> dict:
     found = whole_loss(model, tokens, window=window, batch=args.batch_size)
     loss: dict = dict(data=str(data), sha256=meta.val.sha256, tokens=found.tokens)
     loss |= dict(window=window, nats_per_token=found.nats_per_token)
-    said = f"loss {found.nats_per_token:.5f} nats per token"
+    unit = loss_unit(meta.tokenizer)
+    said = f"loss {found.nats_per_token:.5f} {unit}"
     scale = meta.nats_per_byte("val")
     if scale is not None:  # the bytes behind somebody else's tokens may not be known
         loss["nats_per_byte"] = per_byte = found.nats_per_token * scale
         loss["bits_per_byte"] = per_byte / math.log(2)
-        said += f", {loss['bits_per_byte']:.5f} bits per byte"
+        if unit != NATS_PER_BYTE:  # else all but the same number
+            said += f", {per_byte:.5f} {NATS_PER_BYTE}"
     print(f"{said}, over {found.tokens:,} tokens in windows of {window}")
     return loss
 

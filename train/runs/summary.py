@@ -7,8 +7,8 @@ from shlex import quote
 
 import numpy as np
 
-from train.data.tokenizers import Bytes, tokenizer
-from train.errors import UserError, shown
+from train.data.tokenizers import NATS_PER_BYTE, loss_unit, tokenizer
+from train.errors import UserError, shown, tell
 from train.files import opened, remove, write, write_json
 from train.gpt2.inference import generate
 from train.pictures import picture
@@ -64,9 +64,11 @@ def heights(curves: Sequence[dict[int, float]]) -> tuple[float, float]:
     return low - 0.05 * (high - low), high + 0.05 * (high - low)
 
 
-def plot(scalars: dict[str, dict[int, float]], title: str, path: Path) -> None:
+def plot(
+    scalars: dict[str, dict[int, float]], title: str, path: Path, unit: str
+) -> None:
     """Draw training and validation loss against steps."""
-    labels = dict(title=title, xlabel="step", ylabel="loss (nats per token)")
+    labels = dict(title=title, xlabel="step", ylabel=f"loss ({unit})")
     row, held_out = scalars.get(TRAIN, {}), scalars.get(VAL, {})
     mean = dict(zip(row, smoothed([*row.values()]).tolist(), strict=True))
     with picture(path, **labels) as axes:
@@ -99,27 +101,28 @@ def _sample(folder: Path) -> None:
         coder = tokenizer(run.tokenizer)
         ids = generate(load_model(folder, run.shape), coder.encode(PROMPT), **options)
     except UserError as error:
-        print(f"\nno sample: {error}\n")
+        tell(f"\nno sample: {error}\n")
         return
     sample = shown(PROMPT + coder.decode(ids))
     write(path, f"{sample}\n".encode())
-    print(f"\nsample:\n{sample}\n")
+    tell(f"\nsample:\n{sample}\n")
 
 
 def summarize(folder: Path, title: str) -> None:
     """Print and draw what the finished run in ``folder`` has to show."""
     scalars = read_scalars(folder / "tb")
-    plot(scalars, title, folder / "loss.png")
-    step, is_bytes = last_step(folder), describe(folder).tokenizer == Bytes.name
+    unit = loss_unit(describe(folder).tokenizer)
+    plot(scalars, title, folder / "loss.png", unit)
+    step = last_step(folder)
     summary: dict[str, float] = {"step": step}
     if step in (losses := scalars.get(VAL, {})):
         summary["validation_loss"] = losses[step]
-        line = f"validation loss {losses[step]:.4f}"
+        line = f"validation loss {losses[step]:.4f} {unit}"
         if step in (per_byte := scalars.get(PER_BYTE, {})):
             summary["nats_per_byte"] = per_byte[step]
-            line += f", {per_byte[step]:.4f} nats per byte of held-out text"
-        if is_bytes:  # but for the ends of texts, which are tokens too
-            line = f"validation loss {losses[step]:.4f} nats per byte of held-out text"
+            if unit != NATS_PER_BYTE:  # else all but the same number
+                line += f", {per_byte[step]:.4f} {NATS_PER_BYTE}"
+        line += " of held-out text"
     elif losses:  # cut off between the last checkpoint and its validation
         line = (
             f"no validation after step {step}: python -m train.evaluate --run "
@@ -129,7 +132,7 @@ def summarize(folder: Path, title: str) -> None:
         line = "validation was off"
     write_json(folder / "summary.json", summary)
     _sample(folder)
-    print(line)
+    tell(line)
     for what, name in (
         ("loss curve", "loss.png"),
         ("sample", "sample.txt"),
@@ -138,4 +141,4 @@ def summarize(folder: Path, title: str) -> None:
         ("log", "rank0.log"),
     ):
         if (folder / name).exists():
-            print(f"{what:12} {folder / name}")
+            tell(f"{what:12} {folder / name}")
