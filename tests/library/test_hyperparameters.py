@@ -350,13 +350,13 @@ def test_a_correction_may_build_on_what_it_keeps():
 @pytest.mark.parametrize(
     "given, told",
     [
-        ("fused", "leave out what it is not; how a step is run is no option"),
+        ("fused", "leave them out; how a step is run is no option"),
         ("momentum", "did you mean 'betas' for 'momentum'"),
         ("max_grad_norm", "did you mean 'max_norm' for"),
         ("clip_grad", "did you mean 'max_norm' for"),
         ("learning_rate", "did you mean 'lr' for"),
-        ("maximize", "leave out what it is not; negate the loss$"),
-        ("decoupled_weight_decay", "what it is not; weight decay always is decoupled$"),
+        ("maximize", "leave them out; negate the loss$"),
+        ("decoupled_weight_decay", "leave them out; weight decay always is decoupled$"),
     ],
 )
 def test_words_of_other_optimizers_are_answered(given, told):
