@@ -17,8 +17,8 @@ class Agreement:
 
     The rows hold the chunks c of a digest, and their squares. All n ranks have the same
     chunk if and only if n sum(c^2) = (sum c)^2 (Cauchy-Schwarz). Every rank has the
-    same sums, and so decides alike. Chunks are so small that both sums are exact in the
-    dtype of the all-reduce.
+    same sums, and so the same decision. Chunks are so small that both sums are exact in
+    the dtype of the all-reduce.
     """
 
     def __init__(self) -> None:
@@ -97,5 +97,5 @@ def _differ(what: str) -> RuntimeError:
     return RuntimeError(
         "got hyperparameters that differ between the ranks of one mesh, expected the "
         f"same everywhere (this rank has {what}): the step has changed nothing; set "
-        "them alike on every rank, schedules and max_norm too"
+        "equal values on every rank, schedules and max_norm too"
     )

@@ -87,8 +87,8 @@ class MeshCollectives(AsTheyLie):
         >>> import torch.distributed as dist
         >>> from torch.distributed.tensor import Shard, distribute_tensor
         >>> from marsopt.parallel import MeshCollectives
-        >>> alone = dict(store=dist.HashStore(), rank=0, world_size=1)
-        >>> dist.init_process_group("gloo", **alone)
+        >>> single = dict(store=dist.HashStore(), rank=0, world_size=1)
+        >>> dist.init_process_group("gloo", **single)
         >>> mesh = dist.init_device_mesh("cpu", (1,))
         >>> rows = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
         >>> w = torch.nn.Parameter(rows)
@@ -123,7 +123,7 @@ class MeshCollectives(AsTheyLie):
 
     def local(self, tensor: Tensor, like: Tensor | None = None) -> Tensor:
         """Return this rank's piece, sharing storage. A gradient whose placements differ
-        from those of its parameter, ``like``, is redistributed, which is a collective:
+        from its parameter's, ``like``, is redistributed, which is a collective:
         tensor parallelism leaves pending (Partial) sums, and only FSDP2 completes them.
 
         Raises:
@@ -147,7 +147,7 @@ class MeshCollectives(AsTheyLie):
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:
         """Return a tensor laid out as ``like`` whose piece on this rank is ``local``.
         Where ``local`` has fewer dims, the tensor has only the first dims of ``like``,
-        and axes that cut the others replicate it.
+        and axes that cut the remaining dims replicate it.
         """
         if not isinstance(like, DTensor):
             return local
@@ -190,7 +190,7 @@ class MeshCollectives(AsTheyLie):
         return tensor.device_mesh, tensor.placements
 
     def written(self) -> None:
-        """Let every FSDP module of this process gather its parameters anew: a root
+        """Let every FSDP module of this process gather its parameters again: a root
         keeps them after a forward pass without a backward one, as in validation.
         """
         # nothing public leads from a parameter to the module that gathered it
@@ -225,7 +225,7 @@ class MeshCollectives(AsTheyLie):
             if reduction.rows is not None:
                 part = sums[reduction.rows]
             if reduction.contributes is not None:
-                # another rank contributes, but what is not finite here is heard
+                # another rank contributes, but NaN on this rank still propagates
                 silent = torch.where(torch.isfinite(part), 0.0, torch.nan)
                 part = torch.where(reduction.contributes[:, None], part, silent)
             part = part.contiguous() if digests is None else torch.cat([part, digests])
@@ -242,7 +242,7 @@ class MeshCollectives(AsTheyLie):
 
     @property
     def groups(self) -> list[ShardGroup]:
-        """Return what was planned so far: one group of matrices for each mesh axis and
+        """Return the plans made so far: one group of matrices for each mesh axis and
         list of parameters.
         """
         partitions = self._partitions.every()
@@ -293,14 +293,14 @@ class MeshCollectives(AsTheyLie):
         text = repr((what, self._options, tuple(self.mesh.shape)))
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
         ends = torch.tensor([digest, -digest], device=self.mesh.device_type)
-        for axis in range(self.mesh.ndim):  # all axes, so that nobody waits for ever
+        for axis in range(self.mesh.ndim):  # all axes, so that no rank waits for ever
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
         if ends[0] != -ends[1]:
             short = what if len(what) < 200 else f"{what[:200]}..."
             raise RuntimeError(
                 "got models, param groups or options that differ between the ranks of "
                 f"one mesh, expected the same everywhere (rank {dist.get_rank()} has "
-                f"{short}): build them, and MeshCollectives, alike on every rank"
+                f"{short}): build them, and MeshCollectives, equal on every rank"
             )
 
     # ---- whole matrices ------------------------------------------------------------
@@ -476,7 +476,7 @@ def collectives_of(model: nn.Module) -> Collectives:
 
 
 def _reshard(modules: Iterable[nn.Module]) -> None:
-    """Let those of FSDP let go of the whole parameters that they have gathered."""
+    """Let FSDP's modules free the whole parameters that they have gathered."""
     for module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -514,7 +514,7 @@ def _of_matrices(
 def _joined(
     matrices: Sequence[MatrixOutput], cut: Cut, request: Request
 ) -> MatrixOutput:
-    """Return the results of a leaf's matrices as that of its piece."""
+    """Return the results of a leaf's matrices as the result of its piece."""
     if not matrices:
         return request.rowless
     like, owned = request.input.matrix, request.input.owned

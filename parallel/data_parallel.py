@@ -36,11 +36,11 @@ class DataParallel(LocalCollectives):
     """``marsopt.Collectives`` for plain data parallelism: every rank has all parameters
     and, after DistributedDataParallel's backward pass, equal gradients.
 
-    Each rank updates its pieces of the parameters, and keeps state of these alone.
+    Each rank updates its pieces of the parameters, and keeps state only for them.
     Pieces are whole matrices where a rule needs them, balanced by FLOPs, and slices of
     all other parameters. One all-reduce of a few numbers gives the norms. All-gathers
-    of the new parameters, in their dtype, end the step. ``optimizer.state_dict()`` is
-    that of one process. It lies on the CPU where the parameters do not.
+    of the new parameters, in their dtype, end the step. ``optimizer.state_dict()``
+    equals one process's. It lies on the CPU where the parameters do not.
 
     Every rank has to call ``step``, ``state_dict`` and ``iterates``; with transport
     also ``eval`` and ``train``. Ranks send each other pieces there. ``Rule.step`` has
@@ -56,8 +56,8 @@ class DataParallel(LocalCollectives):
     Example:
         >>> import torch.distributed as dist
         >>> from marsopt.parallel import DataParallel
-        >>> alone = dict(store=dist.HashStore(), rank=0, world_size=1)
-        >>> dist.init_process_group("gloo", **alone)
+        >>> single = dict(store=dist.HashStore(), rank=0, world_size=1)
+        >>> dist.init_process_group("gloo", **single)
         >>> model = torch.nn.Linear(4, 2)
         >>> ddp = torch.nn.parallel.DistributedDataParallel(model)
         >>> collectives = DataParallel(ddp.process_group)
@@ -112,7 +112,7 @@ class DataParallel(LocalCollectives):
                 lengths[p] = tuple(shard_sizes(len(p), num))
             else:
                 lengths[p] = tuple(len(p) * (rank == owner) for rank in range(num))
-        # numbers, and what is empty, are every rank's
+        # numbers and empty tensors are every rank's
         self._latest = self._latest.of({p: n for p, n in lengths.items() if p.numel()})
         return self._latest
 
@@ -124,7 +124,7 @@ class Bucket(NamedTuple):
     outgoing: list[Tensor]  # rows that this rank sends, views of parameters
     incoming: list[Tensor]  # rows of all other ranks
     sizes: list[int]  # elements of each part of what arrives, padding and own rows too
-    incoming_parts: list[int]  # which parts are those of ``incoming``
+    incoming_parts: list[int]  # which parts are ``incoming``
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[Tensor]], rank: int) -> Bucket:
@@ -148,7 +148,7 @@ class _Pieces(MeshCollectives):
     """``DataParallel`` of known parameters. A rank's piece of a parameter is the
     consecutive rows that it updates.
 
-    Tensors of the state have the piece's rows alone. A tensor that is no parameter is
+    Tensors of the state have only the piece's rows. A tensor that is no parameter is
     therefore taken for a piece.
     """
 
