@@ -1,5 +1,5 @@
-"""Param groups of a whole model: what each parameter is to it, which rule moves it, and
-by which numbers.
+"""Param groups of a whole model: the role of each parameter, the rule that moves it,
+and the rule's numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NAMES: dict[Role, str] = {
     "router": r"(^|\.)router\.((?!lora_)[^.]+\.)*weight$|(^|\.)gate\.weight$",
 }
 # What torch puts into the names of a module that it compiles, checkpoints or shards;
-# and PEFT into those of one that it adapts (a copy also has the adapter's name).
+# and PEFT into names of a module that it adapts (a copy also has the adapter's name).
 WRAPPERS = re.compile(
     r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|base_layer"
     r"|original_module|modules_to_save\.[^.]+)(?=\.|$)"
@@ -62,7 +62,7 @@ WRAPPERS = re.compile(
 # LoRA's two factors, as PEFT, torchtune, torchtitan, loralib and diffusers name them
 ADAPTERS = re.compile(r"(^|\.)lora_(A|B|a|b|down|up)(\.|$)")
 
-# What has the group of the embeddings.
+# The roles in the group of the embeddings.
 TABLES: tuple[Role, ...] = ("embedding", "head", "router")
 
 
@@ -88,8 +88,8 @@ def param_groups(
         optimizer = MARS(groups, correction="transport", gamma=0.05)
 
     Everything else is told by modules and by names: embeddings (tied output heads among
-    them), output heads, routers of experts; and vectors: norms, biases, whatever else
-    is no matrix. Who moves it, by which numbers:
+    them), output heads, routers of experts; and vectors: norms, biases, all else that
+    is no matrix. The rules that move them, and their numbers:
 
     - "moonlight", "mars-m", "normuon", "mars-normuon": AdamW, at ``lr`` and
       ``weight_decay``, betas (0.9, 0.95), eps before debiasing (MARS_M/train_mars_m.py,
@@ -152,7 +152,7 @@ def param_groups(
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"got {type(model).__name__}, expected a torch.nn.Module: pass the model "
-            "itself, whose modules say what its parameters are"
+            "itself, whose modules tell the roles of its parameters"
         )
     row = named(mars_type)
     checks.at_least_zero("lr", lr)
@@ -216,8 +216,8 @@ def roles(model: nn.Module) -> Iterator[tuple[str, Tensor, Role]]:
     """Yield (name, tensor, role) of all parameters: each once, under the name that
     ``model.named_parameters()`` gives it.
 
-    The roles are those of ``marsopt.param_groups``. A tensor that is an embedding in
-    one place is one in all of them (a tied head).
+    ``marsopt.param_groups`` describes the roles. A tensor that is an embedding in one
+    place is one in all of them (a tied head).
     """
     uses_by_id: dict[int, _Uses] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -273,14 +273,14 @@ def _plain(name: str) -> str:
 
 
 def _name_in(owner: nn.Module, name: str) -> str:
-    """Return a plain name: that of a list for what lies in one."""
+    """Return a plain name; for a parameter in a list, the list's."""
     plain = _plain(name)
     return plain.rpartition(".")[0] if isinstance(owner, nn.ParameterList) else plain
 
 
 def _routes(name: str, plain_names: set[str]) -> bool:
-    """Whether what is named like a router stands beside experts: ``gate`` is also what
-    some call the first matrix of a gated MLP.
+    """Whether a parameter that is named like a router stands beside experts: ``gate``
+    is also a name of the first matrix of a gated MLP.
     """
     block = name.removesuffix("gate.weight")
     beside = (n.removeprefix(block) for n in plain_names if n.startswith(block))
@@ -288,9 +288,9 @@ def _routes(name: str, plain_names: set[str]) -> bool:
 
 
 def _last_linear_over_a_vocabulary(model: nn.Module) -> str | None:
-    """Return what the weight of the model's last Linear is called, without wrappers, if
-    it has as many outputs as an embedding has rows, and these are more than its
-    columns: positions and tables of types have fewer.
+    """Return the name of the weight of the model's last Linear, without wrappers, if it
+    has as many outputs as an embedding has rows, and these are more than its columns:
+    positions and tables of types have fewer.
     """
     modules = [(n, m) for n, m in model.named_modules() if not ADAPTERS.search(n)]
     tables = [m for _, m in modules if isinstance(m, nn.Embedding)]
