@@ -1,7 +1,7 @@
 # make train   train the small default model and show it. RUN=name (a folder below runs/),
 #              CONFIG=recipe, RANKS=processes, OPTIONS='--section.option value ...'
 # make test    lint and the whole test suite. WORKERS=processes
-# make lint    ruff, mypy, who imports whom, and the schemas of two YAML files
+# make lint    ruff, mypy, who imports whom, marsopt's prose, and the schemas of two YAML files
 # make docs    the documentation site: open build/site/index.html
 # make gpu     correctness, speed and a training on one GPU, nine minutes of each; a second
 #              call does what is missing. With REHEARSAL=1, without a GPU: every graph lowered
@@ -37,6 +37,7 @@ lint: $(VENV)/lint
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tests.voice
 	$(BIN)/check-jsonschema --builtin-schema github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --builtin-schema citation-file-format CITATION.cff
 	$(BIN)/python -m mypy

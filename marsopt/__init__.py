@@ -71,7 +71,7 @@ __all__ = [
 if not TYPE_CHECKING:  # to a type checker no name is any name
 
     def __getattr__(name: str) -> object:
-        """Load the profiler once somebody asks for it: no training needs it."""
+        """Load the profiler on first access: no training needs it."""
         if name != "profile":
             raise AttributeError(f"module 'marsopt' has no attribute {name!r}")
         from marsopt.profiling.profiler import profile

@@ -23,8 +23,8 @@ __all__ = ["check_component"]
 def check_component(
     component: Preconditioner | Correction, shape: Sequence[int] = (4, 3)
 ) -> None:
-    """Check that a component computes what it declares: call it in a test of your own
-    preconditioner or correction.
+    """Check a component's outputs against its declared buffers: call it in a test of
+    your own preconditioner or correction.
 
     A component has to return every buffer that it declares, in the shape and dtype in
     which it got the buffer, and must not write into its arguments: a skipped step keeps
@@ -37,7 +37,7 @@ def check_component(
     Raises:
         TypeError: ``component`` is no preconditioner and no correction.
         ValueError: ``component`` returns other buffers, shapes or dtypes than it
-            declares, writes into an argument, or takes matrices alone and ``shape`` is
+            declares, writes into an argument, or takes only matrices and ``shape`` is
             no matrix.
 
     Example:
@@ -80,7 +80,7 @@ def _check_kept(correction: Correction, stack: Stack) -> None:
 
 
 def _check_update(stack: Stack) -> None:
-    """Check what a preconditioner makes of a parameter."""
+    """Check the outputs of a preconditioner for a parameter."""
     algorithm, x = stack.algorithm, stack.x
     who = type(algorithm.preconditioner).__name__
     unit = torch.ones(1, dtype=x.dtype)

@@ -1,3 +1,3 @@
-"""The version, for the package and for who asks it (``marsopt.__version__``)."""
+"""The version, for the package's metadata and for ``marsopt.__version__``."""
 
 __version__ = "0.3.0"

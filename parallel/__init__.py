@@ -14,7 +14,7 @@ import marsopt  # noqa: E402
 if "Collectives" not in vars(marsopt):
     raise ImportError(
         f"got the package marsopt at {marsopt.__file__}, which is another project's, "
-        "expected that of torch-marsopt: pip uninstall marsopt torch-marsopt, then "
+        "expected torch-marsopt's: pip uninstall marsopt torch-marsopt, then "
         "install torch-marsopt"
     )
 

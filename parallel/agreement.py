@@ -20,8 +20,8 @@ class Agreement:
 
     The rows hold the chunks c of a digest, and their squares. All n ranks have the same
     chunk if and only if n sum(c^2) = (sum c)^2 (Cauchy-Schwarz). Every rank has the
-    same sums, and so decides alike. Chunks are so small that both sums are exact in the
-    dtype of the all-reduce.
+    same sums, and so the same decision. Chunks are so small that both sums are exact in
+    the dtype of the all-reduce.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Agreement:
 
         Raises:
             RuntimeError: ranks differed. Ranks know it at different steps, and so do
-                not meet: each says what has changed here since all agreed.
+                not meet: each says which fields have changed here since all agreed.
         """
         if self._copied is None or torch.cuda.is_current_stream_capturing():
             return
@@ -113,7 +113,7 @@ def _differ(texts: Mapping[str, str]) -> RuntimeError:
     return RuntimeError(
         message(
             "got hyperparameters that differ between the ranks ({}), expected the same "
-            "everywhere: the step has changed nothing; set them alike on every rank, "
+            "everywhere: the step has changed nothing; set equal ones on every rank, "
             "schedules and max_norm too",
             texts,
         )

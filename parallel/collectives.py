@@ -84,8 +84,8 @@ class MeshCollectives(AsTheyLie):
         >>> import torch.distributed as dist
         >>> from torch.distributed.tensor import Shard, distribute_tensor
         >>> from marsopt.parallel import MeshCollectives
-        >>> alone = dict(store=dist.HashStore(), rank=0, world_size=1)
-        >>> dist.init_process_group("gloo", **alone)
+        >>> single = dict(store=dist.HashStore(), rank=0, world_size=1)
+        >>> dist.init_process_group("gloo", **single)
         >>> mesh = dist.init_device_mesh("cpu", (1,))
         >>> rows = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
         >>> w = torch.nn.Parameter(rows)
@@ -120,7 +120,7 @@ class MeshCollectives(AsTheyLie):
 
     def local(self, tensor: Tensor, like: Tensor | None = None) -> Tensor:
         """Return this rank's piece, sharing storage. A gradient whose placements differ
-        from those of its parameter, ``like``, is redistributed, which is a collective:
+        from its parameter's, ``like``, is redistributed, which is a collective:
         tensor parallelism leaves pending (Partial) sums, and only FSDP2 completes them.
 
         Raises:
@@ -144,7 +144,7 @@ class MeshCollectives(AsTheyLie):
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:
         """Return a tensor laid out as ``like`` whose piece on this rank is ``local``.
         Where ``local`` has fewer dims, the tensor has only the first dims of ``like``,
-        and axes that cut the others replicate it.
+        and axes that cut the remaining dims replicate it.
         """
         if not isinstance(like, DTensor):
             return local
@@ -187,7 +187,7 @@ class MeshCollectives(AsTheyLie):
         return tensor.device_mesh, tensor.placements
 
     def written(self) -> None:
-        """Let every FSDP module of this process gather its parameters anew: a root
+        """Let every FSDP module of this process gather its parameters again: a root
         keeps them after a forward pass without a backward one, as in validation.
         """
         # nothing public leads from a parameter to the module that gathered it
@@ -222,7 +222,7 @@ class MeshCollectives(AsTheyLie):
             if reduction.rows is not None:
                 part = sums[reduction.rows]
             if reduction.contributes is not None:
-                # another rank contributes, but what is not finite here is heard
+                # another rank contributes, but NaN on this rank still propagates
                 silent = torch.where(torch.isfinite(part), 0.0, torch.nan)
                 part = torch.where(reduction.contributes[:, None], part, silent)
             part = part.contiguous() if digests is None else torch.cat([part, digests])
@@ -240,7 +240,7 @@ class MeshCollectives(AsTheyLie):
 
     @property
     def groups(self) -> list[ShardGroup]:
-        """Return what was planned so far: one group of matrices for each mesh axis and
+        """Return the plans made so far: one group of matrices for each mesh axis and
         list of parameters.
         """
         partitions = self._partitions.every()
@@ -279,7 +279,7 @@ class MeshCollectives(AsTheyLie):
         text = f"{what}, {self._options}, mesh={tuple(self.mesh.shape)}"
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
         ends = torch.tensor([digest, -digest], device=self.mesh.device_type)
-        groups = self.mesh.get_all_groups()  # so that nobody waits for ever
+        groups = self.mesh.get_all_groups()  # so that no rank waits for ever
         for group in groups:
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
         if ends[0] != -ends[1]:
@@ -287,7 +287,7 @@ class MeshCollectives(AsTheyLie):
                 message(
                     "got models, param groups or options that differ between the ranks "
                     "({}), expected the same everywhere: build them, and the "
-                    "collectives, alike on every rank",
+                    "collectives, from equal arguments on every rank",
                     by_rank(text, groups),
                 )
             )
@@ -309,7 +309,7 @@ class MeshCollectives(AsTheyLie):
         local = [i for i in partition.local if requests[i].tensor.numel()]
         wholes = precondition_leaves([requests[i] for i in local])
         out |= zip(local, wholes, strict=True)
-        for i in partition.local:  # what is empty has a piece of another shape
+        for i in partition.local:  # an empty leaf has a piece of another shape
             out.setdefault(i, requests[i].rowless)
         gathered = [requests[i] for i in partition.gathered]
         out |= zip(partition.gathered, self._by_gathering(gathered), strict=True)
@@ -456,7 +456,7 @@ def collectives_of(model: nn.Module) -> Collectives:
 
 
 def _reshard(modules: Iterable[nn.Module]) -> None:
-    """Let those of FSDP let go of the whole parameters that they have gathered."""
+    """Let FSDP's modules free the whole parameters that they have gathered."""
     for module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -494,7 +494,7 @@ def _of_matrices(
 def _joined(
     matrices: Sequence[MatrixOutput], cut: Cut, request: Request
 ) -> MatrixOutput:
-    """Return the results of a leaf's matrices as that of its piece."""
+    """Return the results of a leaf's matrices as the result of its piece."""
     if not matrices:
         return request.rowless
     like, owned = request.input.matrix, request.input.owned

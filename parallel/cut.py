@@ -18,7 +18,7 @@ from .planner import Matrix
 
 
 class Way(NamedTuple):
-    """How a leaf is made of matrices, and what its preconditioner does with them."""
+    """How a leaf is made of matrices, and whether their owners keep buffers."""
 
     matrices: Matrices
     keeps: bool  # whether it keeps something where their owners are
@@ -48,7 +48,7 @@ class Cut:
         return [*self.blocks] * self.num_batches
 
     def split(self, piece: Tensor) -> list[Tensor]:
-        """Return the piece of each matrix from that of the leaf."""
+        """Return the piece of each matrix, from the leaf's piece."""
         if piece.ndim == 2 and len(self.blocks) == 1:
             return [piece]
         ranks = self.mesh.size(self.axis)
@@ -58,7 +58,7 @@ class Cut:
         return [part for batch in batches.unbind() for part in batch.split(sizes)]
 
     def split_rows(self, numbers: Tensor) -> list[Tensor]:
-        """Return each matrix's numbers of rows from those of the leaf's piece."""
+        """Return each matrix's numbers of rows, from the leaf's piece."""
         if numbers.ndim == 1 and len(self.blocks) == 1:
             return [numbers]
         ranks = self.mesh.size(self.axis)
@@ -95,7 +95,7 @@ def cut_of(
     num_blocks = num_rows // rows
     if dim > row_dim:
         # pieces of a kernel are not consecutive columns, but columns in another order
-        # have a factor in that order; what is kept of them would be in it, too
+        # have a factor in that order; buffers that are kept would be in it, too
         if keeps and dim > row_dim + 1:
             return "strided"
         lengths = tuple(size * (cols // leaf.shape[dim]) for size in sizes)

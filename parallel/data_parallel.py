@@ -38,11 +38,11 @@ class DataParallel(LocalCollectives):
     """``marsopt.Collectives`` for plain data parallelism: every rank has all parameters
     and, after DistributedDataParallel's backward pass, equal gradients.
 
-    Each rank updates its pieces of the parameters, and keeps state of these alone.
+    Each rank updates its pieces of the parameters, and keeps state only for them.
     Pieces are whole matrices where a rule needs them, balanced by FLOPs, and slices of
     all other parameters. One all-reduce of a few numbers gives the norms. All-gathers
-    of the new parameters, in their dtype, end the step. ``optimizer.state_dict()`` is
-    that of one process. It lies on the CPU where the parameters do not.
+    of the new parameters, in their dtype, end the step. ``optimizer.state_dict()``
+    equals one process's. It lies on the CPU where the parameters do not.
 
     Every rank has to call ``step``, ``state_dict`` and ``iterates``; with transport
     also ``eval`` and ``train``. Ranks send each other pieces there. ``Rule.step`` has
@@ -58,8 +58,8 @@ class DataParallel(LocalCollectives):
     Example:
         >>> import torch.distributed as dist
         >>> from marsopt.parallel import DataParallel
-        >>> alone = dict(store=dist.HashStore(), rank=0, world_size=1)
-        >>> dist.init_process_group("gloo", **alone)
+        >>> single = dict(store=dist.HashStore(), rank=0, world_size=1)
+        >>> dist.init_process_group("gloo", **single)
         >>> model = torch.nn.Linear(4, 2)
         >>> ddp = torch.nn.parallel.DistributedDataParallel(model)
         >>> collectives = DataParallel(ddp.process_group)
@@ -114,7 +114,7 @@ class DataParallel(LocalCollectives):
                 lengths[p] = tuple(shard_sizes(len(p), num))
             else:
                 lengths[p] = tuple(len(p) * (rank == owner) for rank in range(num))
-        # numbers, and what is empty, are every rank's
+        # numbers and empty tensors are every rank's
         self._latest = self._latest.of({p: n for p, n in lengths.items() if p.numel()})
         return self._latest
 
@@ -150,7 +150,7 @@ class _Pieces(MeshCollectives):
     """``DataParallel`` of known parameters. A rank's piece of a parameter is the
     consecutive rows that it updates.
 
-    Tensors of the state have the piece's rows alone. A tensor that is no parameter is
+    Tensors of the state have only the piece's rows. A tensor that is no parameter is
     therefore taken for a piece.
     """
 
@@ -175,8 +175,8 @@ class _Pieces(MeshCollectives):
 
     def agree(self, what: str, params: Sequence[tuple[Tensor, str]] = ()) -> None:
         """As ``MeshCollectives``; and check that all ranks hold equal values of each of
-        ``params``: those of one shape may come in another order on a rank, which would
-        write one parameter's rows into another.
+        ``params``: parameters of one shape may come in another order on a rank, which
+        would write one parameter's rows into another.
 
         Raises:
             RuntimeError: on every rank, where ranks differ.
@@ -191,7 +191,7 @@ class _Pieces(MeshCollectives):
         with torch.no_grad():
             sums = torch.stack([_sum_of_bits(p) for p, _ in params])
         sums = sums.to(self.mesh.device_type)
-        ends = torch.stack([sums, ~sums])  # the largest ~x is that of the smallest x
+        ends = torch.stack([sums, ~sums])  # the largest ~x has the smallest x
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._group)
         differ = (ends[0] != ~ends[1]).nonzero().flatten().tolist()
         if differ:
@@ -276,7 +276,7 @@ class _Pieces(MeshCollectives):
 
     def share(self, params: Sequence[Tensor]) -> None:
         """Gather the rows that other ranks have updated, chunk by chunk, each of one
-        dtype; of numbers, those of the first rank.
+        dtype; numbers come from the first rank.
         """
         ids = list(map(id, params))
         if self._shared.ids != ids:

@@ -40,7 +40,7 @@ def _differing(texts: Mapping[str, str], room: int) -> str:
         return "on another rank"
     (a, first), (b, second) = list(texts.items())[:2]
     before, after = _fields(first), _fields(second)
-    differing: dict[str, None] = {}  # one line for groups that differ alike
+    differing: dict[str, None] = {}  # one line for groups with equal differences
     for key in {**before, **after}:
         values = before.get(key, "nothing"), after.get(key, "nothing")
         if values[0] != values[1]:

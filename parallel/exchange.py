@@ -29,7 +29,7 @@ class TensorSpec(NamedTuple):
 
 def to_words(x: Tensor, words: torch.dtype) -> Tensor:
     """Return the bits of ``x`` as a flat tensor of the dtype ``words``, which must not
-    be wider than that of ``x``.
+    be wider than ``x``'s.
     """
     return x.reshape(-1).contiguous().view(words)
 

@@ -26,7 +26,7 @@ InOut = TypeVar("InOut", MatrixInput, MatrixOutput)
 @dataclass(frozen=True)
 class Grid:
     """How two axes cut a leaf that is one matrix. Pieces travel along the second axis,
-    where they join to a strip, as the first axis alone would cut. Strips travel along
+    where they join to a strip, as only the first axis would cut. Strips travel along
     the first axis, where they join to the matrix.
     """
 

@@ -1,4 +1,4 @@
-"""Beside data parallelism: what each rank packs flat, in chunks of equal width."""
+"""Beside data parallelism: the flat pack of each rank, in chunks of equal width."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Run(NamedTuple):
 
 
 def streams(totals: Sequence[int]) -> list[list[Run]]:
-    """Return what each rank sends to all: its pack, of so many elements. Where packs
-    are uneven, all-gathers would send padding as wide as the largest one: packs are cut
+    """Return the runs that each rank sends to all: its pack, of so many elements. Where
+    packs are uneven, all-gathers would send padding as wide as the largest one: packs are cut
     at the mean, and ranks with smaller ones send the rest in addition.
     """
     num, most = len(totals), max(totals)
@@ -59,14 +59,14 @@ class Chunk(NamedTuple):
 
     like: Tensor  # of the dtype and device
     width: int  # elements that each rank sends, padding included
-    own: list[Tensor]  # views of what this rank has packed: it sends these itself,
-    leaving: list[Tensor]  # and other ranks these
+    own: list[Tensor]  # views of this rank's pack: runs that it sends itself
+    leaving: list[Tensor]  # and runs that other ranks send
     leaving_sizes: list[int]  # by rank
-    arriving_sizes: list[int]  # by rank: elements that this one sends for others
+    arriving_sizes: list[int]  # by rank: elements sent here for it
     is_moved: bool  # whether any rank sends for another
-    incoming: list[Tensor]  # views that receive what other ranks have packed
-    sizes: list[int]  # elements of each part of what arrives, padding and own runs too
-    incoming_parts: list[int]  # which parts are those of ``incoming``
+    incoming: list[Tensor]  # views that receive the packs of other ranks
+    sizes: list[int]  # elements of each arriving part, padding and own runs too
+    incoming_parts: list[int]  # which parts ``incoming`` receives
 
 
 class Packs:

@@ -39,7 +39,7 @@ class Placement:
 
     @property
     def common(self) -> tuple[Hashable, ...]:
-        """Return what is equal on all ranks, whose meshes are different objects."""
+        """Return the part that is equal on all ranks: meshes are different objects."""
         extent = None if self.mesh is None else tuple(self.mesh.shape)
         return extent, self.axes, self.dims, self.consecutive
 

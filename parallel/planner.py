@@ -1,4 +1,4 @@
-"""After cut: which rank owns which matrix, decided once and alike on every rank."""
+"""After cut: which rank owns which matrix, decided once and equally on every rank."""
 
 from __future__ import annotations
 
@@ -136,12 +136,12 @@ def assign(flops: Sequence[int], num_ranks: int) -> tuple[list[int], list[float]
 def assign_buckets(
     flops: Sequence[int], num_owners: int, max_buckets: int | None, sent: float
 ) -> tuple[list[int], list[int]]:
-    """Return the owner of each matrix, and its bucket among those of its owner, both
+    """Return the owner of each matrix, and its bucket among its owner's buckets, both
     balanced by FLOPs.
 
     Without ``max_buckets`` there are two buckets or more, of about ``BUCKET`` of the
     ``sent`` bytes, and of two matrices at least: an owner with three has its largest in
-    the first, and the others would wait for it.
+    the first, and the other two would wait for it.
     """
     owners, _ = assign(flops, num_owners)
     if max_buckets is None:
@@ -209,7 +209,7 @@ def cost(
 ) -> Cost:
     """Return the bytes that a rank sends, FLOPs of each owner, and the model's time.
 
-    Bytes and FLOPs are those of docs/scaling.md; time is a model, for choosing, not a
+    Bytes and FLOPs are as in docs/scaling.md; time is a model, for choosing, not a
     measurement. Bytes of an (m, n) matrix of s bytes an element, over p ranks:
 
     - with an owner, 2 mn s / p a rank, less what stays at home: mn s / p from every
@@ -245,8 +245,8 @@ def exchanged(
     bytes that each owner sends beside that.
 
     Args:
-        plan: who owns what.
-        sizes: elements of each matrix, and those of them that lie at its owner.
+        plan: the owners of the matrices.
+        sizes: elements of each matrix, and the part of them that lies at its owner.
         payload, back: bytes of an element on its way to the owner, and back.
     """
     p, split = plan.num_ranks, plan.replicas

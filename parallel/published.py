@@ -73,7 +73,7 @@ def _spec(buffer: OwnerBuffer) -> TensorSpec:
 
 def _summed_bits(told: Sequence[tuple[OwnerBuffer, Tensor]]) -> list[Tensor]:
     """Return the whole buffers of one mesh, of each of whose matrices one rank tells:
-    the others send zeros, so that bits may be added.
+    other ranks send zeros, so that bits may be added.
     """
     parts, rank = [], dist.get_rank()
     for buffer, tellers in told:

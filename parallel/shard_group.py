@@ -27,7 +27,7 @@ class ShardGroup:
         matrices: their shapes, and the dim that is cut.
         cost: of preconditioning a matrix.
         has_replicas: whether another axis of the mesh holds copies (HSDP).
-        planned: a plan; None = that of ``planner.plan``.
+        planned: a plan; None = ``planner.plan``'s.
         work: makes results of a bucket's whole matrices: a function of its number and
             requests.
         options: of ``planner.plan``.
@@ -181,7 +181,7 @@ class ShardGroup:
     def _cuts(
         self, i: int, request: Request, whole: MatrixOutput, words: torch.dtype
     ) -> list[list[Tensor]]:
-        """Return what the owner of a matrix sends of its result, for each rank."""
+        """Return the parts of its result that a matrix's owner sends to each rank."""
         dim, wide = self.matrices[i].dim, _row_dtype(request, words)
         sizes = [shape[dim] for shape in self._shapes[i]]
         parts = [[part] for part in whole.matrix.to(words).split(sizes, dim)]

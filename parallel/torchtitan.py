@@ -45,7 +45,7 @@ NAME = "MARS"
 # What AdamW moves beside the rule in default_mars, as marsopt.param_groups tells it by
 # name
 BESIDE = "|".join(NAMES.values())
-REST = ".*"  # what the rule moves there
+REST = ".*"  # the parameters that the rule moves there
 
 
 def build_mars(groups: Iterable[dict[str, Any]], **options: Any) -> MARS:
@@ -100,7 +100,7 @@ def _arguments(
 
 
 def _whole() -> list[str]:
-    """Return what a param group may not have of its own: one value for MARS."""
+    """Return the options that are one value for MARS: no param group has its own."""
     known = all_hyperparameters().values()
     return [line.name for line in known if line.is_whole] + ["nonfinite", "compile"]
 
@@ -186,7 +186,7 @@ class MarsOptimizersContainer(OptimizersContainer):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Let the model hold what is trained, not the points ahead of it, meanwhile."""
+        """Let the model hold the iterates, not the points ahead of them, meanwhile."""
         for mars in self.every_mars:
             mars.eval()
         try:
@@ -199,8 +199,8 @@ class MarsOptimizersContainer(OptimizersContainer):
 if BaseOptimizer is not None:
 
     class MarsOptimizer(MARS, BaseOptimizer):
-        """MARS as an optimizer of torchtitan's main. What its pattern matches is
-        divided as ``default_mars`` says: one MARS for all of it.
+        """MARS as an optimizer of torchtitan's main. ``default_mars`` divides the
+        parameters that its pattern matches: one MARS for all of them.
         """
 
         @dataclass(kw_only=True, slots=True)
@@ -294,8 +294,8 @@ def default_mars(
 def _numbers(
     lr: float, mars_type: str, options: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the hyperparameters of what stands beside the rule, those of the layers,
-    and those of the whole optimizer.
+    """Return the hyperparameters of AdamW beside the rule, of the layers, and of the
+    whole optimizer.
 
     Raises:
         TypeError: an option that ``MARS`` does not have.

@@ -1,4 +1,4 @@
-"""What a tensor's algorithm needs beside it, made once for both doors: its buffers as
+"""The inputs of an algorithm beside a tensor, made once for both doors: its buffers as
 they start, and to which matrices its rows belong.
 """
 
@@ -32,7 +32,7 @@ def buffer_shape(
 
 def allocate(algorithm: Algorithm, buffer: Buffer, x: Tensor) -> Tensor:
     """Return a buffer at home in shards as it starts, (L, *shape), for a stack ``x`` of
-    pieces. That of a single full piece has its strides.
+    pieces. The buffer of a single full piece has its strides.
     """
     if buffer.start == "parameter" or (is_full(buffer) and len(x) == 1):
         return full_start(algorithm, buffer, x)
@@ -96,7 +96,7 @@ def matrix_rows(
         algorithm: what moves the leaf.
         leaf: a parameter as its owner holds it, or a stack of such.
         shape: of one whole parameter.
-        collectives: who knows which rows lie here.
+        collectives: they know which rows lie here.
     """
     if algorithm.num_clipped(shape) == 1:
         return None
@@ -115,7 +115,7 @@ def rounding_cuts(
     return collectives.cuts(leaf) if algorithm.stochastic_rounding else {}
 
 
-# ---- what no rule can move -----------------------------------------------------------
+# ---- parameters that no rule can move ------------------------------------------------
 
 
 def check_like(x: Tensor, g: Tensor, what: str) -> None:
@@ -136,7 +136,7 @@ def check_like(x: Tensor, g: Tensor, what: str) -> None:
 
 def check_unflattened(x: Tensor, what: str) -> None:
     """Raises ValueError where ``x`` is FSDP1's: a rank's shard of flattened parameters,
-    in which no rule finds a matrix, and whose norm is that of the shard.
+    in which no rule finds a matrix, and whose norm is the shard's.
     """
     if hasattr(x, "_fsdp_flattened"):  # on all that FSDP1 has flattened
         raise ValueError(
@@ -175,6 +175,6 @@ def check_parameter(
         raise ValueError(
             f"got state_dtype={state_dtype} for {what} of {x.dtype}, expected nothing "
             "narrower than the parameter, where small steps would be rounded away: "
-            "leave it out, narrow h alone (h_dtype), or pass torch.bfloat16 with "
+            "leave it out, narrow only h (h_dtype), or pass torch.bfloat16 with "
             "stochastic_rounding=True"
         )

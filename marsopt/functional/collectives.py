@@ -66,7 +66,7 @@ class Request(NamedTuple):
 
     @property
     def factor_dtype(self) -> torch.dtype:
-        """Return the dtype in which a factor comes back: that of the step."""
+        """Return the dtype in which a factor comes back: the step's working dtype."""
         return working_dtype(self.input.matrix)
 
     @property
@@ -79,12 +79,12 @@ class Request(NamedTuple):
         return MatrixOutput(factor, rows, self.input.owned)
 
     def kept(self, result: MatrixOutput) -> MatrixOutput:
-        """Return what was made of this, with owners' buffers after the step."""
+        """Return the result of this request, with owners' buffers after the step."""
         return result._replace(owned=self.keep(self.input.owned, result.owned or ()))
 
 
 def precondition_leaves(requests: Sequence[Request]) -> list[MatrixOutput]:
-    """Return what preconditioners make of leaves that lie whole in this process."""
+    """Return the results of preconditioners for leaves that this process has whole."""
     unbound = []
     for request in requests:
         whole, matrices = request.input, request.matrices
@@ -109,9 +109,9 @@ def precondition_leaves(requests: Sequence[Request]) -> list[MatrixOutput]:
 
 
 def precondition_matrices(requests: Sequence[Request]) -> list[MatrixOutput]:
-    """Return what preconditioners make of whole matrices, each of what is its own: one
-    call of each; where buffers are kept, of each large matrix, so that what becomes of
-    them is let go of before the next.
+    """Return the results of preconditioners for whole matrices. Each preconditioner
+    gets all its matrices in one call; where owners keep buffers, each large matrix in a
+    call of its own, so that its temporaries are freed before the next.
     """
     calls: dict[tuple[Hashable, ...], list[int]] = {}
     for i, request in enumerate(requests):
@@ -178,9 +178,9 @@ class Collectives(Protocol):
     """Communication and sharding operations that a step needs, over lists of
     parameters (``leaves``), which may be DTensors.
 
-    ``LOCAL`` is the one of a single process, ``marsopt.parallel.MeshCollectives`` that
-    of a device mesh, ``marsopt.parallel.DataParallel`` that of ranks that all hold all
-    parameters; whoever shards otherwise writes one more.
+    ``LOCAL`` serves a single process, ``marsopt.parallel.MeshCollectives`` a device
+    mesh, ``marsopt.parallel.DataParallel`` ranks that all hold all parameters. Another
+    way to shard needs another subclass.
 
     Raises:
         RuntimeError: of ``agree`` and ``check_ranks_agree``, where ranks differ.
@@ -219,22 +219,22 @@ class Collectives(Protocol):
         """
 
     def written(self) -> None:
-        """Parameters were written outside of a step: what was gathered from them, and
-        is kept for the next forward pass, must not be used any more.
+        """Parameters were written outside of a step: drop the gathered copies that are
+        kept for the next forward pass.
         """
 
     def agree(self, what: str, params: Sequence[tuple[Tensor, str]] = ()) -> None:
         """Raise on every rank unless all were given the same ``what``, and, where every
         rank holds all parameters, equal values of these ``params`` in one order; each
-        with what an error calls it.
+        with its name in errors.
         """
 
     def sum(
         self, partial: Tensor, leaves: Sequence[Tensor], digest: str | None = None
     ) -> Tensor:
-        """Sum ``partial`` (len(leaves), K) over the shards of each leaf; what is
-        replicated counts once. Where ranks differ in ``digest``, the sums are NaN, and
-        all of them raise, then or at a later call.
+        """Sum ``partial`` (len(leaves), K) over the shards of each leaf; replicas count
+        once. Where ranks differ in ``digest``, the sums are NaN, and all of them raise,
+        then or at a later call.
         """
 
     def check_ranks_agree(self, digest: str) -> None:
@@ -248,7 +248,7 @@ class Collectives(Protocol):
 
     def owns(self, leaves: Sequence[Leaf]) -> list[Owned]:
         """Return which matrices of each leaf have their owner here, for leaves whose
-        preconditioners have one cost: those of one ``on_owners``.
+        preconditioners have one cost: the leaves of one ``on_owners``.
         """
 
     def publish_all(self, buffers: Sequence[OwnerBuffer]) -> Iterator[Tensor]:
@@ -261,21 +261,21 @@ class Collectives(Protocol):
 
     def bound(self, leaves: Sequence[Leaf], others: Sequence[Tensor]) -> Collectives:
         """Return the collectives that move these parameters: ``leaves``, whose matrices
-        have to be whole, and ``others``. Where every rank holds all of them, this
-        decides which rank updates which pieces: an optimizer asks whenever its
-        parameters or their rules change.
+        have to be whole, and the rest. Where every rank holds all of them, this decides
+        which rank updates which pieces: an optimizer asks whenever its parameters or
+        their rules change.
         """
 
     def share(self, params: Sequence[Tensor]) -> None:
-        """Write what other ranks have made of their pieces of parameters into those
-        that every rank holds.
+        """Write the pieces of parameters that other ranks have updated into the whole
+        parameters that every rank holds.
         """
 
     def whole(
         self, pieces: Sequence[Tensor], params: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Yield, for pieces that the state holds, each of what belongs to a parameter,
-        what a state dict holds: tensors of the parameter's layout.
+        """Yield, for pieces that the state holds, each beside its parameter, the
+        tensors of a state dict, in the parameter's layout.
         """
 
     def piece(self, whole: Tensor, param: Tensor) -> Tensor:
@@ -283,7 +283,7 @@ class Collectives(Protocol):
 
 
 class AsTheyLie:
-    """Every rank updates what it holds of a parameter: no rank has another's piece."""
+    """Every rank updates its own pieces of parameters: no rank has another's piece."""
 
     def bound(self, leaves: Sequence[Leaf], others: Sequence[Tensor]) -> Collectives:
         return cast(Collectives, self)  # as its subclasses are
@@ -314,7 +314,7 @@ class LocalCollectives(AsTheyLie):
 
         Raises:
             ValueError: ``tensor`` is sharded (a DTensor): its norm would silently be
-                that of one shard; or it is another wrapper of tensors.
+                one shard's; or it is another wrapper of tensors.
         """
         if is_traceable_wrapper_subclass(tensor):
             what = f"got a {type(tensor).__name__} of shape {tuple(tensor.shape)}"

@@ -32,7 +32,7 @@ def rule(name: str, **options: Any) -> Rule:
     The options of a rule are the fields of its dataclass, on the left, and of
     ``Matrices``; a rule named "mars-..." also has the fields of its correction.
     ``print(marsopt.REGISTRY["mars-m"])`` lists the options of "mars-m" with their
-    defaults and what they do. ``Orthogonal``, ``NorMuon`` and ``SOAP`` move matrices
+    defaults and descriptions. ``Orthogonal``, ``NorMuon`` and ``SOAP`` move matrices
     only; ``marsopt.mars`` gives the other tensors of a model to AdamW.
 
     Args:

@@ -184,9 +184,9 @@ def rules_with(name: str) -> list[str]:
 
 def route(values: Mapping[str, Any]) -> Rule:
     """Return the rule behind ``values["mars_type"]``, from hyperparameters by the names
-    that ``mars`` has. What is left out is the rule's own; None for one of those that
-    end in ``_1d`` is lr, betas, weight_decay or gamma. Its ``rest_ratio`` is ``lr_1d``,
-    over a ``base_lr`` of 1.
+    that ``mars`` has. A name that is left out has the rule's default; None for a name
+    that ends in ``_1d`` is lr, betas, weight_decay or gamma. Its ``rest_ratio`` is
+    ``lr_1d``, over a ``base_lr`` of 1.
 
     Raises:
         ValueError: an unknown type, ``optimize_1d`` for a baseline, a hyperparameter

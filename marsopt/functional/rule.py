@@ -48,7 +48,7 @@ class RoutedState(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Some tensors, and who moves them."""
+    """Some tensors, and the algorithm that moves them."""
 
     algorithm: Algorithm
     members: list[int]
@@ -67,9 +67,9 @@ class Rule:
 
     Args:
         matrix: the algorithm of matrices, or of every tensor.
-        rest: that of what is not a matrix; None: ``matrix`` takes every tensor.
-        rest_ratio: learning rate of ``rest`` over that of ``matrix``; None: 1.
-        rest_gamma: gamma of ``rest`` in every step; None: that of ``matrix``.
+        rest: the algorithm of other tensors; None: ``matrix`` takes every tensor.
+        rest_ratio: learning rate of ``rest`` over ``matrix``'s; None: 1.
+        rest_gamma: gamma of ``rest`` in every step; None: ``matrix``'s.
         max_norm: threshold of the global gradient norm, applied inside the step
             (``clip_grad_norm_`` is then not needed); None = off.
 
@@ -111,8 +111,8 @@ class Rule:
     def init(
         self, params: Tree, *, collectives: Collectives = LOCAL
     ) -> State | RoutedState:
-        """Return the state before the first step: of what this rule needs and no more,
-        zeros, and with transport the parameters.
+        """Return the state before the first step: only the buffers that this rule
+        needs, of zeros, and with transport the parameters.
 
         Args:
             params: list, tuple, NamedTuple, dict, OrderedDict or defaultdict of real
@@ -161,22 +161,22 @@ class Rule:
                 state). Given = exact MARS (h, the current batch's gradient at the
                 previous parameters). At the first step there is no previous gradient:
                 exact MARS starts with zeros, as the authors' script does. ``max_norm``
-                clips ``grads`` alone: clip the reference by its own global norm before,
+                clips only ``grads``: clip the reference by its own global norm before,
                 as ``MARS.update_previous_grad`` does.
-            collectives: who sums over shards and brings whole matrices together;
+            collectives: they sum over shards and bring whole matrices together;
                 ``LOCAL`` for whole tensors.
             count: how many steps were taken before, for a rule that does something
-                every so many (SOAP). None = what the state says, which it is asked: on
+                every so many (SOAP). None = the state's count, read from the device: on
                 a GPU a wait, under torch.compile and vmap an error. The state does not
                 count skipped steps; ``MARS`` counts them, after its first step that
-                was not skipped. Other rules do not ask.
+                was not skipped. Other rules do not read it.
 
         Returns:
             The new parameters, in the container of ``params``, and the new state. With
             transport the parameters are the points where the next gradient belongs;
-            ``iterate`` returns what is trained. Where
-            the gradient (or reference) holds a NaN or infinity anywhere, both are
-            unchanged but for ``state.skipped``, which counts such steps.
+            ``iterate`` returns the trained parameters. Where the gradient (or
+            reference) holds a NaN or infinity anywhere, both are unchanged but for
+            ``state.skipped``, which counts such steps.
 
         Raises:
             TypeError: an argument that is no such container of tensors.
@@ -299,13 +299,13 @@ class Rule:
     def sides(
         self, params: Sequence[Tensor], shapes: Sequence[torch.Size] | None = None
     ) -> list[Side]:
-        """Return who moves these tensors, or stacks of such: ``matrix`` what is made of
-        matrices, ``rest`` the others; without ``rest``, ``matrix`` moves all. A side
-        without members is left out.
+        """Return the sides that move these tensors, or stacks of such: matrices go to
+        ``matrix``, other tensors to ``rest``; without ``rest``, ``matrix`` moves all. A
+        side without members is left out.
 
         Args:
             params: tensors, or stacks of them.
-            shapes: of each of ``params``, that of a whole tensor; None: its own.
+            shapes: the whole tensor's, for each of ``params``; None: its own.
         """
         shapes = [p.shape for p in params] if shapes is None else shapes
         takes = self.matrix.matrices.takes
@@ -327,8 +327,8 @@ class Rule:
         all_leaves = Leaves(self.matrix, params, None, collectives)
         if not all_leaves.tensors:
             raise ValueError(
-                "got no parameters, expected at least one tensor: pass those of the "
-                "model"
+                "got no parameters, expected at least one tensor: pass the model's "
+                "parameters"
             )
         check_container(params, "params")
         by_side = {}

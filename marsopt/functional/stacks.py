@@ -32,7 +32,9 @@ def empty_stacks(
     dtypes: Sequence[torch.dtype],
     device: torch.device,
 ) -> list[Tensor]:
-    """Tensors of these shapes, those of one dtype one after the other in one buffer."""
+    """Tensors of these shapes; tensors of one dtype lie one after the other in one
+    buffer.
+    """
     views: dict[int, Tensor] = {}
     for members in group_by(dtypes):
         sizes = [torch.Size(shapes[i]).numel() for i in members]
@@ -46,7 +48,7 @@ def empty_stacks(
 
 def where_or_unread(ok: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """torch.where(ok, new, old), whose compiled code reads ``old`` only where ``ok`` is
-    false: a load behind a mask. Written in place it then costs a write alone.
+    false: a load behind a mask. Written in place it then costs only a write.
 
     Args:
         ok: bool, broadcast over ``new``.

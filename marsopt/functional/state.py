@@ -44,10 +44,10 @@ from marsopt.rules.dtypes import working_dtype
 
 
 class State(NamedTuple):
-    """What one algorithm remembers: steps taken and skipped (0-D); by symbol its
+    """The memory of one algorithm: steps taken and skipped (0-D); by symbol its
     buffers, each in the container of the parameters; and with transport, where x is no
-    such buffer, the numbers of the last step (num_behind,) from which it follows. What
-    is not there is (), which has no leaf: a step can be under ``vmap``.
+    such buffer, the numbers of the last step (num_behind,) from which it follows. An
+    absent buffer is (), which has no leaf: a step can be under ``vmap``.
     """
 
     t: Tensor
@@ -86,7 +86,7 @@ class Leaves:
         algorithm: what moves them.
         params: the tree of all parameters.
         part: the names of these leaves; None: all.
-        collectives: who holds them.
+        collectives: of the ranks that hold them.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Leaves:
         self.shapes = [x.shape[1:] if self.is_packed else x.shape for x in self.tensors]
 
     def matching(self, tree: Tree, what: str) -> list[Tensor]:
-        """Return the leaves of these names of a tree like that of all parameters.
+        """Return the leaves of these names of a tree like the parameters'.
 
         Raises:
             ValueError: one has another shape or dtype.
@@ -202,7 +202,7 @@ def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
     if symbol not in state.buffers:
         raise ValueError(
             f"got a state without {symbol}, expected one of a rule with the same "
-            "options: clip, amsgrad, correction and store_iterate decide what it holds"
+            "options: clip, amsgrad, correction and store_iterate decide its buffers"
         )
     what, tree = f"state.{symbol}", state.buffers[symbol]
     check_matching(leaves.tree, tree, what)
@@ -243,7 +243,7 @@ def check_behind(algorithm: Algorithm, state: State) -> Tensor | None:
 
 
 def iterates(leaves: Leaves, state: State) -> list[Tensor]:
-    """Return what the leaves are ahead of.
+    """Return the iterates that the leaves are ahead of.
 
     Raises:
         ValueError: a state of another rule or of other parameters.
@@ -338,9 +338,9 @@ def unbind(
 
     Args:
         leaves: as given to ``bind``.
-        stacks, owned: what the step has made of these leaves (``Moved``).
+        stacks, owned: the results of the step for these leaves (``Moved``).
         state: before the step.
-        decision: what the step has decided.
+        decision: the step's.
         behind: (N, num_behind) of these leaves after the step (``Decision``).
     """
     algorithm = leaves.algorithm

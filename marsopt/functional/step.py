@@ -49,7 +49,7 @@ Move = Callable[..., tuple[Stack, Tensor | None]]  # of a stack and its own colu
 
 
 class Run(Protocol):
-    """Who runs the parts of a step."""
+    """A runner of the parts of a step."""
 
     @property
     def is_fused(self) -> bool:
@@ -69,13 +69,13 @@ class Run(Protocol):
     def move(
         self, function: Move, stacks: Sequence[Stack], *columns: Sequence[Any]
     ) -> tuple[list[Stack], list[Tensor | None]]:
-        """Return the new stacks and what else ``function`` returns, for each stack with
-        its own of ``columns``. Stacks whose first of them is None are skipped.
+        """Return the new stacks and the second results of ``function``, for each stack
+        with its own of ``columns``. Stacks whose first of them is None are skipped.
         """
 
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
         """Return which stacks, by position, go through ``move`` and
-        ``precondition_stacks`` together: what is made of one portion is let go of
+        ``precondition_stacks`` together: the temporaries of one portion are freed
         before the next.
         """
 
@@ -83,15 +83,14 @@ class Run(Protocol):
         self, stacks: Sequence[Stack], part: Sequence[int]
     ) -> list[Tensor | None]:
         """Return, for every stack, where ``update`` writes the matrices that go to
-        their owners, for those of one portion: rows of one batch; None: in a tensor of
-        its own.
+        their owners, in one portion: rows of one batch; None: in a tensor of its own.
         """
 
     def store(
         self, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor | None, ...]
     ) -> tuple[Tensor, ...] | None:
-        """Return tensors that hold what is ``new``, and not None, if ``ok`` (0-D bool),
-        else ``old``; None where ``old`` do from now.
+        """Return ``new``, where it is not None, if ``ok`` (0-D bool), else ``old``;
+        None where the result was written into ``old``.
         """
 
 
@@ -158,13 +157,13 @@ def assess(
         groups: everything that moves, N parts in all.
         members: of every stack, in the order of ``groups``.
         max_norm: threshold of the global gradient norm; None = off.
-        collectives: who sums over shards.
+        collectives: they sum over shards.
         live: (N,) bool, False for parts without a gradient here; None = all have one.
-        digest: what has to be the same on all ranks; else the step is void.
-        run: who computes.
+        digest: a text that has to be the same on all ranks; else the step is void.
+        run: the runner of the parts.
 
     Returns:
-        Complete sums, and what they decide: see ``statistics`` and ``decide``.
+        Complete sums, and the decision from them: see ``statistics`` and ``decide``.
     """
     stacks, hypers = stacks_of(groups), [group.hyper for group in groups]
     if run.is_fused:
@@ -195,11 +194,11 @@ def stacks_of(groups: Sequence[RuleGroup]) -> list[Stack]:
 
 
 def products(stacks: Sequence[Stack]) -> list[Tensor]:
-    """Return the inner products of what is clipped in every stack, partial over shards:
-    those of all pairs of g and its operands, (parts, pairs), from one read of them.
+    """Return the inner products of the clipped parts of every stack, partial over
+    shards: of all pairs of g and its operands, (parts, pairs), from one read of them.
 
     Written as sums of products, not as norms: inductor then keeps them in one graph
-    with what divides by them. Rows are summed first, then all products of them at once:
+    with divisions by them. Rows are summed first, then all products of them at once:
     a GPU then reads whole rows in its widest loads, where inductor's own split of a
     long sum need not divide it.
     """
@@ -208,10 +207,10 @@ def products(stacks: Sequence[Stack]) -> list[Tensor]:
 
 def _products(stack: Stack) -> Tensor:
     v, rows = [working(t) for t in (stack.g, *stack.operands)], stack.rows
-    first = 1 if rows is None else stack.num_row_dims  # a norm has all the others
+    first = 1 if rows is None else stack.num_row_dims  # a norm has the remaining dims
     dims = row_dims(v[0].shape, first)
     terms = [v[i] * v[j] for i, j in pairs(v)]
-    # (L, pairs, *what is left of the shape)
+    # (L, pairs, *the dims that are left)
     sums = torch.stack([t.sum(dims) if dims else t for t in terms], 1)
     if rows is None:
         return sums.flatten(2).sum(2) if sums.ndim > 2 else sums
@@ -267,11 +266,11 @@ def decide(
     finite (learning rates that the host has not read, too), and each algorithm's
     table of scalars, for all its tensors at once.
 
-    Finite are the sums, and the squared norm of every c in what it is computed in and
-    in bfloat16: no second moment is larger than the largest c^2, which is no larger.
+    Finite are the sums, and the squared norm of every c in its working dtype and in
+    bfloat16: no second moment is larger than the largest c^2, which is no larger.
 
     A tensor that has a gradient on no rank stays as it is; where some ranks have none,
-    theirs counts as zero, so that all ranks go on alike.
+    theirs counts as zero, so that all ranks go on with equal values.
     """
     # not a product: 0 times infinity is no zero
     sums = torch.where(sums[:, -1:] == 0, 0.0, sums)
@@ -333,7 +332,7 @@ def _scalars(
     finite: Tensor,
     weights: tuple[Tensor, ...],
 ) -> tuple[StepScalars, Tensor | None]:
-    """Return the scalars of a step, and what the next one gets as ``behind``."""
+    """Return the scalars of a step, and the next step's ``behind``."""
     algorithm, gamma = hyper.algorithm, hyper.gamma
     correction, t = algorithm.corrects, hyper.t.to(sums.dtype) + 1
     beta1 = at(algorithm.preconditioner.beta1, t)
@@ -358,7 +357,7 @@ def _scalars(
 
 
 class StackContext(NamedTuple):
-    """What is known of the tensors of a stack before their owners are asked."""
+    """Per-stack inputs of the owner step."""
 
     num_steps: int  # that were taken before
     first: int  # number of the first of them, among all tensors
@@ -375,7 +374,7 @@ class OfStack(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What a step makes, stack by stack in the order of its groups."""
+    """The results of a step, stack by stack in the order of its groups."""
 
     stacks: list[Stack]
     owned: list[list[Tensors | None]]  # as in ``OfStack``
@@ -416,8 +415,8 @@ def _advance(
     collectives: Collectives,
     run: Run,
 ) -> tuple[list[Stack], dict[int, list[Tensors | None]]]:
-    """Move the stacks of one portion; return all stacks, and what owners keep of those
-    of matrices, by position.
+    """Move the stacks of one portion; return all stacks, and by position the owners'
+    buffers of matrix stacks.
     """
     members, scalars, contexts = columns
     positions, selected = range(len(stacks)), set(part)
@@ -538,8 +537,8 @@ def write_params(stack: Stack, new: Tensor, s: StepScalars) -> Stack:
 def apply(
     stack: Stack, matrix: Tensor, rows: Sequence[Tensor], scalars: StackScalars
 ) -> tuple[Stack, None]:
-    """Move x of a matrix algorithm one step on, given what its owners have made, and
-    numbers of rows; buffers among these are replaced.
+    """Move x of a matrix algorithm one step on, given its owners' results, and numbers
+    of rows; buffers among these are replaced.
     """
     s = StepScalars.of(scalars, stack, stack.x)
     preconditioner = stack.algorithm.matrix_preconditioner
@@ -598,7 +597,7 @@ def _requests(
     context: StackContext,
     run: Run,
 ) -> list[Request]:
-    """Return what each tensor of a stack has for the owners of its matrices."""
+    """Return the request of each tensor of a stack to the owners of its matrices."""
     algorithm = stack.algorithm
     ok = context.ok.unbind() if members.owned else [context.ok] * stack.num_tensors
     matrices = (stack.buffers["m"] if output is None else output).unbind()

@@ -1,5 +1,5 @@
-"""What the one step is given, stacks of tensors with their hyperparameters, and what it
-decides about them.
+"""The inputs of the one step, stacks of tensors with their hyperparameters, and its
+decision about them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Stack(NamedTuple):
     # where noise is needed: what lies here, as ``Collectives.cuts`` says
     cuts: Mapping[int, Tensor] = {}
     given: Mapping[str, Tensor] = {}  # operands in place of buffers of the same symbol
-    # what a graph knows of it (``optim.compiled``), from a step before
+    # the layout on which a graph relies (``optim.compiled``), from a step before
     form: Hashable = None
 
     @property
@@ -67,7 +67,7 @@ class Stack(NamedTuple):
 
     @property
     def matrix_shape(self) -> torch.Size:
-        """Return that of a whole matrix."""
+        """Return the shape of a whole matrix."""
         return self.algorithm.matrices.shape_in(self.shape)
 
     @property
@@ -77,14 +77,14 @@ class Stack(NamedTuple):
 
 
 class Formula:
-    """What is alike of algorithms that differ in the values of their hyperparameters
-    alone: one graph moves the stacks of them all, by the values of each. Compared and
-    hashed by identity.
+    """The formulas of algorithms that differ only in the values of their
+    hyperparameters: one graph moves the stacks of them all, by the values of each.
+    Compared and hashed by identity.
 
     Args:
         algorithm: one of them, to be asked for formulas.
-        is_shared: whether others may have this formula. A graph then gets their values
-            from outside, and what reads them from the algorithm raises.
+        is_shared: whether several algorithms may have this formula. A graph then gets
+            their values from outside, and reading them from the algorithm raises.
     """
 
     def __init__(self, algorithm: Algorithm, *, is_shared: bool) -> None:
@@ -95,8 +95,8 @@ class Formula:
 
 
 def formula(algorithm: Algorithm) -> Formula:
-    """Return the formula of an algorithm. One with a component of somebody else's,
-    which may read its own fields in a graph, shares its formula with none.
+    """Return the formula of an algorithm. A user's component may read its own fields in
+    a graph: such an algorithm shares its formula with no other.
     """
     cached = FORMULAS.get(algorithm)
     if cached is None:
@@ -159,7 +159,7 @@ class Hyperparameters(NamedTuple):
     cells: Cells | None = None
 
     def from_cells(self) -> Hyperparameters:
-        """Return them as a graph reads them, which has ``cells`` of them alone."""
+        """Return them as a graph reads them, which has only their ``cells``."""
         assert self.cells is not None
         values, algorithm = self.cells.values.unbind(), self.algorithm
         if self.cells.numbers:
@@ -179,7 +179,7 @@ class Hyperparameters(NamedTuple):
         return [num * clipped for num, clipped in self.parts or ()]
 
     def per_tensor(self, values: Tensor) -> Tensor:
-        """Return (N,) what the first part of every tensor has of ``values`` (P,)."""
+        """Return (N,) the values of the first part of every tensor, of (P,)."""
         if self.parts is None:
             return values
         cuts = values.split(self.sizes)
@@ -243,7 +243,7 @@ class StepScalars(NamedTuple):
         columns = [hyper.per_part(column)[:, None] for column in columns]
         if not torch.compiler.is_compiling():
             return torch.cat(columns, 1)
-        # inductor copies what it concatenates, column by column: a launch each
+        # inductor copies the columns that it concatenates: a launch each
         place = torch.arange(len(columns), device=self.ok.device)
         table = columns[0]
         for i, column in enumerate(columns):
@@ -252,8 +252,8 @@ class StepScalars(NamedTuple):
 
     @classmethod
     def of(cls, scalars: StackScalars, stack: Stack, like: Tensor) -> StepScalars:
-        """Return what the scalars of a stack say, as factors of ``like``, a tensor (L,
-        ...) that belongs to it.
+        """Return the scalars of a stack, as factors of ``like``, a tensor (L, ...) that
+        belongs to it.
         """
         algorithm = stack.algorithm
         ok, table = scalars  # a plain pair in a graph
@@ -294,7 +294,7 @@ def factor(values: Tensor, x: Tensor) -> Tensor:
 
 
 class Decision(NamedTuple):
-    """What a step decides from all gradient statistics."""
+    """The decision of a step from all gradient statistics."""
 
     grad_norm: Tensor  # 0-D, global norm of the gradient before any clip
     finite: Tensor  # 0-D bool; False means that nothing changes

@@ -35,7 +35,7 @@ class Packing:
     members: tuple[tuple[int, ...], ...]  # positions of the leaves of each stack
 
     def keys(self) -> list[str]:
-        """What each stack is called: its first leaf, and how many follow."""
+        """The name of each stack: its first leaf, and how many follow."""
         return [
             f"{self.names[m[0]]}" + (f" (+{len(m) - 1})" if len(m) > 1 else "")
             for m in self.members
@@ -89,8 +89,8 @@ class FlatGroup(Mapping[str, Tensor]):
         leaves, called = flatten(params, "params"), names(params)
         if not leaves:
             raise ValueError(
-                "got no parameters, expected at least one tensor: pass those of the "
-                "model"
+                "got no parameters, expected at least one tensor: pass the model's "
+                "parameters"
             )
         for name, x in zip(called, leaves, strict=True):
             _check(x, name, leaves[0].device)
@@ -185,7 +185,7 @@ def check_container(tree: Tree, what: str) -> None:
 
 
 def names(tree: Tree) -> list[Name]:
-    """What the leaves are called in messages: keys of a mapping, positions in a
+    """The names of the leaves in messages: keys of a mapping, positions in a
     sequence.
     """
     return list(tree) if isinstance(tree, Mapping) else list(range(len(tree)))

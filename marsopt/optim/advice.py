@@ -28,7 +28,7 @@ Groups = Sequence[Mapping[str, Any]]
 Say = Callable[[int, str], None]  # takes a level of ``logging`` and a message
 
 # What torch itself keeps in param groups, its schedulers and averages, and a group's
-# name: nobody takes them for hyperparameters.
+# name: they are no hyperparameters.
 CARRIED = frozenset(
     {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
     | {"params", "param_names", "name"}
@@ -60,7 +60,7 @@ def advise_on_groups(
     Args:
         new: the groups that come in, complete.
         groups: all groups of the optimizer, the new ones among them.
-        options: what the optimizer was built with.
+        options: the constructor's options.
         bookkeeping: keys that MARS keeps in groups beside hyperparameters.
         say: logs a message once.
     """
@@ -127,7 +127,7 @@ def unused_arguments(
 
     Args:
         groups: the optimizer's, complete.
-        options: what the optimizer was built with.
+        options: the constructor's options.
         arguments: the constructor's that may differ from group to group.
         correction: as the constructor got it.
     """
@@ -186,8 +186,8 @@ def _reads(rule: Rule) -> set[str]:
 
 
 def _key(value: Any) -> Any:
-    """Return a hashable value that equal hyperparameters share; a tensor equals itself
-    alone.
+    """Return a hashable value that equal hyperparameters share; a tensor equals only
+    itself.
     """
     if isinstance(value, list):
         value = tuple(value)
@@ -218,8 +218,8 @@ def warn_of_two_rates(group: Mapping[str, Any], options: Mapping[str, Any]) -> N
             logging.WARNING,
             "tensors that are not matrices take AdamW at lr_1d="
             f"{group['lr_1d']}, a default of {group['mars_type']!r}; "
-            f"lr={group['base_lr']} is the learning rate of matrices alone. "
-            "Pass lr_1d to choose the others' learning rate",
+            f"lr={group['base_lr']} is the learning rate of matrices only. "
+            "Pass lr_1d to choose the other tensors' learning rate",
         )
 
 
@@ -246,7 +246,7 @@ def warn_of_embeddings(groups: Groups, say: Say) -> None:
     matrices.
 
     Names tell them in groups with names, else shapes. A group whose matrices are
-    embeddings and heads alone is meant so, as in the authors' recipes of Muon.
+    only embeddings and heads is meant so, as in the authors' recipes of Muon.
     """
     twins = Counter(p.shape for group in groups for p in group["params"])
     suspects = {

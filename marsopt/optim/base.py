@@ -1,4 +1,4 @@
-"""An optimizer over a layout: built, built anew, saved, loaded, copied."""
+"""An optimizer over a layout: built, rebuilt, saved, loaded, copied."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class LayoutOptimizer(Optimizer):
         options: of the whole optimizer.
     """
 
-    @torch.inference_mode(False)  # under which later steps could not write what is made
+    @torch.inference_mode(False)  # else later steps could not write the tensors
     def __init__(
         self, params: Any, defaults: dict[str, Any], options: dict[str, Any]
     ) -> None:
@@ -166,8 +166,8 @@ class LayoutOptimizer(Optimizer):
         """Make missing state, buckets over it, and a run that moves them.
 
         Args:
-            layout: one that is bound, as loading binds it, to check what it loads
-                against the state before anything is taken over; None makes it.
+            layout: one that is bound, as loading binds it, to check the loaded state
+                before anything is taken over; None makes it.
         """
         if layout is None:
             layout = self._new_layout()
@@ -176,19 +176,19 @@ class LayoutOptimizer(Optimizer):
         self.max_norm = self._options["max_norm"]
         if self._layout is not None and log.isEnabledFor(logging.DEBUG):
             log.debug(NEW_LAYOUT, self._layout.changes(self.param_groups))
-        device, alone = self._skipped.device, self._options["collectives"] is LOCAL
-        makes_batches = alone and takes_batches(device.type)
+        device, is_local = self._skipped.device, self._options["collectives"] is LOCAL
+        makes_batches = is_local and takes_batches(device.type)
         batches = [b.batch if makes_batches else None for b in layout.buckets]
         kinds = [bucket.kind() for bucket in layout.buckets]
         self._run = InPlace(
-            portions(kinds, batches, self._compile, alone, device.type),
+            portions(kinds, batches, self._compile, is_local, device.type),
             device=device,
-            alone=alone,
+            is_local=is_local,
             compile=self._compile,
             required=self._options["compile"] is True,
             say=self._say,
         )
-        self._layout = layout  # last: what is broken off before is done anew
+        self._layout = layout  # last: after an exception above, all is done again
 
     @property
     def _present(self) -> Layout:
@@ -212,9 +212,9 @@ class LayoutOptimizer(Optimizer):
         )
 
     def _fitting(self, what: str, *, agree: bool = True) -> Layout:
-        """The layout, made anew where groups, parameters or state are no longer what it
-        was bound to; for ``what``, which is going to write. Ranks ``agree`` where all
-        of them do it.
+        """The layout, rebuilt where groups, parameters or state have changed since it
+        was bound; for ``what``, which is going to write. Ranks ``agree`` where all of
+        them do it.
         """
         self._writes.check(what)
         self._writes.check_may_write(what)
@@ -230,7 +230,7 @@ class LayoutOptimizer(Optimizer):
 
     # ---- the protocol of the correction ----------------------------------------------
 
-    @torch.inference_mode(False)  # under which later steps could not write what is made
+    @torch.inference_mode(False)  # else later steps could not write the tensors
     @torch.no_grad()
     @without_autocast
     def _ask(self, call: str, *arguments: Any) -> Any:
@@ -251,8 +251,8 @@ class LayoutOptimizer(Optimizer):
         return self._writes
 
     def notify_written(self) -> None:
-        """Bring what other ranks have written of parameters that every rank holds; drop
-        what was gathered from parameters, which have other values now.
+        """Bring the pieces that other ranks have written of parameters that every rank
+        holds; drop gathered copies of parameters, which are stale now.
         """
         self._present.collectives.share(self._present.params)
         self._present.collectives.written()
@@ -274,7 +274,7 @@ class LayoutOptimizer(Optimizer):
 
     @property
     def max_norm(self) -> float | None:
-        """Threshold of the global clip; may be set between steps, on all ranks alike.
+        """Threshold of the global clip; may be set between steps, equal on all ranks.
 
         Raises:
             TypeError, ValueError: set to something but None or a finite number > 0.
@@ -363,17 +363,18 @@ class LayoutOptimizer(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         return {p: i for i, p in enumerate(params)}
 
-    @torch.inference_mode(False)  # under which later steps could not write what is made
+    @torch.inference_mode(False)  # else later steps could not write the tensors
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned, bit for bit in the state's own dtype.
 
         State goes to the parameter of its name where both sides name the same
         parameters (``param_names``), else by position, as in torch.optim. A parameter
-        without an entry starts anew. Hyperparameters come from ``state_dict`` too, as
-        in torch.optim; what its groups lack stays as it is. What others keep in the
-        state is loaded as torch.optim loads it. After a step that an exception has
-        broken off, this is the way back, if the model's parameters are loaded too.
+        without an entry restarts. Hyperparameters come from ``state_dict`` too, as in
+        torch.optim; a value that its groups lack stays as it is. A caller's own entries
+        in the state are loaded as torch.optim loads them. After a step that an
+        exception has broken off, this is the way back, if the model's parameters are
+        loaded too.
 
         Raises:
             ValueError: other groups or shapes, a hyperparameter out of its range, or
@@ -391,7 +392,7 @@ class LayoutOptimizer(Optimizer):
         self._loading, torn = state_dict, self._writes.are_torn
 
         def remember(_: Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
-            # hooks of others may have replaced it
+            # a caller's hooks may have replaced it
             self._loading = in_order_of_names(self.param_groups, after_hooks)
             return self._loading
 
@@ -433,8 +434,8 @@ class LayoutOptimizer(Optimizer):
                     raise
                 raise ValueError(
                     f"got a state dict that another optimizer saved ({error}), "
-                    "expected one of MARS, or of torch.optim's AdamW: load the model "
-                    "alone"
+                    "expected one of MARS, or of torch.optim's AdamW: load only the "
+                    "model"
                 ) from error
         advise_on_loaded(before, self.param_groups, self._ours, self._say)
         self.state = under_loaded(self.state, cast["state"])

@@ -81,7 +81,7 @@ class ParameterBucket:
 
     @property
     def shape(self) -> torch.Size:
-        """Return that of one whole parameter."""
+        """Return the shape of one whole parameter."""
         return self.params[0].shape
 
     @property
@@ -109,8 +109,8 @@ class ParameterBucket:
         return batch_of(self.algorithm, self.shape, self.params[0])
 
     def kind(self) -> Hashable:
-        """Return what a compiled graph knows of it; equal ones are equal on every rank
-        too.
+        """Return the form on which a compiled graph relies; equal forms are equal on
+        every rank too.
         """
         first = self.params[0]
         return (
@@ -195,7 +195,7 @@ class BucketGroup:
 def split(
     group: dict[str, Any], hyper: DeviceHyperparameters, state: State
 ) -> list[GroupSide]:
-    """Return the parameters of a group that move, by who moves them."""
+    """Return the parameters of a group that move, by the algorithm that moves them."""
     params, routing = group["params"], hyper.routing
     moving = [i for i, p in enumerate(params) if moves(p, state)]
     group_sides = []
@@ -216,8 +216,8 @@ def split(
     return group_sides
 
 
-def alike(sides: Sequence[GroupSide]) -> list[list[GroupSide]]:
-    """Return the sides that are moved together: those of one formula, whose
+def by_formula(sides: Sequence[GroupSide]) -> list[list[GroupSide]]:
+    """Return the sides that are moved together: sides of one formula, whose
     hyperparameters then are vectors. Owners of matrices read theirs from the algorithm
     itself, and vectors have a value for each tensor, none for each of its parts: sides
     with owners, or with norms of parts, are moved one by one.
@@ -258,9 +258,9 @@ def build(
     their hyperparameters. Nothing is written.
 
     Args:
-        sides: of ``alike``.
-        labels: what errors call parameters.
-        collectives: who holds the parameters.
+        sides: of ``by_formula``.
+        labels: the parameters' names in errors.
+        collectives: of the ranks that hold the parameters.
     """
     joined = JoinedHyperparameters(sides) if len(sides) > 1 else None
     params = [p for side in sides for p in side.params]
@@ -294,7 +294,7 @@ def check_state(
         if isinstance(value, Tensor):
             local = collectives.local(value)
             if not is_full(buffer) and local.ndim != len(shape):
-                continue  # of the rows of other matrices: it starts anew
+                continue  # of the rows of other matrices: it restarts
             if local.shape == shape and local.device == piece.device:
                 continue
             got = f"a tensor of shape {tuple(local.shape)} on {local.device}"
@@ -302,7 +302,7 @@ def check_state(
             f"got {got} as state {buffer.key!r} of {what}, expected a tensor of shape "
             f"{tuple(shape)} on {piece.device}, as the parameter is: change all state "
             "of a parameter with it, or delete optimizer.state[parameter], which then "
-            "starts anew"
+            "restarts"
         )
 
 
@@ -401,7 +401,7 @@ def attach(bucket: ParameterBucket, state: State) -> None:
             if "step" in state[p]:
                 state[p]["step"].zero_()
         if LOOKAHEAD in state[p] and (stale or wanted - set(state[p])):
-            state[p][LOOKAHEAD].zero_()  # x does not follow from what starts anew
+            state[p][LOOKAHEAD].zero_()  # x does not follow from restarted buffers
     for symbol, buffer in buffers.items():
         if buffer.home == "owner":
             continue
@@ -445,7 +445,7 @@ def _attached(
 
 def _is_of_others(algorithm: Algorithm, p: Tensor, entry: Mapping[str, Any]) -> bool:
     """Return whether owners keep buffers of matrices of other shapes than the algorithm
-    has: its ``sides`` or ``matrices`` have changed, so that they start anew.
+    has: its ``sides`` or ``matrices`` have changed, so that they restart.
     """
     for symbol in algorithm.owned:
         buffer = algorithm.buffers[symbol]
@@ -466,9 +466,9 @@ def attach_owned(
     Args:
         buckets: all that share their exchanges.
         state: the optimizer's.
-        moved: whether owners may be others than those that hold ``state``, as they are
-            where other parameters share the exchanges: all ranks then hand over what
-            they have.
+        moved: whether the owners may differ from the ranks that hold ``state``, as they
+            do where other parameters share the exchanges: all ranks then hand over
+            their buffers.
     """
     collectives = buckets[0].collectives
     leaves = [leaf for b in buckets for leaf in owned_leaves(b.algorithm, b.params)]

@@ -64,7 +64,7 @@ def missing_for(device_type: str) -> str | None:
         if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
             return "no Python headers (Python.h; Debian: apt-get install python3-dev)"
         return None
-    from torch.utils._triton import has_triton  # torch alone does not import it
+    from torch.utils._triton import has_triton  # ``import torch`` does not import it
 
     if has_triton():
         return None
@@ -130,7 +130,7 @@ def known_instructions() -> dict[str, bool]:
 
 NUMBER = itertools.count(1)  # of every graph
 LINES = 10_000  # more than a file has: a graph's line, modulo these, is its function's
-KEPT = 128  # graphs of the process, the latest: those of an optimizer stay beside them
+KEPT = 128  # graphs of the process, the latest; an optimizer keeps its own beside them
 
 
 def compile_graph(
@@ -142,8 +142,8 @@ def compile_graph(
     All that is static is in its closure, and a call chooses its graph by that. So a
     graph does not recompile, and Dynamo's guards ask its tensors and little else.
 
-    Dynamo keeps what it has compiled by code object, and limits how often it recompiles
-    one: each graph has its own. Profilers take its name from there, too.
+    Dynamo keeps compiled code by code object, and limits how often it recompiles one:
+    each graph has its own. Profilers take its name from there, too.
 
     Args:
         function: takes and changes tensors, in what ``flatten`` knows; reads nothing
@@ -176,11 +176,11 @@ def compile_graph(
 graph_of = lru_cache(maxsize=KEPT)(compile_graph)
 
 
-TENSOR = object()  # stands for one whose form follows from others
+TENSOR = object()  # stands for a tensor whose form follows from other tensors
 
 
 class TensorForm(NamedTuple):
-    """What a graph knows of a tensor."""
+    """The properties of a tensor on which a graph relies."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -189,8 +189,8 @@ class TensorForm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """What a graph knows of a value beside the tensors in it: ``make(*parts)``, where
-    parts are forms. Equal ones are one object, whose hash costs nothing.
+    """The structure of a value beside the tensors in it: ``make(*parts)``, where parts
+    are forms. Equal forms are one object, whose hash costs nothing.
     """
 
     make: Callable[..., Any]
@@ -201,8 +201,8 @@ FORMS: MutableMapping[Hashable, Form] = WeakValueDictionary()
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Any:
-    """Append all tensors in ``value``, and return what is left, hashable: ``rebuilt``
-    joins the two again.
+    """Append all tensors in ``value``, and return the remaining form, hashable:
+    ``rebuilt`` joins the two again.
 
     Args:
         value: a tensor, an algorithm, a named tuple, dict, tuple or list of these;
@@ -298,8 +298,8 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
 
 # ---- running a step in place ---------------------------------------------------------
 
-# What is decided for each tensor is a few bytes in each of many steps. Inductor fuses
-# loops that share data, ten bytes or more; here each loop for itself costs a launch.
+# A decision for each tensor is a few bytes in each of many steps. Inductor fuses loops
+# that share data, ten bytes or more; here each loop for itself costs a launch.
 SMALL_LOOPS = {"aggressive_fusion": True, "score_fusion_memory_threshold": 0}
 DECISIONS = step.assess_alone, step.decide
 MOVES = step.update, step.apply
@@ -340,7 +340,7 @@ def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _commit(old: Stack, new: Stack) -> None:
-    """Write what is new into the tensors that hold it."""
+    """Write new tensors into the tensors that hold them."""
     if new.x is not old.x:
         old.x.copy_(new.x)
     for symbol, buffer in old.buffers.items():
@@ -354,7 +354,7 @@ def matrix_outputs(stacks: Sequence[Stack], part: Sequence[int]) -> list[Tensor 
 
     Args:
         stacks: all of them.
-        part: those of one portion, whose matrices have one shape; or none.
+        part: the stacks of one portion, whose matrices have one shape; or none.
     """
     rows: list[Tensor | None] = [None] * len(stacks)
     part = [i for i in part if stacks[i].algorithm.matrix_only]
@@ -373,7 +373,7 @@ class InPlace:
     """A ``step.Run`` that writes into the stacks that it is given.
 
     Two graphs move an elementwise algorithm: statistics with all that is decided from
-    them, and the update. A matrix algorithm has a third, after what its owners do.
+    them, and the update. A matrix algorithm has a third, after its owners' work.
     Where there are several calls, or other ranks have to be asked, the decision is a
     graph of its own, or eager on a CPU. Calls of a graph share it and never recompile.
 
@@ -389,7 +389,7 @@ class InPlace:
         portions: which stacks go through a step together, and of these, which stacks
             each call of a graph moves.
         device: of the parameters.
-        alone: whether no other rank has a say.
+        is_local: whether one process has everything.
         compile: False = eager.
         required: whether a backend that fails raises.
         say: told, with a level of logging, why parts run eagerly.
@@ -400,7 +400,7 @@ class InPlace:
         portions: Sequence[Sequence[Sequence[int]]],
         *,
         device: torch.device,
-        alone: bool,
+        is_local: bool,
         compile: bool,
         required: bool,
         say: Callable[[int, str], None],
@@ -408,15 +408,15 @@ class InPlace:
         self.calls = [call for portion in portions for call in portion]
         self._portions = [[i for call in portion for i in call] for portion in portions]
         self._device = device
-        self.is_fused = alone and len(self.calls) == 1
-        self._makes_batches = alone and takes_batches(device.type)
+        self.is_fused = is_local and len(self.calls) == 1
+        self._makes_batches = is_local and takes_batches(device.type)
         self._compile, self._required = compile, required
         # those that this layout calls stay, however many other optimizers have
         self._graphs: dict[Hashable, Callable[[list[Tensor]], Any]] = {}
         self._say = say
 
     def _run(self, function: Callable[..., Any], off: str | None, *args: Any) -> Any:
-        """Return ``function(*args)``, compiled; what it moves is written in place.
+        """Return ``function(*args)``, compiled; it writes its tensors in place.
 
         A decision by itself is a few numbers: a CPU takes no longer eagerly, where a
         graph takes seconds to compile.

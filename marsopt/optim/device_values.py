@@ -25,12 +25,12 @@ class DeviceHyperparameters:
     """One group's, and the algorithms that read them.
 
     ``lr``, ``lr_1d`` (already in proportion to lr), ``gamma`` and ``gamma_1d`` are 0-D
-    tensors; ``routing`` reads the others. They are views of ``values`` (K,), each at
-    its storage offset.
+    tensors; ``routing`` reads the other values. They are views of ``values`` (K,), each
+    at its storage offset.
 
     Args:
         group: a param group.
-        options: what the optimizer was built with.
+        options: the constructor's options.
         device: of the parameters that take part in steps; None = the CPU.
     """
 
@@ -87,8 +87,8 @@ class DeviceHyperparameters:
         return present == before and device in (None, self._device)
 
     def refresh(self, group: Mapping[str, Any]) -> bool:
-        """Take over what has changed in a group, which they fit, since the last call;
-        return whether anything may have: of a tensor that is nobody knows.
+        """Take over the changes of a group, which they fit, since the last call; return
+        whether there may be any. Tensors count as changed: reading them would sync.
 
         Raises:
             ValueError: a value out of its range.
@@ -122,7 +122,7 @@ class DeviceHyperparameters:
         return True
 
     def digest_text(self, group: Mapping[str, Any]) -> str:
-        """Return what ranks have to have alike, but for tensors."""
+        """Return the values that have to be equal on all ranks, but for tensors."""
         numbers = {k: v for k, v in self._seen.items() if not _holds_tensor(v)}
         values = {**structure(group, self._options), **numbers}
         return repr({name: _as_floats(value) for name, value in values.items()})

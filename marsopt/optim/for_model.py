@@ -52,7 +52,7 @@ def for_model(
         groups = marsopt.param_groups(model, "moonlight", lr=6e-3)
         optimizer = MARS(groups, max_norm=1.0)
 
-    One line of ``logging`` (INFO) and ``print(optimizer)`` say what was chosen.
+    One line of ``logging`` (INFO) and ``print(optimizer)`` show the choice.
 
     Call it last, with the module that the loop calls: after ``fully_shard``,
     ``DistributedDataParallel``, ``torch.compile`` or PEFT have wrapped the model, and
@@ -65,7 +65,7 @@ def for_model(
             parameters, for "moonlight" and "mars-m" trained from scratch: 1.7e-2 at
             0.12M, 1.2e-2 at 0.84M, 6e-3 at GPT-2 small, 5e-3 at medium and large, 3e-3
             at XL and above, and between two sizes on a line in the logarithms of both.
-            Those of GPT-2 are the authors', the other two were searched here.
+            GPT-2's rates are the authors', the other two were searched here.
         options: arguments of ``param_groups`` and of ``MARS``. ``max_norm`` is 1.0
             unless given (None turns it off), ``collectives`` the model's own. With
             ``correction="transport"``, ``gamma`` is 0.05 unless given: call
@@ -128,15 +128,15 @@ def _by_size(model: nn.Module, rule: str) -> tuple[float, str]:
     if rule not in RULES:
         raise ValueError(
             f"got no lr for {rule!r}, expected one: learning rates by size are known "
-            f"for {' and '.join(map(repr, RULES))} alone; pass lr"
+            f"only for {' and '.join(map(repr, RULES))}; pass lr"
         )
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     num_params = sum(p.numel() for p in model.parameters())
     if 2 * num_trained < num_params:
         raise ValueError(
             f"got no lr for a model of which {num_trained} of {num_params} parameters "
-            "are trained, expected one: learning rates by size are those of models "
-            "trained from scratch; pass lr"
+            "are trained, expected one: learning rates by size hold for models trained "
+            "from scratch; pass lr"
         )
     return learning_rate(num_trained), f" (by size: {num_trained} parameters)"
 

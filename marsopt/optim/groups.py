@@ -27,13 +27,13 @@ from marsopt.rules.registry import FOLLOWED, correction_named, named, resolve
 
 # Every group has the authors' structure as keys, at its defaults too. Other structure
 # is a key only where it differs from its default; these numbers are keys only where
-# somebody passes them.
+# the caller passes them.
 AUTHORS_STRUCTURE = frozenset({"mars_type", "optimize_1d", "amsgrad", "epsilon_hat"})
 RARE_NUMBERS = frozenset({"base_lr", "gamma_1d", "nesterov_1d"})
 
 
 def label(groups: Sequence[Mapping[str, Any]], number: int, index: int) -> str:
-    """Return what a parameter is called in messages."""
+    """Return a parameter's name in messages."""
     group = groups[number]
     if "param_names" in group:
         return f"parameter {group['param_names'][index]!r}"
@@ -41,7 +41,7 @@ def label(groups: Sequence[Mapping[str, Any]], number: int, index: int) -> str:
 
 
 def labels(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, str]]:
-    """Return all parameters with what they are called."""
+    """Return all parameters with their names in messages."""
     return [
         (p, label(groups, number, i))
         for number, group in enumerate(groups)
@@ -58,7 +58,7 @@ def moves(p: Tensor, state: State) -> bool:
 
 def device_of(groups: Sequence[Mapping[str, Any]], state: State) -> torch.device | None:
     """Return the device of the first parameter that takes part in steps, if one does:
-    that of all of them.
+    all of them share it.
     """
     params = (p for group in groups for p in group["params"])
     return next((p.device for p in params if moves(p, state)), None)
@@ -94,7 +94,7 @@ def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
             "these keys: put the group's tensors there"
         )
     if not isinstance(new, dict) or isinstance(params := new["params"], set):
-        return  # torch.optim refuses what it does not take
+        return  # torch.optim refuses them
     check_no_module(params)
     new["params"] = params = [params] if isinstance(params, Tensor) else list(params)
     ids = {id(entry[1] if isinstance(entry, tuple) else entry) for entry in params}
@@ -119,7 +119,7 @@ def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
 
 def check_no_module(value: Any) -> None:
     """Check that ``value`` is no module: its elements, if it has any, are modules, but
-    for those of a ParameterList, which torch.optim takes too.
+    for a ParameterList's, which torch.optim takes too.
 
     Raises:
         TypeError: it is one.
@@ -136,7 +136,7 @@ def group_table(group: Mapping[str, Any], options: Mapping[str, Any]) -> Table:
 
     Args:
         group: says its ``mars_type``.
-        options: what the optimizer was built with, its correction by name.
+        options: the constructor's options, the correction by name.
 
     Raises:
         ValueError: it does not say it.
@@ -151,16 +151,16 @@ def group_table(group: Mapping[str, Any], options: Mapping[str, Any]) -> Table:
 
 
 class ConstructorValues(NamedTuple):
-    """What the constructor's arguments mean."""
+    """The constructor's arguments, sorted by scope."""
 
     whole: dict[str, Any]  # of the whole optimizer
-    explicit: dict[str, Any]  # all others that are not None
+    explicit: dict[str, Any]  # all other arguments that are not None
     inherited: dict[str, Any]  # of every group whose rule has them
     defaults: dict[str, Any]  # torch.optim's: of every group, for the rule's own type
 
 
 def constructor_values(arguments: Mapping[str, Any]) -> ConstructorValues:
-    """Sort the constructor's arguments by what has them; None is the rule's own.
+    """Sort the constructor's arguments by scope; None means the rule's default.
 
     Args:
         arguments: all hyperparameters among them, the defaults of the signature too.
@@ -216,7 +216,7 @@ def fill_defaults(
         group: as its user wrote it.
         options: of the whole optimizer; what groups inherit from the constructor is
             among them, with its "mars_type".
-        defaults: the optimizer's, of that type: the rule's own but for what was given.
+        defaults: the optimizer's, of that type: the rule's own but for arguments.
 
     Returns:
         The names of the values that are the rule's own defaults.
@@ -279,7 +279,7 @@ def validate_group(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
     Args:
         group: the new one.
-        options: what the optimizer was built with.
+        options: the constructor's options.
 
     Raises:
         TypeError, ValueError: hyperparameters out of their range, or other options of
@@ -320,8 +320,8 @@ def has_rest(group: Mapping[str, Any], rule: Rule) -> bool:
 def check_parameters(
     groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any], state: State
 ) -> torch.device | None:
-    """Check the parameters that take part in steps. Others may be anything: quantized,
-    on another device, without memory.
+    """Check the parameters that take part in steps. Other parameters may be anything:
+    quantized, on another device, without memory.
 
     Returns:
         The device of those.

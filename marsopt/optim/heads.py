@@ -89,7 +89,7 @@ def ends_head(name: str, matrices: Set[str]) -> bool:
         return True
     head, place = found.groups()
     beside = {n for n in matrices if n.startswith(f"{head}.")} - {name}
-    if place == "dense":  # as RoBERTa's, before out_proj; AST's is alone
+    if place == "dense":  # as RoBERTa's, before out_proj; AST has no such layer
         return not beside
     numbers = (n.removeprefix(f"{head}.").partition(".")[0] for n in beside)
     return all(int(n) < int(place) for n in numbers if n.isdigit())

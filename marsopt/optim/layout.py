@@ -43,7 +43,7 @@ class Copies:
         self._by_dtypes: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
 
     def add(self, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-        """Note down tensors of one dtype, and what each gets, of one dtype too."""
+        """Note down tensors of one dtype, and the source of each, of one dtype too."""
         key = to[0].dtype, source[0].dtype
         lists = self._by_dtypes.setdefault(key, ([], []))
         lists[0].extend(to)
@@ -62,9 +62,9 @@ class Layout:
     Args:
         groups: the optimizer's param groups.
         state: the optimizer's state.
-        options: what the optimizer was built with.
+        options: the constructor's options.
         hyper: by the id of a group, its hyperparameters on the device, as layouts
-            before this one have made them; what is missing is added.
+            before this one have made them; missing ones are added.
         before: the layout that this one replaces.
 
     Raises:
@@ -106,8 +106,8 @@ class Layout:
                     p, names[p], side.algorithm, coming, self.collectives
                 )
         self._together = [
-            (alike, *buckets.build(alike, names, self.collectives))
-            for alike in buckets.alike(sides)
+            (joined, *buckets.build(joined, names, self.collectives))
+            for joined in buckets.by_formula(sides)
         ]
         self.buckets = [b for *_, several in self._together for b in several]
         self.members = [bucket.members for bucket in self.buckets]
@@ -128,7 +128,7 @@ class Layout:
 
     @torch.no_grad()
     def bind(self) -> None:
-        """Give every bucket its state, and make what is missing of it."""
+        """Give every bucket its state; allocate missing buffers."""
         state, before = self._state, self._before
         for p, recut in self._recut.items():
             state[p].update(recut)
@@ -212,8 +212,8 @@ class Layout:
         ]
 
     def publish_owned(self, state: State) -> None:
-        """Replace all buffers at owners in ``state`` by those of all ranks: before
-        others become owners. A collective.
+        """Replace all buffers at owners in ``state`` by all ranks' buffers, before the
+        owners change. A collective.
         """
         present = [e for e in self.owned_entries() if e[1] in state.get(e[0], ())]
         buffers = [
@@ -417,16 +417,16 @@ class Layout:
                 "expected the same ones: take such a step before the capture"
             )
         mask = torch.tensor(live).to(device, non_blocking=True)
-        if len(self._live) < PATTERNS:  # what a graph has captured stays where it is
+        if len(self._live) < PATTERNS:  # a tensor that a graph has captured stays
             self._live[pattern] = mask
         return mask
 
     def scatter(self) -> None:
         """Copy small parameters and their state out of stacks, and let ranks that hold
-        the same parameters give each other what they have made of theirs.
+        the same parameters exchange their updated pieces.
 
-        Stacks on a GPU go back to the caching allocator: what a CUDA graph has captured
-        is then of its own pool.
+        Stacks on a GPU go back to the caching allocator: a CUDA graph has captured
+        tensors of its own pool.
         """
         self._results.run()
         self.collectives.share(self.params)
@@ -450,8 +450,8 @@ class Layout:
         skipped += decision.finite.logical_not()
         for group in self.groups:
             if group.hyper.algorithm.has_stages:
-                # the first step makes what others go on from: it is taken until one is
-                # finite. Who waits for eigenvectors may wait for that, too
+                # later steps build on the first step's bases: it is taken until one is
+                # finite. A step that waits for eigenvectors may wait for that, too
                 (param_group,) = group.groups
                 waits = not param_group[STAGE_COUNT] and not is_fake(decision.finite)
                 param_group[STAGE_COUNT] += int(decision.finite) if waits else 1
@@ -459,8 +459,8 @@ class Layout:
     # ---- gradients -------------------------------------------------------------------
 
     def present_norm(self) -> Tensor:
-        """Return the global norm of the gradients that are there, 0-D: those of an
-        anchor, or of the next batch, which no step measures.
+        """Return the global norm of the present gradients, 0-D: gradients of an anchor,
+        or of the next batch, which no step measures.
         """
         squares = [
             torch.zeros((), device=p.device)

@@ -30,31 +30,32 @@ class MARS(LayoutOptimizer):
 
     Tensors of exactly two dims (or what ``matrices`` says) take ``mars_type``. Other
     tensors take AdamW with ``lr_1d``, ``betas_1d`` and ``weight_decay_1d`` unless
-    ``optimize_1d``; with "adamw", "nadamw" and "lion" they take that rule itself. What
-    is None is the rule's own, which docs/fidelity.md lists; the authors' four names
-    have the authors' values.
+    ``optimize_1d``; with "adamw", "nadamw" and "lion" they take that rule itself. None
+    means the rule's default, which docs/fidelity.md lists; the authors' four names have
+    the authors' values.
 
     Every hyperparameter may be set per param group and changed between steps, as in
-    torch.optim, but for those of the whole optimizer: ``is_approx``, ``correction``,
-    ``max_norm``, Newton-Schulz (``ns_...``) and dtypes. What a group gives as lr, betas
-    or weight_decay when it is added holds for everything in it, unless it gives
-    ``lr_1d``, ``betas_1d`` or ``weight_decay_1d`` too; None for one of these three in a
-    group is the group's lr, betas or weight_decay. What changes which rule moves a
-    tensor (``mars_type``, ``matrices``), and ``clip`` to or from None, restarts the
-    state that the two rules do not share, and AdamW's as a whole where it has no second
-    moment yet; the learning rate of the others is lr * lr_1d / base_lr, where the
-    group's ``base_lr`` is its lr when it was added, so that it follows the schedule.
+    torch.optim, but for the whole optimizer's: ``is_approx``, ``correction``,
+    ``max_norm``, Newton-Schulz (``ns_...``) and dtypes. A group's lr, betas and
+    weight_decay, given when it is added, hold for everything in it, unless it gives
+    ``lr_1d``, ``betas_1d`` or ``weight_decay_1d`` too. In a group, None for one of
+    these three means the group's lr, betas or weight_decay. Other tensors follow the
+    schedule: their learning rate is lr * lr_1d / base_lr, where the group's ``base_lr``
+    is its lr when it was added. A change of the rule that moves a tensor
+    (``mars_type``, ``matrices``), and of ``clip`` to or from None, restarts the state
+    that the two rules do not share, and AdamW's as a whole where it has no second
+    moment yet.
 
     Args:
         params: tensors, (name, tensor) pairs or param groups. Real floating point,
             dense.
         lr: learning rate, a number or 0-D tensor.
         betas: decay rates of the moments, numbers or ``marsopt.LogTime``; rules with
-            one momentum use betas[0], NorMuon betas[1] for that of rows. None = the
-            rule's own.
+            one momentum use betas[0]; NorMuon's row-wise second moment uses betas[1].
+            None = the rule's default.
         eps: added to the root of the second moment.
-        weight_decay: decoupled weight decay of what takes ``mars_type``. None = the
-            rule's own.
+        weight_decay: decoupled weight decay of tensors that take ``mars_type``. None =
+            the rule's default.
         amsgrad: divide by the root of the largest second moment so far ("mars-adamw",
             "adamw", "nadamw").
         gamma: scale of the variance reduction; 0 turns it off. With transport, the
@@ -72,10 +73,10 @@ class MARS(LayoutOptimizer):
         clip: threshold of the norm of the corrected gradient, per matrix (see
             ``clip_per``) or tensor that is none; None = off.
         max_norm: threshold of the global gradient norm, applied inside the step (in
-            place of clip_grad_norm_); the norm is that of all parameters of this
-            optimizer. None = off. An attribute too, which may change between steps.
+            place of clip_grad_norm_), over all parameters of this optimizer. None =
+            off. An attribute too, which may change between steps.
         correction: "approximate", "exact", "transport" or "svrg", in place of
-            ``is_approx``; None = what that says. Transport is this project's form of
+            ``is_approx``; None = as it says. Transport is this project's form of
             exact MARS with one gradient a step: between steps parameters hold y = x + k
             (x - x_prev), k = gamma beta1 / (1 - beta1), and the state keeps x, which
             ``eval()`` puts into them. Every ``mars_type`` looks ahead, baselines
@@ -100,8 +101,8 @@ class MARS(LayoutOptimizer):
             ``marsopt.parallel.DataParallel(process_group)`` under DDP, where ranks
             share the work and the state.
         compile: None = compile where this machine can (logged once), True = required,
-            False = eager. Parameters, gradients and state stay where they are. Those of
-            fewer than 65,536 elements are copied into one stack per shape in every
+            False = eager. Parameters, gradients and state stay where they are. Tensors
+            of fewer than 65,536 elements are copied into one stack per shape in every
             step, and out again.
         nonfinite: "skip" = a step whose gradient holds a NaN or infinity changes
             nothing and is counted in ``num_skipped``, without a host sync. "raise" = it
@@ -208,8 +209,8 @@ class MARS(LayoutOptimizer):
 
     # ---- the step ------------------------------------------------------------------
 
-    # an outer torch.compile leaves it alone: it has graphs of its own. As torch.optim
-    # does it; torch.compiler.disable would import dynamo with this module
+    # an outer torch.compile does not enter: the step has graphs of its own. As
+    # torch.optim does it; torch.compiler.disable would import dynamo with this module
     @torch._disable_dynamo
     @torch.no_grad()
     def step(
@@ -217,15 +218,15 @@ class MARS(LayoutOptimizer):
     ) -> Any:
         """One step on the parameters that have a gradient.
 
-        The others, and their state, stay as they are. Autocast has no part in it, but
-        in the closure.
+        Other parameters, and their state, stay as they are. Autocast has no part in it,
+        but in the closure.
 
         Args:
             closure: reevaluates the model and returns the loss.
             bs: ignored, as in the authors' class, whose loops pass the batch size.
 
         Returns:
-            What the closure returned, or None.
+            The closure's result, or None.
 
         Raises:
             ValueError: a sparse gradient, or a hyperparameter that was changed to
@@ -319,10 +320,10 @@ class MARS(LayoutOptimizer):
         self._ask("train")
 
     def iterates(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each parameter with what is trained, for averages and logs: with
-        transport its x, of the same shape and dtype (a DTensor of a DTensor), wherever
-        it lies now; else itself. Nothing is exchanged or copied: the tensors change
-        with the next step (or ``eval``, ``train``), and are only to be read.
+        """Yield each parameter with its iterate, for averages and logs: with transport
+        its x, of the same shape and dtype (a DTensor of a DTensor), wherever it lies
+        now; else itself. Nothing is exchanged or copied: the tensors change with the
+        next step (or ``eval``, ``train``), and are only to be read.
         """
         find_iterate = self._ask("iterates")
         for group in self.param_groups:
@@ -337,15 +338,15 @@ class MARS(LayoutOptimizer):
     def update_previous_grad(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Exact MARS, before ``step``: keep the *next* batch's gradient, in ``p.grad``.
 
-        It has to be that at the current parameters, of this batch alone: call
-        ``zero_grad`` before its backward pass, and again before that of ``step``. With
-        ``max_norm`` it gets a global clip of its own, as in the authors' script.
+        It has to be the gradient at the current parameters, of only this batch: call
+        ``zero_grad`` before its backward pass, and again before the pass for ``step``.
+        With ``max_norm`` it gets a global clip of its own, as in the authors' script.
         Parameters without a gradient keep zeros. With ``is_approx`` this does nothing,
         as in the authors' class.
 
         Args:
-            grad_scale: what the loss was multiplied with (``GradScaler.get_scale()``),
-                to be divided out here: the scaler itself unscales once per step.
+            grad_scale: the factor of the loss (``GradScaler.get_scale()``), to be
+                divided out here: the scaler itself unscales once per step.
 
         Raises:
             RuntimeError: a line of the protocol is missing, which the message names:
@@ -354,7 +355,7 @@ class MARS(LayoutOptimizer):
         self._ask("update_previous_grad", grad_scale)
 
     def update_last_grad(self) -> None:
-        """Exact MARS, after ``step``: what was kept becomes the next step's h.
+        """Exact MARS, after ``step``: the kept gradient becomes the next step's h.
 
         Raises:
             RuntimeError: ``update_previous_grad`` was not called since the last time.
@@ -365,8 +366,8 @@ class MARS(LayoutOptimizer):
 
     def update_anchor(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Corrections with an anchor (SVRG): let the snapshot be the parameters, and
-        its full gradient what is in ``p.grad``. With ``max_norm`` it gets a global clip
-        of its own. Other corrections: nothing.
+        its full gradient ``p.grad``. With ``max_norm`` it gets a global clip of its
+        own. Other corrections: nothing.
 
         Args:
             grad_scale: as in ``update_previous_grad``.

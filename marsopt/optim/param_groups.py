@@ -39,10 +39,10 @@ def param_groups(
 
     Everything else is told by modules and by names: embeddings (tied output heads among
     them), routers of experts, output heads; and vectors: norms, biases, whatever else
-    is no matrix. Heads are what the model declares (transformers'
-    ``get_output_embeddings()``, timm's ``get_classifier()``) and what has a name of a
-    head (the table in marsopt/optim/heads.py). ``logging`` at DEBUG lists the names of
-    each group. Who moves it, by which numbers:
+    is no matrix. Heads are layers that the model declares (transformers'
+    ``get_output_embeddings()``, timm's ``get_classifier()``) and layers with the name
+    of a head (the table in marsopt/optim/heads.py). ``logging`` at DEBUG lists the
+    names of each group. The rules and their numbers:
 
     - "moonlight", "mars-m", "normuon", "mars-normuon": AdamW, at ``lr`` and
       ``weight_decay``, betas (0.9, 0.95), eps before debiasing (MARS_M/train_mars_m.py,
@@ -106,7 +106,7 @@ def param_groups(
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"got {type(model).__name__}, expected a torch.nn.Module: pass the model "
-            "itself, whose modules say what its parameters are"
+            "itself, whose modules tell the roles of its parameters"
         )
     row = named(mars_type)
     checks.at_least_zero("lr", lr)

@@ -22,8 +22,8 @@ TOGETHER, TOGETHER_ON_GPU = 4, 16
 
 
 def should_stack(shape: torch.Size) -> bool:
-    """Return whether a parameter of this shape shares a stack with others: where it is
-    small, so that copies into the stack and out of it are nothing.
+    """Return whether a parameter of this shape shares a stack with further ones: where
+    it is small, so that copies into the stack and out of it are nothing.
     """
     return shape.numel() < SMALL
 
@@ -33,12 +33,13 @@ def calls(
 ) -> list[list[int]]:
     """Assign stacks, by position, to calls of compiled graphs.
 
-    Stacks that occur equally often are compiled into one graph: that of one layer,
+    Stacks that occur equally often are compiled into one graph: the graph of one layer,
     which is called for every layer, or of several layers where these have few stacks;
     stacks that occur once share one call.
 
     Args:
-        kinds: of every stack, what a compiled graph knows of it; the same on all ranks.
+        kinds: of every stack, the form on which a compiled graph relies; the same on
+            all ranks.
         compile: whether the step is compiled.
         device_type: of the parameters.
     """
@@ -88,21 +89,22 @@ def portions(
     kinds: Sequence[Hashable],
     batches: Sequence[Hashable],
     compile: bool,
-    alone: bool,
+    is_local: bool,
     device_type: str,
 ) -> list[list[list[int]]]:
-    """Return how a step over stacks is cut: portions, each a list of ``calls``. What is
-    made of a portion is let go of before the next.
+    """Return how a step over stacks is cut: portions, each a list of ``calls``. The
+    temporaries of a portion are freed before the next.
 
-    Where ranks exchange matrices, all stacks are one portion: ranks send what they have
+    Where ranks exchange matrices, all stacks are one portion: ranks send all matrices
     at once, in buckets. In one process all matrices of a batch are a portion; without
     batches each call is a portion.
 
     Args:
         kinds: as in ``calls``.
-        batches: what stacks share whose matrices are rows of one batch; None: of none.
+        batches: a key that stacks share whose matrices are rows of one batch; None:
+            of none.
         compile: whether the step is compiled.
-        alone: whether one process has everything.
+        is_local: whether one process has everything.
         device_type: of the parameters.
     """
     cut = []
@@ -111,4 +113,4 @@ def portions(
         assigned = [[members[i] for i in call] for call in own]
         is_batch = batches[members[0]] is not None
         cut += [assigned] if is_batch else [[call] for call in assigned]
-    return cut if alone else [[call for portion in cut for call in portion]]
+    return cut if is_local else [[call for portion in cut for call in portion]]

@@ -1,4 +1,4 @@
-"""What each parameter of a model is to it: a hidden matrix, an embedding, a head."""
+"""The role of each parameter in its model: a hidden matrix, an embedding, a head."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ NAMES: dict[Role, str] = {
     ),
     "router": r"(^|\.)router\.((?!lora_)[^.]+\.)*weight$|(^|\.)gate\.weight$",
 }
-# What torch puts into the names of a module that it compiles, checkpoints or shards;
-# and PEFT into those of one that it adapts (a copy also has the adapter's name).
+# Parts of names that torch adds to a module that it compiles, checkpoints or shards,
+# and PEFT to a module that it adapts (a copy also has the adapter's name).
 WRAPPERS = re.compile(
     r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|base_layer"
     r"|original_module|modules_to_save\.[^.]+)(?=\.|$)"
@@ -53,7 +53,7 @@ WRAPPERS = re.compile(
 # LoRA's two factors, as PEFT, torchtune, torchtitan, loralib and diffusers name them
 ADAPTERS = re.compile(r"(^|\.)lora_(A|B|a|b|down|up)(\.|$)")
 
-# What has the group of the embeddings.
+# Roles in the group of the embeddings.
 TABLES: tuple[Role, ...] = ("embedding", "head", "router")
 
 
@@ -70,7 +70,7 @@ def roles(model: nn.Module) -> Iterator[tuple[str, Tensor, Role]]:
     """Yield (name, tensor, role) of all parameters: each once, under the name that
     ``model.named_parameters()`` gives it.
 
-    The roles are those of ``marsopt.param_groups``. A tensor that is an embedding in
+    ``marsopt.param_groups`` explains the roles. A tensor that is an embedding in
     one place is one in all of them (a tied head).
     """
     uses_by_id: dict[int, _Uses] = {}
@@ -86,7 +86,7 @@ def roles(model: nn.Module) -> Iterator[tuple[str, Tensor, Role]]:
 
 
 class _Known:
-    """What is known of a model before its parameters have roles."""
+    """Facts about a model before its parameters have roles."""
 
     def __init__(self, model: nn.Module, uses_by_id: dict[int, _Uses]) -> None:
         every = uses_by_id.values()
@@ -149,14 +149,14 @@ def _plain(name: str) -> str:
 
 
 def _name_in(owner: nn.Module, name: str) -> str:
-    """Return a plain name: that of a list for what lies in one."""
+    """Return a plain name: of an element of a list the name of the list."""
     plain = _plain(name)
     return plain.rpartition(".")[0] if isinstance(owner, nn.ParameterList) else plain
 
 
 def _routes(name: str, plain_names: set[str]) -> bool:
-    """Whether what is named like a router stands beside experts: ``gate`` is also what
-    some call the first matrix of a gated MLP.
+    """Whether a weight named like a router stands beside experts: ``gate`` is also a
+    name of the first matrix of a gated MLP.
     """
     block = name.removesuffix("gate.weight")
     beside = (n.removeprefix(block) for n in plain_names if n.startswith(block))
@@ -164,7 +164,7 @@ def _routes(name: str, plain_names: set[str]) -> bool:
 
 
 def _last_linear_over_a_vocabulary(model: nn.Module) -> str | None:
-    """Return what the weight of the model's last Linear is called, without wrappers, if
+    """Return the name of the weight of the model's last Linear, without wrappers, if
     it has as many outputs as an embedding has rows, and these are more than its
     columns: positions and tables of types have fewer.
     """

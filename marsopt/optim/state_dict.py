@@ -41,8 +41,9 @@ State = MutableMapping[Tensor, dict[str, Any]]  # ``optimizer.state``
 
 
 def entry_of_mars(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what ``optimizer.state[p]`` holds for MARS. All else is somebody else's
-    (timm's Lookahead keeps its slow weights there): it is carried, never looked at.
+    """Return the tensors of MARS in ``optimizer.state[p]``. Other entries are a
+    caller's (timm's Lookahead keeps its slow weights there): they are carried, never
+    looked at.
     """
     return {key: value for key, value in entry.items() if _is_of_mars(key)}
 
@@ -72,7 +73,7 @@ def check_ids(
     if not isinstance(saved, Mapping):
         raise ValueError(
             f"got a {type(saved).__name__}, expected an optimizer's state dict: load "
-            "what its state_dict() returned"
+            "the result of its state_dict()"
         )
     groups, state = saved.get("param_groups"), saved.get("state")
     if not isinstance(groups, Sequence) or not isinstance(state, Mapping):
@@ -84,7 +85,7 @@ def check_ids(
     if not all("params" in group for group in groups):
         raise ValueError(
             "got a state dict with a param group without 'params', expected the ids of "
-            "its parameters there: load what an optimizer's state_dict() returned"
+            "its parameters there: load the result of an optimizer's state_dict()"
         )
     ids = [i for group in groups for i in group["params"]]
     if len(ids) != len(labelled):
@@ -128,7 +129,7 @@ def under_loaded(
     present: State, loaded: Mapping[Any, Any]
 ) -> defaultdict[Tensor, dict[str, Any]]:
     """Return a state of our tensors that are ``present`` already, for the parameters
-    that ``loaded`` has, and of what others keep in ``loaded``.
+    that ``loaded`` has, and of a caller's entries in ``loaded``.
     """
     state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
     for key, entry in loaded.items():
@@ -144,9 +145,9 @@ def under_loaded(
 def _under_present_names(
     present: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return ``saved`` with its average under the name of ours, where what restarts
-    from the parameter alone makes the difference (transport): all averages are of what
-    the rule was given.
+    """Return ``saved`` with its average under the name of ours, where they differ only
+    in buffers that restart from the parameter (transport): all averages are of the
+    gradients that the rule was given.
     """
     want, have = AVERAGES & set(present), AVERAGES & set(saved)
     restarting = _correction_keys("parameter")
@@ -169,7 +170,7 @@ def check_is_apart(state: State, saved: Mapping[str, Any]) -> None:
             raise RuntimeError(
                 "got a state dict of this optimizer's own tensors after an exception "
                 "in the midst of a step, expected a copy from before: load a "
-                "checkpoint, or build model and optimizer anew"
+                "checkpoint, or build model and optimizer again"
             )
 
 
@@ -194,12 +195,11 @@ def to_restore(
 ) -> list[tuple[Tensor, Any]]:
     """Return the tensors of ``state`` with what ``saved`` has for them, to be copied in
     their own dtype: torch.optim's own loading casts to the parameter's, which would
-    round float32 state of bf16 parameters. What is there already is left out.
+    round float32 state of bf16 parameters. Tensors that are there already are left out.
 
-    From one correction to another moments go on. What only one of them keeps starts
-    anew: a gradient at zero, what starts as the parameter as its protocol's ``load``
-    has it. So does all of a parameter that ``saved`` has no entry of: it has not moved
-    yet.
+    From one correction to another moments go on. A buffer that only one of them keeps
+    restarts: a gradient at zero, a copy of the parameter as its protocol's ``load`` has
+    it. So does all of a parameter that ``saved`` has no entry of: it has not moved yet.
 
     Raises:
         ValueError: something is missing, or has another shape; x is kept on one side,
@@ -213,13 +213,13 @@ def to_restore(
         entry, present = saved["state"].get(i, {}), entry_of_mars(state.get(p, {}))
         if present and not entry:
             without.append(label)
-            continue  # ``under_loaded`` has let it start anew
+            continue  # ``under_loaded`` has let it restart
         entry = _under_present_names(present, entry)
         _check_form_of_x(points & set(entry), points & set(present), label)
         absent = set(present) - set(entry)
         is_of_another = (correction_keys & set(entry)) - set(present)  # correction
         anew = absent & (correction_keys if is_of_another else restarting)
-        # torch's loader of flattened state dicts has {} for what is not there
+        # torch's loader of flattened state dicts has {} for absent tensors
         empty = {key for key in present if isinstance(entry.get(key), Mapping)}
         missing = sorted(absent - anew | empty)
         if missing:
@@ -246,7 +246,7 @@ def to_restore(
     if restarts:
         log.warning(
             "marsopt: the state was saved with another correction: moments resume, %s "
-            "starts anew",
+            "restarts",
             " and ".join(sorted(restarts)),
         )
     if without:
@@ -254,6 +254,6 @@ def to_restore(
             "marsopt: the state dict has no state of %s%s: %s",
             without[0],
             f" and {len(without) - 1} more parameters" if len(without) > 1 else "",
-            "it starts anew, as for a parameter that has not been used before",
+            "it restarts, as for a parameter that has not been used before",
         )
     return pairs

@@ -52,5 +52,5 @@ class Writes:
                 f"got {what} after an exception in the midst of a step (or of eval, "
                 "train, update_last_grad, load_state_dict), expected parameters and "
                 "state of one and the same step: load a checkpoint of the model and of "
-                "the optimizer, or build both anew"
+                "the optimizer, or build both again"
             )

@@ -1,5 +1,5 @@
-"""python -m marsopt.profile: what a step of MARS costs on the tensors of a GPT-2, or of
-a model of the user's.
+"""python -m marsopt.profile: the cost of a step of MARS on the tensors of a GPT-2, or
+of a model of the user's.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _make_folder(option: str, path: Path) -> None:
 
 
 def title(args: argparse.Namespace) -> str:
-    """Return what was profiled, in words."""
+    """Return the title of the report: the profiled model and rule."""
     changed = {
         f", {args.layers} layers": args.layers is not None,
         f", width {args.width}": args.width is not None,
@@ -212,7 +212,7 @@ def title(args: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    """Profile what the command line names; exit with 2 where that cannot be done."""
+    """Profile the model on the command line; exit with 2 where that cannot be done."""
     interrupts.raise_again()
     try:
         run(arguments())

@@ -3,8 +3,8 @@
 Two logs of torch are listened to: the structured compile log (the one that TORCH_TRACE
 writes and tlparse reads), and inductor's metrics of a graph
 (``torch._logging.set_logs(inductor_metrics=True)``), which name every kernel of its
-scheduler and the bytes that it reads and writes. A third is that of MARS, which says
-why it makes functions anew: to torch their graphs are no recompiles.
+scheduler and the bytes that it reads and writes. The third log is MARS's own, which
+says why it makes new functions: to torch their graphs are no recompiles.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Break:
 @dataclass(frozen=True)
 class Recompile:
     """A function that was compiled again, or not before the second call; and why: the
-    guards that failed, or what is known of it.
+    guards that failed, or MARS's own cause.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Graph:
 
 @dataclass
 class CompileLog:
-    """What was compiled, in the order in which it was captured."""
+    """The compiled graphs, in the order in which they were captured."""
 
     tell: Callable[[str], None]  # of each graph
     graphs: dict[str, Graph] = field(default_factory=dict)  # by compile id
@@ -89,7 +89,7 @@ class CompileLog:
     # by compile id, graphs that the first call did not make among them
     recompiles: dict[str, Recompile] = field(default_factory=dict)
     call: int = 1  # that is under way
-    cause: str = ""  # why MARS has made its functions anew, the last time
+    cause: str = ""  # why MARS has made new functions, the last time
 
     def take(self, record: logging.LogRecord) -> None:
         """Note one message of the structured log."""
@@ -126,7 +126,7 @@ class CompileLog:
             if where in {graph.where for graph in self.graphs.values()}:
                 by_mars = self.cause and path.startswith(PACKAGE)
                 cause = self.cause if by_mars else "another function of the same code"
-                reason = f"compiled anew: {cause}"
+                reason = f"compiled again: {cause}"
             self.recompiles[key] = Recompile(name, reason, self.call)
         graph = self.graphs[key]
         graph.name, graph.where = name, where
@@ -134,7 +134,7 @@ class CompileLog:
         self.tell(f"graph {key}, {name}, compiled in {graph.seconds:.1f} s")
 
     def take_cause(self, record: logging.LogRecord) -> None:
-        """Note why MARS makes a layout anew, which it tells whoever debugs."""
+        """Note why MARS makes a new layout, from its debug log."""
         if record.msg == base.NEW_LAYOUT and record.args:
             self.cause = f"a new layout of MARS ({record.args[0]})"
 
@@ -173,10 +173,10 @@ def _input_bytes(node: Any) -> int:
 
 
 def _flagged_bytes(node: Any) -> int:
-    """Return what a kernel loads only where a flag in memory is set, which inductor
-    counts as read: loads behind a mask that depends on loaded values alone, not on the
-    position (as that of a padding does). Transport's step reads y so, where a step is
-    skipped.
+    """Return the bytes that a kernel loads only where a flag in memory is set, which
+    inductor counts as read: loads behind a mask that depends only on loaded values, not
+    on the position (as a padding's mask does). Transport's step reads y so, where a
+    step is skipped.
     """
     num_bytes = 0
     for part in node.get_nodes():
@@ -215,7 +215,7 @@ def _knows_position(value: Any) -> bool:
 def listening(
     folder: Path | None = None, tell: Callable[[str], None] = lambda what: None
 ) -> Iterator[CompileLog]:
-    """Collect what is compiled, and ``tell`` of every graph; torch's own structured log
+    """Collect the compiled graphs, and ``tell`` of each; torch's own structured log
     goes to ``folder`` too.
     """
     from torch._inductor import metrics
@@ -250,7 +250,9 @@ def listening(
 def _lowered(
     logger: logging.Logger, level: int, take: Callable[[logging.LogRecord], None]
 ) -> Iterator[None]:
-    """Take what a logger says from this level on; others hear no more than before."""
+    """Take a logger's records from this level on; its other handlers get no more than
+    before.
+    """
     before, usual = logger.level, logger.getEffectiveLevel()
 
     def caught(record: logging.LogRecord) -> bool:

@@ -1,5 +1,5 @@
-"""GPT-2's tensors, and what the command profiles: MARS on them, along a schedule in
-which every hyperparameter moves.
+"""GPT-2's tensors, and the command's subject: MARS on them, along a schedule in which
+every hyperparameter moves.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Return the groups for ``rule``: ``tables``, which are embeddings, take it too
     (matrix rules: in a group of their own), but where AdamW with the rule's own rate
-    moves what is not a matrix, they take that, as in the authors' scripts.
+    moves tensors that are no matrices, it moves them too, as in the authors' scripts.
     """
     row = REGISTRY[rule]
     beside = tables if row.matrix_only else ()
@@ -118,7 +118,7 @@ class Subject:
             **self._decays(factor),
         )
         for group in self.optimizer.param_groups:
-            # what is None follows another: a number would change the formulas
+            # a None follows another hyperparameter: a number would change the formulas
             group.update({k: v for k, v in moved.items() if group[k] is not None})
             group["lr"] = group["base_lr"] * factor
         self.optimizer.max_norm = 1.0 + factor

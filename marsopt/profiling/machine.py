@@ -1,4 +1,4 @@
-"""This machine: what it is called, what it can do at best, how long a call takes."""
+"""This machine: its name, its peak rates, the time of a call."""
 
 from __future__ import annotations
 

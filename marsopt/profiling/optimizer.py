@@ -1,5 +1,5 @@
-"""The report on a step of MARS: beside what any function gets, kernels per stack, bytes
-a parameter beside what no step can go below, copies of small tensors, and the products
+"""The report on a step of MARS: beside the report on any function, kernels per stack,
+bytes a parameter beside the least possible, copies of small tensors, and the products
 of whole matrices.
 """
 
@@ -34,13 +34,13 @@ class Floor:
 
     @property
     def num_bytes(self) -> int:
-        """Return those of the compiled graphs, which do not copy."""
+        """Return the bytes of the compiled graphs, which do not copy."""
         return self.norms + self.update
 
 
 def full_buffers(algorithm: Algorithm) -> list[str]:
-    """Return the symbols of what a step passes over beside x, g and the
-    operands of a correction: what has fewer dims than x is no pass over it.
+    """Return the symbols of the buffers that a step passes over beside x, g and the
+    operands of a correction: a buffer of fewer dims than x is no pass over it.
     """
     kept = algorithm.preconditioner.buffers.items()
     return [symbol for symbol, buffer in kept if is_full(buffer)]
@@ -49,9 +49,9 @@ def full_buffers(algorithm: Algorithm) -> list[str]:
 def passes(
     algorithm: Algorithm, *, g: int, x: int, h: int, made: int, o: int, buffers: int
 ) -> tuple[int, int]:
-    """Return the least bytes of the norms and of the update, from the bytes of what
-    they pass over; ``h`` is one operand of the correction, ``made`` what ``update``
-    writes for owners of matrices, ``o`` what those made.
+    """Return the least bytes of the norms and of the update, from the bytes of the
+    tensors that they pass over; ``h`` is one operand of the correction, ``made`` the
+    matrices that ``update`` writes for their owners, ``o`` the owners' results.
     """
     operands = len(algorithm.operands) * h
     update = g + operands + 2 * buffers + len(algorithm.written) * h + made
@@ -83,14 +83,14 @@ def _floor(bucket: ParameterBucket) -> tuple[int, int, int]:
 
 
 def copied_bytes(g: int, written: int) -> int:
-    """Return the bytes of copies into stacks and out again, from those of gradients and
-    of what a step writes.
+    """Return the bytes of copies into stacks and out again, from the bytes of gradients
+    and of the tensors that a step writes.
     """
     return 2 * g + 4 * written
 
 
 def _matrix_bytes(bucket: ParameterBucket) -> int:
-    """Return those of what ``update`` writes for Newton-Schulz: rows of a batch, or a
+    """Return the bytes that ``update`` writes for Newton-Schulz: rows of a batch, or a
     tensor of its own.
     """
     algorithm, first = bucket.algorithm, bucket.params[0]
@@ -102,7 +102,7 @@ def _matrix_bytes(bucket: ParameterBucket) -> int:
 
 
 def _factor_bytes(algorithm: Algorithm, params: Sequence[Tensor]) -> int:
-    """Return those of what owners make of whole matrices that lie in one process."""
+    """Return the bytes of owners' results for whole matrices in one process."""
     if not algorithm.matrix_only:
         return 0
     dtype = algorithm.matrix_preconditioner.cost.on(params[0].device.type).returned()
@@ -134,7 +134,7 @@ def matrix_products(
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerReport(Report):
-    """What a step of MARS costs. ``str(report)`` is a table."""
+    """The cost of a step of MARS. ``str(report)`` is a table."""
 
     CALL: ClassVar[str] = "step"
     DERIVED: ClassVar[tuple[str, ...]] = (
@@ -170,12 +170,12 @@ class OptimizerReport(Report):
 
     @property
     def kernels_per_stack(self) -> float:
-        """Return those of one step, on average."""
+        """Return the kernels of one step a stack, on average."""
         return self.num_stack_kernels / self.num_stacks
 
     @property
     def bytes_per_param(self) -> float:
-        """Return what the compiled graphs read and write, as inductor counts."""
+        """Return the bytes that compiled graphs read and write, as inductor counts."""
         return self.num_bytes / self.num_params
 
     @property
@@ -226,7 +226,7 @@ def profile_optimizer(
     subject: Subject, *, title: str, device: str = "cpu", **options: Any
 ) -> OptimizerReport:
     """Return ``profile`` of the next ``steps + 2`` steps, with these ``options`` of it,
-    and what MARS alone can tell.
+    and the numbers that only MARS has.
     """
     # the optimizer compiles its own
     report = profile(subject, compile=False, device=device, **options)

@@ -1,4 +1,4 @@
-"""marsopt.profile: the report on one step function, whoever wrote it."""
+"""marsopt.profile: the report on one step function, of any optimizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from marsopt.profiling.table import Report
 
 DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # c10::DeviceType
 REGION = "Torch-Compiled Region: "  # followed by torch's compile id
-# how spans begin in which all operators are those of a compiled graph
+# how the spans of compiled graphs begin: all operators in them are the graph's
 COMPILED = (REGION, "## Call CompiledFxGraph", "CompiledFunctionBackward")
 
 
@@ -42,10 +42,10 @@ def profile(
     compile_log: str | Path | None = None,
     progress: bool = True,
 ) -> Report:
-    """Call ``step_fn(*args)`` some ``steps + 2`` times, and tell what it costs.
+    """Call ``step_fn(*args)`` some ``steps + 2`` times, and return its cost.
 
-    Whatever was compiled in this process before is forgotten (``torch.compiler.reset``)
-    and compiled anew when it is called again: what is not compiled under observation
+    All compiled functions of this process are forgotten (``torch.compiler.reset``), and
+    compiled again at their next call: a graph that is not compiled under observation
     cannot be counted. ``step_fn`` may be compiled, call compiled functions (as
     ``optimizer.step`` does), or neither; its side effects happen at every call.
 
@@ -61,7 +61,7 @@ def profile(
             used it.
         trace: file for the Chrome trace of one call; its folder is made.
         compile_log: folder for torch's structured compile log, which tlparse reads.
-        progress: tell on standard error what is being done: compiling takes a while.
+        progress: report progress on standard error: compiling takes a while.
 
     Returns:
         A ``Report``; printed, it is a table.
@@ -88,7 +88,7 @@ def profile(
     device = device or ("cuda" if torch.cuda.is_initialized() else "cpu")
     if device not in DEVICE_TYPES:
         raise ValueError(
-            f"got device={device!r}, expected 'cpu' or 'cuda': others have no "
+            f"got device={device!r}, expected 'cpu' or 'cuda': other devices have no "
             "allocator that tells its peak"
         )
 
@@ -106,7 +106,7 @@ def profile(
         listening(Path(compile_log) if compile_log else None, tell) as log,
     ):
         caches = "with empty caches on disk" if cold else "with the caches on disk"
-        tell(f"the first call, for which all is compiled anew, {caches}")
+        tell(f"the first call, for which all is compiled again, {caches}")
         first = timed().host
         if compile is None and not log.graphs:
             tell("nothing was compiled: now the function itself is")
@@ -164,9 +164,9 @@ class Trace:
     """What torch.profiler's trace of one call says."""
 
     num_runs: Counter[str]  # of every graph, by compile id
-    graph_peaks: dict[str, int]  # what each allocates at most, its results included
+    graph_peaks: dict[str, int]  # the peak bytes of each, its results included
     peak_bytes: int  # allocated at most, beyond what lived before
-    num_launches: int | None  # of kernels on a GPU, whoever launched them
+    num_launches: int | None  # of all kernels on a GPU
     num_eager_ops: int  # called outside of compiled graphs
 
 
@@ -174,7 +174,7 @@ def traced(call: Callable[[], object], device: str, path: Path | None = None) ->
     """Run ``call`` once, and keep its Chrome trace at ``path``.
 
     Scratch that libraries below torch take for themselves is not seen, nor is, on a
-    CPU, the freeing of what was there before.
+    CPU, the freeing of memory that was there before.
     """
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

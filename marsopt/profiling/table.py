@@ -15,7 +15,7 @@ NOT_COUNTED = "not counted: nothing is compiled"
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a step function costs on this machine. ``str(report)`` is a table."""
+    """The cost of a step function on this machine. ``str(report)`` is a table."""
 
     CALL: ClassVar[str] = "call"
     DERIVED: ClassVar[tuple[str, ...]] = ("num_kernels", "num_bytes", "allowed_seconds")
@@ -36,7 +36,7 @@ class Report:
 
     @property
     def num_kernels(self) -> int | None:
-        """Return those of all graphs, in one call; None = nothing is compiled."""
+        """Return the kernels of all graphs in one call; None = nothing is compiled."""
         return self.num_kernels_over(0) if self.graphs else None
 
     @property
@@ -163,7 +163,7 @@ def _recompiles(recompiles: Sequence[Recompile]) -> list[str]:
 
 
 def _first_line(text: str) -> str:
-    """Return that of the guard that failed, without the list's and the comment's."""
+    """Return the line of the guard that failed, without the list and the comment."""
     line = next((s for s in text.splitlines() if s.strip(' "[]')), text)
     return line.partition("  #")[0].strip(' "[]')
 

@@ -2,6 +2,6 @@
 algorithm box.
 
 Symbols, here and everywhere: x parameter, g gradient, h reference gradient, c corrected
-and clipped gradient, m and v moments, r moment of rows, u what is orthogonalized, o
-orthogonal factor, t step, k = gamma beta1 / (1 - beta1).
+and clipped gradient, m and v moments, r moment of rows, u the matrix to orthogonalize,
+o its orthogonal factor, t step, k = gamma beta1 / (1 - beta1).
 """

@@ -107,7 +107,7 @@ class AdamW(Preconditioner):
         own = (getattr(type(self), name) is getattr(AdamW, name) for name in MOVES_X)
         if not all(own):
             return 0
-        # c, which nobody keeps; a point so far ahead that the way back loses digits;
+        # c, which the state lacks; a point so far ahead that the way back loses digits;
         # the sign of x
         is_plain = self.nesterov is False and not isinstance(self.beta1, StepValue)
         return 4 if is_plain and not self.cautious_weight_decay else 0
@@ -167,7 +167,7 @@ class AdamW(Preconditioner):
 
             x' = y - k d = y + k/(1 - (1 + k) e) (e y + rate u)
 
-        e is taken from what the decay is in ``dtype``: its rounding would add up.
+        e is computed from the decay rounded to ``dtype``: its rounding would add up.
         Where y would keep less than half of x, it is x'.
         """
         *of_moments, debias, eps, decay, rate = s
@@ -182,7 +182,7 @@ class AdamW(Preconditioner):
     def behind(self, y: Tensor, buffers: Tensors, numbers: Sequence[Tensor]) -> Tensor:
         e, rate, *_ = numbers
         d = e * y + rate * self._direction(buffers, numbers)
-        # before the first step, and where somebody has written y, there is no number
+        # before the first step, and where a caller has written y, there is no number
         return y + torch.where(rate == 0, torch.zeros_like(rate), d)
 
     def ahead(self, x: Tensor, buffers: Tensors, numbers: Sequence[Tensor]) -> Tensor:

@@ -37,8 +37,8 @@ class Algorithm:
             float16. Not narrower than the parameter: moments are averages of small
             steps, which rounding to nearest would lose; but bfloat16 with
             ``stochastic_rounding``.
-        stochastic_rounding: whether what a step writes into state buffers of bfloat16
-            is rounded stochastically.
+        stochastic_rounding: whether a step rounds stochastically the values that it
+            writes into state buffers of bfloat16.
         matrices: which matrices a tensor is made of.
         name: what messages call it.
 
@@ -71,12 +71,12 @@ class Algorithm:
 
     @property
     def matrix_only(self) -> bool:
-        """Whether it takes matrices alone."""
+        """Whether it takes only matrices."""
         return self.preconditioner.matrix_only
 
     @property
     def matrix_preconditioner(self) -> MatrixPreconditioner:
-        """The preconditioner, where it takes matrices alone."""
+        """The preconditioner, where it takes only matrices."""
         return cast(MatrixPreconditioner, self.preconditioner)
 
     @property
@@ -94,7 +94,7 @@ class Algorithm:
 
     @property
     def has_stages(self) -> bool:
-        """Whether what is done with whole matrices differs from step to step."""
+        """Whether the work on whole matrices differs from step to step."""
         return self.matrix_only and self.matrix_preconditioner.every is not None
 
     @property
@@ -124,7 +124,7 @@ class Algorithm:
     def over(self, params: Sequence[Tensor]) -> Algorithm:
         """Return this algorithm for these parameters: one that keeps x where it would
         not follow exactly, from half precision or buffers of another dtype, unless
-        these are rounded stochastically: a step then moves x by what it keeps of them.
+        these are rounded stochastically: a step then moves x by the rounded buffers.
         """
         if not self.num_behind:
             return self
@@ -158,7 +158,7 @@ class Algorithm:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Those of the operands that the caller hands to every step."""
+        """The operands that the caller hands to every step."""
         reference = self.reference
         return () if reference is None or reference in self.written else (reference,)
 
@@ -179,24 +179,24 @@ class Algorithm:
 
     @property
     def is_momentum(self) -> bool:
-        """Whether m is what others call a momentum buffer: of a matrix, as it is."""
+        """Whether m is a momentum buffer as in torch's Muon: of a matrix, as it is."""
         return self.matrix_only and self.preconditioner.buffers["m"].home == "shard"
 
     @property
     def correction_keys(self) -> dict[str, str]:
-        """What the buffers of its correction are called in ``optimizer.state``."""
+        """The keys of its correction's buffers in ``optimizer.state``."""
         keeps = {} if self.corrects is None else self.corrects.keeps
         return {symbol: buffer.key for symbol, buffer in keeps.items()}
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Those of the operands that a step replaces for the next one."""
+        """The operands that a step replaces for the next one."""
         return () if self.corrects is None else self.corrects.written
 
     @property
     def kept(self) -> dict[str, Buffer]:
-        """What the state has to keep from one step to the next: buffers that the caller
-        does not hand over.
+        """The buffers that the state keeps from one step to the next: all but those
+        that the caller hands over.
         """
         return {s: b for s, b in self.buffers.items() if s not in self.given}
 
@@ -217,7 +217,7 @@ class Algorithm:
         return by_name[buffer.dtype]
 
     def rounds(self, buffer: Buffer, dtype: torch.dtype) -> bool:
-        """Return whether a step rounds stochastically what it writes into a buffer of
+        """Return whether a step rounds stochastically when it writes into a buffer of
         this dtype, at home in shards.
         """
         is_state = buffer.dtype in ("state", "gradient")

@@ -1,4 +1,4 @@
-"""What a component keeps for each parameter: shape, start value, home."""
+"""The buffers that a component keeps for each parameter: shape, start value, home."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Buffer(NamedTuple):
         key: its name in ``optimizer.state[p]``, torch.optim's where it has one. No two
             components share a key, but for tensors that mean the same.
         shape: its shape. With home "shard", from the shape of the piece of a parameter
-            that lies here: its first dims are then those of the parameter, and are cut
-            as they are. With home "owner", from (rows, cols) of one whole matrix.
+            that lies here: its first dims then equal the parameter's, and are cut as
+            they are. With home "owner", from (rows, cols) of one whole matrix.
         start: its value before the first step: zeros, the parameter, or an identity
             matrix.
         home: "shard": beside each piece of the parameter. "owner": where whole matrices

@@ -34,7 +34,7 @@ class ArrayLike(Protocol):
 def plain(value: Any, *, is_pair: bool = False) -> Any:
     """Return a hyperparameter as Python and torch write it, so that a checkpoint holds
     nothing foreign: scalars of numpy as numbers; arrays, and sequences that are no
-    text, as tuples. What is plain already stays the same object, lists too.
+    text, as tuples. A plain value stays the same object, lists too.
 
     Args:
         value: as its user wrote it.
@@ -56,7 +56,7 @@ def plain(value: Any, *, is_pair: bool = False) -> Any:
 
 def can_read(value: Tensor) -> bool:
     """Return whether the value of a tensor is there, and may be read without waiting:
-    not on another device than a CPU, nor while somebody traces or transforms.
+    not on another device than a CPU, nor under tracing or a functional transform.
     """
     return (
         type(value) is Tensor
@@ -203,8 +203,8 @@ def state_dtype_or_none(name: str, value: torch.dtype | None) -> None:
     if value == torch.float16:
         raise ValueError(
             f"got {name}=torch.float16, expected a dtype with the range of float32, "
-            "since squares of gradients leave that of float16: pass torch.float32, or "
-            "leave it out"
+            "since squares of gradients leave float16's: pass torch.float32, or leave "
+            "it out"
         )
 
 
@@ -265,5 +265,5 @@ def one_of(values: tuple[str, ...]) -> Callable[[str, object], None]:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """Return what a misspelt name most likely means, if anything."""
+    """Return the known name that is closest to a misspelt one, or None."""
     return next(iter(get_close_matches(name, known, n=1)), None)

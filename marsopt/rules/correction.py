@@ -26,20 +26,20 @@ Per = Literal["matrix", "tensor"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Correction(ABC):
-    """What a preconditioner is given in place of the gradient g:
+    """The corrected gradient c that a preconditioner gets in place of the gradient g:
 
         c = w_0 g + w_1 v_1 + w_2 v_2 + ...        v: the operands of this correction
         c <- c / max(1, ||c||_F / clip)            per matrix or tensor
 
     A subclass says which operands, with which coefficients, and which of them the state
-    keeps. What it asks of ``MARS`` beside a step is its protocol (``register``).
+    keeps. Its protocol (``register``) is the work of ``MARS`` beside a step.
 
     Args:
         gamma: scale of the variance reduction; 0 turns it off, and a negative one, for
             experiments, moves c the opposite way.
         clip: threshold of the norm of c; None = off.
-        clip_per: what has a norm of its own: "matrix", where a tensor is made of
-            several (``Matrices``), or "tensor".
+        clip_per: the unit that is clipped to its own norm: "matrix", where a tensor is
+            made of several (``Matrices``), or "tensor".
         h_dtype: dtype of a kept gradient; None = the dtype of the other buffers.
             torch.bfloat16 saves memory and traffic, and rounds it by up to 2^-9.
 
@@ -79,9 +79,9 @@ class Correction(ABC):
     written: ClassVar[tuple[str, ...]] = ()
     # whether parameters hold a point ahead of the iterate, which is the buffer "x"
     is_ahead: ClassVar[bool] = False
-    # whether that buffer is kept even where x follows from what else is there
+    # whether that buffer is kept even where x follows from the other buffers
     store_iterate: ClassVar[bool] = True
-    # whether baselines take it too: it then changes where gradients are taken alone
+    # whether baselines take it too: it then changes only where gradients are taken
     suits_baselines: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -89,14 +89,14 @@ class Correction(ABC):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the average of c follows from that of g, so that neither c nor an
-        operand has to be there (``Average`` has the formula).
+        """Whether the average of c follows from the average of g, so that neither c nor
+        an operand has to be there (``Average`` has the formula).
         """
         return False
 
     @abstractmethod
     def coefficients(self, beta1: Number, gamma: Number) -> tuple[Number, ...]:
-        """Return those of g and of each operand, before the clip.
+        """Return the coefficients of g and of each operand, before the clip.
 
         Args:
             beta1: decay rate of the preconditioner's first moment in this step,
@@ -105,9 +105,8 @@ class Correction(ABC):
         """
 
     def kept(self, g: Tensor, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what the step itself puts into the buffers of ``written``, given the
-        gradient as the global clip leaves it, and this correction's buffers as they
-        are.
+        """Return the tensors that the step itself puts into the buffers of ``written``,
+        given the gradient after the global clip, and this correction's present buffers.
         """
         return {}
 

@@ -33,16 +33,16 @@ def nonzero(eps: float | Tensor) -> float | Tensor:
 
 
 def root(squares: Tensor) -> Tensor:
-    """Return the square root; what is below the least normal number counts as that. So
+    """Return the square root of the squares, each at least the least normal number. So
     the derivative is finite at 0, and a step may divide by the root.
     """
     return squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt()
 
 
 def default_state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of state for parameters of ``dtype``, where nobody chooses one:
-    float32 for float16, in which squares of small gradients are zero and those of large
-    ones infinite; else ``dtype``.
+    """Return the default dtype of state for parameters of ``dtype``: float32 for
+    float16, in which squares of small gradients are zero and squares of large gradients
+    infinite; else ``dtype``.
     """
     return torch.float32 if dtype == torch.float16 else dtype
 

@@ -68,7 +68,7 @@ class Hyperparameter(NamedTuple):
     is_whole: bool
     beta: int | None
     is_pair: bool
-    text: str  # what the docstring of the dataclass says of it
+    text: str  # its description in the docstring of the dataclass
 
     def plain(self, value: Any) -> Any:
         """Return a value of it as Python and torch write it (``checks.plain``)."""
@@ -103,7 +103,7 @@ CHECKS: dict[Any, Check] = {
     bool | None: checks.none_or(checks.true_or_false),
 }
 
-# what others call it, where the names are not alike, or those of others are nearer
+# names of other libraries that no similar name of ours would find
 ELSEWHERE = dict(
     learning_rate="lr",
     momentum="betas",
@@ -119,7 +119,7 @@ ELSEWHERE = dict(
     rule="mars_type",
 )
 HOW = {"foreach", "fused", "capturable", "differentiable"}  # of torch.optim
-# of others, and of the class or of a step alone: what to do where it is no argument
+# options of other libraries, and of MARS or Rule.step only: the advice in their place
 INSTEAD = dict(
     **dict.fromkeys(
         HOW, "how a step is run is no option: it is compiled, and may be captured"
@@ -210,8 +210,8 @@ def check_fields(component: Any) -> None:
 
 
 def numbers_of(component: Any) -> list[Any]:
-    """Return the numbers in all fields made by ``number``, and in those of components
-    that are its fields, as ``dynamic`` finds them.
+    """Return the numbers in all fields made by ``number``, and in the fields of its
+    components, as ``dynamic`` finds them.
     """
     numbers: list[Any] = []
     for f in fields(component):
@@ -283,7 +283,7 @@ def with_numbers(component: Any, numbers: Iterator[Any]) -> Any:
 
 
 def check_values(known: Table, values: Mapping[str, Any]) -> None:
-    """Check those of ``values`` that are in a table.
+    """Check the ``values`` whose names are in a table.
 
     Raises:
         ValueError: one is out of its range.

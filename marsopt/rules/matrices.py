@@ -53,7 +53,7 @@ class Matrices:
 
     @property
     def expected(self) -> str:
-        """Return what an error message says is expected."""
+        """Return the shapes that it takes, for an error message."""
         if self.kind == "batched":
             return "matrices (ndim 2 or more)"
         more = " or more" if self.kind == "flattened" else ""
@@ -113,7 +113,7 @@ class Matrices:
 
     def unbound_rows(self, numbers: Tensor, ndim: int) -> Tensor:
         """Return numbers of all rows of a tensor with so many dims, (..., rows), as
-        those of a batch (num, rows); of a tensor that is one matrix as (rows,).
+        a batch (num, rows); of a tensor that is one matrix as (rows,).
         """
         is_one = self.column_dim(ndim) == 1
         if is_one and self.block_rows in (None, numbers.shape[0]):
@@ -141,7 +141,7 @@ class MatrixRows(NamedTuple):
 
     def spread(self, values: Tensor, shape: torch.Size) -> Tensor:
         """Return what every row has of ``values`` (L, num), in the piece's ``shape``
-        (L, ..., rows); in memory of its own, so that all loops over rows are alike.
+        (L, ..., rows); in memory of its own, so that all loops over rows are equal.
         """
         if self.row_index is None:
             per_row = values[:, :, None].expand(-1, -1, self.rows)

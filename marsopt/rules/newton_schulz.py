@@ -1,4 +1,4 @@
-"""Newton-Schulz: the orthogonal factor of a matrix by matrix products alone."""
+"""Newton-Schulz: the orthogonal factor of a matrix, from matrix products only."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def _products(x: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
 
 def _may_write(x: Tensor) -> bool:
     """Return whether products may be written into buffers (``out=``): autograd,
-    torch.func, tensor subclasses and inductor have products in new tensors alone.
-    Tensors without memory go the way of those for which they stand.
+    torch.func, tensor subclasses and inductor have products only in new tensors.
+    A tensor without memory gets the answer of the tensor for which it stands.
     """
     return not (
         torch.compiler.is_compiling()
@@ -86,7 +86,7 @@ def _may_write(x: Tensor) -> bool:
     )
 
 
-# ---- what this machine does best -----------------------------------------------------
+# ---- the fastest precision of this machine -------------------------------------------
 
 # Rate of half precision over float32's, where there are instructions for it: 4.2 on an
 # AMD EPYC (avx512_bf16), 4.1 on an Intel Xeon (amx_bf16).
@@ -125,8 +125,8 @@ def found_dtype() -> torch.dtype:
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Let products of float32 be float32's: TF32 or bf16 in their place would lose what
-    a Gram matrix, formed once, cannot do without.
+    """Compute products of float32 in float32: TF32 or bf16 would lose digits that a
+    Gram matrix, formed once, needs.
     """
     if torch.compiler.is_compiling():  # which has no such region
         yield
@@ -157,7 +157,7 @@ class NewtonSchulz:
         steps: number of iterations.
         coefficients: "quintic" (Muon's and the authors'), "polar_express" or "taylor".
         dtype: working precision of the iteration. The input is normalized before it is
-            cast. None = what the device does best: bfloat16; on a CPU without
+            cast. None = the fastest on the device: bfloat16; on a CPU without
             instructions for that, float32.
         eps: added to the Frobenius norm that divides the input, so that a zero matrix
             stays zero, also with eps=0. The authors add 1e-8 to the norm of
@@ -165,8 +165,8 @@ class NewtonSchulz:
         gram: iterate on the Gram matrix of the short side (``from_gram``) where that is
             faster: in ``dtype`` where it takes fewer operations, 0.56 of them for a 4:1
             matrix; for half precision in float32, a quarter as fast, where it takes
-            less than a quarter of them, as for an embedding. What is lost of a Gram
-            matrix is lost for good (``python -m benchmarks.newton_schulz``). None =
+            less than a quarter of them, as for an embedding. Digits that a Gram matrix
+            loses are lost for good (``python -m benchmarks.newton_schulz``). None =
             on a CPU, where ``dtype`` is None too.
 
     Raises:
@@ -199,8 +199,8 @@ class NewtonSchulz:
     # ---- precision and form ----------------------------------------------------------
 
     def on(self, device_type: str) -> NewtonSchulz:
-        """Return what this is on such a device: no field is None. Ranks that work
-        together have to agree on it.
+        """Return this iteration with the device's choices for fields that are None.
+        Ranks that work together have to agree on it.
         """
         dtype, gram = self._chosen(device_type)
         return replace(self, dtype=dtype, gram=gram)
@@ -310,7 +310,7 @@ class NewtonSchulz:
     def from_gram(
         self, gram: Float[Tensor, "*batch k k"]
     ) -> Float[Tensor, "*batch k k"]:
-        """Q (..., k, k) with X Q the factor of X, from X^T X (..., k, k) alone.
+        """Q (..., k, k) with X Q the factor of X, from only X^T X (..., k, k).
 
         Every iterate is X times a polynomial in X^T X. Q is computed in the dtype of
         ``gram``, which has to be float32 or wider: a Gram matrix has the square of the
@@ -347,8 +347,7 @@ class NewtonSchulz:
         for i, x in enumerate(matrices):
             batches.setdefault((*x.shape, x.dtype, x.device), []).append(i)
         out: list[Tensor] = list(matrices)
-        # largest first: what they need beside their factors is freed before most
-        # factors are there
+        # largest first: their temporaries are freed before most factors are there
         for members in sorted(
             batches.values(), key=lambda indices: -matrices[indices[0]].numel()
         ):
@@ -367,10 +366,10 @@ class NewtonSchulz:
                     out[i] = o
         return out
 
-    # ---- what it costs ---------------------------------------------------------------
+    # ---- cost ------------------------------------------------------------------------
 
     def payload(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
-        """What a matrix of ``dtype`` may travel in before it is normalized.
+        """The dtype in which a matrix of ``dtype`` may travel before it is normalized.
 
         bf16 where the iteration is bf16: it has the range of float32, so that
         normalizing can wait until the whole matrix is together. fp16 has not.
@@ -378,7 +377,7 @@ class NewtonSchulz:
         return torch.bfloat16 if self.dtype in (None, torch.bfloat16) else dtype
 
     def returned(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
-        """What its factor travels in: what it was computed in."""
+        """The dtype in which its factor travels: it was computed in that."""
         return self.dtype or torch.bfloat16
 
     @property
@@ -457,7 +456,7 @@ def newton_schulz(
         steps: number of iterations.
         coefficients: a, b, c of every iteration, by a name in
             ``marsopt.rules.newton_schulz.COEFFICIENTS``.
-        dtype: working precision, as that of ``NewtonSchulz``: None = bfloat16 where the
+        dtype: working precision, as in ``NewtonSchulz``: None = bfloat16 where the
             device has instructions for it, else float32.
         eps: added to the norm that divides the input.
 

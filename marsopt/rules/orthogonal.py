@@ -28,7 +28,7 @@ SCALES = ORIGINAL, MATCH_RMS_ADAMW = "original", "match_rms_adamw"  # as torch's
 
 
 def lr_scale(adjust_lr_fn: str, shape: torch.Size) -> float:
-    """Return what a whole matrix of this shape multiplies the learning rate by."""
+    """Return the factor of the learning rate for a whole matrix of this shape."""
     rows, cols = shape
     if adjust_lr_fn == ORIGINAL:
         return float(max(1, rows / max(1, cols)) ** 0.5)
@@ -113,10 +113,10 @@ class Orthogonal(MatrixAverage):
         x <- (1 - lr weight_decay) x - lr scale(rows, cols) o
 
     A number for ``nesterov`` is w itself, and m/(1 - mu^t) stands for m. Newton-Schulz
-    normalizes its input: averages and the sums that others write (b <- mu b + g, and
+    normalizes its input: averages and the sums of other codes (b <- mu b + g, and
     NS(g + mu b)) have the same factor. Muon is nesterov with the scale "original",
-    Moonlight with "match_rms_adamw"; MARS-Shampoo and MARS-M are those without
-    nesterov. MARS-M without clip is the authors' MARS-M-efficient.
+    Moonlight with "match_rms_adamw"; MARS-Shampoo and MARS-M are Muon and Moonlight
+    without nesterov. MARS-M without clip is the authors' MARS-M-efficient.
 
     Source: K. Jordan, Muon, 2024; Moonlight, arXiv 2502.16982; MARS-Shampoo, arXiv
     2411.10438, Algorithm 4; MARS-M, arXiv 2510.21800.

@@ -1,5 +1,5 @@
-"""What a preconditioner states: its buffers, its scalars, its update; and where it
-needs whole matrices, what their owners do.
+"""The interface of a preconditioner: its buffers, its scalars, its update; and where it
+needs whole matrices, the work of their owners.
 """
 
 from __future__ import annotations
@@ -55,25 +55,25 @@ class Preconditioner(ABC):
 
     @property
     def averages(self) -> bool:
-        """Whether x and the state see c through one average m alone."""
+        """Whether x and the state see c only through one average m."""
         return False
 
     @property
     def buffers(self) -> dict[str, Buffer]:
-        """What the state keeps, by symbol."""
+        """The buffers that the state keeps, by symbol."""
         return self.keeps
 
     @abstractmethod
     def scalars(
         self, t: Tensor, lr: Number, w: Number | None = None
     ) -> tuple[Number, ...]:
-        """Return what is one number for a whole tensor, from t = 1, 2, ... (N,):
-        numbers or (N,) tensors. ``w`` is as in ``Average``.
+        """Return the scalars of a step, each one number for a whole tensor, from
+        t = 1, 2, ... (N,): numbers or (N,) tensors. ``w`` is as in ``Average``.
 
         ``update`` and ``apply`` get them as factors of x, in the dtype in which x is
-        computed, made from float64: 1 - beta, too, is best made here. One that reads
-        these alone, and no hyperparameter of its own, shares its compiled graph with
-        all others of its kind.
+        computed, made from float64: 1 - beta, too, is best made here. A preconditioner
+        that reads only these scalars, and no hyperparameter of its own, shares its
+        compiled graph with all preconditioners of its kind.
         """
 
     @abstractmethod
@@ -90,8 +90,8 @@ class Preconditioner(ABC):
 
         Args:
             x: before the step, of any shape.
-            step: what is subtracted from x beside the decay, with the learning rate in
-                it, in the shape of x.
+            step: the change that is subtracted from x beside the decay, with the
+                learning rate in it, in the shape of x.
             decay: 1 - lr weight_decay, as a factor of x.
 
         Returns:
@@ -130,8 +130,8 @@ class Preconditioner(ABC):
     ) -> Tensor:
         """Return the new x as ``update`` makes it, from the buffers that it returned.
 
-        Where these are rounded and x has to follow from them, a step moves x by what
-        the rounding has left. Without this method the state keeps x there.
+        Where these are rounded and x has to follow from them, a step moves x by the
+        rounded values. Without this method the state keeps x there.
         """
         raise NotImplementedError(f"{type(self).__name__} stores x")
 
@@ -162,33 +162,34 @@ class MatrixOutput(NamedTuple):
 
 
 class MatrixCost(Protocol):
-    """What the work on whole matrices costs, by which owners are chosen. Equal ones
-    share their exchanges: hashable, and alike on all ranks.
+    """The cost of the work on whole matrices, by which owners are chosen. Matrices of
+    equal costs share their exchanges: costs are hashable, and equal on all ranks.
     """
 
     def __hash__(self) -> int: ...
 
     def on(self, device_type: str) -> MatrixCost:
-        """Return what this is on such a device, where that is not the same on all."""
+        """Return the cost on such a device, where devices differ."""
 
     @property
     def is_float32(self) -> bool:
         """Whether its products are of float32, for the model of time."""
 
     def payload(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
-        """Return what a matrix of ``dtype`` travels in to its owner."""
+        """Return the dtype in which a matrix of ``dtype`` travels to its owner."""
 
     def returned(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
-        """Return what becomes of it, on its way back."""
+        """Return the dtype in which the owner's result travels back."""
 
     def num_flops(self, rows: int, cols: int) -> int:
-        """Return those of one matrix in one step, on average."""
+        """Return the FLOPs of one matrix in one step, on average."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MatrixPreconditioner(Preconditioner):
-    """One whose step is made of whole matrices: what ``update`` returns is brought to
-    their owners, ``at_owner`` makes something of it, and ``apply`` moves x by that.
+    """A preconditioner whose step needs whole matrices: the collectives bring the
+    result of ``update`` to the owners, ``at_owner`` turns it into a direction, and
+    ``apply`` moves x along it.
     """
 
     # symbols of buffers of one number a row that go to the owners, and of what comes
@@ -201,7 +202,7 @@ class MatrixPreconditioner(Preconditioner):
     @property
     @abstractmethod
     def cost(self) -> MatrixCost:
-        """What ``at_owner`` costs."""
+        """The cost of ``at_owner``."""
 
     @property
     def owned(self) -> tuple[str, ...]:
@@ -220,12 +221,12 @@ class MatrixPreconditioner(Preconditioner):
 
     @property
     def every(self) -> int | None:
-        """In how many steps each ``stage`` comes round; None = all steps are alike."""
+        """The period of ``stage``, in steps; None = all steps are equal."""
         return None
 
     def stage(self, count: int, number: int) -> Hashable:
-        """Return what ``at_owner`` is to do in a step beside what it always does, which
-        the host decides, so that nothing waits for the device.
+        """Return the extra work of ``at_owner`` in a step, if any. The host decides it,
+        so that nothing waits for the device.
 
         Args:
             count: how many steps were taken before.
@@ -241,7 +242,7 @@ class MatrixPreconditioner(Preconditioner):
         place of ``row_inputs`` and these; nothing that is given changes.
 
         Args:
-            matrices: in what they traveled in or wider.
+            matrices: in the dtype in which they traveled, or wider.
             stage: of these matrices in this step.
         """
 
@@ -291,8 +292,8 @@ class Average(Preconditioner):
 
     @property
     def buffers(self) -> dict[str, Buffer]:
-        """What the state keeps, by symbol. An average whose decay knows its step starts
-        with the count of steps.
+        """The buffers that the state keeps, by symbol. An average whose decay knows its
+        step starts with the count of steps.
         """
         kept = dict(self.keeps)
         for symbol, name in self.decays.items():

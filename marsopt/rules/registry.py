@@ -1,5 +1,5 @@
-"""The named rules: who corrects, who preconditions, with which defaults. SOAP and SVRG
-are known by ``register`` alone, as components of somebody else's are.
+"""The named rules: a correction, a preconditioner, and their defaults. SOAP and SVRG
+are known only by ``register``, as a user's own components are.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ FALLBACKS: dict[Fallback, dict[str, Any]] = {
     "adamw_1d": dict(lr_1d=3e-3, betas_1d=(0.9, 0.95), weight_decay_1d=0.1),
     "adamw": dict(lr_1d=None, betas_1d=(0.9, 0.95), weight_decay_1d=None),
 }
-# What the fallback takes of the rule where a number of its own is None.
+# The rule's numbers that the fallback takes where its own is None.
 FOLLOWED = {name: name.removesuffix("_1d") for name in FALLBACKS["itself"]}
 # The hyperparameters of the AdamW beside a rule that have a name of their own.
 BESIDE = {**FOLLOWED, "nesterov_1d": "nesterov"}
 # What groups give to the AdamW beside a rule; their ``nesterov`` is the rule's.
 FALLBACK_TABLE = {n: line for n, line in table(AdamW).items() if n != "nesterov"}
 OF_SOME_GROUPS = {*FALLBACK_TABLE, "nesterov"}
-# Those of ``betas`` that a rule does not read: the authors'.
+# The ``betas`` that a rule does not read: the authors' values.
 UNUSED_BETAS = (0.95, 0.99)
 
 
@@ -79,7 +79,7 @@ class NamedRule:
 
     @property
     def matrix_only(self) -> bool:
-        """Whether it moves matrices alone."""
+        """Whether it moves only matrices."""
         return self.preconditioner.matrix_only
 
     @property
@@ -99,7 +99,7 @@ class NamedRule:
         return lines
 
     def __str__(self) -> str:
-        """Return its options, with their defaults and what they do."""
+        """Return its options, with their defaults and descriptions."""
         parts = self.preconditioner.__name__
         parts += " and of corrections" if self.is_mars else ""
         lines = [f"{self.name} ({self.source}), options of {parts}:"]
@@ -110,8 +110,8 @@ class NamedRule:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Its defaults of what every param group of it has, by the names that groups
-        have: momentums that stand alone as parts of ``betas``.
+        """The defaults of its param groups, by the groups' names: single momentums as
+        parts of ``betas``.
         """
         lines, betas = self.table, list(UNUSED_BETAS)
         for line in lines.values():
@@ -130,14 +130,14 @@ class NamedRule:
         )
 
     def fallback_group(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a param group says whose parameters AdamW moves beside this rule,
-        as embeddings; it says all, so that an argument of MARS for the rule does not
-        change AdamW. ``cautious_weight_decay`` is of the whole optimizer unless a
-        group says otherwise: it is said here only where it is given.
+        """Return the AdamW param group beside this rule, for embeddings. Every option
+        is explicit, so that an argument of MARS for the rule does not change AdamW; but
+        ``cautious_weight_decay`` holds for the whole optimizer, and is in the group
+        only where it is given.
 
         Args:
-            given: of the rule's own group: lr, betas, weight_decay and gamma, and what
-                stands in their place where it is not None, lr_1d and so on;
+            given: hyperparameters of the rule's own group: lr, betas, weight_decay and
+                gamma; lr_1d and so on, which replace them where they are not None;
                 nesterov_1d and cautious_weight_decay.
         """
         beside = self.hyperparameters
@@ -168,7 +168,7 @@ class NamedRule:
         """Join the preconditioner, with these ``arguments`` of it, and a correction.
 
         Raises:
-            ValueError: they switch off what this rule's name stands for.
+            ValueError: they switch off the feature that names this rule.
         """
         for name, default in self.defaults.items():
             without = {n: v for n, v in self.defaults.items() if n != name}
@@ -282,8 +282,8 @@ RULES = (
 
 REGISTRY: dict[str, NamedRule] = {}
 
-# The names of all that a component may keep in ``optimizer.state[p]``; all else there
-# is somebody else's.
+# The names of all that a component may keep in ``optimizer.state[p]``; other entries
+# are the caller's.
 STATE_KEYS = {MOMENTUM, GRADIENTS, LOOKAHEAD}
 
 
@@ -304,10 +304,10 @@ def register(
     Args:
         component: a row of ``REGISTRY``, or a subclass of ``Correction`` with a
             ``name``. A rule is listed as ``canonical`` writes its name.
-        protocol: what a correction asks of ``MARS`` beside a step, a subclass of
-            ``marsopt.optim.protocols.base.CorrectionProtocol``; None: what the class
-            does that it is derived from.
-        replace: let it take the place of what has had that name.
+        protocol: the work of ``MARS`` for a correction beside a step, a subclass of
+            ``marsopt.optim.protocols.base.CorrectionProtocol``; None: its base class's
+            protocol.
+        replace: let it take the place of the component that has had that name.
 
     Raises:
         TypeError: anything else, or a class without a method that it has to have; a
@@ -369,8 +369,8 @@ def register(
 for _component in (*RULES, Approximate, Exact, Transport):
     register(_component)
 
-# Components that the tests of this project have checked, those of satellites too
-# (soap.py, svrg.py); None is no correction.
+# Components that the tests of this project have checked, soap.py's and svrg.py's too;
+# None is no correction.
 BUILT_IN = {type(None), *CORRECTIONS.values(), *(r.preconditioner for r in RULES)}
 
 

@@ -4,8 +4,8 @@ place are not lost (Croci et al., Stochastic rounding: implementation, error ana
 and applications, Royal Society Open Science 9, 2022).
 
 The noise is a function of the step and of where an element lies in its whole tensor:
-there is no generator, replicas and shards round alike, and so does a step that is
-taken again.
+there is no generator; replicas and shards round to equal values, and so does a step
+that is taken again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NARROW = torch.bfloat16  # what is rounded to
+NARROW = torch.bfloat16  # the dtype of rounded values
 HALF = 0xFFFF  # the bits that bfloat16 lacks of a float32
 WORD = 0xFFFF_FFFF
 LARGEST = torch.finfo(NARROW).max
@@ -47,7 +47,7 @@ def noise(index: Tensor, key: Tensor, number: int) -> Tensor:
         index: elements by their number in a whole tensor, int32 or int64; noise repeats
             after 2^32.
         key: as ``step_key`` makes it, broadcast over ``index``.
-        number: of the buffer among those of its parameter.
+        number: of the buffer among its parameter's buffers.
     """
     pair, half = divmod(number, 2)
     key = key ^ (pair * GOLDEN & WORD)
@@ -65,9 +65,9 @@ def stochastic(value: Tensor, noise: Tensor) -> Tensor:
     """Return ``value`` as bfloat16, its magnitude rounded up with the probability of
     the part that bfloat16 cuts off, as ``noise`` decides.
 
-    What bfloat16 can hold stays. NaN and infinity stay; what is finite does not become
-    infinite: beyond bfloat16's largest number it is that. The derivative is that of
-    ``value``.
+    A value that bfloat16 can hold stays, NaN and infinity too. A finite value beyond
+    bfloat16's largest number becomes that number, not infinity. The derivative is the
+    derivative of ``value``.
 
     Args:
         value: floating point; wider than float32, it is first rounded to that.

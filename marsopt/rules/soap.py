@@ -65,7 +65,7 @@ FIRST, REFRESH = "first", "refresh"  # stages
 
 
 class Kept(NamedTuple):
-    """What an owner keeps of a matrix, or of a batch of them, in the order of
+    """An owner's buffers of a matrix, or of a batch of them, in the order of
     ``SOAP.keeps``. A side without a factor has matrices (0, 0).
     """
 
@@ -86,7 +86,7 @@ class SOAP(MatrixPreconditioner):
         the first step:
             L <- (1 - b) G G^T,  R <- (1 - b) G^T G
             Q_L, Q_R <- their eigenvectors, descending;  x stays
-        all others, of which t counts:
+        all later ones, counted by t:
             G' = Q_L^T G Q_R
             m <- beta1 m + (1 - beta1) G'
             v <- beta2 v + (1 - beta2) G'^2
@@ -104,8 +104,8 @@ class SOAP(MatrixPreconditioner):
 
     Factors, bases and all products with them are in float32 without TF32, in float64
     for parameters of that dtype: their spectrum is wider than half precision holds. A
-    matrix that gets its first gradient after others have had theirs starts in the basis
-    of its own rows and columns, until the next refresh.
+    matrix that gets its first gradient later than the rest starts in the basis of its
+    own rows and columns, until the next refresh.
 
     Source: Vyas et al., arXiv 2409.11321, Algorithm 3, as its authors' code has it.
 
@@ -115,11 +115,11 @@ class SOAP(MatrixPreconditioner):
         shampoo_beta: b, decay rate of the factors; None = betas[1].
         nesterov: a number w in [0, 1]: (1 - w) m/(1 - beta1^t) + w G' stands for the
             debiased m.
-        sides: which have a factor: "both", or the "short" one alone (of a square, the
+        sides: which have a factor: "both", or only the "short" one (of a square, the
             columns): less state and fewer products, 10.7 bytes a parameter and 0.3 of
             Newton-Schulz's FLOPs for GPT-2 small.
         precondition_frequency: steps from one refresh of the bases to the next.
-        max_dim: a side longer than this has no factor, as that of a vocabulary.
+        max_dim: a side longer than this, as a vocabulary's, has no factor.
         stagger: let tensors refresh one after the other, not all in the same step:
             every step then takes the same time.
         orthogonalize: step along the orthogonal factor.
@@ -252,7 +252,7 @@ class SOAP(MatrixPreconditioner):
             for pair in zip(g, kept, strict=True):
                 direction, changes = self._adam(*pair, stage)
                 o.append(direction)
-                # None is what this step leaves as it is
+                # None is a buffer that this step leaves as it is
                 new.append([changes.get(field) for field in Kept._fields])
             if self.orthogonalize:
                 o = self.ns.many(o)
@@ -269,8 +269,8 @@ class SOAP(MatrixPreconditioner):
     def _adam(
         self, g: Tensor, kept: Kept, stage: Hashable
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return o, before it is orthogonalized, and by field what changes of what is
-        kept.
+        """Return o, before it is orthogonalized, and the buffers that change, by
+        field.
         """
         (beta1, beta2), b = self.betas, self.shampoo_beta
         m, v, n = kept.m.to(g.dtype), kept.v.to(g.dtype), kept.n
@@ -391,10 +391,10 @@ def _in_order(x: Matrix, order: Int[Tensor, "*batch size"], dim: int) -> Matrix:
 
 
 def _eigenvectors(factor: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch k k"]:
-    """Return those of symmetric matrices, of the largest eigenvalue first."""
+    """Return eigenvectors of symmetric matrices, of the largest eigenvalue first."""
     if not _exists(factor):
         return factor
-    # of a gradient that is not finite, which nobody keeps, there is no decomposition
+    # a gradient that is not finite has no decomposition; its result is not kept
     factor = torch.nan_to_num(factor, 0.0, 0.0, 0.0)
     try:
         q: Tensor = torch.linalg.eigh(factor).eigenvectors
@@ -416,7 +416,7 @@ def _refreshed(
     return torch.linalg.qr(_in_order(product, order, -1)).Q, order
 
 
-# ---- what it costs -------------------------------------------------------------------
+# ---- cost ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -451,7 +451,7 @@ class SOAPCost:
         )
 
     def num_flops(self, rows: int, cols: int) -> int:
-        """Return those of a step on average: the refresh divided by its frequency."""
+        """Return FLOPs of a step on average: the refresh divided by its frequency."""
         flops = 0.0 if self.ns is None else self.ns.num_flops(rows, cols)
         has = self.has_factor(rows, cols)
         for size, exists in zip((rows, cols), has, strict=True):

@@ -32,7 +32,7 @@ class Transport(Correction):
 
     Args:
         store_iterate: keep x in the state with AdamW too: 4 bytes a parameter more of
-            state and of traffic, for what is a rounding.
+            state and of traffic, to avoid one rounding.
 
     Raises:
         ValueError: a field out of its range.

@@ -42,7 +42,7 @@ def test_another_projects_package_of_this_name_is_told(tmp_path):
     (tmp_path / "marsopt/parallel").symlink_to(ROOT / "parallel")
     code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; import marsopt.parallel"
     said = python(code).stderr
-    assert "expected that of torch-marsopt: pip uninstall marsopt" in said
+    assert "expected torch-marsopt's: pip uninstall marsopt" in said
 
 
 def test_make_alone_installs_nothing_and_an_installation_shows_its_progress(tmp_path):

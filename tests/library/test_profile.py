@@ -334,7 +334,7 @@ def test_graphs_of_a_new_layout_are_recompiles_with_their_cause():
     step = switching([0.5, 0.7, None, None, 2.0])
     report = marsopt.profile(step, steps=3, cold=False, progress=False)
     told = [(r.name, r.call, r.reason) for r in report.recompiles]
-    why = "compiled anew: a new layout of MARS (clip={} in group 0)"
+    why = "compiled again: a new layout of MARS (clip={} in group 0)"
     assert sorted(told) == [
         ("assess_alone", 3, why.format("None")),
         ("update_", 3, why.format("None")),
@@ -365,7 +365,7 @@ def test_graphs_that_no_layout_explains_are_told_apart():
 
     report = marsopt.profile(step, steps=2, cold=False, progress=False)
     told = [(r.name, r.call, r.reason) for r in report.recompiles]
-    anew = "compiled anew: another function of the same code"
+    anew = "compiled again: another function of the same code"
     assert told == [
         ("made_anew", 2, anew),
         ("<lambda>", 3, "not called before"),

@@ -84,7 +84,7 @@ ROWS, COLS, WHOLE = [Shard(0)], [Shard(1)], [Replicate()]
 def test_a_change_on_one_rank_is_an_error_on_all(what):
     for error, same in spawn(train, 2, (2,), [ROWS, WHOLE], [1], what, False):
         assert "differ between the ranks" in error
-        assert "set them alike on every rank" in error
+        assert "set equal ones on every rank" in error
         assert f"{what}={VALUES[what]}" in error
         assert len(error) <= 300
         assert same

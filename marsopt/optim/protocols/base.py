@@ -1,6 +1,5 @@
-"""The protocol of a correction: what it asks of the optimizer beside its step. It
-answers methods of ``MARS``, and is asked before and after a step, before parameters are
-saved, and after a load.
+"""The protocol of a correction: its work beside a step. It handles methods of ``MARS``,
+and is called before and after a step, before parameters are saved, and after a load.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import LOOKAHEAD
 
-Factor = Tensor | float | None  # what a gradient is multiplied by; None = nothing
+Factor = Tensor | float | None  # of a gradient; None = 1
 
 
 class ParameterHandle:
@@ -112,7 +111,7 @@ class ParameterHandle:
 
 
 Handles = Sequence[ParameterHandle]
-Entries = Mapping[Tensor, Mapping[str, Any]]  # as those of ``optimizer.state``
+Entries = Mapping[Tensor, Mapping[str, Any]]  # as in ``optimizer.state``
 
 
 class Host(Protocol):
@@ -122,8 +121,8 @@ class Host(Protocol):
 
     @property
     def writing(self) -> AbstractContextManager[None]:
-        """Return the context around all that writes parameters and state: what an
-        exception breaks off in it is refused by later calls.
+        """Return the context around all writes of parameters and state: after an
+        exception in it, later calls refuse to go on.
         """
 
     def parameter_handles(
@@ -142,19 +141,19 @@ class Host(Protocol):
         """
 
     def notify_written(self) -> None:
-        """Let all ranks have what this one has written into its pieces of parameters,
-        and drop what was gathered from parameters, which have other values now.
+        """Broadcast the pieces of parameters that this rank has written, and drop
+        gathered copies of parameters, which are stale now.
         """
 
 
 class CorrectionProtocol:
-    """Of a correction that asks for nothing beside its step. Each optimizer has one
-    instance. A subclass says which methods of ``MARS`` it answers, and overrides what
-    it needs; every method gets the handles of all parameters that move.
+    """The protocol of a correction without work beside its step. Each optimizer has one
+    instance. A subclass says which methods of ``MARS`` it answers, and overrides the
+    hooks that it needs; every method gets the handles of all parameters that move.
     """
 
     # the methods of MARS that it answers, by methods of the same names, given the
-    # optimizer and what MARS was given; others do nothing
+    # optimizer and the arguments of MARS's method; other methods do nothing
     answers: ClassVar[frozenset[str]] = frozenset()
     # buffers of which it holds a second copy between two calls, by symbol
     copied: ClassVar[tuple[str, ...]] = ()
@@ -175,7 +174,7 @@ class CorrectionProtocol:
         """Note that a step was taken."""
 
     def check_may_save(self, optimizer: Host) -> None:
-        """Check that parameters and state are what a checkpoint or a copy is to hold.
+        """Check that parameters and state are fit for a checkpoint or a copy.
 
         Raises:
             RuntimeError: parameters hold something else for the time being.
@@ -186,5 +185,5 @@ class CorrectionProtocol:
 
         Args:
             handles: all parameters, with their state as it is now.
-            entries: what the source had, by parameter.
+            entries: the source's state, by parameter.
         """

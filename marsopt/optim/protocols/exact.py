@@ -44,8 +44,8 @@ class NextGradients(CorrectionProtocol):
         is none.
 
         Raises:
-            RuntimeError: the last ones were not handed over, so that h would stay what
-                it is for ever.
+            RuntimeError: the last ones were not handed over, so that h would never
+                change.
         """
         handles = optimizer.parameter_handles("update_previous_grad()")
         if self._is_owed:
@@ -85,7 +85,7 @@ class NextGradients(CorrectionProtocol):
         self.progress, self._is_owed = False, self._is_full
 
     def update_last_grad(self, optimizer: Host) -> None:
-        """Make what was kept the reference h; zeros for parameters that are new.
+        """Make the kept gradients the reference h; zeros for parameters that are new.
 
         Raises:
             RuntimeError: nothing was kept since the last time.
@@ -119,8 +119,8 @@ class NextGradients(CorrectionProtocol):
 
 
 def put_scaled(target: Tensor, g: Tensor | None, factor: Factor) -> None:
-    """Write ``g`` times ``factor`` into ``target``, in one pass where they are alike;
-    zeros where there is none.
+    """Write ``g`` times ``factor`` into ``target``, in one pass where dtype and layout
+    are equal; zeros where there is none.
     """
     if g is None:
         target.zero_()

@@ -34,7 +34,7 @@ class Snapshot(CorrectionProtocol):
     def update_previous_grad(
         self, optimizer: Host, grad_scale: float | Tensor | None
     ) -> None:
-        """Let h be the gradients that are there, those of the batch at the snapshot.
+        """Let h be the present gradients, of the batch at the snapshot.
 
         Raises:
             RuntimeError: there is no anchor yet, or the parameters are not at the
@@ -80,8 +80,8 @@ class Snapshot(CorrectionProtocol):
         self.progress = False, True
 
     def update_anchor(self, optimizer: Host, grad_scale: float | Tensor | None) -> None:
-        """Write what the correction keeps of the parameters and of the gradients that
-        are there.
+        """Write the correction's snapshot of the parameters and of the present
+        gradients.
         """
         handles = optimizer.parameter_handles("update_anchor()")
         factor = optimizer.gradient_factor(grad_scale)

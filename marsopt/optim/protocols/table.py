@@ -1,4 +1,4 @@
-"""Which protocol serves which correction; ``marsopt.register`` brings others."""
+"""Which protocol serves which correction; ``marsopt.register`` adds to the table."""
 
 from __future__ import annotations
 
