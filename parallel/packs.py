@@ -22,8 +22,8 @@ class Run(NamedTuple):
 
 def streams(totals: Sequence[int]) -> list[list[Run]]:
     """Return the runs that each rank sends to all: its pack, of so many elements. Where
-    packs are uneven, all-gathers would send padding as wide as the largest one: packs are cut
-    at the mean, and ranks with smaller ones send the rest in addition.
+    packs are uneven, all-gathers would send padding as wide as the largest one: packs
+    are cut at the mean, and ranks with smaller ones send the rest in addition.
     """
     num, most = len(totals), max(totals)
     width = -(-sum(totals) // num)
