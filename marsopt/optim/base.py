@@ -36,11 +36,13 @@ from marsopt.optim.groups import (
     validate_group,
 )
 from marsopt.optim.layout import STAGE_COUNT, Layout
+from marsopt.optim.loading import check_is_mapping, has_other_names
 from marsopt.optim.portions import portions, takes_batches
 from marsopt.optim.protocols.base import Factor, ParameterHandle
 from marsopt.optim.protocols.table import protocol_of
 from marsopt.optim.state_dict import (
     TRAIN_MODE,
+    check_entries,
     check_ids,
     check_is_apart,
     in_order_of_names,
@@ -336,7 +338,16 @@ class LayoutOptimizer(Optimizer):
         self._protocol.check_may_save(self)
         if not self._present.covers(self.param_groups):
             self._build()
-        saved = super().state_dict()
+        handle = self.register_state_dict_post_hook(
+            lambda _, saved: self._complete(saved), prepend=True
+        )  # before the caller's hooks, which may return another dict
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def _complete(self, saved: dict[str, Any]) -> None:
+        """Complete what torch.optim makes: numbers as such, state of all ranks."""
         known = all_hyperparameters()
         for group in saved["param_groups"]:
             group |= {n: known[n].plain(v) for n, v in group.items() if n in known}
@@ -356,7 +367,6 @@ class LayoutOptimizer(Optimizer):
         for (p, key, _, _), whole in zip(owned, published, strict=True):
             entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
             entry[key] = whole
-        return saved
 
     def _ids(self) -> dict[Tensor, int]:
         """Return under which number a state dict knows each parameter."""
@@ -377,11 +387,13 @@ class LayoutOptimizer(Optimizer):
         loaded too.
 
         Raises:
-            ValueError: other groups or shapes, a hyperparameter out of its range, or
-                state that the loaded hyperparameters need and ``state_dict`` lacks (the
-                parameter is named). Nothing has changed then.
+            ValueError: other groups or shapes, a hyperparameter out of its range,
+                state that the loaded hyperparameters need and ``state_dict`` lacks, or
+                a value that no step leaves there: NaN, infinity, a negative square, a
+                step that is no count, a list, a sparse or integer tensor (parameter
+                and key are named). Nothing has changed then.
         """
-        check_ids(labels(self.param_groups), state_dict)
+        check_is_mapping(state_dict)
         before = self.param_groups, self.state
         counts = [
             (entry[key], entry[key].clone())
@@ -393,6 +405,7 @@ class LayoutOptimizer(Optimizer):
 
         def remember(_: Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
             # a caller's hooks may have replaced it
+            check_entries(labels(self.param_groups), after_hooks)
             self._loading = in_order_of_names(self.param_groups, after_hooks)
             return self._loading
 
@@ -400,6 +413,9 @@ class LayoutOptimizer(Optimizer):
         try:
             super().load_state_dict(state_dict)  # comes by __setstate__
         except BaseException:
+            if self._loading is None:  # all was written before a caller's hook failed
+                self._writes.are_torn = True
+                raise
             self.param_groups, self.state = before
             with torch.no_grad():
                 for present, value in counts:
@@ -446,7 +462,10 @@ class LayoutOptimizer(Optimizer):
             check_is_apart(self.state, saved)
         ids = dict(zip(self._ids(), check_ids(labelled, saved), strict=True))
         saved = self._claimed(saved, ids, layout)
-        pairs = to_restore(self.state, labelled, saved)
+        pairs, report = to_restore(
+            self.state, labelled, saved, layout.params, layout.collectives
+        )
+        report.is_by_position = has_other_names(self.param_groups, saved)
         entries = {p: saved["state"].get(i, {}) for p, i in ids.items()}
         with self._writes:
             for tensor, value in pairs:  # the authors' step is an int
@@ -454,6 +473,8 @@ class LayoutOptimizer(Optimizer):
                 tensor.copy_(value) if is_tensor else tensor.fill_(value)
             self._protocol.load(layout.handles, entries)
             self._build(layout)
+        self._loading = None
+        report.write()
 
     def _claimed(
         self, saved: dict[str, Any], ids: Mapping[Tensor, Any], layout: Layout

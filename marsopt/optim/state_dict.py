@@ -4,7 +4,6 @@ bit.
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -12,12 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from marsopt.functional.collectives import Collectives
+from marsopt.optim.loading import (
+    Item,
+    LoadReport,
+    check_form,
+    check_groups,
+    check_is_mapping,
+    check_values,
+)
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import GRADIENTS, MOMENTUM
 from marsopt.rules.buffers import LOOKAHEAD
 from marsopt.rules.registry import CORRECTIONS, REGISTRY, STATE_KEYS
-
-log = logging.getLogger(__name__)
 
 # The names of an average, whatever it averages.
 AVERAGES = frozenset({AdamW.keeps["m"].key, MOMENTUM, GRADIENTS})
@@ -70,11 +76,7 @@ def check_ids(
     Raises:
         ValueError: no optimizer's state dict, or another number of parameters.
     """
-    if not isinstance(saved, Mapping):
-        raise ValueError(
-            f"got a {type(saved).__name__}, expected an optimizer's state dict: load "
-            "the result of its state_dict()"
-        )
+    check_is_mapping(saved)
     groups, state = saved.get("param_groups"), saved.get("state")
     if not isinstance(groups, Sequence) or not isinstance(state, Mapping):
         raise ValueError(
@@ -82,18 +84,32 @@ def check_ids(
             "optimizer, which has 'param_groups' and 'state': load the model's into "
             "the model"
         )
-    if not all("params" in group for group in groups):
-        raise ValueError(
-            "got a state dict with a param group without 'params', expected the ids of "
-            "its parameters there: load the result of an optimizer's state_dict()"
-        )
-    ids = [i for group in groups for i in group["params"]]
+    ids = check_groups(groups)
     if len(ids) != len(labelled):
         raise ValueError(
             f"got a state dict of {len(ids)} parameters, expected {len(labelled)}: "
             "build MARS over the same parameters"
         )
     return ids
+
+
+def check_entries(
+    labelled: Sequence[tuple[Tensor, str]], saved: Mapping[str, Any]
+) -> None:
+    """Check that ``saved`` has tensors, of all parameters, where MARS keeps tensors.
+
+    Raises:
+        ValueError: as ``check_ids`` and ``check_form``, by name.
+    """
+    for i, (_, label) in zip(check_ids(labelled, saved), labelled, strict=True):
+        entry = saved["state"].get(i, {})
+        if not isinstance(entry, Mapping):
+            raise ValueError(
+                f"got a {type(entry).__name__} as the state of {label}, expected a "
+                "dict of tensors: load the result of an optimizer's state_dict()"
+            )
+        for key, value in entry_of_mars(entry).items():
+            check_form(value, key, label)
 
 
 def in_order_of_names(
@@ -111,11 +127,6 @@ def in_order_of_names(
         for name, i in zip(group["param_names"], group["params"], strict=True)
     }
     if len(groups) != len(saved["param_groups"]) or sorted(names) != sorted(ids):
-        if set(names) & set(ids) and names != list(ids):
-            log.warning(
-                "marsopt: the state dict names other parameters than the optimizer "
-                "has, so that state is loaded by position, as in torch.optim"
-            )
         return saved
     ordered = [
         {**saved_group, "param_names": group["param_names"]}
@@ -142,20 +153,19 @@ def under_loaded(
     return state
 
 
-def _under_present_names(
+def _renamed_average(
     present: Mapping[str, Any], saved: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Return ``saved`` with its average under the name of ours, where they differ only
-    in buffers that restart from the parameter (transport): all averages are of the
-    gradients that the rule was given.
+) -> dict[str, str]:
+    """Return {name in ``saved``: name of ours} of the average, where a buffer that
+    restarts from the parameter makes the difference (transport): all averages
+    are of the rule's input.
     """
     want, have = AVERAGES & set(present), AVERAGES & set(saved)
     restarting = _correction_keys("parameter")
     same = restarting & set(present) == restarting & set(saved)
     if same or want & have or len(have) != 1:
-        return saved
-    (average,) = have
-    return {**saved, **dict.fromkeys(want, saved[average])}
+        return {}
+    return {old: new for old in have for new in want}
 
 
 def check_is_apart(state: State, saved: Mapping[str, Any]) -> None:
@@ -191,69 +201,83 @@ def _check_form_of_x(saved: set[str], present: set[str], label: str) -> None:
 
 
 def to_restore(
-    state: State, labelled: Sequence[tuple[Tensor, str]], saved: Mapping[str, Any]
-) -> list[tuple[Tensor, Any]]:
-    """Return the tensors of ``state`` with what ``saved`` has for them, to be copied in
+    state: State,
+    labelled: Sequence[tuple[Tensor, str]],
+    saved: Mapping[str, Any],
+    leaves: Sequence[Tensor],
+    collectives: Collectives,
+) -> tuple[list[tuple[Tensor, Any]], LoadReport]:
+    """Return the tensors of ``state`` with their values in ``saved``, to be copied in
     their own dtype: torch.optim's own loading casts to the parameter's, which would
-    round float32 state of bf16 parameters. Tensors that are there already are left out.
+    round float32 state of bf16 parameters. A value that is the tensor is left out.
 
-    From one correction to another moments go on. A buffer that only one of them keeps
-    restarts: a gradient at zero, a copy of the parameter as its protocol's ``load`` has
-    it. So does all of a parameter that ``saved`` has no entry of: it has not moved yet.
+    From one correction to another moments go on. A buffer that only one of the two
+    keeps restarts: a gradient at zero, a copy of the parameter as its protocol's
+    ``load`` has it. A parameter without an entry in ``saved`` restarts as a whole: it
+    has not moved yet.
 
     Raises:
-        ValueError: something is missing, or has another shape; x is kept on one side,
-            and follows from numbers on the other.
+        ValueError: a tensor is missing, has another shape, or a value that no step
+            leaves there; x is kept on one side, and follows from numbers on the other.
     """
-    pairs, restarts = [], set()
-    correction_keys, restarting = _correction_keys(), _correction_keys("parameter")
-    points = _point_keys()
-    without = []
+    pairs, items, report = list[tuple[Tensor, Any]](), list[Item](), LoadReport()
+    restarting = _correction_keys("parameter")
     for i, (p, label) in zip(check_ids(labelled, saved), labelled, strict=True):
         entry, present = saved["state"].get(i, {}), entry_of_mars(state.get(p, {}))
         if present and not entry:
-            without.append(label)
-            continue  # ``under_loaded`` has let it restart
-        entry = _under_present_names(present, entry)
-        _check_form_of_x(points & set(entry), points & set(present), label)
-        absent = set(present) - set(entry)
-        is_of_another = (correction_keys & set(entry)) - set(present)  # correction
-        anew = absent & (correction_keys if is_of_another else restarting)
-        # torch's loader of flattened state dicts has {} for absent tensors
-        empty = {key for key in present if isinstance(entry.get(key), Mapping)}
-        missing = sorted(absent - anew | empty)
-        if missing:
+            report.without.append(label)
+            continue  # ``under_loaded`` has restarted it
+        renamed = _renamed_average(present, entry)
+        report.renamed |= renamed
+        entry = {**entry, **{new: entry[old] for old, new in renamed.items()}}
+        anew = _restarted(entry, present, label)
+        for key in sorted(anew):
+            report.restart(key, label)
+            if key == LOOKAHEAD or key not in restarting:
+                pairs.append((present[key], 0.0))
+        kept = {key: t for key, t in present.items() if key not in anew}
+        items += [Item(p, key, t, entry[key]) for key, t in kept.items()]
+        _check_shapes(entry, kept, label)
+        report.num_tensors += len(kept)
+        report.num_params += bool(kept)
+    check_values(items, labelled, leaves, collectives)
+    pairs += [(item.tensor, item.value) for item in items]
+    return [(t, value) for t, value in pairs if value is not t], report
+
+
+def _restarted(
+    saved: Mapping[str, Any], present: Mapping[str, Tensor], label: str
+) -> set[str]:
+    """Return the keys of one parameter's state that start as before its first step.
+
+    Raises:
+        ValueError: ``saved`` lacks a tensor that cannot; another form of x.
+    """
+    points = _point_keys()
+    _check_form_of_x(points & set(saved), points & set(present), label)
+    absent = set(present) - set(saved)
+    correction_keys = _correction_keys()
+    is_of_another = (correction_keys & set(saved)) - set(present)  # correction
+    fresh = correction_keys if is_of_another else _correction_keys("parameter")
+    # torch's loader of flattened state dicts has {} for a missing tensor
+    empty = {key for key in present if isinstance(saved.get(key), Mapping)}
+    if missing := sorted(absent - fresh | empty):
+        raise ValueError(
+            f"got a state dict without {missing} of {label}, expected "
+            f"{sorted(present)}: it was saved by another optimizer, mars_type or "
+            "form of x (store_iterate); load it into one like that"
+        )
+    return absent & fresh
+
+
+def _check_shapes(
+    saved: Mapping[str, Any], present: Mapping[str, Tensor], label: str
+) -> None:
+    for key, tensor in present.items():
+        shape = torch.as_tensor(saved[key]).shape
+        if shape != tensor.shape:
             raise ValueError(
-                f"got a state dict without {missing} of {label}, expected "
-                f"{sorted(present)}: it was saved by another optimizer, mars_type or "
-                "form of x (store_iterate); load it into one like that"
+                f"got {key} of shape {tuple(shape)} for {label}, expected "
+                f"{tuple(tensor.shape)}: build MARS over the same parameters in "
+                "the same order"
             )
-        restarts |= anew
-        zeroed = anew - (restarting - {LOOKAHEAD})
-        pairs += [(present[key], 0.0) for key in sorted(zeroed)]
-        for key, tensor in present.items():
-            if key in anew:
-                continue
-            shape = torch.as_tensor(entry[key]).shape
-            if shape != tensor.shape:
-                raise ValueError(
-                    f"got {key} of shape {tuple(shape)} for {label}, expected "
-                    f"{tuple(tensor.shape)}: build MARS over the same parameters in "
-                    "the same order"
-                )
-            if entry[key] is not tensor:
-                pairs.append((tensor, entry[key]))
-    if restarts:
-        log.warning(
-            "marsopt: the state was saved with another correction: moments resume, %s "
-            "restarts",
-            " and ".join(sorted(restarts)),
-        )
-    if without:
-        log.warning(
-            "marsopt: the state dict has no state of %s%s: %s",
-            without[0],
-            f" and {len(without) - 1} more parameters" if len(without) > 1 else "",
-            "it restarts, as for a parameter that has not been used before",
-        )
-    return pairs

@@ -89,8 +89,8 @@ class AdamW(Preconditioner):
 
     keeps = {
         "m": Buffer("exp_avg", is_debiased=True),
-        "v": Buffer("exp_avg_sq", is_debiased=True),
-        "v_max": Buffer("max_exp_avg_sq"),
+        "v": Buffer("exp_avg_sq", is_debiased=True, is_nonnegative=True),
+        "v_max": Buffer("max_exp_avg_sq", is_nonnegative=True),
     }
 
     def __post_init__(self) -> None:

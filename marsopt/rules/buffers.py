@@ -45,6 +45,7 @@ class Buffer(NamedTuple):
             "parameter": the parameter's own; "working": that or float32, whichever is
             wider; or a dtype.
         is_debiased: whether the rule divides it by 1 - beta^t: it starts with t.
+        is_nonnegative: whether no entry is ever negative: a mean of squares, a count.
     """
 
     key: str
@@ -53,6 +54,7 @@ class Buffer(NamedTuple):
     home: Literal["shard", "owner"] = "shard"
     dtype: torch.dtype | Literal["state", "gradient", "parameter", "working"] = "state"
     is_debiased: bool = False
+    is_nonnegative: bool = False
 
 
 def is_full(buffer: Buffer) -> bool:

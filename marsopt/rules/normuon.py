@@ -61,7 +61,10 @@ class NorMuon(MatrixAverage):
     beta2: Decay = number(0.95, checks.decay_rate, beta=1)
     eps: Number = number(1e-8, checks.epsilon)
 
-    keeps = {**Average.keeps, "r": Buffer("row_exp_avg_sq", shape=one_per_row)}
+    keeps = {
+        **Average.keeps,
+        "r": Buffer("row_exp_avg_sq", one_per_row, is_nonnegative=True),
+    }
     decays = {**Average.decays, "r": "beta2"}
     row_inputs = ("r",)
     row_outputs = ("r", "weight")

@@ -159,8 +159,12 @@ class SOAP(MatrixPreconditioner):
 
     keeps = {
         "m": Buffer("exp_avg_in_basis", home="owner", is_debiased=True),
-        "v": Buffer("exp_avg_sq_in_basis", home="owner", is_debiased=True),
-        "n": Buffer("num_grads", home="owner", dtype=torch.float32),
+        "v": Buffer(
+            "exp_avg_sq_in_basis", home="owner", is_debiased=True, is_nonnegative=True
+        ),
+        "n": Buffer(
+            "num_grads", home="owner", dtype=torch.float32, is_nonnegative=True
+        ),
         "L": Buffer("row_factor", home="owner", dtype="working"),
         "QL": Buffer("row_basis", home="owner", dtype="working", start="identity"),
         "R": Buffer("col_factor", home="owner", dtype="working"),

@@ -718,6 +718,10 @@ def test_a_misspelt_key_of_a_group_is_named_once(caplog):
     assert optimizer.param_groups[2]["weight_deacy"] == 0.0
 
 
+def warned(caplog):
+    return [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "do"),
     [
@@ -739,7 +743,7 @@ def test_a_key_that_nothing_reads_is_said_once(key, value, do, door, caplog):
         saved = copy.deepcopy(optimizer.state_dict())
         saved["param_groups"][0][key] = value
         optimizer.load_state_dict(saved)
-    (record,) = caplog.records
+    (record,) = warned(caplog)
     assert f"the key {key!r}, which MARS does not read" in record.message
     assert do in record.message
     assert optimizer.param_groups[-1][key] == value
@@ -757,7 +761,7 @@ def test_checkpoints_of_torch_are_loaded_in_silence(kind, schedule, caplog):
     source.step()
     target = eager(b, mars_type="adamw")
     target.load_state_dict(source.state_dict())
-    assert not caplog.records
+    assert not warned(caplog)
     assert target.param_groups[0]["maximize"] is False
 
 
@@ -871,7 +875,7 @@ def test_a_state_dict_of_a_model_is_refused_and_one_of_another_rule_told(caplog)
             optimizer.load_state_dict(part)
     assert not caplog.records
     optimizer.load_state_dict(eager(parameters((2, 2)), mars_type="lion").state_dict())
-    (record,) = caplog.records
+    (record,) = warned(caplog)
     assert "mars_type 'lion' replaces 'moonlight'" in record.message
     assert optimizer.param_groups[0]["mars_type"] == "lion"
 

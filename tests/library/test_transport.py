@@ -362,7 +362,7 @@ def test_another_correction_restarts_what_the_two_do_not_share(to, caplog):
     run(other, new, [7])
     with caplog.at_level(logging.WARNING):
         other.load_state_dict(optimizer.state_dict())
-    (record,) = [r for r in caplog.records if "another correction" in r.getMessage()]
+    (record,) = [r for r in caplog.records if "restarted" in r.getMessage()]
     x = "iterate" if FORM["store_iterate"] else "lookahead"
     anew = {"transport": x, "approximate": "last_grad"}[to]
     assert anew in record.getMessage()

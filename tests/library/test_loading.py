@@ -1,0 +1,196 @@
+"""A state dict is loaded as a whole, or refused by name with nothing changed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import math
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from marsopt import MARS, REGISTRY
+
+SHAPES = {"w": (3, 4), "v": (4, 3), "b": (5,)}
+COUNTS = {"step", "num_grads"}
+SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "row_exp_avg_sq", "exp_avg_sq_in_basis"}
+
+
+def made(mars_type, correction=None, seed=0):
+    torch.manual_seed(seed)
+    params = {name: nn.Parameter(torch.randn(s)) for name, s in SHAPES.items()}
+    optimizer = MARS(
+        params.items(), lr=0.01, mars_type=mars_type, correction=correction,
+        amsgrad=mars_type == "adamw", compile=False,
+    )  # fmt: skip
+    for _ in range(2):
+        for p in params.values():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    return optimizer
+
+
+@functools.cache
+def saved_by(mars_type, correction):
+    return copy.deepcopy(made(mars_type, correction, seed=1).state_dict())
+
+
+@functools.cache
+def loaded_by(mars_type, correction):
+    """An optimizer that refuses all it is given, and its state dict."""
+    optimizer = made(mars_type, correction)
+    return optimizer, copy.deepcopy(optimizer.state_dict())
+
+
+def one_entry(value):
+    """Put a value into the last entry of a tensor."""
+
+    def write(tensor):
+        changed = tensor.clone()
+        changed.reshape(-1)[-1] = value
+        return changed
+
+    return write
+
+
+ANYWHERE = [
+    *map(one_entry, (math.nan, math.inf, -math.inf)),
+    lambda t: t.double() + 1e300,
+    lambda t: t.to_sparse(),
+    lambda t: t.to("meta"),
+    lambda t: t.to(torch.float8_e4m3fn),
+    *(lambda t, d=d: t.to(d) for d in (torch.bool, torch.complex64, torch.complex128)),
+    lambda t: t[None],
+    lambda t: t.expand(2, *t.shape),
+    lambda t: [t.tolist()],
+    lambda t: (t,),
+    lambda t: None,
+    lambda t: str(t),
+    lambda t: {"values": t},
+    lambda t: True,
+]
+NOT_STEPS = [*(lambda t, d=d: t.to(d) for d in (torch.int64, torch.uint8))]
+SQUARE = [one_entry(-1.0), one_entry(-1e-30), lambda t: -torch.ones_like(t)]
+STEP = [
+    *(lambda t, v=v: v for v in (-1, 0.5, math.nan, 2**63, 10**400, 3 + 1j)),
+    *(lambda t, v=v: torch.tensor(v) for v in (-5, 1.5, 2**25, -1.0)),
+]
+
+
+def wrongs(key):
+    """The ways in which a value of a key may be wrong."""
+    kinds = ANYWHERE + (STEP if key == "step" else NOT_STEPS)
+    return kinds + (SQUARE if key in SQUARES | COUNTS else [])
+
+
+WRONG_ENTRIES = [None, [1], "entry", 3]
+WRONG_NAMES = [None, 5, [], ["w"], [[], [], []], ["w", None, "b"]]
+rules = st.sampled_from(
+    [(name, None) for name in REGISTRY]
+    + [(name, "transport") for name in ("adamw", "mars-adamw", "moonlight", "lion")]
+)
+
+
+def check_refused(rule, saved, *words):
+    """That loading is refused in these words, and that the state is as before."""
+    optimizer, before = loaded_by(*rule)
+    with pytest.raises(ValueError, match="expected") as refused:
+        optimizer.load_state_dict(saved)
+    for word in words:
+        assert word in str(refused.value)
+    assert not optimizer.describe().is_torn
+    after = optimizer.state_dict()
+    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+    assert after["param_groups"] == before["param_groups"]
+
+
+@hypothesis.settings(max_examples=200, derandomize=True, database=None, deadline=None)
+@hypothesis.given(rule=rules, data=st.data())
+def test_any_wrong_value_is_refused_by_name(rule, data):
+    whole = saved_by(*rule)
+    saved = {**whole, "state": {i: dict(e) for i, e in whole["state"].items()}}
+    number = data.draw(st.sampled_from(sorted(saved["state"])))
+    entry = saved["state"][number]
+    key = data.draw(st.sampled_from([k for k in sorted(entry) if entry[k].numel()]))
+    entry[key] = data.draw(st.sampled_from(wrongs(key)))(entry[key])
+    check_refused(rule, saved, f"'{list(SHAPES)[number]}'", key)
+
+
+@pytest.mark.parametrize("wrong", WRONG_ENTRIES, ids=str)
+def test_an_entry_that_is_no_dict_is_refused_by_name(wrong):
+    rule = ("mars-adamw", None)
+    saved = copy.deepcopy(saved_by(*rule))
+    saved["state"][1] = wrong
+    check_refused(rule, saved, "the state of parameter 'v'")
+
+
+@pytest.mark.parametrize("wrong", WRONG_NAMES, ids=str)
+def test_names_that_are_not_those_of_the_parameters_are_refused(wrong):
+    rule = ("mars-adamw", None)
+    saved = copy.deepcopy(saved_by(*rule))
+    saved["param_groups"][0]["param_names"] = wrong
+    check_refused(rule, saved, "param_names")
+    saved = copy.deepcopy(saved_by(*rule))
+    saved["param_groups"][0]["params"] = [0, 0, 1]
+    check_refused(rule, saved, "the ids")
+
+
+@pytest.mark.parametrize("mars_type", REGISTRY)
+def test_whatever_loses_nothing_is_taken(mars_type):
+    """Floats of another size, which the state holds; whole steps of any type."""
+    whole = saved_by(mars_type, None)
+    for dtype in (torch.bfloat16, torch.float64):
+        saved = copy.deepcopy(whole)
+        saved["state"] = tree_map_only(
+            torch.Tensor, lambda t, d=dtype: t.to(d), saved["state"]
+        )
+        for number, step in enumerate((2, 2.0, torch.tensor(2))):
+            saved["state"][number]["step"] = step
+        optimizer = made(mars_type)
+        optimizer.load_state_dict(saved)
+        for p in optimizer.param_groups[0]["params"]:
+            assert float(optimizer.state[p]["step"]) == 2
+
+
+def test_a_hook_after_loading_that_raises_leaves_it_torn():
+    """All was written by then, and the old state is gone: a load mends it."""
+    optimizer, saved = made("mars-adamw"), saved_by("mars-adamw", None)
+    handle = optimizer.register_load_state_dict_post_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="load a checkpoint"):
+        optimizer.step()
+    handle.remove()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "soap"])
+def test_hooks_may_wrap_a_state_dict_and_unwrap_it(mars_type):
+    optimizer, other = made(mars_type), made(mars_type, seed=1)
+    optimizer.register_state_dict_post_hook(lambda _, saved: {"optimizer": saved})
+    other.register_load_state_dict_pre_hook(lambda _, saved: saved["optimizer"])
+    other.load_state_dict(optimizer.state_dict())
+    want = optimizer.state_dict()["optimizer"]["state"]
+    torch.testing.assert_close(other.state_dict()["state"], want, rtol=0, atol=0)
+
+
+def test_one_line_says_what_a_load_did(caplog):
+    saved = copy.deepcopy(saved_by("moonlight", None))
+    del saved["state"][2]
+    optimizer = made("mars-m", "transport")
+    saved["param_groups"][0] |= {"mars_type": "mars-m"}
+    caplog.clear()
+    optimizer.load_state_dict(saved)
+    line = caplog.records[-1]
+    assert line.levelno == logging.WARNING
+    assert line.getMessage() == (
+        "marsopt: load_state_dict restored 4 tensors of 2 parameters; renamed "
+        "momentum_buffer to exp_avg; restarted iterate of parameter 'w' and 1 "
+        "more; restarted parameter 'b', absent from the state dict"
+    )
