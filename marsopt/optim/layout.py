@@ -124,6 +124,7 @@ class Layout:
         self.scratch: dict[tuple[int, str], tuple[Tensor, tuple[Tensor, ...]]] = {}
         self._results = Copies()  # of this step, out of stacks
         self._digest: str | None = None  # the groups' hyperparameters
+        self._is_stale = False  # whether a gather was broken off
         self._live: dict[tuple[bool, ...], Tensor] = {}
 
     @torch.no_grad()
@@ -277,6 +278,7 @@ class Layout:
             # tensor.data = ... moves it
             whole + list(map(id if fake else Tensor.data_ptr, tensors)),
             list(map(FORM, tensors[: len(self.params)])),
+            list(map(Tensor.stride, tensors[: len(self.params)])),
         )
 
     def _check_gradients(self) -> None:
@@ -304,8 +306,11 @@ class Layout:
             RuntimeError: a CUDA graph captures it, and it has to send something that is
                 on the host.
         """
-        changed = [hyper.refresh(group) for group, hyper in self._hyper]  # all
-        if any(changed):
+        # a value that is refused leaves groups before it refreshed, but not joined
+        is_changed, self._is_stale = self._is_stale, True
+        for param_group, values in self._hyper:
+            is_changed = values.refresh(param_group) or is_changed
+        if is_changed:
             self._digest = None
         copies, self._results = Copies(), Copies()
         number, rule_groups = 0, []
@@ -317,7 +322,7 @@ class Layout:
             for bucket in group.buckets:
                 stacks.append(self._stack(number, bucket, copies, live))
                 number += 1
-            if any(changed):
+            if is_changed:
                 group.refresh()
             hyper, first = group.hyper, group.groups[0]
             rates = [g["lr"] for g in group.groups]
@@ -325,6 +330,7 @@ class Layout:
                 assert isinstance(hyper.lr, Tensor)  # as the class has it
                 hyper = hyper._replace(unread_lr=hyper.lr)
             rule_groups.append(RuleGroup(hyper, stacks, first.get(STAGE_COUNT, 0)))
+        self._is_stale = False
         copies.run()
         return rule_groups, self._live_on(self.params[0].device, live)
 

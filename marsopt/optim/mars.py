@@ -248,6 +248,8 @@ class MARS(LayoutOptimizer):
         self._step()
         return loss
 
+    @torch.inference_mode(False)  # later steps write the tensors that are made here
+    @torch.no_grad()
     @without_autocast
     def _step(self) -> None:
         layout = self._fitting("step()")

@@ -56,6 +56,10 @@ class MatrixAverage(Average, MatrixPreconditioner):
     ns: NewtonSchulz = NewtonSchulz()
 
     @property
+    def debiases(self) -> bool:
+        return not isinstance(self.nesterov, bool)
+
+    @property
     def averages(self) -> bool:
         return self.nesterov is False  # it looks at c itself, too
 

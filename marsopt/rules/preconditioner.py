@@ -292,14 +292,20 @@ class Average(Preconditioner):
 
     @property
     def buffers(self) -> dict[str, Buffer]:
-        """The buffers that the state keeps, by symbol. An average whose decay knows its
-        step starts with the count of steps.
+        """The buffers that the state keeps, by symbol. An average that reads the count
+        of steps starts with it.
         """
         kept = dict(self.keeps)
         for symbol, name in self.decays.items():
-            if isinstance(getattr(self, name), StepValue):
+            counts = symbol == "m" and self.debiases
+            if counts or isinstance(getattr(self, name), StepValue):
                 kept[symbol] = kept[symbol]._replace(is_debiased=True)
         return kept
+
+    @property
+    def debiases(self) -> bool:
+        """Whether u divides m by 1 - mu^t."""
+        return False
 
     @property
     def averages(self) -> bool:

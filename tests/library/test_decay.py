@@ -260,3 +260,27 @@ def test_for_model_gives_it_to_both_parts():
     assert all(g["betas"][0] == LogTime(10) for g in optimizer.param_groups)
     model(torch.arange(12)).square().sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("mars_type", ["muon", "moonlight", "normuon"])
+def test_an_average_that_is_debiased_starts_with_the_count_of_steps(mars_type):
+    """Also in a group that goes over to the rule after many steps of another."""
+    params, fresh = parameters(), parameters()
+    options = dict(nesterov=0.2, ns_dtype=torch.float64, lr=0.1)
+    optimizer = MARS(params, mars_type="adamw", lr=0.1, compile=False)
+    for t in range(20):
+        fill(params, t)
+        optimizer.step()
+    with torch.no_grad():
+        for p, q in zip(params, fresh, strict=True):
+            q.copy_(p)
+    group = optimizer.param_groups[0]
+    other = MARS(fresh[:2], mars_type=mars_type, compile=False, **options)
+    group.update(other.param_groups[0] | {"params": params, "nesterov": 0.2})
+    for t in range(20, 23):
+        fill(params, t)
+        fill(fresh, t)
+        optimizer.step()
+        other.step()
+    torch.testing.assert_close(params[:2], fresh[:2], rtol=0, atol=0.02)
+    assert float(optimizer.state[params[0]]["step"]) == 3

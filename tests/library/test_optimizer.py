@@ -945,3 +945,43 @@ def test_two_optimizers_do_not_share_the_limit_on_recompiles(monkeypatch):
         optimizer = MARS(params, compile=True)
         with torch._dynamo.config.patch(recompile_limit=2):
             run(optimizer, params, 1)
+
+
+def test_a_first_step_in_inference_mode_leaves_later_steps_possible():
+    params = parameters((3, 3), (3,), (3,))
+    optimizer = eager(params, mars_type="adamw")
+    fill(params, 0)
+    with torch.inference_mode():
+        optimizer.step()
+    fill(params, 1)
+    optimizer.step()
+    assert all(float(optimizer.state[p]["step"]) == 2 for p in params)
+
+
+def test_a_refused_learning_rate_leaves_no_other_group_behind():
+    params = parameters((3,), (3,))
+    groups = [{"params": [p]} for p in params]
+    optimizer = eager(groups, mars_type="adamw", lr=LR, weight_decay=0.0)
+    fill(params, 0)
+    optimizer.step()
+    first, second = optimizer.param_groups
+    first["lr"], second["lr"] = 0.0, -1.0
+    with pytest.raises(ValueError, match="lr=-1.0"):
+        optimizer.step()
+    second["lr"] = LR
+    before = [p.detach().clone() for p in params]
+    optimizer.step()
+    assert torch.equal(params[0], before[0])
+    assert not torch.equal(params[1], before[1])
+
+
+def test_a_parameter_whose_data_is_transposed_is_updated_as_it_lies():
+    (ours,), (theirs,) = twins((4, 4))
+    mine = eager([ours], mars_type="adamw", lr=LR, weight_decay=0.0)
+    other = torch.optim.AdamW([theirs], lr=LR, weight_decay=0.0)
+    for t in range(4):
+        for p, optimizer in ((ours, mine), (theirs, other)):
+            p.data = p.data.t() if t == 2 else p.data
+            fill([p], t)
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs)

@@ -892,3 +892,21 @@ def test_a_closure_that_ends_in_eval_mode_is_refused():
     with pytest.raises(RuntimeError, match="got step\\(\\) in eval mode"):
         optimizer.step(closure)
     equal(model.parameters(), before)
+
+
+@pytest.mark.parametrize("mars_type", ["muon", "lion", "adamw"])
+def test_weights_loaded_after_a_skipped_first_step_are_x(mars_type):
+    (p,) = params = [nn.Parameter(torch.zeros(4, 4))]
+    optimizer = MARS(
+        params, lr=0.1, mars_type=mars_type, correction="transport", gamma=0.05,
+        weight_decay=0.0, compile=False,
+    )  # fmt: skip
+    p.grad = torch.full((4, 4), float("inf"))
+    optimizer.step()
+    with torch.no_grad():
+        p.fill_(10.0)
+    p.grad = torch.ones(4, 4)
+    optimizer.step()
+    optimizer.eval()
+    assert optimizer.num_skipped == 1
+    assert float((p.detach() - 10.0).abs().max()) < 1.0

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import LOOKAHEAD
@@ -59,7 +60,8 @@ class ParameterHandle:
     @property
     def has_stepped(self) -> bool:
         """Return whether the parameter has taken a step. Costs a sync."""
-        return bool(self._state[self.p]["step"])
+        step = self._state[self.p]["step"]
+        return is_fake(step) or bool(step)
 
     @property
     def entry(self) -> dict[str, Any]:

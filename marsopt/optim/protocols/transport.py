@@ -33,8 +33,12 @@ class Lookahead(CorrectionProtocol):
 
     def __init__(self) -> None:
         super().__init__()
-        self._stepped: set[Tensor] = set()  # parameters whose x or numbers are valid
-        self._first: list[ParameterHandle] = []  # parameters in their first step
+        # parameters whose x in the state is known to be valid; and parameters with
+        # state of another correction, whose x is the parameter until the next step
+        self._valid: set[Tensor] = set()
+        self._without_x: set[Tensor] = set()
+        self._unknown: list[ParameterHandle] = []  # in this step: not known to be valid
+        self._has_stepped = False
         self._say = once()
 
     def before_step(self, optimizer: Host, handles: Handles) -> None:
@@ -49,21 +53,32 @@ class Lookahead(CorrectionProtocol):
                 "the point ahead; call optimizer.train() before the forward pass, and "
                 "optimizer.eval() after step(), not between backward() and step()"
             )
-        self._first = [h for h in handles if h.p not in self._stepped]
-        stored = [handle for handle in self._first if handle.numbers is None]
-        is_cuda = bool(stored) and stored[0].p.is_cuda
-        if is_cuda and torch.cuda.is_current_stream_capturing():
+        stored = [handle for handle in handles if handle.numbers is None]
+        self._unknown = [handle for handle in stored if handle.p not in self._valid]
+        first = [handle.p for handle in self._unknown if handle.p.grad is not None]
+        if first and first[0].is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "got a first step to capture, expected one after an ordinary step: "
                 "replays would start from y every time; take a step before the capture"
             )
-        for handle in stored:
-            handle["x"].copy_(handle.piece)
+        for handle in self._unknown:
+            x, piece = handle["x"], handle.piece
+            is_x = handle.entry["step"] == 0
+            x.copy_(
+                piece if handle.p in self._without_x else torch.where(is_x, piece, x)
+            )
 
     def after_step(self, optimizer: Host, handles: Handles) -> None:
-        """Note which parameters have taken their first step."""
-        self._stepped.update(h.p for h in self._first if h.p.grad is not None)
-        self._first = []
+        """Note which parameters have taken their first step: a sync for each, once. A
+        parameter without a gradient on this rank is not asked.
+        """
+        for handle in self._unknown:
+            if handle.p in self._without_x:
+                self._without_x.discard(handle.p)
+                self._valid.add(handle.p)
+            elif handle.p.grad is not None and handle.has_stepped:
+                self._valid.add(handle.p)
+        self._unknown, self._has_stepped = [], True
 
     def eval(self, optimizer: Host) -> None:
         """Put x into parameters."""
@@ -75,7 +90,7 @@ class Lookahead(CorrectionProtocol):
 
     def check_may_save(self, optimizer: Host) -> None:
         """Warn once that parameters are not the trained weights."""
-        if self._stepped and _in_train_mode(optimizer):
+        if self._has_stepped and _in_train_mode(optimizer):
             self._say(
                 logging.WARNING,
                 "saved in train mode: the parameters are the points where gradients "
@@ -89,7 +104,7 @@ class Lookahead(CorrectionProtocol):
         x.
         """
         handles = optimizer.parameter_handles("iterates()", agree=False)
-        ahead = {h.p: h for h in handles if h.p in self._stepped}
+        ahead = {handle.p: handle for handle in handles if self._has_x(handle)}
         is_ahead = _in_train_mode(optimizer)
 
         @torch.no_grad()
@@ -108,12 +123,20 @@ class Lookahead(CorrectionProtocol):
         """Take x, or its numbers, as loaded. An entry without them leaves x to the
         parameter, as before a first step.
         """
+        self._valid, self._without_x = set(), set()
         for handle in handles:
-            has_x = handle.iterate_key in entries.get(handle.p, {})
-            if has_x and handle.has_stepped:
-                self._stepped.add(handle.p)
-            else:
-                self._stepped.discard(handle.p)
+            if handle.has_stepped:
+                self._has_stepped = True
+                has_x = handle.iterate_key in entries.get(handle.p, {})
+                (self._valid if has_x else self._without_x).add(handle.p)
+
+    def _has_x(self, handle: ParameterHandle) -> bool:
+        """Return whether the state has x of a parameter, or the numbers from which it
+        follows (zeros, where the parameter is x). May cost a sync.
+        """
+        if handle.numbers is not None or handle.p in self._valid:
+            return True
+        return handle.p not in self._without_x and handle.has_stepped
 
     def _switch(self, optimizer: Host, to_train: bool) -> None:
         if _in_train_mode(optimizer) == to_train:
@@ -122,7 +145,7 @@ class Lookahead(CorrectionProtocol):
         handles = optimizer.parameter_handles(call, agree=False)
         with optimizer.writing:
             for handle in handles:
-                if handle.p in self._stepped:
+                if self._has_x(handle):
                     _exchange(handle, to_train)
             optimizer.notify_written()
             for group in optimizer.param_groups:
