@@ -314,7 +314,7 @@ class Rule:
         for algorithm, rest in ((self.matrix, False), (self.rest, True)):
             members = [i for i, other in enumerate(is_rest) if other == rest]
             if members and algorithm is not None:
-                moved = algorithm.over([params[i] for i in members])
+                moved = algorithm.for_params([params[i] for i in members])
                 nonempty_sides.append(Side(moved, members, rest))
         return nonempty_sides
 

@@ -46,8 +46,8 @@ from marsopt.rules.dtypes import working_dtype
 class State(NamedTuple):
     """The memory of one algorithm: steps taken and skipped (0-D); by symbol its
     buffers, each in the container of the parameters; and with transport, where x is no
-    such buffer, the numbers of the last step (num_behind,) from which it follows. An
-    absent buffer is (), which has no leaf: a step can be under ``vmap``.
+    such buffer, the numbers of the last step (num_lookahead_scalars,) from which it
+    follows. An absent buffer is (), which has no leaf: a step can be under ``vmap``.
     """
 
     t: Tensor
@@ -170,9 +170,11 @@ def new_state(leaves: Leaves) -> State:
     }
     zero = torch.zeros((), dtype=torch.float32, device=leaves.tensors[0].device)
     behind: Tensor | tuple[()] = ()
-    if algorithm.num_behind:
+    if algorithm.num_lookahead_scalars:
         dtype = scalar_dtype(zero.device)
-        behind = torch.zeros(algorithm.num_behind, dtype=dtype, device=zero.device)
+        behind = torch.zeros(
+            algorithm.num_lookahead_scalars, dtype=dtype, device=zero.device
+        )
     return State(zero, zero.clone(), buffers, behind)
 
 
@@ -232,7 +234,7 @@ def check_behind(algorithm: Algorithm, state: State) -> Tensor | None:
     Raises:
         ValueError: the state has x itself where it is to follow.
     """
-    if not algorithm.num_behind:
+    if not algorithm.num_lookahead_scalars:
         return None
     if not isinstance(state.behind, Tensor):
         raise ValueError(
@@ -341,7 +343,7 @@ def unbind(
         stacks, owned: the results of the step for these leaves (``Moved``).
         state: before the step.
         decision: the step's.
-        behind: (N, num_behind) of these leaves after the step (``Decision``).
+        behind: (N, num_lookahead_scalars), after the step (``Decision``).
     """
     algorithm = leaves.algorithm
     at_owner = algorithm.owned

@@ -147,8 +147,8 @@ class Hyperparameters(NamedTuple):
     gamma: Number
     t: Tensor  # (N,) steps that each tensor has taken
     dtypes: tuple[torch.dtype, ...]  # working dtypes of its stacks, each once
-    # (N, num_behind) coefficients that the last step left, by which x follows from y;
-    # None: x is kept
+    # (N, num_lookahead_scalars) coefficients that the last step left, by which x
+    # follows from y; None: x is kept
     behind: Tensor | None = None
     # of each stack: its tensors, and the parts of each that have a norm of their own;
     # None: one part each (a graph would guard every number)
@@ -263,14 +263,15 @@ class StepScalars(NamedTuple):
             parts = [column.view(stack.num_tensors, -1) for column in columns]
             columns = [stack.rows.spread(column, rows) for column in parts]
         columns = [factor(column, like) for column in columns]
-        num_behind, num_weights = algorithm.num_behind, 1 + len(algorithm.operands)
+        num_scalars = algorithm.num_lookahead_scalars
+        num_weights = 1 + len(algorithm.operands)
         ok, *rest = columns
         grad_clip = extrapolation = behind = key = None
         if algorithm.written:
             grad_clip, *rest = rest
         weights, rest = rest[:num_weights], rest[num_weights:]
-        if num_behind:
-            behind, rest = tuple(rest[:num_behind]), rest[num_behind:]
+        if num_scalars:
+            behind, rest = tuple(rest[:num_scalars]), rest[num_scalars:]
         elif algorithm.is_ahead:
             extrapolation, *rest = rest
         if algorithm.stochastic_rounding:

@@ -235,9 +235,9 @@ class LayoutOptimizer(Optimizer):
     @torch.inference_mode(False)  # else later steps could not write the tensors
     @torch.no_grad()
     @without_autocast
-    def _ask(self, call: str, *arguments: Any) -> Any:
-        """Let the correction's protocol answer a method; None where it does not."""
-        if call not in self._protocol.answers:
+    def _dispatch(self, call: str, *arguments: Any) -> Any:
+        """Let the correction's protocol handle a method; None where it does not."""
+        if call not in self._protocol.handled_calls:
             return None
         return getattr(self._protocol, call)(self, *arguments)
 

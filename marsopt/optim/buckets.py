@@ -75,7 +75,7 @@ class ParameterBucket:
         # parts of each parameter that have a norm of their own
         self.num_clipped = self.algorithm.num_clipped(self.shape)
         kept = [buffer.key for buffer in self.algorithm.buffers.values()]
-        kept += [LOOKAHEAD] if self.algorithm.num_behind else []
+        kept += [LOOKAHEAD] if self.algorithm.num_lookahead_scalars else []
         # of two keys or more it returns a tuple
         self._kept = itemgetter("step", *(kept or ["step"]))
 
@@ -235,7 +235,7 @@ def by_formula(sides: Sequence[GroupSide]) -> list[list[GroupSide]]:
 
 def _ahead_in(side: GroupSide) -> frozenset[torch.dtype]:
     """Return the dtype of the numbers from which x follows, where it does."""
-    ahead = side.params if side.algorithm.num_behind else []
+    ahead = side.params if side.algorithm.num_lookahead_scalars else []
     return frozenset(map(working_dtype, ahead))
 
 
@@ -320,8 +320,11 @@ def join(
     algorithm, device = present.algorithm, params[0].device
     t = torch.zeros(len(params), dtype=torch.float32, device=device)
     numbers, behind = [(list(t.unbind()), _held(state, params, "step", t[0]))], None
-    if algorithm.num_behind:
-        shape, dtype = (len(params), algorithm.num_behind), scalar_dtype(device)
+    if algorithm.num_lookahead_scalars:
+        shape, dtype = (
+            (len(params), algorithm.num_lookahead_scalars),
+            scalar_dtype(device),
+        )
         behind = torch.zeros(shape, dtype=dtype, device=device)
         entries = _held(state, params, LOOKAHEAD, behind[0])
         numbers.append((list(behind.unbind()), entries))
@@ -384,7 +387,7 @@ def attach(bucket: ParameterBucket, state: State) -> None:
     """Give a bucket the tensors that ``state`` holds, and make the missing ones."""
     buffers = bucket.algorithm.buffers
     unwanted = STATE_KEYS - {buffer.key for buffer in buffers.values()}
-    if bucket.algorithm.num_behind:
+    if bucket.algorithm.num_lookahead_scalars:
         unwanted -= {LOOKAHEAD}
     wanted = {b.key for b in buffers.values() if b.home == "shard"}
     debiased = {buffer.key for buffer in buffers.values() if buffer.is_debiased}

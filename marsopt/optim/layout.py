@@ -479,7 +479,7 @@ class Layout:
         partial = torch.stack(squares)[:, None]
         return self.collectives.sum(partial, self.params).sum().sqrt()
 
-    def blame(self, sums: Tensor) -> str:
+    def describe_nonfinite(self, sums: Tensor) -> str:
         """Say whose gradient is not finite, from the complete sums of the step."""
         bad = torch.isfinite(sums).all(1).logical_not().nonzero().flatten().tolist()
         everyone = [name for bucket in self.buckets for name in bucket.labels]

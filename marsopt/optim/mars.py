@@ -290,7 +290,7 @@ class MARS(LayoutOptimizer):
         if self._options["nonfinite"] == "raise" and not decision.finite:
             if digest is not None:
                 collectives.check_ranks_agree(digest)
-            raise FloatingPointError(layout.blame(sums))
+            raise FloatingPointError(layout.describe_nonfinite(sums))
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -313,13 +313,13 @@ class MARS(LayoutOptimizer):
         Parameters that are written in eval mode (loaded, averaged, clamped) are the new
         x. A step in eval mode is an error.
         """
-        self._ask("eval")
+        self._dispatch("eval")
 
     def train(self) -> None:
         """Transport: put the points ahead back into the model, before the next forward
         pass of training. Other corrections: nothing.
         """
-        self._ask("train")
+        self._dispatch("train")
 
     def iterates(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter with its iterate, for averages and logs: with transport
@@ -327,7 +327,7 @@ class MARS(LayoutOptimizer):
         now; else itself. Nothing is exchanged or copied: the tensors change with the
         next step (or ``eval``, ``train``), and are only to be read.
         """
-        find_iterate = self._ask("iterates")
+        find_iterate = self._dispatch("iterates")
         for group in self.param_groups:
             for p in group["params"]:
                 x = None if find_iterate is None else find_iterate(p)
@@ -354,7 +354,7 @@ class MARS(LayoutOptimizer):
             RuntimeError: a line of the protocol is missing, which the message names:
                 ``update_last_grad`` after the last step.
         """
-        self._ask("update_previous_grad", grad_scale)
+        self._dispatch("update_previous_grad", grad_scale)
 
     def update_last_grad(self) -> None:
         """Exact MARS, after ``step``: the kept gradient becomes the next step's h.
@@ -362,7 +362,7 @@ class MARS(LayoutOptimizer):
         Raises:
             RuntimeError: ``update_previous_grad`` was not called since the last time.
         """
-        self._ask("update_last_grad")
+        self._dispatch("update_last_grad")
 
     # ---- an anchor -----------------------------------------------------------------
 
@@ -374,15 +374,15 @@ class MARS(LayoutOptimizer):
         Args:
             grad_scale: as in ``update_previous_grad``.
         """
-        self._ask("update_anchor", grad_scale)
+        self._dispatch("update_anchor", grad_scale)
 
     @contextmanager
     def at_snapshot(self) -> Iterator[None]:
         """Corrections with an anchor (SVRG): let parameters hold the snapshot in this
         context, for the batch's gradient there. Other corrections: nothing.
         """
-        self._ask("at_snapshot")
+        self._dispatch("at_snapshot")
         try:
             yield
         finally:
-            self._ask("at_snapshot")
+            self._dispatch("at_snapshot")

@@ -57,7 +57,7 @@ def passes(
     update = g + operands + 2 * buffers + len(algorithm.written) * h + made
     # of a matrix rule the update leaves x; applying reads x and the factors, writes x
     update += 2 * x + (o if algorithm.matrix_only else 0)
-    if algorithm.is_ahead and not algorithm.num_behind:
+    if algorithm.is_ahead and not algorithm.num_lookahead_scalars:
         update += x  # which is in the state; y is written
     return g + operands, update
 

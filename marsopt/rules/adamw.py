@@ -102,7 +102,7 @@ class AdamW(Preconditioner):
         return self.betas[0]
 
     @property
-    def num_behind(self) -> int:
+    def num_lookahead_scalars(self) -> int:
         # a subclass that moves x in another way has to say how x follows
         own = (getattr(type(self), name) is getattr(AdamW, name) for name in MOVES_X)
         if not all(own):

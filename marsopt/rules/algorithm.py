@@ -112,21 +112,21 @@ class Algorithm:
         return self.correction is not None and self.correction.is_ahead
 
     @property
-    def num_behind(self) -> int:
+    def num_lookahead_scalars(self) -> int:
         """How many numbers of the last step x follows from, with the point ahead and
         the buffers; 0: parameters are x, or the state keeps it.
         """
         correction = self.correction
         if correction is None or not correction.is_ahead or correction.store_iterate:
             return 0
-        return self.preconditioner.num_behind
+        return self.preconditioner.num_lookahead_scalars
 
-    def over(self, params: Sequence[Tensor]) -> Algorithm:
+    def for_params(self, params: Sequence[Tensor]) -> Algorithm:
         """Return this algorithm for these parameters: one that keeps x where it would
         not follow exactly, from half precision or buffers of another dtype, unless
         these are rounded stochastically: a step then moves x by the rounded buffers.
         """
-        if not self.num_behind:
+        if not self.num_lookahead_scalars:
             return self
         dtypes = {p.dtype for p in params}
         wide = all(p.dtype == working_dtype(p) for p in params)
@@ -173,7 +173,7 @@ class Algorithm:
         if self.corrects is None:
             return buffers
         keeps = dict(self.corrects.keeps)
-        if self.num_behind:
+        if self.num_lookahead_scalars:
             del keeps["x"]
         return {**buffers, **keeps}
 

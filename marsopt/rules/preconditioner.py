@@ -42,7 +42,7 @@ class Preconditioner(ABC):
         check_fields(self)
 
     @property
-    def num_behind(self) -> int:
+    def num_lookahead_scalars(self) -> int:
         """How many numbers of a step x follows from, with the point ahead of it and the
         buffers (``behind``); 0: it does not follow.
         """
@@ -106,7 +106,8 @@ class Preconditioner(ABC):
         self, s: tuple[Tensor, ...], k: Tensor, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return scalars with which ``update`` moves x to the point y = x' + k (x' - x)
-        in place of x', and the ``num_behind`` numbers that lead from y back to x'.
+        in place of x', and the ``num_lookahead_scalars`` numbers that lead from y back
+        to x'.
 
         Args:
             s: this preconditioner's scalars.

@@ -536,7 +536,7 @@ class Zeroed(CorrectionProtocol):
         if self.progress == 1:
             raise RuntimeError("got a state dict after one step")
 
-    answers = frozenset({"update_anchor"})
+    handled_calls = frozenset({"update_anchor"})
 
 
 class Half(marsopt.Correction):

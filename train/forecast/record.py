@@ -282,14 +282,16 @@ def _record(job: Job, rank: Rank) -> Record:
     kept = [x for one in every for x in (*one.buffers.values(), *sum(one.owned, ()))]
     state = sum(x.nbytes for x in kept)
     # numbers of the last step, in float64, from which x follows
-    state += 8 * sum(len(a.leaves) * a.of.algorithm.num_behind for a in every)
+    state += 8 * sum(
+        len(a.leaves) * a.of.algorithm.num_lookahead_scalars for a in every
+    )
     takes_gradients = False
     for one in every:
         if one.of.algorithm.correction is not None:
             protocol = protocol_of(type(one.of.algorithm.correction))
             copied = [s for s in protocol.copied if s in one.buffers]
             state += sum(one.buffers[symbol].nbytes for symbol in copied)
-            takes_gradients |= "update_previous_grad" in protocol.answers
+            takes_gradients |= "update_previous_grad" in protocol.handled_calls
     members = [Members(one.leaves, one.owned) for one in every]
     for is_warm in (False, True):  # ranks agree, once, on what they hold
         with Recorder([*stacks, *kept]) as recorder:
@@ -366,14 +368,14 @@ def _groups(every: Sequence[Parameters], rank: Rank) -> list[RuleGroup]:
             stacks.append(stack)
             parts.append((stack.num_tensors, stack.num_clipped))
         num = sum(num for num, _ in parts)
-        behind = torch.zeros(num, algorithm.num_behind, device="meta")
+        behind = torch.zeros(num, algorithm.num_lookahead_scalars, device="meta")
         hyper = Hyperparameters(
             algorithm=algorithm,
             lr=1e-3,
             gamma=0.025,
             t=torch.zeros(num, device="meta"),
             dtypes=(torch.float32,),
-            behind=behind if algorithm.num_behind else None,
+            behind=behind if algorithm.num_lookahead_scalars else None,
             parts=norms_per_tensor(parts),
         )
         count = algorithm.preconditioner.every if algorithm.has_stages else 0

@@ -94,7 +94,7 @@ class ParameterHandle:
     @property
     def iterate_key(self) -> str:
         """Return where ``optimizer.state[p]`` has x, or the numbers."""
-        return LOOKAHEAD if self.algorithm.num_behind else self._keys["x"]
+        return LOOKAHEAD if self.algorithm.num_lookahead_scalars else self._keys["x"]
 
     def recover_x(self, y: Tensor) -> Tensor:
         """Return this rank's piece of x from its piece of the point ahead."""
@@ -150,13 +150,13 @@ class Host(Protocol):
 
 class CorrectionProtocol:
     """The protocol of a correction without work beside its step. Each optimizer has one
-    instance. A subclass says which methods of ``MARS`` it answers, and overrides the
+    instance. A subclass says which methods of ``MARS`` it handles, and overrides the
     hooks that it needs; every method gets the handles of all parameters that move.
     """
 
-    # the methods of MARS that it answers, by methods of the same names, given the
+    # the methods of MARS that it handles, by methods of the same names, given the
     # optimizer and the arguments of MARS's method; other methods do nothing
-    answers: ClassVar[frozenset[str]] = frozenset()
+    handled_calls: ClassVar[frozenset[str]] = frozenset()
     # buffers of which it holds a second copy between two calls, by symbol
     copied: ClassVar[tuple[str, ...]] = ()
 

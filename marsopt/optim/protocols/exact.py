@@ -115,7 +115,7 @@ class NextGradients(CorrectionProtocol):
     def load(self, handles: Handles, entries: Entries) -> None:
         self._start(is_fresh=True)
 
-    answers = frozenset({"update_previous_grad", "update_last_grad"})
+    handled_calls = frozenset({"update_previous_grad", "update_last_grad"})
 
 
 def put_scaled(target: Tensor, g: Tensor | None, factor: Factor) -> None:

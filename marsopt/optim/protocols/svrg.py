@@ -118,7 +118,7 @@ class Snapshot(CorrectionProtocol):
     def load(self, handles: Handles, entries: Entries) -> None:
         self.progress = False, any(handle.has_stepped for handle in handles)
 
-    answers = frozenset({"update_previous_grad", "update_anchor", "at_snapshot"})
+    handled_calls = frozenset({"update_previous_grad", "update_anchor", "at_snapshot"})
 
 
 register(SVRG, protocol=Snapshot)

@@ -151,7 +151,7 @@ class Lookahead(CorrectionProtocol):
             for group in optimizer.param_groups:
                 group[TRAIN_MODE] = to_train
 
-    answers = frozenset({"eval", "iterates", "train"})
+    handled_calls = frozenset({"eval", "iterates", "train"})
 
 
 def _exchange(handle: ParameterHandle, to_train: bool) -> None:
