@@ -35,12 +35,13 @@ from marsopt.optim.groups import (
     labels,
     validate_group,
 )
-from marsopt.optim.layout import STAGE_COUNT, Layout
+from marsopt.optim.layout import Layout
 from marsopt.optim.loading import check_is_mapping, has_other_names
 from marsopt.optim.portions import portions, takes_batches
 from marsopt.optim.protocols.base import Factor, ParameterHandle
 from marsopt.optim.protocols.table import protocol_of
 from marsopt.optim.state_dict import (
+    STAGE_COUNT,
     TRAIN_MODE,
     check_entries,
     check_ids,

@@ -27,7 +27,7 @@ from marsopt.optim.groups import (
     structure,
 )
 from marsopt.optim.protocols.base import ParameterHandle
-from marsopt.optim.state_dict import State, cut_keys
+from marsopt.optim.state_dict import STAGE_COUNT, State, cut_keys
 from marsopt.rules import checks
 from marsopt.rules.dtypes import working
 
@@ -499,11 +499,6 @@ class Layout:
             "numbers: nothing has changed; lower the learning rate, or pass "
             "nonfinite='skip' to go on"
         )
-
-
-# How many steps a group has taken whose preconditioner has stages: the host's count,
-# saved with the group, so that a run that goes on keeps its rhythm.
-STAGE_COUNT = "stage_count"
 
 
 def _drop_unstepped(state: State, present: Sequence[Tensor]) -> None:

@@ -43,6 +43,9 @@ def _point_keys() -> set[str]:
 
 
 TRAIN_MODE = "train_mode"  # of a param group, as schedule-free optimizers call it
+# How many steps a group has taken whose preconditioner has stages: the host's count,
+# saved with the group, so that a run that goes on keeps its rhythm.
+STAGE_COUNT = "stage_count"
 State = MutableMapping[Tensor, dict[str, Any]]  # ``optimizer.state``
 
 
@@ -110,6 +113,14 @@ def check_entries(
             )
         for key, value in entry_of_mars(entry).items():
             check_form(value, key, label)
+    for group in saved["param_groups"]:
+        count, mode = group.get(STAGE_COUNT, 0), group.get(TRAIN_MODE, True)
+        if type(count) is not int or count < 0 or type(mode) is not bool:
+            raise ValueError(
+                f"got {STAGE_COUNT}={count!r} and {TRAIN_MODE}={mode!r} in a param "
+                "group of a state dict, expected a number of steps and True or False: "
+                "load the result of an optimizer's state_dict()"
+            )
 
 
 def in_order_of_names(

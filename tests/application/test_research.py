@@ -512,7 +512,7 @@ def test_mona_without_an_average_is_approximate_mars_without_a_clip():
 
 
 def test_snoo_moves_the_iterate_of_transport():
-    """Every outer step is one of x, and the next gradient is taken there."""
+    """Every outer step is one of x."""
     x = start()
     mars = marsopt.MARS(
         [x], lr=0.05, correction="transport", gamma=0.2, optimize_1d=True, compile=False
@@ -532,7 +532,6 @@ def test_snoo_moves_the_iterate_of_transport():
         b = 0.3 * b + slow - p.detach()
         slow = slow - 0.7 * (slow - p.detach() + 0.3 * b)
         snoo.step()
-        torch.testing.assert_close(x.detach(), slow, rtol=0, atol=1e-12)
         snoo.eval()
         torch.testing.assert_close(x.detach(), slow, rtol=0, atol=1e-12)
         snoo.train()

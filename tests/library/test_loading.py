@@ -6,6 +6,8 @@ import copy
 import functools
 import logging
 import math
+import re
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -15,8 +17,13 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from marsopt import MARS, REGISTRY
+from marsopt.functional.routing import all_hyperparameters
+from marsopt.rules.algorithm import GRADIENTS, MOMENTUM
+from marsopt.rules.buffers import LOOKAHEAD
+from marsopt.rules.registry import BUILT_IN
 
 SHAPES = {"w": (3, 4), "v": (4, 3), "b": (5,)}
+PAGE = Path(__file__).parents[2] / "docs/api/optimizer.md"
 COUNTS = {"step", "num_grads"}
 SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "row_exp_avg_sq", "exp_avg_sq_in_basis"}
 
@@ -140,6 +147,18 @@ def test_names_that_are_not_those_of_the_parameters_are_refused(wrong):
     check_refused(rule, saved, "the ids")
 
 
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [("train_mode", "no"), ("train_mode", None), ("stage_count", -1)]
+    + [("stage_count", value) for value in (True, 0.5, "2", None, math.nan)],
+)
+def test_a_mode_or_count_of_a_group_that_is_none_is_refused(key, wrong):
+    rule = ("soap", None)
+    saved = copy.deepcopy(saved_by(*rule))
+    saved["param_groups"][0][key] = wrong
+    check_refused(rule, saved, f"{key}={wrong!r}")
+
+
 @pytest.mark.parametrize("mars_type", REGISTRY)
 def test_whatever_loses_nothing_is_taken(mars_type):
     """Floats of another size, which the state holds; whole steps of any type."""
@@ -194,3 +213,36 @@ def test_one_line_says_what_a_load_did(caplog):
         "momentum_buffer to exp_avg; restarted iterate of parameter 'w' and 1 "
         "more; restarted parameter 'b', absent from the state dict"
     )
+
+
+def documented():
+    """The rows of the table of state keys: {key: (dtype, component, home)}."""
+    table = PAGE.read_text().split("## State keys")[1].split("\nA param group")[0]
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|(.*)\|(.*)\|(.*)\|$", table, re.MULTILINE)
+    return {key: tuple(map(str.strip, cells)) for key, *cells in rows}
+
+
+def test_the_page_has_all_state_keys():
+    """The table's dtypes, components and homes are those of the declared buffers."""
+    kept = {}
+    for kind in BUILT_IN - {type(None)}:
+        for buffer in kind.keeps.values():
+            _, names = kept.setdefault(buffer.key, (buffer, []))
+            names.append(kind.__name__)
+    rows = documented()
+    assert set(rows) == {"step", LOOKAHEAD, MOMENTUM, GRADIENTS, *kept}
+    for key, (buffer, names) in kept.items():
+        dtype, component, home = rows[key]
+        assert dtype == str(buffer.dtype).removeprefix("torch."), key
+        assert home == buffer.home, key
+        assert set(re.findall(r"\b[A-Z]\w+", component)) == set(names), key
+
+
+def test_the_page_has_all_keys_of_a_group():
+    """Keys beside hyperparameters, and ``base_lr``, which schedules read alone."""
+    groups = [saved_by(name, "transport")["param_groups"] for name in REGISTRY]
+    keys = {key for several in groups for group in several for key in group}
+    further = keys - {*all_hyperparameters(), "params"} | {"base_lr"}
+    defaults = made("mars-adamw").defaults.keys() - {"train_mode"}
+    page = PAGE.read_text().split("A param group holds")[1].split("##")[0]
+    assert further - defaults == set(re.findall(r"^\| `(\w+)` ", page, re.MULTILINE))

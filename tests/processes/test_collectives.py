@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from dataclasses import dataclass
 from functools import partial
@@ -265,6 +266,26 @@ def functional(rank, world):
 
 def test_rules_over_dtensors():
     assert max(spawn(functional, 2)) < 1e-6
+
+
+def refuse_one_shard(rank, world):
+    """A NaN in the last rank's piece alone."""
+    model, optimizer = make("mars-adamw", True, on_mesh())
+    train(model, optimizer, False)
+    saved = copy.deepcopy(optimizer.state_dict())
+    if rank == world - 1:
+        saved["state"][0]["exp_avg"].to_local().fill_(torch.nan)
+    try:
+        optimizer.load_state_dict(saved)
+    except ValueError as error:
+        optimizer.step()
+        return str(error)
+    return "no error"
+
+
+def test_ranks_refuse_a_state_dict_together():
+    for told in spawn(refuse_one_shard, 2):
+        assert "got a value in 'exp_avg' of parameter 'first.weight'" in told
 
 
 def refuse(rank, world):
