@@ -803,8 +803,9 @@ def test_names_alone_tell_as_much_to_torchtitan(name):
 
 
 def told(caplog):
-    found = [r.getMessage() for r in caplog.records if "embeddings" in r.getMessage()]
-    assert all(r.levelno == logging.WARNING for r in caplog.records if found)
+    records = [r for r in caplog.records if "embeddings" in r.getMessage()]
+    found = [record.getMessage() for record in records]
+    assert all(record.levelno == logging.WARNING for record in records)
     return found
 
 
