@@ -101,12 +101,12 @@ class LogTime(StepValue):
         """
         try:
             call = ast.parse(text.strip(), mode="eval").body
-            assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
-            assert call.func.id == cls.__name__
+            if not isinstance(call, ast.Call) or ast.unparse(call.func) != cls.__name__:
+                raise ValueError("not a call of this class")
             values = [ast.literal_eval(value) for value in call.args]
             named = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
             return cls(*values, **named)
-        except (AssertionError, SyntaxError, TypeError, ValueError) as error:
+        except (SyntaxError, TypeError, ValueError) as error:
             raise ValueError(
                 f"got {text!r}, expected a number or a decay: write LogTime(10)"
             ) from error

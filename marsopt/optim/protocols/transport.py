@@ -53,8 +53,9 @@ class Lookahead(CorrectionProtocol):
                 "the point ahead; call optimizer.train() before the forward pass, and "
                 "optimizer.eval() after step(), not between backward() and step()"
             )
-        stored = [handle for handle in handles if handle.numbers is None]
-        self._unknown = [handle for handle in stored if handle.p not in self._valid]
+        self._unknown = [
+            h for h in handles if h.p not in self._valid and h.numbers is None
+        ]
         first = [handle.p for handle in self._unknown if handle.p.grad is not None]
         if first and first[0].is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -63,10 +64,9 @@ class Lookahead(CorrectionProtocol):
             )
         for handle in self._unknown:
             x, piece = handle["x"], handle.piece
-            is_x = handle.entry["step"] == 0
-            x.copy_(
-                piece if handle.p in self._without_x else torch.where(is_x, piece, x)
-            )
+            if handle.p not in self._without_x:
+                piece = torch.where(handle.entry["step"] == 0, piece, x)
+            x.copy_(piece)
 
     def after_step(self, optimizer: Host, handles: Handles) -> None:
         """Note which parameters have taken their first step: a sync for each, once. A
