@@ -20,20 +20,20 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from marsopt.functional.collectives import (
     LOCAL,
-    AsTheyLie,
     Collectives,
-    Leaf,
+    MatrixParam,
+    NoResharding,
     Owned,
     OwnerBuffer,
     Request,
+    flat_row_indices,
     precondition_leaves,
-    row_numbers,
 )
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
 from .agreement import Agreement
-from .cut import Cut, Way, cut_of
+from .cut import Cut, MatrixSpec, cut_of
 from .differences import by_rank, message
 from .grid import Grid, grid_of, group_over
 from .layout_cache import LayoutCache
@@ -54,7 +54,7 @@ class Partition(NamedTuple):
     gathered: list[int]  # by all ranks: cut by several axes or in strides, "replicate"
 
 
-class MeshCollectives(AsTheyLie):
+class MeshCollectives(NoResharding):
     """``marsopt.Collectives`` for DTensors: FSDP2, HSDP, and both with TP.
 
     A step sums norms over all ranks of the mesh: one all-reduce, or one for each axis
@@ -186,7 +186,7 @@ class MeshCollectives(AsTheyLie):
             return None
         return tensor.device_mesh, tensor.placements
 
-    def written(self) -> None:
+    def invalidate(self) -> None:
         """Let every FSDP module of this process gather its parameters again: a root
         keeps them after a forward pass without a backward one, as in validation.
         """
@@ -315,12 +315,12 @@ class MeshCollectives(AsTheyLie):
         out |= zip(partition.gathered, self._by_gathering(gathered), strict=True)
         return [out[i] for i in range(len(requests))]
 
-    def owns(self, leaves: Sequence[Leaf]) -> list[Owned]:
+    def owns(self, leaves: Sequence[MatrixParam]) -> list[Owned]:
         """Return which matrices of each leaf have their owner here."""
         with unset_fake_temporarily():  # real numbers for a model without memory, too
             return self._owns(leaves) if leaves else []
 
-    def _owns(self, leaves: Sequence[Leaf]) -> list[Owned]:
+    def _owns(self, leaves: Sequence[MatrixParam]) -> list[Owned]:
         partition = self._partition(leaves)
         out = {i: Owned(_numbers(leaves[i], {})) for i in partition.gathered}
         for i in partition.local:
@@ -389,9 +389,9 @@ class MeshCollectives(AsTheyLie):
         """Return the whole of a tensor cut as ``leaf``, whose ``piece`` lies here."""
         return cast(DTensor, self.wrap(piece, leaf)).full_tensor()
 
-    def _partition(self, leaves: Sequence[Leaf]) -> Partition:
+    def _partition(self, leaves: Sequence[MatrixParam]) -> Partition:
         cost = leaves[0].preconditioner.cost
-        ways = [Way.of(leaf.matrices, leaf.preconditioner) for leaf in leaves]
+        ways = [MatrixSpec.of(leaf.matrices, leaf.preconditioner) for leaf in leaves]
         find = partial(self._find_partition, cost, ways)
         key = (cost, *_distinct(ways))
         return self._partitions.of([leaf.tensor for leaf in leaves], key, find)
@@ -399,7 +399,7 @@ class MeshCollectives(AsTheyLie):
     def _find_partition(
         self,
         cost: MatrixCost,
-        ways: Sequence[Way],
+        ways: Sequence[MatrixSpec],
         leaves: Sequence[Tensor],
     ) -> Partition:
         by_axis: dict[tuple[DeviceMesh, int, bool], dict[int, Cut]] = {}
@@ -506,12 +506,12 @@ def _joined(
     return MatrixOutput(cut.join([m.matrix for m in matrices], like), rows, owned)
 
 
-def _numbers(leaf: Leaf, cuts: Mapping[int, Tensor]) -> tuple[int, ...]:
+def _numbers(leaf: MatrixParam, cuts: Mapping[int, Tensor]) -> tuple[int, ...]:
     """Return the numbers of the matrices of a leaf that lie here, in the order of its
     piece. ``cuts`` of the leaf divide no matrix.
     """
     shape, matrices = leaf.tensor.shape, leaf.matrices
-    rows = row_numbers(shape, cuts, matrices, torch.device("cpu"))
+    rows = flat_row_indices(shape, cuts, matrices, torch.device("cpu"))
     if rows is None:
         return tuple(range(matrices.num_in(shape)))
     num_rows = matrices.shape_in(shape)[0]

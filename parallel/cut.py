@@ -17,14 +17,14 @@ from .placement import Placement, shard_sizes
 from .planner import Matrix
 
 
-class Way(NamedTuple):
+class MatrixSpec(NamedTuple):
     """How a leaf is made of matrices, and whether their owners keep buffers."""
 
     matrices: Matrices
     keeps: bool  # whether it keeps something where their owners are
 
     @classmethod
-    def of(cls, matrices: Matrices, preconditioner: MatrixPreconditioner) -> Way:
+    def of(cls, matrices: Matrices, preconditioner: MatrixPreconditioner) -> MatrixSpec:
         return cls(matrices, bool(preconditioner.owned))
 
 
@@ -74,7 +74,7 @@ class Cut:
 
 
 def cut_of(
-    leaf: Tensor, place: Placement, way: Way
+    leaf: Tensor, place: Placement, way: MatrixSpec
 ) -> Cut | Literal["local", "strided"]:
     """Return how one axis cuts the matrices of a leaf. "local": each matrix lies on one
     rank. "strided": several axes cut a matrix, or one cuts it into pieces that are not

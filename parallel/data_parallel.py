@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from marsopt.functional.collectives import (
     Collectives,
-    Leaf,
     LocalCollectives,
+    MatrixParam,
     OwnerBuffer,
     Request,
     precondition_leaves,
@@ -90,7 +90,9 @@ class DataParallel(LocalCollectives):
     def __deepcopy__(self, memo: Any) -> DataParallel:
         return self
 
-    def bound(self, leaves: Sequence[Leaf], others: Sequence[Tensor]) -> Collectives:
+    def plan_for(
+        self, leaves: Sequence[MatrixParam], others: Sequence[Tensor]
+    ) -> Collectives:
         params = [*(leaf.tensor for leaf in leaves), *others]
         if not params:
             return self
@@ -274,7 +276,7 @@ class _Pieces(MeshCollectives):
 
     # ---- pieces of other ranks -------------------------------------------------------
 
-    def share(self, params: Sequence[Tensor]) -> None:
+    def gather_params(self, params: Sequence[Tensor]) -> None:
         """Gather the rows that other ranks have updated, chunk by chunk, each of one
         dtype; numbers come from the first rank.
         """
@@ -339,7 +341,7 @@ class _Pieces(MeshCollectives):
 
         return arrive
 
-    def whole(
+    def gather_state(
         self, pieces: Sequence[Tensor], params: Sequence[Tensor]
     ) -> Iterator[Tensor]:
         for piece, p in zip(pieces, params, strict=True):
@@ -363,6 +365,6 @@ class _Pieces(MeshCollectives):
         parts = zip(gathered.split(len(padded)), lengths, strict=True)
         return torch.cat([part[:length] for part, length in parts])
 
-    def piece(self, whole: Tensor, param: Tensor) -> Tensor:
+    def local_state(self, whole: Tensor, param: Tensor) -> Tensor:
         alike = whole.ndim > 0 and self._is_cut(param) and len(whole) == len(param)
         return self.local(whole, param) if alike else whole

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from marsopt.functional.collectives import Request, precondition_matrices
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
 
-from .cut import Cut, Way
+from .cut import Cut, MatrixSpec
 from .placement import Placement, shard_sizes
 from .planner import Matrix, Plan, assign_buckets
 from .shard_group import ShardGroup
@@ -63,7 +63,7 @@ def _swapped(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     return parts.transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
-def grid_of(leaf: Tensor, place: Placement, way: Way) -> Grid | None:
+def grid_of(leaf: Tensor, place: Placement, way: MatrixSpec) -> Grid | None:
     """Return how two axes cut a leaf. None where the leaf is several matrices, its
     owner keeps state, or the axes cut it in another way than a ``Grid``.
     """

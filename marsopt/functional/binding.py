@@ -12,9 +12,9 @@ from torch import Tensor
 
 from marsopt.functional.collectives import (
     Collectives,
-    Leaf,
+    MatrixParam,
     Owned,
-    row_numbers,
+    flat_row_indices,
 )
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import Buffer, is_full
@@ -49,10 +49,10 @@ def full_start(algorithm: Algorithm, buffer: Buffer, x: Tensor) -> Tensor:
     return torch.zeros_like(x, dtype=dtype)
 
 
-def owned_leaves(algorithm: Algorithm, params: Sequence[Tensor]) -> list[Leaf]:
+def owned_leaves(algorithm: Algorithm, params: Sequence[Tensor]) -> list[MatrixParam]:
     """Return parameters as the owners of their matrices ask for them."""
     asks = algorithm.matrices, algorithm.matrix_preconditioner
-    return [Leaf(p, *asks) for p in params]
+    return [MatrixParam(p, *asks) for p in params]
 
 
 def owned_starts(
@@ -102,7 +102,7 @@ def matrix_rows(
         return None
     matrices = algorithm.matrices
     num_rows = matrices.shape_in(shape)[0]
-    index = row_numbers(shape, collectives.cuts(leaf), matrices, leaf.device)
+    index = flat_row_indices(shape, collectives.cuts(leaf), matrices, leaf.device)
     return MatrixRows(matrices.num_in(shape), num_rows, index)
 
 

@@ -20,7 +20,7 @@ from marsopt.rules.preconditioner import (
 )
 
 
-class Leaf(NamedTuple):
+class MatrixParam(NamedTuple):
     """A parameter that is made of matrices."""
 
     tensor: Tensor  # as its owner holds it
@@ -61,8 +61,8 @@ class Request(NamedTuple):
     )
 
     @property
-    def leaf(self) -> Leaf:
-        return Leaf(self.tensor, self.matrices, self.preconditioner)
+    def leaf(self) -> MatrixParam:
+        return MatrixParam(self.tensor, self.matrices, self.preconditioner)
 
     @property
     def factor_dtype(self) -> torch.dtype:
@@ -129,7 +129,7 @@ def precondition_matrices(requests: Sequence[Request]) -> list[MatrixOutput]:
     return [outputs[i] for i in range(len(requests))]
 
 
-def numbers(
+def flat_indices(
     shape: torch.Size,
     cuts: Mapping[int, Tensor],
     device: torch.device,
@@ -158,7 +158,7 @@ def numbers(
     return flat_index
 
 
-def row_numbers(
+def flat_row_indices(
     shape: torch.Size,
     cuts: Mapping[int, Tensor],
     matrices: Matrices,
@@ -170,7 +170,7 @@ def row_numbers(
     row_shape = matrices.row_shape(shape)
     if all(dim >= len(row_shape) for dim in cuts):
         return None
-    return numbers(row_shape, cuts, device).flatten()
+    return flat_indices(row_shape, cuts, device).flatten()
 
 
 @runtime_checkable
@@ -218,7 +218,7 @@ class Collectives(Protocol):
         identically. It agrees across ranks.
         """
 
-    def written(self) -> None:
+    def invalidate(self) -> None:
         """Parameters were written outside of a step: drop the gathered copies that are
         kept for the next forward pass.
         """
@@ -246,7 +246,7 @@ class Collectives(Protocol):
         The preconditioners of all requests have one cost.
         """
 
-    def owns(self, leaves: Sequence[Leaf]) -> list[Owned]:
+    def owns(self, leaves: Sequence[MatrixParam]) -> list[Owned]:
         """Return which matrices of each leaf have their owner here, for leaves whose
         preconditioners have one cost: the leaves of one ``on_owners``.
         """
@@ -259,48 +259,52 @@ class Collectives(Protocol):
     def claim(self, published: Tensor, owns: Owned) -> Tensor:
         """Return the part of a published buffer that has its owner here."""
 
-    def bound(self, leaves: Sequence[Leaf], others: Sequence[Tensor]) -> Collectives:
+    def plan_for(
+        self, leaves: Sequence[MatrixParam], others: Sequence[Tensor]
+    ) -> Collectives:
         """Return the collectives that move these parameters: ``leaves``, whose matrices
         have to be whole, and the rest. Where every rank holds all of them, this decides
         which rank updates which pieces: an optimizer asks whenever its parameters or
         their rules change.
         """
 
-    def share(self, params: Sequence[Tensor]) -> None:
+    def gather_params(self, params: Sequence[Tensor]) -> None:
         """Write the pieces of parameters that other ranks have updated into the whole
         parameters that every rank holds.
         """
 
-    def whole(
+    def gather_state(
         self, pieces: Sequence[Tensor], params: Sequence[Tensor]
     ) -> Iterator[Tensor]:
         """Yield, for pieces that the state holds, each beside its parameter, the
         tensors of a state dict, in the parameter's layout.
         """
 
-    def piece(self, whole: Tensor, param: Tensor) -> Tensor:
-        """Return the piece of ``whole``'s result that the state holds here."""
+    def local_state(self, whole: Tensor, param: Tensor) -> Tensor:
+        """Return the piece of ``gather_state``'s result that the state holds here."""
 
 
-class AsTheyLie:
+class NoResharding:
     """Every rank updates its own pieces of parameters: no rank has another's piece."""
 
-    def bound(self, leaves: Sequence[Leaf], others: Sequence[Tensor]) -> Collectives:
+    def plan_for(
+        self, leaves: Sequence[MatrixParam], others: Sequence[Tensor]
+    ) -> Collectives:
         return cast(Collectives, self)  # as its subclasses are
 
-    def share(self, params: Sequence[Tensor]) -> None:
+    def gather_params(self, params: Sequence[Tensor]) -> None:
         pass
 
-    def whole(
+    def gather_state(
         self, pieces: Sequence[Tensor], params: Sequence[Tensor]
     ) -> Iterator[Tensor]:
         return iter(pieces)
 
-    def piece(self, whole: Tensor, param: Tensor) -> Tensor:
+    def local_state(self, whole: Tensor, param: Tensor) -> Tensor:
         return whole
 
 
-class LocalCollectives(AsTheyLie):
+class LocalCollectives(NoResharding):
     """One process holds everything: sums are complete, matrices are whole."""
 
     def __reduce__(self) -> str:
@@ -339,7 +343,7 @@ class LocalCollectives(AsTheyLie):
     def placement(self, tensor: Tensor) -> Hashable:
         return None
 
-    def written(self) -> None:
+    def invalidate(self) -> None:
         pass
 
     def agree(self, what: str, params: Sequence[tuple[Tensor, str]] = ()) -> None:
@@ -356,7 +360,7 @@ class LocalCollectives(AsTheyLie):
     def on_owners(self, requests: Sequence[Request]) -> list[MatrixOutput]:
         return precondition_leaves(requests)
 
-    def owns(self, leaves: Sequence[Leaf]) -> list[Owned]:
+    def owns(self, leaves: Sequence[MatrixParam]) -> list[Owned]:
         nums = [leaf.matrices.num_in(leaf.tensor.shape) for leaf in leaves]
         return [Owned(tuple(range(num))) for num in nums]
 

@@ -382,7 +382,9 @@ class Rule:
                 "the gradient by one: leave reference out, or build a MARS rule with "
                 'correction="exact"'
             )
-        takers = [a.corrects for a in algorithms if a.corrects and a.given]
+        takers = [
+            a.active_correction for a in algorithms if a.active_correction and a.given
+        ]
         if reference is None and takers:
             raise ValueError(
                 "got reference=None for a rule with "

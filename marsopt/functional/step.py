@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from marsopt.functional.binding import buffer_shape
-from marsopt.functional.collectives import Collectives, Request, Tensors, numbers
+from marsopt.functional.collectives import Collectives, Request, Tensors, flat_indices
 from marsopt.functional.stacks import repeated, stacked, where_or_unread
 from marsopt.functional.step_types import (
     Decision,
@@ -58,8 +58,12 @@ class Run(Protocol):
     def call(self, function: Callable[..., Result], *args: Any) -> Result:
         """Return ``function(*args)``, which writes nothing."""
 
-    def meet(self, what: str, function: Callable[..., Result], *args: Any) -> Result:
-        """Return ``function(*args)``, in which ranks meet for ``what``: no graph."""
+    def run_collective(
+        self, what: str, function: Callable[..., Result], *args: Any
+    ) -> Result:
+        """Run ``function``, which contains a collective, eagerly; ``what`` names it in
+        a trace.
+        """
 
     def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
         """Return ``function(stacks)``, a list with one tensor per stack; it may be
@@ -102,7 +106,9 @@ class Pure:
     def call(self, function: Callable[..., Result], *args: Any) -> Result:
         return function(*args)
 
-    def meet(self, what: str, function: Callable[..., Result], *args: Any) -> Result:
+    def run_collective(
+        self, what: str, function: Callable[..., Result], *args: Any
+    ) -> Result:
         return function(*args)
 
     def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
@@ -173,7 +179,7 @@ def assess(
     for part, stack_members in zip(inner_products, members, strict=True):
         leaves += repeated(stack_members.leaves, len(part) // len(stack_members.leaves))
     partial = statistics(inner_products, live)
-    sums = run.meet("exchange", collectives.sum, partial, leaves, digest)
+    sums = run.run_collective("exchange", collectives.sum, partial, leaves, digest)
     return sums, run.call(decide, hypers, sums, max_norm)
 
 
@@ -304,7 +310,11 @@ def decide(
 def _largest(hyper: Hyperparameters) -> float:
     """Return the largest number that the state may hold."""
     algorithm = hyper.algorithm
-    h_dtype = None if algorithm.corrects is None else algorithm.corrects.h_dtype
+    h_dtype = (
+        None
+        if algorithm.active_correction is None
+        else algorithm.active_correction.h_dtype
+    )
     narrow = {torch.bfloat16 if d == torch.float32 else d for d in hyper.dtypes}
     narrow |= {torch.bfloat16} & {algorithm.state_dtype, h_dtype}
     return min(torch.finfo(dtype).max for dtype in narrow)
@@ -316,7 +326,7 @@ def _weights(
     """Return the weights of g and its operands in c, and the squared norms of c, or of
     g where c is that, before the global clip.
     """
-    correction = hyper.algorithm.corrects
+    correction = hyper.algorithm.active_correction
     if correction is None:
         return (a * torch.ones_like(sums[:, 0]),), sums[:, 0]
     beta1 = at(hyper.algorithm.preconditioner.beta1, hyper.t.to(sums.dtype) + 1)
@@ -334,7 +344,7 @@ def _scalars(
 ) -> tuple[StepScalars, Tensor | None]:
     """Return the scalars of a step, and the next step's ``behind``."""
     algorithm, gamma = hyper.algorithm, hyper.gamma
-    correction, t = algorithm.corrects, hyper.t.to(sums.dtype) + 1
+    correction, t = algorithm.active_correction, hyper.t.to(sums.dtype) + 1
     beta1 = at(algorithm.preconditioner.beta1, t)
     unit, live = torch.ones_like(a), hyper.per_tensor(sums[:, -1] > 0)
     k = None if correction is None else correction.extrapolation(beta1, gamma)
@@ -365,7 +375,7 @@ class StackContext(NamedTuple):
     t: Tensor  # (L,) their steps, this one too
 
 
-class OfStack(NamedTuple):
+class OwnerResult(NamedTuple):
     """What owners have made of the matrices of a stack."""
 
     matrix: Tensor  # (L, *piece)
@@ -377,7 +387,7 @@ class Moved(NamedTuple):
     """The results of a step, stack by stack in the order of its groups."""
 
     stacks: list[Stack]
-    owned: list[list[Tensors | None]]  # as in ``OfStack``
+    owned: list[list[Tensors | None]]  # as in ``OwnerResult``
 
 
 def advance(
@@ -439,7 +449,9 @@ def _advance(
         [column[i] for i in whole] for column in (stacks, outputs, members, contexts)
     ]
     del outputs
-    results = run.meet("matrices", precondition_stacks, *inputs, collectives, run)
+    results = run.run_collective(
+        "matrices", precondition_stacks, *inputs, collectives, run
+    )
     del inputs
     by_position = dict(zip(whole, results, strict=True))
     matrices = [by_position[i].matrix if i in by_position else None for i in positions]
@@ -479,7 +491,7 @@ def update(
     if s.behind is not None:
         x = algorithm.preconditioner.behind(x, moments, s.behind)
     out, new = algorithm.preconditioner.update(x, c, moments, s.rule)
-    correction = algorithm.corrects
+    correction = algorithm.active_correction
     if correction is not None and s.grad_clip is not None:
         symbols = correction.keeps.keys() & stack.buffers.keys()
         old = {symbol: working(stack.buffers[symbol]) for symbol in sorted(symbols)}
@@ -509,7 +521,7 @@ def rounded(stack: Stack, symbol: str, value: Tensor, key: Tensor | None) -> Ten
         return value.to(old.dtype)
     shape = buffer_shape(algorithm, buffer, stack.shape)
     dtype = torch.int32 if shape.numel() < 2**31 else torch.int64
-    index = numbers(shape, stack.cuts, old.device, dtype)
+    index = flat_indices(shape, stack.cuts, old.device, dtype)
     number = list(algorithm.buffers).index(symbol)
     return rounding.stochastic(value, rounding.noise(index, key, number))
 
@@ -563,12 +575,12 @@ def precondition_stacks(
     contexts: Sequence[StackContext],
     collectives: Collectives,
     run: Run,
-) -> list[OfStack]:
+) -> list[OwnerResult]:
     """Bring what ``update`` returned to the owners of whole matrices and back, stack by
     stack of matrix algorithms: one call of the verb for each way in which that costs
     something. Owners' buffers are lists, one item for each tensor.
     """
-    results: dict[int, OfStack] = {}
+    results: dict[int, OwnerResult] = {}
     # a dict keeps the stacks' order, which is the same on every rank
     ways: dict[MatrixCost, list[int]] = {}
     for i, stack in enumerate(stacks):
@@ -580,7 +592,7 @@ def precondition_stacks(
         back = iter(collectives.on_owners(requests))
         for i in positions:
             parts = [next(back) for _ in range(stacks[i].num_tensors)]
-            results[i] = OfStack(
+            results[i] = OwnerResult(
                 stacked([part.matrix for part in parts]),
                 tuple(
                     stacked(r) for r in zip(*(part.rows for part in parts), strict=True)

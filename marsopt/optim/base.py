@@ -257,8 +257,8 @@ class LayoutOptimizer(Optimizer):
         """Bring the pieces that other ranks have written of parameters that every rank
         holds; drop gathered copies of parameters, which are stale now.
         """
-        self._present.collectives.share(self._present.params)
-        self._present.collectives.written()
+        self._present.collectives.gather_params(self._present.params)
+        self._present.collectives.invalidate()
 
     def gradient_factor(self, grad_scale: float | Tensor | None) -> Factor:
         """Return what to multiply the present gradients by: one over ``grad_scale``,
@@ -355,7 +355,7 @@ class LayoutOptimizer(Optimizer):
         ids, collectives = self._ids(), self._present.collectives
         for p, keys in self._present.cut_entries(self.state):
             pieces = [self.state[p][key] for key in keys]
-            wholes = collectives.whole(pieces, [p] * len(keys))
+            wholes = collectives.gather_state(pieces, [p] * len(keys))
             for key, piece, whole in zip(keys, pieces, wholes, strict=True):
                 if whole is not piece:
                     entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
@@ -483,7 +483,7 @@ class LayoutOptimizer(Optimizer):
         """Return ``saved``, which knows parameters by ``ids``, with those parts of it
         that live here.
         """
-        entries, piece = dict(saved["state"]), layout.collectives.piece
+        entries, piece = dict(saved["state"]), layout.collectives.local_state
         by_parameter = {p: entries[i] for p, i in ids.items() if i in entries}
         for p, keys in layout.cut_entries(by_parameter):
             if keys:

@@ -464,7 +464,9 @@ class InPlace:
             result: Result = self._run(function, declined(), *args)
         return result
 
-    def meet(self, what: str, function: Callable[..., Result], *args: Any) -> Result:
+    def run_collective(
+        self, what: str, function: Callable[..., Result], *args: Any
+    ) -> Result:
         with named_range(f"marsopt: {what}"):
             return function(*args)
 

@@ -13,7 +13,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.functional.binding import owned_leaves
-from marsopt.functional.collectives import LOCAL, Collectives, Leaf, Owned, OwnerBuffer
+from marsopt.functional.collectives import (
+    LOCAL,
+    Collectives,
+    MatrixParam,
+    Owned,
+    OwnerBuffer,
+)
 from marsopt.functional.stacks import repeated
 from marsopt.functional.step_types import Decision, RuleGroup, Stack
 from marsopt.optim import buckets
@@ -161,14 +167,14 @@ class Layout:
         """Return what carries the parameters of all groups: matrices of moving ones
         whole, where a rule needs that.
         """
-        leaves: list[Leaf] = []
+        leaves: list[MatrixParam] = []
         for side in sides:
             if side.algorithm.matrix_only:
                 leaves += owned_leaves(side.algorithm, side.params)
         whole = {leaf.tensor for leaf in leaves}
         others = [p for p in self._every if p not in whole]
         collectives: Collectives = self._options["collectives"]
-        return collectives.bound(leaves, others)
+        return collectives.plan_for(leaves, others)
 
     def _recut_state(self) -> dict[Tensor, dict[str, Tensor]]:
         """Return the new pieces of state, by parameter, where other pieces of the
@@ -180,9 +186,9 @@ class Layout:
         for p, keys in self.cut_entries(self._state):
             if keys and old.placement(p) != new.placement(p):
                 pieces = [self._state[p][key] for key in keys]
-                wholes = old.whole(pieces, [p] * len(keys))
+                wholes = old.gather_state(pieces, [p] * len(keys))
                 recut[p] = {
-                    key: new.piece(whole, p).clone()
+                    key: new.local_state(whole, p).clone()
                     for key, whole in zip(keys, wholes, strict=True)
                 }
         return recut
@@ -435,7 +441,7 @@ class Layout:
         tensors of its own pool.
         """
         self._results.run()
-        self.collectives.share(self.params)
+        self.collectives.gather_params(self.params)
         self._results = Copies()
         for key in [k for k, (s, _) in self.scratch.items() if s.device.type != "cpu"]:
             del self.scratch[key]

@@ -332,7 +332,7 @@ class MARS(LayoutOptimizer):
             for p in group["params"]:
                 x = None if find_iterate is None else find_iterate(p)
                 if x is not None:
-                    (x,) = self._present.collectives.whole([x], [p])
+                    (x,) = self._present.collectives.gather_state([x], [p])
                 yield p, p.detach() if x is None else x
 
     # ---- exact MARS: the authors' protocol -----------------------------------------

@@ -142,19 +142,21 @@ class Algorithm:
         return replace(self, correction=correction)
 
     @property
-    def corrects(self) -> Correction | None:
+    def active_correction(self) -> Correction | None:
         """The correction, where a step makes c by it."""
         return None if self.is_quasi_hyperbolic else self.correction
 
     @property
     def operands(self) -> tuple[str, ...]:
         """What c is made of beside the gradient, by symbol."""
-        return () if self.corrects is None else self.corrects.operands
+        return () if self.active_correction is None else self.active_correction.operands
 
     @property
     def reference(self) -> str | None:
         """The operand that ``Rule.step``'s ``reference`` stands for."""
-        return None if self.corrects is None else self.corrects.reference
+        return (
+            None if self.active_correction is None else self.active_correction.reference
+        )
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -170,9 +172,9 @@ class Algorithm:
             buffers["m"] = buffers["m"]._replace(key=GRADIENTS)
         elif "m" in buffers and self.is_momentum and self.correction is None:
             buffers["m"] = buffers["m"]._replace(key=MOMENTUM)
-        if self.corrects is None:
+        if self.active_correction is None:
             return buffers
-        keeps = dict(self.corrects.keeps)
+        keeps = dict(self.active_correction.keeps)
         if self.num_lookahead_scalars:
             del keeps["x"]
         return {**buffers, **keeps}
@@ -185,13 +187,13 @@ class Algorithm:
     @property
     def correction_keys(self) -> dict[str, str]:
         """The keys of its correction's buffers in ``optimizer.state``."""
-        keeps = {} if self.corrects is None else self.corrects.keeps
+        keeps = {} if self.active_correction is None else self.active_correction.keeps
         return {symbol: buffer.key for symbol, buffer in keeps.items()}
 
     @property
     def written(self) -> tuple[str, ...]:
         """The operands that a step replaces for the next one."""
-        return () if self.corrects is None else self.corrects.written
+        return () if self.active_correction is None else self.active_correction.written
 
     @property
     def kept(self) -> dict[str, Buffer]:
@@ -205,7 +207,9 @@ class Algorithm:
         state_dtype = self.state_dtype or default_state_dtype(x.dtype)
         if buffer.home == "owner":  # not rounded stochastically
             state_dtype = torch.promote_types(state_dtype, x.dtype)
-        narrow = None if self.corrects is None else self.corrects.h_dtype
+        narrow = (
+            None if self.active_correction is None else self.active_correction.h_dtype
+        )
         if isinstance(buffer.dtype, torch.dtype):
             return buffer.dtype
         by_name = {

@@ -19,7 +19,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import marsopt
 from marsopt import MARS, Matrices, NewtonSchulz, Orthogonal
-from marsopt.functional.collectives import Leaf, Request, numbers, row_numbers
+from marsopt.functional.collectives import (
+    MatrixParam,
+    Request,
+    flat_indices,
+    flat_row_indices,
+)
 from marsopt.parallel import MeshCollectives
 from marsopt.parallel.planner import cost
 from marsopt.rules.orthogonal import MatrixAverage
@@ -439,7 +444,7 @@ def owned_matrices(rank, world, shape, places):
             ]
             in_order = cut(whole, mesh, batches).to_local()[:, 0, 0].tolist()
             leaf = cut(whole.double(), mesh, placements)
-            experts = Leaf(leaf, Matrices(kind="batched"), Orthogonal())
+            experts = MatrixParam(leaf, Matrices(kind="batched"), Orthogonal())
             ((numbers,),) = collectives.owns([experts])
             assert [n for n in in_order if n in numbers] == [*numbers]
             assert batches != placements or [*numbers] == in_order
@@ -486,10 +491,10 @@ def wrap_lines(rank, world, shape, places):
         cuts = collectives.cuts(leaf)
         every = torch.arange(leaf.numel()).view(leaf.shape)
         assert torch.equal(
-            numbers(leaf.shape, cuts, leaf.device),
+            flat_indices(leaf.shape, cuts, leaf.device),
             collectives.local(cut_like(every, leaf)),
         )
-        rows = row_numbers(leaf.shape, cuts, Matrices(), leaf.device)
+        rows = flat_row_indices(leaf.shape, cuts, Matrices(), leaf.device)
         assert torch.equal(vector if rows is None else vector[rows], mine)
         buffer = collectives.wrap(mine, leaf)
         assert collectives.local(buffer).data_ptr() == mine.data_ptr()

@@ -149,7 +149,9 @@ class Compiled:
         with self._recorder.paused():  # numbers that ranks have summed up are real
             return function(*tree_map_only(Tensor, lambda x: x.to("meta"), args))
 
-    def meet(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+    def run_collective(
+        self, what: str, function: Callable[..., Any], *args: Any
+    ) -> Any:
         return function(*args)
 
     def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:

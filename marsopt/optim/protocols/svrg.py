@@ -87,7 +87,7 @@ class Snapshot(CorrectionProtocol):
         factor = optimizer.gradient_factor(grad_scale)
         with optimizer.writing:
             for handle in handles:
-                correction = handle.algorithm.corrects
+                correction = handle.algorithm.active_correction
                 if correction is not None:
                     g = torch.empty_like(handle.piece)
                     put_scaled(g, handle.grad, factor)
