@@ -84,9 +84,9 @@ MINIATURE = {"A": Horizon(10, 4), "B": Horizon(10, 16), "C": Horizon(20, 4)}
 # (horizon, seeds, factors on the learning rate), in the order in which they decide
 PLAN = (
     ("A", (0, 1), (1.0,)),
-    ("B", (0,), (1.0,)),
     ("C", (0,), (1.0,)),
-    ("A", (0,), (1 / 1.5, 1.5)),
+    ("A", (0,), (1 / 1.5, 1.5)),  # before AdamW in log time is called behind
+    ("B", (0,), (1.0,)),
     ("C", (1,), (1.0,)),
     ("B", (1,), (1.0,)),
 )
