@@ -27,29 +27,19 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from marsopt.profiling.machine import describe, matmul_rate, one_line
-from research.compare.optimizers import build
-from research.compare.plain import (
-    SCHEDULES,
-    WARM_UP,
-    WORST,
-    Setting,
-    compiled,
-    mean_loss,
-)
+from research.compare.graphs import Captured, texts
+from research.compare.plain import WARM_UP, WORST, Setting
 from research.log_time import CHOICES, TODAY, Contender
 from research.studies import sized
 from train.errors import UserError, command
 from train.files import growing
-from train.gpt2 import GPT2
 
 PASS_TOKENS = 2**15  # of one forward and backward pass
 # Learning rates of setting A: the best of research/study/ten_million.jsonl,
@@ -152,127 +142,6 @@ def _setting(data: str, horizon: Horizon, miniature: bool, compile: bool) -> Set
     own |= dict(micro_batch=min(horizon.batch, PASS_TOKENS // seq_len))
     large = sized(6, 384, 6, batch=horizon.batch, steps=horizon.steps)
     return replace(large, **own, dtype="bfloat16", compile=compile)
-
-
-@cache
-def starts(seed: int, steps: int, batch: int, places: int) -> Tensor:
-    """Return where the windows of every step begin (steps, batch)."""
-    drawn = np.random.default_rng(seed).integers(places, size=(steps, batch))
-    return torch.from_numpy(drawn)
-
-
-def windows(text: Tensor, begins: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Return inputs, and labels one ahead (batch, seq_len), from where each begins."""
-    offsets = torch.arange(seq_len + 1, device=text.device)
-    both = text.take(begins[:, None] + offsets).long()
-    return both[:, :-1].contiguous(), both[:, 1:].contiguous()
-
-
-class Captured:
-    """A run whose step reads nothing from the host: windows, learning rates and the
-    number of the step are tensors on the device.
-
-    Args:
-        setting: how it is trained.
-        recipe: by what, as ``research.compare.optimizers.build`` takes it.
-        seed: of initial weights and of the windows.
-        texts: to train on, and held out: 1-D integers on the setting's device.
-    """
-
-    def __init__(
-        self,
-        setting: Setting,
-        recipe: Mapping[str, Any],
-        seed: int,
-        texts: tuple[Tensor, Tensor],
-    ) -> None:
-        self._setting, (self._train, self._held_out) = setting, texts
-        self.model = GPT2(setting.shape)
-        self.model.init_weights(seed)
-        self.model.to(setting.device)
-        self.optimizer = build(
-            self.model, recipe, steps=setting.steps, compile=setting.compile
-        )
-        self._loss = compiled() if setting.compile else mean_loss
-        self._peaks = [group["lr"] for group in self.optimizer.param_groups]
-        on = dict(device=setting.device)
-        for group in self.optimizer.param_groups:  # the capture would freeze a number
-            group["lr"] = torch.full((), group["lr"], dtype=torch.float64, **on)
-        self._shares = torch.tensor(_shares(setting), dtype=torch.float64, **on)
-        places = len(self._train) - setting.seq_len
-        drawn = starts(seed, setting.steps, setting.batch, places)
-        self._starts = drawn.to(setting.device)
-        self.losses = torch.zeros(setting.steps, **on)  # of every step's batch
-        self._at = torch.zeros(1, dtype=torch.long, **on)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self.count = 0
-
-    def step(self) -> None:
-        """Take a step: all that a graph captures. Gradients are None before and after,
-        so that the graph makes them in its own memory.
-        """
-        setting, at = self._setting, self._at
-        share = self._shares.index_select(0, at)[0]
-        for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
-            group["lr"].copy_(share * peak)
-        begins = self._starts.index_select(0, at)[0].split(setting.per_pass)
-        losses = []
-        for part in begins:
-            loss = self._loss_at(self._train, part) / len(begins)
-            loss.backward()
-            losses.append(loss.detach())
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.index_copy_(0, at, torch.stack(losses).sum()[None])
-        at.add_(1)
-
-    def _loss_at(self, text: Tensor, begins: Tensor) -> Tensor:
-        batch = windows(text, begins, self._setting.seq_len)
-        return self._loss(self.model, *batch, self._setting.dtype == "bfloat16")
-
-    def advance(self) -> None:
-        """Take the next step: eagerly on a CPU, and while a GPU warms up; then the
-        graph's replay.
-        """
-        self.count += 1
-        if self._setting.device == "cpu":
-            self.step()
-        elif self.count <= WARM_UP:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self.step()
-            torch.cuda.current_stream().wait_stream(side)
-        else:
-            self._captured().replay()
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):  # recorded, not run
-                self.step()
-        return self._graph
-
-    @torch.no_grad()
-    def validate(self) -> float:
-        """Return the loss of held-out windows, spread evenly over the whole text."""
-        setting = self._setting
-        places = len(self._held_out) - setting.seq_len
-        spread = torch.arange(setting.held_out, device=setting.device)
-        spread = spread * places // setting.held_out
-        self.optimizer.eval()
-        parts = spread.split(setting.per_pass)
-        losses = [self._loss_at(self._held_out, part) for part in parts]
-        self.optimizer.train()
-        return float(torch.stack(losses).mean())
-
-
-def _shares(setting: Setting) -> list[float]:
-    """Return the learning rate of every step as a share of its peak."""
-    warmup = max(1, round(setting.warmup * setting.steps))
-    own = dict(warmup=warmup, total=setting.steps, floor=setting.floor)
-    rate = SCHEDULES[setting.schedule]
-    return [rate(step, **own) for step in range(1, setting.steps + 1)]
 
 
 def train(planned: Planned, texts: tuple[Tensor, Tensor]) -> dict[str, Any]:
@@ -379,15 +248,6 @@ def run_all(runs: Sequence[Planned], out: Path, minutes: float) -> list[dict]:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
     return found
-
-
-def texts(setting: Setting) -> tuple[Tensor, Tensor]:
-    """Return the tokens to train on, and those held out, on the setting's device."""
-    train, held_out = (
-        torch.from_numpy(np.asarray(text[:]).astype(np.int32)).to(setting.device)
-        for text in setting.texts()
-    )
-    return train, held_out
 
 
 def stored(out: Path) -> list[dict]:

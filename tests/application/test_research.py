@@ -7,10 +7,10 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ from research import (
     track3,
 )
 from research.compare import __main__ as compare
-from research.compare import images
+from research.compare import graphs, images
 from research.compare.neighbours import (
     ADANA,
     GPA,
@@ -44,7 +44,7 @@ from research.compare.neighbours import (
     lookahead,
 )
 from research.compare.optimizers import build, value_of
-from research.compare.plain import Setting, Training, train
+from research.compare.plain import Setting, train
 from research.compare.results import entries, rows
 from research.compare.search import Axis, search
 from research.compare.store import Store, final
@@ -638,26 +638,41 @@ def graphed(setting):
     return made
 
 
-@pytest.mark.parametrize("title", ["Moonlight, log time", "NAdamW"])
-def test_steps_are_those_of_the_plain_loop(title, setting, graphed, monkeypatch):
+@pytest.mark.parametrize("title", ["for_model", "Moonlight, log time", "NAdamW"])
+def test_runs_side_by_side_are_those_of_the_plain_loop(title, setting):
     recipe = captured.CONTENDERS[title].recipe | {"lr": 0.01}
-    plain, text = Training(setting, recipe, 0, setting.texts()), captured.texts(setting)
-    places = len(text[0]) - setting.seq_len
-    begins = iter(captured.starts(0, setting.steps, setting.batch, places))
-    plain.task.batches = SimpleNamespace(
-        next=lambda: captured.windows(text[0], next(begins), setting.seq_len)
-    )
-    monkeypatch.setattr(plain, "_ahead", plain.task.batches.next())
-    run, losses = graphed(title), []
-    for _ in range(setting.steps - 1):
-        losses.append(plain.gradient())
-        plain.update()
-        run.advance()
-    torch.testing.assert_close(run.losses[:-1], torch.stack(losses))
-    for ours, other in zip(
-        run.model.parameters(), plain.task.model.parameters(), strict=True
-    ):
-        torch.testing.assert_close(ours, other)
+    runs = [Run(recipe, 1), Run(recipe | {"lr": 0.02}, 2)]
+    for run, (ran, found) in zip(runs, graphs.train_all(setting, runs), strict=True):
+        assert ran is run
+        curve = train(setting, run.recipe, run.seed)["curve"]
+        assert [step for step, _ in found["curve"]] == [step for step, _ in curve]
+        for (_, ours), (_, other) in zip(found["curve"], curve, strict=True):
+            assert ours == pytest.approx(other, rel=1e-5)
+
+
+def test_processes_share_a_study_each_a_method(setting, tmp_path, monkeypatch, capsys):
+    """What a second call finds claimed it leaves; without claims nothing is left."""
+    methods = {
+        title: Method(captured.CONTENDERS[title].recipe | {"lr": 0.01}, num_seeds=2)
+        for title in ("Moonlight", "NAdamW")
+    }
+    methods["SOAP-Muon"] = Method(dict(rule="soap-muon", lr=0.01))  # refreshes
+    study = Study(title="any", setting=setting, methods=methods)
+    monkeypatch.setattr(graphs, "named", lambda name, module: study)
+    store = tmp_path / "store.jsonl"
+    words = ["graphs", "any", "--store", str(store), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", [*words, "--methods", "NAdamW"])
+
+    def call():
+        graphs.main()
+        return [line.split()[2] for line in capsys.readouterr().out.splitlines()]
+
+    assert call() == ["NAdamW"] * 2 + ["Moonlight"] * 2
+    assert call() == []
+    shutil.rmtree(store.with_suffix(".claims"))
+    assert call() == []
+    losses = Store(store, "any").losses
+    assert all(not study.wanted(title, losses) for title in ("Moonlight", "NAdamW"))
 
 
 @pytest.mark.parametrize("title", captured.CONTENDERS)

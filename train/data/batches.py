@@ -47,7 +47,8 @@ class Batches:
         """Return the number of windows without overlap in the file."""
         return (len(self.tokens) - 1) // self.seq_len
 
-    def _start(self, sample: int) -> int:
+    def start_of(self, sample: int) -> int:
+        """Return the place in the file at which a sample begins."""
         if self.spread is not None:  # the middle of each of so many equal parts
             middle = 2 * (sample % self.spread) + 1
             return middle * self.num_windows // (2 * self.spread) * self.seq_len
@@ -58,7 +59,7 @@ class Batches:
     def next(self) -> tuple[Tensor, Tensor]:
         """Return inputs, and labels one ahead: (local_batch, seq_len), int64."""
         first = self.samples + self.rank * self.local_batch
-        starts = [self._start(first + i) for i in range(self.local_batch)]
+        starts = [self.start_of(first + i) for i in range(self.local_batch)]
         length = self.seq_len + 1
         window = np.stack([self.tokens[at : at + length] for at in starts])
         window = window.astype(np.int64)
