@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from marsopt.optim.advice import (
 from marsopt.optim.buckets import BucketGroup, ParameterBucket
 from marsopt.optim.compiled import InPlace, once, resolve_compile
 from marsopt.optim.device_values import DeviceHyperparameters
+from marsopt.optim.foreign import from_other_library
 from marsopt.optim.groups import (
     check_group,
     check_no_module,
@@ -376,8 +377,12 @@ class LayoutOptimizer(Optimizer):
 
     @torch.inference_mode(False)  # else later steps could not write the tensors
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict()`` returned, bit for bit in the state's own dtype.
+    def load_state_dict(
+        self, state_dict: dict[str, Any] | list[dict[str, Any]]
+    ) -> None:
+        """Load what ``state_dict()`` returned, bit for bit in the state's own dtype; or
+        state that another library saved (docs/conformance.md), a list of such dicts
+        where several optimizers shared the model: then hyperparameters stay.
 
         State goes to the parameter of its name where both sides name the same
         parameters (``param_names``), else by position, as in torch.optim. A parameter
@@ -388,13 +393,15 @@ class LayoutOptimizer(Optimizer):
         loaded too.
 
         Raises:
-            ValueError: other groups or shapes, a hyperparameter out of its range,
-                state that the loaded hyperparameters need and ``state_dict`` lacks, or
-                a value that no step leaves there: NaN, infinity, a negative square, a
-                step that is no count, a list, a sparse or integer tensor (parameter
-                and key are named). Nothing has changed then.
+            ValueError: other groups or shapes, an unknown library, a hyperparameter out
+                of its range, state that the loaded hyperparameters need and
+                ``state_dict`` lacks, or a value that no step leaves there: NaN,
+                infinity, a negative square, a step that is no count, a list, a sparse
+                or integer tensor (parameter and key are named). Nothing has changed
+                then.
         """
-        check_is_mapping(state_dict)
+        if not isinstance(state_dict, list):
+            check_is_mapping(state_dict)
         before = self.param_groups, self.state
         counts = [
             (entry[key], entry[key].clone())
@@ -402,17 +409,20 @@ class LayoutOptimizer(Optimizer):
             for key in ("step", LOOKAHEAD)
             if isinstance(entry.get(key), Tensor)
         ]
-        self._loading, torn = state_dict, self._writes.are_torn
+        given = cast(dict[str, Any], state_dict)  # torch.optim only copies it
+        self._loading, torn = given, self._writes.are_torn
 
         def remember(_: Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
             # a caller's hooks may have replaced it
-            check_entries(labels(self.param_groups), after_hooks)
-            self._loading = in_order_of_names(self.param_groups, after_hooks)
+            groups = self.param_groups
+            own = from_other_library(groups, self._options, after_hooks)
+            check_entries(labels(groups), own)
+            self._loading = in_order_of_names(groups, own)
             return self._loading
 
         handle = self.register_load_state_dict_pre_hook(remember)
         try:
-            super().load_state_dict(state_dict)  # comes by __setstate__
+            super().load_state_dict(given)  # comes by __setstate__
         except BaseException:
             if self._loading is None:  # all was written before a caller's hook failed
                 self._writes.are_torn = True

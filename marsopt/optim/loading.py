@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+# The key of a text in a state dict that was converted: where its state comes from.
+SOURCE = "marsopt_source"
 MAX_STEP = 2**24  # where float32, in which steps are counted, has no next number
 
 
@@ -136,7 +138,8 @@ def check_values(
     together, by one sum over the shards of ``leaves``. Costs a sync.
 
     Raises:
-        ValueError: NaN, infinity, a negative square, a step that is no count.
+        ValueError: NaN, infinity, a negative square, a step that is no count; a whole
+            tensor where state is sharded, or the other way round.
     """
     rows = {p: i for i, p in enumerate(leaves)}
     keys = ["step", *sorted(STATE_KEYS)]  # in one order on all ranks
@@ -145,7 +148,14 @@ def check_values(
     for p, key, tensor, value in items:
         if p not in rows:
             continue
-        piece = collectives.local(torch.as_tensor(value))
+        whole = torch.as_tensor(value)
+        piece = collectives.local(whole)
+        if (piece is whole) != (collectives.local(tensor) is tensor):
+            raise ValueError(
+                f"got {key} of {dict(labelled)[p]} as a {type(value).__name__}, "
+                f"expected a {type(tensor).__name__}, cut as the parameter is: load a "
+                "whole one by torch.distributed.tensor.distribute_tensor"
+            )
         cast = piece.to(tensor.dtype)
         is_wrong = ~cast.isfinite()
         if key in nonnegative:
@@ -189,21 +199,26 @@ class LoadReport:
     restarted: dict[str, list[str]] = field(default_factory=dict)  # labels, by key
     without: list[str] = field(default_factory=list)  # labels of parameters
     is_by_position: bool = False  # though both sides have names
+    source: str | None = None  # of state that another library saved
 
     def restart(self, key: str, label: str) -> None:
         """Note that a tensor of a parameter starts as before its first step."""
         self.restarted.setdefault(key, []).append(label)
 
     def write(self) -> None:
-        """Write the line: a warning where something was renamed or restarted."""
+        """Write the line: a warning where something was renamed or restarted, though
+        MARS had saved it, or where parameters are absent.
+        """
         news = [f"renamed {old} to {new}" for old, new in self.renamed.items()]
         news += [f"restarted {k} of {_few(ps)}" for k, ps in self.restarted.items()]
         if self.without:
             news.append(f"restarted {_few(self.without)}, absent from the state dict")
         if self.is_by_position:
             news.append("matched by position, since the names of parameters differ")
+        is_expected = not news or (self.source is not None and not self.without)
+        news = news if self.source is None else [self.source, *news]
         log.log(
-            logging.WARNING if news else logging.INFO,
+            logging.INFO if is_expected else logging.WARNING,
             "marsopt: load_state_dict restored %d tensors of %d parameters%s",
             self.num_tensors,
             self.num_params,

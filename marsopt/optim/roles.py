@@ -90,9 +90,9 @@ class _Known:
 
     def __init__(self, model: nn.Module, uses_by_id: dict[int, _Uses]) -> None:
         every = uses_by_id.values()
-        self.names = {_plain(n) for uses in every for n in uses.names}
+        self.names = {plain_name(n) for uses in every for n in uses.names}
         self.matrices = {
-            _plain(n) for uses in every if uses.tensor.ndim > 1 for n in uses.names
+            plain_name(n) for uses in every if uses.tensor.ndim > 1 for n in uses.names
         }
         self.declared_heads = heads.declared_heads(model)
         self.last_linear = _last_linear_over_a_vocabulary(model)
@@ -129,7 +129,7 @@ def _role(uses: _Uses, known: _Known) -> Role:
 
 def by_name(name: str) -> Role | None:
     """Return the role that a parameter's name tells, if it does."""
-    plain = _plain(name)
+    plain = plain_name(name)
     return next((r for r, pattern in NAMES.items() if re.search(pattern, plain)), None)
 
 
@@ -143,14 +143,14 @@ def _by_name_in(name: str, names: list[str], known: _Known) -> Role | None:
     return role
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return a name as the model itself has it, without wrappers."""
     return WRAPPERS.sub("", name).removeprefix(".")
 
 
 def _name_in(owner: nn.Module, name: str) -> str:
     """Return a plain name: of an element of a list the name of the list."""
-    plain = _plain(name)
+    plain = plain_name(name)
     return plain.rpartition(".")[0] if isinstance(owner, nn.ParameterList) else plain
 
 
@@ -173,4 +173,4 @@ def _last_linear_over_a_vocabulary(model: nn.Module) -> str | None:
     sizes = {t.num_embeddings for t in tables if t.num_embeddings > t.embedding_dim}
     linears = [(n, m.out_features) for n, m in modules if isinstance(m, nn.Linear)]
     last, num_outputs = linears[-1] if linears else ("", 0)
-    return _plain(f"{last}.weight") if num_outputs in sizes else None
+    return plain_name(f"{last}.weight") if num_outputs in sizes else None

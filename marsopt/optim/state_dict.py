@@ -13,6 +13,7 @@ from torch import Tensor
 
 from marsopt.functional.collectives import Collectives
 from marsopt.optim.loading import (
+    SOURCE,
     Item,
     LoadReport,
     check_form,
@@ -233,6 +234,9 @@ def to_restore(
     """
     pairs, items, report = list[tuple[Tensor, Any]](), list[Item](), LoadReport()
     restarting = _correction_keys("parameter")
+    report.source = saved.get(SOURCE)
+    # another library keeps no gradient of MARS's, and may count no steps
+    free = frozenset({"step", *_correction_keys()} if report.source else ())
     for i, (p, label) in zip(check_ids(labelled, saved), labelled, strict=True):
         entry, present = saved["state"].get(i, {}), entry_of_mars(state.get(p, {}))
         if present and not entry:
@@ -241,7 +245,7 @@ def to_restore(
         renamed = _renamed_average(present, entry)
         report.renamed |= renamed
         entry = {**entry, **{new: entry[old] for old, new in renamed.items()}}
-        anew = _restarted(entry, present, label)
+        anew = _restarted(entry, present, label, free)
         for key in sorted(anew):
             report.restart(key, label)
             if key == LOOKAHEAD or key not in restarting:
@@ -257,9 +261,13 @@ def to_restore(
 
 
 def _restarted(
-    saved: Mapping[str, Any], present: Mapping[str, Tensor], label: str
+    saved: Mapping[str, Any],
+    present: Mapping[str, Tensor],
+    label: str,
+    free: frozenset[str],
 ) -> set[str]:
-    """Return the keys of one parameter's state that start as before its first step.
+    """Return the keys of one parameter's state that start as before its first step,
+    ``free`` ones among them.
 
     Raises:
         ValueError: ``saved`` lacks a tensor that cannot; another form of x.
@@ -270,6 +278,7 @@ def _restarted(
     correction_keys = _correction_keys()
     is_of_another = (correction_keys & set(saved)) - set(present)  # correction
     fresh = correction_keys if is_of_another else _correction_keys("parameter")
+    fresh |= free
     # torch's loader of flattened state dicts has {} for a missing tensor
     empty = {key for key in present if isinstance(saved.get(key), Mapping)}
     if missing := sorted(absent - fresh | empty):

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import marsopt
 from marsopt import MARS
@@ -199,3 +199,51 @@ def test_buffers_of_one_dim_change_ranks(tmp_path):
             assert got.keys() == want.keys()
             for n, buffer in want.items():
                 assert torch.equal(got[n], buffer), n
+
+
+def take_over(rank, world):
+    """Two steps of torch's AdamW on sharded parameters; then its state, and whole
+    tensors in place of it, into MARS. Return the differences after a third step.
+    """
+    mesh = init_device_mesh("cpu", (world,))
+    theirs, ours = (
+        [
+            torch.nn.Parameter(distribute_tensor(torch.full(s, 0.5), mesh, [Shard(0)]))
+            for s in [(5, 3), (4,)]
+        ]
+        for _ in range(2)
+    )
+    adamw = torch.optim.AdamW(theirs, lr=0.1)
+    optimizer = MARS(
+        ours, lr=0.1, mars_type="adamw", compile=False,
+        collectives=MeshCollectives(mesh),
+    )  # fmt: skip
+
+    def step(one, params, t):
+        for i, p in enumerate(params):
+            g = torch.full(p.shape, t + i - 1.5)
+            p.grad = distribute_tensor(g, mesh, [Shard(0)])
+        one.step()
+
+    for t in range(2):
+        step(adamw, theirs, t)
+    with torch.no_grad():
+        for p, q in zip(ours, theirs, strict=True):
+            p.copy_(q)
+    saved = adamw.state_dict()
+    whole = tree_map_only(DTensor, DTensor.full_tensor, saved)
+    with pytest.raises(
+        ValueError, match="exp_avg of parameter 0 .* expected a DTensor"
+    ):
+        optimizer.load_state_dict([whole])
+    assert not optimizer.describe().is_torn
+    optimizer.load_state_dict([saved])
+    step(adamw, theirs, 2)
+    step(optimizer, ours, 2)
+    pairs = zip(ours, theirs, strict=True)
+    return [float((p - q).detach().full_tensor().abs().max()) for p, q in pairs]
+
+
+def test_sharded_state_of_another_library_is_taken():
+    for differences in spawn(take_over, 2):
+        assert max(differences) < 1e-6

@@ -1,0 +1,409 @@
+"""State that other libraries saved, as a state dict of MARS (docs/conformance.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from marsopt.functional.routing import route
+from marsopt.optim.groups import labels
+from marsopt.optim.loading import SOURCE, check_form, check_groups, check_is_mapping
+from marsopt.optim.roles import plain_name
+from marsopt.rules.algorithm import Algorithm
+
+# The count of steps: dion's on the device, then its group's; else in the entry.
+COUNTS = "step_dev", "step"
+
+
+class Format(NamedTuple):
+    """How a library keeps the state of one parameter.
+
+    Args:
+        writer: the name of its optimizer.
+        fields: keys of its param group, or of its entry in the state, with their
+            values; ... is any value.
+        moments: {its key: our symbol}.
+        absent: the same as ``fields``, of state that is not in this format.
+        decay: the key of mu in the group, where the momentum is a sum, b <- mu b + g;
+            None: it is an average.
+        sorts: whether the parameters of a group may be sorted by falling shape.
+    """
+
+    writer: str
+    fields: Mapping[str, Any]
+    moments: Mapping[str, str]
+    absent: Mapping[str, Any] = {}
+    decay: str | None = None
+    sorts: bool = False
+
+    @property
+    def is_momentum(self) -> bool:
+        """Whether it is the state of a matrix rule, and not of AdamW."""
+        return "v" not in self.moments.values()
+
+    def has(self, group: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
+        """Return whether a param group, and an entry in the state, are in this form."""
+        known = {*self.moments, *COUNTS, *self.fields}
+        values = {**group, **entry}
+        return (
+            set(entry) <= known
+            and all(_agrees(values, *field) for field in self.fields.items())
+            and not any(_agrees(values, *field) for field in self.absent.items())
+        )
+
+
+def _agrees(values: Mapping[str, Any], key: str, value: Any) -> bool:
+    found = values.get(key, ...)
+    return key in values and (
+        value is ... or (type(found) is type(value) and found == value)
+    )
+
+
+ADAM = {"exp_avg": "m", "exp_avg_sq": "v", "max_exp_avg_sq": "v_max"}
+MUON = {"momentum_buffer": "m"}
+TORCH_ADAMW = Format(
+    "torch.optim.AdamW",
+    dict(betas=..., amsgrad=...),
+    ADAM,
+    absent=dict(maximize=True, decoupled_weight_decay=False),
+)
+FORMATS = (
+    TORCH_ADAMW,
+    Format(
+        "torch.optim.Muon", dict(momentum=..., ns_coefficients=..., ns_steps=...), MUON
+    ),
+    Format(
+        "K. Jordan's Muon",  # averages since May 2025; before, its groups have nesterov
+        dict(momentum=..., weight_decay=...),
+        MUON,
+        absent=dict(nesterov=..., use_muon=False),
+        sorts=True,
+    ),
+    Format("K. Jordan's AdamW", dict(betas=..., use_muon=False), ADAM),
+    Format(
+        "Moonlight's Muon",
+        dict(wd=..., adamw_betas=..., use_muon=True),
+        MUON,
+        decay="momentum",
+    ),
+    Format(
+        "Moonlight's AdamW",
+        dict(wd=..., adamw_betas=..., use_muon=False),
+        {"moment1": "m", "moment2": "v"},
+    ),
+    Format("dion's Muon", dict(algorithm="muon"), {"momentum": "m"}, decay="mu"),
+    Format(
+        "dion's NorMuon",
+        dict(algorithm="normuon"),
+        {"momentum": "m", "variance_neuron": "r"},
+        decay="mu",
+    ),
+    Format("dion's AdamW", dict(algorithm="adamw"), {"momentum": "m", "variance": "v"}),
+)
+
+
+class Record(NamedTuple):
+    """A parameter in a state dict of another library."""
+
+    name: str | None
+    group: Mapping[str, Any]
+    entry: Mapping[str, Any]
+    format: Format | None  # None: of no library that is known here
+
+
+class Leaf(NamedTuple):
+    """A parameter of MARS."""
+
+    p: Tensor
+    label: str  # in messages
+    name: str | None
+    algorithm: Algorithm
+
+    @property
+    def is_adamw(self) -> bool:
+        """Whether an AdamW moves it."""
+        symbols = self.algorithm.preconditioner.buffers.keys()
+        return symbols >= {"m", "v"} and not self.algorithm.matrix_only
+
+    def takes(self, format: Format) -> bool:
+        """Return whether its rule keeps these moments."""
+        return self.algorithm.is_momentum if format.is_momentum else self.is_adamw
+
+
+def from_other_library(
+    groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any], saved: Any
+) -> Any:
+    """Return the state that another library saved as a state dict of MARS, without
+    hyperparameters; and ``saved`` itself where it is a state dict of MARS already, or
+    of torch.optim's AdamW over the groups of a plain AdamW.
+
+    Parameters are matched by name where all of them have names on both sides; else by
+    their order: matrices among those with a momentum, the rest among AdamW's. A sum of
+    gradients becomes their average, times 1 - mu.
+
+    Args:
+        groups: the optimizer's param groups.
+        options: the constructor's options.
+        saved: a state dict with int or str ids; a flat one of torchtitan's, {"state.
+            NAME.KEY": ...}; or a list of such, of optimizers that share a model.
+
+    Raises:
+        ValueError: an unknown format; names, or numbers of parameters, that differ; a
+            rule that does not keep these moments; a count that the rule needs, and that
+            is missing; a value that is no tensor.
+    """
+    several = saved if isinstance(saved, list) else [saved]
+    if not isinstance(saved, list) and not _is_foreign(saved):
+        return saved
+    records = [record for each in several for record in _records(each)]
+    leaves = _leaves(groups, options)
+    if saved is not several and "param_groups" in saved:
+        unknown = all(record.format is None for record in records)
+        if unknown or _is_plain_adamw(groups, leaves, saved, records):
+            return saved
+    if strange := [record.group for record in records if record.format is None]:
+        writers = [format.writer for format in FORMATS]
+        raise ValueError(
+            f"got the state of an optimizer with {sorted(map(str, strange[0]))} in a "
+            f"param group, expected MARS's state, or one of {', '.join(writers)}: load "
+            "only the model"
+        )
+    ids = {leaf.p: i for i, leaf in enumerate(leaves)}
+    if len(records) != len(leaves):  # theirs may have left out frozen ones
+        leaves = [leaf for leaf in leaves if leaf.p.requires_grad]
+    names = [*(leaf.name for leaf in leaves), *(record.name for record in records)]
+    has_names = None not in names
+    pairs = _by_name(leaves, records) if has_names else _by_order(leaves, records)
+    done: dict[str, None] = {}  # in order
+    entries = {
+        ids[leaf.p]: dict(_converted(leaf, record, done))
+        for leaf, record in pairs
+        if record.entry
+    }
+    found = dict.fromkeys(r.format.writer for r in records if r.format is not None)
+    text = (
+        f"state of {' and '.join(found)}, by {'name' if has_names else 'order'}: "
+        f"{', '.join(done)}; hyperparameters stay"
+    )
+    own = [{"params": [ids[p] for p in group["params"]]} for group in groups]
+    return {"state": entries, "param_groups": own, SOURCE: text}
+
+
+# ---- state dicts of all forms --------------------------------------------------------
+
+
+def _is_flat(saved: Mapping[str, Any]) -> bool:
+    prefixes = "state.", "param_groups."
+    are_paths = (isinstance(key, str) and key.startswith(prefixes) for key in saved)
+    return bool(saved) and all(are_paths)
+
+
+def _is_foreign(saved: Any) -> bool:
+    """Return whether a state dict may be another library's: a malformed one is refused
+    where MARS's own are.
+    """
+    if not isinstance(saved, Mapping):
+        return False
+    groups = saved.get("param_groups")
+    if not isinstance(groups, Sequence) or not isinstance(saved.get("state"), Mapping):
+        return _is_flat(saved)
+    return not any(isinstance(g, Mapping) and "mars_type" in g for g in groups)
+
+
+def _records(saved: Any) -> Iterator[Record]:
+    """Yield the parameters of a state dict, in its order.
+
+    Raises:
+        ValueError: it is none.
+    """
+    check_is_mapping(saved)
+    if _is_flat(saved):
+        nested: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+        for path, value in saved.items():
+            kind, _, rest = path.partition(".")
+            name, _, key = rest.rpartition(".")
+            nested[kind].setdefault(name, {})[key] = value
+        for name, group in nested["param_groups"].items():
+            yield _record(name, group, nested["state"].get(name, {}))
+        return
+    if not isinstance(saved.get("state"), Mapping) or not isinstance(
+        saved.get("param_groups"), Sequence
+    ):
+        raise ValueError(
+            f"got a state dict of {sorted(map(str, saved))[:3]} in a list, expected "
+            "those that optimizers saved, with 'param_groups' and 'state': load the "
+            "model's into the model"
+        )
+    check_groups(saved["param_groups"])
+    for group in saved["param_groups"]:
+        names = group.get("param_names", [None] * len(group["params"]))
+        for i, name in zip(group["params"], names, strict=True):
+            yield _record(name, group, saved["state"].get(i, {}))
+
+
+def _record(name: str | None, group: Mapping[str, Any], entry: Any) -> Record:
+    is_entry = isinstance(entry, Mapping)
+    known = (f for f in FORMATS if is_entry and f.has(group, entry))
+    return Record(name, group, entry, next(known, None))
+
+
+# ---- which parameter of MARS it is ---------------------------------------------------
+
+
+def _leaves(
+    groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> list[Leaf]:
+    """Return all parameters, in order, with the algorithms that move them."""
+    algorithms: dict[Tensor, Algorithm] = {}
+    names: dict[Tensor, str] = {}
+    for group in groups:
+        params = group["params"]
+        names |= dict(zip(params, group.get("param_names", ()), strict=False))
+        if params:
+            for side in route({**options, **group}).sides(params):
+                algorithms |= {params[i]: side.algorithm for i in side.members}
+    return [Leaf(p, label, names.get(p), algorithms[p]) for p, label in labels(groups)]
+
+
+def _is_plain_adamw(
+    groups: Sequence[Mapping[str, Any]],
+    leaves: Sequence[Leaf],
+    saved: Mapping[str, Any],
+    records: Sequence[Record],
+) -> bool:
+    """Return whether a state dict is torch.optim.AdamW's, over the same groups, for an
+    AdamW without a correction: it is loaded with its hyperparameters.
+    """
+    sizes, own = (
+        [len(g["params"]) for g in gs] for gs in (saved["param_groups"], groups)
+    )
+    return (
+        sizes == own
+        and all(record.format is TORCH_ADAMW for record in records)
+        and all(leaf.is_adamw and leaf.algorithm.correction is None for leaf in leaves)
+    )
+
+
+def _by_name(
+    leaves: Sequence[Leaf], records: Sequence[Record]
+) -> list[tuple[Leaf, Record]]:
+    by_name = {plain_name(str(record.name)): record for record in records}
+    ours = {plain_name(str(leaf.name)) for leaf in leaves}
+    if apart := sorted(ours ^ by_name.keys()):
+        side = "MARS" if apart[0] in ours else "the state dict"
+        raise ValueError(
+            f"got the parameter {apart[0]!r} in {side} only, expected the same names "
+            "on both sides: build MARS over the same named parameters"
+        )
+    pairs = [(leaf, by_name[plain_name(str(leaf.name))]) for leaf in leaves]
+    for leaf, record in pairs:
+        assert record.format is not None
+        if not leaf.takes(record.format):
+            raise ValueError(
+                f"got state of {record.format.writer} for {leaf.label}, which "
+                f"{str(leaf.algorithm)!r} moves here, expected a rule with the same "
+                "moments: give MARS a param group of such a rule for it"
+            )
+    return pairs
+
+
+def _by_order(
+    leaves: Sequence[Leaf], records: Sequence[Record]
+) -> list[tuple[Leaf, Record]]:
+    momenta, moments = list[Record](), list[Record]()
+    for record in records:
+        assert record.format is not None
+        (momenta if record.format.is_momentum else moments).append(record)
+    matrices = [leaf for leaf in leaves if leaf.algorithm.is_momentum]
+    rest = [leaf for leaf in leaves if leaf.is_adamw]
+    theirs, own = (len(momenta), len(moments)), (len(matrices), len(rest))
+    if theirs != own or sum(own) != len(leaves):
+        raise ValueError(
+            f"got state of {theirs[0]} parameters with a momentum and {theirs[1]} of "
+            f"AdamW, expected {own[0]} and {own[1]} of {len(leaves)}: build MARS over "
+            "the same parameters, and let matrix rules and AdamW move the same of them"
+        )
+    matrices = _sorted_to_fit(matrices, momenta)
+    return [*zip(matrices, momenta, strict=True), *zip(rest, moments, strict=True)]
+
+
+def _sorted_to_fit(ours: list[Leaf], theirs: Sequence[Record]) -> list[Leaf]:
+    """Return our matrices in the order of the saved ones: as they are, or by falling
+    shape where only this order fits, of a format that ``sorts``.
+    """
+    saved = [r.entry.get("momentum_buffer") for r in theirs]
+    shapes = [t.shape if isinstance(t, Tensor) else None for t in saved]
+
+    def fits(order: Sequence[Leaf]) -> bool:
+        known = zip(order, shapes, strict=True)
+        return all(shape in (None, leaf.p.shape) for leaf, shape in known)
+
+    if not any(r.format is not None and r.format.sorts for r in theirs):
+        return ours
+    falling = sorted(ours, key=lambda leaf: leaf.p.size(), reverse=True)
+    return falling if fits(falling) and not fits(ours) else ours
+
+
+# ---- its tensors ---------------------------------------------------------------------
+
+
+def _converted(
+    leaf: Leaf, record: Record, done: dict[str, None]
+) -> Iterator[tuple[str, Any]]:
+    """Yield the keys and values of a parameter's state; note each key of theirs in
+    ``done``.
+    """
+    format, buffers = record.format, leaf.algorithm.buffers
+    assert format is not None
+    for key, symbol in format.moments.items():
+        if key not in record.entry:
+            continue
+        value = record.entry[key]
+        check_form(value, key, leaf.label)
+        if symbol not in leaf.algorithm.preconditioner.buffers:
+            done[f"left out {key}"] = None
+            continue
+        own = buffers[symbol].key
+        text = key if key == own else f"{key} as {own}"
+        if symbol == "m" and format.decay is not None:
+            factor = 1 - _mu(record.group.get(format.decay), format, leaf.label)
+            text += f" (a sum) times {factor:g}"
+            value = _scaled(value, factor)
+        if symbol == "r" and isinstance(value, Tensor) and value.shape[-1:] == (1,):
+            value = value.squeeze(-1)  # (..., rows, 1) there
+        done[text] = None
+        yield own, value
+    values = {**record.group, **record.entry}
+    count = next((key for key in COUNTS if key in values), None)
+    if count is not None:
+        check_form(values[count], "step", leaf.label)
+        done[count if count == "step" else f"{count} as step"] = None
+        yield "step", values[count]
+    elif debiased := [b.key for b in buffers.values() if b.is_debiased]:
+        raise ValueError(
+            f"got state of {format.writer} for {leaf.label}, which counts no steps, "
+            f"expected a count, by which {leaf.algorithm} debiases {debiased}: let "
+            "nesterov be True or False, and betas numbers"
+        )
+
+
+def _mu(value: Any, format: Format, label: str) -> float:
+    is_number = isinstance(value, float | int) or (
+        isinstance(value, Tensor) and value.numel() == 1
+    )
+    if not is_number or not 0 <= float(value) < 1:
+        raise ValueError(
+            f"got {format.decay}={value!r} in the param group of {label}, expected a "
+            "number in [0, 1), by which a sum of gradients becomes their average: load "
+            f"a file that {format.writer} has written"
+        )
+    return float(value)
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(torch.promote_types(value.dtype, torch.float32)) * factor
+    return value * factor if isinstance(value, float) else value

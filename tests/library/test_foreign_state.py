@@ -1,0 +1,554 @@
+"""State that other libraries have saved goes on here: the next step is theirs to 1e-6.
+
+Fifty steps and their files come from the packages themselves where an index has them,
+else from the published formulas, in our own words. In the step that is compared both
+sides orthogonalize by one Newton-Schulz in float64: each library rounds to bfloat16 in
+an order of its own, which is 1e-2 of a step.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import marsopt
+from marsopt import MARS
+from tests.library.test_conformance import PORTS, needs_ports
+
+# in the order of a model, which is none of falling shapes
+SHAPES = {
+    "embed": (12, 4),
+    "in": (4, 8),
+    "bias": (8,),
+    "mid": (8, 4),
+    "out": (8, 4),
+    "head": (12, 4),
+}
+MATRICES, REST = ("in", "mid", "out"), ("embed", "bias", "head")
+LR = 1e-2
+TORCH_NS = "torch.optim._muon._zeropower_via_newtonschulz"
+exact = functools.partial(marsopt.newton_schulz, dtype=torch.float64)
+
+
+def orthogonal(x, *_, **__):
+    return exact(x.double()).to(x.dtype)
+
+
+def parameters():
+    g = torch.Generator().manual_seed(1)
+    return {n: nn.Parameter(torch.randn(s, generator=g)) for n, s in SHAPES.items()}
+
+
+def step(optimizers, params, t):
+    g = torch.Generator().manual_seed(t)
+    for p in params.values():
+        p.grad = torch.randn(p.shape, generator=g)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def pick(params, names):
+    return [params[n] for n in names]
+
+
+# ---- published formulas --------------------------------------------------------------
+
+
+class Formula(torch.optim.Optimizer):
+    """An optimizer whose ``move(p, g, state, group)`` is a published formula."""
+
+    def __init__(self, params, move, **defaults):
+        super().__init__(params, defaults)
+        self.move = move
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            if "step" in group:  # dion's
+                group["step"] += 1
+            for p in group["params"]:
+                p.mul_(1 - group["lr"] * group.get("wd", group.get("weight_decay")))
+                self.move(p, p.grad, self.state[p], group)
+
+
+def momentum(p, g, buffer, mu, nesterov):
+    """b <- mu b + g, and what of it is orthogonalized."""
+    buffer.mul_(mu).add_(g)
+    return g + mu * buffer if nesterov else buffer
+
+
+def adam(p, g, m, v, t, lr, betas, eps, *, early_eps):
+    beta1, beta2 = betas
+    m.lerp_(g, 1 - beta1)
+    v.lerp_(g * g, 1 - beta2)
+    root = math.sqrt(1 - beta2**t)
+    denominator = (v.sqrt() + eps) / root if early_eps else v.sqrt() / root + eps
+    p.sub_(lr / (1 - beta1**t) * m / denominator)
+
+
+def moonlight(p, g, state, group):
+    """arXiv 2502.16982, with the state of MoonshotAI/Moonlight's toy_train.py."""
+    if state["use_muon"]:
+        buffer = state.setdefault("momentum_buffer", torch.zeros_like(p))
+        u = momentum(p, g, buffer, group["momentum"], group["nesterov"])
+        scale = 0.2 * math.sqrt(max(p.shape))
+        p.sub_(group["lr"] * scale * orthogonal(u))
+        return
+    m, v = (state.setdefault(k, torch.zeros_like(p)) for k in ("moment1", "moment2"))
+    t = state["step"] = state.get("step", 0) + 1
+    betas, eps = group["adamw_betas"], group["adamw_eps"]
+    adam(p, g, m, v, t, group["lr"], betas, eps, early_eps=True)
+
+
+def dion(p, g, state, group):
+    """microsoft/dion's Muon and NorMuon (arXiv 2510.05491), with adjust_lr="rms_norm"
+    and AdamW beside them.
+    """
+    m = state.setdefault("momentum", torch.zeros_like(p))
+    lr, t = group["lr"], group["step"]
+    if group["algorithm"] == "adamw":
+        v = state.setdefault("variance", torch.zeros_like(p))
+        count = state.setdefault("step_dev", torch.zeros(())).add_(1)
+        betas = group["beta1"], group["beta2"]
+        assert float(count) == t
+        adam(p, g, m, v, t, lr, betas, group["epsilon"], early_eps=False)
+        return
+    o = orthogonal(momentum(p, g, m, group["mu"], group["nesterov"]))
+    if group["algorithm"] == "normuon":
+        r = state.setdefault("variance_neuron", torch.zeros_like(p[:, :1]))
+        r.lerp_((o * o).mean(1, keepdim=True), 1 - group["muon_beta2"])
+        scaled = o / (r.sqrt() + 1e-8)
+        o = scaled * (o.norm() / scaled.norm())
+    p.sub_(lr * 0.2 * math.sqrt(max(p.shape)) * o)
+
+
+# ---- the libraries -------------------------------------------------------------------
+
+
+def torch_adamw(params):
+    options = dict(lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    return [torch.optim.AdamW(params.values(), **options)]
+
+
+def torch_pair(params):
+    muon = torch.optim.Muon(pick(params, MATRICES), lr=LR, momentum=0.9)
+    beside = dict(lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    return [muon, torch.optim.AdamW(pick(params, REST), **beside)]
+
+
+def jordan_module():
+    spec = importlib.util.spec_from_file_location("jordan", PORTS / "muon.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def jordan(params, module):
+    """As the distributed class leaves them, the matrices are sorted by falling size."""
+    falling = sorted(pick(params, MATRICES), key=lambda p: p.size(), reverse=True)
+    beside = dict(lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    return [
+        module.SingleDeviceMuonWithAuxAdam(
+            [
+                dict(params=pick(params, REST), use_muon=False, **beside),
+                dict(
+                    params=falling, use_muon=True, lr=LR, momentum=0.9, weight_decay=0.1
+                ),
+            ]
+        )
+    ]
+
+
+def of_moonlight(params):
+    options = dict(
+        wd=0.1, momentum=0.9, nesterov=True, ns_steps=5, adamw_betas=(0.9, 0.95)
+    )
+    ordered = pick(params, MATRICES + REST)
+    made = Formula(ordered, moonlight, lr=LR, adamw_eps=1e-8, **options)
+    for name, p in params.items():
+        made.state[p]["use_muon"] = name in MATRICES
+    return [made]
+
+
+def of_dion(params, algorithm):
+    options = dict(
+        mu=0.9, beta1=0.9, beta2=0.95, weight_decay=0.1, cautious_wd=False, step=0,
+        epsilon=1e-8, nesterov=algorithm == "muon", flatten=False, adjust_lr="rms_norm",
+        algorithm=algorithm, muon_beta2=0.95,
+    )  # fmt: skip
+    rest = {"params": pick(params, REST), "algorithm": "adamw"}
+    groups = [{"params": pick(params, MATRICES)}, rest]
+    return [Formula(groups, dion, lr=LR, **options)]
+
+
+# ---- the same of MARS ----------------------------------------------------------------
+
+
+def ours(params, mars_type, *, named=False, correction=None, **beside):
+    """The matrices by a rule, embedding, head and bias by AdamW, in two groups that lie
+    between one another in the model.
+    """
+
+    def part(names):
+        return [(n, params[n]) for n in names] if named else pick(params, names)
+
+    common = dict(lr=LR, weight_decay=0.1, betas=(0.9, 0.95))
+    if mars_type == "adamw":
+        return MARS(part(params), mars_type="adamw", compile=False, **common)
+    groups = [
+        {"params": part(REST), "mars_type": "adamw", **common, **beside},
+        {"params": part(MATRICES), "mars_type": mars_type, **common},
+    ]
+    return MARS(
+        groups, ns_dtype=torch.float64, correction=correction, compile=False, lr=LR
+    )
+
+
+def saved_by(optimizers, tmp_path):
+    """What lies in their file."""
+    state = [each.state_dict() for each in optimizers]
+    torch.save(state[0] if len(state) == 1 else state, tmp_path / "optimizer.pt")
+    return torch.load(tmp_path / "optimizer.pt", weights_only=True)
+
+
+def after_fifty(make):
+    params = parameters()
+    optimizers = make(params)
+    for t in range(50):
+        step(optimizers, params, t)
+    return params, optimizers
+
+
+def goes_on(params, optimizers, saved, mars_type, **options):
+    """Take step 51 on both sides, and compare."""
+    own = {name: nn.Parameter(p.detach().clone()) for name, p in params.items()}
+    optimizer = ours(own, mars_type, **options)
+    optimizer.load_state_dict(saved)
+    before = {name: p.detach().clone() for name, p in own.items()}
+    step(optimizers, params, 50)
+    step([optimizer], own, 50)
+    for name, p in params.items():
+        assert (p.detach() - before[name]).abs().max() > 1e-3
+        torch.testing.assert_close(own[name], p, rtol=0, atol=1e-6)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "mars_type", "beside"),
+    [
+        (torch_adamw, "adamw", {}),
+        (torch_pair, "muon", {}),
+        (of_moonlight, "moonlight", dict(epsilon_hat=True)),
+        (functools.partial(of_dion, algorithm="muon"), "moonlight", {}),
+        (functools.partial(of_dion, algorithm="normuon"), "normuon", {}),
+    ],
+    ids=["AdamW", "Muon and AdamW", "Moonlight", "dion's Muon", "dion's NorMuon"],
+)
+def test_a_checkpoint_goes_on(make, mars_type, beside, tmp_path, monkeypatch):
+    params, optimizers = after_fifty(make)
+    saved = saved_by(optimizers, tmp_path)
+    monkeypatch.setattr(TORCH_NS, orthogonal)
+    goes_on(params, optimizers, saved, mars_type, **beside)
+
+
+@needs_ports
+def test_a_checkpoint_of_jordans_package_goes_on(tmp_path, monkeypatch):
+    module = jordan_module()
+    params, optimizers = after_fifty(functools.partial(jordan, module=module))
+    saved = saved_by(optimizers, tmp_path)
+    monkeypatch.setattr(module, "zeropower_via_newtonschulz5", orthogonal)
+    goes_on(params, optimizers, saved, "muon")
+
+
+def test_a_checkpoint_of_torchtitan_goes_on_by_name(tmp_path, monkeypatch):
+    """The container's flat form through DCP, read without a model; the names lie in
+    another order here.
+    """
+    pytest.importorskip("torchtitan")
+    from train.engine.titan_cpu import prepare
+
+    prepare()
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    from torchtitan.components.optimizer.utils import get_flat_optim_state_dict
+
+    def make(params):
+        named = {names: [(n, params[n]) for n in names] for names in (MATRICES, REST)}
+        beside = dict(lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+        muon = torch.optim.Muon(named[MATRICES], lr=LR, momentum=0.9)
+        return [muon, torch.optim.AdamW(named[REST], **beside)]
+
+    params, optimizers = after_fifty(make)
+    flat = {}
+    for optimizer in optimizers:
+        flat |= get_flat_optim_state_dict(optimizer)
+    with pytest.warns(UserWarning, match="in a single process"):
+        torch.distributed.checkpoint.save(
+            {"optimizer": flat}, checkpoint_id=tmp_path / "step-50", no_dist=True
+        )
+    dcp_to_torch_save(tmp_path / "step-50", tmp_path / "whole.pt")
+    saved = torch.load(tmp_path / "whole.pt", weights_only=True)["optimizer"]
+    assert any(key.startswith("state.mid.") for key in saved)
+    saved = dict(sorted(saved.items()))
+    monkeypatch.setattr(TORCH_NS, orthogonal)
+    goes_on(params, optimizers, saved, "muon", named=True)
+
+
+def test_a_checkpoint_of_transformers_trainer_goes_on(tmp_path):
+    transformers = pytest.importorskip("transformers")
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm = nn.Linear(4, 8), nn.LayerNorm(8)
+
+        def forward(self, x, labels):
+            y = self.norm(self.layer(x))
+            return {"loss": (y - labels).square().mean(), "logits": y}
+
+    rows = [dict(x=torch.randn(4), labels=torch.randn(8)) for _ in range(64)]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=50, save_steps=50, weight_decay=0.1, use_cpu=True,
+        report_to=[], disable_tqdm=True, learning_rate=LR, logging_strategy="no",
+        lr_scheduler_type="constant", optim="adamw_torch",
+    )  # fmt: skip
+    trainer = transformers.Trainer(Model(), arguments, train_dataset=rows)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    file = tmp_path / "checkpoint-50" / "optimizer.pt"
+    theirs = dict(trainer.model.named_parameters())
+    own = {name: nn.Parameter(p.detach().clone()) for name, p in theirs.items()}
+    decayed = set(trainer.get_decay_parameter_names(trainer.model))
+    assert 0 < len(decayed) < len(own)
+    groups = [
+        {"params": [p for name, p in own.items() if (name in decayed) == is_decayed]}
+        for is_decayed in (True, False)
+    ]
+    optimizer = MARS(groups, mars_type="adamw", compile=False)
+    optimizer.load_state_dict(torch.load(file, weights_only=True))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    step([trainer.optimizer], theirs, 50)
+    step([optimizer], own, 50)
+    for name, p in theirs.items():
+        torch.testing.assert_close(own[name], p, rtol=0, atol=1e-6)
+
+
+# ---- what is taken, and what begins again --------------------------------------------
+
+
+def test_one_line_says_what_was_taken(caplog):
+    params, optimizers = after_fifty(of_moonlight)
+    optimizer = ours(parameters(), "moonlight", epsilon_hat=True)
+    caplog.clear()
+    optimizer.load_state_dict(optimizers[0].state_dict())
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.getMessage() == (
+        "marsopt: load_state_dict restored 12 tensors of 6 parameters; state of "
+        "Moonlight's Muon and Moonlight's AdamW, by order: momentum_buffer (a sum) "
+        "times 0.1, moment1 as exp_avg, moment2 as exp_avg_sq, step; hyperparameters "
+        "stay; restarted step of parameter 0 of group 1 and 2 more"
+    )
+
+
+def test_hyperparameters_stay_those_of_mars():
+    params, optimizers = after_fifty(torch_pair)
+    optimizer = ours(parameters(), "muon")
+    optimizer.param_groups[1]["lr"] = lr = torch.tensor(0.5)
+    before = [{**group} for group in optimizer.param_groups]
+    optimizer.load_state_dict([each.state_dict() for each in optimizers])
+    assert optimizer.param_groups[1]["lr"] is lr
+    for group, old in zip(optimizer.param_groups, before, strict=True):
+        assert {**group, "params": 0} == {**old, "params": 0}
+
+
+@pytest.mark.parametrize("correction", ["approximate", "transport"])
+def test_adamws_moments_go_on_in_mars_adamw(correction):
+    """MARS's gradient before the first starts at zero; x is the parameter."""
+    params, (adamw,) = after_fifty(torch_adamw)
+    own = {n: nn.Parameter(p.detach().clone()) for n, p in params.items()}
+    options = dict(optimize_1d=True, correction=correction, compile=False)
+    optimizer = MARS(own.values(), lr=LR, **options)
+    step([optimizer], own, 0)
+    with torch.no_grad():
+        for name, p in own.items():
+            p.copy_(params[name])
+    optimizer.load_state_dict(adamw.state_dict())
+    assert optimizer.param_groups[0]["betas"] == (0.95, 0.99)
+    for name, p in own.items():
+        entry, theirs = optimizer.state[p], adamw.state[params[name]]
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            torch.testing.assert_close(entry[key], theirs[key], rtol=0, atol=0)
+        if correction == "approximate":
+            assert not entry["last_grad"].any()
+    for x, p in zip(dict(optimizer.iterates()).values(), params.values(), strict=True):
+        torch.testing.assert_close(x, p.detach(), rtol=0, atol=0)
+    step([optimizer], own, 50)
+
+
+def test_an_average_goes_on_under_whatever_name(caplog):
+    """Of gradients, in place of corrected ones (exp_avg) or of the same (grad_avg)."""
+    params, optimizers = after_fifty(torch_pair)
+    saved = [each.state_dict() for each in optimizers]
+    for mars_type, correction, key in (
+        ("muon", "transport", "momentum_buffer"),
+        ("mars-m", None, "exp_avg"),
+        ("mars-shampoo", "exact", "exp_avg"),
+    ):
+        own = parameters()
+        optimizer = ours(own, mars_type, correction=correction)
+        optimizer.load_state_dict(saved)
+        found = optimizer.state[own["mid"]]
+        key = key if key in found else "exp_avg"
+        want = optimizers[0].state[params["mid"]]["momentum_buffer"]
+        torch.testing.assert_close(found[key], want, rtol=0, atol=0)
+
+
+def test_parameters_that_never_moved_begin_and_are_named(caplog):
+    params = parameters()
+    muon, adamw = torch_pair(params)
+    for p in params.values():
+        p.grad = torch.ones_like(p)
+    params["mid"].grad = None
+    muon.step()
+    adamw.step()
+    own = parameters()
+    optimizer = ours(own, "muon")
+    optimizer.load_state_dict([adamw.state_dict(), muon.state_dict()])
+    assert "restarted parameter 1 of group 1, absent" in caplog.records[-1].message
+    assert caplog.records[-1].levelno == logging.WARNING
+    assert not optimizer.state[own["mid"]]["momentum_buffer"].any()
+    assert optimizer.state[own["out"]]["momentum_buffer"].any()
+
+
+def test_frozen_parameters_may_be_absent():
+    params, (made,) = after_fifty(torch_adamw)
+    own = parameters()
+    own["frozen"] = nn.Parameter(torch.ones(3, 3), requires_grad=False)
+    optimizer = MARS(own.values(), mars_type="adamw", compile=False)
+    optimizer.load_state_dict(made.state_dict())
+    assert own["frozen"] not in optimizer.state
+    want = made.state[params["head"]]["exp_avg_sq"]
+    found = optimizer.state[own["head"]]["exp_avg_sq"]
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+
+
+def test_a_sum_of_bfloat16_is_averaged_in_float32():
+    params, (made,) = after_fifty(of_moonlight)
+    saved = copy.deepcopy(made.state_dict())
+    narrow = saved["state"][0]["momentum_buffer"].bfloat16()
+    saved["state"][0]["momentum_buffer"] = narrow
+    own = parameters()
+    optimizer = ours(own, "moonlight", epsilon_hat=True)
+    optimizer.load_state_dict(saved)
+    found = optimizer.state[own["in"]]["momentum_buffer"]
+    torch.testing.assert_close(found, narrow.float() * (1 - 0.9), rtol=0, atol=0)
+
+
+# ---- what is refused -----------------------------------------------------------------
+
+
+def changed(saved, *, entry=None, group=None):
+    """A copy of a state dict whose first entry or first group is another."""
+    saved = copy.deepcopy(saved)
+    saved["state"][0] |= entry or {}
+    saved["param_groups"][0] |= group or {}
+    return saved
+
+
+def entry_of(key, value):
+    return lambda saved: changed(saved, entry={key: value})
+
+
+WRONG = {
+    "an unknown key": (entry_of("slow", torch.ones(4, 8)), "got the state of"),
+    "no mark": (lambda s: {**s, "state": {}}, "got the state of an optimizer with"),
+    "mu": (lambda s: changed(s, group={"momentum": 1.0}), "got momentum=1.0"),
+    "NaN": (
+        entry_of("momentum_buffer", torch.full((4, 8), math.nan)),
+        "'momentum_buffer' of parameter 0 of group 1",
+    ),
+    "a list": (
+        entry_of("momentum_buffer", [1.0]),
+        "got a list as 'momentum_buffer' of parameter 0 of group 1",
+    ),
+    "shape": (
+        entry_of("momentum_buffer", torch.ones(8, 4)),
+        "momentum_buffer of shape",
+    ),
+    "fewer": (
+        lambda s: changed(s, group={"params": s["param_groups"][0]["params"][:-1]}),
+        "got state of 3 parameters with a momentum and 2 of AdamW, expected 3 and 3",
+    ),
+    "no dict": (lambda s: [s, None], "got a NoneType"),
+    "a model's": (lambda s: [s, {"w": torch.ones(2)}], r"of \['w'\] in a list"),
+    "MARS's in a list": (
+        lambda s: [ours(parameters(), "moonlight").state_dict()],
+        "got the state of an optimizer with",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_state_that_is_not_known_is_refused_and_nothing_has_changed(wrong):
+    change, message = WRONG[wrong]
+    _, (made,) = after_fifty(of_moonlight)
+    own = parameters()
+    optimizer = ours(own, "moonlight", epsilon_hat=True)
+    step([optimizer], own, 0)
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = change(made.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved if isinstance(saved, list) else [saved])
+    after = optimizer.state_dict()
+    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+    assert after["param_groups"] == before["param_groups"]
+    assert not optimizer.describe().is_torn
+
+
+@pytest.mark.parametrize(
+    ("mars_type", "options", "message"),
+    [
+        ("lion", {}, "expected 0 and 3 of 6"),
+        ("moonlight", dict(nesterov=0.1), "counts no steps, expected a count"),
+    ],
+)
+def test_a_rule_that_needs_more_refuses(mars_type, options, message):
+    _, optimizers = after_fifty(torch_pair)
+    optimizer = ours(parameters(), mars_type)
+    optimizer.param_groups[1] |= options
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict([each.state_dict() for each in optimizers])
+
+
+def test_sums_of_torchs_sgd_are_no_averages():
+    params = parameters()
+    sgd = torch.optim.SGD(pick(params, MATRICES), lr=LR, momentum=0.9)
+    beside = torch.optim.AdamW(pick(params, REST))
+    step([sgd, beside], params, 0)
+    with pytest.raises(ValueError, match="'dampening'.* load only the model"):
+        ours(parameters(), "muon").load_state_dict(
+            [sgd.state_dict(), beside.state_dict()]
+        )
+
+
+def test_other_names_are_refused():
+    def named(params):
+        return [torch.optim.AdamW([(f"net.{n}", p) for n, p in params.items()], lr=LR)]
+
+    _, (adamw,) = after_fifty(named)
+    optimizer = ours(parameters(), "muon", named=True)
+    with pytest.raises(ValueError, match="'bias' in MARS only"):
+        optimizer.load_state_dict(adamw.state_dict())
+    saved = adamw.state_dict()
+    saved["param_groups"][0]["param_names"] = list(SHAPES)
+    with pytest.raises(
+        ValueError, match="AdamW for parameter 'in', which 'muon' moves"
+    ):
+        optimizer.load_state_dict(saved)
