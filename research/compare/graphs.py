@@ -1,4 +1,4 @@
-"""Runs of the plain loop on one GPU, many at once, every training step one CUDA graph.
+"""Runs of the plain loop on one GPU, every training step one CUDA graph.
 
     python -m research.compare.graphs log_time_480 log_time_1920 --store FILE \\
         --module research.log_time --methods Moonlight "AdamW, log time"
@@ -6,9 +6,12 @@
 trains what studies still need, as ``research.compare`` does on a CPU: the same weights,
 windows and learning rates, so both may share a store. A replay draws the windows, sets
 the learning rate, runs forward and backward passes and takes the optimizer's step; the
-host only launches it. All runs of a method that can start take turns, each on a stream
-of its own. Several processes may share a store, each with methods of its own: a method
-of a study is claimed by a file beside the store.
+host only launches it.
+
+Several processes may share the GPU and a store, each with methods of its own: a method
+of a study is claimed by a file beside the store. Within a process runs follow one
+another: graphs that were captured on one stream and replayed side by side trained
+wrongly, it seems by a workspace of cuBLAS that they shared.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import gc
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -212,49 +215,38 @@ class PlainRun(Captured):
     def __init__(
         self, setting: Setting, run: Run, texts: tuple[Tensor, Tensor]
     ) -> None:
-        on_gpu = setting.device == "cuda"
-        own = dict(places=plain_places(setting, run.seed), compile=on_gpu)
+        own = dict(places=plain_places(setting, run.seed))
+        own |= dict(compile=setting.device == "cuda")
         super().__init__(setting, run.recipe, run.seed, texts, **own)
         self._at_once = math.gcd(setting.held_out, AT_ONCE // setting.seq_len)
-        self.run, self.curve = run, list[list[float | None]]()
-        self.stream = torch.cuda.Stream() if on_gpu else None
 
 
-def train_all(
-    setting: Setting, runs: Sequence[Run], deadline: float = math.inf
-) -> list[tuple[Run, dict[str, Any]]] | None:
-    """Train runs side by side.
+def train_run(
+    setting: Setting, run: Run, deadline: float = math.inf
+) -> dict[str, Any] | None:
+    """Train a run from the start.
 
     Returns:
-        each with its "curve", as ``research.compare.plain.train`` returns it; None
-        where the deadline of ``time.monotonic`` came first.
+        its "curve", as ``research.compare.plain.train`` returns it, and "wall" seconds;
+        None where the deadline of ``time.monotonic`` came first.
     """
-    began, text = time.monotonic(), _loaded(setting)
-    live = [PlainRun(setting, run, text) for run in runs]
-    done = live.copy()
-    first = min(WARM_UP + 1, setting.steps)
-    for run in live:
-        for _ in range(first):
-            run.advance()
-    _wait(setting)
+    began = time.monotonic()
+    made = PlainRun(setting, run, _loaded(setting))
     interval = -(-setting.steps // setting.points)
     worst = WORST * math.log(setting.vocab_size)
-    for step in range(first, setting.steps + 1):
-        for run in live if step > first else ():
-            with torch.cuda.stream(run.stream):
-                run.advance()
+    curve: list[list[float | None]] = []
+    for step in range(1, setting.steps + 1):
+        made.advance()
         if step % interval and step != setting.steps:
             continue
         _wait(setting)
         if time.monotonic() > deadline:
             return None
-        for run in live:
-            loss = run.validate()
-            run.curve.append([step, loss if loss < worst else None])
-        _wait(setting)
-        live = [run for run in live if run.curve[-1][1] is not None]
-    wall = round((time.monotonic() - began) / len(runs), 1)
-    return [(run.run, dict(curve=run.curve, wall=wall)) for run in done]
+        loss = made.validate()
+        curve.append([step, loss if loss < worst else None])
+        if curve[-1][1] is None:
+            break
+    return dict(curve=curve, wall=round(time.monotonic() - began, 1))
 
 
 def _wait(setting: Setting) -> None:
@@ -299,19 +291,15 @@ def run_method(
         store = Store(path, name)
         store.agree(setting.identity())
     while runs := study.wanted(title, store.losses):
-        found = train_all(setting, runs, deadline)
-        if found is None:
+        run = runs[0]
+        line = train_run(setting, run, deadline)
+        gc.collect()  # the graph's memory, before the next one's
+        if line is None:
             return
         with _alone(path):
-            for run, line in found:
-                store.add(run, line)
-        for run, line in found:
-            print(
-                f"{time.strftime('%H:%M:%S')} {name} {title} lr {run.recipe['lr']:.5g} "
-                f"seed {run.seed}: {line['curve'][-1][1]} ({line['wall']} s)",
-                flush=True,
-            )
-        gc.collect()
+            store.add(run, line)
+        said = f"{title} lr {run.recipe['lr']:.5g} seed {run.seed}"
+        print(name, f"{said}: {line['curve'][-1][1]} ({line['wall']} s)", flush=True)
 
 
 def main() -> None:
