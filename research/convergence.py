@@ -142,6 +142,70 @@ def exponent(xs: Iterable[float], ys: Iterable[float]) -> float:
     return float(np.polyfit(np.log(list(xs)), np.log(list(ys)), 1)[0])
 
 
+# ---- a loss of many curvatures -------------------------------------------------------
+
+CURVATURE, LOSS = 2.0, 2.0  # mode j has curvature j^-2, and j^-2 of the initial loss
+
+
+def modes(num: int = 256, last: float = 1e5) -> tuple[np.ndarray, np.ndarray]:
+    """Return groups of modes with a power-law spectrum: their curvature (num,) and how
+    many modes each stands for (num,).
+    """
+    edges = np.geomspace(1.0, last, num + 1)
+    return np.sqrt(edges[1:] * edges[:-1]) ** -CURVATURE, np.diff(edges)
+
+
+def power_law_losses(
+    decays: np.ndarray, growth: np.ndarray, lr: float, noise: float = 1.0
+) -> np.ndarray:
+    """Return the expected loss before each step on a quadratic, without sampling: the
+    second moments of x and m of every mode follow from those of the step before.
+
+        m <- decay m + (1 - decay) g,    x <- x - lr (g + t^growth m)
+
+    Batches have a gradient noise of covariance 2 noise loss H, as least squares without
+    label noise have (noise: 1 / batch size).
+
+    Args:
+        decays: of momentum (cases, steps).
+        growth: power of the step's number by which the step along m grows (cases,).
+    """
+    curvature, num = modes()
+    xx = np.tile(curvature ** (LOSS / CURVATURE - 1), (len(decays), 1))
+    xm, mm = np.zeros_like(xx), np.zeros_like(xx)
+    losses = []
+    for t, beta in enumerate(decays.T[..., None], start=1):
+        loss = (xx * curvature * num).sum(1, keepdims=True) / 2
+        losses.append(loss[:, 0])
+        variance = 2 * noise * loss * curvature
+        along = lr * t ** growth[:, None]
+        of_g = lr + along * (1 - beta)
+        # x <- p x + q m - of_g n,   m <- r x + beta m + (1 - beta) n
+        p, q, r = 1 - of_g * curvature, -along * beta, (1 - beta) * curvature
+        xx, xm, mm = (
+            p * p * xx + 2 * p * q * xm + q * q * mm + of_g**2 * variance,
+            p * r * xx + (p * beta + q * r) * xm + q * beta * mm
+            - of_g * (1 - beta) * variance,
+            r * r * xx + 2 * r * beta * xm + beta**2 * mm + (1 - beta) ** 2 * variance,
+        )  # fmt: skip
+    return np.array(losses)
+
+
+GROWTH, MEMORIES = 0.4, ("age 9", "LogTime(8)", "LogTime(8)", "age 9")
+
+
+def memories(num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of steps, and the losses before each (steps, 4), of MEMORIES:
+    at one learning rate, the last two with steps along m that grow as t^GROWTH.
+    """
+    t = np.arange(1.0, num_steps + 1)
+    fixed, log_time = np.full(num_steps, 0.9), t / (t + 8)
+    decays = np.array([fixed, log_time, log_time, fixed])
+    growth = np.array([0.0, 0.0, GROWTH, GROWTH])
+    with np.errstate(over="ignore"):
+        return t, power_law_losses(decays, growth, lr=0.1)
+
+
 STEPS = (4e-3, 2e-3, 1e-3, 5e-4)
 AVERAGES = (0.2, 0.05, 0.0125)
 WITHOUT_NOISE = (
@@ -185,7 +249,7 @@ def _row(case: Case, cells: Iterable[float], xs: Iterable[float]) -> str:
 
 
 def lines() -> list[str]:
-    """Return the two tables of errors."""
+    """Return the two tables of errors, and that of losses on many curvatures."""
     head = " | ".join(f"step {s:g}" for s in STEPS)
     rows = [f"| no noise, a = 0.02 | {head} | exponent |", "|---|---|---|---|---|---|"]
     for case in WITHOUT_NOISE:
@@ -196,6 +260,17 @@ def lines() -> list[str]:
     for case in NOISE_ALONE:
         cells = [measured(case._replace(a=a), num=2048) for a in AVERAGES]
         rows.append(_row(case, cells, AVERAGES))
+    t, losses = memories(8192)
+    marks = (512, 2048, 8192)
+    head = " | ".join(f"after {mark:,}" for mark in marks)
+    rows += ["", f"| memory | step along m | {head} | exponent |"]
+    rows.append("|---|---|---|---|---|---|")
+    for i, title in enumerate(MEMORIES):
+        own = losses[:, i]
+        slope = "" if own[-1] > own[0] else f"{-exponent(t[2048:], own[2048:]):.2f}"
+        cells = [f"{own[mark - 1]:.3g}" for mark in marks]
+        grows = "1" if i < 2 else f"t^{GROWTH:g}"
+        rows.append(f"| {' | '.join([title, grows, *cells, slope])} |")
     return rows
 
 

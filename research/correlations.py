@@ -1,6 +1,6 @@
 """How like a gradient is to those before it, in a run of a study of research.compare.
 
-    OMP_NUM_THREADS=1 python -m research.correlations STUDY TITLE [--out FOLDER]
+    OMP_NUM_THREADS=1 python -m research.correlations STUDY TITLE [--store FILE]
 
 Trains a method at the best point of its search and prints, by quarters of the run, the
 mean of <g_t, g_(t-j)> over that of <g_t, g_t>, where gradients are taken: with
@@ -18,6 +18,7 @@ from marsopt.profiling.machine import describe, one_line
 from research.compare.plain import Setting, Training
 from research.compare.store import Store
 from research.compare.study import MODULE, changed, named
+from research.studies import stored
 from train.errors import UserError, check_least, command
 
 LAGS = (1, 2, 3, 5, 8, 12, 20)
@@ -52,7 +53,7 @@ def main() -> None:
     add("study", metavar="STUDY", help="of research.studies, in a plain loop")
     add("title", metavar="TITLE", help="of a method whose search has begun")
     add("--module", default=MODULE, help="(%(default)s)")
-    add("--out", type=Path, help="the study's store (research/study/STUDY)")
+    add("--store", type=Path, help="of the study (the one that git keeps)")
     add("--seed", type=int, default=5, help="(%(default)s)")
     add("--steps", type=int, help="(the study's)")
     args = parser.parse_args()
@@ -60,10 +61,8 @@ def main() -> None:
     study = changed(
         named(args.study, args.module), {"steps": args.steps} if args.steps else {}
     )
-    setting, store = (
-        study.setting,
-        Store(args.out or Path("research/study") / args.study),
-    )
+    setting = study.setting
+    store = Store(args.store, args.study) if args.store else stored(args.study)
     if not isinstance(setting, Setting) or args.title not in study.methods:
         raise UserError(
             f"got {args.study} and {args.title!r}, expected a study in a plain loop "
@@ -73,7 +72,7 @@ def main() -> None:
     if not found.losses:
         raise UserError(
             f"got no run of {args.title} in the store, expected some: run the study, "
-            "or name its --out"
+            "or name its --store"
         )
     recipe = study.methods[args.title].at(found.best)
     print(one_line(describe("cpu")))

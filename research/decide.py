@@ -15,7 +15,6 @@ from statistics import mean, stdev
 
 from research import log_time, studies
 from research.compare.results import LEADS, Entry, entries
-from research.compare.store import Store
 from train.errors import command
 
 STORED = (  # searched controls that older stores have
@@ -199,10 +198,8 @@ def steps_saved(
 
 def found(name: str) -> dict[str, Entry]:
     """Return the judged methods of a place, best first; nothing without a store."""
-    folder = log_time.STORES / f"log_time_{name}"
-    if not (folder / "runs.jsonl").is_file():
-        return {}
-    every = entries(log_time.study(name), Store(folder))
+    store = studies.stored(f"log_time_{name}")
+    every = entries(log_time.study(name), store)
     return {entry.title: entry for entry in every}
 
 
@@ -214,9 +211,9 @@ def losses_of(judged: Mapping[str, Entry]) -> Losses:
 def stored(name: str) -> dict[str, Entry]:
     """Return the searched controls of the same setting, of an older store."""
     study = log_time.PLACES[name].stored
-    if study is None or not (log_time.STORES / study / "runs.jsonl").is_file():
+    if study is None:
         return {}
-    every = entries(getattr(studies, study)(), Store(log_time.STORES / study))
+    every = entries(getattr(studies, study)(), studies.stored(study))
     return {f"{e.title} ({study}, stored)": e for e in every if e.title in STORED}
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from marsopt import MARS
 from marsopt.profiling.machine import describe, one_line
-from research.svrg.loop import SEQ_LEN, sequences
+from research.svrg import SEQ_LEN, sequences
 from train.errors import check_least, command
 from train.gpt2 import GPT2, Shape
 

@@ -16,10 +16,8 @@ import numpy as np
 
 from research import studies
 from research.compare.results import entries, noise
-from research.compare.store import Store
 from train.pictures import picture
 
-STORE = Path(__file__).parent / "study" / "small"
 ROWS = {  # method: its name in the picture; controls first
     "AdamW": "AdamW",
     "NAdamW": "NAdamW",
@@ -38,7 +36,7 @@ def losses(path: Path) -> None:
     """Draw the loss of every seed, means with standard errors, and each pair's step
     from the control to transport.
     """
-    every = entries(studies.small(), Store(STORE))
+    every = entries(studies.small(), studies.stored("small"))
     sigma, found = noise(every) or 0.0, {e.title: e for e in every}
     labels = dict(xlabel="held-out loss, nats per byte (lower is better)")
     with picture(path, (7, 3.4), **labels) as axes:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from configs.published import LR, ONE_RATE, RULES, SIZES, TRANSPORT_GAMMA
 from research.compare import images
 from research.compare.plain import Setting
 from research.compare.search import Axis, Point
+from research.compare.store import Store
 from research.compare.study import Method, Study
 
 __all__ = [
@@ -43,6 +45,9 @@ __all__ = [
 ]
 Recipe = dict[str, Any]
 
+STORES = Path(__file__).parent / "study"
+KINDS = ("batch", "defaults", "digits", "log_time", "small", "width")
+
 # The space that draws come from, the same for all methods of one kind; searches go
 # beyond it.
 RATES = Axis("lr", 2e-3, 3.2e-2)  # of elementwise rules
@@ -65,6 +70,14 @@ MIXED: Recipe = dict(rule="two-averages", weight_decay=0.1, beta2=0.99)
 MIXED |= dict(weight=0.5, age_ratio=5.0)
 
 SEEDS, MORE_SEEDS = 4, 8  # at the best point; more for what the questions turn on
+
+
+def stored(name: str) -> Store:
+    """Return the store of a study that git keeps: studies of one of KINDS share a file,
+    small_long has small.jsonl; every other study has its own.
+    """
+    kinds = [kind for kind in KINDS if name.startswith(f"{kind}_")]
+    return Store(STORES / f"{(kinds or [name])[0]}.jsonl", name)
 
 
 def elementwise() -> dict[str, Method]:

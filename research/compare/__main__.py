@@ -7,12 +7,12 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 from train.errors import UserError, check_least, command, shown
 from train.files import check_folder, growing, hold
 
 WAIT = 15  # seconds for the runs of a call that was killed to end
-LOCK = ".lock"  # held by the call at work in the folder, and its runs
 PARTS = ("runs", "report")
 
 
@@ -28,7 +28,10 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     # fmt: off
     add("study", metavar="STUDY", help="function of --module that returns a Study")
     add("--module", default="research.studies", help="(%(default)s)")
-    add("--out", type=Path, help="folder of the store (runs/STUDY)")
+    add("--out", type=Path, help="folder of runs, tables and pictures (runs/STUDY)")
+    add("--store", type=Path, help="file of what was run (OUT/runs.jsonl)")
+    add("--take", type=Path, metavar="FOLDER",
+        help="only add the runs of a folder with runs.jsonl and setting.json")
     add("--methods", nargs="+", action="extend", metavar="TITLE",
         help="of the study (all), in order")
     add("--set", nargs="+", action="extend", default=[], dest="changes",
@@ -42,6 +45,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     check_least(1, 1000, jobs=args.jobs)
     check_least(0, minutes=args.minutes)
     args.out = args.out or Path("runs") / args.study
+    args.store = args.store or args.out / "runs.jsonl"
     return args
 
 
@@ -64,12 +68,18 @@ def say(line: str) -> None:
     print(shown(f"{time.strftime('%H:%M:%S')}  {line}"), flush=True)
 
 
+def locked(store: Path) -> IO:
+    """Return what holds the store as long as it is open, here or in a run."""
+    growing(store).close()
+    return open(hold(store, "--store", WAIT))  # noqa: SIM115  (returned)
+
+
 def compare(args: argparse.Namespace) -> bool:
     """Do all parts, or that of --only; return whether every run needed is there."""
+    from research.compare.results import report
     from research.compare.session import Session
     from research.compare.store import Store
     from research.compare.study import changed, named
-    from research.compare.table import report
 
     study = changed(named(args.study, args.module), changes(args.changes))
     titles = args.methods or list(study.methods)
@@ -80,16 +90,20 @@ def compare(args: argparse.Namespace) -> bool:
             f"{', '.join(map(repr, study.methods))}: name these"
         )
     check_folder("--out", args.out)
-    if args.only == "report":  # reads alone: possible while runs go on
-        report(study, Store(args.out), args.out)
+    if args.only == "report":  # only reads: possible while runs go on
+        report(study, Store(args.store, args.study), args.out)
+        return True
+    if args.take is not None:
+        with locked(args.store):
+            store = Store(args.store, args.study)
+            say(f"{store.take(args.take)} new runs of {len(store.lines)}")
         return True
     study.setting.check({title: study.first(title) for title in titles})
     complete = True
     args.out.mkdir(parents=True, exist_ok=True)
-    growing(args.out / LOCK).close()
-    with open(hold(args.out / LOCK, "--out", WAIT)) as lock:
+    with locked(args.store) as lock:
         held = lock.fileno()  # outlives this process where a run of it does
-        store = Store(args.out)
+        store = Store(args.store, args.study)
         store.agree(study.setting.identity())
         if args.only in (None, "runs"):
             on_gpu = getattr(study.setting, "device", "cpu") == "cuda"

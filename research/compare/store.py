@@ -1,5 +1,7 @@
-"""The store of a study, a folder: setting.json, what its runs share, and runs.jsonl, a
-line for each run. It is all that tables and pictures are made of.
+"""The store of a study: a file of JSON lines, each with the name of its study. A line
+with "setting" has what the study's runs share, every other line is one run.
+
+Tables and pictures are made of stores alone. Studies of one kind may share a file.
 """
 
 from __future__ import annotations
@@ -11,52 +13,46 @@ from typing import Any
 
 from research.compare.study import Result, Run
 from train.errors import UserError
-from train.files import check_file, growing, opened, sync, write_json
+from train.files import check_file, growing, opened, sync
 
-WHAT = "what this command writes: restore it, or give another --out"
+WHAT = "what this command writes: restore it, or give another --store"
+FOLDER = "runs.jsonl and setting.json of one study: give the folder that has both"
 
 
 class Store:
-    """What was run in one setting.
+    """What was run of one study.
 
     Args:
-        folder: of the two files, which the first run makes.
+        path: of the file, which the first line makes.
+        study: whose lines are read and written; other lines stay as they are.
 
     Raises:
         UserError: a file that is not of this kind.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path, self._shared = folder / "runs.jsonl", folder / "setting.json"
+    def __init__(self, path: Path, study: str) -> None:
+        self._path, self._study = path, study
         self.lines: dict[str, Result] = {}
         self.setting: dict[str, Any] = {}
-        for path, read in (self._shared, self._setting), (self._path, self._runs):
-            check_file(path, WHAT)
-            try:
-                if path.exists():
-                    with opened(path, WHAT) as file:
-                        read(file.read())
-            except (ValueError, TypeError, OverflowError, RecursionError) as error:
-                raise UserError(
-                    f"got {path} that does not read ({type(error).__name__}: {error}),"
-                    f" expected {WHAT}"
-                ) from error
+        for line in _lines(path, WHAT):
+            self._read(line)
         if self.lines and not self.setting:
             raise UserError(
-                f"got {self._path} without {self._shared.name}, expected {WHAT}"
+                f"got runs of {study} in {path} without their setting, expected {WHAT}"
             )
 
-    def _setting(self, content: bytes) -> None:
-        found = json.loads(content)
-        if not isinstance(found, dict) or not found:
-            raise ValueError("no table of what runs share")
-        self.setting = found
-
-    def _runs(self, content: bytes) -> None:
-        """Read what is whole of it: a last line may be cut off."""
-        for line in content.split(b"\n")[:-1]:
-            run = _checked(json.loads(line))
-            self.lines[Run(run["recipe"], run["seed"]).key] = run
+    def _read(self, line: Any) -> None:
+        """Take in a line of this study: of two settings the later one holds."""
+        try:
+            line = dict(line)
+            if line.pop("study") != self._study:
+                return
+            if "setting" in line:
+                self.setting = _setting(line["setting"])
+            else:
+                self.lines[_key(line)] = line
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            raise _unread(self._path, WHAT, error) from error
 
     def agree(self, identity: dict[str, Any]) -> None:
         """Note what runs share: what is known of it may not change, and may grow.
@@ -69,13 +65,13 @@ class Store:
         for key in sorted(mine.keys() & known.keys()):
             if mine[key] != known[key]:
                 raise UserError(
-                    f"got {key}={mine[key]!r} where {self._shared} has {known[key]!r}, "
-                    "expected what was compared there: give or restore it, or give "
-                    "another --out"
+                    f"got {key}={mine[key]!r} where {self._study} in {self._path} has "
+                    f"{known[key]!r}, expected what was compared there: give or "
+                    "restore it, or give another --store"
                 )
         if not mine.items() <= known.items():
             self.setting |= identity
-            write_json(self._shared, self.setting)
+            self._append(dict(setting=self.setting))
 
     @property
     def losses(self) -> dict[str, float]:
@@ -85,12 +81,56 @@ class Store:
     def add(self, run: Run, found: Result) -> None:
         """Keep what a run showed, on the disk."""
         line = dict(recipe=dict(run.recipe), seed=run.seed, **found)
+        self._append(line)
+        self.lines[run.key] = line
+
+    def take(self, folder: Path) -> int:
+        """Add the runs of a folder of the older form, which had setting.json beside
+        runs.jsonl; return how many are new here.
+
+        Raises:
+            UserError: a folder that has not both files, or of another setting.
+        """
+        try:
+            content = (folder / "setting.json").read_bytes()
+            setting = _setting(json.loads(content))
+            taken = {_key(line): line for line in _lines(folder / "runs.jsonl", FOLDER)}
+        except (ValueError, TypeError, OverflowError, OSError) as error:
+            raise _unread(folder, FOLDER, error) from error
+        self.agree(setting)
+        new = {key: line for key, line in taken.items() if key not in self.lines}
+        for line in new.values():
+            self._append(line)
+        self.lines |= new
+        return len(new)
+
+    def _append(self, line: dict[str, Any]) -> None:
+        content = json.dumps(dict(study=self._study, **line)).encode() + b"\n"
         with growing(self._path, "a+b") as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)  # a line that was cut off
-            file.write(json.dumps(line).encode() + b"\n")
+            file.write(content)
             sync(file)
-        self.lines[run.key] = line
+
+
+def _lines(path: Path, expected: str) -> list[Any]:
+    """Return what is whole of a file: a last line may be cut off."""
+    check_file(path, expected)
+    if not path.exists():
+        return []
+    with opened(path, expected) as file:
+        content = file.read()
+    try:
+        return [json.loads(line) for line in content.split(b"\n")[:-1]]
+    except (ValueError, RecursionError) as error:
+        raise _unread(path, expected, error) from error
+
+
+def _unread(path: Path, expected: str, error: Exception) -> UserError:
+    return UserError(
+        f"got {path} that does not read ({type(error).__name__}: {error}), expected "
+        f"{expected}"
+    )
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
@@ -102,8 +142,14 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _checked(line: Any) -> Result:
-    """Return a line of a run; raise ValueError for what is none."""
+def _setting(found: Any) -> dict[str, Any]:
+    if not isinstance(found, dict) or not found:
+        raise ValueError("no table of what runs share")
+    return found
+
+
+def _key(line: Any) -> str:
+    """Return the key of a line's run; raise ValueError for a line of none."""
     if not isinstance(line, dict) or not {"recipe", "seed", "curve"} <= line.keys():
         raise ValueError("a run without recipe, seed, or curve")
     numbers = (line["seed"], line.get("wall", 0.0))
@@ -116,7 +162,7 @@ def _checked(line: Any) -> Result:
         right = right and is_number(point[0]) and point[0] >= 1
         if not right or not (point[1] is None or is_number(point[1])):
             raise ValueError("a curve that is not of steps and losses")
-    return line
+    return Run(line["recipe"], line["seed"]).key
 
 
 def is_number(value: Any) -> bool:

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 import marsopt
+from marsopt import LogTime
 from research.convergence import (
     AVERAGES,
+    CURVATURE,
     CURVES,
     FORMS,
+    LOSS,
     NOISE_ALONE,
     STEPS,
     Case,
@@ -23,7 +26,10 @@ from research.convergence import (
     exponent,
     law,
     measured,
+    memories,
+    modes,
     moments,
+    power_law_losses,
 )
 
 
@@ -114,3 +120,30 @@ def test_exponents_follow_from_the_best_average(form, gamma, slope, in_steps):
         plain = [law(best(Case("plain", 0.5, 0.0, s, 1.0))) for s in lengths]
         ratio = np.divide(errors, plain)
         assert ratio == pytest.approx(0.8 ** (1 / 3), abs=0.01)
+
+
+def test_memory_that_grows_bears_steps_that_grow_and_they_have_the_larger_exponent():
+    """Loss falls as T^-s on a power-law spectrum with gradient noise: s is SGD's, 1/2,
+    for memory of a fixed age and for LogTime at one learning rate. Steps along m that
+    grow as t^0.4 have 0.5 * 1.4 with LogTime, and diverge with a fixed age.
+    """
+    t, losses = memories(2048)
+    np.testing.assert_allclose(LogTime(8).at(torch.from_numpy(t)), t / (t + 8))
+    slopes = [-exponent(t[512:], losses[512:, i]) for i in range(3)]
+    assert slopes[:2] == pytest.approx([0.5, 0.5], abs=0.02)
+    assert slopes[2] == pytest.approx(0.7, abs=0.04)
+    assert losses[-1, 2] < 0.6 * losses[-1, :2].min()
+    assert losses[-1, 3] > 1.5 * losses[:, 3].min()  # it turned, and rises
+
+
+def test_expected_losses_without_noise_are_those_of_the_path():
+    curvature, num = modes()
+    x, m, decays = curvature ** (LOSS / CURVATURE / 2 - 0.5), 0.0, [0.5, 0.8, 0.9, 0.9]
+    want = []
+    for t, beta in enumerate(decays, start=1):
+        want.append((num * curvature * x * x).sum() / 2)
+        g = curvature * x
+        m = beta * m + (1 - beta) * g
+        x = x - 0.3 * (g + t**0.5 * m)
+    found = power_law_losses(np.array([decays]), np.array([0.5]), lr=0.3, noise=0.0)
+    assert found[:, 0] == pytest.approx(want)

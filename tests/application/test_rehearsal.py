@@ -121,6 +121,34 @@ def test_bytes_are_those_of_loads_and_stores_in_the_source():
     ]
 
 
+COMBO = """
+def triton_(in_ptr0, in_ptr1, out_ptr0, XBLOCK_0: tl.constexpr, XBLOCK_1: tl.constexpr):
+    pid = tl.program_id(0)
+    if pid < 1:
+        xnumel = 1024
+        r0_numel = 1
+        x0 = pid * XBLOCK_0 + tl.arange(0, XBLOCK_0)[:]
+        tmp0 = tl.load(in_ptr0 + (x0), x0 < xnumel)
+        tl.store(out_ptr0 + (x0), tmp0, x0 < xnumel)
+    elif pid < 2:
+        xnumel = 64
+        x1 = (pid - 1) * XBLOCK_1 + tl.arange(0, XBLOCK_1)[:]
+        tmp0 = tl.load(in_ptr1 + (x1), x1 < xnumel)
+    else:
+        pass
+"""
+
+
+def test_a_combo_kernel_has_several_loops_each_of_its_own_size():
+    x, y, out = (meta(n) for n in (1024, 64, 1024))
+    launch = Launch("triton_", (x, y, out), frozenset(map(memory_of, (x, y))))
+    assert [*accesses(COMBO, launch)] == [
+        Access("loaded", 1024, 4, full=True, loop=0),
+        Access("stored", 1024, 4, full=False, loop=0),
+        Access("loaded", 64, 4, full=True, loop=1),
+    ]
+
+
 def meta(num):
     return torch.empty(num, device="meta")
 

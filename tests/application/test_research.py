@@ -23,11 +23,11 @@ from marsopt.rules import newton_schulz
 from marsopt.rules.preconditioner import Average
 from research import (
     captured,
-    contenders,
     correlations,
     decide,
     log_time,
     studies,
+    svrg,
     track3,
 )
 from research.compare import __main__ as compare
@@ -49,7 +49,6 @@ from research.compare.results import entries, rows
 from research.compare.search import Axis, search
 from research.compare.store import Store, final
 from research.compare.study import Method, Run, Study, changed, named
-from research.svrg import __main__ as svrg
 from tests.tape import Tape
 from train import prepare
 from train.engine.launch import parse
@@ -110,11 +109,35 @@ def test_a_study_runs_a_trial_and_a_later_call_continues(
     printed = call("--set", "num_seeds=2")
     assert "1 run left" in printed and "0 runs left" in printed
     assert (out / "table.md").read_text() in printed and (out / "losses.png").is_file()
-    lines = (out / "runs.jsonl").read_text().splitlines(keepends=True)
-    assert lines[0] == first and len(lines) == 2
+    again = (out / "runs.jsonl").read_text()
+    assert again.startswith(first) and again.count('"recipe"') == 2
     assert not (out / "runs").exists()
-    with pytest.raises(UserError, match="got steps=9 where .*setting.json has 8"):
+    with pytest.raises(UserError, match="got steps=9 where quick in .* has 8"):
         call("--set", "steps=9")
+
+
+def test_runs_of_a_folder_are_added_once(setting, tmp_path):
+    """Beside another study in one file; runs of another setting are refused."""
+    path, folder = tmp_path / "kind.jsonl", tmp_path / "run elsewhere"
+    folder.mkdir()
+    (folder / "setting.json").write_text(json.dumps(dict(steps=8)))
+    line = dict(recipe=dict(rule="adamw"), curve=[[8, 2.0]])
+    text = "".join(json.dumps(line | dict(seed=seed)) + "\n" for seed in (1, 2))
+    (folder / "runs.jsonl").write_text(text + text[:9])
+    other = Store(path, "other")
+    other.agree(dict(steps=9))
+    other.add(Run(line["recipe"], 1), dict(curve=[[9, 3.0]]))
+    mine = Store(path, "mine")
+    mine.agree(dict(steps=8))
+    mine.add(Run(line["recipe"], 1), dict(curve=[[8, 1.0]]))
+    assert mine.take(folder) == 1 and mine.take(folder) == 0
+    assert [*Store(path, "mine").losses.values()] == [1.0, 2.0]
+    assert [*Store(path, "other").losses.values()] == [3.0]
+    with pytest.raises(UserError, match="got steps=8 where other in .* has 9"):
+        other.take(folder)
+    (folder / "setting.json").unlink()
+    with pytest.raises(UserError, match="give the folder that has both"):
+        mine.take(folder)
 
 
 def test_searches_take_equal_trials_and_come_near_the_best():
@@ -139,12 +162,14 @@ def test_searches_take_equal_trials_and_come_near_the_best():
 def test_a_difference_is_judged_by_the_pooled_deviation_over_seeds(tmp_path, setting):
     methods = {title: Method(dict(rule=title), num_seeds=4) for title in "abc"}
     study = Study(title="x", setting=setting, methods=methods)
-    store = Store(tmp_path)
+    path = tmp_path / "runs.jsonl"
+    store = Store(path, "x")
     store.agree(setting.identity())
     for title, middle in dict(a=3.0, b=2.9, c=2.995).items():
         for run, step in zip(study.wanted(title, {}), (-1, 0, 0, 1), strict=True):
             store.add(run, dict(curve=[[8, middle + 0.02 * step]]))
-    by_title = {row.entry.title: row for row in rows(entries(study, Store(tmp_path)))}
+    found = entries(study, Store(path, "x"))
+    by_title = {row.entry.title: row for row in rows(found)}
     deviation = 0.02 * math.sqrt(2 / 3)
     assert by_title["b"].z == pytest.approx(-0.1 / (deviation * math.sqrt(1 / 2)))
     assert {t: row.verdict for t, row in by_title.items()} == {
@@ -153,9 +178,9 @@ def test_a_difference_is_judged_by_the_pooled_deviation_over_seeds(tmp_path, set
     # of a and b alone, whose seeds scatter alike; and seed by seed, without scatter
     assert by_title["b"].own_z == pytest.approx(-0.1 / (deviation * math.sqrt(1 / 2)))
     assert by_title["b"].paired == pytest.approx((-0.1, 0.0))
-    (tmp_path / "runs.jsonl").write_text("{}\n")
+    path.write_text("{}\n")
     with pytest.raises(UserError, match="runs.jsonl that does not read"):
-        Store(tmp_path)
+        Store(path, "x")
 
 
 def test_a_search_by_two_seeds_goes_by_their_mean(setting):
@@ -202,22 +227,21 @@ def test_values_that_know_their_step_are_spelled_by_json(setting, tmp_path):
     assert value_of([capped, 0.95]) == (marsopt.LogTime(10, cap=0.98), 0.95)
     assert value_of({"falling_weight": 0.85}) == FallingWeight(kappa=0.85)
     recipe = dict(rule="adamw", beta1=capped, lr=0.01)
-    store, run = Store(tmp_path), Run(recipe, 1)
+    path = tmp_path / "runs.jsonl"
+    store, run = Store(path, "x"), Run(recipe, 1)
     store.agree(setting.identity())
     store.add(run, dict(curve=[[8, 2.0]]))
-    assert [*Store(tmp_path).losses] == [run.key]
+    assert [*Store(path, "x").losses] == [run.key]
 
 
 def test_a_variant_is_chosen_by_both_studies(tmp_path, monkeypatch):
-    monkeypatch.setattr(log_time, "STORES", tmp_path)
+    monkeypatch.setattr(studies, "STORES", tmp_path)
     assert log_time.chosen("ADANA") is None and not log_time.held()
     better = {False: "as printed", True: "as their code"}
     for long, name in (False, "log_time_choice"), (True, "log_time_choice_long"):
-        study, folder = log_time.choice(long), tmp_path / name
-        folder.mkdir()
-        store = Store(folder)
+        study, store = log_time.choice(long), studies.stored(name)
         store.agree(dict(steps=1))
-        for variant in contenders.CHOICES["ADANA"]:
+        for variant in log_time.CHOICES["ADANA"]:
             gain = (2.0 if long else 1.0) * (variant == better[long])
             title = f"ADANA: {variant}"
             while wanted := study.wanted(title, store.losses):
@@ -274,6 +298,25 @@ def test_steps_saved_lie_between_the_control_s_horizons():
 
 
 # ---- what pages say ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, title, control, said",
+    [
+        ("small", "transport", "NAdamW", "-0.0387"),
+        ("small_long", "transport", "NAdamW", "-0.0385"),
+        ("middle", "transport", "NAdamW", "-0.0370"),
+        ("to_zero", "transport", "NAdamW", "-0.0233"),
+        ("batch_quarter", "transport", "NAdamW", "-0.0470"),
+        ("prose", "Moonlight, transport", "Moonlight", "-0.0407"),
+        ("bpe", "transport", "NAdamW", "+0.0119"),
+    ],
+)
+def test_the_study_page_has_the_differences_of_the_stores(name, title, control, said):
+    table = rows(entries(getattr(studies, name)(), studies.stored(name)))
+    (row,) = (r for r in table if r.entry.title == title)
+    assert row.entry.control == control and f"{row.difference:+.4f}" == said
+    assert said in (Path(studies.__file__).parent / "study.md").read_text()
 
 
 # ---- what is compared ----------------------------------------------------------------
@@ -349,7 +392,7 @@ def test_the_loop_trains_all_methods_from_one_start(setting):
 def test_the_loop_trains_contenders_with_a_head_of_its_own(setting):
     untied = replace(setting, tied=False, steps=16)
     assert untied.identity() != setting.identity()
-    variants = contenders.variants(*contenders.CHOICES)
+    variants = log_time.variants(*log_time.CHOICES)
     for recipe in (
         *(c.recipe | dict(lr=c.lr) for c in variants.values()),
         dict(rule="adamw", lr=6e-3, weight_decay=0.1, decay_omega=4.0),

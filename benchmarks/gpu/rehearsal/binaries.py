@@ -8,7 +8,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,12 @@ WIDEST = 128  # bits that a thread loads or stores at once
 INSTRUCTION = re.compile(r"\b(LDG|STG)((?:\.[A-Z0-9_]+)*)\s")
 HINT = re.compile(r"\.LTC\d+B")
 WIDTHS = {".128": 128, ".64": 64, ".U16": 16, ".S16": 16, ".U8": 8, ".S8": 8}
-# of a reduction that has its whole row at once, in a block that is a power of two
-WHOLE_ROW = re.compile(r"r0_numel = (\d+)\n\s*R0_BLOCK: tl.constexpr = (\d+)")
+# of a reduction that has its whole row at once, in a block that is a power of two; the
+# loops of a combo kernel have numbers
+WHOLE_ROW = re.compile(
+    r"r0_numel = (\d+)\n\s*R0_BLOCK(?:_(\d+))?: tl.constexpr = (\d+)"
+)
+BLOCK = re.compile(r"[A-Z0-9_]*BLOCK(?:_(\d+))?")
 
 
 def widths_of(sass: str) -> Counter[tuple[str, int]]:
@@ -55,6 +59,14 @@ def wanted(
     return found
 
 
+def _blocks(sizes: Mapping[str, int], loop: int) -> Iterator[int]:
+    """Yield the sizes of a loop's block, along each of its axes."""
+    for name, size in sizes.items():
+        found = BLOCK.fullmatch(name)
+        if found and int(found[1] or 0) == loop:
+            yield size
+
+
 def _printed(tool: str, *args: str) -> str:
     import triton
 
@@ -75,8 +87,10 @@ def binaries(
     from triton.compiler import ASTSource
 
     tuner = getattr(PyCodeCache.load(source), name)
-    row = WHOLE_ROW.search(source)
-    columns, block = (int(row[1]), int(row[2])) if row else (1, 1)
+    rows = {
+        int(loop or 0): (int(columns), int(block))
+        for columns, loop, block in WHOLE_ROW.findall(source)
+    }
     for config in tuner.configs:
         meta = tuner._create_compile_meta(config)
         code = ASTSource(
@@ -91,12 +105,15 @@ def binaries(
             usage = _printed("cuobjdump", "-res-usage", file.name)
             sass = _printed("nvdisasm", "-c", file.name)
         counts = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
-        rows, threads = prod(config.kwargs.values()), WARP * config.num_warps
-        wide = wanted(
-            accesses,
-            max(1, rows * block // threads),
-            max(1, rows * columns // threads),
-        )
+        threads, wide = WARP * config.num_warps, Counter()
+        for loop in {access.loop for access in accesses}:
+            num = prod(_blocks(config.kwargs, loop))
+            columns, block = rows.get(loop, (1, 1))
+            wide += wanted(
+                [access for access in accesses if access.loop == loop],
+                max(1, num * block // threads),
+                max(1, num * columns // threads),
+            )
         yield dict(
             config=f"{config.kwargs}, {config.num_warps} warps",
             registers=int(counts["REG"]),

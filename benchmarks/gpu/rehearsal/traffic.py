@@ -23,12 +23,14 @@ class Access:
         size: of an element, in bytes.
         full: whether it goes over as many elements as the launch does, and the tensor
             is an input of the graph or lies in its memory: gradient, parameter, state.
+        loop: number of its loop in the kernel.
     """
 
     kind: str
     num_elements: int
     size: int
     full: bool
+    loop: int = 0
 
 
 def accesses(source: str, launch: Launch) -> Iterator[Access]:
@@ -37,23 +39,44 @@ def accesses(source: str, launch: Launch) -> Iterator[Access]:
     (kernel,) = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     names = [a.arg for a in kernel.args.args]
     args = dict(zip(names, launch.args, strict=False))
-    made = _assignments(kernel)
-    work = prod(launch.sizes)
-    for call in ast.walk(kernel):
-        if not _is_call_of(call, "load", "store"):
-            continue
-        pointer, index = _pointer(call.args[0])
-        is_store, tensor = call.func.attr == "store", args[pointer]
-        masks = call.args[2:3] if is_store else call.args[1:2]
-        flagged = any(_depends(mask, made, _is_load) for mask in masks)
-        by_element = _depends(index, made, _is_position)
-        large = by_element and tensor.numel() >= 0.9 * work  # a padding is more
-        yield Access(
-            kind="stored" if is_store else "flagged" if flagged else "loaded",
-            num_elements=min(tensor.numel(), work) if by_element else 1,
-            size=tensor.element_size(),
-            full=large and launch.is_input(tensor),
-        )
+    for number, (loop, work) in enumerate(_loops(kernel, prod(launch.sizes))):
+        made = _assignments(loop)
+        for call in ast.walk(loop):
+            if not _is_call_of(call, "load", "store"):
+                continue
+            pointer, index = _pointer(call.args[0])
+            is_store, tensor = call.func.attr == "store", args[pointer]
+            masks = call.args[2:3] if is_store else call.args[1:2]
+            flagged = any(_depends(mask, made, _is_load) for mask in masks)
+            by_element = _depends(index, made, _is_position)
+            large = by_element and tensor.numel() >= 0.9 * work  # a padding is more
+            yield Access(
+                kind="stored" if is_store else "flagged" if flagged else "loaded",
+                num_elements=min(tensor.numel(), work) if by_element else 1,
+                size=tensor.element_size(),
+                full=large and launch.is_input(tensor),
+                loop=number,
+            )
+
+
+def _loops(kernel: ast.FunctionDef, work: int) -> Iterator[tuple[ast.AST, int]]:
+    """Yield the loops of a kernel, each with how many elements it goes over: ``work``,
+    or in a combo kernel, which has a loop in each branch, what the branch says.
+    """
+    branch = next((node for node in kernel.body if isinstance(node, ast.If)), None)
+    if branch is None:
+        yield kernel, work
+    while isinstance(branch, ast.If):
+        loop = ast.Module(branch.body, [])
+        sizes = [
+            node.value.value
+            for node in branch.body
+            if isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]).endswith("numel")
+            and isinstance(node.value, ast.Constant)  # "rnumel" repeats another
+        ]
+        yield loop, prod(sizes)
+        branch = branch.orelse[0]
 
 
 def _is_call_of(node: ast.AST, *methods: str) -> bool:
@@ -79,10 +102,10 @@ def _pointer(where: ast.expr) -> tuple[str, ast.expr]:
     raise ValueError(f"got an access to {ast.unparse(where)}, expected pointer + index")
 
 
-def _assignments(kernel: ast.FunctionDef) -> dict[str, list[ast.expr]]:
+def _assignments(loop: ast.AST) -> dict[str, list[ast.expr]]:
     """Return the expressions assigned to each name; in a loop there are several."""
     made: dict[str, list[ast.expr]] = {}
-    for node in ast.walk(kernel):
+    for node in ast.walk(loop):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             made.setdefault(node.targets[0].id, []).append(node.value)
     return made
