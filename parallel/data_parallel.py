@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from marsopt.functional.collectives import (
     Collectives,
@@ -25,6 +26,7 @@ from marsopt.rules.preconditioner import MatrixOutput
 
 from .collectives import MeshCollectives
 from .exchange import all_gather
+from .owner_gradients import OwnerGradients
 from .packs import Chunk, Packs
 from .placement import shard_sizes
 from .planner import assign
@@ -78,8 +80,29 @@ class DataParallel(LocalCollectives):
                 "got no process group, expected one of the ranks that share "
                 "parameters: call torch.distributed.init_process_group() before"
             )
-        self._group = group
+        self._group, self._gradients = group, OwnerGradients(group)
         self._latest: _Pieces | None = None
+
+    def reduce_to_owners(self, model: DistributedDataParallel) -> None:
+        """Reduce each row of a gradient to its owner, in place of DDP's all-reduce:
+        half the bytes. Call it before the first backward pass, and on every rank.
+
+        ``no_sync``, accumulation, ``find_unused_parameters`` and ``static_graph`` work
+        as before; ``join`` is refused. The step reads the rows that this rank owns. In
+        all other rows ``p.grad`` is undefined: clip by ``max_norm``, and not by
+        ``clip_grad_norm_``. In place of GradScaler take torch's ShardedGradScaler,
+        whose ranks skip a step together.
+
+        Args:
+            model: a model over the ranks of this object's process group.
+
+        Raises:
+            TypeError: a model that is no DistributedDataParallel.
+            ValueError: a model with other ranks.
+            RuntimeError: a model with a communication hook; and of its forward pass,
+                within ``join``.
+        """
+        self._gradients.register(model)
 
     def __reduce__(self) -> str:
         raise TypeError(
@@ -100,7 +123,7 @@ class DataParallel(LocalCollectives):
         if self._latest is None or self._latest.mesh.device_type != device:
             with unset_fake_temporarily():  # real numbers for a model without memory
                 mesh = DeviceMesh.from_group(self._group, device)
-            self._latest = _Pieces(mesh)
+            self._latest = _Pieces(mesh, self._gradients)
         work = [
             leaf.matrices.num_in(leaf.tensor.shape)
             * leaf.preconditioner.cost.on(device).num_flops(
@@ -117,7 +140,8 @@ class DataParallel(LocalCollectives):
             else:
                 lengths[p] = tuple(len(p) * (rank == owner) for rank in range(num))
         # numbers and empty tensors are every rank's
-        self._latest = self._latest.of({p: n for p, n in lengths.items() if p.numel()})
+        lengths = {p: n for p, n in lengths.items() if p.numel()}
+        self._latest, self._gradients.lengths = self._latest.of(lengths), lengths
         return self._latest
 
 
@@ -156,8 +180,9 @@ class _Pieces(MeshCollectives):
     therefore taken for a piece.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, gradients: OwnerGradients) -> None:
         super().__init__(mesh)
+        self._gradients = gradients
         self._rank, self._num_ranks = mesh.get_local_rank(), mesh.size()
         self._group = mesh.get_group()
         self._lengths: dict[Tensor, tuple[int, ...]] = {}
@@ -225,6 +250,21 @@ class _Pieces(MeshCollectives):
                 "sharded parameters"
             )
         p = tensor if like is None else like
+        if like is not None:
+            self._complete(tensor, p)
+        return self._piece(tensor, p)
+
+    def _complete(self, gradient: Tensor, p: Tensor) -> None:
+        """Gather a gradient whose rows are with the owners of another plan."""
+        lengths = self._gradients.owners_of(p)
+        if lengths in (None, self._lengths.get(p)):
+            return
+        rows = gradient.split(lengths)[self._rank]
+        gradient.copy_(self._joined(rows, lengths))
+        self._gradients.forget(p)
+
+    def _piece(self, tensor: Tensor, p: Tensor) -> Tensor:
+        """Return the rows of ``tensor``, shaped as ``p``, that this rank updates."""
         if not self._is_cut(p) or self._lengths[p][self._rank] == len(p):
             return tensor
         return self._rows(tensor, p, self._rank)
@@ -367,4 +407,4 @@ class _Pieces(MeshCollectives):
 
     def local_state(self, whole: Tensor, param: Tensor) -> Tensor:
         alike = whole.ndim > 0 and self._is_cut(param) and len(whole) == len(param)
-        return self.local(whole, param) if alike else whole
+        return self._piece(whole, param) if alike else whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import statistics
 import sys
 from contextlib import redirect_stdout
@@ -12,7 +13,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from benchmarks import memory, muons, peers, sharded, step
+from benchmarks import gradients, memory, muons, peers, sharded, step
 from benchmarks.contenders import OURS, REFERENCE, TORCH
 from benchmarks.measure import plan, walk
 from benchmarks.timing import spread, take_turns
@@ -287,3 +288,13 @@ def test_sharded_steps_send_what_is_promised():
     told = sharded.table(found)
     assert "1 all_reduce, 4 all_to_all" in told
     assert all(c.title in told for c in muons.CONTENDERS)
+
+
+def test_gradients_to_owners_send_half_of_an_all_reduce():
+    """As much as FSDP2, but for its padding; and as DataParallel for the rest."""
+    ways = (gradients.ZERO, gradients.OWNERS, gradients.KEPT)
+    everywhere, owners, fsdp = (gradients.count(way, 4, 1, 16).bytes for way in ways)
+    numel = sum(map(math.prod, shapes(1, 16).values()))
+    assert everywhere["gradients"] - owners["gradients"] == 4 * numel * 3 / 4
+    assert owners["parameters"] == everywhere["parameters"]
+    assert owners["gradients"] == pytest.approx(fsdp["gradients"], rel=0.01)
