@@ -43,11 +43,13 @@ __all__ = [
     "log_time_large",
     "log_time_middle",
     "log_time_prose",
+    "log_time_rates",
     "log_time_three_million",
     "log_time_to_zero",
     "log_time_untied",
 ]
 FACTOR, TRIALS = 1.5, 5  # between learning rates; most of them
+BETAS = (0.8, 0.95, 0.9875)  # of log_time_rates: a factor of four in age between them
 CHOICE_SEEDS = (9, 10)  # of no judgement
 OMEGA = 4.0  # ADANA's
 
@@ -293,6 +295,21 @@ def choice(long: bool = False) -> Study:
     return replace(made, search_seeds=seeds)
 
 
+def rates() -> Study:
+    """Return the study of Moonlight's learning rate by the memory of its matrices."""
+    place = PLACES["480"]
+    memories: dict[str, Recipe] = {f"{beta1}": dict(beta1=beta1) for beta1 in BETAS}
+    memories["log time"] = dict(beta1=LOG, nesterov=WEIGHT)
+    methods = {
+        f"Moonlight, {title}": _method(
+            Contender(MOONLIGHT | BESIDE | memory, MATRIX_LR), 1.0, num_seeds=0
+        )
+        for title, memory in memories.items()
+    }
+    made = _searched(f"{place.title}, memories", place.setting, methods)
+    return replace(made, search_seeds=CHOICE_SEEDS)
+
+
 def _method(contender: Contender, scale: float, num_seeds: int) -> Method:
     start = float(f"{contender.lr * scale:.3g}")
     ends = start / FACTOR, start * FACTOR
@@ -334,6 +351,7 @@ def _choice_loss(title: str, long: bool) -> float | None:
 
 
 log_time_choice = choice
+log_time_rates = rates
 log_time_choice_long = partial(choice, long=True)
 log_time_480 = partial(study, "480")
 log_time_1920 = partial(study, "1920")
