@@ -70,6 +70,18 @@ def values(seed: int, tensors=TENSORS, dtype=torch.float64) -> dict[str, Tensor]
     return found
 
 
+def groups(params: dict[str, nn.Parameter], tensors) -> list[dict]:
+    """Named parameters, those of the same options in one group."""
+    found: dict[tuple, dict] = {}
+    for name, p in params.items():
+        options = tensors[name].options
+        group = found.setdefault(
+            tuple(sorted(options.items())), options | {"params": []}
+        )
+        group["params"].append((name, p))
+    return list(found.values())
+
+
 def in_loop(tensors, steps: int, **options) -> dict[str, Tensor]:
     """Whole tensors after steps on every slice as a parameter of its own."""
     parts = {
@@ -91,10 +103,7 @@ def at_once(tensors, steps: int, put=lambda name, whole: whole, **options):
     may shard.
     """
     params = {n: nn.Parameter(put(n, v)) for n, v in values(0, tensors).items()}
-    groups = [
-        {"params": [(name, p)], **tensors[name].options} for name, p in params.items()
-    ]
-    optimizer = MARS(groups, **options)
+    optimizer = MARS(groups(params, tensors), **options)
     for t in range(steps):
         for name, whole in values(1 + t, tensors).items():
             params[name].grad = put(name, whole.clone())

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Trainable
 from tokenizers import models, pre_tokenizers, trainers
 
-from tests.application.test_application import ROOT, STEPS, TINY, command, data, run
+from tests.application.test_application import ROOT, STEPS, TINY, data, run
 from tests.forks import forked
 from train import import_hf, sample
 from train.data import tokenizer_files
@@ -308,7 +308,7 @@ def called(main, capsys, *args):
 def test_the_export_command(trained, tmp_path):
     out = tmp_path / "hf"
     args = ["train.export", "--run", trained[0], "--out", out, "--training-state"]
-    code, told, err = command(*args)
+    code, told, err = forked(*args)
     assert (code, err) == (0, "")
     assert f"836,864 parameters after step 8 of {trained[0]}" in told
     assert f"--checkpoint.initial-load-path {out / STATE}" in told

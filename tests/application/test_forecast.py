@@ -108,8 +108,11 @@ def kept(optimizer):
 NARROW = dict(state_dtype=torch.bfloat16, stochastic_rounding=True)
 
 
-@pytest.mark.parametrize("options", [{}, NARROW], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("rule", RULES)
+# narrow state of every kind: the dtype is the algorithm's, whatever the correction
+CELLS = [(rule, {}) for rule in RULES] + [(rule, NARROW) for rule in REGISTRY]
+
+
+@pytest.mark.parametrize("rule, options", CELLS)
 def test_state_is_what_the_optimizer_keeps(rule, options):
     params = {n: nn.Parameter(x) for n, x in drawn(0).items()}
     optimizer = build(params, rule, compile=False, **options)
@@ -185,11 +188,11 @@ def test_a_process_group_of_others_is_left_alone():
 
 
 def test_equal_shares_are_recorded_once_and_the_fullest_is_among_them():
-    """Of all 16 ranks, for a model whose ranks own different things."""
-    (job,) = models.jobs("gpt2-small", ["muon"])
-    steps = [record(job, (16,), rank, Machine()).memory.step for rank in range(16)]
+    """Of all 5 ranks, for a model whose ranks own different things."""
+    job = job_of("muon")
+    steps = [record(job, (5,), rank, Machine()).memory.step for rank in range(5)]
     assert len(set(steps)) > 1
-    assert forecast(job, 16).memory.step == CLOSE(max(steps), rel=REL)
+    assert forecast(job, 5).memory.step == CLOSE(max(steps), rel=REL)
 
 
 @pytest.mark.parametrize("rule", ["muon", "mars-adamw-exact"])
@@ -312,8 +315,9 @@ def test_two_ranks_keep_send_and_hold_what_is_predicted(monkeypatch):
 # ---- passes and products -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, NARROW], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("rule", [r for r in RULES if not r.endswith("exact")])
+@pytest.mark.parametrize(
+    "rule, options", [cell for cell in CELLS if not cell[0].endswith("exact")]
+)
 def test_bytes_moved_are_those_of_the_profiler(rule, options, monkeypatch):
     """Its floor is inductor's count to 0.2% (test_profile.py)."""
     as_on_a_gpu(monkeypatch)
@@ -327,7 +331,7 @@ def test_bytes_moved_are_those_of_the_profiler(rule, options, monkeypatch):
     assert found.moved_bytes == floor.num_bytes + floor.copied
 
 
-@pytest.mark.parametrize("model", ["gpt2-small", "gpt2-xl", "llama-3b", "llama-13b"])
+@pytest.mark.parametrize("model", ["gpt2-small", "llama-13b"])
 def test_flops_of_newton_schulz(model):
     (job,) = models.jobs(model, ["muon"])
     matrices = job.matrices().values()
@@ -356,7 +360,7 @@ def with_whole_attention(model):
     )
 
 
-@pytest.mark.parametrize("name", models.gpt2.MODELS)
+@pytest.mark.parametrize("name", ["gpt2-small", "gpt2-medium"])
 def test_gpt2_is_that_of_the_application(name):
     num_layers, width = models.gpt2.MODELS[name]
     shape = Shape(num_layers, width // 64, width, 1024, models.gpt2.VOCAB_SIZE)
@@ -371,7 +375,7 @@ def test_gpt2_is_that_of_the_application(name):
     assert found == CLOSE(with_whole_attention(named), rel=REL)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if "llama" in name])
+@pytest.mark.parametrize("name", ["llama-3b", "llama3-8b"])
 def test_llama_is_that_of_transformers(name):
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -540,8 +544,14 @@ def test_a_compiled_loss_keeps_logits_in_their_own_dtype():
 
 
 def test_numbers_of_parameters():
-    """Llama 2's 6.74 and 13.02, OpenLLaMA's 3.43, Llama 3's 8.03 x 1e9."""
+    """Llama 2's 6.74 and 13.02, OpenLLaMA's 3.43, Llama 3's 8.03 x 1e9; of GPT-2's
+    larger ones 12 w^2 + 2 w a layer, a table of 1,024 positions and a norm.
+    """
     counts = {name: model.num_params for name, model in MODELS.items()}
+    for name, num_layers, width in (("large", 36, 1280), ("xl", 48, 1600)):
+        layer = 12 * width**2 + 2 * width
+        rest = (models.gpt2.VOCAB_SIZE + 1024 + 1) * width
+        assert counts[f"gpt2-{name}"] == num_layers * layer + rest
     assert counts["llama-3b"] == 3_426_473_600
     assert counts["llama-7b"] == 6_738_415_616
     assert counts["llama-13b"] == 13_015_864_320
@@ -567,7 +577,9 @@ def test_replicas_without_shards_share_nothing():
 def test_exact_mars_takes_two_gradients():
     plain, exact, baseline = (
         forecast(job, 8)
-        for job in models.jobs("llama-7b", ["mars-adamw", "mars-adamw-exact", "adamw"])
+        for job in models.jobs(
+            "gpt2-small", ["mars-adamw", "mars-adamw-exact", "adamw"]
+        )
     )
     assert exact.training_seconds == 2 * plain.training_seconds
     assert baseline.training_seconds == plain.training_seconds

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -168,22 +166,10 @@ def test_the_jobs_of_recipes():
         assert not {"wte.weight", "wpe.weight"} & job.matrices().keys()
 
 
-def command(*args):
-    done = subprocess.run(
-        [sys.executable, "-m", "train.plan", *args],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
 def test_the_command(tmp_path):
     picture = tmp_path / "sweep.png"
-    code, out, err = command(
-        "--config", "tiny_mars_shampoo", "--sweep", "--picture", str(picture)
-    )
+    sweep = ("--config", "tiny_mars_shampoo", "--sweep", "--picture", picture)
+    code, out, err = forked("train.plan", *sweep)
     assert (code, err) == (0, LOADING)
     assert [int(line.split()[0]) for line in out.splitlines()[2:-1]] == [
         2**i for i in range(13)

@@ -30,8 +30,7 @@ COMPILED = "mars-adamw/transport/llama-7b-layer/bfloat16"
 # bytes a parameter that are loaded where a flag says so: y, where the state keeps x
 FLAGGED = {
     COMPILED: 2,
-    "normuon/none/llama-7b-layer/float32/lowered": 0,
-    "mars-m/approximate/gpt2-small/float32/lowered": 0,
+    "mars-m/approximate/llama-7b-layer/float32/lowered": 0,
 }
 
 

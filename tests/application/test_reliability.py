@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 
 import configs
-from tests.application.test_application import ROOT, STEPS, TINY, data, one, tiny
+from tests.application.test_application import ROOT, STEPS, TINY, data, run, tiny
 from tests.forks import forked
 from tests.processes import spawn
 from train import export, prepare, sample
@@ -44,6 +44,12 @@ from train.runs.settings import settings
 pytestmark = pytest.mark.application
 
 SHAPE = configs.tiny_mars_adamw().model_spec.model.shape
+
+
+@pytest.fixture(scope="module")
+def one(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    return folder, *run(data, folder)
 
 
 @pytest.fixture

@@ -24,14 +24,18 @@ from marsopt.profiling.gpt2 import EMBEDDINGS, Subject, shapes
 from marsopt.profiling.optimizer import OptimizerReport, profile_optimizer
 
 ROOT = Path(__file__).parents[2]
-WIDTH, VOCAB = 64, 512
+WIDTH, VOCAB = 64, 2048
 MATRIX = 4 * WIDTH * WIDTH  # bytes of the smallest one
-# few shapes, where no more is needed: two stacks of matrices and one of vectors
-FEW = {
-    **{f"{i}.in": (4 * WIDTH, WIDTH) for i in range(3)},
-    **{f"{i}.out": (WIDTH, WIDTH) for i in range(3)},
-    **{f"{i}.norm": (WIDTH,) for i in range(3)},
-}
+# few shapes: what compiling takes grows with their number
+SAME = {f"{i}.in": (4 * WIDTH, WIDTH) for i in range(3)}
+
+
+def layers(num: int) -> dict[str, tuple[int, ...]]:
+    """A matrix and a vector of each layer, and an embedding."""
+    found = {"wte": (VOCAB, WIDTH)}
+    for i in range(num):
+        found |= {f"{i}.out": (WIDTH, WIDTH), f"{i}.norm": (WIDTH,)}
+    return found
 
 
 class Clocked(Subject):
@@ -82,18 +86,18 @@ def log(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def deep():
-    return watched("mars-adamw", shapes(48, WIDTH, VOCAB))
+    return watched("mars-adamw", layers(24))
 
 
 @pytest.fixture(scope="module")
 def shallow(deep, log):
     """After ``deep``, which pays for what a process compiles but once."""
-    return watched("mars-adamw", shapes(2, WIDTH, VOCAB), steps=49, log=log)
+    return watched("mars-adamw", layers(2), steps=49, log=log)
 
 
 @pytest.fixture(scope="module")
 def by_matrix():
-    return watched("mars-m", FEW, correction="transport")[0]
+    return watched("mars-m", SAME, correction="transport")[0]
 
 
 def graph(report: OptimizerReport, name: str):
@@ -130,7 +134,7 @@ def test_bytes_a_parameter(shallow):
 
 def test_h_in_half_precision_and_cautious_decay():
     """38, of which cautious decay adds none; and no kernel."""
-    report, _ = watched("mars-adamw", FEW, cautious=True, h_dtype=torch.bfloat16)
+    report, _ = watched("mars-adamw", SAME, cautious=True, h_dtype=torch.bfloat16)
     assert report.bytes_per_param <= 38.05
     assert report.num_bytes <= 1.002 * report.floor.num_bytes
     assert report.num_stack_kernels == 2 * len(report.stack_bytes)
@@ -151,7 +155,7 @@ def test_bytes_a_parameter_of_transport(least, options):
     for a read.
     """
     stores = "store_iterate" in options
-    report, _ = watched("mars-adamw", FEW, correction="transport", **options)
+    report, _ = watched("mars-adamw", SAME, correction="transport", **options)
     assert report.floor.num_bytes == least * report.num_params
     scalars = 4_200  # bytes, of all tensors: nothing in a model of use
     assert report.num_bytes <= least * report.num_params + scalars
@@ -180,12 +184,12 @@ def test_three_kernels_a_stack(shallow, by_matrix):
     assert by_matrix.kernels_per_stack <= 3
 
 
-def test_at_most_sixty_small_kernels_on_a_cpu():
-    """Of GPT-2's 12 layers, whose matrices are stacks by themselves there."""
-    report, _ = watched("mars-adamw", shapes(12, 264, 64))
-    assert report.num_stacks == 51
+def test_a_small_kernel_or_so_a_stack_on_a_cpu():
+    """Of matrices that are stacks by themselves there."""
+    report, _ = watched("mars-adamw", {"0": (264, 264), "1": (264, 264), "n": [264]})
+    assert report.num_stacks == 3
     assert report.num_kernels == report.num_stack_kernels + report.num_small_kernels
-    assert report.num_small_kernels <= 60
+    assert report.num_small_kernels <= 3
 
 
 def test_generated_code_passes_over_a_stack_twice(shallow, log):
@@ -212,16 +216,16 @@ def test_no_recompiles_while_every_hyperparameter_moves(shallow):
 
 
 def test_graphs_do_not_grow_with_depth(shallow, deep):
-    """2 and 48 layers: as many graphs, passes over stacks and characters of generated
+    """2 and 24 layers: as many graphs, passes over stacks and characters of generated
     code. The time is the CPU's in the first step, which neighbours do not stretch:
     tracing and code generation; the C++ compiler's follows the code's size.
     """
     (two, seconds_two), (many, seconds_many) = shallow, deep
-    assert many.num_tensors > 19 * two.num_tensors
+    assert many.num_tensors > 9 * two.num_tensors
     assert many.num_stack_kernels == two.num_stack_kernels
     for name in ("assess_alone", "update_"):
         a, b = graph(two, name), graph(many, name)
-        # of the small kernels inductor fuses some at 48 numbers that it does not at 2
+        # of the small kernels inductor fuses some at 24 numbers that it does not at 2
         assert len(b.kernels) <= len(a.kernels)
         assert b.code_size <= 1.1 * a.code_size
     assert seconds_many <= 1.3 * seconds_two
@@ -245,7 +249,7 @@ def test_matrix_rules_allocate_what_is_documented(by_matrix):
     """The factors, and what Newton-Schulz holds beside them of one shape after the
     other.
     """
-    matrices = 4 * sum(torch.Size(s).numel() for s in FEW.values() if len(s) == 2)
+    matrices = 4 * sum(torch.Size(s).numel() for s in SAME.values())
     assert all(graph.peak_bytes < MATRIX for graph in by_matrix.graphs)
     largest = 4 * 3 * 4 * WIDTH * WIDTH  # the stack of "in"
     assert by_matrix.peak_bytes < matrices + 2 * largest
@@ -254,7 +258,7 @@ def test_matrix_rules_allocate_what_is_documented(by_matrix):
 def test_copies_of_small_tensors_are_counted_apart(shallow):
     """g goes in; x, m and v, and h of matrices go in and out."""
     report, _ = shallow
-    several = {n: s for n, s in shapes(2, WIDTH, VOCAB).items() if n not in EMBEDDINGS}
+    several = {n: s for n, s in layers(2).items() if n not in EMBEDDINGS}
     sizes = [(len(s), torch.Size(s).numel()) for s in several.values()]
     vectors = sum(size for ndim, size in sizes if ndim == 1)
     matrices = sum(size for ndim, size in sizes if ndim == 2)
@@ -488,7 +492,7 @@ def test_bad_arguments(step_fn, options, message):
 def test_the_command_prints_and_writes(tmp_path):
     """As a user calls it, from the folder of a model; no warning of runpy's."""
     out, trace = tmp_path / "new/folder/report.json", tmp_path / "other/trace.json"
-    shapes = {"embed.weight": (256, 64), "mlp.weight": (64, 64), "gain": [64]}
+    shapes = {"embed.weight": (256, 64), "gain": [64]}
     (tmp_path / "mine.py").write_text(f"def model():\n    return {shapes}\n")
     done = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", "-m", "marsopt.profile"]
@@ -502,7 +506,7 @@ def test_the_command_prints_and_writes(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     first = (
-        "adamw with both clips on mine:model: 3 tensors in 3 stacks, 20,544 parameters"
+        "adamw with both clips on mine:model: 2 tensors in 2 stacks, 16,448 parameters"
     )
     assert done.stdout.startswith(first)
     assert "compiling the optimizer's step" in done.stderr
