@@ -18,10 +18,13 @@ from marsopt.optim.advice import unused_arguments
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.compiled import named_range
 from marsopt.optim.groups import constructor_values
+from marsopt.optim.restart import count_from, restart
 from marsopt.rules import checks
 from marsopt.rules.decay import Decay, Weight
 from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.hyperparameters import check_names
+
+log = logging.getLogger(__name__)
 
 
 class MARS(LayoutOptimizer):
@@ -386,3 +389,55 @@ class MARS(LayoutOptimizer):
             yield
         finally:
             self._dispatch("at_snapshot")
+
+    # ---- a new phase ---------------------------------------------------------------
+
+    @torch.inference_mode(False)  # else later steps could not write the tensors
+    @torch.no_grad()
+    @without_autocast
+    def reset_momentum(self, *, keep_log_time: bool = False) -> None:
+        """Forget all gradients, for a phase with other data, a pruned model or a run
+        that is resumed: later steps equal, bit for bit, a new optimizer's over the
+        present weights and groups. Nothing compiles again. All ranks call it.
+
+        Every average begins again with the count that debiases it: averages beside a
+        count or a second moment of other steps would make steps of a wrong size. Of
+        ``optimizer.state[p]`` are set
+
+        - to 0: ``step``; the averages ``exp_avg``, ``momentum_buffer``, ``grad_avg``,
+          ``exp_avg_sq``, ``max_exp_avg_sq``, ``row_exp_avg_sq``; SOAP's
+          ``exp_avg_in_basis``, ``exp_avg_sq_in_basis``, ``num_grads``, ``row_factor``
+          and ``col_factor``; the gradients ``last_grad``, ``snapshot_grad`` and
+          ``anchor_grad``; transport's ``lookahead``;
+        - to the identity: SOAP's ``row_basis`` and ``col_basis``;
+        - to the parameter: ``iterate`` and ``snapshot``.
+
+        Weights stay: with transport in train mode parameters become x, ahead of which
+        is nothing. Learning rates, ``base_lr``, ``train_mode``, ``num_skipped`` and
+        keys of your own stay too; SOAP's ``stage_count`` is 0. Exact MARS goes on with
+        ``update_previous_grad()``, SVRG with ``update_anchor()``. One line in the log
+        (INFO) lists the keys.
+
+        Args:
+            keep_log_time: whether every ``LogTime`` of a group goes on from the steps
+                that were taken: its ``start`` grows by them (a sync), so that new
+                averages remember as long as the old ones did. False: t begins at 1.
+
+        Raises:
+            RuntimeError: an exception has broken off a step before; inside of
+                ``at_snapshot()``.
+        """
+        layout = self._fitting("reset_momentum()")
+        self._protocol.check_may_restart()
+        with self._writes:
+            self._protocol.restart(self, layout.handles)
+            for group in self.param_groups if keep_log_time else ():
+                count_from(group, self.state)
+            keys = restart(layout.buckets, self.state, self.param_groups)
+        texts = [f"{', '.join(names)} to {start}" for start, names in keys.items()]
+        log.info(
+            "marsopt: reset_momentum set %s for %d parameters; LogTime %s",
+            "; ".join(texts),
+            len(layout.params),
+            "goes on" if keep_log_time else "begins at t = 1",
+        )

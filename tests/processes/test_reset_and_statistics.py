@@ -1,0 +1,84 @@
+"""``reset_momentum`` and ``statistics`` under FSDP2 and plain data parallelism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from marsopt import MARS
+from marsopt.parallel import DataParallel, MeshCollectives
+from tests.processes import spawn
+from tests.table import SHAPES, steady, tensors
+
+pytestmark = pytest.mark.processes
+
+KINDS = {  # the state of shards and of owners; x that follows, and that is kept
+    "mars-soap": dict(correction="transport", precondition_frequency=2),
+    "mars-adamw": dict(correction="transport"),
+    "mars-m": {},
+}
+TENSORS = SHAPES | {"small": (1, 3)}  # of which a rank has nothing
+
+
+def build(door, params, mars_type):
+    mesh = init_device_mesh("cpu", (2,)) if door == "FSDP2" else None
+    collectives = DataParallel() if mesh is None else MeshCollectives(mesh)
+    own = KINDS[mars_type] | steady(mars_type)
+    options = dict(lr=0.02, max_norm=2.0, ns_dtype=torch.float64, compile=False)
+    options |= {} if door == "one process" else dict(collectives=collectives)
+    optimizer = MARS([*params.items()], mars_type=mars_type, **options, **own)
+    return optimizer, mesh
+
+
+def start(door):
+    drawn = tensors(SHAPES, 0, dtype=torch.float64) | {
+        "small": torch.ones(1, 3).double()
+    }
+    return {n: nn.Parameter(put(door, x)) for n, x in drawn.items()}
+
+
+def put(door, x):
+    if door != "FSDP2":
+        return x
+    return distribute_tensor(x, init_device_mesh("cpu", (2,)), [Shard(0)])
+
+
+def step(door, optimizer, params, seeds):
+    for seed in seeds:
+        drawn = tensors(SHAPES, seed, dtype=torch.float64)
+        for n, p in params.items():
+            p.grad = put(door, drawn.get(n, torch.full((1, 3), 0.1 * seed).double()))
+        optimizer.step()
+
+
+def local(x):
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def reset(rank, world, door):
+    """Whether later steps are those of a new optimizer, bit for bit."""
+    found = {}
+    for mars_type in KINDS:
+        params = start(door)
+        optimizer, _ = build(door, params, mars_type)
+        step(door, optimizer, params, range(3))
+        trained = [x.clone() for _, x in optimizer.iterates()]
+        optimizer.reset_momentum()
+        others = {n: nn.Parameter(x) for n, x in zip(params, trained, strict=True)}
+        new, _ = build(door, others, mars_type)
+        step(door, optimizer, params, range(10, 13))
+        step(door, new, others, range(10, 13))
+        found[mars_type] = [
+            torch.equal(local(params[n]), local(others[n])) for n in params
+        ]
+    return found
+
+
+@pytest.mark.parametrize("door", ["FSDP2", "DataParallel"])
+def test_after_a_reset_ranks_go_on_as_a_new_optimizer(door):
+    for found in spawn(reset, 2, door):
+        for mars_type, equal in found.items():
+            assert all(equal), (mars_type, equal)
