@@ -19,6 +19,7 @@ from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.compiled import named_range
 from marsopt.optim.groups import constructor_values
 from marsopt.optim.restart import count_from, restart
+from marsopt.optim.statistics import LastStep, Statistics, noted, tracked
 from marsopt.rules import checks
 from marsopt.rules.decay import Decay, Weight
 from marsopt.rules.dtypes import without_autocast
@@ -131,6 +132,9 @@ class MARS(LayoutOptimizer):
         >>> model.weight.detach()
         tensor([[0.0047, 0.0047]])
     """
+
+    # whether steps note down how far they move parameters, for ``statistics``
+    track_updates: bool = False
 
     def __init__(
         self,
@@ -277,6 +281,8 @@ class MARS(LayoutOptimizer):
             digest=digest,
             run=self._run,
         )
+        if self.track_updates:
+            groups = tracked(groups)
         with self._writes:
             advance(
                 groups,
@@ -290,6 +296,10 @@ class MARS(LayoutOptimizer):
                 layout.count(decision, self._skipped)
             self._protocol.after_step(self, layout.handles)
         self._grad_norm = decision.grad_norm
+        hypers = [group.hyper for group in groups]
+        self._last = LastStep(
+            layout.params, hypers, sums, decision.ok, noted(groups), collectives
+        )
         if self._options["nonfinite"] == "raise" and not decision.finite:
             if digest is not None:
                 collectives.check_ranks_agree(digest)
@@ -301,6 +311,51 @@ class MARS(LayoutOptimizer):
         on Apple's GPUs), on the device of the parameters; None before the first step.
         """
         return self._grad_norm
+
+    @torch.no_grad()
+    def statistics(self) -> Statistics:
+        """Return norms and clips of the last step, by parameter, without a sync. They
+        are computed here from numbers that every step leaves on the device: a step
+        costs nothing more for it.
+
+        With ``optimizer.track_updates = True`` before the step, ``update`` says how far
+        the step moved each parameter. A GPU adds up the squares in the step's own pass
+        over the parameters; a CPU makes further passes (docs/performance.md). Ranks
+        that share parameters add their sums by one all-reduce here: all ranks then call
+        this. With transport the point ahead is measured where x follows from it.
+
+        Call it before a schedule changes ``gamma``, ``betas``, ``clip`` or
+        ``max_norm``: factors of clips are computed by the present values. Norms of
+        moments or of single rows are left out, for they would cost a pass.
+
+        Returns:
+            A named tuple, of N parameters, on their device, in float64 (float32 on
+            Apple's GPUs): ``names``, a list; ``grad_norm`` (N,), before any clip;
+            ``global_clip`` (), the factor of ``max_norm``; ``clip`` (N,), the factor of
+            ``clip``, of several matrices in a parameter the smallest; ``update`` (N,),
+            root mean square of the step over the parameter's before it, or None: 0 in
+            a skipped step, infinity where the parameter was zero.
+
+        Raises:
+            RuntimeError: there was no step yet, since construction or a copy.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> optimizer = marsopt.MARS(model.named_parameters(), compile=False)
+            >>> model(torch.ones(2)).sum().backward()
+            >>> optimizer.step()
+            >>> found = optimizer.statistics()
+            >>> found.names, found.grad_norm.item()         # of a gradient (1, 1)
+            (['weight'], 1.4142135623730951)
+            >>> round(found.clip.item(), 3)                 # c = 1.475 g, its norm 1
+            0.479
+        """
+        if self._last is None:
+            raise RuntimeError(
+                "got statistics() before a step, expected it after one: it reads the "
+                "numbers that the last step has left"
+            )
+        return self._last.statistics(self.param_groups, self._options["max_norm"])
 
     @property
     def num_skipped(self) -> int:
