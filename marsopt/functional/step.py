@@ -40,7 +40,6 @@ if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
 # a buffer of stacks whose step is measured: its sums of squares, (L, 2)
 SQUARES = "squares of the step"
 ROW = 256  # elements; of shorter rows, as of a convolution, several are one
-PIECE = 512  # elements at most
 
 
 Result = TypeVar("Result")
@@ -593,11 +592,6 @@ def squares(x: Tensor, old: Tensor) -> Tensor:
     """Return the sums of squares of a step and of the parameters before it, (L, 2),
     partial over shards: from values that the step has at hand.
     """
-    size = x.shape[-1] if x.ndim > 1 else 1
-    # a GPU keeps a short piece of a row in its registers, and so passes once
-    piece = max(n for n in range(1, 1 + max(1, min(size, PIECE))) if size % n == 0)
-    if ROW <= piece < size:
-        x, old = (t.unflatten(-1, (-1, piece)) for t in (x, old))
     before = working(old)
     step = working(x) - before
     dims = row_dims(before.shape, 1)
