@@ -627,6 +627,7 @@ def _requests(
                 tuple(r[n] for r in rows),
                 members.owned[n] if members.owned else (),
                 steps[n],
+                members.own[n] if members.own else None,
             ),
             leaf,
             algorithm.matrices,

@@ -147,7 +147,8 @@ class Layout:
         for group in self.groups:
             # there from the start, to be loaded into
             if group.hyper.algorithm.has_stages:
-                group.groups[0].setdefault(STAGE_COUNT, 0)
+                for param_group in group.groups:
+                    param_group.setdefault(STAGE_COUNT, 0)
         for bucket in self.buckets:
             buckets.attach(bucket, state)
         ways: dict[Hashable, list[ParameterBucket]] = {}
@@ -464,9 +465,11 @@ class Layout:
             if group.hyper.algorithm.has_stages:
                 # later steps build on the first step's bases: it is taken until one is
                 # finite. A step that waits for eigenvectors may wait for that, too
-                (param_group,) = group.groups
-                waits = not param_group[STAGE_COUNT] and not is_fake(decision.finite)
-                param_group[STAGE_COUNT] += int(decision.finite) if waits else 1
+                count: int = group.groups[0][STAGE_COUNT]
+                waits = not count and not is_fake(decision.finite)
+                count += int(decision.finite) if waits else 1
+                for param_group in group.groups:
+                    param_group[STAGE_COUNT] = count
 
     # ---- gradients -------------------------------------------------------------------
 
