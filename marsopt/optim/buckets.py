@@ -16,13 +16,13 @@ from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.functional.binding import (
     buffer_shape,
-    full_start,
     matrix_rows,
     owned_leaves,
     rounding_cuts,
     start_at_owner,
+    start_beside,
 )
-from marsopt.functional.collectives import Collectives, Owned
+from marsopt.functional.collectives import LOCAL, Collectives, Owned
 from marsopt.functional.stacks import group_by
 from marsopt.functional.step_types import (
     Cells,
@@ -34,7 +34,7 @@ from marsopt.functional.step_types import (
 )
 from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.groups import moves
-from marsopt.optim.portions import batch_of, should_stack
+from marsopt.optim.portions import batch_of, should_stack, takes_batches
 from marsopt.optim.state_dict import STAGE_COUNT, State
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import LOOKAHEAD, Buffer, is_full
@@ -106,10 +106,13 @@ class ParameterBucket:
 
     @property
     def batch(self) -> Hashable:
-        """Return what buckets share whose matrices are rows of one batch; None where
-        they are not made of matrices.
+        """Return what buckets share whose matrices are rows of one batch; None: their
+        matrices are in none.
         """
-        return batch_of(self.algorithm, self.shape, self.params[0])
+        first = self.params[0]
+        if self.collectives is not LOCAL or not takes_batches(first.device.type):
+            return None
+        return batch_of(self.algorithm, self.shape, first)
 
     def kind(self) -> Hashable:
         """Return the form on which a compiled graph relies; equal forms are equal on
@@ -431,10 +434,7 @@ def _attached(
     dtype = algorithm.dtype_of(buffer, piece)
     if isinstance(before, Tensor) and local(before).dtype == dtype:
         return before
-    if is_full(buffer):
-        fresh = full_start(algorithm, buffer, piece)
-    else:
-        fresh = piece.new_zeros(shape, dtype=dtype)
+    fresh = start_beside(algorithm, buffer, piece)
     if before is not None:
         fresh.copy_(local(before))
     held = entry[buffer.key] = bucket.collectives.wrap(fresh, p)

@@ -182,7 +182,7 @@ def test_groups_with_decays_of_their_own_equal_optimizers_of_their_own(mars_type
     ]
     more = dict(compile=mars_type == "adamw", betas_1d=None, ns_dtype=torch.float64)
     one = optimizer_of(groups, mars_type, **more)
-    assert len(one.describe().groups) == 1
+    assert len(one.describe().layout.groups) == 1
     several = [
         optimizer_of([{**group, "params": [p]}], mars_type, **more | {"compile": False})
         for p, group in zip(apart, groups, strict=True)
