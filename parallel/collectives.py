@@ -30,7 +30,7 @@ from marsopt.functional.collectives import (
     precondition_leaves,
 )
 from marsopt.rules.newton_schulz import NewtonSchulz
-from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
+from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
 
 from .agreement import Agreement
 from .cut import Cut, MatrixSpec, cut_of
@@ -481,11 +481,10 @@ def _of_matrices(
         rows = zip(*map(cut.split_rows, piece.rows), strict=True)
         owned = iter(zip(*(o.unbind() for o in piece.owned), strict=True))
         for shard in cut.split(piece.matrix):
-            whole = MatrixInput(
-                shard,
-                next(rows, ()),
-                next(owned) if piece.owned and len(by_matrix) in owns else (),
-                piece.t,
+            whole = piece._replace(
+                matrix=shard,
+                rows=next(rows, ()),
+                owned=next(owned) if piece.owned and len(by_matrix) in owns else (),
             )
             by_matrix.append(requests[i]._replace(input=whole))
     return by_matrix

@@ -12,7 +12,7 @@ from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
 from marsopt.functional.collectives import Request, precondition_matrices
-from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
+from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
 
 from .exchange import Exchange, TensorSpec, all_gather, from_words, to_words
 from .planner import Matrix, Plan, plan
@@ -174,7 +174,7 @@ class ShardGroup:
                 rows = tuple(
                     torch.cat([next(tensors) for tensors in from_ranks]) for _ in rows
                 )
-            whole = MatrixInput(matrix, rows, shard.owned, shard.t)
+            whole = shard._replace(matrix=matrix, rows=rows)
             wholes.append(requests[i]._replace(input=whole))
         return wholes
 

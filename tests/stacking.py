@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from marsopt import MARS
-from marsopt.optim import base, compiled, portions
-from marsopt.profiling import optimizer as profiled
+from marsopt.optim import buckets, portions
 
 # eager; compiled, every tensor by itself, as large ones; compiled, tensors of one shape
 # as one stack, as small ones
@@ -40,8 +39,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Matrices of one shape are written into one batch; eager steps too, so that a test
     need not compile to meet it.
     """
-    for module in (base, compiled, profiled):
-        patch.setattr(module, "takes_batches", lambda device_type: True)
+    patch.setattr(buckets, "takes_batches", lambda device_type: True)
 
 
 def fill(params, seed: int) -> None:

@@ -30,23 +30,21 @@ def buffer_shape(
     return buffer.shape(torch.Size(shape), algorithm.matrices)
 
 
-def allocate(algorithm: Algorithm, buffer: Buffer, x: Tensor) -> Tensor:
-    """Return a buffer at home in shards as it starts, (L, *shape), for a stack ``x`` of
-    pieces. The buffer of a single full piece has its strides.
+def start_beside(
+    algorithm: Algorithm, buffer: Buffer, x: Tensor, *, is_stack: bool = False
+) -> Tensor:
+    """Return a buffer at home in shards as it starts beside ``x``: a piece, or with
+    ``is_stack`` a stack of pieces. A full buffer has the form of ``x``: its strides,
+    and a DTensor's placement.
     """
-    if buffer.start == "parameter" or (is_full(buffer) and len(x) == 1):
-        return full_start(algorithm, buffer, x)
-    shape = buffer_shape(algorithm, buffer, x.shape[1:])
-    dtype = algorithm.dtype_of(buffer, x)
-    return x.detach().new_zeros(len(x), *shape, dtype=dtype)
-
-
-def full_start(algorithm: Algorithm, buffer: Buffer, x: Tensor) -> Tensor:
-    """Return a full buffer as it starts, in the form of ``x``: a DTensor of one."""
     dtype = algorithm.dtype_of(buffer, x)
     if buffer.start == "parameter":
         return x.to(dtype, copy=True)
-    return torch.zeros_like(x, dtype=dtype)
+    if is_full(buffer):
+        return torch.zeros_like(x, dtype=dtype)
+    first = int(is_stack)
+    shape = buffer_shape(algorithm, buffer, x.shape[first:])
+    return x.detach().new_zeros(*x.shape[:first], *shape, dtype=dtype)
 
 
 def owned_leaves(algorithm: Algorithm, params: Sequence[Tensor]) -> list[MatrixParam]:

@@ -92,7 +92,7 @@ def precondition_leaves(requests: Sequence[Request]) -> list[MatrixOutput]:
         rows = tuple(matrices.unbound_rows(r, ndim) for r in whole.rows)
         single = matrix.ndim == 2
         owned = tuple(o[0] if single else o for o in whole.owned)
-        whole = MatrixInput(matrix, rows, owned, whole.t)
+        whole = whole._replace(matrix=matrix, rows=rows, owned=owned)
         unbound.append(request._replace(input=whole))
     wholes = []
     for request, result in zip(requests, precondition_matrices(unbound), strict=True):

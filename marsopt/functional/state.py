@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from marsopt.functional.binding import (
-    allocate,
     check_like,
     check_parameter,
-    full_start,
     matrix_rows,
     owned_starts,
     rounding_cuts,
+    start_beside,
 )
 from marsopt.functional.collectives import Collectives, Tensors
 from marsopt.functional.step_types import (
@@ -186,10 +185,12 @@ def _starts(leaves: Leaves, buffer: Buffer) -> list[Tensor]:
         params = [p for rows in by_leaf for p in rows]
         starts = iter(owned_starts(algorithm, buffer, params, leaves.collectives))
         return [leaves.joined([next(starts) for _ in rows]) for rows in by_leaf]
-    if is_full(buffer) and not leaves.is_packed:  # without collectives, too
-        return [full_start(algorithm, buffer, x) for x in leaves.tensors]
+    if is_full(buffer):  # without collectives, too
+        return [start_beside(algorithm, buffer, x) for x in leaves.tensors]
     stacks = leaves.stacks(leaves.tensors)
-    return leaves.unstacked([allocate(algorithm, buffer, x) for x in stacks])
+    return leaves.unstacked(
+        [start_beside(algorithm, buffer, x, is_stack=True) for x in stacks]
+    )
 
 
 def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:

@@ -481,7 +481,8 @@ def _advance(
         for out, row in zip(outputs, rows_of_batch, strict=True)
     ]
     del rows_of_batch
-    whole = [i for i in part if stacks[i].algorithm.matrix_only]
+    # in the order of all stacks, in which the owners of buffers were planned
+    whole = [i for i in sorted(part) if stacks[i].algorithm.matrix_only]
     if not whole:
         return stacks, {}
     inputs = [
@@ -681,6 +682,7 @@ def _requests(
                 tuple(r[n] for r in rows),
                 members.owned[n] if members.owned else (),
                 steps[n],
+                members.own[n] if members.own else None,
             ),
             leaf,
             algorithm.matrices,

@@ -17,6 +17,7 @@ from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
 from marsopt.rules.hyperparameters import static, with_numbers
 from marsopt.rules.matrices import MatrixRows
+from marsopt.rules.preconditioner import MatrixPreconditioner
 from marsopt.rules.registry import BUILT_IN
 from marsopt.rules.rounding import HALF
 
@@ -128,6 +129,9 @@ class Members(NamedTuple):
     # of each, its buffers that live where whole matrices do, (number here, *shape), in
     # the order of ``MatrixPreconditioner.owned``
     owned: Sequence[tuple[Tensor, ...]] = ()
+    # of each, the preconditioner with the numbers of its param group, where tensors of
+    # several groups are matrices of one stack's algorithm
+    own: Sequence[MatrixPreconditioner] = ()
 
 
 class Cells(NamedTuple):

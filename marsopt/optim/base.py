@@ -21,7 +21,7 @@ from marsopt.optim.advice import (
     unknown_keys,
     warn_of_two_rates,
 )
-from marsopt.optim.buckets import BucketGroup, ParameterBucket
+from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.compiled import InPlace, once, resolve_compile
 from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.foreign import from_other_library
@@ -38,7 +38,6 @@ from marsopt.optim.groups import (
 )
 from marsopt.optim.layout import Layout
 from marsopt.optim.loading import check_is_mapping, has_other_names
-from marsopt.optim.portions import portions, takes_batches
 from marsopt.optim.protocols.base import Factor, ParameterHandle
 from marsopt.optim.protocols.table import protocol_of
 from marsopt.optim.state_dict import (
@@ -65,13 +64,9 @@ NEW_LAYOUT = "marsopt: a new layout, which compiles graphs that were not there: 
 class Description(NamedTuple):
     """How an optimizer lies in memory, and how its step is compiled."""
 
-    buckets: list[ParameterBucket]  # parameters that move as one stack
-    groups: list[BucketGroup]  # of them, by algorithm, with its present rates
+    layout: Layout  # the binding of parameters, gradients and state to stacks
+    buckets: list[ParameterBucket]  # of it: parameters that move as one stack
     calls: Sequence[Sequence[int]]  # of graphs: which stacks each of them moves
-    # stacks that a step copies small tensors into, with their rows, by the number of
-    # their bucket and "parameter", "gradient" or the symbol of a buffer; on a CPU they
-    # stay for the next step
-    scratch: Mapping[tuple[int, str], tuple[Tensor, tuple[Tensor, ...]]]
     # 0-D, on the device, which steps read and write where they are: how many steps were
     # skipped and, if there is one, the threshold of the global norm
     scalars: list[Tensor]
@@ -182,14 +177,11 @@ class LayoutOptimizer(Optimizer):
         self.max_norm = self._options["max_norm"]
         if self._layout is not None and log.isEnabledFor(logging.DEBUG):
             log.debug(NEW_LAYOUT, self._layout.changes(self.param_groups))
-        device, is_local = self._skipped.device, self._options["collectives"] is LOCAL
-        makes_batches = is_local and takes_batches(device.type)
-        batches = [b.batch if makes_batches else None for b in layout.buckets]
-        kinds = [bucket.kind() for bucket in layout.buckets]
         self._run = InPlace(
-            portions(kinds, batches, self._compile, is_local, device.type),
-            device=device,
-            is_local=is_local,
+            layout.portions(self._compile),
+            layout.batches,
+            device=self._skipped.device,
+            is_local=self._options["collectives"] is LOCAL,
             compile=self._compile,
             required=self._options["compile"] is True,
             say=self._say,
@@ -214,6 +206,7 @@ class LayoutOptimizer(Optimizer):
             self.state,
             self._options,
             self._hyper,
+            check_parameters(self.param_groups, self._options, self.state),
             self._layout,
         )
 
@@ -305,10 +298,9 @@ class LayoutOptimizer(Optimizer):
         to be read, not changed.
         """
         return Description(
+            layout=self._present,
             buckets=self._present.buckets,
-            groups=self._present.groups,
             calls=self._run.calls,
-            scratch=self._present.scratch,
             scalars=[s for s in (self._skipped, self._max_norm) if s is not None],
             num_protocol_bytes=self._protocol.num_bytes,
             is_torn=self._writes.are_torn,

@@ -16,13 +16,13 @@ from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.functional.binding import (
     buffer_shape,
-    full_start,
     matrix_rows,
     owned_leaves,
     rounding_cuts,
     start_at_owner,
+    start_beside,
 )
-from marsopt.functional.collectives import Collectives, Owned
+from marsopt.functional.collectives import LOCAL, Collectives, Owned
 from marsopt.functional.stacks import group_by
 from marsopt.functional.step_types import (
     Cells,
@@ -34,13 +34,14 @@ from marsopt.functional.step_types import (
 )
 from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.groups import moves
-from marsopt.optim.portions import batch_of, should_stack
-from marsopt.optim.state_dict import State
+from marsopt.optim.portions import batch_of, should_stack, takes_batches
+from marsopt.optim.state_dict import STAGE_COUNT, State
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import LOOKAHEAD, Buffer, is_full
 from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.hyperparameters import numbers_of, with_numbers
 from marsopt.rules.matrices import MatrixRows
+from marsopt.rules.preconditioner import MatrixPreconditioner
 from marsopt.rules.registry import STATE_KEYS
 
 
@@ -61,6 +62,8 @@ class ParameterBucket:
     # numbers of those matrices that have their owner here
     owned: list[tuple[Tensor, ...]] = field(default_factory=list)
     owns: list[Owned] = field(default_factory=list)
+    # of each, the preconditioner with its group's numbers, where groups are joined
+    own: list[MatrixPreconditioner] = field(default_factory=list)
     # by symbol, and "parameter" for itself, views of a parameter that is by itself
     views: dict[str, Tensor] = field(default_factory=dict)
     form: Hashable = None  # what graphs know of its stack
@@ -86,7 +89,7 @@ class ParameterBucket:
 
     @property
     def members(self) -> Members:
-        return Members(self.params, self.owned)
+        return Members(self.params, self.owned, self.own)
 
     @property
     def is_copied(self) -> bool:
@@ -103,10 +106,13 @@ class ParameterBucket:
 
     @property
     def batch(self) -> Hashable:
-        """Return what buckets share whose matrices are rows of one batch; None where
-        they are not made of matrices.
+        """Return what buckets share whose matrices are rows of one batch; None: their
+        matrices are in none.
         """
-        return batch_of(self.algorithm, self.shape, self.params[0])
+        first = self.params[0]
+        if self.collectives is not LOCAL or not takes_batches(first.device.type):
+            return None
+        return batch_of(self.algorithm, self.shape, first)
 
     def kind(self) -> Hashable:
         """Return the form on which a compiled graph relies; equal forms are equal on
@@ -217,36 +223,23 @@ def split(
 
 
 def by_formula(sides: Sequence[GroupSide]) -> list[list[GroupSide]]:
-    """Return the sides that are moved together: sides of one formula, whose
-    hyperparameters then are vectors. Owners of matrices read theirs from the algorithm
-    itself, and vectors have a value for each tensor, none for each of its parts: sides
-    with owners, or with norms of parts, are moved one by one.
+    """Return the sides that are moved together: sides of one formula, at one stage,
+    whose hyperparameters then are vectors. Vectors have a value for each tensor, none
+    for each of its parts: sides with norms of parts are moved one by one.
     """
-    return [
-        [sides[i] for i in members]
-        for members in group_by(
-            [
-                (formula(side.algorithm), _ahead_in(side)) if _may_join(side) else i
-                for i, side in enumerate(sides)
-            ]
-        )
-    ]
+    keys: list[Hashable] = []
+    for i, side in enumerate(sides):
+        clipped = map(side.algorithm.num_clipped, (p.shape for p in side.params))
+        stage = side.group.get(STAGE_COUNT, 0) if side.algorithm.has_stages else 0
+        key = formula(side.algorithm), _ahead_in(side), stage
+        keys.append(key if max(clipped) == 1 else i)
+    return [[sides[i] for i in members] for members in group_by(keys)]
 
 
 def _ahead_in(side: GroupSide) -> frozenset[torch.dtype]:
     """Return the dtype of the numbers from which x follows, where it does."""
     ahead = side.params if side.algorithm.num_lookahead_scalars else []
     return frozenset(map(working_dtype, ahead))
-
-
-def _may_join(side: GroupSide) -> bool:
-    algorithm = side.algorithm
-    if any(algorithm.num_clipped(p.shape) > 1 for p in side.params):
-        return False
-    if not algorithm.matrix_only:
-        return True
-    preconditioner = algorithm.matrix_preconditioner
-    return not (preconditioner.row_outputs or preconditioner.owned)
 
 
 def build(
@@ -264,12 +257,17 @@ def build(
     """
     joined = JoinedHyperparameters(sides) if len(sides) > 1 else None
     params = [p for side in sides for p in side.params]
+    own: list[MatrixPreconditioner] = []
+    if joined is not None and joined.algorithm.matrix_only:
+        by_side = [side.algorithm.matrix_preconditioner for side in sides]
+        own = [by_side[i] for i, side in enumerate(sides) for _ in side.params]
     buckets = [
         ParameterBucket(
             algorithm=sides[0].algorithm if joined is None else joined.algorithm,
             params=[params[i] for i in members],
             labels=[labels[params[i]] for i in members],
             collectives=collectives,
+            own=[own[i] for i in members] if own else [],
         )
         for members in group_by(_keys(params, collectives))
     ]
@@ -436,10 +434,7 @@ def _attached(
     dtype = algorithm.dtype_of(buffer, piece)
     if isinstance(before, Tensor) and local(before).dtype == dtype:
         return before
-    if is_full(buffer):
-        fresh = full_start(algorithm, buffer, piece)
-    else:
-        fresh = piece.new_zeros(shape, dtype=dtype)
+    fresh = start_beside(algorithm, buffer, piece)
     if before is not None:
         fresh.copy_(local(before))
     held = entry[buffer.key] = bucket.collectives.wrap(fresh, p)

@@ -43,7 +43,7 @@ from marsopt.functional.step_types import (
     StackScalars,
     formula,
 )
-from marsopt.optim.portions import batch_dtype, takes_batches
+from marsopt.optim.portions import batch_dtype
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.matrices import MatrixRows
 
@@ -354,16 +354,19 @@ def _commit(old: Stack, new: Stack) -> None:
             buffer.copy_(new.buffers[symbol])
 
 
-def matrix_outputs(stacks: Sequence[Stack], part: Sequence[int]) -> list[Tensor | None]:
+def matrix_outputs(
+    stacks: Sequence[Stack], part: Sequence[int], batches: Sequence[Hashable]
+) -> list[Tensor | None]:
     """Return rows of a new batch for the matrices of a portion, by position, shaped as
     their stacks; None for other stacks.
 
     Args:
         stacks: all of them.
-        part: the stacks of one portion, whose matrices have one shape; or none.
+        part: the stacks of one portion, of one batch or of none.
+        batches: of every stack, the key of its batch; None: it is in none.
     """
     rows: list[Tensor | None] = [None] * len(stacks)
-    part = [i for i in part if stacks[i].algorithm.matrix_only]
+    part = [i for i in part if batches[i] is not None]
     if not part:
         return rows
     sizes = [stacks[i].x.numel() for i in part]
@@ -394,6 +397,8 @@ class InPlace:
     Args:
         portions: which stacks go through a step together, and of these, which stacks
             each call of a graph moves.
+        batches: of every stack, the key of the batch in which its matrices are rows;
+            None: they are in none.
         device: of the parameters.
         is_local: whether one process has everything.
         compile: False = eager.
@@ -404,6 +409,7 @@ class InPlace:
     def __init__(
         self,
         portions: Sequence[Sequence[Sequence[int]]],
+        batches: Sequence[Hashable],
         *,
         device: torch.device,
         is_local: bool,
@@ -415,7 +421,7 @@ class InPlace:
         self._portions = [[i for call in portion for i in call] for portion in portions]
         self._device = device
         self.is_fused = is_local and len(self.calls) == 1
-        self._makes_batches = is_local and takes_batches(device.type)
+        self._batches = batches
         self._compile, self._required = compile, required
         # those that this layout calls stay, however many other optimizers have
         self._graphs: dict[Hashable, Callable[[list[Tensor]], Any]] = {}
@@ -492,7 +498,7 @@ class InPlace:
     def matrix_outputs(
         self, stacks: Sequence[Stack], part: Sequence[int]
     ) -> list[Tensor | None]:
-        return matrix_outputs(stacks, part if self._makes_batches else [])
+        return matrix_outputs(stacks, part, self._batches)
 
     def store(
         self, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor | None, ...]

@@ -26,12 +26,8 @@ from marsopt.optim import buckets
 from marsopt.optim.buckets import BucketGroup, GroupSide, ParameterBucket
 from marsopt.optim.compiled import flatten
 from marsopt.optim.device_values import DeviceHyperparameters
-from marsopt.optim.groups import (
-    check_parameters,
-    labels,
-    moves,
-    structure,
-)
+from marsopt.optim.groups import labels, moves, structure
+from marsopt.optim.portions import portions
 from marsopt.optim.protocols.base import ParameterHandle
 from marsopt.optim.state_dict import STAGE_COUNT, State, cut_keys
 from marsopt.rules import checks
@@ -71,10 +67,11 @@ class Layout:
         options: the constructor's options.
         hyper: by the id of a group, its hyperparameters on the device, as layouts
             before this one have made them; missing ones are added.
+        device: of the parameters that move; None where none does.
         before: the layout that this one replaces.
 
     Raises:
-        ValueError: parameters that cannot be moved, or state that is not theirs.
+        ValueError: state of other parameters than these.
     """
 
     def __init__(
@@ -83,10 +80,10 @@ class Layout:
         state: State,
         options: Mapping[str, Any],
         hyper: dict[int, DeviceHyperparameters],
+        device: torch.device | None,
         before: Layout | None = None,
     ) -> None:
-        device = check_parameters(groups, options, state)
-        self._groups, self._options = list(groups), options
+        self.param_groups, self.options = list(groups), options
         self._state, self._before = state, before
         self._every = [p for group in groups for p in group["params"]]
         self._hyper: list[tuple[dict[str, Any], DeviceHyperparameters]] = []
@@ -147,7 +144,8 @@ class Layout:
         for group in self.groups:
             # there from the start, to be loaded into
             if group.hyper.algorithm.has_stages:
-                group.groups[0].setdefault(STAGE_COUNT, 0)
+                for param_group in group.groups:
+                    param_group.setdefault(STAGE_COUNT, 0)
         for bucket in self.buckets:
             buckets.attach(bucket, state)
         ways: dict[Hashable, list[ParameterBucket]] = {}
@@ -161,7 +159,7 @@ class Layout:
         for together in ways.values():
             buckets.attach_owned(together, state, moved=before is not None)
         _drop_unstepped(state, self._every)
-        self._signature = self._sign(self._groups)
+        self._signature = self._sign(self.param_groups)
 
     def _bound(self, sides: Sequence[GroupSide]) -> Collectives:
         """Return what carries the parameters of all groups: matrices of moving ones
@@ -173,7 +171,7 @@ class Layout:
                 leaves += owned_leaves(side.algorithm, side.params)
         whole = {leaf.tensor for leaf in leaves}
         others = [p for p in self._every if p not in whole]
-        collectives: Collectives = self._options["collectives"]
+        collectives: Collectives = self.options["collectives"]
         return collectives.plan_for(leaves, others)
 
     def _recut_state(self) -> dict[Tensor, dict[str, Tensor]]:
@@ -201,7 +199,7 @@ class Layout:
         """
         return [
             (p, cut_keys(state.get(p, {})))
-            for group in self._groups
+            for group in self.param_groups
             for p in group["params"]
         ]
 
@@ -257,7 +255,7 @@ class Layout:
             for i, (group, before) in enumerate(
                 zip(groups, self._signature[2], strict=False)
             )
-            for key, value in structure(group, self._options).items()
+            for key, value in structure(group, self.options).items()
             if value != before.get(key)
         ]
         return ", ".join(keys) or "other groups, parameters or state"
@@ -278,7 +276,7 @@ class Layout:
         return (
             [*map(id, groups), *map(id, params)],
             [len(group["params"]) for group in groups],
-            [structure(group, self._options) for group in groups],
+            [structure(group, self.options) for group in groups],
             [moves(p, self._state) for p in self._idle],
             list(map(id, held)),
             # tensor.data = ... moves it
@@ -291,7 +289,7 @@ class Layout:
         grads = [p.grad for p in self.params]
         if all(g is None or g.layout is torch.strided for g in grads):
             return
-        for p, what in labels(self._groups):
+        for p, what in labels(self.param_groups):
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise ValueError(
                     f"got a gradient of layout {p.grad.layout} for {what}, expected "
@@ -299,6 +297,21 @@ class Layout:
                 )
 
     # ---- a step ----------------------------------------------------------------------
+
+    @property
+    def batches(self) -> list[Hashable]:
+        """Return ``ParameterBucket.batch`` of every bucket."""
+        return [bucket.batch for bucket in self.buckets]
+
+    def portions(self, compile: bool) -> list[list[list[int]]]:
+        """Return how a step over the buckets is cut (``portions.portions``)."""
+        return portions(
+            [bucket.kind() for bucket in self.buckets],
+            self.batches,
+            compile,
+            self.collectives is LOCAL,
+            self.params[0].device.type if self.params else "cpu",
+        )
 
     def gather(self) -> tuple[list[RuleGroup], Tensor]:
         """Return the arguments of the one step, with the groups' present
@@ -464,9 +477,11 @@ class Layout:
             if group.hyper.algorithm.has_stages:
                 # later steps build on the first step's bases: it is taken until one is
                 # finite. A step that waits for eigenvectors may wait for that, too
-                (param_group,) = group.groups
-                waits = not param_group[STAGE_COUNT] and not is_fake(decision.finite)
-                param_group[STAGE_COUNT] += int(decision.finite) if waits else 1
+                count: int = group.groups[0][STAGE_COUNT]
+                waits = not count and not is_fake(decision.finite)
+                count += int(decision.finite) if waits else 1
+                for param_group in group.groups:
+                    param_group[STAGE_COUNT] = count
 
     # ---- gradients -------------------------------------------------------------------
 

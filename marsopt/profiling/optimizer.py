@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from marsopt.functional.collectives import LOCAL
 from marsopt.optim.buckets import ParameterBucket
-from marsopt.optim.portions import batch_dtype, takes_batches
+from marsopt.optim.portions import batch_dtype
 from marsopt.profiling import machine
 from marsopt.profiling.gpt2 import Subject
 from marsopt.profiling.profiler import profile
@@ -64,8 +63,9 @@ def passes(
 
 def _floor(bucket: ParameterBucket) -> tuple[int, int, int]:
     """Return the bytes of one bucket, with the gradients that are there."""
-    algorithm, params, state = bucket.algorithm, bucket.params, bucket.state
-    g, x = (sum(t.nbytes for t in ts) for ts in ([p.grad for p in params], params))
+    algorithm, state, local = bucket.algorithm, bucket.state, bucket.collectives.local
+    g = sum(local(p.grad, p).nbytes for p in bucket.params)
+    x = sum(piece.nbytes for piece in bucket.pieces)
     sizes = {
         symbol: sum(t.nbytes for t in tensors) for symbol, tensors in state.items()
     }
@@ -75,38 +75,34 @@ def _floor(bucket: ParameterBucket) -> tuple[int, int, int]:
         x=x,
         h=max((sizes[s] for s in algorithm.operands), default=0),
         made=_matrix_bytes(bucket),
-        o=_factor_bytes(algorithm, params),
+        o=_factor_bytes(bucket),
         buffers=sum(sizes[s] for s in full_buffers(algorithm)),
     )
-    copied = copied_bytes(g, x + sum(sizes.values())) if bucket.is_copied else 0
+    # into stacks and, but for gradients, out again
+    copied = 2 * g + 4 * (x + sum(sizes.values())) if bucket.is_copied else 0
     return norms, update, copied
-
-
-def copied_bytes(g: int, written: int) -> int:
-    """Return the bytes of copies into stacks and out again, from the bytes of gradients
-    and of the tensors that a step writes.
-    """
-    return 2 * g + 4 * written
 
 
 def _matrix_bytes(bucket: ParameterBucket) -> int:
     """Return the bytes that ``update`` writes for Newton-Schulz: rows of a batch, or a
     tensor of its own.
     """
-    algorithm, first = bucket.algorithm, bucket.params[0]
-    num = sum(p.numel() for p in bucket.params)
-    device = first.device.type
-    if algorithm.matrix_only and bucket.collectives is LOCAL and takes_batches(device):
-        return num * batch_dtype(algorithm, first, device).itemsize
+    algorithm, first = bucket.algorithm, bucket.pieces[0]
+    num = sum(piece.numel() for piece in bucket.pieces)
+    if bucket.batch is not None:
+        return num * batch_dtype(algorithm, first, first.device.type).itemsize
     return num * working_dtype(first).itemsize if algorithm.makes_matrix else 0
 
 
-def _factor_bytes(algorithm: Algorithm, params: Sequence[Tensor]) -> int:
-    """Return the bytes of owners' results for whole matrices in one process."""
+def _factor_bytes(bucket: ParameterBucket) -> int:
+    """Return the bytes of owners' results, as they are in this process."""
+    algorithm, first = bucket.algorithm, bucket.pieces[0]
     if not algorithm.matrix_only:
         return 0
-    dtype = algorithm.matrix_preconditioner.cost.on(params[0].device.type).returned()
-    return sum(p.numel() for p in params) * dtype.itemsize
+    dtype = working_dtype(first)  # of results from other ranks
+    if bucket.collectives is LOCAL:
+        dtype = algorithm.matrix_preconditioner.cost.on(first.device.type).returned()
+    return sum(piece.numel() for piece in bucket.pieces) * dtype.itemsize
 
 
 def floor_of(buckets: Sequence[ParameterBucket]) -> Floor:

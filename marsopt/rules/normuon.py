@@ -82,9 +82,10 @@ class NorMuon(MatrixAverage):
         ):
             o, (r,) = working(factor.matrix), whole.rows
             squares = torch.linalg.vector_norm(o, dim=-1).square()
-            beta2, weight = self._decay(whole.t, r)
+            own = self if whole.own is None else whole.own
+            beta2, weight = own._decay(whole.t, r)
             r = beta2 * r + weight * squares / max(1, o.shape[-1])
-            w = 1 / (root(r) + nonzero(self.eps))
+            w = 1 / (root(r) + nonzero(own.eps))
             before = squares.sum(-1, keepdim=True)  # ||o||^2
             after = (squares * w * w).sum(-1, keepdim=True)  # ||o'||^2
             tiny = torch.finfo(after.dtype).tiny  # of a zero matrix

@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -150,6 +150,9 @@ class MatrixInput(NamedTuple):
     rows: tuple[Tensor, ...] = ()  # numbers of rows: (rows,) or (num, rows) each
     owned: tuple[Tensor, ...] = ()  # the owner's buffers: (*shape) or (num, *shape)
     t: Tensor | None = None  # 0-D, the tensor's step; None where no decay asks for it
+    # the preconditioner with the numbers of this tensor's param group, where tensors of
+    # several groups share a call of ``at_owner``; None: the one that is called
+    own: Any = None
 
 
 class MatrixOutput(NamedTuple):
@@ -243,7 +246,8 @@ class MatrixPreconditioner(Preconditioner):
         place of ``row_inputs`` and these; nothing that is given changes.
 
         Args:
-            matrices: in the dtype in which they traveled, or wider.
+            matrices: in the dtype in which they traveled, or wider. For a matrix with
+                ``own``, the hyperparameters of ``own`` hold.
             stage: of these matrices in this step.
         """
 

@@ -25,7 +25,12 @@ from marsopt.rules.decay import (
     product,
 )
 from marsopt.rules.dtypes import nonzero, root, working
-from marsopt.rules.hyperparameters import number, structure
+from marsopt.rules.hyperparameters import (
+    number,
+    numbers_of,
+    structure,
+    with_numbers,
+)
 from marsopt.rules.matrices import LARGE, Matrices
 from marsopt.rules.newton_schulz import (
     NewtonSchulz,
@@ -253,8 +258,9 @@ class SOAP(MatrixPreconditioner):
         kept = [Kept(*batch.owned) for batch, _ in batches]
         with full_float32():
             o, new = [], []
-            for pair in zip(g, kept, strict=True):
-                direction, changes = self._adam(*pair, stage)
+            for (batch, _), matrix, buffers in zip(batches, g, kept, strict=True):
+                own: SOAP = self if batch.own is None else batch.own
+                direction, changes = own._adam(matrix, buffers, stage)
                 o.append(direction)
                 # None is a buffer that this step leaves as it is
                 new.append([changes.get(field) for field in Kept._fields])
@@ -265,9 +271,9 @@ class SOAP(MatrixPreconditioner):
             if len(members) == 1:
                 results[members[0]] = MatrixOutput(direction, (), tuple(after))
                 continue
-            buffers = [[None] * len(members) if x is None else x for x in after]
-            for i, matrix, *each in zip(members, direction, *buffers, strict=True):
-                results[i] = MatrixOutput(matrix, (), tuple(each))
+            columns = [[None] * len(members) if x is None else x for x in after]
+            for i, o_i, *each in zip(members, direction, *columns, strict=True):
+                results[i] = MatrixOutput(o_i, (), tuple(each))
         return results
 
     def _adam(
@@ -289,7 +295,8 @@ class SOAP(MatrixPreconditioner):
             v = _mixed(v, turned * turned, complement(beta2, t) * (1 - is_first))
             # beside a first gradient m and v are zero
             u = self._direction(m, turned, t)
-            o = _back(u / (root(v) + (nonzero(self.eps) + is_first)), *bases)
+            eps = (nonzero(self.eps) + is_first).to(v.dtype)
+            o = _back(u / (root(v) + eps), *bases)
             new |= dict(m=m, v=v)
         factors = [
             _mixed(factor, gram, complement(beta2 if b is None else b, t + 1))
@@ -320,7 +327,9 @@ class SOAP(MatrixPreconditioner):
         if self.nesterov is False:
             return m
         w, t = at(self.nesterov, t), t.clamp(min=1)
-        u: Tensor = (1 - w) / (1 - product(self.betas[0], t)) * m + w * g
+        of_m = (1 - w) / (1 - product(self.betas[0], t))
+        w = w.to(m.dtype) if isinstance(w, Tensor) else w
+        u: Tensor = of_m.to(m.dtype) * m + w * g
         return u
 
 
@@ -349,10 +358,26 @@ def _together(matrices: Sequence[MatrixInput]) -> list[tuple[MatrixInput, list[i
             owned = zip(*(w.owned for w in wholes), strict=True)
             matrix = torch.stack([w.matrix for w in wholes])
             first = MatrixInput(
-                matrix, (), tuple(torch.stack(buffer) for buffer in owned)
+                matrix,
+                owned=tuple(torch.stack(buffer) for buffer in owned),
+                own=_own(wholes),
             )
         batches.append((first, members))
     return batches
+
+
+def _own(matrices: Sequence[MatrixInput]) -> SOAP | None:
+    """Return one preconditioner for a batch of matrices: each number of several ones as
+    factors (num, 1, 1) of the batch.
+    """
+    owns = [whole.own for whole in matrices]
+    first: SOAP | None = owns[0]
+    if len(set(map(id, owns))) == 1:
+        return first
+    columns = zip(*map(numbers_of, owns), strict=True)
+    numbers = [torch.stack(column)[:, None, None] for column in columns]
+    joined: SOAP = with_numbers(first, iter(numbers))
+    return joined
 
 
 def _grams(g: Tensor, kept: Kept) -> tuple[Tensor, Tensor]:

@@ -171,15 +171,22 @@ def test_two_hundred_steps_compile_once_and_equal_eager(mars_type):
             torch.testing.assert_close(plain, fast, rtol=1e-9, atol=1e-12)
 
 
-def test_groups_with_decays_of_their_own_equal_optimizers_of_their_own():
-    together, apart = parameters(), parameters()
+@pytest.mark.parametrize("mars_type", ["adamw", "moonlight", "normuon", "soap"])
+@pytest.mark.parametrize("of", [LogTime, lambda d: 1 - 1 / d], ids=["grows", "number"])
+def test_groups_with_decays_of_their_own_equal_optimizers_of_their_own(mars_type, of):
+    """Groups of one structure, which one call moves: of matrices, too, their owner."""
+    g = torch.Generator().manual_seed(0)
+    values = [torch.randn(4, 4, generator=g, dtype=torch.float64) for _ in range(6)]
+    together, apart = ([torch.nn.Parameter(x.clone()) for x in values] for _ in "12")
     groups = [
-        dict(params=[p], betas=(LogTime(d), LogTime(d)))
-        for p, d in zip(together, (3, 10, 30), strict=True)
+        dict(params=[p], betas=(of(d), of(d + 1)), eps=d * 1e-4, lr=0.1 / d)
+        for p, d in zip(together, (3.0, 10.0, 30.0, 4.0, 5.0, 6.0), strict=True)
     ]
-    one = optimizer_of(groups, "adamw", compile=True, betas_1d=None)
+    more = dict(compile=mars_type == "adamw", betas_1d=None, ns_dtype=torch.float64)
+    one = optimizer_of(groups, mars_type, **more)
+    assert len(one.describe().layout.groups) == 1
     several = [
-        optimizer_of([p], "adamw", betas=group["betas"], betas_1d=None)
+        optimizer_of([{**group, "params": [p]}], mars_type, **more | {"compile": False})
         for p, group in zip(apart, groups, strict=True)
     ]
     for t in range(5):

@@ -168,7 +168,7 @@ def test_schedulers_move_both_rates():
     for t in range(3):
         fill(params, t)
         optimizer.step()
-        matrix, vector = optimizer.describe().groups
+        matrix, vector = optimizer.describe().layout.groups
         assert float(matrix.hyper.lr) == pytest.approx(0.1 / (1 + t))
         assert float(vector.hyper.lr) == pytest.approx(0.02 / (1 + t))
         scheduler.step()

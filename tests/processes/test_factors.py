@@ -15,6 +15,7 @@ from marsopt.parallel import MeshCollectives
 from tests import dcp_states
 from tests.factors import registered
 from tests.processes import spawn
+from tests.stacking import forced, traced
 
 pytestmark = pytest.mark.processes
 
@@ -202,3 +203,34 @@ def test_a_void_step_keeps_owners_buffers(rule):
     assert optimizer.num_skipped == 1
     for (name, key), value in before.items():
         assert torch.equal(optimizer.state[getattr(model, name)][key], value), key
+
+
+def interleaved(rank, world):
+    """Parameters after three steps in graphs of a layer, and in one eager call."""
+    mesh, found = init_device_mesh("cpu", (world,)), []
+
+    def put(x):
+        return distribute_tensor(x, mesh, [Shard(0)])
+
+    for compile in (True, False):
+        g = torch.Generator().manual_seed(0)
+        # gate, up and down take equal work; graphs of a layer come before "down"
+        layers = ((8, 8), (8, 8), (12, 8), (12, 8), (8, 12)) * 3
+        drawn = [torch.randn(s, generator=g, dtype=torch.float64) for s in layers]
+        params = [nn.Parameter(put(x)) for x in drawn]
+        more = dict(collectives=MeshCollectives(mesh), compile=compile)
+        with pytest.MonkeyPatch.context() as patch, traced():
+            forced(patch, "leaves")
+            optimizer = MARS(params, **OPTIONS | more, **RULES["short side"])
+            for _ in range(3):
+                for p, x in zip(params, drawn, strict=True):
+                    p.grad = put(x)
+                optimizer.step()
+        found.append([p.detach().full_tensor() for p in params])
+    return found
+
+
+def test_owners_are_found_whatever_the_order_of_calls():
+    """Of matrices of equal work the order decides who owns which."""
+    for compiled, eager in spawn(interleaved, 2):
+        torch.testing.assert_close(compiled, eager, rtol=0, atol=1e-9)

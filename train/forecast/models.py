@@ -15,7 +15,6 @@ import torch
 import marsopt
 from marsopt import REGISTRY
 from marsopt.functional.routing import route
-from marsopt.optim.portions import should_stack
 from marsopt.parallel.placement import shard_size
 from marsopt.parallel.planner import Matrix
 from marsopt.profiling import gpt2
@@ -44,16 +43,6 @@ class Alike:
         """Return the shape of one rank's piece of a tensor, as Shard(0) cuts."""
         first, *rest = self.shape
         return torch.Size([shard_size(first, rank, num_ranks), *rest])
-
-    @property
-    def is_copied(self) -> bool:
-        """Return whether a step copies them into one stack, since they are small."""
-        return len(self.names) > 1 and should_stack(self.shape)
-
-    @property
-    def stacks(self) -> list[tuple[str, ...]]:
-        """Return the names of each stack: large tensors are stacks by themselves."""
-        return [self.names] if self.is_copied else [(name,) for name in self.names]
 
 
 @dataclass(frozen=True)

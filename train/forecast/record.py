@@ -5,9 +5,9 @@ that sends nothing. What lives in between, and what is sent, is counted as it ha
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -22,31 +22,21 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from marsopt import MARS
 from marsopt.functional import step
-from marsopt.functional.binding import (
-    allocate,
-    matrix_rows,
-    owned_leaves,
-    owned_starts,
-    rounding_cuts,
-)
+from marsopt.functional.binding import owned_leaves
 from marsopt.functional.collectives import LOCAL, Collectives
-from marsopt.functional.stacks import group_by
 from marsopt.functional.step import Each, Move
-from marsopt.functional.step_types import (
-    Hyperparameters,
-    Members,
-    RuleGroup,
-    Stack,
-    norms_per_tensor,
-)
+from marsopt.functional.step_types import Stack
+from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.compiled import matrix_outputs
-from marsopt.optim.portions import batch_of
+from marsopt.optim.layout import Layout
 from marsopt.optim.protocols.table import protocol_of
+from marsopt.optim.state_dict import STAGE_COUNT, State
 from marsopt.parallel.collectives import MeshCollectives
 from marsopt.parallel.planner import Machine
-from marsopt.rules.algorithm import Algorithm
-from train.forecast.models import Alike, Job
+from marsopt.profiling.optimizer import floor_of
+from train.forecast.models import Job
 
 # torch's operations, by the names of a forecast
 KINDS = {
@@ -142,8 +132,10 @@ class Compiled:
 
     is_fused = False
 
-    def __init__(self, recorder: Recorder, alone: bool) -> None:
-        self._recorder, self._alone = recorder, alone
+    def __init__(self, recorder: Recorder, layout: Layout) -> None:
+        self._recorder, self._batches = recorder, layout.batches
+        portions = layout.portions(compile=True)
+        self._portions = [[i for call in portion for i in call] for portion in portions]
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         with self._recorder.paused():  # numbers that ranks have summed up are real
@@ -170,14 +162,12 @@ class Compiled:
         return list(stacks), made
 
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
-        if not self._alone:
-            return [range(len(stacks))]
-        return group_by([batch_of(s.algorithm, s.shape, s.x) for s in stacks])
+        return self._portions
 
     def matrix_outputs(
         self, stacks: Sequence[Stack], part: Sequence[int]
     ) -> list[Tensor | None]:
-        return matrix_outputs(stacks, part if self._alone else [])
+        return matrix_outputs(stacks, part, self._batches)
 
     def store(
         self, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor | None, ...]
@@ -206,6 +196,7 @@ class Record(NamedTuple):
 
     memory: Memory
     collectives: list[tuple[str, float]]  # kind, and the bytes that this rank sends
+    moved_bytes: int  # by elementwise passes
 
 
 def record(job: Job, sizes: Sequence[int], rank: int, machine: Machine) -> Record:
@@ -254,7 +245,7 @@ def pretended(
 
 
 class Rank(NamedTuple):
-    """One of those that share the shards."""
+    """One of the ranks that share the shards."""
 
     collectives: Collectives
     wrap: Callable[[Tensor, torch.Size], Tensor]  # its piece of a tensor of this shape
@@ -262,124 +253,97 @@ class Rank(NamedTuple):
     num_ranks: int
 
 
-class Parameters(NamedTuple):
-    """Those of one stack, on one rank."""
-
-    of: Alike
-    stack: Tensor  # (L, *shape of a piece), whose rows they are
-    leaves: list[Tensor]
-    buffers: dict[str, Tensor]  # at home in shards
-    owned: list[tuple[Tensor, ...]]  # of each, at home with owners
+def bound(job: Job, rank: Rank) -> tuple[Layout, State]:
+    """Return the layout of one rank's parameters, which have no memory, and its state.
+    MARS would refuse to move them: it gets them frozen, and makes groups and options.
+    """
+    # no operation of DTensors: it would return the mesh of an earlier, equal rank
+    params, grads = dict[str, Tensor](), list[Tensor]()
+    for alike in job.alike:
+        shape = alike.local(rank.number, rank.num_ranks)
+        for name in alike.names:
+            piece = torch.empty(shape, device="meta")
+            params[name] = rank.wrap(piece, alike.shape)
+            grads.append(rank.wrap(piece.detach(), alike.shape))
+    matrices, beside = (
+        [(name, p) for name, p in params.items() if (name in job.elementwise) == other]
+        for other in (False, True)
+    )
+    groups = [dict(params=matrices), dict(params=beside, mars_type="adamw")]
+    options = {"mars_type": job.mars_type, **job.options}
+    if options.get("correction") == "approximate":  # the default
+        del options["correction"]
+    options |= dict(collectives=rank.collectives, compile=False)
+    frozen = MARS([g for g in groups if g["params"]], **options).describe().layout
+    for p, g in zip(params.values(), grads, strict=True):
+        p.requires_grad_()
+        p.grad = g
+    state: State = defaultdict(dict)
+    meta = torch.device("meta")
+    layout = Layout(frozen.param_groups, state, frozen.options, {}, meta)
+    layout.bind()
+    return layout, state
 
 
 @torch.no_grad()
 def _record(job: Job, rank: Rank) -> Record:
-    every = [
-        one
-        for algorithm, alike in groupby(job.alike, lambda a: a.algorithm)
-        for one in _parameters(algorithm, list(alike), rank)
+    layout, entries = bound(job, rank)
+    kept = [
+        rank.collectives.local(value)
+        for entry in entries.values()
+        for key, value in entry.items()
+        if key != "step"
     ]
-    leaves = [leaf for one in every for leaf in one.leaves]
-    stacks = [one.stack for one in every]
-    kept = [x for one in every for x in (*one.buffers.values(), *sum(one.owned, ()))]
-    state = sum(x.nbytes for x in kept)
-    # numbers of the last step, in float64, from which x follows
-    state += 8 * sum(
-        len(a.leaves) * a.of.algorithm.num_lookahead_scalars for a in every
-    )
-    takes_gradients = False
-    for one in every:
-        if one.of.algorithm.correction is not None:
-            protocol = protocol_of(type(one.of.algorithm.correction))
-            copied = [s for s in protocol.copied if s in one.buffers]
-            state += sum(one.buffers[symbol].nbytes for symbol in copied)
+    state, takes_gradients = sum(x.nbytes for x in kept), False
+    for bucket in layout.buckets:
+        if bucket.algorithm.correction is not None:
+            protocol = protocol_of(type(bucket.algorithm.correction))
+            copied = [bucket.state[s] for s in protocol.copied if s in bucket.state]
+            state += sum(x.nbytes for tensors in copied for x in tensors)
             takes_gradients |= "update_previous_grad" in protocol.handled_calls
-    members = [Members(one.leaves, one.owned) for one in every]
+    pieces = [piece for bucket in layout.buckets for piece in bucket.pieces]
+    matrices = [
+        leaf
+        for bucket in layout.buckets
+        if bucket.algorithm.matrix_only
+        for leaf in owned_leaves(bucket.algorithm, bucket.params)
+    ]
+    if matrices:  # all is planned before a step is recorded
+        layout.collectives.owns(matrices)
+    for group in layout.groups:  # a step in which bases are refreshed
+        if group.hyper.algorithm.has_stages:
+            for param_group in group.groups:
+                param_group[STAGE_COUNT] = group.hyper.algorithm.preconditioner.every
     for is_warm in (False, True):  # ranks agree, once, on what they hold
-        with Recorder([*stacks, *kept]) as recorder:
-            groups = _groups(every, rank)
-            run = Compiled(recorder, rank.collectives is LOCAL)
-            shared = dict(collectives=rank.collectives, run=run)
+        with Recorder([*pieces, *kept]) as recorder:
+            groups, _ = layout.gather()
+            run = Compiled(recorder, layout)
+            shared = dict(collectives=layout.collectives, run=run)
             _, decision = step.assess(
-                groups, members, max_norm=1.0, digest="", **shared
+                groups, layout.members, max_norm=1.0, digest="", **shared
             )
             if is_warm:
-                step.advance(groups, members, decision, **shared)
+                step.advance(groups, layout.members, decision, **shared)
             if takes_gradients:
                 # norms of the gradient that is kept for the next step, for its clip
-                rank.collectives.sum(torch.zeros(len(leaves), 1), leaves)
+                of_each = torch.zeros(len(layout.params), 1)
+                layout.collectives.sum(of_each, layout.params)
             del groups, decision
-    size = sum(x.nbytes for x in stacks)
-    return Record(Memory(size, size, state, recorder.most), recorder.collectives)
+        layout.scatter()
+    size = sum(x.nbytes for x in pieces)
+    return Record(
+        Memory(size, size, state, recorder.most),
+        recorder.collectives,
+        _moved_bytes(layout.buckets),
+    )
 
 
-def _parameters(
-    algorithm: Algorithm, alike: Sequence[Alike], rank: Rank
-) -> list[Parameters]:
-    """Return all that one algorithm moves, with its state as it starts."""
-    found = []
-    for one, names in [(a, names) for a in alike for names in a.stacks]:
-        shape = len(names), *one.local(rank.number, rank.num_ranks)
-        stack = torch.empty(shape, device="meta")
-        buffers = {
-            symbol: allocate(algorithm, buffer, stack)
-            for symbol, buffer in algorithm.buffers.items()
-            if buffer.home == "shard"
-        }
-        leaves = [rank.wrap(row, one.shape) for row in stack.unbind()]
-        found.append(Parameters(one, stack, leaves, buffers, []))
-    if not algorithm.matrix_only:
-        return found
-    leaves = [leaf for one in found for leaf in one.leaves]
-    # all is planned before a step is recorded
-    rank.collectives.owns(owned_leaves(algorithm, leaves))
-    symbols = algorithm.owned
-    if symbols:
-        columns = [
-            owned_starts(algorithm, algorithm.buffers[s], leaves, rank.collectives)
-            for s in symbols
-        ]
-        rows = iter(zip(*columns, strict=True))
-        for one in found:
-            one.owned.extend(next(rows) for _ in one.leaves)
-    return found
-
-
-def _groups(every: Sequence[Parameters], rank: Rank) -> list[RuleGroup]:
-    """Return the arguments of a step, with copies as its stacks where a step makes
-    such.
+def _moved_bytes(buckets: Sequence[ParameterBucket]) -> int:
+    """Return the bytes that elementwise passes over stacks read and write: norms,
+    update, application, and copies of small tensors; Newton-Schulz not.
     """
-    found = []
-    for algorithm, own in groupby(every, lambda one: one.of.algorithm):
-        stacks, parts = [], []
-        for one in own:
-            shape, x, g, buffers = one.of.shape, one.stack, one.stack, one.buffers
-            if one.of.is_copied:
-                x, g = torch.empty_like(x), torch.empty_like(g)
-                buffers = {s: torch.empty_like(b) for s, b in buffers.items()}
-            cuts = rounding_cuts(algorithm, one.leaves[0], rank.collectives)
-            stack = Stack(
-                algorithm=algorithm,
-                x=x,
-                g=g,
-                buffers=buffers,
-                shape=shape,
-                rows=matrix_rows(algorithm, one.leaves[0], shape, rank.collectives),
-                cuts={dim: here.to("meta") for dim, here in cuts.items()},
-            )
-            stacks.append(stack)
-            parts.append((stack.num_tensors, stack.num_clipped))
-        num = sum(num for num, _ in parts)
-        behind = torch.zeros(num, algorithm.num_lookahead_scalars, device="meta")
-        hyper = Hyperparameters(
-            algorithm=algorithm,
-            lr=1e-3,
-            gamma=0.025,
-            t=torch.zeros(num, device="meta"),
-            dtypes=(torch.float32,),
-            behind=behind if algorithm.num_lookahead_scalars else None,
-            parts=norms_per_tensor(parts),
-        )
-        count = algorithm.preconditioner.every if algorithm.has_stages else 0
-        found.append(RuleGroup(hyper, stacks, count))
-    return found
+    floor = floor_of(buckets)
+    # beside a step of exact MARS: the norm of the next gradient, its copy, and the copy
+    # of that into h
+    given = [p for b in buckets for p in b.pieces for _ in b.algorithm.given]
+    return floor.num_bytes + floor.copied + 5 * sum(p.nbytes for p in given)

@@ -8,14 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from marsopt.functional.binding import buffer_shape
-from marsopt.optim.portions import batch_dtype
 from marsopt.parallel.placement import shard_size
 from marsopt.parallel.planner import Cost, Machine, Matrix, Plan, cost, exchanged, plan
-from marsopt.profiling.optimizer import copied_bytes, full_buffers, passes
-from train.forecast.models import FULL, Alike, Job
+from train.forecast.models import FULL, Job
 from train.forecast.record import Memory, record
 
 
@@ -90,7 +85,7 @@ def forecast(
     calls = [Counter(kind for kind, _ in one.collectives) for one in found]
     norms = sum(num for kind, num in found[0].collectives if kind == "all-reduce")
     mean, most = (norms + rows for rows in _row_bytes(job, matrices, chosen))
-    moved = sum(moved_bytes(alike, p) for alike in job.alike)
+    moved = found[0].moved_bytes
     return Forecast(
         plan=chosen,
         cost=spent,
@@ -138,43 +133,6 @@ def _row_bytes(job: Job, matrices: Sequence[Matrix], plan: Plan) -> tuple[float,
     ]
     sent, extra = exchanged(plan, sizes, there, back)
     return sent + sum(extra) / len(extra), sent + max(extra)
-
-
-def moved_bytes(alike: Alike, num_ranks: int) -> int:
-    """Return the bytes that elementwise passes over a stack read and write: norms,
-    update, application, and copies of small tensors; Newton-Schulz not.
-    """
-    algorithm = alike.algorithm
-    num, x = len(alike.names) * alike.local(0, num_ranks).numel(), torch.empty(())
-    one, sizes = FULL * num, {}
-    for symbol, buffer in algorithm.buffers.items():
-        sizes[symbol] = num * algorithm.dtype_of(buffer, x).itemsize
-    # what comes back from owners is as what they were sent
-    made, o = one * algorithm.makes_matrix, one
-    if algorithm.matrix_only and num_ranks == 1:  # a batch, and its factors
-        made = num * batch_dtype(algorithm, x, "meta").itemsize
-        o = num * algorithm.matrix_preconditioner.cost.on("meta").returned().itemsize
-    norms, update = passes(
-        algorithm,
-        g=one,
-        x=one,
-        h=max((sizes[symbol] for symbol in algorithm.operands), default=0),
-        made=made,
-        o=o,
-        buffers=sum(sizes[symbol] for symbol in full_buffers(algorithm)),
-    )
-    copied = 0
-    if alike.is_copied:
-        shape, written = alike.local(0, num_ranks), one
-        for buffer in algorithm.buffers.values():
-            if buffer.home == "shard":
-                size = buffer_shape(algorithm, buffer, shape).numel()
-                dtype = algorithm.dtype_of(buffer, x)
-                written += len(alike.names) * size * dtype.itemsize
-        copied = copied_bytes(one, written)
-    # beside a step of exact MARS: the norm of the next gradient, its copy, and the copy
-    # of that into h
-    return norms + update + copied + 5 * one * len(algorithm.given)
 
 
 def _training_seconds(
