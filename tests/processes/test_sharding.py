@@ -281,10 +281,10 @@ def count(rank, world):
     found, real = {}, dist.all_to_all_single
     for name, several, placement in (
         ("experts", Several((4, 4, 6), BATCHED), Shard(0)),
-        ("heads", Several((16, 6), dict(block_rows=4)), Shard(0)),
+        ("heads", Several((16, 6), dict(splits=4)), Shard(0)),
         ("rows of experts", Several((4, 4, 6), BATCHED), Shard(1)),
-        ("odd heads", Several((12, 6), dict(block_rows=4)), Shard(0)),
-        ("fused kernels", Several((8, 2, 3), FLATTENED | dict(block_rows=4)), Shard(0)),
+        ("odd heads", Several((12, 6), dict(splits=3)), Shard(0)),
+        ("fused kernels", Several((8, 2, 3), FLATTENED | dict(splits=2)), Shard(0)),
         ("channels out", Several((5, 4, 3, 3), FLATTENED), Shard(0)),
         ("channels in", Several((6, 3, 2, 2), FLATTENED), Shard(1)),
         ("height", Several((6, 2, 3, 2), FLATTENED), Shard(2)),
