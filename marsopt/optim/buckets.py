@@ -474,7 +474,9 @@ def _is_of_others(
 
 
 def attach_owned(
-    buckets: Sequence[ParameterBucket], state: State, *, moved: bool
+    buckets: Sequence[ParameterBucket],
+    state: State,
+    before: Mapping[Tensor, tuple[int, ...]] | None,
 ) -> None:
     """Give buckets the buffers whose home is with the owners of matrices: those that
     are in ``state``, or fresh ones.
@@ -482,9 +484,9 @@ def attach_owned(
     Args:
         buckets: all that share their exchanges.
         state: the optimizer's.
-        moved: whether the owners may differ from the ranks that hold ``state``, as they
-            do where other parameters share the exchanges: all ranks then hand over
-            their buffers.
+        before: the rows of parameters' parts in the layout before; None: there is none.
+            The owners may differ from those then, as they do where other parameters
+            share the exchanges: all ranks have handed over their buffers.
     """
     collectives = buckets[0].collectives
     leaves = [leaf for b in buckets for leaf in owned_leaves(b.algorithm, b.params)]
@@ -493,9 +495,11 @@ def attach_owned(
         algorithm = bucket.algorithm
         for p in bucket.params:
             ownership, buffers = next(owns), []
+            parts = algorithm.matrices.part_rows(p.shape)
             every = range(algorithm.matrices.num_in(p.shape))
-            here = every if moved else ownership.numbers
-            if _is_of_others(algorithm, p, state[p], here):
+            here = ownership.numbers if before is None else every
+            changed = before is not None and before.get(p, parts) != parts
+            if changed or _is_of_others(algorithm, p, state[p], here):
                 for symbol in algorithm.owned:
                     state[p].pop(algorithm.buffers[symbol].key, None)
                 state[p]["step"].zero_()
@@ -504,7 +508,7 @@ def attach_owned(
                 value = state[p].get(buffer.key)
                 if value is None:
                     value = start_at_owner(algorithm, buffer, p, ownership)
-                elif moved:
+                elif before is not None:
                     sizes = entries_at_owner(algorithm, buffer, p.shape)
                     value = collectives.claim(value, ownership, sizes)
                 state[p][buffer.key] = value

@@ -159,7 +159,8 @@ class Layout:
         if ways and before is not None:
             before.publish_owned(state)
         for together in ways.values():
-            buckets.attach_owned(together, state, moved=before is not None)
+            parts = None if before is None else before.parts_at_owners
+            buckets.attach_owned(together, state, parts)
         _drop_unstepped(state, self._every)
         self._signature = self._sign(self._groups)
 
@@ -217,6 +218,18 @@ class Layout:
             for sizes in [entries_at_owner(bucket.algorithm, buffer, bucket.shape)]
             for p, owns in zip(bucket.params, bucket.owns, strict=False)
         ]
+
+    @property
+    def parts_at_owners(self) -> dict[Tensor, tuple[int, ...]]:
+        """Return the rows of the parts of parameters whose matrices' owners keep
+        buffers.
+        """
+        return {
+            p: bucket.algorithm.matrices.part_rows(bucket.shape)
+            for bucket in self.buckets
+            if bucket.algorithm.owned
+            for p in bucket.params
+        }
 
     def publish_owned(self, state: State) -> None:
         """Replace all buffers at owners in ``state`` by all ranks' buffers, before the

@@ -43,6 +43,24 @@ def test_the_class_moves_every_matrix_as_if_it_were_alone(
     assert largest(got, want) < 1e-12
 
 
+@pytest.mark.parametrize(
+    "mars_type", [name for name, rule in REGISTRY.items() if rule.matrix_only]
+)
+def test_a_fused_weight_is_its_parts_to_the_bit(mars_type):
+    """Norms of narrow parts are summed in another order than those of parameters: no
+    clip acts on them here.
+    """
+    clips = (None, 1.0) if REGISTRY[mars_type].is_mars else (None,)
+    narrow, wide = ((16, 6), (10, 3, 3)), ((24, 300), (16, 4, 4))
+    own = dict(mars_type=mars_type, lr=0.1, compile=False, **steady(mars_type))
+    for clip, (shape, splits) in zip(clips, (narrow, wide), strict=False):
+        clipped = dict(clip=clip) if len(clips) > 1 else {}
+        fused = {"qkv": Several(shape, dict(splits=splits))}
+        want = in_loop(fused, STEPS, **own, **clipped)
+        got, _ = at_once(fused, STEPS, **own, **clipped)
+        assert torch.equal(got["qkv"], want["qkv"])
+
+
 def test_compiled_steps_are_those_of_the_loop(monkeypatch):
     """Under a default device too; and changing hyperparameters compile nothing anew."""
     forced(monkeypatch, "stacks")
@@ -127,9 +145,9 @@ def test_the_clip_of_a_whole_tensor_is_that_of_one_matrix():
     assert (apart["experts"] - got["experts"]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("mars_type", ["mars-m", "mars-normuon"])
+@pytest.mark.parametrize("mars_type", ["mars-m", "mars-normuon", "mars-soap"])
 def test_a_resumed_run_is_the_uninterrupted_one(mars_type):
-    own = dict(OPTIONS, mars_type=mars_type, compile=False)
+    own = dict(OPTIONS, mars_type=mars_type, compile=False) | steady(mars_type)
     want, whole = at_once(TENSORS, 4, **own)
     half, optimizer = at_once(TENSORS, 2, **own)
     saved = optimizer.state_dict()
@@ -158,6 +176,19 @@ def test_what_a_tensor_is_made_of_may_change_between_steps():
     u = 0.05 * p.grad + 0.95 * m
     o = torch.cat([marsopt.newton_schulz(x, dtype=torch.float32) for x in u.split(4)])
     torch.testing.assert_close(p.detach(), before - 3e-3 * o)
+
+
+@pytest.mark.parametrize("splits", [(3, 10, 3), 4, None])
+def test_factors_of_other_parts_restart(splits):
+    """Also where they have as many elements."""
+    several = {"qkv": Several((16, 6), dict(splits=(10, 3, 3)))}
+    options = dict(mars_type="soap", lr=0.1, compile=False, **steady("soap"))
+    params, optimizer = at_once(several, 2, **options)
+    optimizer.param_groups[0]["splits"] = splits
+    optimizer.step()
+    entry = optimizer.state[params["qkv"]]
+    num = Matrices(splits=splits).num_in(torch.Size([16, 6]))
+    assert entry["step"] == 1 and entry["num_grads"].tolist() == [1] * num
 
 
 def test_a_gradient_that_is_not_finite_is_blamed_on_its_parameter_once():
