@@ -108,7 +108,8 @@ def _check_update(stack: Stack) -> None:
 
 def _check_matrices(stack: Stack, s: tuple[Tensor, ...]) -> None:
     """Check what owners make of a matrix, and the parameter's step along it."""
-    algorithm, x, shape = stack.algorithm, stack.x, stack.matrix_shape
+    algorithm, x = stack.algorithm, stack.x
+    ((_, shape),) = algorithm.matrices.shapes_in(stack.shape)
     preconditioner = algorithm.matrix_preconditioner
     who, buffers = type(preconditioner).__name__, preconditioner.buffers
     matrix = x.new_zeros(shape)
@@ -135,8 +136,9 @@ def _check_matrices(stack: Stack, s: tuple[Tensor, ...]) -> None:
         _compare(f"{who}.at_owner", cast | stays, owned, owned)
     numbers = x.new_ones(1, *x.shape[1 : stack.num_row_dims])
     factors = {symbol: factor(numbers, x) for symbol in symbols}
+    scale = preconditioner.scale(*shape)
     with _unwritten(f"{who}.apply", {"x": x}):
-        new = preconditioner.apply(x, torch.zeros_like(x), factors, s, shape)
+        new = preconditioner.apply(x, torch.zeros_like(x), factors, s, scale)
     _compare(f"{who}.apply", {"x": new}, {"x": x}, {"x"})
 
 

@@ -29,6 +29,8 @@ from marsopt.functional.collectives import (
     flat_row_indices,
     precondition_leaves,
 )
+from marsopt.rules.buffers import owned_joined, owned_parts
+from marsopt.rules.matrices import row_numbers
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
 
@@ -38,8 +40,8 @@ from .differences import by_rank, message
 from .grid import Grid, grid_of, group_over
 from .layout_cache import LayoutCache
 from .placement import Placement, dim_of, onto_first, piece_of
-from .planner import Machine, Strategy, plan
-from .published import whole_buffers
+from .planner import Machine, Matrix, Strategy, plan
+from .published import entries, whole_buffers
 from .reductions import Reduction, reductions_of
 from .shard_group import ShardGroup
 
@@ -343,8 +345,8 @@ class MeshCollectives(NoResharding):
 
     def publish_all(self, buffers: Sequence[OwnerBuffer]) -> Iterator[Tensor]:
         """Yield owners' buffers as DTensors (num, *shape) that are cut along the rows
-        of their matrices. A collective of the leaves' meshes: an all-reduce of numbers,
-        and one for each 32 MB of buffers.
+        of their matrices, and flat ones, cut along their one dim. A collective of the
+        leaves' meshes: an all-reduce of numbers, and one for each 32 MB of buffers.
         """
         on_meshes = [b for b in buffers if isinstance(b.leaf, DTensor)]
         published = whole_buffers(on_meshes, self.mesh.device_type)
@@ -352,11 +354,11 @@ class MeshCollectives(NoResharding):
             on_mesh = isinstance(buffer.leaf, DTensor)
             yield next(published) if on_mesh else buffer.owned
 
-    def claim(self, published: Tensor, owns: Owned) -> Tensor:
+    def claim(self, published: Tensor, owns: Owned, sizes: Sequence[int]) -> Tensor:
         """Return the part of a published buffer that has its owner here."""
         if isinstance(published, DTensor):
             published = published.full_tensor()
-        return published[list(owns.numbers)]
+        return published[entries(owns.numbers, sizes).to(published.device)]
 
     def _by_gathering(self, requests: Sequence[Request]) -> list[MatrixOutput]:
         """Do the owners' work on every rank: reference and fallback."""
@@ -477,9 +479,10 @@ def _of_matrices(
     owns = set(group.owns)
     by_matrix: list[Request] = []
     for i, cut in cuts.items():
-        piece = requests[i].input
+        piece, first = requests[i].input, len(by_matrix)
         rows = zip(*map(cut.split_rows, piece.rows), strict=True)
-        owned = iter(zip(*(o.unbind() for o in piece.owned), strict=True))
+        here = [m for n, m in enumerate(cut.matrices, first) if n in owns]
+        owned = zip(*_of_owner(requests[i], here), strict=True)
         for shard in cut.split(piece.matrix):
             whole = piece._replace(
                 matrix=shard,
@@ -488,6 +491,21 @@ def _of_matrices(
             )
             by_matrix.append(requests[i]._replace(input=whole))
     return by_matrix
+
+
+def _of_owner(request: Request, here: Sequence[Matrix]) -> list[Sequence[Tensor]]:
+    """Return an owner's buffers of a leaf, each as a list with a part for each of the
+    matrices ``here``, which have their owner on this rank.
+    """
+    matrices, preconditioner = request.matrices, request.preconditioner
+    if matrices.is_even(request.tensor.shape):
+        return [owned.unbind() for owned in request.input.owned]
+    sizes = [torch.Size([matrix.rows, matrix.cols]) for matrix in here]
+    buffers = [preconditioner.buffers[symbol] for symbol in preconditioner.owned]
+    return [
+        owned_parts(flat, [buffer.shape(size, matrices) for size in sizes])
+        for flat, buffer in zip(request.input.owned, buffers, strict=False)
+    ]
 
 
 def _joined(
@@ -501,7 +519,9 @@ def _joined(
     outputs = zip(*(m.rows for m in matrices), strict=True)
     rows = tuple(torch.cat(r).view(row_shape) for r in outputs)
     if new := [m.owned for m in matrices if m.owned]:
-        owned = tuple(map(torch.stack, zip(*new, strict=True)))
+        is_even = request.matrices.is_even(request.tensor.shape)
+        join = torch.stack if is_even else owned_joined
+        owned = tuple(map(join, zip(*new, strict=True)))
     return MatrixOutput(cut.join([m.matrix for m in matrices], like), rows, owned)
 
 
@@ -513,8 +533,8 @@ def _numbers(leaf: MatrixParam, cuts: Mapping[int, Tensor]) -> tuple[int, ...]:
     rows = flat_row_indices(shape, cuts, matrices, torch.device("cpu"))
     if rows is None:
         return tuple(range(matrices.num_in(shape)))
-    num_rows = matrices.shape_in(shape)[0]
-    return tuple((rows[::num_rows] // num_rows).tolist())
+    numbers = row_numbers(matrices, shape, rows.device)[rows]
+    return tuple(numbers.unique_consecutive().tolist())
 
 
 def _distinct(ways: Sequence[Hashable]) -> Sequence[Hashable]:

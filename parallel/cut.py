@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -90,24 +91,24 @@ def cut_of(
     assert place.mesh is not None  # some axis of which cuts
     axis, dim = place.axes[inner[0]], place.dims[inner[0]]
     sizes = shard_sizes(leaf.shape[dim], place.mesh.size(axis))
-    rows, cols = matrices.shape_in(leaf.shape)
-    num_rows = leaf.shape[row_dim]
-    num_blocks = num_rows // rows
+    parts, cols = matrices.part_rows(leaf.shape), leaf.shape[row_dim + 1 :].numel()
     if dim > row_dim:
         # pieces of a kernel are not consecutive columns, but columns in another order
         # have a factor in that order; buffers that are kept would be in it, too
         if keeps and dim > row_dim + 1:
             return "strided"
         lengths = tuple(size * (cols // leaf.shape[dim]) for size in sizes)
-        blocks = [Matrix(rows, cols, 1, lengths)] * num_blocks
-    elif num_blocks == 1:
-        blocks = [Matrix(rows, cols, 0)]
-    elif all(size % rows == 0 for size in sizes):
+        blocks = [Matrix(rows, cols, 1, lengths) for rows in parts]
+    elif len(parts) == 1:
+        blocks = [Matrix(parts[0], cols, 0)]
+    elif matrices.is_even(leaf.shape) and all(size % parts[0] == 0 for size in sizes):
         return "local"
     else:
-        starts = range(0, num_rows, rows)
-        overlaps = [_overlaps(start, rows, sizes) for start in starts]
-        blocks = [Matrix(rows, cols, 0, lengths) for lengths in overlaps]
+        starts = accumulate([0, *parts[:-1]])
+        blocks = [
+            Matrix(rows, cols, 0, _overlaps(start, rows, sizes))
+            for start, rows in zip(starts, parts, strict=True)
+        ]
     return Cut(
         mesh=place.mesh,
         axis=axis,

@@ -124,14 +124,7 @@ class DataParallel(LocalCollectives):
             with unset_fake_temporarily():  # real numbers for a model without memory
                 mesh = DeviceMesh.from_group(self._group, device)
             self._latest = _Pieces(mesh, self._gradients)
-        work = [
-            leaf.matrices.num_in(leaf.tensor.shape)
-            * leaf.preconditioner.cost.on(device).num_flops(
-                *leaf.matrices.shape_in(leaf.tensor.shape)
-            )
-            for leaf in leaves
-        ]
-        owners, _ = assign(work, num)
+        owners, _ = assign([leaf.num_flops(device) for leaf in leaves], num)
         lengths = {p: tuple(shard_sizes(len(p), num)) for p in others if p.ndim}
         for leaf, owner in zip(leaves, owners, strict=True):
             p = leaf.tensor
@@ -307,11 +300,13 @@ class _Pieces(MeshCollectives):
         return results
 
     def publish_all(self, buffers: Sequence[OwnerBuffer]) -> Iterator[Tensor]:
-        for owned, leaf, num, _ in buffers:
+        for owned, leaf, sizes, _ in buffers:
             if not self._is_cut(leaf):
                 yield owned
                 continue
-            lengths = [length * num // len(leaf) for length in self._lengths[leaf]]
+            lengths = [
+                length * sum(sizes) // len(leaf) for length in self._lengths[leaf]
+            ]
             yield self._joined(owned, lengths).cpu()
 
     # ---- pieces of other ranks -------------------------------------------------------

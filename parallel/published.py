@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -21,7 +22,8 @@ MOST = 2**25  # bytes of buffers that ranks exchange at once, about
 
 def whole_buffers(buffers: Sequence[OwnerBuffer], device: str) -> Iterator[Tensor]:
     """Yield buffers of leaves that are DTensors, (num, *shape), cut along the rows of
-    their matrices. A collective: an all-reduce of numbers, and one for ``MOST`` bytes.
+    their matrices, and flat ones, cut along their one dim. A collective: an all-reduce
+    of numbers, and one for ``MOST`` bytes.
     """
     if not buffers:
         return
@@ -29,14 +31,14 @@ def whole_buffers(buffers: Sequence[OwnerBuffer], device: str) -> Iterator[Tenso
     for part in _portions(buffers):
         told = [(buffer, next(tellers)) for buffer in part]
         for buffer, whole in zip(part, _summed_bits(told), strict=True):
-            yield _cut_by_rows(whole, cast(DTensor, buffer.leaf))
+            yield _cut_by_rows(whole, buffer)
 
 
 def _tellers(buffers: Sequence[OwnerBuffer], device: str) -> Iterator[Tensor]:
     """Return the rank that tells of each matrix of each buffer: of several owners, as
     replicas are, the first.
     """
-    nums = [buffer.num for buffer in buffers]
+    nums = [len(buffer.sizes) for buffer in buffers]
     owners = torch.full((sum(nums),), dist.get_world_size())
     for buffer, part in zip(buffers, owners.split(nums), strict=True):
         part[list(buffer.owns.numbers)] = dist.get_rank()
@@ -67,7 +69,7 @@ def _portions(buffers: Sequence[OwnerBuffer]) -> Iterator[list[OwnerBuffer]]:
 
 
 def _spec(buffer: OwnerBuffer) -> TensorSpec:
-    shape = (buffer.num, *buffer.owned.shape[1:])
+    shape = (sum(buffer.sizes), *buffer.owned.shape[1:])
     return TensorSpec(shape, buffer.owned.dtype)
 
 
@@ -77,11 +79,12 @@ def _summed_bits(told: Sequence[tuple[OwnerBuffer, Tensor]]) -> list[Tensor]:
     """
     parts, rank = [], dist.get_rank()
     for buffer, tellers in told:
-        owned = buffer.owned
-        whole = owned.new_zeros(buffer.num, *owned.shape[1:])
-        index = torch.tensor(buffer.owns.numbers, dtype=torch.int64)
-        index = index.to(owned.device)
-        is_told = (tellers[index] == rank).view(-1, *[1] * (owned.ndim - 1))
+        owned, sizes = buffer.owned, buffer.sizes
+        whole = owned.new_zeros(sum(sizes), *owned.shape[1:])
+        index = entries(buffer.owns.numbers, sizes).to(owned.device)
+        every = torch.tensor(sizes, device=tellers.device)
+        by_entry = tellers.repeat_interleave(every, output_size=sum(sizes))
+        is_told = (by_entry[index] == rank).view(-1, *[1] * (owned.ndim - 1))
         whole[index] = torch.where(is_told, owned, 0)
         parts.append(to_words(whole, torch.uint8))
     flat = torch.cat(parts)
@@ -91,11 +94,24 @@ def _summed_bits(told: Sequence[tuple[OwnerBuffer, Tensor]]) -> list[Tensor]:
     return from_words(flat, [_spec(buffer) for buffer, _ in told])
 
 
-def _cut_by_rows(whole: Tensor, leaf: DTensor) -> Tensor:
+def entries(numbers: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Return which entries of a buffer of all matrices of a leaf belong to the matrices
+    of these numbers, int64; ``sizes`` are the entries of each matrix.
+    """
+    starts = [0, *accumulate(sizes)]
+    if starts[-1] == len(sizes):  # one each
+        return torch.tensor(numbers, dtype=torch.int64)
+    ranges = [torch.arange(starts[n], starts[n + 1]) for n in numbers]
+    return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64)
+
+
+def _cut_by_rows(whole: Tensor, buffer: OwnerBuffer) -> Tensor:
+    leaf = cast(DTensor, buffer.leaf)
     mesh, cutting = leaf.device_mesh, Placement.of(leaf).axes
     places: list[AxisPlacement] = [Replicate()] * mesh.ndim
-    if cutting and whole.ndim > 1:
-        places[cutting[0]] = Shard(1)
+    is_flat = whole.ndim == 1 and len(whole) > len(buffer.sizes)
+    if cutting and (whole.ndim > 1 or is_flat):
+        places[cutting[0]] = Shard(0 if is_flat else 1)
     # a copy, so that the whole is let go of
     return DTensor.from_local(
         piece_of(whole, mesh, places).clone(),

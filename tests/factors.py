@@ -104,7 +104,7 @@ class Factors(Average, MatrixPreconditioner):
             found.append(MatrixOutput(o, (r, each), (S, Q, n)))
         return found
 
-    def apply(self, x, o, rows, s, shape):
+    def apply(self, x, o, rows, s, scale):
         rate, decay, *_ = s
         return decay * x - rate * o / (rows["r"] / rows["n"] + 1e-12).sqrt()
 

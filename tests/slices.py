@@ -23,7 +23,7 @@ class Several:
     def matrices(self) -> Matrices:
         return Matrices(
             kind=self.options.get("matrices", "2d"),
-            block_rows=self.options.get("block_rows"),
+            splits=self.options.get("splits"),
         )
 
     def slices(self, whole: Tensor) -> list[Tensor]:
@@ -33,8 +33,9 @@ class Several:
             batches = whole.reshape(1, len(whole), -1)
         else:
             batches = whole.reshape(-1, *whole.shape[-2:])
-        rows = self.options.get("block_rows", batches.shape[1])
-        return [part for batch in batches for part in batch.split(rows)]
+        splits = self.options.get("splits", 1)
+        sizes = batches.shape[1] // splits if isinstance(splits, int) else [*splits]
+        return [part for batch in batches for part in batch.split(sizes)]
 
     def joined(self, slices: list[Tensor]) -> Tensor:
         return torch.cat([s.reshape(-1) for s in slices]).view(self.shape)
@@ -45,12 +46,14 @@ TENSORS = {
     "experts": Several((3, 4, 6), BATCHED),
     "other experts": Several((3, 4, 6), BATCHED),
     "grouped experts": Several((2, 2, 5, 4), BATCHED),
-    "fused experts": Several((3, 8, 6), BATCHED | dict(block_rows=4)),
-    "heads": Several((20, 6), dict(block_rows=4)),
+    "fused experts": Several((3, 8, 6), BATCHED | dict(splits=2)),
+    "uneven experts": Several((2, 7, 6), BATCHED | dict(splits=(4, 3))),
+    "heads": Several((20, 6), dict(splits=5)),
+    "qkv": Several((16, 6), dict(splits=(10, 3, 3))),
     "convolution": Several((6, 2, 3, 2), FLATTENED),
     "other convolution": Several((6, 2, 3, 2), FLATTENED),
     "tall convolution": Several((20, 3, 2), FLATTENED),
-    "fused convolutions": Several((8, 3, 2, 2), FLATTENED | dict(block_rows=4)),
+    "fused convolutions": Several((8, 3, 2, 2), FLATTENED | dict(splits=2)),
     "one matrix": Several((10, 4)),
     "bias": Several((7,)),
 }

@@ -17,9 +17,9 @@ from marsopt.functional.collectives import (
     flat_row_indices,
 )
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.buffers import Buffer, is_full
+from marsopt.rules.buffers import Buffer, is_full, owned_parts, owned_shapes
 from marsopt.rules.dtypes import default_state_dtype
-from marsopt.rules.matrices import MatrixRows
+from marsopt.rules.matrices import MatrixRows, row_numbers
 from marsopt.rules.rounding import NARROW
 
 
@@ -75,20 +75,41 @@ def start_at_owner(
     """Return the start of an owner's buffer of those matrices of a parameter that have
     their owner here.
     """
-    num = len(owns.numbers)
-    shape = buffer.shape(algorithm.matrices.shape_in(p.shape), algorithm.matrices)
     kwargs: dict[str, Any] = dict(dtype=algorithm.dtype_of(buffer, p), device=p.device)
+    shapes = owned_shapes(algorithm.matrices, p.shape, buffer)
+    if algorithm.matrices.is_even(p.shape):
+        num, shape = len(owns.numbers), shapes[0]
+        if buffer.start == "identity":
+            identity = torch.eye(shape[-1], **kwargs)
+            return identity.expand(num, *shape).clone()
+        return torch.zeros(num, *shape, **kwargs)
+    sizes = [shapes[number % len(shapes)] for number in owns.numbers]
+    start = torch.zeros(sum(size.numel() for size in sizes), **kwargs)
     if buffer.start == "identity":
-        identity = torch.eye(shape[-1], **kwargs)
-        return identity.expand(num, *shape).clone()
-    return torch.zeros(num, *shape, **kwargs)
+        for part in owned_parts(start, sizes):
+            part.fill_diagonal_(1)
+    return start
+
+
+def entries_at_owner(
+    algorithm: Algorithm, buffer: Buffer, shape: torch.Size
+) -> tuple[int, ...]:
+    """Return how many entries along its first dim an owner's buffer has of each matrix
+    of a tensor of this shape.
+    """
+    matrices = algorithm.matrices
+    num = matrices.num_in(shape)
+    if matrices.is_even(shape):
+        return (1,) * num
+    sizes = [size.numel() for size in owned_shapes(matrices, shape, buffer)]
+    return (*sizes,) * (num // len(sizes))
 
 
 def matrix_rows(
     algorithm: Algorithm, leaf: Tensor, shape: torch.Size, collectives: Collectives
 ) -> MatrixRows | None:
     """Return to which matrices the rows of a leaf's piece belong; None where no part of
-    it has a norm of its own.
+    it has a norm of its own, and its matrices, where a rule needs them, one shape.
 
     Args:
         algorithm: what moves the leaf.
@@ -96,12 +117,17 @@ def matrix_rows(
         shape: of one whole parameter.
         collectives: they know which rows lie here.
     """
-    if algorithm.num_clipped(shape) == 1:
-        return None
     matrices = algorithm.matrices
-    num_rows = matrices.shape_in(shape)[0]
+    is_even = not algorithm.matrix_only or matrices.is_even(shape)
+    if algorithm.num_clipped(shape) == 1 and is_even:
+        return None
     index = flat_row_indices(shape, collectives.cuts(leaf), matrices, leaf.device)
-    return MatrixRows(matrices.num_in(shape), num_rows, index)
+    numbers = None
+    if index is not None or not matrices.is_even(shape):
+        numbers = row_numbers(matrices, shape, leaf.device)
+        numbers = numbers if index is None else numbers[index]
+    num_batches = matrices.row_shape(shape)[:-1].numel()
+    return MatrixRows(num_batches, tuple(matrices.runs(shape)), index, numbers)
 
 
 def rounding_cuts(

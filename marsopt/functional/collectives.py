@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from marsopt.rules.buffers import owned_joined, owned_parts
 from marsopt.rules.dtypes import working, working_dtype
 from marsopt.rules.matrices import LARGE, Matrices
 from marsopt.rules.preconditioner import (
@@ -27,6 +28,12 @@ class MatrixParam(NamedTuple):
     matrices: Matrices
     preconditioner: MatrixPreconditioner
 
+    def num_flops(self, device_type: str) -> int:
+        """Return the FLOPs of its matrices in one step, on average."""
+        cost = self.preconditioner.cost.on(device_type)
+        shapes = self.matrices.shapes_in(self.tensor.shape)
+        return sum(num * cost.num_flops(*shape) for num, shape in shapes)
+
 
 class Owned(NamedTuple):
     """Which matrices of a leaf have their owner here, by number."""
@@ -37,9 +44,9 @@ class Owned(NamedTuple):
 class OwnerBuffer(NamedTuple):
     """An owner's buffer of the matrices of a leaf."""
 
-    owned: Tensor  # (number here, *shape)
+    owned: Tensor  # (number here, *shape); flat where matrices have several shapes
     leaf: Tensor
-    num: int  # matrices of the leaf
+    sizes: tuple[int, ...]  # entries along its first dim, of each matrix of the leaf
     owns: Owned
 
 
@@ -85,27 +92,60 @@ class Request(NamedTuple):
 
 def precondition_leaves(requests: Sequence[Request]) -> list[MatrixOutput]:
     """Return the results of preconditioners for leaves that this process has whole."""
-    unbound = []
-    for request in requests:
-        whole, matrices = request.input, request.matrices
-        matrix, ndim = matrices.unbound(whole.matrix), whole.matrix.ndim
-        rows = tuple(matrices.unbound_rows(r, ndim) for r in whole.rows)
-        single = matrix.ndim == 2
-        owned = tuple(o[0] if single else o for o in whole.owned)
-        whole = whole._replace(matrix=matrix, rows=rows, owned=owned)
-        unbound.append(request._replace(input=whole))
-    wholes = []
-    for request, result in zip(requests, precondition_matrices(unbound), strict=True):
-        like = request.input.matrix
-        row_shape = request.matrices.row_shape(like.shape)
-        single = result.matrix.ndim == 2
-        owned = request.input.owned
-        if result.owned is not None:
-            kept = cast(Tensors, result.owned)
-            owned = tuple(o[None] if single else o for o in kept)
-        rows = tuple(r.reshape(row_shape) for r in result.rows)
-        wholes.append(MatrixOutput(result.matrix.view_as(like), rows, owned))
-    return wholes
+    by_leaf = [
+        [request._replace(input=part) for part in _parts(request)]
+        for request in requests
+    ]
+    results = iter(precondition_matrices([part for leaf in by_leaf for part in leaf]))
+    return [
+        _whole(request, [next(results) for _ in parts])
+        for request, parts in zip(requests, by_leaf, strict=True)
+    ]
+
+
+def _parts(request: Request) -> list[MatrixInput]:
+    """Return the matrices of a leaf; matrices of one shape as a batch."""
+    whole, matrices, shape = request.input, request.matrices, request.tensor.shape
+    batches = matrices.unbound(whole.matrix, shape)
+    rows = [matrices.unbound_rows(r, shape) for r in whole.rows]
+    owned: list[list[Tensor]] = []
+    for symbol, buffer in zip(request.preconditioner.owned, whole.owned, strict=False):
+        if matrices.is_even(shape):
+            owned.append([buffer[0] if batches[0].ndim == 2 else buffer])
+            continue
+        of_matrix = request.preconditioner.buffers[symbol].shape
+        sizes = [x.shape[:-2] + of_matrix(x.shape[-2:], matrices) for x in batches]
+        owned.append(owned_parts(buffer, sizes))
+    return [
+        whole._replace(
+            matrix=batch,
+            rows=tuple(r[i] for r in rows),
+            owned=tuple(o[i] for o in owned),
+        )
+        for i, batch in enumerate(batches)
+    ]
+
+
+def _whole(request: Request, results: Sequence[MatrixOutput]) -> MatrixOutput:
+    """Return the results of ``_parts`` as the result of their leaf."""
+    if not results:  # no batch of several shapes lies here
+        return request.rowless
+    like, owned = request.input.matrix, request.input.owned
+    row_shape = request.matrices.row_shape(like.shape)
+    outputs = zip(*(result.rows for result in results), strict=True)
+    rows = tuple(_joined(output, row_shape) for output in outputs)
+    new = [cast(Tensors, result.owned) for result in results if result.owned]
+    if new:
+        pairs = zip(zip(*new, strict=True), owned, strict=True)
+        owned = tuple(_joined(parts, old.shape) for parts, old in pairs)
+    matrix = _joined([result.matrix for result in results], like.shape)
+    return MatrixOutput(matrix, rows, owned)
+
+
+def _joined(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    """Return the elements of all parts, in order, in this shape."""
+    whole = parts[0] if len(parts) == 1 else owned_joined(parts)
+    return whole.reshape(shape)
 
 
 def precondition_matrices(requests: Sequence[Request]) -> list[MatrixOutput]:
@@ -252,12 +292,14 @@ class Collectives(Protocol):
         """
 
     def publish_all(self, buffers: Sequence[OwnerBuffer]) -> Iterator[Tensor]:
-        """Yield each buffer as a tensor (num, *shape) that belongs beside the leaf in a
-        checkpoint of all ranks.
+        """Yield each buffer of all matrices of its leaf, as a tensor that belongs
+        beside the leaf in a checkpoint of all ranks.
         """
 
-    def claim(self, published: Tensor, owns: Owned) -> Tensor:
-        """Return the part of a published buffer that has its owner here."""
+    def claim(self, published: Tensor, owns: Owned, sizes: Sequence[int]) -> Tensor:
+        """Return the part of a published buffer that has its owner here; ``sizes`` are
+        its entries of each matrix.
+        """
 
     def plan_for(
         self, leaves: Sequence[MatrixParam], others: Sequence[Tensor]
@@ -367,7 +409,7 @@ class LocalCollectives(NoResharding):
     def publish_all(self, buffers: Sequence[OwnerBuffer]) -> Iterator[Tensor]:
         return (buffer.owned for buffer in buffers)
 
-    def claim(self, published: Tensor, owns: Owned) -> Tensor:
+    def claim(self, published: Tensor, owns: Owned, sizes: Sequence[int]) -> Tensor:
         return published
 
 

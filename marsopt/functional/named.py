@@ -85,7 +85,7 @@ def mars(**options: Any) -> Rule:
                        max_norm, state_dtype, stochastic_rounding
         Correction     gamma, clip, clip_per, h_dtype
         Transport      store_iterate
-        Matrices       matrices (the field ``kind``), block_rows
+        Matrices       matrices (the field ``kind``), splits
         AdamW          betas, eps, weight_decay, cautious_weight_decay, amsgrad,
                        epsilon_hat, nesterov
         Orthogonal     adjust_lr_fn

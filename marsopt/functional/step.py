@@ -214,7 +214,7 @@ def products(stacks: Sequence[Stack]) -> list[Tensor]:
 
 
 def _products(stack: Stack) -> Tensor:
-    v, rows = [working(t) for t in (stack.g, *stack.operands)], stack.rows
+    v, rows = [working(t) for t in (stack.g, *stack.operands)], stack.clipped_rows
     first = 1 if rows is None else stack.num_row_dims  # a norm has the remaining dims
     dims = row_dims(v[0].shape, first)
     terms = [v[i] * v[j] for i, j in pairs(v)]
@@ -619,7 +619,7 @@ def apply(
             buffers[symbol] = torch.where(of_old.ok, value, old)
     o, x = working(matrix), working(iterate(stack))
     factors = {symbol: factor(value, o) for symbol, value in by_symbol.items()}
-    new = preconditioner.apply(x, o, factors, s.rule, stack.matrix_shape)
+    new = preconditioner.apply(x, o, factors, s.rule, stack.scale_of(x))
     return write_params(stack._replace(buffers=buffers), new, s), None
 
 

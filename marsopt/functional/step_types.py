@@ -35,7 +35,8 @@ class Stack(NamedTuple):
     g: Tensor
     buffers: dict[str, Tensor]  # by symbol, those at home in shards
     shape: torch.Size  # of one whole tensor
-    # to which matrices rows belong, where parts of a tensor have a norm of their own
+    # to which matrices rows belong, where these have norms of their own or several
+    # shapes
     rows: MatrixRows | None = None
     # where noise is needed: what lies here, as ``Collectives.cuts`` says
     cuts: Mapping[int, Tensor] = {}
@@ -47,8 +48,8 @@ class Stack(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """Return all that it holds, in the order of its fields."""
         tensors = [self.x, self.g, *self.buffers.values()]
-        if self.rows is not None and self.rows.row_index is not None:
-            tensors.append(self.rows.row_index)
+        if self.rows is not None:
+            tensors += [index for index in self.rows[2:] if index is not None]
         return [*tensors, *self.cuts.values(), *self.given.values()]
 
     @property
@@ -67,9 +68,21 @@ class Stack(NamedTuple):
         return self.algorithm.num_clipped(self.shape)
 
     @property
-    def matrix_shape(self) -> torch.Size:
-        """Return the shape of a whole matrix."""
-        return self.algorithm.matrices.shape_in(self.shape)
+    def clipped_rows(self) -> MatrixRows | None:
+        """Return ``rows`` where parts of a tensor have a norm of their own."""
+        return self.rows if self.num_clipped > 1 else None
+
+    def scale_of(self, x: Tensor) -> Number:
+        """Return the preconditioner's ``scale`` of the matrices; where they have
+        several, as a factor of ``x``, a stack of pieces.
+        """
+        preconditioner = self.algorithm.matrix_preconditioner
+        shapes = self.algorithm.matrices.shapes_in(self.shape)
+        scales = [preconditioner.scale(*shape) for _, shape in shapes]
+        if self.rows is None or len(set(scales)) == 1:
+            return scales[0]
+        per_row = self.rows.by_run(scales, x)
+        return factor(per_row.view(1, *x.shape[1 : self.num_row_dims]), x)
 
     @property
     def num_row_dims(self) -> int:
@@ -262,10 +275,11 @@ class StepScalars(NamedTuple):
         algorithm = stack.algorithm
         ok, table = scalars  # a plain pair in a graph
         columns = [ok, *table.unbind(1)]
-        if stack.rows is not None:
-            rows = stack.x.shape[: stack.num_row_dims]
+        rows = stack.clipped_rows
+        if rows is not None:
+            shape = stack.x.shape[: stack.num_row_dims]
             parts = [column.view(stack.num_tensors, -1) for column in columns]
-            columns = [stack.rows.spread(column, rows) for column in parts]
+            columns = [rows.spread(column, shape) for column in parts]
         columns = [factor(column, like) for column in columns]
         num_scalars = algorithm.num_lookahead_scalars
         num_weights = 1 + len(algorithm.operands)

@@ -357,7 +357,8 @@ class LayoutOptimizer(Optimizer):
                     entry[key] = whole.cpu()  # a device need not have room for all
         owned = self._present.owned_entries()
         buffers = [
-            OwnerBuffer(self.state[p][key], p, num, owns) for p, key, owns, num in owned
+            OwnerBuffer(self.state[p][key], p, sizes, owns)
+            for p, key, owns, sizes in owned
         ]
         published = collectives.publish_all(buffers)
         for (p, key, _, _), whole in zip(owned, published, strict=True):
@@ -494,10 +495,10 @@ class LayoutOptimizer(Optimizer):
                 entry = by_parameter[p]
                 pieces = {key: piece(entry[key], p) for key in keys}
                 entries[ids[p]] = {**entry, **pieces}
-        for p, key, owns, _ in layout.owned_entries():
+        for p, key, owns, sizes in layout.owned_entries():
             entry = dict(entries.get(ids[p], {}))
             if key in entry:
-                entry[key] = layout.collectives.claim(entry[key], owns)
+                entry[key] = layout.collectives.claim(entry[key], owns, sizes)
             entries[ids[p]] = entry
         return {**saved, "state": entries}
 

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.functional.binding import (
     buffer_shape,
+    entries_at_owner,
     matrix_rows,
     owned_leaves,
     rounding_cuts,
@@ -37,7 +38,7 @@ from marsopt.optim.groups import moves
 from marsopt.optim.portions import batch_of, should_stack, takes_batches
 from marsopt.optim.state_dict import STAGE_COUNT, State
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.buffers import LOOKAHEAD, Buffer, is_full
+from marsopt.rules.buffers import LOOKAHEAD, Buffer, is_full, owned_shapes
 from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.hyperparameters import numbers_of, with_numbers
 from marsopt.rules.matrices import MatrixRows
@@ -441,22 +442,36 @@ def _attached(
     return held
 
 
-def _is_of_others(algorithm: Algorithm, p: Tensor, entry: Mapping[str, Any]) -> bool:
+def _is_of_others(
+    algorithm: Algorithm, p: Tensor, entry: Mapping[str, Any], numbers: Sequence[int]
+) -> bool:
     """Return whether owners keep buffers of matrices of other shapes than the algorithm
     has: its ``sides`` or ``matrices`` have changed, so that they restart.
+
+    Args:
+        algorithm: what moves ``p``.
+        p: a parameter.
+        entry: of it, in the state.
+        numbers: of its matrices to which the buffers belong.
     """
     for symbol in algorithm.owned:
         buffer = algorithm.buffers[symbol]
         value = entry.get(buffer.key)
-        if value is not None:
-            size = algorithm.matrices.shape_in(p.shape)
-            if value.shape[1:] != buffer.shape(size, algorithm.matrices):
+        if value is None:
+            continue
+        if not algorithm.matrices.is_even(p.shape):
+            sizes = entries_at_owner(algorithm, buffer, p.shape)
+            if value.shape != (sum(sizes[n] for n in numbers),):
                 return True
+        elif value.shape[1:] != owned_shapes(algorithm.matrices, p.shape, buffer)[0]:
+            return True
     return False
 
 
 def attach_owned(
-    buckets: Sequence[ParameterBucket], state: State, *, moved: bool
+    buckets: Sequence[ParameterBucket],
+    state: State,
+    before: Mapping[Tensor, tuple[int, ...]] | None,
 ) -> None:
     """Give buckets the buffers whose home is with the owners of matrices: those that
     are in ``state``, or fresh ones.
@@ -464,9 +479,9 @@ def attach_owned(
     Args:
         buckets: all that share their exchanges.
         state: the optimizer's.
-        moved: whether the owners may differ from the ranks that hold ``state``, as they
-            do where other parameters share the exchanges: all ranks then hand over
-            their buffers.
+        before: the rows of parameters' parts in the layout before; None: there is none.
+            The owners may differ from those then, as they do where other parameters
+            share the exchanges: all ranks have handed over their buffers.
     """
     collectives = buckets[0].collectives
     leaves = [leaf for b in buckets for leaf in owned_leaves(b.algorithm, b.params)]
@@ -475,7 +490,11 @@ def attach_owned(
         algorithm = bucket.algorithm
         for p in bucket.params:
             ownership, buffers = next(owns), []
-            if _is_of_others(algorithm, p, state[p]):
+            parts = algorithm.matrices.part_rows(p.shape)
+            every = range(algorithm.matrices.num_in(p.shape))
+            here = ownership.numbers if before is None else every
+            changed = before is not None and before.get(p, parts) != parts
+            if changed or _is_of_others(algorithm, p, state[p], here):
                 for symbol in algorithm.owned:
                     state[p].pop(algorithm.buffers[symbol].key, None)
                 state[p]["step"].zero_()
@@ -484,8 +503,9 @@ def attach_owned(
                 value = state[p].get(buffer.key)
                 if value is None:
                     value = start_at_owner(algorithm, buffer, p, ownership)
-                elif moved:
-                    value = collectives.claim(value, ownership)
+                elif before is not None:
+                    sizes = entries_at_owner(algorithm, buffer, p.shape)
+                    value = collectives.claim(value, ownership, sizes)
                 state[p][buffer.key] = value
                 buffers.append(value)
             bucket.owned.append(tuple(buffers))

@@ -333,7 +333,7 @@ def check_parameters(
     device, pieces = device_of(groups, state), {}  # by parameter: a group may repeat
     for number, group in enumerate(groups):
         matrices = None
-        if group.get("block_rows") is not None:
+        if group.get("splits") is not None:
             matrices = route({**options, **group}).matrix.matrices
         for i, p in enumerate(group["params"]):
             if moves(p, state):

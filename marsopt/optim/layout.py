@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from marsopt.functional.binding import owned_leaves
+from marsopt.functional.binding import entries_at_owner, owned_leaves
 from marsopt.functional.collectives import (
     LOCAL,
     Collectives,
@@ -157,7 +157,8 @@ class Layout:
         if ways and before is not None:
             before.publish_owned(state)
         for together in ways.values():
-            buckets.attach_owned(together, state, moved=before is not None)
+            parts = None if before is None else before.parts_at_owners
+            buckets.attach_owned(together, state, parts)
         _drop_unstepped(state, self._every)
         self._signature = self._sign(self.param_groups)
 
@@ -203,18 +204,30 @@ class Layout:
             for p in group["params"]
         ]
 
-    def owned_entries(self) -> list[tuple[Tensor, str, Owned, int]]:
+    def owned_entries(self) -> list[tuple[Tensor, str, Owned, tuple[int, ...]]]:
         """Return (parameter, key in its state, what of its matrices has its owner here,
-        how many it has) of all buffers whose home is with owners.
+        entries of each of its matrices) of all buffers whose home is with owners.
         """
         return [
-            (p, buffer.key, owns, num)
+            (p, buffer.key, owns, sizes)
             for bucket in self.buckets
-            for num in [bucket.algorithm.matrices.num_in(bucket.shape)]
-            for p, owns in zip(bucket.params, bucket.owns, strict=False)
             for symbol in bucket.algorithm.owned
             for buffer in [bucket.algorithm.buffers[symbol]]
+            for sizes in [entries_at_owner(bucket.algorithm, buffer, bucket.shape)]
+            for p, owns in zip(bucket.params, bucket.owns, strict=False)
         ]
+
+    @property
+    def parts_at_owners(self) -> dict[Tensor, tuple[int, ...]]:
+        """Return the rows of the parts of parameters whose matrices' owners keep
+        buffers.
+        """
+        return {
+            p: bucket.algorithm.matrices.part_rows(bucket.shape)
+            for bucket in self.buckets
+            if bucket.algorithm.owned
+            for p in bucket.params
+        }
 
     def publish_owned(self, state: State) -> None:
         """Replace all buffers at owners in ``state`` by all ranks' buffers, before the
@@ -222,7 +235,8 @@ class Layout:
         """
         present = [e for e in self.owned_entries() if e[1] in state.get(e[0], ())]
         buffers = [
-            OwnerBuffer(state[p][key], p, num, owns) for p, key, owns, num in present
+            OwnerBuffer(state[p][key], p, sizes, owns)
+            for p, key, owns, sizes in present
         ]
         published = self.collectives.publish_all(buffers)
         for (p, key, *_), whole in zip(present, [*published], strict=True):

@@ -112,7 +112,7 @@ class MARS(LayoutOptimizer):
             nothing and is counted in ``num_skipped``, without a host sync. "raise" = it
             also raises FloatingPointError (one sync a step).
         options: any other argument of ``marsopt.mars``, whose docstring lists them:
-            ``adjust_lr_fn``, ``block_rows``, ``ns_dtype`` and so on.
+            ``adjust_lr_fn``, ``splits``, ``ns_dtype`` and so on.
 
     Raises:
         TypeError, ValueError: arguments out of their range, tensors that no rule can

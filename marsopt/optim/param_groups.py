@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from marsopt.functional.binding import check_unflattened
-from marsopt.optim.roles import TABLES, roles
+from marsopt.optim.roles import TABLES, roles, splits_of
 from marsopt.rules import checks
 from marsopt.rules.decay import Decay, Weight
+from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import named
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ def param_groups(
     experts: bool = True,
     convolutions: bool = False,
     adapters: Literal["matrix", "adamw"] = "matrix",
+    splits: Mapping[str, int | tuple[int, ...] | None] = {},
 ) -> list[dict[str, Any]]:
     """Return param groups for ``MARS``: hidden matrices by ``mars_type``, everything
     else as the authors' recipes for this rule have it.
@@ -81,17 +84,26 @@ def param_groups(
             matrices, whatever is said here.
         adapters: "matrix": LoRA's A and B are matrices of the rule; "adamw": they are
             moved as vectors are.
+        splits: the parts of fused weights, each of which the rule takes as a matrix of
+            its own: by patterns of names (``re.search``, the first match counts) a
+            number of equal parts or the rows of each part, as {"qkv": (4096, 1024,
+            1024), "gate_up": 2}; None: the weight is one matrix. Without a pattern
+            its module tells it by an attribute ``weight_splits``; and grouped-query
+            attention by ``num_key_value_heads``, ``head_dim`` and ``num_heads`` or
+            ``num_key_value_groups``, as transformers names them, where the rows of a
+            Linear ``qkv_proj`` (``Wqkv``, ``qkv``) are queries, keys and values.
 
     Returns:
         Groups with (name, tensor) pairs in "params", every parameter once, in the order
-        of the model: matrices, experts, convolutions, embeddings with heads and
-        routers, vectors; those that are empty are left out.
+        of the model: matrices, experts, convolutions (each kind in a group for each
+        of its ``splits``), embeddings with heads and routers, vectors; those that are
+        empty are left out.
 
     Raises:
         TypeError: ``model`` is no module.
         ValueError: it has no parameter that requires a gradient, or some that FSDP1 has
             flattened; an unknown ``mars_type``, ``experts``, ``convolutions`` or
-            ``adapters``.
+            ``adapters``; a pattern in ``splits`` that no weight matches.
 
     Example:
         >>> words = torch.nn.Embedding(12, 4)
@@ -137,24 +149,35 @@ def param_groups(
     if convolutions or everything:
         parts["convolution"] = hidden | {"matrices": "flattened"}
     parts |= {"tables": tables, "vectors": vectors}
-    groups = {part: {"params": [], **options} for part, options in parts.items()}
-    trained = False
+    groups: dict[tuple[str, Any], dict[str, Any]] = {
+        (part, None): {"params": [], **own} for part, own in parts.items()
+    }
+    trained, fused = False, splits_of(model, splits)
     for name, p, role in roles(model):
         if p.requires_grad:
             check_unflattened(p, f"parameter {name!r}")
             trained = True
+        own = fused.get(id(p)) if role in parts else None  # not of adapters
+        own = Matrices(splits=own).splits
         if role == "adapter" and adapters == "matrix":
             role = "matrix"
         other = "tables" if role in TABLES else "vectors"
-        groups[role if role in parts else other]["params"].append((name, p))
+        part = role if role in parts else other
+        new = {"params": [], **parts[part], "splits": own}
+        groups.setdefault((part, own), new)["params"].append((name, p))
     if not trained:
         raise ValueError(
             "got a model without a parameter that requires a gradient, expected one at "
             "least: set requires_grad_() before the groups are made"
         )
-    found = {part: group for part, group in groups.items() if group["params"]}
+    found = [
+        (part, group)
+        for part in parts
+        for (kind, _), group in groups.items()
+        if kind == part and group["params"]
+    ]
     if log.isEnabledFor(logging.DEBUG):
-        for part, group in found.items():
+        for part, group in found:
             listed = ", ".join(name for name, _ in group["params"])
             log.debug("marsopt: %s to %s: %s", part, group["mars_type"], listed)
-    return [*found.values()]
+    return [group for _, group in found]

@@ -75,8 +75,9 @@ def batch_of(algorithm: Algorithm, shape: torch.Size, x: Tensor) -> Hashable:
     """
     if not algorithm.matrix_only:
         return None
-    preconditioner = algorithm.matrix_preconditioner
-    return preconditioner, algorithm.matrices.shape_in(shape), working_dtype(x)
+    shapes = algorithm.matrices.shapes_in(shape)
+    sizes = tuple(dict.fromkeys(size for _, size in shapes))
+    return algorithm.matrix_preconditioner, sizes, working_dtype(x)
 
 
 def batch_dtype(algorithm: Algorithm, x: Tensor, device_type: str) -> torch.dtype:

@@ -1,11 +1,13 @@
-"""The role of each parameter in its model: a hidden matrix, an embedding, a head."""
+"""The role of each parameter in its model, a hidden matrix, an embedding, a head; and
+the parts of fused weights.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -52,6 +54,15 @@ WRAPPERS = re.compile(
 )
 # LoRA's two factors, as PEFT, torchtune, torchtitan, loralib and diffusers name them
 ADAPTERS = re.compile(r"(^|\.)lora_(A|B|a|b|down|up)(\.|$)")
+
+# Linear layers of grouped-query attention whose rows are queries, keys and values, part
+# after part, and where the names come from. (By head lie the rows of torchtitan's and
+# InternLM's wqkv and of GPT-NeoX's and Falcon's query_key_value.)
+FUSED = {
+    "qkv_proj": "transformers' Phi-3 and Phi-4",
+    "Wqkv": "transformers' DBRX",
+    "qkv": "transformers' EXAONE 4.5, for images",
+}
 
 # Roles in the group of the embeddings.
 TABLES: tuple[Role, ...] = ("embedding", "head", "router")
@@ -174,3 +185,86 @@ def _last_linear_over_a_vocabulary(model: nn.Module) -> str | None:
     linears = [(n, m.out_features) for n, m in modules if isinstance(m, nn.Linear)]
     last, num_outputs = linears[-1] if linears else ("", 0)
     return plain_name(f"{last}.weight") if num_outputs in sizes else None
+
+
+# ---- parts of fused weights ----------------------------------------------------------
+
+
+@runtime_checkable
+class _HasSplits(Protocol):
+    weight: Tensor
+    weight_splits: Any
+
+
+@runtime_checkable
+class _SharesKeys(Protocol):
+    num_key_value_heads: int
+    head_dim: int
+
+
+@runtime_checkable
+class _CountsHeads(Protocol):
+    num_heads: int
+
+
+@runtime_checkable
+class _CountsGroups(Protocol):
+    num_key_value_groups: int
+
+
+def splits_of(model: nn.Module, by_pattern: Mapping[str, Any]) -> dict[int, Any]:
+    """Return the parts of fused weights, by the id of the weight: the value of the
+    first pattern that its name matches, else ``weight_splits`` of its module, else
+    queries, keys and values (``FUSED``). Names are without the parts of ``WRAPPERS``.
+
+    Raises:
+        ValueError: no dict of patterns, or a pattern that no weight of two dims or more
+            matches.
+    """
+    if not isinstance(by_pattern, Mapping):
+        raise ValueError(
+            f"got splits={by_pattern!r}, expected a dict by patterns of names: pass "
+            f'e.g. splits={{"qkv": {by_pattern!r}}}'
+        )
+    found = {id(weight): sizes for weight, sizes in _queries_keys_values(model)}
+    for module in model.modules():
+        if isinstance(module, _HasSplits):
+            found[id(module.weight)] = module.weight_splits
+    unused = dict.fromkeys(by_pattern)
+    for name, p in model.named_parameters():
+        hits = [x for x in by_pattern if p.ndim > 1 and re.search(x, plain_name(name))]
+        if hits:
+            found[id(p)] = by_pattern[hits[0]]
+        for pattern in hits:
+            unused.pop(pattern, None)
+    if unused:
+        raise ValueError(
+            f"got the patterns {[*unused]} in splits, expected each to match the name "
+            "of a weight: correct them (model.named_parameters() lists the names)"
+        )
+    return found
+
+
+def _queries_keys_values(
+    model: nn.Module,
+) -> Iterator[tuple[Tensor, tuple[int, int, int]]]:
+    """Yield the weights of ``FUSED`` in grouped-query attention, with the rows of their
+    queries, keys and values.
+    """
+    for module in model.modules():
+        if not isinstance(module, _SharesKeys):
+            continue
+        num, width = module.num_key_value_heads, module.head_dim
+        num_heads = None
+        if isinstance(module, _CountsHeads):
+            num_heads = module.num_heads
+        elif isinstance(module, _CountsGroups):
+            num_heads = module.num_key_value_groups * num
+        if num_heads is None or num_heads == num:
+            continue
+        sizes = num_heads * width, num * width, num * width
+        for name, child in module.named_children():
+            if not (name in FUSED and isinstance(child, nn.Linear)):
+                continue
+            if child.weight.shape[0] == sum(sizes):
+                yield child.weight, sizes

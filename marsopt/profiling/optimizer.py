@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from marsopt.functional.binding import owned_leaves
 from marsopt.functional.collectives import LOCAL
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.portions import batch_dtype
@@ -123,8 +124,8 @@ def matrix_products(
             cost = algorithm.matrix_preconditioner.cost.on(device)
             dtype = torch.float32 if cost.is_float32 else cost.returned()
             for p in bucket.params:
-                rows, cols = algorithm.matrices.shape_in(p.shape)
-                flops += algorithm.matrices.num_in(p.shape) * cost.num_flops(rows, cols)
+                (leaf,) = owned_leaves(algorithm, [p])
+                flops += leaf.num_flops(device)
     return flops, machine.matmul_rate(device, dtype)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from marsopt.rules.matrices import Matrices
 
@@ -38,7 +39,8 @@ class Buffer(NamedTuple):
         start: its value before the first step: zeros, the parameter, or an identity
             matrix.
         home: "shard": beside each piece of the parameter. "owner": where whole matrices
-            are brought together, (number of matrices owned here, *shape).
+            are brought together, (number of matrices owned here, *shape); flat, matrix
+            after matrix, where the matrices of a parameter have several shapes.
         dtype: "state": the ``state_dtype`` of the algorithm, or the parameter's own,
             float32 for float16 (with home "owner" the wider of both);
             "gradient": the same, unless the correction's ``h_dtype`` says otherwise;
@@ -60,3 +62,27 @@ class Buffer(NamedTuple):
 def is_full(buffer: Buffer) -> bool:
     """Return whether it has the shape of the parameter."""
     return buffer.home == "shard" and buffer.shape is like_x
+
+
+def owned_shapes(
+    matrices: Matrices, shape: torch.Size, buffer: Buffer
+) -> list[torch.Size]:
+    """Return the shapes of an owner's ``buffer`` of the matrices in a tensor of this
+    shape: of those in one batch (rows, cols).
+    """
+    cols = shape[matrices.column_dim(len(shape)) :].numel()
+    sizes = [torch.Size([rows, cols]) for rows in matrices.part_rows(shape)]
+    return [buffer.shape(size, matrices) for size in sizes]
+
+
+def owned_parts(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Return views of these shapes of an owner's buffer of matrices that have several
+    shapes: it is flat, matrix after matrix.
+    """
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def owned_joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the inverse of ``owned_parts``, as a new tensor."""
+    return torch.cat([part.flatten() for part in parts])

@@ -216,15 +216,16 @@ def true_or_false(name: str, value: bool) -> None:
         )
 
 
-def count_or_none(name: str, value: int | None) -> None:
-    """None or a whole number >= 1."""
+def splits_or_none(name: str, value: int | Sequence[int] | None) -> None:
+    """None, a whole number >= 1, or a sequence of such."""
     value = plain(value)
-    if value is not None and (
-        isinstance(value, bool) or not isinstance(value, int) or value < 1
-    ):
+    parts = value if isinstance(value, tuple | list) else [value]
+    are_counts = all(type(part) is int and part >= 1 for part in parts)
+    if value is not None and not (parts and are_counts):
         raise ValueError(
-            f"got {name}={shown(value)}, expected None or a whole number >= 1: None "
-            "switches it off"
+            f"got {name}={shown(value)}, expected None, a whole number >= 1 or a tuple "
+            f"of such: {name}=2 are two equal parts, {name}=(4096, 1024, 1024) three "
+            "of so many rows"
         )
 
 

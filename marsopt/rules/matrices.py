@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -18,6 +20,13 @@ Kind = Literal["2d", "batched", "flattened"]
 LARGE = 2**18
 
 
+class Run(NamedTuple):
+    """Matrices of one shape that follow each other in a tensor."""
+
+    num: int
+    rows: int  # of each
+
+
 @dataclass(frozen=True, kw_only=True)
 class Matrices:
     """How tensors are read as matrices.
@@ -29,27 +38,30 @@ class Matrices:
             experts (num_experts, rows, cols) are. "flattened": (rows, ...) is one
             matrix, whose columns all other dims count, as a convolution kernel (out,
             in, *kernel) has out rows of in * prod(kernel) columns.
-        block_rows: so many consecutive rows are a matrix: the head width of a
-            projection (num_heads * head_width, cols), or the rows of each of several
-            projections of one shape that were fused. None = all rows.
+        splits: the parts of a fused weight, each of which is a matrix: a number of
+            equal parts, as the heads of a projection or fused gate and up (2); or the
+            rows of each part from the first row on, as fused queries, keys and values
+            (4096, 1024, 1024). None = all rows are one matrix.
 
     Raises:
-        ValueError: an unknown ``kind``, or ``block_rows`` below 1.
+        ValueError: an unknown ``kind``, or ``splits`` that are no whole numbers from 1.
 
     Example:
-        >>> heads = marsopt.Matrices(block_rows=64)
-        >>> heads.num_in(torch.Size([768, 768])), heads.shape_in(torch.Size([768, 768]))
-        (12, torch.Size([64, 768]))
+        >>> qkv, shape = marsopt.Matrices(splits=(8, 2, 2)), torch.Size([12, 6])
+        >>> qkv.num_in(shape), qkv.shapes_in(shape)
+        (3, [(1, torch.Size([8, 6])), (2, torch.Size([2, 6]))])
         >>> experts = marsopt.Matrices(kind="batched")
         >>> experts.num_in(torch.Size([8, 256, 128]))
         8
     """
 
     kind: Kind = structure("2d", checks.one_of(get_args(Kind)), name="matrices")
-    block_rows: int | None = structure(None, checks.count_or_none)
+    splits: int | tuple[int, ...] | None = structure(None, checks.splits_or_none)
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if isinstance(self.splits, list):  # hashable
+            object.__setattr__(self, "splits", tuple(self.splits))
 
     @property
     def expected(self) -> str:
@@ -76,75 +88,163 @@ class Matrices:
         return shape[: self.column_dim(len(shape))]
 
     def check(self, shape: torch.Size, what: str) -> None:
-        """Raise ValueError where ``block_rows`` does not divide the rows."""
-        if not self.takes(shape) or self.block_rows is None:
+        """Raise ValueError where ``splits`` are not parts of the rows."""
+        if not self.takes(shape) or self.splits is None:
             return
         num_rows = self.row_shape(shape)[-1]
-        if num_rows % self.block_rows:
+        if isinstance(self.splits, int):
+            fits, expected = num_rows % self.splits == 0, "a divisor of"
+        else:
+            fits, expected = sum(self.splits) == num_rows, "sizes that add up to"
+        if not fits:
             raise ValueError(
-                f"got block_rows={self.block_rows} for {what} of shape {tuple(shape)}, "
-                f"expected a divisor of its {num_rows} rows: give parameters with "
-                "other blocks a param group of their own"
+                f"got splits={self.splits} for {what} of shape {tuple(shape)}, "
+                f"expected {expected} its {num_rows} rows: give parameters with "
+                "other parts a param group of their own"
             )
 
-    def shape_in(self, shape: torch.Size) -> torch.Size:
-        """Return (rows, cols) of each matrix in a tensor of this shape."""
+    def part_rows(self, shape: torch.Size) -> tuple[int, ...]:
+        """Return the rows of each matrix in a tensor of this shape; where dims before
+        its rows count matrices, of each matrix in one batch (rows, cols).
+        """
+        if isinstance(self.splits, tuple):
+            return self.splits
+        num, num_rows = self.splits or 1, self.row_shape(shape)[-1]
+        return (num_rows // num,) * num
+
+    def runs(self, shape: torch.Size) -> list[Run]:
+        """Return ``part_rows``, in which parts of equal rows that follow each other are
+        one run.
+        """
+        runs: list[Run] = []
+        for rows in self.part_rows(shape):
+            if runs and runs[-1].rows == rows:
+                runs[-1] = Run(runs[-1].num + 1, rows)
+            else:
+                runs.append(Run(1, rows))
+        return runs
+
+    def is_even(self, shape: torch.Size) -> bool:
+        """Return whether all matrices in a tensor of this shape have one shape."""
+        return not isinstance(self.splits, tuple) or len(set(self.splits)) == 1
+
+    def shapes_in(self, shape: torch.Size) -> list[tuple[int, torch.Size]]:
+        """Return how many matrices a tensor of this shape is made of, and their (rows,
+        cols), run by run.
+        """
         first = self.column_dim(len(shape))
-        return torch.Size([self.block_rows or shape[first - 1], shape[first:].numel()])
+        num_batches, cols = shape[: first - 1].numel(), shape[first:].numel()
+        return [
+            (num_batches * run.num, torch.Size([run.rows, cols]))
+            for run in self.runs(shape)
+        ]
 
     def num_in(self, shape: torch.Size) -> int:
         """Return how many matrices a tensor of this shape is made of; 1 if of none."""
         if not self.takes(shape):
             return 1
-        row_shape = self.row_shape(shape)
-        blocks = row_shape[-1] // self.block_rows if self.block_rows else 1
-        return max(1, row_shape[:-1].numel() * blocks)
+        num_batches = self.row_shape(shape)[:-1].numel()
+        return max(1, num_batches * len(self.part_rows(shape)))
 
-    def unbound(self, tensor: Tensor) -> Tensor:
-        """Return whole matrices of a tensor as a batch (num, rows, cols); a tensor that
-        is one matrix as (rows, cols). Both are views of a contiguous one.
-        """
-        is_one = self.column_dim(tensor.ndim) == 1
-        if is_one and self.block_rows in (None, tensor.shape[0]):
-            return tensor.flatten(1)
-        rows, cols = self.shape_in(tensor.shape)
-        num = tensor.numel() // (rows * cols) if rows * cols else 0
-        return tensor.reshape(num, rows, cols)
+    def unbound(self, piece: Tensor, shape: torch.Size) -> list[Tensor]:
+        """Return whole matrices as batches (num, rows, cols), and a matrix by itself as
+        (rows, cols). They are views of a contiguous piece.
 
-    def unbound_rows(self, numbers: Tensor, ndim: int) -> Tensor:
-        """Return numbers of all rows of a tensor with so many dims, (..., rows), as
-        a batch (num, rows); of a tensor that is one matrix as (rows,).
+        Args:
+            piece: of a tensor, with whole matrices; where these have several shapes,
+                with whole batches of them.
+            shape: of the whole tensor.
         """
-        is_one = self.column_dim(ndim) == 1
-        if is_one and self.block_rows in (None, numbers.shape[0]):
-            return numbers
-        return numbers.reshape(-1, self.block_rows or max(1, numbers.shape[-1]))
+        return self._batches(piece.flatten(self.column_dim(piece.ndim)), shape)
+
+    def unbound_rows(self, numbers: Tensor, shape: torch.Size) -> list[Tensor]:
+        """Return numbers of all rows of such a piece, (..., rows), as ``unbound`` its
+        matrices: (num, rows), and (rows,) of a matrix by itself.
+        """
+        return self._batches(numbers, shape)
+
+    def _batches(self, x: Tensor, shape: torch.Size) -> list[Tensor]:
+        row_dim, runs = self.column_dim(len(shape)) - 1, self.runs(shape)
+        num_rows, last = x.shape[: row_dim + 1].numel(), x.shape[row_dim + 1 :]
+        if len(runs) == 1:
+            rows = runs[0].rows
+            if row_dim == 0 and num_rows == rows:
+                return [x]
+            num = num_rows // rows if x.numel() else 0
+            return [x.reshape(num, rows, *last)]
+        whole = sum(run.num * run.rows for run in runs)
+        return [
+            part if run.num == 1 else part.reshape(run.num, run.rows, *last)
+            for batch in x.reshape(num_rows // whole, whole, *last).unbind()
+            for run, part in zip(
+                runs, batch.split([run.num * run.rows for run in runs]), strict=True
+            )
+        ]
+
+
+def row_numbers(matrices: Matrices, shape: torch.Size, device: torch.device) -> Tensor:
+    """Return to which matrix each row of a tensor of this shape belongs, (rows of all
+    its matrices,), int64.
+    """
+    first, parts = 0, []
+    for run in matrices.runs(shape):
+        rows = torch.arange(run.num * run.rows, device=device)
+        parts.append(first + rows // max(1, run.rows))
+        first += run.num
+    num_batches = matrices.row_shape(shape)[:-1].numel()
+    batches = torch.arange(num_batches, device=device) * first
+    return (batches[:, None] + torch.cat(parts)).flatten()
 
 
 class MatrixRows(NamedTuple):
     """To which matrices the rows of a piece belong, for L pieces of one layout."""
 
-    num: int  # matrices of a whole tensor
-    rows: int  # of each matrix
+    num_batches: int  # of a whole tensor
+    runs: tuple[tuple[int, int], ...]  # of each batch, as ``Matrices.runs``
     # of the piece's rows, among all rows of the tensor; None = it has all of them
     row_index: Tensor | None
+    # of each of the piece's rows its matrix; None = all rows, of matrices of one shape
+    matrix_index: Tensor | None
 
     def sum(self, values: Tensor) -> Tensor:
         """Return (L, num) sums over the rows of every matrix that lie here, of
         ``values`` (L, ..., rows).
         """
         flat = values.flatten(1)
+        sizes = [num * rows for num, rows in self.runs]
         if self.row_index is not None:
-            all_rows = flat.new_zeros(len(flat), self.num * self.rows)
+            all_rows = flat.new_zeros(len(flat), self.num_batches * sum(sizes))
             flat = all_rows.index_copy(1, self.row_index, flat)
-        return flat.reshape(len(flat), self.num, self.rows).sum(-1)
+        if len(self.runs) == 1:
+            num, rows = self.runs[0]
+            return flat.reshape(len(flat), self.num_batches * num, rows).sum(-1)
+        parts = flat.reshape(len(flat), self.num_batches, sum(sizes)).split(sizes, -1)
+        sums = [
+            part.reshape(*part.shape[:-1], num, rows).sum(-1)
+            for part, (num, rows) in zip(parts, self.runs, strict=True)
+        ]
+        return torch.cat(sums, -1).flatten(1)
 
     def spread(self, values: Tensor, shape: torch.Size) -> Tensor:
         """Return what every row has of ``values`` (L, num), in the piece's ``shape``
         (L, ..., rows); in memory of its own, so that all loops over rows are equal.
         """
-        if self.row_index is None:
-            per_row = values[:, :, None].expand(-1, -1, self.rows)
+        if self.matrix_index is None:
+            per_row = values[:, :, None].expand(-1, -1, self.runs[0][1])
         else:
-            per_row = values[:, self.row_index // self.rows]
+            per_row = values[:, self.matrix_index]
         return per_row.reshape(shape).contiguous()
+
+    def by_run(self, numbers: Sequence[float], like: Tensor) -> Tensor:
+        """Return what every row has of ``numbers``, one for each run, in the dtype and
+        on the device of ``like``: (rows of the piece,), for several runs.
+        """
+        assert self.matrix_index is not None
+        place = self.matrix_index % sum(num for num, _ in self.runs)
+        ends = accumulate(num for num, _ in self.runs)
+        pairs = [*zip(numbers, ends, strict=True)]
+        last, _ = pairs.pop()
+        per_row = torch.full_like(place, last, dtype=like.dtype)
+        for number, end in reversed(pairs):  # inductor writes no tensor of these
+            per_row = torch.where(place < end, number, per_row)
+        return per_row

@@ -107,6 +107,6 @@ class NorMuon(MatrixAverage):
         o: Tensor,
         rows: Tensors,
         s: tuple[Tensor, ...],
-        shape: torch.Size,
+        scale: Number,
     ) -> Tensor:
-        return super().apply(x, rows["weight"] * o, rows, s, shape)
+        return super().apply(x, rows["weight"] * o, rows, s, scale)

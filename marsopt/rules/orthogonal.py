@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from marsopt.rules import checks
@@ -27,9 +26,8 @@ from marsopt.rules.preconditioner import (
 SCALES = ORIGINAL, MATCH_RMS_ADAMW = "original", "match_rms_adamw"  # as torch's Muon
 
 
-def lr_scale(adjust_lr_fn: str, shape: torch.Size) -> float:
+def lr_scale(adjust_lr_fn: str, rows: int, cols: int) -> float:
     """Return the factor of the learning rate for a whole matrix of this shape."""
-    rows, cols = shape
     if adjust_lr_fn == ORIGINAL:
         return float(max(1, rows / max(1, cols)) ** 0.5)
     return float(0.2 * max(rows, cols) ** 0.5)
@@ -95,16 +93,19 @@ class MatrixAverage(Average, MatrixPreconditioner):
         factors = self.ns.many([m.matrix for m in matrices])
         return [MatrixOutput(o) for o in factors]
 
+    def scale(self, rows: int, cols: int) -> float:
+        return lr_scale(self.adjust_lr_fn, rows, cols)
+
     def apply(
         self,
         x: Tensor,
         o: Tensor,
         rows: Tensors,
         s: tuple[Tensor, ...],
-        shape: torch.Size,
+        scale: Number,
     ) -> Tensor:
         lr, decay, *_ = s
-        step = (lr * lr_scale(self.adjust_lr_fn, shape)) * o
+        step = (lr * scale) * o
         return self.decay_of(x, step, decay) * x - step
 
 

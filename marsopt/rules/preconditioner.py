@@ -251,6 +251,10 @@ class MatrixPreconditioner(Preconditioner):
             stage: of these matrices in this step.
         """
 
+    def scale(self, rows: int, cols: int) -> float:
+        """Return the factor of the learning rate for a whole matrix of this shape."""
+        return 1.0
+
     @abstractmethod
     def apply(
         self,
@@ -258,7 +262,7 @@ class MatrixPreconditioner(Preconditioner):
         o: Tensor,
         rows: Tensors,
         s: tuple[Tensor, ...],
-        shape: torch.Size,
+        scale: Number,
     ) -> Tensor:
         """Return the new x.
 
@@ -267,7 +271,7 @@ class MatrixPreconditioner(Preconditioner):
             o: the same, what ``at_owner`` made.
             rows: by symbol of ``row_outputs``, as factors of ``o``.
             s: this preconditioner's scalars, as factors of ``x``.
-            shape: (rows, cols) of a whole matrix.
+            scale: ``scale`` of the matrices; a factor of ``x`` where they have several.
         """
 
 

@@ -222,17 +222,20 @@ class SOAP(MatrixPreconditioner):
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         return c, {}
 
+    def scale(self, rows: int, cols: int) -> float:
+        return lr_scale(self.adjust_lr_fn, rows, cols) if self.orthogonalize else 1.0
+
     def apply(
         self,
         x: Tensor,
         o: Tensor,
         rows: Tensors,
         s: tuple[Tensor, ...],
-        shape: torch.Size,
+        scale: Number,
     ) -> Tensor:
         rate, decay = s
         if self.orthogonalize:
-            step = (rate * lr_scale(self.adjust_lr_fn, shape)) * o
+            step = (rate * scale) * o
             return self.decay_of(x, step, decay) * x - step
         step = rate * o
         return self.decay_of(x, step, decay) * (x - step)

@@ -185,15 +185,13 @@ def test_default_mars_is_for_models_start():
 
 def test_what_the_page_shows_splits_the_fused_projection_into_heads():
     part = Part()
-    part.wqkv = nn.Linear(4, 6 * 128, bias=False)
+    part.wqkv = nn.Linear(4, 48 * 2, bias=False)
     names = dict(config=titan.configuration("llama3", None), default_mars=default_mars)
     (code,) = snippets(Path(__file__).parents[2] / "docs/setups.md")["torchtitan"]
     exec(code, names | dict(dataclasses=dataclasses))
     (mars,) = names["config"].optimizer.build(model_parts=[part]).every_mars
-    blocks = {
-        n: g.get("block_rows") for g in mars.param_groups for n in g["param_names"]
-    }
-    assert blocks.pop("wqkv.weight") == 128 and set(blocks.values()) == {None}
+    splits = {n: g.get("splits") for g in mars.param_groups for n in g["param_names"]}
+    assert splits.pop("wqkv.weight") == 48 and set(splits.values()) == {None}
 
 
 def test_mars_stands_beside_torchs_optimizers_and_the_first_match_wins():

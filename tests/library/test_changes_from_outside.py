@@ -461,7 +461,7 @@ def test_a_frozen_parameter_may_be_anything(kind, mars_type):
     as it does alone.
     """
     a, b = twins((4, 3), (3,))
-    options = dict(lr=LR, mars_type=mars_type, max_norm=1.0, block_rows=2)
+    options = dict(lr=LR, mars_type=mars_type, max_norm=1.0, splits=2)
     options |= dict(state_dtype=torch.float32)
     alone = eager(a, **options)
     still = [frozen(kind) for _ in range(3)]
@@ -720,8 +720,8 @@ def test_numbers_of_numpy_are_numbers(wrap):
         run(twin, b, 1, start=t)
     equal(a, b)
     assert plain_values(optimizer)
-    whole = eager(parameters((4, 2)), mars_type="muon", block_rows=np.int64(2))
-    assert type(whole.param_groups[0]["block_rows"]) is int
+    whole = eager(parameters((4, 2)), mars_type="muon", splits=np.int64(2))
+    assert type(whole.param_groups[0]["splits"]) is int
 
     x = [torch.ones(2, 2), torch.ones(2)]
     numbers.pop("lr")

@@ -118,19 +118,20 @@ def test_a_flat_group_takes_every_kernel_apart():
 
 
 def test_shapes_of_kernels():
-    as_one = Matrices(kind="flattened", block_rows=4)
+    as_one = Matrices(kind="flattened", splits=2)
     assert as_one.num_in(torch.Size([8, 3, 5, 5])) == 2
-    assert as_one.shape_in(torch.Size([8, 3, 5, 5])) == (4, 75)
+    assert as_one.shapes_in(torch.Size([8, 3, 5, 5])) == [(2, (4, 75))]
     assert as_one.num_in(torch.Size([7])) == 1  # no matrix: one part
     kernel = torch.randn(8, 3, 5, 5)
-    assert as_one.unbound(kernel).data_ptr() == kernel.data_ptr()
+    (batch,) = as_one.unbound(kernel, kernel.shape)
+    assert batch.data_ptr() == kernel.data_ptr()
 
 
 @pytest.mark.parametrize(
     "shape, more, message",
     [
         ((3,), {}, r"got params\['w'\] of shape \(3,\), expected a matrix .ndim 2 or"),
-        ((6, 4, 3, 3), dict(block_rows=4), "expected a divisor of its 6 rows"),
+        ((6, 4, 3, 3), dict(splits=4), "expected a divisor of its 6 rows"),
     ],
 )
 def test_what_is_no_such_matrix_is_refused(shape, more, message):

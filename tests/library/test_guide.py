@@ -226,9 +226,11 @@ def setting(heading, names, folder):
             names |= dict(held_out=loader[3], models=[model, copy.deepcopy(model)])
             names["tasks"] = tasks
             yield
-        case "Experts (MoE), heads, fused projections":
-            names |= dict(experts=rows(1, 3, 4, 6), head_width=2, width=6)
-            names |= dict(q_proj=rows(1, 6, 6), qkv=rows(1, 18, 6))
+        case "Fused projections, heads, experts (MoE)":
+            sizes = dict(qkv=6144, gate_up=4, q_proj=6)
+            layers = {name: nn.Linear(2, num) for name, num in sizes.items()}
+            names |= dict(model=nn.ModuleDict(layers), experts=rows(1, 3, 4, 6))
+            names |= dict(num_heads=3, q_proj=rows(1, 6, 6), qkv=rows(1, 6144, 2))
             names |= dict(kernels=rows(1, 4, 3, 2, 2), others=rows(2, 5))
             yield
         case "FSDP2":

@@ -400,7 +400,7 @@ OF_NO_KIND = {  # values that no hyperparameter has
 @pytest.mark.parametrize("value", OF_NO_KIND.values(), ids=OF_NO_KIND.keys())
 @pytest.mark.parametrize("name", sorted(all_hyperparameters()))
 def test_values_of_the_wrong_kind_are_refused(name, value):
-    unbounded = ("block_rows", "precondition_frequency", "max_dim")
+    unbounded = ("splits", "precondition_frequency", "max_dim")
     if name in unbounded and isinstance(value, int):
         return
     with pytest.raises((ValueError, TypeError), match="expected"):
@@ -647,8 +647,8 @@ def test_a_correction_and_a_matrix_rule_are_checked_too():
             return super().at_owner(matrices, stage)
 
     class Turned(marsopt.Orthogonal):
-        def apply(self, x, o, rows, s, shape):
-            return super().apply(x, o, rows, s, shape).mT
+        def apply(self, x, o, rows, s, scale):
+            return super().apply(x, o, rows, s, scale).mT
 
     class NoBases(marsopt.SOAP):
         def at_owner(self, matrices, stage):

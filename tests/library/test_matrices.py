@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -41,11 +43,31 @@ def test_the_class_moves_every_matrix_as_if_it_were_alone(
     assert largest(got, want) < 1e-12
 
 
+@pytest.mark.parametrize(
+    "mars_type", [name for name, rule in REGISTRY.items() if rule.matrix_only]
+)
+def test_a_fused_weight_is_its_parts_to_the_bit(mars_type):
+    """Norms of narrow parts are summed in another order than those of parameters: no
+    clip acts on them here.
+    """
+    clips = (None, 1.0) if REGISTRY[mars_type].is_mars else (None,)
+    narrow, wide = ((16, 6), (10, 3, 3)), ((24, 300), (16, 4, 4))
+    own = dict(mars_type=mars_type, lr=0.1, compile=False, **steady(mars_type))
+    for clip, (shape, splits) in zip(clips, (narrow, wide), strict=False):
+        clipped = dict(clip=clip) if len(clips) > 1 else {}
+        fused = {"qkv": Several(shape, dict(splits=splits))}
+        want = in_loop(fused, STEPS, **own, **clipped)
+        got, _ = at_once(fused, STEPS, **own, **clipped)
+        assert torch.equal(got["qkv"], want["qkv"])
+
+
 def test_compiled_steps_are_those_of_the_loop(monkeypatch):
     """Under a default device too; and changing hyperparameters compile nothing anew."""
     forced(monkeypatch, "stacks")
     own = dict(OPTIONS, mars_type="mars-normuon")
-    tensors = {name: TENSORS[name] for name in ("experts", "heads", "convolution")}
+    tensors = {
+        name: TENSORS[name] for name in ("experts", "heads", "qkv", "convolution")
+    }
     want = in_loop(tensors, STEPS, compile=False, **own)
     with torch.device("cpu"):  # as torch.set_default_device
         got, optimizer = at_once(tensors, STEPS, compile=True, **own)
@@ -102,7 +124,7 @@ def test_a_named_rule_takes_blocks():
     heads = {"heads": TENSORS["heads"]}
     options = {n: OPTIONS[n] for n in ("lr", "ns_dtype")}
     want = in_loop(heads, 1, mars_type="muon", weight_decay=0.1, **options)
-    rule = marsopt.rule("muon", block_rows=4, ns_dtype=torch.float64)
+    rule = marsopt.rule("muon", splits=5, ns_dtype=torch.float64)
     params = values(0, heads)
     params, _ = rule.step(params, values(1, heads), rule.init(params), lr=0.1)
     assert largest(params, want) < 1e-12
@@ -123,9 +145,9 @@ def test_the_clip_of_a_whole_tensor_is_that_of_one_matrix():
     assert (apart["experts"] - got["experts"]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("mars_type", ["mars-m", "mars-normuon"])
+@pytest.mark.parametrize("mars_type", ["mars-m", "mars-normuon", "mars-soap"])
 def test_a_resumed_run_is_the_uninterrupted_one(mars_type):
-    own = dict(OPTIONS, mars_type=mars_type, compile=False)
+    own = dict(OPTIONS, mars_type=mars_type, compile=False) | steady(mars_type)
     want, whole = at_once(TENSORS, 4, **own)
     half, optimizer = at_once(TENSORS, 2, **own)
     saved = optimizer.state_dict()
@@ -148,12 +170,25 @@ def test_what_a_tensor_is_made_of_may_change_between_steps():
     p.grad = torch.randn(8, 6)
     optimizer.step()
     before, m = p.detach().clone(), optimizer.state[p]["momentum_buffer"].clone()
-    optimizer.param_groups[0].update(block_rows=4, weight_decay=0.0)
+    optimizer.param_groups[0].update(splits=2, weight_decay=0.0)
     optimizer.step()
     m = 0.95 * m + 0.05 * p.grad
     u = 0.05 * p.grad + 0.95 * m
     o = torch.cat([marsopt.newton_schulz(x, dtype=torch.float32) for x in u.split(4)])
     torch.testing.assert_close(p.detach(), before - 3e-3 * o)
+
+
+@pytest.mark.parametrize("splits", [(3, 10, 3), 4, None])
+def test_factors_of_other_parts_restart(splits):
+    """Also where they have as many elements."""
+    several = {"qkv": Several((16, 6), dict(splits=(10, 3, 3)))}
+    options = dict(mars_type="soap", lr=0.1, compile=False, **steady("soap"))
+    params, optimizer = at_once(several, 2, **options)
+    optimizer.param_groups[0]["splits"] = splits
+    optimizer.step()
+    entry = optimizer.state[params["qkv"]]
+    num = Matrices(splits=splits).num_in(torch.Size([16, 6]))
+    assert entry["step"] == 1 and entry["num_grads"].tolist() == [1] * num
 
 
 def test_a_gradient_that_is_not_finite_is_blamed_on_its_parameter_once():
@@ -169,18 +204,21 @@ def test_a_gradient_that_is_not_finite_is_blamed_on_its_parameter_once():
 def test_groups_say_only_what_differs():
     """So that checkpoints from before the options existed go on."""
     p = nn.Parameter(torch.zeros(4, 4))
-    assert {"matrices", "block_rows", "clip_per"}.isdisjoint(MARS([p]).param_groups[0])
-    assert MARS([p], block_rows=2).param_groups[0]["block_rows"] == 2
+    assert {"matrices", "splits", "clip_per"}.isdisjoint(MARS([p]).param_groups[0])
+    assert MARS([p], splits=2).param_groups[0]["splits"] == 2
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
         (dict(matrices="3d"), "got matrices='3d', expected one of"),
-        (dict(block_rows=0), "got block_rows=0, expected None or a whole number"),
-        (dict(block_rows=True), "got block_rows=True, expected None or a whole"),
+        (dict(splits=0), "got splits=0, expected None, a whole number >= 1 or a tuple"),
+        (dict(splits=True), "got splits=True, expected None, a whole number"),
+        (dict(splits=(4, 0, 4)), r"got splits=\(4, 0, 4\), expected None, a whole"),
+        (dict(splits=()), r"got splits=\(\), expected None, a whole"),
         (dict(clip_per="row"), "got clip_per='row', expected one of"),
-        (dict(block_rows=3), r"got block_rows=3 for 'w'|for parameter 'w' of shape"),
+        (dict(splits=3), r"got splits=3 for parameter 'w' of shape"),
+        (dict(splits=(4, 2)), r"for parameter 'w' .*sizes that add up to its 8 rows"),
     ],
 )
 def test_what_cannot_be_is_refused(options, message):
@@ -191,22 +229,22 @@ def test_what_cannot_be_is_refused(options, message):
         MARS([{"params": named, **options}])
 
 
-def test_blocks_are_checked_when_they_change_too():
+def test_splits_are_checked_when_they_change_too():
     p = nn.Parameter(torch.ones(8, 4))
-    optimizer = MARS([("w", p)], block_rows=2, compile=False)
+    optimizer = MARS([("w", p)], splits=2, compile=False)
     saved = optimizer.state_dict()
-    for wrong in (3, 16):
+    for wrong in (3, (4, 2)):
+        told = rf"got splits={re.escape(str(wrong))} for parameter"
         before = p.detach().clone()
-        optimizer.param_groups[0]["block_rows"] = saved["param_groups"][0][
-            "block_rows"
-        ] = wrong
+        for groups in (optimizer.param_groups, saved["param_groups"]):
+            groups[0]["splits"] = wrong
         p.grad = torch.ones_like(p)
-        with pytest.raises(ValueError, match=f"got block_rows={wrong} for parameter"):
+        with pytest.raises(ValueError, match=told):
             optimizer.step()
-        optimizer.param_groups[0]["block_rows"] = 2
-        with pytest.raises(ValueError, match=f"got block_rows={wrong} for parameter"):
+        optimizer.param_groups[0]["splits"] = 2
+        with pytest.raises(ValueError, match=told):
             optimizer.load_state_dict(saved)
-        assert optimizer.param_groups[0]["block_rows"] == 2
+        assert optimizer.param_groups[0]["splits"] == 2
         assert torch.equal(p, before)
     optimizer.step()
 
@@ -219,16 +257,16 @@ def test_a_rule_for_matrices_says_which_it_takes():
     with pytest.raises(ValueError, match="expected matrices .ndim 2 or more."):
         marsopt.rule("muon", matrices="batched").init({"b": torch.zeros(3)})
     with pytest.raises(ValueError, match="expected a divisor of its 3 rows"):
-        marsopt.rule("muon", matrices="batched", block_rows=2).init(convolution)
+        marsopt.rule("muon", matrices="batched", splits=2).init(convolution)
 
 
 def test_shapes():
-    several = Matrices(kind="batched", block_rows=4)
+    several = Matrices(kind="batched", splits=2)
     assert several.num_in(torch.Size([3, 8, 6])) == 6
-    assert several.shape_in(torch.Size([3, 8, 6])) == (4, 6)
+    assert several.shapes_in(torch.Size([3, 8, 6])) == [(6, (4, 6))]
     assert several.num_in(torch.Size([7])) == 1  # no matrix: one part
     assert not Matrices().takes(torch.Size([3, 8, 6]))
-    assert hash(several) == hash(Matrices(kind="batched", block_rows=4))
+    assert hash(several) == hash(Matrices(kind="batched", splits=2))
 
 
 def test_newton_schulz_of_a_list_takes_batches():

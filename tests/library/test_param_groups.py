@@ -769,6 +769,83 @@ def test_experts_and_kernels_are_options():
     assert group["weight_decay"] == 0.5  # a weight, not a vector
 
 
+# ---- fused weights -------------------------------------------------------------------
+
+
+class Fused(nn.Module):
+    """Grouped-query attention of four heads that share two keys, and a gated MLP."""
+
+    def __init__(self, num_kv=2, name="qkv_proj"):
+        super().__init__()
+        self.num_heads, self.num_key_value_heads, self.head_dim = 4, num_kv, 8
+        self.add_module(name, nn.Linear(32, 8 * (4 + 2 * num_kv)))
+        self.o_proj, self.gate_up = nn.Linear(32, 32), nn.Linear(32, 48, bias=False)
+
+
+def splits(model, rule="moonlight", **options):
+    """The parts of each weight that has several."""
+    groups = param_groups(model, rule, lr=0.1, **options)
+    return {n: g["splits"] for g in groups if "splits" in g for n, _ in g["params"]}
+
+
+QKV = {"qkv_proj.weight": (32, 16, 16)}
+
+
+@pytest.mark.parametrize(
+    "model, found",
+    [
+        (Fused(), QKV),
+        (Fused(num_kv=4), {}),  # no weight of grouped-query attention
+        (Fused(name="wqkv"), {}),  # whose rows lie by head
+        (torch.compile(Fused()), {"_orig_mod.qkv_proj.weight": (32, 16, 16)}),
+    ],
+    ids=["queries, keys, values", "equal heads", "by head", "compiled"],
+)
+def test_grouped_query_attention_declares_its_parts(model, found):
+    assert splits(model) == found
+
+
+def test_transformers_attention_declares_its_parts():
+    phi = transformers("Phi3", **LLAMA, pad_token_id=0)()
+    names = [f"model.layers.{i}.self_attn.qkv_proj.weight" for i in (0, 1)]
+    assert splits(phi) == dict.fromkeys(names, (32, 16, 16))
+    for name in ("GPT2", "Llama", "Mixtral", "llama3", "ours"):
+        assert splits(on_meta(name)) == {}
+
+
+def test_a_module_and_then_a_pattern_declare_parts():
+    model = Fused()
+    model.qkv_proj.weight_splits, model.o_proj.weight_splits = 8, [16, 16]
+    assert splits(model) == {"qkv_proj.weight": 8, "o_proj.weight": (16, 16)}
+    by_pattern = {"qkv": (32, 32), "proj": None, "gate_up": 2}
+    found = {"qkv_proj.weight": (32, 32), "gate_up.weight": 2}
+    assert splits(model, splits=by_pattern) == found
+    optimizer = marsopt.for_model(model, lr=0.1, compile=False, splits=by_pattern)
+    parts = [group.get("splits") for group in optimizer.param_groups]
+    assert parts == [None, (32, 32), 2, None]
+    whole = splits(on_meta("Mixtral"), splits={"gate_up_proj": 2})
+    assert set(whole.values()) == {2} and len(whole) == 2
+
+
+@pytest.mark.parametrize(
+    "value, told",
+    [
+        (2, "got splits=2, expected a dict by patterns of names"),
+        ({"qvk": 2}, r"got the patterns \['qvk'\] in splits, expected each to match"),
+        ({"bias": 2}, r"got the patterns \['bias'\] in splits, expected each to match"),
+        ({"qkv": 0}, "got splits=0, expected None, a whole number"),
+    ],
+)
+def test_splits_that_are_refused(value, told):
+    with pytest.raises(ValueError, match=told):
+        splits(Fused(), splits=value)
+
+
+def test_parts_that_do_not_fit_are_refused_by_name():
+    with pytest.raises(ValueError, match="splits=5 for parameter 'gate_up.weight' of"):
+        marsopt.for_model(Fused(), lr=0.1, splits={"gate_up": 5})
+
+
 def test_what_it_does_not_take():
     model = on_meta("ours")
     with pytest.raises(TypeError, match="got list, expected a torch.nn.Module"):

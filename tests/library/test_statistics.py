@@ -124,7 +124,7 @@ def test_groups_of_one_rule_are_joined():
 
 def test_heads_have_one_norm_and_the_smallest_factor():
     p = nn.Parameter(torch.randn(12, 4, dtype=torch.float64))
-    options = dict(block_rows=4, clip=1.0, ns_dtype=torch.float64)
+    options = dict(splits=3, clip=1.0, ns_dtype=torch.float64)
     optimizer = MARS([p], mars_type="mars-m", compile=False, **options)
     fill([p], 0)
     optimizer.step()

@@ -45,11 +45,13 @@ CASES = {1: SOME[:2], 2: [*FORMS.items()], 3: SOME, 4: SOME[2:4]}  # by ranks
 # what is cut in every way: uneven rows, a number, nothing, blocks, batches, a kernel
 SHAPES = {
     "matrix": (6, 4), "other": (4, 6), "vector": (5,), "number": (), "empty": (0, 3),
-    "table": (50, 4), "heads": (12, 4), "experts": (3, 4, 5), "kernel": (6, 3, 2, 2),
+    "table": (50, 4), "heads": (12, 4), "qkv": (11, 5), "experts": (3, 4, 5),
+    "kernel": (6, 3, 2, 2),
 }  # fmt: skip
 OPTIONS = {
     "table": dict(mars_type="adamw"),
-    "heads": dict(block_rows=4),
+    "heads": dict(splits=3),
+    "qkv": dict(splits=(5, 3, 3)),
     "experts": dict(matrices="batched"),
     "kernel": dict(matrices="flattened"),
 }

@@ -27,6 +27,7 @@ SHAPES = {
     "short": (2, 7),
     "experts": (3, 4, 6),
     "heads": (8, 5),
+    "qkv": (9, 6),
     "bias": (6,),
 }
 OPTIONS = dict(lr=0.05, weight_decay=0.1, max_norm=2.0, compile=False)
@@ -76,7 +77,8 @@ def build(put, rule, **more) -> tuple[Model, MARS]:
     model = Model({name: put(x) for name, x in wholes(0, rule).items()})
     own = {
         "experts": dict(matrices="batched"),
-        "heads": dict(block_rows=4),
+        "heads": dict(splits=2),
+        "qkv": dict(splits=(5, 2, 2)),
     }
     groups = [
         {"params": [(name, p)], **own.get(name, {})}

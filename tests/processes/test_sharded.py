@@ -83,7 +83,8 @@ def tensors_of(rule: str) -> dict[str, Several]:
     of square matrices alone.
     """
     if rule == "both sides":
-        shapes = {"square": (5, 5), "experts": (3, 4, 4), "heads": (8, 4), "bias": (6,)}
+        shapes = {"square": (5, 5), "experts": (3, 4, 4), "heads": (20, 4)}
+        shapes |= {"bias": (6,)}
         return {
             n: Several(s, TENSORS.get(n, Several(s)).options) for n, s in shapes.items()
         }

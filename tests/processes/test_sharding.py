@@ -113,7 +113,7 @@ def sent_away():
         dist.all_to_all_single = real
 
 
-def tensor_parallel(rank, world, rule):
+def tensor_parallel(rank, world, rule, splits):
     """Column-wise (striped shards) and row-wise, under fully_shard on a 2x2 mesh;
     placements, largest error, and what the last step took away from here.
     """
@@ -137,8 +137,10 @@ def tensor_parallel(rank, world, rule):
             model.set_force_sum_reduction_for_comms(True)
             found = next(model.parameters()).device_mesh
             kw = dict(collectives=MeshCollectives(found))
+        groups = [{"params": [model.up.weight], "splits": splits}]
+        groups += [{"params": [model.down.weight]}]
         optimizer = MARS(
-            model.parameters(), lr=0.02, mars_type=rule, max_norm=0.5, compile=False,
+            groups, lr=0.02, mars_type=rule, max_norm=0.5, compile=False,
             ns_dtype=torch.float64, **steady(rule), **kw,
         )  # fmt: skip
         for t in range(STEPS):
@@ -158,20 +160,21 @@ def tensor_parallel(rank, world, rule):
     return places, max(float((a - b).abs().max()) for a, b in pairs), sent
 
 
+@pytest.mark.parametrize("splits", [None, (7, 3, 2)], ids=["whole", "fused"])
 @pytest.mark.parametrize("rule", ["mars-shampoo", "mars-normuon", "mars-soap"])
-def test_fsdp_and_tensor_parallelism(rule):
+def test_fsdp_and_tensor_parallelism(rule, splits):
     """A matrix that two axes cut goes to one owner over both and back, and sends two
     thirds of what gathering it on 2x2 ranks would; SOAP, which keeps state there, has
-    it gathered.
+    it gathered, as a fused weight is.
     """
-    found = spawn(tensor_parallel, 4, rule)
+    found = spawn(tensor_parallel, 4, rule, splits)
     for places, error, sent in found:
         assert any("StridedShard" in p or "_S" in p for p in places), places
         assert error < 1e-11
         assert len(sent) <= (0 if rule == "mars-soap" else 8)  # 4 for each bucket
     away = sum(sum(sent) for _, _, sent in found) / 4
     numel, of_rows = 2 * 8 * 12, 2 * 12 + 2 * 8 if rule == "mars-normuon" else 0
-    if rule != "mars-soap":  # gathered, it is 3 / 4 numel
+    if rule != "mars-soap" and splits is None:  # gathered, it is 3 / 4 numel
         assert 0 < away <= numel / 2 + of_rows
 
 
@@ -281,10 +284,10 @@ def count(rank, world):
     found, real = {}, dist.all_to_all_single
     for name, several, placement in (
         ("experts", Several((4, 4, 6), BATCHED), Shard(0)),
-        ("heads", Several((16, 6), dict(block_rows=4)), Shard(0)),
+        ("heads", Several((16, 6), dict(splits=4)), Shard(0)),
         ("rows of experts", Several((4, 4, 6), BATCHED), Shard(1)),
-        ("odd heads", Several((12, 6), dict(block_rows=4)), Shard(0)),
-        ("fused kernels", Several((8, 2, 3), FLATTENED | dict(block_rows=4)), Shard(0)),
+        ("odd heads", Several((12, 6), dict(splits=3)), Shard(0)),
+        ("fused kernels", Several((8, 2, 3), FLATTENED | dict(splits=2)), Shard(0)),
         ("channels out", Several((5, 4, 3, 3), FLATTENED), Shard(0)),
         ("channels in", Several((6, 3, 2, 2), FLATTENED), Shard(1)),
         ("height", Several((6, 2, 3, 2), FLATTENED), Shard(2)),

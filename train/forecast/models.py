@@ -109,11 +109,11 @@ class Job:
         for stack in self.alike:
             if not stack.algorithm.matrix_only:
                 continue
-            if stack.algorithm.matrices.shape_in(stack.shape) != stack.shape:
+            if stack.algorithm.matrices.shapes_in(stack.shape) != [(1, stack.shape)]:
                 raise ValueError(
                     f"got {stack.names[0]} of shape {tuple(stack.shape)}, which is "
                     "made of several matrices, expected tensors that are one each: "
-                    'plan with matrices="2d" and without block_rows'
+                    'plan with matrices="2d" and without splits'
                 )
             rows, cols = stack.shape
             matrix = Matrix(rows, cols, 0)
