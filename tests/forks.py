@@ -298,8 +298,11 @@ def _print_to(folder: Path, name: str) -> None:
 def _as_main(command: Command) -> int:
     """Run a module as ``python -m`` does; return the exit code."""
     from train.engine.titan import Trainer
+    from train.runs import summary
 
-    # torchtitan ends a training by sleeping for two seconds
+    # a training ends with a sample of its model, which takes longer than a few steps
+    summary.SAMPLE_TOKENS = 8
+    # torchtitan ends it by sleeping for two seconds
     sys.modules[Trainer.__module__].time = types.SimpleNamespace(
         perf_counter=time.perf_counter, sleep=lambda seconds: None
     )
