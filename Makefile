@@ -40,7 +40,7 @@ lint: $(VENV)/lint
 	$(BIN)/python -m tests.voice
 	$(BIN)/check-jsonschema --builtin-schema github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --builtin-schema citation-file-format CITATION.cff
-	$(BIN)/python -m mypy
+	$(BIN)/python -m mypy --cache-dir $(VENV)/mypy
 
 docs: $(VENV)/docs
 	rm -rf build/site

@@ -6,8 +6,8 @@ A child does what ``python -m`` does after its imports. Its parent runs no tenso
 arithmetic and has no threads, so that the fork breaks nothing of PyTorch. That a real
 ``python -m`` does and says the same stays the subject of one test of each command.
 
-Run as a module, it reads [module, [arguments], ranks, signals, {environment}] from each
-line of its standard input, and answers with [exit code, stdout, stderr].
+Run as a module, it reads [module, [arguments], ranks, signals, together, {environment}]
+from each line of its standard input, and answers with [exit code, stdout, stderr].
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def forked(
     *args: object,
     ranks: int = 1,
     signals: tuple[str, list[int], list[int]] | None = None,
+    together: bool = True,
     **env: str,
 ) -> tuple[int, str, str]:
     """Run a module of the application with these arguments on ``ranks`` processes;
@@ -63,8 +64,9 @@ def forked(
     ranks: once rank 0 has printed the text, the ranks get the signals. ``env`` is more
     of the environment.
 
-    As under torchrun, other ranks end with the first that fails, whose exit code it is;
-    torchrun itself, which would say so, is not there.
+    As under torchrun, other ranks end with the first that fails, whose exit code it is,
+    if they run ``together``; torchrun itself, which would say so, is not there. $RANK
+    in an argument is the number of the rank.
     """
     if not _server:
         # each command has a working folder of its own
@@ -82,7 +84,8 @@ def forked(
         _server.append(process)
     (server,) = _server
     module, *options = map(str, args)
-    server.stdin.write(json.dumps([module, options, ranks, signals, env]) + "\n")
+    asked = [module, options, ranks, signals, together, env]
+    server.stdin.write(json.dumps(asked) + "\n")
     server.stdin.flush()
     answer = server.stdout.readline()
     assert answer, "the process that forks commands has ended"
@@ -298,15 +301,19 @@ def _print_to(folder: Path, name: str) -> None:
 def _as_main(command: Command) -> int:
     """Run a module as ``python -m`` does; return the exit code."""
     from train.engine.titan import Trainer
+    from train.runs import summary
 
-    # torchtitan ends a training by sleeping for two seconds
+    # a training ends with a sample of its model, which takes longer than a few steps
+    summary.SAMPLE_TOKENS = 8
+    # torchtitan ends it by sleeping for two seconds
     sys.modules[Trainer.__module__].time = types.SimpleNamespace(
         perf_counter=time.perf_counter, sleep=lambda seconds: None
     )
     for name in (command.module, f"{command.module}.__main__"):
         if command.module != "train":
             sys.modules.pop(name, None)  # runpy warns of what is imported already
-    sys.argv = [command.module, *command.args]
+    rank = os.environ.get("RANK", "0")
+    sys.argv = [command.module, *(a.replace("$RANK", rank) for a in command.args)]
     code: object = 0
     try:
         runpy.run_module(command.module, run_name="__main__", alter_sys=True)
@@ -339,9 +346,10 @@ def main() -> None:
     import_all()
     with os.fdopen(os.dup(1), "w") as answers:  # children have 1 for themselves
         for line in sys.stdin:
-            module, args, ranks, signals, env = json.loads(line)
+            module, args, ranks, signals, together, env = json.loads(line)
             watch = _signals_after(*signals) if signals else None
-            command = Command(module, tuple(args), ranks, watch=watch, env=env)
+            how = dict(together=together, watch=watch, env=env)
+            command = Command(module, tuple(args), ranks, **how)
             with tempfile.TemporaryDirectory() as folder:
                 running = Running(command, Path(folder))
                 while not running.poll():

@@ -294,7 +294,7 @@ def typed(option):
 
 
 @pytest.mark.application
-@drawn(12, data=st.data())
+@drawn(8, data=st.data())
 def test_any_word_for_an_option_of_a_training(made, data):
     """What is not refused before the first step is what was typed, and trains."""
     option = data.draw(st.sampled_from(RECIPE))

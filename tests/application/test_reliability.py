@@ -598,32 +598,21 @@ def test_ranks_started_by_hand_that_differ_end_at_once(data, tmp_path):
     """With a line from each; where torchrun has started them with one, of rank 0
     (test_a_rank_that_died_is_named_once).
     """
-    options = [*TINY, "--training.steps", STEPS, "--dataloader.dataset-path", data]
-    words = ["python", "-m", "train", "--config", "tiny_mars_adamw", *options]
-    words = [sys.executable, *map(str, words[1:])]
-    line = f"{shlex.join(words)} --debug.seed $RANK --dump-folder {tmp_path}/run"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        environment |= {"MASTER_PORT": str(free.getsockname()[1])}
-    environment |= dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    commands = [
-        ["env", f"RANK={rank}", f"LOCAL_RANK={rank}", "sh", "-c", line]
-        for rank in range(2)
-    ]
-    processes = [
-        subprocess.Popen(
-            command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
-        )
-        for command in commands
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in processes]
+        by_hand = {"MASTER_PORT": str(free.getsockname()[1])}
+    by_hand |= {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+    code, _, err = forked(
+        "train", "--config", "tiny_mars_adamw", *TINY, "--training.steps", STEPS,
+        "--dataloader.dataset-path", data, "--dump-folder", tmp_path / "run",
+        "--debug.seed", "$RANK", ranks=2, together=False, **by_hand,
+    )  # fmt: skip
     why = (
         "got on rank 1 debug.seed=1 where rank 0 has 0, expected the same on all "
         "ranks: start every rank with the same command and data"
     )
-    assert errors == [f"rank {rank}: error: {why}\n" for rank in range(2)]
-    assert [process.returncode for process in processes] == [2, 2]
+    assert err == "".join(f"rank {rank}: error: {why}\n" for rank in range(2))
+    assert code == 2
     assert not list((tmp_path / "run").glob("ranks-*"))
     assert not (tmp_path / "run" / "settings.json").exists()
 

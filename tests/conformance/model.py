@@ -106,6 +106,7 @@ def simulate(
         yield after
 
 
+@cache
 def cases(mars_type: str) -> list[Case]:
     """Return all recordings of a type, and the first of them with gradients so small
     that it shows where eps is added; its parameters come from the oracle.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from tests.conformance.deviations import DEVIATIONS
 from tests.conformance.model import Deviation, cases, simulate
-from tests.conformance.recordings import Arrays, Case
+from tests.conformance.recordings import TYPES, Arrays, Case
 
 Deviations = frozenset[Deviation]
 Pairs = Sequence[tuple[Case, Sequence[Arrays]]]  # a case, and the port's parameters
@@ -192,16 +193,25 @@ def _does(pairs: Pairs, ndim: int, deviations: Deviations) -> bool:
 
 def _acts(pairs: Pairs, ndim: int, deviation: Deviation, shared: Deviations) -> bool:
     """Whether a deviation changes anything, alone or beside those that are shared."""
-    for beside in {Deviations(), shared}:
-        for case, _ in pairs:
-            names = _names(case, ndim)
-            runs = [
-                simulate(case, _ordered(deviations), names)
-                for deviations in (beside, beside | {deviation})
-            ]
-            if any(row.departs for row in differences(case, *runs, names)):
-                return True
-    return False
+    return any(
+        _changes(case.name, ndim, deviation, beside)
+        for beside in {Deviations(), shared}
+        for case, _ in pairs
+    )
+
+
+@cache
+def _changes(
+    case_name: str, ndim: int, deviation: Deviation, beside: Deviations
+) -> bool:
+    """Whether a deviation changes anything of a case, beside others."""
+    (case,) = (c for kind in TYPES for c in cases(kind) if c.name == case_name)
+    names = _names(case, ndim)
+    runs = [
+        simulate(case, _ordered(deviations), names)
+        for deviations in (beside, beside | {deviation})
+    ]
+    return any(row.departs for row in differences(case, *runs, names))
 
 
 def _explain(pairs: Pairs, ndim: int, known: Iterable[Deviation]) -> list[Deviations]:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from marsopt import MARS
 
 SHAPE = (260, 256)  # above what shares a stack on a CPU
-NUM = 6
+NUM = 3
 
 
 @pytest.fixture

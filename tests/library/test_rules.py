@@ -30,7 +30,7 @@ def buffers(state):
 @pytest.mark.parametrize("exact", [False, True], ids=["approximate", "exact"])
 @pytest.mark.parametrize("name", ROWS)
 def test_equals_the_oracle(name, exact, scale):
-    """Eight steps of the algorithm box in float64: no tolerance hides a wrong formula.
+    """Six steps of the algorithm box in float64: no tolerance hides a wrong formula.
 
     (Matrix rules: the authors' eps stands beside the norm of m/(1 - beta1), ours beside
     that of m.) A baseline has no exact form: giving it a reference is an error. SVRG
@@ -43,7 +43,7 @@ def test_equals_the_oracle(name, exact, scale):
     x = tensors(row.names, 0, dtype=torch.float64)
     oracles = {n: Oracle(v.numpy(), **row.oracle) for n, v in x.items()}
     state = rule.init(x)
-    for t in range(8):
+    for t in range(6):
         lr = LR * (1 + t) / 8
         g = tensors(row.names, 1 + t, scale, torch.float64)
         h = tensors(row.names, 100 + t, scale, torch.float64) if exact else None
@@ -146,7 +146,8 @@ def test_containers_are_alike(row):
         )
 
 
-P = namedtuple("P", SHAPES)  # noqa: PYI024  (of tensors by any name)
+FEW = ("wide", "bias")  # what compiling takes grows with their number
+P = namedtuple("P", FEW)  # noqa: PYI024  (of tensors by any name)
 
 
 @pytest.mark.parametrize("like", ["OrderedDict", "defaultdict", "namedtuple"])
@@ -156,7 +157,7 @@ P = namedtuple("P", SHAPES)  # noqa: PYI024  (of tensors by any name)
 def test_containers_come_back_as_themselves(make, like):
     rule = make(correction="transport")
     is_one = make is not marsopt.mars
-    x, g = tensors(SHAPES, 0), tensors(SHAPES, 1)
+    x, g = tensors(FEW, 0), tensors(FEW, 1)
     want, _ = rule.step(x, g, rule.init(x), lr=LR)
     kind = {
         "OrderedDict": OrderedDict,
@@ -376,7 +377,7 @@ doors = pytest.mark.parametrize("door", ["function", "class"])
 def test_under_autocast_bit_for_bit(row, door):
     """Manual optimization under mixed precision: a step computes in its own dtypes."""
     runs = [Run(row, door) for _ in range(3)]
-    for t in range(3):
+    for t in range(2):
         g = tensors(row.names, 1 + t)
         runs[0].step(g)
         for run, dtype in zip(runs[1:], (torch.bfloat16, torch.float16), strict=True):
@@ -390,7 +391,7 @@ def test_under_autocast_bit_for_bit(row, door):
 def test_a_compiled_step_under_autocast_is_one_graph():
     """... in a region of the trace that autocast has, and around all of it."""
     rule = marsopt.rule("mars-m", ns_dtype=torch.float32, max_norm=1.0)
-    x, g = tensors(("wide", "tall"), 0), tensors(("wide", "tall"), 1)
+    x, g = tensors(("wide",), 0), tensors(("wide",), 1)
 
     def inside(x, g, state):
         with torch.autocast("cpu", dtype=torch.float16):
@@ -410,12 +411,12 @@ def test_a_compiled_step_under_autocast_is_one_graph():
 def test_no_step_takes_a_gradient_that_is_not_finite(row, door):
     """From the first step on: nothing changes, it is counted, and others follow."""
     bad = [float("nan"), float("inf"), -2e38]
-    for at in range(4):
+    for at, value in enumerate(bad):
         run = Run(row, door)
         for t in range(at):
             run.step(tensors(row.names, 1 + t))
         before, g = run.everything(), tensors(row.names, 7)
-        g[row.names[0]][0, 1] = bad[at % 3]
+        g[row.names[0]][0, 1] = value
         run.step(g)
         assert same(run.everything(), before)
         assert run.num_skipped == 1
@@ -575,10 +576,8 @@ def test_compiles_once_and_equals_eager(name):
     """No recompile while lr, gamma and the step change, but for a stage that is new;
     inductor equals eager.
     """
-    row, names = ROWS[name], ROWS[name].names
-    rule = row.rule(max_norm=1.0)
-    if name in GENERATED:
-        names = names[0], names[-1]
+    row = ROWS[name]
+    names, rule = (row.names[0], row.names[-1]), row.rule(max_norm=1.0)
     x = tensors(names, 0)
 
     def step(x, g, state, lr, gamma, given):

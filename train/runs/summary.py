@@ -18,6 +18,7 @@ from train.runs.settings import describe
 TRAIN, VAL = "loss_metrics/global_avg_loss", "validation_metrics/loss"
 PER_BYTE = "validation_metrics/nats_per_byte"
 PROMPT = "class "
+SAMPLE_TOKENS = 240
 
 
 def read_scalars(folder: Path) -> dict[str, dict[int, float]]:
@@ -96,7 +97,7 @@ def _sample(folder: Path) -> None:
     run = describe(folder)
     path = folder / "sample.txt"
     remove(path)  # of an earlier end of this run
-    options = dict(num_tokens=240, temperature=0.8, top_k=50, seed=0)
+    options = dict(num_tokens=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=0)
     try:
         coder = tokenizer(run.tokenizer)
         ids = generate(load_model(folder, run.shape), coder.encode(PROMPT), **options)
