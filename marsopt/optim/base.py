@@ -186,6 +186,7 @@ class LayoutOptimizer(Optimizer):
             required=self._options["compile"] is True,
             say=self._say,
         )
+        self._last = None  # of a step over the layout before
         self._layout = layout  # last: after an exception above, all is done again
 
     @property

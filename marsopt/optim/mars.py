@@ -294,12 +294,12 @@ class MARS(LayoutOptimizer):
             with named_range("marsopt: scatter"):
                 layout.scatter()
                 layout.count(decision, self._skipped)
+            hypers = [group.hyper for group in groups]
+            last = LastStep(
+                layout.params, hypers, sums, decision.ok, noted(groups), collectives
+            )
             self._protocol.after_step(self, layout.handles)
-        self._grad_norm = decision.grad_norm
-        hypers = [group.hyper for group in groups]
-        self._last = LastStep(
-            layout.params, hypers, sums, decision.ok, noted(groups), collectives
-        )
+        self._grad_norm, self._last = decision.grad_norm, last
         if self._options["nonfinite"] == "raise" and not decision.finite:
             if digest is not None:
                 collectives.check_ranks_agree(digest)
@@ -337,7 +337,8 @@ class MARS(LayoutOptimizer):
             a skipped step, infinity where the parameter was zero.
 
         Raises:
-            RuntimeError: there was no step yet, since construction or a copy.
+            RuntimeError: there was no step yet, since construction, a load or copy, or
+                a change of groups.
 
         Example:
             >>> model = torch.nn.Linear(2, 1, bias=False)
