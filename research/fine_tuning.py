@@ -3,10 +3,9 @@ LoRA.
 
     python -m research.compare fine_tuning --module research.fine_tuning \
         --store research/study/fine_tuning.jsonl
-    python -m research.compare fine_tuning_lora --module research.fine_tuning \
-        --store research/study/fine_tuning.jsonl
 
-The first run pretrains, and keeps the weights in runs/pretrained for all others.
+So do fine_tuning_adamw, whose weights AdamW pretrained, and fine_tuning_lora. The first
+run pretrains, and keeps the weights in runs/pretrained for all others.
 research/study.md ("Fine-tuning: predictions") has the questions.
 """
 
@@ -16,7 +15,7 @@ import hashlib
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,18 @@ from torch import Tensor, nn
 from research.compare import plain
 from research.compare.search import Axis
 from research.compare.study import Method, Run, Study
-from research.studies import SEEDS, SMALL, SMALL_BEST, Recipe
-from train.errors import check_least
+from research.studies import ELEMENTWISE, SEEDS, SMALL, SMALL_BEST, Recipe
+from train.errors import UserError, check_least
 from train.files import write_json
 from train.gpt2 import GPT2
 
-__all__ = ["fine_tuning", "fine_tuning_lora"]
+__all__ = ["fine_tuning", "fine_tuning_adamw", "fine_tuning_lora"]
 
-PRETRAINING: Recipe = dict(rule="moonlight", lr=SMALL_BEST["Moonlight"][0])
+# by the rule that pretrains, each at the best point of small
+PRETRAINING: dict[str, Recipe] = {
+    "moonlight": dict(rule="moonlight", lr=SMALL_BEST["Moonlight"][0]),
+    "adamw": ELEMENTWISE | dict(rule="adamw", lr=0.01032, beta1=0.8778),
+}
 STEPS, RANK = 240, 8
 FACTOR, TRIALS = 3.0, 6  # between learning rates at first; of a search
 LAYERS = ("attn_in", "attn_out", "mlp_in", "mlp_out")
@@ -70,7 +73,8 @@ class Setting(plain.Setting):
 
     Args:
         source: folder of the text of pretraining, as ``data``.
-        source_steps: of pretraining, by PRETRAINING from seed 0.
+        source_steps: of pretraining, from seed 0.
+        source_rule: of pretraining, in PRETRAINING.
         rank: of LoRA on the matrices of all blocks, the rest frozen; None = everything
             is trained.
         weights: folder that keeps the pretrained weights.
@@ -78,6 +82,7 @@ class Setting(plain.Setting):
 
     source: str
     source_steps: int
+    source_rule: str = "moonlight"
     rank: int | None = None
     weights: str = "runs/pretrained"
 
@@ -91,18 +96,24 @@ class Setting(plain.Setting):
         """Check the setting, that of pretraining, and that all methods can be built.
 
         Raises:
-            UserError: as ``plain.Setting.check``; a rank below 1.
+            UserError: as ``plain.Setting.check``; a rank below 1; an unknown rule.
         """
         check_least(1, rank=self.rank)
-        self.pretraining.check({"pretraining": PRETRAINING})
+        if self.source_rule not in PRETRAINING:
+            raise UserError(
+                f"got source_rule={self.source_rule!r}, expected one of "
+                f"{', '.join(PRETRAINING)}: choose one"
+            )
+        self.pretraining.check({"pretraining": PRETRAINING[self.source_rule]})
         super().check(recipes)
 
     def identity(self) -> dict[str, Any]:
         """Return what two calls must agree on, by name."""
         own = super().identity()
-        for name in ("source", "source_steps", "weights"):
+        for name in ("source", "source_steps", "source_rule", "weights"):
             own.pop(name)
-        return own | dict(pretraining=self.pretraining.identity() | PRETRAINING)
+        recipe = PRETRAINING[self.source_rule]
+        return own | dict(pretraining=self.pretraining.identity() | recipe)
 
     def command(self, run: Run, folder: Path) -> tuple[str, list[str]]:
         """Return the module and the arguments that train a run."""
@@ -124,12 +135,12 @@ class Setting(plain.Setting):
         return model
 
     def _pretrained(self) -> dict[str, Tensor]:
-        setting = self.pretraining
-        known = json.dumps([setting.identity(), PRETRAINING], sort_keys=True)
+        setting, recipe = self.pretraining, PRETRAINING[self.source_rule]
+        known = json.dumps([setting.identity(), recipe], sort_keys=True)
         name = hashlib.sha256(known.encode()).hexdigest()[:12]
         path = Path(self.weights) / f"{name}.pt"
         if not path.exists():
-            training = plain.Training(setting, PRETRAINING, 0, setting.texts())
+            training = plain.Training(setting, recipe, 0, setting.texts())
             for _ in range(setting.steps):
                 training.gradient()
                 training.update()
@@ -141,32 +152,41 @@ class Setting(plain.Setting):
         return found
 
 
-def study(title: str, lr: float, rank: int | None = None) -> Study:
-    """Return what ``for_model`` builds beside AdamW at its own numbers and at those of
-    for_model, their learning rates searched around one guess.
+def study(title: str, lr: float, **changes: Any) -> Study:
+    """Return what ``for_model`` builds beside AdamW, their learning rates searched
+    around one guess.
     """
-    recipes: dict[str, Recipe] = {
-        "AdamW": ADAMW,
-        "for_model": dict(rule="moonlight"),
-        "AdamW, for_model's numbers": ADAMW | dict(beta2=0.95, weight_decay=0.1),
-    }
+    recipes: dict[str, Recipe] = {"AdamW": ADAMW, "for_model": dict(rule="moonlight")}
     axes = (Axis("lr", lr / FACTOR, lr * FACTOR, factor=FACTOR, start=lr),)
     methods = {name: Method(recipe, axes, SEEDS) for name, recipe in recipes.items()}
-    if rank is None:
-        methods["as pretrained"] = Method(ADAMW | dict(lr=0.0), num_seeds=1)
     small = asdict(SMALL) | dict(data="data/prose", steps=STEPS, points=2)
-    setting = Setting(**small, source=SMALL.data, source_steps=SMALL.steps, rank=rank)
-    return Study(title=title, setting=setting, methods=methods, trials=TRIALS)
+    small |= dict(source=SMALL.data, source_steps=SMALL.steps) | changes
+    return Study(title=title, setting=Setting(**small), methods=methods, trials=TRIALS)
 
 
 def fine_tuning() -> Study:
-    """Every parameter is trained."""
-    return study("0.1M parameters, code to prose, full", lr=5e-3)
+    """Every parameter is trained; beside, AdamW at for_model's numbers, and the loss
+    before.
+    """
+    made = study("0.1M parameters, code to prose, full", 5e-3)
+    numbers = replace(
+        made.methods["AdamW"], recipe=ADAMW | dict(beta2=0.95, weight_decay=0.1)
+    )
+    before = Method(ADAMW | dict(lr=0.0), num_seeds=1)
+    more = {"AdamW, for_model's numbers": numbers, "as pretrained": before}
+    return replace(made, methods={**made.methods, **more})
+
+
+def fine_tuning_adamw() -> Study:
+    """The same of weights that AdamW pretrained."""
+    title = "0.1M parameters, code to prose, full, pretrained by AdamW"
+    return study(title, 5e-3, source_rule="adamw")
 
 
 def fine_tuning_lora() -> Study:
     """LoRA alone is trained."""
-    return study(f"0.1M parameters, code to prose, LoRA of rank {RANK}", 1.5e-2, RANK)
+    title = f"0.1M parameters, code to prose, LoRA of rank {RANK}"
+    return study(title, 1.5e-2, rank=RANK)
 
 
 def main() -> None:
