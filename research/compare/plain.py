@@ -110,6 +110,12 @@ class Setting:
         """Return the sequences of one pass."""
         return self.micro_batch or self.batch
 
+    def model(self, seed: int) -> GPT2:
+        """Return the model as a run begins with it, on the CPU."""
+        model = (GPT2 if self.tied else Untied)(self.shape)
+        model.init_weights(seed)
+        return model
+
     def texts(self) -> tuple[Tokens, Tokens]:
         """Return the tokens to train on, and those that are held out."""
         return tuple(tokens(Path(self.data), split) for split in SPLITS)
@@ -246,9 +252,7 @@ class Task:
         self, setting: Setting, seed: int, train: Tokens, held_out: Tokens
     ) -> None:
         self._setting = setting
-        self.model = (GPT2 if setting.tied else Untied)(setting.shape)
-        self.model.init_weights(seed)
-        self.model.to(setting.device)
+        self.model = setting.model(seed).to(setting.device)
         own = dict(rank=0, world=1, seq_len=setting.seq_len)
         own |= dict(vocab_size=setting.vocab_size)
         self.batches = Batches(train, **own, local_batch=setting.batch, seed=seed)

@@ -25,6 +25,7 @@ from research import (
     captured,
     correlations,
     decide,
+    fine_tuning,
     log_time,
     studies,
     svrg,
@@ -399,6 +400,32 @@ def test_the_loop_trains_contenders_with_a_head_of_its_own(setting):
     ):
         untied.check({"it": recipe})
         assert final(train(untied, recipe, 0)) < math.log(64)
+
+
+@pytest.mark.parametrize("make", fine_tuning.__all__)
+def test_pretrained_weights_are_tuned_whole_or_by_lora(make, setting, tmp_path):
+    """By every method; LoRA begins as the pretrained model and freezes it."""
+    study = named(make, "research.fine_tuning")
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in Path(setting.data).iterdir():  # read backwards
+        np.fromfile(path, "<u2")[::-1].tofile(source / path.name)
+    own = asdict(setting) | dict(steps=24, source=str(source), source_steps=16)
+    rank, weights = study.setting.rank, str(tmp_path / "weights")
+    tuning = fine_tuning.Setting(**own, rank=rank, weights=weights)
+    tuning.check({title: study.first(title) for title in study.methods})
+    assert tuning.identity()["pretraining"]["steps"] == 16
+    model, whole = tuning.model(1), replace(tuning, rank=None).model(2)
+    (kept,) = (tmp_path / "weights").iterdir()
+    tokens = torch.arange(16)[None]
+    torch.testing.assert_close(model(tokens), whole(tokens))
+    moved = [n for n, p in model.named_parameters() if p.requires_grad]
+    trained = {name.rsplit(".")[-1] for name in moved}
+    assert trained == ({"lora_A", "lora_B"} if rank else {"weight"})
+    found = {t: final(train(tuning, study.first(t), 1)) for t in study.methods}
+    start = train(replace(tuning, rank=None), fine_tuning.ADAMW | dict(lr=0.0), 1)
+    assert max(found["AdamW"], found["for_model"]) < final(start) < math.log(64)
+    assert [*(tmp_path / "weights").iterdir()] == [kept]
 
 
 @pytest.mark.parametrize("make", [studies.digits_convnet, studies.digits_vit])
