@@ -17,15 +17,20 @@ def python(code: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_the_library_imports_no_compiler_and_no_mesh_where_there_are_no_ranks():
+def test_the_library_imports_no_compiler_no_mesh_and_no_profiler_before_they_are_used():
     """Dynamo alone takes seconds."""
     done = python(
         "import sys, torch, marsopt; "
         "print('torch._dynamo' in sys.modules); "
         "marsopt.for_model(torch.nn.Linear(2, 2), lr=0.1, compile=False); "
-        "print('marsopt.parallel' in sys.modules)"
+        "print('marsopt.parallel' in sys.modules); "
+        "import marsopt.parallel; "
+        "print(any(n.startswith('marsopt.profil') for n in sys.modules)); "
+        "from marsopt import *; "
+        "print(profile is marsopt.profile, profile.__module__)"
     )
-    assert done.stdout.split() == ["False", "False"], done.stderr
+    usual = ["False", "False", "False", "True", "marsopt.profiling.profiler"]
+    assert done.stdout.split() == usual, done.stderr
 
 
 def test_parallel_has_one_name():

@@ -62,10 +62,9 @@ def build(collectives=None, mars_type="mars-m", dtype=torch.float64, **options):
     g = torch.Generator().manual_seed(0)
     drawn = {n: torch.randn(s, generator=g).to(dtype) for n, s in SHAPES.items()}
     params = {n: nn.Parameter(x) for n, x in drawn.items()}
-    groups = [
-        {"params": [(n, p)], "mars_type": mars_type} | OPTIONS.get(n, {})
-        for n, p in params.items()
-    ]
+    plain = [(n, p) for n, p in params.items() if n not in OPTIONS]
+    groups = [{"params": plain}]
+    groups += [{"params": [(n, params[n])], **own} for n, own in OPTIONS.items()]
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     defaults = dict(
         mars_type=mars_type, lr=0.02, weight_decay=0.1, ns_dtype=exact, compile=False
@@ -395,7 +394,7 @@ def pieces_move(rank, world, form):
     look("at first", [0, 1])
     for _, each in both:
         each.param_groups[0]["mars_type"] = "mars-adamw"
-        each.param_groups[5]["mars_type"] = "mars-m"
+        each.param_groups[1]["mars_type"] = "mars-m"
     look("other rules", [2, 3])
     for some, _ in both:
         some["heads"].requires_grad_(False)
