@@ -37,7 +37,10 @@ from marsopt.rules.preconditioner import MatrixCost, MatrixInput
 if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
     from jaxtyping import Bool, Float
 
+# a buffer of stacks whose step is measured: its sums of squares, (L, 2)
+SQUARES = "squares of the step"
 ROW = 256  # elements; of shorter rows, as of a convolution, several are one
+PIECE = 512  # elements at most
 
 
 Result = TypeVar("Result")
@@ -278,9 +281,7 @@ def decide(
     A tensor that has a gradient on no rank stays as it is; where some ranks have none,
     theirs counts as zero, so that all ranks go on with equal values.
     """
-    # not a product: 0 times infinity is no zero
-    sums = torch.where(sums[:, -1:] == 0, 0.0, sums)
-    sums = sums.to(scalar_dtype(sums.device))
+    sums = _of_gradients(sums)
     square = sums[:, 0].sum()
     grad_norm = square.sqrt()
     finite = torch.isfinite(sums).all()
@@ -307,6 +308,39 @@ def decide(
     return Decision(grad_norm, finite, t, behind, oks, tables)
 
 
+def _of_gradients(sums: Tensor) -> Tensor:
+    """Return complete sums in the dtype of scalars; zeros for a tensor that has a
+    gradient on no rank.
+    """
+    # not a product: 0 times infinity is no zero
+    sums = torch.where(sums[:, -1:] == 0, 0.0, sums)
+    return sums.to(scalar_dtype(sums.device))
+
+
+def clip_factors(
+    hypers: Sequence[Hyperparameters], sums: Tensor, max_norm: Number | None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return the factors of all clips that ``decide`` makes of the same arguments: the
+    sums of gradients (N, pairs + 1), the factor of the global clip, 0-D, and for every
+    algorithm the factor of each part's own clip (P,).
+    """
+    sums = _of_gradients(sums)
+    square = sums[:, 0].sum()
+    a = torch.ones_like(square)
+    if max_norm is not None:
+        a = global_clip(root(square), max_norm)
+    factors = []
+    parts = sums.split([hyper.num_parts for hyper in hypers])
+    for hyper, part in zip(hypers, parts, strict=True):
+        correction, unclipped = hyper.algorithm.active_correction, a
+        if correction is not None:
+            beta1 = _beta1(hyper, part.dtype)
+            unclipped = a * correction.coefficients(beta1, hyper.gamma)[0]
+        (of_g, *_), _ = _weights(hyper, part, a)
+        factors.append(of_g / unclipped)
+    return sums, a, factors
+
+
 def _largest(hyper: Hyperparameters) -> float:
     """Return the largest number that the state may hold."""
     algorithm = hyper.algorithm
@@ -329,10 +363,16 @@ def _weights(
     correction = hyper.algorithm.active_correction
     if correction is None:
         return (a * torch.ones_like(sums[:, 0]),), sums[:, 0]
-    beta1 = at(hyper.algorithm.preconditioner.beta1, hyper.t.to(sums.dtype) + 1)
-    if isinstance(beta1, Tensor) and beta1.ndim:
-        beta1 = hyper.per_part(beta1)
+    beta1 = _beta1(hyper, sums.dtype)
     return correction.weights(beta1, hyper.gamma, a, sums[:, :-1])
+
+
+def _beta1(hyper: Hyperparameters, dtype: torch.dtype) -> Number:
+    """Return the decay of the first moment in this step, a number or (P,)."""
+    beta1: Number = at(hyper.algorithm.preconditioner.beta1, hyper.t.to(dtype) + 1)
+    if isinstance(beta1, Tensor) and beta1.ndim:
+        return hyper.per_part(beta1)
+    return beta1
 
 
 def _scalars(
@@ -539,11 +579,31 @@ def write_params(stack: Stack, new: Tensor, s: StepScalars) -> Stack:
     """
     old, dtype = iterate(stack), stack.x.dtype
     x = torch.where(s.ok, new.to(dtype), old)
+    if SQUARES in stack.buffers:
+        buffers = {**stack.buffers, SQUARES: squares(x, old)}
+        stack = stack._replace(buffers=buffers)
     if s.extrapolation is None:
         return stack._replace(x=x)
     y = new + s.extrapolation * (new - working(old))
     y = where_or_unread(s.ok, y.to(dtype), stack.x)
     return stack._replace(x=y, buffers={**stack.buffers, "x": x})
+
+
+def squares(x: Tensor, old: Tensor) -> Tensor:
+    """Return the sums of squares of a step and of the parameters before it, (L, 2),
+    partial over shards: from values that the step has at hand.
+    """
+    size = x.shape[-1] if x.ndim > 1 else 1
+    # a GPU keeps a short piece of a row in its registers, and so passes once
+    piece = max(n for n in range(1, 1 + max(1, min(size, PIECE))) if size % n == 0)
+    if ROW <= piece < size:
+        x, old = (t.unflatten(-1, (-1, piece)) for t in (x, old))
+    before = working(old)
+    step = working(x) - before
+    dims = row_dims(before.shape, 1)
+    sums = [v.sum(dims) if dims else v for v in (step * step, before * before)]
+    stacked_sums = torch.stack(sums, 1)
+    return stacked_sums.flatten(2).sum(2) if stacked_sums.ndim > 2 else stacked_sums
 
 
 def apply(

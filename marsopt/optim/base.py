@@ -51,6 +51,7 @@ from marsopt.optim.state_dict import (
     to_restore,
     under_loaded,
 )
+from marsopt.optim.statistics import LastStep
 from marsopt.optim.watch import Writes
 from marsopt.rules import checks
 from marsopt.rules.buffers import LOOKAHEAD
@@ -95,6 +96,7 @@ class LayoutOptimizer(Optimizer):
         self._forget_layouts()
         self._loading: dict[str, Any] | None = None  # inside load_state_dict
         self._grad_norm: Tensor | None = None
+        self._last: LastStep | None = None
         self._skipped = torch.zeros((), dtype=torch.int64)
         self._start_watching()
         self._agreed = False  # whether all ranks were found to hold the same options
@@ -523,7 +525,7 @@ class LayoutOptimizer(Optimizer):
         self.defaults.pop("differentiable", None)
         if "_options" in state:  # from a pickle or deepcopy
             self._forget_layouts()
-            self._grad_norm = None
+            self._grad_norm = self._last = None
             self._agreed = False
             progress = self.__dict__.pop("_progress")
             self._start_watching()

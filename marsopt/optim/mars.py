@@ -18,10 +18,14 @@ from marsopt.optim.advice import unused_arguments
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.compiled import named_range
 from marsopt.optim.groups import constructor_values
+from marsopt.optim.restart import count_from, restart
+from marsopt.optim.statistics import LastStep, Statistics, noted, tracked
 from marsopt.rules import checks
 from marsopt.rules.decay import Decay, Weight
 from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.hyperparameters import check_names
+
+log = logging.getLogger(__name__)
 
 
 class MARS(LayoutOptimizer):
@@ -128,6 +132,9 @@ class MARS(LayoutOptimizer):
         >>> model.weight.detach()
         tensor([[0.0047, 0.0047]])
     """
+
+    # whether steps note down how far they move parameters, for ``statistics``
+    track_updates: bool = False
 
     def __init__(
         self,
@@ -274,6 +281,8 @@ class MARS(LayoutOptimizer):
             digest=digest,
             run=self._run,
         )
+        if self.track_updates:
+            groups = tracked(groups)
         with self._writes:
             advance(
                 groups,
@@ -287,6 +296,10 @@ class MARS(LayoutOptimizer):
                 layout.count(decision, self._skipped)
             self._protocol.after_step(self, layout.handles)
         self._grad_norm = decision.grad_norm
+        hypers = [group.hyper for group in groups]
+        self._last = LastStep(
+            layout.params, hypers, sums, decision.ok, noted(groups), collectives
+        )
         if self._options["nonfinite"] == "raise" and not decision.finite:
             if digest is not None:
                 collectives.check_ranks_agree(digest)
@@ -298,6 +311,51 @@ class MARS(LayoutOptimizer):
         on Apple's GPUs), on the device of the parameters; None before the first step.
         """
         return self._grad_norm
+
+    @torch.no_grad()
+    def statistics(self) -> Statistics:
+        """Return norms and clips of the last step, by parameter, without a sync. They
+        are computed here from numbers that every step leaves on the device: a step
+        costs nothing more for it.
+
+        With ``optimizer.track_updates = True`` before the step, ``update`` says how far
+        the step moved each parameter. A GPU adds up the squares in the step's own pass
+        over the parameters; a CPU makes further passes (docs/performance.md). Ranks
+        that share parameters add their sums by one all-reduce here: all ranks then call
+        this. With transport the point ahead is measured where x follows from it.
+
+        Call it before a schedule changes ``gamma``, ``betas``, ``clip`` or
+        ``max_norm``: factors of clips are computed by the present values. Norms of
+        moments or of single rows are left out, for they would cost a pass.
+
+        Returns:
+            A named tuple, of N parameters, on their device, in float64 (float32 on
+            Apple's GPUs): ``names``, a list; ``grad_norm`` (N,), before any clip;
+            ``global_clip`` (), the factor of ``max_norm``; ``clip`` (N,), the factor of
+            ``clip``, of several matrices in a parameter the smallest; ``update`` (N,),
+            root mean square of the step over the parameter's before it, or None: 0 in
+            a skipped step, infinity where the parameter was zero.
+
+        Raises:
+            RuntimeError: there was no step yet, since construction or a copy.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> optimizer = marsopt.MARS(model.named_parameters(), compile=False)
+            >>> model(torch.ones(2)).sum().backward()
+            >>> optimizer.step()
+            >>> found = optimizer.statistics()
+            >>> found.names, found.grad_norm.item()         # of a gradient (1, 1)
+            (['weight'], 1.4142135623730951)
+            >>> round(found.clip.item(), 3)                 # c = 1.475 g, its norm 1
+            0.479
+        """
+        if self._last is None:
+            raise RuntimeError(
+                "got statistics() before a step, expected it after one: it reads the "
+                "numbers that the last step has left"
+            )
+        return self._last.statistics(self.param_groups, self._options["max_norm"])
 
     @property
     def num_skipped(self) -> int:
@@ -386,3 +444,55 @@ class MARS(LayoutOptimizer):
             yield
         finally:
             self._dispatch("at_snapshot")
+
+    # ---- a new phase ---------------------------------------------------------------
+
+    @torch.inference_mode(False)  # else later steps could not write the tensors
+    @torch.no_grad()
+    @without_autocast
+    def reset_momentum(self, *, keep_log_time: bool = False) -> None:
+        """Forget all gradients, for a phase with other data, a pruned model or a run
+        that is resumed: later steps equal, bit for bit, a new optimizer's over the
+        present weights and groups. Nothing compiles again. All ranks call it.
+
+        Every average begins again with the count that debiases it: averages beside a
+        count or a second moment of other steps would make steps of a wrong size. Of
+        ``optimizer.state[p]`` are set
+
+        - to 0: ``step``; the averages ``exp_avg``, ``momentum_buffer``, ``grad_avg``,
+          ``exp_avg_sq``, ``max_exp_avg_sq``, ``row_exp_avg_sq``; SOAP's
+          ``exp_avg_in_basis``, ``exp_avg_sq_in_basis``, ``num_grads``, ``row_factor``
+          and ``col_factor``; the gradients ``last_grad``, ``snapshot_grad`` and
+          ``anchor_grad``; transport's ``lookahead``;
+        - to the identity: SOAP's ``row_basis`` and ``col_basis``;
+        - to the parameter: ``iterate`` and ``snapshot``.
+
+        Weights stay: with transport in train mode parameters become x, ahead of which
+        is nothing. Learning rates, ``base_lr``, ``train_mode``, ``num_skipped`` and
+        keys of your own stay too; SOAP's ``stage_count`` is 0. Exact MARS goes on with
+        ``update_previous_grad()``, SVRG with ``update_anchor()``. One line in the log
+        (INFO) lists the keys.
+
+        Args:
+            keep_log_time: whether every ``LogTime`` of a group goes on from the steps
+                that were taken: its ``start`` grows by them (a sync), so that new
+                averages remember as long as the old ones did. False: t begins at 1.
+
+        Raises:
+            RuntimeError: an exception has broken off a step before; inside of
+                ``at_snapshot()``.
+        """
+        layout = self._fitting("reset_momentum()")
+        self._protocol.check_may_restart()
+        with self._writes:
+            self._protocol.restart(self, layout.handles)
+            for group in self.param_groups if keep_log_time else ():
+                count_from(group, self.state)
+            keys = restart(layout.buckets, self.state, self.param_groups)
+        texts = [f"{', '.join(names)} to {start}" for start, names in keys.items()]
+        log.info(
+            "marsopt: reset_momentum set %s for %d parameters; LogTime %s",
+            "; ".join(texts),
+            len(layout.params),
+            "goes on" if keep_log_time else "begins at t = 1",
+        )

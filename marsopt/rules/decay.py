@@ -47,6 +47,7 @@ class LogTime(StepValue):
         delta: steps after which the decay is a half; above 0.
         floor: least decay, in [0, 1).
         cap: largest decay, in (0, 1], at least ``floor``.
+        start: steps that count before the first: t + start stands for t, from 0 up.
 
     Raises:
         ValueError: an argument out of its range, or a tensor.
@@ -63,9 +64,10 @@ class LogTime(StepValue):
     delta: float = 10.0
     floor: float = 0.0
     cap: float = 1.0
+    start: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("delta", "floor", "cap"):
+        for name in ("delta", "floor", "cap", "start"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(
@@ -77,6 +79,11 @@ class LogTime(StepValue):
             raise ValueError(
                 f"got {self!r}, expected delta > 0 and 0 <= floor <= cap <= 1: common "
                 "values are LogTime(8) and LogTime(10)"
+            )
+        if not 0 <= self.start < math.inf:
+            raise ValueError(
+                f"got start={self.start} of LogTime, expected a number of steps from 0 "
+                "up: leave it out"
             )
         if self.floor == 1:
             raise ValueError(
@@ -112,24 +119,25 @@ class LogTime(StepValue):
             ) from error
 
     def at(self, t: Tensor) -> Tensor:
-        delta, floor, cap = self._like(t)
+        t, delta, floor, cap = self._like(t)
         return (t / (t + delta)).clamp(floor, cap)
 
     def complement(self, t: Tensor) -> Tensor:
         """Return 1 - beta_t, whose digits a difference from 1 would lose."""
-        delta, floor, cap = self._like(t)
+        t, delta, floor, cap = self._like(t)
         return (delta / (t + delta)).clamp(1 - cap, 1 - floor)
 
     def product(self, t: Tensor) -> Tensor:
-        """Return beta_1 beta_2 ... beta_t. From the first step on, without ``floor``
-        and ``cap``, it is
+        """Return beta_1 beta_2 ... beta_t. From the first step on, without ``floor``,
+        ``cap`` and ``start``, it is
 
             Gamma(t+1) Gamma(1+delta) / Gamma(t+1+delta)
         """
-        delta, floor, cap = self._like(t)
+        t, delta, floor, cap = self._like(t)
+        start = torch.zeros_like(t) + self.start
         # the last steps at the floor, and below the cap, which may be never (infinity)
         at_floor = torch.ceil(floor * delta / (1 - floor)) - 1
-        at_floor = torch.minimum(t, at_floor.clamp(min=0))
+        at_floor = torch.minimum(t, torch.maximum(at_floor, start))
         below_cap = torch.minimum(t, torch.floor(cap * delta / (1 - cap)))
         below_cap = torch.maximum(below_cap, at_floor)
 
@@ -137,15 +145,16 @@ class LogTime(StepValue):
             return torch.lgamma(t + 1) - torch.lgamma(t + 1 + delta)
 
         log = log_gammas(below_cap) - log_gammas(at_floor)
-        log = log + torch.special.xlogy(at_floor, floor)
+        log = log + torch.special.xlogy(at_floor - start, floor)
         log = log + torch.special.xlogy(t - below_cap, cap)
         product: Tensor = log.exp()
         return product
 
     def _like(self, t: Tensor) -> tuple[Tensor, ...]:
-        """Return the fields as tensors like ``t``."""
+        """Return t + ``start``, and the other fields as tensors like it."""
+        t = t + self.start
         zero = torch.zeros_like(t)
-        return tuple(zero + value for value in (self.delta, self.floor, self.cap))
+        return t, *(zero + value for value in (self.delta, self.floor, self.cap))
 
 
 Decay = float | Tensor | LogTime  # of an average, as hyperparameters have it

@@ -15,7 +15,8 @@ from marsopt.rules import decay
 from marsopt.rules.decay import from_text
 
 DECAYS = LogTime(10), LogTime(2.5), LogTime(10, 0.9), LogTime(8, cap=0.99)
-DECAYS += (LogTime(10, 0.5, 0.95), LogTime(10, 0.9, 0.9))
+DECAYS += (LogTime(10, 0.5, 0.95), LogTime(10, 0.9, 0.9), LogTime(10, start=300))
+DECAYS += (LogTime(10, 0.5, 0.95, 50), LogTime(10, 0.9, 0.95, 500))
 CASES = "adamw", "moonlight", "normuon", "soap", "mars-adamw", "mars-m"
 
 
@@ -54,7 +55,8 @@ def test_it_is_a_value():
 
 @pytest.mark.parametrize(
     "arguments",
-    [(0,), (-1,), (math.inf,), (10, 0.5, 0.4), (10, 1.0), (10, 0, 1.1), ("9",)],
+    [(0,), (-1,), (math.inf,), (10, 0.5, 0.4), (10, 1.0), (10, 0, 1.1), ("9",)]
+    + [(10, 0, 1, -1), (10, 0, 1, math.inf)],
 )
 def test_it_refuses_what_is_no_decay(arguments):
     with pytest.raises(ValueError, match="^got .*expected"):

@@ -180,6 +180,21 @@ def setting(heading, names, folder):
             vectors = [p for p in model.parameters() if p.ndim == 1]
             names |= dict(matrices=matrices, norms_and_biases=vectors)
             yield
+        case "Coupled to the learning rate" | "By a schedule of its own":
+            names |= dict(step=10, total=100)
+            yield
+        case "In log time" | "Independent of the learning rate":
+            names |= dict(step=30, start=10)
+            names["optimizer"] = marsopt.for_model(model, "moonlight", lr=1e-2)
+            yield
+            decay = {"In": 4 / 40, "Independent": 1e-4}[heading.split()[0]]
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            names["optimizer"].step()
+            for p, x in zip(model.parameters(), start, strict=True):
+                torch.testing.assert_close(p.detach(), (1 - decay) * x)
+            with pytest.raises(ValueError, match="got weight_decay=LogTime"):
+                MARS(model.parameters(), weight_decay=marsopt.LogTime(10))
         case "Corrections":
             names |= dict(step=0, period=10, batch=loader[0], loss=loss)
             names["full_loss"] = lambda: sum(map(loss, loader)) / len(loader)

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from marsopt.optim.statistics import Statistics
 from train.data.tokenizers import NATS_PER_BYTE, loss_unit
 from train.data.tokens import Meta
 from train.engine.titan import (
@@ -20,6 +22,7 @@ from train.engine.titan import (
     MetricsProcessor,
     TensorBoardLogger,
 )
+from train.pictures import by_layer
 from train.runs.checkpoints import last_step
 from train.runs.summary import PER_BYTE
 
@@ -56,6 +59,10 @@ class Progress(MetricsProcessor):
     class Config(MetricsProcessor.Config):
         total_steps: int = 0
         """Set from training.steps."""
+        statistics_freq: int = 0
+        """Steps between two looks at each parameter in TensorBoard: its gradient's
+        norm, the clip, the step's size beside its own, by layer too; 0 = none.
+        """
 
     def _build_metric_logger(self, *, config, dump_folder, **kwargs) -> BaseLogger:
         done = last_step(Path(dump_folder))
@@ -146,12 +153,28 @@ class Progress(MetricsProcessor):
         if self._speaks:
             self._say(f"step {step}/{self.config.total_steps}  {line}")
 
+    def log_statistics(self, step: int, found: Statistics) -> None:
+        """Write the statistics of a tracked step, and a picture of its updates."""
+        columns = [found.grad_norm, found.clip, found.update]
+        rows = torch.stack(columns).tolist()  # one sync for all
+        metrics = {"clip/global": float(found.global_clip)}
+        for kind, row in zip(("grad_norm", "clip", "update"), rows, strict=True):
+            pairs = zip(found.names, row, strict=True)
+            metrics |= {f"{kind}/{name}": value for name, value in pairs}
+        self.logger.log(metrics, step)
+        for logger in self._writers():
+            figure = by_layer(found.names, rows[2], ylabel="RMS of update / parameter")
+            logger.writer.add_figure("update/by layer", figure, step)
+
+    def _writers(self) -> list[TensorBoardLogger]:
+        if not isinstance(self.logger, LoggerContainer):
+            return []
+        return [w for w in self.logger._loggers if isinstance(w, TensorBoardLogger)]
+
     def _flush(self) -> None:
         """Complete TensorBoard's file up to here, whatever kills the run next."""
-        if isinstance(self.logger, LoggerContainer):
-            for logger in self.logger._loggers:
-                if isinstance(logger, TensorBoardLogger):
-                    logger.writer.flush()
+        for logger in self._writers():
+            logger.writer.flush()
 
     def _say(self, line: str) -> None:
         tqdm.write(line, file=sys.stdout)

@@ -23,7 +23,10 @@ POSITIVE = (
     "parallelism.data_parallel_replicate_degree",
 )  # fmt: skip
 MOST_SAMPLES = 4096  # of a local batch that an error proposes
-NOT_NEGATIVE = ("lr_scheduler.warmup_steps", "debug.seed", "comm.trace_buf_size")
+NOT_NEGATIVE = (
+    "lr_scheduler.warmup_steps", "debug.seed", "comm.trace_buf_size",
+    "metrics.statistics_freq",
+)  # fmt: skip
 LARGEST = 2**31 - 1  # of whole numbers: what the libraries below count with
 MOST_PASSES = 65_536  # of a step on each rank: the published recipes have at most 60
 # options that torchtitan has and this application does not use, with their one value

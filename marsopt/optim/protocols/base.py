@@ -1,5 +1,6 @@
 """The protocol of a correction: its work beside a step. It handles methods of ``MARS``,
-and is called before and after a step, before parameters are saved, and after a load.
+and is called before and after a step, before parameters are saved or their state begins
+again, and after a load.
 """
 
 from __future__ import annotations
@@ -181,6 +182,16 @@ class CorrectionProtocol:
         Raises:
             RuntimeError: parameters hold something else for the time being.
         """
+
+    def check_may_restart(self) -> None:
+        """Check that parameters are what ``restart`` expects.
+
+        Raises:
+            RuntimeError: they hold something else for the time being.
+        """
+
+    def restart(self, optimizer: Host, handles: Handles) -> None:
+        """Put the trained weights into parameters: then their state begins again."""
 
     def load(self, handles: Handles, entries: Entries) -> None:
         """Go on from state that was loaded, or copied.

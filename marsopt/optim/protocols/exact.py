@@ -112,6 +112,10 @@ class NextGradients(CorrectionProtocol):
                 "optimizer.update_last_grad() first"
             )
 
+    def restart(self, optimizer: Host, handles: Handles) -> None:
+        """Drop the kept gradients: the protocol begins with the next batch."""
+        self._start(is_fresh=False)
+
     def load(self, handles: Handles, entries: Entries) -> None:
         self._start(is_fresh=True)
 

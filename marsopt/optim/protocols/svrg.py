@@ -115,6 +115,17 @@ class Snapshot(CorrectionProtocol):
                 "one of the current parameters: leave the context first"
             )
 
+    def check_may_restart(self) -> None:
+        if self._is_away:
+            raise RuntimeError(
+                "got reset_momentum() inside of at_snapshot(), expected it at the "
+                "current parameters: leave the context first"
+            )
+
+    def restart(self, optimizer: Host, handles: Handles) -> None:
+        """Drop the anchor: the next step needs a new one."""
+        self.progress = False, False
+
     def load(self, handles: Handles, entries: Entries) -> None:
         self.progress = False, any(handle.has_stepped for handle in handles)
 

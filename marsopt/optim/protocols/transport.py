@@ -119,6 +119,18 @@ class Lookahead(CorrectionProtocol):
 
         return find_iterate
 
+    def restart(self, optimizer: Host, handles: Handles) -> None:
+        """Put x into parameters, of which nothing is ahead in either mode."""
+        if _in_train_mode(optimizer):
+            for handle in handles:
+                if self._has_x(handle):
+                    y = handle.piece
+                    y.copy_(
+                        handle["x"] if handle.numbers is None else handle.recover_x(y)
+                    )
+            optimizer.notify_written()
+        self._valid, self._without_x, self._has_stepped = set(), set(), False
+
     def load(self, handles: Handles, entries: Entries) -> None:
         """Take x, or its numbers, as loaded. An entry without them leaves x to the
         parameter, as before a first step.

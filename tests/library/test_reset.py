@@ -1,0 +1,188 @@
+"""``reset_momentum``: what follows is what a new optimizer does on the same weights."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from marsopt import MARS, LogTime
+from tests.stacking import equal, fill
+from tests.table import ROWS, SHAPES, tensors
+
+EXACT = {f"{n}-exact": r for n, r in ROWS.items() if r.exact and "log_time" not in n}
+
+
+def optimizer_of(name, params, **more):
+    row = (ROWS | EXACT)[name]
+    own = dict(correction="exact") if name in EXACT else {}
+    options = dict(mars_type=row.mars_type, lr=0.02, max_norm=2.0, compile=False)
+    options |= dict(ns_dtype=torch.float32) if "ns_dtype" in row.kwargs else {}
+    return MARS(params, **{**row.of_class, **options, **own, **more})
+
+
+def train(optimizer, params, seeds):
+    """Steps by every correction's protocol, which does nothing for others."""
+    for seed in seeds:
+        if seed == seeds[0]:
+            fill(params, 1000 + seed)
+            optimizer.update_anchor()
+        with optimizer.at_snapshot():
+            fill(params, 2000 + seed)
+            optimizer.update_previous_grad()
+        fill(params, seed)
+        optimizer.step()
+        optimizer.update_last_grad()
+
+
+def start(names=tuple(SHAPES)):
+    return [nn.Parameter(x) for x in tensors(names, 0).values()]
+
+
+def pair(name):
+    """Parameters that have been trained, their optimizer after a reset, and a new one
+    over copies of what was trained.
+    """
+    params = start()
+    optimizer = optimizer_of(name, params)
+    train(optimizer, params, range(3))
+    trained = [x.clone() for _, x in optimizer.iterates()]
+    optimizer.reset_momentum()
+    equal(params, trained)  # no weight jumps
+    others = [nn.Parameter(x) for x in trained]
+    return params, optimizer, others, optimizer_of(name, others)
+
+
+def same(a, b):
+    """Whether all state of two optimizers is equal, bit for bit."""
+    a, b = a.state_dict(), b.state_dict()
+    assert a["param_groups"] == b["param_groups"]
+    for i, entry in b["state"].items():
+        assert entry.keys() == a["state"][i].keys()
+        for key, value in entry.items():
+            assert torch.equal(a["state"][i][key], value), key
+
+
+@pytest.mark.parametrize("name", [*ROWS, *EXACT])
+def test_later_steps_are_a_new_optimizers(name):
+    params, optimizer, others, new = pair(name)
+    same(optimizer, new)
+    for each, of in ((optimizer, params), (new, others)):
+        train(each, of, range(10, 14))
+        each.eval()
+        each.train()
+    equal(params, others)
+    same(optimizer, new)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("goes_on", ["eval", "train"])
+def test_transport_keeps_its_mode_and_its_weights(stored, goes_on):
+    name = "mars_adamw-transport" + "-stored" * stored
+    params = start()
+    optimizer = optimizer_of(name, params)
+    train(optimizer, params, range(3))
+    trained = [x.clone() for _, x in optimizer.iterates()]
+    getattr(optimizer, goes_on)()
+    optimizer.reset_momentum()
+    assert optimizer.param_groups[0]["train_mode"] == (goes_on == "train")
+    for switch in (optimizer.eval, optimizer.train, optimizer.eval, optimizer.train):
+        equal(params, trained)
+        switch()
+    train(optimizer, params, range(2))
+    assert not torch.equal(params[0], trained[0])
+
+
+@pytest.mark.parametrize("name", ["mars_adamw-log_time", "mars_adamw-transport"])
+def test_graphs_stay(name, monkeypatch):
+    """State begins again where it lies."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    params = start(("wide", "bias"))
+    optimizer = optimizer_of(name, params, compile=True)
+    train(optimizer, params, range(2))
+    held = {id(t) for entry in optimizer.state.values() for t in entry.values()}
+    before, lies = counters["stats"]["unique_graphs"], optimizer.describe().buckets
+    optimizer.reset_momentum(keep_log_time=True)
+    train(optimizer, params, range(2))
+    assert counters["stats"]["unique_graphs"] == before
+    assert optimizer.describe().buckets is lies
+    assert held == {id(t) for e in optimizer.state.values() for t in e.values()}
+
+
+@pytest.mark.parametrize("name", ["soap", "mars_adamw-transport", "adamw-log_time"])
+def test_a_state_dict_goes_on_after_a_reset(name):
+    params, optimizer, *_ = pair(name)
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    other = optimizer_of(name, others)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, of in ((optimizer, params), (other, others)):
+        train(each, of, range(3))
+    equal(params, others)
+
+
+@pytest.mark.parametrize("name", ["adamw-log_time", "soap-log_time", "mars_m-log_time"])
+def test_log_time_goes_on_if_asked(name):
+    """Averages and their count begin again, decays do not: a new optimizer's whose
+    LogTime starts there.
+    """
+    params = start()
+    optimizer = optimizer_of(name, params)
+    train(optimizer, params, range(5))
+    optimizer.reset_momentum(keep_log_time=True)
+    later = LogTime(3, start=5.0)
+    assert optimizer.param_groups[0]["betas"] == (later, later)
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    new = optimizer_of(name, others, betas=(later, later))
+    for group in optimizer.param_groups + new.param_groups:
+        group["betas_1d"] = None
+    for each, of in ((optimizer, params), (new, others)):
+        train(each, of, range(10, 14))
+    equal(params, others)
+    optimizer.reset_momentum(keep_log_time=True)
+    assert optimizer.param_groups[0]["betas"][0] == LogTime(3, start=9.0)
+
+
+def test_one_line_says_what_was_set(caplog):
+    with caplog.at_level(logging.INFO, "marsopt"):
+        pair("mars_soap-transport")
+    (line,) = [r.message for r in caplog.records if "reset_momentum" in r.message]
+    assert "row_basis to identity" in line
+    assert "iterate to parameter" in line
+    assert "exp_avg_in_basis" in line and "LogTime begins at t = 1" in line
+
+
+def test_what_is_no_average_stays():
+    params = start()
+    optimizer = optimizer_of("mars_adamw", params, max_norm=0.5)
+    train(optimizer, params, range(2))
+    params[0].grad[0, 0] = torch.nan
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.state[params[0]]["mine"] = torch.ones(2)
+    optimizer.reset_momentum()
+    assert optimizer.num_skipped == 1
+    assert optimizer.max_norm == 0.5
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert torch.equal(optimizer.state[params[0]]["mine"], torch.ones(2))
+
+
+def test_exact_and_svrg_ask_for_their_protocol_again():
+    for name, what in (
+        ("mars_adamw-exact", "update_previous_grad"),
+        ("mars_adamw-svrg", "update_previous_grad"),
+    ):
+        params, optimizer, *_ = pair(name)
+        with pytest.raises(RuntimeError, match=what):
+            optimizer.step()
+    train(optimizer, params, range(1))
+    with (
+        optimizer.at_snapshot(),
+        pytest.raises(RuntimeError, match="leave the context first"),
+    ):
+        optimizer.reset_momentum()
+    train(optimizer, params, range(1))

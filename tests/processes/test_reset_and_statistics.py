@@ -1,0 +1,121 @@
+"""``reset_momentum`` and ``statistics`` under FSDP2 and plain data parallelism."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from marsopt import MARS
+from marsopt.parallel import DataParallel, MeshCollectives
+from tests.processes import spawn
+from tests.table import SHAPES, steady, tensors
+
+pytestmark = pytest.mark.processes
+
+KINDS = {  # the state of shards and of owners; x that follows, and that is kept
+    "mars-soap": dict(correction="transport", precondition_frequency=2),
+    "mars-adamw": dict(correction="transport"),
+    "mars-m": {},
+}
+TENSORS = SHAPES | {"small": (1, 3)}  # of which a rank has nothing
+
+
+def build(door, params, mars_type):
+    own = KINDS[mars_type] | steady(mars_type)
+    options = dict(lr=0.02, max_norm=2.0, ns_dtype=torch.float64, compile=False)
+    if door == "DataParallel":
+        options["collectives"] = DataParallel()
+    elif door == "FSDP2":
+        options["collectives"] = MeshCollectives(init_device_mesh("cpu", (2,)))
+    return MARS([*params.items()], mars_type=mars_type, **options, **own)
+
+
+def start(door):
+    drawn = tensors(SHAPES, 0, dtype=torch.float64) | {
+        "small": torch.ones(1, 3).double()
+    }
+    return {n: nn.Parameter(put(door, x)) for n, x in drawn.items()}
+
+
+def put(door, x):
+    if door != "FSDP2":
+        return x
+    return distribute_tensor(x, init_device_mesh("cpu", (2,)), [Shard(0)])
+
+
+def step(door, optimizer, params, seeds):
+    for seed in seeds:
+        drawn = tensors(SHAPES, seed, dtype=torch.float64)
+        for n, p in params.items():
+            p.grad = put(door, drawn.get(n, torch.full((1, 3), 0.1 * seed).double()))
+        optimizer.step()
+
+
+def local(x):
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def reset(rank, world, door):
+    """Whether later steps are those of a new optimizer, bit for bit."""
+    found = {}
+    for mars_type in KINDS:
+        params = start(door)
+        optimizer = build(door, params, mars_type)
+        step(door, optimizer, params, range(3))
+        trained = [x.clone() for _, x in optimizer.iterates()]
+        optimizer.reset_momentum()
+        others = {n: nn.Parameter(x) for n, x in zip(params, trained, strict=True)}
+        new = build(door, others, mars_type)
+        step(door, optimizer, params, range(10, 13))
+        step(door, new, others, range(10, 13))
+        found[mars_type] = [
+            torch.equal(local(params[n]), local(others[n])) for n in params
+        ]
+    return found
+
+
+def measured(rank, world, door):
+    """The statistics of a tracked step, and how often a step and they have reduced."""
+    found = {}
+    for mars_type in KINDS:
+        params = start(door)
+        optimizer = build(door, params, mars_type)
+        step(door, optimizer, params, range(2))
+        counts = []
+        for tracks in (False, True):
+            optimizer.track_updates = tracks
+            with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as spy:
+                step(door, optimizer, params, [2])
+                counts.append(spy.call_count)
+                values = optimizer.statistics()
+                counts.append(spy.call_count)
+        by_name = {
+            field: dict(zip(values.names, getattr(values, field).tolist(), strict=True))
+            for field in ("grad_norm", "clip", "update")
+        }
+        found[mars_type] = by_name, counts
+    return found
+
+
+@pytest.mark.parametrize("door", ["FSDP2", "DataParallel"])
+def test_statistics_are_those_of_one_process(door):
+    """A tracked step reduces once, as before; its statistics reduce once more."""
+    alone = measured(0, 1, "one process")
+    for found in spawn(measured, 2, door):
+        for mars_type, (values, counts) in found.items():
+            for field, of_one in alone[mars_type][0].items():
+                assert values[field] == pytest.approx(of_one, rel=1e-9), field
+            assert counts == [1, 1, 1, 2], mars_type
+
+
+@pytest.mark.parametrize("door", ["FSDP2", "DataParallel"])
+def test_after_a_reset_ranks_go_on_as_a_new_optimizer(door):
+    for found in spawn(reset, 2, door):
+        for mars_type, equal in found.items():
+            assert all(equal), (mars_type, equal)
