@@ -50,6 +50,7 @@ HOMES = {
         "small_moonlight_transport",
         "small_muon",
         "xl_mars_shampoo",
+        "xl_moonlight",
     ),
     "tiny": (
         "tiny_adamw",

@@ -69,6 +69,11 @@ def large_moonlight() -> MarsTrainer.Config:
     return recipe("large", "moonlight")
 
 
+def xl_moonlight() -> MarsTrainer.Config:
+    """1.56B, Moonlight: ours, xl_moonlight_fw's numbers; never trained."""
+    return recipe("xl", "moonlight")
+
+
 def small_mars_m() -> MarsTrainer.Config:
     """124M, MARS-M: MARS_M/scripts/run_mars_m_small.sh."""
     return recipe("small", "mars_m")

@@ -19,9 +19,10 @@ STEPS, BATCH, LR = 120, 16, 2e-2
 
 
 class Print(transformers.TrainerCallback):
-    def on_log(self, args, state, control, logs, **kwargs):
+    def on_log(self, args, state, control, logs, optimizer, **kwargs):
         if "loss" in logs:
-            print(f"step {state.global_step:3}  loss {float(logs['loss']):.6f}")
+            loss, skipped = float(logs["loss"]), optimizer.optimizer.num_skipped
+            print(f"step {state.global_step:3}  loss {loss:.6f}  {skipped} skipped")
 
 
 def chains(num: int) -> list[dict[str, torch.Tensor]]:
@@ -43,16 +44,16 @@ if __name__ == "__main__":
     if "--object" in sys.argv:
         how = {"optimizers": (marsopt.for_model(model, lr=LR), None)}  # 1
     else:
-        factory = lambda: marsopt.for_model  # noqa: E731
-        how = {"optimizer_cls_and_kwargs": (factory, {"lr": LR})}  # 1
+        how = {"optimizer_cls_and_kwargs": (lambda: marsopt.for_model, {"lr": LR})}  # 1
     arguments = transformers.TrainingArguments(
         folder, max_steps=STEPS, save_steps=40, logging_steps=20, use_cpu=True,
         per_device_train_batch_size=BATCH, disable_tqdm=True, report_to=[],
-        train_sampling_strategy="sequential", max_grad_norm=0.0,  # MARS clips
+        train_sampling_strategy="sequential", lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.1}, max_grad_norm=0.0,  # MARS clips
     )  # fmt: skip
     trainer = transformers.Trainer(
-        model, arguments, train_dataset=chains(512), eval_dataset=chains(64), **how,
-        callbacks=[Print()],
+        model, arguments, train_dataset=chains(512), eval_dataset=chains(64),
+        callbacks=[Print()], **how,
     )  # fmt: skip
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(folder))

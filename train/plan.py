@@ -158,6 +158,7 @@ def main() -> None:
         raise UserError(str(error)) from error
     title = tables.title(what, jobs[0], args.replicas)
     print(title, tables.sweep_table(rows), sep="\n")
+    print(f"Times are a model. {tables.assumed(options['hardware'])}.")
     draw(rows, title.replace(", ", "\n", 1), args.picture)
     print(f"picture {args.picture}")
 

@@ -25,6 +25,7 @@ from train.data.batches import Batches
 from train.data.tokens import open_tokens
 from train.engine import launch, recipes
 from train.engine.launch import parse, title
+from train.engine.progress import METRICS, Lines
 from train.engine.resolve import (
     FOLLOW,
     LARGEST,
@@ -195,7 +196,9 @@ def test_a_run_shows_everything(one):
     assert list(held_out) == [1, 4, 8]
     assert float(losses[STEPS]) < float(losses[1]) - 0.5
     assert f"starting a new run in {folder} (1 process): {STEPS} steps" in out
-    assert re.search(r"step 4/8 .* tokens/s  ETA 0:00:0\d", out)
+    # after the second log, before which steps compile
+    timed = re.findall(r"step (\d)/8 .* tokens/s  ETA 0:00:0\d", out)
+    assert timed == ["3", "4", "5", "6", "7", "8"]
     assert "nats per byte of held-out text" in out
     assert "per token" not in out  # a token is a byte
     log = (folder / "rank0.log").read_text()
@@ -216,6 +219,41 @@ def test_tensorboard_has_one_run_with_names(one):
     half = dict(embeddings=3e-3, layer_norms=1.5e-3, matrices=3e-3)  # of the warm-up
     assert rates == {f"lr/{n}": pytest.approx(lr) for n, lr in half.items()}
     assert "mfu(%)" not in scalars
+
+
+def rows_of(folder):
+    """The JSON lines of a run."""
+    return [json.loads(row) for row in (folder / METRICS).read_text().splitlines()]
+
+
+def test_json_lines_are_what_tensorboard_has(one):
+    folder, *_ = one
+    found = {}
+    for row in rows_of(folder):
+        step = row.pop("step")
+        for tag, value in row.items():
+            assert step not in found.setdefault(tag, {})
+            found[tag][step] = pytest.approx(value, rel=1e-6)
+    assert read_scalars(folder / "tb") == found
+    # and each is described
+    page = (ROOT / "docs/training.md").read_text()
+    assert all(f"`{tag}`" in page for tag in found)
+
+
+def test_json_lines_of_steps_that_are_taken_again_go(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = ({"step": 4, "a": 1}, {"step": 5, "a": 2}, {"step": 4, "b": 3})
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + '{"st')
+    lines = Lines(path, done=4)
+    lines.log({"a": math.nan, "b": 1, "c": 0.5}, step=5)
+    lines.close()
+    assert rows_of(tmp_path) == [
+        {"step": 4, "a": 1},
+        {"step": 4, "b": 3},
+        {"step": 5, "a": None, "b": 1, "c": 0.5},
+    ]
+    Lines(path, done=0).close()
+    assert path.read_bytes() == b""
 
 
 def test_statistics_of_each_parameter_are_in_tensorboard(data, one, tmp_path):
@@ -293,6 +331,8 @@ def test_stopped_and_resumed_on_another_number_of_processes(
     one_run = EventAccumulator(str(tmp_path / "r" / "tb")).Reload()
     logged = [event.step for event in one_run.Scalars(summary.TRAIN)]
     assert logged == list(range(1, STEPS + 1))
+    rows = [row["step"] for row in rows_of(tmp_path / "r") if summary.TRAIN in row]
+    assert rows == logged
     assert {**first, **rest} == losses
     assert {**val_first, **val_rest} == held_out
     assert list(rest) == [5, 6, 7, 8]

@@ -19,6 +19,7 @@ import marsopt
 from examples import digits
 from tests.forks import forked
 from train import prepare
+from train.engine.schedule import cosine
 from train.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -94,8 +95,9 @@ class OfHuggingFace:
     def loss(self, rows):
         return self.model(rows, labels=rows).loss
 
-    def scheduler(self, optimizer):  # the Trainer's own
-        return LambdaLR(optimizer, lambda step: 1 - step / self.num_steps)
+    def scheduler(self, optimizer):  # the Trainer's own: a cosine to a tenth
+        to_a_tenth = dict(warmup=0, total=self.num_steps, floor=0.1)
+        return LambdaLR(optimizer, lambda step: cosine(step, **to_a_tenth))
 
     def load(self, saved):
         self.model = type(self.model).from_pretrained(saved)

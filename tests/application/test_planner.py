@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 
@@ -171,14 +172,22 @@ def test_the_command(tmp_path):
     sweep = ("--config", "tiny_mars_shampoo", "--sweep", "--picture", picture)
     code, out, err = forked("train.plan", *sweep)
     assert (code, err) == (0, LOADING)
-    assert [int(line.split()[0]) for line in out.splitlines()[2:-1]] == [
+    assert [int(line.split()[0]) for line in out.splitlines()[2:-3]] == [
         2**i for i in range(13)
     ]
+    assert "Times are a model. Each GPU sends 400 Gbit/s" in out
     assert picture.stat().st_size > 10_000
     every = ("--config", "small_mars_shampoo", "--ranks", "4", "--all")
     code, out, _ = forked("train.plan", *every)
     assert out.count("rank ") >= 48
     assert " GiB with activation-checkpoint:full (15 x 1,024 tokens in bf16" in out
+    assert re.search(r"^batch +491,520 tokens a step, over all GPUs$", out, re.M)
+    (speed,) = re.findall(r"^tokens/s, predicted +([\d,]+), of all GPUs$", out, re.M)
+    (seconds,) = re.findall(r"^forward and backward +(\S+) s, predicted", out, re.M)
+    (own,) = re.findall(r"^optimizer step, predicted +(\S+) ms$", out, re.M)
+    step = float(seconds) + float(own) / 1e3
+    assert float(speed.replace(",", "")) * step == pytest.approx(491_520, rel=2e-3)
+    assert "multiplies at 400 TFLOP/s in\n  Newton-Schulz and 40% of that" in out
     code, _, err = forked("train.plan", "--config", "none")
     assert code == 2
     assert err.startswith(f"{LOADING}error: got --config none")
@@ -218,7 +227,7 @@ def test_the_command_compares_rules_on_a_model():
         "Model:",
         "float32",
         "bf16",
-        "No network was measured",
+        "No network was\n  measured",
     ):
         assert told in out
 

@@ -59,6 +59,7 @@ large_muon           muon          6.67e-3 6.67e-3 1e-3    1e-5     0    0    .1
 small_moonlight      moonlight     6e-3    6e-3    6e-3    3e-5     .1   .1   .1   .95 .99
 medium_moonlight     moonlight     5e-3    5e-3    5e-3    6e-5     .1   .1   .1   .95 .99
 large_moonlight      moonlight     5e-3    5e-3    5e-3    1e-5     .1   .1   .1   .95 .99
+xl_moonlight         moonlight     3e-3    3e-3    3e-3    1e-5     .1   .1   .1   .95 .99
 small_moonlight_fw   moonlight     6e-3    6e-3    6e-3    3e-5     .1   .1   .1   .95 .99
 large_moonlight_fw   moonlight     5e-3    5e-3    5e-3    1e-5     .1   .1   .1   .95 .99
 xl_moonlight_fw      moonlight     3e-3    3e-3    3e-3    1e-5     .1   .1   .1   .95 .99

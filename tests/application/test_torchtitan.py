@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from examples import torchtitan_llama3
 from tests import titan_main
 from tests import titan_models as titan  # it prepares torchtitan for a CPU
 
@@ -181,6 +182,15 @@ def test_default_mars_is_for_models_start():
         assert {g["gamma"] for g in mars.param_groups} == {gamma}
     (mars,) = RULES["mars-m"].build(model_parts=[Part()]).every_mars
     assert "correction: approximate" in repr(mars)
+
+
+def test_the_example_trains_llama3_8b_by_moonlight():
+    trained = torchtitan_llama3.llama3_8b_mars()
+    assert len(trained.model_spec.model.layers) == 32
+    assert trained.checkpoint.interval == 500
+    (mars,) = trained.optimizer.build(model_parts=[Part()]).every_mars
+    assert {g["mars_type"] for g in mars.param_groups} == {"moonlight", "adamw"}
+    assert {g["lr"] for g in mars.param_groups} == {3e-3}
 
 
 def test_what_the_page_shows_splits_the_fused_projection_into_heads():

@@ -99,7 +99,10 @@ def test_a_run_writes_through_no_hard_links(run):
     assert (run[0].parent / "thesis").read_text() == "years"
 
 
-LINKED = ["rank0.log", "settings.json", ".settings.json.tmp", "tb", "checkpoint"]
+LINKED = [
+    *("rank0.log", "metrics.jsonl", "settings.json", ".settings.json.tmp"),
+    *("tb", "checkpoint"),
+]
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])

@@ -13,6 +13,8 @@ import re
 import runpy
 import shlex
 import sys
+import warnings
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -156,6 +158,25 @@ def own_names():
 
 
 @contextlib.contextmanager
+def others(*packages: str):
+    """Import a trainer's packages, or skip; what it warns of is its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield [pytest.importorskip(package) for package in packages]
+
+
+class WithLoss(nn.Module):
+    """A model as Hugging Face's Trainer calls it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, labels):
+        return dict(loss=nn.functional.mse_loss(self.inner(x), labels))
+
+
+@contextlib.contextmanager
 def setting(heading, names, folder):
     """Give ``names`` what the code under a heading takes for granted, and look at what
     it has made.
@@ -171,6 +192,8 @@ def setting(heading, names, folder):
     def loss(pair):
         return nn.functional.mse_loss(model(pair[0]), pair[1])
 
+    if heading in ("Lightning", "accelerate"):  # a list would be one of loaders
+        names["loader"] = torch.utils.data.DataLoader(loader, batch_size=None)
     match heading:
         case "Guide":
             names["loss"] = loss(loader[0])
@@ -246,7 +269,35 @@ def setting(heading, names, folder):
             yield
             built = names["config"].optimizer.build(model_parts=[model])
             assert any(type(optimizer) is MARS for optimizer in built)
-        case "Other trainers":
+        case "Hugging Face's Trainer":
+            with others("transformers", "accelerate") as (transformers, _):
+                short = dict(max_steps=3, logging_steps=1, use_cpu=True)
+                names["transformers"] = SimpleNamespace(
+                    Trainer=transformers.Trainer,
+                    TrainingArguments=partial(transformers.TrainingArguments, **short),
+                )
+                pairs = zip(inputs, labels, strict=True)
+                names["dataset"] = [dict(x=x, labels=y) for x, y in pairs]
+                names |= dict(model=WithLoss(model), folder=str(folder))
+                yield
+            logged = [r for r in names["trainer"].state.log_history if "loss" in r]
+            assert [row["num_skipped"] for row in logged] == [0, 0, 0]
+            assert not torch.equal(next(model.parameters()), start[0])
+        case "Lightning":
+            with others("lightning") as (lightning,):
+                off = ("logger", "enable_progress_bar", "enable_checkpointing")
+                options = dict.fromkeys(off, False) | dict(accelerator="cpu")
+                names["lightning"] = SimpleNamespace(
+                    LightningModule=lightning.LightningModule,
+                    Trainer=partial(lightning.Trainer, **options),
+                )
+                yield
+            assert not torch.equal(next(model.parameters()), start[0])
+        case "accelerate":
+            with others("accelerate") as (names["accelerate"],):
+                yield
+            assert not torch.equal(next(model.parameters()), start[0])
+        case "axolotl":
             base = ModuleType("axolotl.integrations.base")
             base.BasePlugin = object  # axolotl is not installed
             parents = ("axolotl", "axolotl.integrations")

@@ -1,9 +1,13 @@
-"""What a run shows: a bar on a terminal, lines in a log; all goes to TensorBoard."""
+"""What a run shows: a bar on a terminal, lines in a log; all goes to TensorBoard and,
+under the same names, to a file of JSON lines.
+"""
 
+import json
 import logging
+import math
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,11 +26,16 @@ from train.engine.titan import (
     MetricsProcessor,
     TensorBoardLogger,
 )
+from train.files import growing, opened, write
 from train.pictures import by_layer
 from train.runs.checkpoints import last_step
 from train.runs.summary import PER_BYTE
 
 log = logging.getLogger(__name__)
+
+METRICS = "metrics.jsonl"  # in the folder of a run
+# without tqdm's speed and ETA, which count the compiling of the first steps
+BAR = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 @contextmanager
@@ -52,6 +61,44 @@ class Scalars(TensorBoardLogger):
         self.writer = SummaryWriter(str(folder), max_queue=1000, purge_step=purge)
 
 
+class Lines(BaseLogger):
+    """A JSON object in a line of ``path`` for each call of ``log``: "step", and numbers
+    under TensorBoard's names, null where they are not finite. Lines after step ``done``
+    are of a call that was cut off, and go.
+    """
+
+    def __init__(self, path: Path, done: int) -> None:
+        if path.exists():
+            expected = "the lines that an earlier call wrote: move it away"
+            with opened(path, expected) as file:
+                before = file.read()
+            kept = b"".join(row for row in before.splitlines(True) if _is_by(row, done))
+            if kept != before:
+                write(path, kept)
+        self._file = growing(path, "a")
+
+    def log(self, metrics: dict, step: int) -> None:
+        row = {
+            name: value if math.isfinite(value) else None
+            for name, value in metrics.items()
+        }
+        with suppress(OSError):  # a full disk is told where the run saves or ends
+            self._file.write(json.dumps({"step": step, **row}) + "\n")
+            self._file.flush()  # whatever kills the run next
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+
+def _is_by(row: bytes, done: int) -> bool:
+    """Whether a line is whole, and of step ``done`` or before."""
+    try:
+        return json.loads(row)["step"] <= done
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
 class Progress(MetricsProcessor):
     """torchtitan's metrics, with loss, speed and remaining time on the console."""
 
@@ -72,9 +119,11 @@ class Progress(MetricsProcessor):
         kwargs |= dict(config=others, dump_folder=dump_folder)
         logger = super()._build_metric_logger(**kwargs)
         rank, folder = dist.get_rank(), Path(dump_folder) / config.save_tb_folder
+        if not isinstance(logger, LoggerContainer):
+            logger = LoggerContainer()
+        if rank == 0:
+            logger.add_logger(Lines(Path(dump_folder) / METRICS, done))
         if config.enable_tensorboard and (rank == 0 or config.save_for_all_ranks):
-            if not isinstance(logger, LoggerContainer):
-                logger = LoggerContainer()
             each = folder / f"rank_{rank}" if config.save_for_all_ranks else folder
             logger.add_logger(Scalars(each, done))
         return logger
@@ -85,7 +134,9 @@ class Progress(MetricsProcessor):
         self.has_quantization |= self.device_memory_monitor.device_name == "cpu"
         self._per_byte = meta.nats_per_byte("val")
         self._unit = loss_unit(meta.tokenizer)
-        self._started: tuple[int, float] | None = None
+        self._num_logs = 0
+        self._warm: tuple[int, float] = (0, 0.0)
+        """Step and time of the second log: steps before it compile."""
         self._bar: tqdm | None = None
         self._speaks = dist.get_rank() == 0
 
@@ -101,8 +152,9 @@ class Progress(MetricsProcessor):
         device = self.of_device(now - self.time_last_log)
         with _silent():
             super().log(step, global_avg_loss, global_max_loss, grad_norm, metrics)
-        if self._started is None:
-            self._started = (step, now)
+        self._num_logs += 1
+        if self._num_logs == 2:
+            self._warm = (step, now)
         if not self._speaks:
             return
         line = f"loss {global_avg_loss:.5f}  grad norm {grad_norm:.3f}"
@@ -110,19 +162,19 @@ class Progress(MetricsProcessor):
         line += device
         if skipped:
             line += f"  {skipped} skipped"
-        if sys.stderr.isatty():
-            if self._bar is None:
-                options = dict(unit="step", dynamic_ncols=True)
-                self._bar = tqdm(total=total, initial=step, **options)
-            self._bar.set_postfix_str(line, refresh=False)
-            self._bar.update(step - self._bar.n)
-            log.info("step %d/%d  %s", step, total, line)
-            return
-        first, began = self._started
-        if step > first:
+        if self._num_logs > 2:
+            first, began = self._warm
             left = (now - began) / (step - first) * (total - step)
             line += f"  ETA {timedelta(seconds=round(left))}"
-        self._say(f"step {step}/{total}  {line}")
+        if not sys.stderr.isatty():
+            self._say(f"step {step}/{total}  {line}")
+            return
+        if self._bar is None:
+            options = dict(unit="step", dynamic_ncols=True, bar_format=BAR)
+            self._bar = tqdm(total=total, initial=step, **options)
+        self._bar.set_postfix_str(line, refresh=False)
+        self._bar.update(step - self._bar.n)
+        log.info("step %d/%d  %s", step, total, line)
 
     def of_device(self, seconds: float) -> str:
         """Return the peak memory, and the share of the peak FLOPs, of a GPU."""

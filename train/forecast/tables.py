@@ -35,6 +35,7 @@ def _totals(job: Job, found: Forecast) -> list[str]:
     mean = sum(flops) / len(flops) / 1e12
     called = ", ".join(f"{num} {kind}" for kind, num in calls.items() if num)
     return [
+        f"batch                      {job.tokens:10,} tokens a step, over all GPUs",
         f"sent per rank and step     {found.sent_bytes / MEGA:10.1f} MB "
         f"(most: {found.most_sent_bytes / MEGA:.1f} MB, by an owner)",
         f"collectives per step       {called or 'none':>10}",
@@ -49,6 +50,7 @@ def _totals(job: Job, found: Forecast) -> list[str]:
         f"optimizer step, predicted  {found.optimizer_seconds / MILLI:10.2f} ms",
         f"forward and backward       {found.training_seconds:10.3f} s, predicted "
         f"(optimizer's share of both {found.share:.1%})",
+        f"tokens/s, predicted        {job.tokens / found.seconds:10,.0f}, of all GPUs",
     ]
 
 
@@ -105,6 +107,17 @@ HEAD = (
 )
 
 
+def assumed(hardware: Hardware) -> str:
+    """Return the device that times are predicted for, and how much of it is used."""
+    machine = hardware.machine
+    return (
+        f"Each GPU sends {machine.link * 8 / 1e9:g} Gbit/s, multiplies at "
+        f"{machine.flops / 1e12:g} TFLOP/s in\n"
+        f"  Newton-Schulz and {hardware.utilization:.0%} of that in training, moves "
+        f"{hardware.memory / 1e9:g} GB/s in its memory"
+    )
+
+
 def comparison(rows: Sequence[tuple[Job, int, Forecast]]) -> str:
     """Return one line per rule and number of ranks."""
     lines, before = [*HEAD], None
@@ -123,7 +136,6 @@ def comparison(rows: Sequence[tuple[Job, int, Forecast]]) -> str:
 
 def legend(hardware: Hardware) -> str:
     """Return what the columns of ``comparison`` mean and assume."""
-    machine = hardware.machine
     return f"""\
 Counted: FSDP2, all in float32, each GPU its shard, of which the largest is shown; one
   GPU alone without FSDP2: its parameters lie in the optimizer's own stacks.
@@ -132,11 +144,9 @@ Counted: FSDP2, all in float32, each GPU its shard, of which the largest is show
   bf16 for forward and backward, and buffers of NCCL and cuBLAS. MB sent: by the
   optimizer, in the mean over GPUs; without what FSDP sends.
 Model: opt. ms, the optimizer's step; train s, forward and backward (of exact MARS
-  two); tokens/s, of all. Each GPU sends {machine.link * 8 / 1e9:g} Gbit/s, multiplies \
-at {machine.flops / 1e12:g} TFLOP/s in
-  Newton-Schulz and {hardware.utilization:.0%} of that in training, moves \
-{hardware.memory / 1e9:g} GB/s in its memory; FSDP's
-  traffic hides behind computing, or the other way round. No network was measured."""
+  two); tokens/s, of all. {assumed(hardware)};
+  FSDP's traffic hides behind computing, or the other way round. No network was
+  measured."""
 
 
 def title(what: str, job: Job, replicas: int = 1) -> str:
@@ -193,6 +203,7 @@ def report(
             several = len(ranks) > 1 or replicas > 1
             parts += [f"{n} {'GPU' if n == 1 else 'GPUs'}{_of(replicas)}"] * several
             parts.append(table(job, forecast(job, n, **sizes), every))
+        parts.append(f"Times are a model. {assumed(hardware)}.")
         return "\n".join(parts)
     rows = [(job, n, forecast(job, n, **sizes)) for job in jobs for n in ranks]
     heading = _heading(what, jobs, replicas)

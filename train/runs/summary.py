@@ -138,6 +138,7 @@ def summarize(folder: Path, title: str) -> None:
         ("loss curve", "loss.png"),
         ("sample", "sample.txt"),
         ("TensorBoard", "tb"),
+        ("JSON lines", "metrics.jsonl"),
         ("checkpoint", f"checkpoint/step-{step}"),
         ("log", "rank0.log"),
     ):
