@@ -705,6 +705,7 @@ EFFECTIVE = {
     "dataloader.dataset_path",
     "validator.dataloader.dataset_path",
     "lr_scheduler.total_steps",
+    "metrics.statistics_freq",
 }
 # of parallelism that is switched off
 IDLE = {
