@@ -39,7 +39,7 @@ PRETRAINING: dict[str, Recipe] = {
     "adamw": ELEMENTWISE | dict(rule="adamw", lr=0.01032, beta1=0.8778),
 }
 STEPS, RANK = 240, 8
-FACTOR, TRIALS = 3.0, 6  # between learning rates at first; of a search
+FACTOR, TRIALS = 3.0, 6  # between a search's first learning rates; most of them
 LAYERS = ("attn_in", "attn_out", "mlp_in", "mlp_out")
 SCALE = 2.0  # of LoRA's product: alpha over the rank
 
@@ -154,27 +154,25 @@ class Setting(plain.Setting):
 
 def study(title: str, lr: float, **changes: Any) -> Study:
     """Return what ``for_model`` builds beside AdamW, their learning rates searched
-    around one guess.
+    around one guess, and the loss before.
     """
-    recipes: dict[str, Recipe] = {"AdamW": ADAMW, "for_model": dict(rule="moonlight")}
     axes = (Axis("lr", lr / FACTOR, lr * FACTOR, factor=FACTOR, start=lr),)
-    methods = {name: Method(recipe, axes, SEEDS) for name, recipe in recipes.items()}
+    methods = {
+        "AdamW": Method(ADAMW, axes, SEEDS),
+        "for_model": Method(dict(rule="moonlight"), axes, SEEDS),
+        "as pretrained": Method(ADAMW | dict(lr=0.0), num_seeds=1),
+    }
     small = asdict(SMALL) | dict(data="data/prose", steps=STEPS, points=2)
     small |= dict(source=SMALL.data, source_steps=SMALL.steps) | changes
     return Study(title=title, setting=Setting(**small), methods=methods, trials=TRIALS)
 
 
 def fine_tuning() -> Study:
-    """Every parameter is trained; beside, AdamW at for_model's numbers, and the loss
-    before.
-    """
+    """Every parameter is trained; beside, by AdamW at for_model's numbers."""
     made = study("0.1M parameters, code to prose, full", 5e-3)
-    numbers = replace(
-        made.methods["AdamW"], recipe=ADAMW | dict(beta2=0.95, weight_decay=0.1)
-    )
-    before = Method(ADAMW | dict(lr=0.0), num_seeds=1)
-    more = {"AdamW, for_model's numbers": numbers, "as pretrained": before}
-    return replace(made, methods={**made.methods, **more})
+    numbers = ADAMW | dict(beta2=0.95, weight_decay=0.1)
+    more = replace(made.methods["AdamW"], recipe=numbers)
+    return replace(made, methods={**made.methods, "AdamW, for_model's numbers": more})
 
 
 def fine_tuning_adamw() -> Study:

@@ -46,7 +46,7 @@ __all__ = [
 Recipe = dict[str, Any]
 
 STORES = Path(__file__).parent / "study"
-KINDS = ("batch", "defaults", "digits", "log_time", "small", "width")
+KINDS = ("batch", "defaults", "digits", "fine_tuning", "log_time", "small", "width")
 
 # The space that draws come from, the same for all methods of one kind; searches go
 # beyond it.

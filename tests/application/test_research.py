@@ -311,10 +311,13 @@ def test_steps_saved_lie_between_the_control_s_horizons():
         ("batch_quarter", "transport", "NAdamW", "-0.0470"),
         ("prose", "Moonlight, transport", "Moonlight", "-0.0407"),
         ("bpe", "transport", "NAdamW", "+0.0119"),
+        ("fine_tuning", "for_model", "AdamW", "-0.0059"),
+        ("fine_tuning_lora", "for_model", "AdamW", "+0.0066"),
     ],
 )
 def test_the_study_page_has_the_differences_of_the_stores(name, title, control, said):
-    table = rows(entries(getattr(studies, name)(), studies.stored(name)))
+    module = fine_tuning if name in fine_tuning.__all__ else studies
+    table = rows(entries(getattr(module, name)(), studies.stored(name)))
     (row,) = (r for r in table if r.entry.title == title)
     assert row.entry.control == control and f"{row.difference:+.4f}" == said
     assert said in (Path(studies.__file__).parent / "study.md").read_text()
@@ -411,10 +414,12 @@ def test_pretrained_weights_are_tuned_whole_or_by_lora(make, setting, tmp_path):
     for path in Path(setting.data).iterdir():  # read backwards
         np.fromfile(path, "<u2")[::-1].tofile(source / path.name)
     own = asdict(setting) | dict(steps=24, source=str(source), source_steps=16)
-    rank, weights = study.setting.rank, str(tmp_path / "weights")
-    tuning = fine_tuning.Setting(**own, rank=rank, weights=weights)
+    rank, rule = study.setting.rank, study.setting.source_rule
+    own |= dict(source_rule=rule, weights=str(tmp_path / "weights"))
+    tuning = fine_tuning.Setting(**own, rank=rank)
     tuning.check({title: study.first(title) for title in study.methods})
-    assert tuning.identity()["pretraining"]["steps"] == 16
+    before = tuning.identity()["pretraining"]
+    assert (before["steps"], before["rule"]) == (16, rule)
     model, whole = tuning.model(1), replace(tuning, rank=None).model(2)
     (kept,) = (tmp_path / "weights").iterdir()
     tokens = torch.arange(16)[None]
@@ -426,6 +431,8 @@ def test_pretrained_weights_are_tuned_whole_or_by_lora(make, setting, tmp_path):
     start = train(replace(tuning, rank=None), fine_tuning.ADAMW | dict(lr=0.0), 1)
     assert max(found["AdamW"], found["for_model"]) < final(start) < math.log(64)
     assert [*(tmp_path / "weights").iterdir()] == [kept]
+    with pytest.raises(UserError, match="got source_rule='sgd', expected one of moon"):
+        replace(tuning, source_rule="sgd").check({})
 
 
 @pytest.mark.parametrize("make", [studies.digits_convnet, studies.digits_vit])
