@@ -1,5 +1,6 @@
-"""Parameter buckets: the parameters of one group that take one algorithm and share a
-stack, with their state. Parameters and state stay where they were made.
+"""Parameter buckets: parameters that share a stack, of one shape and one formula, with
+their state. Param groups of one formula are joined, with a value of each hyperparameter
+for each tensor. Parameters and state stay where they were made.
 """
 
 from __future__ import annotations

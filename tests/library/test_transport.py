@@ -32,6 +32,7 @@ from tests.stacking import (
 )
 
 TYPES = list(marsopt.REGISTRY)
+ELEMENTWISE = [n for n, row in marsopt.REGISTRY.items() if row.fallback == "itself"]
 GAMMA, LR = 0.1, 1e-2
 GOLDEN = Path(__file__).parents[1] / "golden" / "transport.json"
 
@@ -88,7 +89,7 @@ def test_the_class_is_the_rule(mars_type, mode, monkeypatch):
     forced(monkeypatch, mode)
     mine, theirs = params(), params()
     options = dict(mars_type=mars_type, gamma_1d=0.05, max_norm=2.0)
-    if mars_type in ("adamw", "nadamw", "lion"):  # nothing is beside the rule
+    if mars_type in ELEMENTWISE:  # nothing is beside the rule
         del options["gamma_1d"]
     optimizer = made(mine, mode, **options)
     options |= dict(ns_dtype=torch.float32)
@@ -418,7 +419,7 @@ def test_adamw_keeps_its_moments_and_four_numbers(mars_type):
         optimizer = made(own, mars_type=mars_type, state_dtype=state_dtype)
         exact = state_dtype is None and dtype.itemsize >= 4
         for p in own:
-            beside = p.ndim < 2 and mars_type not in ("nadamw", "lion")
+            beside = p.ndim < 2 and mars_type not in ELEMENTWISE
             computed = exact and (mars_type in COMPUTED or beside)
             assert ("lookahead" in optimizer.state[p]) is computed
             assert ("iterate" in optimizer.state[p]) is not computed
