@@ -68,14 +68,14 @@ def test_a_state_dict_brings_its_structure_and_loses_nothing(saved, into):
 
 def test_a_refused_load_changes_nothing():
     a, b = twins((3, 3), (3,))
-    optimizer, theirs = eager(a, lr=LR), torch.optim.AdamW(b, lr=0.7)
+    optimizer, theirs = eager(a, lr=LR), torch.optim.SGD(b, lr=0.7, momentum=0.9)
     run(optimizer, a, 2)
     fill(b, 0)
     theirs.step()
     before = copy.deepcopy(optimizer.state_dict())
     bad = copy.deepcopy(before)
     bad["param_groups"][0]["lr"] = -1.0
-    for state_dict, message in ((theirs.state_dict(), "last_grad"), (bad, "lr=-1.0")):
+    for state_dict, message in ((theirs.state_dict(), "another"), (bad, "lr=-1.0")):
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(state_dict)
         after = optimizer.state_dict()
@@ -991,14 +991,3 @@ def test_a_rule_with_new_debiased_moments_starts_with_its_steps(correction):
     after = dict(optimizer.iterates())
     assert (after[p] - before[p]).abs().max() < 0.05  # it was more than one
     assert float(optimizer.state[p]["step"]) == 2
-
-
-def test_a_state_dict_of_torchs_muon_is_refused_by_its_origin():
-    p = torch.nn.Parameter(torch.ones(4, 4))
-    theirs = torch.optim.Muon([p])
-    p.grad = torch.ones(4, 4)
-    theirs.step()
-    optimizer = MARS([p], mars_type="muon", compile=False)
-    with pytest.raises(ValueError, match="a state dict that another optimizer saved"):
-        optimizer.load_state_dict(theirs.state_dict())
-    optimizer.step()
