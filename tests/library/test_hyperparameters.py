@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import partial
+from inspect import signature
 from typing import get_args
 
 import hypothesis
@@ -470,7 +471,7 @@ def train(optimizer, num_steps):
     assert optimizer.num_skipped or all(p.isfinite().all() for p in params)
 
 
-def words():
+def model_with_embeddings():
     head = nn.Linear(4, 9, bias=False)
     return nn.ModuleDict(dict(a=nn.Embedding(9, 4), b=nn.Linear(4, 4), head=head))
 
@@ -488,12 +489,15 @@ def by_group(mars_type, own):
 
 def by_for_model(mars_type, own):
     own = dict(mars_type=mars_type, lr=LR, compile=False) | own
-    return partial(train, marsopt.for_model(words(), **own))
+    return partial(train, marsopt.for_model(model_with_embeddings(), **own))
 
 
 def by_param_groups(mars_type, own):
+    known = signature(marsopt.param_groups).parameters
+    hypothesis.assume(own.keys() <= known.keys())
     own = dict(mars_type=mars_type, lr=LR) | own
-    return partial(train, MARS(marsopt.param_groups(words(), **own), compile=False))
+    groups = marsopt.param_groups(model_with_embeddings(), **own)
+    return partial(train, MARS(groups, compile=False))
 
 
 def between_steps(mars_type, own):
