@@ -37,6 +37,9 @@ from marsopt.testing import check_component
 from tests.factors import Factors
 
 LR = 0.1
+DRAWN = hypothesis.settings(
+    max_examples=50, derandomize=True, database=None, deadline=None
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -247,7 +250,7 @@ def typos(draw):
     return name, typo
 
 
-@hypothesis.settings(max_examples=50, derandomize=True, database=None, deadline=None)
+@DRAWN
 @hypothesis.given(door=st.sampled_from(MISSPELT), names=typos())
 def test_a_misspelt_argument_is_answered_with_the_nearest(door, names):
     """Before anything else is listed."""
@@ -423,9 +426,6 @@ def test_what_is_no_argument_of_a_rule_is_said_where_it_belongs(given, told):
         marsopt.rule("moonlight", **given)
 
 
-DRAWN = hypothesis.settings(
-    max_examples=25, derandomize=True, database=None, deadline=None
-)
 OF_NO_KIND = [  # values that no option has
     *("yes", b"yes", [], {1}, (0.9, 2.0), 3 + 1j, object(), float),
     *(math.nan, math.inf, -math.inf, -1e300, 1e300),
@@ -572,6 +572,18 @@ def test_a_step_of_a_rule_refuses_any_collectives_that_are_none(value):
         lambda: rule.iterate(x, state, **own),
     ):
         with pytest.raises(ValueError, match="got collectives=.*, expected an object"):
+            call()
+
+
+def test_a_base_lr_by_which_the_rate_of_vectors_is_infinite_is_refused():
+    optimizer = MARS(parameters((2, 2), (3,)), compile=False)
+    optimizer.param_groups[0]["base_lr"] = 1e-300
+    for call in (
+        partial(train, optimizer, 1),
+        lambda: MARS(parameters((2, 2), (3,)), base_lr=1e-300),
+        lambda: marsopt.mars(base_lr=1e-300),
+    ):
+        with pytest.raises(ValueError, match="got .*lr_1d / base_lr=.*, expected"):
             call()
 
 

@@ -399,9 +399,13 @@ def mover(name):
 
 
 @DRAWN
-@hypothesis.given(wrappers=WRAPPED, name=HEADS.map("".join))
-def test_adamw_moves_what_has_the_name_of_a_head(wrappers, name):
-    assert mover(wrappers + name) == "adamw"
+@hypothesis.given(
+    wrappers=WRAPPED,
+    name=HEADS.map("".join),
+    inside=st.sampled_from(["", "._orig_mod", "._checkpoint_wrapped_module"]),
+)
+def test_adamw_moves_what_has_the_name_of_a_head(wrappers, name, inside):
+    assert mover(wrappers + name + inside) == "adamw"
 
 
 @DRAWN
