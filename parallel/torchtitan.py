@@ -28,6 +28,7 @@ from marsopt import MARS
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.optim.for_model import GAMMA
 from marsopt.optim.roles import NAMES
+from marsopt.rules import checks
 from marsopt.rules.decay import from_text
 from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.registry import named
@@ -81,8 +82,10 @@ def _arguments(
             )
         kept = {k: v for k, v in group.items() if k not in ("fused", "foreach")}
         params = kept["params"]
-        # a generator would be used up before MARS reads it
-        kept["params"] = [params] if isinstance(params, Tensor) else list(params)
+        if isinstance(params, Tensor):
+            kept["params"] = [params]
+        elif not isinstance(params, set):  # which torch.optim refuses
+            kept["params"] = list(params)  # MARS would find a generator used up
         param_groups.append(_from_text(kept))
     for name in _whole():
         values = [options[name]] if name in options else []
@@ -346,13 +349,7 @@ def _check_patterns(
             no regular expression.
     """
     for config in configs:
-        try:
-            re.compile(config.pattern)
-        except (re.error, TypeError) as error:
-            raise ValueError(
-                f"got the pattern {config.pattern!r} ({error}), expected a regular "
-                "expression: correct it"
-            ) from error
+        checks.regular_expression("a param group", config.pattern)
     devices = (p.device for part in model_parts for p in part.parameters())
     accelerator = torch.accelerator.current_accelerator()
     device = next(devices, accelerator or torch.device("cpu"))

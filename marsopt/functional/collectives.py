@@ -419,3 +419,16 @@ def _is_dtensor(tensor: Tensor) -> bool:
 
 
 LOCAL = LocalCollectives()
+
+
+def check_collectives(value: object) -> None:
+    """Check that a value has the methods of ``Collectives``.
+
+    Raises:
+        ValueError: it has not, or is a class.
+    """
+    if isinstance(value, type) or not isinstance(value, Collectives):
+        raise ValueError(
+            f"got collectives={value!r:.60}, expected an object with the methods of "
+            "marsopt.Collectives: leave it out for whole tensors"
+        )

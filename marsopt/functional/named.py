@@ -14,7 +14,7 @@ from marsopt.functional.routing import (
 )
 from marsopt.functional.rule import Rule
 from marsopt.rules import checks
-from marsopt.rules.hyperparameters import arguments, check_names
+from marsopt.rules.hyperparameters import arguments, check_names, check_values
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import correction_named, named, resolve
 
@@ -60,6 +60,7 @@ def rule(name: str, **options: Any) -> Rule:
     whole = {"max_norm", "state_dtype", "stochastic_rounding"}
     whole |= {"is_approx", "correction"} if row.is_mars else set()
     check_names(options, {*row.options, *whole}, f"the rule {row.name!r}")
+    check_values(row.options, options)  # whether they are read or not
     correction = None
     if row.is_mars:
         chosen = resolve(options.get("is_approx", True), options.get("correction"))
@@ -128,4 +129,6 @@ def mars(**options: Any) -> Rule:
     check_taken([row.name], options.get("correction"))
     if routed.rest_ratio is None:
         return routed
-    return replace(routed, rest_ratio=routed.rest_ratio / values["base_lr"])
+    ratio = routed.rest_ratio / values["base_lr"]
+    checks.at_least_zero("lr_1d / base_lr", ratio)
+    return replace(routed, rest_ratio=ratio)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from marsopt.functional.collectives import LOCAL, Collectives
+from marsopt.functional.collectives import LOCAL, Collectives, check_collectives
 from marsopt.functional.state import (
     Leaves,
     State,
@@ -125,7 +125,8 @@ class Rule:
         Raises:
             TypeError: ``params`` is no such container of tensors.
             ValueError: a tensor that this rule cannot move (complex, sparse, narrower
-                than 16 bits, or not a matrix for a matrix rule).
+                than 16 bits, or not a matrix for a matrix rule); ``collectives`` are
+                none.
         """
         sides = self._leaves(params, collectives)
         state: State | RoutedState = self._join(
@@ -181,7 +182,7 @@ class Rule:
         Raises:
             TypeError: an argument that is no such container of tensors.
             ValueError: names, shapes or dtypes that differ from ``params``; a
-                hyperparameter out of its range.
+                hyperparameter out of its range; ``collectives`` are none.
         """
         checks.at_least_zero("lr", lr)
         self._check_arguments(gamma, reference)
@@ -274,7 +275,8 @@ class Rule:
             collectives: as in ``step``.
 
         Raises:
-            ValueError: a state of another rule or of other parameters.
+            ValueError: a state of another rule or of other parameters; ``collectives``
+                are none.
         """
         sides = self._leaves(params, collectives)
         states = self._split(state, sides)
@@ -322,8 +324,10 @@ class Rule:
         """Return the leaves of "matrix" and of "rest"; a side without any is left out.
 
         Raises:
-            ValueError: there are no leaves at all.
+            ValueError: there are no leaves at all, or ``collectives`` are none.
         """
+        if collectives is not LOCAL and not torch.compiler.is_compiling():
+            check_collectives(collectives)
         all_leaves = Leaves(self.matrix, params, None, collectives)
         if not all_leaves.tensors:
             raise ValueError(

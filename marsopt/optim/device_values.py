@@ -12,7 +12,13 @@ from torch import Tensor
 
 from marsopt.functional.routing import route
 from marsopt.functional.step_types import scalar_dtype
-from marsopt.optim.groups import check_direction, group_table, has_rest, structure
+from marsopt.optim.groups import (
+    check_direction,
+    group_table,
+    has_rest,
+    rate_1d,
+    structure,
+)
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
 from marsopt.rules.decay import StepValue
@@ -144,8 +150,7 @@ class DeviceHyperparameters:
         if self.routing.rest_ratio is None:
             return lr
         if base > 0:
-            ratio: Number = numbers["lr_1d"] / base
-            return lr * ratio
+            return rate_1d(lr, numbers["lr_1d"], base)
         used = has_rest(group, self.routing)
         if used and not isinstance(lr, Tensor) and lr != 0:
             raise ValueError(

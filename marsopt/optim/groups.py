@@ -21,6 +21,7 @@ from marsopt.functional.rule import Rule
 from marsopt.functional.stacks import check_overlap
 from marsopt.optim.state_dict import TRAIN_MODE, State
 from marsopt.rules import checks
+from marsopt.rules.checks import Number
 from marsopt.rules.correction import Correction
 from marsopt.rules.hyperparameters import Table, check_values, static
 from marsopt.rules.registry import FOLLOWED, correction_named, named, resolve
@@ -244,12 +245,22 @@ def fill_defaults(
 def structure(group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the static configuration of a group, on which formulas depend: every
     hyperparameter that is no number, and which numbers there are.
+
+    Raises:
+        ValueError: a hyperparameter that is no number is a tensor.
     """
-    return {
+    values = {
         name: static(group.get(name)) if line.is_number else group.get(name)
         for name, line in group_table(group, options).items()
         if not line.is_whole
     }
+    for name, value in values.items():
+        if isinstance(value, Tensor):  # which equals nothing
+            raise ValueError(
+                f"got {name} of a param group as a tensor, expected a value of Python: "
+                "formulas depend on it, pass no tensor"
+            )
+    return values
 
 
 def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> Rule:
@@ -293,6 +304,8 @@ def validate_group(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             lr.detach() if isinstance(lr, Tensor) else lr
         )  # of a tensor: waits for its device
     check_group(group, options)
+    if group.get("lr_1d") is not None and group["base_lr"] > 0:
+        rate_1d(group["lr"], group["lr_1d"], group["base_lr"])
     # later changes of a tensor would not be seen without a sync
     unseen = group["base_lr"] == 0 and isinstance(group["lr"], Tensor)
     if unseen and has_two_rates(group, options):
@@ -301,6 +314,18 @@ def validate_group(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             "base learning rate, which lr_1d is measured against: add the group with "
             "its peak lr, or give it base_lr"
         )
+
+
+def rate_1d(lr: Number, lr_1d: Number, base_lr: Number) -> Number:
+    """Return the learning rate of tensors that are not matrices, which follows the
+    schedule of ``lr``.
+
+    Raises:
+        ValueError: the three give no finite number.
+    """
+    rate = lr * (lr_1d / base_lr)
+    checks.at_least_zero("lr * lr_1d / base_lr", rate)
+    return rate
 
 
 def has_two_rates(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
@@ -354,7 +379,9 @@ def _check_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> None
     foreign = sorted(
         key
         for key in set(group) & set(whole)
-        if key == "max_norm" or group[key] != whole[key]
+        if key == "max_norm"
+        or isinstance(group[key], Tensor)  # whose comparison is a tensor
+        or group[key] != whole[key]
     )
     if foreign:
         raise ValueError(

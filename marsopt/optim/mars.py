@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from marsopt.functional.collectives import LOCAL, Collectives
+from marsopt.functional.collectives import LOCAL, Collectives, check_collectives
 from marsopt.functional.routing import all_hyperparameters, check_taken
 from marsopt.functional.step import advance, assess
 from marsopt.optim.advice import unused_arguments
@@ -168,11 +168,7 @@ class MARS(LayoutOptimizer):
     ) -> None:
         checks.one_of(("skip", "raise"))("nonfinite", nonfinite)
         checks.none_or(checks.true_or_false)("compile", compile)
-        if not isinstance(collectives, Collectives):
-            raise ValueError(
-                f"got collectives={collectives!r:.60}, expected an object with the "
-                "verbs of marsopt.Collectives: leave it out for whole tensors"
-            )
+        check_collectives(collectives)
         checks.positive_or_none("max_norm", max_norm)
         check_names(options, all_hyperparameters(), "marsopt.MARS")
         arguments: dict[str, Any] = dict(

@@ -103,7 +103,8 @@ def param_groups(
         TypeError: ``model`` is no module.
         ValueError: it has no parameter that requires a gradient, or some that FSDP1 has
             flattened; an unknown ``mars_type``, ``experts``, ``convolutions`` or
-            ``adapters``; a pattern in ``splits`` that no weight matches.
+            ``adapters``; a pattern in ``splits`` that is no regular expression, or that
+            no weight matches.
 
     Example:
         >>> words = torch.nn.Embedding(12, 4)

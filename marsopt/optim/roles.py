@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from marsopt.optim import heads
+from marsopt.rules import checks
 
 Role = Literal[
     "matrix",
@@ -218,14 +219,16 @@ def splits_of(model: nn.Module, by_pattern: Mapping[str, Any]) -> dict[int, Any]
     queries, keys and values (``FUSED``). Names are without the parts of ``WRAPPERS``.
 
     Raises:
-        ValueError: no dict of patterns, or a pattern that no weight of two dims or more
-            matches.
+        ValueError: no dict of patterns, or a pattern that is no regular expression or
+            that no weight of two dims or more matches.
     """
     if not isinstance(by_pattern, Mapping):
         raise ValueError(
             f"got splits={by_pattern!r}, expected a dict by patterns of names: pass "
             f'e.g. splits={{"qkv": {by_pattern!r}}}'
         )
+    for pattern in by_pattern:
+        checks.regular_expression("splits", pattern)
     found = {id(weight): sizes for weight, sizes in _queries_keys_values(model)}
     for module in model.modules():
         if isinstance(module, _HasSplits):

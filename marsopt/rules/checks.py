@@ -5,6 +5,7 @@ where that is free, on a CPU: elsewhere reading would be a sync.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
@@ -263,6 +264,17 @@ def one_of(values: tuple[str, ...]) -> Callable[[str, object], None]:
             )
 
     return check
+
+
+def regular_expression(name: str, value: str) -> None:
+    """A text that ``re.search`` takes as a pattern."""
+    try:
+        re.search(value, "")
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"got the pattern {value!r} of {name} ({error}), expected a regular "
+            "expression: correct it"
+        ) from error
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:

@@ -7,10 +7,12 @@ import dataclasses
 import re
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hypothesis import strategies as st
 from torch import nn
 
 from examples import torchtitan_llama3
@@ -20,6 +22,7 @@ from tests import titan_models as titan  # it prepares torchtitan for a CPU
 # isort: split
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
+from marsopt import REGISTRY
 from marsopt.optim.for_model import GAMMA
 from marsopt.parallel.torchtitan import (
     BESIDE,
@@ -29,6 +32,7 @@ from marsopt.parallel.torchtitan import (
     default_mars,
 )
 from tests.library.test_guide import snippets
+from tests.library.test_hyperparameters import DRAWN
 from tests.processes import spawn
 
 # two iterations: what the products of Newton-Schulz take is most of a step
@@ -262,26 +266,75 @@ def test_default_mars_builds_whatever_is_trained(trained, mars_type):
     container.step()
 
 
+def trains_all(optimizers, module):
+    params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
+    return {*params} == {*module.parameters()}
+
+
+FORMS = {
+    "a list": lambda module: list(module.parameters()),
+    "a generator": lambda module: module.parameters(),
+    "named": lambda module: module.named_parameters(),
+    "a dict": lambda module: dict(module.named_parameters()),
+    "a dict's values": lambda module: dict(module.named_parameters()).values(),
+    "a dict's items": lambda module: dict(module.named_parameters()).items(),
+    "a set": lambda module: set(module.parameters()),
+    "a module": lambda module: module,
+    "names": lambda module: [name for name, _ in module.named_parameters()],
+    "texts": lambda module: "weight",
+    "lists of lists": lambda module: [list(module.parameters())],
+    "one tensor": lambda module: module.weight,
+    "a number": lambda module: 3,
+    "None": lambda module: None,
+}
+REFUSED = (ValueError, TypeError)
+OF_TORCH = "optimizer (can only|parameters need)|'.*' object is not iterable"
+
+
+@DRAWN
+@hypothesis.given(
+    form=st.sampled_from([*FORMS]),
+    groups=st.sampled_from([list, iter, tuple]),
+    mars_type=st.sampled_from([*REGISTRY]),
+)
+def test_any_form_of_parameters_is_trained_or_refused(form, groups, mars_type):
+    module = nn.Linear(3, 3, bias=form != "one tensor")
+    group = dict(params=FORMS[form](module), mars_type=mars_type)
+    try:
+        mars = build_mars(groups([group]), lr=0.1, compile=False)
+    except REFUSED as refused:
+        assert re.match(f"got .*, expected |{OF_TORCH}", str(refused))
+    else:
+        assert trains_all([mars], module) and form != "a set"
+
+
+@pytest.mark.filterwarnings("ignore:Possible :FutureWarning")  # of re
+@DRAWN
+@hypothesis.given(
+    patterns=st.lists(
+        st.text("()[]*+?\\|.^$lnw", max_size=4) | st.sampled_from([None, b"l", 3]),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_any_pattern_is_a_regular_expression_or_refused(patterns):
+    part = Part()
+    groups = [(pattern, "MARS", dict(lr=0.1)) for pattern in (*patterns, ".*")]
+    try:
+        container = config(*groups).build(model_parts=[part])
+    except REFUSED as refused:
+        assert str(refused).startswith("got ") and "expected" in str(refused)
+    else:
+        assert trains_all(container, part)
+
+
 def test_what_builds_no_optimizer_is_refused_in_a_sentence():
-    with pytest.raises(ValueError, match=r"got the pattern '\(' .*expected a regular"):
-        config(("(", "MARS", {})).build(model_parts=[Part()])
     with pytest.raises(ValueError, match="got no parameter that requires a gradient"):
         default_mars(0.1, **EAGER).build(model_parts=[nn.Identity()])
     default_mars(0.1, **EAGER).build(model_parts=[nn.Identity(), Part()])
     for group, told in ((dict(lr=0.1), r"\['lr'\]"), (torch.ones(2), "Tensor")):
         with pytest.raises(TypeError, match=f"got a param group of {told}, expected a"):
             build_mars([group], compile=False)
-
-
-def test_generators_of_parameters_are_read_once():
-    linear = nn.Linear(3, 3)
-    for params, num in (
-        (linear.parameters(), 2),
-        (linear.named_parameters(), 2),
-        (linear.weight, 1),
-    ):
-        mars = build_mars(iter([dict(params=params)]), lr=0.1, compile=False)
-        assert [len(group["params"]) for group in mars.param_groups] == [num]
 
 
 def test_a_pattern_of_frozen_parameters_is_no_misspelling():

@@ -5,11 +5,18 @@ every door, with nothing but its line in the registry.
 from __future__ import annotations
 
 import copy
+import math
+import re
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import partial
+from inspect import signature
+from typing import get_args
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -30,6 +37,9 @@ from marsopt.testing import check_component
 from tests.factors import Factors
 
 LR = 0.1
+DRAWN = hypothesis.settings(
+    max_examples=50, derandomize=True, database=None, deadline=None
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -214,24 +224,53 @@ def test_a_number_of_another_rule_is_refused(door, own):
         door(**own)
 
 
-@pytest.mark.parametrize(
-    "door",
-    [
-        lambda **own: MARS(parameters((2, 2)), **own),
-        marsopt.mars,
-        partial(marsopt.rule, "mars-m"),
-    ],
-    ids=["class", "mars", "mars_m"],
-)
-def test_a_misspelt_argument_is_answered_with_the_nearest(door):
-    with pytest.raises(TypeError, match="got .'ns_step'.*did you mean 'ns_steps' for"):
-        door(ns_step=3)
-    with pytest.raises(TypeError, match="got .'whatever'.*expected arguments of"):
-        door(whatever=3)
-    many = {f"whatever_{i}": 3 for i in range(20)}
-    with pytest.raises(TypeError, match="and 16 more, .*: leave them out") as caught:
-        door(**many)
-    assert len(str(caught.value)) < 250
+MISSPELT = [
+    lambda **own: MARS(parameters((2, 2)), **own),
+    lambda **own: marsopt.for_model(nn.Linear(2, 2), lr=LR, **own),
+    marsopt.mars,
+]
+
+
+@st.composite
+def typos(draw):
+    """A name of an option, and the same with a letter that is lost, doubled, added, or
+    in the place of the next one.
+    """
+    known = all_hyperparameters().keys() - {"lr"}
+    name = draw(st.sampled_from(sorted(known)))
+    at = draw(st.integers(0, len(name) - 2))
+    letter = draw(st.sampled_from("aeiknstz_"))
+    kinds = [
+        name[:at] + name[at + 1 :],
+        name[:at] + name[at + 1] + name[at] + name[at + 2 :],
+        name[:at] + letter + name[at:],
+    ]
+    typo = draw(st.sampled_from(kinds))
+    hypothesis.assume(typo not in known)
+    return name, typo
+
+
+@DRAWN
+@hypothesis.given(door=st.sampled_from(MISSPELT), names=typos())
+def test_a_misspelt_argument_is_answered_with_the_nearest(door, names):
+    """Before anything else is listed."""
+    name, typo = names
+    with pytest.raises(TypeError) as refused:
+        door(**{typo: 3})
+    hint = rf"got \['{typo}'\], expected arguments of [\w.]+: did you mean '(\w+)' for"
+    (meant,) = re.match(hint, str(refused.value)).groups()
+    alike = [SequenceMatcher(None, typo, known).ratio() for known in (meant, name)]
+    assert alike[0] >= alike[1] and meant in {*all_hyperparameters(), *ARGUMENTS}
+
+
+def test_an_argument_that_is_like_none_is_left_out():
+    for door in MISSPELT:
+        with pytest.raises(TypeError, match="got .'whatever'.*expected arguments of"):
+            door(whatever=3)
+        many = {f"whatever_{i}": 3 for i in range(20)}
+        with pytest.raises(TypeError, match="and 16 more, .*: leave them ou") as told:
+            door(**many)
+        assert len(str(told.value)) < 250
 
 
 def test_a_misspelt_rule_is_answered_with_the_nearest():
@@ -387,37 +426,171 @@ def test_what_is_no_argument_of_a_rule_is_said_where_it_belongs(given, told):
         marsopt.rule("moonlight", **given)
 
 
-OF_NO_KIND = {  # values that no hyperparameter has
-    "a text": "yes",
-    "a number of no kind": 1e300,
-    "a whole number beyond 64 bits": 10**31,
-    "a list": [],
-    "a tensor of two": torch.ones(2),
-    "an object": object(),
-}
+OF_NO_KIND = [  # values that no option has
+    *("yes", b"yes", [], {1}, (0.9, 2.0), 3 + 1j, object(), float),
+    *(math.nan, math.inf, -math.inf, -1e300, 1e300),
+    *(torch.ones(2), torch.tensor(math.nan)),
+]
+OF_SOME = [  # values that some options have
+    *(True, False, None, 0, 1, 2, -1, 101, 10**31, 0.5, 1.5, -0.1),
+    *(1e-300, 1e-30, 1e15, 1e30),
+]
+# a step multiplies by these: several steps at the largest may overflow
+RATES = {"lr", "lr_1d", "base_lr", "weight_decay", "weight_decay_1d"}
+# arguments of the class and of ``param_groups`` that are no hyperparameters
+ARGUMENTS = dict(collectives=object, compile=bool, nonfinite=str)
+ARGUMENTS |= dict(experts=bool, convolutions=bool, adapters=str)
 
 
-@pytest.mark.parametrize("value", OF_NO_KIND.values(), ids=OF_NO_KIND.keys())
-@pytest.mark.parametrize("name", sorted(all_hyperparameters()))
-def test_values_of_the_wrong_kind_are_refused(name, value):
-    unbounded = ("splits", "precondition_frequency", "max_dim")
-    if name in unbounded and isinstance(value, int):
+def is_no_value(name, value):
+    """Whether an option has to refuse a value, by its type and by its own check."""
+    option = all_hyperparameters().get(name)
+    hint = option.hint if option else ARGUMENTS[name]
+    kinds = {hint, *get_args(hint)}
+    if any(value is other for other in OF_NO_KIND):
+        return True
+    if value is None:
+        return False
+    if isinstance(value, bool) or kinds <= {bool, bool | None, type(None)}:
+        return not (isinstance(value, bool) and bool in kinds)
+    if option is None or option.check is None:
+        return False
+    try:
+        option.check(name, value)
+    except ValueError:
+        return True
+    return False
+
+
+def train(optimizer, num_steps):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for t in range(num_steps):
+        for p in params:
+            p.grad = gradient(p, t)
+        optimizer.step()
+    assert optimizer.num_skipped or all(p.isfinite().all() for p in params)
+
+
+def model_with_embeddings():
+    head = nn.Linear(4, 9, bias=False)
+    return nn.ModuleDict(dict(a=nn.Embedding(9, 4), b=nn.Linear(4, 4), head=head))
+
+
+def by_class(mars_type, own):
+    own = dict(mars_type=mars_type, compile=False) | own
+    return partial(train, MARS(parameters((4, 6), (3,)), **own))
+
+
+def by_group(mars_type, own):
+    hypothesis.assume(own.keys().isdisjoint(("experts", "convolutions", "adapters")))
+    groups = [dict(params=parameters((4, 6), (3,)), **own)]
+    return partial(train, MARS(groups, mars_type=mars_type, compile=False))
+
+
+def by_for_model(mars_type, own):
+    own = dict(mars_type=mars_type, lr=LR, compile=False) | own
+    return partial(train, marsopt.for_model(model_with_embeddings(), **own))
+
+
+def by_param_groups(mars_type, own):
+    known = signature(marsopt.param_groups).parameters
+    hypothesis.assume(own.keys() <= known.keys())
+    own = dict(mars_type=mars_type, lr=LR) | own
+    groups = marsopt.param_groups(model_with_embeddings(), **own)
+    return partial(train, MARS(groups, compile=False))
+
+
+def between_steps(mars_type, own):
+    """Which changes nothing where it is refused."""
+    params = parameters((4, 6), (3,))
+    optimizer = MARS(params, mars_type=mars_type, compile=False)
+    train(optimizer, 2)
+    before = [p.detach().clone() for p in params]
+    hypothesis.assume(own.keys() <= optimizer.param_groups[0].keys())
+    optimizer.param_groups[0].update(own)
+    try:
+        optimizer.step()
+    except (ValueError, TypeError):
+        assert all(map(torch.equal, params, before))
+        raise
+    assert all(p.isfinite().all() for p in params)
+    return lambda num_steps: None
+
+
+def by_function(make, mars_type, own):
+    rule, x = make(mars_type=mars_type, **own), [parameters((4, 6))[0].detach()]
+    state = rule.init(x)
+
+    def run(num_steps):
+        nonlocal x, state
+        for t in range(num_steps):
+            x, state = rule.step(x, [gradient(x[0], t)], state, lr=LR)
+        assert x[0].isfinite().all()
+
+    return run
+
+
+DOORS = [by_class, by_group, by_for_model, by_param_groups, between_steps]
+DOORS += [partial(by_function, marsopt.mars)]
+DOORS += [partial(by_function, lambda mars_type, **own: marsopt.rule(mars_type, **own))]
+
+
+@pytest.mark.parametrize("name", sorted(all_hyperparameters() | ARGUMENTS))
+@DRAWN
+@hypothesis.given(
+    door=st.sampled_from(DOORS),
+    mars_type=st.sampled_from([*REGISTRY]),
+    value=st.sampled_from(OF_NO_KIND + OF_SOME),
+)
+def test_any_value_is_refused_by_name_or_leaves_a_step_finite(
+    name, door, mars_type, value
+):
+    hypothesis.assume(name != "mars_type" or door in DOORS[:4])
+    # a group has False already, which equals 0
+    is_equal = type(value) is int and value in (0, 1)
+    hypothesis.assume(not (is_equal and door in (by_group, between_steps)))
+    try:
+        run = door(mars_type, {name: value})
+    except (ValueError, TypeError) as refused:
+        assert name.removesuffix("_1d") in str(refused)
+        assert "expected" in str(refused)
         return
-    with pytest.raises((ValueError, TypeError), match="expected"):
-        MARS(parameters((2, 2)), **{name: value}, compile=False)
+    assert not is_no_value(name, value)
+    if name not in ("compile", "is_approx"):  # exact MARS asks for a second gradient
+        run(1 if name in RATES else 3)
+
+
+@DRAWN
+@hypothesis.given(value=st.sampled_from(OF_NO_KIND + OF_SOME))
+def test_a_step_of_a_rule_refuses_any_collectives_that_are_none(value):
+    rule = marsopt.rule("mars-adamw")
+    x = [parameters((4, 6))[0].detach()]
+    state, own = rule.init(x), dict(collectives=value)
+    for call in (
+        lambda: rule.init(x, **own),
+        lambda: rule.step(x, x, state, lr=LR, **own),
+        lambda: rule.iterate(x, state, **own),
+    ):
+        with pytest.raises(ValueError, match="got collectives=.*, expected an object"):
+            call()
+
+
+def test_a_base_lr_by_which_the_rate_of_vectors_is_infinite_is_refused():
+    optimizer = MARS(parameters((2, 2), (3,)), compile=False)
+    optimizer.param_groups[0]["base_lr"] = 1e-300
+    for call in (
+        partial(train, optimizer, 1),
+        lambda: MARS(parameters((2, 2), (3,)), base_lr=1e-300),
+        lambda: marsopt.mars(base_lr=1e-300),
+    ):
+        with pytest.raises(ValueError, match="got .*lr_1d / base_lr=.*, expected"):
+            call()
 
 
 def test_newton_schulz_has_an_end():
     MARS(parameters((2, 2)), mars_type="muon", ns_steps=100, compile=False)
     with pytest.raises(ValueError, match="got ns_steps=101, expected .* from 1 to 100"):
         MARS(parameters((2, 2)), mars_type="muon", ns_steps=101, compile=False)
-
-
-@pytest.mark.parametrize("name", ["collectives", "compile", "nonfinite"])
-@pytest.mark.parametrize("value", [5, "yes", [], torch.ones(2)], ids=str)
-def test_arguments_of_the_class_have_their_kinds(name, value):
-    with pytest.raises(ValueError, match=f"got {name}=.*, expected"):
-        MARS(parameters((2, 2)), **{name: value})
 
 
 @pytest.mark.parametrize("mars_type", [*REGISTRY])
@@ -453,39 +626,6 @@ def test_a_correction_that_no_rule_takes_is_refused(mars_type, correction, caplo
     assert "has no effect" not in caplog.text
     MARS(parameters((2, 2)), mars_type=mars_type, correction="approximate")
     assert "correction='approximate' has no effect" in caplog.text
-
-
-FLAGS = {
-    "amsgrad": "adamw",
-    "epsilon_hat": "adamw",
-    "cautious_weight_decay": "lion",
-    "stochastic_rounding": "lion",
-    "stagger": "soap",
-    "ns_gram": "muon",
-    "is_approx": None,  # of whole models
-    "optimize_1d": None,
-    "store_iterate": "mars-adamw",
-}
-
-
-@pytest.mark.parametrize("name", FLAGS)
-@pytest.mark.parametrize("value", ["no", 1, 0.0])
-def test_what_is_no_bool_is_refused(name, value):
-    options = {name: value}
-    options |= dict(correction="transport") if name == "store_iterate" else {}
-    whole_models = [marsopt.mars, partial(MARS, parameters((2, 2)))]
-    of_rule = FLAGS[name]
-    doors = [partial(marsopt.rule, of_rule)] if of_rule else whole_models
-    for door in doors:
-        with pytest.raises(ValueError, match=f"got {name}={value!r}, expected True or"):
-            door(**options)
-
-
-@pytest.mark.parametrize("value", ["no", -0.1, 1.5])
-def test_what_is_no_weight_of_the_gradient_is_refused(value):
-    for door in (partial(marsopt.rule, "adamw"), partial(MARS, parameters((2, 2)))):
-        with pytest.raises(ValueError, match=f"got nesterov={value!r}, expected True"):
-            door(nesterov=value)
 
 
 class Tripled(marsopt.Correction):

@@ -7,10 +7,13 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import string
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
@@ -22,7 +25,9 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 import marsopt
 from configs.published import LR, ONE_RATE, RULES, SIZES
 from marsopt import MARS, REGISTRY, param_groups
+from marsopt.optim import heads
 from marsopt.optim.roles import by_name, roles
+from tests.library.test_hyperparameters import DRAWN
 from train.gpt2 import GPT2, Shape
 
 SHAPE = Shape(num_layers=2, num_heads=2, width=8, block_size=6, vocab_size=32)
@@ -326,9 +331,7 @@ def test_every_parameter_is_in_one_group_under_its_name(name):
         ("attn.rel_pos_h", "embedding"),
         ("decoder.query_tokens", "embedding"),
         ("module.output.weight", "head"),
-        ("encoder.output.weight", "head"),
         ("heads.head.weight", "head"),
-        ("model.layers.61.shared_head.head.weight", "head"),
         ("mlp_head.1.weight", "head"),
         ("heads.0.weight", "head"),
         ("classifier.out_proj.weight", "head"),
@@ -337,16 +340,10 @@ def test_every_parameter_is_in_one_group_under_its_name(name):
         ("decoder.output_projection.weight", "head"),
         ("distillation_classifier.weight", "head"),
         ("classifier_distill.linear.weight", "head"),
-        ("final_layer.adaLN_modulation.1.weight", None),
-        ("sa.heads.0.key.weight", None),
-        ("multi_head.out_proj.weight", None),
-        ("blocks.0.mlp_head.1.weight", None),
         ("encoder.attention.output.dense.weight", None),
         ("layers.3.feed_forward.router.weight", "router"),
         ("embedder.encoder.layers.0.wq.weight", None),  # a model inside
-        ("layers.0.attention.output.weight", None),
         ("bert.encoder.layer.0.attention.output.dense.weight", None),
-        ("layers.0.fc.weight", None),
         ("layers.0.mlp.gate_proj.weight", None),
         ("attn.queries.weight", None),
         ("position_wise.weight", None),
@@ -354,6 +351,67 @@ def test_every_parameter_is_in_one_group_under_its_name(name):
 )
 def test_what_names_tell(name, role):
     assert by_name(name) == role
+
+
+def modules(name):
+    """Drawn names of modules in the form of a regular expression, in which x, y and z
+    are the free letters.
+    """
+    letters = string.ascii_letters + "0123456789_."
+    name = name.replace("[^.]*", "[xyz]{0,3}")
+    return st.from_regex(name, fullmatch=True, alphabet=letters)
+
+
+WRAPPED = st.lists(
+    st.sampled_from(["_orig_mod.", "_checkpoint_wrapped_module.", "module.", "model."]),
+    max_size=2,
+).map("".join)
+INSIDE = st.sampled_from(["", "encoder.", "decoder."])
+NUMBERED = st.sampled_from(["layers.0.", "decoder.0.", "h.11.", "decoder.layers.3."])
+ANYWHERE = modules("|".join(heads.ANYWHERE))
+OUTSIDE_BLOCKS = modules("|".join(heads.OUTSIDE_BLOCKS))
+HEADS = st.tuples(INSIDE, OUTSIDE_BLOCKS) | st.tuples(INSIDE | NUMBERED, ANYWHERE)
+# in a block; or a part of a head, or a layer before it
+ONLY_LIKE_HEADS = (
+    st.tuples(NUMBERED, OUTSIDE_BLOCKS)
+    | st.tuples(INSIDE, OUTSIDE_BLOCKS, modules(r"\.(qkv|mlp|key)"))
+    | st.tuples(
+        INSIDE, modules(r"(attention|multi|pre)_(head|classifier)(\.out_proj)?")
+    )
+)
+
+
+def mover(name):
+    """The rule that moves the weight of the module of this name, in a model that has
+    other matrices.
+    """
+    root = model = nn.Module()
+    model.words, model.hidden = nn.Embedding(9, 6), nn.Linear(6, 6)
+    *parents, last = name.split(".")
+    for parent in parents:
+        model.add_module(parent, nn.Module())
+        model = model.get_submodule(parent)
+    model.add_module(last, nn.Linear(6, 3, bias=False))
+    for group in param_groups(root, "moonlight", lr=0.1):
+        rules = {n: group["mars_type"] for n, _ in group["params"]}
+        if f"{name}.weight" in rules:
+            return rules[f"{name}.weight"]
+
+
+@DRAWN
+@hypothesis.given(
+    wrappers=WRAPPED,
+    name=HEADS.map("".join),
+    inside=st.sampled_from(["", "._orig_mod", "._checkpoint_wrapped_module"]),
+)
+def test_adamw_moves_what_has_the_name_of_a_head(wrappers, name, inside):
+    assert mover(wrappers + name + inside) == "adamw"
+
+
+@DRAWN
+@hypothesis.given(wrappers=WRAPPED, name=ONLY_LIKE_HEADS.map("".join))
+def test_the_rule_moves_what_is_only_named_like_a_head(wrappers, name):
+    assert mover(wrappers + name) == "moonlight"
 
 
 def hidden_and(**heads):
@@ -833,6 +891,8 @@ def test_a_module_and_then_a_pattern_declare_parts():
         (2, "got splits=2, expected a dict by patterns of names"),
         ({"qvk": 2}, r"got the patterns \['qvk'\] in splits, expected each to match"),
         ({"bias": 2}, r"got the patterns \['bias'\] in splits, expected each to match"),
+        ({"(": 2}, r"got the pattern '\(' of splits \(.*\), expected a regular"),
+        ({b"qkv": 2}, "got the pattern b'qkv' of splits .*, expected a regular"),
         ({"qkv": 0}, "got splits=0, expected None, a whole number"),
     ],
 )
