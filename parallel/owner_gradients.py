@@ -140,7 +140,9 @@ class OwnerGradients:
                 self._to_summand(gradient, lengths)
         buffer.mul_(1.0 / self._num_ranks)  # before the sum, as DDP does
         under_way.append(self._start(gradients, buffer.device))
-        while under_way and (bucket.is_last() or under_way[0].has_arrived):
+        # a stream that is captured cannot be asked
+        asks = not (buffer.is_cuda and torch.cuda.is_current_stream_capturing())
+        while under_way and (bucket.is_last() or (asks and under_way[0].has_arrived)):
             under_way.pop(0).finish()
         # DDP reads the bucket after the last one's hook
         future: Future[Tensor] = Future(

@@ -336,7 +336,8 @@ def clip_factors(
             beta1 = _beta1(hyper, part.dtype)
             unclipped = a * correction.coefficients(beta1, hyper.gamma)[0]
         (of_g, *_), _ = _weights(hyper, part, a)
-        factors.append(of_g / unclipped)
+        factor = of_g / unclipped  # 0 / 0 where an infinite norm makes a 0
+        factors.append(torch.where(of_g == 0, 1.0, factor))
     return sums, a, factors
 
 

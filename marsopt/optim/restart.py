@@ -6,8 +6,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
+from marsopt.functional.binding import start_at_owner
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.state_dict import STAGE_COUNT, State
 from marsopt.rules.buffers import LOOKAHEAD
@@ -32,14 +31,20 @@ def restart(
     keys: dict[str, list[str]] = {}
     for bucket in buckets:
         buffers = bucket.algorithm.buffers
-        tensors = {symbol: [*held] for symbol, held in bucket.state.items()}
-        for n, symbol in enumerate(bucket.algorithm.owned):
-            tensors[symbol] = [owned[n] for owned in bucket.owned]
-        for symbol, held in tensors.items():
-            start, key = buffers[symbol].start, buffers[symbol].key
+        for symbol, held in bucket.state.items():
             for tensor, piece in zip(held, bucket.pieces, strict=True):
-                _begin(tensor, piece, start)
-            keys.setdefault(start, []).append(key)
+                if buffers[symbol].start == "parameter":
+                    tensor.copy_(piece)
+                else:
+                    tensor.zero_()
+        for n, symbol in enumerate(bucket.algorithm.owned):
+            owners = zip(bucket.params, bucket.owned, bucket.owns, strict=True)
+            for p, owned, owns in owners:
+                start = start_at_owner(bucket.algorithm, buffers[symbol], p, owns)
+                owned[n].copy_(start)
+        for symbol in [*bucket.state, *bucket.algorithm.owned]:
+            buffer = buffers[symbol]
+            keys.setdefault(buffer.start, []).append(buffer.key)
         for p in bucket.params:
             for key in ("step", LOOKAHEAD):
                 if key in state[p]:
@@ -49,15 +54,6 @@ def restart(
         if STAGE_COUNT in group:
             group[STAGE_COUNT] = 0
     return {start: sorted(set(names)) for start, names in keys.items()}
-
-
-def _begin(tensor: Tensor, piece: Tensor, start: str) -> None:
-    if start == "parameter":
-        tensor.copy_(piece)
-        return
-    tensor.zero_()
-    if start == "identity":
-        tensor.diagonal(dim1=-2, dim2=-1).fill_(1.0)
 
 
 def count_from(group: MutableMapping[str, Any], state: State) -> None:

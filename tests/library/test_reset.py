@@ -186,3 +186,21 @@ def test_exact_and_svrg_ask_for_their_protocol_again():
     ):
         optimizer.reset_momentum()
     train(optimizer, params, range(1))
+
+
+def test_bases_of_uneven_parts_begin_as_identities():
+    p, q = (torch.nn.Parameter(torch.randn(12, 6)) for _ in range(2))
+    options = dict(mars_type="soap", splits=(8, 2, 2), compile=False)
+    optimizer = MARS([p], **options)
+    for _ in range(2):
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+    optimizer.reset_momentum()
+    q.data.copy_(p.data)
+    new = MARS([q], **options)
+    for _ in range(3):
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad.clone()
+        optimizer.step()
+        new.step()
+    assert torch.equal(p, q)

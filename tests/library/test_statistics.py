@@ -172,3 +172,14 @@ def test_tracked_steps_have_graphs_of_their_own(monkeypatch):
     assert counts[1:] == [1, 0, 0]
     found = by_name(optimizer.statistics(), "update")
     assert found == pytest.approx(moved(params, x), rel=1e-9)
+
+
+def test_an_infinite_gradient_clips_all_of_it_and_leaves_the_others_a_factor():
+    params = start(torch.float32)
+    optimizer = optimizer_of(params, ROWS["adamw"], max_norm=1.0)
+    fill(params.values(), 0)
+    params["wide"].grad[0, 0] = torch.inf
+    optimizer.step()
+    found = optimizer.statistics()
+    assert float(found.global_clip) == 0.0
+    assert found.clip.tolist() == [1.0] * len(params)
