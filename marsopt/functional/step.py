@@ -280,24 +280,18 @@ def decide(
     A tensor that has a gradient on no rank stays as it is; where some ranks have none,
     theirs counts as zero, so that all ranks go on with equal values.
     """
-    sums = _of_gradients(sums)
-    square = sums[:, 0].sum()
-    grad_norm = square.sqrt()
-    finite = torch.isfinite(sums).all()
+    clips = _clips(hypers, sums, max_norm)
+    grad_norm, a = clips.square.sqrt(), clips.global_factor
+    finite = torch.isfinite(clips.sums).all()
     for hyper in hypers:
         if hyper.unread_lr is not None:  # of the whole group, or of each tensor
             finite = finite & torch.isfinite(hyper.unread_lr).all()
-    a = torch.ones_like(grad_norm)
-    if max_norm is not None:
-        a = global_clip(root(square), max_norm)
-    parts = sums.split([hyper.num_parts for hyper in hypers])
-    weights = []
-    for hyper, part in zip(hypers, parts, strict=True):
-        group_weights, squares = _weights(hyper, part, a)
+    for hyper, squares in zip(hypers, clips.squares, strict=True):
         finite = finite & (squares <= _largest(hyper)).all()
-        weights.append(group_weights)
     t, behind, oks, tables = [], [], [], []
-    for hyper, part, group_weights in zip(hypers, parts, weights, strict=True):
+    for hyper, part, group_weights in zip(
+        hypers, clips.parts, clips.weights, strict=True
+    ):
         scalars, coefficients = _scalars(hyper, part, a, finite, group_weights)
         table = scalars.table(hyper)
         t.append(hyper.t + scalars.ok.to(hyper.t.dtype))
@@ -307,13 +301,36 @@ def decide(
     return Decision(grad_norm, finite, t, behind, oks, tables)
 
 
-def _of_gradients(sums: Tensor) -> Tensor:
-    """Return complete sums in the dtype of scalars; zeros for a tensor that has a
-    gradient on no rank.
+class Clips(NamedTuple):
+    """The clips of a step, and the sums that they are made of."""
+
+    sums: Tensor  # (N, pairs + 1) in the dtype of scalars
+    square: Tensor  # () of the norm of all gradients
+    global_factor: Tensor  # () of every gradient
+    parts: Sequence[Tensor]  # of every algorithm, its rows of ``sums``
+    weights: list[tuple[Tensor, ...]]  # of every algorithm, as ``_weights``
+    squares: list[Tensor]  # of every algorithm, of the norms of c
+
+
+def _clips(
+    hypers: Sequence[Hyperparameters], sums: Tensor, max_norm: Number | None
+) -> Clips:
+    """Return the clips by complete sums; a tensor that has a gradient on no rank has
+    sums of zero.
     """
     # not a product: 0 times infinity is no zero
     sums = torch.where(sums[:, -1:] == 0, 0.0, sums)
-    return sums.to(scalar_dtype(sums.device))
+    sums = sums.to(scalar_dtype(sums.device))
+    square = sums[:, 0].sum()
+    a = torch.ones_like(square)
+    if max_norm is not None:
+        a = global_clip(root(square), max_norm)
+    parts = sums.split([hyper.num_parts for hyper in hypers])
+    weighed = [
+        _weights(hyper, part, a) for hyper, part in zip(hypers, parts, strict=True)
+    ]
+    weights = [group_weights for group_weights, _ in weighed]
+    return Clips(sums, square, a, parts, weights, [squares for _, squares in weighed])
 
 
 def clip_factors(
@@ -323,32 +340,23 @@ def clip_factors(
     sums of gradients (N, pairs + 1), the factor of the global clip, 0-D, and for every
     algorithm the factor of each part's own clip (P,).
     """
-    sums = _of_gradients(sums)
-    square = sums[:, 0].sum()
-    a = torch.ones_like(square)
-    if max_norm is not None:
-        a = global_clip(root(square), max_norm)
+    clips = _clips(hypers, sums, max_norm)
     factors = []
-    parts = sums.split([hyper.num_parts for hyper in hypers])
-    for hyper, part in zip(hypers, parts, strict=True):
-        correction, unclipped = hyper.algorithm.active_correction, a
+    for hyper, part, (of_g, *_) in zip(hypers, clips.parts, clips.weights, strict=True):
+        correction, unclipped = hyper.algorithm.active_correction, clips.global_factor
         if correction is not None:
             beta1 = _beta1(hyper, part.dtype)
-            unclipped = a * correction.coefficients(beta1, hyper.gamma)[0]
-        (of_g, *_), _ = _weights(hyper, part, a)
+            unclipped = unclipped * correction.coefficients(beta1, hyper.gamma)[0]
         factor = of_g / unclipped  # 0 / 0 where an infinite norm makes a 0
         factors.append(torch.where(of_g == 0, 1.0, factor))
-    return sums, a, factors
+    return clips.sums, clips.global_factor, factors
 
 
 def _largest(hyper: Hyperparameters) -> float:
     """Return the largest number that the state may hold."""
     algorithm = hyper.algorithm
-    h_dtype = (
-        None
-        if algorithm.active_correction is None
-        else algorithm.active_correction.h_dtype
-    )
+    correction = algorithm.active_correction
+    h_dtype = None if correction is None else correction.h_dtype
     narrow = {torch.bfloat16 if d == torch.float32 else d for d in hyper.dtypes}
     narrow |= {torch.bfloat16} & {algorithm.state_dtype, h_dtype}
     return min(torch.finfo(dtype).max for dtype in narrow)
