@@ -35,19 +35,16 @@ from torch import Tensor
 
 from research.compare.optimizers import build
 from research.compare.plain import (
-    SCHEDULES,
     WARM_UP,
-    WORST,
     Setting,
-    Untied,
     compiled,
     mean_loss,
+    validations,
 )
 from research.compare.store import Store
 from research.compare.study import Run, Study, named
 from train.data.batches import Batches
 from train.errors import UserError, command
-from train.gpt2 import GPT2
 
 AT_ONCE = 2**15  # tokens of one validation pass
 
@@ -91,9 +88,7 @@ class Captured:
         compile: bool | None = None,
     ) -> None:
         self._setting, (self._train, self._held_out) = setting, texts
-        self.model = (GPT2 if setting.tied else Untied)(setting.shape)
-        self.model.init_weights(seed)
-        self.model.to(setting.device)
+        self.model = setting.model(seed).to(setting.device)
         compile = setting.compile if compile is None else compile
         self.optimizer = build(self.model, recipe, steps=setting.steps, compile=compile)
         self._loss = compiled() if setting.compile else mean_loss
@@ -101,7 +96,8 @@ class Captured:
         on = dict(device=setting.device)
         for group in self.optimizer.param_groups:  # the capture would freeze a number
             group["lr"] = torch.full((), group["lr"], dtype=torch.float64, **on)
-        self._shares = torch.tensor(_shares(setting), dtype=torch.float64, **on)
+        shares = [setting.share_at(step) for step in range(1, setting.steps + 1)]
+        self._shares = torch.tensor(shares, dtype=torch.float64, **on)
         if places is None:
             num = [len(text) - setting.seq_len for text in texts]
             spread = torch.arange(setting.held_out) * num[1] // setting.held_out
@@ -169,14 +165,6 @@ class Captured:
         return float(torch.stack(losses).mean())
 
 
-def _shares(setting: Setting) -> list[float]:
-    """Return the learning rate of every step as a share of its peak."""
-    warmup = max(1, round(setting.warmup * setting.steps))
-    own = dict(warmup=warmup, total=setting.steps, floor=setting.floor)
-    rate = SCHEDULES[setting.schedule]
-    return [rate(step, **own) for step in range(1, setting.steps + 1)]
-
-
 def texts(setting: Setting) -> tuple[Tensor, Tensor]:
     """Return the tokens to train on, and those held out, on the setting's device."""
     train, held_out = (
@@ -215,9 +203,14 @@ class PlainRun(Captured):
     def __init__(
         self, setting: Setting, run: Run, texts: tuple[Tensor, Tensor]
     ) -> None:
-        own = dict(places=plain_places(setting, run.seed))
-        own |= dict(compile=setting.device == "cuda")
-        super().__init__(setting, run.recipe, run.seed, texts, **own)
+        super().__init__(
+            setting,
+            run.recipe,
+            run.seed,
+            texts,
+            places=plain_places(setting, run.seed),
+            compile=setting.device == "cuda",
+        )
         self._at_once = math.gcd(setting.held_out, AT_ONCE // setting.seq_len)
 
 
@@ -231,27 +224,13 @@ def train_run(
         None where the deadline of ``time.monotonic`` came first.
     """
     began = time.monotonic()
-    made = PlainRun(setting, run, _loaded(setting))
-    interval = -(-setting.steps // setting.points)
-    worst = WORST * math.log(setting.vocab_size)
-    curve: list[list[float | None]] = []
-    for step in range(1, setting.steps + 1):
-        made.advance()
-        if step % interval and step != setting.steps:
-            continue
-        _wait(setting)
+    graphs = PlainRun(setting, run, _loaded(setting))
+    curve = []
+    for point in validations(setting, graphs.advance, graphs.validate):
         if time.monotonic() > deadline:
             return None
-        loss = made.validate()
-        curve.append([step, loss if loss < worst else None])
-        if curve[-1][1] is None:
-            break
+        curve.append(point)
     return dict(curve=curve, wall=round(time.monotonic() - began, 1))
-
-
-def _wait(setting: Setting) -> None:
-    if setting.device == "cuda":
-        torch.cuda.synchronize()
 
 
 def can_capture(recipe: Mapping[str, Any]) -> bool:

@@ -116,6 +116,12 @@ class Setting:
         model.init_weights(seed)
         return model
 
+    def share_at(self, step: int) -> float:
+        """Return the learning rate of a step, from 1 on, as a share of its peak."""
+        warmup = max(1, round(self.warmup * self.steps))
+        schedule = SCHEDULES[self.schedule]
+        return schedule(step, warmup=warmup, total=self.steps, floor=self.floor)
+
     def texts(self) -> tuple[Tokens, Tokens]:
         """Return the tokens to train on, and those that are held out."""
         return tuple(tokens(Path(self.data), split) for split in SPLITS)
@@ -343,13 +349,7 @@ class Training:
             self.task.model, recipe, steps=setting.steps, compile=compile
         )
         self._exact = recipe.get("correction") == "exact"
-        warmup = max(1, round(setting.warmup * setting.steps))
-        self._rate = partial(
-            SCHEDULES[setting.schedule],
-            warmup=warmup,
-            total=setting.steps,
-            floor=setting.floor,
-        )
+        self._share_at = setting.share_at
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._follows = recipe.get("gamma_follows_rate", False)
         self._gamma = recipe.get("gamma")
@@ -359,7 +359,7 @@ class Training:
     def gradient(self) -> Tensor:
         """Take the gradient of the next batch; return its loss."""
         self.count += 1
-        share = self._rate(self.count)
+        share = self._share_at(self.count)
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * share
             if self._follows:
@@ -390,6 +390,28 @@ class Training:
         return found
 
 
+def validations(
+    setting: Setting, advance: Callable[[], object], validate: Callable[[], float]
+) -> Iterator[list[float | None]]:
+    """Take all steps of a run; yield [step, held-out loss] at each of its points. A run
+    that has diverged ends with a loss of None.
+
+    Args:
+        setting: how it is trained.
+        advance: takes the next step.
+        validate: returns the held-out loss.
+    """
+    interval = -(-setting.steps // setting.points)
+    worst = WORST * math.log(setting.vocab_size)
+    for step in range(1, setting.steps + 1):
+        advance()
+        if step % interval == 0 or step == setting.steps:
+            loss = validate()
+            yield [step, loss if loss < worst else None]
+            if not loss < worst:
+                return
+
+
 def train(setting: Setting, recipe: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Train from the start.
 
@@ -401,17 +423,12 @@ def train(setting: Setting, recipe: Mapping[str, Any], seed: int) -> dict[str, A
         GPU, null on a CPU.
     """
     training = Training(setting, recipe, seed, setting.texts())
-    interval = -(-setting.steps // setting.points)
-    worst = WORST * math.log(setting.vocab_size)
-    curve: list[list[float | None]] = []
-    for done in range(1, setting.steps + 1):
+
+    def advance() -> None:
         training.gradient()
         training.update()
-        if done % interval == 0 or done == setting.steps:
-            loss = training.validate()
-            curve.append([done, loss if loss < worst else None])
-            if curve[-1][1] is None:
-                break
+
+    curve = [*validations(setting, advance, training.validate)]
     steps = training.clock.steps()
     counted = steps[WARM_UP:] or steps
     num_params = sum(p.numel() for p in training.task.model.parameters())

@@ -61,13 +61,19 @@ def local(x):
     return x.to_local() if hasattr(x, "to_local") else x
 
 
+def trained_by(door, mars_type, num_steps):
+    """Parameters, and the optimizer that has taken so many steps over them."""
+    params = start(door)
+    optimizer = build(door, params, mars_type)
+    step(door, optimizer, params, range(num_steps))
+    return params, optimizer
+
+
 def reset(rank, world, door):
     """Whether later steps are those of a new optimizer, bit for bit."""
     found = {}
     for mars_type in KINDS:
-        params = start(door)
-        optimizer = build(door, params, mars_type)
-        step(door, optimizer, params, range(3))
+        params, optimizer = trained_by(door, mars_type, 3)
         trained = [x.clone() for _, x in optimizer.iterates()]
         optimizer.reset_momentum()
         others = {n: nn.Parameter(x) for n, x in zip(params, trained, strict=True)}
@@ -84,9 +90,7 @@ def measured(rank, world, door):
     """The statistics of a tracked step, and how often a step and they have reduced."""
     found = {}
     for mars_type in KINDS:
-        params = start(door)
-        optimizer = build(door, params, mars_type)
-        step(door, optimizer, params, range(2))
+        params, optimizer = trained_by(door, mars_type, 2)
         counts = []
         for tracks in (False, True):
             optimizer.track_updates = tracks
