@@ -1,6 +1,4 @@
-"""Every test starts from the same seed, with an empty compile cache and without a
-process group.
-"""
+"""Every test starts from the same seed, and with an empty compile cache."""
 # ruff: noqa: E402  (NumPy and torch read these when they are imported)
 
 import os
@@ -19,7 +17,6 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from marsopt.optim.compiled import graph_of
 from tests.stacking import as_on_a_gpu
@@ -52,8 +49,6 @@ def fresh():
     torch.manual_seed(0)
     torch._dynamo.reset()
     graph_of.cache_clear()  # a test may compile for another backend
-    if dist.is_initialized():  # what a trainer or a command in this process has left
-        dist.destroy_process_group()
 
 
 @pytest.fixture(params=["as-on-a-cpu", "as-on-a-gpu"])
