@@ -7,10 +7,12 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -362,6 +364,7 @@ def test_a_published_method_has_the_numbers_of_its_recipe(name, monkeypatch):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7, msg=n)
 
 
+@mock.patch.dict(os.environ)  # where the check writes the variables of a launcher
 def test_recipes_of_a_study_keep_the_ratios_of_their_learning_rates(tmp_path):
     text = [Path(json.__file__)]
     prepare.prepare("text", "bytes", tmp_path, files=text, val_fraction=0.2)
