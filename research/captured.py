@@ -36,7 +36,7 @@ from torch import Tensor
 from marsopt.profiling.machine import describe, matmul_rate, one_line
 from research.compare.graphs import Captured, texts
 from research.compare.plain import WARM_UP, WORST, Setting
-from research.log_time import CHOICES, TODAY, Contender
+from research.log_time import HELD, TODAY, Contender
 from research.studies import sized
 from train.errors import UserError, command
 from train.files import growing
@@ -49,10 +49,11 @@ CONTROL = "Moonlight"
 CONTENDERS: dict[str, Contender] = {
     "for_model": replace(TODAY["for_model"], lr=MATRIX_LR),
     CONTROL: replace(TODAY["Moonlight"], lr=MATRIX_LR),
-    "Moonlight, log time": replace(
-        CHOICES["Moonlight, log time"]["log time to 0.98, weight 0.2"], lr=MATRIX_LR
+    "Moonlight, log time": Contender(  # its memory is capped: what ran on an H200
+        HELD["Moonlight, log time"].recipe | dict(beta1=dict(log_time=10, cap=0.98)),
+        MATRIX_LR,
     ),
-    "AdamW, log time": replace(CHOICES["AdamW, log time"]["weight 0.2"], lr=ELEMENT_LR),
+    "AdamW, log time": replace(HELD["AdamW, log time"], lr=ELEMENT_LR),
     "NAdamW": replace(TODAY["NAdamW"], lr=ELEMENT_LR),
 }
 

@@ -48,7 +48,7 @@ ELEMENTWISE = {
 QUESTIONS = {
     "for_model": Question(
         ("for_model", "Moonlight"),
-        ELEMENTWISE | {"Moonlight, log time": False, "SOAP-Muon, log time": False},
+        ELEMENTWISE | {"Moonlight, log time": False},
         "Moonlight with correction=None",
     ),
     "MARS-AdamW's snippet": Question(("transport", "NAdamW"), ELEMENTWISE, "NAdamW"),
@@ -284,9 +284,6 @@ def main() -> None:
     """Print all tables."""
     judged = {name: found(name) for name in log_time.PLACES}
     judged = {name: own for name, own in judged.items() if own}
-    for contender in log_time.CHOICES:
-        variant = log_time.chosen(contender)
-        print(f"{contender}: {variant or 'no variant chosen yet'}")
     for name, own in judged.items():
         print(f"\n{table(name, own, stored(name))}")
     print(f"\n{savings(judged)}\n\n{decision(judged)}")

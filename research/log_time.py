@@ -28,7 +28,6 @@ from research.studies import (
     TRANSPORT,
     Recipe,
     sized,
-    stored,
 )
 
 __all__ = [
@@ -38,8 +37,6 @@ __all__ = [
     "log_time_batch_four",
     "log_time_batch_quarter",
     "log_time_bpe",
-    "log_time_choice",
-    "log_time_choice_long",
     "log_time_large",
     "log_time_middle",
     "log_time_prose",
@@ -50,7 +47,7 @@ __all__ = [
 ]
 FACTOR, TRIALS = 1.5, 5  # between learning rates; most of them
 BETAS = (0.8, 0.95, 0.9875)  # of log_time_rates: a factor of four in age between them
-CHOICE_SEEDS = (9, 10)  # of no judgement
+SPARE_SEEDS = (9, 10)  # of no judgement
 OMEGA = 4.0  # ADANA's
 
 LOG = {"log_time": 10}
@@ -75,44 +72,17 @@ class Contender:
     lr: float
 
 
-def _memories(base: Recipe, lr: float) -> dict[str, Contender]:
-    """Return a matrix rule by the memory of its matrices, beside AdamW in log time."""
-    memories: dict[str, Recipe] = {
-        "0.95": dict(beta1=0.95),
-        "0.95, weight 0.1": dict(beta1=0.95, nesterov=0.1),
-        "log time, weight 0.1": dict(beta1=LOG, nesterov=0.1),
-        "log time, weight 0.2": dict(beta1=LOG, nesterov=WEIGHT),
-        "log time to 0.95, weight 0.1": dict(beta1=LOG | {"cap": 0.95}, nesterov=0.1),
-        "log time to 0.98, weight 0.2": dict(
-            beta1=LOG | {"cap": 0.98}, nesterov=WEIGHT
-        ),
-    }
-    if base["rule"] == SOAP["rule"]:  # second moments grow along, factors do not
-        memories = {
-            name: memory | dict(beta2=memory["beta1"], shampoo_beta=0.95)
-            for name, memory in memories.items()
-        }
-    return {
-        name: Contender(base | BESIDE | memory, lr) for name, memory in memories.items()
-    }
-
-
 ELEMENT_LR, ADANA_LR, MATRIX_LR = 0.0131, 0.0032, 0.0175
-# Of each contender several variants: those of CHOICES are tried by the two studies
-# log_time_choice, and the one with the lowest mean loss is held everywhere.
-CHOICES: dict[str, dict[str, Contender]] = {
-    "AdamW, log time": {
-        "weight 0.2": Contender(ADAMW | GROWING | dict(nesterov=WEIGHT), ELEMENT_LR),
-        "falling weight": Contender(
-            ADAMW | GROWING | dict(nesterov=FALLING), ELEMENT_LR
-        ),
-    },
-    "ADANA": {
-        "as printed": Contender(dict(rule="adana"), ADANA_LR),
-        "as their code": Contender(dict(rule="adana-code"), ADANA_LR),
-    },
-    "Moonlight, log time": _memories(MOONLIGHT, MATRIX_LR),
-    "SOAP-Muon, log time": _memories(SOAP, MATRIX_LR),
+HELD: dict[str, Contender] = {
+    "AdamW, log time": Contender(ADAMW | GROWING | dict(nesterov=WEIGHT), ELEMENT_LR),
+    "AdamW, log time, transport": Contender(
+        ELEMENTWISE | TRANSPORT | GROWING | dict(rule="mars-adamw", gamma=0.2),
+        ELEMENT_LR,
+    ),
+    "ADANA": Contender(dict(rule="adana-code"), ADANA_LR),
+    "Moonlight, log time": Contender(
+        MOONLIGHT | BESIDE | dict(beta1=LOG, nesterov=WEIGHT), MATRIX_LR
+    ),
 }
 
 
@@ -133,14 +103,12 @@ TODAY: dict[str, Contender] = {
         ELEMENTWISE | dict(rule="nadamw") | _best("NAdamW"), ELEMENT_LR
     ),
 }
-AHEAD: dict[str, Contender] = {
-    "AdamW, log time, transport": Contender(
-        ELEMENTWISE | TRANSPORT | GROWING | dict(rule="mars-adamw", gamma=0.2),
-        ELEMENT_LR,
-    ),
-}
 # at small alone: what shows where a difference comes from, and two more controls
 CONTROLS: dict[str, Contender] = {
+    "AdamW, log time, falling weight": Contender(
+        ADAMW | GROWING | dict(nesterov=FALLING), ELEMENT_LR
+    ),
+    "ADANA, as printed": Contender(dict(rule="adana"), ADANA_LR),
     "AdamW": Contender(ADAMW | dict(beta1=0.8778), ELEMENT_LR),
     "AdamW, falling decay": Contender(
         FALLING_DECAY | dict(beta1=0.8778, beta2=0.99), ELEMENT_LR
@@ -169,21 +137,6 @@ RATIOS: dict[str, Contender] = {
 }
 
 
-def variants(*contenders: str) -> dict[str, Contender]:
-    """Return all variants of contenders, by "contender: variant"."""
-    return {
-        f"{contender}: {name}": found
-        for contender in contenders
-        for name, found in CHOICES[contender].items()
-    }
-
-
-# What runs at small whatever is chosen, at all three lengths
-FIXED = "Moonlight, log time: log time, weight 0.2"
-SMALL_ROWS = variants("AdamW, log time", "ADANA") | CONTROLS
-SMALL_ROWS |= {FIXED: variants("Moonlight, log time")[FIXED]}
-
-
 # ---- where they are compared ---------------------------------------------------------
 
 
@@ -197,7 +150,7 @@ class Place:
         scale: of small's learning rates.
         num_seeds: of the judgement.
         more: contenders of this place alone.
-        only: titles that run here; None = all of TODAY, AHEAD and the held ones.
+        only: titles that run here; None = all of TODAY and HELD.
         stored: study whose store has the searched controls of this setting.
     """
 
@@ -219,17 +172,17 @@ PLACES: dict[str, Place] = {
     "1920": Place(
         *_small("1,920 steps"),
         num_seeds=8,
-        more=SMALL_ROWS | {k: v for k, v in RATIOS.items() if "0.25" in k},
+        more=CONTROLS | {k: v for k, v in RATIOS.items() if "0.25" in k},
         stored="small",
     ),
     "480": Place(
         *_small("480 steps", steps=480),
         num_seeds=8,
-        more=SMALL_ROWS,
+        more=CONTROLS,
         stored="defaults_480",
     ),
     "7680": Place(
-        *_small("7,680 steps", steps=7680), 0.7, more=SMALL_ROWS, stored="small_long"
+        *_small("7,680 steps", steps=7680), 0.7, more=CONTROLS, stored="small_long"
     ),
     "batch_quarter": Place(
         *_small("a quarter of the batch", batch=2, steps=7680),
@@ -267,11 +220,9 @@ PLACES: dict[str, Place] = {
 
 
 def study(name: str) -> Study:
-    """Return the study of a place: today's defaults, and the contenders; those whose
-    variant is not chosen yet are left out.
-    """
+    """Return the study of a place: today's defaults, and the contenders."""
     place = PLACES[name]
-    contenders = {**TODAY, **AHEAD, **held(), **place.more}
+    contenders = {**TODAY, **HELD, **place.more}
     if place.only is not None:
         contenders = {t: c for t, c in contenders.items() if t in place.only}
     methods = {
@@ -279,20 +230,6 @@ def study(name: str) -> Study:
         for title, contender in contenders.items()
     }
     return _searched(place.title, place.setting, methods)
-
-
-def choice(long: bool = False) -> Study:
-    """Return the study that chooses variants: small at 1,920 or 7,680 steps, by seeds
-    that judge nothing.
-    """
-    place = PLACES["7680" if long else "1920"]
-    methods = {
-        title: _method(contender, place.scale, num_seeds=0)
-        for title, contender in variants(*CHOICES).items()
-    }
-    seeds = CHOICE_SEEDS[:1] if long else CHOICE_SEEDS
-    made = _searched(f"{place.title}, variants", place.setting, methods)
-    return replace(made, search_seeds=seeds)
 
 
 def rates() -> Study:
@@ -307,7 +244,7 @@ def rates() -> Study:
         for title, memory in memories.items()
     }
     made = _searched(f"{place.title}, memories", place.setting, methods)
-    return replace(made, search_seeds=CHOICE_SEEDS)
+    return replace(made, search_seeds=SPARE_SEEDS)
 
 
 def _method(contender: Contender, scale: float, num_seeds: int) -> Method:
@@ -323,36 +260,7 @@ def _searched(title: str, setting: Setting, methods: dict[str, Method]) -> Study
     )
 
 
-def chosen(contender: str) -> str | None:
-    """Return the variant whose losses have the lowest mean over the two studies of the
-    choice, each at its best learning rate; None before both have ended.
-    """
-    means: dict[str, float] = {}
-    for variant in CHOICES[contender]:
-        title = f"{contender}: {variant}"
-        losses = [_choice_loss(title, long) for long in (False, True)]
-        known = [loss for loss in losses if loss is not None]
-        if len(known) < len(losses):
-            return None
-        means[variant] = sum(known) / len(known)
-    return min(means, key=means.__getitem__)
-
-
-def held() -> dict[str, Contender]:
-    """Return the contenders whose variant has been chosen."""
-    every = {contender: chosen(contender) for contender in CHOICES}
-    return {c: CHOICES[c][name] for c, name in every.items() if name is not None}
-
-
-def _choice_loss(title: str, long: bool) -> float | None:
-    store = stored("log_time_choice_long" if long else "log_time_choice")
-    found = choice(long).search(title, store.losses)
-    return None if found.wanted else found.losses[found.best]
-
-
-log_time_choice = choice
 log_time_rates = rates
-log_time_choice_long = partial(choice, long=True)
 log_time_480 = partial(study, "480")
 log_time_1920 = partial(study, "1920")
 log_time_7680 = partial(study, "7680")

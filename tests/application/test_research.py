@@ -237,23 +237,6 @@ def test_values_that_know_their_step_are_spelled_by_json(setting, tmp_path):
     assert [*Store(path, "x").losses] == [run.key]
 
 
-def test_a_variant_is_chosen_by_both_studies(tmp_path, monkeypatch):
-    monkeypatch.setattr(studies, "STORES", tmp_path)
-    assert log_time.chosen("ADANA") is None and not log_time.held()
-    better = {False: "as printed", True: "as their code"}
-    for long, name in (False, "log_time_choice"), (True, "log_time_choice_long"):
-        study, store = log_time.choice(long), studies.stored(name)
-        store.agree(dict(steps=1))
-        for variant in log_time.CHOICES["ADANA"]:
-            gain = (2.0 if long else 1.0) * (variant == better[long])
-            title = f"ADANA: {variant}"
-            while wanted := study.wanted(title, store.losses):
-                for run in wanted:
-                    store.add(run, dict(curve=[[1, 9.0 - gain]]))
-    assert log_time.chosen("ADANA") == "as their code"
-    assert [*log_time.held()] == ["ADANA"]
-
-
 # ---- the rule ------------------------------------------------------------------------
 
 
@@ -399,9 +382,9 @@ def test_the_loop_trains_all_methods_from_one_start(setting):
 def test_the_loop_trains_contenders_with_a_head_of_its_own(setting):
     untied = replace(setting, tied=False, steps=16)
     assert untied.identity() != setting.identity()
-    variants = log_time.variants(*log_time.CHOICES)
+    contenders = log_time.HELD | log_time.CONTROLS
     for recipe in (
-        *(c.recipe | dict(lr=c.lr) for c in variants.values()),
+        *(c.recipe | dict(lr=c.lr) for c in contenders.values()),
         dict(rule="adamw", lr=6e-3, weight_decay=0.1, decay_omega=4.0),
     ):
         untied.check({"it": recipe})
