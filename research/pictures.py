@@ -2,7 +2,7 @@
 
     python -m research.pictures [--folder docs]
 
-losses.png is the small study's seven rows of README's table, from its store.
+losses.png has the loss of runs of several lengths, from the stores of the studies.
 transport.png is one step of transport, computed on a quadratic.
 """
 
@@ -11,54 +11,87 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from statistics import mean, stdev
 
 import numpy as np
 
 from research import studies
-from research.compare.results import entries, noise
+from research.compare.results import Entry, entries
+from research.decide import found as judged
+from research.decide import steps_saved
 from train.pictures import picture
 
-ROWS = {  # method: its name in the picture; controls first
-    "AdamW": "AdamW",
-    "NAdamW": "NAdamW",
-    "transport": "MARS-AdamW with transport",
-    "Moonlight": "Moonlight",
-    "Moonlight, transport": "Moonlight with transport",
-    "SOAP-Muon": "SOAP-Muon",
-    "SOAP-Muon, transport": "SOAP-Muon with transport",
+DEFAULT, CONTROL = "Moonlight, log time", "NAdamW"
+LINES = {  # method: its name, color and dashes
+    "AdamW": ("AdamW", "#6b6b6b", ":"),
+    CONTROL: ("NAdamW", "#0b3c8c", "--"),
+    DEFAULT: ("for_model", "#b5440e", "-"),
 }
+OLDER = {"1920": "small", "7680": "small_long"}  # stores of searched controls
+TITLE = "0.1M parameters beside embeddings, each point tuned"
 ACCENT, GREY = "#b5440e", "#6b6b6b"
 CURVATURE = np.array([1.0, 6.0])  # of the quadratic
 BETA1, GAMMA, LR = 0.8, 0.5, 0.16
 
 
-def losses(path: Path) -> None:
-    """Draw the loss of every seed, means with standard errors, and each pair's step
-    from the control to transport.
+def horizons() -> dict[str, dict[int, Entry]]:
+    """Return by method and number of steps the lower of its two searches, each of which
+    has all its seeds.
     """
-    every = entries(studies.small(), studies.stored("small"))
-    sigma, found = noise(every) or 0.0, {e.title: e for e in every}
-    labels = dict(xlabel="held-out loss, nats per byte (lower is better)")
-    with picture(path, (7, 3.4), **labels) as axes:
-        for place, title in enumerate(reversed(ROWS)):
-            e = found[title]
-            is_ahead = "transport" in title
-            color = ACCENT if is_ahead else GREY
-            axes.plot(e.finite, [place] * len(e.finite), ".", color=color, alpha=0.35)
-            error = sigma / math.sqrt(len(e.losses))
-            bar = dict(fmt="o" if is_ahead else "s", color=color, capsize=3)
-            axes.errorbar(e.mean, place, xerr=error, markersize=6, **bar)
-            end = axes.get_yaxis_transform()  # x as a share of the width
-            label = dict(va="center", ha="left", color=color, transform=end)
-            axes.text(1.01, place, f"{e.mean:.3f}", **label)
-            if is_ahead:  # from its control, one row above
-                control = found[e.control].mean
-                arrow = dict(arrowstyle="->", color=ACCENT, linewidth=1.2)
-                ends = (e.mean, place + 0.1), (control, place + 0.9)
-                axes.annotate("", *ends, arrowprops=arrow)
-        axes.set_yticks(range(len(ROWS)), list(reversed(ROWS.values())))
-        axes.set_ylim(-0.5, len(ROWS) - 0.3)
-        axes.grid(axis="y", visible=False)
+    found: dict[str, dict[int, Entry]] = {title: {} for title in LINES}
+    for name in ("480", "1920", "7680"):
+        every = [*judged(name).values()]
+        if name in OLDER:
+            older = OLDER[name]
+            every += entries(getattr(studies, older)(), studies.stored(older))
+        for e in sorted(every, key=lambda e: e.mean, reverse=True):
+            if e.title in found and not e.num_missing:
+                found[e.title][int(name)] = e
+    return found
+
+
+def losses(path: Path) -> None:
+    """Draw the loss at the end of runs of three lengths, with standard errors, and the
+    steps that the default saves.
+    """
+    found = horizons()
+    labels = dict(
+        xlabel="steps of the run", ylabel="held-out loss, nats per byte", title=TITLE
+    )
+    with picture(path, (7, 3.6), **labels) as axes:
+        for title, (name, color, dashes) in LINES.items():
+            steps, means = [*found[title]], [e.mean for e in found[title].values()]
+            errors = [error_of(e) for e in found[title].values()]
+            look = dict(color=color, linestyle=dashes, capsize=3, marker="o")
+            axes.errorbar(steps, means, yerr=errors, markersize=5, **look)
+            beside = (-6, -14) if title == DEFAULT else (8, 0)
+            text = dict(xytext=beside, textcoords="offset points", va="center")
+            text |= dict(ha="right") if title == DEFAULT else {}
+            axes.annotate(name, (steps[-1], means[-1]), **text, color=color)
+        control = {steps: e.by_seed for steps, e in found[CONTROL].items()}
+        for steps, e in found[DEFAULT].items():
+            means = {t: {0: mean(own.values())} for t, own in control.items()}
+            saved = steps_saved({0: e.mean}, steps, means)
+            if saved is None:
+                continue
+            share, _ = saved
+            ends = (steps, e.mean), (steps / (1 - share), e.mean)
+            arrow = dict(arrowstyle="<->", color="0.2", shrinkA=0, shrinkB=0)
+            axes.annotate("", *ends, arrowprops=arrow)
+            middle = steps / math.sqrt(1 - share), e.mean
+            text = dict(xytext=(0, 4), textcoords="offset points", ha="center")
+            axes.annotate(f"{share:.0%} fewer steps", middle, **text, fontsize=9)
+        axes.set_xscale("log")
+        axes.set_xticks(steps := sorted({t for f in found.values() for t in f}))
+        axes.set_xticklabels([f"{t:,}" for t in steps])
+        axes.minorticks_off()
+        axes.set_xlim(steps[0] / 1.15, steps[-1] * 1.5)
+        axes.spines[["top", "right"]].set_visible(False)
+
+
+def error_of(e: Entry) -> float:
+    """Return the standard error of a method's mean loss."""
+    return stdev(e.losses) / math.sqrt(len(e.losses))
 
 
 def transport(path: Path) -> None:
