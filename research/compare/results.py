@@ -31,7 +31,7 @@ READ = (
     "the search did not see. Inside: within so many steps, "
     "factors of two, there are worse points on both sides along every axis. z: the "
     "difference to the control in standard errors, from sigma, the deviation over "
-    f"seeds, pooled over methods; leads: {LEADS} and more; not shown: {AHEAD} to "
+    f"seeds, pooled over methods; leads: {LEADS} and more; not significant: {AHEAD} to "
     f"{LEADS}. Own z: from the deviations of these two methods alone, by which nothing "
     "is decided. Paired: mean and standard error of the differences of seeds that both "
     "have. Of five draws: "
@@ -140,7 +140,7 @@ class Row:
             return ""
         size = abs(self.z)
         side = ("leads", "ahead") if self.z < 0 else ("behind", "behind")
-        said = side[0] if size >= LEADS else f"{side[1]}, not shown"
+        said = side[0] if size >= LEADS else f"{side[1]}, not significant"
         said = "tie" if size < AHEAD else said
         return f"{said} so far" if self.is_provisional else said
 

@@ -31,7 +31,6 @@ from research import (
     log_time,
     studies,
     svrg,
-    track3,
 )
 from research.compare import __main__ as compare
 from research.compare import graphs, images
@@ -602,11 +601,8 @@ def test_snoo_moves_the_iterate_of_transport():
 
 @pytest.mark.parametrize("fast, slow, weight", [(0.9, 0.98, 0.5), (0.95, 0.95, 0.4)])
 def test_momentum_at_the_points_ahead_has_no_lag(fast, slow, weight):
-    """Of a quadratic, whatever the trajectory: of the study's mixture of two averages,
-    and of the script's for modded-nanogpt, which has the same a, b and rho.
-    """
+    """Of a quadratic, whatever the trajectory: the study's two averages."""
     a, b, rho = lookahead(fast, slow, weight)
-    assert track3.lag_free_of_two(fast, slow, weight) == pytest.approx((a, b, rho))
     torch.manual_seed(0)
     x = torch.randn(3000, 3, dtype=torch.float64).cumsum(0)
     e = m = s = torch.zeros(3, dtype=torch.float64)
@@ -615,12 +611,6 @@ def test_momentum_at_the_points_ahead_has_no_lag(fast, slow, weight):
         g = now + a * (now - before) + b * e
         m, s = fast * m + (1 - fast) * g, slow * s + (1 - slow) * g
     assert ((1 - weight) * m + weight * s - x[-1]).abs().max() < 1e-10
-
-
-def test_the_script_for_modded_nanogpt_refuses_two_lookaheads(capsys):
-    with pytest.raises(SystemExit):
-        track3.arguments(["--ema-nesterov", "--gamma", "0.1"])
-    assert "expected one of them" in capsys.readouterr().err
 
 
 def test_the_study_of_svrg_counts_what_every_method_takes(data, monkeypatch, capsys):
