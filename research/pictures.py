@@ -21,7 +21,7 @@ from research.decide import found as judged
 from research.decide import steps_saved
 from train.pictures import picture
 
-DEFAULT, CONTROL = "Moonlight, log time", "NAdamW"
+DEFAULT, CONTROL = "Moonlight", "NAdamW"
 LINES = {  # method: its name, color and dashes
     "AdamW": ("AdamW", "#6b6b6b", ":"),
     CONTROL: ("NAdamW", "#0b3c8c", "--"),
@@ -79,7 +79,8 @@ def losses(path: Path) -> None:
             arrow = dict(arrowstyle="<->", color="0.2", shrinkA=0, shrinkB=0)
             axes.annotate("", *ends, arrowprops=arrow)
             middle = steps / math.sqrt(1 - share), e.mean
-            text = dict(xytext=(0, 4), textcoords="offset points", ha="center")
+            text = dict(xytext=(0, 6), textcoords="offset points", ha="center")
+            text |= dict(bbox=dict(facecolor="white", edgecolor="none", pad=1))
             axes.annotate(f"{share:.0%} fewer steps", middle, **text, fontsize=9)
         axes.set_xscale("log")
         axes.set_xticks(steps := sorted({t for f in found.values() for t in f}))
