@@ -1,4 +1,4 @@
-"""What README, docs/guide.md and docs/api/components.md show runs as it stands there,
+"""What README, docs/guide.md and two pages of docs/api show runs as it stands there,
 and does what the text says. Beside this file it needs these pages and an installed
 marsopt alone (test_package.py, tests/archives.sh).
 """
@@ -12,12 +12,10 @@ import importlib.util
 import re
 import runpy
 import shlex
-import sys
 import warnings
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from unittest import mock
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,11 +49,10 @@ def snippets(page: Path) -> dict[str, list[str]]:
     return found
 
 
-FILES = [ROOT / "README.md", ROOT / "docs/guide.md", ROOT / "docs/api/components.md"]
+NAMES = ("README", "docs/guide", "docs/api/functions", "docs/api/components")
+FILES = [ROOT / f"{name}.md" for name in NAMES]
 PAGES = {file.name: snippets(file) for file in FILES}
-README, SNIPPETS = PAGES["README.md"], PAGES["guide.md"]
-# what is shown, and neither runs nor is a command
-FORMULAS = {("guide.md", "x, computed or kept")}
+README, SNIPPETS = PAGES["README.md"], PAGES["guide.md"] | PAGES["functions.md"]
 
 
 def inline(page: Path) -> dict[str, list[str]]:
@@ -88,9 +85,8 @@ for page, headings in PAGES.items():
     for heading, parts in headings.items():
         if code := [part for part in parts if is_python(part)]:
             CODE[page, heading] = code
-        if (page, heading) not in FORMULAS:
-            others = [part for part in parts if not is_python(part)]
-            COMMANDS += [line for part in others for line in part.splitlines()]
+        others = [part for part in parts if not is_python(part)]
+        COMMANDS += [line for part in others for line in part.splitlines()]
 
 
 @pytest.fixture
@@ -118,7 +114,7 @@ def run(name, names, part=None):
     """Run the code under ``name``: all of it, or one part."""
     parts = SNIPPETS[name] if part is None else [SNIPPETS[name][part]]
     for code in parts:
-        exec(compile(code, f"guide.md: {name}", "exec"), names)
+        exec(compile(code, name, "exec"), names)
     return SimpleNamespace(**names)
 
 
@@ -203,7 +199,7 @@ def setting(heading, names, folder):
             vectors = [p for p in model.parameters() if p.ndim == 1]
             names |= dict(matrices=matrices, norms_and_biases=vectors)
             yield
-        case "Coupled to the learning rate" | "By a schedule of its own":
+        case "By a schedule of its own":
             names |= dict(step=10, total=100)
             yield
         case "In log time" | "Independent of the learning rate":
@@ -225,7 +221,8 @@ def setting(heading, names, folder):
             names["optimizer"] = MARS(model.parameters(), **options)
             yield
             assert not torch.equal(next(model.parameters()), start[0])
-        case "Without an optimizer object":
+        case "Flat groups and checkpoints":
+            names["rule"] = marsopt.mars(mars_type="moonlight")
             names |= dict(x=inputs, folder=folder, loss=lambda y: (y - labels).norm())
             names["functional_call"] = torch.func.functional_call
             with pytest.warns(UserWarning, match="torch.distributed is disabled"):
@@ -297,17 +294,6 @@ def setting(heading, names, folder):
             with others("accelerate") as (names["accelerate"],):
                 yield
             assert not torch.equal(next(model.parameters()), start[0])
-        case "axolotl":
-            base = ModuleType("axolotl.integrations.base")
-            base.BasePlugin = object  # axolotl is not installed
-            parents = ("axolotl", "axolotl.integrations")
-            own = {name: ModuleType(name) for name in parents} | {base.__name__: base}
-            with mock.patch.dict(sys.modules, own):
-                yield
-            trainer = SimpleNamespace(model=model)
-            cfg = SimpleNamespace(learning_rate=0.5)
-            made = names["Mars"]().create_optimizer(cfg, trainer)
-            assert made.param_groups[0]["lr"] == 0.5
         case "Fine-tuning":
             torch.save(model.state_dict(), "pretrained.pt")
             yield
