@@ -21,17 +21,23 @@ USUAL = 0.75  # of a method's losses along an axis; what is above is cut
 
 
 def draw(study: Study, found: Sequence[Entry], folder: Path) -> list[str]:
-    """Draw what there is to draw; return the names of the files."""
-    looks = {
-        title: dict(
-            color=COLORS[i % len(COLORS)],
+    """Draw what there is to draw; return the names of the files.
+
+    A color is a family: a control and what is compared with it.
+    """
+    first, *_ = study.methods
+    controls = [m.control or first for m in study.methods.values()]
+    controls = list(dict.fromkeys(controls))
+    looks = {}
+    for i, (title, method) in enumerate(study.methods.items()):
+        family = title if title in controls else method.control or first
+        looks[title] = dict(
+            color=COLORS[controls.index(family) % len(COLORS)],
             marker=MARKERS[i % len(MARKERS)],
-            linestyle=DASHES[i % len(DASHES)],
+            linestyle="-" if title == family else DASHES[1 + i % (len(DASHES) - 1)],
             markersize=4,
             linewidth=1.4,
         )
-        for i, title in enumerate(study.methods)
-    }
     loss = f"held-out loss (nats per {study.setting.unit})"
     losses(found, looks, study.title, loss, folder / "losses.png")
     names = ["losses.png"]
