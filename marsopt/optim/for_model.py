@@ -21,8 +21,8 @@ from marsopt.rules.registry import named
 log = logging.getLogger(__name__)
 
 GAMMA = 0.05  # docs/choose.md: where a search with a matrix rule begins
-# Learning rates of RULES by the number of parameters: the best of the search in
-# research/study.md (small, Moonlight with transport), configs/tiny.py's
+# Learning rates of RULES by the number of parameters: the best of the searches in
+# research/study.md (small, Moonlight with transport and without), configs/tiny.py's
 # tiny_moonlight_transport, and the authors' of GPT-2 small to XL (configs/published.py)
 LEARNING_RATES = (
     (123_264, 1.7e-2),
@@ -45,9 +45,10 @@ def for_model(
 ) -> MARS:
     """Return ``MARS`` for a model, ready to train.
 
-        optimizer = marsopt.for_model(model, lr=6e-3)
+        optimizer = marsopt.for_model(model)
 
-    It is this, with ``collectives`` for the ranks that the model is spread over:
+    With GPT-2 small, whose learning rate is 6e-3, it is this, with ``collectives`` for
+    the ranks that the model is spread over:
 
         groups = marsopt.param_groups(model, "moonlight", lr=6e-3)
         optimizer = MARS(groups, max_norm=1.0)
@@ -67,7 +68,9 @@ def for_model(
             at XL and above, and between two sizes on a line in the logarithms of both.
             GPT-2's rates are the authors', the other two were searched here.
         options: arguments of ``param_groups`` and of ``MARS``. ``max_norm`` is 1.0
-            unless given (None turns it off), ``collectives`` the model's own. With
+            unless given (None turns it off), ``collectives`` the model's own. There is
+            no correction unless one is given, as a rule that was written before the
+            runs decided (research/study.md, "Memory that grows"). With
             ``correction="transport"``, ``gamma`` is 0.05 unless given: call
             ``optimizer.eval()`` before evaluation and saving, and ``optimizer.train()``
             after.
