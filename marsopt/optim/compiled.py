@@ -140,7 +140,8 @@ def compile_graph(
     list of their tensors.
 
     All that is static is in its closure, and a call chooses its graph by that. So a
-    graph does not recompile, and Dynamo's guards ask its tensors and little else.
+    graph does not recompile, and Dynamo's guards ask its tensors and little else:
+    ``guards`` leaves out the form's, and inductor's code does not ask sizes again.
 
     Dynamo keeps compiled code by code object, and limits how often it recompiles one:
     each graph has its own. Profilers take its name from there, too.
@@ -164,9 +165,17 @@ def compile_graph(
     line = code.co_firstlineno + next(NUMBER) * LINES
     code = code.replace(co_name=name, co_firstlineno=line)
     graph = types.FunctionType(code, globals(), name, None, call.__closure__)
-    options = _known(SMALL_LOOPS) if function in DECISIONS else {}
+    options = _known(SMALL_LOOPS if function in DECISIONS else {}) | _known(UNASKED)
     options |= known_instructions() if device.type == "cpu" else _known(ONE_LAUNCH)
+    options["guard_filter_fn"] = guards
     return torch.compile(graph, fullgraph=True, options=options)
+
+
+def guards(entries: Sequence[Any]) -> list[bool]:
+    """Return which guards of a graph Dynamo keeps: all but those on its form, which
+    cannot fail. They are more than half of the guards.
+    """
+    return [entry.is_global or "form" not in entry.name for entry in entries]
 
 
 # Graphs are the process's, so that an optimizer compiles nothing of what another one of
@@ -307,6 +316,7 @@ ONE_LAUNCH = {
     "combo_kernel_per_subkernel_blocks": True,
     "combo_kernel_peak_memory_pct_threshold": None,  # would split them by temporaries
 }
+UNASKED = {"size_asserts": False}  # Dynamo's guards have asked them
 DECISIONS = step.assess_alone, step.decide
 MOVES = step.update, step.apply
 RANGES = {
