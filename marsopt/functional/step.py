@@ -179,7 +179,8 @@ def assess(
     leaves: list[Tensor] = []
     inner_products = run.each(products, stacks)
     for part, stack_members in zip(inner_products, members, strict=True):
-        leaves += repeated(stack_members.leaves, len(part) // len(stack_members.leaves))
+        of_stack = stack_members.leaves
+        leaves += repeated(of_stack, part.shape[0] // len(of_stack))
     partial = statistics(inner_products, live)
     sums = run.run_collective("exchange", collectives.sum, partial, leaves, digest)
     return sums, run.call(decide, hypers, sums, max_norm)
@@ -214,7 +215,8 @@ def products(stacks: Sequence[Stack]) -> list[Tensor]:
 
 
 def _products(stack: Stack) -> Tensor:
-    v, rows = [working(t) for t in (stack.g, *stack.operands)], stack.clipped_rows
+    v = [working(t) for t in (stack.gradient, *stack.operands)]
+    rows = stack.clipped_rows
     first = 1 if rows is None else stack.num_row_dims  # a norm has the remaining dims
     dims = row_dims(v[0].shape, first)
     terms = [v[i] * v[j] for i, j in pairs(v)]
@@ -531,7 +533,7 @@ def update(
     and for an elementwise algorithm. Where ``matrix`` is given, they are written there.
     """
     algorithm, s = stack.algorithm, StepScalars.of(scalars, stack, stack.x)
-    g = working(stack.g)
+    g = working(stack.gradient)
     c = s.weights[0] * g
     for weight, operand in zip(s.weights[1:], stack.operands, strict=True):
         c = c + weight * working(operand)

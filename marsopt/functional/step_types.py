@@ -32,7 +32,7 @@ class Stack(NamedTuple):
 
     algorithm: Algorithm
     x: Tensor
-    g: Tensor
+    g: Tensor  # of a single tensor without L, or with it
     buffers: dict[str, Tensor]  # by symbol, those at home in shards
     shape: torch.Size  # of one whole tensor
     # to which matrices rows belong, where these have norms of their own or several
@@ -51,6 +51,11 @@ class Stack(NamedTuple):
         if self.rows is not None:
             tensors += [index for index in self.rows[2:] if index is not None]
         return [*tensors, *self.cuts.values(), *self.given.values()]
+
+    @property
+    def gradient(self) -> Tensor:
+        """Return ``g`` as (L, *shape). A graph costs no view of it on the host."""
+        return self.g.expand_as(self.x)
 
     @property
     def operands(self) -> list[Tensor]:

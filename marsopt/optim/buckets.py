@@ -66,13 +66,17 @@ class ParameterBucket:
     owns: list[Owned] = field(default_factory=list)
     # of each, the preconditioner with its group's numbers, where groups are joined
     own: list[MatrixPreconditioner] = field(default_factory=list)
-    # by symbol, and "parameter" for itself, views of a parameter that is by itself
-    views: dict[str, Tensor] = field(default_factory=dict)
+    # of a parameter that is by itself, a view (1, *shape), and by symbol of its buffers
+    x: Tensor | None = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     form: Hashable = None  # what graphs know of its stack
 
     def __post_init__(self) -> None:
         # on this rank; detached tensors count writes together with their parameters
         self.pieces = [self.collectives.local(p).detach() for p in self.params]
+        self.shape = self.params[0].shape  # of one whole parameter
+        # whether a step copies several parameters into one stack
+        self.is_copied = len(self.params) > 1
         self.rows: MatrixRows | None = matrix_rows(
             self.algorithm, self.params[0], self.shape, self.collectives
         )
@@ -81,30 +85,13 @@ class ParameterBucket:
         self.num_clipped = self.algorithm.num_clipped(self.shape)
         kept = [buffer.key for buffer in self.algorithm.buffers.values()]
         kept += [LOOKAHEAD] if self.algorithm.num_lookahead_scalars else []
-        # of two keys or more it returns a tuple
-        self._kept = itemgetter("step", *(kept or ["step"]))
-
-    @property
-    def shape(self) -> torch.Size:
-        """Return the shape of one whole parameter."""
-        return self.params[0].shape
+        # returns the tensors that the state's entry of a parameter holds for the
+        # algorithm: of two keys or more a tuple
+        self.kept = itemgetter("step", *(kept or ["step"]))
 
     @property
     def members(self) -> Members:
         return Members(self.params, self.owned, self.own)
-
-    @property
-    def is_copied(self) -> bool:
-        """Return whether a step copies several parameters into one stack."""
-        return len(self.params) > 1
-
-    def state_tensors(self, state: State) -> list[Tensor]:
-        """Return the tensors that ``state`` holds of the parameters for its algorithm.
-
-        Raises:
-            KeyError: one is missing.
-        """
-        return [tensor for p in self.params for tensor in self._kept(state[p])]
 
     @property
     def batch(self) -> Hashable:
@@ -413,9 +400,11 @@ def attach(bucket: ParameterBucket, state: State) -> None:
             for p, piece in zip(bucket.params, bucket.pieces, strict=True)
         ]
     if not bucket.is_copied:
-        pieces = {"parameter": bucket.pieces, **bucket.state}
         # detached: a view refers to its base, which then cannot swap
-        bucket.views = {k: x.detach().unsqueeze(0) for k, (x,) in pieces.items()}
+        bucket.x = bucket.pieces[0].detach().unsqueeze(0)
+        bucket.buffers = {
+            symbol: x.detach().unsqueeze(0) for symbol, (x,) in bucket.state.items()
+        }
 
 
 def _attached(

@@ -115,6 +115,7 @@ class Layout:
         self.buckets = [b for *_, several in self._together for b in several]
         self.members = [bucket.members for bucket in self.buckets]
         self.params = [p for bucket in self.buckets for p in bucket.params]
+        self._kept = [bucket.kept for bucket in self.buckets for _ in bucket.params]
         moving = set(self.params)
         self._idle = [p for p in self._every if p not in moving]
         carries = self.collectives
@@ -280,7 +281,8 @@ class Layout:
         of these lie.
         """
         params = [p for group in groups for p in group["params"]]
-        held = [x for b in self.buckets for x in b.state_tensors(self._state)]
+        entries = map(self._state.__getitem__, self.params)
+        held = [x for kept, e in zip(self._kept, entries, strict=True) for x in kept(e)]
         tensors, whole = [*self.params, *held], list[int]()
         fake = bool(self.params) and is_fake(self.params[0])  # it has no address
         if self.collectives is not LOCAL:
@@ -301,7 +303,7 @@ class Layout:
 
     def _check_gradients(self) -> None:
         grads = [p.grad for p in self.params]
-        if all(g is None or g.layout is torch.strided for g in grads):
+        if {g.layout for g in grads if g is not None} <= {torch.strided}:
             return
         for p, what in labels(self.param_groups):
             if p.grad is not None and p.grad.layout != torch.strided:
@@ -346,14 +348,15 @@ class Layout:
         if is_changed:
             self._digest = None
         copies, self._results = Copies(), Copies()
-        number, rule_groups = 0, []
-        live: list[bool] = []
+        grads = [p.grad for p in self.params]
+        number, rule_groups, rest = 0, [], iter(grads)
         for group in self.groups:
             for rows, entries in group.numbers:
                 copies.add(rows, entries)
             stacks = []
             for bucket in group.buckets:
-                stacks.append(self._stack(number, bucket, copies, live))
+                own = [next(rest) for _ in bucket.params]
+                stacks.append(self._stack(number, bucket, own, copies))
                 number += 1
             if is_changed:
                 group.refresh()
@@ -365,7 +368,7 @@ class Layout:
             rule_groups.append(RuleGroup(hyper, stacks, first.get(STAGE_COUNT, 0)))
         self._is_stale = False
         copies.run()
-        return rule_groups, self._live_on(self.params[0].device, live)
+        return rule_groups, self._live_of(tuple([g is not None for g in grads]))
 
     def digest(self) -> str:
         """Return the groups' hyperparameters in the last ``gather``, for ranks to
@@ -377,19 +380,24 @@ class Layout:
         return self._digest
 
     def _stack(
-        self, number: int, bucket: ParameterBucket, copies: Copies, live: list[bool]
+        self,
+        number: int,
+        bucket: ParameterBucket,
+        grads: Sequence[Tensor | None],
+        copies: Copies,
     ) -> Stack:
-        views = bucket.views
-        if bucket.is_copied:
+        x, buffers = bucket.x, bucket.buffers
+        if x is None:
             views = {}
             for symbol, tensors in {"parameter": bucket.pieces, **bucket.state}.items():
                 views[symbol] = self._copied(number, symbol, tensors, copies)
                 self._results.add(tensors, self.scratch[number, symbol][1])
+            x, buffers = views.pop("parameter"), views
         stack = Stack(
             bucket.algorithm,
-            views["parameter"],
-            self._gradients(number, bucket, copies, live),
-            {symbol: views[symbol] for symbol in bucket.state},
+            x,
+            self._gradient(number, bucket, grads, copies),
+            buffers,
             bucket.shape,
             bucket.rows,
             bucket.cuts,
@@ -399,21 +407,25 @@ class Layout:
             bucket.form = flatten(stack, [])
         return stack
 
-    def _gradients(
-        self, number: int, bucket: ParameterBucket, copies: Copies, live: list[bool]
+    def _gradient(
+        self,
+        number: int,
+        bucket: ParameterBucket,
+        grads: Sequence[Tensor | None],
+        copies: Copies,
     ) -> Tensor:
         local, pieces = bucket.collectives.local, bucket.pieces
-        has = [p.grad is not None for p in bucket.params]
-        live += repeated(has, bucket.num_clipped)
-        grads = [local(p.grad, p) for p in bucket.params if p.grad is not None]
-        if grads and not bucket.is_copied:
-            return grads[0].unsqueeze(0)
-        rest = iter(grads)
-        dtype = reduce(torch.promote_types, (g.dtype for g in grads or pieces))
+        if not bucket.is_copied and (g := grads[0]) is not None:
+            g = local(g, bucket.params[0])
+            return g if g.ndim else g.view(1)  # as ``flatten`` has it
+        pairs = zip(grads, bucket.params, strict=True)
+        own = [None if g is None else local(g, p) for g, p in pairs]
+        dtypes = [g.dtype for g in own if g is not None] or [pieces[0].dtype]
+        dtype = reduce(torch.promote_types, dtypes)
         zero = torch.zeros((), dtype=dtype, device=pieces[0].device)
         like = [
-            next(rest) if real else zero.expand_as(x)
-            for x, real in zip(pieces, has, strict=True)
+            zero.expand_as(x) if g is None else g
+            for x, g in zip(pieces, own, strict=True)
         ]
         return self._copied(number, "gradient", like, copies, dtype)
 
@@ -436,25 +448,28 @@ class Layout:
         copies.add(rows, tensors)
         return stack
 
-    def _live_on(self, device: torch.device, live: list[bool]) -> Tensor:
-        """Return ``live`` as a bool tensor (N,) on ``device``. A pattern is sent there
-        when it is first seen, and kept: later steps with it copy nothing, so that a
-        CUDA graph may capture them.
+    def _live_of(self, pattern: tuple[bool, ...]) -> Tensor:
+        """Return a bool tensor (N,) on the device, of a pattern by parameter. It is
+        sent there when it is first seen, and kept: later steps with it copy nothing, so
+        that a CUDA graph may capture them.
 
         Raises:
             RuntimeError: a CUDA graph captures the step, and no step before it had this
                 pattern.
         """
-        pattern = tuple(live)
         mask = self._live.get(pattern)
         if mask is not None:
             return mask
+        device = self.params[0].device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "got a step to capture in which other parameters have no gradient "
-                f"({len(live) - sum(live)} of {len(live)}) than in earlier steps, "
-                "expected the same ones: take such a step before the capture"
+                f"({len(pattern) - sum(pattern)} of {len(pattern)}) than in earlier "
+                "steps, expected the same ones: take such a step before the capture"
             )
+        has, live = iter(pattern), list[bool]()
+        for bucket in self.buckets:
+            live += repeated([next(has) for _ in bucket.params], bucket.num_clipped)
         mask = torch.tensor(live).to(device, non_blocking=True)
         if len(self._live) < PATTERNS:  # a tensor that a graph has captured stays
             self._live[pattern] = mask
