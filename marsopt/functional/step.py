@@ -43,7 +43,7 @@ ROW = 256  # elements; of shorter rows, as of a convolution, several are one
 
 
 Result = TypeVar("Result")
-Each = Callable[[Sequence[Stack]], list[Tensor]]  # ``products``
+Each = Callable[[Sequence[Stack], Sequence[Tensor]], list[Tensor]]  # ``products``
 Move = Callable[..., tuple[Stack, Tensor | None]]  # of a stack and its own columns
 
 
@@ -67,9 +67,11 @@ class Run(Protocol):
         a trace.
         """
 
-    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
-        """Return ``function(stacks)``, a list with one tensor per stack; it may be
-        called with some of them at a time.
+    def each(
+        self, function: Each, stacks: Sequence[Stack], grads: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return ``function(stacks, grads)``, a list with one tensor per stack; it may
+        be called with some of them at a time.
         """
 
     def move(
@@ -113,8 +115,10 @@ class Pure:
     ) -> Result:
         return function(*args)
 
-    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
-        return function(stacks)
+    def each(
+        self, function: Each, stacks: Sequence[Stack], grads: Sequence[Tensor]
+    ) -> list[Tensor]:
+        return function(stacks, grads)
 
     def move(
         self, function: Move, stacks: Sequence[Stack], *columns: Sequence[Any]
@@ -151,6 +155,7 @@ PURE = Pure()
 
 def assess(
     groups: Sequence[RuleGroup],
+    grads: Sequence[Tensor],
     members: Sequence[Members],
     *,
     max_norm: Number | None,
@@ -163,7 +168,9 @@ def assess(
 
     Args:
         groups: everything that moves, N parts in all.
-        members: of every stack, in the order of ``groups``.
+        grads: of every stack, in the order of ``groups``; of one tensor with L or
+            without it.
+        members: of every stack.
         max_norm: threshold of the global gradient norm; None = off.
         collectives: they sum over shards.
         live: (N,) bool, False for parts without a gradient here; None = all have one.
@@ -175,9 +182,9 @@ def assess(
     """
     stacks, hypers = stacks_of(groups), [group.hyper for group in groups]
     if run.is_fused:
-        return run.call(assess_alone, hypers, stacks, live, max_norm)
+        return run.call(assess_alone, hypers, stacks, list(grads), live, max_norm)
     leaves: list[Tensor] = []
-    inner_products = run.each(products, stacks)
+    inner_products = run.each(products, stacks, grads)
     for part, stack_members in zip(inner_products, members, strict=True):
         of_stack = stack_members.leaves
         leaves += repeated(of_stack, part.shape[0] // len(of_stack))
@@ -189,11 +196,12 @@ def assess(
 def assess_alone(
     hypers: Sequence[Hyperparameters],
     stacks: Sequence[Stack],
+    grads: Sequence[Tensor],
     live: Tensor | None,
     max_norm: Number | None,
 ) -> tuple[Tensor, Decision]:
     """``assess`` where one process has everything: one graph."""
-    sums = statistics(products(stacks), live)
+    sums = statistics(products(stacks, grads), live)
     return sums, decide(hypers, sums, max_norm)
 
 
@@ -202,7 +210,7 @@ def stacks_of(groups: Sequence[RuleGroup]) -> list[Stack]:
     return [stack for group in groups for stack in group.stacks]
 
 
-def products(stacks: Sequence[Stack]) -> list[Tensor]:
+def products(stacks: Sequence[Stack], grads: Sequence[Tensor]) -> list[Tensor]:
     """Return the inner products of the clipped parts of every stack, partial over
     shards: of all pairs of g and its operands, (parts, pairs), from one read of them.
 
@@ -211,11 +219,11 @@ def products(stacks: Sequence[Stack]) -> list[Tensor]:
     a GPU then reads whole rows in its widest loads, where inductor's own split of a
     long sum need not divide it.
     """
-    return [_products(stack) for stack in stacks]
+    return [_products(stack, g) for stack, g in zip(stacks, grads, strict=True)]
 
 
-def _products(stack: Stack) -> Tensor:
-    v = [working(t) for t in (stack.gradient, *stack.operands)]
+def _products(stack: Stack, g: Tensor) -> Tensor:
+    v = [working(t) for t in (g.expand_as(stack.x), *stack.operands)]
     rows = stack.clipped_rows
     first = 1 if rows is None else stack.num_row_dims  # a norm has the remaining dims
     dims = row_dims(v[0].shape, first)
@@ -442,6 +450,7 @@ class Moved(NamedTuple):
 
 def advance(
     groups: Sequence[RuleGroup],
+    grads: Sequence[Tensor],
     members: Sequence[Members],
     decision: Decision,
     *,
@@ -459,32 +468,38 @@ def advance(
                 contexts.append(StackContext(group.num_steps, first, ok, t))
                 first += len(ok)
         for part in run.portions(stacks):
-            columns = members, scalars, contexts
+            columns = grads, members, scalars, contexts
             stacks, part_owned = _advance(part, stacks, columns, collectives, run)
             for i, buffers in part_owned.items():
                 owned[i] = buffers
     else:
-        stacks, _ = run.move(update, stacks, scalars)
+        stacks, _ = run.move(update, stacks, scalars, grads)
     return Moved(stacks, owned)
 
 
 def _advance(
     part: Sequence[int],
     stacks: Sequence[Stack],
-    columns: tuple[Sequence[Members], Sequence[StackScalars], Sequence[StackContext]],
+    columns: tuple[
+        Sequence[Tensor],
+        Sequence[Members],
+        Sequence[StackScalars],
+        Sequence[StackContext],
+    ],
     collectives: Collectives,
     run: Run,
 ) -> tuple[list[Stack], dict[int, list[Tensors | None]]]:
     """Move the stacks of one portion; return all stacks, and by position the owners'
     buffers of matrix stacks.
     """
-    members, scalars, contexts = columns
+    grads, members, scalars, contexts = columns
     positions, selected = range(len(stacks)), set(part)
     rows_of_batch = run.matrix_outputs(stacks, part)
     stacks, outputs = run.move(
         update,
         stacks,
         [scalars[i] if i in selected else None for i in positions],
+        grads,
         rows_of_batch,
     )
     outputs = [
@@ -524,7 +539,7 @@ def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[StackScal
 
 
 def update(
-    stack: Stack, scalars: StackScalars, matrix: Tensor | None = None
+    stack: Stack, scalars: StackScalars, g: Tensor, matrix: Tensor | None = None
 ) -> tuple[Stack, Tensor | None]:
     """Move buffers and, for an elementwise algorithm, x one step on.
 
@@ -533,7 +548,7 @@ def update(
     and for an elementwise algorithm. Where ``matrix`` is given, they are written there.
     """
     algorithm, s = stack.algorithm, StepScalars.of(scalars, stack, stack.x)
-    g = working(stack.gradient)
+    g = working(g.expand_as(stack.x))
     c = s.weights[0] * g
     for weight, operand in zip(s.weights[1:], stack.operands, strict=True):
         c = c + weight * working(operand)

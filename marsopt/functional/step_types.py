@@ -27,12 +27,11 @@ SHARED: MutableMapping[Hashable, Formula] = WeakValueDictionary()
 
 class Stack(NamedTuple):
     """L tensors of one shape that take one algorithm, as (L, *shape) tensors of local
-    pieces. A graph is as large as its number of stacks, whatever L.
+    pieces, without gradients. A graph is as large as its number of stacks, whatever L.
     """
 
     algorithm: Algorithm
     x: Tensor
-    g: Tensor  # of a single tensor without L, or with it
     buffers: dict[str, Tensor]  # by symbol, those at home in shards
     shape: torch.Size  # of one whole tensor
     # to which matrices rows belong, where these have norms of their own or several
@@ -41,21 +40,8 @@ class Stack(NamedTuple):
     # where noise is needed: what lies here, as ``Collectives.cuts`` says
     cuts: Mapping[int, Tensor] = {}
     given: Mapping[str, Tensor] = {}  # operands in place of buffers of the same symbol
-    # the layout on which a graph relies (``optim.compiled``), from a step before
-    form: Hashable = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Return all that it holds, in the order of its fields."""
-        tensors = [self.x, self.g, *self.buffers.values()]
-        if self.rows is not None:
-            tensors += [index for index in self.rows[2:] if index is not None]
-        return [*tensors, *self.cuts.values(), *self.given.values()]
-
-    @property
-    def gradient(self) -> Tensor:
-        """Return ``g`` as (L, *shape). A graph costs no view of it on the host."""
-        return self.g.expand_as(self.x)
+    # what ``optim.compiled.flatten`` makes of it, where it stays for many steps
+    flat: tuple[Hashable, Sequence[Tensor]] | None = None
 
     @property
     def operands(self) -> list[Tensor]:

@@ -30,10 +30,12 @@ from marsopt.functional.step_types import (
     Cells,
     Hyperparameters,
     Members,
+    Stack,
     formula,
     norms_per_tensor,
     scalar_dtype,
 )
+from marsopt.optim.compiled import flatten
 from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.groups import moves
 from marsopt.optim.portions import batch_of, should_stack, takes_batches
@@ -45,6 +47,8 @@ from marsopt.rules.hyperparameters import numbers_of, with_numbers
 from marsopt.rules.matrices import MatrixRows
 from marsopt.rules.preconditioner import MatrixPreconditioner
 from marsopt.rules.registry import STATE_KEYS
+
+Rows = Sequence[Tensor]
 
 
 @dataclass
@@ -66,10 +70,11 @@ class ParameterBucket:
     owns: list[Owned] = field(default_factory=list)
     # of each, the preconditioner with its group's numbers, where groups are joined
     own: list[MatrixPreconditioner] = field(default_factory=list)
-    # of a parameter that is by itself, a view (1, *shape), and by symbol of its buffers
-    x: Tensor | None = None
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    form: Hashable = None  # what graphs know of its stack
+    # views of one parameter; of several, copies of this step
+    stack: Stack | None = None
+    # of several: rows of the stack's tensors, and the tensors that they are copies of
+    copied: list[tuple[Rows, Rows]] = field(default_factory=list)
+    gradients: tuple[Tensor, Rows] | None = None  # a stack for copies, and its rows
 
     def __post_init__(self) -> None:
         # on this rank; detached tensors count writes together with their parameters
@@ -88,6 +93,29 @@ class ParameterBucket:
         # returns the tensors that the state's entry of a parameter holds for the
         # algorithm: of two keys or more a tuple
         self.kept = itemgetter("step", *(kept or ["step"]))
+
+    def make_stack(self) -> Stack:
+        """Return the stack of a step. It stays, with its form, until ``free``."""
+        views = []
+        for tensors in (self.pieces, *self.state.values()):
+            if self.is_copied:
+                view, rows = empty_rows(tensors, tensors[0].dtype)
+                self.copied.append((rows, tensors))
+            else:  # detached: a view refers to its base, which then cannot swap
+                view = tensors[0].detach().unsqueeze(0)
+            views.append(view)
+        x, *buffers = views
+        by_symbol = dict(zip(self.state, buffers, strict=True))
+        stack = Stack(self.algorithm, x, by_symbol, self.shape, self.rows, self.cuts)
+        held: list[Tensor] = []
+        self.stack = stack._replace(flat=(flatten(stack, held), held))
+        return self.stack
+
+    def free(self) -> None:
+        """Drop the memory of copies."""
+        self.gradients = None
+        if self.is_copied:
+            self.stack, self.copied = None, []
 
     @property
     def members(self) -> Members:
@@ -367,6 +395,13 @@ def _held(
     return [state[p][key] for p in params]
 
 
+def empty_rows(like: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Rows]:
+    """Return an empty stack of tensors of one shape, and its rows."""
+    shape = len(like), *like[0].shape
+    stack = torch.empty(shape, dtype=dtype, device=like[0].device)
+    return stack, stack.unbind()
+
+
 # ---- their state ---------------------------------------------------------------------
 
 
@@ -399,12 +434,6 @@ def attach(bucket: ParameterBucket, state: State) -> None:
             bucket.collectives.local(_attached(bucket, buffer, p, piece, state[p]))
             for p, piece in zip(bucket.params, bucket.pieces, strict=True)
         ]
-    if not bucket.is_copied:
-        # detached: a view refers to its base, which then cannot swap
-        bucket.x = bucket.pieces[0].detach().unsqueeze(0)
-        bucket.buffers = {
-            symbol: x.detach().unsqueeze(0) for symbol, (x,) in bucket.state.items()
-        }
 
 
 def _attached(

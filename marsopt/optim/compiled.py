@@ -214,18 +214,21 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
 
     Args:
         value: a tensor, an algorithm, a named tuple, dict, tuple or list of these;
-            anything else is static.
+            anything else is static. A list of nothing but tensors has one for each of
+            the stacks beside it.
         tensors: to be appended to.
     """
     kind = type(value)
+    if kind is Stack and value.flat is not None:
+        form, held = value.flat
+        tensors += held
+        return form
+    # the form of its stack says of which shape they are
+    if kind is StackScalars or (kind is list and set(map(type, value)) == {Tensor}):
+        tensors += value
+        return (TENSOR,) * len(value)
     if kind in (list, tuple):
         return tuple([flatten(item, tensors) for item in value])
-    if kind is Stack and value.form is not None:
-        tensors += value.tensors
-        return value.form
-    if kind is StackScalars:  # the form of its stack says of which shape they are
-        tensors += value
-        return TENSOR, TENSOR
     if isinstance(value, Tensor):
         # Dynamo takes a 0-D one of float64 for a Python number, and then traces twice
         tensors.append(value if value.ndim else value.view(1))
@@ -492,9 +495,11 @@ class InPlace:
         with named_range(f"marsopt: {what}"):
             return function(*args)
 
-    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
+    def each(
+        self, function: Each, stacks: Sequence[Stack], grads: Sequence[Tensor]
+    ) -> list[Tensor]:
         with named_range(RANGES[function]):
-            return self._by_calls(function, stacks)
+            return self._by_calls(function, stacks, grads)
 
     def move(
         self, function: Move, stacks: Sequence[Stack], *columns: Sequence[Any]
@@ -529,7 +534,7 @@ class InPlace:
         results: list[Any] = [None] * len(stacks)
         off = declined()
         for call in self.calls:
-            positions = [i for i in call if not columns or columns[0][i] is not None]
+            positions = [i for i in call if columns[0][i] is not None]
             if not positions:
                 continue
             lists = [[column[i] for i in positions] for column in (stacks, *columns)]

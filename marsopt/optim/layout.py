@@ -21,10 +21,14 @@ from marsopt.functional.collectives import (
     OwnerBuffer,
 )
 from marsopt.functional.stacks import repeated
-from marsopt.functional.step_types import Decision, RuleGroup, Stack
+from marsopt.functional.step_types import Decision, RuleGroup
 from marsopt.optim import buckets
-from marsopt.optim.buckets import BucketGroup, GroupSide, ParameterBucket
-from marsopt.optim.compiled import flatten
+from marsopt.optim.buckets import (
+    BucketGroup,
+    GroupSide,
+    ParameterBucket,
+    empty_rows,
+)
 from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.groups import labels, moves, structure
 from marsopt.optim.portions import portions
@@ -125,7 +129,6 @@ class Layout:
             for p in bucket.params
         ]
         self.groups: list[BucketGroup] = []
-        self.scratch: dict[tuple[int, str], tuple[Tensor, tuple[Tensor, ...]]] = {}
         self._results = Copies()  # of this step, out of stacks
         self._digest: str | None = None  # the groups' hyperparameters
         self._is_stale = False  # whether a gather was broken off
@@ -329,9 +332,10 @@ class Layout:
             self.params[0].device.type if self.params else "cpu",
         )
 
-    def gather(self) -> tuple[list[RuleGroup], Tensor]:
+    def gather(self) -> tuple[list[RuleGroup], list[Tensor], Tensor]:
         """Return the arguments of the one step, with the groups' present
-        hyperparameters; and which of its N parts have a gradient (N,), bool.
+        hyperparameters; the gradient of each stack; and which of its N parts have a
+        gradient (N,), bool.
 
         Small tensors that share a stack are copied into it. A parameter without a
         gradient gets zeros, so that the graph stays the same.
@@ -348,16 +352,19 @@ class Layout:
         if is_changed:
             self._digest = None
         copies, self._results = Copies(), Copies()
-        grads = [p.grad for p in self.params]
-        number, rule_groups, rest = 0, [], iter(grads)
+        own = [p.grad for p in self.params]
+        rest, rule_groups, grads = iter(own), [], []
         for group in self.groups:
             for rows, entries in group.numbers:
                 copies.add(rows, entries)
             stacks = []
             for bucket in group.buckets:
-                own = [next(rest) for _ in bucket.params]
-                stacks.append(self._stack(number, bucket, own, copies))
-                number += 1
+                stacks.append(bucket.stack or bucket.make_stack())
+                for copied, tensors in bucket.copied:
+                    copies.add(copied, tensors)
+                    self._results.add(tensors, copied)
+                of_bucket = [next(rest) for _ in bucket.params]
+                grads.append(self._gradient(bucket, of_bucket, copies))
             if is_changed:
                 group.refresh()
             hyper, first = group.hyper, group.groups[0]
@@ -368,7 +375,8 @@ class Layout:
             rule_groups.append(RuleGroup(hyper, stacks, first.get(STAGE_COUNT, 0)))
         self._is_stale = False
         copies.run()
-        return rule_groups, self._live_of(tuple([g is not None for g in grads]))
+        live = self._live_of(tuple([g is not None for g in own]))
+        return rule_groups, grads, live
 
     def digest(self) -> str:
         """Return the groups' hyperparameters in the last ``gather``, for ranks to
@@ -379,74 +387,30 @@ class Layout:
             self._digest = ", ".join(texts)
         return self._digest
 
-    def _stack(
-        self,
-        number: int,
-        bucket: ParameterBucket,
-        grads: Sequence[Tensor | None],
-        copies: Copies,
-    ) -> Stack:
-        x, buffers = bucket.x, bucket.buffers
-        if x is None:
-            views = {}
-            for symbol, tensors in {"parameter": bucket.pieces, **bucket.state}.items():
-                views[symbol] = self._copied(number, symbol, tensors, copies)
-                self._results.add(tensors, self.scratch[number, symbol][1])
-            x, buffers = views.pop("parameter"), views
-        stack = Stack(
-            bucket.algorithm,
-            x,
-            self._gradient(number, bucket, grads, copies),
-            buffers,
-            bucket.shape,
-            bucket.rows,
-            bucket.cuts,
-            form=bucket.form,
-        )
-        if bucket.form is None:
-            bucket.form = flatten(stack, [])
-        return stack
-
     def _gradient(
-        self,
-        number: int,
-        bucket: ParameterBucket,
-        grads: Sequence[Tensor | None],
-        copies: Copies,
+        self, bucket: ParameterBucket, grads: Sequence[Tensor | None], copies: Copies
     ) -> Tensor:
+        """Return the gradient of a bucket's stack. Gradients of several parameters are
+        noted down to be copied into it.
+        """
         local, pieces = bucket.collectives.local, bucket.pieces
-        if not bucket.is_copied and (g := grads[0]) is not None:
-            g = local(g, bucket.params[0])
-            return g if g.ndim else g.view(1)  # as ``flatten`` has it
+        is_single = not bucket.is_copied and len(bucket.shape) > 0
+        if is_single and (g := grads[0]) is not None:
+            return local(g, bucket.params[0])
         pairs = zip(grads, bucket.params, strict=True)
         own = [None if g is None else local(g, p) for g, p in pairs]
         dtypes = [g.dtype for g in own if g is not None] or [pieces[0].dtype]
         dtype = reduce(torch.promote_types, dtypes)
-        zero = torch.zeros((), dtype=dtype, device=pieces[0].device)
-        like = [
+        if bucket.gradients is None or bucket.gradients[0].dtype != dtype:
+            bucket.gradients = empty_rows(pieces, dtype)
+        stack, rows = bucket.gradients
+        zero = torch.zeros((), dtype=dtype, device=stack.device)
+        filled = [
             zero.expand_as(x) if g is None else g
             for x, g in zip(pieces, own, strict=True)
         ]
-        return self._copied(number, "gradient", like, copies, dtype)
-
-    def _copied(
-        self,
-        number: int,
-        symbol: str,
-        tensors: Sequence[Tensor],
-        copies: Copies,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Return a stack, into which tensors are noted down to be copied."""
-        first, dtype = tensors[0], dtype or tensors[0].dtype
-        stack, rows = self.scratch.get((number, symbol), (None, ()))
-        if stack is None or stack.dtype != dtype:
-            shape = len(tensors), *first.shape
-            stack = torch.empty(shape, dtype=dtype, device=first.device)
-            rows = stack.unbind()
-            self.scratch[number, symbol] = stack, rows
-        copies.add(rows, tensors)
-        return stack
+        copies.add(rows, filled)
+        return rows[0] if is_single else stack
 
     def _live_of(self, pattern: tuple[bool, ...]) -> Tensor:
         """Return a bool tensor (N,) on the device, of a pattern by parameter. It is
@@ -485,8 +449,9 @@ class Layout:
         self._results.run()
         self.collectives.gather_params(self.params)
         self._results = Copies()
-        for key in [k for k, (s, _) in self.scratch.items() if s.device.type != "cpu"]:
-            del self.scratch[key]
+        if self.params[0].device.type != "cpu":
+            for bucket in self.buckets:
+                bucket.free()
 
     def count(self, decision: Decision, skipped: Tensor) -> None:
         """Count the step that was taken, or skipped, after everything is written: where

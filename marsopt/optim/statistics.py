@@ -84,7 +84,7 @@ def tracked(groups: Sequence[RuleGroup]) -> list[RuleGroup]:
             dtype = working_dtype(stack.x)
             sums = stack.x.new_empty(stack.num_tensors, 2, dtype=dtype)
             buffers = {**stack.buffers, SQUARES: sums}
-            stacks.append(stack._replace(buffers=buffers, form=None))
+            stacks.append(stack._replace(buffers=buffers, flat=None))
         found.append(group._replace(stacks=stacks))
     return found
 
