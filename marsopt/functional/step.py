@@ -81,6 +81,11 @@ class Run(Protocol):
         with its own of ``columns``. Stacks whose first of them is None are skipped.
         """
 
+    def per_stack(
+        self, groups: Sequence[RuleGroup], decision: Decision
+    ) -> list[StackScalars]:
+        """Return ``step.per_stack`` of these; a later step may write into it."""
+
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
         """Return which stacks, by position, go through ``move`` and
         ``precondition_stacks`` together: the temporaries of one portion are freed
@@ -129,6 +134,11 @@ class Pure:
             if entries[0] is not None:
                 moved[i], more[i] = function(stack, *entries)
         return moved, more
+
+    def per_stack(
+        self, groups: Sequence[RuleGroup], decision: Decision
+    ) -> list[StackScalars]:
+        return per_stack(groups, decision)
 
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
         return [range(len(stacks))]
@@ -458,7 +468,7 @@ def advance(
     run: Run = PURE,
 ) -> Moved:
     """Move parameters and state one step on; a step that is not finite keeps all."""
-    stacks, scalars = stacks_of(groups), per_stack(groups, decision)
+    stacks, scalars = stacks_of(groups), run.per_stack(groups, decision)
     owned: list[list[Tensors | None]] = [[] for _ in stacks]
     if any(stack.algorithm.matrix_only for stack in stacks):
         contexts, first = [], 0

@@ -37,8 +37,10 @@ from marsopt.functional import step
 from marsopt.functional.step import Each, Move, Result
 from marsopt.functional.step_types import (
     Cells,
+    Decision,
     Formula,
     Hyperparameters,
+    RuleGroup,
     Stack,
     StackScalars,
     formula,
@@ -439,6 +441,7 @@ class InPlace:
         # those that this layout calls stay, however many other optimizers have
         self._graphs: dict[Hashable, Callable[[list[Tensor]], Any]] = {}
         self._say = say
+        self._scalars: list[StackScalars] = []
 
     def _run(self, function: Callable[..., Any], off: str | None, *args: Any) -> Any:
         """Return ``function(*args)``, compiled; it writes its tensors in place.
@@ -506,6 +509,20 @@ class InPlace:
     ) -> tuple[list[Stack], list[Tensor | None]]:
         with named_range(RANGES[function]):
             return list(stacks), self._by_calls(function, stacks, *columns)
+
+    def per_stack(
+        self, groups: Sequence[RuleGroup], decision: Decision
+    ) -> list[StackScalars]:
+        """Views of the first decision, into which later decisions are copied."""
+        pairs = zip(groups, decision.ok, strict=True)
+        oks = [group.hyper.per_part(ok) for group, ok in pairs]
+        tables = [table for group in decision.tables for table in group.values()]
+        if not self._scalars:
+            self._decided = [*oks, *tables]
+            self._scalars = step.per_stack(groups, decision._replace(ok=oks))
+        else:
+            torch._foreach_copy_(self._decided, [*oks, *tables])
+        return self._scalars
 
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
         return self._portions

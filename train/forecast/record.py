@@ -27,7 +27,7 @@ from marsopt.functional import step
 from marsopt.functional.binding import owned_leaves
 from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.step import Each, Move
-from marsopt.functional.step_types import Stack
+from marsopt.functional.step_types import Decision, RuleGroup, Stack, StackScalars
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.compiled import matrix_outputs
 from marsopt.optim.layout import Layout
@@ -163,6 +163,11 @@ class Compiled:
             made.append(extra)
             self._recorder.take(made[-1])
         return list(stacks), made
+
+    def per_stack(
+        self, groups: Sequence[RuleGroup], decision: Decision
+    ) -> list[StackScalars]:
+        return step.per_stack(groups, decision)
 
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
         return self._portions
