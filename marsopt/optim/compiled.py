@@ -36,7 +36,6 @@ from torch.autograd import profiler
 from marsopt.functional import step
 from marsopt.functional.step import Each, Move, Result
 from marsopt.functional.step_types import (
-    Cells,
     Decision,
     Formula,
     Hyperparameters,
@@ -239,9 +238,9 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
         return formula(value)
     if isinstance(value, Mapping):
         return _form(dict, [flatten([*value.items()], tensors)])
-    if kind is Hyperparameters:  # which a graph reads ``from_cells``
+    if kind is Hyperparameters:  # which a graph reads ``from_rows``
         value = value._replace(lr=None, gamma=None)
-    elif kind not in (Stack, Cells, MatrixRows):
+    elif kind not in (Stack, MatrixRows):
         return value
     return _form(kind, [flatten(item, tensors) for item in value])
 
@@ -262,7 +261,7 @@ def rebuilt(form: Any, tensors: Iterator[Tensor]) -> Any:
         return form.algorithm
     if isinstance(form, Form):
         value = form.make(*[rebuilt(part, tensors) for part in form.parts])
-        return value.from_cells() if form.make is Hyperparameters else value
+        return value.from_rows() if form.make is Hyperparameters else value
     if type(form) is tuple:
         return tuple([rebuilt(item, tensors) for item in form])
     return form

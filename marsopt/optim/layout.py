@@ -113,8 +113,8 @@ class Layout:
                     p, names[p], side.algorithm, coming, self.collectives
                 )
         self._together = [
-            (joined, *buckets.build(joined, names, self.collectives))
-            for joined in buckets.by_formula(sides)
+            (together, *buckets.build(together, names, self.collectives))
+            for together in buckets.by_formula(sides)
         ]
         self.buckets = [b for *_, several in self._together for b in several]
         self.members = [bucket.members for bucket in self.buckets]
@@ -142,8 +142,8 @@ class Layout:
             state[p].update(recut)
         self._before = None
         self.groups = [
-            buckets.join(sides, joined, several, state)
-            for sides, joined, several in self._together
+            buckets.join(sides, side, several, state)
+            for sides, side, several in self._together
         ]
         for group in self.groups:
             # there from the start, to be loaded into
@@ -332,7 +332,7 @@ class Layout:
             self.params[0].device.type if self.params else "cpu",
         )
 
-    def gather(self) -> tuple[list[RuleGroup], list[Tensor], Tensor]:
+    def gather(self) -> tuple[Sequence[RuleGroup], list[Tensor], Tensor]:
         """Return the arguments of the one step, with the groups' present
         hyperparameters; the gradient of each stack; and which of its N parts have a
         gradient (N,), bool.
@@ -353,13 +353,12 @@ class Layout:
             self._digest = None
         copies, self._results = Copies(), Copies()
         own = [p.grad for p in self.params]
-        rest, rule_groups, grads = iter(own), [], []
+        rest, grads = iter(own), []
         for group in self.groups:
             for rows, entries in group.numbers:
                 copies.add(rows, entries)
-            stacks = []
+            group.stacks = [b.stack or b.make_stack() for b in group.buckets]
             for bucket in group.buckets:
-                stacks.append(bucket.stack or bucket.make_stack())
                 for copied, tensors in bucket.copied:
                     copies.add(copied, tensors)
                     self._results.add(tensors, copied)
@@ -367,16 +366,17 @@ class Layout:
                 grads.append(self._gradient(bucket, of_bucket, copies))
             if is_changed:
                 group.refresh()
-            hyper, first = group.hyper, group.groups[0]
+            lr, unread = group.hyper.lr, None
             rates = [g["lr"] for g in group.groups]
             if any(isinstance(r, Tensor) and not checks.can_read(r) for r in rates):
-                assert isinstance(hyper.lr, Tensor)  # as the class has it
-                hyper = hyper._replace(unread_lr=hyper.lr)
-            rule_groups.append(RuleGroup(hyper, stacks, first.get(STAGE_COUNT, 0)))
+                assert isinstance(lr, Tensor)  # as the class has it
+                unread = lr
+            group.hyper = group.hyper._replace(unread_lr=unread)
+            group.num_steps = group.groups[0].get(STAGE_COUNT, 0)
         self._is_stale = False
         copies.run()
         live = self._live_of(tuple([g is not None for g in own]))
-        return rule_groups, grads, live
+        return self.groups, grads, live
 
     def digest(self) -> str:
         """Return the groups' hyperparameters in the last ``gather``, for ranks to
@@ -449,6 +449,8 @@ class Layout:
         self._results.run()
         self.collectives.gather_params(self.params)
         self._results = Copies()
+        for group in self.groups:
+            group.stacks = []
         if self.params[0].device.type != "cpu":
             for bucket in self.buckets:
                 bucket.free()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +86,7 @@ def tracked(groups: Sequence[RuleGroup]) -> list[RuleGroup]:
             sums = stack.x.new_empty(stack.num_tensors, 2, dtype=dtype)
             buffers = {**stack.buffers, SQUARES: sums}
             stacks.append(stack._replace(buffers=buffers, flat=None))
-        found.append(group._replace(stacks=stacks))
+        found.append(replace(group, stacks=stacks))
     return found
 
 
