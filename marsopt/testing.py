@@ -66,9 +66,8 @@ def _stack(algorithm: Algorithm, shape: Sequence[int]) -> Stack:
     """Return a parameter of zeros with the state before its first step."""
     params = [torch.zeros(*shape)]
     leaves = Leaves(algorithm, params, None, LOCAL)
-    group, _ = bind(leaves, params, None, new_state(leaves), 1e-3, None, 0)
-    (stack,) = group.stacks
-    return stack
+    group, *_ = bind(leaves, params, None, new_state(leaves), 1e-3, None, 0)
+    return group.stacks[0]
 
 
 def _check_kept(correction: Correction, stack: Stack) -> None:

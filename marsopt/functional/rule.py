@@ -187,7 +187,8 @@ class Rule:
         checks.at_least_zero("lr", lr)
         self._check_arguments(gamma, reference)
         lr, gamma = checks.plain(lr), checks.plain(gamma)
-        sides, groups, members = self._leaves(params, collectives), [], []
+        sides, groups = self._leaves(params, collectives), []
+        stack_grads, members = [], []
         states = self._split(state, sides)
         check_matching(params, grads, "grads")
         if reference is not None:
@@ -201,15 +202,20 @@ class Rule:
             before = count
             if before is None:  # where the algorithm has to know it on the host
                 before = int(states[side].t) if algorithm.has_stages else 0
-            group, of_stacks = bind(
+            group, side_grads, side_members = bind(
                 leaves, grads, reference, states[side], side_lr, side_gamma, before
             )
             groups.append(group)
-            members += of_stacks
+            stack_grads += side_grads
+            members += side_members
         _, decision = assess(
-            groups, members, max_norm=self.max_norm, collectives=collectives
+            groups,
+            stack_grads,
+            members,
+            max_norm=self.max_norm,
+            collectives=collectives,
         )
-        moved = advance(groups, members, decision, collectives=collectives)
+        moved = advance(groups, stack_grads, members, decision, collectives=collectives)
         stacks, owned = iter(moved.stacks), iter(moved.owned)
         by_name: dict[Name, Tensor] = {}
         for (side, leaves), behind in zip(sides.items(), decision.behind, strict=True):

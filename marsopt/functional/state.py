@@ -273,8 +273,8 @@ def bind(
     lr: Number,
     gamma: Number | None,
     count: int,
-) -> tuple[RuleGroup, list[Members]]:
-    """Return the leaves as stacks of a step, and the members of each.
+) -> tuple[RuleGroup, list[Tensor], list[Members]]:
+    """Return the leaves as stacks of a step, and the gradients and members of each.
 
     Args:
         leaves: what one algorithm moves.
@@ -302,7 +302,6 @@ def bind(
             Stack(
                 algorithm=algorithm,
                 x=x,
-                g=g[i],
                 buffers={symbol: stack[i] for symbol, stack in buffers.items()},
                 shape=shape,
                 rows=matrix_rows(algorithm, leaf, shape, leaves.collectives),
@@ -326,7 +325,7 @@ def bind(
         parts=norms_per_tensor([(s.num_tensors, s.num_clipped) for s in stacks]),
         unread_lr=lr if isinstance(lr, Tensor) and not can_read(lr) else None,
     )
-    return RuleGroup(hyper, stacks, count), members
+    return RuleGroup(hyper, stacks, count), g, members
 
 
 def unbind(

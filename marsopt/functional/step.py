@@ -43,7 +43,7 @@ ROW = 256  # elements; of shorter rows, as of a convolution, several are one
 
 
 Result = TypeVar("Result")
-Each = Callable[[Sequence[Stack]], list[Tensor]]  # ``products``
+Each = Callable[[Sequence[Stack], Sequence[Tensor]], list[Tensor]]  # ``products``
 Move = Callable[..., tuple[Stack, Tensor | None]]  # of a stack and its own columns
 
 
@@ -67,9 +67,11 @@ class Run(Protocol):
         a trace.
         """
 
-    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
-        """Return ``function(stacks)``, a list with one tensor per stack; it may be
-        called with some of them at a time.
+    def each(
+        self, function: Each, stacks: Sequence[Stack], grads: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return ``function(stacks, grads)``, a list with one tensor per stack; it may
+        be called with some of them at a time.
         """
 
     def move(
@@ -78,6 +80,11 @@ class Run(Protocol):
         """Return the new stacks and the second results of ``function``, for each stack
         with its own of ``columns``. Stacks whose first of them is None are skipped.
         """
+
+    def per_stack(
+        self, groups: Sequence[RuleGroup], decision: Decision
+    ) -> list[StackScalars]:
+        """Return ``step.per_stack`` of these; a later step may write into it."""
 
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
         """Return which stacks, by position, go through ``move`` and
@@ -113,8 +120,10 @@ class Pure:
     ) -> Result:
         return function(*args)
 
-    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
-        return function(stacks)
+    def each(
+        self, function: Each, stacks: Sequence[Stack], grads: Sequence[Tensor]
+    ) -> list[Tensor]:
+        return function(stacks, grads)
 
     def move(
         self, function: Move, stacks: Sequence[Stack], *columns: Sequence[Any]
@@ -125,6 +134,11 @@ class Pure:
             if entries[0] is not None:
                 moved[i], more[i] = function(stack, *entries)
         return moved, more
+
+    def per_stack(
+        self, groups: Sequence[RuleGroup], decision: Decision
+    ) -> list[StackScalars]:
+        return per_stack(groups, decision)
 
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
         return [range(len(stacks))]
@@ -151,6 +165,7 @@ PURE = Pure()
 
 def assess(
     groups: Sequence[RuleGroup],
+    grads: Sequence[Tensor],
     members: Sequence[Members],
     *,
     max_norm: Number | None,
@@ -163,7 +178,9 @@ def assess(
 
     Args:
         groups: everything that moves, N parts in all.
-        members: of every stack, in the order of ``groups``.
+        grads: of every stack, in the order of ``groups``; of one tensor with L or
+            without it.
+        members: of every stack.
         max_norm: threshold of the global gradient norm; None = off.
         collectives: they sum over shards.
         live: (N,) bool, False for parts without a gradient here; None = all have one.
@@ -175,11 +192,12 @@ def assess(
     """
     stacks, hypers = stacks_of(groups), [group.hyper for group in groups]
     if run.is_fused:
-        return run.call(assess_alone, hypers, stacks, live, max_norm)
+        return run.call(assess_alone, hypers, stacks, list(grads), live, max_norm)
     leaves: list[Tensor] = []
-    inner_products = run.each(products, stacks)
+    inner_products = run.each(products, stacks, grads)
     for part, stack_members in zip(inner_products, members, strict=True):
-        leaves += repeated(stack_members.leaves, len(part) // len(stack_members.leaves))
+        of_stack = stack_members.leaves
+        leaves += repeated(of_stack, part.shape[0] // len(of_stack))
     partial = statistics(inner_products, live)
     sums = run.run_collective("exchange", collectives.sum, partial, leaves, digest)
     return sums, run.call(decide, hypers, sums, max_norm)
@@ -188,11 +206,12 @@ def assess(
 def assess_alone(
     hypers: Sequence[Hyperparameters],
     stacks: Sequence[Stack],
+    grads: Sequence[Tensor],
     live: Tensor | None,
     max_norm: Number | None,
 ) -> tuple[Tensor, Decision]:
     """``assess`` where one process has everything: one graph."""
-    sums = statistics(products(stacks), live)
+    sums = statistics(products(stacks, grads), live)
     return sums, decide(hypers, sums, max_norm)
 
 
@@ -201,7 +220,7 @@ def stacks_of(groups: Sequence[RuleGroup]) -> list[Stack]:
     return [stack for group in groups for stack in group.stacks]
 
 
-def products(stacks: Sequence[Stack]) -> list[Tensor]:
+def products(stacks: Sequence[Stack], grads: Sequence[Tensor]) -> list[Tensor]:
     """Return the inner products of the clipped parts of every stack, partial over
     shards: of all pairs of g and its operands, (parts, pairs), from one read of them.
 
@@ -210,11 +229,12 @@ def products(stacks: Sequence[Stack]) -> list[Tensor]:
     a GPU then reads whole rows in its widest loads, where inductor's own split of a
     long sum need not divide it.
     """
-    return [_products(stack) for stack in stacks]
+    return [_products(stack, g) for stack, g in zip(stacks, grads, strict=True)]
 
 
-def _products(stack: Stack) -> Tensor:
-    v, rows = [working(t) for t in (stack.g, *stack.operands)], stack.clipped_rows
+def _products(stack: Stack, g: Tensor) -> Tensor:
+    v = [working(t) for t in (g.expand_as(stack.x), *stack.operands)]
+    rows = stack.clipped_rows
     first = 1 if rows is None else stack.num_row_dims  # a norm has the remaining dims
     dims = row_dims(v[0].shape, first)
     terms = [v[i] * v[j] for i, j in pairs(v)]
@@ -440,6 +460,7 @@ class Moved(NamedTuple):
 
 def advance(
     groups: Sequence[RuleGroup],
+    grads: Sequence[Tensor],
     members: Sequence[Members],
     decision: Decision,
     *,
@@ -447,7 +468,7 @@ def advance(
     run: Run = PURE,
 ) -> Moved:
     """Move parameters and state one step on; a step that is not finite keeps all."""
-    stacks, scalars = stacks_of(groups), per_stack(groups, decision)
+    stacks, scalars = stacks_of(groups), run.per_stack(groups, decision)
     owned: list[list[Tensors | None]] = [[] for _ in stacks]
     if any(stack.algorithm.matrix_only for stack in stacks):
         contexts, first = [], 0
@@ -457,32 +478,38 @@ def advance(
                 contexts.append(StackContext(group.num_steps, first, ok, t))
                 first += len(ok)
         for part in run.portions(stacks):
-            columns = members, scalars, contexts
+            columns = grads, members, scalars, contexts
             stacks, part_owned = _advance(part, stacks, columns, collectives, run)
             for i, buffers in part_owned.items():
                 owned[i] = buffers
     else:
-        stacks, _ = run.move(update, stacks, scalars)
+        stacks, _ = run.move(update, stacks, scalars, grads)
     return Moved(stacks, owned)
 
 
 def _advance(
     part: Sequence[int],
     stacks: Sequence[Stack],
-    columns: tuple[Sequence[Members], Sequence[StackScalars], Sequence[StackContext]],
+    columns: tuple[
+        Sequence[Tensor],
+        Sequence[Members],
+        Sequence[StackScalars],
+        Sequence[StackContext],
+    ],
     collectives: Collectives,
     run: Run,
 ) -> tuple[list[Stack], dict[int, list[Tensors | None]]]:
     """Move the stacks of one portion; return all stacks, and by position the owners'
     buffers of matrix stacks.
     """
-    members, scalars, contexts = columns
+    grads, members, scalars, contexts = columns
     positions, selected = range(len(stacks)), set(part)
     rows_of_batch = run.matrix_outputs(stacks, part)
     stacks, outputs = run.move(
         update,
         stacks,
         [scalars[i] if i in selected else None for i in positions],
+        grads,
         rows_of_batch,
     )
     outputs = [
@@ -522,7 +549,7 @@ def per_stack(groups: Sequence[RuleGroup], decision: Decision) -> list[StackScal
 
 
 def update(
-    stack: Stack, scalars: StackScalars, matrix: Tensor | None = None
+    stack: Stack, scalars: StackScalars, g: Tensor, matrix: Tensor | None = None
 ) -> tuple[Stack, Tensor | None]:
     """Move buffers and, for an elementwise algorithm, x one step on.
 
@@ -531,7 +558,7 @@ def update(
     and for an elementwise algorithm. Where ``matrix`` is given, they are written there.
     """
     algorithm, s = stack.algorithm, StepScalars.of(scalars, stack, stack.x)
-    g = working(stack.g)
+    g = working(g.expand_as(stack.x))
     c = s.weights[0] * g
     for weight, operand in zip(s.weights[1:], stack.operands, strict=True):
         c = c + weight * working(operand)

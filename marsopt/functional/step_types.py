@@ -5,7 +5,7 @@ decision about them.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, MutableMapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import repeat
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -27,12 +27,11 @@ SHARED: MutableMapping[Hashable, Formula] = WeakValueDictionary()
 
 class Stack(NamedTuple):
     """L tensors of one shape that take one algorithm, as (L, *shape) tensors of local
-    pieces. A graph is as large as its number of stacks, whatever L.
+    pieces, without gradients. A graph is as large as its number of stacks, whatever L.
     """
 
     algorithm: Algorithm
     x: Tensor
-    g: Tensor
     buffers: dict[str, Tensor]  # by symbol, those at home in shards
     shape: torch.Size  # of one whole tensor
     # to which matrices rows belong, where these have norms of their own or several
@@ -41,16 +40,8 @@ class Stack(NamedTuple):
     # where noise is needed: what lies here, as ``Collectives.cuts`` says
     cuts: Mapping[int, Tensor] = {}
     given: Mapping[str, Tensor] = {}  # operands in place of buffers of the same symbol
-    # the layout on which a graph relies (``optim.compiled``), from a step before
-    form: Hashable = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Return all that it holds, in the order of its fields."""
-        tensors = [self.x, self.g, *self.buffers.values()]
-        if self.rows is not None:
-            tensors += [index for index in self.rows[2:] if index is not None]
-        return [*tensors, *self.cuts.values(), *self.given.values()]
+    # what ``optim.compiled.flatten`` makes of it, where it stays for many steps
+    flat: tuple[Hashable, Sequence[Tensor]] | None = None
 
     @property
     def operands(self) -> list[Tensor]:
@@ -147,15 +138,6 @@ class Members(NamedTuple):
     own: Sequence[MatrixPreconditioner] = ()
 
 
-class Cells(NamedTuple):
-    """The hyperparameters of an algorithm as one tensor, and which is which there."""
-
-    values: Tensor  # (K,), or (K, N) where N tensors have their own
-    lr: int
-    gamma: int
-    numbers: tuple[int, ...]  # of the components, in the order of ``numbers_of``
-
-
 class Hyperparameters(NamedTuple):
     """One algorithm with its rates in one step, for N tensors."""
 
@@ -172,17 +154,18 @@ class Hyperparameters(NamedTuple):
     parts: tuple[tuple[int, int], ...] | None = None
     # lr, where it is a tensor that the host does not read: a step looks into it
     unread_lr: Tensor | None = None
-    # where graphs read lr, gamma and the algorithm's hyperparameters
-    cells: Cells | None = None
+    # (K,), or (K, N) where N tensors have their own: graphs read lr, gamma and, in the
+    # order of ``numbers_of``, the algorithm's numbers from these ``rows`` of it
+    values: Tensor | None = None
+    rows: tuple[int, ...] = ()
 
-    def from_cells(self) -> Hyperparameters:
-        """Return them as a graph reads them, which has only their ``cells``."""
-        assert self.cells is not None
-        values, algorithm = self.cells.values.unbind(), self.algorithm
-        if self.cells.numbers:
-            present = iter([values[i] for i in self.cells.numbers])
-            algorithm = with_numbers(algorithm, present)
-        lr, gamma = values[self.cells.lr], values[self.cells.gamma]
+    def from_rows(self) -> Hyperparameters:
+        """Return them as a graph reads them, which has only their ``values``."""
+        assert self.values is not None
+        every, algorithm = self.values.unbind(), self.algorithm
+        lr, gamma, *numbers = [every[i] for i in self.rows]
+        if numbers:
+            algorithm = with_numbers(algorithm, iter(numbers))
         return self._replace(algorithm=algorithm, lr=lr, gamma=gamma)
 
     @property
@@ -220,7 +203,8 @@ def norms_per_tensor(
     return tuple(parts) if any(clipped > 1 for _, clipped in parts) else None
 
 
-class RuleGroup(NamedTuple):
+@dataclass
+class RuleGroup:
     """The stacks that one algorithm moves with one set of hyperparameters."""
 
     hyper: Hyperparameters

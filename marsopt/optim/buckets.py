@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -27,13 +26,15 @@ from marsopt.functional.binding import (
 from marsopt.functional.collectives import LOCAL, Collectives, Owned
 from marsopt.functional.stacks import group_by
 from marsopt.functional.step_types import (
-    Cells,
     Hyperparameters,
     Members,
+    RuleGroup,
+    Stack,
     formula,
     norms_per_tensor,
     scalar_dtype,
 )
+from marsopt.optim.compiled import flatten
 from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.groups import moves
 from marsopt.optim.portions import batch_of, should_stack, takes_batches
@@ -45,6 +46,8 @@ from marsopt.rules.hyperparameters import numbers_of, with_numbers
 from marsopt.rules.matrices import MatrixRows
 from marsopt.rules.preconditioner import MatrixPreconditioner
 from marsopt.rules.registry import STATE_KEYS
+
+Rows = Sequence[Tensor]
 
 
 @dataclass
@@ -66,13 +69,18 @@ class ParameterBucket:
     owns: list[Owned] = field(default_factory=list)
     # of each, the preconditioner with its group's numbers, where groups are joined
     own: list[MatrixPreconditioner] = field(default_factory=list)
-    # by symbol, and "parameter" for itself, views of a parameter that is by itself
-    views: dict[str, Tensor] = field(default_factory=dict)
-    form: Hashable = None  # what graphs know of its stack
+    # views of one parameter; of several, copies of this step
+    stack: Stack | None = None
+    # of several: rows of the stack's tensors, and the tensors that they are copies of
+    copied: list[tuple[Rows, Rows]] = field(default_factory=list)
+    gradients: tuple[Tensor, Rows] | None = None  # a stack for copies, and its rows
 
     def __post_init__(self) -> None:
         # on this rank; detached tensors count writes together with their parameters
         self.pieces = [self.collectives.local(p).detach() for p in self.params]
+        self.shape = self.params[0].shape  # of one whole parameter
+        # whether a step copies several parameters into one stack
+        self.is_copied = len(self.params) > 1
         self.rows: MatrixRows | None = matrix_rows(
             self.algorithm, self.params[0], self.shape, self.collectives
         )
@@ -81,30 +89,36 @@ class ParameterBucket:
         self.num_clipped = self.algorithm.num_clipped(self.shape)
         kept = [buffer.key for buffer in self.algorithm.buffers.values()]
         kept += [LOOKAHEAD] if self.algorithm.num_lookahead_scalars else []
-        # of two keys or more it returns a tuple
-        self._kept = itemgetter("step", *(kept or ["step"]))
+        # returns the tensors that the state's entry of a parameter holds for the
+        # algorithm: of two keys or more a tuple
+        self.kept = itemgetter("step", *(kept or ["step"]))
 
-    @property
-    def shape(self) -> torch.Size:
-        """Return the shape of one whole parameter."""
-        return self.params[0].shape
+    def make_stack(self) -> Stack:
+        """Return the stack of a step. It stays, with its form, until ``free``."""
+        views = []
+        for tensors in (self.pieces, *self.state.values()):
+            if self.is_copied:
+                view, rows = empty_rows(tensors, tensors[0].dtype)
+                self.copied.append((rows, tensors))
+            else:  # detached: a view refers to its base, which then cannot swap
+                view = tensors[0].detach().unsqueeze(0)
+            views.append(view)
+        x, *buffers = views
+        by_symbol = dict(zip(self.state, buffers, strict=True))
+        stack = Stack(self.algorithm, x, by_symbol, self.shape, self.rows, self.cuts)
+        held: list[Tensor] = []
+        self.stack = stack._replace(flat=(flatten(stack, held), held))
+        return self.stack
+
+    def free(self) -> None:
+        """Drop the memory of copies."""
+        self.gradients = None
+        if self.is_copied:
+            self.stack, self.copied = None, []
 
     @property
     def members(self) -> Members:
         return Members(self.params, self.owned, self.own)
-
-    @property
-    def is_copied(self) -> bool:
-        """Return whether a step copies several parameters into one stack."""
-        return len(self.params) > 1
-
-    def state_tensors(self, state: State) -> list[Tensor]:
-        """Return the tensors that ``state`` holds of the parameters for its algorithm.
-
-        Raises:
-            KeyError: one is missing.
-        """
-        return [tensor for p in self.params for tensor in self._kept(state[p])]
 
     @property
     def batch(self) -> Hashable:
@@ -132,65 +146,26 @@ class ParameterBucket:
 
 
 class GroupSide(NamedTuple):
-    """The parameters of one param group that one algorithm moves."""
+    """The parameters of one param group that one algorithm moves; or of several, by
+    ``joined``.
+    """
 
     algorithm: Algorithm
     lr: Tensor
     gamma: Tensor
-    values: Tensor  # of ``DeviceHyperparameters``
-    group: dict[str, Any]
+    # (K,) of ``DeviceHyperparameters``, or (K, N): lr, gamma and the numbers of
+    # ``algorithm`` are views of its rows
+    values: Tensor
+    groups: list[dict[str, Any]]
     params: list[Tensor]
 
 
-class JoinedHyperparameters:
-    """The hyperparameters of several groups whose algorithms have one formula, as one
-    algorithm in which each is a vector over all their parameters (N,).
+@dataclass(kw_only=True)
+class BucketGroup(RuleGroup):
+    """A group of stacks, and the buckets and param groups of its parameters."""
 
-    Args:
-        sides: those that are joined, on one device.
-    """
-
-    def __init__(self, sides: Sequence[GroupSide]) -> None:
-        algorithm = sides[0].algorithm
-        self._cells = [
-            cell
-            for side in sides
-            for cell in (side.lr, side.gamma, *numbers_of(side.algorithm))
-        ]
-        self._num_sides, num = len(sides), sum(len(side.params) for side in sides)
-        self.values = sides[0].lr.new_zeros(len(self._cells) // len(sides), num)
-        self.lr, self.gamma, *others = self.values.unbind()
-        self.algorithm = with_numbers(algorithm, iter(others))
-
-    def refresh(self, index: Tensor) -> None:
-        """Take over the groups' present hyperparameters.
-
-        Args:
-            index: (N,) the number of each parameter's side, int64.
-        """
-        table = torch.stack(self._cells).unflatten(0, (self._num_sides, -1))
-        torch.index_select(table.t(), 1, index, out=self.values)
-
-
-def cells_of(hyper: GroupSide | JoinedHyperparameters) -> Cells:
-    """Return where graphs find the hyperparameters of a side, or of several. Each is a
-    view of one row of ``values``, whose offset says which: an algorithm has no names
-    of its hyperparameters to look them up by.
-    """
-    algorithm, size = hyper.algorithm, hyper.values[0].numel()
-    places = [hyper.lr, hyper.gamma]
-    places += numbers_of(algorithm) if formula(algorithm).is_shared else []
-    lr, gamma, *others = [cell.storage_offset() // size for cell in places]
-    return Cells(hyper.values, lr, gamma, tuple(others))
-
-
-@dataclass
-class BucketGroup:
-    """The buckets that one algorithm moves, and its hyperparameters."""
-
-    hyper: Hyperparameters
     buckets: list[ParameterBucket]
-    groups: list[dict[str, Any]]  # the param groups of its parameters
+    groups: list[dict[str, Any]]
     # rows of what ``hyper`` has of each parameter, and the tensors of
     # ``optimizer.state`` from and to which a step copies them
     numbers: list[tuple[list[Tensor], list[Tensor]]]
@@ -214,10 +189,10 @@ def split(
         group_sides.append(
             GroupSide(
                 side.algorithm,
-                hyper.lr_1d if own_rate else hyper.lr,
-                hyper.gamma_1d if own_gamma else hyper.gamma,
+                hyper.cells["lr_1d" if own_rate else "lr"],
+                hyper.cells["gamma_1d" if own_gamma else "gamma"],
                 hyper.values,
-                group,
+                [group],
                 [params[i] for i in part],
             )
         )
@@ -232,7 +207,8 @@ def by_formula(sides: Sequence[GroupSide]) -> list[list[GroupSide]]:
     keys: list[Hashable] = []
     for i, side in enumerate(sides):
         clipped = map(side.algorithm.num_clipped, (p.shape for p in side.params))
-        stage = side.group.get(STAGE_COUNT, 0) if side.algorithm.has_stages else 0
+        (group,) = side.groups
+        stage = group.get(STAGE_COUNT, 0) if side.algorithm.has_stages else 0
         key = formula(side.algorithm), _ahead_in(side), stage
         keys.append(key if max(clipped) == 1 else i)
     return [[sides[i] for i in members] for members in group_by(keys)]
@@ -244,36 +220,72 @@ def _ahead_in(side: GroupSide) -> frozenset[torch.dtype]:
     return frozenset(map(working_dtype, ahead))
 
 
+def joined(sides: Sequence[GroupSide]) -> GroupSide:
+    """Return several sides of one formula on one device as one, with a value of each
+    hyperparameter for each parameter (N,). ``refreshing`` fills them in.
+    """
+    if len(sides) == 1:
+        return sides[0]
+    algorithm = sides[0].algorithm
+    params = [p for side in sides for p in side.params]
+    num = 2 + len(numbers_of(algorithm))
+    values = sides[0].lr.new_zeros(num, len(params))
+    lr, gamma, *others = values.unbind()
+    groups = [group for side in sides for group in side.groups]
+    algorithm = with_numbers(algorithm, iter(others))
+    return GroupSide(algorithm, lr, gamma, values, groups, params)
+
+
+def refreshing(
+    sides: Sequence[GroupSide], joined: GroupSide, params: Sequence[Tensor]
+) -> Callable[[], None]:
+    """Return a function by which ``joined`` takes over the present hyperparameters of
+    its ``sides``; ``params`` are theirs, in the order of buckets.
+    """
+    if len(sides) == 1:
+        return lambda: None
+    cells = [
+        cell
+        for side in sides
+        for cell in (side.lr, side.gamma, *numbers_of(side.algorithm))
+    ]
+    number = {p: i for i, side in enumerate(sides) for p in side.params}
+    index = torch.tensor([number[p] for p in params], device=params[0].device)
+
+    def refresh() -> None:
+        table = torch.stack(cells).unflatten(0, (len(sides), -1))
+        torch.index_select(table.t(), 1, index, out=joined.values)
+
+    return refresh
+
+
 def build(
     sides: Sequence[GroupSide],
     labels: Mapping[Tensor, str],
     collectives: Collectives,
-) -> tuple[JoinedHyperparameters | None, list[ParameterBucket]]:
-    """Return the buckets of sides that are moved together, and where these are several,
-    their hyperparameters. Nothing is written.
+) -> tuple[GroupSide, list[ParameterBucket]]:
+    """Return sides that are moved together as one, and its buckets. Nothing is written.
 
     Args:
         sides: of ``by_formula``.
         labels: the parameters' names in errors.
         collectives: of the ranks that hold the parameters.
     """
-    joined = JoinedHyperparameters(sides) if len(sides) > 1 else None
-    params = [p for side in sides for p in side.params]
-    own: list[MatrixPreconditioner] = []
-    if joined is not None and joined.algorithm.matrix_only:
+    side, own = joined(sides), list[MatrixPreconditioner]()
+    if len(sides) > 1 and side.algorithm.matrix_only:
         by_side = [side.algorithm.matrix_preconditioner for side in sides]
         own = [by_side[i] for i, side in enumerate(sides) for _ in side.params]
     buckets = [
         ParameterBucket(
-            algorithm=sides[0].algorithm if joined is None else joined.algorithm,
-            params=[params[i] for i in members],
-            labels=[labels[params[i]] for i in members],
+            algorithm=side.algorithm,
+            params=[side.params[i] for i in members],
+            labels=[labels[side.params[i]] for i in members],
             collectives=collectives,
             own=[own[i] for i in members] if own else [],
         )
-        for members in group_by(_keys(params, collectives))
+        for members in group_by(_keys(side.params, collectives))
     ]
-    return joined, buckets
+    return side, buckets
 
 
 def check_state(
@@ -308,16 +320,15 @@ def check_state(
 
 def join(
     sides: Sequence[GroupSide],
-    joined: JoinedHyperparameters | None,
+    side: GroupSide,
     buckets: list[ParameterBucket],
     state: State,
 ) -> BucketGroup:
-    """Return buckets with their hyperparameters; ``state`` gets the numbers of every
-    parameter.
+    """Return buckets with the hyperparameters of ``side``, as which ``sides`` move;
+    ``state`` gets the numbers of every parameter.
     """
     params = [p for bucket in buckets for p in bucket.params]
-    present = sides[0] if joined is None else joined
-    algorithm, device = present.algorithm, params[0].device
+    algorithm, device = side.algorithm, params[0].device
     t = torch.zeros(len(params), dtype=torch.float32, device=device)
     numbers, behind = [(list(t.unbind()), _held(state, params, "step", t[0]))], None
     if algorithm.num_lookahead_scalars:
@@ -328,23 +339,32 @@ def join(
         behind = torch.zeros(shape, dtype=dtype, device=device)
         entries = _held(state, params, LOOKAHEAD, behind[0])
         numbers.append((list(behind.unbind()), entries))
+    # cells are views of rows, whose offsets say which: an algorithm has no names of its
+    # hyperparameters to look them up by
+    cells = [side.lr, side.gamma]
+    cells += numbers_of(algorithm) if formula(algorithm).is_shared else []
+    size = side.values[0].numel()
     hyper = Hyperparameters(
         algorithm=algorithm,
-        lr=present.lr,
-        gamma=present.gamma,
+        lr=side.lr,
+        gamma=side.gamma,
         t=t,
         dtypes=tuple(dict.fromkeys(working_dtype(b.params[0]) for b in buckets)),
         behind=behind,
         parts=norms_per_tensor([(len(b.params), b.num_clipped) for b in buckets]),
-        cells=cells_of(present),
+        values=side.values,
+        rows=tuple(cell.storage_offset() // size for cell in cells),
     )
-    groups = [side.group for side in sides]
-    if joined is None:
-        return BucketGroup(hyper, buckets, groups, numbers, refresh=lambda: None)
-    number = {p: i for i, side in enumerate(sides) for p in side.params}
-    index = torch.tensor([number[p] for p in params], device=params[0].device)
-    joined.refresh(index)
-    return BucketGroup(hyper, buckets, groups, numbers, partial(joined.refresh, index))
+    refresh = refreshing(sides, side, params)
+    refresh()
+    return BucketGroup(
+        hyper,
+        [],
+        buckets=buckets,
+        groups=side.groups,
+        numbers=numbers,
+        refresh=refresh,
+    )
 
 
 def _keys(params: Sequence[Tensor], collectives: Collectives) -> list[Any]:
@@ -380,6 +400,13 @@ def _held(
     return [state[p][key] for p in params]
 
 
+def empty_rows(like: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Rows]:
+    """Return an empty stack of tensors of one shape, and its rows."""
+    shape = len(like), *like[0].shape
+    stack = torch.empty(shape, dtype=dtype, device=like[0].device)
+    return stack, stack.unbind()
+
+
 # ---- their state ---------------------------------------------------------------------
 
 
@@ -412,10 +439,6 @@ def attach(bucket: ParameterBucket, state: State) -> None:
             bucket.collectives.local(_attached(bucket, buffer, p, piece, state[p]))
             for p, piece in zip(bucket.params, bucket.pieces, strict=True)
         ]
-    if not bucket.is_copied:
-        pieces = {"parameter": bucket.pieces, **bucket.state}
-        # detached: a view refers to its base, which then cannot swap
-        bucket.views = {k: x.detach().unsqueeze(0) for k, (x,) in pieces.items()}
 
 
 def _attached(

@@ -36,9 +36,10 @@ from torch.autograd import profiler
 from marsopt.functional import step
 from marsopt.functional.step import Each, Move, Result
 from marsopt.functional.step_types import (
-    Cells,
+    Decision,
     Formula,
     Hyperparameters,
+    RuleGroup,
     Stack,
     StackScalars,
     formula,
@@ -140,7 +141,8 @@ def compile_graph(
     list of their tensors.
 
     All that is static is in its closure, and a call chooses its graph by that. So a
-    graph does not recompile, and Dynamo's guards ask its tensors and little else.
+    graph does not recompile, and Dynamo's guards ask its tensors and little else:
+    ``guards`` leaves out the form's, and inductor's code does not ask sizes again.
 
     Dynamo keeps compiled code by code object, and limits how often it recompiles one:
     each graph has its own. Profilers take its name from there, too.
@@ -164,9 +166,17 @@ def compile_graph(
     line = code.co_firstlineno + next(NUMBER) * LINES
     code = code.replace(co_name=name, co_firstlineno=line)
     graph = types.FunctionType(code, globals(), name, None, call.__closure__)
-    options = _known(SMALL_LOOPS) if function in DECISIONS else {}
+    options = _known(SMALL_LOOPS if function in DECISIONS else {}) | _known(UNASKED)
     options |= known_instructions() if device.type == "cpu" else _known(ONE_LAUNCH)
+    options["guard_filter_fn"] = guards
     return torch.compile(graph, fullgraph=True, options=options)
+
+
+def guards(entries: Sequence[Any]) -> list[bool]:
+    """Return which guards of a graph Dynamo keeps: all but those on its form, which
+    cannot fail. They are more than half of the guards.
+    """
+    return [entry.is_global or "form" not in entry.name for entry in entries]
 
 
 # Graphs are the process's, so that an optimizer compiles nothing of what another one of
@@ -205,18 +215,21 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
 
     Args:
         value: a tensor, an algorithm, a named tuple, dict, tuple or list of these;
-            anything else is static.
+            anything else is static. A list of nothing but tensors has one for each of
+            the stacks beside it.
         tensors: to be appended to.
     """
     kind = type(value)
+    if kind is Stack and value.flat is not None:
+        form, held = value.flat
+        tensors += held
+        return form
+    # the form of its stack says of which shape they are
+    if kind is StackScalars or (kind is list and set(map(type, value)) == {Tensor}):
+        tensors += value
+        return (TENSOR,) * len(value)
     if kind in (list, tuple):
         return tuple([flatten(item, tensors) for item in value])
-    if kind is Stack and value.form is not None:
-        tensors += value.tensors
-        return value.form
-    if kind is StackScalars:  # the form of its stack says of which shape they are
-        tensors += value
-        return TENSOR, TENSOR
     if isinstance(value, Tensor):
         # Dynamo takes a 0-D one of float64 for a Python number, and then traces twice
         tensors.append(value if value.ndim else value.view(1))
@@ -225,9 +238,9 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
         return formula(value)
     if isinstance(value, Mapping):
         return _form(dict, [flatten([*value.items()], tensors)])
-    if kind is Hyperparameters:  # which a graph reads ``from_cells``
+    if kind is Hyperparameters:  # which a graph reads ``from_rows``
         value = value._replace(lr=None, gamma=None)
-    elif kind not in (Stack, Cells, MatrixRows):
+    elif kind not in (Stack, MatrixRows):
         return value
     return _form(kind, [flatten(item, tensors) for item in value])
 
@@ -248,7 +261,7 @@ def rebuilt(form: Any, tensors: Iterator[Tensor]) -> Any:
         return form.algorithm
     if isinstance(form, Form):
         value = form.make(*[rebuilt(part, tensors) for part in form.parts])
-        return value.from_cells() if form.make is Hyperparameters else value
+        return value.from_rows() if form.make is Hyperparameters else value
     if type(form) is tuple:
         return tuple([rebuilt(item, tensors) for item in form])
     return form
@@ -307,6 +320,7 @@ ONE_LAUNCH = {
     "combo_kernel_per_subkernel_blocks": True,
     "combo_kernel_peak_memory_pct_threshold": None,  # would split them by temporaries
 }
+UNASKED = {"size_asserts": False}  # Dynamo's guards have asked them
 DECISIONS = step.assess_alone, step.decide
 MOVES = step.update, step.apply
 RANGES = {
@@ -426,6 +440,7 @@ class InPlace:
         # those that this layout calls stay, however many other optimizers have
         self._graphs: dict[Hashable, Callable[[list[Tensor]], Any]] = {}
         self._say = say
+        self._scalars: list[StackScalars] = []
 
     def _run(self, function: Callable[..., Any], off: str | None, *args: Any) -> Any:
         """Return ``function(*args)``, compiled; it writes its tensors in place.
@@ -482,15 +497,31 @@ class InPlace:
         with named_range(f"marsopt: {what}"):
             return function(*args)
 
-    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
+    def each(
+        self, function: Each, stacks: Sequence[Stack], grads: Sequence[Tensor]
+    ) -> list[Tensor]:
         with named_range(RANGES[function]):
-            return self._by_calls(function, stacks)
+            return self._by_calls(function, stacks, grads)
 
     def move(
         self, function: Move, stacks: Sequence[Stack], *columns: Sequence[Any]
     ) -> tuple[list[Stack], list[Tensor | None]]:
         with named_range(RANGES[function]):
             return list(stacks), self._by_calls(function, stacks, *columns)
+
+    def per_stack(
+        self, groups: Sequence[RuleGroup], decision: Decision
+    ) -> list[StackScalars]:
+        """Views of the first decision, into which later decisions are copied."""
+        pairs = zip(groups, decision.ok, strict=True)
+        oks = [group.hyper.per_part(ok) for group, ok in pairs]
+        tables = [table for group in decision.tables for table in group.values()]
+        if not self._scalars:
+            self._decided = [*oks, *tables]
+            self._scalars = step.per_stack(groups, decision._replace(ok=oks))
+        else:
+            torch._foreach_copy_(self._decided, [*oks, *tables])
+        return self._scalars
 
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
         return self._portions
@@ -519,7 +550,7 @@ class InPlace:
         results: list[Any] = [None] * len(stacks)
         off = declined()
         for call in self.calls:
-            positions = [i for i in call if not columns or columns[0][i] is not None]
+            positions = [i for i in call if columns[0][i] is not None]
             if not positions:
                 continue
             lists = [[column[i] for i in positions] for column in (stacks, *columns)]

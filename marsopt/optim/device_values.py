@@ -30,9 +30,9 @@ SCALARS = frozenset({float, int, type(None)})  # one that is the same object is 
 class DeviceHyperparameters:
     """One group's, and the algorithms that read them.
 
-    ``lr``, ``lr_1d`` (already in proportion to lr), ``gamma`` and ``gamma_1d`` are 0-D
-    tensors; ``routing`` reads the other values. They are views of ``values`` (K,), each
-    at its storage offset.
+    ``cells`` has 0-D tensors by name, "lr_1d" already in proportion to lr; ``routing``
+    reads them, but for rates and gammas. They are views of ``values`` (K,), each at its
+    storage offset.
 
     Args:
         group: a param group.
@@ -64,17 +64,11 @@ class DeviceHyperparameters:
         self.values = torch.zeros(num, dtype=scalar_dtype(device), device=device)
         rest = iter(self.values.unbind())
         cells = {name: rejoined(value, rest) for name, value in values.items()}
-        self._cells = {name: cells[name] for name in present}
         for name, value in present.items():
-            _set(self._cells[name], value)  # before they are checked
-        self.routing = route({**options, **group, **self._cells})
-        del self._cells["base_lr"]  # no algorithm reads it
-        self._cells = {n: cells[n] for n in ("lr_1d", "gamma_1d")} | self._cells
-        single = {
-            n: cell for n, cell in self._cells.items() if isinstance(cell, Tensor)
-        }
-        self.lr, self.lr_1d = single["lr"], single["lr_1d"]
-        self.gamma, self.gamma_1d = single["gamma"], single["gamma_1d"]
+            _set(cells[name], value)  # before they are checked
+        self.routing = route({**options, **group, **{n: cells[n] for n in present}})
+        del cells["base_lr"]  # no algorithm reads it
+        self.cells = cells
         self.refresh(group)
 
     def fits(self, group: dict[str, Any], device: torch.device | None) -> bool:
@@ -122,8 +116,8 @@ class DeviceHyperparameters:
         has_gamma_1d = self.routing.rest_gamma is not None
         gamma_1d = latest["gamma_1d" if has_gamma_1d else "gamma"]
         values = latest | {"lr_1d": self._rate_1d(group, latest), "gamma_1d": gamma_1d}
-        for name in {*changed, "lr_1d", "gamma_1d"} & self._cells.keys():
-            _set(self._cells[name], values[name])
+        for name in {*changed, "lr_1d", "gamma_1d"} & self.cells.keys():
+            _set(self.cells[name], values[name])
         self._seen = latest
         return True
 

@@ -21,10 +21,14 @@ from marsopt.functional.collectives import (
     OwnerBuffer,
 )
 from marsopt.functional.stacks import repeated
-from marsopt.functional.step_types import Decision, RuleGroup, Stack
+from marsopt.functional.step_types import Decision, RuleGroup
 from marsopt.optim import buckets
-from marsopt.optim.buckets import BucketGroup, GroupSide, ParameterBucket
-from marsopt.optim.compiled import flatten
+from marsopt.optim.buckets import (
+    BucketGroup,
+    GroupSide,
+    ParameterBucket,
+    empty_rows,
+)
 from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.groups import labels, moves, structure
 from marsopt.optim.portions import portions
@@ -109,12 +113,13 @@ class Layout:
                     p, names[p], side.algorithm, coming, self.collectives
                 )
         self._together = [
-            (joined, *buckets.build(joined, names, self.collectives))
-            for joined in buckets.by_formula(sides)
+            (together, *buckets.build(together, names, self.collectives))
+            for together in buckets.by_formula(sides)
         ]
         self.buckets = [b for *_, several in self._together for b in several]
         self.members = [bucket.members for bucket in self.buckets]
         self.params = [p for bucket in self.buckets for p in bucket.params]
+        self._kept = [bucket.kept for bucket in self.buckets for _ in bucket.params]
         moving = set(self.params)
         self._idle = [p for p in self._every if p not in moving]
         carries = self.collectives
@@ -124,7 +129,6 @@ class Layout:
             for p in bucket.params
         ]
         self.groups: list[BucketGroup] = []
-        self.scratch: dict[tuple[int, str], tuple[Tensor, tuple[Tensor, ...]]] = {}
         self._results = Copies()  # of this step, out of stacks
         self._digest: str | None = None  # the groups' hyperparameters
         self._is_stale = False  # whether a gather was broken off
@@ -138,8 +142,8 @@ class Layout:
             state[p].update(recut)
         self._before = None
         self.groups = [
-            buckets.join(sides, joined, several, state)
-            for sides, joined, several in self._together
+            buckets.join(sides, side, several, state)
+            for sides, side, several in self._together
         ]
         for group in self.groups:
             # there from the start, to be loaded into
@@ -280,7 +284,8 @@ class Layout:
         of these lie.
         """
         params = [p for group in groups for p in group["params"]]
-        held = [x for b in self.buckets for x in b.state_tensors(self._state)]
+        entries = map(self._state.__getitem__, self.params)
+        held = [x for kept, e in zip(self._kept, entries, strict=True) for x in kept(e)]
         tensors, whole = [*self.params, *held], list[int]()
         fake = bool(self.params) and is_fake(self.params[0])  # it has no address
         if self.collectives is not LOCAL:
@@ -301,7 +306,7 @@ class Layout:
 
     def _check_gradients(self) -> None:
         grads = [p.grad for p in self.params]
-        if all(g is None or g.layout is torch.strided for g in grads):
+        if {g.layout for g in grads if g is not None} <= {torch.strided}:
             return
         for p, what in labels(self.param_groups):
             if p.grad is not None and p.grad.layout != torch.strided:
@@ -327,9 +332,10 @@ class Layout:
             self.params[0].device.type if self.params else "cpu",
         )
 
-    def gather(self) -> tuple[list[RuleGroup], Tensor]:
+    def gather(self) -> tuple[Sequence[RuleGroup], list[Tensor], Tensor]:
         """Return the arguments of the one step, with the groups' present
-        hyperparameters; and which of its N parts have a gradient (N,), bool.
+        hyperparameters; the gradient of each stack; and which of its N parts have a
+        gradient (N,), bool.
 
         Small tensors that share a stack are copied into it. A parameter without a
         gradient gets zeros, so that the graph stays the same.
@@ -346,26 +352,31 @@ class Layout:
         if is_changed:
             self._digest = None
         copies, self._results = Copies(), Copies()
-        number, rule_groups = 0, []
-        live: list[bool] = []
+        own = [p.grad for p in self.params]
+        rest, grads = iter(own), []
         for group in self.groups:
             for rows, entries in group.numbers:
                 copies.add(rows, entries)
-            stacks = []
+            group.stacks = [b.stack or b.make_stack() for b in group.buckets]
             for bucket in group.buckets:
-                stacks.append(self._stack(number, bucket, copies, live))
-                number += 1
+                for copied, tensors in bucket.copied:
+                    copies.add(copied, tensors)
+                    self._results.add(tensors, copied)
+                of_bucket = [next(rest) for _ in bucket.params]
+                grads.append(self._gradient(bucket, of_bucket, copies))
             if is_changed:
                 group.refresh()
-            hyper, first = group.hyper, group.groups[0]
+            lr, unread = group.hyper.lr, None
             rates = [g["lr"] for g in group.groups]
             if any(isinstance(r, Tensor) and not checks.can_read(r) for r in rates):
-                assert isinstance(hyper.lr, Tensor)  # as the class has it
-                hyper = hyper._replace(unread_lr=hyper.lr)
-            rule_groups.append(RuleGroup(hyper, stacks, first.get(STAGE_COUNT, 0)))
+                assert isinstance(lr, Tensor)  # as the class has it
+                unread = lr
+            group.hyper = group.hyper._replace(unread_lr=unread)
+            group.num_steps = group.groups[0].get(STAGE_COUNT, 0)
         self._is_stale = False
         copies.run()
-        return rule_groups, self._live_on(self.params[0].device, live)
+        live = self._live_of(tuple([g is not None for g in own]))
+        return self.groups, grads, live
 
     def digest(self) -> str:
         """Return the groups' hyperparameters in the last ``gather``, for ranks to
@@ -376,85 +387,53 @@ class Layout:
             self._digest = ", ".join(texts)
         return self._digest
 
-    def _stack(
-        self, number: int, bucket: ParameterBucket, copies: Copies, live: list[bool]
-    ) -> Stack:
-        views = bucket.views
-        if bucket.is_copied:
-            views = {}
-            for symbol, tensors in {"parameter": bucket.pieces, **bucket.state}.items():
-                views[symbol] = self._copied(number, symbol, tensors, copies)
-                self._results.add(tensors, self.scratch[number, symbol][1])
-        stack = Stack(
-            bucket.algorithm,
-            views["parameter"],
-            self._gradients(number, bucket, copies, live),
-            {symbol: views[symbol] for symbol in bucket.state},
-            bucket.shape,
-            bucket.rows,
-            bucket.cuts,
-            form=bucket.form,
-        )
-        if bucket.form is None:
-            bucket.form = flatten(stack, [])
-        return stack
-
-    def _gradients(
-        self, number: int, bucket: ParameterBucket, copies: Copies, live: list[bool]
+    def _gradient(
+        self, bucket: ParameterBucket, grads: Sequence[Tensor | None], copies: Copies
     ) -> Tensor:
+        """Return the gradient of a bucket's stack. Gradients of several parameters are
+        noted down to be copied into it.
+        """
         local, pieces = bucket.collectives.local, bucket.pieces
-        has = [p.grad is not None for p in bucket.params]
-        live += repeated(has, bucket.num_clipped)
-        grads = [local(p.grad, p) for p in bucket.params if p.grad is not None]
-        if grads and not bucket.is_copied:
-            return grads[0].unsqueeze(0)
-        rest = iter(grads)
-        dtype = reduce(torch.promote_types, (g.dtype for g in grads or pieces))
-        zero = torch.zeros((), dtype=dtype, device=pieces[0].device)
-        like = [
-            next(rest) if real else zero.expand_as(x)
-            for x, real in zip(pieces, has, strict=True)
+        is_single = not bucket.is_copied and len(bucket.shape) > 0
+        if is_single and (g := grads[0]) is not None:
+            return local(g, bucket.params[0])
+        pairs = zip(grads, bucket.params, strict=True)
+        own = [None if g is None else local(g, p) for g, p in pairs]
+        dtypes = [g.dtype for g in own if g is not None] or [pieces[0].dtype]
+        dtype = reduce(torch.promote_types, dtypes)
+        if bucket.gradients is None or bucket.gradients[0].dtype != dtype:
+            bucket.gradients = empty_rows(pieces, dtype)
+        stack, rows = bucket.gradients
+        zero = torch.zeros((), dtype=dtype, device=stack.device)
+        filled = [
+            zero.expand_as(x) if g is None else g
+            for x, g in zip(pieces, own, strict=True)
         ]
-        return self._copied(number, "gradient", like, copies, dtype)
+        copies.add(rows, filled)
+        return rows[0] if is_single else stack
 
-    def _copied(
-        self,
-        number: int,
-        symbol: str,
-        tensors: Sequence[Tensor],
-        copies: Copies,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Return a stack, into which tensors are noted down to be copied."""
-        first, dtype = tensors[0], dtype or tensors[0].dtype
-        stack, rows = self.scratch.get((number, symbol), (None, ()))
-        if stack is None or stack.dtype != dtype:
-            shape = len(tensors), *first.shape
-            stack = torch.empty(shape, dtype=dtype, device=first.device)
-            rows = stack.unbind()
-            self.scratch[number, symbol] = stack, rows
-        copies.add(rows, tensors)
-        return stack
-
-    def _live_on(self, device: torch.device, live: list[bool]) -> Tensor:
-        """Return ``live`` as a bool tensor (N,) on ``device``. A pattern is sent there
-        when it is first seen, and kept: later steps with it copy nothing, so that a
-        CUDA graph may capture them.
+    def _live_of(self, pattern: tuple[bool, ...]) -> Tensor:
+        """Return a bool tensor (N,) on the device, of a pattern by parameter. It is
+        sent there when it is first seen, and kept: later steps with it copy nothing, so
+        that a CUDA graph may capture them.
 
         Raises:
             RuntimeError: a CUDA graph captures the step, and no step before it had this
                 pattern.
         """
-        pattern = tuple(live)
         mask = self._live.get(pattern)
         if mask is not None:
             return mask
+        device = self.params[0].device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "got a step to capture in which other parameters have no gradient "
-                f"({len(live) - sum(live)} of {len(live)}) than in earlier steps, "
-                "expected the same ones: take such a step before the capture"
+                f"({len(pattern) - sum(pattern)} of {len(pattern)}) than in earlier "
+                "steps, expected the same ones: take such a step before the capture"
             )
+        has, live = iter(pattern), list[bool]()
+        for bucket in self.buckets:
+            live += repeated([next(has) for _ in bucket.params], bucket.num_clipped)
         mask = torch.tensor(live).to(device, non_blocking=True)
         if len(self._live) < PATTERNS:  # a tensor that a graph has captured stays
             self._live[pattern] = mask
@@ -470,8 +449,11 @@ class Layout:
         self._results.run()
         self.collectives.gather_params(self.params)
         self._results = Copies()
-        for key in [k for k, (s, _) in self.scratch.items() if s.device.type != "cpu"]:
-            del self.scratch[key]
+        for group in self.groups:
+            group.stacks = []
+        if self.params[0].device.type != "cpu":
+            for bucket in self.buckets:
+                bucket.free()
 
     def count(self, decision: Decision, skipped: Tensor) -> None:
         """Count the step that was taken, or skipped, after everything is written: where

@@ -260,7 +260,7 @@ class MARS(LayoutOptimizer):
             return
         self._protocol.before_step(self, layout.handles)
         with named_range("marsopt: gather"):
-            groups, live = layout.gather()
+            groups, grads, live = layout.gather()
         if isinstance(bound := self._options["max_norm"], Tensor):
             assert self._max_norm is not None
             self._max_norm.copy_(bound)
@@ -270,6 +270,7 @@ class MARS(LayoutOptimizer):
             digest = f"{layout.digest()}, max_norm={self.max_norm}"
         sums, decision = assess(
             groups,
+            grads,
             layout.members,
             max_norm=self._max_norm,
             collectives=collectives,
@@ -282,6 +283,7 @@ class MARS(LayoutOptimizer):
         with self._writes:
             advance(
                 groups,
+                grads,
                 layout.members,
                 decision,
                 collectives=collectives,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -84,8 +85,8 @@ def tracked(groups: Sequence[RuleGroup]) -> list[RuleGroup]:
             dtype = working_dtype(stack.x)
             sums = stack.x.new_empty(stack.num_tensors, 2, dtype=dtype)
             buffers = {**stack.buffers, SQUARES: sums}
-            stacks.append(stack._replace(buffers=buffers, form=None))
-        found.append(group._replace(stacks=stacks))
+            stacks.append(stack._replace(buffers=buffers, flat=None))
+        found.append(replace(group, stacks=stacks))
     return found
 
 

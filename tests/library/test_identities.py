@@ -189,10 +189,11 @@ def test_the_clip_norm_from_three_inner_products(max_norm):
     rule = marsopt.rule("mars-adamw", clip=1e-3, gamma=0.025)
     g, h = torch.randn(64, 96), torch.randn(64, 96)
     algorithm = rule.matrix
-    stack = Stack(algorithm, g[None], g[None], {"h": h[None]}, g.shape)
+    stack = Stack(algorithm, g[None], {"h": h[None]}, g.shape)
     hyper = Hyperparameters(algorithm, LR, 0.025, torch.zeros(1), (g.dtype,))
     group = RuleGroup(hyper, [stack])
-    _, decision = assess([group], [Members([g])], max_norm=max_norm, collectives=LOCAL)
+    of_stacks = [g[None]], [Members([g])]
+    _, decision = assess([group], *of_stacks, max_norm=max_norm, collectives=LOCAL)
     (numbers,) = per_stack([group], decision)
     of_g, of_h = StepScalars.of(numbers, stack, g[None]).weights
     a = 1.0 if max_norm is None else max_norm / (g.double().norm() + 1e-6)

@@ -320,8 +320,9 @@ def test_frozen_parameters_cost_nothing_until_they_thaw():
 )
 def test_a_nan_skips_the_whole_step(mars_type, compiled):
     """5: with the authors one NaN stays in m, v and h for ever."""
-    params = parameters((6, 4), (4,))
-    optimizer = MARS(params, lr=LR, mars_type=mars_type, compile=compiled)
+    params = parameters((6, 4), (4,), (2, 3, 4))
+    options = dict(mars_type=mars_type, compile=compiled, matrices="batched")
+    optimizer = MARS(params, lr=LR, **options)
     run(optimizer, params, 2)
     before = copy.deepcopy([p.detach() for p in params])
     state = copy.deepcopy(optimizer.state_dict()["state"])

@@ -27,7 +27,7 @@ from marsopt.functional import step
 from marsopt.functional.binding import owned_leaves
 from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.step import Each, Move
-from marsopt.functional.step_types import Stack
+from marsopt.functional.step_types import Decision, RuleGroup, Stack, StackScalars
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.compiled import matrix_outputs
 from marsopt.optim.layout import Layout
@@ -146,9 +146,12 @@ class Compiled:
     ) -> Any:
         return function(*args)
 
-    def each(self, function: Each, stacks: Sequence[Stack]) -> list[Tensor]:
+    def each(
+        self, function: Each, stacks: Sequence[Stack], grads: Sequence[Tensor]
+    ) -> list[Tensor]:
         with self._recorder.paused():
-            return [torch.zeros(x.shape, dtype=x.dtype) for x in function(stacks)]
+            sums = function(stacks, grads)
+            return [torch.zeros(x.shape, dtype=x.dtype) for x in sums]
 
     def move(
         self, function: Move, stacks: Sequence[Stack], *columns: Sequence[Any]
@@ -160,6 +163,11 @@ class Compiled:
             made.append(extra)
             self._recorder.take(made[-1])
         return list(stacks), made
+
+    def per_stack(
+        self, groups: Sequence[RuleGroup], decision: Decision
+    ) -> list[StackScalars]:
+        return step.per_stack(groups, decision)
 
     def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
         return self._portions
@@ -316,19 +324,19 @@ def _record(job: Job, rank: Rank) -> Record:
                 param_group[STAGE_COUNT] = group.hyper.algorithm.preconditioner.every
     for is_warm in (False, True):  # ranks agree, once, on what they hold
         with Recorder([*pieces, *kept]) as recorder:
-            groups, _ = layout.gather()
+            groups, grads, _ = layout.gather()
             run = Compiled(recorder, layout)
             shared = dict(collectives=layout.collectives, run=run)
             _, decision = step.assess(
-                groups, layout.members, max_norm=1.0, digest="", **shared
+                groups, grads, layout.members, max_norm=1.0, digest="", **shared
             )
             if is_warm:
-                step.advance(groups, layout.members, decision, **shared)
+                step.advance(groups, grads, layout.members, decision, **shared)
             if takes_gradients:
                 # norms of the gradient that is kept for the next step, for its clip
                 of_each = torch.zeros(len(layout.params), 1)
                 layout.collectives.sum(of_each, layout.params)
-            del groups, decision
+            del groups, grads, decision
         layout.scatter()
     size = sum(x.nbytes for x in pieces)
     return Record(
