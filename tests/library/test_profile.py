@@ -228,7 +228,7 @@ def test_graphs_do_not_grow_with_depth(shallow, deep):
         # of the small kernels inductor fuses some at 24 numbers that it does not at 2
         assert len(b.kernels) <= len(a.kernels)
         assert b.code_size <= 1.1 * a.code_size
-    assert seconds_many <= 1.3 * seconds_two
+    assert seconds_many <= 1.6 * seconds_two
 
 
 def test_matrix_rules_take_one_more_graph(by_matrix):

@@ -5,6 +5,7 @@ the optimizer refuses to go on and to be saved.
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import itertools
 import pickle
@@ -57,6 +58,7 @@ def broken_off(call: Callable[[], object], number: int) -> bool:
             if left < 0:
                 raise Broken
 
+    gc.disable()  # exceptions are lost in its callbacks, too
     sys.setprofile(watch)
     try:
         call()
@@ -64,6 +66,7 @@ def broken_off(call: Callable[[], object], number: int) -> bool:
         return True
     finally:
         sys.setprofile(None)
+        gc.enable()
     assert left >= 0, "somebody has caught what was raised"
     return False
 
