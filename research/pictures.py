@@ -21,15 +21,15 @@ from research.decide import found as judged
 from research.decide import steps_saved
 from train.pictures import picture
 
+ACCENT, GREY = "#b5440e", "#6b6b6b"
 DEFAULT, CONTROL = "Moonlight", "NAdamW"
 LINES = {  # method: its name, color and dashes
-    "AdamW": ("AdamW", "#6b6b6b", ":"),
+    "AdamW": ("AdamW", GREY, ":"),
     CONTROL: ("NAdamW", "#0b3c8c", "--"),
-    DEFAULT: ("for_model", "#b5440e", "-"),
+    DEFAULT: ("for_model", ACCENT, "-"),
 }
 OLDER = {"1920": "small", "7680": "small_long"}  # stores of searched controls
 TITLE = "0.1M parameters beside embeddings, each point tuned"
-ACCENT, GREY = "#b5440e", "#6b6b6b"
 CURVATURE = np.array([1.0, 6.0])  # of the quadratic
 BETA1, GAMMA, LR = 0.8, 0.5, 0.16
 
@@ -38,38 +38,41 @@ def horizons() -> dict[str, dict[int, Entry]]:
     """Return by method and number of steps the lower of its two searches, each of which
     has all its seeds.
     """
-    found: dict[str, dict[int, Entry]] = {title: {} for title in LINES}
+    lowest: dict[str, dict[int, Entry]] = {title: {} for title in LINES}
     for name in ("480", "1920", "7680"):
-        every = [*judged(name).values()]
+        searches = [*judged(name).values()]
         if name in OLDER:
             older = OLDER[name]
-            every += entries(getattr(studies, older)(), studies.stored(older))
-        for e in sorted(every, key=lambda e: e.mean, reverse=True):
-            if e.title in found and not e.num_missing:
-                found[e.title][int(name)] = e
-    return found
+            searches += entries(getattr(studies, older)(), studies.stored(older))
+        for entry in sorted(searches, key=lambda entry: entry.mean, reverse=True):
+            if entry.title in lowest and not entry.num_missing:
+                lowest[entry.title][int(name)] = entry
+    return lowest
 
 
 def losses(path: Path) -> None:
     """Draw the loss at the end of runs of three lengths, with standard errors, and the
     steps that the default saves.
     """
-    found = horizons()
+    by_length = horizons()
     labels = dict(
         xlabel="steps of the run", ylabel="held-out loss, nats per byte", title=TITLE
     )
     with picture(path, (7, 3.6), **labels) as axes:
         for title, (name, color, dashes) in LINES.items():
-            steps, means = [*found[title]], [e.mean for e in found[title].values()]
-            errors = [error_of(e) for e in found[title].values()]
+            steps, means = (
+                [*by_length[title]],
+                [e.mean for e in by_length[title].values()],
+            )
+            errors = [error_of(e) for e in by_length[title].values()]
             look = dict(color=color, linestyle=dashes, capsize=3, marker="o")
             axes.errorbar(steps, means, yerr=errors, markersize=5, **look)
             beside = (-6, -14) if title == DEFAULT else (8, 0)
             text = dict(xytext=beside, textcoords="offset points", va="center")
             text |= dict(ha="right") if title == DEFAULT else {}
             axes.annotate(name, (steps[-1], means[-1]), **text, color=color)
-        control = {steps: e.by_seed for steps, e in found[CONTROL].items()}
-        for steps, e in found[DEFAULT].items():
+        control = {steps: e.by_seed for steps, e in by_length[CONTROL].items()}
+        for steps, e in by_length[DEFAULT].items():
             means = {t: {0: mean(own.values())} for t, own in control.items()}
             saved = steps_saved({0: e.mean}, steps, means)
             if saved is None:
@@ -83,7 +86,7 @@ def losses(path: Path) -> None:
             text |= dict(bbox=dict(facecolor="white", edgecolor="none", pad=1))
             axes.annotate(f"{share:.0%} fewer steps", middle, **text, fontsize=9)
         axes.set_xscale("log")
-        axes.set_xticks(steps := sorted({t for f in found.values() for t in f}))
+        axes.set_xticks(steps := sorted({t for f in by_length.values() for t in f}))
         axes.set_xticklabels([f"{t:,}" for t in steps])
         axes.minorticks_off()
         axes.set_xlim(steps[0] / 1.15, steps[-1] * 1.5)

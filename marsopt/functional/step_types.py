@@ -162,8 +162,8 @@ class Hyperparameters(NamedTuple):
     def from_rows(self) -> Hyperparameters:
         """Return them as a graph reads them, which has only their ``values``."""
         assert self.values is not None
-        every, algorithm = self.values.unbind(), self.algorithm
-        lr, gamma, *numbers = [every[i] for i in self.rows]
+        values, algorithm = self.values.unbind(), self.algorithm
+        lr, gamma, *numbers = [values[i] for i in self.rows]
         if numbers:
             algorithm = with_numbers(algorithm, iter(numbers))
         return self._replace(algorithm=algorithm, lr=lr, gamma=gamma)

@@ -237,9 +237,9 @@ def joined(sides: Sequence[GroupSide]) -> GroupSide:
 
 
 def refreshing(
-    sides: Sequence[GroupSide], joined: GroupSide, params: Sequence[Tensor]
+    sides: Sequence[GroupSide], whole: GroupSide, params: Sequence[Tensor]
 ) -> Callable[[], None]:
-    """Return a function by which ``joined`` takes over the present hyperparameters of
+    """Return a function by which ``whole`` takes over the present hyperparameters of
     its ``sides``; ``params`` are theirs, in the order of buckets.
     """
     if len(sides) == 1:
@@ -254,7 +254,7 @@ def refreshing(
 
     def refresh() -> None:
         table = torch.stack(cells).unflatten(0, (len(sides), -1))
-        torch.index_select(table.t(), 1, index, out=joined.values)
+        torch.index_select(table.t(), 1, index, out=whole.values)
 
     return refresh
 

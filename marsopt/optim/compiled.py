@@ -440,6 +440,7 @@ class InPlace:
         # those that this layout calls stay, however many other optimizers have
         self._graphs: dict[Hashable, Callable[[list[Tensor]], Any]] = {}
         self._say = say
+        self._decided: list[Tensor] = []  # the first decision, and views of it
         self._scalars: list[StackScalars] = []
 
     def _run(self, function: Callable[..., Any], off: str | None, *args: Any) -> Any:
@@ -512,7 +513,7 @@ class InPlace:
     def per_stack(
         self, groups: Sequence[RuleGroup], decision: Decision
     ) -> list[StackScalars]:
-        """Views of the first decision, into which later decisions are copied."""
+        """Return views of the first decision, into which later ones are copied."""
         pairs = zip(groups, decision.ok, strict=True)
         oks = [group.hyper.per_part(ok) for group, ok in pairs]
         tables = [table for group in decision.tables for table in group.values()]

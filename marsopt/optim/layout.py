@@ -352,8 +352,8 @@ class Layout:
         if is_changed:
             self._digest = None
         copies, self._results = Copies(), Copies()
-        own = [p.grad for p in self.params]
-        rest, grads = iter(own), []
+        param_grads = [p.grad for p in self.params]
+        rest, grads = iter(param_grads), []
         for group in self.groups:
             for rows, entries in group.numbers:
                 copies.add(rows, entries)
@@ -375,7 +375,7 @@ class Layout:
             group.num_steps = group.groups[0].get(STAGE_COUNT, 0)
         self._is_stale = False
         copies.run()
-        live = self._live_of(tuple([g is not None for g in own]))
+        live = self._live_of(tuple([g is not None for g in param_grads]))
         return self.groups, grads, live
 
     def digest(self) -> str:
@@ -398,8 +398,8 @@ class Layout:
         if is_single and (g := grads[0]) is not None:
             return local(g, bucket.params[0])
         pairs = zip(grads, bucket.params, strict=True)
-        own = [None if g is None else local(g, p) for g, p in pairs]
-        dtypes = [g.dtype for g in own if g is not None] or [pieces[0].dtype]
+        local_grads = [None if g is None else local(g, p) for g, p in pairs]
+        dtypes = [g.dtype for g in local_grads if g is not None] or [pieces[0].dtype]
         dtype = reduce(torch.promote_types, dtypes)
         if bucket.gradients is None or bucket.gradients[0].dtype != dtype:
             bucket.gradients = empty_rows(pieces, dtype)
@@ -407,7 +407,7 @@ class Layout:
         zero = torch.zeros((), dtype=dtype, device=stack.device)
         filled = [
             zero.expand_as(x) if g is None else g
-            for x, g in zip(pieces, own, strict=True)
+            for x, g in zip(pieces, local_grads, strict=True)
         ]
         copies.add(rows, filled)
         return rows[0] if is_single else stack

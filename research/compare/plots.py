@@ -26,8 +26,7 @@ def draw(study: Study, found: Sequence[Entry], folder: Path) -> list[str]:
     A color is a family: a control and what is compared with it.
     """
     first, *_ = study.methods
-    controls = [m.control or first for m in study.methods.values()]
-    controls = list(dict.fromkeys(controls))
+    controls = [*dict.fromkeys(m.control or first for m in study.methods.values())]
     looks = {}
     for i, (title, method) in enumerate(study.methods.items()):
         family = title if title in controls else method.control or first
