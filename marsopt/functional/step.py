@@ -37,8 +37,6 @@ from marsopt.rules.preconditioner import MatrixCost, MatrixInput
 if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
     from jaxtyping import Bool, Float
 
-# a buffer of stacks whose step is measured: its sums of squares, (L, 2)
-SQUARES = "squares of the step"
 ROW = 256  # elements; of shorter rows, as of a convolution, several are one
 
 
@@ -615,26 +613,11 @@ def write_params(stack: Stack, new: Tensor, s: StepScalars) -> Stack:
     """
     old, dtype = iterate(stack), stack.x.dtype
     x = torch.where(s.ok, new.to(dtype), old)
-    if SQUARES in stack.buffers:
-        buffers = {**stack.buffers, SQUARES: squares(x, old)}
-        stack = stack._replace(buffers=buffers)
     if s.extrapolation is None:
         return stack._replace(x=x)
     y = new + s.extrapolation * (new - working(old))
     y = where_or_unread(s.ok, y.to(dtype), stack.x)
     return stack._replace(x=y, buffers={**stack.buffers, "x": x})
-
-
-def squares(x: Tensor, old: Tensor) -> Tensor:
-    """Return the sums of squares of a step and of the parameters before it, (L, 2),
-    partial over shards: from values that the step has at hand.
-    """
-    before = working(old)
-    step = working(x) - before
-    dims = row_dims(before.shape, 1)
-    sums = [v.sum(dims) if dims else v for v in (step * step, before * before)]
-    stacked_sums = torch.stack(sums, 1)
-    return stacked_sums.flatten(2).sum(2) if stacked_sums.ndim > 2 else stacked_sums
 
 
 def apply(

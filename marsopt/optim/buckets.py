@@ -419,6 +419,7 @@ def attach(bucket: ParameterBucket, state: State) -> None:
     wanted = {b.key for b in buffers.values() if b.home == "shard"}
     debiased = {buffer.key for buffer in buffers.values() if buffer.is_debiased}
     for p in bucket.params:
+        state[p].setdefault("step", torch.zeros(()))
         stale = unwanted & set(state[p])
         for key in stale:
             del state[p][key]  # of another rule: stale when that one returns
@@ -428,10 +429,9 @@ def attach(bucket: ParameterBucket, state: State) -> None:
             # (new tensors, so that a state dict that is refused has changed none)
             for key in debiased & set(state[p]):
                 state[p][key] = torch.zeros_like(state[p][key])
-            if "step" in state[p]:
-                state[p]["step"].zero_()
-        if LOOKAHEAD in state[p] and (stale or wanted - set(state[p])):
-            state[p][LOOKAHEAD].zero_()  # x does not follow from restarted buffers
+            state[p]["step"] = torch.zeros(())
+        if stale or wanted - set(state[p]):
+            state[p].pop(LOOKAHEAD, None)  # x does not follow from restarted buffers
     for symbol, buffer in buffers.items():
         if buffer.home == "owner":
             continue
@@ -521,7 +521,7 @@ def attach_owned(
             if changed or _is_of_others(algorithm, p, state[p], here):
                 for symbol in algorithm.owned:
                     state[p].pop(algorithm.buffers[symbol].key, None)
-                state[p]["step"].zero_()
+                state[p]["step"] = torch.zeros(())
             for symbol in algorithm.owned:
                 buffer = algorithm.buffers[symbol]
                 value = state[p].get(buffer.key)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from marsopt.functional.routing import route
 from marsopt.optim.groups import labels
-from marsopt.optim.loading import SOURCE, check_form, check_groups, check_is_mapping
+from marsopt.optim.loading import SOURCE, check_is_of_optimizer, check_kind
 from marsopt.optim.roles import plain_name
 from marsopt.rules.algorithm import Algorithm
 
@@ -195,7 +195,7 @@ def from_other_library(
 # ---- state dicts of all forms --------------------------------------------------------
 
 
-def _is_flat(saved: Mapping[str, Any]) -> bool:
+def _is_flat(saved: Any) -> bool:
     prefixes = "state.", "param_groups."
     are_paths = (isinstance(key, str) and key.startswith(prefixes) for key in saved)
     return bool(saved) and all(are_paths)
@@ -219,7 +219,6 @@ def _records(saved: Any) -> Iterator[Record]:
     Raises:
         ValueError: it is none.
     """
-    check_is_mapping(saved)
     if _is_flat(saved):
         nested: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
         for path, value in saved.items():
@@ -229,15 +228,7 @@ def _records(saved: Any) -> Iterator[Record]:
         for name, group in nested["param_groups"].items():
             yield _record(name, group, nested["state"].get(name, {}))
         return
-    if not isinstance(saved.get("state"), Mapping) or not isinstance(
-        saved.get("param_groups"), Sequence
-    ):
-        raise ValueError(
-            f"got a state dict of {sorted(map(str, saved))[:3]} in a list, expected "
-            "those that optimizers saved, with 'param_groups' and 'state': load the "
-            "model's into the model"
-        )
-    check_groups(saved["param_groups"])
+    check_is_of_optimizer(saved)
     for group in saved["param_groups"]:
         names = group.get("param_names", [None] * len(group["params"]))
         for i, name in zip(group["params"], names, strict=True):
@@ -362,7 +353,7 @@ def _converted(
         if key not in record.entry:
             continue
         value = record.entry[key]
-        check_form(value, key, leaf.label)
+        check_kind(value, key, leaf.label)
         if symbol not in leaf.algorithm.preconditioner.buffers:
             done[f"left out {key}"] = None
             continue
@@ -379,7 +370,7 @@ def _converted(
     values = {**record.group, **record.entry}
     count = next((key for key in COUNTS if key in values), None)
     if count is not None:
-        check_form(values[count], "step", leaf.label)
+        check_kind(values[count], "step", leaf.label)
         done[count if count == "step" else f"{count} as step"] = None
         yield "step", values[count]
     elif debiased := [b.key for b in buffers.values() if b.is_debiased]:

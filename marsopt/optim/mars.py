@@ -14,12 +14,11 @@ from torch.optim.optimizer import ParamsT
 from marsopt.functional.collectives import LOCAL, Collectives, check_collectives
 from marsopt.functional.routing import all_hyperparameters, check_taken
 from marsopt.functional.step import advance, assess
-from marsopt.optim.advice import unused_arguments
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.compiled import named_range
 from marsopt.optim.groups import constructor_values
 from marsopt.optim.restart import count_from, restart
-from marsopt.optim.statistics import LastStep, Statistics, noted, tracked
+from marsopt.optim.statistics import LastStep, Statistics
 from marsopt.rules import checks
 from marsopt.rules.decay import Decay, Weight
 from marsopt.rules.dtypes import without_autocast
@@ -133,9 +132,6 @@ class MARS(LayoutOptimizer):
         tensor([[0.0047, 0.0047]])
     """
 
-    # whether steps note down how far they move parameters, for ``statistics``
-    track_updates: bool = False
-
     def __init__(
         self,
         params: ParamsT,
@@ -206,9 +202,6 @@ class MARS(LayoutOptimizer):
         super().__init__(params, values.defaults, whole)
         types = [group["mars_type"] for group in self.param_groups]
         check_taken(types, correction)
-        groups = self.param_groups
-        for message in unused_arguments(groups, whole, values.explicit, correction):
-            self._say(logging.WARNING, message)
 
     # ---- the step ------------------------------------------------------------------
 
@@ -235,15 +228,13 @@ class MARS(LayoutOptimizer):
             ValueError: a sparse gradient, or a hyperparameter that was changed to
                 something out of its range.
             RuntimeError: exact MARS without its protocol (``update_previous_grad``);
-                transport in eval mode; an exception has broken off a step before (see
-                ``load_state_dict``); hyperparameters that are numbers (those that are
+                transport in eval mode; hyperparameters that are numbers (those that are
                 tensors are not compared) differ between the ranks that shard
                 parameters, which then raise all, on GPUs some steps later: nothing has
                 changed.
             FloatingPointError: a gradient that is not finite, with
                 ``nonfinite="raise"``; nothing has changed.
         """
-        self._writes.check("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -255,7 +246,7 @@ class MARS(LayoutOptimizer):
     @torch.no_grad()
     @without_autocast
     def _step(self) -> None:
-        layout = self._fitting("step()")
+        layout = self._fitting()
         if not layout.buckets:  # everything is frozen, or elsewhere
             return
         self._protocol.before_step(self, layout.handles)
@@ -278,25 +269,20 @@ class MARS(LayoutOptimizer):
             digest=digest,
             run=self._run,
         )
-        if self.track_updates:
-            groups = tracked(groups)
-        with self._writes:
-            advance(
-                groups,
-                grads,
-                layout.members,
-                decision,
-                collectives=collectives,
-                run=self._run,
-            )
-            with named_range("marsopt: scatter"):
-                layout.scatter()
-                layout.count(decision, self._skipped)
-            hypers = [group.hyper for group in groups]
-            last = LastStep(
-                layout.params, hypers, sums, decision.ok, noted(groups), collectives
-            )
-            self._protocol.after_step(self, layout.handles)
+        advance(
+            groups,
+            grads,
+            layout.members,
+            decision,
+            collectives=collectives,
+            run=self._run,
+        )
+        with named_range("marsopt: scatter"):
+            layout.scatter()
+            layout.count(decision, self._skipped)
+        hypers = [group.hyper for group in groups]
+        last = LastStep(layout.params, hypers, sums, decision.ok)
+        self._protocol.after_step(self, layout.handles)
         self._grad_norm, self._last = decision.grad_norm, last
         if self._options["nonfinite"] == "raise" and not decision.finite:
             if digest is not None:
@@ -316,12 +302,6 @@ class MARS(LayoutOptimizer):
         are computed here from numbers that every step leaves on the device: a step
         costs nothing more for it.
 
-        With ``optimizer.track_updates = True`` before the step, ``update`` says how far
-        the step moved each parameter. A GPU adds up the squares in the step's own pass
-        over the parameters; a CPU makes further passes (docs/performance.md). Ranks
-        that share parameters add their sums by one all-reduce here: all ranks then call
-        this. With transport the point ahead is measured where x follows from it.
-
         Call it before a schedule changes ``gamma``, ``betas``, ``clip`` or
         ``max_norm``: factors of clips are computed by the present values. Norms of
         moments or of single rows are left out, for they would cost a pass.
@@ -330,9 +310,7 @@ class MARS(LayoutOptimizer):
             A named tuple, of N parameters, on their device, in float64 (float32 on
             Apple's GPUs): ``names``, a list; ``grad_norm`` (N,), before any clip;
             ``global_clip`` (), the factor of ``max_norm``; ``clip`` (N,), the factor of
-            ``clip``, of several matrices in a parameter the smallest; ``update`` (N,),
-            root mean square of the step over the parameter's before it, or None: 0 in
-            a skipped step, infinity where the parameter was zero.
+            ``clip``, of several matrices in a parameter the smallest.
 
         Raises:
             RuntimeError: there was no step yet, since construction, a load or copy, or
@@ -478,16 +456,14 @@ class MARS(LayoutOptimizer):
                 averages remember as long as the old ones did. False: t begins at 1.
 
         Raises:
-            RuntimeError: an exception has broken off a step before; inside of
-                ``at_snapshot()``.
+            RuntimeError: inside of ``at_snapshot()``.
         """
-        layout = self._fitting("reset_momentum()")
+        layout = self._fitting()
         self._protocol.check_may_restart()
-        with self._writes:
-            self._protocol.restart(self, layout.handles)
-            for group in self.param_groups if keep_log_time else ():
-                count_from(group, self.state)
-            keys = restart(layout.buckets, self.state, self.param_groups)
+        self._protocol.restart(self, layout.handles)
+        for group in self.param_groups if keep_log_time else ():
+            count_from(group, self.state)
+        keys = restart(layout.buckets, self.state, self.param_groups)
         texts = [f"{', '.join(names)} to {start}" for start, names in keys.items()]
         log.info(
             "marsopt: reset_momentum set %s for %d parameters; LogTime %s",

@@ -611,7 +611,7 @@ BASELINES = [name for name, row in REGISTRY.items() if not row.is_mars]
 
 @pytest.mark.parametrize("mars_type", BASELINES)
 @pytest.mark.parametrize("correction", ["exact", "svrg"])
-def test_a_correction_that_no_rule_takes_is_refused(mars_type, correction, caplog):
+def test_a_correction_that_no_rule_takes_is_refused(mars_type, correction):
     """But beside a MARS rule a baseline stays plain, and where the default is named."""
     match = r"mars_type='.*', expected None or one of \['transport'\]: .*mars-m"
     with pytest.raises(ValueError, match=match):
@@ -623,9 +623,6 @@ def test_a_correction_that_no_rule_takes_is_refused(mars_type, correction, caplo
     groups += [dict(params=parameters((2, 2)), mars_type="mars-m")]
     MARS(groups, correction=correction)
     MARS(groups, correction="approximate")
-    assert "has no effect" not in caplog.text
-    MARS(parameters((2, 2)), mars_type=mars_type, correction="approximate")
-    assert "correction='approximate' has no effect" in caplog.text
 
 
 class Tripled(marsopt.Correction):
@@ -664,10 +661,8 @@ class Zeroed(CorrectionProtocol):
         self.progress = 0
 
     def update_anchor(self, optimizer, grad_scale):
-        handles = optimizer.parameter_handles("update_anchor()")
-        with optimizer.writing:
-            for handle in handles:
-                handle.piece.zero_()
+        for handle in optimizer.parameter_handles():
+            handle.piece.zero_()
 
     def after_step(self, optimizer, handles):
         self.progress += 1

@@ -26,7 +26,6 @@ MODULES = (newton_schulz, soap, correction, step)
 SHAPES = [(24, 4), (4, 24), (5, 5), (3, 4, 6), (7,)]
 RULES = ["mars-adamw", "mars-shampoo", "mars-m", "mars-normuon", "mars-soap"]
 OPTIONS = {
-    "mars-m": [dict(ns_gram=True, ns_dtype=torch.float32)],
     "mars-soap": [dict(precondition_frequency=2), dict(sides="short")],
 }
 

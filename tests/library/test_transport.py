@@ -352,8 +352,8 @@ def test_saving_in_train_mode_says_so_once(save, caplog):
 
 @pytest.mark.usefixtures("both_forms")
 @pytest.mark.parametrize("to", ["transport", "approximate"])
-def test_another_correction_restarts_what_the_two_do_not_share(to, caplog):
-    """Moments go on; x starts where the parameters are, h at zero; said once."""
+def test_another_correction_restarts_what_the_two_do_not_share(to):
+    """Moments go on; x starts where the parameters are, h at zero."""
     since = {"transport": "approximate", "approximate": "transport"}[to]
     own, new = params(), params(1)
     optimizer = made(own, correction=since)
@@ -361,12 +361,7 @@ def test_another_correction_restarts_what_the_two_do_not_share(to, caplog):
     optimizer.eval()
     other = made(new, correction=to)
     run(other, new, [7])
-    with caplog.at_level(logging.WARNING):
-        other.load_state_dict(optimizer.state_dict())
-    (record,) = [r for r in caplog.records if "restarted" in r.getMessage()]
-    x = "iterate" if FORM["store_iterate"] else "lookahead"
-    anew = {"transport": x, "approximate": "last_grad"}[to]
-    assert anew in record.getMessage()
+    other.load_state_dict(optimizer.state_dict())
     write(new, own)
     for p, q in zip(new, own, strict=True):
         equal([other.state[p]["exp_avg"]], [optimizer.state[q]["exp_avg"]])
@@ -651,33 +646,6 @@ def test_a_state_of_another_correction_leaves_x_to_the_parameter(in_eval):
     other.param_groups[0].update(lr=0.0, base_lr=LR)
     run(other, new, [3])
     equal(held(other), own)
-
-
-@pytest.mark.usefixtures("both_forms")
-def test_autocast_keeps_no_casts_of_y():
-    model = nn.Linear(4, 2)
-    optimizer, inputs = made(model.parameters(), lr=0.1), torch.ones(3, 4)
-    run(optimizer, [*model.parameters()], range(2))
-    with torch.autocast("cpu", torch.bfloat16):
-        ahead = model(inputs)
-        optimizer.eval()
-        assert not torch.equal(model(inputs), ahead)
-
-
-@pytest.mark.usefixtures("both_forms")
-def test_modes_are_refused_in_a_transform():
-    model = nn.Linear(4, 2)
-    optimizer = made(model.parameters())
-    run(optimizer, [*model.parameters()], range(2))
-    y = copies(model.parameters())
-
-    def evaluated(x):
-        optimizer.eval()
-        return model(x).sum()
-
-    with pytest.raises(RuntimeError, match="nothing has changed; call it before"):
-        torch.func.grad(evaluated)(torch.ones(4))
-    equal(model.parameters(), y)
 
 
 def accelerated(optimizer):

@@ -6,7 +6,6 @@ again, and after a load.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -122,21 +121,8 @@ class Host(Protocol):
 
     param_groups: list[dict[str, Any]]
 
-    @property
-    def writing(self) -> AbstractContextManager[None]:
-        """Return the context around all writes of parameters and state: after an
-        exception in it, later calls refuse to go on.
-        """
-
-    def parameter_handles(
-        self, call: str, *, agree: bool = True
-    ) -> list[ParameterHandle]:
-        """Return all parameters that move, for ``call``, which is going to write;
-        ``agree``: all ranks call it.
-
-        Raises:
-            RuntimeError: an exception has broken off a call before.
-        """
+    def parameter_handles(self, *, agree: bool = True) -> list[ParameterHandle]:
+        """Return all parameters that move; ``agree``: all ranks call it."""
 
     def gradient_factor(self, grad_scale: float | Tensor | None) -> Factor:
         """Return what to multiply the present gradients by: one over ``grad_scale``,

@@ -47,7 +47,7 @@ class NextGradients(CorrectionProtocol):
             RuntimeError: the last ones were not handed over, so that h would never
                 change.
         """
-        handles = optimizer.parameter_handles("update_previous_grad()")
+        handles = optimizer.parameter_handles()
         if self._is_owed:
             raise RuntimeError(
                 "got update_previous_grad() after a step whose reference gradient was "
@@ -90,19 +90,18 @@ class NextGradients(CorrectionProtocol):
         Raises:
             RuntimeError: nothing was kept since the last time.
         """
-        handles = optimizer.parameter_handles("update_last_grad()")
+        handles = optimizer.parameter_handles()
         if not self._is_full:
             raise RuntimeError(
                 "got update_last_grad() with nothing kept, expected "
                 "update_previous_grad() before the step: compute the next batch's "
                 "gradient at the current parameters and call it"
             )
-        with optimizer.writing:
-            for handle in handles:
-                if "h" in handle:
-                    h, copy = handle["h"], self._kept.get(handle.p)
-                    h.zero_() if copy is None else h.copy_(copy)
-            self.progress, self._is_full, self._is_owed = True, False, False
+        for handle in handles:
+            if "h" in handle:
+                h, copy = handle["h"], self._kept.get(handle.p)
+                h.zero_() if copy is None else h.copy_(copy)
+        self.progress, self._is_full, self._is_owed = True, False, False
 
     def check_may_save(self, optimizer: Host) -> None:
         if self._is_owed:

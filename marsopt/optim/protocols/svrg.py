@@ -40,7 +40,7 @@ class Snapshot(CorrectionProtocol):
             RuntimeError: there is no anchor yet, or the parameters are not at the
                 snapshot.
         """
-        handles = optimizer.parameter_handles("update_previous_grad()")
+        handles = optimizer.parameter_handles()
         _, is_anchored = self.progress
         if not is_anchored:
             raise RuntimeError(
@@ -83,30 +83,28 @@ class Snapshot(CorrectionProtocol):
         """Write the correction's snapshot of the parameters and of the present
         gradients.
         """
-        handles = optimizer.parameter_handles("update_anchor()")
+        handles = optimizer.parameter_handles()
         factor = optimizer.gradient_factor(grad_scale)
-        with optimizer.writing:
-            for handle in handles:
-                correction = handle.algorithm.active_correction
-                if correction is not None:
-                    g = torch.empty_like(handle.piece)
-                    put_scaled(g, handle.grad, factor)
-                    buffers = correction.anchored(handle.piece, g)
-                    for symbol, value in buffers.items():
-                        handle[symbol].copy_(value)
-            self.progress = False, True
+        for handle in handles:
+            correction = handle.algorithm.active_correction
+            if correction is not None:
+                g = torch.empty_like(handle.piece)
+                put_scaled(g, handle.grad, factor)
+                buffers = correction.anchored(handle.piece, g)
+                for symbol, value in buffers.items():
+                    handle[symbol].copy_(value)
+        self.progress = False, True
 
     def at_snapshot(self, optimizer: Host) -> None:
         """Exchange parameters and snapshot."""
-        handles = optimizer.parameter_handles("at_snapshot()")
-        with optimizer.writing:
-            for handle in handles:
-                if "snapshot" in handle:
-                    parameter, snapshot = handle.piece.clone(), handle["snapshot"]
-                    handle.piece.copy_(snapshot)
-                    snapshot.copy_(parameter)
-            self._is_away = not self._is_away
-            optimizer.notify_written()
+        handles = optimizer.parameter_handles()
+        for handle in handles:
+            if "snapshot" in handle:
+                parameter, snapshot = handle.piece.clone(), handle["snapshot"]
+                handle.piece.copy_(snapshot)
+                snapshot.copy_(parameter)
+        self._is_away = not self._is_away
+        optimizer.notify_written()
 
     def check_may_save(self, optimizer: Host) -> None:
         if self._is_away:

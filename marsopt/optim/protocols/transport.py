@@ -103,7 +103,7 @@ class Lookahead(CorrectionProtocol):
         """Return a function that returns x of a parameter, None where the parameter is
         x.
         """
-        handles = optimizer.parameter_handles("iterates()", agree=False)
+        handles = optimizer.parameter_handles(agree=False)
         ahead = {handle.p: handle for handle in handles if self._has_x(handle)}
         is_ahead = _in_train_mode(optimizer)
 
@@ -153,15 +153,12 @@ class Lookahead(CorrectionProtocol):
     def _switch(self, optimizer: Host, to_train: bool) -> None:
         if _in_train_mode(optimizer) == to_train:
             return
-        call = "train()" if to_train else "eval()"
-        handles = optimizer.parameter_handles(call, agree=False)
-        with optimizer.writing:
-            for handle in handles:
-                if self._has_x(handle):
-                    _exchange(handle, to_train)
-            optimizer.notify_written()
-            for group in optimizer.param_groups:
-                group[TRAIN_MODE] = to_train
+        for handle in optimizer.parameter_handles(agree=False):
+            if self._has_x(handle):
+                _exchange(handle, to_train)
+        optimizer.notify_written()
+        for group in optimizer.param_groups:
+            group[TRAIN_MODE] = to_train
 
     handled_calls = frozenset({"eval", "iterates", "train"})
 
