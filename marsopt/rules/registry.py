@@ -288,9 +288,7 @@ def canonical(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
-def register(
-    component: NamedRule | type[Correction], *, replace: bool = False
-) -> None:
+def register(component: NamedRule | type[Correction], *, replace: bool = False) -> None:
     """Give a rule or a correction its name: ``MARS``, ``mars`` and all tools know it
     from then on.
 
@@ -344,8 +342,9 @@ def register(
             f"free (taken are {', '.join(known)}): choose another, or pass replace=True"
         )
     known[component.name] = component
-    if known is REGISTRY:
-        STATE_KEYS.update(buffer.key for buffer in kind.keeps.values())
+    if isinstance(component, NamedRule):
+        keeps = component.preconditioner.keeps
+        STATE_KEYS.update(buffer.key for buffer in keeps.values())
 
 
 for _component in (*RULES, Approximate, Exact):
