@@ -147,9 +147,7 @@ def train(model: nn.Module, optimizer: MARS) -> list[float]:
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize(
-    "mars_type", ["mars-adamw", "mars-m"]
-)
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
 def test_one_sharded_rank_is_none(mesh, mars_type, compile):
     """FSDP2 over one rank: DTensors, its collectives, and the planner's owner."""
     own = options(mars_type) | dict(compile=compile)

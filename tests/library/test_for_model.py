@@ -114,7 +114,12 @@ def test_it_says_in_one_line_and_in_print_what_it_chose(caplog):
         "tensors by rule: moonlight 8, adamw 6, frozen 1"
     )
     text = str(optimizer)
-    for what in ("correction: None", "max_norm: 1.0", "collectives: LOCAL", "lr: 0.017"):
+    for what in (
+        "correction: None",
+        "max_norm: 1.0",
+        "collectives: LOCAL",
+        "lr: 0.017",
+    ):
         assert f"\n    {what}\n" in text
 
 

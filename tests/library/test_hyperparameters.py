@@ -4,7 +4,6 @@ every door, with nothing but its line in the registry.
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from marsopt import MARS, REGISTRY
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.rules import checks
-from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import Correction
 from marsopt.rules.hyperparameters import number, structure

@@ -145,9 +145,7 @@ def test_names_that_are_not_those_of_the_parameters_are_refused(wrong):
     check_refused(rule, saved, "the ids")
 
 
-@pytest.mark.parametrize(
-    "wrong", [-1, True, 0.5, "2", None, math.nan], ids=str
-)
+@pytest.mark.parametrize("wrong", [-1, True, 0.5, "2", None, math.nan], ids=str)
 def test_a_count_of_a_group_that_is_none_is_refused(wrong):
     rule = ("soap", None)
     saved = copy.deepcopy(saved_by(*rule))

@@ -15,7 +15,9 @@ from marsopt import MARS, LogTime
 from tests.stacking import equal, fill
 from tests.table import ROWS, SHAPES, tensors
 
-EXACT = {f"{n}-exact": r for n, r in ROWS.items() if r.has_gamma and "log_time" not in n}
+EXACT = {
+    f"{n}-exact": r for n, r in ROWS.items() if r.has_gamma and "log_time" not in n
+}
 
 
 def optimizer_of(name, params, **more):

@@ -381,9 +381,7 @@ def test_state_of_float32_is_loaded_rounded_to_nearest():
 @pytest.mark.parametrize("options", [NARROW, dict(stochastic_rounding=True)], ids=len)
 def test_a_step_whose_moments_bfloat16_cannot_hold_is_skipped(scale, options):
     params = [nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))]
-    optimizer = MARS(
-        params, mars_type="adamw", lr=0.01, compile=False, **options
-    )
+    optimizer = MARS(params, mars_type="adamw", lr=0.01, compile=False, **options)
     params[0].grad = torch.full_like(params[0], scale)
     optimizer.step()
     assert optimizer.num_skipped == (options is NARROW)  # float64 state holds it
