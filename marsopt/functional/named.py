@@ -40,8 +40,7 @@ def rule(name: str, **options: Any) -> Rule:
         options: see above. Every rule also takes ``max_norm``, as ``Rule`` does, and
             ``state_dtype`` and ``stochastic_rounding``, as ``Algorithm`` does. A rule
             named "mars-..." takes the name of its ``correction``: "approximate" (the
-            default), "exact", "transport" or "svrg". The authors' ``is_approx=False``
-            is "exact".
+            default) or "exact". The authors' ``is_approx=False`` is "exact".
 
     Raises:
         TypeError: an option that the rule does not have.
@@ -82,10 +81,9 @@ def mars(**options: Any) -> Rule:
     moves the other tensors. ``MARS`` takes the same options.
 
         Choice         mars_type, base_lr, optimize_1d, lr_1d, betas_1d,
-                       weight_decay_1d, nesterov_1d, gamma_1d, is_approx, correction,
-                       max_norm, state_dtype, stochastic_rounding
+                       weight_decay_1d, nesterov_1d, is_approx, correction, max_norm,
+                       state_dtype, stochastic_rounding
         Correction     gamma, clip, clip_per, h_dtype
-        Transport      store_iterate
         Matrices       matrices (the field ``kind``), splits
         AdamW          betas, eps, weight_decay, cautious_weight_decay, amsgrad,
                        epsilon_hat, nesterov
@@ -108,13 +106,12 @@ def mars(**options: Any) -> Rule:
         ValueError: an option that this rule does not have, or that is out of its range.
 
     Example:
-        >>> rule = marsopt.mars(mars_type="moonlight", correction="transport")
+        >>> rule = marsopt.mars(mars_type="moonlight")
         >>> params = {"weight": torch.eye(2), "bias": torch.ones(2)}
         >>> state = rule.init(params)
         >>> for _ in range(3):      # the gradient of |w|^2 / 2 is w
         ...     params, state = rule.step(params, params, state, lr=0.1)
-        >>> weights = rule.iterate(params, state)
-        >>> bool(weights["weight"].norm() < 1.41)       # the norm at the start
+        >>> bool(params["weight"].norm() < 1.41)        # the norm at the start
         True
     """
     known = all_hyperparameters().keys() - {"lr"}  # each step is given its lr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -60,13 +60,9 @@ class Choice:
             rule's own: weight_decay itself, or the authors' 0.1.
         nesterov_1d: ``nesterov`` of tensors that are not matrices. None = off in AdamW
             beside a matrix rule, else nesterov itself.
-        gamma_1d: with transport, gamma of the AdamW for tensors that are not matrices;
-            None = gamma.
         is_approx: False = exact MARS; True = what ``correction`` says.
-        correction: "approximate", "exact", "transport" or "svrg", in place of
-            ``is_approx``. None = what ``is_approx`` says. Transport applies to
-            baselines too, without clip, and to the AdamW beside a rule; baselines take
-            no other correction.
+        correction: "approximate" or "exact", in place of ``is_approx``. None = what
+            ``is_approx`` says. Baselines, and the AdamW beside a rule, take none.
         max_norm: threshold of the global gradient norm, as in ``Rule``.
         state_dtype: dtype of the state, as in ``Algorithm``.
         stochastic_rounding: round state of bfloat16 at random, as in ``Algorithm``.
@@ -80,7 +76,6 @@ class Choice:
     betas_1d: tuple[Decay, Decay] | None = number(None, checks.none_or(checks.betas))
     weight_decay_1d: Number | None = number(None, checks.none_or(checks.at_least_zero))
     nesterov_1d: Weight | None = number(None, checks.none_or(checks.gradient_weight))
-    gamma_1d: Number | None = number(None, checks.none_or(checks.finite))
     is_approx: bool = structure(True, whole=True)
     correction: str | None = structure(None, whole=True)
     max_norm: Number | None = structure(None, checks.positive_or_none, whole=True)
@@ -166,12 +161,11 @@ def check_taken(mars_types: Iterable[str], correction: str | None) -> None:
     if correction in (None, Approximate.name):
         return
     kind, rows = correction_named(correction), [named(name) for name in mars_types]
-    if kind.suits_baselines or any(row.is_mars for row in rows) or not rows:
+    if any(row.is_mars for row in rows) or not rows:
         return
-    by_all = [name for name, other in CORRECTIONS.items() if other.suits_baselines]
     raise ValueError(
-        f"got correction={kind.name!r} with mars_type={rows[0].name!r}, expected None "
-        f"or one of {by_all}: a baseline corrects nothing, choose a MARS type "
+        f"got correction={kind.name!r} with mars_type={rows[0].name!r}, expected None: "
+        "a baseline corrects nothing, choose a MARS type "
         f"({', '.join(name for name, row in REGISTRY.items() if row.is_mars)})"
     )
 
@@ -185,8 +179,8 @@ def rules_with(name: str) -> list[str]:
 def route(values: Mapping[str, Any]) -> Rule:
     """Return the rule behind ``values["mars_type"]``, from hyperparameters by the names
     that ``mars`` has. A name that is left out has the rule's default; None for a name
-    that ends in ``_1d`` is lr, betas, weight_decay or gamma. Its ``rest_ratio`` is
-    ``lr_1d``, over a ``base_lr`` of 1.
+    that ends in ``_1d`` is lr, betas or weight_decay. Its ``rest_ratio`` is ``lr_1d``,
+    over a ``base_lr`` of 1.
 
     Raises:
         ValueError: an unknown type, ``optimize_1d`` for a baseline, a hyperparameter
@@ -204,28 +198,21 @@ def route(values: Mapping[str, Any]) -> Rule:
             f"got optimize_1d=True with mars_type={row.name!r}, expected a MARS type: "
             "a baseline corrects nothing, leave optimize_1d False"
         )
-    if choice.gamma_1d is not None and not kind.is_ahead:
-        ahead = [n for n, other in CORRECTIONS.items() if other.is_ahead]
-        raise ValueError(
-            f"got gamma_1d={choice.gamma_1d!r} with correction={kind.name!r}, expected "
-            f"None: it is of corrections that look ahead, leave it out or choose one "
-            f"of {ahead}"
-        )
     correction = kind(**arguments(kind, values))
-    unclipped = replace(correction, clip=None) if kind.suits_baselines else None
     matrices = Matrices(**arguments(Matrices, values))
     common: dict[str, Any] = dict(
         state_dtype=choice.state_dtype,
         stochastic_rounding=choice.stochastic_rounding,
-        correction=correction if row.is_mars else unclipped,
+        correction=correction if row.is_mars else None,
     )
 
     def algorithm(row: NamedRule, numbers: Mapping[str, Any], **more: Any) -> Algorithm:
         return row.algorithm(**arguments(row.preconditioner, numbers), **more)
 
-    def rule(rest: Algorithm | None, **beside: Number | None) -> Rule:
+    def rule(rest: Algorithm | None, ratio: Number | None = None) -> Rule:
         matrix = algorithm(row, values, **common, matrices=matrices)
-        return Rule(matrix=matrix, rest=rest, max_norm=choice.max_norm, **beside)
+        bound = choice.max_norm
+        return Rule(matrix=matrix, rest=rest, rest_ratio=ratio, max_norm=bound)
 
     adamw = named("adamw")
     of_adamw = {name: values[name] for name in FALLBACK_TABLE if name in values}
@@ -237,11 +224,10 @@ def route(values: Mapping[str, Any]) -> Rule:
     if row.fallback == "itself" and not apart:
         return rule(None)
     numbers = {BESIDE[name]: values[name] for name in apart}
-    # beside a rule, only a correction that suits baselines applies, and never a clip
-    beside = common | dict(correction=unclipped)
+    beside = common | dict(correction=None)  # the AdamW beside a rule is plain
     if row.fallback == "itself":
         rest = algorithm(row, {**values, **numbers}, **beside)
     else:
         numbers |= {"epsilon_hat": True} if row.fallback == "adamw" else {}
         rest = algorithm(adamw, {**of_adamw, **numbers}, **beside)
-    return rule(rest, rest_ratio=choice.lr_1d, rest_gamma=choice.gamma_1d)
+    return rule(rest, choice.lr_1d)
