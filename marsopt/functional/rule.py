@@ -47,14 +47,6 @@ class RoutedState(NamedTuple):
     rest: State | tuple[()]
 
 
-class Side(NamedTuple):
-    """Some tensors, and the algorithm that moves them."""
-
-    algorithm: Algorithm
-    members: list[int]
-    is_rest: bool
-
-
 AnyState = TypeVar("AnyState", bound=State | RoutedState)  # comes back as such
 
 
@@ -69,12 +61,11 @@ class Rule:
         matrix: the algorithm of matrices, or of every tensor.
         rest: the algorithm of other tensors; None: ``matrix`` takes every tensor.
         rest_ratio: learning rate of ``rest`` over ``matrix``'s; None: 1.
-        rest_gamma: gamma of ``rest`` in every step; None: ``matrix``'s.
         max_norm: threshold of the global gradient norm, applied inside the step
             (``clip_grad_norm_`` is then not needed); None = off.
 
     Raises:
-        ValueError: ``max_norm``, ``rest_ratio`` or ``rest_gamma`` out of its range.
+        ValueError: ``max_norm`` or ``rest_ratio`` out of its range.
 
     Example:
         >>> algorithm = marsopt.Algorithm(
@@ -95,14 +86,12 @@ class Rule:
     matrix: Algorithm
     rest: Algorithm | None = None
     rest_ratio: Number | None = None
-    rest_gamma: Number | None = None
     max_norm: Number | None = None
 
     def __post_init__(self) -> None:
         for name, check in (
             ("max_norm", checks.positive_or_none),
             ("rest_ratio", checks.none_or(checks.at_least_zero)),
-            ("rest_gamma", checks.none_or(checks.finite)),
         ):
             value = getattr(self, name)
             check(name, value)
@@ -194,16 +183,14 @@ class Rule:
         if reference is not None:
             check_matching(params, reference, "reference")
         for side, leaves in sides.items():
-            algorithm, side_lr, side_gamma = leaves.algorithm, lr, gamma
+            algorithm, side_lr = leaves.algorithm, lr
             if side == "rest" and self.rest_ratio is not None:
                 side_lr = lr * self.rest_ratio
-            if side == "rest" and self.rest_gamma is not None:
-                side_gamma = self.rest_gamma
             before = count
             if before is None:  # where the algorithm has to know it on the host
                 before = int(states[side].t) if algorithm.has_stages else 0
             group, side_grads, side_members = bind(
-                leaves, grads, reference, states[side], side_lr, side_gamma, before
+                leaves, grads, reference, states[side], side_lr, gamma, before
             )
             groups.append(group)
             stack_grads += side_grads
@@ -304,28 +291,6 @@ class Rule:
     def _called(self) -> str:
         return " and ".join(map(str, self._algorithms))
 
-    def sides(
-        self, params: Sequence[Tensor], shapes: Sequence[torch.Size] | None = None
-    ) -> list[Side]:
-        """Return the sides that move these tensors, or stacks of such: matrices go to
-        ``matrix``, other tensors to ``rest``; without ``rest``, ``matrix`` moves all. A
-        side without members is left out.
-
-        Args:
-            params: tensors, or stacks of them.
-            shapes: the whole tensor's, for each of ``params``; None: its own.
-        """
-        shapes = [p.shape for p in params] if shapes is None else shapes
-        takes = self.matrix.matrices.takes
-        is_rest = [self.rest is not None and not takes(shape) for shape in shapes]
-        nonempty_sides = []
-        for algorithm, rest in ((self.matrix, False), (self.rest, True)):
-            members = [i for i, other in enumerate(is_rest) if other == rest]
-            if members and algorithm is not None:
-                moved = algorithm.for_params([params[i] for i in members])
-                nonempty_sides.append(Side(moved, members, rest))
-        return nonempty_sides
-
     def _leaves(self, params: Tree, collectives: Collectives) -> dict[str, Leaves]:
         """Return the leaves of "matrix" and of "rest"; a side without any is left out.
 
@@ -341,12 +306,16 @@ class Rule:
                 "parameters"
             )
         check_container(params, "params")
-        by_side = {}
-        for side in self.sides(all_leaves.tensors, all_leaves.shapes):
-            part = [all_leaves.names[i] for i in side.members]
-            by_side["rest" if side.is_rest else "matrix"] = Leaves(
-                side.algorithm, params, None if self.rest is None else part, collectives
-            )
+        if self.rest is None:
+            return {"matrix": all_leaves}
+        sides = ("matrix", self.matrix), ("rest", self.rest)
+        takes = self.matrix.matrices.takes
+        pairs = list(zip(all_leaves.names, all_leaves.shapes, strict=True))
+        by_side: dict[str, Leaves] = {}
+        for side, algorithm in sides:
+            part = [n for n, shape in pairs if takes(shape) == (side == "matrix")]
+            if part:
+                by_side[side] = Leaves(algorithm, params, part, collectives)
         return by_side
 
     def _join(self, states: Mapping[str, State]) -> Any:

@@ -397,7 +397,9 @@ def _weights(
 
 def _beta1(hyper: Hyperparameters, dtype: torch.dtype) -> Number:
     """Return the decay of the first moment in this step, a number or (P,)."""
-    beta1: Number = at(hyper.algorithm.preconditioner.beta1, hyper.t.to(dtype) + 1)
+    preconditioner = hyper.algorithm.preconditioner
+    t = hyper.t.to(dtype) + 1
+    beta1: Number = at(preconditioner.beta1, t, preconditioner.log_time)
     if isinstance(beta1, Tensor) and beta1.ndim:
         return hyper.per_part(beta1)
     return beta1
@@ -413,7 +415,7 @@ def _scalars(
     """Return the scalars of a step, and the next step's ``behind``."""
     algorithm, gamma = hyper.algorithm, hyper.gamma
     correction, t = algorithm.active_correction, hyper.t.to(sums.dtype) + 1
-    beta1 = at(algorithm.preconditioner.beta1, t)
+    beta1 = at(algorithm.preconditioner.beta1, t, algorithm.preconditioner.log_time)
     unit, live = torch.ones_like(a), hyper.per_tensor(sums[:, -1] > 0)
     k = None if correction is None else correction.extrapolation(beta1, gamma)
     ok, k = live & finite, None if k is None else k * unit
