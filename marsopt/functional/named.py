@@ -41,8 +41,7 @@ def rule(name: str, **options: Any) -> Rule:
         options: see above. Every rule also takes ``max_norm``, as ``Rule`` does, and
             ``state_dtype`` and ``stochastic_rounding``, as ``Algorithm`` does. A rule
             named "mars-..." takes the name of its ``correction``: "approximate" (the
-            default), "exact", "transport" or "svrg". The authors' ``is_approx=False``
-            is "exact". Without decays given, ``log_time`` sets them to 0.999, and
+            default) or "exact". The authors' ``is_approx=False`` is "exact". Without decays given, ``log_time`` sets them to 0.999, and
             without ``nesterov`` that to 0.2.
 
     Raises:
@@ -89,7 +88,6 @@ def mars(**options: Any) -> Rule:
         Rest           optimize_1d, base_lr, lr_1d, betas_1d, weight_decay_1d,
                        nesterov_1d
         Correction     gamma, clip, clip_per, h_dtype
-        Transport      store_iterate
         Matrices       matrices (the field ``kind``), splits
         AdamW          betas, eps, weight_decay, cautious_weight_decay, amsgrad,
                        epsilon_hat, nesterov, log_time
@@ -113,13 +111,12 @@ def mars(**options: Any) -> Rule:
         ValueError: an option that this rule does not have, or that is out of its range.
 
     Example:
-        >>> rule = marsopt.mars(mars_type="moonlight", correction="transport")
+        >>> rule = marsopt.mars(mars_type="moonlight")
         >>> params = {"weight": torch.eye(2), "bias": torch.ones(2)}
         >>> state = rule.init(params)
         >>> for _ in range(3):      # the gradient of |w|^2 / 2 is w
         ...     params, state = rule.step(params, params, state, lr=0.1)
-        >>> weights = rule.iterate(params, state)
-        >>> bool(weights["weight"].norm() < 1.41)       # the norm at the start
+        >>> bool(params["weight"].norm() < 1.41)        # the norm at the start
         True
     """
     known = all_hyperparameters().keys() - {"lr", "lr_ratio"}  # a step is given its lr

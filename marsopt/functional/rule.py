@@ -15,8 +15,6 @@ from marsopt.functional.state import (
     Leaves,
     State,
     bind,
-    held,
-    iterates,
     new_state,
     unbind,
 )
@@ -101,14 +99,12 @@ class Rule:
         self, params: Tree, *, collectives: Collectives = LOCAL
     ) -> State | RoutedState:
         """Return the state before the first step: only the buffers that this rule
-        needs, of zeros, and with transport the parameters.
+        needs, of zeros.
 
         Args:
             params: list, tuple, NamedTuple, dict, OrderedDict or defaultdict of real
                 floating point tensors, or a FlatGroup; each buffer of the state has its
-                container, or is a dict where two algorithms share them. Gradients flow
-                back to them, from transport's x too: detach them where those are not
-                wanted.
+                container, or is a dict where two algorithms share them.
             collectives: as in ``step``.
 
         Raises:
@@ -144,8 +140,7 @@ class Rule:
             state: what ``init`` or the last step returned.
             lr: learning rate, a number or a 0-D tensor (a tensor may change under
                 torch.compile without recompiling).
-            gamma: scale of the variance reduction in this step (with transport: of the
-                lookahead that it leaves for the next gradient); None takes the rule's
+            gamma: scale of the variance reduction in this step; None takes the rule's
                 own. Rules without a correction have none.
             reference: None = approximate MARS (h is the previous gradient, kept in the
                 state). Given = exact MARS (h, the current batch's gradient at the
@@ -162,11 +157,9 @@ class Rule:
                 was not skipped. Other rules do not read it.
 
         Returns:
-            The new parameters, in the container of ``params``, and the new state. With
-            transport the parameters are the points where the next gradient belongs;
-            ``iterate`` returns the trained parameters. Where the gradient (or
-            reference) holds a NaN or infinity anywhere, both are unchanged but for
-            ``state.skipped``, which counts such steps.
+            The new parameters, in the container of ``params``, and the new state. Where
+            the gradient (or reference) holds a NaN or infinity anywhere, both are
+            unchanged but for ``state.skipped``, which counts such steps.
 
         Raises:
             TypeError: an argument that is no such container of tensors.
@@ -205,81 +198,13 @@ class Rule:
         moved = advance(groups, stack_grads, members, decision, collectives=collectives)
         stacks, owned = iter(moved.stacks), iter(moved.owned)
         by_name: dict[Name, Tensor] = {}
-        for (side, leaves), behind in zip(sides.items(), decision.behind, strict=True):
+        for side, leaves in sides.items():
             num = len(leaves.names)
             results = list(islice(stacks, num)), list(islice(owned, num))
-            new, states[side] = unbind(leaves, *results, states[side], decision, behind)
+            new, states[side] = unbind(leaves, *results, states[side], decision)
             by_name.update(zip(leaves.names, new, strict=True))
         new_params = rebuild(params, [by_name[name] for name in names(params)])
         return new_params, self._join(states)
-
-    @without_autocast
-    def anchor(self, params: Tree, grads: Tree, state: AnyState) -> AnyState:
-        """Return the state with a new anchor, for ``correction="svrg"``.
-
-        Args:
-            params: as given to ``init``: the new snapshot.
-            grads: the full gradient there, which ``max_norm`` does not clip.
-            state: what ``init`` or the last step returned.
-
-        Raises:
-            ValueError: a rule without an anchor, names or shapes that differ.
-        """
-        if all(algorithm.correction is None for algorithm in self._algorithms):
-            raise ValueError(
-                f"got a full gradient for {self._called}, expected a rule that has an "
-                'anchor: choose correction="svrg"'
-            )
-        check_matching(params, grads, "grads")
-        sides = self._leaves(params, LOCAL)
-        states = self._split(state, sides)
-        for side, leaves in sides.items():
-            correction = leaves.algorithm.correction
-            if correction is None:
-                continue
-            pairs = zip(leaves.tensors, leaves.matching(grads, "grads"), strict=True)
-            anchors = [correction.anchored(x, g) for x, g in pairs]
-            buffers = dict(states[side].buffers)
-            for symbol in anchors[0]:
-                before = held(leaves, symbol, states[side])
-                tensors = [
-                    anchor[symbol].to(old.dtype, copy=True)
-                    for anchor, old in zip(anchors, before, strict=True)
-                ]
-                buffers[symbol] = rebuild(leaves.tree, tensors)
-            states[side] = states[side]._replace(buffers=buffers)
-        anchored: AnyState = self._join(states)
-        return anchored
-
-    @without_autocast
-    def iterate(
-        self,
-        params: AnyTree,
-        state: State | RoutedState,
-        *,
-        collectives: Collectives = LOCAL,
-    ) -> AnyTree:
-        """Return the parameters to evaluate and to save: with transport those that
-        ``params`` is ahead of, from the state or computed by it; else ``params``.
-
-        Args:
-            params: what ``init`` was given or the last step returned.
-            state: its state.
-            collectives: as in ``step``.
-
-        Raises:
-            ValueError: a state of another rule or of other parameters; ``collectives``
-                are none.
-        """
-        sides = self._leaves(params, collectives)
-        states = self._split(state, sides)
-        by_name: dict[Name, Tensor] = {}
-        for side, leaves in sides.items():
-            tensors = leaves.tensors
-            if leaves.algorithm.is_ahead:
-                tensors = iterates(leaves, states[side])
-            by_name.update(zip(leaves.names, tensors, strict=True))
-        return rebuild(params, [by_name[name] for name in names(params)])
 
     # ---- sides -----------------------------------------------------------------------
 
@@ -355,22 +280,18 @@ class Rule:
             )
         if gamma is not None:
             checks.finite("gamma", gamma)
-        if reference is not None and all(a.reference is None for a in algorithms):
+        if reference is not None and all(a.h_from is None for a in algorithms):
             raise ValueError(
                 f"got a reference for {self._called}, expected a rule that corrects "
                 "the gradient by one: leave reference out, or build a MARS rule with "
                 'correction="exact"'
             )
-        takers = [
-            a.active_correction for a in algorithms if a.active_correction and a.given
-        ]
+        takers = [a.active_correction for a in algorithms if a.h_from == "caller"]
         if reference is None and takers:
             raise ValueError(
-                "got reference=None for a rule with "
-                f"correction={takers[0].name!r}, expected a second gradient "
-                'of the current batch: with "exact" that at the previous parameters, '
-                'zeros at the first step; with "svrg" that at the snapshot; pass '
-                "reference="
+                f"got reference=None for a rule with correction={takers[0].name!r}, "
+                "expected a second gradient of the current batch: pass as reference= "
+                "that at the previous parameters, zeros at the first step"
             )
 
 

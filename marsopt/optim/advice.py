@@ -182,7 +182,7 @@ def _reads(rule: Rule) -> set[str]:
         if correction is not None:
             off = {"clip", "clip_per"} if correction.clip is None else set()
             names |= table(type(correction)).keys() - off
-    return names if rule.rest is not None else names - {"gamma_1d"}
+    return names
 
 
 def _key(value: Any) -> Any:

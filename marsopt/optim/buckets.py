@@ -32,7 +32,6 @@ from marsopt.functional.step_types import (
     Stack,
     formula,
     norms_per_tensor,
-    scalar_dtype,
 )
 from marsopt.optim.compiled import flatten
 from marsopt.optim.device_values import DeviceHyperparameters
@@ -40,7 +39,7 @@ from marsopt.optim.groups import moves
 from marsopt.optim.portions import batch_of, should_stack, takes_batches
 from marsopt.optim.state_dict import STAGE_COUNT, State
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.buffers import LOOKAHEAD, Buffer, is_full, owned_shapes
+from marsopt.rules.buffers import Buffer, is_full, owned_shapes
 from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.hyperparameters import numbers_of, with_numbers
 from marsopt.rules.matrices import MatrixRows
@@ -88,7 +87,6 @@ class ParameterBucket:
         # parts of each parameter that have a norm of their own
         self.num_clipped = self.algorithm.num_clipped(self.shape)
         kept = [buffer.key for buffer in self.algorithm.buffers.values()]
-        kept += [LOOKAHEAD] if self.algorithm.num_lookahead_scalars else []
         # returns the tensors that the state's entry of a parameter holds for the
         # algorithm: of two keys or more a tuple
         self.kept = itemgetter("step", *(kept or ["step"]))
@@ -166,9 +164,9 @@ class BucketGroup(RuleGroup):
 
     buckets: list[ParameterBucket]
     groups: list[dict[str, Any]]
-    # rows of what ``hyper`` has of each parameter, and the tensors of
-    # ``optimizer.state`` from and to which a step copies them
-    numbers: list[tuple[list[Tensor], list[Tensor]]]
+    # rows of the steps t in ``hyper``, and the tensors of ``optimizer.state`` from and
+    # to which a step copies them
+    counts: tuple[list[Tensor], list[Tensor]]
     refresh: Callable[[], None]  # takes over the groups' present ones
 
 
@@ -185,12 +183,11 @@ def split(
     for side in routing.sides([params[i] for i in moving]):
         part = [moving[n] for n in side.members]
         own_rate = side.is_rest and routing.rest_ratio is not None
-        own_gamma = side.is_rest and routing.rest_gamma is not None
         group_sides.append(
             GroupSide(
                 side.algorithm,
                 hyper.cells["lr_1d" if own_rate else "lr"],
-                hyper.cells["gamma_1d" if own_gamma else "gamma"],
+                hyper.cells["gamma"],
                 hyper.values,
                 [group],
                 [params[i] for i in part],
@@ -209,15 +206,9 @@ def by_formula(sides: Sequence[GroupSide]) -> list[list[GroupSide]]:
         clipped = map(side.algorithm.num_clipped, (p.shape for p in side.params))
         (group,) = side.groups
         stage = group.get(STAGE_COUNT, 0) if side.algorithm.has_stages else 0
-        key = formula(side.algorithm), _ahead_in(side), stage
+        key = formula(side.algorithm), stage
         keys.append(key if max(clipped) == 1 else i)
     return [[sides[i] for i in members] for members in group_by(keys)]
-
-
-def _ahead_in(side: GroupSide) -> frozenset[torch.dtype]:
-    """Return the dtype of the numbers from which x follows, where it does."""
-    ahead = side.params if side.algorithm.num_lookahead_scalars else []
-    return frozenset(map(working_dtype, ahead))
 
 
 def joined(sides: Sequence[GroupSide]) -> GroupSide:
@@ -325,20 +316,11 @@ def join(
     state: State,
 ) -> BucketGroup:
     """Return buckets with the hyperparameters of ``side``, as which ``sides`` move;
-    ``state`` gets the numbers of every parameter.
+    ``state`` gets the steps of every parameter.
     """
     params = [p for bucket in buckets for p in bucket.params]
     algorithm, device = side.algorithm, params[0].device
     t = torch.zeros(len(params), dtype=torch.float32, device=device)
-    numbers, behind = [(list(t.unbind()), _held(state, params, "step", t[0]))], None
-    if algorithm.num_lookahead_scalars:
-        shape, dtype = (
-            (len(params), algorithm.num_lookahead_scalars),
-            scalar_dtype(device),
-        )
-        behind = torch.zeros(shape, dtype=dtype, device=device)
-        entries = _held(state, params, LOOKAHEAD, behind[0])
-        numbers.append((list(behind.unbind()), entries))
     # cells are views of rows, whose offsets say which: an algorithm has no names of its
     # hyperparameters to look them up by
     cells = [side.lr, side.gamma]
@@ -350,7 +332,6 @@ def join(
         gamma=side.gamma,
         t=t,
         dtypes=tuple(dict.fromkeys(working_dtype(b.params[0]) for b in buckets)),
-        behind=behind,
         parts=norms_per_tensor([(len(b.params), b.num_clipped) for b in buckets]),
         values=side.values,
         rows=tuple(cell.storage_offset() // size for cell in cells),
@@ -362,7 +343,7 @@ def join(
         [],
         buckets=buckets,
         groups=side.groups,
-        numbers=numbers,
+        counts=(list(t.unbind()), _held_steps(state, params, t[0])),
         refresh=refresh,
     )
 
@@ -379,14 +360,12 @@ def _keys(params: Sequence[Tensor], collectives: Collectives) -> list[Any]:
     ]
 
 
-def _held(
-    state: State, params: Sequence[Tensor], key: str, like: Tensor
-) -> list[Tensor]:
-    """Return the tensors that ``state`` holds under ``key`` of each parameter. Where
-    there is none in the form of ``like``, the state gets one.
+def _held_steps(state: State, params: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+    """Return the counts of steps that ``state`` holds of each parameter. Where there is
+    none in the form of ``like``, the state gets one.
     """
     for p in params:
-        before = state[p].get(key)
+        before = state[p].get("step")
         if (
             type(before) is not Tensor
             or before.shape != like.shape
@@ -396,8 +375,8 @@ def _held(
             number = torch.zeros_like(like)
             if before is not None:
                 number.copy_(torch.as_tensor(before).reshape(like.shape))
-            state[p][key] = number
-    return [state[p][key] for p in params]
+            state[p]["step"] = number
+    return [state[p]["step"] for p in params]
 
 
 def empty_rows(like: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Rows]:
@@ -414,13 +393,9 @@ def attach(bucket: ParameterBucket, state: State) -> None:
     """Give a bucket the tensors that ``state`` holds, and make the missing ones."""
     buffers = bucket.algorithm.buffers
     unwanted = STATE_KEYS - {buffer.key for buffer in buffers.values()}
-    if bucket.algorithm.num_lookahead_scalars:
-        unwanted -= {LOOKAHEAD}
-    wanted = {b.key for b in buffers.values() if b.home == "shard"}
     debiased = {buffer.key for buffer in buffers.values() if buffer.is_debiased}
     for p in bucket.params:
-        stale = unwanted & set(state[p])
-        for key in stale:
+        for key in unwanted & set(state[p]):
             del state[p][key]  # of another rule: stale when that one returns
         if debiased - set(state[p]):
             # all of them start with the count of steps: one that is new beside an old
@@ -430,8 +405,6 @@ def attach(bucket: ParameterBucket, state: State) -> None:
                 state[p][key] = torch.zeros_like(state[p][key])
             if "step" in state[p]:
                 state[p]["step"].zero_()
-        if LOOKAHEAD in state[p] and (stale or wanted - set(state[p])):
-            state[p][LOOKAHEAD].zero_()  # x does not follow from restarted buffers
     for symbol, buffer in buffers.items():
         if buffer.home == "owner":
             continue

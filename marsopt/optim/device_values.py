@@ -31,7 +31,7 @@ class DeviceHyperparameters:
     """One group's, and the algorithms that read them.
 
     ``cells`` has 0-D tensors by name, "lr_1d" already in proportion to lr; ``routing``
-    reads them, but for rates and gammas. They are views of ``values`` (K,), each at its
+    reads them, but for rates and gamma. They are views of ``values`` (K,), each at its
     storage offset.
 
     Args:
@@ -59,7 +59,7 @@ class DeviceHyperparameters:
         }
         present = {n: v for n, v in self._plain(group).items() if v is not None}
         check_values(self._numbers, {n: present.get(n) for n in self._numbers})
-        values = dict.fromkeys(("lr_1d", "gamma_1d"), 0.0) | present
+        values = {"lr_1d": 0.0} | present
         num = len(dynamic([*values.values()]))
         self.values = torch.zeros(num, dtype=scalar_dtype(device), device=device)
         rest = iter(self.values.unbind())
@@ -113,10 +113,8 @@ class DeviceHyperparameters:
             if self._seen.get(n, ...) is not latest[n] or checks.can_read(latest[n])
         }
         check_values(self._numbers, new)
-        has_gamma_1d = self.routing.rest_gamma is not None
-        gamma_1d = latest["gamma_1d" if has_gamma_1d else "gamma"]
-        values = latest | {"lr_1d": self._rate_1d(group, latest), "gamma_1d": gamma_1d}
-        for name in {*changed, "lr_1d", "gamma_1d"} & self.cells.keys():
+        values = latest | {"lr_1d": self._rate_1d(group, latest)}
+        for name in {*changed, "lr_1d"} & self.cells.keys():
             _set(self.cells[name], values[name])
         self._seen = latest
         return True

@@ -19,10 +19,9 @@ from marsopt.functional.routing import (
 )
 from marsopt.functional.rule import Rule
 from marsopt.functional.stacks import check_overlap
-from marsopt.optim.state_dict import TRAIN_MODE, State
+from marsopt.optim.state_dict import State
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
-from marsopt.rules.correction import Correction
 from marsopt.rules.hyperparameters import Table, check_values, static
 from marsopt.rules.registry import FOLLOWED, correction_named, named, resolve
 
@@ -30,7 +29,7 @@ from marsopt.rules.registry import FOLLOWED, correction_named, named, resolve
 # is a key only where it differs from its default; these numbers are keys only where
 # the caller passes them.
 AUTHORS_STRUCTURE = frozenset({"mars_type", "optimize_1d", "amsgrad", "epsilon_hat"})
-RARE_NUMBERS = frozenset({"base_lr", "gamma_1d", "nesterov_1d"})
+RARE_NUMBERS = frozenset({"base_lr", "nesterov_1d"})
 
 
 def label(groups: Sequence[Mapping[str, Any]], number: int, index: int) -> str:
@@ -69,9 +68,9 @@ def config_fingerprint(
     groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
 ) -> str:
     """Return a text of the configuration that all ranks share: without parameters, lr,
-    mode, and tensors, whose text has the number of a rank's GPU.
+    and tensors, whose text has the number of a rank's GPU.
     """
-    apart = ("params", "lr", TRAIN_MODE, "collectives")
+    apart = ("params", "lr", "collectives")
     compared = [
         {k: v for k, v in values.items() if k not in apart}
         for values in (*groups, options)
@@ -184,21 +183,17 @@ def constructor_values(arguments: Mapping[str, Any]) -> ConstructorValues:
     inherited["mars_type"] = row.name
     values = {n: line.default for n, line in shared.items() if line.is_number}
     values |= {**arguments, **of_rule, **inherited}
-    present = _present(shared, arguments, correction)
+    present = _present(shared, arguments)
     defaults = {n: value for n, value in values.items() if n in present}
-    defaults |= {TRAIN_MODE: True} if correction.is_ahead else {}
     whole["correction"] = name
     return ConstructorValues(whole, explicit, inherited, defaults)
 
 
-def _present(
-    shared: Table, arguments: Mapping[str, Any], correction: type[Correction]
-) -> set[str]:
+def _present(shared: Table, arguments: Mapping[str, Any]) -> set[str]:
     """Return which values every group has, and with it a checkpoint: numbers, and
     structure where it is not the default.
     """
     absent = {n for n in RARE_NUMBERS if arguments.get(n) is None}
-    absent -= {"gamma_1d"} if correction.is_ahead else set()
     for name, line in shared.items():
         usual = not line.is_number and arguments.get(name, line.default) == line.default
         if line.is_whole or (usual and name not in AUTHORS_STRUCTURE):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -32,7 +32,6 @@ from marsopt.optim.buckets import (
 from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.groups import labels, moves, structure
 from marsopt.optim.portions import portions
-from marsopt.optim.protocols.base import ParameterHandle
 from marsopt.optim.state_dict import STAGE_COUNT, State, cut_keys
 from marsopt.rules import checks
 from marsopt.rules.dtypes import working
@@ -122,12 +121,6 @@ class Layout:
         self._kept = [bucket.kept for bucket in self.buckets for _ in bucket.params]
         moving = set(self.params)
         self._idle = [p for p in self._every if p not in moving]
-        carries = self.collectives
-        self.handles = [
-            ParameterHandle(p, carries.local, carries.wrap, state, bucket.algorithm)
-            for bucket in self.buckets
-            for p in bucket.params
-        ]
         self.groups: list[BucketGroup] = []
         self._results = Copies()  # of this step, out of stacks
         self._digest: str | None = None  # the groups' hyperparameters
@@ -355,8 +348,7 @@ class Layout:
         param_grads = [p.grad for p in self.params]
         rest, grads = iter(param_grads), []
         for group in self.groups:
-            for rows, entries in group.numbers:
-                copies.add(rows, entries)
+            copies.add(*group.counts)
             group.stacks = [b.stack or b.make_stack() for b in group.buckets]
             for bucket in group.buckets:
                 for copied, tensors in bucket.copied:
@@ -459,15 +451,10 @@ class Layout:
         """Count the step that was taken, or skipped, after everything is written: where
         that fails, it was not taken.
         """
-        kept, new = [group.hyper.t for group in self.groups], [*decision.t]
-        for group, behind in zip(self.groups, decision.behind, strict=True):
-            if group.hyper.behind is not None and behind is not None:
-                kept.append(group.hyper.behind)
-                new.append(behind)
-        torch._foreach_copy_(kept, new)
+        torch._foreach_copy_([group.hyper.t for group in self.groups], decision.t)
         for group in self.groups:
-            for rows, entries in group.numbers:
-                torch._foreach_copy_(entries, rows)
+            rows, entries = group.counts
+            torch._foreach_copy_(entries, rows)
         skipped += decision.finite.logical_not()
         for group in self.groups:
             if group.hyper.algorithm.has_stages:
@@ -482,8 +469,8 @@ class Layout:
     # ---- gradients -------------------------------------------------------------------
 
     def present_norm(self) -> Tensor:
-        """Return the global norm of the present gradients, 0-D: gradients of an anchor,
-        or of the next batch, which no step measures.
+        """Return the global norm of the present gradients, 0-D, which are of the next
+        batch: no step measures them.
         """
         squares = [
             torch.zeros((), device=p.device)
@@ -495,6 +482,14 @@ class Layout:
         ]
         partial = torch.stack(squares)[:, None]
         return self.collectives.sum(partial, self.params).sum().sqrt()
+
+    def references(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield every parameter that has a reference gradient h, and this rank's piece
+        of h.
+        """
+        for bucket in self.buckets:
+            if "h" in bucket.state:
+                yield from zip(bucket.params, bucket.state["h"], strict=True)
 
     def describe_nonfinite(self, sums: Tensor) -> str:
         """Say whose gradient is not finite, from the complete sums of the step."""

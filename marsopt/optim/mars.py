@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from marsopt.functional.collectives import LOCAL, Collectives, check_collectives
 from marsopt.functional.routing import all_hyperparameters, check_taken
-from marsopt.functional.step import advance, assess
+from marsopt.functional.step import advance, assess, global_clip
 from marsopt.optim.advice import unused_arguments
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.compiled import named_range
@@ -62,8 +61,7 @@ class MARS(LayoutOptimizer):
             the rule's default.
         amsgrad: divide by the root of the largest second moment so far ("mars-adamw",
             "adamw", "nadamw").
-        gamma: scale of the variance reduction; 0 turns it off. With transport, the
-            lookahead that a step leaves has the gamma of that step.
+        gamma: scale of the variance reduction; 0 turns it off.
         is_approx: True: the reference gradient h is the previous step's gradient. False
             (exact MARS): h is the current batch's gradient at the previous parameters,
             handed over by ``update_previous_grad()``.
@@ -79,14 +77,8 @@ class MARS(LayoutOptimizer):
         max_norm: threshold of the global gradient norm, applied inside the step (in
             place of clip_grad_norm_), over all parameters of this optimizer. None =
             off. An attribute too, which may change between steps.
-        correction: "approximate", "exact", "transport" or "svrg", in place of
-            ``is_approx``; None = as it says. Transport is this project's form of
-            exact MARS with one gradient a step: between steps parameters hold y = x + k
-            (x - x_prev), k = gamma beta1 / (1 - beta1), and the state keeps x, which
-            ``eval()`` puts into them. Every ``mars_type`` looks ahead, baselines
-            (without clip) and the AdamW beside them too.
-        gamma_1d: with transport, gamma of the AdamW for tensors that are not matrices;
-            None = gamma.
+        correction: "approximate" or "exact", in place of ``is_approx``; None = as it
+            says. Baselines, and the AdamW beside a rule, take none.
         nesterov: True: Nesterov's form of the rule's momentum; a number w in [0, 1]:
             (1 - w) times the debiased average plus w times the gradient; None = the
             rule's own, on for "muon", "moonlight" and "nadamw".
@@ -155,7 +147,6 @@ class MARS(LayoutOptimizer):
         clip: float | None = 1.0,
         max_norm: float | None = None,
         correction: str | None = None,
-        gamma_1d: float | None = None,
         nesterov: Weight | None = None,
         nesterov_1d: Weight | None = None,
         epsilon_hat: bool = False,
@@ -187,7 +178,6 @@ class MARS(LayoutOptimizer):
             clip=clip,
             max_norm=max_norm,
             correction=correction,
-            gamma_1d=gamma_1d,
             nesterov=nesterov,
             nesterov_1d=nesterov_1d,
             epsilon_hat=epsilon_hat,
@@ -235,8 +225,7 @@ class MARS(LayoutOptimizer):
             ValueError: a sparse gradient, or a hyperparameter that was changed to
                 something out of its range.
             RuntimeError: exact MARS without its protocol (``update_previous_grad``);
-                transport in eval mode; an exception has broken off a step before (see
-                ``load_state_dict``); hyperparameters that are numbers (those that are
+                an exception has broken off a step before (see ``load_state_dict``); hyperparameters that are numbers (those that are
                 tensors are not compared) differ between the ranks that shard
                 parameters, which then raise all, on GPUs some steps later: nothing has
                 changed.
@@ -258,7 +247,7 @@ class MARS(LayoutOptimizer):
         layout = self._fitting("step()")
         if not layout.buckets:  # everything is frozen, or elsewhere
             return
-        self._protocol.before_step(self, layout.handles)
+        self._next_grads.check_may_step()
         with named_range("marsopt: gather"):
             groups, grads, live = layout.gather()
         if isinstance(bound := self._options["max_norm"], Tensor):
@@ -296,7 +285,7 @@ class MARS(LayoutOptimizer):
             last = LastStep(
                 layout.params, hypers, sums, decision.ok, noted(groups), collectives
             )
-            self._protocol.after_step(self, layout.handles)
+            self._next_grads.note_step()
         self._grad_norm, self._last = decision.grad_norm, last
         if self._options["nonfinite"] == "raise" and not decision.finite:
             if digest is not None:
@@ -320,7 +309,7 @@ class MARS(LayoutOptimizer):
         the step moved each parameter. A GPU adds up the squares in the step's own pass
         over the parameters; a CPU makes further passes (docs/performance.md). Ranks
         that share parameters add their sums by one all-reduce here: all ranks then call
-        this. With transport the point ahead is measured where x follows from it.
+        this.
 
         Call it before a schedule changes ``gamma``, ``betas``, ``clip`` or
         ``max_norm``: factors of clips are computed by the present values. Norms of
@@ -361,39 +350,11 @@ class MARS(LayoutOptimizer):
         """Steps since construction that a non-finite gradient voided. Costs a sync."""
         return int(self._skipped)
 
-    # ---- transport -----------------------------------------------------------------
-
-    def eval(self) -> None:
-        """Transport: put the trained parameters x into the model, to evaluate or save
-        it. Other corrections: nothing.
-
-        Parameters that are written in eval mode (loaded, averaged, clamped) are the new
-        x. A step in eval mode is an error.
-        """
-        self._dispatch("eval")
-
-    def train(self) -> None:
-        """Transport: put the points ahead back into the model, before the next forward
-        pass of training. Other corrections: nothing.
-        """
-        self._dispatch("train")
-
-    def iterates(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each parameter with its iterate, for averages and logs: with transport
-        its x, of the same shape and dtype (a DTensor of a DTensor), wherever it lies
-        now; else itself. Nothing is exchanged or copied: the tensors change with the
-        next step (or ``eval``, ``train``), and are only to be read.
-        """
-        find_iterate = self._dispatch("iterates")
-        for group in self.param_groups:
-            for p in group["params"]:
-                x = None if find_iterate is None else find_iterate(p)
-                if x is not None:
-                    (x,) = self._present.collectives.gather_state([x], [p])
-                yield p, p.detach() if x is None else x
-
     # ---- exact MARS: the authors' protocol -----------------------------------------
 
+    @torch.inference_mode(False)  # else later steps could not write the tensors
+    @torch.no_grad()
+    @without_autocast
     def update_previous_grad(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Exact MARS, before ``step``: keep the *next* batch's gradient, in ``p.grad``.
 
@@ -411,38 +372,32 @@ class MARS(LayoutOptimizer):
             RuntimeError: a line of the protocol is missing, which the message names:
                 ``update_last_grad`` after the last step.
         """
-        self._dispatch("update_previous_grad", grad_scale)
+        if not self._next_grads.is_used:
+            return
+        layout = self._fitting("update_previous_grad()")
+        self._next_grads.check_may_keep()
+        factor = None if grad_scale is None else 1.0 / grad_scale
+        if self._max_norm is not None:
+            scale = 1.0 if factor is None else factor
+            norm = layout.present_norm() * scale
+            factor = scale * global_clip(norm, self._max_norm)
+        self._next_grads.keep(layout, factor)
 
+    @torch.inference_mode(False)  # else later steps could not write the tensors
+    @torch.no_grad()
+    @without_autocast
     def update_last_grad(self) -> None:
         """Exact MARS, after ``step``: the kept gradient becomes the next step's h.
 
         Raises:
             RuntimeError: ``update_previous_grad`` was not called since the last time.
         """
-        self._dispatch("update_last_grad")
-
-    # ---- an anchor -----------------------------------------------------------------
-
-    def update_anchor(self, *, grad_scale: float | Tensor | None = None) -> None:
-        """Corrections with an anchor (SVRG): let the snapshot be the parameters, and
-        its full gradient ``p.grad``. With ``max_norm`` it gets a global clip of its
-        own. Other corrections: nothing.
-
-        Args:
-            grad_scale: as in ``update_previous_grad``.
-        """
-        self._dispatch("update_anchor", grad_scale)
-
-    @contextmanager
-    def at_snapshot(self) -> Iterator[None]:
-        """Corrections with an anchor (SVRG): let parameters hold the snapshot in this
-        context, for the batch's gradient there. Other corrections: nothing.
-        """
-        self._dispatch("at_snapshot")
-        try:
-            yield
-        finally:
-            self._dispatch("at_snapshot")
+        if not self._next_grads.is_used:
+            return
+        layout = self._fitting("update_last_grad()")
+        self._next_grads.check_may_hand_over()
+        with self._writes:
+            self._next_grads.hand_over(layout)
 
     # ---- a new phase ---------------------------------------------------------------
 
@@ -461,16 +416,12 @@ class MARS(LayoutOptimizer):
         - to 0: ``step``; the averages ``exp_avg``, ``momentum_buffer``, ``grad_avg``,
           ``exp_avg_sq``, ``max_exp_avg_sq``, ``row_exp_avg_sq``; SOAP's
           ``exp_avg_in_basis``, ``exp_avg_sq_in_basis``, ``num_grads``, ``row_factor``
-          and ``col_factor``; the gradients ``last_grad``, ``snapshot_grad`` and
-          ``anchor_grad``; transport's ``lookahead``;
-        - to the identity: SOAP's ``row_basis`` and ``col_basis``;
-        - to the parameter: ``iterate`` and ``snapshot``.
+          and ``col_factor``; the gradient ``last_grad``;
+        - to the identity: SOAP's ``row_basis`` and ``col_basis``.
 
-        Weights stay: with transport in train mode parameters become x, ahead of which
-        is nothing. Learning rates, ``base_lr``, ``train_mode``, ``num_skipped`` and
-        keys of your own stay too; SOAP's ``stage_count`` is 0. Exact MARS goes on with
-        ``update_previous_grad()``, SVRG with ``update_anchor()``. One line in the log
-        (INFO) lists the keys.
+        Weights stay. Learning rates, ``base_lr``, ``num_skipped`` and keys of your own
+        stay too; SOAP's ``stage_count`` is 0. Exact MARS goes on with
+        ``update_previous_grad()``. One line in the log (INFO) lists the keys.
 
         Args:
             keep_log_time: whether every ``LogTime`` of a group goes on from the steps
@@ -478,13 +429,11 @@ class MARS(LayoutOptimizer):
                 averages remember as long as the old ones did. False: t begins at 1.
 
         Raises:
-            RuntimeError: an exception has broken off a step before; inside of
-                ``at_snapshot()``.
+            RuntimeError: an exception has broken off a step before.
         """
         layout = self._fitting("reset_momentum()")
-        self._protocol.check_may_restart()
         with self._writes:
-            self._protocol.restart(self, layout.handles)
+            self._next_grads.restart(is_fresh=False)
             for group in self.param_groups if keep_log_time else ():
                 count_from(group, self.state)
             keys = restart(layout.buckets, self.state, self.param_groups)

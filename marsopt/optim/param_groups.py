@@ -28,7 +28,6 @@ def param_groups(
     betas_1d: tuple[Decay, Decay] | None = None,
     weight_decay_1d: float | None = None,
     nesterov_1d: Weight | None = None,
-    gamma_1d: float | None = None,
     experts: bool = True,
     convolutions: bool = False,
     adapters: Literal["matrix", "adamw"] = "matrix",
@@ -38,7 +37,7 @@ def param_groups(
     else as the authors' recipes for this rule have it.
 
         groups = marsopt.param_groups(model, "moonlight", lr=6e-3)
-        optimizer = MARS(groups, correction="transport", gamma=0.05)
+        optimizer = MARS(groups, max_norm=1.0)
 
     Everything else is told by modules and by names: embeddings (tied output heads among
     them), routers of experts, output heads; and vectors: norms, biases, whatever else
@@ -59,8 +58,7 @@ def param_groups(
     - "adamw", "nadamw", "lion": the rule itself, without decay.
 
     Every group names its rule, its lr and its decay, so that these arguments of MARS no
-    longer reach it: give them here. It may be changed before it is passed on. With
-    transport, groups that AdamW moves look ahead by ``gamma_1d``, if it is given here.
+    longer reach it: give them here. It may be changed before it is passed on.
 
     Args:
         model: on any device, sharded, compiled, checkpointed, adapted (PEFT) or not.
@@ -74,7 +72,6 @@ def param_groups(
             as above.
         nesterov_1d: Nesterov's momentum of the same, as ``MARS``'s ``nesterov``; None =
             off.
-        gamma_1d: with transport, gamma of the same; None = ``MARS``'s.
         experts: give weights of experts, (num_experts, rows, cols), to the rule as
             batches of matrices; False: they are moved as vectors are. torchtitan's
             fused w13 always is: no two of its dims are a matrix.
@@ -133,7 +130,6 @@ def param_groups(
         betas_1d=betas_1d,
         weight_decay_1d=weight_decay_1d,
         nesterov_1d=nesterov_1d,
-        gamma_1d=gamma_1d,
     )
     tables, vectors = hidden | {"weight_decay": 0.0}, row.fallback_group(hidden | of_1d)
     everything = row.fallback == "itself"

@@ -9,7 +9,6 @@ from typing import Any
 from marsopt.functional.binding import start_at_owner
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.state_dict import STAGE_COUNT, State
-from marsopt.rules.buffers import LOOKAHEAD
 from marsopt.rules.decay import LogTime
 
 
@@ -21,7 +20,7 @@ def restart(
     """Set the state of all parameters to its start, as before a first step.
 
     Args:
-        buckets: of all parameters that move; parameters hold the trained weights.
+        buckets: of all parameters that move.
         state: the optimizer's.
         groups: the optimizer's param groups.
 
@@ -31,12 +30,9 @@ def restart(
     keys: dict[str, list[str]] = {}
     for bucket in buckets:
         buffers = bucket.algorithm.buffers
-        for symbol, held in bucket.state.items():
-            for tensor, piece in zip(held, bucket.pieces, strict=True):
-                if buffers[symbol].start == "parameter":
-                    tensor.copy_(piece)
-                else:
-                    tensor.zero_()
+        for held in bucket.state.values():
+            for tensor in held:
+                tensor.zero_()
         for n, symbol in enumerate(bucket.algorithm.owned):
             owners = zip(bucket.params, bucket.owned, bucket.owns, strict=True)
             for p, owned, owns in owners:
@@ -46,10 +42,8 @@ def restart(
             buffer = buffers[symbol]
             keys.setdefault(buffer.start, []).append(buffer.key)
         for p in bucket.params:
-            for key in ("step", LOOKAHEAD):
-                if key in state[p]:
-                    state[p][key].zero_()
-                    keys.setdefault("zeros", []).append(key)
+            state[p]["step"].zero_()
+        keys.setdefault("zeros", []).append("step")
     for group in groups:
         if STAGE_COUNT in group:
             group[STAGE_COUNT] = 0

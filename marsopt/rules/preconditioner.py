@@ -46,13 +46,6 @@ class Preconditioner(ABC):
         check_fields(self)
 
     @property
-    def num_lookahead_scalars(self) -> int:
-        """How many numbers of a step x follows from, with the point ahead of it and the
-        buffers (``behind``); 0: it does not follow.
-        """
-        return 0
-
-    @property
     @abstractmethod
     def beta1(self) -> Number:
         """Decay of the first moment, which scales MARS's correction: with ``log_time``
@@ -107,44 +100,6 @@ class Preconditioner(ABC):
         if not self.cautious_weight_decay:
             return decay
         return torch.where(step * x >= 0, decay, 1.0)
-
-    def look_ahead(
-        self, s: tuple[Tensor, ...], k: Tensor, dtype: torch.dtype
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return scalars with which ``update`` moves x to the point y = x' + k (x' - x)
-        in place of x', and the ``num_lookahead_scalars`` numbers that lead from y back
-        to x'.
-
-        Args:
-            s: this preconditioner's scalars.
-            k: by how many displacements y is ahead, 0-D or (N,).
-            dtype: what ``update`` gets its scalars in.
-        """
-        raise NotImplementedError(f"{type(self).__name__} stores x")
-
-    def behind(self, y: Tensor, buffers: Tensors, numbers: Sequence[Tensor]) -> Tensor:
-        """Return x from the point ahead of it, as the last step left it.
-
-        Args:
-            y: what ``update`` made with the scalars of ``look_ahead``.
-            buffers: as the same step left them.
-            numbers: of that step, as factors of y; all 0: y is x.
-        """
-        raise NotImplementedError(f"{type(self).__name__} stores x")
-
-    def x_after(
-        self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
-    ) -> Tensor:
-        """Return the new x as ``update`` makes it, from the buffers that it returned.
-
-        Where these are rounded and x has to follow from them, a step moves x by the
-        rounded values. Without this method the state keeps x there.
-        """
-        raise NotImplementedError(f"{type(self).__name__} stores x")
-
-    def ahead(self, x: Tensor, buffers: Tensors, numbers: Sequence[Tensor]) -> Tensor:
-        """Return the point ahead of x, of which ``behind`` makes x."""
-        raise NotImplementedError(f"{type(self).__name__} stores x")
 
 
 class MatrixInput(NamedTuple):

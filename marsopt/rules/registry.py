@@ -1,5 +1,5 @@
-"""The named rules: a correction, a preconditioner, and their defaults. SOAP and SVRG
-are known only by ``register``, as a user's own components are.
+"""The named rules: a correction, a preconditioner, and their defaults. SOAP is known
+only by ``register``, as a user's own components are.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from dataclasses import replace as with_fields
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
 from marsopt.rules import checks
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import GRADIENTS, MOMENTUM, Algorithm
-from marsopt.rules.buffers import LOOKAHEAD, like_x
+from marsopt.rules.buffers import like_x
 from marsopt.rules.checks import Number
-from marsopt.rules.correction import Approximate, Correction
+from marsopt.rules.correction import Approximate, Correction, H
 from marsopt.rules.decay import LOG_TIME_BETA, LOG_TIME_NESTEROV
 from marsopt.rules.exact import Exact
 from marsopt.rules.hyperparameters import Table, table
@@ -26,7 +26,6 @@ from marsopt.rules.matrices import Matrices
 from marsopt.rules.normuon import NorMuon
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, Orthogonal
 from marsopt.rules.preconditioner import Preconditioner
-from marsopt.rules.transport import Transport
 
 # What moves tensors that are not matrices: the rule itself; an AdamW with numbers of
 # its own, the authors' (optimizers/mars.py); or one with the rule's own lr and weight
@@ -194,14 +193,11 @@ class NamedRule:
     def num_buffers(self, correction: str = Approximate.name) -> int:
         """Return how many tensors of the parameter's size the state holds."""
         kind = CORRECTIONS[correction]
-        corrects = self.is_mars or kind.suits_baselines
-        algorithm = self.algorithm(correction=kind() if corrects else None)
+        algorithm = self.algorithm(correction=kind() if self.is_mars else None)
         return sum(buffer.shape is like_x for buffer in algorithm.kept.values())
 
 
 CORRECTIONS: dict[str, type[Correction]] = {}
-# What corrections ask of ``MARS`` beside a step: ``marsopt.optim.protocols``.
-PROTOCOLS: dict[type[Correction], type[Any]] = {}
 
 RULES = (
     NamedRule("adamw", AdamW, False, "itself", source="arXiv 1711.05101"),
@@ -281,7 +277,7 @@ REGISTRY: dict[str, NamedRule] = {}
 
 # The names of all that a component may keep in ``optimizer.state[p]``; other entries
 # are the caller's.
-STATE_KEYS = {MOMENTUM, GRADIENTS, LOOKAHEAD}
+STATE_KEYS = {MOMENTUM, GRADIENTS, H.key}
 
 
 def canonical(name: str) -> str:
@@ -290,10 +286,7 @@ def canonical(name: str) -> str:
 
 
 def register(
-    component: NamedRule | type[Correction],
-    *,
-    protocol: type[Any] | None = None,
-    replace: bool = False,
+    component: NamedRule | type[Correction], *, replace: bool = False
 ) -> None:
     """Give a rule or a correction its name: ``MARS``, ``mars`` and all tools know it
     from then on.
@@ -301,14 +294,10 @@ def register(
     Args:
         component: a row of ``REGISTRY``, or a subclass of ``Correction`` with a
             ``name``. A rule is listed as ``canonical`` writes its name.
-        protocol: the work of ``MARS`` for a correction beside a step, a subclass of
-            ``marsopt.optim.protocols.base.CorrectionProtocol``; None: its base class's
-            protocol.
         replace: let it take the place of the component that has had that name.
 
     Raises:
-        TypeError: anything else, or a class without a method that it has to have; a
-            ``protocol`` that is no class, or of a rule.
+        TypeError: anything else, or a class without a method that it has to have.
         ValueError: another component has the name.
 
     Example:
@@ -346,28 +335,21 @@ def register(
             f"got {kind.__name__} without {missing}, expected a class that can be "
             f"built: define {missing}"
         )
-    if protocol is not None and (known is REGISTRY or not isinstance(protocol, type)):
-        raise TypeError(
-            f"got protocol={protocol!r} for {kind.__name__}, expected a class, for a "
-            "correction: pass a subclass of CorrectionProtocol with a correction, and "
-            "none with a rule"
-        )
     if known.get(component.name, component) != component and not replace:
         raise ValueError(
             f"got the name {component.name!r}, which is taken, expected one that is "
             f"free (taken are {', '.join(known)}): choose another, or pass replace=True"
         )
     known[component.name] = component
-    STATE_KEYS.update(buffer.key for buffer in kind.keeps.values())
-    if protocol is not None:
-        PROTOCOLS[cast(type[Correction], kind)] = protocol
+    if known is REGISTRY:
+        STATE_KEYS.update(buffer.key for buffer in kind.keeps.values())
 
 
-for _component in (*RULES, Approximate, Exact, Transport):
+for _component in (*RULES, Approximate, Exact):
     register(_component)
 
-# Components that the tests of this project have checked, soap.py's and svrg.py's too;
-# None is no correction.
+# Components that the tests of this project have checked, soap.py's too; None is no
+# correction.
 BUILT_IN = {type(None), *CORRECTIONS.values(), *(r.preconditioner for r in RULES)}
 
 
