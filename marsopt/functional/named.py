@@ -14,7 +14,6 @@ from marsopt.functional.routing import (
     of_rest,
 )
 from marsopt.functional.rule import Rule
-from marsopt.rules import checks
 from marsopt.rules.hyperparameters import arguments, check_names, check_values
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import correction_named, named, resolve
@@ -41,8 +40,9 @@ def rule(name: str, **options: Any) -> Rule:
         options: see above. Every rule also takes ``max_norm``, as ``Rule`` does, and
             ``state_dtype`` and ``stochastic_rounding``, as ``Algorithm`` does. A rule
             named "mars-..." takes the name of its ``correction``: "approximate" (the
-            default) or "exact". The authors' ``is_approx=False`` is "exact". Without decays given, ``log_time`` sets them to 0.999, and
-            without ``nesterov`` that to 0.2.
+            default) or "exact". The authors' ``is_approx=False`` is "exact".
+            ``log_time`` sets decays that are not given to 0.999, and ``nesterov`` to
+            0.2.
 
     Raises:
         TypeError: an option that the rule does not have.
@@ -98,10 +98,11 @@ def mars(**options: Any) -> Rule:
                        orthogonalize
 
     The dataclasses on the left explain the options on the right; ``Choice`` and
-    ``Rest`` are in ``marsopt.functional.routing``. Where rules have different defaults, None means the
-    rule's own, which ``print(marsopt.REGISTRY[mars_type])`` lists. The two betas stand
-    for the momentum and ``beta2`` of a rule that has these fields. ``log_time`` holds
-    for all tensors.
+    ``Rest`` are in ``marsopt.functional.routing``. Where rules have different defaults,
+    None means the rule's own, which ``print(marsopt.REGISTRY[mars_type])`` lists. The
+    two betas stand for the momentum and ``beta2`` of a rule that has these fields.
+    ``log_time`` holds for all tensors; it sets betas that are not given to 0.999, and
+    ``nesterov`` to 0.2.
 
     Args:
         options: see above, and the fields of a dataclass of your own.

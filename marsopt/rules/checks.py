@@ -34,7 +34,7 @@ class ArrayLike(Protocol):
 def plain(value: Any, *, is_pair: bool = False) -> Any:
     """Return a hyperparameter as Python and torch write it, so that a checkpoint holds
     nothing foreign: scalars of numpy as numbers; arrays, and sequences that are no
-    text, as tuples. A plain value stays the same object, lists too.
+    text, as tuples. A plain value stays the same object.
 
     Args:
         value: as its user wrote it.
@@ -50,7 +50,7 @@ def plain(value: Any, *, is_pair: bool = False) -> Any:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         return value
     elements = tuple(map(plain, value))
-    same = type(value) in (list, tuple) and all(map(is_, elements, value))
+    same = type(value) is tuple and all(map(is_, elements, value))
     return value if same else elements
 
 
