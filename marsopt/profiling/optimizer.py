@@ -57,8 +57,6 @@ def passes(
     update = g + operands + 2 * buffers + len(algorithm.written) * h + made
     # of a matrix rule the update leaves x; applying reads x and the factors, writes x
     update += 2 * x + (o if algorithm.matrix_only else 0)
-    if algorithm.is_ahead and not algorithm.num_lookahead_scalars:
-        update += x  # which is in the state; y is written
     return g + operands, update
 
 
@@ -198,17 +196,13 @@ class OptimizerReport(Report):
 
     def _bytes(self) -> list[str]:
         n, least = self.num_params, self.floor
-        texts = [
+        return [
             f"{self.bytes_per_param:.2f} a parameter, floor "
             f"{least.num_bytes / n:.2f}: norms {least.norms / n:.2f}, update "
             f"{least.update / n:.2f} ({size(self.num_bytes)} moved a step)",
             f"and {least.copied / n:.2f} a parameter to copy small tensors into stacks "
             "and out",
         ]
-        if self.flagged_bytes:
-            more = f"{self.flagged_bytes / n:.2f} a parameter read behind a mask"
-            texts.append(f"and {more}, if a step is skipped")
-        return texts
 
     def _rates(self) -> str:
         if not self.num_flops:

@@ -16,7 +16,6 @@ from research.convergence import (
     AVERAGES,
     CURVATURE,
     CURVES,
-    FORMS,
     LOSS,
     NOISE_ALONE,
     STEPS,
@@ -33,7 +32,7 @@ from research.convergence import (
 )
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["plain", "approximate", "exact"])
 def test_what_is_measured_is_the_first_moment_of_the_library(form):
     """Unclipped, on one path and the same batches."""
     case, num = Case(form, 0.1, 0.3), 8
@@ -45,12 +44,11 @@ def test_what_is_measured_is_the_first_moment_of_the_library(form):
     want = moments(case, path, gradients)
     state = rule.init({"w": torch.from_numpy(path[0])[None]})
     for before, x, g, m in zip(path, path[1:], gradients, want, strict=False):
-        ahead = case.k * (x - before) if form == "transport" else 0.0
         tree = {"w": torch.from_numpy(x)[None]}
         given = {}
         if form == "exact":
             given["reference"] = {"w": torch.from_numpy(g(before))[None]}
-        gradient = {"w": torch.from_numpy(g(x + ahead))[None]}
+        gradient = {"w": torch.from_numpy(g(x))[None]}
         _, state = rule.step(tree, gradient, state, lr=0.0, **given)
         found = state.buffers["m"]["w"][0].numpy()
         np.testing.assert_allclose(found, m, rtol=0, atol=1e-12)

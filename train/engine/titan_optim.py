@@ -61,17 +61,12 @@ class MarsOptimizers(MarsOptimizersContainer):
         """Of SOAP: which sides of a matrix have a factor; None = both."""
         precondition_frequency: int | None = None
         """Of SOAP: steps between two refreshes of its bases; None = 10."""
-        correction: Literal["approximate", "exact", "transport"] = "approximate"
+        correction: Literal["approximate", "exact"] = "approximate"
         """What MARS corrects the gradient by: approximate = the previous one; exact = a
-        second gradient a step, of the next batch at the current parameters; transport =
-        nothing, but it is taken ahead of the parameters (baselines too).
+        second gradient a step, of the next batch at the current parameters.
         """
         gamma: float = 0.025
         """Scale of the variance reduction."""
-        gamma_1d: float | None = None
-        """With transport, that of the AdamW for LayerNorm weights and embeddings beside
-        the rule; None = gamma.
-        """
         gamma_decay: Literal["none", "with_lr", "last_quarter"] = "none"
         """How gamma falls: in proportion to the learning rate, or to 0 for the last
         quarter of the steps.
@@ -98,10 +93,6 @@ class MarsOptimizers(MarsOptimizersContainer):
         """Newton-Schulz on Gram matrices where that is less work (ns_dtype float32)."""
         h_dtype: Literal["bfloat16"] | None = None
         """dtype of the kept gradient: bfloat16 halves its memory; None = fp32."""
-        store_iterate: bool = False
-        """With transport, keep the parameters behind the lookahead in the state with
-        AdamW too, which otherwise computes them: 4 bytes a parameter.
-        """
         compile: bool | None = None
         """Compile the step: None = where this machine can."""
 
@@ -113,8 +104,7 @@ class MarsOptimizers(MarsOptimizersContainer):
             names = (
                 "mars_type lr betas eps weight_decay amsgrad nesterov sides "
                 "precondition_frequency gamma clip "
-                "optimize_1d lr_1d betas_1d weight_decay_1d nesterov_1d gamma_1d "
-                "correction"
+                "optimize_1d lr_1d betas_1d weight_decay_1d nesterov_1d correction"
             )
             options = {name: getattr(self, name) for name in names.split()}
             for name in ("betas", "betas_1d"):
@@ -160,7 +150,7 @@ class MarsOptimizers(MarsOptimizersContainer):
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
         names = [n for part in model_parts for n, _ in part.named_parameters()]
         # of a step
-        working = "ns_dtype", "ns_gram", "h_dtype", "store_iterate", "compile"
+        working = "ns_dtype", "ns_gram", "h_dtype", "compile"
         given = config.options() | {name: getattr(config, name) for name in working}
         config = replace(
             config,
@@ -171,8 +161,8 @@ class MarsOptimizers(MarsOptimizersContainer):
             super().__init__(config, model_parts=model_parts)
         except (ValueError, TypeError) as error:  # of a user's own param_groups
             raise UserError(str(error)) from error
-        if len(self.optimizers) != 1 or not self.every_mars:
-            found = [type(optimizer).__name__ for optimizer in self.optimizers]
+        found = [type(optimizer).__name__ for optimizer in self.optimizers]
+        if found != [MARS.__name__]:
             raise UserError(
                 f"got optimizers {found}, expected one MARS, which clips the norm of "
                 'all gradients: write optimizer_name="MARS" in every group of '
@@ -182,10 +172,7 @@ class MarsOptimizers(MarsOptimizersContainer):
         # of the last step, before the clip; one tensor, filled in by every step
         first = next(p for part in model_parts for p in part.parameters())
         self.grad_norm = torch.zeros((), device=first.device)
-        self._gammas = [
-            {key: group[key] for key in ("gamma", "gamma_1d") if group.get(key)}
-            for group in self.mars.param_groups
-        ]
+        self._gammas = [group["gamma"] for group in self.mars.param_groups]
 
     def step(self, closure: None = None) -> None:
         super().step(closure)
@@ -193,8 +180,8 @@ class MarsOptimizers(MarsOptimizersContainer):
 
     def scale_gamma(self, factor: float) -> None:
         """Set every gamma to this factor of the configured one."""
-        for group, own in zip(self.mars.param_groups, self._gammas, strict=True):
-            group.update({key: factor * value for key, value in own.items()})
+        for group, gamma in zip(self.mars.param_groups, self._gammas, strict=True):
+            group["gamma"] = factor * gamma
 
     def rates(self) -> dict[str, float]:
         """Return the learning rate of each group, by its name or its number."""

@@ -34,8 +34,6 @@ class MarsTrainer(Trainer):
         super().__init__(config)
         self.metrics_processor.begin(read_meta(held_out_folder(config)))
         self.optimizers.mars.max_norm = config.training.max_norm
-        if config.validator.enable:
-            self.validator.optimizers = self.optimizers
         self.told: Callable[[], bool] = lambda: False
         """Whether this process is to end: once some rank says so, the next step is the
         last, and has a checkpoint.
