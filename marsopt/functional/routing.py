@@ -214,8 +214,8 @@ def of_rest(values: Mapping[str, Any]) -> dict[str, Any] | None:
     ``lr_ratio``; None where the rule moves them by the same values as matrices.
 
     Args:
-        values: as for ``of_matrices``. None for a name that ends in ``_1d`` is lr,
-            betas, weight_decay or nesterov. Keys that no rule reads stay.
+        values: as for ``of_matrices``, with the rule's defaults. None for a name that
+            ends in ``_1d`` is lr, betas, weight_decay or nesterov.
 
     Raises:
         ValueError: as ``of_matrices``; ``lr_1d`` beside a learning rate of zero.
@@ -224,18 +224,35 @@ def of_rest(values: Mapping[str, Any]) -> dict[str, Any] | None:
     own = of_matrices(values)
     if rest.optimize_1d:
         names = shared_by_adamw() | table(Matrices).keys()
-        kept = {n: v for n, v in own.items() if n in names}
+        known = all_hyperparameters()
+        kept = {n: v for n, v in own.items() if n in names or n not in known}
         return {**kept, "mars_type": "mars-adamw"} if row.matrix_only else None
+    if row.fallback != "itself":
+        return of_adamw(values)
+    numbers = _numbers(rest, own)
+    return {**own, **numbers} if numbers else None
+
+
+def of_adamw(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of AdamW beside a rule, for tensors that are not
+    matrices, and for embeddings; ``values`` is as for ``of_rest``.
+    """
+    row, rest = _rest_options(values)
+    own = of_matrices(values)
+    known, shared = all_hyperparameters(), shared_by_adamw()
+    kept = {n: v for n, v in own.items() if n in shared or n not in known}
+    adamw: dict[str, Any] = dict(mars_type="adamw", nesterov=False)
+    adamw["epsilon_hat"] = row.fallback == "adamw" or own.get("epsilon_hat", False)
+    return {**kept, **adamw, **_numbers(rest, own)}
+
+
+def _numbers(rest: Rest, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that ``Rest`` gives, by the names of a param group."""
     numbers = {BESIDE[n]: getattr(rest, n) for n in BESIDE}
     numbers = {n: value for n, value in numbers.items() if value is not None}
     if "lr" in numbers:
         numbers["lr_ratio"] = _ratio(numbers.pop("lr"), rest.base_lr, own)
-    if row.fallback == "itself":
-        return {**own, **numbers} if numbers else None
-    of_adamw: dict[str, Any] = dict(mars_type="adamw", nesterov=False)
-    of_adamw["epsilon_hat"] = row.fallback == "adamw" or own.get("epsilon_hat", False)
-    kept = {n: v for n, v in own.items() if n in shared_by_adamw()}
-    return {**kept, **of_adamw, **numbers}
+    return numbers
 
 
 def shared_by_adamw() -> set[str]:

@@ -137,7 +137,9 @@ def unused_arguments(
         correction: as the constructor got it.
     """
     lines = all_hyperparameters()
-    filled = [(g, _reads(algorithm_of({**options, **g}))) for g in groups if g["params"]]
+    filled = [
+        (g, _reads(algorithm_of({**options, **g}))) for g in groups if g["params"]
+    ]
     if not filled:  # yet
         return
     rows = [named(group["mars_type"]) for group, _ in filled]

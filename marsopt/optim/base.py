@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from marsopt.functional.collectives import LOCAL, OwnerBuffer
 from marsopt.functional.routing import all_hyperparameters
-from marsopt.functional.step import global_clip
 from marsopt.functional.step_types import scalar_dtype
 from marsopt.optim.advice import (
     advise_on_groups,
@@ -23,7 +22,7 @@ from marsopt.optim.advice import (
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.compiled import InPlace, once, resolve_compile
 from marsopt.optim.device_values import DeviceHyperparameters
-from marsopt.optim.exact import Factor, NextGradients
+from marsopt.optim.exact import NextGradients
 from marsopt.optim.foreign import from_other_library
 from marsopt.optim.groups import (
     check_group,
@@ -485,7 +484,11 @@ class LayoutOptimizer(Optimizer):
         self._next_grads.check_may_save()
         names = ("_options", "_given", "_compile", "_skipped")
         kept = {key: getattr(self, key) for key in names}
-        return {**super().__getstate__(), **kept, "_is_fresh": self._next_grads.is_fresh}
+        return {
+            **super().__getstate__(),
+            **kept,
+            "_is_fresh": self._next_grads.is_fresh,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if (loading := self.__dict__.get("_loading")) is not None:

@@ -246,7 +246,8 @@ def build(
     labels: Mapping[Tensor, str],
     collectives: Collectives,
 ) -> tuple[MovingGroup, list[ParameterBucket]]:
-    """Return groups that are moved together as one, and its buckets. Nothing is written.
+    """Return groups that are moved together as one, and its buckets. Nothing is
+    written.
 
     Args:
         moving_groups: of ``by_formula``.
@@ -255,8 +256,8 @@ def build(
     """
     moving, own = joined(moving_groups), list[MatrixPreconditioner]()
     if len(moving_groups) > 1 and moving.algorithm.matrix_only:
-        by_group = [moving.algorithm.matrix_preconditioner for moving in moving_groups]
-        own = [by_group[i] for i, moving in enumerate(moving_groups) for _ in moving.params]
+        for each in moving_groups:
+            own += [each.algorithm.matrix_preconditioner] * len(each.params)
     buckets = [
         ParameterBucket(
             algorithm=moving.algorithm,

@@ -120,8 +120,8 @@ class Layout:
         self.members = [bucket.members for bucket in self.buckets]
         self.params = [p for bucket in self.buckets for p in bucket.params]
         self._kept = [bucket.kept for bucket in self.buckets for _ in bucket.params]
-        moving = set(self.params)
-        self._idle = [p for p in self._every if p not in moving]
+        with_bucket = set(self.params)
+        self._idle = [p for p in self._every if p not in with_bucket]
         self.groups: list[BucketGroup] = []
         self._results = Copies()  # of this step, out of stacks
         self._digest: str | None = None  # the groups' hyperparameters

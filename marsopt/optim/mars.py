@@ -234,10 +234,10 @@ class MARS(LayoutOptimizer):
             ValueError: a sparse gradient, or a hyperparameter that was changed to
                 something out of its range.
             RuntimeError: exact MARS without its protocol (``update_previous_grad``);
-                an exception has broken off a step before (see ``load_state_dict``); hyperparameters that are numbers (those that are
-                tensors are not compared) differ between the ranks that shard
-                parameters, which then raise all, on GPUs some steps later: nothing has
-                changed.
+                an exception has broken off a step before (see ``load_state_dict``);
+                hyperparameters that are numbers (those that are tensors are not
+                compared) differ between the ranks that shard parameters, which then
+                raise all, on GPUs some steps later: nothing has changed.
             FloatingPointError: a gradient that is not finite, with
                 ``nonfinite="raise"``; nothing has changed.
         """

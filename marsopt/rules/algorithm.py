@@ -11,7 +11,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
-from marsopt.rules.correction import H, Correction
+from marsopt.rules.correction import Correction, H
 from marsopt.rules.dtypes import default_state_dtype, working_dtype
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.preconditioner import MatrixPreconditioner, Preconditioner

@@ -285,9 +285,7 @@ def canonical(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
-def register(
-    component: NamedRule | type[Correction], *, replace: bool = False
-) -> None:
+def register(component: NamedRule | type[Correction], *, replace: bool = False) -> None:
     """Give a rule or a correction its name: ``MARS``, ``mars`` and all tools know it
     from then on.
 

@@ -17,6 +17,8 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from marsopt.optim.protocols.base import CorrectionProtocol
+from marsopt.optim.protocols.exact import NextGradients
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -24,8 +26,6 @@ import marsopt
 from marsopt import MARS, REGISTRY
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.optim.device_values import DeviceHyperparameters
-from marsopt.optim.protocols.base import CorrectionProtocol
-from marsopt.optim.protocols.exact import NextGradients
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number

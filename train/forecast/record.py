@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from marsopt.optim.protocols.table import protocol_of
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -31,7 +32,6 @@ from marsopt.functional.step_types import Decision, RuleGroup, Stack, StackScala
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.compiled import matrix_outputs
 from marsopt.optim.layout import Layout
-from marsopt.optim.protocols.table import protocol_of
 from marsopt.optim.state_dict import STAGE_COUNT, State
 from marsopt.parallel.collectives import MeshCollectives
 from marsopt.parallel.planner import Machine
