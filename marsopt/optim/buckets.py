@@ -307,8 +307,8 @@ def join(
     buckets: list[ParameterBucket],
     state: State,
 ) -> BucketGroup:
-    """Return buckets with the hyperparameters of ``moving``, as which ``moving_groups`` move;
-    ``state`` gets the steps of every parameter.
+    """Return buckets with the hyperparameters of ``moving``, as which ``moving_groups``
+    move; ``state`` gets the steps of every parameter.
     """
     params = [p for bucket in buckets for p in bucket.params]
     algorithm, device = moving.algorithm, params[0].device

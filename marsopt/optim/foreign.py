@@ -241,6 +241,12 @@ def from_undivided(
     for group in groups:
         numbers = range(first, first + len(group["params"]))
         first = numbers.stop
+        if len({id(values[i]) for i in numbers}) > 1:
+            raise ValueError(
+                "got a state dict in which matrices and other tensors of a group have "
+                "values of their own, expected one value for both: build MARS with the "
+                "lr_1d, betas_1d and so on of the run that saved it"
+            )
         like_ours.append(
             {**(values[numbers[0]] if numbers else {})}
             | {"params": [ids[i] for i in numbers]}
