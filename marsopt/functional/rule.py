@@ -286,12 +286,11 @@ class Rule:
                 "the gradient by one: leave reference out, or build a MARS rule with "
                 'correction="exact"'
             )
-        takers = [a.active_correction for a in algorithms if a.h_from == "caller"]
-        if reference is None and takers:
+        if reference is None and any(a.h_from == "caller" for a in algorithms):
             raise ValueError(
-                f"got reference=None for a rule with correction={takers[0].name!r}, "
-                "expected a second gradient of the current batch: pass as reference= "
-                "that at the previous parameters, zeros at the first step"
+                f"got reference=None for {self._called} with an exact correction, "
+                "expected the current batch's gradient at the previous parameters: "
+                "pass it as reference=, zeros at the first step"
             )
 
 

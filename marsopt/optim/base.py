@@ -484,11 +484,8 @@ class LayoutOptimizer(Optimizer):
         self._next_grads.check_may_save()
         names = ("_options", "_given", "_compile", "_skipped")
         kept = {key: getattr(self, key) for key in names}
-        return {
-            **super().__getstate__(),
-            **kept,
-            "_is_fresh": self._next_grads.is_fresh,
-        }
+        kept["_is_fresh"] = self._next_grads.is_fresh
+        return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if (loading := self.__dict__.get("_loading")) is not None:

@@ -339,8 +339,9 @@ def register(component: NamedRule | type[Correction], *, replace: bool = False) 
             f"free (taken are {', '.join(known)}): choose another, or pass replace=True"
         )
     known[component.name] = component
-    if known is REGISTRY:
-        STATE_KEYS.update(buffer.key for buffer in kind.keeps.values())
+    if isinstance(component, NamedRule):
+        keeps = component.preconditioner.keeps
+        STATE_KEYS.update(buffer.key for buffer in keeps.values())
 
 
 for _component in (*RULES, Approximate, Exact):

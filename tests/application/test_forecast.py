@@ -98,7 +98,7 @@ def kept(optimizer):
         for key, value in entry.items()
         if key != "step"
     ]
-    return sum(state) + optimizer.describe().num_protocol_bytes
+    return sum(state) + optimizer.describe().num_kept_bytes
 
 
 # ---- memory --------------------------------------------------------------------------
