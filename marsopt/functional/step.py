@@ -221,7 +221,7 @@ def stacks_of(groups: Sequence[RuleGroup]) -> list[Stack]:
 
 def products(stacks: Sequence[Stack], grads: Sequence[Tensor]) -> list[Tensor]:
     """Return the inner products of the clipped parts of every stack, partial over
-    shards, from one read of g and h: (parts, 1) of g alone; with h (parts, 3), of
+    shards, from one read of g and h: (parts, 1), of (g, g); with h (parts, 3), of
     (g, g), (g, h) and (h, h).
 
     Written as sums of products, not as norms: inductor then keeps them in one graph

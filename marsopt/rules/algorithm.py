@@ -111,7 +111,7 @@ class Algorithm:
 
     @property
     def h_from(self) -> Literal["step", "caller"] | None:
-        """Who writes the reference gradient (``Correction``); None: there is none."""
+        """The writer of h, as ``Correction`` has it; None: there is no h."""
         return None if self.active_correction is None else self.active_correction.h_from
 
     @property

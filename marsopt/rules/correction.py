@@ -32,10 +32,10 @@ class Correction(ABC):
         c = w_0 g + w_1 h                     h: a reference gradient
         c <- c / max(1, ||c||_F / clip)       per matrix or tensor
 
-    A subclass says with which coefficients, and by ``h_from`` who writes h: "step",
-    each step for the next one (``next_h``); "caller", who hands it to every step, by
-    ``MARS.update_previous_grad`` and ``update_last_grad`` or as the ``reference`` of
-    ``Rule.step``; or None: there is no h.
+    A subclass gives the coefficients, and in ``h_from`` the writer of h. "step": each
+    step writes h for the next one (``next_h``). "caller": the caller hands h to every
+    step, by ``MARS.update_previous_grad`` and ``update_last_grad`` or as the
+    ``reference`` of ``Rule.step``. None: there is no h.
 
     Args:
         gamma: scale of the variance reduction; 0 turns it off, and a negative one, for
