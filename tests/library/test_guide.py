@@ -335,7 +335,7 @@ def test_fine_tuning(names, tmp_path, monkeypatch):
     torch.save(start, "pretrained.pt")
     before = loss(names)
     nn.init.zeros_(names["model"][0].weight)
-    found = run("Fine-tuning", names)
+    run("Fine-tuning", names)
     assert loss(names) < before
     tuned = torch.load("tuned.pt")
     for name, p in names["model"].named_parameters():
