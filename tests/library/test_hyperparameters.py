@@ -16,8 +16,6 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from marsopt.optim.protocols.base import CorrectionProtocol
-from marsopt.optim.protocols.exact import NextGradients
 from torch import nn
 from torch._dynamo.utils import counters
 
