@@ -258,11 +258,6 @@ class Collectives(Protocol):
         identically. It agrees across ranks.
         """
 
-    def invalidate(self) -> None:
-        """Parameters were written outside of a step: drop the gathered copies that are
-        kept for the next forward pass.
-        """
-
     def agree(self, what: str, params: Sequence[tuple[Tensor, str]] = ()) -> None:
         """Raise on every rank unless all were given the same ``what``, and, where every
         rank holds all parameters, equal values of these ``params`` in one order; each
@@ -384,9 +379,6 @@ class LocalCollectives(NoResharding):
 
     def placement(self, tensor: Tensor) -> Hashable:
         return None
-
-    def invalidate(self) -> None:
-        pass
 
     def agree(self, what: str, params: Sequence[tuple[Tensor, str]] = ()) -> None:
         pass

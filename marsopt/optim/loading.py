@@ -11,7 +11,7 @@ from torch import Tensor
 
 from marsopt.functional.collectives import Collectives
 from marsopt.functional.step_types import scalar_dtype
-from marsopt.rules.registry import CORRECTIONS, REGISTRY
+from marsopt.rules.registry import REGISTRY
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # The key of a text in a state dict that was converted: where its state comes from.
@@ -103,8 +103,7 @@ def check_values(
     """
     if not leaves:
         return
-    kinds: list[Any] = [row.preconditioner for row in REGISTRY.values()]
-    kinds += CORRECTIONS.values()
+    kinds = {row.preconditioner for row in REGISTRY.values()}
     buffers = [buffer for kind in kinds for buffer in kind.keeps.values()]
     nonnegative = {"step", *(b.key for b in buffers if b.is_nonnegative)}
     rows, device = {p: i for i, p in enumerate(leaves)}, leaves[0].device

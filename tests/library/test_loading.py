@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from marsopt import MARS, REGISTRY
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.rules.algorithm import GRADIENTS, MOMENTUM
-from marsopt.rules.buffers import LOOKAHEAD
+from marsopt.rules.correction import H
 from marsopt.rules.preconditioner import Preconditioner
 from marsopt.rules.registry import BUILT_IN
 
@@ -90,10 +90,7 @@ def wrongs(key):
     return kinds + (SQUARE if key in SQUARES | COUNTS else [])
 
 
-rules = st.sampled_from(
-    [(name, None) for name in REGISTRY]
-    + [(name, "transport") for name in ("adamw", "mars-adamw", "moonlight", "lion")]
-)
+rules = st.sampled_from([(name, None) for name in REGISTRY])
 
 
 def check_refused(rule, saved, label):
@@ -149,14 +146,13 @@ def test_hooks_may_wrap_a_state_dict_and_unwrap_it(mars_type):
 def test_one_line_says_what_a_load_did(caplog):
     saved = copy.deepcopy(saved_by("moonlight", None))
     del saved["state"][2]
-    optimizer = made("mars-m", "transport")
-    saved["param_groups"][0] |= {"mars_type": "mars-m"}
+    optimizer = made("moonlight")
     caplog.clear()
     optimizer.load_state_dict(saved)
     line = caplog.records[-1]
     assert line.levelno == logging.INFO
     assert line.getMessage() == (
-        "marsopt: load_state_dict restored 4 tensors, and restarted 5"
+        "marsopt: load_state_dict restored 4 tensors, and restarted 3"
     )
 
 
@@ -172,11 +168,12 @@ def test_the_page_has_all_state_keys():
     kept, kinds = {}, BUILT_IN - {type(None)}
     rules = {k.__name__ for k in kinds if issubclass(k, Preconditioner)}
     for kind in kinds:
-        for buffer in kind.keeps.values():
+        keeps = kind.keeps if issubclass(kind, Preconditioner) else {"h": H}
+        for buffer in keeps.values():
             _, names = kept.setdefault(buffer.key, (buffer, []))
             names.append(kind.__name__)
     rows = documented()
-    assert set(rows) == {"step", LOOKAHEAD, MOMENTUM, GRADIENTS, *kept}
+    assert set(rows) == {"step", MOMENTUM, GRADIENTS, *kept}
     for key, (buffer, names) in kept.items():
         dtype, component, home = rows[key]
         assert dtype == str(buffer.dtype).removeprefix("torch."), key
@@ -189,9 +186,9 @@ def test_the_page_has_all_state_keys():
 
 def test_the_page_has_all_keys_of_a_group():
     """Keys beside hyperparameters, and ``base_lr``, which schedules read alone."""
-    groups = [saved_by(name, "transport")["param_groups"] for name in REGISTRY]
+    groups = [saved_by(name, None)["param_groups"] for name in REGISTRY]
     keys = {key for several in groups for group in several for key in group}
     further = keys - {*all_hyperparameters(), "params"} | {"base_lr"}
-    defaults = made("mars-adamw").defaults.keys() - {"train_mode"}
+    defaults = made("mars-adamw").defaults.keys()
     page = PAGE.read_text().split("A param group holds")[1].split("##")[0]
     assert further - defaults == set(re.findall(r"^\| `(\w+)` ", page, re.MULTILINE))

@@ -787,7 +787,6 @@ def test_maximize_is_refused_and_nothing_has_changed(door):
 @pytest.mark.parametrize(
     ("options", "correction"),
     [
-        (dict(correction="transport", mars_type="adamw"), "transport"),
         (dict(is_approx=False), "exact"),
         ({}, "approximate"),
         (dict(mars_type="moonlight"), "None"),
