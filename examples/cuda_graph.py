@@ -40,7 +40,7 @@ def schedule(optimizer: MARS, step: int) -> None:
     """Write the rates of this step: up, then down to nothing."""
     factor = min((step + 1) / 20, 1 - step / STEPS)
     for group in optimizer.param_groups:
-        group["lr"].fill_(group["base_lr"] * factor)
+        group["lr"].fill_(PEAK * factor)
 
 
 def training_step(model: nn.Module, optimizer: MARS, batch: list[Tensor]) -> Tensor:

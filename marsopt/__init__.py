@@ -16,7 +16,6 @@ from marsopt.optim.param_groups import param_groups
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.correction import Approximate, Correction
-from marsopt.rules.decay import LogTime
 from marsopt.rules.exact import Exact
 from marsopt.rules.lion import Lion, SignAverage
 from marsopt.rules.matrices import Matrices
@@ -43,7 +42,6 @@ __all__ = [
     "Exact",
     "FlatGroup",
     "Lion",
-    "LogTime",
     "Matrices",
     "NamedRule",
     "NewtonSchulz",

@@ -23,10 +23,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
 
 from marsopt import MARS
-from marsopt.functional.routing import all_hyperparameters
+from marsopt.functional.routing import all_hyperparameters, of_adamw
 from marsopt.optim.roles import NAMES
 from marsopt.rules import checks
-from marsopt.rules.decay import from_text
 from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.registry import named
 
@@ -52,14 +51,12 @@ def build_mars(groups: Iterable[dict[str, Any]], **options: Any) -> MARS:
     Args:
         groups: what torchtitan makes of ``ParamGroupConfig``. Options of the whole
             optimizer may stand in them, where all that name one agree.
-        options: arguments of ``MARS``; dtypes by name, too, and decays as text
-            ("LogTime(10)").
+        options: arguments of ``MARS``; dtypes by name, too.
 
     Raises:
         TypeError: a group is no dict with "params".
         ValueError: two groups, or a group and ``options``, disagree about an option of
-            the whole optimizer; a dtype that torch does not have, a text that spells no
-            decay.
+            the whole optimizer; a dtype that torch does not have.
     """
     return MARS(**_arguments(groups, options))
 
@@ -106,12 +103,10 @@ def _whole() -> list[str]:
 
 
 def _from_text(options: dict[str, Any]) -> dict[str, Any]:
-    """Return ``options`` with dtypes and decays in place of their names."""
+    """Return ``options`` with dtypes in place of their names."""
     resolved = dict(options)
     for line in all_hyperparameters().values():
         name = options.get(line.name)
-        if line.is_number and line.name in options:
-            resolved[line.name] = from_text(name)
         if line.is_dtype and isinstance(name, str):
             resolved[line.name] = getattr(torch, name, None)
             if not isinstance(resolved[line.name], torch.dtype):
@@ -249,15 +244,17 @@ def _numbers(
     """
     known = {**all_hyperparameters(), **signature(MARS).parameters}
     check_names(options, known, "marsopt.MARS")
-    defaults = dict(lr_1d=lr, betas_1d=(0.9, 0.95), weight_decay_1d=0.0)
+    defaults: dict[str, Any] = dict(lr_1d=lr, weight_decay_1d=0.0)
+    if options.get("log_time") is None:  # which has betas of its own
+        defaults["betas_1d"] = (0.9, 0.95)
     options = {k: v for k, v in options.items() if k not in defaults or v is not None}
     options, whole = defaults | options, _whole()
     per_group = {k: v for k, v in options.items() if k not in whole}
     layers = dict(mars_type=mars_type, lr=lr, matrices="batched") | per_group
-    beside = named(mars_type).fallback_group(options)
-    if options.get("nesterov_1d") is None:
-        del beside["nesterov"]  # DCP misses keys that were not saved
-    beside |= {k: v for k, v in options.items() if k == "eps"}
+    row = named(mars_type)
+    given = {k: v for k, v in layers.items() if v is not None}
+    log_time = row.log_time_defaults(given.get("log_time"))
+    beside = of_adamw({**row.hyperparameters, **log_time, **given})
     return beside, layers, {k: v for k, v in options.items() if k in whole} | {"lr": lr}
 
 

@@ -220,27 +220,26 @@ ROWS = {
         dict(sides="short", precondition_frequency=3, ns_dtype=torch.float64),
     ),
 }
-GROWING = marsopt.LogTime(3)
-BOTH, ONE = dict(betas=(GROWING, GROWING)), dict(momentum=GROWING)
 ROWS |= {
     f"{name}-log_time": Row(
         ROWS[name].mars_type,
-        ROWS[name].oracle | dict(delta=3) | more,
+        ROWS[name].oracle | dict(delta=3) | weight,
         ROWS[name].buffers,
         ROWS[name].matrix_only,
-        ROWS[name].kwargs | decays | ({"nesterov": more["w"]} if more else {}),
+        ROWS[name].kwargs | dict(log_time=3.0) | nesterov,
     )
-    for name, decays, more in (
-        ("adamw", BOTH, dict(w=0.2)),
-        ("nadamw", BOTH, {}),
-        ("lion", BOTH, {}),
-        ("mars_adamw", BOTH, {}),
-        ("mars_lion-noclip", ONE, {}),
-        ("mars_m", ONE, {}),
-        ("moonlight", ONE, dict(w=0.2)),
-        ("normuon", ONE | dict(beta2=GROWING), dict(w=0.2)),
-        ("soap", BOTH, dict(w=0.2)),
-        ("soap_muon", BOTH, {}),
+    # without ``nesterov``, 0.2 is the weight of the gradient
+    for name, weight, nesterov in (
+        ("adamw", dict(w=0.2), {}),
+        ("nadamw", {}, dict(nesterov=True)),
+        ("lion", {}, {}),
+        ("mars_adamw", {}, dict(nesterov=False)),
+        ("mars_lion-noclip", {}, {}),
+        ("mars_m", {}, dict(nesterov=False)),
+        ("moonlight", dict(w=0.2), {}),
+        ("normuon", dict(w=0.2), {}),
+        ("soap", dict(w=0.2), dict(nesterov=0.2)),
+        ("soap_muon", {}, dict(nesterov=False)),
     )
 }
 

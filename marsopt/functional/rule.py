@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -43,14 +43,6 @@ class RoutedState(NamedTuple):
 
     matrix: State | tuple[()]
     rest: State | tuple[()]
-
-
-class Side(NamedTuple):
-    """Some tensors, and the algorithm that moves them."""
-
-    algorithm: Algorithm
-    members: list[int]
-    is_rest: bool
 
 
 AnyState = TypeVar("AnyState", bound=State | RoutedState)  # comes back as such
@@ -224,27 +216,6 @@ class Rule:
     def _called(self) -> str:
         return " and ".join(map(str, self._algorithms))
 
-    def sides(
-        self, params: Sequence[Tensor], shapes: Sequence[torch.Size] | None = None
-    ) -> list[Side]:
-        """Return the sides that move these tensors, or stacks of such: matrices go to
-        ``matrix``, other tensors to ``rest``; without ``rest``, ``matrix`` moves all. A
-        side without members is left out.
-
-        Args:
-            params: tensors, or stacks of them.
-            shapes: the whole tensor's, for each of ``params``; None: its own.
-        """
-        shapes = [p.shape for p in params] if shapes is None else shapes
-        takes = self.matrix.matrices.takes
-        is_rest = [self.rest is not None and not takes(shape) for shape in shapes]
-        nonempty_sides = []
-        for algorithm, rest in ((self.matrix, False), (self.rest, True)):
-            members = [i for i, other in enumerate(is_rest) if other == rest]
-            if members and algorithm is not None:
-                nonempty_sides.append(Side(algorithm, members, rest))
-        return nonempty_sides
-
     def _leaves(self, params: Tree, collectives: Collectives) -> dict[str, Leaves]:
         """Return the leaves of "matrix" and of "rest"; a side without any is left out.
 
@@ -260,12 +231,16 @@ class Rule:
                 "parameters"
             )
         check_container(params, "params")
-        by_side = {}
-        for side in self.sides(all_leaves.tensors, all_leaves.shapes):
-            part = [all_leaves.names[i] for i in side.members]
-            by_side["rest" if side.is_rest else "matrix"] = Leaves(
-                side.algorithm, params, None if self.rest is None else part, collectives
-            )
+        if self.rest is None:
+            return {"matrix": all_leaves}
+        sides = ("matrix", self.matrix), ("rest", self.rest)
+        takes = self.matrix.matrices.takes
+        pairs = list(zip(all_leaves.names, all_leaves.shapes, strict=True))
+        by_side: dict[str, Leaves] = {}
+        for side, algorithm in sides:
+            part = [n for n, shape in pairs if takes(shape) == (side == "matrix")]
+            if part:
+                by_side[side] = Leaves(algorithm, params, part, collectives)
         return by_side
 
     def _join(self, states: Mapping[str, State]) -> Any:

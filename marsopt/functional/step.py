@@ -398,7 +398,9 @@ def _weights(
 
 def _beta1(hyper: Hyperparameters, dtype: torch.dtype) -> Number:
     """Return the decay of the first moment in this step, a number or (P,)."""
-    beta1: Number = at(hyper.algorithm.preconditioner.beta1, hyper.t.to(dtype) + 1)
+    preconditioner = hyper.algorithm.preconditioner
+    t = hyper.t.to(dtype) + 1
+    beta1: Number = at(preconditioner.beta1, t, preconditioner.log_time)
     if isinstance(beta1, Tensor) and beta1.ndim:
         return hyper.per_part(beta1)
     return beta1

@@ -33,6 +33,7 @@ from marsopt.optim.groups import (
     device_of,
     fill_defaults,
     labels,
+    split_group,
     validate_group,
 )
 from marsopt.optim.layout import Layout
@@ -82,6 +83,8 @@ class LayoutOptimizer(Optimizer):
         self, params: Any, defaults: dict[str, Any], options: dict[str, Any]
     ) -> None:
         self._options = options
+        # of each group as it was given, its parameters' numbers in a state dict
+        self._given: list[list[int]] = []
         self._forget_layouts()
         self._loading: dict[str, Any] | None = None  # inside load_state_dict
         self._grad_norm: Tensor | None = None
@@ -105,27 +108,37 @@ class LayoutOptimizer(Optimizer):
 
     @torch.inference_mode(False)
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its state is made at once.
+        """Add a group, or two: its matrices, and other tensors, where another rule or
+        other values move them. Their state is made at once.
 
         Raises:
             TypeError, ValueError: as the constructor; then nothing was added.
         """
         check_once(self.param_groups, param_group)
-        defaulted = set()
+        groups, order, defaulted = [param_group], list[int](), set[str]()
         if isinstance(param_group, dict):  # torch.optim refuses all else
-            defaulted = fill_defaults(param_group, self._options, self.defaults)
-        super().add_param_group(param_group)
+            given = dict(param_group)
+            defaulted = fill_defaults(given, self._options, self.defaults)
+            groups, order = split_group(given)
+            if len(groups) == 1:  # as torch.optim has it, the given dict
+                param_group.clear()
+                param_group.update(groups[0])
+                groups = [param_group]
+        num_before, num_params = len(self.param_groups), len(self._ids())
         try:
-            validate_group(self.param_groups[-1], self._options)
+            for group in groups:
+                super().add_param_group(group)
+                validate_group(group, self._options)
             if self._layout is not None:  # the constructor checks all of them at once
                 check_parameters(self.param_groups, self._options, self.state)
         except (TypeError, ValueError):
-            self.param_groups.pop()
+            del self.param_groups[num_before:]
             raise
+        self._given.append([num_params + position for position in order])
         if "lr_1d" in defaulted:
-            warn_of_two_rates(param_group, self._options)
+            warn_of_two_rates(groups)
         if self._layout is not None:  # else the constructor is still adding groups
-            self._advise_on([param_group])
+            self._advise_on(groups)
             self._build()
             self._agreed = False
 
@@ -319,6 +332,17 @@ class LayoutOptimizer(Optimizer):
             entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
             entry[key] = whole
 
+    def _as_given(self) -> list[list[int]]:
+        """Return, of each group as it was given, the numbers of its parameters in a
+        state dict. Groups that were changed from outside stand for themselves.
+        """
+        num_params = [len(group["params"]) for group in self.param_groups]
+        every = list(range(sum(num_params)))
+        if sorted(i for numbers in self._given for i in numbers) == every:
+            return self._given
+        rest = iter(every)
+        return [[next(rest) for _ in range(num)] for num in num_params]
+
     def _ids(self) -> dict[Tensor, int]:
         """Return under which number a state dict knows each parameter."""
         params = [p for group in self.param_groups for p in group["params"]]
@@ -363,7 +387,9 @@ class LayoutOptimizer(Optimizer):
         def remember(_: Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
             # a caller's hooks may have replaced it
             groups = self.param_groups
-            own = from_other_library(groups, self._options, after_hooks)
+            own = from_other_library(
+                groups, self._options, after_hooks, self._as_given()
+            )
             check_entries(labels(groups), own)
             self._loading = in_order_of_names(groups, own)
             return self._loading
@@ -456,7 +482,7 @@ class LayoutOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._writes.check("a copy or pickle")
         self._next_grads.check_may_save()
-        names = ("_options", "_compile", "_skipped")
+        names = ("_options", "_given", "_compile", "_skipped")
         kept = {key: getattr(self, key) for key in names}
         kept["_is_fresh"] = self._next_grads.is_fresh
         return {**super().__getstate__(), **kept}

@@ -143,9 +143,9 @@ class ParameterBucket:
         )
 
 
-class GroupSide(NamedTuple):
-    """The parameters of one param group that one algorithm moves; or of several, by
-    ``joined``.
+class MovingGroup(NamedTuple):
+    """The parameters of a param group that move, and its algorithm; or of several
+    groups, by ``joined``.
     """
 
     algorithm: Algorithm
@@ -173,110 +173,102 @@ class BucketGroup(RuleGroup):
 # ---- buckets -------------------------------------------------------------------------
 
 
-def split(
+def moving_group(
     group: dict[str, Any], hyper: DeviceHyperparameters, state: State
-) -> list[GroupSide]:
-    """Return the parameters of a group that move, by the algorithm that moves them."""
-    params, routing = group["params"], hyper.routing
-    moving = [i for i, p in enumerate(params) if moves(p, state)]
-    group_sides = []
-    for side in routing.sides([params[i] for i in moving]):
-        part = [moving[n] for n in side.members]
-        own_rate = side.is_rest and routing.rest_ratio is not None
-        group_sides.append(
-            GroupSide(
-                side.algorithm,
-                hyper.cells["lr_1d" if own_rate else "lr"],
-                hyper.cells["gamma"],
-                hyper.values,
-                [group],
-                [params[i] for i in part],
-            )
-        )
-    return group_sides
+) -> MovingGroup:
+    """Return the parameters of a group that move; there may be none."""
+    return MovingGroup(
+        hyper.algorithm,
+        hyper.cells["lr"],
+        hyper.cells["gamma"],
+        hyper.values,
+        [group],
+        [p for p in group["params"] if moves(p, state)],
+    )
 
 
-def by_formula(sides: Sequence[GroupSide]) -> list[list[GroupSide]]:
-    """Return the sides that are moved together: sides of one formula, at one stage,
+def by_formula(moving_groups: Sequence[MovingGroup]) -> list[list[MovingGroup]]:
+    """Return the groups that are moved together: groups of one formula, at one stage,
     whose hyperparameters then are vectors. Vectors have a value for each tensor, none
-    for each of its parts: sides with norms of parts are moved one by one.
+    for each of its parts: groups with norms of parts are moved one by one.
     """
     keys: list[Hashable] = []
-    for i, side in enumerate(sides):
-        clipped = map(side.algorithm.num_clipped, (p.shape for p in side.params))
-        (group,) = side.groups
-        stage = group.get(STAGE_COUNT, 0) if side.algorithm.has_stages else 0
-        key = formula(side.algorithm), stage
+    for i, moving in enumerate(moving_groups):
+        clipped = map(moving.algorithm.num_clipped, (p.shape for p in moving.params))
+        (group,) = moving.groups
+        stage = group.get(STAGE_COUNT, 0) if moving.algorithm.has_stages else 0
+        key = formula(moving.algorithm), stage
         keys.append(key if max(clipped) == 1 else i)
-    return [[sides[i] for i in members] for members in group_by(keys)]
+    return [[moving_groups[i] for i in members] for members in group_by(keys)]
 
 
-def joined(sides: Sequence[GroupSide]) -> GroupSide:
-    """Return several sides of one formula on one device as one, with a value of each
+def joined(moving_groups: Sequence[MovingGroup]) -> MovingGroup:
+    """Return several groups of one formula on one device as one, with a value of each
     hyperparameter for each parameter (N,). ``refreshing`` fills them in.
     """
-    if len(sides) == 1:
-        return sides[0]
-    algorithm = sides[0].algorithm
-    params = [p for side in sides for p in side.params]
+    if len(moving_groups) == 1:
+        return moving_groups[0]
+    algorithm = moving_groups[0].algorithm
+    params = [p for moving in moving_groups for p in moving.params]
     num = 2 + len(numbers_of(algorithm))
-    values = sides[0].lr.new_zeros(num, len(params))
+    values = moving_groups[0].lr.new_zeros(num, len(params))
     lr, gamma, *others = values.unbind()
-    groups = [group for side in sides for group in side.groups]
+    groups = [group for moving in moving_groups for group in moving.groups]
     algorithm = with_numbers(algorithm, iter(others))
-    return GroupSide(algorithm, lr, gamma, values, groups, params)
+    return MovingGroup(algorithm, lr, gamma, values, groups, params)
 
 
 def refreshing(
-    sides: Sequence[GroupSide], whole: GroupSide, params: Sequence[Tensor]
+    moving_groups: Sequence[MovingGroup], whole: MovingGroup, params: Sequence[Tensor]
 ) -> Callable[[], None]:
     """Return a function by which ``whole`` takes over the present hyperparameters of
-    its ``sides``; ``params`` are theirs, in the order of buckets.
+    its ``moving_groups``; ``params`` are theirs, in the order of buckets.
     """
-    if len(sides) == 1:
+    if len(moving_groups) == 1:
         return lambda: None
     cells = [
         cell
-        for side in sides
-        for cell in (side.lr, side.gamma, *numbers_of(side.algorithm))
+        for moving in moving_groups
+        for cell in (moving.lr, moving.gamma, *numbers_of(moving.algorithm))
     ]
-    number = {p: i for i, side in enumerate(sides) for p in side.params}
+    number = {p: i for i, moving in enumerate(moving_groups) for p in moving.params}
     index = torch.tensor([number[p] for p in params], device=params[0].device)
 
     def refresh() -> None:
-        table = torch.stack(cells).unflatten(0, (len(sides), -1))
+        table = torch.stack(cells).unflatten(0, (len(moving_groups), -1))
         torch.index_select(table.t(), 1, index, out=whole.values)
 
     return refresh
 
 
 def build(
-    sides: Sequence[GroupSide],
+    moving_groups: Sequence[MovingGroup],
     labels: Mapping[Tensor, str],
     collectives: Collectives,
-) -> tuple[GroupSide, list[ParameterBucket]]:
-    """Return sides that are moved together as one, and its buckets. Nothing is written.
+) -> tuple[MovingGroup, list[ParameterBucket]]:
+    """Return groups that are moved together as one, and its buckets. Nothing is
+    written.
 
     Args:
-        sides: of ``by_formula``.
+        moving_groups: of ``by_formula``.
         labels: the parameters' names in errors.
         collectives: of the ranks that hold the parameters.
     """
-    side, own = joined(sides), list[MatrixPreconditioner]()
-    if len(sides) > 1 and side.algorithm.matrix_only:
-        by_side = [side.algorithm.matrix_preconditioner for side in sides]
-        own = [by_side[i] for i, side in enumerate(sides) for _ in side.params]
+    moving, own = joined(moving_groups), list[MatrixPreconditioner]()
+    if len(moving_groups) > 1 and moving.algorithm.matrix_only:
+        for each in moving_groups:
+            own += [each.algorithm.matrix_preconditioner] * len(each.params)
     buckets = [
         ParameterBucket(
-            algorithm=side.algorithm,
-            params=[side.params[i] for i in members],
-            labels=[labels[side.params[i]] for i in members],
+            algorithm=moving.algorithm,
+            params=[moving.params[i] for i in members],
+            labels=[labels[moving.params[i]] for i in members],
             collectives=collectives,
             own=[own[i] for i in members] if own else [],
         )
-        for members in group_by(_keys(side.params, collectives))
+        for members in group_by(_keys(moving.params, collectives))
     ]
-    return side, buckets
+    return moving, buckets
 
 
 def check_state(
@@ -310,39 +302,39 @@ def check_state(
 
 
 def join(
-    sides: Sequence[GroupSide],
-    side: GroupSide,
+    moving_groups: Sequence[MovingGroup],
+    moving: MovingGroup,
     buckets: list[ParameterBucket],
     state: State,
 ) -> BucketGroup:
-    """Return buckets with the hyperparameters of ``side``, as which ``sides`` move;
-    ``state`` gets the steps of every parameter.
+    """Return buckets with the hyperparameters of ``moving``, as which ``moving_groups``
+    move; ``state`` gets the steps of every parameter.
     """
     params = [p for bucket in buckets for p in bucket.params]
-    algorithm, device = side.algorithm, params[0].device
+    algorithm, device = moving.algorithm, params[0].device
     t = torch.zeros(len(params), dtype=torch.float32, device=device)
     # cells are views of rows, whose offsets say which: an algorithm has no names of its
     # hyperparameters to look them up by
-    cells = [side.lr, side.gamma]
+    cells = [moving.lr, moving.gamma]
     cells += numbers_of(algorithm) if formula(algorithm).is_shared else []
-    size = side.values[0].numel()
+    size = moving.values[0].numel()
     hyper = Hyperparameters(
         algorithm=algorithm,
-        lr=side.lr,
-        gamma=side.gamma,
+        lr=moving.lr,
+        gamma=moving.gamma,
         t=t,
         dtypes=tuple(dict.fromkeys(working_dtype(b.params[0]) for b in buckets)),
         parts=norms_per_tensor([(len(b.params), b.num_clipped) for b in buckets]),
-        values=side.values,
+        values=moving.values,
         rows=tuple(cell.storage_offset() // size for cell in cells),
     )
-    refresh = refreshing(sides, side, params)
+    refresh = refreshing(moving_groups, moving, params)
     refresh()
     return BucketGroup(
         hyper,
         [],
         buckets=buckets,
-        groups=side.groups,
+        groups=moving.groups,
         counts=(list(t.unbind()), _held_steps(state, params, t[0])),
         refresh=refresh,
     )

@@ -86,8 +86,8 @@ def for_model(
     of_groups = signature(param_groups).parameters
     for_groups: dict[str, Any] = {k: v for k, v in options.items() if k in of_groups}
     whole: dict[str, Any] = {"max_norm": 1.0}
-    # groups that are added later take weight_decay, too
-    of_groups_alone = of_groups.keys() - {"weight_decay"}
+    # groups that are added later take these, too
+    of_groups_alone = of_groups.keys() - {"weight_decay", "log_time"}
     whole |= {k: v for k, v in options.items() if k not in of_groups_alone}
     rate: Any = lr
     source = ""

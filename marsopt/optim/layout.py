@@ -25,7 +25,7 @@ from marsopt.functional.step_types import Decision, RuleGroup
 from marsopt.optim import buckets
 from marsopt.optim.buckets import (
     BucketGroup,
-    GroupSide,
+    MovingGroup,
     ParameterBucket,
     empty_rows,
 )
@@ -90,7 +90,7 @@ class Layout:
         self._state, self._before = state, before
         self._every = [p for group in groups for p in group["params"]]
         self._hyper: list[tuple[dict[str, Any], DeviceHyperparameters]] = []
-        sides: list[GroupSide] = []
+        moving_groups: list[MovingGroup] = []
         for group in filter(itemgetter("params"), groups):
             present = hyper.get(id(group))
             if present is None or not present.fits(group, device):
@@ -98,29 +98,30 @@ class Layout:
                     group, options, device
                 )
             self._hyper.append((group, present))
-            sides += buckets.split(group, present, state)
-        self.collectives = self._bound(sides)
+            moving = buckets.moving_group(group, present, state)
+            moving_groups += [moving] if moving.params else []
+        self.collectives = self._bound(moving_groups)
         self._recut = self._recut_state()
         # as it will be, of parameters of which other pieces move here from now on
         pieces = {p: {**state[p], **recut} for p, recut in self._recut.items()}
         coming: State = ChainMap(pieces, state) if pieces else state
 
         names = dict(labels(groups))
-        for side in sides:
-            for p in side.params:
+        for moving in moving_groups:
+            for p in moving.params:
                 buckets.check_state(
-                    p, names[p], side.algorithm, coming, self.collectives
+                    p, names[p], moving.algorithm, coming, self.collectives
                 )
         self._together = [
             (together, *buckets.build(together, names, self.collectives))
-            for together in buckets.by_formula(sides)
+            for together in buckets.by_formula(moving_groups)
         ]
         self.buckets = [b for *_, several in self._together for b in several]
         self.members = [bucket.members for bucket in self.buckets]
         self.params = [p for bucket in self.buckets for p in bucket.params]
         self._kept = [bucket.kept for bucket in self.buckets for _ in bucket.params]
-        moving = set(self.params)
-        self._idle = [p for p in self._every if p not in moving]
+        with_bucket = set(self.params)
+        self._idle = [p for p in self._every if p not in with_bucket]
         self.groups: list[BucketGroup] = []
         self._results = Copies()  # of this step, out of stacks
         self._digest: str | None = None  # the groups' hyperparameters
@@ -135,8 +136,8 @@ class Layout:
             state[p].update(recut)
         self._before = None
         self.groups = [
-            buckets.join(sides, side, several, state)
-            for sides, side, several in self._together
+            buckets.join(moving_groups, moving, several, state)
+            for moving_groups, moving, several in self._together
         ]
         for group in self.groups:
             # there from the start, to be loaded into
@@ -159,14 +160,14 @@ class Layout:
         _drop_unstepped(state, self._every)
         self._signature = self._sign(self.param_groups)
 
-    def _bound(self, sides: Sequence[GroupSide]) -> Collectives:
+    def _bound(self, moving_groups: Sequence[MovingGroup]) -> Collectives:
         """Return what carries the parameters of all groups: matrices of moving ones
         whole, where a rule needs that.
         """
         leaves: list[MatrixParam] = []
-        for side in sides:
-            if side.algorithm.matrix_only:
-                leaves += owned_leaves(side.algorithm, side.params)
+        for moving in moving_groups:
+            if moving.algorithm.matrix_only:
+                leaves += owned_leaves(moving.algorithm, moving.params)
         whole = {leaf.tensor for leaf in leaves}
         others = [p for p in self._every if p not in whole]
         collectives: Collectives = self.options["collectives"]

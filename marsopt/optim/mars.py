@@ -17,10 +17,10 @@ from marsopt.optim.advice import unused_arguments
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.compiled import named_range
 from marsopt.optim.groups import constructor_values
-from marsopt.optim.restart import count_from, restart
+from marsopt.optim.restart import restart
 from marsopt.optim.statistics import LastStep, Statistics, noted, tracked
 from marsopt.rules import checks
-from marsopt.rules.decay import Decay, Weight
+from marsopt.rules.checks import Number, Weight
 from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.hyperparameters import check_names
 
@@ -37,25 +37,25 @@ class MARS(LayoutOptimizer):
     means the rule's default, which docs/fidelity.md lists; the authors' four names have
     the authors' values.
 
-    Every hyperparameter may be set per param group and changed between steps, as in
+    **One rule for each param group**: a given group of both kinds becomes two, its
+    matrices and its other tensors. The learning rate of a tensor is ``group["lr"] *
+    group["lr_ratio"]``, where the ratio of the other tensors is lr_1d / lr: schedules
+    write ``lr`` into every group. A group may give every hyperparameter, as in
     torch.optim, but for the whole optimizer's: ``is_approx``, ``correction``,
-    ``max_norm``, Newton-Schulz (``ns_...``) and dtypes. A group's lr, betas and
-    weight_decay, given when it is added, hold for everything in it, unless it gives
-    ``lr_1d``, ``betas_1d`` or ``weight_decay_1d`` too. In a group, None for one of
-    these three means the group's lr, betas or weight_decay. Other tensors follow the
-    schedule: their learning rate is lr * lr_1d / base_lr, where the group's ``base_lr``
-    is its lr when it was added. A change of the rule that moves a tensor
-    (``mars_type``, ``matrices``), and of ``clip`` to or from None, restarts the state
-    that the two rules do not share, and AdamW's as a whole where it has no second
-    moment yet.
+    ``max_norm``, Newton-Schulz (``ns_...``) and dtypes. Its lr, betas and weight_decay
+    hold for everything in it, unless it gives ``lr_1d``, ``betas_1d`` or
+    ``weight_decay_1d`` too, which it does not keep as keys. Values in a group are
+    numbers, bools, strings, None, tensors, or tuples of these, and may change between
+    steps. A change of the rule that moves a tensor (``mars_type``, ``matrices``), and
+    of ``clip`` to or from None, restarts the state that the two rules do not share, and
+    AdamW's as a whole where it has no second moment yet.
 
     Args:
         params: tensors, (name, tensor) pairs or param groups. Real floating point,
             dense.
         lr: learning rate, a number or 0-D tensor.
-        betas: decay rates of the moments, numbers or ``marsopt.LogTime``; rules with
-            one momentum use betas[0]; NorMuon's row-wise second moment uses betas[1].
-            None = the rule's default.
+        betas: decay rates of the moments; rules with one momentum use betas[0];
+            NorMuon's row-wise second moment uses betas[1]. None = the rule's default.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay of tensors that take ``mars_type``. None =
             the rule's default.
@@ -71,7 +71,8 @@ class MARS(LayoutOptimizer):
         optimize_1d: give tensors that are not matrices to the MARS rule too.
         lr_1d, betas_1d, weight_decay_1d: of what moves tensors that are not matrices.
             None = the rule's own: lr, betas and weight_decay themselves, or the
-            authors' 3e-3, (0.9, 0.95) and 0.1.
+            authors' 3e-3, (0.9, 0.95) and 0.1. ``lr_1d`` is measured against lr, or
+            against ``base_lr`` if lr starts below its peak.
         clip: threshold of the norm of the corrected gradient, per matrix (see
             ``clip_per``) or tensor that is none; None = off.
         max_norm: threshold of the global gradient norm, applied inside the step (in
@@ -84,6 +85,11 @@ class MARS(LayoutOptimizer):
             rule's own, on for "muon", "moonlight" and "nadamw".
         nesterov_1d: the same of AdamW for tensors that are not matrices; None = off
             beside a matrix rule, else ``nesterov``.
+        log_time: memory that grows with the run: every decay in step t of a tensor is
+            min(beta, t / (t + log_time)), and betas are the caps. Betas that are not
+            given are 0.999 then, and ``nesterov`` is 0.2. Common values are 8 and 10;
+            None = off. In log time, averages remember a fixed share of the steps taken
+            (arXiv 2602.05298).
         epsilon_hat: AdamW adds eps before debiasing, as the MARS-M and Moonlight
             scripts do for embeddings. For tensors that are not matrices, these two and
             both kinds of NorMuon always do.
@@ -132,7 +138,7 @@ class MARS(LayoutOptimizer):
         self,
         params: ParamsT,
         lr: float | Tensor = 3e-3,
-        betas: tuple[Decay, Decay] | None = None,
+        betas: tuple[Number, Number] | None = None,
         eps: float = 1e-8,
         weight_decay: float | None = None,
         amsgrad: bool = False,
@@ -141,7 +147,7 @@ class MARS(LayoutOptimizer):
         mars_type: str = "mars-adamw",
         optimize_1d: bool = False,
         lr_1d: float | None = None,
-        betas_1d: tuple[Decay, Decay] | None = None,
+        betas_1d: tuple[Number, Number] | None = None,
         weight_decay_1d: float | None = None,
         *,
         clip: float | None = 1.0,
@@ -149,6 +155,7 @@ class MARS(LayoutOptimizer):
         correction: str | None = None,
         nesterov: Weight | None = None,
         nesterov_1d: Weight | None = None,
+        log_time: float | None = None,
         epsilon_hat: bool = False,
         matrices: str = "2d",
         state_dtype: torch.dtype | None = None,
@@ -161,7 +168,8 @@ class MARS(LayoutOptimizer):
         checks.none_or(checks.true_or_false)("compile", compile)
         check_collectives(collectives)
         checks.positive_or_none("max_norm", max_norm)
-        check_names(options, all_hyperparameters(), "marsopt.MARS")
+        known = all_hyperparameters().keys() - {"lr_ratio"}  # of param groups
+        check_names(options, known, "marsopt.MARS")
         arguments: dict[str, Any] = dict(
             lr=lr,
             betas=betas,
@@ -180,6 +188,7 @@ class MARS(LayoutOptimizer):
             correction=correction,
             nesterov=nesterov,
             nesterov_1d=nesterov_1d,
+            log_time=log_time,
             epsilon_hat=epsilon_hat,
             matrices=matrices,
             state_dtype=state_dtype,
@@ -404,7 +413,7 @@ class MARS(LayoutOptimizer):
     @torch.inference_mode(False)  # else later steps could not write the tensors
     @torch.no_grad()
     @without_autocast
-    def reset_momentum(self, *, keep_log_time: bool = False) -> None:
+    def reset_momentum(self) -> None:
         """Forget all gradients, for a phase with other data, a pruned model or a run
         that is resumed: later steps equal, bit for bit, a new optimizer's over the
         present weights and groups. Nothing compiles again. All ranks call it.
@@ -419,14 +428,9 @@ class MARS(LayoutOptimizer):
           and ``col_factor``; the gradient ``last_grad``;
         - to the identity: SOAP's ``row_basis`` and ``col_basis``.
 
-        Weights stay. Learning rates, ``base_lr``, ``num_skipped`` and keys of your own
-        stay too; SOAP's ``stage_count`` is 0. Exact MARS goes on with
-        ``update_previous_grad()``. One line in the log (INFO) lists the keys.
-
-        Args:
-            keep_log_time: whether every ``LogTime`` of a group goes on from the steps
-                that were taken: its ``start`` grows by them (a sync), so that new
-                averages remember as long as the old ones did. False: t begins at 1.
+        Weights stay. Learning rates, ``num_skipped`` and keys of your own stay too;
+        SOAP's ``stage_count`` is 0. With ``log_time``, t begins at 1. Exact MARS goes
+        on with ``update_previous_grad()``. One line in the log (INFO) lists the keys.
 
         Raises:
             RuntimeError: an exception has broken off a step before.
@@ -434,13 +438,10 @@ class MARS(LayoutOptimizer):
         layout = self._fitting("reset_momentum()")
         with self._writes:
             self._next_grads.restart(is_fresh=False)
-            for group in self.param_groups if keep_log_time else ():
-                count_from(group, self.state)
             keys = restart(layout.buckets, self.state, self.param_groups)
         texts = [f"{', '.join(names)} to {start}" for start, names in keys.items()]
         log.info(
-            "marsopt: reset_momentum set %s for %d parameters; LogTime %s",
+            "marsopt: reset_momentum set %s for %d parameters",
             "; ".join(texts),
             len(layout.params),
-            "goes on" if keep_log_time else "begins at t = 1",
         )

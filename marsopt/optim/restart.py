@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from marsopt.functional.binding import start_at_owner
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.state_dict import STAGE_COUNT, State
-from marsopt.rules.decay import LogTime
 
 
 def restart(
@@ -48,22 +46,3 @@ def restart(
         if STAGE_COUNT in group:
             group[STAGE_COUNT] = 0
     return {start: sorted(set(names)) for start, names in keys.items()}
-
-
-def count_from(group: MutableMapping[str, Any], state: State) -> None:
-    """Let every ``LogTime`` of a group go on from the most steps that one of its
-    parameters has taken, where these begin again at 0. Costs a sync.
-    """
-    entries: list[Mapping[str, Any]] = [state.get(p, {}) for p in group["params"]]
-    taken = max((float(e["step"]) for e in entries if "step" in e), default=0.0)
-    for key, value in group.items():
-        if isinstance(value, tuple):
-            group[key] = tuple(_later(item, taken) for item in value)
-        elif isinstance(value, LogTime):
-            group[key] = _later(value, taken)
-
-
-def _later(value: Any, taken: float) -> Any:
-    if not isinstance(value, LogTime):
-        return value
-    return replace(value, start=value.start + taken)

@@ -56,7 +56,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"vocabulary size of the GPT-2 (default: {VOCAB_SIZE})",
     )
     add("--rule", type=canonical, choices=list(REGISTRY), default="mars-adamw")
-    log_time = "take LogTime(DELTA) for every decay"
+    log_time = "let every decay in step t be t / (t + DELTA)"
     add("--log-time", type=float, metavar="DELTA", help=log_time)
     add("--h-dtype", choices=dtypes, help="dtype of the previous gradient in the state")
     add("--device", choices=["cpu", "cuda"], default="cpu")
@@ -202,7 +202,7 @@ def title(args: argparse.Namespace) -> str:
         f", width {args.width}": args.width is not None,
         f", vocabulary {args.vocab}": args.vocab is not None,
         f", h in {args.h_dtype}": args.h_dtype is not None,
-        f", LogTime({args.log_time})": args.log_time is not None,
+        f", log time {args.log_time}": args.log_time is not None,
     }
     more = "".join(text for text, differs in changed.items() if differs)
     return f"{args.rule} with both clips on {args.model}{more}"

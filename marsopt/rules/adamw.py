@@ -12,15 +12,8 @@ from torch import Tensor
 
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
-from marsopt.rules.checks import Number
-from marsopt.rules.decay import (
-    Decay,
-    Weight,
-    at,
-    check_both_grow,
-    complement,
-    product,
-)
+from marsopt.rules.checks import Number, Weight
+from marsopt.rules.decay import at, complement, product
 from marsopt.rules.dtypes import root
 from marsopt.rules.hyperparameters import number
 from marsopt.rules.preconditioner import Preconditioner, Tensors
@@ -47,15 +40,14 @@ class AdamW(Preconditioner):
 
         (1 - w) m/(1 - beta1^t) + w c
 
-    With ``LogTime`` in the place of beta1 or beta2, the product of the decays so far
-    stands for its power.
+    With ``log_time``, the product of the decays so far stands for beta^t.
 
     Source: Loshchilov and Hutter, arXiv 1711.05101; with MARS's c: MARS-AdamW, arXiv
     2411.10438, Algorithm 2; with ``nesterov``: Dozat, Incorporating Nesterov Momentum
     into Adam, ICLR workshop 2016.
 
     Args:
-        betas: decay rates of m and v, numbers or ``LogTime``.
+        betas: decay rates of m and v.
         eps: added to the root of the debiased v; with 0, too, 0 / 0 is 0.
         amsgrad: divide by the root of the largest v so far (debiased after the maximum,
             as torch.optim.AdamW does).
@@ -76,7 +68,7 @@ class AdamW(Preconditioner):
         tensor([0.8516, 0.8516, 0.8516])
     """
 
-    betas: tuple[Decay, Decay] = number((0.9, 0.999), checks.betas)
+    betas: tuple[Number, Number] = number((0.9, 0.999), checks.betas)
     eps: Number = number(1e-8, checks.epsilon)
     weight_decay: Number = number(0.01, checks.at_least_zero)
     amsgrad: bool = False
@@ -89,12 +81,8 @@ class AdamW(Preconditioner):
         "v_max": Buffer("max_exp_avg_sq", is_nonnegative=True),
     }
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_both_grow(self.betas)
-
     @property
-    def beta1(self) -> Decay:
+    def beta1(self) -> Number:
         return self.betas[0]
 
     @property
@@ -104,19 +92,20 @@ class AdamW(Preconditioner):
     def scalars(
         self, t: Tensor, lr: Number, w: Number | None = None
     ) -> tuple[Number, ...]:
-        beta1, beta2 = self.betas
-        root = (1 - product(beta2, t)).sqrt()
+        (beta1, beta2), log_time = self.betas, self.log_time
+        of_m, of_v = (beta1, t, log_time), (beta2, t, log_time)
+        root = (1 - product(*of_v)).sqrt()
         eps = self.eps / root if self.epsilon_hat else self.eps
-        rate, decay = lr / (1 - product(beta1, t)), 1 - lr * self.weight_decay
-        weight1 = complement(beta1, t)
-        of_moments = at(beta1, t), weight1, at(beta2, t), complement(beta2, t)
+        rate, decay = lr / (1 - product(*of_m)), 1 - lr * self.weight_decay
+        of_moments = at(*of_m), complement(*of_m), at(*of_v), complement(*of_v)
         common = *of_moments, 1 / root, eps, decay
         if self.nesterov is False:
             return *common, rate
         if self.nesterov is True:
-            rate_m = lr * at(beta1, t + 1) / (1 - product(beta1, t + 1))
-            return *common, rate_m, weight1 * rate
-        w = at(self.nesterov, t)
+            of_next = beta1, t + 1, log_time
+            rate_m = lr * at(*of_next) / (1 - product(*of_next))
+            return *common, rate_m, complement(*of_m) * rate
+        w = self.nesterov
         return *common, (1 - w) * rate, w * lr
 
     def update(

@@ -16,7 +16,9 @@ from marsopt.rules import checks
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import GRADIENTS, MOMENTUM, Algorithm
 from marsopt.rules.buffers import like_x
+from marsopt.rules.checks import Number
 from marsopt.rules.correction import Approximate, Correction, H
+from marsopt.rules.decay import LOG_TIME_BETA, LOG_TIME_NESTEROV
 from marsopt.rules.exact import Exact
 from marsopt.rules.hyperparameters import Table, table
 from marsopt.rules.lion import Lion, SignAverage
@@ -128,32 +130,27 @@ class NamedRule:
             **FALLBACKS[self.fallback],
         )
 
-    def fallback_group(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the AdamW param group beside this rule, for embeddings. Every option
-        is explicit, so that an argument of MARS for the rule does not change AdamW; but
-        ``cautious_weight_decay`` holds for the whole optimizer, and is in the group
-        only where it is given.
-
-        Args:
-            given: hyperparameters of the rule's own group: lr, betas and weight_decay;
-                lr_1d and so on, which replace them where they are not None;
-                nesterov_1d and cautious_weight_decay.
+    def log_time_defaults(self, log_time: Number | None) -> dict[str, Any]:
+        """Return the values that ``log_time`` sets where its user gives none, by the
+        names of ``hyperparameters``; {} for None.
         """
-        beside = self.hyperparameters
-        numbers: dict[str, Any] = {}
-        beside |= {name: value for name, value in given.items() if value is not None}
-        for name in ("lr", "betas", "weight_decay"):
-            value = beside.get(f"{name}_1d")
-            value = beside.get(name) if value is None else value
-            numbers |= {} if value is None else {name: value}
-        if (cautious := given.get("cautious_weight_decay")) is not None:
-            numbers["cautious_weight_decay"] = cautious
-        return numbers | dict(
-            mars_type="adamw",
-            epsilon_hat=self.fallback == "adamw",
-            nesterov=beside.get("nesterov_1d", False),
-            optimize_1d=False,
-        )
+        if log_time is None:
+            return {}
+        both = LOG_TIME_BETA, LOG_TIME_BETA
+        values: dict[str, Any] = dict(betas=both)
+        if "nesterov" in self.table:
+            values["nesterov"] = LOG_TIME_NESTEROV
+        if self.fallback != "itself":
+            values |= dict(betas_1d=both, nesterov_1d=LOG_TIME_NESTEROV)
+        return values
+
+    def log_time_options(self, log_time: Number | None) -> dict[str, Any]:
+        """Return the same by the names of ``options``."""
+        values = self.log_time_defaults(log_time)
+        betas = values.get("betas", ())
+        single = {n: line.beta for n, line in self.table.items()}
+        values |= {n: betas[i] for n, i in single.items() if betas and i is not None}
+        return {name: value for name, value in values.items() if name in self.table}
 
     def algorithm(
         self,

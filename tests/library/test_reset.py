@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from marsopt import MARS, LogTime
+from marsopt import MARS
 from tests.stacking import equal, fill
 from tests.table import ROWS, SHAPES, tensors
 
@@ -85,7 +85,7 @@ def test_graphs_stay(name, monkeypatch):
     train(optimizer, params, range(2))
     held = {id(t) for entry in optimizer.state.values() for t in entry.values()}
     before, lies = counters["stats"]["unique_graphs"], optimizer.describe().buckets
-    optimizer.reset_momentum(keep_log_time=True)
+    optimizer.reset_momentum()
     train(optimizer, params, range(2))
     assert counters["stats"]["unique_graphs"] == before
     assert optimizer.describe().buckets is lies
@@ -103,34 +103,12 @@ def test_a_state_dict_goes_on_after_a_reset(name):
     equal(params, others)
 
 
-@pytest.mark.parametrize("name", ["adamw-log_time", "soap-log_time", "mars_m-log_time"])
-def test_log_time_goes_on_if_asked(name):
-    """Averages and their count begin again, decays do not: a new optimizer's whose
-    LogTime starts there.
-    """
-    params = start()
-    optimizer = optimizer_of(name, params)
-    train(optimizer, params, range(5))
-    optimizer.reset_momentum(keep_log_time=True)
-    later = LogTime(3, start=5.0)
-    assert optimizer.param_groups[0]["betas"] == (later, later)
-    others = [nn.Parameter(p.detach().clone()) for p in params]
-    new = optimizer_of(name, others, betas=(later, later))
-    for group in optimizer.param_groups + new.param_groups:
-        group["betas_1d"] = None
-    for each, of in ((optimizer, params), (new, others)):
-        train(each, of, range(10, 14))
-    equal(params, others)
-    optimizer.reset_momentum(keep_log_time=True)
-    assert optimizer.param_groups[0]["betas"][0] == LogTime(3, start=9.0)
-
-
 def test_one_line_says_what_was_set(caplog):
     with caplog.at_level(logging.INFO, "marsopt"):
         pair("mars_soap")
     (line,) = [r.message for r in caplog.records if "reset_momentum" in r.message]
     assert "row_basis to identity" in line
-    assert "exp_avg_in_basis" in line and "LogTime begins at t = 1" in line
+    assert "exp_avg_in_basis" in line
 
 
 def test_what_is_no_average_stays():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from marsopt import MARS, LogTime
+from marsopt import MARS
 from tests.stacking import fill
 from tests.table import ROWS, SHAPES, tensors
 
@@ -102,7 +102,7 @@ def test_groups_of_one_rule_are_joined():
         for i, (n, p) in enumerate(params.items())
     ]
     options = dict(mars_type="mars-adamw", optimize_1d=True, compile=False, clip=1.0)
-    optimizer = MARS(groups, betas=(LogTime(3), LogTime(3)), **options)
+    optimizer = MARS(groups, log_time=3, nesterov=False, **options)
     for seed in range(2):
         last = {n: p.grad for n, p in params.items()}
         fill(params.values(), seed)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from marsopt import LOCAL, MARS, REGISTRY, LogTime, mars
+from marsopt import LOCAL, MARS, REGISTRY, mars
 from marsopt.parallel import MeshCollectives
 from tests.factors import registered
 from tests.processes import spawn
@@ -37,7 +37,7 @@ def options(mars_type: str, correction: str) -> dict:
     return dict(mars_type=mars_type, correction=correction, **own)
 
 
-LOG_TIME = dict(betas=(LogTime(3), LogTime(3)), nesterov_1d=0.2)
+LOG_TIME = dict(log_time=3.0)
 RULES = {
     f"{mars_type} {correction}": options(mars_type, correction)
     for mars_type, rule in REGISTRY.items()

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from marsopt import MARS, REGISTRY
-from marsopt.rules.decay import from_text
+from marsopt.functional.routing import of_adamw
 from marsopt.rules.registry import named
 from train.engine.schedule import cosine, linear, wsd
 from train.engine.titan import (
@@ -37,9 +37,13 @@ class MarsOptimizers(MarsOptimizersContainer):
         """A name in marsopt.REGISTRY: the rule of the matrices."""
         lr: float = 3e-3
         """Peak learning rate of matrices."""
-        betas: tuple[float | str, float | str] | None = None
-        """Decay rates of the moments, numbers or "LogTime(10)"; rules with one momentum
-        use the first. None = the rule's own.
+        betas: tuple[float, float] | None = None
+        """Decay rates of the moments; rules with one momentum use the first. None = the
+        rule's own, 0.999 with log_time.
+        """
+        log_time: float | None = None
+        """Memory that grows with the run: every decay in step t is min(beta, t / (t +
+        log_time)). Common values are 8 and 10; None = off.
         """
         eps: float = 1e-8
         """Added to the root of the second moment."""
@@ -77,9 +81,9 @@ class MarsOptimizers(MarsOptimizersContainer):
         """Peak learning rate of LayerNorm weights; None = the rule's own: lr with
         adamw, nadamw, lion, mars-m, moonlight and soap, else 3e-3.
         """
-        betas_1d: tuple[float | str, float | str] | None = None
+        betas_1d: tuple[float, float] | None = None
         """Decay rates of what moves LayerNorm weights; None = the rule's own: betas
-        with adamw, nadamw and lion, else (0.9, 0.95).
+        with adamw, nadamw and lion, else (0.9, 0.95), or 0.999 with log_time.
         """
         nesterov_1d: bool | float | None = None
         """As nesterov, of what moves LayerNorm weights, and embeddings by AdamW."""
@@ -102,13 +106,11 @@ class MarsOptimizers(MarsOptimizersContainer):
         def options(self) -> dict:
             """Return arguments of MARS, which are defaults of every group."""
             names = (
-                "mars_type lr betas eps weight_decay amsgrad nesterov sides "
+                "mars_type lr betas log_time eps weight_decay amsgrad nesterov sides "
                 "precondition_frequency gamma clip "
                 "optimize_1d lr_1d betas_1d weight_decay_1d nesterov_1d correction"
             )
             options = {name: getattr(self, name) for name in names.split()}
-            for name in ("betas", "betas_1d"):
-                options[name] = from_text(options[name])
             if self.correction == "approximate":  # MARS's default; baselines have none
                 options["correction"] = None
             return options
@@ -117,6 +119,14 @@ class MarsOptimizers(MarsOptimizersContainer):
             """Return them as arguments of ``marsopt.mars``."""
             options = self.options()
             return options | {"base_lr": options.pop("lr")}
+
+        def group_options(self) -> dict:
+            """Return them as hyperparameters of a param group, with the defaults."""
+            options = {n: v for n, v in self.options().items() if v is not None}
+            options.pop("correction", None)  # of the whole optimizer
+            row = named(self.mars_type)
+            defaults = row.hyperparameters | row.log_time_defaults(self.log_time)
+            return defaults | options
 
         @property
         def by_adamw(self) -> bool:
@@ -137,7 +147,7 @@ class MarsOptimizers(MarsOptimizersContainer):
                 # embeddings have this rate and decay where the scripts have one of each
                 own = {"weight_decay_1d": self.embedding_weight_decay}
                 own |= {"lr_1d": None} if self.mars_type in ONE_RATE else {}
-                embeddings = named(self.mars_type).fallback_group(self.options() | own)
+                embeddings = of_adamw(self.group_options() | own)
             vectors = {"weight_decay": self.weight_decay_1d}
             own = {EMBEDDINGS: embeddings, VECTORS: vectors, MATRICES: {}}
             group = partial(ParamGroupConfig, optimizer_name="MARS")
@@ -188,10 +198,7 @@ class MarsOptimizers(MarsOptimizersContainer):
         groups, found = self.mars.param_groups, {}
         names = self._names if len(self._names) == len(groups) else [None] * len(groups)
         for i, (name, group) in enumerate(zip(names, groups, strict=True)):
-            apart = group["lr_1d"] is not None
-            of_vectors = name == GROUPS[VECTORS] and not group["optimize_1d"]
-            scale = group["lr_1d"] / group["base_lr"] if apart and of_vectors else 1.0
-            found[name or f"group{i}"] = float(group["lr"]) * scale
+            found[name or f"group{i}"] = float(group["lr"] * group["lr_ratio"])
         return found
 
     @property

@@ -86,9 +86,9 @@ class MarsTrainer(Trainer):
     def _schedule_gamma(self) -> None:
         """Set gamma for this step."""
         kind = self.config.optimizer.gamma_decay
-        moving = [g for g in self.optimizers.mars.param_groups if g["base_lr"] > 0]
+        moving = [g for g in self.optimizers.mars.param_groups if g["initial_lr"] > 0]
         if kind == "with_lr" and moving:  # one schedule for all of them
-            self.optimizers.scale_gamma(moving[0]["lr"] / moving[0]["base_lr"])
+            self.optimizers.scale_gamma(moving[0]["lr"] / moving[0]["initial_lr"])
         elif kind == "last_quarter":
             total = self.config.lr_scheduler.total_steps or self.config.training.steps
             self.optimizers.scale_gamma(float(self.step <= 0.75 * total))

@@ -14,7 +14,7 @@ import torch
 
 import marsopt
 from marsopt import REGISTRY
-from marsopt.functional.routing import route
+from marsopt.functional.routing import algorithm_of, of_adamw
 from marsopt.parallel.placement import shard_size
 from marsopt.parallel.planner import Matrix
 from marsopt.profiling import gpt2
@@ -74,17 +74,15 @@ class Job:
     @cached_property
     def alike(self) -> list[Alike]:
         """Return who moves what, routed and stacked as ``MARS`` does."""
-        rule = marsopt.mars(**{**self.options, "mars_type": self.mars_type})
-        adamw = dict(mars_type="adamw", optimize_1d=False)
-        beside = marsopt.Rule(matrix=route({**self.options, **adamw}).matrix)
+        options = {**self.options, "mars_type": self.mars_type}
+        rule, beside = marsopt.mars(**options), algorithm_of(of_adamw(options))
+        rest = rule.matrix if rule.rest is None else rule.rest
         found: dict[tuple[Algorithm, torch.Size], list[str]] = {}
-        for is_beside, mover in ((False, rule), (True, beside)):
-            names = [n for n in self.shapes if (n in self.elementwise) == is_beside]
-            shapes = [torch.Size(self.shapes[name]) for name in names]
-            like = [torch.empty(shape, device="meta") for shape in shapes]
-            for side in mover.sides(like, shapes):
-                for i in side.members:
-                    found.setdefault((side.algorithm, shapes[i]), []).append(names[i])
+        for name, shape in self.shapes.items():
+            size = torch.Size(shape)
+            mover = rule.matrix if rule.matrix.matrices.takes(size) else rest
+            mover = beside if name in self.elementwise else mover
+            found.setdefault((mover, size), []).append(name)
         return [Alike(*key, tuple(names)) for key, names in found.items()]
 
     @property
