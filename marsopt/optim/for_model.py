@@ -21,11 +21,10 @@ from marsopt.rules.registry import named
 log = logging.getLogger(__name__)
 
 # Learning rates of RULES by the number of parameters: the best of the searches in
-# research/study.md (small Moonlight), configs/tiny.py's tiny_moonlight, and the
-# authors' of GPT-2 small to XL (configs/published.py)
+# research/study.md (small Moonlight), and the authors' of GPT-2 small to XL
+# (configs/published.py)
 LEARNING_RATES = (
     (123_264, 1.7e-2),
-    (836_864, 1.2e-2),
     (124_373_760, 6e-3),
     (354_599_936, 5e-3),
     (773_582_080, 5e-3),
@@ -63,9 +62,9 @@ def for_model(
         mars_type: a name in ``marsopt.REGISTRY``: the rule of hidden matrices.
         lr: learning rate of hidden matrices; None = by the number of trained
             parameters, for "moonlight" and "mars-m" trained from scratch: 1.7e-2 at
-            0.12M, 1.2e-2 at 0.84M, 6e-3 at GPT-2 small, 5e-3 at medium and large, 3e-3
-            at XL and above, and between two sizes on a line in the logarithms of both.
-            GPT-2's rates are the authors', the other two were searched here.
+            0.12M, 6e-3 at GPT-2 small, 5e-3 at medium and large, 3e-3 at XL and above,
+            and between two sizes on a line in the logarithms of both. GPT-2's rates are
+            the authors', the first was searched here.
         options: arguments of ``param_groups`` and of ``MARS``. ``max_norm`` is 1.0
             unless given (None turns it off), ``collectives`` the model's own.
 

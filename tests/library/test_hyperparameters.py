@@ -557,7 +557,6 @@ def test_a_step_of_a_rule_refuses_any_collectives_that_are_none(value):
     for call in (
         lambda: rule.init(x, **own),
         lambda: rule.step(x, x, state, lr=LR, **own),
-        lambda: rule.iterate(x, state, **own),
     ):
         with pytest.raises(ValueError, match="got collectives=.*, expected an object"):
             call()
