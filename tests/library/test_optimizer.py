@@ -520,11 +520,12 @@ def test_a_copy_of_exact_mars_may_take_the_last_step():
     optimizer = eager(params, lr=LR, is_approx=False)
     run(optimizer, params, 2)
     twin = copy.deepcopy(optimizer)
-    copies = [p for group in twin.param_groups for p in group["params"]]
-    for each, mine in ((optimizer, params), (twin, copies)):
-        fill(mine, 2)
+    lists = []
+    for each in (optimizer, twin):
+        lists.append([p for group in each.param_groups for p in group["params"]])
+        fill(lists[-1], 2)
         each.step()
-    equal(params, copies)
+    equal(*lists)
 
 
 def test_exact_differs_from_approximate_and_survives_missing_gradients():
