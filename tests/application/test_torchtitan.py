@@ -148,12 +148,18 @@ def test_default_mars_gives_layers_and_experts_to_the_rule_and_the_rest_to_adamw
         model_parts=[Part()]
     )
     rule = {n for n, kind in routes(container).items() if kind == "mars-m"}
-    assert rule == {"layers.0.weight", "experts", "norm.weight"}  # a vector: its AdamW
+    assert rule == {"layers.0.weight", "experts"}
     (mars,) = container.optimizers
     (layers,) = (g for g in mars.param_groups if g["mars_type"] == "mars-m")
-    assert (layers["lr_1d"], layers["weight_decay_1d"]) == (0.01, 0.0)  # one rate
+    vectors = mars.param_groups[-1]
+    assert vectors["lr"] * vectors["lr_ratio"] == 0.01  # one rate
+    assert vectors["weight_decay"] == 0.0
     assert (layers["matrices"], layers["lr"]) == ("batched", 0.01)
-    state = dict(zip(layers["param_names"], layers["params"], strict=True))
+    state = {
+        name: p
+        for group in mars.param_groups
+        for name, p in zip(group["param_names"], group["params"], strict=True)
+    }
     assert "exp_avg_sq" not in mars.state[state["experts"]]
     assert "exp_avg_sq" in mars.state[state["norm.weight"]]
 

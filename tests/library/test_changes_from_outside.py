@@ -553,7 +553,7 @@ def test_a_subclass_that_is_no_dtensor_has_words_of_its_own():
         ("betas", 0.9, "expected a pair"),
         ("weight_decay", None, "got weight_decay=None"),
         ("gamma", None, "got gamma=None"),
-        ("base_lr", -1.0, "got base_lr=-1.0"),
+        ("lr_ratio", -1.0, "got lr_ratio=-1.0"),
         ("lr", None, "got lr=None"),
         ("lr", torch.tensor([1.0, 2.0]), r"got lr of shape \(2,\)"),
         ("clip", 0.0, "got clip=0.0"),

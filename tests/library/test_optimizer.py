@@ -262,7 +262,8 @@ def test_lr_of_zero_at_construction():
     for group in optimizer.param_groups:
         group["lr"] = 0.1
     run(optimizer, mixed, 1)
-    moved = [float((p - q).detach().abs().max()) for p, q in zip(mixed, before)]
+    pairs = zip(mixed, before, strict=True)
+    moved = [float((p.detach() - q).abs().max()) for p, q in pairs]
     assert moved[0] > 0.05 and moved[1] < 0.004
 
 
