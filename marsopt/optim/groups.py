@@ -39,7 +39,7 @@ from marsopt.rules.registry import FOLLOWED, correction_named, named, resolve
 # Every group has the authors' structure as keys, at its defaults too. Other structure
 # is a key only where it differs from its default.
 AUTHORS_STRUCTURE = frozenset({"mars_type", "amsgrad", "epsilon_hat"})
-# What a group may say when it is added, and does not keep: ``split_group`` reads it.
+# The keys that a group may give when it is added, and does not keep (``split_group``).
 OF_REST = frozenset(table(Rest))
 
 
@@ -285,7 +285,7 @@ def parts_of(values: Mapping[str, Any], shapes: Sequence[torch.Size]) -> list[Pa
 
 def split_group(group: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the param groups that a given group becomes, one for each algorithm; and
-    of each of its tensors, the position among those of all of them.
+    of each of its tensors, the position in the list of all their tensors.
 
     Args:
         group: the given one, with all hyperparameters.
