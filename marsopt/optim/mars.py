@@ -265,9 +265,6 @@ class MARS(LayoutOptimizer):
             assert self._max_norm is not None
             self._max_norm.copy_(bound)
         collectives = layout.collectives
-        digest: str | None = None
-        if collectives is not LOCAL:
-            digest = f"{layout.digest()}, max_norm={self.max_norm}"
         sums, decision = assess(
             groups,
             grads,
@@ -275,7 +272,6 @@ class MARS(LayoutOptimizer):
             max_norm=self._max_norm,
             collectives=collectives,
             live=live,
-            digest=digest,
             run=self._run,
         )
         if self.track_updates:
@@ -299,8 +295,6 @@ class MARS(LayoutOptimizer):
             self._protocol.after_step(self, layout.handles)
         self._grad_norm, self._last = decision.grad_norm, last
         if self._options["nonfinite"] == "raise" and not decision.finite:
-            if digest is not None:
-                collectives.check_ranks_agree(digest)
             raise FloatingPointError(layout.describe_nonfinite(sums))
 
     @property
@@ -388,8 +382,6 @@ class MARS(LayoutOptimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 x = None if find_iterate is None else find_iterate(p)
-                if x is not None:
-                    (x,) = self._present.collectives.gather_state([x], [p])
                 yield p, p.detach() if x is None else x
 
     # ---- exact MARS: the authors' protocol -----------------------------------------

@@ -24,7 +24,7 @@ from marsopt.optim.loading import (
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import GRADIENTS, MOMENTUM
 from marsopt.rules.buffers import LOOKAHEAD
-from marsopt.rules.registry import CORRECTIONS, REGISTRY, STATE_KEYS
+from marsopt.rules.registry import CORRECTIONS, STATE_KEYS
 
 # The names of an average, whatever it averages.
 AVERAGES = frozenset({AdamW.keeps["m"].key, MOMENTUM, GRADIENTS})
@@ -56,16 +56,6 @@ def entry_of_mars(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
     looked at.
     """
     return {key: value for key, value in entry.items() if _is_of_mars(key)}
-
-
-def cut_keys(entry: Mapping[str, Tensor]) -> list[str]:
-    """Return the keys of what ``optimizer.state[p]`` holds for MARS in pieces, where p
-    is updated in pieces: not numbers of a step, nor what owners of whole matrices keep.
-    """
-    preconditioners = {row.preconditioner for row in REGISTRY.values()}
-    kept = [b for kind in preconditioners for b in kind.keeps.values()]
-    whole = {"step", LOOKAHEAD, *(b.key for b in kept if b.home == "owner")}
-    return sorted(entry_of_mars(entry).keys() - whole)
 
 
 def _is_of_mars(key: str) -> bool:
