@@ -96,21 +96,22 @@ class DataParallel(LocalCollectives):
         Raises:
             RuntimeError: on every rank, where they differ.
         """
-        if params:
-            sums = torch.stack([_sum_of_bits(p) for p, _ in params]).tolist()
-            names = (f"the sum of the bits of {name}" for _, name in params)
-            bits = dict(zip(names, sums, strict=True))
-            check_equal({**values, **bits}, [self._group], params[0][0].device.type)
+        trained = [(p.detach(), name) for p, name in params if p.requires_grad]
+        if trained:
+            sums = torch.stack([_sum_of_bits(p) for p, _ in trained])
+            names = (f"the sum of the bits of {name}" for _, name in trained)
+            bits = dict(zip(names, sums.tolist(), strict=True))
+            check_equal({**values, **bits}, [self._group], sums.device.type)
 
     def on_owners(self, requests: Sequence[Request]) -> list[MatrixOutput]:
         """Precondition this rank's share of the matrices, and gather the results of all
-        ranks: also its own are what others get, bit for bit.
+        ranks. All take a result as its owner has sent it, so that ranks stay equal.
         """
         if self._group.size() == 1 or any(r.input.owned for r in requests):
             return precondition_leaves(requests)
         by_leaf = [[*_single(request)] for request in requests]
-        results = self._gathered([single for leaf in by_leaf for single in leaf])
-        rest = iter(results)
+        singles = [single for leaf in by_leaf for single in leaf]
+        rest = iter(self._gathered(singles) if singles else [])
         return [
             joined(request, [next(rest) for _ in leaf])
             for request, leaf in zip(requests, by_leaf, strict=True)
@@ -138,8 +139,8 @@ class DataParallel(LocalCollectives):
             with record_function("marsopt: exchange"):
                 arriving.append(Gather(sent, specs, like, self._group))
         found: dict[int, MatrixOutput] = {}
-        for owned, gather in zip(exchanges, arriving, strict=True):
-            for part, tensors in zip(owned, gather.wait(), strict=True):
+        for owned in exchanges:
+            for part, tensors in zip(owned, arriving.pop(0).wait(), strict=True):
                 of_part = results_in(tensors, [requests[i] for i in part])
                 found |= zip(part, of_part, strict=True)
         return [found[i] for i in range(len(requests))]
@@ -174,4 +175,4 @@ def _single(request: Request) -> Iterator[Request]:
 def _sum_of_bits(x: Tensor) -> Tensor:
     """Return a sum that is equal for equal values whatever the order of additions."""
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return x.detach().view(words[x.itemsize]).sum(dtype=torch.int64)
+    return x.view(words[x.itemsize]).sum(dtype=torch.int64)

@@ -103,7 +103,7 @@ class MARS(LayoutOptimizer):
             but torch.bfloat16 with ``stochastic_rounding``.
         collectives: ``marsopt.parallel.MeshCollectives(mesh)`` for sharded parameters;
             ``marsopt.parallel.DataParallel(process_group)`` under DDP, where ranks
-            share the work and the state.
+            share Newton-Schulz. ``for_model`` finds either.
         compile: None = compile where this machine can (logged once), True = required,
             False = eager. Parameters, gradients and state stay where they are. Tensors
             of fewer than 65,536 elements are copied into one stack per shape in every
@@ -236,10 +236,9 @@ class MARS(LayoutOptimizer):
                 something out of its range.
             RuntimeError: exact MARS without its protocol (``update_previous_grad``);
                 transport in eval mode; an exception has broken off a step before (see
-                ``load_state_dict``); hyperparameters that are numbers (those that are
-                tensors are not compared) differ between the ranks that shard
-                parameters, which then raise all, on GPUs some steps later: nothing has
-                changed.
+                ``load_state_dict``); in the first step, parameters, options or
+                hyperparameters that are numbers differ between the ranks of
+                ``collectives``, which then raise all: nothing has changed.
             FloatingPointError: a gradient that is not finite, with
                 ``nonfinite="raise"``; nothing has changed.
         """
