@@ -34,10 +34,10 @@ class DataParallel(LocalCollectives):
 
     Each rank does the work of owners for its share of the matrices, balanced by FLOPs;
     all-gathers bring the results to all ranks, bucket by bucket, while the next bucket
-    is worked on. All else every rank does by itself, so that ``state_dict()`` is
-    complete on every rank, and rank 0 alone may save it. Matrices whose owners keep
-    buffers (SOAP) are every rank's own: several times the bytes of a result would have
-    to travel with it.
+    is worked on. Every rank does the rest itself: ``state_dict()`` is complete on each,
+    and rank 0 may save it by itself. Each rank also does all work for matrices
+    whose owners keep buffers (SOAP): these buffers, several times a result's bytes,
+    would have to travel too.
 
     ``for_model`` takes it by itself for a model in DistributedDataParallel. All ranks
     have to call ``step``.

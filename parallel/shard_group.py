@@ -250,8 +250,8 @@ def result_specs(
 def results_in(
     tensors: Sequence[Tensor], requests: Sequence[Request]
 ) -> list[MatrixOutput]:
-    """Return the results of requests from what has traveled of them, without owners'
-    buffers.
+    """Return the results of requests, without owners' buffers, from the tensors that
+    have traveled.
     """
     rest, results = iter(tensors), []
     for request in requests:
