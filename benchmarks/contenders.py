@@ -234,18 +234,6 @@ OURS = [
         build=ours("mars-adamw", max_norm=None),
     ),
     _ours(
-        "mars-adamw",
-        "MARS-AdamW transport, both clips",
-        key="mars-adamw-transport",
-        build=ours("mars-adamw", correction="transport"),
-    ),
-    _ours(
-        "mars-m",
-        "MARS-M transport, both clips",
-        key="mars-m-transport",
-        build=ours("mars-m", correction="transport"),
-    ),
-    _ours(
         "soap",
         "SOAP, global clip, a refresh in every step",
         key="soap-every",

@@ -13,11 +13,9 @@ from marsopt.functional.trees import FlatGroup
 from marsopt.optim.for_model import for_model
 from marsopt.optim.mars import MARS
 from marsopt.optim.param_groups import param_groups
-from marsopt.optim.protocols.svrg import Snapshot as _Snapshot  # noqa: F401  registers it
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.correction import Approximate, Correction
-from marsopt.rules.decay import LogTime
 from marsopt.rules.exact import Exact
 from marsopt.rules.lion import Lion, SignAverage
 from marsopt.rules.matrices import Matrices
@@ -26,8 +24,6 @@ from marsopt.rules.normuon import NorMuon
 from marsopt.rules.orthogonal import Orthogonal
 from marsopt.rules.registry import REGISTRY, NamedRule, register
 from marsopt.rules.soap import SOAP
-from marsopt.rules.svrg import SVRG
-from marsopt.rules.transport import Transport
 from marsopt.version import __version__
 
 if TYPE_CHECKING:
@@ -38,7 +34,6 @@ __all__ = [
     "MARS",
     "REGISTRY",
     "SOAP",
-    "SVRG",
     "AdamW",
     "Algorithm",
     "Approximate",
@@ -47,7 +42,6 @@ __all__ = [
     "Exact",
     "FlatGroup",
     "Lion",
-    "LogTime",
     "Matrices",
     "NamedRule",
     "NewtonSchulz",
@@ -55,7 +49,6 @@ __all__ = [
     "Orthogonal",
     "Rule",
     "SignAverage",
-    "Transport",
     "__version__",
     "for_model",
     "mars",

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
@@ -184,13 +183,6 @@ class MeshCollectives:
         if not isinstance(tensor, DTensor):
             return None
         return tensor.device_mesh, tensor.placements
-
-    def invalidate(self) -> None:
-        """Let every FSDP module of this process gather its parameters again: a root
-        keeps them after a forward pass without a backward one, as in validation.
-        """
-        # nothing public leads from a parameter to the module that gathered it
-        _reshard(list(_composable_state._module_state_mapping))
 
     # ---- sum -----------------------------------------------------------------------
 
@@ -422,18 +414,13 @@ def collectives_of(model: nn.Module) -> Collectives:
     After a forward pass without a backward one FSDP's root holds its parameters whole.
     This makes them shards again, for which an optimizer is made.
     """
-    _reshard(model.modules())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     called = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(called, DistributedDataParallel):
         return DataParallel(called.process_group)
     return over_meshes(model.parameters())
-
-
-def _reshard(modules: Iterable[nn.Module]) -> None:
-    """Let FSDP's modules free the whole parameters that they have gathered."""
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def over_meshes(params: Iterable[Tensor]) -> Collectives:

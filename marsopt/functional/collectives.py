@@ -260,11 +260,6 @@ class Collectives(Protocol):
         identically. It agrees across ranks.
         """
 
-    def invalidate(self) -> None:
-        """Parameters were written outside of a step: drop the gathered copies that are
-        kept for the next forward pass.
-        """
-
     def agree(
         self, values: Mapping[str, object], params: Sequence[tuple[Tensor, str]]
     ) -> None:
@@ -338,9 +333,6 @@ class LocalCollectives:
 
     def placement(self, tensor: Tensor) -> Hashable:
         return None
-
-    def invalidate(self) -> None:
-        pass
 
     def agree(
         self, values: Mapping[str, object], params: Sequence[tuple[Tensor, str]]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from marsopt.functional.binding import buffer_shape
 from marsopt.functional.collectives import Collectives, Request, Tensors, flat_indices
-from marsopt.functional.stacks import repeated, stacked, where_or_unread
+from marsopt.functional.stacks import repeated, stacked
 from marsopt.functional.step_types import (
     Decision,
     Hyperparameters,
@@ -29,7 +29,6 @@ from marsopt.functional.step_types import (
 )
 from marsopt.rules import rounding
 from marsopt.rules.checks import Number
-from marsopt.rules.correction import pairs
 from marsopt.rules.decay import at
 from marsopt.rules.dtypes import root, working, working_dtype
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput
@@ -220,7 +219,8 @@ def stacks_of(groups: Sequence[RuleGroup]) -> list[Stack]:
 
 def products(stacks: Sequence[Stack], grads: Sequence[Tensor]) -> list[Tensor]:
     """Return the inner products of the clipped parts of every stack, partial over
-    shards: of all pairs of g and its operands, (parts, pairs), from one read of them.
+    shards, from one read of g and h: (parts, 1), of (g, g); with h (parts, 3), of
+    (g, g), (g, h) and (h, h).
 
     Written as sums of products, not as norms: inductor then keeps them in one graph
     with divisions by them. Rows are summed first, then all products of them at once:
@@ -231,11 +231,13 @@ def products(stacks: Sequence[Stack], grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _products(stack: Stack, g: Tensor) -> Tensor:
-    v = [working(t) for t in (g.expand_as(stack.x), *stack.operands)]
-    rows = stack.clipped_rows
+    g, rows = working(g.expand_as(stack.x)), stack.clipped_rows
     first = 1 if rows is None else stack.num_row_dims  # a norm has the remaining dims
-    dims = row_dims(v[0].shape, first)
-    terms = [v[i] * v[j] for i, j in pairs(v)]
+    dims = row_dims(g.shape, first)
+    terms = [g * g]
+    if stack.h is not None:
+        h = working(stack.h)
+        terms += [g * h, h * h]
     # (L, pairs, *the dims that are left)
     sums = torch.stack([t.sum(dims) if dims else t for t in terms], 1)
     if rows is None:
@@ -262,7 +264,7 @@ def statistics(
 ) -> Float[Tensor, "n width"]:
     """Return (N, pairs + 1): the inner products, and in the last column how many ranks
     have a gradient. A part without a gradient here has zeros in the place of g, but its
-    other operands count: another rank may have a gradient of the same tensor.
+    h counts: another rank may have a gradient of the same tensor.
     """
     width = max(p.shape[1] for p in products)
     alike = [
@@ -306,17 +308,16 @@ def decide(
             finite = finite & torch.isfinite(hyper.unread_lr).all()
     for hyper, squares in zip(hypers, clips.squares, strict=True):
         finite = finite & (squares <= _largest(hyper)).all()
-    t, behind, oks, tables = [], [], [], []
+    t, oks, tables = [], [], []
     for hyper, part, group_weights in zip(
         hypers, clips.parts, clips.weights, strict=True
     ):
-        scalars, coefficients = _scalars(hyper, part, a, finite, group_weights)
+        scalars = _scalars(hyper, part, a, finite, group_weights)
         table = scalars.table(hyper)
         t.append(hyper.t + scalars.ok.to(hyper.t.dtype))
-        behind.append(coefficients)
         oks.append(scalars.ok)
         tables.append({dtype: table.to(dtype) for dtype in hyper.dtypes})
-    return Decision(grad_norm, finite, t, behind, oks, tables)
+    return Decision(grad_norm, finite, t, oks, tables)
 
 
 class Clips(NamedTuple):
@@ -383,8 +384,8 @@ def _largest(hyper: Hyperparameters) -> float:
 def _weights(
     hyper: Hyperparameters, sums: Tensor, a: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return the weights of g and its operands in c, and the squared norms of c, or of
-    g where c is that, before the global clip.
+    """Return the weights of g and h in c, and the squared norms of c, or of g where c
+    is that, before the global clip.
     """
     correction = hyper.algorithm.active_correction
     if correction is None:
@@ -395,7 +396,9 @@ def _weights(
 
 def _beta1(hyper: Hyperparameters, dtype: torch.dtype) -> Number:
     """Return the decay of the first moment in this step, a number or (P,)."""
-    beta1: Number = at(hyper.algorithm.preconditioner.beta1, hyper.t.to(dtype) + 1)
+    preconditioner = hyper.algorithm.preconditioner
+    t = hyper.t.to(dtype) + 1
+    beta1: Number = at(preconditioner.beta1, t, preconditioner.log_time)
     if isinstance(beta1, Tensor) and beta1.ndim:
         return hyper.per_part(beta1)
     return beta1
@@ -407,26 +410,14 @@ def _scalars(
     a: Tensor,
     finite: Tensor,
     weights: tuple[Tensor, ...],
-) -> tuple[StepScalars, Tensor | None]:
-    """Return the scalars of a step, and the next step's ``behind``."""
-    algorithm, gamma = hyper.algorithm, hyper.gamma
-    correction, t = algorithm.active_correction, hyper.t.to(sums.dtype) + 1
-    beta1 = at(algorithm.preconditioner.beta1, t)
+) -> StepScalars:
+    """Return the scalars of a step."""
+    algorithm, t = hyper.algorithm, hyper.t.to(sums.dtype) + 1
     unit, live = torch.ones_like(a), hyper.per_tensor(sums[:, -1] > 0)
-    k = None if correction is None else correction.extrapolation(beta1, gamma)
-    ok, k = live & finite, None if k is None else k * unit
-    rule = tuple(v * unit for v in algorithm.scalars(t, hyper.lr, gamma))
-    behind = left = None
-    if hyper.behind is not None:  # y takes the place of x: there is no other
-        assert k is not None
-        (dtype,) = hyper.dtypes
-        rule, coefficients = algorithm.preconditioner.look_ahead(rule, k, dtype)
-        behind, k = hyper.behind.unbind(1), None
-        left = torch.stack([value.expand_as(t) for value in coefficients], 1)
-        left = torch.where(ok[:, None], left, hyper.behind)
-    grad_clip = a if algorithm.written else None
+    rule = tuple(v * unit for v in algorithm.scalars(t, hyper.lr, hyper.gamma))
+    grad_clip = a if algorithm.h_from == "step" else None
     key = rounding.step_key(t) if algorithm.stochastic_rounding else None
-    return StepScalars(ok, grad_clip, weights, k, behind, key, rule), left
+    return StepScalars(live & finite, grad_clip, weights, key, rule)
 
 
 # ---- moving --------------------------------------------------------------------------
@@ -558,22 +549,14 @@ def update(
     algorithm, s = stack.algorithm, StepScalars.of(scalars, stack, stack.x)
     g = working(g.expand_as(stack.x))
     c = s.weights[0] * g
-    for weight, operand in zip(s.weights[1:], stack.operands, strict=True):
-        c = c + weight * working(operand)
+    if stack.h is not None:
+        c = c + s.weights[1] * working(stack.h)
     moments = {symbol: working(stack.buffers[symbol]) for symbol in algorithm.moments}
-    x = working(iterate(stack))
-    if s.behind is not None:
-        x = algorithm.preconditioner.behind(x, moments, s.behind)
-    out, new = algorithm.preconditioner.update(x, c, moments, s.rule)
+    out, new = algorithm.preconditioner.update(working(stack.x), c, moments, s.rule)
     correction = algorithm.active_correction
     if correction is not None and s.grad_clip is not None:
-        symbols = correction.keeps.keys() & stack.buffers.keys()
-        old = {symbol: working(stack.buffers[symbol]) for symbol in sorted(symbols)}
-        new |= correction.kept(s.grad_clip * g, old)
+        new["h"] = correction.next_h(s.grad_clip * g, working(stack.buffers["h"]))
     new = {symbol: rounded(stack, symbol, v, s.key) for symbol, v in new.items()}
-    if s.behind is not None and any(v.dtype != x.dtype for v in new.values()):
-        kept = {symbol: value.to(x.dtype) for symbol, value in new.items()}
-        out = algorithm.preconditioner.x_after(x, c, kept, s.rule)  # x follows from it
     buffers = dict(stack.buffers)
     for symbol, value in new.items():
         buffers[symbol] = torch.where(s.ok, value, buffers[symbol])
@@ -600,27 +583,13 @@ def rounded(stack: Stack, symbol: str, value: Tensor, key: Tensor | None) -> Ten
     return rounding.stochastic(value, rounding.noise(index, key, number))
 
 
-def iterate(stack: Stack) -> Tensor:
-    """Return the parameters that a step starts from: those in the state, where it
-    keeps some.
-    """
-    return stack.buffers.get("x", stack.x) if stack.algorithm.is_ahead else stack.x
-
-
 def write_params(stack: Stack, new: Tensor, s: StepScalars) -> Stack:
-    """Return ``stack`` with the parameters ``new``; where gradients are taken ahead
-    those go to the state, and y = x + k (x - x_prev) takes their place.
-    """
-    old, dtype = iterate(stack), stack.x.dtype
-    x = torch.where(s.ok, new.to(dtype), old)
+    """Return ``stack`` with the parameters ``new``."""
+    x = torch.where(s.ok, new.to(stack.x.dtype), stack.x)
     if SQUARES in stack.buffers:
-        buffers = {**stack.buffers, SQUARES: squares(x, old)}
+        buffers = {**stack.buffers, SQUARES: squares(x, stack.x)}
         stack = stack._replace(buffers=buffers)
-    if s.extrapolation is None:
-        return stack._replace(x=x)
-    y = new + s.extrapolation * (new - working(old))
-    y = where_or_unread(s.ok, y.to(dtype), stack.x)
-    return stack._replace(x=y, buffers={**stack.buffers, "x": x})
+    return stack._replace(x=x)
 
 
 def squares(x: Tensor, old: Tensor) -> Tensor:
@@ -651,7 +620,7 @@ def apply(
             of_old = StepScalars.of(scalars, stack, old)
             value = rounded(stack, symbol, value, of_old.key)
             buffers[symbol] = torch.where(of_old.ok, value, old)
-    o, x = working(matrix), working(iterate(stack))
+    o, x = working(matrix), working(stack.x)
     factors = {symbol: factor(value, o) for symbol, value in by_symbol.items()}
     new = preconditioner.apply(x, o, factors, s.rule, stack.scale_of(x))
     return write_params(stack._replace(buffers=buffers), new, s), None

@@ -14,11 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsopt.functional.routing import Choice, all_hyperparameters, route, rules_with
-from marsopt.functional.rule import Rule
+from marsopt.functional.routing import (
+    Choice,
+    algorithm_of,
+    all_hyperparameters,
+    rules_with,
+)
 from marsopt.optim.compiled import once
-from marsopt.optim.groups import has_two_rates
+from marsopt.optim.groups import OF_REST
 from marsopt.optim.roles import by_name
+from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.correction import Approximate
 from marsopt.rules.hyperparameters import ELSEWHERE, HOW, INSTEAD, table
 from marsopt.rules.matrices import Matrices
@@ -132,7 +137,9 @@ def unused_arguments(
         correction: as the constructor got it.
     """
     lines = all_hyperparameters()
-    filled = [(g, _reads(route({**options, **g}))) for g in groups if g["params"]]
+    filled = [
+        (g, _reads(algorithm_of({**options, **g}))) for g in groups if g["params"]
+    ]
     if not filled:  # yet
         return
     rows = [named(group["mars_type"]) for group, _ in filled]
@@ -153,7 +160,9 @@ def unused_arguments(
                 is_read[pair] = is_read.get(pair, False) or name in reads
     several = chain(arguments.items(), *(group.items() for group, _ in filled))
     for name, value in several:
-        if name not in lines or (pair := (name, _key(value))) in usual:
+        if name not in lines or name in OF_REST:
+            continue
+        if (pair := (name, _key(value))) in usual:
             continue
         usual.add(pair)  # once
         is_off = not isinstance(value, Tensor) and value in (None, 0)
@@ -170,19 +179,16 @@ def unused_arguments(
             )
 
 
-def _reads(rule: Rule) -> set[str]:
-    """Return the names of the hyperparameters that a group's algorithms read."""
+def _reads(algorithm: Algorithm) -> set[str]:
+    """Return the names of the hyperparameters that a group's algorithm reads."""
     names = {*table(Choice), *table(Matrices)}
-    for algorithm in (rule.matrix, rule.rest):
-        if algorithm is None:
-            continue
-        lines = table(type(algorithm.preconditioner)).values()
-        names |= {"betas" if line.beta is not None else line.name for line in lines}
-        correction = algorithm.correction
-        if correction is not None:
-            off = {"clip", "clip_per"} if correction.clip is None else set()
-            names |= table(type(correction)).keys() - off
-    return names if rule.rest is not None else names - {"gamma_1d"}
+    lines = table(type(algorithm.preconditioner)).values()
+    names |= {"betas" if line.beta is not None else line.name for line in lines}
+    correction = algorithm.correction
+    if correction is not None:
+        off = {"clip", "clip_per"} if correction.clip is None else set()
+        names |= table(type(correction)).keys() - off
+    return names
 
 
 def _key(value: Any) -> Any:
@@ -209,17 +215,22 @@ def replaced_rules(before: Groups, loaded: Groups) -> Iterator[str]:
 # ---- values that are legal and seldom meant ------------------------------------------
 
 
-def warn_of_two_rates(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def warn_of_two_rates(groups: Groups) -> None:
     """Log that vectors of a new group have a learning rate of their own, which is the
     rule's default.
+
+    Args:
+        groups: the groups that the new one has become.
     """
-    if has_two_rates(group, options):
+    for group in groups:
+        if (ratio := group["lr_ratio"]) == 1:
+            continue
         once_per_process(
             logging.WARNING,
-            "tensors that are not matrices take AdamW at lr_1d="
-            f"{group['lr_1d']}, a default of {group['mars_type']!r}; "
-            f"lr={group['base_lr']} is the learning rate of matrices only. "
-            "Pass lr_1d to choose the other tensors' learning rate",
+            f"tensors that are not matrices take {group['mars_type']!r} at "
+            f"lr_1d={group['lr'] * ratio:g}, a default; lr={group['lr']} is the "
+            "learning rate of matrices only. Pass lr_1d to choose the other tensors' "
+            "learning rate",
         )
 
 

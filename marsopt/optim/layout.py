@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -23,14 +23,13 @@ from marsopt.functional.step_types import Decision, RuleGroup
 from marsopt.optim import buckets
 from marsopt.optim.buckets import (
     BucketGroup,
-    GroupSide,
+    MovingGroup,
     ParameterBucket,
     empty_rows,
 )
 from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.groups import labels, moves, structure
 from marsopt.optim.portions import portions
-from marsopt.optim.protocols.base import ParameterHandle
 from marsopt.optim.state_dict import STAGE_COUNT, State
 from marsopt.rules import checks
 from marsopt.rules.dtypes import working
@@ -89,7 +88,7 @@ class Layout:
         self._state, self._before = state, before
         self._every = [p for group in groups for p in group["params"]]
         self._hyper: list[tuple[dict[str, Any], DeviceHyperparameters]] = []
-        sides: list[GroupSide] = []
+        moving_groups: list[MovingGroup] = []
         for group in filter(itemgetter("params"), groups):
             present = hyper.get(id(group))
             if present is None or not present.fits(group, device):
@@ -97,30 +96,25 @@ class Layout:
                     group, options, device
                 )
             self._hyper.append((group, present))
-            sides += buckets.split(group, present, state)
+            moving = buckets.moving_group(group, present, state)
+            moving_groups += [moving] if moving.params else []
         self.collectives: Collectives = options["collectives"]
         names = dict(labels(groups))
-        for side in sides:
-            for p in side.params:
+        for moving in moving_groups:
+            for p in moving.params:
                 buckets.check_state(
-                    p, names[p], side.algorithm, state, self.collectives
+                    p, names[p], moving.algorithm, state, self.collectives
                 )
         self._together = [
             (together, *buckets.build(together, names, self.collectives))
-            for together in buckets.by_formula(sides)
+            for together in buckets.by_formula(moving_groups)
         ]
         self.buckets = [b for *_, several in self._together for b in several]
         self.members = [bucket.members for bucket in self.buckets]
         self.params = [p for bucket in self.buckets for p in bucket.params]
         self._kept = [bucket.kept for bucket in self.buckets for _ in bucket.params]
-        moving = set(self.params)
-        self._idle = [p for p in self._every if p not in moving]
-        carries = self.collectives
-        self.handles = [
-            ParameterHandle(p, carries.local, carries.wrap, state, bucket.algorithm)
-            for bucket in self.buckets
-            for p in bucket.params
-        ]
+        with_bucket = set(self.params)
+        self._idle = [p for p in self._every if p not in with_bucket]
         self.groups: list[BucketGroup] = []
         self._results = Copies()  # of this step, out of stacks
         self._is_stale = False  # whether a gather was broken off
@@ -132,8 +126,8 @@ class Layout:
         state, before = self._state, self._before
         self._before = None
         self.groups = [
-            buckets.join(sides, side, several, state)
-            for sides, side, several in self._together
+            buckets.join(moving_groups, moving, several, state)
+            for moving_groups, moving, several in self._together
         ]
         for group in self.groups:
             # there from the start, to be loaded into
@@ -299,8 +293,7 @@ class Layout:
         param_grads = [p.grad for p in self.params]
         rest, grads = iter(param_grads), []
         for group in self.groups:
-            for rows, entries in group.numbers:
-                copies.add(rows, entries)
+            copies.add(*group.counts)
             group.stacks = [b.stack or b.make_stack() for b in group.buckets]
             for bucket in group.buckets:
                 for copied, tensors in bucket.copied:
@@ -392,15 +385,10 @@ class Layout:
         """Count the step that was taken, or skipped, after everything is written: where
         that fails, it was not taken.
         """
-        kept, new = [group.hyper.t for group in self.groups], [*decision.t]
-        for group, behind in zip(self.groups, decision.behind, strict=True):
-            if group.hyper.behind is not None and behind is not None:
-                kept.append(group.hyper.behind)
-                new.append(behind)
-        torch._foreach_copy_(kept, new)
+        torch._foreach_copy_([group.hyper.t for group in self.groups], decision.t)
         for group in self.groups:
-            for rows, entries in group.numbers:
-                torch._foreach_copy_(entries, rows)
+            rows, entries = group.counts
+            torch._foreach_copy_(entries, rows)
         skipped += decision.finite.logical_not()
         for group in self.groups:
             if group.hyper.algorithm.has_stages:
@@ -415,8 +403,8 @@ class Layout:
     # ---- gradients -------------------------------------------------------------------
 
     def present_norm(self) -> Tensor:
-        """Return the global norm of the present gradients, 0-D: gradients of an anchor,
-        or of the next batch, which no step measures.
+        """Return the global norm of the present gradients, 0-D, which are of the next
+        batch: no step measures them.
         """
         squares = [
             torch.zeros((), device=p.device)
@@ -428,6 +416,14 @@ class Layout:
         ]
         partial = torch.stack(squares)[:, None]
         return self.collectives.sum(partial, self.params).sum().sqrt()
+
+    def references(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield every parameter that has a reference gradient h, and this rank's piece
+        of h.
+        """
+        for bucket in self.buckets:
+            if "h" in bucket.state:
+                yield from zip(bucket.params, bucket.state["h"], strict=True)
 
     def describe_nonfinite(self, sums: Tensor) -> str:
         """Say whose gradient is not finite, from the complete sums of the step."""

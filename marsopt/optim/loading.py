@@ -13,7 +13,7 @@ from torch import Tensor
 
 from marsopt.functional.collectives import Collectives
 from marsopt.functional.step_types import scalar_dtype
-from marsopt.rules.registry import CORRECTIONS, REGISTRY, STATE_KEYS
+from marsopt.rules.registry import REGISTRY, STATE_KEYS
 
 log = logging.getLogger(__name__)
 
@@ -121,8 +121,7 @@ def _refused(key: str, label: str) -> ValueError:
 
 
 def _nonnegative_keys() -> set[str]:
-    kinds: list[Any] = [row.preconditioner for row in REGISTRY.values()]
-    kinds += CORRECTIONS.values()
+    kinds = {row.preconditioner for row in REGISTRY.values()}
     buffers = [buffer for kind in kinds for buffer in kind.keeps.values()]
     return {"step", *(b.key for b in buffers if b.is_nonnegative)}
 
@@ -195,7 +194,6 @@ class LoadReport:
 
     num_tensors: int = 0
     num_params: int = 0
-    renamed: dict[str, str] = field(default_factory=dict)
     restarted: dict[str, list[str]] = field(default_factory=dict)  # labels, by key
     without: list[str] = field(default_factory=list)  # labels of parameters
     is_by_position: bool = False  # though both sides have names
@@ -206,11 +204,10 @@ class LoadReport:
         self.restarted.setdefault(key, []).append(label)
 
     def write(self) -> None:
-        """Write the line: a warning where something was renamed or restarted, though
-        MARS had saved it, or where parameters are absent.
+        """Write the line: a warning where something restarted, though MARS had saved
+        it, or where parameters are absent.
         """
-        news = [f"renamed {old} to {new}" for old, new in self.renamed.items()]
-        news += [f"restarted {k} of {_few(ps)}" for k, ps in self.restarted.items()]
+        news = [f"restarted {k} of {_few(ps)}" for k, ps in self.restarted.items()]
         if self.without:
             news.append(f"restarted {_few(self.without)}, absent from the state dict")
         if self.is_by_position:

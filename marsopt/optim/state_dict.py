@@ -21,29 +21,9 @@ from marsopt.optim.loading import (
     check_is_mapping,
     check_values,
 )
-from marsopt.rules.adamw import AdamW
-from marsopt.rules.algorithm import GRADIENTS, MOMENTUM
-from marsopt.rules.buffers import LOOKAHEAD
-from marsopt.rules.registry import CORRECTIONS, STATE_KEYS
+from marsopt.rules.correction import H
+from marsopt.rules.registry import STATE_KEYS
 
-# The names of an average, whatever it averages.
-AVERAGES = frozenset({AdamW.keeps["m"].key, MOMENTUM, GRADIENTS})
-
-
-def _correction_keys(*starts: str) -> frozenset[str]:
-    """Return the keys of what corrections keep that starts so; of all without one."""
-    buffers = [b for kind in CORRECTIONS.values() for b in kind.keeps.values()]
-    keys = {b.key for b in buffers if not starts or b.start in starts}
-    return frozenset(keys | _point_keys())
-
-
-def _point_keys() -> set[str]:
-    """Return the keys by which it is known how far parameters are ahead of x."""
-    kept = {kind.keeps["x"].key for kind in CORRECTIONS.values() if kind.is_ahead}
-    return {LOOKAHEAD, *kept}
-
-
-TRAIN_MODE = "train_mode"  # of a param group, as schedule-free optimizers call it
 # How many steps a group has taken whose preconditioner has stages: the host's count,
 # saved with the group, so that a run that goes on keeps its rhythm.
 STAGE_COUNT = "stage_count"
@@ -105,12 +85,12 @@ def check_entries(
         for key, value in entry_of_mars(entry).items():
             check_form(value, key, label)
     for group in saved["param_groups"]:
-        count, mode = group.get(STAGE_COUNT, 0), group.get(TRAIN_MODE, True)
-        if type(count) is not int or count < 0 or type(mode) is not bool:
+        count = group.get(STAGE_COUNT, 0)
+        if type(count) is not int or count < 0:
             raise ValueError(
-                f"got {STAGE_COUNT}={count!r} and {TRAIN_MODE}={mode!r} in a param "
-                "group of a state dict, expected a number of steps and True or False: "
-                "load the result of an optimizer's state_dict()"
+                f"got {STAGE_COUNT}={count!r} in a param group of a state dict, "
+                "expected a number of steps: load the result of an optimizer's "
+                "state_dict()"
             )
 
 
@@ -155,21 +135,6 @@ def under_loaded(
     return state
 
 
-def _renamed_average(
-    present: Mapping[str, Any], saved: Mapping[str, Any]
-) -> dict[str, str]:
-    """Return {name in ``saved``: name of ours} of the average, where a buffer that
-    restarts from the parameter makes the difference (transport): all averages
-    are of the rule's input.
-    """
-    want, have = AVERAGES & set(present), AVERAGES & set(saved)
-    restarting = _correction_keys("parameter")
-    same = restarting & set(present) == restarting & set(saved)
-    if same or want & have or len(have) != 1:
-        return {}
-    return {old: new for old in have for new in want}
-
-
 def check_is_apart(state: State, saved: Mapping[str, Any]) -> None:
     """Check that ``saved`` is more than another view of ``state``, half written.
 
@@ -186,22 +151,6 @@ def check_is_apart(state: State, saved: Mapping[str, Any]) -> None:
             )
 
 
-def _check_form_of_x(saved: set[str], present: set[str], label: str) -> None:
-    """Check that transport's x is ``saved`` in the form in which it is ``present``.
-
-    Raises:
-        ValueError: one side has x, the other one numbers from which it follows.
-    """
-    if saved and present and (LOOKAHEAD in saved) != (LOOKAHEAD in present):
-        raise ValueError(
-            f"got a state dict with {sorted(saved)} of {label}, expected "
-            f"{sorted(present)}: store_iterate, cautious_weight_decay and the dtypes "
-            "of parameters and state decide whether transport keeps x; build MARS with "
-            + ("those" if LOOKAHEAD in saved else "store_iterate=True, or with those")
-            + " of the run that saved it"
-        )
-
-
 def to_restore(
     state: State,
     labelled: Sequence[tuple[Tensor, str]],
@@ -213,33 +162,25 @@ def to_restore(
     their own dtype: torch.optim's own loading casts to the parameter's, which would
     round float32 state of bf16 parameters. A value that is the tensor is left out.
 
-    From one correction to another moments go on. A buffer that only one of the two
-    keeps restarts: a gradient at zero, a copy of the parameter as its protocol's
-    ``load`` has it. A parameter without an entry in ``saved`` restarts as a whole: it
-    has not moved yet.
+    A parameter without an entry in ``saved`` restarts as a whole: it has not moved yet.
 
     Raises:
         ValueError: a tensor is missing, has another shape, or a value that no step
-            leaves there; x is kept on one side, and follows from numbers on the other.
+            leaves there.
     """
     pairs, items, report = list[tuple[Tensor, Any]](), list[Item](), LoadReport()
-    restarting = _correction_keys("parameter")
     report.source = saved.get(SOURCE)
     # another library keeps no gradient of MARS's, and may count no steps
-    free = frozenset({"step", *_correction_keys()} if report.source else ())
+    free = frozenset({"step", H.key} if report.source else ())
     for i, (p, label) in zip(check_ids(labelled, saved), labelled, strict=True):
         entry, present = saved["state"].get(i, {}), entry_of_mars(state.get(p, {}))
         if present and not entry:
             report.without.append(label)
             continue  # ``under_loaded`` has restarted it
-        renamed = _renamed_average(present, entry)
-        report.renamed |= renamed
-        entry = {**entry, **{new: entry[old] for old, new in renamed.items()}}
         anew = _restarted(entry, present, label, free)
         for key in sorted(anew):
             report.restart(key, label)
-            if key == LOOKAHEAD or key not in restarting:
-                pairs.append((present[key], 0.0))
+            pairs.append((present[key], 0.0))
         kept = {key: t for key, t in present.items() if key not in anew}
         items += [Item(p, key, t, entry[key]) for key, t in kept.items()]
         _check_shapes(entry, kept, label)
@@ -260,24 +201,18 @@ def _restarted(
     ``free`` ones among them.
 
     Raises:
-        ValueError: ``saved`` lacks a tensor that cannot; another form of x.
+        ValueError: ``saved`` lacks a tensor that cannot.
     """
-    points = _point_keys()
-    _check_form_of_x(points & set(saved), points & set(present), label)
     absent = set(present) - set(saved)
-    correction_keys = _correction_keys()
-    is_of_another = (correction_keys & set(saved)) - set(present)  # correction
-    fresh = correction_keys if is_of_another else _correction_keys("parameter")
-    fresh |= free
     # torch's loader of flattened state dicts has {} for a missing tensor
     empty = {key for key in present if isinstance(saved.get(key), Mapping)}
-    if missing := sorted(absent - fresh | empty):
+    if missing := sorted(absent - free | empty):
         raise ValueError(
             f"got a state dict without {missing} of {label}, expected "
-            f"{sorted(present)}: it was saved by another optimizer, mars_type or "
-            "form of x (store_iterate); load it into one like that"
+            f"{sorted(present)}: it was saved by another optimizer or mars_type; load "
+            "it into one like that"
         )
-    return absent & fresh
+    return absent & free
 
 
 def _check_shapes(

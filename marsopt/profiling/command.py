@@ -56,9 +56,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"vocabulary size of the GPT-2 (default: {VOCAB_SIZE})",
     )
     add("--rule", type=canonical, choices=list(REGISTRY), default="mars-adamw")
-    of_rule = "(default: the rule's)"
-    add("--correction", choices=["approximate", "transport"], help=of_rule)
-    log_time = "take LogTime(DELTA) for every decay"
+    log_time = "let every decay in step t be t / (t + DELTA)"
     add("--log-time", type=float, metavar="DELTA", help=log_time)
     add("--h-dtype", choices=dtypes, help="dtype of the previous gradient in the state")
     add("--device", choices=["cpu", "cuda"], default="cpu")
@@ -204,8 +202,7 @@ def title(args: argparse.Namespace) -> str:
         f", width {args.width}": args.width is not None,
         f", vocabulary {args.vocab}": args.vocab is not None,
         f", h in {args.h_dtype}": args.h_dtype is not None,
-        f", {args.correction}": args.correction == "transport",
-        f", LogTime({args.log_time})": args.log_time is not None,
+        f", log time {args.log_time}": args.log_time is not None,
     }
     more = "".join(text for text, differs in changed.items() if differs)
     return f"{args.rule} with both clips on {args.model}{more}"
@@ -233,7 +230,6 @@ def run(args: argparse.Namespace) -> None:
         num_steps=args.steps + 2,
         device=args.device,
         h_dtype=args.h_dtype and getattr(torch, args.h_dtype),
-        correction=args.correction,
         log_time=args.log_time,
     )
     report = profile_optimizer(

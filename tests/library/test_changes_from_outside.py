@@ -404,7 +404,7 @@ def test_exact_mode_under_a_grad_scaler():
 # ---- inference mode and narrow dtypes ------------------------------------------------
 
 
-@pytest.mark.parametrize("correction", ["approximate", "exact", "transport"])
+@pytest.mark.parametrize("correction", ["approximate", "exact"])
 def test_under_inference_mode_an_optimizer_is_built_and_loaded_as_outside(correction):
     a, b = twins(*SHAPES)
     kw = dict(lr=LR, correction=correction)
@@ -415,8 +415,6 @@ def test_under_inference_mode_an_optimizer_is_built_and_loaded_as_outside(correc
         two = eager(b[:1], **kw)
         two.add_param_group(dict(params=b[1:]))
         two.load_state_dict(copy.deepcopy(one.state_dict()))
-        two.eval()
-        two.train()
     with torch.no_grad():
         for p, q in zip(a, b, strict=True):
             q.copy_(p)
@@ -477,7 +475,6 @@ def test_a_frozen_parameter_may_be_anything(kind, mars_type):
     for one, params in ((alone, a), (optimizer, b)):
         run(one, params, 1, 2)
     equal(a, b)
-    assert [p for p, _ in optimizer.iterates()] == [still[0], still[1], *b, still[2]]
     assert float(optimizer.grad_norm) == float(alone.grad_norm)
     if kind != "meta":
         for p in still:
@@ -810,8 +807,7 @@ def test_a_learning_rate_that_is_not_finite_in_a_compiled_loop(value):
 @pytest.mark.parametrize("shape", [(3, 2), (3,)], ids=["matrix", "vector"])
 def test_a_step_and_its_state_are_under_vmap(mars_type, shape):
     """States hold no None, which is no leaf that vmap takes."""
-    own = dict(correction="transport", gamma=0.1, ns_dtype=torch.float32)
-    rule = marsopt.mars(mars_type=mars_type, **own)
+    rule = marsopt.mars(mars_type=mars_type, ns_dtype=torch.float32)
     x, g = {"w": torch.ones(shape)}, torch.randn(2, *shape)
 
     def step(g, state):
@@ -827,7 +823,7 @@ def test_a_step_and_its_state_are_under_vmap(mars_type, shape):
 
 def test_a_state_dict_that_is_refused_changes_nothing():
     """That of another rule, too, whose moments ours would have to start with."""
-    kw = dict(lr=0.1, correction="transport")
+    kw = dict(lr=0.1)
     for kind in (dict(mars_type="lion"), dict(mars_type="adamw"), {"amsgrad": True}):
         kind = {"mars_type": "adamw"} | kw | kind
         params, others = parameters((2, 3)), parameters((2, 3))
@@ -847,29 +843,12 @@ def test_loading_ones_own_state_moves_nothing():
     """Whatever may move into a stack by then."""
     params = [nn.Parameter(torch.randn(3, 3)) for _ in range(16)]
     held = [p.detach() for p in params]
-    kw = dict(lr=0.1, mars_type="moonlight", correction="transport", gamma=0.1)
-    optimizer = eager(params, **kw)
+    optimizer = eager(params, lr=0.1, mars_type="moonlight")
     run(optimizer, params, 1)
-    before = [x.clone() for _, x in optimizer.iterates()]
+    before = [p.detach().clone() for p in params]
     del held
     optimizer.load_state_dict(optimizer.state_dict())
-    equal([x for _, x in optimizer.iterates()], before)
-
-
-def test_transport_in_groups_of_two_dtypes_is_that_of_each():
-    dtypes = torch.float32, torch.float64
-    alone = [parameters((3,), dtype=dtype)[0] for dtype in dtypes]
-    together = copy.deepcopy(alone)
-    kw = dict(lr=0.1, mars_type="adamw", correction="transport")
-    optimizers = [eager([p], **kw) for p in alone]
-    both = eager([{"params": [p]} for p in together], **kw)
-    for _ in range(2):
-        for params in (alone, together):
-            for p in params:
-                fill([p], 0)
-        for optimizer in (*optimizers, both):
-            optimizer.step()
-    equal(together, alone)
+    equal(params, before)
 
 
 def test_a_threshold_in_a_tensor_changes_where_it_is():
@@ -975,19 +954,15 @@ def test_overflow_of_the_square_is_named():
         optimizer.step()
 
 
-@pytest.mark.parametrize("correction", [None, "transport"])
-def test_a_rule_with_new_debiased_moments_starts_with_its_steps(correction):
+def test_a_rule_with_new_debiased_moments_starts_with_its_steps():
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.zeros(8, 8))
-    optimizer = MARS(
-        [p], mars_type="lion", lr=1e-2, correction=correction, compile=False
-    )
+    optimizer = MARS([p], mars_type="lion", lr=1e-2, compile=False)
     for step in range(22):
         if step == 20:
             optimizer.param_groups[0]["mars_type"] = "adamw"
-        before = {q: x.clone() for q, x in optimizer.iterates()}
+        before = p.detach().clone()
         p.grad = torch.randn(8, 8)
         optimizer.step()
-    after = dict(optimizer.iterates())
-    assert (after[p] - before[p]).abs().max() < 0.05  # it was more than one
+    assert (p - before).abs().max() < 0.05  # it was more than one
     assert float(optimizer.state[p]["step"]) == 2

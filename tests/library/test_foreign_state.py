@@ -368,12 +368,11 @@ def test_hyperparameters_stay_those_of_mars():
         assert {**group, "params": 0} == {**old, "params": 0}
 
 
-@pytest.mark.parametrize("correction", ["approximate", "transport"])
-def test_adamws_moments_go_on_in_mars_adamw(correction):
-    """MARS's gradient before the first starts at zero; x is the parameter."""
+def test_adamws_moments_go_on_in_mars_adamw():
+    """MARS's gradient before the first starts at zero."""
     params, (adamw,) = after_fifty(torch_adamw)
     own = {n: nn.Parameter(p.detach().clone()) for n, p in params.items()}
-    options = dict(optimize_1d=True, correction=correction, compile=False)
+    options = dict(optimize_1d=True, compile=False)
     optimizer = MARS(own.values(), lr=LR, **options)
     step([optimizer], own, 0)
     with torch.no_grad():
@@ -385,10 +384,7 @@ def test_adamws_moments_go_on_in_mars_adamw(correction):
         entry, theirs = optimizer.state[p], adamw.state[params[name]]
         for key in ("exp_avg", "exp_avg_sq", "step"):
             torch.testing.assert_close(entry[key], theirs[key], rtol=0, atol=0)
-        if correction == "approximate":
-            assert not entry["last_grad"].any()
-    for x, p in zip(dict(optimizer.iterates()).values(), params.values(), strict=True):
-        torch.testing.assert_close(x, p.detach(), rtol=0, atol=0)
+        assert not entry["last_grad"].any()
     step([optimizer], own, 50)
 
 
@@ -397,7 +393,7 @@ def test_an_average_goes_on_under_whatever_name(caplog):
     params, optimizers = after_fifty(torch_pair)
     saved = [each.state_dict() for each in optimizers]
     for mars_type, correction, key in (
-        ("muon", "transport", "momentum_buffer"),
+        ("muon", None, "momentum_buffer"),
         ("mars-m", None, "exp_avg"),
         ("mars-shampoo", "exact", "exp_avg"),
     ):

@@ -11,11 +11,6 @@ import time
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -32,8 +27,8 @@ RULES = (
     dict(mars_type="mars-adamw"),
     dict(mars_type="moonlight", ns_dtype=torch.float32),
     dict(mars_type="mars-m", ns_dtype=torch.float32, max_norm=0.5),
-    dict(mars_type="nadamw", correction="transport"),
-    dict(mars_type="soap", correction="transport"),
+    dict(mars_type="nadamw"),
+    dict(mars_type="soap"),
 )
 
 
@@ -133,7 +128,7 @@ def test_whoever_holds_a_tensor_of_the_state_sees_later_steps(mode):
 def test_state_in_shared_memory_stays_there(mode):
     """As A3C shares it between processes: who looks in there sees the steps."""
     params = parameters()
-    optimizer = build(params, mode, lr=LR, correction="transport")
+    optimizer = build(params, mode, lr=LR)
     share(optimizer)
     views = [
         (p, key, value.view_as(value))
@@ -244,25 +239,6 @@ def test_a_list_of_groups_that_is_replaced_is_read(kwargs):
     equal(want, got, 1e-6)
 
 
-def test_transport_steps_group_by_group_as_all_at_once():
-    ends = []
-    for apart in (False, True):
-        params = parameters()
-        groups = [{"params": params[:3]}, {"params": params[3:]}]
-        kwargs = dict(lr=LR, correction="transport", clip=None, compile=False)
-        optimizer = MARS(groups, **kwargs)
-        every = optimizer.param_groups
-        for seed in range(3):
-            for part in [[group] for group in every] if apart else [every]:
-                optimizer.param_groups = part
-                run(optimizer, params, [seed])
-        optimizer.param_groups = every
-        ends.append([x.clone() for _, x in optimizer.iterates()])
-        optimizer.eval()
-        equal(ends[-1], params)
-    equal(*ends, 1e-6)
-
-
 def test_a_group_that_comes_back_has_its_state(mode):
     def steps_of(optimizer, params):
         run(optimizer, params, range(2))
@@ -340,55 +316,6 @@ def test_state_goes_to_the_parameter_of_its_name(caplog):
     with caplog.at_level(logging.WARNING):
         renamed.load_state_dict(saved)
     assert "by position" in caplog.text
-
-
-@pytest.mark.parametrize("kwargs", [{}, dict(store_iterate=True)], ids=str)
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
-def test_transport_resumes_from_torchs_state_dict(flat, kwargs):
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    ends = []
-    for resumes in (False, True):
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6))
-
-        def make(model):
-            return MARS(
-                model.parameters(), correction="transport", compile=False, **kwargs
-            )
-
-        optimizer = make(model)
-        for seed in range(6):
-            if resumes and seed == 3:
-                optimizer.eval()
-                saved = get_optimizer_state_dict(model, optimizer, options=options)
-                saved, weights = copy.deepcopy(saved), copy.deepcopy(model.state_dict())
-                model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6))
-                model.load_state_dict(weights)
-                optimizer = make(model)
-                set_optimizer_state_dict(model, optimizer, saved, options=options)
-                optimizer.train()
-            torch.manual_seed(seed)
-            model(torch.randn(5, 4)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        ends.append(copies(model.parameters()))
-    equal(*ends, 1e-6)
-
-
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
-def test_torchs_state_dict_of_the_other_form_of_x_is_refused(flat):
-    """Nested or flattened, which torch fills with empty dicts."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    model = nn.Linear(4, 6)
-    stored, computed = (
-        MARS(model.parameters(), correction="transport", compile=False, **kwargs)
-        for kwargs in (dict(store_iterate=True), {})
-    )
-    model(torch.ones(2, 4)).square().mean().backward()
-    stored.step()
-    saved = get_optimizer_state_dict(model, stored, options=options)
-    with pytest.raises(ValueError, match="got a state dict with.*store_iterate"):
-        set_optimizer_state_dict(model, computed, saved, options=options)
 
 
 # ---- sharded -------------------------------------------------------------------------

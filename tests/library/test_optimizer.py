@@ -813,7 +813,6 @@ HIDDEN = dict(mars_type="moonlight", lr=0.02, weight_decay=0.1)
         (HIDDEN, dict(weight_decay=0.0), ["weight_decay=0.0 has no effect"]),
         (HIDDEN, dict(mars_type="muon"), ["mars_type='muon' has no effect"]),
         (HIDDEN, dict(gamma=0.05), ["gamma=0.05 has no effect: only approx"]),
-        (HIDDEN, dict(gamma=0.05, correction="transport"), []),
         (HIDDEN, dict(lr=0.02, weight_decay=0.1, mars_type="moonlight"), []),
         (HIDDEN, dict(lr=3e-3, gamma=0.025, mars_type="mars-adamw"), []),  # defaults
         (HIDDEN, dict(gamma=0.0), []),
@@ -848,7 +847,6 @@ def test_a_value_that_one_of_the_groups_takes_is_no_news(caplog):
 @pytest.mark.parametrize(
     ("options", "correction"),
     [
-        (dict(correction="transport", mars_type="adamw"), "transport"),
         (dict(is_approx=False), "exact"),
         ({}, "approximate"),
         (dict(mars_type="moonlight"), "None"),

@@ -705,7 +705,7 @@ def test_an_empty_list_is_an_error():
         MARS([])
 
 
-def zero(rank, world, correction):
+def zero(rank, world):
     """One matrix and one vector; rank 1 gets nothing, or the vector. ZeRO puts its
     arguments into the groups, which then say them: lr_1d has to be said, too.
     """
@@ -715,9 +715,8 @@ def zero(rank, world, correction):
     for shapes in (((6, 4),), ((6, 4), (4,))):
         params = parameters(*shapes)
         optimizer = ZeroRedundancyOptimizer(
-            params, optimizer_class=MARS, correction=correction, compile=False,
-            lr=LR, lr_1d=LR,
-        )  # fmt: skip
+            params, optimizer_class=MARS, compile=False, lr=LR, lr_1d=LR
+        )
         for seed in range(4):
             fill(params, seed)
             optimizer.step()
@@ -726,16 +725,11 @@ def zero(rank, world, correction):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("correction", ["approximate", "transport"])
-def test_zero_redundancy_is_the_whole_optimizer(correction):
-    for found in spawn(zero, 2, correction):
+def test_zero_redundancy_is_the_whole_optimizer():
+    for found in spawn(zero, 2):
         for got in found:
             want = parameters(*(p.shape for p in got))
-            run(
-                build(want, "eager", lr=LR, lr_1d=LR, correction=correction),
-                want,
-                range(4),
-            )
+            run(build(want, "eager", lr=LR, lr_1d=LR), want, range(4))
             equal(got, want, 1e-6)
 
 

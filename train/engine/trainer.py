@@ -34,8 +34,6 @@ class MarsTrainer(Trainer):
         super().__init__(config)
         self.metrics_processor.begin(read_meta(held_out_folder(config)))
         self.optimizers.mars.max_norm = config.training.max_norm
-        if config.validator.enable:
-            self.validator.optimizers = self.optimizers
         self.told: Callable[[], bool] = lambda: False
         """Whether this process is to end: once some rank says so, the next step is the
         last, and has a checkpoint.
@@ -88,9 +86,9 @@ class MarsTrainer(Trainer):
     def _schedule_gamma(self) -> None:
         """Set gamma for this step."""
         kind = self.config.optimizer.gamma_decay
-        moving = [g for g in self.optimizers.mars.param_groups if g["base_lr"] > 0]
+        moving = [g for g in self.optimizers.mars.param_groups if g["initial_lr"] > 0]
         if kind == "with_lr" and moving:  # one schedule for all of them
-            self.optimizers.scale_gamma(moving[0]["lr"] / moving[0]["base_lr"])
+            self.optimizers.scale_gamma(moving[0]["lr"] / moving[0]["initial_lr"])
         elif kind == "last_quarter":
             total = self.config.lr_scheduler.total_steps or self.config.training.steps
             self.optimizers.scale_gamma(float(self.step <= 0.75 * total))

@@ -69,8 +69,7 @@ class Case:
 
 
 def _corrections(rule: str) -> tuple[str, ...]:
-    first = ("approximate", "exact") if REGISTRY[rule].is_mars else ("none",)
-    return (*first, "transport")
+    return ("approximate", "exact") if REGISTRY[rule].is_mars else ("none",)
 
 
 CASES = {
@@ -145,7 +144,7 @@ def play(name: str) -> dict[str, Any]:
         floor=floor / num_params,
         kernels=kernels,
     )
-    for kind in ("loaded", "stored", "flagged"):
+    for kind in ("loaded", "stored"):
         row[kind] = sum(kernel[kind] for kernel in kernels) / num_params
     return row | dict(faults=[*faults(row)])
 
@@ -168,10 +167,7 @@ def kernels_of(graph: Graph, compiles: bool) -> Iterator[dict[str, Any]]:
             binaries=[*binaries(name, source, runs[0])]
             if compiles and over_stack
             else [],
-            **{
-                kind: graph.num_calls * moved[kind]
-                for kind in ("loaded", "stored", "flagged")
-            },
+            **{kind: graph.num_calls * moved[kind] for kind in ("loaded", "stored")},
         )
 
 
@@ -201,6 +197,6 @@ def line(row: dict[str, Any]) -> str:
         f"{row['name']}: {row['graphs']} graphs, {row['calls']} calls, "
         f"{row['launches']} launches, {row['stack_launches']} of them over stacks, "
         f"{row['loaded'] + row['stored']:.2f} bytes, floor {row['floor']:.2f}, "
-        f"{row['flagged']:.2f} behind a flag, {len(tried)} binaries, at most "
-        f"{registers} registers: {'; '.join(row['faults']) or 'no fault'}"
+        f"{len(tried)} binaries, at most {registers} registers: "
+        f"{'; '.join(row['faults']) or 'no fault'}"
     )
