@@ -483,7 +483,7 @@ WRONG = {
     "no dict": (lambda s: [s, None], "got a NoneType"),
     "a model's": (
         lambda s: [s, {"w": torch.ones(2)}],
-        r"of \['w'\], expected one of an opt",
+        r"of \['w'\], expected one",
     ),
     "MARS's in a list": (
         lambda s: [ours(parameters(), "moonlight").state_dict()],
