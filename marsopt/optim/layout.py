@@ -35,6 +35,7 @@ from marsopt.optim.portions import portions
 from marsopt.optim.state_dict import STAGE_COUNT, State, cut_keys
 from marsopt.rules import checks
 from marsopt.rules.dtypes import working
+from marsopt.step import kernels
 
 PATTERNS = 64  # of missing gradients that are kept: a mixture of experts has no end
 
@@ -106,6 +107,10 @@ class Layout:
         pieces = {p: {**state[p], **recut} for p, recut in self._recut.items()}
         coming: State = ChainMap(pieces, state) if pieces else state
 
+        # whether kernels move parameters where they lie
+        self.is_printed = options["compile"] is not False and kernels.available(
+            device or torch.device("cpu")
+        )
         names = dict(labels(groups))
         for moving in moving_groups:
             for p in moving.params:
@@ -113,7 +118,10 @@ class Layout:
                     p, names[p], moving.algorithm, coming, self.collectives
                 )
         self._together = [
-            (together, *buckets.build(together, names, self.collectives))
+            (
+                together,
+                *buckets.build(together, names, self.collectives, self.is_printed),
+            )
             for together in buckets.by_formula(moving_groups)
         ]
         self.buckets = [b for *_, several in self._together for b in several]
@@ -323,8 +331,20 @@ class Layout:
             self.batches,
             compile,
             self.collectives is LOCAL,
-            self.params[0].device.type if self.params else "cpu",
         )
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Return of every bucket the number of its group, and of its first part in
+        it.
+        """
+        places = []
+        for number, group in enumerate(self.groups):
+            first = 0
+            for bucket in group.buckets:
+                places.append((number, first))
+                first += len(bucket.params) * bucket.num_clipped
+        return places
 
     def gather(self) -> tuple[Sequence[RuleGroup], list[Tensor], Tensor]:
         """Return the arguments of the one step, with the groups' present
@@ -349,7 +369,6 @@ class Layout:
         param_grads = [p.grad for p in self.params]
         rest, grads = iter(param_grads), []
         for group in self.groups:
-            copies.add(*group.counts)
             group.stacks = [b.stack or b.make_stack() for b in group.buckets]
             for bucket in group.buckets:
                 for copied, tensors in bucket.copied:
@@ -453,9 +472,6 @@ class Layout:
         that fails, it was not taken.
         """
         torch._foreach_copy_([group.hyper.t for group in self.groups], decision.t)
-        for group in self.groups:
-            rows, entries = group.counts
-            torch._foreach_copy_(entries, rows)
         skipped += decision.finite.logical_not()
         for group in self.groups:
             if group.hyper.algorithm.has_stages:
