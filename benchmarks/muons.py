@@ -205,8 +205,8 @@ CONTENDERS = [
         title="marsopt Muon, DataParallel",
         build=data_parallel,
         sharded=False,
-        note="not sharded: plain DDP, whose gradients every rank has whole; the new "
-        "parameters are all-gathered in float32",
+        note="not sharded: plain DDP, whose gradients every rank has whole; results of "
+        "Newton-Schulz are all-gathered in bfloat16",
     ),
     Contender(
         title="ZeroRedundancyOptimizer(MARS)",

@@ -170,7 +170,6 @@ def assess(
     max_norm: Number | None,
     collectives: Collectives,
     live: Tensor | None = None,
-    digest: str | None = None,
     run: Run = PURE,
 ) -> tuple[Tensor, Decision]:
     """Measure all gradients and decide about the step.
@@ -183,7 +182,6 @@ def assess(
         max_norm: threshold of the global gradient norm; None = off.
         collectives: they sum over shards.
         live: (N,) bool, False for parts without a gradient here; None = all have one.
-        digest: a text that has to be the same on all ranks; else the step is void.
         run: the runner of the parts.
 
     Returns:
@@ -198,7 +196,7 @@ def assess(
         of_stack = stack_members.leaves
         leaves += repeated(of_stack, part.shape[0] // len(of_stack))
     partial = statistics(inner_products, live)
-    sums = run.run_collective("exchange", collectives.sum, partial, leaves, digest)
+    sums = run.run_collective("exchange", collectives.sum, partial, leaves)
     return sums, run.call(decide, hypers, sums, max_norm)
 
 

@@ -29,7 +29,7 @@ from marsopt.optim.groups import (
     check_no_module,
     check_once,
     check_parameters,
-    config_fingerprint,
+    configuration,
     device_of,
     fill_defaults,
     labels,
@@ -224,9 +224,8 @@ class LayoutOptimizer(Optimizer):
         self._writes.check(what)
         self._writes.check_may_write(what)
         if not self._agreed:  # once: later changes need not come everywhere
-            fingerprint = config_fingerprint(self.param_groups, self._options)
-            params = labels(self.param_groups)
-            self._present.collectives.agree(fingerprint, params)
+            values = configuration(self.param_groups, self._options)
+            self._present.collectives.agree(values, labels(self.param_groups))
             self._agreed = True
         self._advise_on_written_keys()
         if not self._present.fits(self.param_groups, self.state):
@@ -315,13 +314,6 @@ class LayoutOptimizer(Optimizer):
         for group in saved["param_groups"]:
             group |= {n: known[n].plain(v) for n, v in group.items() if n in known}
         ids, collectives = self._ids(), self._present.collectives
-        for p, keys in self._present.cut_entries(self.state):
-            pieces = [self.state[p][key] for key in keys]
-            wholes = collectives.gather_state(pieces, [p] * len(keys))
-            for key, piece, whole in zip(keys, pieces, wholes, strict=True):
-                if whole is not piece:
-                    entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
-                    entry[key] = whole.cpu()  # a device need not have room for all
         owned = self._present.owned_entries()
         buffers = [
             OwnerBuffer(self.state[p][key], p, sizes, owns)
@@ -465,13 +457,7 @@ class LayoutOptimizer(Optimizer):
         """Return ``saved``, which knows parameters by ``ids``, with those parts of it
         that live here.
         """
-        entries, piece = dict(saved["state"]), layout.collectives.local_state
-        by_parameter = {p: entries[i] for p, i in ids.items() if i in entries}
-        for p, keys in layout.cut_entries(by_parameter):
-            if keys:
-                entry = by_parameter[p]
-                pieces = {key: piece(entry[key], p) for key in keys}
-                entries[ids[p]] = {**entry, **pieces}
+        entries = dict(saved["state"])
         for p, key, owns, sizes in layout.owned_entries():
             entry = dict(entries.get(ids[p], {}))
             if key in entry:

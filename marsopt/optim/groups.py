@@ -39,7 +39,7 @@ from marsopt.rules.registry import FOLLOWED, correction_named, named, resolve
 # Every group has the authors' structure as keys, at its defaults too. Other structure
 # is a key only where it differs from its default.
 AUTHORS_STRUCTURE = frozenset({"mars_type", "amsgrad", "epsilon_hat"})
-# What a group may say when it is added, and does not keep: ``split_group`` reads it.
+# Keys of a group when it is added, which ``split_group`` reads and does not keep.
 OF_REST = frozenset(table(Rest))
 
 
@@ -75,22 +75,27 @@ def device_of(groups: Sequence[Mapping[str, Any]], state: State) -> torch.device
     return next((p.device for p in params if moves(p, state)), None)
 
 
-def config_fingerprint(
+def configuration(
     groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-) -> str:
-    """Return a text of the configuration that all ranks share: without parameters, lr,
-    and tensors, whose text has the number of a rank's GPU.
+) -> dict[str, str]:
+    """Return what all ranks share, by its name in errors: forms of parameters, and
+    values of groups and options; of tensors none, which would sync.
     """
-    apart = ("params", "lr", "collectives")
-    compared = [
-        {k: v for k, v in values.items() if k not in apart}
-        for values in (*groups, options)
-    ]
+    apart = ("params", "param_names", "collectives")
+    forms = {name: f"{tuple(p.shape)} {p.dtype}" for p, name in labels(groups)}
+    named = {
+        f"{key} of group {i}": value
+        for i, group in enumerate(groups)
+        for key, value in group.items()
+        if key not in apart
+    }
+    named |= {key: value for key, value in options.items() if key not in apart}
 
     def text(value: object) -> str:
         return "tensor" if isinstance(value, Tensor) else checks.shown(value)
 
-    return repr(pytree.tree_map(text, compared))
+    texts = {key: pytree.tree_map(text, value) for key, value in named.items()}
+    return forms | {key: str(value).replace("'", "") for key, value in texts.items()}
 
 
 def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
@@ -285,7 +290,7 @@ def parts_of(values: Mapping[str, Any], shapes: Sequence[torch.Size]) -> list[Pa
 
 def split_group(group: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the param groups that a given group becomes, one for each algorithm; and
-    of each of its tensors, the position among those of all of them.
+    the position of each of its tensors among the tensors of all of them.
 
     Args:
         group: the given one, with all hyperparameters.

@@ -101,7 +101,7 @@ class MARS(LayoutOptimizer):
             but torch.bfloat16 with ``stochastic_rounding``.
         collectives: ``marsopt.parallel.MeshCollectives(mesh)`` for sharded parameters;
             ``marsopt.parallel.DataParallel(process_group)`` under DDP, where ranks
-            share the work and the state.
+            share Newton-Schulz. ``for_model`` finds either.
         compile: None = compile where this machine can (logged once), True = required,
             False = eager. Parameters, gradients and state stay where they are. Tensors
             of fewer than 65,536 elements are copied into one stack per shape in every
@@ -234,10 +234,10 @@ class MARS(LayoutOptimizer):
             ValueError: a sparse gradient, or a hyperparameter that was changed to
                 something out of its range.
             RuntimeError: exact MARS without its protocol (``update_previous_grad``);
-                an exception has broken off a step before (see ``load_state_dict``);
-                hyperparameters that are numbers (those that are tensors are not
-                compared) differ between the ranks that shard parameters, which then
-                raise all, on GPUs some steps later: nothing has changed.
+                an exception has broken off a step before (see ``load_state_dict``); in
+                the first step, parameters, options or hyperparameters that are numbers
+                differ between the ranks of ``collectives``, which then raise all:
+                nothing has changed.
             FloatingPointError: a gradient that is not finite, with
                 ``nonfinite="raise"``; nothing has changed.
         """
@@ -263,9 +263,6 @@ class MARS(LayoutOptimizer):
             assert self._max_norm is not None
             self._max_norm.copy_(bound)
         collectives = layout.collectives
-        digest: str | None = None
-        if collectives is not LOCAL:
-            digest = f"{layout.digest()}, max_norm={self.max_norm}"
         sums, decision = assess(
             groups,
             grads,
@@ -273,7 +270,6 @@ class MARS(LayoutOptimizer):
             max_norm=self._max_norm,
             collectives=collectives,
             live=live,
-            digest=digest,
             run=self._run,
         )
         if self.track_updates:
@@ -297,8 +293,6 @@ class MARS(LayoutOptimizer):
             self._next_grads.note_step()
         self._grad_norm, self._last = decision.grad_norm, last
         if self._options["nonfinite"] == "raise" and not decision.finite:
-            if digest is not None:
-                collectives.check_ranks_agree(digest)
             raise FloatingPointError(layout.describe_nonfinite(sums))
 
     @property

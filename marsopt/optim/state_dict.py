@@ -22,7 +22,7 @@ from marsopt.optim.loading import (
     check_values,
 )
 from marsopt.rules.correction import H
-from marsopt.rules.registry import REGISTRY, STATE_KEYS
+from marsopt.rules.registry import STATE_KEYS
 
 # How many steps a group has taken whose preconditioner has stages: the host's count,
 # saved with the group, so that a run that goes on keeps its rhythm.
@@ -36,16 +36,6 @@ def entry_of_mars(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
     looked at.
     """
     return {key: value for key, value in entry.items() if _is_of_mars(key)}
-
-
-def cut_keys(entry: Mapping[str, Tensor]) -> list[str]:
-    """Return the keys of what ``optimizer.state[p]`` holds for MARS in pieces, where p
-    is updated in pieces: not numbers of a step, nor what owners of whole matrices keep.
-    """
-    preconditioners = {row.preconditioner for row in REGISTRY.values()}
-    kept = [b for kind in preconditioners for b in kind.keeps.values()]
-    whole = {"step", *(b.key for b in kept if b.home == "owner")}
-    return sorted(entry_of_mars(entry).keys() - whole)
 
 
 def _is_of_mars(key: str) -> bool:

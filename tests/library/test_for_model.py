@@ -288,7 +288,10 @@ def test_a_model_on_several_ranks_trains_as_on_one(kind, world):
     for whole, shown in results:
         for name, x in model.state_dict().items():
             torch.testing.assert_close(whole[name], x, rtol=1e-9, atol=1e-11)
-        collectives = {"ddp": "LOCAL", "fsdp2": "MeshCollectives(DeviceMesh((shards=2)"}
+        collectives = {
+            "ddp": "DataParallel(2 ranks)",
+            "fsdp2": "MeshCollectives(DeviceMesh((shards=2)",
+        }
         assert f"collectives: {collectives.get(kind, 'MeshCollectives(')}" in shown
 
 

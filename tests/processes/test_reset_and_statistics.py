@@ -1,4 +1,4 @@
-"""``reset_momentum`` and ``statistics`` under FSDP2 and plain data parallelism."""
+"""``reset_momentum`` and ``statistics`` under FSDP2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from marsopt import MARS
-from marsopt.parallel import DataParallel, MeshCollectives
+from marsopt.parallel import MeshCollectives
 from tests.processes import spawn
 from tests.table import SHAPES, steady, tensors
 
@@ -29,9 +29,7 @@ TENSORS = SHAPES | {"small": (1, 3)}  # of which a rank has nothing
 def build(door, params, mars_type):
     own = KINDS[mars_type] | steady(mars_type)
     options = dict(lr=0.02, max_norm=2.0, ns_dtype=torch.float64, compile=False)
-    if door == "DataParallel":
-        options["collectives"] = DataParallel()
-    elif door == "FSDP2":
+    if door == "FSDP2":
         options["collectives"] = MeshCollectives(init_device_mesh("cpu", (2,)))
     return MARS([*params.items()], mars_type=mars_type, **options, **own)
 
@@ -107,19 +105,17 @@ def measured(rank, world, door):
     return found
 
 
-@pytest.mark.parametrize("door", ["FSDP2", "DataParallel"])
-def test_statistics_are_those_of_one_process(door):
+def test_statistics_are_those_of_one_process():
     """A tracked step reduces once, as before; its statistics reduce once more."""
     alone = measured(0, 1, "one process")
-    for found in spawn(measured, 2, door):
+    for found in spawn(measured, 2, "FSDP2"):
         for mars_type, (values, counts) in found.items():
             for field, of_one in alone[mars_type][0].items():
                 assert values[field] == pytest.approx(of_one, rel=1e-9), field
             assert counts == [1, 1, 1, 2], mars_type
 
 
-@pytest.mark.parametrize("door", ["FSDP2", "DataParallel"])
-def test_after_a_reset_ranks_go_on_as_a_new_optimizer(door):
-    for found in spawn(reset, 2, door):
+def test_after_a_reset_ranks_go_on_as_a_new_optimizer():
+    for found in spawn(reset, 2, "FSDP2"):
         for mars_type, equal in found.items():
             assert all(equal), (mars_type, equal)
