@@ -36,8 +36,6 @@ from marsopt.rules.preconditioner import MatrixCost, MatrixInput
 if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
     from jaxtyping import Bool, Float
 
-# a buffer of stacks whose step is measured: its sums of squares, (L, 2)
-SQUARES = "squares of the step"
 ROW = 256  # elements; of shorter rows, as of a convolution, several are one
 
 
@@ -586,22 +584,7 @@ def rounded(stack: Stack, symbol: str, value: Tensor, key: Tensor | None) -> Ten
 def write_params(stack: Stack, new: Tensor, s: StepScalars) -> Stack:
     """Return ``stack`` with the parameters ``new``."""
     x = torch.where(s.ok, new.to(stack.x.dtype), stack.x)
-    if SQUARES in stack.buffers:
-        buffers = {**stack.buffers, SQUARES: squares(x, stack.x)}
-        stack = stack._replace(buffers=buffers)
     return stack._replace(x=x)
-
-
-def squares(x: Tensor, old: Tensor) -> Tensor:
-    """Return the sums of squares of a step and of the parameters before it, (L, 2),
-    partial over shards: from values that the step has at hand.
-    """
-    before = working(old)
-    step = working(x) - before
-    dims = row_dims(before.shape, 1)
-    sums = [v.sum(dims) if dims else v for v in (step * step, before * before)]
-    stacked_sums = torch.stack(sums, 1)
-    return stacked_sums.flatten(2).sum(2) if stacked_sums.ndim > 2 else stacked_sums
 
 
 def apply(

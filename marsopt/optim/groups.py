@@ -29,7 +29,9 @@ from marsopt.rules.hyperparameters import (
     Hyperparameter,
     Table,
     arguments,
+    check_names,
     check_values,
+    resembled,
     static,
     table,
 )
@@ -133,6 +135,24 @@ def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
         first[id(p)] = what
 
 
+def check_keys(
+    group: Mapping[str, Any], defaults: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    """Check that a new group has no misspelt hyperparameter. Keys that resemble none
+    are other tools', and stay as in torch.optim.
+
+    Raises:
+        TypeError: a key resembles a hyperparameter, and by which name it is one.
+    """
+    known = {*defaults, *options, *all_hyperparameters()}
+    strange = {
+        key: value
+        for key, value in group.items()
+        if isinstance(key, str) and key not in known and resembled(key, known)
+    }
+    check_names(strange, known, "marsopt.MARS")
+
+
 def check_no_module(value: Any) -> None:
     """Check that ``value`` is no module: its elements, if it has any, are modules, but
     for a ParameterList's, which torch.optim takes too.
@@ -221,7 +241,7 @@ def _is_key(line: Hyperparameter) -> bool:
 
 def fill_defaults(
     group: dict[str, Any], options: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> set[str]:
+) -> None:
     """Fill in the hyperparameters that a new param group lacks: the constructor's
     value, else the rule's default. The group's lr, betas or weight_decay holds for
     everything in it, unless it gives the value that ends in ``_1d`` too.
@@ -231,9 +251,6 @@ def fill_defaults(
         options: of the whole optimizer; what groups inherit from the constructor is
             among them, with its "mars_type".
         defaults: the optimizer's, of that type: the rule's own but for arguments.
-
-    Returns:
-        The names of the values that are the rule's own defaults.
 
     Raises:
         ValueError: an unknown ``mars_type``.
@@ -254,7 +271,6 @@ def fill_defaults(
     # in one order everywhere
     filled = [name for name in missing if name in known and name not in group]
     group.update({name: missing[name] for name in filled})
-    return {name for name in filled if name not in inherited and name not in following}
 
 
 class Part(NamedTuple):

@@ -125,15 +125,6 @@ class Layout:
         """Give every bucket its state; allocate missing buffers."""
         state, before = self._state, self._before
         self._before = None
-        self.groups = [
-            buckets.join(moving_groups, moving, several, state)
-            for moving_groups, moving, several in self._together
-        ]
-        for group in self.groups:
-            # there from the start, to be loaded into
-            if group.hyper.algorithm.has_stages:
-                for param_group in group.groups:
-                    param_group.setdefault(STAGE_COUNT, 0)
         for bucket in self.buckets:
             buckets.attach(bucket, state)
         ways: dict[Hashable, list[ParameterBucket]] = {}
@@ -147,6 +138,15 @@ class Layout:
         for together in ways.values():
             parts = None if before is None else before.parts_at_owners
             buckets.attach_owned(together, state, parts)
+        self.groups = [  # last, for it holds the counts of all that has restarted
+            buckets.join(moving_groups, moving, several, state)
+            for moving_groups, moving, several in self._together
+        ]
+        for group in self.groups:
+            # there from the start, to be loaded into
+            if group.hyper.algorithm.has_stages:
+                for param_group in group.groups:
+                    param_group.setdefault(STAGE_COUNT, 0)
         _drop_unstepped(state, self._every)
         self._signature = self._sign(self.param_groups)
 

@@ -20,7 +20,6 @@ from benchmarks.workload import EMBEDDING, Gradients, parameters
 from marsopt import REGISTRY
 from marsopt.optim import compiled
 from marsopt.profiling.gpt2 import shapes
-from marsopt.rules import newton_schulz
 from tests.processes import spawn
 from train.errors import UserError
 
@@ -259,8 +258,6 @@ def test_bad_input(monkeypatch, args, message):
 
 
 def sharded_rows(rank, world):
-    # a CPU without instructions for bf16 would send sums for half the matrices
-    newton_schulz.found_dtype = lambda: torch.bfloat16
     with torch.compiler.set_stance("force_eager"):
         return sharded.measure(layers=1, width=16, num_rounds=2)
 

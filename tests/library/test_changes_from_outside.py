@@ -861,29 +861,6 @@ def test_a_threshold_in_a_tensor_changes_where_it_is():
     assert float(optimizer.describe().scalars[-1]) == 0.5
 
 
-@pytest.mark.parametrize("mars_type", ["moonlight", "mars-lion", "normuon"])
-def test_a_key_of_another_optimizer_is_not_read(mars_type, caplog):
-    params = parameters((2, 2))
-    foreign = dict(momentum=0.5, beta2=0.5)
-    optimizer = eager([dict(params=params, **foreign)], lr=0.1, mars_type=mars_type)
-    run(optimizer, params, 2)
-    assert "'momentum', which MARS does not read" in caplog.text
-
-
-@pytest.mark.parametrize("key", ["momentum", "wd", "beta1", "my_key"])
-def test_a_key_written_between_steps_is_named_once(key, caplog):
-    first, second = parameters((2, 2), (3, 2))
-    optimizer = eager([dict(params=[first]), dict(params=[second])], lr=0.1)
-    for i in range(3):
-        run(optimizer, [first, second], 1)
-        optimizer.param_groups[1][key] = 0.5 + i
-    said = [r for r in caplog.records if f"{key!r}, which MARS" in r.getMessage()]
-    assert len(said) == 1
-    optimizer.param_groups[0]["initial_lr"] = 0.1  # a scheduler's
-    run(optimizer, [first, second], 1)
-    assert "initial_lr" not in caplog.text
-
-
 def test_ranks_do_not_compare_tensors_by_their_text():
     """Which on a GPU has the number of the rank's device."""
     texts = set()

@@ -350,10 +350,10 @@ def test_one_line_says_what_was_taken(caplog):
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert record.getMessage() == (
-        "marsopt: load_state_dict restored 12 tensors of 6 parameters; state of "
+        "marsopt: load_state_dict restored 12 tensors, and restarted 3; state of "
         "Moonlight's Muon and Moonlight's AdamW, by order: momentum_buffer (a sum) "
         "times 0.1, moment1 as exp_avg, moment2 as exp_avg_sq, step; hyperparameters "
-        "stay; restarted step of parameter 0 of group 1 and 2 more"
+        "stay"
     )
 
 
@@ -388,7 +388,7 @@ def test_adamws_moments_go_on_in_mars_adamw():
     step([optimizer], own, 50)
 
 
-def test_an_average_goes_on_under_whatever_name(caplog):
+def test_an_average_goes_on_under_whatever_name():
     """Of gradients, in place of corrected ones (exp_avg) or of the same (grad_avg)."""
     params, optimizers = after_fifty(torch_pair)
     saved = [each.state_dict() for each in optimizers]
@@ -406,7 +406,7 @@ def test_an_average_goes_on_under_whatever_name(caplog):
         torch.testing.assert_close(found[key], want, rtol=0, atol=0)
 
 
-def test_parameters_that_never_moved_begin_and_are_named(caplog):
+def test_parameters_that_never_moved_begin():
     params = parameters()
     muon, adamw = torch_pair(params)
     for p in params.values():
@@ -417,8 +417,6 @@ def test_parameters_that_never_moved_begin_and_are_named(caplog):
     own = parameters()
     optimizer = ours(own, "muon")
     optimizer.load_state_dict([adamw.state_dict(), muon.state_dict()])
-    assert "restarted parameter 1 of group 1, absent" in caplog.records[-1].message
-    assert caplog.records[-1].levelno == logging.WARNING
     assert not optimizer.state[own["mid"]]["momentum_buffer"].any()
     assert optimizer.state[own["out"]]["momentum_buffer"].any()
 
@@ -468,7 +466,7 @@ WRONG = {
     "mu": (lambda s: changed(s, group={"momentum": 1.0}), "got momentum=1.0"),
     "NaN": (
         entry_of("momentum_buffer", torch.full((4, 8), math.nan)),
-        "'momentum_buffer' of parameter 0 of group 1",
+        "got NaN or infinity in the state of parameter 0 of group 1",
     ),
     "a list": (
         entry_of("momentum_buffer", [1.0]),
@@ -483,7 +481,7 @@ WRONG = {
         "got state of 3 parameters with a momentum and 2 of AdamW, expected 3 and 3",
     ),
     "no dict": (lambda s: [s, None], "got a NoneType"),
-    "a model's": (lambda s: [s, {"w": torch.ones(2)}], r"of \['w'\] in a list"),
+    "a model's": (lambda s: [s, {"w": torch.ones(2)}], r"got a state dict of \['w'\]"),
     "MARS's in a list": (
         lambda s: [ours(parameters(), "moonlight").state_dict()],
         "got the state of an optimizer with",
@@ -505,7 +503,6 @@ def test_state_that_is_not_known_is_refused_and_nothing_has_changed(wrong):
     after = optimizer.state_dict()
     torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
     assert after["param_groups"] == before["param_groups"]
-    assert not optimizer.describe().is_torn
 
 
 @pytest.mark.parametrize(

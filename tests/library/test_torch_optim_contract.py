@@ -740,7 +740,6 @@ OPTIONS = {
     "ns_steps": (3, 4),
     "ns_coefficients": ("polar_express", "quintic"),
     "ns_dtype": (torch.float32, torch.bfloat16),
-    "ns_gram": (True, False),
     "state_dtype": (torch.float64, torch.float32),
     "h_dtype": (torch.bfloat16, None),
     "stochastic_rounding": (True, False),

@@ -30,7 +30,6 @@ from marsopt import MARS
 from marsopt.parallel import DataParallel, MeshCollectives, data_parallel
 from marsopt.parallel.planner import assign
 from marsopt.profiling.gpt2 import param_groups, shapes
-from marsopt.rules import newton_schulz
 from tests import dcp_states
 from tests.library.test_guide import snippets
 from tests.processes import spawn
@@ -394,8 +393,7 @@ def as_shown(heading):
     if heading != ALONE:
         names["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
     code, *after = PAGE[heading]
-    in_float32 = mock.patch.object(newton_schulz, "cpu_dtype", lambda: torch.float32)
-    with mock.patch.dict(MARS.__init__.__kwdefaults__, compile=False), in_float32:
+    with mock.patch.dict(MARS.__init__.__kwdefaults__, compile=False):
         for part in (code, LOOP, *after):
             exec(compile(part, f"setups.md: {heading}", "exec"), names)
     return whole(names["model"])
