@@ -290,7 +290,7 @@ def _present_values(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _divided(part: Part, own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a part of an undivided group. The authors' class
-    has few of AdamW's values beside its rule in no group: they stay as they are.
+    has some values of AdamW beside its rule in no group: they stay as they are.
     """
     values = {"lr_ratio": 1.0, **part.values}
     if part.values["mars_type"] != own["mars_type"] and not own.get("optimize_1d"):

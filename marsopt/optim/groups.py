@@ -41,7 +41,7 @@ from marsopt.rules.registry import FOLLOWED, correction_named, named, resolve
 # Every group has the authors' structure as keys, at its defaults too. Other structure
 # is a key only where it differs from its default.
 AUTHORS_STRUCTURE = frozenset({"mars_type", "amsgrad", "epsilon_hat"})
-# Keys of a group when it is added, which ``split_group`` reads and does not keep.
+# The keys that a group may give when it is added, and does not keep (``split_group``).
 OF_REST = frozenset(table(Rest))
 
 
@@ -306,7 +306,7 @@ def parts_of(values: Mapping[str, Any], shapes: Sequence[torch.Size]) -> list[Pa
 
 def split_group(group: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the param groups that a given group becomes, one for each algorithm; and
-    the position of each of its tensors among the tensors of all of them.
+    of each of its tensors, the position in the list of all their tensors.
 
     Args:
         group: the given one, with all hyperparameters.

@@ -87,7 +87,7 @@ def test_options_go_to_the_groups_and_to_the_class():
         compile=False,
     )
     matrices, tables, vectors = optimizer.param_groups
-    assert (matrices["weight_decay"], vectors["lr"]) == (0.25, 0.5)
+    assert (matrices["weight_decay"], vectors["lr_ratio"]) == (0.25, 0.5 / 0.02)
     optimizer.add_param_group(dict(params=[("more", nn.Parameter(torch.ones(2, 2)))]))
     later = optimizer.param_groups[-1]
     assert (later["lr"], later["weight_decay"]) == (0.02, 0.25)

@@ -545,3 +545,103 @@ def test_other_names_are_refused():
         ValueError, match="AdamW for parameter 'in', which 'muon' moves"
     ):
         optimizer.load_state_dict(saved)
+
+
+# ---- undivided groups: marsopt 0.4, and the authors' class ---------------------------
+
+MIXED = (5,), (6, 4), (3,), (4, 4)
+VALUES = dict(lr_1d=0.05, betas_1d=(0.8, 0.9), weight_decay_1d=0.2, nesterov_1d=None)
+
+
+def mixed(mars_type, *, named, **options):
+    """Parameters in two groups of both kinds, and their optimizer."""
+    g = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, generator=g)) for shape in MIXED]
+    listed = [(f"p{i}", p) for i, p in enumerate(params)] if named else params
+    groups = [{"params": listed[:3]}, {"params": listed[3:], "weight_decay": 0.3}]
+    own = dict(lr=0.1, compile=False, ns_dtype=torch.float32)
+    return params, MARS(groups, mars_type=mars_type, **own, **options)
+
+
+def steps(params, optimizer, seeds):
+    for seed in seeds:
+        g = torch.Generator().manual_seed(seed)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=g)
+        optimizer.step()
+
+
+def undivided(optimizer, order, **more):
+    """Its state dict as 0.4 has it: two groups as given, and the keys of vectors."""
+    saved = optimizer.state_dict()
+    first, _, second = saved["param_groups"]
+    # given are a vector, a matrix and a vector; and a matrix
+    lists, groups = ([1, 0, 2], [3]), []
+    for group, numbers in zip((first, second), lists, strict=True):
+        kept = {k: v for k, v in group.items() if k not in ("params", "lr_ratio")}
+        kept |= dict(base_lr=0.1, optimize_1d=False, **VALUES) | more
+        kept |= {"lr_1d": None, "weight_decay_1d": None} if group is second else {}
+        names = [f"p{i}" for i in ((0, 1, 2), (3,))[len(groups)]]
+        kept |= {"param_names": names} if "param_names" in group else {}
+        if order == "other" and len(names) == 3:
+            numbers, kept["param_names"] = numbers[::-1], names[::-1]
+        groups.append(kept | {"params": numbers})
+    return {"state": saved["state"], "param_groups": groups}
+
+
+@pytest.mark.parametrize("order", ["as given", "other"])
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "moonlight", "lion"])
+def test_a_state_of_undivided_groups_is_divided_as_they_were_given(mars_type, order):
+    options = {n: v for n, v in VALUES.items() if v is not None}
+    params, optimizer = mixed(mars_type, named=order == "other", **options)
+    steps(params, optimizer, range(3))
+    saved = copy.deepcopy(undivided(optimizer, order))
+    others, other = mixed(mars_type, named=order == "other", lr_1d=0.7)
+    with torch.no_grad():
+        for p, q in zip(params, others, strict=True):
+            q.copy_(p)
+    other.load_state_dict(saved)
+    for old, new in zip(optimizer.param_groups, other.param_groups, strict=True):
+        assert {k: v for k, v in old.items() if k != "params"} == {
+            k: v for k, v in new.items() if k != "params"
+        }
+    for each, of in ((optimizer, params), (other, others)):
+        steps(of, each, range(5, 8))
+    for p, q in zip(params, others, strict=True):
+        assert torch.equal(p, q)
+    assert set(other.state_dict()["param_groups"][0]) == set(other.param_groups[0])
+
+
+def test_values_that_the_authors_groups_lack_stay():
+    """Their class has lr_1d and betas_1d beside its groups."""
+    params, optimizer = mixed(
+        "mars-adamw", named=False, lr_1d=0.05, betas_1d=(0.8, 0.9)
+    )
+    steps(params, optimizer, range(2))
+    saved = undivided(optimizer, "as given")
+    for group in saved["param_groups"]:
+        for key in ("lr_1d", "betas_1d", "base_lr", "nesterov_1d"):
+            del group[key]
+        group["lr"] = 0.02
+    optimizer.load_state_dict(saved)
+    _, vectors, _ = optimizer.param_groups
+    assert (vectors["lr"], vectors["lr_ratio"]) == (0.02, 0.05 / 0.1)
+    assert (vectors["betas"], vectors["weight_decay"]) == ((0.8, 0.9), 0.2)
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "error"),
+    [
+        (dict(train_mode=True), {}, "correction='transport' in train mode"),
+        (dict(lr_1d=0.05), dict(mars_type="adamw"), "values of their own"),
+        (dict(lr_1d=-1.0), {}, "got lr_1d=-1.0"),
+    ],
+)
+def test_an_undivided_state_that_cannot_be_divided_is_refused(more, options, error):
+    _, optimizer = mixed("mars-adamw", named=False, lr_1d=0.05)
+    saved = undivided(optimizer, "as given", **more)
+    for group in saved["param_groups"] if options else ():
+        group |= options
+    _, other = mixed(**{"mars_type": "mars-adamw", "named": False, **options})
+    with pytest.raises(ValueError, match=error):
+        other.load_state_dict(saved)

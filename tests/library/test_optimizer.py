@@ -91,12 +91,17 @@ def test_signature_and_defaults_are_the_authors():
         "mars-adamw", False, 3e-3, (0.9, 0.95), 0.1,
     ]  # fmt: skip
     optimizer = eager(parameters(*SHAPES))
+    matrices, vectors = optimizer.param_groups
     for name, value in zip(positional[1:], authors, strict=True):
         # None in the signature: the rule's own, which are the authors' of their names
         assert named[name].default in (None, value), name
-        if name != "is_approx":  # of the whole optimizer
+        if name == "lr_1d":
+            assert vectors["lr"] * vectors["lr_ratio"] == value
+        elif name.endswith("_1d") and name != "optimize_1d":
+            assert vectors[name.removesuffix("_1d")] == value, name
+        elif name not in ("is_approx", "optimize_1d"):  # of no group
             assert optimizer.defaults[name] == value, name
-            assert optimizer.param_groups[0][name] == value, name
+            assert matrices[name] == value, name
 
 
 @pytest.mark.parametrize("mars_type", REGISTRY)
@@ -110,7 +115,8 @@ def test_the_class_is_the_rule(mars_type, max_norm):
     optimizer, rule = eager(params, lr=LR, **kw), marsopt.mars(base_lr=LR, **kw)
     state = rule.init(x)
     for t in range(5):
-        optimizer.param_groups[0]["lr"] = LR / (1 + t)
+        for group in optimizer.param_groups:
+            group["lr"] = LR / (1 + t)
         fill(params, t)
         optimizer.step()
         x, state = rule.step(x, [p.grad for p in params], state, lr=LR / (1 + t))
@@ -158,7 +164,8 @@ def test_named_parameters_and_closure():
 
     losses = [float(optimizer.step(closure).detach()) for _ in range(20)]
     assert losses[-1] < losses[0]
-    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+    names = [group["param_names"] for group in optimizer.param_groups]
+    assert names == [["weight"], ["bias"]]
 
 
 def test_schedulers_move_both_rates():
@@ -180,7 +187,8 @@ def test_a_tensor_lr_is_followed():
     x, y = eager(a, lr=lr), eager(b, lr=LR)
     for t in range(3):
         lr.fill_(LR * (1 + t))
-        y.param_groups[0]["lr"] = LR * (1 + t)
+        for group in y.param_groups:
+            group["lr"] = LR * (1 + t)
         run(x, a, 1, t)
         run(y, b, 1, t)
     equal(a, b)
@@ -214,7 +222,6 @@ def test_every_hyperparameter_is_per_group_and_live(change):
     for p, q, r in zip(set_in_group, changed, set_later, strict=True):
         q.data.copy_(p.data)
         r.data.copy_(p.data)
-    base_lr = change.get("lr", 3e-3)
     # what a group gives when it is added holds for vectors too (test_groups.py)
     followed = [n for n in ("lr", "betas", "weight_decay") if n in change]
     everything = change | {f"{n}_1d": change[n] for n in followed}
@@ -224,7 +231,12 @@ def test_every_hyperparameter_is_per_group_and_live(change):
         (eager(changed, **{"lr": 3e-3, **everything}), changed),
     ]
     late = eager(set_later, lr=3e-3)
-    late.param_groups[0].update(everything, base_lr=base_lr)
+    matrices, vectors = late.param_groups
+    matrices.update({k: v for k, v in change.items() if not k.endswith("_1d")})
+    if "optimize_1d" in change:
+        vectors.update(matrices | {"params": vectors["params"]})
+    elif "mars_type" not in change:
+        vectors.update({k.removesuffix("_1d"): v for k, v in everything.items()})
     optimizers.append((late, set_later))
     for optimizer, params in optimizers:
         run(optimizer, params, 4)
@@ -242,14 +254,17 @@ def test_lr_of_zero_at_construction():
     run(optimizer, matrices, 1)
     mixed = parameters((3, 3), (3,))
     before = [p.detach().clone() for p in mixed]
-    optimizer = eager(mixed, lr=0.0)
+    with pytest.raises(ValueError, match="got lr=0 with lr_1d=0.003"):
+        eager(mixed, lr=0.0)
+    optimizer = eager(mixed, lr=0.0, base_lr=0.1)
     run(optimizer, mixed, 1)
     equal(mixed, before)
-    optimizer.param_groups[0]["lr"] = 0.1
-    with pytest.raises(ValueError, match="set group\\['base_lr'\\]"):
-        run(optimizer, mixed, 1)
-    optimizer.param_groups[0]["base_lr"] = 0.1
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
     run(optimizer, mixed, 1)
+    pairs = zip(mixed, before, strict=True)
+    moved = [float((p.detach() - q).abs().max()) for p, q in pairs]
+    assert moved[0] > 0.05 and moved[1] < 0.004
 
 
 def test_add_param_group():
@@ -264,7 +279,11 @@ def test_add_param_group():
     assert [float(optimizer.state[p]["step"]) for p in first + second] == [3, 1, 1]
     with pytest.raises(ValueError, match="got mars_type='sgd'"):
         optimizer.add_param_group({"params": parameters((2, 2)), "mars_type": "sgd"})
-    assert len(optimizer.param_groups) == 2
+    assert len(optimizer.param_groups) == 3
+    wrong = {"params": parameters((2, 2), (2,)), "betas_1d": (2.0, 0.5)}
+    with pytest.raises(ValueError, match="betas_1d"):
+        optimizer.add_param_group(wrong)
+    assert len(optimizer.param_groups) == 3 and len(wrong) == 2
 
 
 # ---- gradients (defects 1, 4, 5) ---------------------------------------------------
@@ -382,7 +401,8 @@ def test_bf16_parameters_with_float32_state():
         state_dtype=torch.float32,
     )
     other.load_state_dict(optimizer.state_dict())
-    for p, q in zip(params, other.param_groups[0]["params"], strict=True):
+    copies = [q for group in other.param_groups for q in group["params"]]
+    for p, q in zip(params, copies, strict=True):
         for key, value in optimizer.state[p].items():
             assert torch.equal(value, other.state[q][key])  # not rounded through bf16
 
@@ -501,11 +521,12 @@ def test_a_copy_of_exact_mars_may_take_the_last_step():
     optimizer = eager(params, lr=LR, is_approx=False)
     run(optimizer, params, 2)
     twin = copy.deepcopy(optimizer)
-    copies = [p for group in twin.param_groups for p in group["params"]]
-    for each, mine in ((optimizer, params), (twin, copies)):
-        fill(mine, 2)
+    lists = []
+    for each in (optimizer, twin):
+        lists.append([p for group in each.param_groups for p in group["params"]])
+        fill(lists[-1], 2)
         each.step()
-    equal(params, copies)
+    equal(*lists)
 
 
 def test_exact_differs_from_approximate_and_survives_missing_gradients():
