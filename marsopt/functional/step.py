@@ -43,8 +43,6 @@ from marsopt.rules.preconditioner import MatrixCost, MatrixInput
 if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
     from jaxtyping import Bool, Float
 
-# a buffer of stacks whose step is measured: its sums of squares, (L, 2)
-SQUARES = "squares of the step"
 ROW = 256  # elements; of shorter rows, as of a convolution, several are one
 
 
@@ -177,7 +175,6 @@ def assess(
     max_norm: Number | None,
     collectives: Collectives,
     live: Tensor | None = None,
-    digest: str | None = None,
     run: Run = PURE,
 ) -> tuple[Tensor, Decision]:
     """Measure all gradients and decide about the step.
@@ -190,7 +187,6 @@ def assess(
         max_norm: threshold of the global gradient norm; None = off.
         collectives: they sum over shards.
         live: (N,) bool, False for parts without a gradient here; None = all have one.
-        digest: a text that has to be the same on all ranks; else the step is void.
         run: the runner of the parts.
 
     Returns:
@@ -206,7 +202,7 @@ def assess(
     for stack, stack_members in zip(stacks, members, strict=True):
         leaves += repeated(stack_members.leaves, stack.num_clipped)
     partial = statistics(inner_products, live)
-    sums = run.run_collective("exchange", collectives.sum, partial, leaves, digest)
+    sums = run.run_collective("exchange", collectives.sum, partial, leaves)
     return sums, run.call(decide, hypers, sums, max_norm)
 
 
@@ -596,8 +592,9 @@ def new_values(
     h: Tensor | None,
     index: Tensor | None,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Return the new x of an elementwise algorithm, or what a matrix algorithm sends to
-    owners (None stands for m); and the new values of buffers in their own dtypes.
+    """Return two results: the new x of an elementwise algorithm, or the matrix for the
+    owners of a matrix algorithm (None stands for m); and the new buffers by symbol, in
+    their own dtypes.
 
     Args:
         algorithm: what moves x.
@@ -644,22 +641,7 @@ def rounded(stack: Stack, symbol: str, value: Tensor, key: Tensor | None) -> Ten
 def write_params(stack: Stack, new: Tensor, s: StepScalars) -> Stack:
     """Return ``stack`` with the parameters ``new``."""
     x = torch.where(s.ok, new.to(stack.x.dtype), stack.x)
-    if SQUARES in stack.buffers:
-        buffers = {**stack.buffers, SQUARES: squares(x, stack.x)}
-        stack = stack._replace(buffers=buffers)
     return stack._replace(x=x)
-
-
-def squares(x: Tensor, old: Tensor) -> Tensor:
-    """Return the sums of squares of a step and of the parameters before it, (L, 2),
-    partial over shards: from values that the step has at hand.
-    """
-    before = working(old)
-    step = working(x) - before
-    dims = row_dims(before.shape, 1)
-    sums = [v.sum(dims) if dims else v for v in (step * step, before * before)]
-    stacked_sums = torch.stack(sums, 1)
-    return stacked_sums.flatten(2).sum(2) if stacked_sums.ndim > 2 else stacked_sums
 
 
 def apply(

@@ -328,7 +328,9 @@ class Kernels(InPlace):
         batches = [None] * len(stacks) if batches is None else batches
         outputs = self._outputs(active, stacks, batches)
         pairs = zip(outputs, batches, strict=True)
-        given: Given = dict(g=grads, o=_first([b if a is None else a for a, b in pairs]))
+        given: Given = dict(
+            g=grads, o=_first([b if a is None else a for a, b in pairs])
+        )
         sets, others = self._sets_of("update", active, stacks, given)
         for launched in sets:
             ok, table = self._segment_scalars(launched)
@@ -441,23 +443,22 @@ class Kernels(InPlace):
     def _find_sets(
         self, what: str, active: list[int], stacks: Sequence[Stack], given: Given
     ) -> Sets:
-        together: list[tuple[Hashable, list[int]]] = []
-        others = []
+        together: list[tuple[tuple[int, Dtypes | None], list[int]]] = []
+        others: list[int] = []
         for i in active:
-            dtypes = self._printable(
-                what, stacks[i], {n: t[i] for n, t in given.items()}
-            )
-            if dtypes is None:
-                others.append(i)
-                continue
+            operands = {name: tensors[i] for name, tensors in given.items()}
+            dtypes = self._printable(what, stacks[i], operands)
             key = self._places[i][0], dtypes
-            if together and together[-1][0] == key and together[-1][1][-1] == i - 1:
+            if together and together[-1][0] == key:
                 together[-1][1].append(i)
             else:
                 together.append((key, [i]))
+            if dtypes is None:
+                others.append(i)
         sets = [
             self._launch_set(what, positions, dtypes, stacks)
             for (_, dtypes), positions in together
+            if dtypes is not None
         ]
         return sets, others
 
@@ -525,12 +526,13 @@ class Kernels(InPlace):
                     places.append(position)
         fixed: dict[str, list[int] | None] = {}
         for name, _ in dtypes:
-            held = [
-                pieces[n] if name == "x" else stacks[i].buffers.get(name)
-                for n, i in enumerate(positions)
-            ]
-            is_given = name in ("g", "o")
-            fixed[name] = None if is_given else [t.data_ptr() for t in held]
+            if name in ("g", "o"):
+                fixed[name] = None
+                continue
+            held = (
+                pieces if name == "x" else [stacks[i].buffers[name] for i in positions]
+            )
+            fixed[name] = list(map(Tensor.data_ptr, held))
         offsets = torch.tensor(starts, dtype=torch.int64)
         kinds = [dtype for _, dtype in dtypes]
         return LaunchSet(

@@ -201,7 +201,7 @@ class UpdateKernel(Kernel):
         Args:
             parts: P of them.
             addresses: (K, P) int64, as ``AddressTable.on_device`` returns them.
-            ok: (P,) bool: which parts move; no operand of the others is read.
+            ok: (P,) bool: which parts move. Operands of parts that stay are not read.
             scalars: (P, S), contiguous, in the printed dtype.
         """
         printed, num_parts = self.printed, parts.num_parts

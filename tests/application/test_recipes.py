@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers "fake")
 
 import configs
-from marsopt import REGISTRY
 from tests.trainers import losses, train_all
 from train import prepare
 from train.engine.resolve import resolve
@@ -145,15 +144,8 @@ def effective(mars, model) -> dict:
             kind = "vector" if p.ndim == 1 else "matrix"
             if name.startswith(("wte", "wpe")):
                 kind = "embedding"
-            rule, peak = group["mars_type"], group["initial_lr"]
+            rule, peak = group["mars_type"], group["initial_lr"] * group["lr_ratio"]
             wd, betas = group["weight_decay"], group["betas"]
-            if kind == "vector":  # numbers of its own where they are not None
-                betas = group["betas_1d"] or betas
-                if group["lr_1d"] is not None:
-                    peak *= group["lr_1d"] / group["base_lr"]
-                if group["weight_decay_1d"] is not None:
-                    wd = group["weight_decay_1d"]
-                rule = rule if REGISTRY[rule].fallback == "itself" else "adamw"
             found.setdefault(kind, set()).add((rule, peak, wd, betas))
     assert all(len(values) == 1 for values in found.values()), found
     return {kind: values.pop() for kind, values in found.items()}

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from marsopt.optim.protocols.table import protocol_of
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -326,7 +325,7 @@ def _record(job: Job, rank: Rank) -> Record:
             run = Compiled(recorder, layout)
             shared = dict(collectives=layout.collectives, run=run)
             _, decision = step.assess(
-                groups, grads, layout.members, max_norm=1.0, digest="", **shared
+                groups, grads, layout.members, max_norm=1.0, **shared
             )
             if is_warm:
                 step.advance(groups, grads, layout.members, decision, **shared)
