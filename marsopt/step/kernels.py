@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from marsopt.step.printer import BLOCK, CHUNK, NUM_WARPS, Printed
+from marsopt.step.printer import BLOCK, CHUNK, NUM_WARPS, STEP, Printed
 
 RING = 4  # host buffers: a step fills one while the copies of earlier steps wait
 
@@ -217,6 +217,7 @@ class UpdateKernel(Kernel):
                 *(addresses, parts.sizes, parts.positions, parts.parts, parts.blocks),
                 *(ok, scalars, num_parts),
                 BLOCK=parts.block,
+                STEP=min(STEP, parts.block),
                 num_warps=NUM_WARPS,
             )
 
@@ -241,9 +242,10 @@ class SumsKernel(Kernel):
             self._launch(
                 getattr(self._module, printed.name),
                 parts.num_blocks,
-                *(addresses, parts.sizes, parts.positions, parts.parts, parts.blocks),
+                *(addresses, parts.sizes, parts.parts, parts.blocks),
                 *(partials, num_parts),
                 BLOCK=parts.block,
+                STEP=min(STEP, parts.block),
                 num_warps=NUM_WARPS,
             )
             self._launch(

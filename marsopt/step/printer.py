@@ -8,22 +8,30 @@ block is masked, and right at any address.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from textwrap import indent
 
 import torch
 from torch import Tensor
 
-from marsopt.step.expressions import DTYPES, Body, cast, computing_dtype, print_body
+from marsopt.step.expressions import DTYPES, cast, computing_dtype, print_body
+from marsopt.step.source import (
+    SUMS,
+    UPDATE,
+    Block,
+    Operands,
+    check_names,
+    compute_source,
+    indented,
+    kernel_name,
+    totals_source,
+)
 
 BLOCK = 4096  # elements of a program
 NUM_WARPS = 4  # on an H200 8,192 elements by 8 warps take 1.12 times as long
+STEP = 1024  # elements of a masked step
 CHUNK = 1024  # blocks whose sums are added at once
-ALIGNMENT = 16  # bytes of the widest access
 
-Operands = Mapping[str, torch.dtype]  # by name, in the order of the address table
 Update = Callable[[dict[str, Tensor], tuple[Tensor, ...], Tensor], Mapping[str, Tensor]]
 Sums = Callable[[dict[str, Tensor]], Sequence[Tensor]]
 
@@ -74,6 +82,7 @@ def print_update(
     Raises:
         Unprintable: an operator of ``body`` has no Triton expression.
     """
+    check_names(operands)
     num_operands, written = len(operands), dict[str, None]()
 
     def flat(*values: Tensor) -> list[Tensor]:
@@ -85,29 +94,26 @@ def print_update(
 
     columns = {f"s{i}": column_dtype for i in range(num_columns)}
     traced = print_body(flat, {**operands, "position": torch.int64}, columns)
+    name, writes = kernel_name(title), tuple(written)
+    block = Block(operands, traced, writes)
     values = [
         cast(value, operands[name]).text
-        for name, value in zip(written, traced.results, strict=True)
+        for name, value in zip(writes, traced.results, strict=True)
     ]
     rows = [
         f"{column} = tl.load(scalars + {num_columns} * part + {i})"
         for i, column in enumerate(columns)
         if column in traced.used
     ]
-    if "position" in traced.used:
-        rows += POSITION.splitlines()
-    results = {name: f"new_{name}" for name in written}
-    wide = [f"tl.store({name}, {new})" for name, new in results.items()]
-    masked = [
-        f"tl.store({name}, {new}, mask=has_{name})" for name, new in results.items()
-    ]
-    block = _block(operands, traced, rows, (*results.values(),), (wide, masked))
-    name, reads = _name(title), _reads(operands, traced)
-    source = _compute(title, traced, values)
-    source += UPDATE.format(name=name, block=indent(block, 8 * " "))
-    writes = tuple(written)
+    call = f"{', '.join(f'new_{name}' for name in writes)} = {{call}}"
+    wide = [call, *(f"tl.store({name}, new_{name})" for name in writes)]
+    masked = [call]
+    masked += [f"tl.store({name}, new_{name}, mask=has_{name})" for name in writes]
+    lines = [*block.head(), *rows, *block.branches(wide, masked)]
+    source = compute_source(title, traced, values)
+    source += UPDATE.format(name=name, lines=indented(lines, 8))
     return Printed(
-        name, source, dict(operands), reads, writes, num_columns, column_dtype
+        name, source, dict(operands), block.reads, writes, num_columns, column_dtype
     )
 
 
@@ -128,182 +134,21 @@ def print_sums(title: str, body: Sums, operands: Operands) -> Printed:
     def flat(*values: Tensor) -> list[Tensor]:
         return list(body(dict(zip(operands, values, strict=True))))
 
+    check_names(operands)
     traced = print_body(flat, operands, {})
-    values = [cast(v, computing_dtype(v.dtype)).text for v in traced.results]
+    name, block = kernel_name(title), Block(operands, traced, ())
+    values = [cast(v, computing_dtype(v.dtype)) for v in traced.results]
     num_terms = len(values)
-    results = tuple(f"term{i}" for i in range(num_terms))
-    stores = [
-        f"tl.store(partials + {num_terms} * program + {i}, tl.sum({term}))"
-        for i, term in enumerate(results)
-    ]
-    masks = [f"{term} = tl.where(lanes < size, {term}, 0.0)" for term in results]
-    block = _block(operands, traced, [], results, (stores, [*masks, *stores]))
-    name, reads = _name(title), _reads(operands, traced)
-    source = _compute(title, traced, values)
-    source += SUMS.format(name=name, block=indent(block, 4 * " "))
-    source += _totals(name, num_terms)
-    return Printed(name, source, dict(operands), reads, num_terms=num_terms)
-
-
-# ---- source --------------------------------------------------------------------------
-
-COMPUTE = """\
-# marsopt: {title}
-import triton
-import triton.language as tl
-
-
-@triton.jit
-def compute({inputs}):
-{lines}
-"""
-# one binary for every number of parts, wherever its tables lie
-JIT = """
-
-@triton.jit(
-    do_not_specialize=["num_parts"],
-    do_not_specialize_on_alignment={pointers},
-)
-"""
-POINTERS = ["addresses", "sizes", "positions", "parts", "blocks"]
-UPDATE = (
-    JIT.format(pointers=[*POINTERS, "okays", "scalars"])
-    + """\
-def {name}(
-    addresses, sizes, positions, parts, blocks, okays, scalars, num_parts,
-    BLOCK: tl.constexpr,
-):
-    program = tl.program_id(0)
-    part = tl.load(parts + program)
-    if tl.load(okays + part):
-{block}
-"""
-)
-SUMS = (
-    JIT.format(pointers=[*POINTERS, "partials"])
-    + """\
-def {name}(
-    addresses, sizes, positions, parts, blocks, partials, num_parts,
-    BLOCK: tl.constexpr,
-):
-    program = tl.program_id(0)
-    part = tl.load(parts + program)
-{block}
-"""
-)
-TOTALS = """
-
-@triton.jit(do_not_specialize_on_alignment=["partials", "firsts", "totals"])
-def {name}_totals(partials, firsts, totals, CHUNK: tl.constexpr):
-    part = tl.program_id(0)
-    block = tl.load(firsts + part)
-    end = tl.load(firsts + part + 1)
-    lanes = tl.arange(0, CHUNK)
-{zeros}
-    while block < end:
-        mask = block + lanes < end
-{additions}
-        block += CHUNK
-{stores}
-"""
-BLOCK_HEAD = """\
-start = tl.load(blocks + program).to(tl.int64) * BLOCK
-size = tl.minimum(tl.load(sizes + part) - start, BLOCK).to(tl.int32)
-lanes = tl.arange(0, BLOCK)
-"""
-# elements lie in runs; most blocks lie inside of one and need no division for each
-POSITION = """\
-base = tl.load(positions + part)
-run = tl.load(positions + num_parts + part)
-stride = tl.load(positions + 2 * num_parts + part)
-column = start % run
-position = base + start // run * stride + column + lanes
-if column + BLOCK > run:
-    index = start + lanes
-    position = base + index // run * stride + index % run
-"""
-
-
-def _name(title: str) -> str:
-    return re.sub(r"\W+", "_", title)
-
-
-def _reads(operands: Operands, traced: Body) -> tuple[str, ...]:
-    return tuple(name for name in operands if name in traced.used)
-
-
-def _compute(title: str, traced: Body, values: Sequence[str]) -> str:
-    """Return the function of elements, which the kernel calls."""
-    lines = [*traced.lines, f"return {', '.join(values)}"]
-    body = indent("\n".join(lines), 4 * " ")
-    return COMPUTE.format(title=title, inputs=", ".join(traced.used), lines=body)
-
-
-def _block(
-    operands: Operands,
-    traced: Body,
-    rows: Sequence[str],
-    results: Sequence[str],
-    stores: tuple[Sequence[str], Sequence[str]],
-) -> str:
-    """Return the work of a program on its block.
-
-    Args:
-        operands: of the address table.
-        traced: the function of elements.
-        rows: lines that load its other inputs.
-        results: names of its results.
-        stores: lines that store these, of an aligned and of a masked block.
-    """
-    wide_stores, masked_stores = stores
-    reads = _reads(operands, traced)
-    accessed = {
-        name: dtype
-        for name, dtype in operands.items()
-        if name in reads or f"new_{name}" in results
-    }
-    head = [
-        f"{name}_address = tl.load(addresses + {row} * num_parts + part)"
-        for row, name in enumerate(operands)
-        if name in accessed
-    ]
-    conditions = ["(size == BLOCK)"]
-    bits = " | ".join(f"{name}_address" for name in accessed)
-    conditions.append(f"((({bits}) % {ALIGNMENT}) == 0)")
-    conditions += [f"({name}_address != 0)" for name in accessed]
-    wide, masked = [], []
-    for name, dtype in accessed.items():
-        address, pointer = f"{name}_address", f".to(tl.pointer_type({DTYPES[dtype]}))"
-        wide.append(f"{name} = tl.multiple_of({address}, {ALIGNMENT}){pointer}")
-        hint = f"tl.multiple_of({name} + start + lanes, {ALIGNMENT})"
-        wide.append(f"{name} = tl.max_contiguous({hint}, {ALIGNMENT})")
-        masked.append(f"{name} = {address}{pointer} + start + lanes")
-        masked.append(f"has_{name} = (lanes < size) & ({address} != 0)")
-    call = f"{', '.join(results)} = compute({{}})"
-    others = [name for name in traced.used if name not in reads]
-    loads = [f"tl.load({name})" for name in reads]
-    wide.append(call.format(", ".join([*loads, *others])))
-    loads = [f"tl.load({name}, mask=has_{name}, other=0)" for name in reads]
-    masked.append(call.format(", ".join([*loads, *others])))
-    tail = [f"if {' & '.join(conditions)}:"]
-    tail += [f"    {line}" for line in (*wide, *wide_stores)]
-    tail += ["else:"]
-    tail += [f"    {line}" for line in (*masked, *masked_stores)]
-    return "\n".join([*BLOCK_HEAD.splitlines(), *head, *rows, *tail])
-
-
-def _totals(name: str, num_terms: int) -> str:
-    """Return the kernel that adds the sums of blocks."""
-    terms = range(num_terms)
-    load = "tl.load(partials + {num} * (block + lanes) + {i}, mask=mask, other=0.0)"
-    zeros = [f"sum{i} = tl.zeros((CHUNK,), tl.float64)" for i in terms]
-    additions = [f"sum{i} += {load.format(num=num_terms, i=i)}" for i in terms]
-    stores = [
-        f"tl.store(totals + {num_terms} * part + {i}, tl.sum(sum{i}))" for i in terms
-    ]
-    return TOTALS.format(
-        name=name,
-        zeros=indent("\n".join(zeros), 4 * " "),
-        additions=indent("\n".join(additions), 8 * " "),
-        stores=indent("\n".join(stores), 4 * " "),
-    )
+    call = f"{', '.join(f'term{i}' for i in range(num_terms))} = {{call}}"
+    store = f"tl.store(partials + {num_terms} * program + {{i}}, tl.sum({{sum}}))"
+    wide, zeros, masked, stores = [call], [], [call], []
+    for i, value in enumerate(values):
+        wide.append(store.format(i=i, sum=f"term{i}"))
+        zeros.append(f"sum{i} = tl.zeros((STEP,), {DTYPES[value.dtype]})")
+        masked.append(f"sum{i} += tl.where(lanes < size, term{i}, 0.0)")
+        stores.append(store.format(i=i, sum=f"sum{i}"))
+    lines = [*block.head(), *block.branches(wide, masked, zeros, stores)]
+    source = compute_source(title, traced, [value.text for value in values])
+    source += SUMS.format(name=name, lines=indented(lines, 4))
+    source += totals_source(name, num_terms)
+    return Printed(name, source, dict(operands), block.reads, num_terms=num_terms)
