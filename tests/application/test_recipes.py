@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers "fake")
 
 import configs
-from marsopt import REGISTRY
 from tests.trainers import losses, train_all
 from train import prepare
 from train.engine.resolve import resolve
@@ -82,7 +81,7 @@ tiny_adamw           adamw         4e-3    4e-3    4e-3    4e-4     .1   0    0 
 tiny_nadamw          nadamw        6e-3    6e-3    6e-3    6e-4     .01  0    0    .9  .99
 tiny_lion            lion          1e-3    1e-3    1e-3    1e-4     .3   0    0    .9  .99
 tiny_muon            muon          2e-2    2e-2    3e-3    2e-3     0    0    .1   .95 .99
-tiny_moonlight       moonlight     6e-3    6e-3    6e-3    6e-4     .1   .1   .1   .95 .99
+tiny_moonlight       moonlight     1.2e-2  1.2e-2  1.2e-2  1.2e-3   .1   .1   .1   .95 .99
 tiny_mars_adamw      mars-adamw    6e-3    6e-3    3e-3    6e-4     .01  0    .1   .95 .99
 tiny_mars_adamw_gamma0 mars-adamw  6e-3    6e-3    3e-3    6e-4     .01  0    .1   .95 .99
 tiny_mars_adamw_exact mars-adamw   6e-3    6e-3    3e-3    6e-4     .01  0    .1   .95 .99
@@ -145,16 +144,9 @@ def effective(mars, model) -> dict:
             kind = "vector" if p.ndim == 1 else "matrix"
             if name.startswith(("wte", "wpe")):
                 kind = "embedding"
-            rule, peak = group["mars_type"], group["initial_lr"]
-            wd, betas = group["weight_decay"], group["betas"]
-            if kind == "vector":  # numbers of its own where they are not None
-                betas = group["betas_1d"] or betas
-                if group["lr_1d"] is not None:
-                    peak *= group["lr_1d"] / group["base_lr"]
-                if group["weight_decay_1d"] is not None:
-                    wd = group["weight_decay_1d"]
-                rule = rule if REGISTRY[rule].fallback == "itself" else "adamw"
-            found.setdefault(kind, set()).add((rule, peak, wd, betas))
+            peak = group["initial_lr"] * group["lr_ratio"]
+            mover = group["mars_type"], peak, group["weight_decay"], group["betas"]
+            found.setdefault(kind, set()).add(mover)
     assert all(len(values) == 1 for values in found.values()), found
     return {kind: values.pop() for kind, values in found.items()}
 

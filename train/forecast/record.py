@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from marsopt.optim.protocols.table import protocol_of
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
