@@ -4,7 +4,6 @@ functional, compiled, sharded.
 
 from typing import TYPE_CHECKING
 
-from marsopt import interrupts as _interrupts  # noqa: F401  before torch
 from marsopt import testing as testing
 from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.named import mars, rule

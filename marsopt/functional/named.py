@@ -92,8 +92,8 @@ def mars(**options: Any) -> Rule:
         AdamW          betas, eps, weight_decay, cautious_weight_decay, amsgrad,
                        epsilon_hat, nesterov, log_time
         Orthogonal     adjust_lr_fn
-        NewtonSchulz   ns_steps, ns_coefficients, ns_dtype, ns_eps, ns_gram (the fields
-                       ``steps`` and so on)
+        NewtonSchulz   ns_steps, ns_coefficients, ns_dtype, ns_eps (the fields ``steps``
+                       and so on)
         SOAP           shampoo_beta, sides, precondition_frequency, max_dim, stagger,
                        orthogonalize
 

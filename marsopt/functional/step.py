@@ -36,8 +36,6 @@ from marsopt.rules.preconditioner import MatrixCost, MatrixInput
 if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
     from jaxtyping import Bool, Float
 
-# a buffer of stacks whose step is measured: its sums of squares, (L, 2)
-SQUARES = "squares of the step"
 ROW = 256  # elements; of shorter rows, as of a convolution, several are one
 
 
@@ -170,7 +168,6 @@ def assess(
     max_norm: Number | None,
     collectives: Collectives,
     live: Tensor | None = None,
-    digest: str | None = None,
     run: Run = PURE,
 ) -> tuple[Tensor, Decision]:
     """Measure all gradients and decide about the step.
@@ -183,7 +180,6 @@ def assess(
         max_norm: threshold of the global gradient norm; None = off.
         collectives: they sum over shards.
         live: (N,) bool, False for parts without a gradient here; None = all have one.
-        digest: a text that has to be the same on all ranks; else the step is void.
         run: the runner of the parts.
 
     Returns:
@@ -198,7 +194,7 @@ def assess(
         of_stack = stack_members.leaves
         leaves += repeated(of_stack, part.shape[0] // len(of_stack))
     partial = statistics(inner_products, live)
-    sums = run.run_collective("exchange", collectives.sum, partial, leaves, digest)
+    sums = run.run_collective("exchange", collectives.sum, partial, leaves)
     return sums, run.call(decide, hypers, sums, max_norm)
 
 
@@ -588,22 +584,7 @@ def rounded(stack: Stack, symbol: str, value: Tensor, key: Tensor | None) -> Ten
 def write_params(stack: Stack, new: Tensor, s: StepScalars) -> Stack:
     """Return ``stack`` with the parameters ``new``."""
     x = torch.where(s.ok, new.to(stack.x.dtype), stack.x)
-    if SQUARES in stack.buffers:
-        buffers = {**stack.buffers, SQUARES: squares(x, stack.x)}
-        stack = stack._replace(buffers=buffers)
     return stack._replace(x=x)
-
-
-def squares(x: Tensor, old: Tensor) -> Tensor:
-    """Return the sums of squares of a step and of the parameters before it, (L, 2),
-    partial over shards: from values that the step has at hand.
-    """
-    before = working(old)
-    step = working(x) - before
-    dims = row_dims(before.shape, 1)
-    sums = [v.sum(dims) if dims else v for v in (step * step, before * before)]
-    stacked_sums = torch.stack(sums, 1)
-    return stacked_sums.flatten(2).sum(2) if stacked_sums.ndim > 2 else stacked_sums
 
 
 def apply(

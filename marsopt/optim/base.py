@@ -13,12 +13,6 @@ from torch.optim import Optimizer
 from marsopt.functional.collectives import LOCAL, OwnerBuffer
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.functional.step_types import scalar_dtype
-from marsopt.optim.advice import (
-    advise_on_groups,
-    advise_on_loaded,
-    unknown_keys,
-    warn_of_two_rates,
-)
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.compiled import InPlace, once, resolve_compile
 from marsopt.optim.device_values import DeviceHyperparameters
@@ -26,10 +20,11 @@ from marsopt.optim.exact import NextGradients
 from marsopt.optim.foreign import from_other_library
 from marsopt.optim.groups import (
     check_group,
+    check_keys,
     check_no_module,
     check_once,
     check_parameters,
-    config_fingerprint,
+    configuration,
     device_of,
     fill_defaults,
     labels,
@@ -37,18 +32,14 @@ from marsopt.optim.groups import (
     validate_group,
 )
 from marsopt.optim.layout import Layout
-from marsopt.optim.loading import check_is_mapping, has_other_names
 from marsopt.optim.state_dict import (
-    STAGE_COUNT,
     check_entries,
     check_ids,
-    check_is_apart,
     in_order_of_names,
     to_restore,
     under_loaded,
 )
 from marsopt.optim.statistics import LastStep
-from marsopt.optim.watch import Writes
 from marsopt.rules import checks
 from marsopt.rules.registry import correction_named
 
@@ -66,7 +57,6 @@ class Description(NamedTuple):
     # skipped and, if there is one, the threshold of the global norm
     scalars: list[Tensor]
     num_kept_bytes: int  # of the next batch's gradients, beside ``optimizer.state``
-    is_torn: bool  # whether an exception has broken off a step
 
 
 class LayoutOptimizer(Optimizer):
@@ -90,19 +80,17 @@ class LayoutOptimizer(Optimizer):
         self._grad_norm: Tensor | None = None
         self._last: LastStep | None = None
         self._skipped = torch.zeros((), dtype=torch.int64)
-        self._start_watching()
+        self._start_protocol()
         self._agreed = False  # whether all ranks were found to hold the same options
         check_no_module(params)
         super().__init__(params, defaults)
-        self._advise_on(self.param_groups)
         self._place()
         self._build()
 
-    def _start_watching(self) -> None:
+    def _start_protocol(self) -> None:
         correction = correction_named(self._options["correction"])
         self._next_grads = NextGradients(is_used=correction.h_from == "caller")
-        self._say, self._writes = once(), Writes()
-        self._num_keys: list[int] = []  # of each group, when its keys were looked at
+        self._say = once()
 
     # ---- construction --------------------------------------------------------------
 
@@ -115,10 +103,11 @@ class LayoutOptimizer(Optimizer):
             TypeError, ValueError: as the constructor; then nothing was added.
         """
         check_once(self.param_groups, param_group)
-        groups, order, defaulted = [param_group], list[int](), set[str]()
+        groups, order = [param_group], list[int]()
         if isinstance(param_group, dict):  # torch.optim refuses all else
             given = dict(param_group)
-            defaulted = fill_defaults(given, self._options, self.defaults)
+            check_keys(given, self.defaults, self._options)
+            fill_defaults(given, self._options, self.defaults)
             groups, order = split_group(given)
             if len(groups) == 1:  # as torch.optim has it, the given dict
                 param_group.clear()
@@ -135,26 +124,9 @@ class LayoutOptimizer(Optimizer):
             del self.param_groups[num_before:]
             raise
         self._given.append([num_params + position for position in order])
-        if "lr_1d" in defaulted:
-            warn_of_two_rates(groups)
         if self._layout is not None:  # else the constructor is still adding groups
-            self._advise_on(groups)
             self._build()
             self._agreed = False
-
-    def _advise_on(self, new: Sequence[Mapping[str, Any]]) -> None:
-        groups, options = self.param_groups, self._options
-        advise_on_groups(new, groups, options, self._ours, self._say)
-
-    def _advise_on_written_keys(self) -> None:
-        """Log advice on keys that were written into groups between steps."""
-        num_keys = [*map(len, self.param_groups)]
-        if num_keys == self._num_keys:  # a warm step looks no further
-            return
-        self._num_keys = num_keys
-        for group in self.param_groups:
-            for message in unknown_keys(group, self._ours):
-                self._say(logging.WARNING, message)
 
     def _forget_layouts(self) -> None:
         self._layout: Layout | None = None
@@ -217,26 +189,17 @@ class LayoutOptimizer(Optimizer):
             self._layout,
         )
 
-    def _fitting(self, what: str) -> Layout:
+    def _fitting(self) -> Layout:
         """The layout, rebuilt where groups, parameters or state have changed since it
-        was bound; for ``what``, which is going to write. All ranks call it.
+        was bound. All ranks call it.
         """
-        self._writes.check(what)
-        self._writes.check_may_write(what)
         if not self._agreed:  # once: later changes need not come everywhere
-            fingerprint = config_fingerprint(self.param_groups, self._options)
-            params = labels(self.param_groups)
-            self._present.collectives.agree(fingerprint, params)
+            values = configuration(self.param_groups, self._options)
+            self._present.collectives.agree(values, labels(self.param_groups))
             self._agreed = True
-        self._advise_on_written_keys()
         if not self._present.fits(self.param_groups, self.state):
             self._build()
         return self._present
-
-    @property
-    def _ours(self) -> set[str]:
-        """What MARS keeps in groups beside hyperparameters."""
-        return {*self.defaults, STAGE_COUNT}
 
     @property
     def max_norm(self) -> float | None:
@@ -270,7 +233,6 @@ class LayoutOptimizer(Optimizer):
             calls=self._run.calls,
             scalars=[s for s in (self._skipped, self._max_norm) if s is not None],
             num_kept_bytes=self._next_grads.num_bytes,
-            is_torn=self._writes.are_torn,
         )
 
     def __repr__(self) -> str:
@@ -292,12 +254,7 @@ class LayoutOptimizer(Optimizer):
     # ---- state ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's: hyperparameters of the groups, and state by parameter.
-
-        Raises:
-            RuntimeError: an exception has broken off a step.
-        """
-        self._writes.check("state_dict()")
+        """As torch.optim's: hyperparameters of the groups, and state by parameter."""
         self._next_grads.check_may_save()
         if not self._present.covers(self.param_groups):
             self._build()
@@ -315,13 +272,6 @@ class LayoutOptimizer(Optimizer):
         for group in saved["param_groups"]:
             group |= {n: known[n].plain(v) for n, v in group.items() if n in known}
         ids, collectives = self._ids(), self._present.collectives
-        for p, keys in self._present.cut_entries(self.state):
-            pieces = [self.state[p][key] for key in keys]
-            wholes = collectives.gather_state(pieces, [p] * len(keys))
-            for key, piece, whole in zip(keys, pieces, wholes, strict=True):
-                if whole is not piece:
-                    entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
-                    entry[key] = whole.cpu()  # a device need not have room for all
         owned = self._present.owned_entries()
         buffers = [
             OwnerBuffer(self.state[p][key], p, sizes, owns)
@@ -361,28 +311,18 @@ class LayoutOptimizer(Optimizer):
         parameters (``param_names``), else by position, as in torch.optim. A parameter
         without an entry restarts. Hyperparameters come from ``state_dict`` too, as in
         torch.optim; a value that its groups lack stays as it is. A caller's own entries
-        in the state are loaded as torch.optim loads them. After a step that an
-        exception has broken off, this is the way back, if the model's parameters are
-        loaded too.
+        in the state are loaded as torch.optim loads them.
 
         Raises:
             ValueError: other groups or shapes, an unknown library, a hyperparameter out
                 of its range, state that the loaded hyperparameters need and
                 ``state_dict`` lacks, or a value that no step leaves there: NaN,
-                infinity, a negative square, a step that is no count, a list, a sparse
-                or integer tensor (parameter and key are named). Nothing has changed
-                then.
+                infinity, a negative second moment, a tensor that is not floating point
+                (the parameter is named). Nothing has changed then.
         """
-        if not isinstance(state_dict, list):
-            check_is_mapping(state_dict)
         before = self.param_groups, self.state
-        counts = [
-            (entry["step"], entry["step"].clone())
-            for entry in before[1].values()
-            if isinstance(entry.get("step"), Tensor)
-        ]
         given = cast(dict[str, Any], state_dict)  # torch.optim only copies it
-        self._loading, torn = given, self._writes.are_torn
+        self._loading = given
 
         def remember(_: Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
             # a caller's hooks may have replaced it
@@ -398,22 +338,12 @@ class LayoutOptimizer(Optimizer):
         try:
             super().load_state_dict(given)  # comes by __setstate__
         except BaseException:
-            if self._loading is None:  # all was written before a caller's hook failed
-                self._writes.are_torn = True
-                raise
-            self.param_groups, self.state = before
-            with torch.no_grad():
-                for present, value in counts:
-                    present.copy_(value)
+            if self._loading is not None:  # else a caller's hook fails after the load
+                self.param_groups, self.state = before
             raise
         finally:
             handle.remove()
             self._loading = None
-        if torn:
-            log.warning(
-                "marsopt: an exception had broken off the step before this state was "
-                "loaded: load the model's parameters of the same checkpoint too"
-            )
 
     def _restore(self, saved: dict[str, Any], cast: dict[str, Any]) -> None:
         """Take over ``saved``; torch.optim has made ``cast`` of it, in which state has
@@ -437,27 +367,21 @@ class LayoutOptimizer(Optimizer):
                     "expected one of MARS, or of torch.optim's AdamW: load only the "
                     "model"
                 ) from error
-        advise_on_loaded(before, self.param_groups, self._ours, self._say)
         self.state = under_loaded(self.state, cast["state"])
         layout = self._new_layout()
         layout.bind()
         labelled = labels(self.param_groups)
-        if self._writes.are_torn:
-            check_is_apart(self.state, saved)
         ids = dict(zip(self._ids(), check_ids(labelled, saved), strict=True))
         saved = self._claimed(saved, ids, layout)
-        pairs, report = to_restore(
+        pairs = to_restore(
             self.state, labelled, saved, layout.params, layout.collectives
         )
-        report.is_by_position = has_other_names(self.param_groups, saved)
-        with self._writes:
-            for tensor, value in pairs:  # the authors' step is an int
-                is_tensor = isinstance(value, Tensor)
-                tensor.copy_(value) if is_tensor else tensor.fill_(value)
-            self._next_grads.restart(is_fresh=True)
-            self._build(layout)
+        for tensor, value in pairs:  # the authors' step is an int
+            is_tensor = isinstance(value, Tensor)
+            tensor.copy_(value) if is_tensor else tensor.fill_(value)
+        self._next_grads.restart(is_fresh=True)
+        self._build(layout)
         self._loading = None
-        report.write()
 
     def _claimed(
         self, saved: dict[str, Any], ids: Mapping[Tensor, Any], layout: Layout
@@ -465,13 +389,7 @@ class LayoutOptimizer(Optimizer):
         """Return ``saved``, which knows parameters by ``ids``, with those parts of it
         that live here.
         """
-        entries, piece = dict(saved["state"]), layout.collectives.local_state
-        by_parameter = {p: entries[i] for p, i in ids.items() if i in entries}
-        for p, keys in layout.cut_entries(by_parameter):
-            if keys:
-                entry = by_parameter[p]
-                pieces = {key: piece(entry[key], p) for key in keys}
-                entries[ids[p]] = {**entry, **pieces}
+        entries = dict(saved["state"])
         for p, key, owns, sizes in layout.owned_entries():
             entry = dict(entries.get(ids[p], {}))
             if key in entry:
@@ -480,7 +398,6 @@ class LayoutOptimizer(Optimizer):
         return {**saved, "state": entries}
 
     def __getstate__(self) -> dict[str, Any]:
-        self._writes.check("a copy or pickle")
         self._next_grads.check_may_save()
         names = ("_options", "_given", "_compile", "_skipped")
         kept = {key: getattr(self, key) for key in names}
@@ -499,6 +416,6 @@ class LayoutOptimizer(Optimizer):
             self._grad_norm = self._last = None
             self._agreed = False
             is_fresh = self.__dict__.pop("_is_fresh")
-            self._start_watching()
+            self._start_protocol()
             self._next_grads.restart(is_fresh)
             self._build()

@@ -106,12 +106,6 @@ class DeviceHyperparameters:
         self._seen = latest
         return True
 
-    def digest_text(self, group: Mapping[str, Any]) -> str:
-        """Return the values that have to be equal on all ranks, but for tensors."""
-        numbers = {k: v for k, v in self._seen.items() if not _holds_tensor(v)}
-        values = {**structure(group, self._options), **numbers}
-        return repr({name: _as_floats(value) for name, value in values.items()})
-
     def _plain(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a group's numbers as Python and torch write them."""
         numbers = {name: group.get(name) for name in self._numbers}
@@ -119,14 +113,6 @@ class DeviceHyperparameters:
             if type(value) is not float and value is not self._seen.get(name):
                 numbers[name] = self._numbers[name].plain(value)
         return numbers
-
-
-def _as_floats(value: Any) -> Any:
-    """Return equal numbers as one type, for their text to be equal."""
-    if isinstance(value, tuple):
-        return tuple(map(_as_floats, value))
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number else value
 
 
 def _holds_tensor(value: Any) -> bool:

@@ -58,7 +58,7 @@ def for_model(
     after parameters are frozen.
 
     Args:
-        model: on one device, or sharded by FSDP2.
+        model: on one device, in DistributedDataParallel, or sharded by FSDP2.
         mars_type: a name in ``marsopt.REGISTRY``: the rule of hidden matrices.
         lr: learning rate of hidden matrices; None = by the number of trained
             parameters, for "moonlight" and "mars-m" trained from scratch: 1.7e-2 at

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from marsopt.functional.routing import algorithm_of
 from marsopt.optim.groups import Part, labels, parts_of
-from marsopt.optim.loading import SOURCE, check_form, check_groups, check_is_mapping
+from marsopt.optim.loading import SOURCE, check_is_of_optimizer, check_kind
 from marsopt.optim.roles import plain_name
 from marsopt.optim.state_dict import in_order_of_names
 from marsopt.rules.algorithm import Algorithm
@@ -290,7 +290,7 @@ def _present_values(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _divided(part: Part, own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a part of an undivided group. The authors' class
-    has some of those of AdamW beside its rule in no group: they stay as they are.
+    has some values of AdamW beside its rule in no group: they stay as they are.
     """
     values = {"lr_ratio": 1.0, **part.values}
     if part.values["mars_type"] != own["mars_type"] and not own.get("optimize_1d"):
@@ -303,10 +303,11 @@ def _divided(part: Part, own: Mapping[str, Any]) -> dict[str, Any]:
 # ---- state dicts of all forms --------------------------------------------------------
 
 
-def _is_flat(saved: Mapping[str, Any]) -> bool:
+def _is_flat(saved: Any) -> bool:
+    if not isinstance(saved, Mapping) or not saved:
+        return False
     prefixes = "state.", "param_groups."
-    are_paths = (isinstance(key, str) and key.startswith(prefixes) for key in saved)
-    return bool(saved) and all(are_paths)
+    return all(isinstance(key, str) and key.startswith(prefixes) for key in saved)
 
 
 def _is_foreign(saved: Any) -> bool:
@@ -327,7 +328,6 @@ def _records(saved: Any) -> Iterator[Record]:
     Raises:
         ValueError: it is none.
     """
-    check_is_mapping(saved)
     if _is_flat(saved):
         nested: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
         for path, value in saved.items():
@@ -337,15 +337,7 @@ def _records(saved: Any) -> Iterator[Record]:
         for name, group in nested["param_groups"].items():
             yield _record(name, group, nested["state"].get(name, {}))
         return
-    if not isinstance(saved.get("state"), Mapping) or not isinstance(
-        saved.get("param_groups"), Sequence
-    ):
-        raise ValueError(
-            f"got a state dict of {sorted(map(str, saved))[:3]} in a list, expected "
-            "those that optimizers saved, with 'param_groups' and 'state': load the "
-            "model's into the model"
-        )
-    check_groups(saved["param_groups"])
+    check_is_of_optimizer(saved)
     for group in saved["param_groups"]:
         names = group.get("param_names", [None] * len(group["params"]))
         for i, name in zip(group["params"], names, strict=True):
@@ -474,7 +466,7 @@ def _converted(
         if key not in record.entry:
             continue
         value = record.entry[key]
-        check_form(value, key, leaf.label)
+        check_kind(value, key, leaf.label)
         if symbol not in leaf.algorithm.preconditioner.buffers:
             done[f"left out {key}"] = None
             continue
@@ -491,7 +483,7 @@ def _converted(
     values = {**record.group, **record.entry}
     count = next((key for key in COUNTS if key in values), None)
     if count is not None:
-        check_form(values[count], "step", leaf.label)
+        check_kind(values[count], "step", leaf.label)
         done[count if count == "step" else f"{count} as step"] = None
         yield "step", values[count]
     elif debiased := [b.key for b in buffers.values() if b.is_debiased]:

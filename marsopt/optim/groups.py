@@ -29,7 +29,9 @@ from marsopt.rules.hyperparameters import (
     Hyperparameter,
     Table,
     arguments,
+    check_names,
     check_values,
+    resembled,
     static,
     table,
 )
@@ -39,7 +41,7 @@ from marsopt.rules.registry import FOLLOWED, correction_named, named, resolve
 # Every group has the authors' structure as keys, at its defaults too. Other structure
 # is a key only where it differs from its default.
 AUTHORS_STRUCTURE = frozenset({"mars_type", "amsgrad", "epsilon_hat"})
-# What a group may say when it is added, and does not keep: ``split_group`` reads it.
+# The keys that a group may give when it is added, and does not keep (``split_group``).
 OF_REST = frozenset(table(Rest))
 
 
@@ -75,22 +77,27 @@ def device_of(groups: Sequence[Mapping[str, Any]], state: State) -> torch.device
     return next((p.device for p in params if moves(p, state)), None)
 
 
-def config_fingerprint(
+def configuration(
     groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-) -> str:
-    """Return a text of the configuration that all ranks share: without parameters, lr,
-    and tensors, whose text has the number of a rank's GPU.
+) -> dict[str, str]:
+    """Return what all ranks share, by its name in errors: forms of parameters, and
+    values of groups and options; of tensors none, which would sync.
     """
-    apart = ("params", "lr", "collectives")
-    compared = [
-        {k: v for k, v in values.items() if k not in apart}
-        for values in (*groups, options)
-    ]
+    apart = ("params", "param_names", "collectives")
+    forms = {name: f"{tuple(p.shape)} {p.dtype}" for p, name in labels(groups)}
+    named = {
+        f"{key} of group {i}": value
+        for i, group in enumerate(groups)
+        for key, value in group.items()
+        if key not in apart
+    }
+    named |= {key: value for key, value in options.items() if key not in apart}
 
     def text(value: object) -> str:
         return "tensor" if isinstance(value, Tensor) else checks.shown(value)
 
-    return repr(pytree.tree_map(text, compared))
+    texts = {key: pytree.tree_map(text, value) for key, value in named.items()}
+    return forms | {key: str(value).replace("'", "") for key, value in texts.items()}
 
 
 def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
@@ -126,6 +133,24 @@ def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
                 "weights too"
             )
         first[id(p)] = what
+
+
+def check_keys(
+    group: Mapping[str, Any], defaults: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    """Check that a new group has no misspelt hyperparameter. Keys that resemble none
+    are other tools', and stay as in torch.optim.
+
+    Raises:
+        TypeError: a key resembles a hyperparameter, and by which name it is one.
+    """
+    known = {*defaults, *options, *all_hyperparameters()}
+    strange = {
+        key: value
+        for key, value in group.items()
+        if isinstance(key, str) and key not in known and resembled(key, known)
+    }
+    check_names(strange, known, "marsopt.MARS")
 
 
 def check_no_module(value: Any) -> None:
@@ -216,7 +241,7 @@ def _is_key(line: Hyperparameter) -> bool:
 
 def fill_defaults(
     group: dict[str, Any], options: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> set[str]:
+) -> None:
     """Fill in the hyperparameters that a new param group lacks: the constructor's
     value, else the rule's default. The group's lr, betas or weight_decay holds for
     everything in it, unless it gives the value that ends in ``_1d`` too.
@@ -226,9 +251,6 @@ def fill_defaults(
         options: of the whole optimizer; what groups inherit from the constructor is
             among them, with its "mars_type".
         defaults: the optimizer's, of that type: the rule's own but for arguments.
-
-    Returns:
-        The names of the values that are the rule's own defaults.
 
     Raises:
         ValueError: an unknown ``mars_type``.
@@ -249,7 +271,6 @@ def fill_defaults(
     # in one order everywhere
     filled = [name for name in missing if name in known and name not in group]
     group.update({name: missing[name] for name in filled})
-    return {name for name in filled if name not in inherited and name not in following}
 
 
 class Part(NamedTuple):
@@ -285,7 +306,7 @@ def parts_of(values: Mapping[str, Any], shapes: Sequence[torch.Size]) -> list[Pa
 
 def split_group(group: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the param groups that a given group becomes, one for each algorithm; and
-    of each of its tensors, the position among those of all of them.
+    of each of its tensors, the position in the list of all their tensors.
 
     Args:
         group: the given one, with all hyperparameters.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import attrgetter, is_, itemgetter
@@ -12,11 +11,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from marsopt.functional.binding import entries_at_owner, owned_leaves
+from marsopt.functional.binding import entries_at_owner
 from marsopt.functional.collectives import (
     LOCAL,
     Collectives,
-    MatrixParam,
     Owned,
     OwnerBuffer,
 )
@@ -32,7 +30,7 @@ from marsopt.optim.buckets import (
 from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.groups import labels, moves, structure
 from marsopt.optim.portions import portions
-from marsopt.optim.state_dict import STAGE_COUNT, State, cut_keys
+from marsopt.optim.state_dict import STAGE_COUNT, State
 from marsopt.rules import checks
 from marsopt.rules.dtypes import working
 
@@ -100,17 +98,12 @@ class Layout:
             self._hyper.append((group, present))
             moving = buckets.moving_group(group, present, state)
             moving_groups += [moving] if moving.params else []
-        self.collectives = self._bound(moving_groups)
-        self._recut = self._recut_state()
-        # as it will be, of parameters of which other pieces move here from now on
-        pieces = {p: {**state[p], **recut} for p, recut in self._recut.items()}
-        coming: State = ChainMap(pieces, state) if pieces else state
-
+        self.collectives: Collectives = options["collectives"]
         names = dict(labels(groups))
         for moving in moving_groups:
             for p in moving.params:
                 buckets.check_state(
-                    p, names[p], moving.algorithm, coming, self.collectives
+                    p, names[p], moving.algorithm, state, self.collectives
                 )
         self._together = [
             (together, *buckets.build(together, names, self.collectives))
@@ -124,7 +117,6 @@ class Layout:
         self._idle = [p for p in self._every if p not in with_bucket]
         self.groups: list[BucketGroup] = []
         self._results = Copies()  # of this step, out of stacks
-        self._digest: str | None = None  # the groups' hyperparameters
         self._is_stale = False  # whether a gather was broken off
         self._live: dict[tuple[bool, ...], Tensor] = {}
 
@@ -132,18 +124,7 @@ class Layout:
     def bind(self) -> None:
         """Give every bucket its state; allocate missing buffers."""
         state, before = self._state, self._before
-        for p, recut in self._recut.items():
-            state[p].update(recut)
         self._before = None
-        self.groups = [
-            buckets.join(moving_groups, moving, several, state)
-            for moving_groups, moving, several in self._together
-        ]
-        for group in self.groups:
-            # there from the start, to be loaded into
-            if group.hyper.algorithm.has_stages:
-                for param_group in group.groups:
-                    param_group.setdefault(STAGE_COUNT, 0)
         for bucket in self.buckets:
             buckets.attach(bucket, state)
         ways: dict[Hashable, list[ParameterBucket]] = {}
@@ -157,50 +138,17 @@ class Layout:
         for together in ways.values():
             parts = None if before is None else before.parts_at_owners
             buckets.attach_owned(together, state, parts)
+        self.groups = [  # last, for it holds the counts of all that has restarted
+            buckets.join(moving_groups, moving, several, state)
+            for moving_groups, moving, several in self._together
+        ]
+        for group in self.groups:
+            # there from the start, to be loaded into
+            if group.hyper.algorithm.has_stages:
+                for param_group in group.groups:
+                    param_group.setdefault(STAGE_COUNT, 0)
         _drop_unstepped(state, self._every)
         self._signature = self._sign(self.param_groups)
-
-    def _bound(self, moving_groups: Sequence[MovingGroup]) -> Collectives:
-        """Return what carries the parameters of all groups: matrices of moving ones
-        whole, where a rule needs that.
-        """
-        leaves: list[MatrixParam] = []
-        for moving in moving_groups:
-            if moving.algorithm.matrix_only:
-                leaves += owned_leaves(moving.algorithm, moving.params)
-        whole = {leaf.tensor for leaf in leaves}
-        others = [p for p in self._every if p not in whole]
-        collectives: Collectives = self.options["collectives"]
-        return collectives.plan_for(leaves, others)
-
-    def _recut_state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """Return the new pieces of state, by parameter, where other pieces of the
-        parameter move here than in the layout before. A collective.
-        """
-        if self._before is None:
-            return {}
-        old, new, recut = self._before.collectives, self.collectives, {}
-        for p, keys in self.cut_entries(self._state):
-            if keys and old.placement(p) != new.placement(p):
-                pieces = [self._state[p][key] for key in keys]
-                wholes = old.gather_state(pieces, [p] * len(keys))
-                recut[p] = {
-                    key: new.local_state(whole, p).clone()
-                    for key, whole in zip(keys, wholes, strict=True)
-                }
-        return recut
-
-    def cut_entries(
-        self, state: Mapping[Tensor, Mapping[str, Any]]
-    ) -> list[tuple[Tensor, list[str]]]:
-        """Return every parameter with the keys of what ``state`` keeps in pieces where
-        it is updated in pieces.
-        """
-        return [
-            (p, cut_keys(state.get(p, {})))
-            for group in self.param_groups
-            for p in group["params"]
-        ]
 
     def owned_entries(self) -> list[tuple[Tensor, str, Owned, tuple[int, ...]]]:
         """Return (parameter, key in its state, what of its matrices has its owner here,
@@ -280,11 +228,9 @@ class Layout:
         params = [p for group in groups for p in group["params"]]
         entries = map(self._state.__getitem__, self.params)
         held = [x for kept, e in zip(self._kept, entries, strict=True) for x in kept(e)]
-        tensors, whole = [*self.params, *held], list[int]()
+        tensors = [*self.params, *held]
         fake = bool(self.params) and is_fake(self.params[0])  # it has no address
         if self.collectives is not LOCAL:
-            # a rank whose piece is empty has to find out, too, that a parameter moved
-            whole = [] if fake else list(map(Tensor.data_ptr, self.params))
             tensors = list(map(self.collectives.local, tensors))
         return (
             [*map(id, groups), *map(id, params)],
@@ -293,7 +239,7 @@ class Layout:
             [moves(p, self._state) for p in self._idle],
             list(map(id, held)),
             # tensor.data = ... moves it
-            whole + list(map(id if fake else Tensor.data_ptr, tensors)),
+            list(map(id if fake else Tensor.data_ptr, tensors)),
             list(map(FORM, tensors[: len(self.params)])),
             list(map(Tensor.stride, tensors[: len(self.params)])),
         )
@@ -343,8 +289,6 @@ class Layout:
         is_changed, self._is_stale = self._is_stale, True
         for param_group, values in self._hyper:
             is_changed = values.refresh(param_group) or is_changed
-        if is_changed:
-            self._digest = None
         copies, self._results = Copies(), Copies()
         param_grads = [p.grad for p in self.params]
         rest, grads = iter(param_grads), []
@@ -370,15 +314,6 @@ class Layout:
         copies.run()
         live = self._live_of(tuple([g is not None for g in param_grads]))
         return self.groups, grads, live
-
-    def digest(self) -> str:
-        """Return the groups' hyperparameters in the last ``gather``, for ranks to
-        compare.
-        """
-        if self._digest is None:
-            texts = [hyper.digest_text(group) for group, hyper in self._hyper]
-            self._digest = ", ".join(texts)
-        return self._digest
 
     def _gradient(
         self, bucket: ParameterBucket, grads: Sequence[Tensor | None], copies: Copies
@@ -433,14 +368,12 @@ class Layout:
         return mask
 
     def scatter(self) -> None:
-        """Copy small parameters and their state out of stacks, and let ranks that hold
-        the same parameters exchange their updated pieces.
+        """Copy small parameters and their state out of stacks.
 
         Stacks on a GPU go back to the caching allocator: a CUDA graph has captured
         tensors of its own pool.
         """
         self._results.run()
-        self.collectives.gather_params(self.params)
         self._results = Copies()
         for group in self.groups:
             group.stacks = []

@@ -13,12 +13,11 @@ from torch.optim.optimizer import ParamsT
 from marsopt.functional.collectives import LOCAL, Collectives, check_collectives
 from marsopt.functional.routing import all_hyperparameters, check_taken
 from marsopt.functional.step import advance, assess, global_clip
-from marsopt.optim.advice import unused_arguments
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.compiled import named_range
 from marsopt.optim.groups import constructor_values
 from marsopt.optim.restart import restart
-from marsopt.optim.statistics import LastStep, Statistics, noted, tracked
+from marsopt.optim.statistics import LastStep, Statistics
 from marsopt.rules import checks
 from marsopt.rules.checks import Number, Weight
 from marsopt.rules.dtypes import without_autocast
@@ -101,7 +100,7 @@ class MARS(LayoutOptimizer):
             but torch.bfloat16 with ``stochastic_rounding``.
         collectives: ``marsopt.parallel.MeshCollectives(mesh)`` for sharded parameters;
             ``marsopt.parallel.DataParallel(process_group)`` under DDP, where ranks
-            share the work and the state.
+            share Newton-Schulz. ``for_model`` finds either.
         compile: None = compile where this machine can (logged once), True = required,
             False = eager. Parameters, gradients and state stay where they are. Tensors
             of fewer than 65,536 elements are copied into one stack per shape in every
@@ -130,9 +129,6 @@ class MARS(LayoutOptimizer):
         >>> model.weight.detach()
         tensor([[0.0047, 0.0047]])
     """
-
-    # whether steps note down how far they move parameters, for ``statistics``
-    track_updates: bool = False
 
     def __init__(
         self,
@@ -205,9 +201,6 @@ class MARS(LayoutOptimizer):
         super().__init__(params, values.defaults, whole)
         types = [group["mars_type"] for group in self.param_groups]
         check_taken(types, correction)
-        groups = self.param_groups
-        for message in unused_arguments(groups, whole, values.explicit, correction):
-            self._say(logging.WARNING, message)
 
     # ---- the step ------------------------------------------------------------------
 
@@ -234,14 +227,12 @@ class MARS(LayoutOptimizer):
             ValueError: a sparse gradient, or a hyperparameter that was changed to
                 something out of its range.
             RuntimeError: exact MARS without its protocol (``update_previous_grad``);
-                an exception has broken off a step before (see ``load_state_dict``);
-                hyperparameters that are numbers (those that are tensors are not
-                compared) differ between the ranks that shard parameters, which then
-                raise all, on GPUs some steps later: nothing has changed.
+                in the first step, parameters, options or hyperparameters that are
+                numbers differ between the ranks of ``collectives``, which then raise
+                all: nothing has changed.
             FloatingPointError: a gradient that is not finite, with
                 ``nonfinite="raise"``; nothing has changed.
         """
-        self._writes.check("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -253,7 +244,7 @@ class MARS(LayoutOptimizer):
     @torch.no_grad()
     @without_autocast
     def _step(self) -> None:
-        layout = self._fitting("step()")
+        layout = self._fitting()
         if not layout.buckets:  # everything is frozen, or elsewhere
             return
         self._next_grads.check_may_step()
@@ -263,9 +254,6 @@ class MARS(LayoutOptimizer):
             assert self._max_norm is not None
             self._max_norm.copy_(bound)
         collectives = layout.collectives
-        digest: str | None = None
-        if collectives is not LOCAL:
-            digest = f"{layout.digest()}, max_norm={self.max_norm}"
         sums, decision = assess(
             groups,
             grads,
@@ -273,32 +261,24 @@ class MARS(LayoutOptimizer):
             max_norm=self._max_norm,
             collectives=collectives,
             live=live,
-            digest=digest,
             run=self._run,
         )
-        if self.track_updates:
-            groups = tracked(groups)
-        with self._writes:
-            advance(
-                groups,
-                grads,
-                layout.members,
-                decision,
-                collectives=collectives,
-                run=self._run,
-            )
-            with named_range("marsopt: scatter"):
-                layout.scatter()
-                layout.count(decision, self._skipped)
-            hypers = [group.hyper for group in groups]
-            last = LastStep(
-                layout.params, hypers, sums, decision.ok, noted(groups), collectives
-            )
-            self._next_grads.note_step()
+        advance(
+            groups,
+            grads,
+            layout.members,
+            decision,
+            collectives=collectives,
+            run=self._run,
+        )
+        with named_range("marsopt: scatter"):
+            layout.scatter()
+            layout.count(decision, self._skipped)
+        hypers = [group.hyper for group in groups]
+        last = LastStep(layout.params, hypers, sums, decision.ok)
+        self._next_grads.note_step()
         self._grad_norm, self._last = decision.grad_norm, last
         if self._options["nonfinite"] == "raise" and not decision.finite:
-            if digest is not None:
-                collectives.check_ranks_agree(digest)
             raise FloatingPointError(layout.describe_nonfinite(sums))
 
     @property
@@ -314,12 +294,6 @@ class MARS(LayoutOptimizer):
         are computed here from numbers that every step leaves on the device: a step
         costs nothing more for it.
 
-        With ``optimizer.track_updates = True`` before the step, ``update`` says how far
-        the step moved each parameter. A GPU adds up the squares in the step's own pass
-        over the parameters; a CPU makes further passes (docs/performance.md). Ranks
-        that share parameters add their sums by one all-reduce here: all ranks then call
-        this.
-
         Call it before a schedule changes ``gamma``, ``betas``, ``clip`` or
         ``max_norm``: factors of clips are computed by the present values. Norms of
         moments or of single rows are left out, for they would cost a pass.
@@ -328,9 +302,7 @@ class MARS(LayoutOptimizer):
             A named tuple, of N parameters, on their device, in float64 (float32 on
             Apple's GPUs): ``names``, a list; ``grad_norm`` (N,), before any clip;
             ``global_clip`` (), the factor of ``max_norm``; ``clip`` (N,), the factor of
-            ``clip``, of several matrices in a parameter the smallest; ``update`` (N,),
-            root mean square of the step over the parameter's before it, or None: 0 in
-            a skipped step, infinity where the parameter was zero.
+            ``clip``, of several matrices in a parameter the smallest.
 
         Raises:
             RuntimeError: there was no step yet, since construction, a load or copy, or
@@ -383,7 +355,7 @@ class MARS(LayoutOptimizer):
         """
         if not self._next_grads.is_used:
             return
-        layout = self._fitting("update_previous_grad()")
+        layout = self._fitting()
         self._next_grads.check_may_keep()
         factor = None if grad_scale is None else 1.0 / grad_scale
         if self._max_norm is not None:
@@ -403,10 +375,9 @@ class MARS(LayoutOptimizer):
         """
         if not self._next_grads.is_used:
             return
-        layout = self._fitting("update_last_grad()")
+        layout = self._fitting()
         self._next_grads.check_may_hand_over()
-        with self._writes:
-            self._next_grads.hand_over(layout)
+        self._next_grads.hand_over(layout)
 
     # ---- a new phase ---------------------------------------------------------------
 
@@ -431,14 +402,10 @@ class MARS(LayoutOptimizer):
         Weights stay. Learning rates, ``num_skipped`` and keys of your own stay too;
         SOAP's ``stage_count`` is 0. With ``log_time``, t begins at 1. Exact MARS goes
         on with ``update_previous_grad()``. One line in the log (INFO) lists the keys.
-
-        Raises:
-            RuntimeError: an exception has broken off a step before.
         """
-        layout = self._fitting("reset_momentum()")
-        with self._writes:
-            self._next_grads.restart(is_fresh=False)
-            keys = restart(layout.buckets, self.state, self.param_groups)
+        layout = self._fitting()
+        self._next_grads.restart(is_fresh=False)
+        keys = restart(layout.buckets, self.state, self.param_groups)
         texts = [f"{', '.join(names)} to {start}" for start, names in keys.items()]
         log.info(
             "marsopt: reset_momentum set %s for %d parameters",

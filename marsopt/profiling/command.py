@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from marsopt import interrupts
 from marsopt.optim.compiled import declined, missing_for
 from marsopt.optim.roles import TABLES, by_name, roles
 from marsopt.profiling.gpt2 import EMBEDDINGS, MODELS, VOCAB_SIZE, Subject, shapes
@@ -210,14 +209,13 @@ def title(args: argparse.Namespace) -> str:
 
 def main() -> None:
     """Profile the model on the command line; exit with 2 where that cannot be done."""
-    interrupts.raise_again()
     try:
         run(arguments())
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print(interrupts.STOPPED, file=sys.stderr)
+        print("stopped before its end: run the same command again", file=sys.stderr)
         sys.exit(130)
 
 

@@ -41,7 +41,7 @@ def complement(beta: Any, t: Tensor, log_time: Any) -> Any:
 def product(beta: Any, t: Tensor, log_time: Any) -> Any:
     """Return the product of the first t decays: beta^t where ``log_time`` is None.
 
-    The first s decays grow, s = floor(beta log_time / (1 - beta)), and the others are
+    The first s decays grow, s = floor(beta log_time / (1 - beta)), and later decays are
     beta. With L = log_time the product is
 
         Gamma(s+1) Gamma(1+L) / Gamma(s+1+L) * beta^(t-s)

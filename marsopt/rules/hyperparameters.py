@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -105,6 +106,8 @@ CHECKS: dict[Any, Check] = {
 ELSEWHERE = dict(
     learning_rate="lr",
     momentum="betas",
+    beta1="betas",
+    beta2="betas",
     decay="weight_decay",
     wd="weight_decay",
     max_grad_norm="max_norm",
@@ -284,6 +287,12 @@ def check_values(known: Table, values: Mapping[str, Any]) -> None:
             continue
         if line.check is not None and not (value is None and line.is_optional):
             line.check(name, value)
+
+
+def resembled(name: str, known: Collection[str]) -> str | None:
+    """Return the ``known`` name that was meant by another, if that is plain."""
+    near = [ELSEWHERE.get(name), *get_close_matches(name, known, n=1, cutoff=0.85)]
+    return next((meant for meant in near if meant in known), None)
 
 
 def check_names(names: Mapping[str, Any], known: Collection[str], what: str) -> None:

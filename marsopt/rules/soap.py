@@ -17,7 +17,7 @@ from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number, Weight
 from marsopt.rules.decay import complement, product
-from marsopt.rules.dtypes import nonzero, root, working
+from marsopt.rules.dtypes import full_float32, nonzero, root, working
 from marsopt.rules.hyperparameters import (
     number,
     numbers_of,
@@ -25,11 +25,7 @@ from marsopt.rules.hyperparameters import (
     with_numbers,
 )
 from marsopt.rules.matrices import LARGE, Matrices
-from marsopt.rules.newton_schulz import (
-    NewtonSchulz,
-    full_float32,
-    gram_matrix,
-)
+from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, lr_scale
 from marsopt.rules.preconditioner import (
     MatrixInput,
@@ -331,6 +327,13 @@ def _one_number(shape: torch.Size, matrices: Matrices) -> torch.Size:
 
 
 # ---- over batches of matrices (..., rows, cols) --------------------------------------
+
+
+def gram_matrix(
+    x: Float[Tensor, "*batch rows cols"],
+) -> Float[Tensor, "*batch cols cols"]:
+    """Return X^T X of (rows, cols), or of a batch of them."""
+    return x.mT @ x
 
 
 def _together(matrices: Sequence[MatrixInput]) -> list[tuple[MatrixInput, list[int]]]:

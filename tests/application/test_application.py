@@ -249,16 +249,12 @@ def test_statistics_of_each_parameter_are_in_tensorboard(data, one, tmp_path):
     found, *_ = run(data, folder, "--metrics.statistics-freq", 2, steps=4)
     assert found == {step: loss for step, loss in losses.items() if step <= 4}
     scalars = read_scalars(folder / "tb")
-    updates = {tag: row for tag, row in scalars.items() if tag.startswith("update/")}
-    assert len(updates) > 10
-    assert all([*row] == [2, 4] for row in updates.values())
-    assert all(0 < value < 1 for row in updates.values() for value in row.values())
-    assert {*scalars} >= {tag.replace("update", "grad_norm", 1) for tag in updates}
+    norms = {tag: row for tag, row in scalars.items() if tag.startswith("grad_norm/")}
+    assert len(norms) > 10
+    assert all([*row] == [2, 4] for row in norms.values())
+    assert {*scalars} >= {tag.replace("grad_norm", "clip", 1) for tag in norms}
     total = sum(row[2] ** 2 for tag, row in scalars.items() if "grad_norm/" in tag)
     assert total**0.5 == pytest.approx(scalars["grad_norm"][2], rel=1e-4)
-    (file,) = (folder / "tb").glob("events.out.tfevents.*")
-    events = EventAccumulator(str(file)).Reload()
-    assert [image.step for image in events.Images("update/by layer")] == [2, 4]
 
 
 @every_correction

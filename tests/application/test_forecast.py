@@ -5,7 +5,6 @@ Most of it is equal to the byte; what is not says why.
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +28,6 @@ from marsopt.parallel import MeshCollectives
 from marsopt.parallel.planner import Machine
 from marsopt.profiling.optimizer import floor_of
 from marsopt.profiling.profiler import traced
-from marsopt.rules import newton_schulz
 from tests.processes import spawn
 from tests.stacking import as_on_a_gpu, forced
 from train.forecast import Blocks, Job, MicroBatch, forecast, models
@@ -201,7 +199,6 @@ def test_a_compiled_step_holds_what_is_predicted(rule, monkeypatch):
     """
     forced(monkeypatch, "leaves")
     as_on_a_gpu(monkeypatch)
-    monkeypatch.setattr(newton_schulz, "LARGE", sys.maxsize)  # batches, as on a GPU
     params = {n: nn.Parameter(x) for n, x in drawn(0).items()}
     optimizer = build(params, rule, compile=True, ns_dtype=torch.float32)
     for n in range(3):
@@ -273,7 +270,6 @@ def two_ranks(rank, world, rules):
                 return out[0]
 
             patch.setattr(step_of, "precondition_stacks", watched)
-            patch.setattr(newton_schulz, "LARGE", sys.maxsize)  # batches
             with counted.counting():
                 step(optimizer)
             # The least of three: gloo's threads let go of what they have sent when they

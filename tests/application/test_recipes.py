@@ -144,9 +144,9 @@ def effective(mars, model) -> dict:
             kind = "vector" if p.ndim == 1 else "matrix"
             if name.startswith(("wte", "wpe")):
                 kind = "embedding"
-            peak = group["initial_lr"] * group["lr_ratio"]
-            mover = group["mars_type"], peak, group["weight_decay"], group["betas"]
-            found.setdefault(kind, set()).add(mover)
+            rule, peak = group["mars_type"], group["initial_lr"] * group["lr_ratio"]
+            wd, betas = group["weight_decay"], group["betas"]
+            found.setdefault(kind, set()).add((rule, peak, wd, betas))
     assert all(len(values) == 1 for values in found.values()), found
     return {kind: values.pop() for kind, values in found.items()}
 

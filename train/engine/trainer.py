@@ -51,10 +51,6 @@ class MarsTrainer(Trainer):
         self._schedule_gamma()
         if self._exact:
             self._read_ahead()
-        every = self.config.metrics.statistics_freq
-        # torchtitan counts the step that it takes before it takes it
-        tracks = every > 0 and (self.step % every == 0)
-        self.optimizers.mars.track_updates = tracks
         rate = self.optimizers.mars.param_groups[0]["lr"]
         # the norm that is logged is found in the step, after torchtitan asks for it
         with clipping_by(lambda *_, **__: self.optimizers.grad_norm):
@@ -64,7 +60,8 @@ class MarsTrainer(Trainer):
                 if NOT_FINITE in str(error):
                     raise self._loss_not_finite(rate) from error
                 raise
-        if tracks:
+        every = self.config.metrics.statistics_freq
+        if every > 0 and self.step % every == 0:
             found = self.optimizers.mars.statistics()
             self.metrics_processor.log_statistics(self.step, found)
         if self.metrics_processor.should_log(self.step):

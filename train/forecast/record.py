@@ -325,7 +325,7 @@ def _record(job: Job, rank: Rank) -> Record:
             run = Compiled(recorder, layout)
             shared = dict(collectives=layout.collectives, run=run)
             _, decision = step.assess(
-                groups, grads, layout.members, max_norm=1.0, digest="", **shared
+                groups, grads, layout.members, max_norm=1.0, **shared
             )
             if is_warm:
                 step.advance(groups, grads, layout.members, decision, **shared)

@@ -46,9 +46,8 @@ STACK = 2**12
 
 @dataclass(frozen=True)
 class Case:
-    """One optimizer over one model; ``correction`` "none" corrects nothing,
-    ``compiles`` says whether kernels over stacks are compiled, too, and ``tracks``
-    whether steps note down how far they move parameters.
+    """One optimizer over one model; ``correction`` "none" corrects nothing, and
+    ``compiles`` says whether kernels over stacks are compiled, too.
     """
 
     rule: str
@@ -56,15 +55,12 @@ class Case:
     model: str
     dtype: str
     compiles: bool = True
-    tracks: bool = False
 
     @property
     def name(self) -> str:
-        """Return rule/correction/model/dtype, with /lowered if none is compiled, and
-        /tracked.
-        """
+        """Return rule/correction/model/dtype, with /lowered if none is compiled."""
         words = [self.rule, self.correction, self.model, self.dtype]
-        words += ["lowered"] * (not self.compiles) + ["tracked"] * self.tracks
+        words += ["lowered"] * (not self.compiles)
         return "/".join(words)
 
 
@@ -75,8 +71,8 @@ def _corrections(rule: str) -> tuple[str, ...]:
 CASES = {
     case.name: case
     for case in (
-        Case(rule, correction, model, dtype, compiles, tracks)
-        for compiles, tracks in ((True, False), (False, False), (True, True))
+        Case(rule, correction, model, dtype, compiles)
+        for compiles in (True, False)
         for model in ALL_MODELS
         for dtype in DTYPES
         for rule in REGISTRY
@@ -123,7 +119,6 @@ def play(name: str) -> dict[str, Any]:
             compile=True,
             state_dtype=torch.float32,
         )
-        optimizer.track_updates = case.tracks
         _step(optimizer, [*params.values()], is_exact)
         num_graphs = len(graphs)
         for graph in graphs:
