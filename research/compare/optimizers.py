@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW
+from torch.optim import AdamW, Muon
 
 from marsopt import MARS, REGISTRY, LogTime, param_groups
 from marsopt.rules.correction import scale as mars_scale
@@ -31,6 +31,7 @@ from research.compare.neighbours import (
 
 MAX_NORM = 1.0
 TORCH, QH, TWO_AVERAGES = "torch-adamw", "qhadamw", "two-averages"
+TORCH_MUON = "torch-muon"
 ADANAS = {  # extra momentum, and the share of the run's steps after which decay falls
     "adana": (0.0, 0.0),
     "adana-code": (1.0, 0.1),
@@ -44,7 +45,7 @@ SPELLED = {
 # of what is no option of an optimizer
 GROUPED = ("weight_decay", "weight_decay_1d", "convolutions", "betas_1d", "nesterov_1d")
 BUILD = ("rule", "lr", "lr_1d_ratio", "beta1", "beta2", "one_rate", "beside", *GROUPED)
-LOOP = ("gamma_follows_rate",)
+LOOP = ("gamma_follows_rate", "warmup")
 EVERY = 20  # inner steps of one of SNOO's
 
 
@@ -78,6 +79,31 @@ class Clipped(Wrapper):
         self.inner.step()
 
 
+class Both(Wrapper):
+    """Two of torch's optimizers, each of its own parameters."""
+
+    def __init__(self, *every: torch.optim.Optimizer) -> None:
+        super().__init__(every[0])
+        self._every = every
+        self.params = [p for group in self.param_groups for p in group["params"]]
+
+    @property
+    def param_groups(self) -> list[dict]:
+        """Return those of both."""
+        return [group for optimizer in self._every for group in optimizer.param_groups]
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for optimizer in self._every:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        """Clip the norm of all gradients, and take the steps."""
+        clip_grad_norm_(self.params, MAX_NORM)
+        for optimizer in self._every:
+            optimizer.step()
+
+
 def build(
     model: nn.Module, recipe: Mapping[str, Any], *, steps: int, compile: bool
 ) -> MARS | Wrapper:
@@ -85,9 +111,9 @@ def build(
 
     Args:
         model: to train.
-        recipe: "rule", a name of ``marsopt.REGISTRY``, "torch-adamw", "qhadamw" (with
-            "nu1"), "two-averages" (with "weight" and "age_ratio"), "adana" (ADANA by
-            its paper) or "adana-code" (by its authors' code); "lr"; "beta1" and
+        recipe: "rule", a name of ``marsopt.REGISTRY``, "torch-adamw", "torch-muon"
+            (torch's AdamW beside it), "qhadamw" (with "nu1"), "two-averages" (with
+            "weight" and "age_ratio"), "adana" (ADANA by its paper) or "adana-code" (by its authors' code); "lr"; "beta1" and
             "beta2", both or none; "weight_decay"; "weight_decay_1d" and "lr_1d_ratio",
             decay and share of the rate of what AdamW moves beside a rule;
             "betas_1d" and "nesterov_1d" of the same; "convolutions", whether that rule
@@ -100,7 +126,8 @@ def build(
             corrects what the rule moves by MARS's scale of "beta1" and "gamma";
             "nearest_state", a dtype by name, of that one; "decay_omega", omega of
             LogTimeDecay, as ADANA's code has it;
-            "gamma_follows_rate", which the loop reads; other options of MARS, of which
+            "gamma_follows_rate", and "warmup", the run's instead of the setting's,
+            which the loop reads; other options of MARS, of which
             dtypes are given by name. Every value may be one that SPELLED spells.
         steps: of the run.
         compile: whether MARS is compiled.
@@ -165,6 +192,16 @@ def _built(
     if rule == TORCH:
         groups = param_groups(model, "adamw", **given)
         return Clipped(AdamW(groups, fused=True, **own))
+    if rule == TORCH_MUON:
+        matrices, *rest = (
+            [dict(params=g["params"], lr=g["lr"], weight_decay=g["weight_decay"])]
+            for g in param_groups(model, "moonlight", **given)
+        )
+        adamw = dict(betas=(0.9, own.pop("betas")[1]), fused=True)
+        return Both(
+            Muon(matrices, adjust_lr_fn="match_rms_adamw", **own),
+            AdamW([group for (group,) in rest], **adamw),
+        )
     if rule == QH:
         return Clipped(QHAdamW(model.parameters(), **given, **own))
     if rule == TWO_AVERAGES:
