@@ -65,6 +65,14 @@ CONTROLS: dict[str, tuple[Recipe, float]] = {
     "torch Muon": (MATRICES | dict(rule="torch-muon", beta1=0.95), 0.0175),
     "MARS-M": (MATRICES | dict(rule="mars-m", beta1=0.95, gamma=0.025), 0.0175),
 }
+# of each method; NAdamW of what is not here
+CONTROL_OF = {
+    "Moonlight, log time": "Moonlight",
+    "SOAP-Muon": "Moonlight",
+    "torch Muon": "Moonlight",
+    "MARS-M": "Moonlight",
+    "SOAP-Muon, log time": "SOAP-Muon",
+}
 EXACT: dict[str, tuple[Recipe, float]] = {
     "MARS-AdamW, exact": (MARS | dict(correction="exact"), 0.0087)
 }

@@ -1,6 +1,6 @@
 """SVRG with a coefficient (alpha-SVRG: Yin et al., A Coefficient Makes SVRG Effective,
 arXiv 2311.05589; SVRG: Johnson and Zhang, 2013). A reference: for the same number of
-gradients it is far behind plain ones, step for step ahead of them (research/svrg.md).
+gradients it is far behind plain ones, step for step ahead of them (research/study.md).
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """Runs of the plain loop on one GPU, every training step one CUDA graph.
 
-    python -m research.compare.graphs log_time_480 log_time_1920 --store FILE \\
-        --module research.log_time --methods Moonlight "AdamW, log time"
+    python -m research.compare.graphs warm_up_480 warm_up_1920 --store FILE \\
+        --module research.warm_up --methods Moonlight "Moonlight, log time"
 
 trains what studies still need, as ``research.compare`` does on a CPU: the same weights,
 windows and learning rates, so both may share a store. A replay draws the windows, sets
 the learning rate, runs forward and backward passes and takes the optimizer's step; the
 host only launches it.
 
-Several processes may share the GPU and a store, each with methods of its own: a method
-of a study is claimed by a file beside the store. Within a process runs follow one
-another: graphs that were captured on one stream and replayed side by side trained
-wrongly, it seems by a workspace of cuBLAS that they shared.
+A process trains some runs side by side, each on a stream of its own, and several
+processes may share the GPU and a store: a run is claimed by a line of a file beside it.
+On a CPU (--device cpu) it takes what no graph can hold too, by the plain loop.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -51,13 +50,6 @@ AT_ONCE = 2**15  # tokens of one validation pass
 AGAIN = 1.0  # seconds until other processes are asked for runs again
 
 
-@cache
-def starts(seed: int, steps: int, batch: int, places: int) -> Tensor:
-    """Return where the windows of every step begin (steps, batch)."""
-    drawn = np.random.default_rng(seed).integers(places, size=(steps, batch))
-    return torch.from_numpy(drawn)
-
-
 def windows(text: Tensor, begins: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
     """Return inputs, and labels one ahead (batch, seq_len), from where each begins."""
     offsets = torch.arange(seq_len + 1, device=text.device)
@@ -65,48 +57,75 @@ def windows(text: Tensor, begins: Tensor, seq_len: int) -> tuple[Tensor, Tensor]
     return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 
+@cache
+def texts(setting: Setting) -> tuple[Tensor, Tensor]:
+    """Return the tokens to train on, and those held out, on the setting's device."""
+    train, held_out = (
+        torch.from_numpy(np.asarray(text[:]).astype(np.int32)).to(setting.device)
+        for text in setting.texts()
+    )
+    if setting.device == "cuda":
+        torch.cuda.synchronize()  # before other streams read them
+    return train, held_out
+
+
+@cache
+def places(setting: Setting, seed: int) -> tuple[Tensor, Tensor]:
+    """Return where the windows of ``research.compare.plain`` begin: of training (steps,
+    batch), and held out (held_out).
+    """
+    train, _ = setting.texts()
+    own = dict(rank=0, world=1, seq_len=setting.seq_len)
+    own |= dict(vocab_size=setting.vocab_size, local_batch=setting.batch)
+    batches = Batches(train, **own, seed=seed)
+    num = setting.steps * setting.batch
+    drawn = torch.tensor([batches.start_of(sample) for sample in range(num)])
+    held_out = torch.arange(setting.held_out) * setting.seq_len
+    return drawn.view(setting.steps, setting.batch), held_out
+
+
 class Captured:
     """A run whose step reads nothing from the host: windows, learning rates and the
-    number of the step are tensors on the device.
+    number of the step are tensors on the device. On a GPU the optimizer is compiled,
+    the model only as the setting says: a study has many shapes.
 
     Args:
         setting: how it is trained.
-        recipe: by what, as ``research.compare.optimizers.build`` takes it.
-        seed: of initial weights and of the windows.
-        texts: to train on, and held out: 1-D integers on the setting's device.
-        places: where windows begin, of training (steps, batch) and held out
-            (held_out); None = drawn by the seed, and spread over the whole text.
-        compile: whether the optimizer is compiled; None = as the setting says.
+        run: what is trained.
+        stream: of all its work; None = on a CPU.
     """
 
+    PAUSE = 64  # steps that are launched before other runs have their turn
+
     def __init__(
-        self,
-        setting: Setting,
-        recipe: Mapping[str, Any],
-        seed: int,
-        texts: tuple[Tensor, Tensor],
-        *,
-        places: tuple[Tensor, Tensor] | None = None,
-        compile: bool | None = None,
+        self, setting: Setting, run: Run, stream: torch.cuda.Stream | None = None
     ) -> None:
-        self._setting, (self._train, self._held_out) = setting, texts
-        self.model = setting.model(seed).to(setting.device)
-        compile = setting.compile if compile is None else compile
-        self.optimizer = build(self.model, recipe, steps=setting.steps, compile=compile)
+        self.stream, self._setting, self._began = stream, setting, time.monotonic()
+        self._turn = (
+            nullcontext if stream is None else partial(torch.cuda.stream, stream)
+        )
+        with self._turn():
+            self._prepare(run)
+        self.curve: list[list[float | None]] = []
+        own = setting, self.advance, self.validate
+        self._points = validations(*own, pause=self.PAUSE)
+
+    def _prepare(self, run: Run) -> None:
+        setting, on = self._setting, dict(device=self._setting.device)
+        self._train, self._held_out = texts(setting)
+        self.model = setting.model(run.seed).to(**on)
+        own = dict(steps=setting.steps, compile=setting.device == "cuda")
+        self.optimizer = build(self.model, run.recipe, **own)
         self._loss = compiled() if setting.compile else mean_loss
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
-        on = dict(device=setting.device)
         for group in self.optimizer.param_groups:  # the capture would freeze a number
             group["lr"] = torch.full((), group["lr"], dtype=torch.float64, **on)
-        every, warmup = range(1, setting.steps + 1), recipe.get("warmup")
+        every, warmup = range(1, setting.steps + 1), run.recipe.get("warmup")
         shares = [setting.share_at(step, warmup) for step in every]
         self._shares = torch.tensor(shares, dtype=torch.float64, **on)
-        if places is None:
-            num = [len(text) - setting.seq_len for text in texts]
-            spread = torch.arange(setting.held_out) * num[1] // setting.held_out
-            places = starts(seed, setting.steps, setting.batch, num[0]), spread
-        self._starts, self._spread = (place.to(setting.device) for place in places)
-        self._at_once = setting.per_pass  # sequences of a validation pass
+        both = places(setting, run.seed)
+        self._starts, self._spread = (place.to(**on) for place in both)
+        self._at_once = math.gcd(setting.held_out, AT_ONCE // setting.seq_len)
         self.losses = torch.zeros(setting.steps, **on)  # of every step's batch
         self._at = torch.zeros(1, dtype=torch.long, **on)
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -140,103 +159,21 @@ class Captured:
         graph's replay.
         """
         self.count += 1
-        if self._setting.device == "cpu":
+        if self.stream is None or self.count <= WARM_UP:
             self.step()
-        elif self.count <= WARM_UP:
-            side, here = torch.cuda.Stream(), torch.cuda.current_stream()
-            if here != torch.cuda.default_stream():
-                side = here  # the run's own
-            side.wait_stream(here)
-            with torch.cuda.stream(side):
-                self.step()
-            here.wait_stream(side)
-        else:
-            self._captured().replay()
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
+            return
         if self._graph is None:
-            self._graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-            own = None if here == torch.cuda.default_stream() else here
-            with torch.cuda.graph(self._graph, stream=own):  # recorded, not run
-                self.step()
-        return self._graph
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=self.stream):
+                self.step()  # recorded, not run
+        self._graph.replay()
 
     @torch.no_grad()
     def validate(self) -> float:
         """Return the loss of the held-out windows."""
-        self.optimizer.eval()
         parts = self._spread.split(self._at_once)
         losses = [self._loss_at(self._held_out, part) for part in parts]
-        self.optimizer.train()
         return float(torch.stack(losses).mean())
-
-
-def texts(setting: Setting) -> tuple[Tensor, Tensor]:
-    """Return the tokens to train on, and those held out, on the setting's device."""
-    train, held_out = (
-        torch.from_numpy(np.asarray(text[:]).astype(np.int32)).to(setting.device)
-        for text in setting.texts()
-    )
-    return train, held_out
-
-
-# ---- runs of studies -----------------------------------------------------------------
-
-
-@cache
-def _loaded(setting: Setting) -> tuple[Tensor, Tensor]:
-    made = texts(setting)
-    if setting.device == "cuda":
-        torch.cuda.synchronize()  # before other streams read them
-    return made
-
-
-@cache
-def plain_places(setting: Setting, seed: int) -> tuple[Tensor, Tensor]:
-    """Return where the windows of ``research.compare.plain`` begin."""
-    train, _ = setting.texts()
-    own = dict(rank=0, world=1, seq_len=setting.seq_len)
-    own |= dict(vocab_size=setting.vocab_size, local_batch=setting.batch)
-    batches = Batches(train, **own, seed=seed)
-    num = setting.steps * setting.batch
-    drawn = torch.tensor([batches.start_of(sample) for sample in range(num)])
-    held_out = torch.arange(setting.held_out) * setting.seq_len
-    return drawn.view(setting.steps, setting.batch), held_out
-
-
-class PlainRun(Captured):
-    """A run of a study, by the optimizer compiled and a model that is not: its kernels
-    are few, and a study has many shapes.
-
-    Args:
-        setting: how it is trained.
-        run: what is trained.
-        stream: of all its work; None = the current one.
-    """
-
-    PAUSE = 64  # steps that are launched before other runs have their turn
-
-    def __init__(
-        self, setting: Setting, run: Run, stream: torch.cuda.Stream | None = None
-    ) -> None:
-        self.stream, self._began = stream, time.monotonic()
-        with self._turn():
-            super().__init__(
-                setting,
-                run.recipe,
-                run.seed,
-                _loaded(setting),
-                places=plain_places(setting, run.seed),
-                compile=setting.device == "cuda",
-            )
-        self._at_once = math.gcd(setting.held_out, AT_ONCE // setting.seq_len)
-        self.curve: list[list[float | None]] = []
-        own = setting, self.advance, self.validate
-        self._points = validations(*own, pause=self.PAUSE)
-
-    def _turn(self) -> AbstractContextManager:
-        """Return a context whose work is of this run's stream."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def go_on(self) -> dict[str, Any] | None:
         """Launch some steps, to the next validation at most.
@@ -253,14 +190,16 @@ class PlainRun(Captured):
         return dict(curve=self.curve, wall=round(time.monotonic() - self._began, 1))
 
 
+# ---- runs of studies -----------------------------------------------------------------
+
+
 def can_capture(recipe: Mapping[str, Any]) -> bool:
-    """Return whether a step of a recipe is the same work every time: SOAP refreshes its
-    bases in some, what neighbours.py counts on the host a graph would freeze, an exact
-    correction takes two gradients, and torch's Muon reads its learning rate.
+    """Return whether a step of a recipe is the same work every time, without the host:
+    SOAP refreshes its bases in some, an exact correction takes two gradients, and
+    torch's Muon reads its learning rate.
     """
-    rule = recipe["rule"]
-    counted = "soap" in rule or "adana" in rule or "decay_omega" in recipe
-    return not (counted or rule == TORCH_MUON or recipe.get("correction") == "exact")
+    rule, correction = recipe["rule"], recipe.get("correction")
+    return "soap" not in rule and rule != TORCH_MUON and correction != "exact"
 
 
 class Wanted:
@@ -367,7 +306,7 @@ def train_all(
                 asked = now
                 break
             name, setting, run = task
-            training = PlainRun(setting, run, free.pop())
+            training = Captured(setting, run, free.pop())
             active.append((wanted, name, run, training))
         for entry in [*active]:
             wanted, name, run, training = entry
