@@ -30,7 +30,9 @@ def available(device: torch.device) -> bool:
         return False
     if device.type == "cpu":
         return os.environ.get("TRITON_INTERPRET") == "1"
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 class Parts:
