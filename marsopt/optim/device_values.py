@@ -115,14 +115,6 @@ class DeviceHyperparameters:
         return numbers
 
 
-def _as_floats(value: Any) -> Any:
-    """Return equal numbers as one type, for their text to be equal."""
-    if isinstance(value, tuple):
-        return tuple(map(_as_floats, value))
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number else value
-
-
 def _holds_tensor(value: Any) -> bool:
     values = value if isinstance(value, tuple) else (value,)
     return any(isinstance(v, Tensor) for v in values)
