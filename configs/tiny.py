@@ -72,7 +72,7 @@ def tiny_muon() -> MarsTrainer.Config:
 
 def tiny_moonlight() -> MarsTrainer.Config:
     """Moonlight: embeddings by AdamW."""
-    return _tiny("tiny_moonlight", "moonlight", lr=6e-3)
+    return _tiny("tiny_moonlight", "moonlight", lr=1.2e-2)
 
 
 def tiny_soap() -> MarsTrainer.Config:

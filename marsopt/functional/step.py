@@ -5,7 +5,7 @@ two; the class hands in a ``Run`` that compiles their parts and writes in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from marsopt.functional.binding import buffer_shape
-from marsopt.functional.collectives import Collectives, Request, Tensors, flat_indices
+from marsopt.functional.collectives import (
+    LOCAL,
+    Collectives,
+    Request,
+    Tensors,
+    flat_indices,
+)
 from marsopt.functional.stacks import repeated, stacked
 from marsopt.functional.step_types import (
     Decision,
@@ -28,6 +34,7 @@ from marsopt.functional.step_types import (
     scalar_dtype,
 )
 from marsopt.rules import rounding
+from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
 from marsopt.rules.decay import at
 from marsopt.rules.dtypes import root, working, working_dtype
@@ -188,11 +195,12 @@ def assess(
     stacks, hypers = stacks_of(groups), [group.hyper for group in groups]
     if run.is_fused:
         return run.call(assess_alone, hypers, stacks, list(grads), live, max_norm)
-    leaves: list[Tensor] = []
     inner_products = run.each(products, stacks, grads)
-    for part, stack_members in zip(inner_products, members, strict=True):
-        of_stack = stack_members.leaves
-        leaves += repeated(of_stack, part.shape[0] // len(of_stack))
+    if collectives is LOCAL:
+        return run.call(decide_alone, hypers, inner_products, live, max_norm)
+    leaves: list[Tensor] = []
+    for stack, stack_members in zip(stacks, members, strict=True):
+        leaves += repeated(stack_members.leaves, stack.num_clipped)
     partial = statistics(inner_products, live)
     sums = run.run_collective("exchange", collectives.sum, partial, leaves)
     return sums, run.call(decide, hypers, sums, max_norm)
@@ -206,7 +214,17 @@ def assess_alone(
     max_norm: Number | None,
 ) -> tuple[Tensor, Decision]:
     """``assess`` where one process has everything: one graph."""
-    sums = statistics(products(stacks, grads), live)
+    return decide_alone(hypers, products(stacks, grads), live, max_norm)
+
+
+def decide_alone(
+    hypers: Sequence[Hyperparameters],
+    inner_products: Sequence[Tensor],
+    live: Tensor | None,
+    max_norm: Number | None,
+) -> tuple[Tensor, Decision]:
+    """``decide`` from inner products that are complete: one process has everything."""
+    sums = statistics(inner_products, live)
     return sums, decide(hypers, sums, max_norm)
 
 
@@ -545,16 +563,13 @@ def update(
     and for an elementwise algorithm. Where ``matrix`` is given, they are written there.
     """
     algorithm, s = stack.algorithm, StepScalars.of(scalars, stack, stack.x)
-    g = working(g.expand_as(stack.x))
-    c = s.weights[0] * g
-    if stack.h is not None:
-        c = c + s.weights[1] * working(stack.h)
-    moments = {symbol: working(stack.buffers[symbol]) for symbol in algorithm.moments}
-    out, new = algorithm.preconditioner.update(working(stack.x), c, moments, s.rule)
-    correction = algorithm.active_correction
-    if correction is not None and s.grad_clip is not None:
-        new["h"] = correction.next_h(s.grad_clip * g, working(stack.buffers["h"]))
-    new = {symbol: rounded(stack, symbol, v, s.key) for symbol, v in new.items()}
+    index = None
+    if algorithm.stochastic_rounding:
+        dtype = torch.int32 if stack.shape.numel() < 2**31 else torch.int64
+        index = flat_indices(stack.shape, stack.cuts, stack.x.device, dtype)
+    out, new = new_values(
+        algorithm, s, stack.x, g.expand_as(stack.x), stack.buffers, stack.h, index
+    )
     buffers = dict(stack.buffers)
     for symbol, value in new.items():
         buffers[symbol] = torch.where(s.ok, value, buffers[symbol])
@@ -568,8 +583,50 @@ def update(
     return write_params(stack, out, s), None
 
 
+def new_values(
+    algorithm: Algorithm,
+    s: StepScalars,
+    x: Tensor,
+    g: Tensor,
+    buffers: Mapping[str, Tensor],
+    h: Tensor | None,
+    index: Tensor | None,
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """Return two results: the new x of an elementwise algorithm, or the matrix for the
+    owners of a matrix algorithm (None stands for m); and the new buffers by symbol, in
+    their own dtypes.
+
+    Args:
+        algorithm: what moves x.
+        s: scalars of the step, as factors of x.
+        x, g: a tensor, and its gradient of the same shape.
+        buffers: at home in shards, by symbol, of the same shape.
+        h: the reference gradient, if there is one.
+        index: numbers of the elements in the whole tensor, for stochastic rounding.
+    """
+    g = working(g)
+    c = s.weights[0] * g
+    if h is not None:
+        c = c + s.weights[1] * working(h)
+    moments = {symbol: working(buffers[symbol]) for symbol in algorithm.moments}
+    out, new = algorithm.preconditioner.update(working(x), c, moments, s.rule)
+    correction = algorithm.active_correction
+    if correction is not None and s.grad_clip is not None:
+        new["h"] = correction.next_h(s.grad_clip * g, working(buffers["h"]))
+    for symbol, value in new.items():
+        number = list(algorithm.buffers).index(symbol)
+        dtype = buffers[symbol].dtype
+        if index is None or not algorithm.rounds(algorithm.buffers[symbol], dtype):
+            new[symbol] = value.to(dtype)
+        else:
+            assert s.key is not None
+            noise = rounding.noise(index, s.key, number)
+            new[symbol] = rounding.stochastic(value, noise)
+    return out, new
+
+
 def rounded(stack: Stack, symbol: str, value: Tensor, key: Tensor | None) -> Tensor:
-    """Return a new value of a buffer in its dtype; ``key`` is a factor of it."""
+    """Return a new value of a buffer of rows in its dtype; ``key`` is its factor."""
     old, algorithm = stack.buffers[symbol], stack.algorithm
     buffer = algorithm.buffers[symbol]
     if key is None or not algorithm.rounds(buffer, old.dtype):

@@ -257,9 +257,14 @@ class StepScalars(NamedTuple):
             parts = [column.view(stack.num_tensors, -1) for column in columns]
             columns = [rows.spread(column, shape) for column in parts]
         columns = [factor(column, like) for column in columns]
+        return cls.read(algorithm, *columns)
+
+    @classmethod
+    def read(cls, algorithm: Algorithm, ok: Tensor, *columns: Tensor) -> StepScalars:
+        """Return the scalars from the columns of ``table``."""
         num_weights = 1 if algorithm.h_from is None else 2
-        ok, *rest = columns
         grad_clip = key = None
+        rest = list(columns)
         if algorithm.h_from == "step":
             grad_clip, *rest = rest
         weights, rest = rest[:num_weights], rest[num_weights:]

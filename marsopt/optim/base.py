@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,6 +32,7 @@ from marsopt.optim.groups import (
     split_group,
     validate_group,
 )
+from marsopt.optim.kernels import Kernels
 from marsopt.optim.layout import Layout
 from marsopt.optim.state_dict import (
     check_entries,
@@ -155,7 +157,12 @@ class LayoutOptimizer(Optimizer):
         self.max_norm = self._options["max_norm"]
         if self._layout is not None and log.isEnabledFor(logging.DEBUG):
             log.debug(NEW_LAYOUT, self._layout.changes(self.param_groups))
-        self._run = InPlace(
+        kind = (
+            partial(Kernels, layout.places)
+            if self._compile and layout.is_printed
+            else InPlace
+        )
+        self._run = kind(
             layout.portions(self._compile),
             layout.batches,
             device=self._skipped.device,

@@ -164,9 +164,6 @@ class BucketGroup(RuleGroup):
 
     buckets: list[ParameterBucket]
     groups: list[dict[str, Any]]
-    # rows of the steps t in ``hyper``, and the tensors of ``optimizer.state`` from and
-    # to which a step copies them
-    counts: tuple[list[Tensor], list[Tensor]]
     refresh: Callable[[], None]  # takes over the groups' present ones
 
 
@@ -245,6 +242,7 @@ def build(
     moving_groups: Sequence[MovingGroup],
     labels: Mapping[Tensor, str],
     collectives: Collectives,
+    is_printed: bool,
 ) -> tuple[MovingGroup, list[ParameterBucket]]:
     """Return groups that are moved together as one, and its buckets. Nothing is
     written.
@@ -253,6 +251,7 @@ def build(
         moving_groups: of ``by_formula``.
         labels: the parameters' names in errors.
         collectives: of the ranks that hold the parameters.
+        is_printed: whether kernels move parameters where they lie.
     """
     moving, own = joined(moving_groups), list[MatrixPreconditioner]()
     if len(moving_groups) > 1 and moving.algorithm.matrix_only:
@@ -266,7 +265,9 @@ def build(
             collectives=collectives,
             own=[own[i] for i in members] if own else [],
         )
-        for members in group_by(_keys(moving.params, collectives))
+        for members in _by_dtype(
+            _keys(moving.params, collectives, is_printed), moving.params
+        )
     ]
     return moving, buckets
 
@@ -328,6 +329,7 @@ def join(
         values=moving.values,
         rows=tuple(cell.storage_offset() // size for cell in cells),
     )
+    _hold_steps(state, params, t)
     refresh = refreshing(moving_groups, moving, params)
     refresh()
     return BucketGroup(
@@ -335,40 +337,42 @@ def join(
         [],
         buckets=buckets,
         groups=moving.groups,
-        counts=(list(t.unbind()), _held_steps(state, params, t[0])),
         refresh=refresh,
     )
 
 
-def _keys(params: Sequence[Tensor], collectives: Collectives) -> list[Any]:
+def _keys(
+    params: Sequence[Tensor], collectives: Collectives, is_printed: bool
+) -> list[Any]:
     """Return what parameters of one bucket share. Nothing here may differ from rank to
     rank: all ranks have to list their parameters in one order.
     """
     return [
         (p.shape, p.dtype, collectives.placement(p))
-        if should_stack(p.shape) and p.is_contiguous()
+        if not is_printed and should_stack(p.shape) and p.is_contiguous()
         else i
         for i, p in enumerate(params)
     ]
 
 
-def _held_steps(state: State, params: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-    """Return the counts of steps that ``state`` holds of each parameter. Where there is
-    none in the form of ``like``, the state gets one.
+def _by_dtype(keys: Sequence[Any], params: Sequence[Tensor]) -> list[list[int]]:
+    """Return positions of parameters that share a bucket; buckets of one dtype follow
+    each other.
     """
-    for p in params:
+    dtypes = list(dict.fromkeys(p.dtype for p in params))
+    return sorted(group_by(keys), key=lambda at: dtypes.index(params[at[0]].dtype))
+
+
+def _hold_steps(state: State, params: Sequence[Tensor], t: Tensor) -> None:
+    """Give ``state`` views of ``t`` (N,) as the parameters' counts of steps, with the
+    values that it has.
+    """
+    views = t.unbind()
+    for p, view in zip(params, views, strict=True):
         before = state[p].get("step")
-        if (
-            type(before) is not Tensor
-            or before.shape != like.shape
-            or (before.dtype, before.device) != (like.dtype, like.device)
-            or is_fake(before) != is_fake(like)
-        ):
-            number = torch.zeros_like(like)
-            if before is not None:
-                number.copy_(torch.as_tensor(before).reshape(like.shape))
-            state[p]["step"] = number
-    return [state[p]["step"] for p in params]
+        if before is not None and is_fake(torch.as_tensor(before)) == is_fake(t):
+            view.copy_(torch.as_tensor(before).reshape(()))
+        state[p]["step"] = view
 
 
 def empty_rows(like: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Rows]:

@@ -33,6 +33,7 @@ from marsopt.optim.portions import portions
 from marsopt.optim.state_dict import STAGE_COUNT, State
 from marsopt.rules import checks
 from marsopt.rules.dtypes import working
+from marsopt.step import kernels
 
 PATTERNS = 64  # of missing gradients that are kept: a mixture of experts has no end
 
@@ -99,6 +100,10 @@ class Layout:
             moving = buckets.moving_group(group, present, state)
             moving_groups += [moving] if moving.params else []
         self.collectives: Collectives = options["collectives"]
+        # whether kernels move parameters where they lie
+        self.is_printed = options["compile"] is not False and kernels.available(
+            device or torch.device("cpu")
+        )
         names = dict(labels(groups))
         for moving in moving_groups:
             for p in moving.params:
@@ -106,7 +111,10 @@ class Layout:
                     p, names[p], moving.algorithm, state, self.collectives
                 )
         self._together = [
-            (together, *buckets.build(together, names, self.collectives))
+            (
+                together,
+                *buckets.build(together, names, self.collectives, self.is_printed),
+            )
             for together in buckets.by_formula(moving_groups)
         ]
         self.buckets = [b for *_, several in self._together for b in several]
@@ -269,8 +277,20 @@ class Layout:
             self.batches,
             compile,
             self.collectives is LOCAL,
-            self.params[0].device.type if self.params else "cpu",
         )
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Return of every bucket the number of its group, and of its first part in
+        it.
+        """
+        places = []
+        for number, group in enumerate(self.groups):
+            first = 0
+            for bucket in group.buckets:
+                places.append((number, first))
+                first += len(bucket.params) * bucket.num_clipped
+        return places
 
     def gather(self) -> tuple[Sequence[RuleGroup], list[Tensor], Tensor]:
         """Return the arguments of the one step, with the groups' present
@@ -293,7 +313,6 @@ class Layout:
         param_grads = [p.grad for p in self.params]
         rest, grads = iter(param_grads), []
         for group in self.groups:
-            copies.add(*group.counts)
             group.stacks = [b.stack or b.make_stack() for b in group.buckets]
             for bucket in group.buckets:
                 for copied, tensors in bucket.copied:
@@ -386,9 +405,6 @@ class Layout:
         that fails, it was not taken.
         """
         torch._foreach_copy_([group.hyper.t for group in self.groups], decision.t)
-        for group in self.groups:
-            rows, entries = group.counts
-            torch._foreach_copy_(entries, rows)
         skipped += decision.finite.logical_not()
         for group in self.groups:
             if group.hyper.algorithm.has_stages:

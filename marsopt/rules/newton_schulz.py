@@ -207,8 +207,10 @@ class NewtonSchulz:
                 for i in members:
                     out[i] = self._factors(matrices[i])
             else:
-                batch = batched([matrices[i] for i in members])
-                for i, o in zip(members, self._factors(batch).unbind(), strict=True):
+                factors = self._factors(batched([matrices[i] for i in members]))
+                if factors.device.type == "cuda":  # one copy, where each would be one
+                    factors = factors.contiguous()
+                for i, o in zip(members, factors.unbind(), strict=True):
                     out[i] = o
         return out
 

@@ -408,7 +408,7 @@ def test_the_picture_shows_what_comes_after_the_start():
 def test_the_title_says_what_was_trained():
     assert title(configs.tiny_moonlight()) == (
         "tiny_moonlight: GPT-2 of 0.837M parameters, 1,400 steps\n"
-        "moonlight, no correction, peak learning rate 0.006"
+        "moonlight, no correction, peak learning rate 0.012"
     )
     assert "exact correction" in title(configs.tiny_mars_adamw_exact())
 

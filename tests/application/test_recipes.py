@@ -81,7 +81,7 @@ tiny_adamw           adamw         4e-3    4e-3    4e-3    4e-4     .1   0    0 
 tiny_nadamw          nadamw        6e-3    6e-3    6e-3    6e-4     .01  0    0    .9  .99
 tiny_lion            lion          1e-3    1e-3    1e-3    1e-4     .3   0    0    .9  .99
 tiny_muon            muon          2e-2    2e-2    3e-3    2e-3     0    0    .1   .95 .99
-tiny_moonlight       moonlight     6e-3    6e-3    6e-3    6e-4     .1   .1   .1   .95 .99
+tiny_moonlight       moonlight     1.2e-2  1.2e-2  1.2e-2  1.2e-3   .1   .1   .1   .95 .99
 tiny_mars_adamw      mars-adamw    6e-3    6e-3    3e-3    6e-4     .01  0    .1   .95 .99
 tiny_mars_adamw_gamma0 mars-adamw  6e-3    6e-3    3e-3    6e-4     .01  0    .1   .95 .99
 tiny_mars_adamw_exact mars-adamw   6e-3    6e-3    3e-3    6e-4     .01  0    .1   .95 .99

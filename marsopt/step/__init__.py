@@ -1,0 +1,1 @@
+"""The engine: a step over parts of tensors."""

@@ -1,0 +1,308 @@
+"""Elementwise functions as Triton: each aten operator of a traced function becomes one
+expression. float32 results equal eager ones to an ulp: roots are rounded to nearest,
+quotients are inductor's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+TRACED_SIZE = (
+    7919  # elements of the traced part: a prime that no rule has as a constant
+)
+SHORT = 40  # characters: longer expressions, and those with two uses, get a name
+
+DTYPES = {
+    torch.float64: "tl.float64",
+    torch.float32: "tl.float32",
+    torch.bfloat16: "tl.bfloat16",
+    torch.float16: "tl.float16",
+    torch.int64: "tl.int64",
+    torch.int32: "tl.int32",
+    torch.int16: "tl.int16",
+    torch.int8: "tl.int8",
+    torch.uint8: "tl.uint8",
+    torch.bool: "tl.int1",
+}
+# operators that return their input's elements
+ALIASES = {
+    *("alias", "clone", "detach", "expand", "lift_fresh", "lift_fresh_copy"),
+    *("reshape", "squeeze", "unsqueeze", "view"),
+}
+ZEROS = {"zeros", "zeros_like", "new_zeros"}
+ONES = {"ones", "ones_like", "new_ones"}
+FULL = {"scalar_tensor": 0, "full": 1, "full_like": 1, "new_full": 2}  # number's place
+COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+TRUTHS = {  # of bools
+    **dict.fromkeys(("add", "logical_or"), "({0} | {1})"),
+    **dict.fromkeys(("mul", "logical_and"), "({0} & {1})"),
+    "logical_not": "(~{0})",
+}
+INFIX = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "div": "/",
+    "bitwise_and": "&",
+    "bitwise_or": "|",
+    "bitwise_xor": "^",
+    **dict.fromkeys(("__lshift__", "bitwise_left_shift"), "<<"),
+    **dict.fromkeys(("__rshift__", "bitwise_right_shift"), ">>"),
+}
+MAXIMUM = "tl.maximum({0}, {1}{nan})"
+MINIMUM = "tl.minimum({0}, {1}{nan})"
+FORMS = {
+    **{operator: f"({{0}} {sign} {{1}})" for operator, sign in INFIX.items()},
+    **{operator: f"({{0}} {sign} {{1}})" for operator, sign in COMPARISONS.items()},
+    "abs": "tl.abs({0})",
+    "bitwise_not": "(~{0})",
+    "neg": "(-{0})",
+    "reciprocal": "(1.0 / {0})",
+    "rsqrt": "(1.0 / {sqrt}({0}))",
+    "sign": "(({0} > 0).to({dtype}) - ({0} < 0).to({dtype}))",
+    "sqrt": "{sqrt}({0})",
+    **dict.fromkeys(("maximum", "clamp_min"), MAXIMUM),
+    **dict.fromkeys(("minimum", "clamp_max"), MINIMUM),
+}
+POWERS = {
+    -2: "(1.0 / ({0} * {0}))",
+    -1: "(1.0 / {0})",
+    -0.5: "(1.0 / {sqrt}({0}))",
+    0.5: "{sqrt}({0})",
+    1: "{0}",
+    2: "({0} * {0})",
+    3: "({0} * {0} * {0})",
+    4: "(({0} * {0}) * ({0} * {0}))",
+}
+
+
+class Unprintable(Exception):
+    """The printer lacks an operator, which the argument names."""
+
+
+class Value(NamedTuple):
+    """A Triton expression, a name or closed by parentheses, and its dtype."""
+
+    text: str
+    dtype: torch.dtype
+
+
+class Body(NamedTuple):
+    """A function as lines of Triton."""
+
+    lines: list[str]
+    results: list[Value]
+    used: tuple[str, ...]  # names of the inputs that it reads, in order
+
+
+def print_body(
+    function: Callable[..., Sequence[Tensor]],
+    elements: Mapping[str, torch.dtype],
+    scalars: Mapping[str, torch.dtype],
+) -> Body:
+    """Return ``function`` as Triton.
+
+    Args:
+        function: pure; of tensors (1, n), then of scalars (1, 1), it returns tensors
+            that are elementwise functions of these.
+        elements: names and dtypes of the tensors (1, n).
+        scalars: names and dtypes of the scalars.
+
+    Raises:
+        Unprintable: an operator has no Triton expression here.
+    """
+    from torch._decomp import get_decompositions
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    aten = torch.ops.aten
+    composites = [aten.lerp, aten.rsub, aten.addcmul, aten.addcdiv]
+    examples = [torch.empty(1, TRACED_SIZE, dtype=d) for d in elements.values()]
+    examples += [torch.empty(1, 1, dtype=d) for d in scalars.values()]
+    decompositions: Any = get_decompositions(composites)
+    trace = make_fx(function, decompositions, tracing_mode="fake")
+    with torch.no_grad():
+        module = trace(*examples)
+    module.graph.eliminate_dead_code()
+    inputs = [Value(*item) for item in (*elements.items(), *scalars.items())]
+    return _Writer().write(module, inputs)
+
+
+class _Writer:
+    """Writes the nodes of a traced function as Triton."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.names: dict[str, str] = {}  # by expression: equal ones are computed once
+        self.values: dict[Any, Value] = {}  # by node
+
+    def write(self, module: fx.GraphModule, inputs: Sequence[Value]) -> Body:
+        """Write all nodes of ``module``; its placeholders are ``inputs``."""
+        unbound, used, results = iter(inputs), list[str](), list[Value]()
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = value = next(unbound)
+                used += [value.text] if node.users else []
+            elif node.op == "get_attr":
+                constant = getattr(module, node.target)
+                if constant.numel() != 1:
+                    raise Unprintable(f"a constant of shape {tuple(constant.shape)}")
+                self.values[node] = self.full(constant.item(), constant.dtype)
+            elif node.op == "output":
+                results = [self.values[result] for result in node.args[0]]
+            else:
+                self.values[node] = self.call(node)
+        return Body(self.lines, results, tuple(used))
+
+    def name(self, value: Value) -> Value:
+        """Return a name of ``value``."""
+        if value.text.isidentifier():
+            return value
+        if value.text not in self.names:
+            self.names[value.text] = f"t{len(self.names)}"
+            self.lines.append(f"{self.names[value.text]} = {_bare(value.text)}")
+        return value._replace(text=self.names[value.text])
+
+    def full(self, number: float, dtype: torch.dtype) -> Value:
+        return self.name(Value(_full(number, dtype), dtype))
+
+    def call(self, node: fx.Node) -> Value:
+        """Return the value of a node that calls an operator."""
+        target: Any = node.target
+        result, operator = node.meta["val"], target.overloadpacket.__name__
+        args: Any = node.args
+        if not isinstance(result, Tensor) or result.numel() not in (1, TRACED_SIZE):
+            raise Unprintable(operator)
+        if operator in ZEROS | ONES:
+            return self.full(operator in ONES, result.dtype)
+        if operator in FULL:
+            return self.full(args[FULL[operator]], result.dtype)
+        if operator in ALIASES and self.values[args[0]].dtype == result.dtype:
+            if args[0].meta["val"].numel() > result.numel():
+                raise Unprintable(operator)
+            return self.values[args[0]]
+        value = self.compute(operator, args, result.dtype, node.kwargs)
+        is_short = len(node.users) < 2 and len(value.text) <= SHORT
+        return value if is_short else self.name(value)
+
+    def compute(
+        self, operator: str, args: Any, dtype: torch.dtype, options: Mapping[str, Any]
+    ) -> Value:
+        """Return an operator's result, of ``dtype``."""
+        if operator == "_to_copy":
+            return cast(self.values[args[0]], dtype)
+        if operator == "view":
+            text = self.values[args[0]].text
+            return Value(f"{text}.to({DTYPES[dtype]}, bitcast=True)", dtype)
+        if operator == "where":
+            texts = [self.values[args[0]].text]
+            texts += [self.operand(branch, dtype).text for branch in args[1:]]
+            return Value(f"tl.where({', '.join(texts)})", dtype)
+        working = computing_dtype(dtype)
+        if operator == "clamp":
+            value = self.operand(args[0], working)
+            for form, limit in zip((MAXIMUM, MINIMUM), args[1:], strict=False):
+                if limit is not None:
+                    value = self.fill(form, [value, self.operand(limit, working)])
+            return cast(value, dtype)
+        if operator in COMPARISONS:
+            tensors = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
+            working = computing_dtype(torch.result_type(*tensors))
+        form = _form(operator, args, working, options)
+        if operator == "pow":
+            args = args[:1]
+        value = self.fill(form, [self.operand(argument, working) for argument in args])
+        if operator in COMPARISONS:
+            value = value._replace(dtype=torch.bool)
+        return cast(value, dtype)
+
+    def fill(self, form: str, operands: Sequence[Value]) -> Value:
+        """Return ``form`` with these operands, all of one dtype."""
+        dtype = operands[0].dtype
+        if form.count("{0}") > 1:
+            operands = [self.name(operand) for operand in operands]
+        nan = ", tl.PropagateNan.ALL" if dtype.is_floating_point else ""
+        # of float32, tl.sqrt is approximate; sqrt_rn has no float64
+        sqrt = "tl.sqrt_rn" if dtype == torch.float32 else "tl.sqrt"
+        texts = [operand.text for operand in operands]
+        text = form.format(*texts, dtype=DTYPES[dtype], nan=nan, sqrt=sqrt)
+        return Value(text, dtype)
+
+    def operand(self, argument: Any, dtype: torch.dtype) -> Value:
+        """Return an argument, a node or a number, in ``dtype``."""
+        if isinstance(argument, fx.Node):
+            return cast(self.values[argument], dtype)
+        return Value(_literal(argument, dtype), dtype)
+
+
+def _form(
+    operator: str, args: Any, dtype: torch.dtype, options: Mapping[str, Any]
+) -> str:
+    """Return the expression of ``operator`` for operands of ``dtype``."""
+    if options.get("alpha", 1) != 1 or options.get("rounding_mode"):
+        raise Unprintable(f"{operator} with {dict(options)}")
+    if operator == "pow":
+        if args[1] not in POWERS:
+            raise Unprintable(f"pow with exponent {args[1]}")
+        return POWERS[args[1]]
+    if dtype == torch.bool and operator in TRUTHS:
+        return TRUTHS[operator]
+    if operator not in FORMS:
+        raise Unprintable(operator)
+    return FORMS[operator]
+
+
+def computing_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which eager code computes a result of ``dtype``."""
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if is_half else dtype
+
+
+def cast(value: Value, dtype: torch.dtype) -> Value:
+    """Return ``value`` in ``dtype``, as eager code converts it."""
+    if value.dtype == dtype:
+        return value
+    if dtype not in DTYPES:
+        raise Unprintable(f"a conversion to {dtype}")
+    if dtype == torch.bool:
+        return Value(f"({value.text} != 0)", dtype)
+    text = value.text
+    if value.dtype == torch.float64 and computing_dtype(dtype) != dtype:
+        text = f"{text}.to(tl.float32)"  # eager code rounds twice
+    return Value(f"{text}.to({DTYPES[dtype]})", dtype)
+
+
+def _literal(number: float, dtype: torch.dtype) -> str:
+    """Return a number that Triton takes as one of ``dtype``, whatever stands beside."""
+    if dtype == torch.float32:
+        number, info = float(number), torch.finfo(dtype)
+        if number == 0 or info.tiny <= abs(number) <= info.max:
+            return repr(number) if number >= 0 else f"({number!r})"
+    elif not dtype.is_floating_point and abs(number) < 2**31:
+        number = int(number)
+        return repr(number) if number >= 0 else f"({number!r})"
+    return _full(number, dtype)
+
+
+def _full(number: float, dtype: torch.dtype) -> str:
+    if not dtype.is_floating_point:
+        text = repr(int(number))
+    elif math.isfinite(number):
+        text = repr(float(number))
+    else:
+        text = f'float("{number}")'
+    return f"tl.full((), {text}, {DTYPES[dtype]})"
+
+
+def _bare(text: str) -> str:
+    """Return ``text`` without parentheses around all of it."""
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0 and i < len(text) - 1:
+            return text
+    return text[1:-1] if text.startswith("(") else text

@@ -1,0 +1,154 @@
+"""Prints an elementwise function as one Triton kernel for all parts of a formula.
+
+A part is a contiguous run of elements with one row of scalars. A program handles one
+block of one part: it loads the part's addresses from a table on the device. If all its
+operands are aligned and the block is whole, it accesses 16 bytes at a time; every other
+block is masked, and right at any address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from marsopt.step.expressions import DTYPES, cast, computing_dtype, print_body
+from marsopt.step.source import (
+    SUMS,
+    UPDATE,
+    Block,
+    Operands,
+    check_names,
+    compute_source,
+    indented,
+    kernel_name,
+    totals_source,
+)
+
+BLOCK = 4096  # elements of a program
+NUM_WARPS = 4  # on an H200 8,192 elements by 8 warps take 1.12 times as long
+STEP = 1024  # elements of a masked step
+CHUNK = 1024  # blocks whose sums are added at once
+
+Update = Callable[[dict[str, Tensor], tuple[Tensor, ...], Tensor], Mapping[str, Tensor]]
+Sums = Callable[[dict[str, Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A formula's Triton source, and the operands that it loads and stores."""
+
+    name: str  # of the Triton function
+    source: str
+    operands: Operands
+    reads: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+    num_columns: int = 0  # scalars of a part, if this is an update
+    column_dtype: torch.dtype = torch.float32
+    num_terms: int = 0  # sums of a part; 0: this is an update
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the operands that the kernel loads for one element."""
+        return sum(self.operands[name].itemsize for name in self.reads)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of the operands that the kernel stores for one element."""
+        return sum(self.operands[name].itemsize for name in self.writes)
+
+
+def print_update(
+    title: str,
+    body: Update,
+    operands: Operands,
+    num_columns: int,
+    column_dtype: torch.dtype = torch.float32,
+) -> Printed:
+    """Print a kernel that stores the results of ``body``, in parts that move.
+
+    Args:
+        title: names the formula, in its source and in a profiler's trace.
+        body: ``body(tensors, columns, position)``, pure: operands by name (1, n), in
+            their own dtypes; scalars of the part (1, 1); numbers (1, n), int64, of the
+            elements in the whole unsharded tensor. It returns new values by the names
+            of their operands.
+        operands: dtypes by name, in the order of the address table.
+        num_columns: scalars of a part.
+        column_dtype: their dtype.
+
+    Raises:
+        Unprintable: an operator of ``body`` has no Triton expression.
+    """
+    check_names(operands)
+    num_operands, written = len(operands), dict[str, None]()
+
+    def flat(*values: Tensor) -> list[Tensor]:
+        tensors = dict(zip(operands, values, strict=False))
+        new = body(tensors, values[num_operands + 1 :], values[num_operands])
+        written.update(dict.fromkeys(name for name in operands if name in new))
+        assert len(new) == len(written), f"no operands: {new.keys() - operands.keys()}"
+        return [new[name] for name in written]
+
+    columns = {f"s{i}": column_dtype for i in range(num_columns)}
+    traced = print_body(flat, {**operands, "position": torch.int64}, columns)
+    name, writes = kernel_name(title), tuple(written)
+    block = Block(operands, traced, writes)
+    values = [
+        cast(value, operands[name]).text
+        for name, value in zip(writes, traced.results, strict=True)
+    ]
+    rows = [
+        f"{column} = tl.load(scalars + {num_columns} * part + {i})"
+        for i, column in enumerate(columns)
+        if column in traced.used
+    ]
+    call = f"{', '.join(f'new_{name}' for name in writes)} = {{call}}"
+    wide = [call, *(f"tl.store({name}, new_{name})" for name in writes)]
+    masked = [call]
+    masked += [f"tl.store({name}, new_{name}, mask=has_{name})" for name in writes]
+    lines = [*block.head(), *rows, *block.branches(wide, masked)]
+    source = compute_source(title, traced, values)
+    source += UPDATE.format(name=name, lines=indented(lines, 8))
+    return Printed(
+        name, source, dict(operands), block.reads, writes, num_columns, column_dtype
+    )
+
+
+def print_sums(title: str, body: Sums, operands: Operands) -> Printed:
+    """Print a kernel that sums the terms of ``body`` over each block, and a kernel,
+    ``{name}_totals``, that adds the blocks of each part.
+
+    Args:
+        title: names the formula, in its source and in a profiler's trace.
+        body: ``body(tensors)``, pure: operands by name (1, n), in their own dtypes. It
+            returns terms (1, n), in the dtype in which a block of them is summed.
+        operands: dtypes by name, in the order of the address table.
+
+    Raises:
+        Unprintable: an operator of ``body`` has no Triton expression.
+    """
+
+    def flat(*values: Tensor) -> list[Tensor]:
+        return list(body(dict(zip(operands, values, strict=True))))
+
+    check_names(operands)
+    traced = print_body(flat, operands, {})
+    name, block = kernel_name(title), Block(operands, traced, ())
+    values = [cast(v, computing_dtype(v.dtype)) for v in traced.results]
+    num_terms = len(values)
+    call = f"{', '.join(f'term{i}' for i in range(num_terms))} = {{call}}"
+    store = f"tl.store(partials + {num_terms} * program + {{i}}, tl.sum({{sum}}))"
+    wide, zeros, masked, stores = [call], [], [call], []
+    for i, value in enumerate(values):
+        wide.append(store.format(i=i, sum=f"term{i}"))
+        zeros.append(f"sum{i} = tl.zeros((STEP,), {DTYPES[value.dtype]})")
+        masked.append(f"sum{i} += tl.where(lanes < size, term{i}, 0.0)")
+        stores.append(store.format(i=i, sum=f"sum{i}"))
+    lines = [*block.head(), *block.branches(wide, masked, zeros, stores)]
+    source = compute_source(title, traced, [value.text for value in values])
+    source += SUMS.format(name=name, lines=indented(lines, 4))
+    source += totals_source(name, num_terms)
+    return Printed(name, source, dict(operands), block.reads, num_terms=num_terms)

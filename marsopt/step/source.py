@@ -1,0 +1,249 @@
+"""The text of a printed kernel: the loads, stores and loops around the function of
+elements.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from keyword import iskeyword
+from textwrap import indent, wrap
+
+import torch
+
+from marsopt.step.expressions import DTYPES, Body, Unprintable
+
+ALIGNMENT = 16  # bytes of the widest access
+
+Operands = Mapping[str, torch.dtype]  # by name, in the order of the address table
+
+COMPUTE = """\
+# marsopt: {title}
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def compute(
+{inputs}
+):
+{lines}
+"""
+# one binary, whatever the number of parts, wherever the tables lie
+UPDATE = """
+
+@triton.jit(
+    do_not_specialize=["num_parts"],
+    do_not_specialize_on_alignment=[
+        "addresses", "sizes", "positions", "parts", "blocks", "okays", "scalars",
+    ],
+)
+def {name}(
+    addresses, sizes, positions, parts, blocks, okays, scalars, num_parts,
+    BLOCK: tl.constexpr, STEP: tl.constexpr,
+):
+    program = tl.program_id(0)
+    part = tl.load(parts + program)
+    if tl.load(okays + part):
+{lines}
+"""
+SUMS = """
+
+@triton.jit(
+    do_not_specialize=["num_parts"],
+    do_not_specialize_on_alignment=[
+        "addresses", "sizes", "parts", "blocks", "partials",
+    ],
+)
+def {name}(
+    addresses, sizes, parts, blocks, partials, num_parts,
+    BLOCK: tl.constexpr, STEP: tl.constexpr,
+):
+    program = tl.program_id(0)
+    part = tl.load(parts + program)
+{lines}
+"""
+TOTALS = """
+
+@triton.jit(do_not_specialize_on_alignment=["partials", "firsts", "totals"])
+def {name}_totals(partials, firsts, totals, CHUNK: tl.constexpr):
+    part = tl.program_id(0)
+    block = tl.load(firsts + part)
+    end = tl.load(firsts + part + 1)
+    lanes = tl.arange(0, CHUNK)
+{zeros}
+    while block < end:
+        mask = block + lanes < end
+{additions}
+        block += CHUNK
+{stores}
+"""
+START = """\
+start = tl.load(blocks + program).to(tl.int64) * BLOCK
+size = tl.minimum(tl.load(sizes + part) - start, BLOCK).to(tl.int32)
+"""
+RUNS = """\
+base = tl.load(positions + part)
+run = tl.load(positions + num_parts + part)
+stride = tl.load(positions + 2 * num_parts + part)
+"""
+# elements of a whole block in one run: no division for each of them
+ONE_RUN = "position = base + start // run * stride + start % run + lanes"
+POSITION = "position = base + index // run * stride + index % run"
+
+
+WORDS = {"first", "index", "is_wide", "lanes"}
+WORDS |= {*re.findall(r"\w+", UPDATE + SUMS + START + RUNS + ONE_RUN + POSITION)}
+NUMBERED = re.compile(r"[st]\d+|\w+_address")
+
+
+def check_names(operands: Operands) -> None:
+    """Raise ``Unprintable`` if the source needs the name of an operand itself."""
+    for name in operands:
+        is_free = name.isidentifier() and not iskeyword(name) and name not in WORDS
+        if not is_free or NUMBERED.fullmatch(name):
+            raise Unprintable(f"an operand named {name!r}")
+
+
+def kernel_name(title: str) -> str:
+    return re.sub(r"\W+", "_", title)
+
+
+def indented(lines: Sequence[str], width: int) -> str:
+    return indent("\n".join(lines), width * " ")
+
+
+def compute_source(title: str, traced: Body, values: Sequence[str]) -> str:
+    """Return the function of elements, which the kernel calls."""
+    inputs = indented(_wrapped(traced.used), 4)
+    lines = indented([*traced.lines, f"return {', '.join(values)}"], 4)
+    return COMPUTE.format(title=title, inputs=inputs, lines=lines)
+
+
+def _wrapped(names: Sequence[str]) -> list[str]:
+    """Return lines of arguments."""
+    return wrap(" ".join(f"{name}," for name in names), 76)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The lines of a program, which works on one block of one part.
+
+    A whole block of aligned operands is accessed at once. Another block goes in steps,
+    masked: the registers of a masked block would halve the number of programs that a
+    GPU holds.
+    """
+
+    operands: Operands
+    traced: Body
+    writes: tuple[str, ...]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The operands that the function of elements reads."""
+        return tuple(name for name in self.operands if name in self.traced.used)
+
+    @property
+    def accessed(self) -> list[str]:
+        """The operands that a program loads or stores, in the table's order."""
+        used = {*self.reads, *self.writes}
+        return [name for name in self.operands if name in used]
+
+    @property
+    def has_position(self) -> bool:
+        return "position" in self.traced.used
+
+    def head(self) -> list[str]:
+        """Return the lines that load where the block is."""
+        addresses = [
+            f"{name}_address = tl.load(addresses + {row} * num_parts + part)"
+            for row, name in enumerate(self.operands)
+            if name in self.accessed
+        ]
+        runs = RUNS.splitlines() if self.has_position else []
+        return [*START.splitlines(), *addresses, *runs]
+
+    def branches(
+        self,
+        wide: Sequence[str],
+        masked: Sequence[str],
+        before: Sequence[str] = (),
+        after: Sequence[str] = (),
+    ) -> list[str]:
+        """Return the lines that load elements and use them.
+
+        Args:
+            wide: lines of a whole block; "{call}" is the function of elements.
+            masked: lines of each step through another block.
+            before: lines that precede all its steps.
+            after: lines that follow them.
+        """
+        wide = [
+            *self.wide_pointers(),
+            *(line.format(call=self.call("")) for line in wide),
+        ]
+        mask = ", mask=has_{name}, other=0"
+        step = [line.format(call=self.call(mask)) for line in masked]
+        step = [*self.masked_pointers(), *step, "first += STEP"]
+        loop = ["first = 0", "while first < size:", indented(step, 4)]
+        return [
+            *self.condition(),
+            indented(wide, 4),
+            "else:",
+            indented([*before, *loop, *after], 4),
+        ]
+
+    def condition(self) -> list[str]:
+        """Return the question whether the block is whole, aligned and in one run."""
+        bits = " | ".join(f"{name}_address" for name in self.accessed)
+        lines = [f"is_wide = (size == BLOCK) & (({bits}) % {ALIGNMENT} == 0)"]
+        lines += [f"is_wide &= {name}_address != 0" for name in self.accessed]
+        if self.has_position:
+            lines.append("is_wide &= start % run + BLOCK <= run")
+        return [*lines, "if is_wide:"]
+
+    def wide_pointers(self) -> list[str]:
+        lines = ["lanes = tl.arange(0, BLOCK)"]
+        lines += [ONE_RUN] if self.has_position else []
+        for name in self.accessed:
+            address = f"tl.multiple_of({name}_address, {ALIGNMENT})"
+            lines.append(f"{name} = {self.pointer(name, address)} + start + lanes")
+            hint = f"tl.multiple_of({name}, {ALIGNMENT})"
+            lines.append(f"{name} = tl.max_contiguous({hint}, {ALIGNMENT})")
+        return lines
+
+    def masked_pointers(self) -> list[str]:
+        lines = ["lanes = first + tl.arange(0, STEP)", "index = start + lanes"]
+        lines += [POSITION] if self.has_position else []
+        for name in self.accessed:
+            pointer = self.pointer(name, f"{name}_address")
+            lines.append(f"{name} = {pointer} + index")
+            lines.append(f"has_{name} = (lanes < size) & ({name}_address != 0)")
+        return lines
+
+    def pointer(self, name: str, address: str) -> str:
+        return f"{address}.to(tl.pointer_type({DTYPES[self.operands[name]]}))"
+
+    def call(self, mask: str) -> str:
+        """Return the call of the function of elements."""
+        loads = [f"tl.load({name}{mask.format(name=name)})," for name in self.reads]
+        others = [name for name in self.traced.used if name not in self.reads]
+        return f"compute(\n{indented([*loads, *_wrapped(others)], 4)}\n)"
+
+
+def totals_source(name: str, num_terms: int) -> str:
+    """Return the kernel that adds the sums of blocks."""
+    terms = range(num_terms)
+    at = f"partials + {num_terms} * (block + lanes)"
+    zeros = [f"sum{i} = tl.zeros((CHUNK,), tl.float64)" for i in terms]
+    additions = [f"sum{i} += tl.load({at} + {i}, mask=mask, other=0.0)" for i in terms]
+    stores = [
+        f"tl.store(totals + {num_terms} * part + {i}, tl.sum(sum{i}))" for i in terms
+    ]
+    return TOTALS.format(
+        name=name,
+        zeros=indented(zeros, 4),
+        additions=indented(additions, 8),
+        stores=indented(stores, 4),
+    )

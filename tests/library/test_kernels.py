@@ -1,0 +1,497 @@
+"""Printed kernels: equal to the eager function in Triton's interpreter; compiled for
+GPUs that are not here, in wide accesses and without a spill.
+
+Triton's interpreter is chosen for a whole process. The first test starts a process for
+each mode, which runs the other tests of this file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import marsopt
+from marsopt.rules import rounding
+from marsopt.rules.dtypes import working, working_dtype
+from marsopt.rules.lion import SignAverage
+from marsopt.step.expressions import Unprintable
+from marsopt.step.kernels import (
+    AddressTable,
+    Parts,
+    SumsKernel,
+    UpdateKernel,
+    available,
+    load,
+)
+from marsopt.step.printer import BLOCK, CHUNK, NUM_WARPS, STEP, print_sums, print_update
+
+ROOT = Path(__file__).parents[2]
+TRITON = ROOT / os.environ.get("MARSOPT_TRITON", ".venv-triton")
+HAS_TRITON = bool(importlib.util.find_spec("triton")) or (TRITON / "triton").is_dir()
+MODES = {"interpreted": "1", "compiled": "0"}
+MODE = os.environ.get("TRITON_INTERPRET")
+interpreted = pytest.mark.skipif(MODE != "1", reason="runs in Triton's interpreter")
+# NumPy, which interprets, warns of infinite and undefined results
+anything = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+compiled = pytest.mark.skipif(MODE != "0", reason="runs in a process with Triton")
+
+CPU = torch.device("cpu")
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.mark.skipif(MODE is not None, reason="runs inside of itself")
+@pytest.mark.skipif(not HAS_TRITON, reason=f"needs Triton, here or in {TRITON.name}")
+@pytest.mark.parametrize("mode", MODES)
+def test_in_a_process_with_triton(mode):
+    command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", mode]
+    places = os.pathsep.join([str(ROOT), str(TRITON)])
+    environment = {"PYTHONPATH": places, "TRITON_INTERPRET": MODES[mode]}
+    done = subprocess.run(
+        [sys.executable, *command, __file__],
+        cwd=ROOT,
+        env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
+
+
+# ---- formulas of the rules -----------------------------------------------------------
+
+LR, STEPS = 0.1, torch.tensor([1.0, 7.0, 3.0, 2.0, 4.0], dtype=F64)  # of each part
+
+
+def scalars_of(preconditioner, has_h, dtype):
+    """Columns of a step: weights of g and h, a key in two halves, the rule's own."""
+    weights = [0.7 + 0.01 * STEPS, -0.2 * STEPS] if has_h else [0.7 + 0.01 * STEPS]
+    key = rounding.step_key(STEPS)
+    own = [value + 0 * STEPS for value in preconditioner.scalars(STEPS, LR)]
+    columns = [*weights, key >> 16, key & rounding.HALF, *own]
+    return torch.stack([column.to(dtype) for column in columns], 1)
+
+
+def new_values(preconditioner, tensors, columns, position, *, rounds=False):
+    """What a step makes of a part, as a step of the engine does."""
+    x, c = working(tensors["x"]), columns[0] * working(tensors["g"])
+    clipped = c
+    if "h" in tensors:
+        weight, *columns = columns[1:]
+        c = c + weight * working(tensors["h"])
+    else:
+        columns = columns[1:]
+    high, low, *own = columns
+    key = (high.to(torch.int64) << 16) | low.to(torch.int64)
+    buffers = {k: working(tensors[k]) for k in preconditioner.buffers}
+    out, new = preconditioner.update(x, c, buffers, tuple(own))
+    if rounds:
+        noise = [rounding.noise(position, key, i) for i in range(len(new))]
+        pairs = zip(new.items(), noise, strict=True)
+        new = {k: rounding.stochastic(value, bits) for (k, value), bits in pairs}
+    if "h" in tensors:
+        new["h"] = clipped
+    name = "o" if preconditioner.matrix_only else "x"
+    return {**new, name: new["m"] if out is None else out}
+
+
+def applied(preconditioner, tensors, columns, position):
+    """What a step makes of x, given the owners' results."""
+    x, o = working(tensors["x"]), working(tensors["o"])
+    _, _, _, *own = columns
+    return {"x": preconditioner.apply(x, o, {}, tuple(own), 0.3)}
+
+
+def operands_of(preconditioner, *, x=F32, state=None, h=None, applies=False):
+    """Dtypes of a formula's operands."""
+    if applies:
+        return {"x": x, "o": BF16}
+    operands = {"x": x, "g": x} | ({} if h is None else {"h": h})
+    operands |= dict.fromkeys(preconditioner.buffers, state or x)
+    return operands | ({"o": x} if preconditioner.matrix_only else {})
+
+
+AdamW, Lion, Orthogonal = marsopt.AdamW, marsopt.Lion, marsopt.Orthogonal
+NARROW = dict(state=BF16, rounds=True)
+FORMULAS = {
+    "adamw": (AdamW(), {}),
+    "adamw, all options": (
+        AdamW(amsgrad=True, epsilon_hat=True, nesterov=True, weight_decay=0.1),
+        dict(x=BF16, state=F32, h=BF16),
+    ),
+    "adamw, weight of c": (AdamW(nesterov=0.2, cautious_weight_decay=True), {}),
+    "adamw, float64": (AdamW(amsgrad=True, eps=0.0), dict(x=F64, h=F64)),
+    "adamw, float16": (AdamW(), dict(x=F16, state=F32)),
+    "adamw, rounded": (AdamW(amsgrad=True), dict(**NARROW, h=F32)),
+    "lion": (Lion(weight_decay=0.1), dict(h=F32)),
+    "lion, rounded": (Lion(cautious_weight_decay=True), dict(x=BF16, **NARROW)),
+    "sign of an average": (SignAverage(), dict(h=F32)),
+    "orthogonal": (Orthogonal(), dict(h=F32)),
+    "orthogonal, nesterov": (Orthogonal(nesterov=True), dict(x=BF16)),
+    "orthogonal, applied": (
+        Orthogonal(cautious_weight_decay=True, weight_decay=0.1),
+        dict(applies=True),
+    ),
+    "soap, applied": (marsopt.SOAP(weight_decay=0.1), dict(x=BF16, applies=True)),
+}
+
+
+def body_of(name):
+    """The body of a formula, its operands and its table of scalars."""
+    preconditioner, options = FORMULAS[name]
+    options = dict(options)
+    rounds = options.pop("rounds", False)
+    operands = operands_of(preconditioner, **options)
+    table = scalars_of(preconditioner, "h" in operands, working_dtype_of(operands))
+    if options.get("applies"):
+        return partial(applied, preconditioner), operands, table
+    return partial(new_values, preconditioner, rounds=rounds), operands, table
+
+
+def working_dtype_of(operands):
+    return working_dtype(torch.empty(0, dtype=operands["x"]))
+
+
+def printed(name):
+    body, operands, table = body_of(name)
+    return print_update(f"{name}", body, operands, table.shape[1], table.dtype)
+
+
+# ---- in the interpreter --------------------------------------------------------------
+
+SMALL = 64  # elements of a program
+# four tensors: the first has two parts, the second begins at an odd address, the third
+# has no gradient, and the last one does not move
+TENSORS = (0, 0, 1, 2, 3)
+OFFSETS = torch.tensor([0, 3 * SMALL, 0, 0, 0])
+SIZES = [3 * SMALL, 41, 2 * SMALL + 7, SMALL + 1, SMALL]
+POSITIONS = [(0, 512, 0), (192, 41, 0), (9, 16, 40), (5, 64, 1000), (0, 64, 0)]
+OK = torch.tensor([True, True, True, True, False])
+GUARD = 16  # elements beside each tensor, which nothing may write
+
+
+class Memory:
+    """Tensors of each operand, in memory with a guard around each."""
+
+    def __init__(self, operands):
+        lengths = [SIZES[0] + SIZES[1], *SIZES[2:]]
+        self.whole = {
+            name: [torch.randn(n + 2 * GUARD + 1).to(dtype) for n in lengths]
+            for name, dtype in operands.items()
+        }
+        for name in operands.keys() - {"x", "g", "h", "m", "o"}:  # squares
+            for tensor in self.whole[name]:
+                tensor.abs_()
+        self.tensors = {
+            name: [
+                t[self.start(i) :][:n]
+                for i, (t, n) in enumerate(zip(ts, lengths, strict=True))
+            ]
+            for name, ts in self.whole.items()
+        }
+        if "g" in operands:
+            self.tensors["g"][2].zero_()
+
+    @staticmethod
+    def start(i):
+        return GUARD + (i == 1)
+
+    def addresses(self):
+        lists = {k: [t.data_ptr() for t in ts] for k, ts in self.tensors.items()}
+        if "g" in lists:
+            lists["g"][2] = 0
+        return list(lists.values())
+
+    def part(self, name, i):
+        tensor = self.tensors[name][TENSORS[i]]
+        return tensor[OFFSETS[i] :][: SIZES[i]].view(1, -1)
+
+    def copy(self):
+        return {k: [t.clone() for t in ts] for k, ts in self.whole.items()}
+
+
+def parts_and_table(operands):
+    parts = Parts(SIZES, CPU, positions=POSITIONS, block=SMALL)
+    return parts, AddressTable(list(operands.values()), TENSORS, OFFSETS, CPU)
+
+
+def position_of(i):
+    base, run, stride = POSITIONS[i]
+    index = torch.arange(SIZES[i])
+    return (base + index // run * stride + index % run).view(1, -1)
+
+
+@interpreted
+@pytest.mark.parametrize("name", FORMULAS)
+def test_interpreted_update_is_the_eager_one(name):
+    body, operands, scalars = body_of(name)
+    memory = Memory(operands)
+    parts, table = parts_and_table(operands)
+    want = memory.copy()
+    for i in [i for i, moves in enumerate(OK) if moves]:
+        tensors = {k: memory.part(k, i) for k in operands}
+        columns = tuple(scalars[i].view(-1, 1, 1))
+        for k, value in body(tensors, columns, position_of(i)).items():
+            first = memory.start(TENSORS[i]) + OFFSETS[i]
+            want[k][TENSORS[i]][first:][: SIZES[i]] = value.view(-1).to(operands[k])
+    kernel = UpdateKernel(printed(name))
+    kernel(parts, table.on_device(memory.addresses()), OK, scalars)
+    assert kernel.num_launches == 1
+    for k, dtype in operands.items():
+        ulps = dict(rtol=2 * torch.finfo(dtype).eps, atol=1e-7 if dtype == F32 else 0)
+        for found, expected in zip(memory.whole[k], want[k], strict=True):
+            torch.testing.assert_close(
+                found, expected, **ulps, msg=partial("{} {}".format, k)
+            )
+
+
+@interpreted
+@anything
+def test_interpreted_rounding_has_the_bits_of_the_eager_one():
+    def body(tensors, columns, position):
+        noise = rounding.noise(position, columns[0].to(torch.int64), 1)
+        return {"m": rounding.stochastic(tensors["x"], noise)}
+
+    operands = {"x": F32, "m": BF16}
+    memory = Memory(operands)
+    memory.tensors["x"][0][:4] = torch.tensor([torch.inf, torch.nan, 3.4e38, -0.0])
+    parts, table = parts_and_table(operands)
+    scalars = torch.arange(5.0).view(5, 1) * 12345
+    kernel = UpdateKernel(print_update("rounding", body, operands, 1))
+    kernel(parts, table.on_device(memory.addresses()), OK, scalars)
+    for i in range(4):
+        columns = (scalars[i].view(1, 1),)
+        expected = body({"x": memory.part("x", i)}, columns, position_of(i))["m"]
+        found = memory.part("m", i)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+OPERATORS = {
+    "arithmetic": lambda x, y, s: (2 - x) * y / (1 + s * s) + (-x).abs() - x.sign(),
+    "roots": lambda x, y, s: (
+        x.abs().sqrt() + y.abs().rsqrt() + (1 + x * x).reciprocal()
+    ),
+    "powers": lambda x, y, s: x**2 + x**3 - y**-1 + y.abs() ** 0.5 + x.square(),
+    "limits": lambda x, y, s: (
+        x.clamp(min=0.0, max=0.5) + y.clamp(max=s) + x.clamp(min=0)
+    ),
+    "extremes": lambda x, y, s: torch.maximum(x, y) - torch.minimum(x, 0.5 * y),
+    "choices": lambda x, y, s: (
+        torch.where((x > y) | ~(y != s), x, 1e-42) + (x <= 0) * y
+    ),
+    "mixtures": lambda x, y, s: torch.lerp(x, y, 0.3) + torch.lerp(x, y, s),
+    "products": lambda x, y, s: (
+        torch.addcmul(x, y, y) + torch.addcdiv(x, y, s, value=2)
+    ),
+    "halves": lambda x, y, s: x.to(BF16) * 0.5 + x.to(F16).double() + y,
+    "bits": lambda x, y, s: (x.view(torch.int32) >> 3 & ~5 | 1 << 20).view(F32),
+    "truth": lambda x, y, s: torch.isfinite(x).logical_and(x < y).float(),
+    "constants": lambda x, y, s: torch.full_like(x, 0.1) + torch.tensor(0.7) + 0 * y,
+    "shapes": lambda x, y, s: (x[None].squeeze(0).view(-1) + s.expand_as(x)).detach(),
+}
+
+
+@interpreted
+@anything
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_interpreted_operators_are_the_eager_ones(dtype):
+    if dtype == F64:
+        chosen = {k: v for k, v in OPERATORS.items() if k != "bits"}
+    else:
+        chosen = OPERATORS
+
+    def body(tensors, columns, position):
+        x, y = tensors["x"], tensors["y"]
+        return {k: v(x, y, columns[0]).reshape(1, -1) for k, v in chosen.items()}
+
+    operands = {"x": dtype, "y": dtype} | dict.fromkeys(chosen, dtype)
+    x, y = torch.randn(2, 1, 50, dtype=dtype).mul(16).round() / 16  # exact in bfloat16
+    x[0, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
+    results = {k: torch.empty_like(x) for k in chosen}
+    parts = Parts([50], CPU, block=SMALL)
+    table = AddressTable(list(operands.values()), [0], torch.tensor([0]), CPU)
+    addresses = [[t.data_ptr()] for t in (x, y, *results.values())]
+    scalars = torch.full((1, 1), 0.7, dtype=dtype)
+    kernel = UpdateKernel(print_update("operators", body, operands, 1, dtype))
+    kernel(parts, table.on_device(addresses), torch.tensor([True]), scalars)
+    for k, value in body({"x": x, "y": y}, (scalars,), None).items():
+        torch.testing.assert_close(
+            results[k], value.to(dtype), equal_nan=True, msg=partial("{} {}".format, k)
+        )
+
+
+@interpreted
+def test_interpreted_sums_are_right_and_repeat_their_bits():
+    def body(tensors):
+        g, h = working(tensors["g"]), working(tensors["h"])
+        return g * g, g * h, 1 + 0 * h
+
+    operands = {"x": F32, "g": BF16, "h": F32}
+    memory = Memory(operands)
+    parts, table = parts_and_table(operands)
+    kernel = SumsKernel(print_sums("sums of g and h", body, operands))
+    found = kernel(parts, table.on_device(memory.addresses()))
+    assert found.dtype == F64 and kernel.num_launches == 2
+    for i, size in enumerate(SIZES):
+        g, h = memory.part("g", i).double(), memory.part("h", i).double()
+        expected = torch.stack([g.square().sum(), (g * h).sum(), torch.tensor(size)])
+        torch.testing.assert_close(found[i], expected.double(), rtol=1e-6, atol=1e-5)
+    again = kernel(parts, table.on_device(memory.addresses()))
+    assert torch.equal(found, again)
+    assert (
+        kernel.bytes_read(parts) == 6 * sum(SIZES) and kernel.bytes_written(parts) == 0
+    )
+
+
+@interpreted
+def test_interpreted_kernels_take_parts_without_elements():
+    operands = {"x": F32}
+    sums = SumsKernel(print_sums("sum of x", lambda tensors: (tensors["x"],), operands))
+    update = UpdateKernel(
+        print_update("twice x", lambda t, s, i: {"x": 2 * t["x"]}, operands, 0)
+    )
+    for sizes in ([], [0, 0]):
+        parts = Parts(sizes, CPU)
+        offsets = torch.zeros(len(sizes), dtype=torch.int64)
+        table = AddressTable([F32], range(len(sizes)), offsets, CPU)
+        addresses = table.on_device([[0] * len(sizes)])
+        ok = torch.ones(len(sizes), dtype=torch.bool)
+        update(parts, addresses, ok, torch.empty(len(sizes), 0))
+        assert sums(parts, addresses).tolist() == [[0.0]] * len(sizes)
+    assert update.num_launches == 0
+
+
+# ---- in every process ----------------------------------------------------------------
+
+
+def test_addresses_are_sent_where_they_changed():
+    table = AddressTable([F32, BF16], [0, 0, 1], torch.tensor([0, 10, 4]), CPU)
+    addresses = [[1000, 2000], [3000, 0]]
+    expected = [[1000, 1040, 2016], [3000, 3020, 0]]
+    assert table.on_device(addresses).tolist() == expected
+    table.on_device([list(row) for row in addresses])
+    assert table.num_copies == 1
+    addresses[1][1] = 5000  # in the caller's own list
+    assert table.on_device(addresses).tolist()[1] == [3000, 3020, 5008]
+    assert table.num_copies == 2
+
+
+def test_offsets_may_differ_between_operands():
+    offsets = torch.tensor([[0, 8], [0, 2]])
+    table = AddressTable([F32, F64], [0, 0], offsets, CPU)
+    assert table.on_device([[160], [320]]).tolist() == [[160, 192], [320, 336]]
+
+
+def test_the_source_says_what_it_computes_and_is_always_the_same():
+    first, second = printed("adamw, rounded"), printed("adamw, rounded")
+    assert first == second
+    assert first.source.startswith("# marsopt: adamw, rounded\n")
+    assert first.name == "adamw_rounded" and f"def {first.name}(" in first.source
+    assert first.reads == ("x", "g", "h", "m", "v", "v_max")
+    assert first.writes == ("x", "h", "m", "v", "v_max")
+    assert first.bytes_read == 3 * 4 + 3 * 2 and first.bytes_written == 2 * 4 + 3 * 2
+
+
+def test_an_operand_that_nobody_reads_is_not_loaded():
+    orthogonal = printed("orthogonal")  # x stays until the owners answer
+    assert "x" not in orthogonal.reads and "x_address" not in orthogonal.source
+
+
+@pytest.mark.parametrize(
+    ("function", "operator"),
+    [
+        (lambda x: x.cumsum(1), "cumsum"),
+        (lambda x: x - x.mean(), "mean"),
+        (lambda x: x.exp(), "exp"),
+        (lambda x: x**2.5, "pow with exponent 2.5"),
+        (lambda x: torch.add(x, x, alpha=2), "add with"),
+        (lambda x: x[:, :1] + x, "slice"),
+        (lambda x: torch.div(x, 2, rounding_mode="floor"), "div with"),
+    ],
+)
+def test_operators_that_the_printer_lacks_are_named(function, operator):
+    with pytest.raises(Unprintable, match=operator):
+        print_sums("sums", lambda tensors: (function(tensors["g"]),), {"g": F32})
+
+
+@pytest.mark.parametrize("name", ["lambda", "v-max", "t0", "lanes", "tl"])
+def test_operands_whose_names_the_source_needs_are_refused(name):
+    with pytest.raises(Unprintable, match=name):
+        print_sums("sums", lambda tensors: (tensors[name],), {name: F32})
+
+
+def test_triton_runs_where_it_can(monkeypatch):
+    assert not available(torch.device("mps"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert not available(CPU)
+
+
+# ---- compiled ------------------------------------------------------------------------
+
+TYPES = {"num_parts": "i32", "okays": "*i1", "partials": "*fp64", "totals": "*fp64"}
+TYPES |= dict.fromkeys(("parts", "blocks", "firsts"), "*i32")
+TYPES |= dict.fromkeys(("addresses", "sizes", "positions"), "*i64")
+SIZES_OF = {"BLOCK": BLOCK, "STEP": STEP, "CHUNK": CHUNK}
+WIDE = re.compile(r"(ld|st)\.global\S*\.v(?:4\.b32|2\.b64)")
+
+
+def compile_for(capability, function, scalars=F32):
+    """Return PTX, and the use of registers and stacks, without a GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = function.arg_names
+    types = {**TYPES, "scalars": "*fp64" if scalars == F64 else "*fp32"}
+    signature = {name: types.get(name, "constexpr") for name in names}
+    sizes = {name: size for name, size in SIZES_OF.items() if name in names}
+    code = ASTSource(fn=function, signature=signature, constexprs=sizes)
+    target = GPUTarget("cuda", capability, 32)
+    kernel = triton.compile(code, target=target, options={"num_warps": NUM_WARPS})
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [tools / "cuobjdump", "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout)
+    return kernel.asm["ptx"], {name: int(number) for name, number in found}
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [("adamw", 90), ("adamw, all options", 100), ("adamw, rounded", 80)],
+)
+def test_compiled_update_accesses_whole_blocks_widely(name, capability):
+    formula = printed(name)
+    function = getattr(load(formula.source), formula.name)
+    ptx, usage = compile_for(capability, function)
+    found = WIDE.findall(ptx)
+    per_access = 32 * NUM_WARPS * 16  # bytes
+    assert found.count("ld") == formula.bytes_read * BLOCK // per_access
+    assert found.count("st") == formula.bytes_written * BLOCK // per_access
+    assert usage["STACK"] == usage["LOCAL"] == 0, "spills"
+
+
+@compiled
+def test_compiled_sums_access_whole_blocks_widely():
+    formula = print_sums(
+        "squares",
+        lambda t: (t["g"].float() ** 2, t["g"] * t["h"]),
+        {"g": BF16, "h": F32},
+    )
+    module = load(formula.source)
+    ptx, usage = compile_for(90, getattr(module, formula.name))
+    assert WIDE.findall(ptx).count("ld") == 6 * BLOCK // (32 * NUM_WARPS * 16)
+    assert usage["STACK"] == usage["LOCAL"] == 0
+    _, usage = compile_for(90, getattr(module, f"{formula.name}_totals"))
+    assert usage["STACK"] == usage["LOCAL"] == 0
